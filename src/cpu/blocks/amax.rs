@@ -1,0 +1,119 @@
+//! Absolute maxima of blocks.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use half::{bf16, f16};
+
+use super::plane::largest;
+use super::{CHUNK, STRIP, part, strips};
+use crate::cpu::convert::Element;
+use crate::cpu::float_env::DefaultFloatEnv;
+use crate::cpu::simd::{Kernel, dispatch};
+use crate::cpu::tensorwise::PARALLEL;
+use crate::cpu::{pool, rows};
+use crate::format::wide::{INF_BITS, NAN_BITS};
+use crate::layout::{Block, DType, Matrix, View, ViewMut};
+
+/// See [`crate::ops::block_amax`]; `lead` rows of the first block come before `x`.
+pub(crate) fn block_amax(x: View, block: Block, lead: usize, out: ViewMut) {
+    maxima(x.matrix(), None, block, lead, &out.matrix());
+}
+
+/// Maxima of the blocks of x, or of x * fold, into `out` (fp32, any strides).
+pub(super) fn maxima(x: Matrix, fold: Option<&[f32]>, block: Block, lead: usize, out: &Matrix) {
+    let _env = DefaultFloatEnv::enter();
+    for r in 0..out.rows {
+        for c in 0..out.cols {
+            out.write(r, c, 0_u32);
+        }
+    }
+    let parallel = x.rows * x.cols >= PARALLEL;
+    pool::for_each(strips(x.rows, lead), parallel, |strip| match x.dtype {
+        DType::F32 => dispatch(Maxima::<f32> { x, fold, block, lead, out, strip, element: PhantomData }),
+        DType::F16 => dispatch(Maxima::<f16> { x, fold, block, lead, out, strip, element: PhantomData }),
+        DType::Bf16 => dispatch(Maxima::<bf16> { x, fold, block, lead, out, strip, element: PhantomData }),
+        other => unreachable!("{other} input passed validation"),
+    });
+}
+
+struct Maxima<'a, T> {
+    x: Matrix,
+    fold: Option<&'a [f32]>,
+    block: Block,
+    lead: usize,
+    out: &'a Matrix,
+    strip: usize,
+    element: PhantomData<T>,
+}
+
+impl<T: Element> Kernel for Maxima<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let mut buffer = Vec::new();
+        for start in (0..self.x.cols).step_by(CHUNK) {
+            let cols = start..(start + CHUNK).min(self.x.cols);
+            let strip = part(self.strip, STRIP, self.lead, self.x.rows);
+            if self.block.rows == 1 {
+                for row in strip {
+                    let xs = self.x.row::<T>(row, cols.clone(), &mut buffer);
+                    let fold = self.fold.map(|fold| &fold[cols.clone()]);
+                    self.put_row(row, &cols, |range| match fold {
+                        Some(fold) => folded(&xs[range.clone()], &fold[range]),
+                        None => rows::amax(&xs[range]),
+                    });
+                }
+                continue;
+            }
+            let size = self.block.rows.min(STRIP);
+            for block in self.strip * (STRIP / size)..(self.strip + 1) * (STRIP / size) {
+                let mut columns = [T::Bits::default(); CHUNK];
+                let inside = part(block, size, self.lead, self.x.rows);
+                if inside.is_empty() {
+                    continue;
+                }
+                for row in inside {
+                    fold_in(&mut columns, self.x.row::<T>(row, cols.clone(), &mut buffer));
+                }
+                let row = if self.block.rows == Block::ALL { 0 } else { block };
+                self.put_row(row, &cols, |range| largest::<T>(&columns[range]));
+            }
+        }
+    }
+}
+
+impl<T> Maxima<'_, T> {
+    /// Joins the maxima of a chunk's part of a row of blocks with what other chunks and strips found.
+    #[inline(always)]
+    fn put_row(&self, r: usize, cols: &Range<usize>, find: impl Fn(Range<usize>) -> u32) {
+        let size = self.block.cols.min(CHUNK);
+        for start in (0..cols.len()).step_by(size) {
+            let bits = find(start..(start + size).min(cols.len()));
+            let bits = if bits > INF_BITS { NAN_BITS } else { bits };
+            let to = self.out.at(r, (cols.start + start) / self.block.cols).cast();
+            // SAFETY: an aligned element of the output, which threads only touch like this meanwhile.
+            unsafe { AtomicU32::from_ptr(to) }.fetch_max(bits, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Raises the magnitudes of columns to those of a row's elements.
+#[inline(always)]
+pub(super) fn fold_in<T: Element>(columns: &mut [T::Bits; CHUNK], xs: &[T]) {
+    for (column, x) in columns.iter_mut().zip(xs) {
+        *column = x.magnitude().max(*column);
+    }
+}
+
+/// The absolute maximum of the products, as fp32 bits.
+#[inline(always)]
+fn folded<T: Element>(xs: &[T], fold: &[f32]) -> u32 {
+    let mut found = 0;
+    for (x, fold) in xs.iter().zip(fold) {
+        found = found.max((x.widen() * fold).magnitude());
+    }
+    found
+}

@@ -1,0 +1,138 @@
+//! What is to be made of one direction of a quantization.
+
+use crate::cpu::convert::Element;
+use crate::format::{Fp8Format, e8m0, scale};
+use crate::layout::{Block, Matrix, packed};
+use crate::ops::{BlockCall, BlockScale};
+
+/// Scales that are computed at a time, as vector code.
+const RUN: usize = 64;
+
+/// One direction as a rowwise one: for the columnwise plane, `x` is transposed.
+#[derive(Clone, Copy)]
+pub(super) struct Plane {
+    pub(super) x: Matrix,
+    pub(super) block: Block,
+    /// Rows and columns of the first block that lie before `x`.
+    pub(super) lead: (usize, usize),
+    pub(super) scale: BlockScale,
+    pub(super) format: Fp8Format,
+    pub(super) amax: Option<Matrix>,
+    pub(super) fold: Option<Matrix>,
+    pub(super) codes: Matrix,
+    pub(super) scales: Matrix,
+    pub(super) packed: bool,
+}
+
+impl Plane {
+    /// The directions of a call: rowwise and columnwise, where they are asked for.
+    pub(super) fn of(call: &BlockCall) -> [Option<Self>; 2] {
+        let BlockCall { x, spec, format, given, .. } = call;
+        let block = spec.block;
+        let rowwise = call.rowwise.as_ref().map(|plane| Self {
+            x: x.matrix(),
+            block,
+            lead: (block.lead(spec.row_offset), 0),
+            scale: spec.scale,
+            format: *format,
+            amax: given.amax.map(|m| m.matrix()),
+            fold: given.fold.map(|m| m.matrix()),
+            codes: plane.codes.matrix(),
+            scales: plane.scales.matrix(),
+            packed: spec.packed,
+        });
+        let columnwise = call.columnwise.as_ref().map(|plane| Self {
+            x: x.matrix().transposed(),
+            block,
+            lead: (0, block.transposed().lead(spec.row_offset)),
+            scale: spec.scale,
+            format: *format,
+            amax: if block.is_square() {
+                given.amax.map(|m| m.matrix().transposed())
+            } else {
+                given.amax_columnwise.map(|m| m.matrix())
+            },
+            fold: None,
+            codes: plane.codes.matrix(),
+            scales: plane.scales.matrix(),
+            packed: spec.packed,
+        });
+        [rowwise, columnwise]
+    }
+
+    /// Blocks along a row of the plane.
+    pub(super) fn blocks(&self) -> usize {
+        match self.block.cols {
+            Block::ALL => 1,
+            _ if self.x.cols == 0 => 0,
+            cols => (self.lead.1 + self.x.cols).div_ceil(cols),
+        }
+    }
+
+    /// Writes the scales of a run of blocks, the i-th of which is `at(i)`, for their absolute maxima, which given
+    /// ones replace. Gives the factors that the blocks' elements are multiplied with.
+    #[inline(always)]
+    pub(super) fn finish(
+        &self,
+        at: impl Fn(usize) -> (usize, usize),
+        found: &mut [u32],
+        factors: &mut [f32],
+    ) {
+        if let Some(given) = &self.amax {
+            for (i, found) in found.iter_mut().enumerate() {
+                let (r, c) = at(i);
+                *found = given.read(r, c);
+            }
+        }
+        let format = self.format;
+        for (start, (found, factors)) in found.chunks(RUN).zip(factors.chunks_mut(RUN)).enumerate() {
+            let at = |i| at(start * RUN + i);
+            match self.scale {
+                BlockScale::F32(rule) => {
+                    let mut scales = [0.0; RUN];
+                    for ((found, scale), factor) in found.iter().zip(&mut scales).zip(factors) {
+                        *scale = rule.scale(f32::from_bits(*found), format);
+                        *factor = scale::reciprocal(*scale);
+                    }
+                    for (i, scale) in scales[..found.len()].iter().enumerate() {
+                        let (r, c) = at(i);
+                        self.scales.write(r, c, *scale);
+                    }
+                }
+                BlockScale::E8m0(rounding) => {
+                    let mut bytes = [0; RUN];
+                    for ((found, byte), factor) in found.iter().zip(&mut bytes).zip(factors) {
+                        *byte = e8m0::from_amax(f32::from_bits(*found), format, rounding);
+                        *factor = e8m0::reciprocal(*byte);
+                    }
+                    for (i, byte) in bytes[..found.len()].iter().enumerate() {
+                        let (r, c) = at(i);
+                        self.put_byte(r, c, *byte);
+                    }
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn put_byte(&self, r: usize, c: usize, byte: u8) {
+        if !self.packed {
+            return self.scales.write(r, c, byte);
+        }
+        // A scale repeats for each of its rows.
+        let start = r * self.block.rows;
+        for row in start..(start + self.block.rows).min(self.x.rows) {
+            self.scales.write(0, packed::index(row, c, self.blocks()), byte);
+        }
+    }
+}
+
+/// The largest of these magnitudes, as fp32 bits.
+#[inline(always)]
+pub(super) fn largest<T: Element>(magnitudes: &[T::Bits]) -> u32 {
+    let mut found = T::Bits::default();
+    for &bits in magnitudes {
+        found = found.max(bits);
+    }
+    T::widen_magnitude(found)
+}

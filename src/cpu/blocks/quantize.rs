@@ -1,0 +1,364 @@
+//! Quantization to blocks.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use half::{bf16, f16};
+
+use super::amax::{fold_in, maxima};
+use super::plane::{Plane, largest};
+use super::{CHUNK, STRIP, part, strips};
+use crate::cpu::convert::{Codes, E4m3, E5m2, Element};
+use crate::cpu::float_env::DefaultFloatEnv;
+use crate::cpu::simd::{Kernel, dispatch};
+use crate::cpu::tensorwise::PARALLEL;
+use crate::cpu::tile::{self, Tile};
+use crate::cpu::{pool, rows};
+use crate::format::Fp8Format;
+use crate::layout::{Block, DType, Device, Matrix};
+use crate::ops::BlockCall;
+
+/// Columns of the narrowest block along a row.
+const NARROWEST: usize = 32;
+
+/// See [`crate::ops::quantize_blocks`].
+pub(crate) fn quantize_blocks(call: BlockCall) {
+    let _env = DefaultFloatEnv::enter();
+    let job = Job::new(&call);
+    for plane in [&job.along, &job.across].into_iter().flatten().filter(|plane| plane.packed) {
+        zero(&plane.scales);
+    }
+    let x = job.x;
+    let across = x.cols.div_ceil(CHUNK);
+    let parallel = x.rows * x.cols >= PARALLEL;
+    pool::for_each(strips(x.rows, job.lead) * across, parallel, |i| {
+        job.run(i / across, i % across * CHUNK);
+    });
+}
+
+fn zero(packed: &Matrix) {
+    for i in 0..packed.cols {
+        packed.write(0, i, 0_u8);
+    }
+}
+
+/// The walk over x, or over its transpose where that has the contiguous rows.
+struct Job {
+    x: Matrix,
+    format: Fp8Format,
+    /// Blocks along the rows of the walked matrix: codes keep their places.
+    along: Option<Plane>,
+    /// Blocks down its columns: codes come out transposed.
+    across: Option<Plane>,
+    /// Rows of the first block before the walked matrix.
+    lead: usize,
+    /// Per-line scales: the factors of the walked rows and columns, for `along` and `across`.
+    lines: [Vec<f32>; 2],
+    fold: Option<Vec<f32>>,
+}
+
+impl Job {
+    fn new(call: &BlockCall) -> Self {
+        let (x, format) = (call.x.matrix(), call.format);
+        let [rowwise, columnwise] = Plane::of(call);
+        let any = rowwise.or(columnwise).expect("validated: at least one output");
+        let lead = rowwise.map_or(0, |p| p.lead.0).max(columnwise.map_or(0, |p| p.lead.1));
+        let fold = rowwise.and_then(|p| p.fold).map(|fold| (0..x.cols).map(|c| fold.read(0, c)).collect());
+        let mut job =
+            Self { x, format, along: rowwise, across: columnwise, lead, lines: Default::default(), fold };
+        if x.prefers_columns() && lead == 0 && job.fold.is_none() {
+            (job.x, job.along, job.across) = (x.transposed(), columnwise, rowwise);
+        }
+        if any.block == Block::ROW {
+            let fold = job.fold.as_deref();
+            let along = job.along.as_ref().map(|plane| line_factors(plane, job.x, fold, Block::ROW));
+            let across =
+                job.across.as_ref().map(|plane| line_factors(plane, job.x, None, Block::ROW.transposed()));
+            job.lines = [along.unwrap_or_default(), across.unwrap_or_default()];
+        }
+        job
+    }
+
+    fn run(&self, strip: usize, start: usize) {
+        match self.x.dtype {
+            DType::F32 => self.run_typed::<f32>(strip, start),
+            DType::F16 => self.run_typed::<f16>(strip, start),
+            DType::Bf16 => self.run_typed::<bf16>(strip, start),
+            other => unreachable!("{other} input passed validation"),
+        }
+    }
+
+    fn run_typed<T: Element>(&self, strip: usize, start: usize) {
+        let cols = start..(start + CHUNK).min(self.x.cols);
+        let job = self;
+        match self.format {
+            Fp8Format::E4m3 => dispatch(Part::<T, E4m3> { job, strip, cols, types: PhantomData }),
+            Fp8Format::E5m2 => dispatch(Part::<T, E5m2> { job, strip, cols, types: PhantomData }),
+        }
+    }
+}
+
+/// Writes the scales of a plane with one a row; gives the factors. `block` is a line of the walked matrix.
+fn line_factors(plane: &Plane, x: Matrix, fold: Option<&[f32]>, block: Block) -> Vec<f32> {
+    let lines = plane.x.rows;
+    let mut found = vec![0_u32; lines];
+    if plane.amax.is_none() {
+        let (rows, cols) = block.grid(x.rows, x.cols);
+        let (row_stride, col_stride) = (cols as isize, 1);
+        let ptr = found.as_mut_ptr().cast();
+        let out = Matrix { ptr, dtype: DType::F32, device: Device::Cpu, rows, cols, row_stride, col_stride };
+        maxima(x, fold, block, 0, &out);
+    }
+    let mut factors = vec![0.0; lines];
+    plane.finish(|line| (line, 0), &mut found, &mut factors);
+    factors
+}
+
+/// A chunk of a strip.
+struct Part<'a, T, C> {
+    job: &'a Job,
+    strip: usize,
+    cols: Range<usize>,
+    types: PhantomData<(T, C)>,
+}
+
+/// The factors of a part's elements.
+struct Factors {
+    /// Along rows: [row of the strip][block].
+    along: Box<[[f32; CHUNK / NARROWEST]; STRIP]>,
+    /// Down columns: [row of blocks of the strip][column].
+    across: Box<[[f32; CHUNK]; STRIP / NARROWEST]>,
+}
+
+impl<T: Element, C: Codes> Kernel for Part<'_, T, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let job = self.job;
+        let mut factors = Factors {
+            along: Box::new([[0.0; CHUNK / NARROWEST]; STRIP]),
+            across: Box::new([[0.0; CHUNK]; STRIP / NARROWEST]),
+        };
+        let mut buffer = Vec::new();
+        let block = job.along.or(job.across).expect("one is there").block;
+        if block == Block::ROW {
+            self.take_lines(&mut factors);
+        } else if block.is_square() {
+            self.find_square(block.rows, &mut factors, &mut buffer);
+        } else {
+            if let Some(plane) = &job.along {
+                self.find_along(plane, &mut factors, &mut buffer);
+            }
+            if let Some(plane) = &job.across {
+                self.find_across(plane, &mut factors, &mut buffer);
+            }
+        }
+        if let Some(plane) = &job.along {
+            self.cast_along(plane, &factors, &mut buffer);
+        }
+        if let Some(plane) = &job.across {
+            self.cast_across(plane, &factors, &mut buffer);
+        }
+    }
+}
+
+impl<T: Element, C: Codes> Part<'_, T, C> {
+    /// The rows of the strip.
+    fn rows(&self) -> Range<usize> {
+        part(self.strip, STRIP, self.job.lead, self.job.x.rows)
+    }
+
+    /// A row's place in the strip.
+    fn in_strip(&self, row: usize) -> usize {
+        row + self.job.lead - self.strip * STRIP
+    }
+
+    /// The rows of blocks of `size` rows in the strip: their number in the matrix and their rows.
+    fn row_blocks(&self, size: usize) -> impl Iterator<Item = (usize, Range<usize>)> + use<T, C> {
+        let (lead, rows) = (self.job.lead, self.job.x.rows);
+        let per_strip = STRIP / size;
+        (self.strip * per_strip..(self.strip + 1) * per_strip)
+            .map(move |block| (block, part(block, size, lead, rows)))
+            .filter(|(_, rows)| !rows.is_empty())
+    }
+
+    #[inline(always)]
+    fn take_lines(&self, factors: &mut Factors) {
+        let [along, across] = &self.job.lines;
+        if !along.is_empty() {
+            for row in self.rows() {
+                factors.along[self.in_strip(row)][0] = along[row];
+            }
+        }
+        if !across.is_empty() {
+            factors.across[0][..self.cols.len()].copy_from_slice(&across[self.cols.clone()]);
+        }
+    }
+
+    #[inline(always)]
+    fn find_along(&self, plane: &Plane, factors: &mut Factors, buffer: &mut Vec<T>) {
+        let size = plane.block.cols;
+        let first = self.cols.start / size;
+        for row in self.rows() {
+            let xs = self.job.x.row::<T>(row, self.cols.clone(), buffer);
+            let to = &mut factors.along[self.in_strip(row)];
+            let mut found = [0; CHUNK / NARROWEST];
+            if plane.amax.is_none() {
+                if size == NARROWEST {
+                    maxima_of::<T, NARROWEST>(xs, &mut found);
+                } else {
+                    maxima_of::<T, 128>(xs, &mut found);
+                }
+            }
+            let blocks = xs.len().div_ceil(size);
+            plane.finish(|i| (row, first + i), &mut found[..blocks], &mut to[..blocks]);
+        }
+    }
+
+    #[inline(always)]
+    fn column_maxima(&self, rows: Range<usize>, buffer: &mut Vec<T>) -> [T::Bits; CHUNK] {
+        let mut columns = [T::Bits::default(); CHUNK];
+        for row in rows {
+            fold_in(&mut columns, self.job.x.row::<T>(row, self.cols.clone(), buffer));
+        }
+        columns
+    }
+
+    #[inline(always)]
+    fn find_across(&self, plane: &Plane, factors: &mut Factors, buffer: &mut Vec<T>) {
+        let size = plane.block.cols;
+        for (block, rows) in self.row_blocks(size) {
+            let columns = if plane.amax.is_some() {
+                [T::Bits::default(); CHUNK]
+            } else {
+                self.column_maxima(rows, buffer)
+            };
+            let to = &mut factors.across[block % (STRIP / size)];
+            let mut found = columns.map(T::widen_magnitude);
+            let (first, count) = (self.cols.start, self.cols.len());
+            plane.finish(|i| (first + i, block), &mut found[..count], &mut to[..count]);
+        }
+    }
+
+    #[inline(always)]
+    fn find_square(&self, size: usize, factors: &mut Factors, buffer: &mut Vec<T>) {
+        let Job { along, across, .. } = self.job;
+        let given = along.or(*across).is_some_and(|plane| plane.amax.is_some());
+        for (block, rows) in self.row_blocks(size) {
+            let columns =
+                if given { [T::Bits::default(); CHUNK] } else { self.column_maxima(rows.clone(), buffer) };
+            let mut found = [0; CHUNK / NARROWEST];
+            let mut factor = [0.0; CHUNK / NARROWEST];
+            let blocks = self.cols.len().div_ceil(size);
+            for (columns, found) in columns[..self.cols.len()].chunks(size).zip(&mut found) {
+                *found = largest::<T>(columns);
+            }
+            let first = self.cols.start / size;
+            if let Some(plane) = along {
+                plane.finish(|i| (block, first + i), &mut found[..blocks], &mut factor[..blocks]);
+                for row in rows {
+                    factors.along[self.in_strip(row)] = factor;
+                }
+            }
+            if let Some(plane) = across {
+                plane.finish(|i| (first + i, block), &mut found[..blocks], &mut factor[..blocks]);
+                let to = &mut factors.across[block % (STRIP / size)];
+                for (to, factor) in to.chunks_mut(size).zip(factor) {
+                    to.fill(factor);
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn cast_along(&self, plane: &Plane, factors: &Factors, buffer: &mut Vec<T>) {
+        let size = plane.block.cols.min(CHUNK);
+        let fold = self.job.fold.as_ref().map(|fold| &fold[self.cols.clone()]);
+        let contiguous = plane.codes.col_stride == 1;
+        let mut line = [0_u8; CHUNK];
+        for row in self.rows() {
+            let xs = self.job.x.row::<T>(row, self.cols.clone(), buffer);
+            let out = if contiguous {
+                // SAFETY: contiguous elements of the output, which only this part writes.
+                unsafe { plane.codes.row_mut::<u8>(row, self.cols.clone()) }
+            } else {
+                &mut line[..self.cols.len()]
+            };
+            let along = &factors.along[self.in_strip(row)];
+            match fold {
+                Some(fold) => cast_folded::<T, C>(xs, fold, along[0], out),
+                None if size == NARROWEST => cast_blocks::<T, C, NARROWEST>(xs, along, out),
+                None if size == CHUNK => {
+                    rows::cast::<T, C, false>(xs, along[0], out);
+                }
+                None => cast_blocks::<T, C, 128>(xs, along, out),
+            }
+            if !contiguous {
+                for (col, code) in self.cols.clone().zip(line) {
+                    plane.codes.write(row, col, code);
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn cast_across(&self, plane: &Plane, factors: &Factors, buffer: &mut Vec<T>) {
+        let size = plane.block.cols.min(STRIP);
+        let mut tile = Tile::take();
+        let rows = self.rows();
+        for start in rows.clone().step_by(tile::ROWS) {
+            let rows = start..(start + tile::ROWS).min(rows.end);
+            for row in rows.clone() {
+                let xs = self.job.x.row::<T>(row, self.cols.clone(), buffer);
+                let line = tile.row_mut(row - start, self.cols.len());
+                cast_each::<T, C>(xs, &factors.across[self.in_strip(row) / size], line);
+            }
+            // `codes` is the transposed matrix: its rows are our columns.
+            // SAFETY: these columns of the walked matrix, which only this part writes.
+            unsafe { tile.store(&plane.codes.transposed(), rows, self.cols.clone()) };
+        }
+        tile.put_back();
+    }
+}
+
+/// The absolute maxima of blocks of N, as fp32 bits. The constant length makes short loops good vector code.
+#[inline(always)]
+fn maxima_of<T: Element, const N: usize>(xs: &[T], found: &mut [u32]) {
+    let (blocks, rest) = xs.as_chunks::<N>();
+    for (block, found) in blocks.iter().zip(&mut *found) {
+        *found = rows::amax(block);
+    }
+    if !rest.is_empty() {
+        found[blocks.len()] = rows::amax(rest);
+    }
+}
+
+/// out = encode(x * factor), a factor for each block of N.
+#[inline(always)]
+fn cast_blocks<T: Element, C: Codes, const N: usize>(xs: &[T], factors: &[f32], out: &mut [u8]) {
+    let (blocks, rest) = xs.as_chunks::<N>();
+    let (out_blocks, out_rest) = out.as_chunks_mut::<N>();
+    for ((block, out), factor) in blocks.iter().zip(out_blocks).zip(factors) {
+        rows::cast::<T, C, false>(block, *factor, out);
+    }
+    if !rest.is_empty() {
+        rows::cast::<T, C, false>(rest, factors[blocks.len()], out_rest);
+    }
+}
+
+/// out = encode(x * factor), a factor for each element.
+#[inline(always)]
+fn cast_each<T: Element, C: Codes>(xs: &[T], factors: &[f32], out: &mut [u8]) {
+    for ((x, factor), out) in xs.iter().zip(factors).zip(out) {
+        *out = C::encode(x.widen() * factor);
+    }
+}
+
+/// out = encode((x * fold) * factor).
+#[inline(always)]
+fn cast_folded<T: Element, C: Codes>(xs: &[T], fold: &[f32], factor: f32, out: &mut [u8]) {
+    for ((x, fold), out) in xs.iter().zip(fold).zip(out) {
+        *out = C::encode(x.widen() * fold * factor);
+    }
+}

@@ -1,0 +1,150 @@
+//! Rebase of MXFP8 planes to one power-of-two scale a line.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use super::{CHUNK, STRIP, part, strips};
+use crate::cpu::convert::{Codes, E4m3, E5m2};
+use crate::cpu::float_env::DefaultFloatEnv;
+use crate::cpu::pool;
+use crate::cpu::simd::{Kernel, dispatch};
+use crate::cpu::tensorwise::PARALLEL;
+use crate::cpu::tile::{self, Tile};
+use crate::format::{Fp8Format, e8m0};
+use crate::layout::{Block, Matrix, View, ViewMut};
+use crate::ops::Axis;
+
+/// Columns of a block.
+const BLOCK: usize = 32;
+
+/// See [`crate::ops::rebase`].
+pub(crate) fn rebase(codes: View, scales: View, block: Block, axis: Axis, out: ViewMut, scale_out: ViewMut) {
+    let _env = DefaultFloatEnv::enter();
+    let format = codes.dtype().fp8().expect("validated");
+    let scale_out = scale_out.matrix();
+    let (codes, scales) = (codes.matrix(), scales.matrix());
+    let lines = (0..scale_out.rows).map(|_| AtomicU8::new(0)).collect();
+    let largest = match axis {
+        Axis::Rows => (0..scales.rows).map(|r| base((0..scales.cols).map(|c| scales.read(r, c)))).collect(),
+        Axis::Columns => {
+            (0..scales.cols).map(|c| base((0..scales.rows).map(|r| scales.read(r, c)))).collect()
+        }
+    };
+    let job = Job { codes, scales, block, axis, out: out.matrix(), largest, lines };
+    let parallel = codes.rows * codes.cols >= PARALLEL;
+    pool::for_each(strips(codes.rows, 0), parallel, |index| match format {
+        Fp8Format::E4m3 => dispatch(Strip::<E4m3> { job: &job, index, format: PhantomData }),
+        Fp8Format::E5m2 => dispatch(Strip::<E5m2> { job: &job, index, format: PhantomData }),
+    });
+    for (line, seen) in job.lines.iter().enumerate() {
+        let largest = match axis {
+            Axis::Rows => job.largest[line / block.rows],
+            Axis::Columns => job.largest[line / BLOCK],
+        };
+        let scale = if seen.load(Ordering::Relaxed) == 0 { 1.0 } else { e8m0::decode(largest) };
+        scale_out.write(line, 0, scale);
+    }
+}
+
+/// The largest byte that is not NaN; at least 1, which is 2^-126.
+fn base(bytes: impl Iterator<Item = u8>) -> u8 {
+    bytes.filter(|&byte| byte != e8m0::NAN).max().unwrap_or(0).max(1)
+}
+
+struct Job {
+    codes: Matrix,
+    scales: Matrix,
+    block: Block,
+    axis: Axis,
+    out: Matrix,
+    /// The base of each row, or column, of blocks.
+    largest: Vec<u8>,
+    /// Whether a line has a code that counts: neither zero nor NaN, in a block that is not NaN.
+    lines: Vec<AtomicU8>,
+}
+
+impl Job {
+    /// The output, in the orientation of the codes.
+    fn sink(&self) -> Matrix {
+        if self.axis == Axis::Columns { self.out.transposed() } else { self.out }
+    }
+}
+
+struct Strip<'a, C> {
+    job: &'a Job,
+    index: usize,
+    format: PhantomData<C>,
+}
+
+impl<C: Codes> Kernel for Strip<'_, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let job = self.job;
+        let rows = part(self.index, STRIP, 0, job.codes.rows);
+        let mut buffer = Vec::new();
+        let mut tile = Tile::take();
+        for start in (0..job.codes.cols).step_by(CHUNK) {
+            let cols = start..(start + CHUNK).min(job.codes.cols);
+            let mut seen = [0_u8; CHUNK];
+            for first in rows.clone().step_by(tile::ROWS) {
+                let rows = first..(first + tile::ROWS).min(rows.end);
+                for row in rows.clone() {
+                    let line = tile.row_mut(row - first, cols.len());
+                    self.rebase_row(row, &cols, line, &mut seen, &mut buffer);
+                }
+                // SAFETY: these rows of the input, of which the output is written by this strip alone.
+                unsafe { tile.store(&job.sink(), rows, cols.clone()) };
+            }
+            if job.axis == Axis::Columns {
+                for (line, seen) in job.lines[cols].iter().zip(seen) {
+                    line.fetch_or(seen, Ordering::Relaxed);
+                }
+            }
+        }
+        tile.put_back();
+    }
+}
+
+impl<C: Codes> Strip<'_, C> {
+    /// Rewrites a part of a row into `line`.
+    #[inline(always)]
+    fn rebase_row(
+        &self,
+        row: usize,
+        cols: &Range<usize>,
+        line: &mut [u8],
+        seen: &mut [u8; CHUNK],
+        buffer: &mut Vec<u8>,
+    ) {
+        let Job { codes, scales, block, axis, largest, lines, .. } = self.job;
+        let codes = codes.row::<u8>(row, cols.clone(), buffer);
+        let r = row / block.rows;
+        let mut any = 0;
+        for (i, ((codes, out), seen)) in
+            codes.chunks(BLOCK).zip(line.chunks_mut(BLOCK)).zip(seen.chunks_mut(BLOCK)).enumerate()
+        {
+            let c = cols.start / BLOCK + i;
+            let byte = scales.read::<u8>(r, c);
+            if byte == e8m0::NAN {
+                out.fill(Fp8Format::NAN);
+                continue;
+            }
+            let base = if *axis == Axis::Rows { largest[r] } else { largest[c] };
+            // Below 2^-64 every code becomes zero all the same.
+            let factor = e8m0::decode(127 - (base - byte).min(64));
+            for ((code, out), seen) in codes.iter().zip(out).zip(seen) {
+                let value = C::decode(*code);
+                let counts = u8::from(value.abs() > 0.0);
+                *seen |= counts;
+                any |= counts;
+                *out = C::encode(value * factor);
+            }
+        }
+        if *axis == Axis::Rows {
+            lines[row].fetch_or(any, Ordering::Relaxed);
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! Operations on codes that exist.
+
+use std::ops::Range;
+
+use half::{bf16, f16};
+
+use super::convert::{Codes, E4m3, E5m2, Element};
+use super::float_env::DefaultFloatEnv;
+use super::simd::{Kernel, dispatch};
+use super::tensorwise::{PARALLEL, PIECE};
+use super::walk::{Copy, Piece, Walk};
+use super::{pool, rows};
+use crate::format::e8m0;
+use crate::layout::{Block, DType, Matrix, View, ViewMut};
+
+pub(crate) fn transpose(codes: View, out: ViewMut) {
+    let walk = Walk::new(codes.matrix(), vec![out.matrix().transposed()]);
+    let pieces = walk.pieces(PIECE);
+    pool::for_each(pieces.len(), codes.numel() >= PARALLEL, |i| {
+        dispatch(CopyPiece { walk: &walk, piece: pieces[i].clone() });
+    });
+}
+
+struct CopyPiece<'a> {
+    walk: &'a Walk,
+    piece: Piece,
+}
+
+impl Kernel for CopyPiece<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        self.walk.run(self.piece, &mut Copy { bytes: self.walk.source, buffer: Vec::new() });
+    }
+}
+
+pub(crate) fn dequantize(codes: View, scale: View, block: Block, out: ViewMut) {
+    let _env = DefaultFloatEnv::enter();
+    let mut task = Dequantize { codes: codes.matrix(), scale: scale.matrix(), block, out: out.matrix() };
+    if task.codes.prefers_columns() {
+        task = Dequantize {
+            codes: task.codes.transposed(),
+            scale: task.scale.transposed(),
+            block: block.transposed(),
+            out: task.out.transposed(),
+        };
+    }
+    let pieces = Walk { source: task.codes, sinks: Vec::new() }.pieces(PIECE);
+    pool::for_each(pieces.len(), codes.numel() >= PARALLEL, |i| {
+        let piece = pieces[i].clone();
+        match (task.codes.dtype, task.out.dtype) {
+            (DType::E4m3, DType::F32) => task.run::<E4m3, f32>(piece),
+            (DType::E4m3, DType::F16) => task.run::<E4m3, f16>(piece),
+            (DType::E4m3, DType::Bf16) => task.run::<E4m3, bf16>(piece),
+            (DType::E5m2, DType::F32) => task.run::<E5m2, f32>(piece),
+            (DType::E5m2, DType::F16) => task.run::<E5m2, f16>(piece),
+            (DType::E5m2, DType::Bf16) => task.run::<E5m2, bf16>(piece),
+            (codes, out) => unreachable!("{codes} to {out} passed validation"),
+        }
+    });
+}
+
+struct Dequantize {
+    codes: Matrix,
+    scale: Matrix,
+    block: Block,
+    out: Matrix,
+}
+
+impl Dequantize {
+    fn run<C: Codes, T: Element>(&self, piece: Piece) {
+        dispatch(DequantizePiece::<C, T> {
+            task: self,
+            piece,
+            codes: Vec::new(),
+            out: Vec::new(),
+            format: std::marker::PhantomData,
+        });
+    }
+
+    #[inline(always)]
+    fn scale(&self, row: usize, col: usize) -> f32 {
+        let (row, col) = (row / self.block.rows, col / self.block.cols);
+        match self.scale.dtype {
+            DType::E8m0 => e8m0::decode(self.scale.read(row, col)),
+            _ => self.scale.read(row, col),
+        }
+    }
+}
+
+struct DequantizePiece<'a, C, T> {
+    task: &'a Dequantize,
+    piece: Piece,
+    codes: Vec<u8>,
+    out: Vec<T>,
+    format: std::marker::PhantomData<C>,
+}
+
+impl<C: Codes, T: Element> Kernel for DequantizePiece<'_, C, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(mut self) {
+        let Dequantize { codes, out, block, .. } = self.task;
+        let Piece { rows, cols } = self.piece;
+        for row in rows {
+            for part in block_parts(cols.clone(), block.cols) {
+                let scale = self.task.scale(row, part.start);
+                let codes = codes.row(row, part.clone(), &mut self.codes);
+                if out.col_stride == 1 {
+                    // SAFETY: the elements are contiguous, and this piece is the only one that has them.
+                    rows::dequantize::<C, T>(codes, scale, unsafe { out.row_mut(row, part) });
+                } else {
+                    self.out.resize(part.len(), T::narrow(0.0));
+                    rows::dequantize::<C, T>(codes, scale, &mut self.out);
+                    for (col, value) in part.zip(&self.out) {
+                        out.write(row, col, *value);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Splits columns where a new block begins.
+#[inline(always)]
+fn block_parts(cols: Range<usize>, block: usize) -> impl Iterator<Item = Range<usize>> {
+    let end = cols.end;
+    let next = move |start: usize| (start / block).saturating_add(1).saturating_mul(block).min(end);
+    std::iter::successors(Some(cols.start..next(cols.start)), move |part| {
+        (part.end < end).then(|| part.end..next(part.end))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_end_where_blocks_do() {
+        assert_eq!(block_parts(10..70, 32).collect::<Vec<_>>(), [10..32, 32..64, 64..70]);
+        assert_eq!(block_parts(0..5, Block::ALL).map(|part| part.len()).collect::<Vec<_>>(), [5]);
+    }
+}

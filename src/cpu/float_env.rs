@@ -1,0 +1,105 @@
+//! The floating-point environment: round to nearest, subnormals kept.
+//!
+//! A caller may run with flush-to-zero (`torch.set_flush_denormal`), and a thread inherits what its creator had;
+//! the bytes must not depend on it.
+
+/// Sets the default environment; drop restores the caller's.
+pub(super) struct DefaultFloatEnv {
+    saved: Control,
+}
+
+impl DefaultFloatEnv {
+    pub(super) fn enter() -> Self {
+        let saved = read();
+        if saved & RELEVANT != DEFAULT {
+            write(saved & !RELEVANT | DEFAULT);
+        }
+        Self { saved }
+    }
+
+    /// Sets the default environment for the rest of the thread's life.
+    pub(super) fn enter_for_good() {
+        std::mem::forget(Self::enter());
+    }
+}
+
+impl Drop for DefaultFloatEnv {
+    fn drop(&mut self) {
+        if self.saved & RELEVANT != DEFAULT {
+            write(self.saved);
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod arch {
+    pub(super) type Control = u32;
+    /// Flush to zero, rounding, exception masks, denormals are zero.
+    pub(super) const RELEVANT: Control = 0xFFC0;
+    /// All exceptions masked.
+    pub(super) const DEFAULT: Control = 0x1F80;
+
+    pub(super) fn read() -> Control {
+        let mut control: Control = 0;
+        // SAFETY: stores MXCSR in a variable of its size.
+        unsafe { std::arch::asm!("stmxcsr [{}]", in(reg) &raw mut control, options(nostack)) };
+        control
+    }
+
+    pub(super) fn write(control: Control) {
+        // SAFETY: loads MXCSR with a value that differs from the one read only in defined bits.
+        unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const control, options(nostack)) };
+    }
+}
+
+#[cfg(target_arch = "aarch64")]
+mod arch {
+    pub(super) type Control = u64;
+    /// FZ16, rounding, flush to zero, default NaN.
+    pub(super) const RELEVANT: Control = 0x07C8_0000;
+    pub(super) const DEFAULT: Control = 0;
+
+    pub(super) fn read() -> Control {
+        let control: Control;
+        // SAFETY: reads FPCR.
+        unsafe { std::arch::asm!("mrs {}, fpcr", out(reg) control, options(nostack)) };
+        control
+    }
+
+    pub(super) fn write(control: Control) {
+        // SAFETY: writes FPCR with a value that differs from the one read only in defined bits.
+        unsafe { std::arch::asm!("msr fpcr, {}", in(reg) control, options(nostack)) };
+    }
+}
+
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+mod arch {
+    pub(super) type Control = u32;
+    pub(super) const RELEVANT: Control = 0;
+    pub(super) const DEFAULT: Control = 0;
+
+    pub(super) fn read() -> Control {
+        0
+    }
+
+    pub(super) fn write(_: Control) {}
+}
+
+use arch::{Control, DEFAULT, RELEVANT, read, write};
+
+#[cfg(all(test, target_arch = "x86_64"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flush_to_zero_is_off_inside_and_back_after() {
+        let before = read();
+        write(before | 0x8040);
+        {
+            let _env = DefaultFloatEnv::enter();
+            assert_eq!(read() & RELEVANT, DEFAULT);
+        }
+        assert_eq!(read() & 0x8040, 0x8040);
+        write(before);
+    }
+}

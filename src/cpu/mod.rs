@@ -1,0 +1,28 @@
+//! The CPU backend: vector code for the instruction set found at run time, on a pool of threads.
+//!
+//! - `simd` compiles one source for each instruction set; `convert` has the branch-free conversions, `rows` the
+//!   loops over contiguous elements.
+//! - `walk` takes a matrix of any strides through them, `tile` transposes bytes.
+//! - `pool` splits work over threads, also in a forked process; `float_env` keeps a caller's flush-to-zero out.
+//! - `tensorwise`, `blocks` and `codes` are the operations. They are called with validated arguments.
+
+mod access;
+mod blocks;
+mod codes;
+mod convert;
+mod float_env;
+mod pool;
+mod rows;
+mod simd;
+mod tensorwise;
+mod tile;
+mod walk;
+
+pub use simd::{Level, set_simd, simd};
+
+pub(crate) use blocks::{block_amax, pack_scales, quantize_blocks, rebase, unpack_scales};
+pub(crate) use codes::{dequantize, transpose};
+pub(crate) use tensorwise::{
+    amax, multi_amax, multi_quantize, multi_quantize_delayed, quantize, quantize_current, quantize_delayed,
+    scale_from_amax,
+};

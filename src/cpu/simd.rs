@@ -1,0 +1,118 @@
+//! One source for every instruction set: a [`Kernel`] is plain code, compiled once for each [`Level`] and
+//! chosen at run time. The loops inside are written so that the compiler turns them into vector code: no
+//! branches, no calls, selects on integers.
+
+use std::sync::atomic::{AtomicU8, Ordering};
+
+/// An instruction set that kernels are compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Level {
+    /// What every CPU of the architecture has.
+    Scalar,
+    /// AVX2.
+    Avx2,
+    /// AVX-512 F, BW, DQ and VL.
+    Avx512,
+}
+
+impl Level {
+    /// Its name on the command line and in Python.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Scalar => "scalar",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+        }
+    }
+
+    /// Whether this CPU can run it.
+    #[must_use]
+    pub fn is_available(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        match self {
+            Self::Scalar => true,
+            Self::Avx2 => is_x86_feature_detected!("avx2"),
+            Self::Avx512 => {
+                is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+            }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        matches!(self, Self::Scalar)
+    }
+}
+
+const UNSET: u8 = u8::MAX;
+
+/// The level in use, as its index in `LEVELS`.
+static CURRENT: AtomicU8 = AtomicU8::new(UNSET);
+
+const LEVELS: [Level; 3] = [Level::Scalar, Level::Avx2, Level::Avx512];
+
+/// Sets the level that kernels run on from now on, in all threads; None is the best that the CPU has. For
+/// tests and benchmarks: the bytes are the same on each. Gives false, and changes nothing, where the CPU
+/// cannot run it.
+pub fn set_simd(level: Option<Level>) -> bool {
+    let level = level.unwrap_or_else(best);
+    let available = level.is_available();
+    if available {
+        CURRENT.store(level as u8, Ordering::Relaxed);
+    }
+    available
+}
+
+/// The level that kernels run on.
+#[must_use]
+pub fn simd() -> Level {
+    match CURRENT.load(Ordering::Relaxed) {
+        UNSET => {
+            let level = best();
+            CURRENT.store(level as u8, Ordering::Relaxed);
+            level
+        }
+        index => LEVELS[usize::from(index)],
+    }
+}
+
+fn best() -> Level {
+    LEVELS.into_iter().rev().find(|level| level.is_available()).unwrap_or(Level::Scalar)
+}
+
+/// Work that is compiled for each level.
+pub(crate) trait Kernel {
+    type Output;
+
+    /// Must be `#[inline(always)]`, and so must all that it calls in its loops: it takes on the instruction
+    /// set of the function that it is inlined into.
+    fn run(self) -> Self::Output;
+}
+
+/// Runs a kernel on the current level.
+pub(crate) fn dispatch<K: Kernel>(kernel: K) -> K::Output {
+    match simd() {
+        Level::Scalar => kernel.run(),
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: `set_simd` and `simd` only let through a level that this CPU has.
+        Level::Avx2 => unsafe { avx2(kernel) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the same.
+        Level::Avx512 => unsafe { avx512(kernel) },
+        #[cfg(not(target_arch = "x86_64"))]
+        Level::Avx2 | Level::Avx512 => kernel.run(),
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn avx2<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+fn avx512<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run()
+}

@@ -1,0 +1,230 @@
+//! One scale per tensor.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use half::{bf16, f16};
+
+use super::convert::{Codes, E4m3, E5m2, Element};
+use super::float_env::DefaultFloatEnv;
+use super::simd::{Kernel, dispatch};
+use super::walk::{Cast, Piece, Walk};
+use super::{pool, rows};
+use crate::format::Fp8Format;
+use crate::format::scale::reciprocal;
+use crate::format::wide::{INF_BITS, NAN_BITS};
+use crate::layout::{DType, Matrix, View, ViewMut};
+use crate::ops::ScaleRule;
+
+/// Elements that a thread takes at a time: large enough that handing them out costs nothing, small enough that a
+/// piece's input is still in the second-level cache when it is read twice.
+pub(super) const PIECE: usize = 64 * 1024;
+
+/// Below this many elements a call runs on the caller's thread: waking others takes longer than the work.
+pub(super) const PARALLEL: usize = 128 * 1024;
+
+/// A tensor's part in a call.
+struct Task {
+    walk: Walk,
+    /// The format of the outputs; without outputs it does not matter.
+    format: Fp8Format,
+    /// What elements are multiplied with.
+    q: f32,
+    /// The absolute maximum found, as [`rows::amax`] gives it.
+    found: AtomicU32,
+}
+
+impl Task {
+    /// Only the absolute maximum.
+    fn amax(x: &View) -> Self {
+        Self::new(x, 1.0, None, None)
+    }
+
+    fn new(x: &View, scale: f32, rowwise: Option<&ViewMut>, columnwise: Option<&ViewMut>) -> Self {
+        let format = rowwise.or(columnwise).and_then(|out| out.dtype().fp8()).unwrap_or(Fp8Format::E4m3);
+        let sinks = rowwise.map(ViewMut::matrix).into_iter();
+        let sinks = sinks.chain(columnwise.map(|out| out.matrix().transposed())).collect();
+        let found = AtomicU32::new(0);
+        Self { walk: Walk::new(x.matrix(), sinks), format, q: reciprocal(scale), found }
+    }
+
+    /// The absolute maximum, the NaN in its one form.
+    fn found(&self) -> f32 {
+        let bits = self.found.load(Ordering::Relaxed);
+        f32::from_bits(if bits > INF_BITS { NAN_BITS } else { bits })
+    }
+
+    fn run_piece(&self, piece: Piece, amax: bool) {
+        let found = match self.walk.source.dtype {
+            DType::F32 => self.run_typed::<f32>(piece, amax),
+            DType::F16 => self.run_typed::<f16>(piece, amax),
+            DType::Bf16 => self.run_typed::<bf16>(piece, amax),
+            other => unreachable!("{other} input passed validation"),
+        };
+        self.found.fetch_max(found, Ordering::Relaxed);
+    }
+
+    fn run_typed<T: Element>(&self, piece: Piece, amax: bool) -> u32 {
+        let (walk, q) = (&self.walk, self.q);
+        if walk.sinks.is_empty() {
+            return dispatch(AmaxPiece::<T> { x: walk.source, piece, buffer: Vec::new() });
+        }
+        match (self.format, amax) {
+            (Fp8Format::E4m3, false) => {
+                dispatch(CastPiece { walk, piece, cast: Cast::<T, E4m3, false>::new(walk.source, q) })
+            }
+            (Fp8Format::E4m3, true) => {
+                dispatch(CastPiece { walk, piece, cast: Cast::<T, E4m3, true>::new(walk.source, q) })
+            }
+            (Fp8Format::E5m2, false) => {
+                dispatch(CastPiece { walk, piece, cast: Cast::<T, E5m2, false>::new(walk.source, q) })
+            }
+            (Fp8Format::E5m2, true) => {
+                dispatch(CastPiece { walk, piece, cast: Cast::<T, E5m2, true>::new(walk.source, q) })
+            }
+        }
+    }
+}
+
+struct AmaxPiece<T> {
+    x: Matrix,
+    piece: Piece,
+    buffer: Vec<T>,
+}
+
+impl<T: Element> Kernel for AmaxPiece<T> {
+    type Output = u32;
+
+    #[inline(always)]
+    fn run(mut self) -> u32 {
+        let mut found = 0;
+        for row in self.piece.rows {
+            found = found.max(rows::amax(self.x.row(row, self.piece.cols.clone(), &mut self.buffer)));
+        }
+        found
+    }
+}
+
+struct CastPiece<'a, T, C, const AMAX: bool> {
+    walk: &'a Walk,
+    piece: Piece,
+    cast: Cast<T, C, AMAX>,
+}
+
+impl<T: Element, C: Codes, const AMAX: bool> Kernel for CastPiece<'_, T, C, AMAX> {
+    type Output = u32;
+
+    #[inline(always)]
+    fn run(mut self) -> u32 {
+        self.walk.run(self.piece, &mut self.cast);
+        self.cast.found
+    }
+}
+
+/// Runs the pieces of all tasks together: many small tensors are as parallel as one large one.
+fn run(tasks: &[Task], amax: bool) {
+    let pieces: Vec<(&Task, Piece)> = tasks
+        .iter()
+        .flat_map(|task| task.walk.pieces(PIECE).into_iter().map(move |piece| (task, piece)))
+        .collect();
+    let elements: usize = tasks.iter().map(|task| task.walk.source.numel()).sum();
+    pool::for_each(pieces.len(), elements >= PARALLEL, |i| {
+        let (task, piece) = &pieces[i];
+        task.run_piece(piece.clone(), amax);
+    });
+}
+
+/// Raises an amax by what a task found, if finite, and says which scale its codes have.
+fn follow(task: &Task, scale: &Matrix, amax: &Matrix, scale_used: &Matrix, index: usize) {
+    let found = task.found();
+    let scale: u32 = scale.read(0, index);
+    if found.is_finite() {
+        let before: i32 = amax.read(0, index);
+        amax.write(0, index, before.max(found.to_bits() as i32));
+    }
+    scale_used.write(0, index, if found.is_finite() { scale } else { NAN_BITS });
+}
+
+pub(crate) fn amax(x: View, out: ViewMut) {
+    multi_amax(&[x], out);
+}
+
+pub(crate) fn multi_amax(xs: &[View], out: ViewMut) {
+    let _env = DefaultFloatEnv::enter();
+    let tasks: Vec<Task> = xs.iter().map(Task::amax).collect();
+    run(&tasks, true);
+    for (i, task) in tasks.iter().enumerate() {
+        out.matrix().write(0, i, task.found());
+    }
+}
+
+pub(crate) fn scale_from_amax(amax: View, format: Fp8Format, rule: ScaleRule, scale_out: ViewMut) {
+    let _env = DefaultFloatEnv::enter();
+    let (amax, scale_out) = (amax.matrix(), scale_out.matrix());
+    for row in 0..amax.rows {
+        for col in 0..amax.cols {
+            scale_out.write(row, col, rule.scale(amax.read(row, col), format));
+        }
+    }
+}
+
+pub(crate) fn quantize(x: View, scale: View, rowwise: Option<ViewMut>, columnwise: Option<ViewMut>) {
+    let _env = DefaultFloatEnv::enter();
+    let scale = scale.matrix().read(0, 0);
+    run(&[Task::new(&x, scale, rowwise.as_ref(), columnwise.as_ref())], false);
+}
+
+pub(crate) fn quantize_delayed(
+    x: View,
+    scale: View,
+    amax: ViewMut,
+    scale_used: ViewMut,
+    rowwise: Option<ViewMut>,
+    columnwise: Option<ViewMut>,
+) {
+    let _env = DefaultFloatEnv::enter();
+    let scale = scale.matrix();
+    let task = [Task::new(&x, scale.read(0, 0), rowwise.as_ref(), columnwise.as_ref())];
+    run(&task, true);
+    follow(&task[0], &scale, &amax.matrix(), &scale_used.matrix(), 0);
+}
+
+pub(crate) fn quantize_current(
+    x: View,
+    format: Fp8Format,
+    rule: ScaleRule,
+    scale_out: ViewMut,
+    rowwise: Option<ViewMut>,
+    columnwise: Option<ViewMut>,
+) {
+    let _env = DefaultFloatEnv::enter();
+    let task = [Task::amax(&x)];
+    run(&task, true);
+    let scale = rule.scale(task[0].found(), format);
+    scale_out.matrix().write(0, 0, scale);
+    run(&[Task::new(&x, scale, rowwise.as_ref(), columnwise.as_ref())], false);
+}
+
+pub(crate) fn multi_quantize(xs: &[View], scales: View, outs: &[ViewMut]) {
+    let _env = DefaultFloatEnv::enter();
+    run(&tasks(xs, &scales.matrix(), outs), false);
+}
+
+pub(crate) fn multi_quantize_delayed(
+    xs: &[View],
+    scales: View,
+    amaxes: ViewMut,
+    scales_used: ViewMut,
+    outs: &[ViewMut],
+) {
+    let _env = DefaultFloatEnv::enter();
+    let tasks = tasks(xs, &scales.matrix(), outs);
+    run(&tasks, true);
+    for (i, task) in tasks.iter().enumerate() {
+        follow(task, &scales.matrix(), &amaxes.matrix(), &scales_used.matrix(), i);
+    }
+}
+
+fn tasks(xs: &[View], scales: &Matrix, outs: &[ViewMut]) -> Vec<Task> {
+    let lists = xs.iter().zip(outs).enumerate();
+    lists.map(|(i, (x, out))| Task::new(x, scales.read(0, i), Some(out), None)).collect()
+}

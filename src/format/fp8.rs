@@ -1,0 +1,165 @@
+//! E4M3 and E5M2 (OCP 8-bit floating point, revision 1.0), as a GPU's `cvt.rn.satfinite` casts to them.
+
+use std::fmt;
+
+/// An 8-bit floating-point element format.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Fp8Format {
+    /// 4 exponent bits, 3 mantissa bits, largest value 448, no infinities (`float8_e4m3fn`).
+    E4m3,
+    /// 5 exponent bits, 2 mantissa bits, largest value 57344 (`float8_e5m2`).
+    E5m2,
+}
+
+impl Fp8Format {
+    /// The code that a NaN is cast to, in both formats; the sign of the NaN is dropped.
+    pub const NAN: u8 = 0x7F;
+
+    /// The largest finite value.
+    #[must_use]
+    pub const fn max(self) -> f32 {
+        match self {
+            Self::E4m3 => 448.0,
+            Self::E5m2 => 57344.0,
+        }
+    }
+
+    /// The exponent of the largest finite value (`emax` of the MX specification).
+    #[must_use]
+    pub const fn emax(self) -> i32 {
+        match self {
+            Self::E4m3 => 8,
+            Self::E5m2 => 15,
+        }
+    }
+
+    /// The number of mantissa bits that are stored.
+    #[must_use]
+    pub const fn mantissa_bits(self) -> u32 {
+        match self {
+            Self::E4m3 => 3,
+            Self::E5m2 => 2,
+        }
+    }
+
+    /// The exponent of the smallest normal value.
+    #[must_use]
+    pub const fn emin(self) -> i32 {
+        match self {
+            Self::E4m3 => -6,
+            Self::E5m2 => -14,
+        }
+    }
+
+    /// The code of the largest finite value.
+    #[must_use]
+    pub const fn max_code(self) -> u8 {
+        match self {
+            Self::E4m3 => 0x7E,
+            Self::E5m2 => 0x7B,
+        }
+    }
+
+    /// Casts to the nearest code: ties to even, overflow and infinity to the largest finite value of the
+    /// same sign, any NaN to 0x7F.
+    #[must_use]
+    pub fn encode(self, x: f32) -> u8 {
+        if x.is_nan() {
+            return Self::NAN;
+        }
+        let sign = if x.is_sign_negative() { 0x80 } else { 0 };
+        let magnitude = x.abs();
+        if magnitude >= self.max() {
+            return sign | self.max_code();
+        }
+        // The spacing of the format around x is 2^(e - mantissa bits), e the exponent of x, or emin where x is
+        // subnormal in the format. Dividing by a power of two of this size is exact in f64.
+        let exponent = exponent_of(magnitude).max(self.emin());
+        let spacing = 2.0_f64.powi(exponent - self.mantissa_bits() as i32);
+        let steps = (f64::from(magnitude) / spacing).round_ties_even() as u32;
+        // Codes count the values of the format upwards from zero, so a carry out of the mantissa is right too.
+        let code = steps + (((exponent - self.emin()) as u32) << self.mantissa_bits());
+        sign | (code as u8).min(self.max_code())
+    }
+
+    /// The value of a code. Exact. E4M3 has NaN at 0x7F and 0xFF; E5M2 has infinity at 0x7C and 0xFC, NaN
+    /// above. A NaN comes back as the quiet one without sign ([`super::wide::NAN_BITS`]).
+    #[must_use]
+    pub fn decode(self, code: u8) -> f32 {
+        let magnitude = u32::from(code & 0x7F);
+        let value = match self {
+            Self::E4m3 if magnitude == 0x7F => return f32::NAN,
+            Self::E5m2 if magnitude > 0x7C => return f32::NAN,
+            Self::E5m2 if magnitude == 0x7C => f32::INFINITY,
+            _ => {
+                let bits = self.mantissa_bits();
+                let (field, mantissa) = (magnitude >> bits, magnitude & ((1 << bits) - 1));
+                let steps = if field == 0 { mantissa } else { mantissa | (1 << bits) };
+                steps as f32 * 2.0_f32.powi(field.max(1) as i32 - 1 + self.emin() - bits as i32)
+            }
+        };
+        if code & 0x80 == 0 { value } else { -value }
+    }
+}
+
+impl fmt::Display for Fp8Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::E4m3 => "float8_e4m3fn",
+            Self::E5m2 => "float8_e5m2",
+        })
+    }
+}
+
+/// floor(log2(x)) for finite x >= 0; fp32 subnormals and zero count as -127, which is below every `emin`.
+fn exponent_of(x: f32) -> i32 {
+    (x.to_bits() >> 23) as i32 - 127
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Fp8Format::{E4m3, E5m2};
+
+    #[test]
+    fn known_bytes_from_the_specification() {
+        for (x, code) in [
+            (0.0, 0x00),
+            (-0.0, 0x80),
+            (1.0, 0x38),
+            (448.0, 0x7E),
+            (464.0, 0x7E),
+            (1e30, 0x7E),
+            (f32::NEG_INFINITY, 0xFE),
+            (2.0_f32.powi(-6), 0x08),
+            (2.0_f32.powi(-9), 0x01),
+            (2.0_f32.powi(-10), 0x00),
+            (1.5 * 2.0_f32.powi(-9), 0x02),
+            (-f32::NAN, 0x7F),
+        ] {
+            assert_eq!(E4m3.encode(x), code, "{x}");
+        }
+        for (x, code) in [
+            (1.0, 0x3C),
+            (57344.0, 0x7B),
+            (61440.0, 0x7B),
+            (f32::INFINITY, 0x7B),
+            (2.0_f32.powi(-14), 0x04),
+            (2.0_f32.powi(-16), 0x01),
+            (f32::NAN, 0x7F),
+        ] {
+            assert_eq!(E5m2.encode(x), code, "{x}");
+        }
+    }
+
+    #[test]
+    fn every_finite_code_round_trips() {
+        for format in [E4m3, E5m2] {
+            for code in 0..=255_u8 {
+                let value = format.decode(code);
+                if value.is_finite() {
+                    assert_eq!(format.encode(value), code);
+                }
+            }
+        }
+    }
+}

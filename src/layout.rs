@@ -1,0 +1,474 @@
+//! How elements lie in memory: element types, devices, 2-D views, block shapes.
+
+use std::cell::Cell;
+use std::fmt;
+use std::marker::PhantomData;
+
+use crate::error::Error;
+use crate::format::Fp8Format;
+use crate::format::wide::Wide;
+
+/// An element type.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum DType {
+    /// IEEE single precision.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// The upper half of single precision.
+    Bf16,
+    /// FP8 codes, a byte each.
+    E4m3,
+    /// FP8 codes, a byte each.
+    E5m2,
+    /// Power-of-two scales, a byte each.
+    E8m0,
+}
+
+impl DType {
+    /// The size of an element in bytes.
+    #[must_use]
+    pub const fn size(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+            Self::E4m3 | Self::E5m2 | Self::E8m0 => 1,
+        }
+    }
+
+    /// The FP8 format, if it is one.
+    #[must_use]
+    pub const fn fp8(self) -> Option<Fp8Format> {
+        match self {
+            Self::E4m3 => Some(Fp8Format::E4m3),
+            Self::E5m2 => Some(Fp8Format::E5m2),
+            _ => None,
+        }
+    }
+
+    /// Whether it is fp32, bf16 or fp16.
+    #[must_use]
+    pub const fn is_wide(self) -> bool {
+        matches!(self, Self::F32 | Self::F16 | Self::Bf16)
+    }
+}
+
+impl From<Fp8Format> for DType {
+    fn from(format: Fp8Format) -> Self {
+        match format {
+            Fp8Format::E4m3 => Self::E4m3,
+            Fp8Format::E5m2 => Self::E5m2,
+        }
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::F32 => "float32",
+            Self::F16 => "float16",
+            Self::Bf16 => "bfloat16",
+            Self::E4m3 => "float8_e4m3fn",
+            Self::E5m2 => "float8_e5m2",
+            Self::E8m0 => "float8_e8m0fnu",
+        })
+    }
+}
+
+/// Where memory is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Device {
+    /// The host.
+    Cpu,
+    /// A CUDA device, by its ordinal.
+    Cuda(i32),
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+        }
+    }
+}
+
+/// What views share: where the elements of a 2-D matrix lie.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Matrix {
+    pub(crate) ptr: *mut u8,
+    pub(crate) dtype: DType,
+    pub(crate) device: Device,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) row_stride: isize,
+    pub(crate) col_stride: isize,
+}
+
+// SAFETY: a matrix only says where memory is; `View` and `ViewMut` say who may use it.
+unsafe impl Send for Matrix {}
+// SAFETY: the same.
+unsafe impl Sync for Matrix {}
+
+impl Matrix {
+    pub(crate) fn transposed(self) -> Self {
+        Self {
+            rows: self.cols,
+            cols: self.rows,
+            row_stride: self.col_stride,
+            col_stride: self.row_stride,
+            ..self
+        }
+    }
+
+    pub(crate) fn numel(&self) -> usize {
+        self.rows * self.cols
+    }
+
+    pub(crate) fn is_contiguous(&self) -> bool {
+        self.numel() == 0
+            || (self.cols == 1 || self.col_stride == 1)
+                && (self.rows == 1 || self.row_stride == self.cols as isize)
+    }
+
+    /// The first byte and the byte after the last one that the elements touch; None without elements.
+    pub(crate) fn extent(&self) -> Option<(usize, usize)> {
+        if self.numel() == 0 {
+            return None;
+        }
+        let size = self.dtype.size() as isize;
+        let ends = [(self.rows, self.row_stride), (self.cols, self.col_stride)]
+            .map(|(n, stride)| (n as isize - 1).wrapping_mul(stride).wrapping_mul(size));
+        let start = self.ptr as isize;
+        let low = start.wrapping_add(ends[0].min(0)).wrapping_add(ends[1].min(0));
+        let high = start.wrapping_add(ends[0].max(0)).wrapping_add(ends[1].max(0)).wrapping_add(size);
+        Some((low as usize, high as usize))
+    }
+}
+
+macro_rules! accessors {
+    ($($ptr:tt)*) => {
+        /// The first element.
+        #[must_use]
+        pub fn ptr(&self) -> $($ptr)* u8 {
+            self.matrix.ptr
+        }
+
+        /// The element type.
+        #[must_use]
+        pub fn dtype(&self) -> DType {
+            self.matrix.dtype
+        }
+
+        /// Where the memory is.
+        #[must_use]
+        pub fn device(&self) -> Device {
+            self.matrix.device
+        }
+
+        /// The number of rows.
+        #[must_use]
+        pub fn rows(&self) -> usize {
+            self.matrix.rows
+        }
+
+        /// The number of columns.
+        #[must_use]
+        pub fn cols(&self) -> usize {
+            self.matrix.cols
+        }
+
+        /// Rows and columns.
+        #[must_use]
+        pub fn shape(&self) -> (usize, usize) {
+            (self.matrix.rows, self.matrix.cols)
+        }
+
+        /// From an element to the one a row below, in elements.
+        #[must_use]
+        pub fn row_stride(&self) -> isize {
+            self.matrix.row_stride
+        }
+
+        /// From an element to the next in its row, in elements.
+        #[must_use]
+        pub fn col_stride(&self) -> isize {
+            self.matrix.col_stride
+        }
+
+        /// The number of elements.
+        #[must_use]
+        pub fn numel(&self) -> usize {
+            self.matrix.numel()
+        }
+
+        /// Whether the elements lie row after row without gaps.
+        #[must_use]
+        pub fn is_contiguous(&self) -> bool {
+            self.matrix.is_contiguous()
+        }
+
+        /// The same memory with rows and columns exchanged.
+        #[must_use]
+        pub fn transposed(self) -> Self {
+            Self { matrix: self.matrix.transposed(), ..self }
+        }
+    };
+}
+
+/// A borrowed, strided 2-D view for reading. Any strides, 0 and negative ones too.
+#[derive(Debug, Clone, Copy)]
+pub struct View<'a> {
+    matrix: Matrix,
+    borrow: PhantomData<&'a [u8]>,
+}
+
+impl<'a> View<'a> {
+    accessors!(*const);
+
+    /// A view of somebody's memory, on any device. Strides are in elements.
+    ///
+    /// # Safety
+    /// Each element `ptr + (row * row_stride + col * col_stride) * dtype.size()` must be readable on `device`,
+    /// and not written to, while the view or work queued with it lives. A null pointer is allowed: operations
+    /// refuse it where there are elements.
+    #[must_use]
+    pub const unsafe fn from_raw(
+        ptr: *const u8,
+        dtype: DType,
+        device: Device,
+        (rows, cols): (usize, usize),
+        (row_stride, col_stride): (isize, isize),
+    ) -> Self {
+        let matrix = Matrix { ptr: ptr.cast_mut(), dtype, device, rows, cols, row_stride, col_stride };
+        Self { matrix, borrow: PhantomData }
+    }
+
+    /// A contiguous matrix of fp32, bf16 or fp16 in a slice of its length.
+    pub fn from_slice<T: Wide>(slice: &'a [T], rows: usize, cols: usize) -> Result<Self, Error> {
+        check_length(slice.len(), rows, cols)?;
+        // SAFETY: the slice has rows * cols initialized elements and is borrowed for 'a.
+        Ok(unsafe {
+            Self::from_raw(slice.as_ptr().cast(), T::DTYPE, Device::Cpu, (rows, cols), (cols as isize, 1))
+        })
+    }
+
+    /// A contiguous matrix of bytes of a one-byte `dtype` in a slice of its length.
+    pub fn from_bytes(slice: &'a [u8], dtype: DType, rows: usize, cols: usize) -> Result<Self, Error> {
+        check_length(slice.len(), rows, cols)?;
+        check_byte(dtype)?;
+        // SAFETY: the slice has rows * cols initialized bytes and is borrowed for 'a.
+        Ok(unsafe { Self::from_raw(slice.as_ptr(), dtype, Device::Cpu, (rows, cols), (cols as isize, 1)) })
+    }
+
+    pub(crate) fn matrix(&self) -> Matrix {
+        self.matrix
+    }
+}
+
+/// A borrowed, strided 2-D view for writing. Operations refuse one whose elements overlap.
+#[derive(Debug)]
+pub struct ViewMut<'a> {
+    matrix: Matrix,
+    // The cell keeps it from being shared between threads: operations write through shared references.
+    borrow: PhantomData<(&'a mut [u8], Cell<()>)>,
+}
+
+impl<'a> ViewMut<'a> {
+    accessors!(*mut);
+
+    /// A view of somebody's memory, on any device. Strides are in elements.
+    ///
+    /// # Safety
+    /// Each element `ptr + (row * row_stride + col * col_stride) * dtype.size()` must be writable on `device`,
+    /// and used by nobody else, while the view or work queued with it lives. A null pointer is allowed:
+    /// operations refuse it where there are elements.
+    #[must_use]
+    pub const unsafe fn from_raw(
+        ptr: *mut u8,
+        dtype: DType,
+        device: Device,
+        (rows, cols): (usize, usize),
+        (row_stride, col_stride): (isize, isize),
+    ) -> Self {
+        let matrix = Matrix { ptr, dtype, device, rows, cols, row_stride, col_stride };
+        Self { matrix, borrow: PhantomData }
+    }
+
+    /// A contiguous matrix of fp32, bf16 or fp16 in a slice of its length.
+    pub fn from_slice<T: Wide>(slice: &'a mut [T], rows: usize, cols: usize) -> Result<Self, Error> {
+        check_length(slice.len(), rows, cols)?;
+        let ptr = slice.as_mut_ptr().cast();
+        // SAFETY: the slice has rows * cols elements and is borrowed for 'a.
+        Ok(unsafe { Self::from_raw(ptr, T::DTYPE, Device::Cpu, (rows, cols), (cols as isize, 1)) })
+    }
+
+    /// A contiguous matrix of bytes of a one-byte `dtype` in a slice of its length.
+    pub fn from_bytes(slice: &'a mut [u8], dtype: DType, rows: usize, cols: usize) -> Result<Self, Error> {
+        check_length(slice.len(), rows, cols)?;
+        check_byte(dtype)?;
+        // SAFETY: the slice has rows * cols bytes and is borrowed for 'a.
+        Ok(unsafe {
+            Self::from_raw(slice.as_mut_ptr(), dtype, Device::Cpu, (rows, cols), (cols as isize, 1))
+        })
+    }
+
+    pub(crate) fn matrix(&self) -> Matrix {
+        self.matrix
+    }
+}
+
+fn check_length(got: usize, rows: usize, cols: usize) -> Result<(), Error> {
+    let expected = rows.saturating_mul(cols);
+    if got == expected {
+        return Ok(());
+    }
+    Err(Error::Length { arg: "slice".into(), got, expected, with: "rows * cols" })
+}
+
+fn check_byte(dtype: DType) -> Result<(), Error> {
+    if dtype.size() == 1 {
+        return Ok(());
+    }
+    let expected = "float8_e4m3fn, float8_e5m2 or float8_e8m0fnu".into();
+    Err(Error::DType { arg: "slice".into(), got: dtype, expected })
+}
+
+/// A tensor's shape and strides (in elements) as a matrix: (rows, cols, row stride, column stride), the rows
+/// being the product of the leading dimensions. No dimension is 1x1, one dimension is 1xN. None where the
+/// leading dimensions do not collapse into one stride (the caller copies then).
+#[must_use]
+pub fn collapse(shape: &[i64], strides: &[i64]) -> Option<(usize, usize, isize, isize)> {
+    let (Some((&cols, leading)), Some((&col_stride, leading_strides))) =
+        (shape.split_last(), strides.split_last())
+    else {
+        return Some((1, 1, 1, 1));
+    };
+    let rows: i64 = leading.iter().product();
+    if rows == 0 || cols == 0 {
+        return Some((rows as usize, cols as usize, cols.max(1) as isize, 1));
+    }
+    // From the innermost dimension out: each stride must be what the dimensions inside it span.
+    let mut row_stride = cols * col_stride;
+    let mut span: Option<i64> = None;
+    for (&n, &stride) in leading.iter().zip(leading_strides).rev().filter(|(n, _)| **n != 1) {
+        match span {
+            None => row_stride = stride,
+            Some(span) if span != stride => return None,
+            Some(_) => {}
+        }
+        span = Some(n * stride);
+    }
+    Some((rows as usize, cols as usize, row_stride as isize, col_stride as isize))
+}
+
+/// The shape of the blocks that share a scale.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Block {
+    /// Rows of a block, or [`Block::ALL`].
+    pub rows: usize,
+    /// Columns of a block, or [`Block::ALL`].
+    pub cols: usize,
+}
+
+impl Block {
+    /// The whole extent of the matrix.
+    pub const ALL: usize = usize::MAX;
+    /// One block: a scale per tensor.
+    pub const TENSOR: Self = Self { rows: Self::ALL, cols: Self::ALL };
+    /// A scale per row.
+    pub const ROW: Self = Self { rows: 1, cols: Self::ALL };
+
+    /// How many blocks cover a matrix, along its rows and its columns. A short last block is a block; the
+    /// whole extent is one block even if it is empty.
+    #[must_use]
+    pub fn grid(self, rows: usize, cols: usize) -> (usize, usize) {
+        let blocks = |n: usize, block| if block == Self::ALL { 1 } else { n.div_ceil(block) };
+        (blocks(rows, self.rows), blocks(cols, self.cols))
+    }
+
+    /// The grid of the blocks that the rows from `row_offset` on touch, of a matrix that `rows` of its rows are
+    /// a part of. No rows touch no blocks, unless the whole extent is one.
+    #[must_use]
+    pub fn grid_from(self, row_offset: usize, rows: usize, cols: usize) -> (usize, usize) {
+        let lead = if rows == 0 { 0 } else { self.lead(row_offset) };
+        self.grid(lead + rows, cols)
+    }
+
+    /// How many rows of the block that `row_offset` lies in come before it.
+    #[must_use]
+    pub fn lead(self, row_offset: usize) -> usize {
+        if self.rows == Self::ALL { 0 } else { row_offset % self.rows }
+    }
+
+    /// Whether a block has as many rows as columns, so that the transposed matrix has the transposed scales.
+    #[must_use]
+    pub const fn is_square(self) -> bool {
+        self.rows == self.cols
+    }
+
+    /// The same blocks of the transposed matrix.
+    #[must_use]
+    pub const fn transposed(self) -> Self {
+        Self { rows: self.cols, cols: self.rows }
+    }
+}
+
+/// The packed form of block scales for Blackwell's GEMM: 128x4 tiles, row-major, 512 bytes each.
+pub mod packed {
+    /// Rows of a tile.
+    pub const TILE_ROWS: usize = 128;
+    /// Columns (blocks) of a tile.
+    pub const TILE_COLS: usize = 4;
+    /// Bytes of a tile.
+    pub const TILE_BYTES: usize = TILE_ROWS * TILE_COLS;
+
+    /// The padded shape for `rows` data rows with `cols` blocks each.
+    #[must_use]
+    pub const fn padded(rows: usize, cols: usize) -> (usize, usize) {
+        (rows.next_multiple_of(TILE_ROWS), cols.next_multiple_of(TILE_COLS))
+    }
+
+    /// How many bytes `rows` data rows with `cols` blocks each take.
+    #[must_use]
+    pub const fn bytes(rows: usize, cols: usize) -> usize {
+        let (rows, cols) = padded(rows, cols);
+        rows * cols
+    }
+
+    /// Where the scale of data row `row`, block `col` lies, `cols` being the number of blocks a row.
+    #[must_use]
+    pub const fn index(row: usize, col: usize, cols: usize) -> usize {
+        let tile = row / TILE_ROWS * cols.div_ceil(TILE_COLS) + col / TILE_COLS;
+        let (r, c) = (row % TILE_ROWS, col % TILE_COLS);
+        tile * TILE_BYTES + r % 32 * 16 + r / 32 * 4 + c
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn collapse_takes_what_one_row_stride_describes() {
+        assert_eq!(collapse(&[], &[]), Some((1, 1, 1, 1)));
+        assert_eq!(collapse(&[5], &[3]), Some((1, 5, 15, 3)));
+        assert_eq!(collapse(&[2, 3, 4], &[12, 4, 1]), Some((6, 4, 4, 1)));
+        assert_eq!(collapse(&[4, 6], &[1, 4]), Some((4, 6, 1, 4)));
+        assert_eq!(collapse(&[2, 3, 4], &[24, 8, 1]), Some((6, 4, 8, 1)));
+        assert_eq!(collapse(&[2, 1, 4], &[24, 77, 1]), Some((2, 4, 24, 1)));
+        assert_eq!(collapse(&[2, 3, 4], &[0, 0, 1]), Some((6, 4, 0, 1)));
+        assert_eq!(collapse(&[2, 3, 4], &[4, 8, 1]), None);
+        assert_eq!(collapse(&[2, 0, 4], &[4, 8, 1]), Some((0, 4, 4, 1)));
+    }
+
+    #[test]
+    fn packed_index_follows_the_tile_definition() {
+        assert_eq!(packed::padded(129, 5), (256, 8));
+        assert_eq!(packed::index(0, 1, 8), 1);
+        assert_eq!(packed::index(1, 0, 8), 16);
+        assert_eq!(packed::index(32, 0, 8), 4);
+        assert_eq!(packed::index(0, 4, 8), 512);
+        assert_eq!(packed::index(128, 0, 5), 1024);
+    }
+}

@@ -1,0 +1,48 @@
+//! FP8 quantization for training: CUDA and CPU kernels that agree byte for byte.
+//!
+//! The crate is usable from Rust alone; Python is a feature of it. Arrows point down only:
+//!
+//! ```text
+//! python   the extension module `fp8rs._core` (feature "python")
+//! dlpack   the DLPack ABI and the C exchange API
+//! ops      one function an operation: validate everything, then dispatch by device
+//! cpu      SIMD and threads          cuda   driver loading, module cache, launches
+//! layout   views, block shapes       format E4M3, E5M2, E8M0: the definition
+//! error    one enum
+//! ```
+//!
+//! `scale` always means the factor that recovers the value: `x ~ code * scale`.
+//!
+//! ```
+//! use fp8rs::{DType, ScaleRule, Stream, View, ViewMut, ops};
+//!
+//! let x = [1.0_f32, -2.0, 3.0, 448.0];
+//! let (mut codes, mut scale) = ([0_u8; 4], [0_f32]);
+//! ops::quantize_current(
+//!     View::from_slice(&x, 2, 2)?,
+//!     ScaleRule::default(),
+//!     ViewMut::from_slice(&mut scale, 1, 1)?,
+//!     Some(ViewMut::from_bytes(&mut codes, DType::E4m3, 2, 2)?),
+//!     None,
+//!     Stream::default(),
+//! )?;
+//! assert_eq!(scale, [1.0]);
+//! assert_eq!(codes, [0x38, 0xC0, 0x44, 0x7E]);
+//! # Ok::<(), fp8rs::Error>(())
+//! ```
+
+pub mod cpu;
+pub mod cuda;
+pub mod dlpack;
+pub mod error;
+pub mod format;
+pub mod layout;
+pub mod ops;
+
+#[cfg(feature = "python")]
+mod python;
+
+pub use error::Error;
+pub use format::Fp8Format;
+pub use layout::{Block, DType, Device, View, ViewMut};
+pub use ops::{ScaleRule, Stream};

@@ -1,0 +1,349 @@
+//! Scales per block: per row, 1x128, 128x128 in fp32; MXFP8's 1x32 and 32x32 in E8M0.
+//!
+//! A block shape means the same in both directions: rowwise blocks of (1, n) run along the rows of `x`,
+//! columnwise ones along the rows of its transpose, which is what the columnwise plane holds. Square blocks
+//! have one scale for both, so the columnwise scales are the rowwise ones transposed.
+
+use super::tensorwise::check_rule;
+use super::validate::{Call, Kind, shape};
+use super::{ScaleRule, Stream};
+use crate::error::Error;
+use crate::format::Fp8Format;
+use crate::format::e8m0::Rounding;
+use crate::layout::{Block, DType, Device, View, ViewMut, packed};
+use crate::{cpu, cuda};
+
+/// Rows, or rows and columns, of an MX block.
+pub(crate) const MX: usize = 32;
+
+/// What a block's scale is, and how it follows from the block's absolute maximum.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum BlockScale {
+    /// fp32, by the rule of per-tensor scales; no margin.
+    F32(ScaleRule),
+    /// A power of two in a byte.
+    E8m0(Rounding),
+}
+
+/// How to cut a matrix into blocks, and what to scale them by.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct BlockSpec {
+    /// (1, [`Block::ALL`]), (1, 128) or (128, 128) with fp32 scales, (1, 32) or (32, 32) with E8M0.
+    pub block: Block,
+    /// The scales.
+    pub scale: BlockScale,
+    /// The row of the whole matrix that row 0 of `x` is: blocks are those of the whole matrix, so that a shard
+    /// whose first row is inside a block has a short first block.
+    pub row_offset: usize,
+    /// Write E8M0 scales in the packed 128x4 layout ([`packed`]), as a contiguous vector of
+    /// [`packed::bytes`]`(rows of the plane, blocks a row)`. Blocks must not start before `x`.
+    pub packed: bool,
+}
+
+/// What is known before the data is read.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Given<'a> {
+    /// Absolute maxima of the rowwise blocks, or of square ones; fp32, shaped as their compact scales. Without
+    /// them they are found. With them, `x` may be a part of what they were found over.
+    pub amax: Option<View<'a>>,
+    /// The same for the columnwise blocks, where they are not square; shaped as the columnwise scales.
+    pub amax_columnwise: Option<View<'a>>,
+    /// Factors of the columns of `x` (fp32, 1 x cols), for the rowwise output only: what is quantized is
+    /// x * fold, rounded to fp32. Only with blocks of a whole row; `amax` is then that of the product.
+    pub fold: Option<View<'a>>,
+}
+
+/// Where one direction's results go.
+#[derive(Debug)]
+pub struct BlockPlane<'a> {
+    /// FP8 codes; their dtype names the format.
+    pub codes: ViewMut<'a>,
+    /// Scales: one element a block of `codes`, or packed.
+    pub scales: ViewMut<'a>,
+}
+
+/// A validated call of [`quantize_blocks`].
+pub(crate) struct BlockCall<'a> {
+    pub(crate) x: View<'a>,
+    pub(crate) spec: BlockSpec,
+    pub(crate) format: Fp8Format,
+    pub(crate) given: Given<'a>,
+    pub(crate) rowwise: Option<BlockPlane<'a>>,
+    pub(crate) columnwise: Option<BlockPlane<'a>>,
+}
+
+/// The absolute maximum of each block, by the rule of [`super::amax`], into `out` (fp32): a row of elements for
+/// each row of blocks that rows `row_offset` and following of the whole matrix touch. Block rows and columns
+/// are 1, 32, 128 or [`Block::ALL`].
+pub fn block_amax(
+    x: View,
+    block: Block,
+    row_offset: usize,
+    out: ViewMut,
+    stream: Stream,
+) -> Result<(), Error> {
+    for extent in [block.rows, block.cols] {
+        if ![1, 32, 128, Block::ALL].contains(&extent) {
+            return Err(bad_block(block, "each of 1, 32, 128 or all"));
+        }
+    }
+    let mut call = Call::default();
+    call.input("x", &x, Kind::Wide)?;
+    call.output("out", &out, Kind::F32)?;
+    let grid = block.grid_from(row_offset, x.rows(), x.cols());
+    shape("out", out.shape(), grid, "one element for each block that x touches")?;
+    match call.finish()? {
+        Device::Cpu => cpu::block_amax(x, block, block.lead(row_offset), out),
+        Device::Cuda(_) => cuda::block_amax(x, block, block.lead(row_offset), out, stream)?,
+    }
+    Ok(())
+}
+
+/// Quantizes with a scale for each block, in one or both directions from one read.
+///
+/// fp32 scales follow [`ScaleRule::scale`]; E8M0 scales [`crate::format::e8m0::from_amax`]. Codes are
+/// encode(x * (1 / scale)). A block that holds a NaN or an infinity has a NaN scale (byte 255) and all codes
+/// 0x7F; its neighbours do not notice.
+pub fn quantize_blocks(
+    x: View,
+    spec: BlockSpec,
+    given: Given,
+    rowwise: Option<BlockPlane>,
+    columnwise: Option<BlockPlane>,
+    stream: Stream,
+) -> Result<(), Error> {
+    let (rows, cols) = x.shape();
+    let block = spec.block;
+    let mut call = Call::default();
+    call.input("x", &x, Kind::Wide)?;
+    let codes = [&rowwise, &columnwise].map(|plane| plane.as_ref().map(|plane| &plane.codes));
+    let format = call.planes(x.shape(), codes[0], codes[1])?;
+    check_spec(spec)?;
+
+    let grid = block.grid_from(spec.row_offset, rows, cols);
+    let columnwise_grid = if block.is_square() {
+        (grid.1, grid.0)
+    } else {
+        let along = Block { rows: block.cols, cols: block.rows }.grid_from(spec.row_offset, rows, cols);
+        (along.1, along.0)
+    };
+    for (arg, plane, grid, lines) in
+        [("rowwise scales", &rowwise, grid, rows), ("columnwise scales", &columnwise, columnwise_grid, cols)]
+    {
+        let Some(plane) = plane else { continue };
+        let kind = match spec.scale {
+            BlockScale::F32(_) => Kind::F32,
+            BlockScale::E8m0(_) => Kind::Is(DType::E8m0),
+        };
+        call.output(arg, &plane.scales, kind)?;
+        if spec.packed {
+            packed_vector(arg, &plane.scales.shape(), plane.scales.is_contiguous(), lines, grid.1)?;
+        } else {
+            shape(arg, plane.scales.shape(), grid, "one element for each block")?;
+        }
+    }
+    for (arg, view, expected, used) in [
+        ("amax", given.amax, grid, rowwise.is_some() || block.is_square()),
+        (
+            "amax_columnwise",
+            given.amax_columnwise,
+            columnwise_grid,
+            columnwise.is_some() && !block.is_square(),
+        ),
+        ("fold", given.fold, (1, cols), rowwise.is_some() && block == Block::ROW),
+    ] {
+        let Some(view) = view else { continue };
+        if !used {
+            return Err(Error::Value {
+                arg: arg.into(),
+                got: "given".into(),
+                expected: match arg {
+                    "fold" => "absent, unless there is a rowwise output with a scale for each row",
+                    "amax" => "absent, unless there is a rowwise output or blocks are square",
+                    _ => "absent, unless there is a columnwise output and blocks are not square",
+                }
+                .into(),
+            });
+        }
+        call.input(arg, &view, Kind::F32)?;
+        shape(arg, view.shape(), expected, "one element for each block (fold: for each column of x)")?;
+    }
+    let device = call.finish()?;
+    let call = BlockCall { x, spec, format, given, rowwise, columnwise };
+    match device {
+        Device::Cpu => cpu::quantize_blocks(call),
+        Device::Cuda(_) => cuda::quantize_blocks(call, stream)?,
+    }
+    Ok(())
+}
+
+/// Packs E8M0 scales, one element a block of a plane with `rows` rows, into the 128x4 layout. `block_rows` (1
+/// or 32) rows share a scale, which repeats for each; padding is byte 0. `out` is a contiguous vector of
+/// [`packed::bytes`]`(rows, blocks a row)`.
+pub fn pack_scales(
+    scales: View,
+    rows: usize,
+    block_rows: usize,
+    out: ViewMut,
+    stream: Stream,
+) -> Result<(), Error> {
+    check_block_rows(block_rows)?;
+    let mut call = Call::default();
+    call.input("scales", &scales, Kind::Is(DType::E8m0))?;
+    call.output("out", &out, Kind::Is(DType::E8m0))?;
+    let expected = (rows.div_ceil(block_rows), scales.cols());
+    shape("scales", scales.shape(), expected, "a row of elements for each row of blocks")?;
+    packed_vector("out", &out.shape(), out.is_contiguous(), rows, scales.cols())?;
+    match call.finish()? {
+        Device::Cpu => cpu::pack_scales(scales, rows, block_rows, out),
+        Device::Cuda(_) => cuda::pack_scales(scales, rows, block_rows, out, stream)?,
+    }
+    Ok(())
+}
+
+/// The inverse of [`pack_scales`]: `out` gets the scale of each block from the first of its rows.
+pub fn unpack_scales(
+    packed: View,
+    rows: usize,
+    block_rows: usize,
+    out: ViewMut,
+    stream: Stream,
+) -> Result<(), Error> {
+    check_block_rows(block_rows)?;
+    let mut call = Call::default();
+    call.input("packed", &packed, Kind::Is(DType::E8m0))?;
+    call.output("out", &out, Kind::Is(DType::E8m0))?;
+    let expected = (rows.div_ceil(block_rows), out.cols());
+    shape("out", out.shape(), expected, "a row of elements for each row of blocks")?;
+    packed_vector("packed", &packed.shape(), packed.is_contiguous(), rows, out.cols())?;
+    match call.finish()? {
+        Device::Cpu => cpu::unpack_scales(packed, rows, block_rows, out),
+        Device::Cuda(_) => cuda::unpack_scales(packed, rows, block_rows, out, stream)?,
+    }
+    Ok(())
+}
+
+/// Which lines of the input share a scale after [`rebase`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Axis {
+    /// Its rows; the codes keep their places.
+    Rows,
+    /// Its columns; the codes come out transposed, so that the columns are rows.
+    Columns,
+}
+
+/// Rewrites the codes of an MXFP8 plane (blocks (1, 32) or (32, 32), E8M0 scales) for one fp32 scale, a power
+/// of two, for each row of `out`: code' = encode(code * 2^(`e_block` - e)), e the largest exponent of the line's
+/// blocks that are not NaN, at least -126. So the largest blocks keep their bits, and only codes pushed into
+/// the format's subnormals lose any.
+///
+/// NaN codes stay NaN, and all codes of a NaN block become NaN (0x7F). A line without a code that is neither
+/// zero nor NaN has scale 1. `scale_out` is fp32, (rows of `out`, 1).
+pub fn rebase(
+    codes: View,
+    scales: View,
+    block: Block,
+    axis: Axis,
+    out: ViewMut,
+    scale_out: ViewMut,
+    stream: Stream,
+) -> Result<(), Error> {
+    if block.cols != MX || !(block.rows == 1 || block.rows == MX) {
+        return Err(bad_block(block, "(1, 32) or (32, 32)"));
+    }
+    let mut call = Call::default();
+    call.input("codes", &codes, Kind::Fp8)?;
+    call.input("scales", &scales, Kind::Is(DType::E8m0))?;
+    let (rows, cols) = codes.shape();
+    shape("scales", scales.shape(), block.grid(rows, cols), "one element for each block")?;
+    call.output("out", &out, Kind::Is(codes.dtype()))?;
+    let (expected, is) = match axis {
+        Axis::Rows => ((rows, cols), "the shape of codes"),
+        Axis::Columns => ((cols, rows), "the transposed shape of codes"),
+    };
+    shape("out", out.shape(), expected, is)?;
+    call.output("scale_out", &scale_out, Kind::F32)?;
+    shape("scale_out", scale_out.shape(), (expected.0, 1), "one element for each row of out")?;
+    match call.finish()? {
+        Device::Cpu => cpu::rebase(codes, scales, block, axis, out, scale_out),
+        Device::Cuda(_) => cuda::rebase(codes, scales, block, axis, out, scale_out, stream)?,
+    }
+    Ok(())
+}
+
+fn check_spec(spec: BlockSpec) -> Result<(), Error> {
+    let BlockSpec { block, scale, row_offset, packed } = spec;
+    match scale {
+        BlockScale::F32(rule) => {
+            check_rule(rule)?;
+            if rule.margin != 0 {
+                return Err(Error::Value {
+                    arg: "margin".into(),
+                    got: rule.margin.to_string(),
+                    expected: "0 for block scales".into(),
+                });
+            }
+            let works = [Block::ROW, Block { rows: 1, cols: 128 }, Block { rows: 128, cols: 128 }];
+            if !works.contains(&block) {
+                return Err(bad_block(block, "(1, all), (1, 128) or (128, 128) with float32 scales"));
+            }
+            if packed {
+                return Err(Error::Value {
+                    arg: "packed".into(),
+                    got: "true".into(),
+                    expected: "false with float32 scales".into(),
+                });
+            }
+        }
+        BlockScale::E8m0(_) => {
+            if block.cols != MX || !(block.rows == 1 || block.rows == MX) {
+                return Err(bad_block(block, "(1, 32) or (32, 32) with float8_e8m0fnu scales"));
+            }
+            if packed && row_offset % MX != 0 {
+                return Err(Error::Value {
+                    arg: "row_offset".into(),
+                    got: row_offset.to_string(),
+                    expected: "a multiple of 32 where scales are packed".into(),
+                });
+            }
+        }
+    }
+    Ok(())
+}
+
+fn check_block_rows(block_rows: usize) -> Result<(), Error> {
+    if block_rows == 1 || block_rows == MX {
+        return Ok(());
+    }
+    Err(Error::Value { arg: "block_rows".into(), got: block_rows.to_string(), expected: "1 or 32".into() })
+}
+
+fn bad_block(block: Block, expected: &'static str) -> Error {
+    let name = |n| if n == Block::ALL { "all".to_owned() } else { format!("{n}") };
+    Error::Value {
+        arg: "block".into(),
+        got: format!("({}, {})", name(block.rows), name(block.cols)),
+        expected: expected.into(),
+    }
+}
+
+/// Refuses anything but a contiguous vector of the packed size.
+fn packed_vector(
+    arg: &'static str,
+    got: &(usize, usize),
+    contiguous: bool,
+    rows: usize,
+    blocks: usize,
+) -> Result<(), Error> {
+    let bytes = packed::bytes(rows, blocks);
+    let is = format!("the packed layout of {rows} rows of {blocks} blocks");
+    shape(arg, *got, (1, bytes), &is)?;
+    if contiguous {
+        return Ok(());
+    }
+    Err(Error::Value {
+        arg: arg.into(),
+        got: "strided".into(),
+        expected: "contiguous, being packed scales".into(),
+    })
+}

@@ -1,0 +1,46 @@
+//! Operations on codes that exist.
+
+use super::Stream;
+use super::validate::{Call, Kind, shape};
+use crate::error::Error;
+use crate::layout::{Block, Device, View, ViewMut};
+use crate::{cpu, cuda};
+
+/// Transposes FP8 codes: `out` has the shape (cols, rows) and the dtype of `codes`.
+pub fn transpose(codes: View, out: ViewMut, stream: Stream) -> Result<(), Error> {
+    let mut call = Call::default();
+    call.input("codes", &codes, Kind::Fp8)?;
+    call.output("out", &out, Kind::Is(codes.dtype()))?;
+    shape("out", out.shape(), (codes.cols(), codes.rows()), "the transposed shape of codes")?;
+    match call.finish()? {
+        Device::Cpu => cpu::transpose(codes, out),
+        Device::Cuda(_) => cuda::transpose(codes, out, stream)?,
+    }
+    Ok(())
+}
+
+/// code * scale in fp32, then one cast to the dtype of `out` (fp32, bf16 or fp16; the shape of `codes`). A NaN
+/// comes out as the positive quiet NaN without payload.
+///
+/// `scale` is fp32 or E8M0 with an element for each block ([`Block::grid`] of the shape of `codes`).
+pub fn dequantize(codes: View, scale: View, block: Block, out: ViewMut, stream: Stream) -> Result<(), Error> {
+    if block.rows == 0 || block.cols == 0 {
+        return Err(Error::Value {
+            arg: "block".into(),
+            got: format!("({}, {})", block.rows, block.cols),
+            expected: "at least 1 in each dimension".into(),
+        });
+    }
+    let mut call = Call::default();
+    call.input("codes", &codes, Kind::Fp8)?;
+    call.input("scale", &scale, Kind::Scale)?;
+    let grid = block.grid(codes.rows(), codes.cols());
+    shape("scale", scale.shape(), grid, "one element for each block")?;
+    call.output("out", &out, Kind::Wide)?;
+    shape("out", out.shape(), codes.shape(), "the shape of codes")?;
+    match call.finish()? {
+        Device::Cpu => cpu::dequantize(codes, scale, block, out),
+        Device::Cuda(_) => cuda::dequantize(codes, scale, block, out, stream)?,
+    }
+    Ok(())
+}

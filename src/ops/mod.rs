@@ -1,0 +1,37 @@
+//! The operations: each validates everything, then dispatches by device. Nothing is written on an error.
+//!
+//! What holds for all of them:
+//! - Inputs are fp32, bf16 or fp16 views with any strides; fp32 arithmetic, IEEE, no flush to zero.
+//! - An output's dtype (E4M3 or E5M2) names the format. `rowwise` has the shape of `x`, `columnwise` is the
+//!   transpose, with the shape (cols, rows). Either may be absent, not both.
+//! - A scale that comes out NaN is the positive quiet NaN without payload, and so is an amax.
+//! - All arguments are on one device. On CUDA the work is queued on `stream`, and nothing synchronizes.
+
+mod blocks;
+mod codes;
+mod tensorwise;
+mod validate;
+
+use std::ffi::c_void;
+
+pub use crate::format::scale::ScaleRule;
+pub(crate) use blocks::BlockCall;
+pub use blocks::{
+    Axis, BlockPlane, BlockScale, BlockSpec, Given, block_amax, pack_scales, quantize_blocks, rebase,
+    unpack_scales,
+};
+pub use codes::{dequantize, transpose};
+pub use tensorwise::{
+    amax, multi_amax, multi_quantize, multi_quantize_delayed, quantize, quantize_current, quantize_delayed,
+    scale_from_amax,
+};
+
+/// A raw CUDA stream; null is the legacy default stream. Ignored on the CPU.
+#[derive(Debug, Clone, Copy)]
+pub struct Stream(pub *mut c_void);
+
+impl Default for Stream {
+    fn default() -> Self {
+        Self(std::ptr::null_mut())
+    }
+}

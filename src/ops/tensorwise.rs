@@ -1,0 +1,196 @@
+//! One scale per tensor.
+
+use super::validate::{Call, Kind, item, length, one, one_each, shape};
+use super::{ScaleRule, Stream};
+use crate::error::Error;
+use crate::format::Fp8Format;
+use crate::layout::{Device, View, ViewMut};
+use crate::{cpu, cuda};
+
+/// The absolute maximum of `x`, into `out` (fp32, one element). The maximum is over the bits of |x| as
+/// integers, so that a NaN or an infinity stays visible; 0 for an empty `x`.
+pub fn amax(x: View, out: ViewMut, stream: Stream) -> Result<(), Error> {
+    let mut call = Call::default();
+    call.input("x", &x, Kind::Wide)?;
+    call.output("out", &out, Kind::F32)?;
+    one("out", out.shape())?;
+    match call.finish()? {
+        Device::Cpu => cpu::amax(x, out),
+        Device::Cuda(_) => cuda::amax(x, out, stream)?,
+    }
+    Ok(())
+}
+
+/// The absolute maximum of each tensor, into `out` (fp32, 1xN). The dtypes of the tensors may differ.
+pub fn multi_amax(xs: &[View], out: ViewMut, stream: Stream) -> Result<(), Error> {
+    let mut call = Call::default();
+    call.output("out", &out, Kind::F32)?;
+    one_each("out", out.shape(), xs.len(), "xs")?;
+    for (i, x) in xs.iter().enumerate() {
+        call.input(item("xs", i), x, Kind::Wide)?;
+    }
+    match call.finish()? {
+        Device::Cpu => cpu::multi_amax(xs, out),
+        Device::Cuda(_) => cuda::multi_amax(xs, out, stream)?,
+    }
+    Ok(())
+}
+
+/// The scale for each absolute maximum ([`ScaleRule::scale`]), into `scale_out` of the same shape; fp32.
+pub fn scale_from_amax(
+    amax: View,
+    format: Fp8Format,
+    rule: ScaleRule,
+    scale_out: ViewMut,
+    stream: Stream,
+) -> Result<(), Error> {
+    check_rule(rule)?;
+    let mut call = Call::default();
+    call.input("amax", &amax, Kind::F32)?;
+    call.output("scale_out", &scale_out, Kind::F32)?;
+    shape("scale_out", scale_out.shape(), amax.shape(), "the shape of amax")?;
+    match call.finish()? {
+        Device::Cpu => cpu::scale_from_amax(amax, format, rule, scale_out),
+        Device::Cuda(_) => cuda::scale_from_amax(amax, format, rule, scale_out, stream)?,
+    }
+    Ok(())
+}
+
+/// Quantizes with a known scale (fp32, one element): code = encode(x * (1 / scale)).
+pub fn quantize(
+    x: View,
+    scale: View,
+    rowwise: Option<ViewMut>,
+    columnwise: Option<ViewMut>,
+    stream: Stream,
+) -> Result<(), Error> {
+    let mut call = Call::default();
+    call.input("x", &x, Kind::Wide)?;
+    call.input("scale", &scale, Kind::F32)?;
+    one("scale", scale.shape())?;
+    call.planes(x.shape(), rowwise.as_ref(), columnwise.as_ref())?;
+    match call.finish()? {
+        Device::Cpu => cpu::quantize(x, scale, rowwise, columnwise),
+        Device::Cuda(_) => cuda::quantize(x, scale, rowwise, columnwise, stream)?,
+    }
+    Ok(())
+}
+
+/// Quantizes with a known scale and, from the same read, follows the absolute maximum (delayed scaling).
+///
+/// - `amax` (fp32, one element) is raised to the absolute maximum of `x` where that is finite.
+/// - `scale_used` (fp32, one element) becomes `scale`, or NaN if `x` holds a NaN or an infinity; the codes stay
+///   as cast.
+pub fn quantize_delayed(
+    x: View,
+    scale: View,
+    amax: ViewMut,
+    scale_used: ViewMut,
+    rowwise: Option<ViewMut>,
+    columnwise: Option<ViewMut>,
+    stream: Stream,
+) -> Result<(), Error> {
+    let mut call = Call::default();
+    call.input("x", &x, Kind::Wide)?;
+    call.input("scale", &scale, Kind::F32)?;
+    one("scale", scale.shape())?;
+    call.output("amax", &amax, Kind::F32)?;
+    one("amax", amax.shape())?;
+    call.output("scale_used", &scale_used, Kind::F32)?;
+    one("scale_used", scale_used.shape())?;
+    call.planes(x.shape(), rowwise.as_ref(), columnwise.as_ref())?;
+    match call.finish()? {
+        Device::Cpu => cpu::quantize_delayed(x, scale, amax, scale_used, rowwise, columnwise),
+        Device::Cuda(_) => cuda::quantize_delayed(x, scale, amax, scale_used, rowwise, columnwise, stream)?,
+    }
+    Ok(())
+}
+
+/// Current scaling: finds the absolute maximum, makes the scale of it, into `scale_out` (fp32, one element),
+/// and quantizes with it.
+pub fn quantize_current(
+    x: View,
+    rule: ScaleRule,
+    scale_out: ViewMut,
+    rowwise: Option<ViewMut>,
+    columnwise: Option<ViewMut>,
+    stream: Stream,
+) -> Result<(), Error> {
+    check_rule(rule)?;
+    let mut call = Call::default();
+    call.input("x", &x, Kind::Wide)?;
+    call.output("scale_out", &scale_out, Kind::F32)?;
+    one("scale_out", scale_out.shape())?;
+    let format = call.planes(x.shape(), rowwise.as_ref(), columnwise.as_ref())?;
+    match call.finish()? {
+        Device::Cpu => cpu::quantize_current(x, format, rule, scale_out, rowwise, columnwise),
+        Device::Cuda(_) => cuda::quantize_current(x, format, rule, scale_out, rowwise, columnwise, stream)?,
+    }
+    Ok(())
+}
+
+/// Quantizes each tensor with its own known scale: `scales` is fp32, 1xN; each of `outs` has the shape of its
+/// tensor. The dtypes of the tensors and the formats of the outputs may differ.
+pub fn multi_quantize(xs: &[View], scales: View, outs: &[ViewMut], stream: Stream) -> Result<(), Error> {
+    let mut call = Call::default();
+    call.input("scales", &scales, Kind::F32)?;
+    one_each("scales", scales.shape(), xs.len(), "xs")?;
+    check_lists(&mut call, xs, outs)?;
+    match call.finish()? {
+        Device::Cpu => cpu::multi_quantize(xs, scales, outs),
+        Device::Cuda(_) => cuda::multi_quantize(xs, scales, outs, stream)?,
+    }
+    Ok(())
+}
+
+/// [`quantize_delayed`] over a list, rowwise only: `scales`, `amaxes` and `scales_used` are fp32, 1xN.
+pub fn multi_quantize_delayed(
+    xs: &[View],
+    scales: View,
+    amaxes: ViewMut,
+    scales_used: ViewMut,
+    outs: &[ViewMut],
+    stream: Stream,
+) -> Result<(), Error> {
+    let mut call = Call::default();
+    call.input("scales", &scales, Kind::F32)?;
+    one_each("scales", scales.shape(), xs.len(), "xs")?;
+    call.output("amaxes", &amaxes, Kind::F32)?;
+    one_each("amaxes", amaxes.shape(), xs.len(), "xs")?;
+    call.output("scales_used", &scales_used, Kind::F32)?;
+    one_each("scales_used", scales_used.shape(), xs.len(), "xs")?;
+    check_lists(&mut call, xs, outs)?;
+    match call.finish()? {
+        Device::Cpu => cpu::multi_quantize_delayed(xs, scales, amaxes, scales_used, outs),
+        Device::Cuda(_) => cuda::multi_quantize_delayed(xs, scales, amaxes, scales_used, outs, stream)?,
+    }
+    Ok(())
+}
+
+fn check_lists(call: &mut Call, xs: &[View], outs: &[ViewMut]) -> Result<(), Error> {
+    length("outs", outs.len(), xs.len(), "xs")?;
+    for (i, (x, out)) in xs.iter().zip(outs).enumerate() {
+        call.input(item("xs", i), x, Kind::Wide)?;
+        call.output(item("outs", i), out, Kind::Fp8)?;
+        shape(item("outs", i), out.shape(), x.shape(), &format!("the shape of xs[{i}]"))?;
+    }
+    Ok(())
+}
+
+pub(super) fn check_rule(rule: ScaleRule) -> Result<(), Error> {
+    if !(rule.amax_epsilon.is_finite() && rule.amax_epsilon >= 0.0) {
+        return Err(Error::Value {
+            arg: "amax_epsilon".into(),
+            got: rule.amax_epsilon.to_string(),
+            expected: "finite and at least 0".into(),
+        });
+    }
+    if !(-126..=127).contains(&rule.margin) {
+        return Err(Error::Value {
+            arg: "margin".into(),
+            got: rule.margin.to_string(),
+            expected: "from -126 to 127".into(),
+        });
+    }
+    Ok(())
+}

@@ -1,0 +1,243 @@
+//! What operations refuse. One [`Call`] collects the arguments of a call, checks each one as it comes, and
+//! the relations between them at the end.
+
+use std::borrow::Cow;
+
+use crate::error::{Arg, Error};
+use crate::format::Fp8Format;
+use crate::layout::{DType, Device, Matrix, View, ViewMut};
+
+/// What kind of elements an argument may have.
+#[derive(Clone, Copy)]
+pub(super) enum Kind {
+    /// fp32, bf16 or fp16.
+    Wide,
+    /// fp32.
+    F32,
+    /// FP8 codes.
+    Fp8,
+    /// Exactly this.
+    Is(DType),
+    /// The types of block scales: fp32 or E8M0.
+    Scale,
+}
+
+impl Kind {
+    fn takes(self, dtype: DType) -> bool {
+        match self {
+            Self::Wide => dtype.is_wide(),
+            Self::F32 => dtype == DType::F32,
+            Self::Fp8 => dtype.fp8().is_some(),
+            Self::Is(expected) => dtype == expected,
+            Self::Scale => matches!(dtype, DType::F32 | DType::E8m0),
+        }
+    }
+
+    fn words(self) -> Cow<'static, str> {
+        match self {
+            Self::Wide => "float32, bfloat16 or float16".into(),
+            Self::F32 => "float32".into(),
+            Self::Fp8 => "float8_e4m3fn or float8_e5m2".into(),
+            Self::Is(dtype) => dtype.to_string().into(),
+            Self::Scale => "float32 or float8_e8m0fnu".into(),
+        }
+    }
+}
+
+/// The name of a list's element.
+pub(super) fn item(list: &'static str, index: usize) -> Arg {
+    format!("{list}[{index}]").into()
+}
+
+struct Used {
+    arg: Arg,
+    extent: (usize, usize),
+    written: bool,
+    matrix: Matrix,
+}
+
+/// The arguments of one call.
+#[derive(Default)]
+pub(super) struct Call {
+    device: Option<(Arg, Device)>,
+    used: Vec<Used>,
+}
+
+impl Call {
+    /// An argument that is read.
+    pub(super) fn input(&mut self, arg: impl Into<Arg>, view: &View, kind: Kind) -> Result<(), Error> {
+        self.argument(arg.into(), view.matrix(), kind, false)
+    }
+
+    /// An argument that is written (or read and written).
+    pub(super) fn output(&mut self, arg: impl Into<Arg>, view: &ViewMut, kind: Kind) -> Result<(), Error> {
+        let arg = arg.into();
+        if overlaps_itself(&view.matrix()) {
+            return Err(Error::SelfOverlap {
+                arg,
+                shape: view.shape(),
+                strides: (view.row_stride(), view.col_stride()),
+            });
+        }
+        self.argument(arg, view.matrix(), kind, true)
+    }
+
+    /// The code outputs of a quantization of an `x` of this shape. Gives their format.
+    pub(super) fn planes(
+        &mut self,
+        (rows, cols): (usize, usize),
+        rowwise: Option<&ViewMut>,
+        columnwise: Option<&ViewMut>,
+    ) -> Result<Fp8Format, Error> {
+        let Some(first) = rowwise.or(columnwise) else {
+            return Err(Error::Value {
+                arg: "rowwise".into(),
+                got: "absent, and so is columnwise".into(),
+                expected: "given, unless columnwise is".into(),
+            });
+        };
+        let format = first.dtype();
+        for (arg, plane, expected, is) in [
+            ("rowwise", rowwise, (rows, cols), "the shape of x"),
+            ("columnwise", columnwise, (cols, rows), "the transposed shape of x"),
+        ] {
+            let Some(plane) = plane else { continue };
+            self.output(arg, plane, Kind::Fp8)?;
+            if plane.dtype() != format {
+                return Err(Error::DType {
+                    arg: arg.into(),
+                    got: plane.dtype(),
+                    expected: format!("{format}, as rowwise is").into(),
+                });
+            }
+            shape(arg, plane.shape(), expected, is)?;
+        }
+        Ok(format.fp8().expect("checked to be an FP8 type"))
+    }
+
+    /// What only all arguments together show: that no output shares memory with another argument. Gives the
+    /// device of the call.
+    pub(super) fn finish(mut self) -> Result<Device, Error> {
+        // In the order of their starts, an argument can only overlap those that have not ended yet: few, even in
+        // a call with a thousand tensors.
+        self.used.sort_by_key(|used| used.extent.0);
+        let mut open: Vec<&Used> = Vec::new();
+        for used in &self.used {
+            open.retain(|earlier| used.extent.0 < earlier.extent.1);
+            let clash = open.iter().find(|earlier| {
+                (earlier.written || used.written) && !interleaved(&earlier.matrix, &used.matrix)
+            });
+            if let Some(earlier) = clash {
+                let (out, with) = if used.written { (used, *earlier) } else { (*earlier, used) };
+                return Err(Error::Overlap { arg: out.arg.clone(), with: with.arg.clone() });
+            }
+            open.push(used);
+        }
+        Ok(self.device.map_or(Device::Cpu, |(_, device)| device))
+    }
+
+    fn argument(&mut self, arg: Arg, matrix: Matrix, kind: Kind, written: bool) -> Result<(), Error> {
+        if !kind.takes(matrix.dtype) {
+            return Err(Error::DType { arg, got: matrix.dtype, expected: kind.words() });
+        }
+        match &self.device {
+            None => self.device = Some((arg.clone(), matrix.device)),
+            Some((with, device)) if *device != matrix.device => {
+                return Err(Error::Device { arg, got: matrix.device, expected: *device, with: with.clone() });
+            }
+            Some(_) => {}
+        }
+        let Some(extent) = matrix.extent() else { return Ok(()) };
+        if matrix.ptr.is_null() {
+            return Err(Error::NullPointer { arg, elements: matrix.numel() });
+        }
+        let size = matrix.dtype.size();
+        if !(matrix.ptr as usize).is_multiple_of(size) {
+            return Err(Error::Misaligned { arg, size });
+        }
+        self.used.push(Used { arg, extent, written, matrix });
+        Ok(())
+    }
+}
+
+/// Refuses another shape than the one that works; `is` says which one that is.
+pub(super) fn shape(
+    arg: impl Into<Arg>,
+    got: (usize, usize),
+    expected: (usize, usize),
+    is: &str,
+) -> Result<(), Error> {
+    if got == expected {
+        return Ok(());
+    }
+    let expected = format!("({}, {}), {is}", expected.0, expected.1);
+    Err(Error::Shape { arg: arg.into(), got, expected })
+}
+
+/// Refuses anything but one element.
+pub(super) fn one(arg: &'static str, got: (usize, usize)) -> Result<(), Error> {
+    shape(arg, got, (1, 1), "one element")
+}
+
+/// Refuses anything but a row with an element for each of the tensors in `with`.
+pub(super) fn one_each(
+    arg: &'static str,
+    got: (usize, usize),
+    count: usize,
+    with: &'static str,
+) -> Result<(), Error> {
+    if got.0 != 1 {
+        return shape(arg, got, (1, count), "a vector with one element for each tensor");
+    }
+    length(arg, got.1, count, with)
+}
+
+/// Refuses a list of another length than the one it goes with.
+pub(super) fn length(
+    arg: &'static str,
+    got: usize,
+    expected: usize,
+    with: &'static str,
+) -> Result<(), Error> {
+    if got == expected {
+        return Ok(());
+    }
+    Err(Error::Length { arg: arg.into(), got, expected, with })
+}
+
+/// Whether two elements share memory, as far as two strides show it: the larger stride must step over all that
+/// the smaller one spans.
+fn overlaps_itself(m: &Matrix) -> bool {
+    if m.numel() == 0 {
+        return false;
+    }
+    let mut dims: Vec<(usize, usize)> = [(m.rows, m.row_stride), (m.cols, m.col_stride)]
+        .into_iter()
+        .filter(|(n, _)| *n > 1)
+        .map(|(n, stride)| (n, stride.unsigned_abs()))
+        .collect();
+    dims.sort_by_key(|(_, stride)| *stride);
+    let mut span = 0;
+    for (n, stride) in dims {
+        if stride <= span {
+            return true;
+        }
+        span += (n - 1).saturating_mul(stride);
+    }
+    false
+}
+
+/// Whether two matrices whose memory ranges overlap are disjoint all the same, being different columns of one
+/// row-major buffer (as the halves of a fused weight are).
+fn interleaved(a: &Matrix, b: &Matrix) -> bool {
+    let same_rows = a.row_stride * a.dtype.size() as isize == b.row_stride * b.dtype.size() as isize;
+    if !same_rows || a.row_stride <= 0 || a.col_stride <= 0 || b.col_stride <= 0 {
+        return false;
+    }
+    let pitch = a.row_stride as usize * a.dtype.size();
+    let span = |m: &Matrix| ((m.cols - 1) * m.col_stride as usize + 1) * m.dtype.size();
+    let distance = (b.ptr as usize).wrapping_sub(a.ptr as usize) as isize;
+    let distance = distance.rem_euclid(pitch as isize) as usize;
+    // b starts `distance` into a row of a: after a's columns, and ends before a's next row.
+    span(a) <= distance && distance + span(b) <= pitch
+}

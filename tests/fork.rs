@@ -1,0 +1,38 @@
+//! A forked child, as a `DataLoader` worker is, has none of its parent's threads.
+
+#![cfg(unix)]
+
+use fp8rs::{Stream, View, ViewMut, ops};
+
+fn amax_of_a_large_tensor() -> f32 {
+    let mut x = vec![1.0_f32; 1 << 20];
+    x[777_777] = -3.0;
+    let mut out = [0.0];
+    ops::amax(
+        View::from_slice(&x, 1024, 1024).unwrap(),
+        ViewMut::from_slice(&mut out, 1, 1).unwrap(),
+        Stream::default(),
+    )
+    .unwrap();
+    out[0]
+}
+
+#[test]
+fn a_forked_child_makes_threads_of_its_own() {
+    // The parent's pool exists, and its threads do not come along.
+    assert_eq!(amax_of_a_large_tensor(), 3.0);
+    // SAFETY: the child only computes and leaves with `_exit`; an alarm ends it should it wait for threads that
+    // are not there.
+    let status = unsafe {
+        let child = libc::fork();
+        if child == 0 {
+            libc::alarm(20);
+            libc::_exit(i32::from(amax_of_a_large_tensor() != 3.0));
+        }
+        let mut status = -1;
+        assert_eq!(libc::waitpid(child, &raw mut status, 0), child);
+        status
+    };
+    assert_eq!(status, 0, "the child failed or hung");
+    assert_eq!(amax_of_a_large_tensor(), 3.0);
+}

@@ -1,0 +1,358 @@
+//! Bad calls are refused before anything is written, with a message that names the argument, what it was and
+//! what works.
+
+mod common;
+
+use common::{Layout, Owned};
+use fp8rs::{Block, DType, Device, Error, Fp8Format, ScaleRule, Stream, View, ViewMut, ops};
+
+const STREAM: Stream = Stream(std::ptr::null_mut());
+
+fn matrix(dtype: DType, rows: usize, cols: usize) -> Owned {
+    Owned::dense(dtype, (rows, cols)).random(1)
+}
+
+fn f32s(rows: usize, cols: usize) -> Owned {
+    matrix(DType::F32, rows, cols)
+}
+
+fn codes(rows: usize, cols: usize) -> Owned {
+    matrix(DType::E4m3, rows, cols)
+}
+
+/// A view of somebody's memory with other properties.
+fn view_as(
+    of: &Owned,
+    dtype: DType,
+    device: Device,
+    shape: (usize, usize),
+    strides: (isize, isize),
+) -> View<'_> {
+    // SAFETY: refused before it is read.
+    unsafe { View::from_raw(of.view().ptr(), dtype, device, shape, strides) }
+}
+
+fn out_as(
+    of: &mut Owned,
+    dtype: DType,
+    device: Device,
+    shape: (usize, usize),
+    strides: (isize, isize),
+) -> ViewMut<'_> {
+    // SAFETY: refused before it is written.
+    unsafe { ViewMut::from_raw(of.view_mut().ptr(), dtype, device, shape, strides) }
+}
+
+fn null(shape: (usize, usize)) -> View<'static> {
+    // SAFETY: refused before it is read.
+    unsafe { View::from_raw(std::ptr::null(), DType::F32, Device::Cpu, shape, (shape.1 as isize, 1)) }
+}
+
+#[track_caller]
+fn refused(result: Result<(), Error>, message: &str) {
+    assert_eq!(result.expect_err("the call should have been refused").to_string(), message);
+}
+
+#[test]
+fn dtypes() {
+    let mut scalar = f32s(1, 1);
+    refused(
+        ops::amax(codes(2, 2).view(), scalar.view_mut(), STREAM),
+        "x has dtype float8_e4m3fn; it must be float32, bfloat16 or float16",
+    );
+    refused(
+        ops::amax(f32s(2, 2).view(), matrix(DType::Bf16, 1, 1).view_mut(), STREAM),
+        "out has dtype bfloat16; it must be float32",
+    );
+    refused(
+        ops::quantize(f32s(2, 2).view(), codes(1, 1).view(), Some(codes(2, 2).view_mut()), None, STREAM),
+        "scale has dtype float8_e4m3fn; it must be float32",
+    );
+    refused(
+        ops::quantize(f32s(2, 2).view(), scalar.view(), Some(f32s(2, 2).view_mut()), None, STREAM),
+        "rowwise has dtype float32; it must be float8_e4m3fn or float8_e5m2",
+    );
+    refused(
+        ops::quantize(
+            f32s(2, 2).view(),
+            scalar.view(),
+            Some(codes(2, 2).view_mut()),
+            Some(matrix(DType::E5m2, 2, 2).view_mut()),
+            STREAM,
+        ),
+        "columnwise has dtype float8_e5m2; it must be float8_e4m3fn, as rowwise is",
+    );
+    refused(
+        ops::transpose(codes(2, 2).view(), matrix(DType::E5m2, 2, 2).view_mut(), STREAM),
+        "out has dtype float8_e5m2; it must be float8_e4m3fn",
+    );
+    refused(
+        ops::dequantize(
+            codes(2, 2).view(),
+            matrix(DType::Bf16, 1, 1).view(),
+            Block::TENSOR,
+            f32s(2, 2).view_mut(),
+            STREAM,
+        ),
+        "scale has dtype bfloat16; it must be float32 or float8_e8m0fnu",
+    );
+    refused(
+        ops::dequantize(codes(2, 2).view(), scalar.view(), Block::TENSOR, codes(2, 2).view_mut(), STREAM),
+        "out has dtype float8_e4m3fn; it must be float32, bfloat16 or float16",
+    );
+    let (a, b) = (f32s(2, 2), codes(2, 2));
+    refused(
+        ops::multi_amax(&[a.view(), b.view()], f32s(1, 2).view_mut(), STREAM),
+        "xs[1] has dtype float8_e4m3fn; it must be float32, bfloat16 or float16",
+    );
+}
+
+#[test]
+fn shapes() {
+    let scalar = f32s(1, 1);
+    refused(
+        ops::amax(f32s(2, 3).view(), f32s(1, 2).view_mut(), STREAM),
+        "out has shape (1, 2) as a 2-d view; it must be (1, 1), one element",
+    );
+    refused(
+        ops::quantize(f32s(2, 3).view(), scalar.view(), Some(codes(3, 2).view_mut()), None, STREAM),
+        "rowwise has shape (3, 2) as a 2-d view; it must be (2, 3), the shape of x",
+    );
+    refused(
+        ops::quantize(f32s(2, 3).view(), scalar.view(), None, Some(codes(2, 3).view_mut()), STREAM),
+        "columnwise has shape (2, 3) as a 2-d view; it must be (3, 2), the transposed shape of x",
+    );
+    refused(
+        ops::quantize(f32s(2, 3).view(), f32s(2, 1).view(), Some(codes(2, 3).view_mut()), None, STREAM),
+        "scale has shape (2, 1) as a 2-d view; it must be (1, 1), one element",
+    );
+    refused(
+        ops::transpose(codes(2, 3).view(), codes(2, 3).view_mut(), STREAM),
+        "out has shape (2, 3) as a 2-d view; it must be (3, 2), the transposed shape of codes",
+    );
+    refused(
+        ops::scale_from_amax(
+            f32s(2, 3).view(),
+            Fp8Format::E4m3,
+            ScaleRule::default(),
+            f32s(3, 2).view_mut(),
+            STREAM,
+        ),
+        "scale_out has shape (3, 2) as a 2-d view; it must be (2, 3), the shape of amax",
+    );
+    refused(
+        ops::dequantize(
+            codes(130, 3).view(),
+            f32s(1, 1).view(),
+            Block { rows: 128, cols: 128 },
+            f32s(130, 3).view_mut(),
+            STREAM,
+        ),
+        "scale has shape (1, 1) as a 2-d view; it must be (2, 1), one element for each block",
+    );
+    refused(
+        ops::dequantize(
+            codes(2, 2).view(),
+            scalar.view(),
+            Block { rows: 0, cols: 1 },
+            f32s(2, 2).view_mut(),
+            STREAM,
+        ),
+        "block is (0, 1); it must be at least 1 in each dimension",
+    );
+    refused(
+        ops::quantize(f32s(2, 3).view(), scalar.view(), None, None, STREAM),
+        "rowwise is absent, and so is columnwise; it must be given, unless columnwise is",
+    );
+}
+
+#[test]
+fn lists() {
+    let (a, b) = (f32s(2, 2), f32s(3, 2));
+    let xs = [a.view(), b.view()];
+    let scales = f32s(1, 2);
+    let mut out = codes(2, 2);
+    refused(
+        ops::multi_amax(&xs, f32s(1, 3).view_mut(), STREAM),
+        "out has 3 elements; it must have 2, as many as xs",
+    );
+    refused(
+        ops::multi_amax(&xs, f32s(2, 1).view_mut(), STREAM),
+        "out has shape (2, 1) as a 2-d view; it must be (1, 2), a vector with one element for each tensor",
+    );
+    refused(
+        ops::multi_quantize(&xs, scales.view(), &[out.view_mut()], STREAM),
+        "outs has 1 elements; it must have 2, as many as xs",
+    );
+    refused(
+        ops::multi_quantize(&xs, f32s(1, 1).view(), &[], STREAM),
+        "scales has 1 elements; it must have 2, as many as xs",
+    );
+    let mut wrong = codes(2, 3);
+    refused(
+        ops::multi_quantize(&xs, scales.view(), &[out.view_mut(), wrong.view_mut()], STREAM),
+        "outs[1] has shape (2, 3) as a 2-d view; it must be (3, 2), the shape of xs[1]",
+    );
+    let (mut amaxes, mut used) = (f32s(1, 2), f32s(1, 1));
+    refused(
+        ops::multi_quantize_delayed(&xs, scales.view(), amaxes.view_mut(), used.view_mut(), &[], STREAM),
+        "scales_used has 1 elements; it must have 2, as many as xs",
+    );
+}
+
+#[test]
+fn devices() {
+    let (x, mut out) = (f32s(2, 2), f32s(1, 1));
+    let elsewhere = out_as(&mut out, DType::F32, Device::Cuda(1), (1, 1), (1, 1));
+    refused(ops::amax(x.view(), elsewhere, STREAM), "out is on cuda:1; it must be on cpu, where x is");
+    let x0 = view_as(&x, DType::F32, Device::Cuda(0), (2, 2), (2, 1));
+    let elsewhere = out_as(&mut out, DType::F32, Device::Cuda(1), (1, 1), (1, 1));
+    refused(ops::amax(x0, elsewhere, STREAM), "out is on cuda:1; it must be on cuda:0, where x is");
+}
+
+#[test]
+fn overlaps() {
+    let mut x = f32s(4, 4);
+    let (mut buffer, scalar) = (matrix(DType::E4m3, 8, 8), f32s(1, 1));
+    let self_overlap = out_as(&mut buffer, DType::E4m3, Device::Cpu, (4, 4), (0, 1));
+    refused(
+        ops::quantize(x.view(), scalar.view(), Some(self_overlap), None, STREAM),
+        "rowwise has strides (0, 1) for shape (4, 4), so that its elements overlap; \
+         an output must have one place for each element",
+    );
+    let self_overlap = out_as(&mut buffer, DType::E4m3, Device::Cpu, (4, 4), (3, 1));
+    assert!(matches!(
+        ops::quantize(x.view(), scalar.view(), None, Some(self_overlap), STREAM),
+        Err(Error::SelfOverlap { .. })
+    ));
+    // Both planes in one place.
+    let rowwise = out_as(&mut buffer, DType::E4m3, Device::Cpu, (4, 4), (4, 1));
+    let other = rowwise.ptr();
+    // SAFETY: refused before it is written.
+    let columnwise = unsafe { ViewMut::from_raw(other.add(15), DType::E4m3, Device::Cpu, (4, 4), (4, 1)) };
+    refused(
+        ops::quantize(x.view(), scalar.view(), Some(rowwise), Some(columnwise), STREAM),
+        "columnwise overlaps rowwise in memory; an output must have memory of its own",
+    );
+    // An output in its input.
+    let inside = out_as(&mut x, DType::E4m3, Device::Cpu, (4, 4), (4, 1));
+    let input = inside.ptr();
+    // SAFETY: refused before it is read.
+    let input = unsafe { View::from_raw(input, DType::F32, Device::Cpu, (4, 4), (4, 1)) };
+    refused(
+        ops::quantize(input, scalar.view(), Some(inside), None, STREAM),
+        "rowwise overlaps x in memory; an output must have memory of its own",
+    );
+}
+
+#[test]
+fn halves_of_one_buffer_do_not_overlap() {
+    let (x, scales) = (f32s(4, 4), f32s(1, 2));
+    let mut buffer = Owned::dense(DType::E4m3, (4, 8));
+    let ptr = buffer.view_mut().ptr();
+    // SAFETY: the left and the right half of the buffer.
+    let halves = [0, 4]
+        .map(|start| unsafe { ViewMut::from_raw(ptr.add(start), DType::E4m3, Device::Cpu, (4, 4), (8, 1)) });
+    ops::multi_quantize(&[x.view(), x.view()], scales.view(), &halves, STREAM).unwrap();
+    let mut expected = Owned::dense(DType::E4m3, (4, 4));
+    for half in 0..2 {
+        common::cast(&x, scales.get(0, half), &mut expected);
+        for (row, col) in x.cells() {
+            assert_eq!(buffer.get::<u8>(row, col + 4 * half), expected.get::<u8>(row, col));
+        }
+    }
+    // One column too far to the left.
+    let (left, right) = (ptr, ptr.wrapping_add(3));
+    // SAFETY: refused before they are written.
+    let halves =
+        [left, right].map(|ptr| unsafe { ViewMut::from_raw(ptr, DType::E4m3, Device::Cpu, (4, 4), (8, 1)) });
+    refused(
+        ops::multi_quantize(&[x.view(), x.view()], scales.view(), &halves, STREAM),
+        "outs[1] overlaps outs[0] in memory; an output must have memory of its own",
+    );
+}
+
+#[test]
+fn pointers() {
+    let mut out = f32s(1, 1);
+    refused(
+        ops::amax(null((2, 3)), out.view_mut(), STREAM),
+        "x has 6 elements and a null data pointer; it must be a tensor with storage",
+    );
+    ops::amax(null((0, 3)), out.view_mut(), STREAM).unwrap();
+    assert_eq!(out.get::<f32>(0, 0), 0.0);
+    let x = f32s(2, 2);
+    // SAFETY: refused before it is read.
+    let misaligned =
+        unsafe { View::from_raw(x.view().ptr().add(1), DType::F32, Device::Cpu, (1, 2), (2, 1)) };
+    refused(
+        ops::amax(misaligned, out.view_mut(), STREAM),
+        "x starts at an address that is no multiple of its 4-byte elements; copy it first",
+    );
+}
+
+#[test]
+fn numbers() {
+    for (rule, message) in [
+        (
+            ScaleRule { amax_epsilon: -1.0, ..Default::default() },
+            "amax_epsilon is -1; it must be finite and at least 0",
+        ),
+        (
+            ScaleRule { amax_epsilon: f32::NAN, ..Default::default() },
+            "amax_epsilon is NaN; it must be finite and at least 0",
+        ),
+        (ScaleRule { margin: 128, ..Default::default() }, "margin is 128; it must be from -126 to 127"),
+    ] {
+        let mut out = f32s(1, 1);
+        refused(
+            ops::scale_from_amax(f32s(1, 1).view(), Fp8Format::E4m3, rule, out.view_mut(), STREAM),
+            message,
+        );
+        refused(
+            ops::quantize_current(
+                f32s(1, 1).view(),
+                rule,
+                out.view_mut(),
+                Some(codes(1, 1).view_mut()),
+                None,
+                STREAM,
+            ),
+            message,
+        );
+    }
+}
+
+#[test]
+fn slices() {
+    assert_eq!(
+        View::from_slice(&[0.0_f32; 5], 2, 3).unwrap_err().to_string(),
+        "slice has 5 elements; it must have 6, as many as rows * cols"
+    );
+    assert_eq!(
+        View::from_bytes(&[0; 6], DType::Bf16, 2, 3).unwrap_err().to_string(),
+        "slice has dtype bfloat16; it must be float8_e4m3fn, float8_e5m2 or float8_e8m0fnu"
+    );
+}
+
+#[test]
+fn a_refused_call_writes_nothing() {
+    let x = Owned::new(DType::F32, (4, 4), Layout::Dense, 0).random(3);
+    let scale = f32s(1, 1);
+    let (mut amax, mut used) = (f32s(1, 1), f32s(1, 1));
+    let (mut rowwise, mut columnwise) = (codes(4, 4), codes(4, 3));
+    let before = [&amax, &used, &rowwise, &columnwise].map(|m| m.bytes.clone());
+    assert!(
+        ops::quantize_delayed(
+            x.view(),
+            scale.view(),
+            amax.view_mut(),
+            used.view_mut(),
+            Some(rowwise.view_mut()),
+            Some(columnwise.view_mut()),
+            STREAM,
+        )
+        .is_err()
+    );
+    assert_eq!([&amax, &used, &rowwise, &columnwise].map(|m| m.bytes.clone()), before);
+}
