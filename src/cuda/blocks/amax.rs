@@ -1,0 +1,221 @@
+//! Absolute maxima (`kernels/block_amax.cu`): of blocks, and of all rows and columns from one read.
+
+use std::ptr;
+
+use super::{Job, blocks_of, each, rows_aligned};
+use crate::cuda::driver::{Args, launch};
+use crate::cuda::table::{ByInput, Kernel, by_input, format_index, input_index, kernel};
+use crate::cuda::tensorwise::{Rule, ordinal};
+use crate::error::Error;
+use crate::layout::{Block, DType, Matrix, View, ViewMut};
+use crate::ops::{ScaleRule, Stream};
+
+/// Two vectors of fp32, either of which may be absent.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct LinesArgs {
+    first: *mut u8,
+    second: *mut u8,
+    first_stride: i64,
+    second_stride: i64,
+    first_count: i64,
+    second_count: i64,
+    rule: Rule,
+    value: f32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct LineAmaxArgs {
+    x: *const u8,
+    row: *mut u8,
+    col: *mut u8,
+    fold: *const u8,
+    x_rs: i64,
+    x_cs: i64,
+    row_stride: i64,
+    col_stride: i64,
+    fold_cs: i64,
+    rows: i64,
+    cols: i64,
+    tiles_across: i64,
+    flags: u32,
+    unused: u32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct BlockAmaxArgs {
+    x: *const u8,
+    out: *mut u8,
+    x_rs: i64,
+    x_cs: i64,
+    out_rs: i64,
+    out_cs: i64,
+    rows: i64,
+    cols: i64,
+    block_rows: i64,
+    block_cols: i64,
+    phase: i64,
+    tiles_across: i64,
+    flags: u32,
+    unused: u32,
+}
+
+// SAFETY: `repr(C)`, the structs of these names in the kernels; sizes are tested.
+unsafe impl Args for LinesArgs {}
+// SAFETY: the same.
+unsafe impl Args for LineAmaxArgs {}
+// SAFETY: the same.
+unsafe impl Args for BlockAmaxArgs {}
+
+static FILL_LINES: Kernel = kernel!(BlockAmax, "fill_lines", LinesArgs);
+static FINISH_LINES: [Kernel; 2] =
+    [kernel!(BlockAmax, "finish_lines_e4m3", LinesArgs), kernel!(BlockAmax, "finish_lines_e5m2", LinesArgs)];
+static FILL_GRID: Kernel = kernel!(BlockAmax, "fill_grid", BlockAmaxArgs);
+static LINE_AMAX: ByInput = by_input!(BlockAmax, "line_amax", LineAmaxArgs);
+static TALL_AMAX: ByInput = by_input!(BlockAmax, "tall_amax", BlockAmaxArgs);
+static BLOCK_AMAX: ByInput = by_input!(BlockAmax, "block_amax", BlockAmaxArgs);
+
+#[cfg(test)]
+pub(super) fn kernels() -> Vec<&'static Kernel> {
+    [&FILL_LINES, &FILL_GRID]
+        .into_iter()
+        .chain(&FINISH_LINES)
+        .chain(&LINE_AMAX)
+        .chain(&TALL_AMAX)
+        .chain(&BLOCK_AMAX)
+        .collect()
+}
+
+impl LinesArgs {
+    /// Vectors are (n, 1).
+    pub(super) fn new(first: Option<&Matrix>, second: Option<&Matrix>, rule: ScaleRule, value: f32) -> Self {
+        let ptr = |m: Option<&Matrix>| m.map_or(ptr::null_mut(), |m| m.ptr);
+        let stride = |m: Option<&Matrix>| m.map_or(0, |m| m.row_stride as i64);
+        let count = |m: Option<&Matrix>| m.map_or(0, |m| m.rows as i64);
+        Self {
+            first: ptr(first),
+            second: ptr(second),
+            first_stride: stride(first),
+            second_stride: stride(second),
+            first_count: count(first),
+            second_count: count(second),
+            rule: rule.into(),
+            value,
+        }
+    }
+
+    fn longest(&self) -> usize {
+        self.first_count.max(self.second_count) as usize
+    }
+}
+
+/// Sets both vectors to their value.
+pub(super) fn fill(device: i32, stream: Stream, lines: &LinesArgs) -> Result<(), Error> {
+    launch(device, stream, &FILL_LINES, each(lines.longest()), lines)
+}
+
+pub(super) fn fill_lines(job: &Job, lines: &LinesArgs) -> Result<(), Error> {
+    fill(job.device, job.stream, lines)
+}
+
+/// Turns the maxima in both vectors into scales.
+pub(super) fn finish_lines(job: &Job, lines: &LinesArgs) -> Result<(), Error> {
+    launch(job.device, job.stream, &FINISH_LINES[format_index(job.format)], each(lines.longest()), lines)
+}
+
+/// Raises the elements of `row` (rows, 1) and `col` (cols, 1) to the maxima of the rows (of x * fold) and
+/// columns.
+pub(super) fn line_amax(job: &Job, row: Option<&Matrix>, col: Option<&Matrix>) -> Result<(), Error> {
+    run_lines(&job.x, job.fold.as_ref(), row, col, job.device, job.stream)
+}
+
+fn run_lines(
+    x: &Matrix,
+    fold: Option<&Matrix>,
+    row: Option<&Matrix>,
+    col: Option<&Matrix>,
+    device: i32,
+    stream: Stream,
+) -> Result<(), Error> {
+    if row.is_none() && col.is_none() {
+        return Ok(());
+    }
+    // A block takes 128 rows of 32 16-byte vectors.
+    let tiles_across = x.cols.div_ceil(32 * 16 / x.dtype.size());
+    let lines = LinesArgs::new(row, col, ScaleRule::default(), 0.0);
+    let args = LineAmaxArgs {
+        x: x.ptr,
+        row: lines.first,
+        col: lines.second,
+        fold: fold.map_or(ptr::null(), |m| m.ptr),
+        x_rs: x.row_stride as i64,
+        x_cs: x.col_stride as i64,
+        row_stride: lines.first_stride,
+        col_stride: lines.second_stride,
+        fold_cs: fold.map_or(0, |m| m.col_stride as i64),
+        rows: x.rows as i64,
+        cols: x.cols as i64,
+        tiles_across: tiles_across as i64,
+        flags: u32::from(x.col_stride == 1 && rows_aligned(x, 16)),
+        unused: 0,
+    };
+    let grid = blocks_of(x.rows.div_ceil(128) * tiles_across, 256);
+    launch(device, stream, &LINE_AMAX[input_index(x.dtype)], grid, &args)
+}
+
+/// See [`crate::ops::block_amax`]; `lead` rows of the first block come before `x`.
+pub(crate) fn block_amax(
+    x: View,
+    block: Block,
+    lead: usize,
+    out: ViewMut,
+    stream: Stream,
+) -> Result<(), Error> {
+    let (mut x, mut out, mut block) = (x.matrix(), out.matrix(), block);
+    if x.col_stride != 1 && x.row_stride == 1 && lead == 0 {
+        (x, out, block) = (x.transposed(), out.transposed(), block.transposed());
+    }
+    let device = ordinal(x.device);
+    // The whole extent as a multiple of what a thread block takes.
+    let extent = |n: usize| if n == Block::ALL { 1 << 62 } else { n as i64 };
+    let mut args = BlockAmaxArgs {
+        x: x.ptr,
+        out: out.ptr,
+        x_rs: x.row_stride as i64,
+        x_cs: x.col_stride as i64,
+        out_rs: out.row_stride as i64,
+        out_cs: out.col_stride as i64,
+        rows: out.rows as i64,
+        cols: out.cols as i64,
+        block_rows: extent(block.rows),
+        block_cols: extent(block.cols),
+        phase: lead as i64,
+        tiles_across: 0,
+        flags: u32::from(x.col_stride == 1 && rows_aligned(&x, 16)),
+        unused: 0,
+    };
+    launch(device, stream, &FILL_GRID, each(out.numel()), &args)?;
+    if x.numel() == 0 {
+        return Ok(());
+    }
+    debug_assert_eq!(out.dtype, DType::F32);
+    if block == Block::ROW {
+        return run_lines(&x, None, Some(&out), None, device, stream);
+    }
+    if block == Block::ROW.transposed() {
+        return run_lines(&x, None, None, Some(&out.transposed()), device, stream);
+    }
+    if block.rows >= 32 {
+        let tiles_across = x.cols.div_ceil(128);
+        (args.rows, args.cols, args.tiles_across) = (x.rows as i64, x.cols as i64, tiles_across as i64);
+        let threads = if x.dtype == DType::F32 { 256 } else { 128 };
+        let grid = blocks_of((x.rows + lead).div_ceil(128) * tiles_across, threads);
+        return launch(device, stream, &TALL_AMAX[input_index(x.dtype)], grid, &args);
+    }
+    let tiles_across = x.cols.div_ceil(256);
+    (args.rows, args.cols, args.tiles_across) = (x.rows as i64, x.cols as i64, tiles_across as i64);
+    let grid = blocks_of((x.rows + lead).div_ceil(32) * tiles_across, 256);
+    launch(device, stream, &BLOCK_AMAX[input_index(x.dtype)], grid, &args)
+}

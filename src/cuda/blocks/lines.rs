@@ -1,0 +1,189 @@
+//! Rowwise kernels that reach copy speed (`kernels/mx_row.cu`, `kernels/row.cu`), and per-row scales.
+
+use std::ptr;
+
+use super::amax::{LinesArgs, fill_lines, finish_lines, line_amax};
+use super::{Job, aligned, blocks_of, rows_aligned, tile};
+use crate::cuda::driver::{Args, launch};
+use crate::cuda::table::{ByTypes, by_types, format_index, input_index};
+use crate::cuda::tensorwise::Rule;
+use crate::error::Error;
+use crate::format::e8m0::Rounding;
+use crate::layout::{Block, Matrix};
+use crate::ops::ScaleRule;
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct MxRowArgs {
+    x: *const u8,
+    codes: *mut u8,
+    scales: *mut u8,
+    rows: i64,
+    cols: i64,
+    x_rs: i64,
+    codes_rs: i64,
+    tiles_across: i64,
+    floor_rule: u32,
+    unused: u32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RowArgs {
+    x: *const u8,
+    codes: *mut u8,
+    scale: *mut u8,
+    amax: *const u8,
+    fold: *const u8,
+    x_rs: i64,
+    codes_rs: i64,
+    scale_rs: i64,
+    amax_rs: i64,
+    cols: i64,
+    rule: Rule,
+    unused: u32,
+}
+
+// SAFETY: `repr(C)`, the structs of these names in the kernels; sizes are tested.
+unsafe impl Args for MxRowArgs {}
+// SAFETY: the same.
+unsafe impl Args for RowArgs {}
+
+static MX_ROW: ByTypes = by_types!(MxRow, "mx_row", MxRowArgs);
+static MX_ROW_PACKED: ByTypes = by_types!(MxRow, "mx_row_packed", MxRowArgs);
+static ROW_4: ByTypes = by_types!(Row, "row_4", RowArgs);
+static ROW_8: ByTypes = by_types!(Row, "row_8", RowArgs);
+static ROW_LONG: ByTypes = by_types!(Row, "row_long", RowArgs);
+static ROW_FOLD: ByTypes = by_types!(Row, "row_fold", RowArgs);
+static ROW_LONG_FOLD: ByTypes = by_types!(Row, "row_long_fold", RowArgs);
+
+#[cfg(test)]
+pub(super) fn kernels() -> Vec<&'static crate::cuda::table::Kernel> {
+    let all = [&MX_ROW, &MX_ROW_PACKED, &ROW_4, &ROW_8, &ROW_LONG, &ROW_FOLD, &ROW_LONG_FOLD];
+    all.into_iter().flatten().flatten().collect()
+}
+
+/// MXFP8, 1x32, one direction: whether the views lie so that the fast kernels take them, which then run.
+pub(super) fn mx_rowwise(job: &Job, rounding: Rounding) -> Result<bool, Error> {
+    let (Some(row), None, None) = (job.row, job.col, job.square_amax) else { return Ok(false) };
+    if row.amax.is_some() || job.spec.block.is_square() {
+        return Ok(false);
+    }
+    let Job { x, spec, .. } = job;
+    let dense = |m: &Matrix| m.col_stride == 1 && rows_aligned(m, 16);
+    if !dense(x) || !dense(&row.codes) {
+        return Ok(false);
+    }
+    let at = (input_index(x.dtype), format_index(job.format));
+    let floor_rule = u32::from(rounding == Rounding::Floor);
+    let contiguous = |m: &Matrix| m.rows == 1 || m.row_stride == m.cols as isize;
+    if spec.packed && x.cols.is_multiple_of(16) {
+        let tiles_across = x.cols.div_ceil(128);
+        let args = MxRowArgs {
+            x: x.ptr,
+            codes: row.codes.ptr,
+            scales: row.scales.ptr,
+            rows: x.rows as i64,
+            cols: x.cols as i64,
+            x_rs: x.row_stride as i64,
+            codes_rs: row.codes.row_stride as i64,
+            tiles_across: tiles_across as i64,
+            floor_rule,
+            unused: 0,
+        };
+        let grid = blocks_of(x.rows.div_ceil(128) * tiles_across, 512);
+        launch(job.device, job.stream, &MX_ROW_PACKED[at.0][at.1], grid, &args)?;
+        return Ok(true);
+    }
+    let flat = contiguous(x) && contiguous(&row.codes) && contiguous(&row.scales);
+    let scales_dense = row.scales.col_stride == 1 || row.scales.cols == 1 && contiguous(&row.scales);
+    if !spec.packed && x.cols.is_multiple_of(32) && flat && scales_dense {
+        let n = x.numel();
+        let args = MxRowArgs {
+            x: x.ptr,
+            codes: row.codes.ptr,
+            scales: row.scales.ptr,
+            rows: 1,
+            cols: n as i64,
+            x_rs: 0,
+            codes_rs: 0,
+            tiles_across: 0,
+            floor_rule,
+            unused: 0,
+        };
+        let grid = blocks_of(n.div_ceil(8 * 1024), 256);
+        launch(job.device, job.stream, &MX_ROW[at.0][at.1], grid, &args)?;
+        return Ok(true);
+    }
+    Ok(false)
+}
+
+/// A scale a row (and a column, for transposed codes).
+pub(super) fn quantize(job: &Job, rule: ScaleRule) -> Result<(), Error> {
+    if job.x.numel() > 0 && one_read(job, rule)? {
+        return Ok(());
+    }
+    let sides = [&job.row, &job.col].map(|side| side.as_ref());
+    if job.x.numel() > 0 && sides.iter().flatten().all(|side| side.amax.is_some()) {
+        return tile::quantize_lines(job, false);
+    }
+    // Maxima, where they are not given, are gathered in the place of the scales, and become them.
+    let found = sides.map(|side| side.filter(|side| side.amax.is_none()).map(|side| side.scales));
+    let lines = LinesArgs::new(found[0].as_ref(), found[1].as_ref(), rule, 0.0);
+    fill_lines(job, &lines)?;
+    if job.x.numel() > 0 {
+        line_amax(job, found[0].as_ref(), found[1].as_ref())?;
+    }
+    for side in sides.into_iter().flatten() {
+        if let Some(amax) = &side.amax {
+            crate::cuda::tensorwise::scales(amax, job.format, rule, &side.scales, job.stream)?;
+        }
+    }
+    finish_lines(job, &lines)?;
+    if job.x.numel() == 0 {
+        return Ok(());
+    }
+    tile::quantize_lines(job, true)
+}
+
+/// Rowwise output alone, with the rows in registers; whether the views lie so.
+fn one_read(job: &Job, rule: ScaleRule) -> Result<bool, Error> {
+    let (Some(row), None) = (job.row, job.col) else { return Ok(false) };
+    let Job { x, fold, .. } = job;
+    let vector = 16 / x.dtype.size();
+    let lies = rows_aligned(x, 16)
+        && rows_aligned(&row.codes, vector)
+        && x.cols.is_multiple_of(vector)
+        && fold.is_none_or(|fold| fold.col_stride == 1 && aligned(&fold, 16));
+    if !lies {
+        return Ok(false);
+    }
+    let vectors = x.cols / vector;
+    let most = |each: usize, threads: usize| vectors <= each * threads;
+    let threads = |each: usize| vectors.div_ceil(each).next_multiple_of(32);
+    let (kernels, threads) = match fold {
+        None if most(4, 256) => (&ROW_4, threads(4)),
+        None if most(8, 512) => (&ROW_8, threads(8)),
+        None => (&ROW_LONG, 512),
+        Some(_) if most(8, 512) => (&ROW_FOLD, threads(8)),
+        Some(_) => (&ROW_LONG_FOLD, 512),
+    };
+    let args = RowArgs {
+        x: x.ptr,
+        codes: row.codes.ptr,
+        scale: row.scales.ptr,
+        amax: row.amax.map_or(ptr::null(), |m| m.ptr),
+        fold: fold.map_or(ptr::null(), |m| m.ptr),
+        x_rs: x.row_stride as i64,
+        codes_rs: row.codes.row_stride as i64,
+        scale_rs: row.scales.row_stride as i64,
+        amax_rs: row.amax.map_or(0, |m| m.row_stride as i64),
+        cols: x.cols as i64,
+        rule: rule.into(),
+        unused: 0,
+    };
+    debug_assert!(aligned(x, 16) && job.spec.block == Block::ROW);
+    let kernel = &kernels[input_index(x.dtype)][format_index(job.format)];
+    launch(job.device, job.stream, kernel, blocks_of(x.rows, threads), &args)?;
+    Ok(true)
+}

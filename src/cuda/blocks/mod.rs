@@ -1,0 +1,125 @@
+//! Block formats: each picks a kernel for how the views lie, and launches it.
+//!
+//! - `tile` quantizes 128x128 tiles in one or both directions, for any format and any strides.
+//! - `lines` has the kernels of one direction that reach copy speed, and per-row scales.
+//! - `amax` finds maxima, `scales` packs, unpacks and rebases.
+
+mod amax;
+mod lines;
+mod scales;
+mod tile;
+
+use super::driver::Grid;
+use super::tensorwise::ordinal;
+use crate::error::Error;
+use crate::format::Fp8Format;
+use crate::layout::{Block, Matrix};
+use crate::ops::{BlockCall, BlockScale, BlockSpec, Stream};
+
+pub(crate) use amax::block_amax;
+pub(crate) use scales::{pack_scales, rebase, unpack_scales};
+
+/// Every kernel that something here launches.
+#[cfg(test)]
+pub(super) fn kernels() -> Vec<&'static super::table::Kernel> {
+    [amax::kernels(), lines::kernels(), scales::kernels(), tile::kernels()].concat()
+}
+
+/// One direction's outputs, and the maxima given for it.
+#[derive(Clone, Copy)]
+struct Side {
+    codes: Matrix,
+    scales: Matrix,
+    amax: Option<Matrix>,
+}
+
+/// A call as the kernels see it: rows of `x` have contiguous elements where it or its transpose has such rows.
+struct Job {
+    device: i32,
+    stream: Stream,
+    x: Matrix,
+    spec: BlockSpec,
+    format: Fp8Format,
+    /// Codes in the places of `x`.
+    row: Option<Side>,
+    /// Codes transposed.
+    col: Option<Side>,
+    /// Maxima of square blocks, which serve both.
+    square_amax: Option<Matrix>,
+    fold: Option<Matrix>,
+    /// Rows of the first block before `x`.
+    lead: usize,
+}
+
+impl Job {
+    fn new(call: &BlockCall, stream: Stream) -> Result<Self, Error> {
+        let BlockCall { spec, format, given, .. } = call;
+        let square = spec.block.is_square();
+        let side = |plane: &crate::ops::BlockPlane, amax: Option<Matrix>| Side {
+            codes: plane.codes.matrix(),
+            scales: plane.scales.matrix(),
+            amax,
+        };
+        let amax = given.amax.map(|m| m.matrix());
+        let amax_columnwise = given.amax_columnwise.map(|m| m.matrix());
+        let row = call.rowwise.as_ref().map(|plane| side(plane, amax.filter(|_| !square)));
+        let col = call.columnwise.as_ref().map(|plane| side(plane, amax_columnwise));
+        // Rowwise blocks of one row are not cut.
+        let cut =
+            if square || col.is_some() { Block { rows: spec.block.cols, ..spec.block } } else { Block::ROW };
+        let mut job = Self {
+            device: ordinal(call.x.device()),
+            stream,
+            x: call.x.matrix(),
+            spec: *spec,
+            format: *format,
+            row,
+            col,
+            square_amax: amax.filter(|_| square),
+            fold: given.fold.map(|m| m.matrix()),
+            lead: cut.lead(spec.row_offset),
+        };
+        for side in [&job.row, &job.col].into_iter().flatten().filter(|_| spec.packed) {
+            if !aligned(&side.scales, 16) {
+                return Err(Error::Misaligned { arg: "packed scales".into(), size: 16 });
+            }
+        }
+        if job.x.col_stride != 1 && job.x.row_stride == 1 && job.lead == 0 && job.fold.is_none() {
+            job.x = job.x.transposed();
+            (job.row, job.col) = (job.col, job.row);
+            job.square_amax = job.square_amax.map(Matrix::transposed);
+        }
+        Ok(job)
+    }
+}
+
+/// See [`crate::ops::quantize_blocks`].
+pub(crate) fn quantize_blocks(call: BlockCall, stream: Stream) -> Result<(), Error> {
+    let job = Job::new(&call, stream)?;
+    match job.spec.scale {
+        BlockScale::F32(rule) if job.spec.block == Block::ROW => lines::quantize(&job, rule),
+        // Nothing has scales where nothing has elements.
+        _ if job.x.numel() == 0 => Ok(()),
+        BlockScale::E8m0(rounding) if lines::mx_rowwise(&job, rounding)? => Ok(()),
+        _ => tile::quantize(&job),
+    }
+}
+
+/// Whether a row starts and goes on at multiples of `bytes`, elements next to each other.
+fn rows_aligned(m: &Matrix, bytes: usize) -> bool {
+    let pitch = m.row_stride.unsigned_abs() * m.dtype.size();
+    (m.col_stride == 1 || m.cols == 1) && aligned(m, bytes) && (m.rows == 1 || pitch.is_multiple_of(bytes))
+}
+
+fn aligned(m: &Matrix, bytes: usize) -> bool {
+    m.ptr.addr().is_multiple_of(bytes)
+}
+
+/// One thread for each of `items`.
+fn each(items: usize) -> Grid {
+    Grid { blocks: (items as u64).div_ceil(256), threads: 256, shared_bytes: 0 }
+}
+
+fn blocks_of(blocks: usize, threads: usize) -> Grid {
+    Grid { blocks: blocks as u64, threads: threads as u32, shared_bytes: 0 }
+}

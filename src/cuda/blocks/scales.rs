@@ -1,0 +1,160 @@
+//! Packing of E8M0 scales (`kernels/mx_scales.cu`) and rebase of planes (`kernels/mx_rebase.cu`).
+
+use super::amax::{LinesArgs, fill};
+use super::{aligned, blocks_of, each, rows_aligned};
+use crate::cuda::driver::{Args, launch};
+use crate::cuda::table::{Kernel, format_index, kernel};
+use crate::cuda::tensorwise::ordinal;
+use crate::error::Error;
+use crate::layout::{Block, Matrix, View, ViewMut, packed};
+use crate::ops::{Axis, ScaleRule, Stream};
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct PackArgs {
+    scales: *mut u8,
+    packed: *mut u8,
+    scales_rs: i64,
+    scales_cs: i64,
+    lines: i64,
+    blocks: i64,
+    block_rows: i64,
+    tiles_across: i64,
+    words: i64,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RebaseArgs {
+    codes: *const u8,
+    scales: *const u8,
+    out: *mut u8,
+    out_scale: *mut u8,
+    codes_rs: i64,
+    codes_cs: i64,
+    scales_rs: i64,
+    scales_cs: i64,
+    out_rs: i64,
+    out_cs: i64,
+    out_scale_rs: i64,
+    rows: i64,
+    cols: i64,
+    block_rows: i64,
+    tiles_across: i64,
+    flags: u32,
+    unused: u32,
+}
+
+// SAFETY: `repr(C)`, the structs of these names in the kernels; sizes are tested.
+unsafe impl Args for PackArgs {}
+// SAFETY: the same.
+unsafe impl Args for RebaseArgs {}
+
+static PACK: Kernel = kernel!(MxScales, "mx_pack", PackArgs);
+static UNPACK: Kernel = kernel!(MxScales, "mx_unpack", PackArgs);
+static REBASE_ROWS: [Kernel; 2] = [
+    kernel!(MxRebase, "mx_rebase_rows_e4m3", RebaseArgs),
+    kernel!(MxRebase, "mx_rebase_rows_e5m2", RebaseArgs),
+];
+static REBASE_COLS: [Kernel; 2] = [
+    kernel!(MxRebase, "mx_rebase_cols_e4m3", RebaseArgs),
+    kernel!(MxRebase, "mx_rebase_cols_e5m2", RebaseArgs),
+];
+
+#[cfg(test)]
+pub(super) fn kernels() -> Vec<&'static Kernel> {
+    [&PACK, &UNPACK].into_iter().chain(&REBASE_ROWS).chain(&REBASE_COLS).collect()
+}
+
+fn pack_args(scales: &Matrix, packed: &Matrix, lines: usize, block_rows: usize) -> Result<PackArgs, Error> {
+    if !aligned(packed, 4) {
+        return Err(Error::Misaligned { arg: "packed scales".into(), size: 4 });
+    }
+    Ok(PackArgs {
+        scales: scales.ptr,
+        packed: packed.ptr,
+        scales_rs: scales.row_stride as i64,
+        scales_cs: scales.col_stride as i64,
+        lines: lines as i64,
+        blocks: scales.cols as i64,
+        block_rows: block_rows as i64,
+        tiles_across: scales.cols.div_ceil(packed::TILE_COLS) as i64,
+        words: (packed.numel() / 4) as i64,
+    })
+}
+
+/// See [`crate::ops::pack_scales`].
+pub(crate) fn pack_scales(
+    scales: View,
+    rows: usize,
+    block_rows: usize,
+    out: ViewMut,
+    stream: Stream,
+) -> Result<(), Error> {
+    let (scales, out) = (scales.matrix(), out.matrix());
+    let args = pack_args(&scales, &out, rows, block_rows)?;
+    launch(ordinal(out.device), stream, &PACK, each(args.words as usize), &args)
+}
+
+/// See [`crate::ops::unpack_scales`].
+pub(crate) fn unpack_scales(
+    packed: View,
+    _rows: usize,
+    block_rows: usize,
+    out: ViewMut,
+    stream: Stream,
+) -> Result<(), Error> {
+    let (packed, out) = (packed.matrix(), out.matrix());
+    let args = pack_args(&out, &packed, out.rows, block_rows)?;
+    launch(ordinal(out.device), stream, &UNPACK, each(out.numel()), &args)
+}
+
+/// See [`crate::ops::rebase`].
+pub(crate) fn rebase(
+    codes: View,
+    scales: View,
+    block: Block,
+    axis: Axis,
+    out: ViewMut,
+    scale_out: ViewMut,
+    stream: Stream,
+) -> Result<(), Error> {
+    let Some(format) = codes.dtype().fp8() else { return Ok(()) };
+    let (codes, scales, out, scale_out) = (codes.matrix(), scales.matrix(), out.matrix(), scale_out.matrix());
+    let device = ordinal(codes.device);
+    let vectors = |m: &Matrix, bytes| m.col_stride == 1 && rows_aligned(m, bytes);
+    let width = if axis == Axis::Rows { 16 } else { 8 };
+    let tiles_across = codes.cols.div_ceil(128);
+    let words = vectors(&scales, 4) && scales.cols.is_multiple_of(4);
+    let flags = [vectors(&codes, width), vectors(&out, 16), words && axis == Axis::Columns];
+    let flags = flags.iter().enumerate().map(|(bit, on)| u32::from(*on) << bit).sum();
+    let args = RebaseArgs {
+        codes: codes.ptr,
+        scales: scales.ptr,
+        out: out.ptr,
+        out_scale: scale_out.ptr,
+        codes_rs: codes.row_stride as i64,
+        codes_cs: codes.col_stride as i64,
+        scales_rs: scales.row_stride as i64,
+        scales_cs: scales.col_stride as i64,
+        out_rs: out.row_stride as i64,
+        out_cs: out.col_stride as i64,
+        out_scale_rs: scale_out.row_stride as i64,
+        rows: codes.rows as i64,
+        cols: codes.cols as i64,
+        block_rows: block.rows as i64,
+        tiles_across: tiles_across as i64,
+        flags,
+        unused: 0,
+    };
+    let at = format_index(format);
+    match axis {
+        Axis::Rows => launch(device, stream, &REBASE_ROWS[at], blocks_of(codes.rows, 256), &args),
+        Axis::Columns => {
+            let ones = LinesArgs::new(Some(&scale_out), None, ScaleRule::default(), 1.0);
+            fill(device, stream, &ones)?;
+            let grid = blocks_of(codes.rows.div_ceil(128) * tiles_across, 128);
+            launch(device, stream, &REBASE_COLS[at], grid, &args)
+        }
+    }
+}

@@ -1,0 +1,170 @@
+//! The tile kernels (`kernels/tile.cuh`): 128x128 elements, one or both directions, any strides.
+
+use std::ptr;
+
+use super::{Job, Side, blocks_of, rows_aligned};
+use crate::cuda::driver::{Args, launch};
+use crate::cuda::table::{ByTypes, by_types, format_index, input_index};
+use crate::cuda::tensorwise::Rule;
+use crate::error::Error;
+use crate::format::e8m0::Rounding;
+use crate::layout::{Block, DType, Matrix};
+use crate::ops::{BlockScale, ScaleRule};
+
+const TILE: usize = 128;
+
+const X_VECTORS: u32 = 1;
+const ROW_VECTORS: u32 = 2;
+const COL_VECTORS: u32 = 4;
+const PACKED: u32 = 8;
+const FLOOR_RULE: u32 = 16;
+const ROW_SCALE_WORDS: u32 = 32;
+const COL_SCALE_WORDS: u32 = 64;
+const AMAX_IS_SCALE: u32 = 128;
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct TileArgs {
+    x: *const u8,
+    row: *mut u8,
+    col: *mut u8,
+    row_scale: *mut u8,
+    col_scale: *mut u8,
+    row_amax: *const u8,
+    col_amax: *const u8,
+    fold: *const u8,
+    x_rs: i64,
+    x_cs: i64,
+    row_rs: i64,
+    row_cs: i64,
+    col_rs: i64,
+    col_cs: i64,
+    row_scale_rs: i64,
+    row_scale_cs: i64,
+    col_scale_rs: i64,
+    col_scale_cs: i64,
+    row_amax_rs: i64,
+    row_amax_cs: i64,
+    col_amax_rs: i64,
+    col_amax_cs: i64,
+    fold_cs: i64,
+    rows: i64,
+    cols: i64,
+    phase: i64,
+    tiles_across: i64,
+    rule: Rule,
+    flags: u32,
+}
+
+// SAFETY: `repr(C)`, the struct of that name in kernels/tile.cuh; the size is tested.
+unsafe impl Args for TileArgs {}
+
+static MX_LINES: ByTypes = by_types!(MxLines, "mx_lines", TileArgs);
+static MX_SQUARE: ByTypes = by_types!(MxSquare, "mx_square", TileArgs);
+static BLOCK_LINES: ByTypes = by_types!(BlockLines, "block_lines", TileArgs);
+static BLOCK_SQUARE: ByTypes = by_types!(BlockSquare, "block_square", TileArgs);
+static ROW_BOTH: ByTypes = by_types!(RowBoth, "row_both", TileArgs);
+
+#[cfg(test)]
+pub(super) fn kernels() -> Vec<&'static crate::cuda::table::Kernel> {
+    [&MX_LINES, &MX_SQUARE, &BLOCK_LINES, &BLOCK_SQUARE, &ROW_BOTH].into_iter().flatten().flatten().collect()
+}
+
+/// Pointer and strides; null where there is none.
+fn place(m: Option<&Matrix>) -> (*mut u8, i64, i64) {
+    m.map_or((ptr::null_mut(), 0, 0), |m| (m.ptr, m.row_stride as i64, m.col_stride as i64))
+}
+
+/// Whether four neighbouring bytes of a row can be stored as a word.
+fn words(scales: &Matrix) -> bool {
+    scales.dtype == DType::E8m0 && rows_aligned(scales, 4) && scales.cols > 1
+}
+
+/// Blocks of 32 or 128.
+pub(super) fn quantize(job: &Job) -> Result<(), Error> {
+    let kernels = match job.spec.scale {
+        BlockScale::E8m0(_) if job.spec.block.is_square() => &MX_SQUARE,
+        BlockScale::E8m0(_) => &MX_LINES,
+        BlockScale::F32(_) if job.spec.block.is_square() => &BLOCK_SQUARE,
+        BlockScale::F32(_) => &BLOCK_LINES,
+    };
+    run(job, kernels, false)
+}
+
+/// A scale a row and a column: from the sides' maxima, or, with `known`, from their scales.
+pub(super) fn quantize_lines(job: &Job, known: bool) -> Result<(), Error> {
+    run(job, &ROW_BOTH, known)
+}
+
+fn run(job: &Job, kernels: &'static ByTypes, known: bool) -> Result<(), Error> {
+    let Job { x, spec, lead, .. } = job;
+    let codes = |side: &Option<Side>| side.map(|side| side.codes);
+    let scales = |side: &Option<Side>| side.map(|side| side.scales);
+    let amax = |side: &Option<Side>| side.and_then(|s| if known { Some(s.scales) } else { s.amax });
+    let (row, col) = (codes(&job.row), codes(&job.col));
+    let (row_scale, col_scale) = (scales(&job.row), scales(&job.col));
+    let row_amax = if spec.block.is_square() { job.square_amax } else { amax(&job.row) };
+    let col_amax = amax(&job.col);
+    let (rule, floor) = match spec.scale {
+        BlockScale::F32(rule) => (rule, false),
+        BlockScale::E8m0(rounding) => (ScaleRule::default(), rounding == Rounding::Floor),
+    };
+
+    let flags = [
+        (X_VECTORS, rows_aligned(x, 16) && x.col_stride == 1),
+        (ROW_VECTORS, row.is_some_and(|m| m.col_stride == 1 && rows_aligned(&m, 8))),
+        (COL_VECTORS, col.is_some_and(|m| m.col_stride == 1 && rows_aligned(&m, 16)) && lead % 16 == 0),
+        (PACKED, spec.packed),
+        (FLOOR_RULE, floor),
+        (ROW_SCALE_WORDS, row_scale.is_some_and(|m| words(&m))),
+        (COL_SCALE_WORDS, col_scale.is_some_and(|m| words(&m))),
+        (AMAX_IS_SCALE, known),
+    ];
+    let flags = flags.into_iter().filter(|(_, on)| *on).map(|(flag, _)| flag).sum();
+
+    let tiles_across = x.cols.div_ceil(TILE);
+    let (row, row_rs, row_cs) = place(row.as_ref());
+    let (col, col_rs, col_cs) = place(col.as_ref());
+    let (row_scale, row_scale_rs, row_scale_cs) = place(row_scale.as_ref());
+    let (col_scale, col_scale_rs, col_scale_cs) = place(col_scale.as_ref());
+    let (row_amax, row_amax_rs, row_amax_cs) = place(row_amax.as_ref());
+    let (col_amax, col_amax_rs, col_amax_cs) = place(col_amax.as_ref());
+    let (fold, _, fold_cs) = place(job.fold.as_ref());
+    let args = TileArgs {
+        x: x.ptr,
+        row,
+        col,
+        row_scale,
+        col_scale,
+        row_amax,
+        col_amax,
+        fold,
+        x_rs: x.row_stride as i64,
+        x_cs: x.col_stride as i64,
+        row_rs,
+        row_cs,
+        col_rs,
+        col_cs,
+        row_scale_rs,
+        row_scale_cs,
+        col_scale_rs,
+        col_scale_cs,
+        row_amax_rs,
+        row_amax_cs,
+        col_amax_rs,
+        col_amax_cs,
+        fold_cs,
+        rows: x.rows as i64,
+        cols: x.cols as i64,
+        phase: *lead as i64,
+        tiles_across: tiles_across as i64,
+        rule: rule.into(),
+        flags,
+    };
+    debug_assert!(!spec.packed || [row_scale, col_scale].iter().all(|p| p.addr().is_multiple_of(16)));
+    debug_assert!(spec.block == Block::ROW || !known);
+    let threads = if x.dtype == DType::F32 { 256 } else { 128 };
+    let grid = blocks_of((x.rows + lead).div_ceil(TILE) * tiles_across, threads);
+    let kernel = &kernels[input_index(x.dtype)][format_index(job.format)];
+    launch(job.device, job.stream, kernel, grid, &args)
+}

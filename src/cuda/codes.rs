@@ -1,0 +1,129 @@
+//! Operations on FP8 codes that exist.
+
+use super::driver::{Args, Grid, launch};
+use super::table::{Kernel, by_types, format_index, input_index, kernel};
+use super::tensorwise::{aligned, ordinal};
+use crate::error::Error;
+use crate::layout::{Block, DType, View, ViewMut};
+use crate::ops::Stream;
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct TransposeArgs {
+    codes: *const u8,
+    out: *mut u8,
+    rows: i64,
+    cols: i64,
+    codes_rs: i64,
+    codes_cs: i64,
+    out_rs: i64,
+    out_cs: i64,
+    tiles_across: i64,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct DequantizeArgs {
+    codes: *const u8,
+    scale: *const u8,
+    out: *mut u8,
+    rows: i64,
+    cols: i64,
+    codes_rs: i64,
+    codes_cs: i64,
+    scale_rs: i64,
+    scale_cs: i64,
+    out_rs: i64,
+    out_cs: i64,
+    block_rows: i64,
+    block_cols: i64,
+    e8m0: u32,
+}
+
+// SAFETY: `repr(C)`, and the struct of that name in kernels/codes.cu.
+unsafe impl Args for TransposeArgs {}
+// SAFETY: the same.
+unsafe impl Args for DequantizeArgs {}
+
+static TRANSPOSE: Kernel = kernel!(Codes, "transpose", TransposeArgs);
+static STRIDED_TRANSPOSE: Kernel = kernel!(Codes, "strided_transpose", TransposeArgs);
+// By the dtype of the output, then by format.
+static DEQUANTIZE: [[Kernel; 2]; 3] = by_types!(Codes, "dequantize", DequantizeArgs);
+static STRIDED_DEQUANTIZE: [[Kernel; 2]; 3] = by_types!(Codes, "strided_dequantize", DequantizeArgs);
+
+#[cfg(test)]
+pub(super) fn kernels() -> Vec<&'static Kernel> {
+    let by_types = DEQUANTIZE.iter().chain(&STRIDED_DEQUANTIZE).flatten();
+    by_types.chain([&TRANSPOSE, &STRIDED_TRANSPOSE]).collect()
+}
+
+pub(crate) fn transpose(codes: View, out: ViewMut, stream: Stream) -> Result<(), Error> {
+    if codes.numel() == 0 {
+        return Ok(());
+    }
+    let (rows, cols) = codes.shape();
+    let fast = codes.col_stride() == 1
+        && out.col_stride() == 1
+        && codes.row_stride() > 0
+        && out.row_stride() > 0
+        && rows.is_multiple_of(16)
+        && cols.is_multiple_of(8)
+        && aligned(codes.ptr(), 8)
+        && (codes.row_stride() as usize).is_multiple_of(8)
+        && aligned(out.ptr(), 16)
+        && (out.row_stride() as usize).is_multiple_of(16);
+    let (kernel, tile, threads) = if fast { (&TRANSPOSE, 128, 128) } else { (&STRIDED_TRANSPOSE, 32, 256) };
+    let tiles_across = cols.div_ceil(tile);
+    let blocks = (rows.div_ceil(tile) * tiles_across) as u64;
+    let args = TransposeArgs {
+        codes: codes.ptr(),
+        out: out.ptr(),
+        rows: rows as i64,
+        cols: cols as i64,
+        codes_rs: codes.row_stride() as i64,
+        codes_cs: codes.col_stride() as i64,
+        out_rs: out.row_stride() as i64,
+        out_cs: out.col_stride() as i64,
+        tiles_across: tiles_across as i64,
+    };
+    launch(ordinal(codes.device()), stream, kernel, Grid { blocks, threads, shared_bytes: 0 }, &args)
+}
+
+pub(crate) fn dequantize(
+    codes: View,
+    scale: View,
+    block: Block,
+    out: ViewMut,
+    stream: Stream,
+) -> Result<(), Error> {
+    let Some(format) = codes.dtype().fp8() else { return Ok(()) };
+    let (rows, cols) = codes.shape();
+    let n = codes.numel() as u64;
+    let block_cols = block.cols.min(cols.max(1));
+    let fast = codes.is_contiguous()
+        && out.is_contiguous()
+        && aligned(codes.ptr(), 16)
+        && aligned(out.ptr(), 16)
+        && (cols.is_multiple_of(16) || block_cols == cols && block.rows >= rows && n.is_multiple_of(16))
+        && (block_cols.is_multiple_of(16) || block_cols == cols);
+    let kernels = if fast { &DEQUANTIZE } else { &STRIDED_DEQUANTIZE };
+    let blocks = n.div_ceil(if fast { 256 * 16 } else { 256 });
+    let args = DequantizeArgs {
+        codes: codes.ptr(),
+        scale: scale.ptr(),
+        out: out.ptr(),
+        rows: rows as i64,
+        cols: cols as i64,
+        codes_rs: codes.row_stride() as i64,
+        codes_cs: codes.col_stride() as i64,
+        scale_rs: scale.row_stride() as i64,
+        scale_cs: scale.col_stride() as i64,
+        out_rs: out.row_stride() as i64,
+        out_cs: out.col_stride() as i64,
+        block_rows: block.rows.min(rows.max(1)) as i64,
+        block_cols: block_cols as i64,
+        e8m0: u32::from(scale.dtype() == DType::E8m0),
+    };
+    let kernel = &kernels[input_index(out.dtype())][format_index(format)];
+    launch(ordinal(codes.device()), stream, kernel, Grid { blocks, threads: 256, shared_bytes: 0 }, &args)
+}

@@ -1,0 +1,245 @@
+// Absolute maxima of blocks, and of all rows and columns from one read.
+//
+// Maxima are kept as fp32 bits and joined by atomic integer maxima, so the outputs start at zero
+// (`fill_lines`, `fill_grid`). NaN outranks Inf; every NaN leaves as 0x7fc00000.
+#include "tile.cuh"
+
+/// Two strided vectors of fp32; either may be null.
+struct LinesArgs {
+  float *first, *second;
+  i64 first_stride, second_stride, first_count, second_count;
+  Rule rule;
+  float value;
+};
+
+/// Sets both vectors to `value`.
+extern "C" __global__ void fill_lines(const __grid_constant__ LinesArgs a) {
+  i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (a.first && i < a.first_count) a.first[i * a.first_stride] = a.value;
+  if (a.second && i < a.second_count) a.second[i * a.second_stride] = a.value;
+}
+
+template <class F> DEVICE void finish_lines(const LinesArgs &a) {
+  i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (a.first && i < a.first_count) {
+    float *p = a.first + i * a.first_stride;
+    *p = scale_of<F>(__float_as_uint(*p), a.rule);
+  }
+  if (a.second && i < a.second_count) {
+    float *p = a.second + i * a.second_stride;
+    *p = scale_of<F>(__float_as_uint(*p), a.rule);
+  }
+}
+
+/// Turns maxima into scales in place.
+extern "C" __global__ void finish_lines_e4m3(const __grid_constant__ LinesArgs a) {
+  finish_lines<E4m3>(a);
+}
+extern "C" __global__ void finish_lines_e5m2(const __grid_constant__ LinesArgs a) {
+  finish_lines<E5m2>(a);
+}
+
+struct LineAmaxArgs {
+  const void *x;
+  float *row, *col;      // maxima of each row (folded) and column; either may be null
+  const float *fold;     // per column, or null
+  i64 x_rs, x_cs, row_stride, col_stride, fold_cs;
+  i64 rows, cols, tiles_across;
+  u32 flags;             // X_VECTORS
+  u32 unused;            // the struct ends on 8 bytes
+};
+
+template <class T> struct LinePlace {
+  int lane, warp;
+  i64 row, col;
+  bool rows_inside, cols_inside;
+};
+
+/// A block of 256 takes 128 rows; each warp 16 of them, each lane 16 bytes of each row.
+template <class T> DEVICE void line_amax(const LineAmaxArgs &a) {
+  constexpr int COLS = 4 * T::PER_REG;
+  constexpr int UNITS = 16 / T::PER_REG;
+  __shared__ __align__(16) uint4 part[8][32];
+  LinePlace<T> p;
+  p.lane = threadIdx.x & 31, p.warp = threadIdx.x >> 5;
+  i64 tile_row = blockIdx.x / a.tiles_across;
+  i64 tile_col = blockIdx.x - tile_row * a.tiles_across;
+  p.row = tile_row * 128 + p.warp * 16;
+  p.col = tile_col * 32 * COLS + p.lane * COLS;
+  p.rows_inside = p.row + 16 <= a.rows;
+  p.cols_inside = p.col + COLS <= a.cols;
+  u32 d[16][4];
+  load_tile<T>(a, p, d);
+
+  if (a.row && a.fold) {
+    float fold[COLS];
+#pragma unroll
+    for (int j = 0; j < COLS; j++)
+      fold[j] = p.col + j < a.cols ? a.fold[(p.col + j) * a.fold_cs] : 0.0f;
+    u32 unit[16];
+#pragma unroll
+    for (int r = 0; r < 16; r++) {
+      u32 m = 0;
+#pragma unroll
+      for (int j = 0; j < COLS; j++) {
+        float v = T::get(d[r][j / T::PER_REG], j % T::PER_REG) * fold[j];
+        m = max(m, __float_as_uint(v) & 0x7fffffffu);
+      }
+      unit[r] = m;
+    }
+    int first = 0, count = 16;
+#pragma unroll
+    for (int mask = 1; mask < 16; mask *= 2) {
+      fold_halves<InF32>(unit, count, p.lane, mask);
+      count /= 2;
+      if (p.lane & mask) first += count;
+    }
+    u32 bits = InF32::amax(unit[0], shuffle_xor(unit[0], 16)) & 0x7fffffffu;
+    if (p.lane < 16 && p.row + first < a.rows)
+      atomicMax((u32 *)(a.row + (p.row + first) * a.row_stride), canonical(bits));
+  } else if (a.row) {
+    u32 unit[UNITS];
+    row_maxima<T>(d, unit);
+    int first = 0, count = UNITS;
+#pragma unroll
+    for (int mask = 1; mask < UNITS; mask *= 2) {
+      fold_halves<T>(unit, count, p.lane, mask);
+      count /= 2;
+      if (p.lane & mask) first += count;
+    }
+#pragma unroll
+    for (int mask = UNITS; mask < 32; mask *= 2)
+      unit[0] = T::amax(unit[0], shuffle_xor(unit[0], mask));
+#pragma unroll
+    for (int h = 0; h < T::PER_REG; h++) {
+      i64 r = p.row + first * T::PER_REG + h;
+      if (p.lane < UNITS && r < a.rows)
+        atomicMax((u32 *)(a.row + r * a.row_stride), canonical(T::amax_bits(unit[0], h)));
+    }
+  }
+  if (a.col) {
+    u32 unit[4];
+    col_maxima<T>(d, unit);
+    part[p.warp][p.lane] = make_uint4(unit[0], unit[1], unit[2], unit[3]);
+    __syncthreads();
+    if (threadIdx.x < 128) {
+      const u32 *words = (const u32 *)part + threadIdx.x;
+      u32 m = words[0];
+#pragma unroll
+      for (int w = 1; w < 8; w++) m = T::amax(m, words[w * 128]);
+#pragma unroll
+      for (int h = 0; h < T::PER_REG; h++) {
+        i64 c = tile_col * 32 * COLS + threadIdx.x * T::PER_REG + h;
+        if (c < a.cols)
+          atomicMax((u32 *)(a.col + c * a.col_stride), canonical(T::amax_bits(m, h)));
+      }
+    }
+  }
+}
+
+#define LINE_AMAX(NAME, T)                                                                       \
+  extern "C" __global__ void __launch_bounds__(256) line_amax_##NAME(                             \
+      const __grid_constant__ LineAmaxArgs a) {                                                   \
+    line_amax<T>(a);                                                                              \
+  }
+FOR_INPUTS(LINE_AMAX)
+
+struct BlockAmaxArgs {
+  const void *x;
+  float *out;                    // (row blocks, column blocks)
+  i64 x_rs, x_cs, out_rs, out_cs;
+  i64 rows, cols;
+  i64 block_rows, block_cols;    // 1, or a multiple of 32
+  i64 phase;                     // rows of the first block before this view
+  i64 tiles_across;
+  u32 flags;                     // X_VECTORS
+  u32 unused;                    // the struct ends on 8 bytes
+};
+
+/// Sets the grid of `rows` x `cols` blocks to zero.
+extern "C" __global__ void fill_grid(const __grid_constant__ BlockAmaxArgs a) {
+  i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  i64 r = i / a.cols, c = i - r * a.cols;
+  if (r < a.rows) a.out[r * a.out_rs + c * a.out_cs] = 0.0f;
+}
+
+/// Maxima of blocks of any listed shape: a warp takes 32 columns of 32 (virtual) rows.
+template <class T> DEVICE void block_amax(const BlockAmaxArgs &a) {
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  i64 tile_row = blockIdx.x / a.tiles_across;
+  i64 c = (blockIdx.x - tile_row * a.tiles_across) * 256 + warp * 32 + lane;
+  i64 v = tile_row * 32;                              // virtual row
+  bool inside = c < a.cols;
+  i64 block_col = c / a.block_cols;
+  auto put = [&](i64 block_row, u32 bits) {
+    if (a.block_cols > 1) bits = __reduce_max_sync(0xffffffffu, bits);
+    if (inside && (a.block_cols == 1 || lane == 0))
+      atomicMax((u32 *)(a.out + block_row * a.out_rs + block_col * a.out_cs), canonical(bits));
+  };
+  u32 bits = 0;
+#pragma unroll 8
+  for (int i = 0; i < 32; i++) {
+    i64 r = v + i - a.phase;
+    u32 m = 0;
+    if (inside && r >= 0 && r < a.rows) {
+      u32 reg = T::load(a.x, r * a.x_rs + c * a.x_cs);
+      m = __float_as_uint(T::get(reg, 0)) & 0x7fffffffu;
+    }
+    if (a.block_rows == 1) {
+      if (r >= 0 && r < a.rows) put(r, m);
+    } else {
+      bits = max(bits, m);
+    }
+  }
+  // A tile may lie wholly behind the last row only if there is none.
+  if (a.block_rows > 1) put(v / a.block_rows, bits);
+}
+
+/// Blocks of 32 rows and more, read as the tile kernels read: a thread has 16 rows of 16 bytes.
+template <class T> DEVICE void tall_amax(const BlockAmaxArgs &a) {
+  typedef TileShape<T> S;
+  TilePlace<T> p(a);
+  u32 d[16][4];
+  load_tile<T>(a, p, d);
+  u32 unit[4];
+  col_maxima<T>(d, unit);
+  i64 row_block = (p.tile_row * 128 + p.row_in_tile) / a.block_rows;
+  float *out = a.out + row_block * a.out_rs;
+  // The last tile may have rows of blocks behind the tensor: these have no place in the grid.
+  bool behind = p.tile_row * 128 + p.row_in_tile / 32 * 32 - a.phase >= a.rows;
+  if (a.block_cols == 1) {
+    // Both lanes of 32 rows have every column; each puts half of them.
+    fold_halves<T>(unit, 4, p.lane, 8);
+    int first = p.lane & 8 ? 2 : 0;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int h = 0; h < T::PER_REG; h++) {
+        i64 c = p.col + (first + i) * T::PER_REG + h;
+        if (c < a.cols && !behind)
+          atomicMax((u32 *)(out + c * a.out_cs), canonical(T::amax_bits(unit[i], h)));
+      }
+    return;
+  }
+  u32 m = T::amax(T::amax(unit[0], unit[1]), T::amax(unit[2], unit[3]));
+  constexpr int LANES = 32 / S::COLS;                 // that share 32 columns
+#pragma unroll
+  for (int mask = 1; mask < LANES; mask *= 2) m = T::amax(m, shuffle_xor(m, mask));
+  m = T::amax(m, shuffle_xor(m, 8));
+  if (p.lane % LANES == 0 && !(p.lane & 8) && p.col < a.cols && !behind)
+    atomicMax((u32 *)(out + p.col / a.block_cols * a.out_cs), canonical(magnitude<T>(m)));
+}
+
+#define BLOCK_AMAX(NAME, T)                                                                      \
+  extern "C" __global__ void __launch_bounds__(256) block_amax_##NAME(                            \
+      const __grid_constant__ BlockAmaxArgs a) {                                                  \
+    block_amax<T>(a);                                                                             \
+  }
+FOR_INPUTS(BLOCK_AMAX)
+
+#define TALL_AMAX(NAME, T)                                                                       \
+  extern "C" __global__ void __launch_bounds__(TileShape<T>::THREADS) tall_amax_##NAME(           \
+      const __grid_constant__ BlockAmaxArgs a) {                                                  \
+    tall_amax<T>(a);                                                                              \
+  }
+FOR_INPUTS(TALL_AMAX)

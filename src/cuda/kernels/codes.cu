@@ -1,0 +1,166 @@
+// FP8 codes: transpose, and dequantize with the scales of any block shape.
+#include "elements.cuh"
+
+struct TransposeArgs {
+  const u8 *codes;
+  u8 *out;               // (cols, rows)
+  i64 rows, cols;
+  i64 codes_rs, codes_cs, out_rs, out_cs;
+  i64 tiles_across;
+};
+
+/// Four rows of four bytes to four columns: each output word holds one column.
+DEVICE void transpose_4x4(u32 a, u32 b, u32 c, u32 d, u32 (&out)[4]) {
+  u32 ab_low = byte_permute(a, b, 0x5140), ab_high = byte_permute(a, b, 0x7362);
+  u32 cd_low = byte_permute(c, d, 0x5140), cd_high = byte_permute(c, d, 0x7362);
+  out[0] = byte_permute(ab_low, cd_low, 0x5410);
+  out[1] = byte_permute(ab_low, cd_low, 0x7632);
+  out[2] = byte_permute(ab_high, cd_high, 0x5410);
+  out[3] = byte_permute(ab_high, cd_high, 0x7632);
+}
+
+/// A thread takes 16 rows of 8 columns; a warp 64x64, four warps 128x128. Rows are a multiple of
+/// 16 and columns of 8, and both sides are aligned and contiguous in their rows.
+extern "C" __global__ void __launch_bounds__(128)
+    transpose(const __grid_constant__ TransposeArgs a) {
+  i64 tile_row = blockIdx.x / a.tiles_across, tile_col = blockIdx.x - tile_row * a.tiles_across;
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  i64 r = tile_row * 128 + (warp >> 1) * 64 + (lane >> 3) * 16;
+  i64 c = tile_col * 128 + (warp & 1) * 64 + (lane & 7) * 8;
+  if (r >= a.rows || c >= a.cols) return;
+  uint2 w[16];
+#pragma unroll
+  for (int i = 0; i < 16; i++) w[i] = *(const uint2 *)(a.codes + (r + i) * a.codes_rs + c);
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    u32 column[4][4];                                // [rows / 4][column]
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint2 *p = w + 4 * i;
+      if (half) transpose_4x4(p[0].y, p[1].y, p[2].y, p[3].y, column[i]);
+      else transpose_4x4(p[0].x, p[1].x, p[2].x, p[3].x, column[i]);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      *(uint4 *)(a.out + (c + half * 4 + j) * a.out_rs + r) =
+          make_uint4(column[0][j], column[1][j], column[2][j], column[3][j]);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    strided_transpose(const __grid_constant__ TransposeArgs a) {
+  __shared__ u8 tile[32][33];
+  i64 r0 = blockIdx.x / a.tiles_across * 32, c0 = blockIdx.x % a.tiles_across * 32;
+  int across = threadIdx.x & 31, down = threadIdx.x >> 5;
+  for (int k = down; k < 32; k += 8)
+    if (r0 + k < a.rows && c0 + across < a.cols)
+      tile[k][across] = a.codes[(r0 + k) * a.codes_rs + (c0 + across) * a.codes_cs];
+  __syncthreads();
+  for (int k = down; k < 32; k += 8)
+    if (c0 + k < a.cols && r0 + across < a.rows)
+      a.out[(c0 + k) * a.out_rs + (r0 + across) * a.out_cs] = tile[across][k];
+}
+
+struct DequantizeArgs {
+  const u8 *codes;
+  const void *scale;     // (rows of blocks, columns of blocks)
+  void *out;
+  i64 rows, cols;
+  i64 codes_rs, codes_cs, scale_rs, scale_cs, out_rs, out_cs;
+  i64 block_rows, block_cols;
+  u32 e8m0;
+};
+
+DEVICE float scale_at(const DequantizeArgs &a, i64 r, i64 c) {
+  i64 at = r / a.block_rows * a.scale_rs + c / a.block_cols * a.scale_cs;
+  if (!a.e8m0) return ((const float *)a.scale)[at];
+  u32 b = ((const u8 *)a.scale)[at];
+  return __uint_as_float(b == 255u ? NAN_BITS : b == 0u ? 0x00400000u : b << 23);
+}
+
+/// The values of two codes in the low 16 bits.
+struct FromE4m3 {
+  static DEVICE u32 halves(u32 codes) {
+    u32 d;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"((u16)codes));
+    return d;
+  }
+};
+struct FromE5m2 {
+  static DEVICE u32 halves(u32 codes) {
+    u32 d;
+    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(d) : "h"((u16)codes));
+    return d;
+  }
+};
+
+struct OutF32 {
+  static constexpr int BYTES = 4;
+  static DEVICE u32 bits(float v) { return v != v ? NAN_BITS : __float_as_uint(v); }
+};
+struct OutBf16 {
+  static constexpr int BYTES = 2;
+  static DEVICE u32 bits(float v) {
+    u16 d;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(d) : "f"(v));
+    return v != v ? 0x7fc0u : d;
+  }
+};
+struct OutF16 {
+  static constexpr int BYTES = 2;
+  static DEVICE u32 bits(float v) {
+    u16 d;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(d) : "f"(v));
+    return v != v ? 0x7e00u : d;
+  }
+};
+
+/// A thread takes 16 neighbours under one scale: all contiguous and aligned, columns and the
+/// block's columns multiples of 16.
+template <class F, class O> DEVICE void dequantize(const DequantizeArgs &a) {
+  i64 at = ((i64)blockIdx.x * 256 + threadIdx.x) * 16;
+  if (at >= a.rows * a.cols) return;
+  float scale = a.block_rows >= a.rows && a.block_cols >= a.cols
+                    ? scale_at(a, 0, 0)
+                    : scale_at(a, at / a.cols, at % a.cols);
+  uint4 d = *(const uint4 *)(a.codes + at);
+  u32 w[4] = {d.x, d.y, d.z, d.w};
+  u32 out[4 * O::BYTES];
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    u32 pair = F::halves(i % 2 ? w[i / 2] >> 16 : w[i / 2]);
+    u32 low = O::bits(__fmul_rn(InF16::get(pair, 0), scale));
+    u32 high = O::bits(__fmul_rn(InF16::get(pair, 1), scale));
+    if (O::BYTES == 4) out[2 * i % (4 * O::BYTES)] = low, out[(2 * i + 1) % (4 * O::BYTES)] = high;
+    else out[i] = low | high << 16;
+  }
+  uint4 *to = (uint4 *)((char *)a.out + at * O::BYTES);
+#pragma unroll
+  for (int i = 0; i < O::BYTES; i++)
+    to[i] = make_uint4(out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]);
+}
+
+template <class F, class O> DEVICE void strided_dequantize(const DequantizeArgs &a) {
+  i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
+  if (i >= a.rows * a.cols) return;
+  i64 r = i / a.cols, c = i - r * a.cols;
+  u32 pair = F::halves(a.codes[r * a.codes_rs + c * a.codes_cs]);
+  u32 bits = O::bits(__fmul_rn(InF16::get(pair, 0), scale_at(a, r, c)));
+  i64 to = r * a.out_rs + c * a.out_cs;
+  if (O::BYTES == 4) ((u32 *)a.out)[to] = bits;
+  else ((u16 *)a.out)[to] = bits;
+}
+
+#define DEQUANTIZE(NAME, F, O)                                                                     \
+  extern "C" __global__ void __launch_bounds__(256)                                                \
+      dequantize_##NAME(const __grid_constant__ DequantizeArgs a) { dequantize<F, O>(a); }         \
+  extern "C" __global__ void __launch_bounds__(256)                                                \
+      strided_dequantize_##NAME(const __grid_constant__ DequantizeArgs a) {                        \
+    strided_dequantize<F, O>(a);                                                                   \
+  }
+DEQUANTIZE(f32_e4m3, FromE4m3, OutF32)
+DEQUANTIZE(f32_e5m2, FromE5m2, OutF32)
+DEQUANTIZE(bf16_e4m3, FromE4m3, OutBf16)
+DEQUANTIZE(bf16_e5m2, FromE5m2, OutBf16)
+DEQUANTIZE(f16_e4m3, FromE4m3, OutF16)
+DEQUANTIZE(f16_e5m2, FromE5m2, OutF16)

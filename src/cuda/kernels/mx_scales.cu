@@ -1,0 +1,43 @@
+// The packed 128x4 layout of E8M0 scales, and its inverse.
+//
+// Scales (line r, block c) of a plane, padded to (128a, 4b), lie in tiles of 128x4, tiles
+// row-major, each as 32 rows of 16 bytes: (r % 32, r / 32 * 4 + c). Padding is byte 0.
+#include "blocks.cuh"
+
+struct PackArgs {
+  u8 *scales;            // (row blocks, blocks)
+  u8 *packed;            // 512 bytes a tile
+  i64 scales_rs, scales_cs;
+  i64 lines, blocks;     // rows of the plane, scales a row
+  i64 block_rows;        // rows that share a scale
+  i64 tiles_across;
+  i64 words;             // of `packed`
+};
+
+/// One thread a word of four scales.
+extern "C" __global__ void mx_pack(const __grid_constant__ PackArgs a) {
+  i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= a.words) return;
+  i64 tile = i / 128;
+  int in_tile = i % 128;
+  i64 line = tile / a.tiles_across * 128 + in_tile % 4 * 32 + in_tile / 4;
+  i64 block = tile % a.tiles_across * 4;
+  u32 word = 0;
+  if (line < a.lines) {
+    const u8 *from = a.scales + line / a.block_rows * a.scales_rs;
+    for (int k = 0; k < 4 && block + k < a.blocks; k++)
+      word |= (u32)from[(block + k) * a.scales_cs] << (8 * k);
+  }
+  ((u32 *)a.packed)[i] = word;
+}
+
+/// One thread a scale; `lines` counts rows of blocks here.
+extern "C" __global__ void mx_unpack(const __grid_constant__ PackArgs a) {
+  i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  i64 r = i / a.blocks, c = i - r * a.blocks;
+  if (r >= a.lines) return;
+  i64 line = r * a.block_rows;
+  i64 tile = line / 128 * a.tiles_across + c / 4;
+  a.scales[r * a.scales_rs + c * a.scales_cs] =
+      a.packed[tile * 512 + line % 32 * 16 + line % 128 / 32 * 4 + c % 4];
+}

@@ -1,0 +1,211 @@
+// Quantization of a 128x128 tile to blocks, in one or both directions, from one read.
+//
+// A thread holds 16 rows of 16 bytes in registers; a warp is 8 lanes across and 4 down, so that
+// row-major codes leave in 64-byte and transposed codes in 64-byte pieces. Values are converted
+// once for each direction: that is cheaper than permuting bytes. Block maxima move by shuffles,
+// scale bytes and factors through a little shared memory.
+//
+// `phase` shifts the tile grid up: a shard that starts inside a block has its blocks where the
+// whole tensor has them. Positions in the shifted grid are "virtual" rows here.
+#pragma once
+#include "blocks.cuh"
+
+/// Launch argument of every tile kernel; mirrored by `TileArgs` in the launch code.
+struct TileArgs {
+  const void *x;                     // (rows, cols)
+  u8 *row;                           // codes (rows, cols), or null
+  u8 *col;                           // codes (cols, rows), or null
+  void *row_scale;                   // with `row`
+  void *col_scale;                   // with `col`; indexed (column, row block)
+  const float *row_amax;             // given maxima, indexed as row_scale, or null
+  const float *col_amax;             // the same for col_scale
+  const float *fold;                 // per-column factors of the rowwise output, or null
+  i64 x_rs, x_cs, row_rs, row_cs, col_rs, col_cs;
+  i64 row_scale_rs, row_scale_cs, col_scale_rs, col_scale_cs;
+  i64 row_amax_rs, row_amax_cs, col_amax_rs, col_amax_cs, fold_cs;
+  i64 rows, cols;
+  i64 phase;                         // rows of the first block that lie before this view
+  i64 tiles_across;
+  Rule rule;                         // of fp32 scales
+  u32 flags;
+};
+
+enum : u32 {
+  X_VECTORS = 1,      // rows of x are contiguous and 16-byte aligned
+  ROW_VECTORS = 2,    // rows of `row` are contiguous and 8-byte aligned
+  COL_VECTORS = 4,    // rows of `col` are contiguous and 16-byte aligned, phase 0
+  PACKED = 8,         // scales leave in the 128x4 layout
+  FLOOR_RULE = 16,
+  ROW_SCALE_WORDS = 32,  // four neighbouring scale bytes can be stored as one word
+  COL_SCALE_WORDS = 64,
+  AMAX_IS_SCALE = 128,   // row_amax and col_amax already hold fp32 scales
+};
+
+template <class T> struct TileShape {
+  static constexpr int COLS = 4 * T::PER_REG;       // of a thread
+  static constexpr int WARPS_ACROSS = 128 / (8 * COLS);
+  static constexpr int THREADS = 64 * WARPS_ACROSS;
+  static constexpr int UNITS = 16 / T::PER_REG;     // registers that hold 16 rows' maxima
+};
+
+/// Where this thread sits, and what part of the tensor it holds.
+template <class T> struct TilePlace {
+  typedef TileShape<T> S;
+  int lane, row_in_tile, col_in_tile;
+  i64 tile_row, tile_col;            // of the tile, in tiles
+  i64 row, col;                      // of the thread's first element; row may be negative
+  bool rows_inside, cols_inside;     // of the thread's 16 rows and COLS columns: all of them
+
+  template <class Args> DEVICE TilePlace(const Args &a) {
+    lane = threadIdx.x & 31;
+    int warp = threadIdx.x >> 5;
+    int warp_col = warp % S::WARPS_ACROSS, warp_row = warp / S::WARPS_ACROSS;
+    row_in_tile = warp_row * 64 + (lane >> 3) * 16;
+    col_in_tile = warp_col * 8 * S::COLS + (lane & 7) * S::COLS;
+    tile_row = blockIdx.x / a.tiles_across;
+    tile_col = blockIdx.x - tile_row * a.tiles_across;
+    row = tile_row * 128 + row_in_tile - a.phase;
+    col = tile_col * 128 + col_in_tile;
+    rows_inside = row >= 0 && row + 16 <= a.rows;
+    cols_inside = col + S::COLS <= a.cols;
+  }
+};
+
+/// Loads the 16 rows of `p`, a TilePlace or what else says where the thread sits; zeros outside.
+template <class T, class Args, class Place>
+DEVICE void load_tile(const Args &a, const Place &p, u32 (&d)[16][4]) {
+  constexpr int COLS = TileShape<T>::COLS;
+  if ((a.flags & X_VECTORS) && p.cols_inside) {
+    const char *at = (const char *)a.x + (p.row * a.x_rs + p.col) * T::BYTES;
+    i64 step = a.x_rs * T::BYTES;
+    if (p.rows_inside) {
+#pragma unroll
+      for (int r = 0; r < 16; r++) {
+        uint4 v = *(const uint4 *)(at + r * step);
+        d[r][0] = v.x, d[r][1] = v.y, d[r][2] = v.z, d[r][3] = v.w;
+      }
+    } else {
+#pragma unroll
+      for (int r = 0; r < 16; r++) {
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (p.row + r >= 0 && p.row + r < a.rows) v = *(const uint4 *)(at + r * step);
+        d[r][0] = v.x, d[r][1] = v.y, d[r][2] = v.z, d[r][3] = v.w;
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int r = 0; r < 16; r++) {
+    u64 low = 0, high = 0;
+    if (p.row + r >= 0 && p.row + r < a.rows) {
+      i64 at = (p.row + r) * a.x_rs + p.col * a.x_cs;
+#pragma unroll 1
+      for (int j = COLS - 1; j >= 0; j--) {
+        u64 v = p.col + j < a.cols ? T::load(a.x, at + j * a.x_cs) : 0u;
+        constexpr int BITS = 8 * T::BYTES;
+        high = high << BITS | low >> (64 - BITS);
+        low = low << BITS | v;
+      }
+    }
+    d[r][0] = (u32)low, d[r][1] = (u32)(low >> 32), d[r][2] = (u32)high, d[r][3] = (u32)(high >> 32);
+  }
+}
+
+/// Absolute maxima of the thread's 16 rows, two a register for 16-bit inputs.
+template <class T>
+DEVICE void row_maxima(const u32 (&d)[16][4], u32 (&unit)[TileShape<T>::UNITS]) {
+#pragma unroll
+  for (int i = 0; i < TileShape<T>::UNITS; i++) {
+    if (T::PER_REG == 1) {
+      unit[i] = T::amax(T::amax(d[i][0], d[i][1]), T::amax(d[i][2], d[i][3]));
+    } else {
+      const u32(&e)[4] = d[2 * i % 16], (&o)[4] = d[(2 * i + 1) % 16];
+      u32 even = T::amax(T::amax(e[0], e[1]), T::amax(e[2], e[3]));
+      u32 odd = T::amax(T::amax(o[0], o[1]), T::amax(o[2], o[3]));
+      unit[i] = T::amax(byte_permute(even, odd, 0x5410), byte_permute(even, odd, 0x7632));
+    }
+  }
+}
+
+/// Absolute maxima of the thread's columns over its 16 rows.
+template <class T> DEVICE void col_maxima(const u32 (&d)[16][4], u32 (&unit)[4]) {
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    u32 m[8];
+#pragma unroll
+    for (int r = 0; r < 8; r++) m[r] = T::amax(d[r][k], d[r + 8][k]);
+#pragma unroll
+    for (int n = 4; n > 0; n /= 2)
+#pragma unroll
+      for (int r = 0; r < n; r++) m[r] = T::amax(m[r], m[r + n]);
+    unit[k] = m[0];
+  }
+}
+
+/// Stores the rowwise codes; `factor(r)` scales row r, `fold(j)` column j.
+template <class T, class F, class Factor, class Fold>
+DEVICE void store_rows(const TileArgs &a, const TilePlace<T> &p, const u32 (&d)[16][4],
+                       Factor factor, Fold fold) {
+  constexpr int COLS = TileShape<T>::COLS;
+  bool vectors = (a.flags & ROW_VECTORS) && p.cols_inside;
+  u8 *at = a.row + p.row * a.row_rs + p.col * a.row_cs;
+#pragma unroll
+  for (int r = 0; r < 16; r++) {
+    float f = factor(r);
+    u32 word[2] = {0, 0};
+#pragma unroll
+    for (int j = 0; j < COLS; j += 2) {
+      float lo = T::get(d[r][j / T::PER_REG], 0);
+      float hi = T::get(d[r][(j + 1) / T::PER_REG], T::PER_REG - 1);
+      u32 two = F::pair(fold(j, lo) * f, fold(j + 1, hi) * f);
+      word[j / 4] |= two << (j % 4 * 8);
+    }
+    bool inside = p.rows_inside || (p.row + r >= 0 && p.row + r < a.rows);
+    if (!inside) continue;
+    u8 *to = at + r * a.row_rs;
+    if (vectors) {
+      if (COLS == 8) *(uint2 *)to = make_uint2(word[0], word[1]);
+      else *(u32 *)to = word[0];
+    } else {
+      u64 all = (u64)word[1] << 32 | word[0];
+#pragma unroll 1
+      for (int j = 0; j < COLS && p.col + j < a.cols; j++, all >>= 8) to[j * a.row_cs] = (u8)all;
+    }
+  }
+}
+
+/// Stores the transposed codes; `factor(j)` scales column j.
+template <class T, class F, class Factor>
+DEVICE void store_cols(const TileArgs &a, const TilePlace<T> &p, const u32 (&d)[16][4],
+                       Factor factor) {
+  constexpr int COLS = TileShape<T>::COLS;
+  bool vectors = (a.flags & COL_VECTORS) && p.rows_inside;
+  u8 *at = a.col + p.col * a.col_rs + p.row * a.col_cs;
+#pragma unroll
+  for (int j = 0; j < COLS; j++) {
+    float f = factor(j);
+    constexpr int P = T::PER_REG;
+    u32 word[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int r = 0; r < 16; r += 2) {
+      u32 two = F::pair(T::get(d[r][j / P], j % P) * f, T::get(d[r + 1][j / P], j % P) * f);
+      word[r / 4] |= two << (r % 4 * 8);
+    }
+    if (p.col + j >= a.cols) continue;
+    u8 *to = at + j * a.col_rs;
+    if (vectors) {
+      *(uint4 *)to = make_uint4(word[0], word[1], word[2], word[3]);
+    } else {
+      u64 low = (u64)word[1] << 32 | word[0], high = (u64)word[3] << 32 | word[2];
+#pragma unroll 1
+      for (int r = 0; r < 16; r++) {
+        if (p.row + r >= 0 && p.row + r < a.rows) to[r * a.col_cs] = (u8)low;
+        low = low >> 8 | high << 56;
+        high >>= 8;
+      }
+    }
+  }
+}
+
+/// Four blocks an SM: without the bound a thread would take 148 registers.
+#define TILE_BOUNDS(T) __launch_bounds__(TileShape<T>::THREADS, 512 / TileShape<T>::THREADS)

@@ -1,0 +1,195 @@
+//! The table of modules and kernels: what PTX is embedded, and what each entry takes.
+//!
+//! A module is a row of [`MODULES`]; its PTX is built from `kernels/NAME.cu` by `tools/build_ptx.py` and checked
+//! in. A kernel is a static made by [`kernel!`] or [`by_types!`] beside the code that launches it, and takes one
+//! struct by value. A test compares every entry's parameter with that struct's size.
+
+use std::ffi::CStr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use cudarc::driver::sys;
+
+use super::driver::MAX_DEVICES;
+use crate::error::Error;
+use crate::format::Fp8Format;
+use crate::layout::DType;
+
+/// Embedded PTX.
+pub(super) struct Module {
+    /// The name of its source, `kernels/NAME.cu`.
+    #[cfg_attr(not(test), expect(dead_code))]
+    pub(super) name: &'static str,
+    /// The text, ending in NUL as the driver wants it.
+    pub(super) ptx: &'static str,
+}
+
+macro_rules! modules {
+    ($($id:ident = $name:literal;)*) => {
+        /// A row of [`MODULES`].
+        #[derive(Debug, Clone, Copy)]
+        pub(super) enum ModuleId { $($id),* }
+
+        /// Every module.
+        pub(super) static MODULES: [Module; [$(ModuleId::$id),*].len()] = [
+            $(Module { name: $name, ptx: concat!(include_str!(concat!("ptx/", $name, ".ptx")), "\0") }),*
+        ];
+    };
+}
+
+modules! {
+    Amax = "amax";
+    BlockAmax = "block_amax";
+    BlockLines = "block_lines";
+    BlockSquare = "block_square";
+    Cast = "cast";
+    CastTranspose = "cast_transpose";
+    Codes = "codes";
+    Multi = "multi";
+    MxLines = "mx_lines";
+    MxRebase = "mx_rebase";
+    MxRow = "mx_row";
+    MxScales = "mx_scales";
+    MxSquare = "mx_square";
+    Row = "row";
+    RowBoth = "row_both";
+    Strided = "strided";
+}
+
+/// One entry of a module.
+pub(super) struct Kernel {
+    pub(super) module: ModuleId,
+    pub(super) entry: &'static CStr,
+    /// The size of the struct it takes.
+    pub(super) args_size: usize,
+    functions: [AtomicUsize; MAX_DEVICES],
+}
+
+impl Kernel {
+    pub(super) const fn new(module: ModuleId, entry: &'static [u8], args_size: usize) -> Self {
+        let Ok(entry) = CStr::from_bytes_with_nul(entry) else { panic!("the name must end in NUL") };
+        Self { module, entry, args_size, functions: [const { AtomicUsize::new(0) }; MAX_DEVICES] }
+    }
+
+    /// The function on a device, looked up by `find` the first time.
+    pub(super) fn function(
+        &self,
+        ordinal: i32,
+        find: impl FnOnce() -> Result<sys::CUfunction, Error>,
+    ) -> Result<sys::CUfunction, Error> {
+        let slot = &self.functions[ordinal as usize];
+        let known = slot.load(Ordering::Acquire);
+        if known != 0 {
+            return Ok(known as sys::CUfunction);
+        }
+        let function = find()?;
+        slot.store(function as usize, Ordering::Release);
+        Ok(function)
+    }
+}
+
+/// `kernel!(Module, "entry", Args)`: one kernel.
+macro_rules! kernel {
+    ($module:ident, $entry:expr, $args:ty) => {
+        $crate::cuda::table::Kernel::new(
+            $crate::cuda::table::ModuleId::$module,
+            concat!($entry, "\0").as_bytes(),
+            size_of::<$args>(),
+        )
+    };
+}
+
+/// `by_input!(Module, "name", Args)`: a kernel for each input type, `name_f32` and so on.
+macro_rules! by_input {
+    ($module:ident, $name:expr, $args:ty) => {
+        [
+            $crate::cuda::table::kernel!($module, concat!($name, "_f32"), $args),
+            $crate::cuda::table::kernel!($module, concat!($name, "_bf16"), $args),
+            $crate::cuda::table::kernel!($module, concat!($name, "_f16"), $args),
+        ]
+    };
+}
+
+/// `by_types!(Module, "name", Args)`: a kernel for each input type and format, `name_f32_e4m3` and so on.
+macro_rules! by_types {
+    ($module:ident, $name:expr, $args:ty) => {
+        [
+            [
+                $crate::cuda::table::kernel!($module, concat!($name, "_f32_e4m3"), $args),
+                $crate::cuda::table::kernel!($module, concat!($name, "_f32_e5m2"), $args),
+            ],
+            [
+                $crate::cuda::table::kernel!($module, concat!($name, "_bf16_e4m3"), $args),
+                $crate::cuda::table::kernel!($module, concat!($name, "_bf16_e5m2"), $args),
+            ],
+            [
+                $crate::cuda::table::kernel!($module, concat!($name, "_f16_e4m3"), $args),
+                $crate::cuda::table::kernel!($module, concat!($name, "_f16_e5m2"), $args),
+            ],
+        ]
+    };
+}
+
+pub(super) use {by_input, by_types, kernel};
+
+/// Kernels for each input type.
+pub(super) type ByInput = [Kernel; 3];
+/// Kernels for each input type and format.
+pub(super) type ByTypes = [[Kernel; 2]; 3];
+
+/// The place of a type that can be quantized in [`ByInput`] and [`ByTypes`].
+pub(super) fn input_index(dtype: DType) -> usize {
+    match dtype {
+        DType::Bf16 => 1,
+        DType::F16 => 2,
+        _ => 0,
+    }
+}
+
+/// The place of a format in [`ByTypes`].
+pub(super) fn format_index(format: Fp8Format) -> usize {
+    match format {
+        Fp8Format::E4m3 => 0,
+        Fp8Format::E5m2 => 1,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `(entry, bytes of its parameters)` of a PTX text.
+    fn entries(ptx: &str) -> Vec<(String, usize)> {
+        let mut found = Vec::new();
+        for part in ptx.split(".entry ").skip(1) {
+            let (name, rest) = part.split_once('(').expect("an entry has parameters");
+            let (parameters, _) = rest.split_once(')').expect("parameters end");
+            let mut sizes = parameters.split(".param").skip(1).map(|p| {
+                let (_, size) = p.split_once('[').expect("a struct by value is a byte array");
+                size.split_once(']').expect("an array's size ends").0.parse::<usize>().expect("a number")
+            });
+            let size = sizes.next().expect("one parameter");
+            assert_eq!(sizes.next(), None, "{name} takes more than one parameter");
+            found.push((name.trim().to_owned(), size));
+        }
+        found
+    }
+
+    #[test]
+    fn every_entry_takes_the_struct_that_its_launch_passes() {
+        let kernels = crate::cuda::kernels();
+        for (slot, module) in MODULES.iter().enumerate() {
+            for (entry, size) in entries(module.ptx) {
+                let kernel = kernels
+                    .iter()
+                    .find(|k| k.module as usize == slot && k.entry.to_str() == Ok(entry.as_str()))
+                    .unwrap_or_else(|| panic!("{}: nothing launches {entry}", module.name));
+                assert_eq!(kernel.args_size, size, "{}: {entry}", module.name);
+            }
+        }
+        for kernel in kernels {
+            let module = &MODULES[kernel.module as usize];
+            let name = kernel.entry.to_str().expect("ASCII");
+            assert!(entries(module.ptx).iter().any(|(e, _)| e == name), "{}: no entry {name}", module.name);
+        }
+    }
+}

@@ -1,0 +1,183 @@
+"""Build the checked-in PTX from src/cuda/kernels/*.cu, or check that it is what they give.
+
+    python tools/build_ptx.py            # rebuild src/cuda/ptx/*.ptx
+    python tools/build_ptx.py --check    # compare bytes, then assemble for every target
+
+The compiler (NVRTC 12.4: its PTX 8.4 is taken by drivers from 550 on) and the assembler are wheels
+from PyPI, pinned below and kept in target/ptx-tools; no CUDA toolkit is needed. The PTX depends on
+the sources and the pinned versions alone: a second build gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS = ROOT / "src" / "cuda" / "kernels"
+PTX = ROOT / "src" / "cuda" / "ptx"
+TOOLS = ROOT / "target" / "ptx-tools"
+
+COMPILER = ["nvidia-cuda-nvrtc-cu12==12.4.127"]
+ASSEMBLER = ["nvidia-cuda-nvcc==13.0.88"]
+
+TARGET = "compute_89"
+#: Modules that use Hopper's own instructions.
+TARGETS: dict[str, str] = {}
+#: What ptxas must assemble for without spills; a module for a newer target skips the older ones.
+ASSEMBLE_FOR = ("sm_89", "sm_90", "sm_100", "sm_120")
+
+
+def fetch(name: str, packages: list[str]) -> Path:
+    """The folder with these wheels unpacked; fetched from PyPI the first time."""
+    folder = TOOLS / name
+    stamp = folder / ".fetched"
+    wanted = " ".join(packages)
+    if not stamp.exists() or stamp.read_text() != wanted:
+        print(f"fetching {wanted}", flush=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade"]
+        subprocess.run([*pip, "--target", str(folder), *packages], check=True)
+        stamp.write_text(wanted)
+    return folder
+
+
+def find(folder: Path, pattern: str) -> Path:
+    """The one file of that name under a folder."""
+    found = sorted(folder.rglob(pattern))
+    if not found:
+        raise SystemExit(f"{folder} has no {pattern}")
+    return found[0]
+
+
+class Compiler:
+    """NVRTC through ctypes."""
+
+    def __init__(self) -> None:
+        folder = fetch("nvrtc", COMPILER)
+        ctypes.CDLL(str(find(folder, "libnvrtc-builtins.so.*")), mode=ctypes.RTLD_GLOBAL)
+        self.lib = ctypes.CDLL(str(find(folder, "libnvrtc.so.*")))
+        headers = sorted(KERNELS.glob("*.cuh"))
+        self.header_names = [h.name.encode() for h in headers]
+        self.header_texts = [h.read_bytes() for h in headers]
+
+    def compile(self, source: Path) -> bytes:
+        """PTX of one source. SystemExit with the compiler's words if it refuses."""
+        lib, program = self.lib, ctypes.c_void_p()
+        count = len(self.header_names)
+        self._check(
+            lib.nvrtcCreateProgram(
+                ctypes.byref(program),
+                source.read_bytes(),
+                source.name.encode(),  # a bare name: no path gets into the PTX
+                count,
+                (ctypes.c_char_p * count)(*self.header_texts),
+                (ctypes.c_char_p * count)(*self.header_names),
+            )
+        )
+        options = [
+            f"--gpu-architecture={TARGETS.get(source.stem, TARGET)}".encode(),
+            b"--std=c++17",
+            b"-default-device",
+            # The byte contract: IEEE division, subnormals kept, no contraction.
+            b"--ftz=false",
+            b"--prec-div=true",
+            b"--fmad=false",
+        ]
+        failed = lib.nvrtcCompileProgram(
+            program, len(options), (ctypes.c_char_p * len(options))(*options)
+        )
+        log = self._text(program, lib.nvrtcGetProgramLogSize, lib.nvrtcGetProgramLog)
+        if log.strip(b"\0\n "):
+            print(f"{source.name}:\n{log.decode()}", file=sys.stderr)
+        if failed:
+            raise SystemExit(f"{source.name} does not compile")
+        ptx = self._text(program, lib.nvrtcGetPTXSize, lib.nvrtcGetPTX)
+        lib.nvrtcDestroyProgram(ctypes.byref(program))
+        # Without the compiler's comments (they hold nothing that the driver reads) and the NUL.
+        lines = ptx.rstrip(b"\0").split(b"\n")
+        kept = [line.rstrip() for line in lines if not line.startswith(b"//")]
+        return b"\n".join(kept).strip(b"\n") + b"\n"
+
+    def _text(self, program: ctypes.c_void_p, size_of, get) -> bytes:
+        size = ctypes.c_size_t()
+        self._check(size_of(program, ctypes.byref(size)))
+        buffer = ctypes.create_string_buffer(size.value)
+        self._check(get(program, buffer))
+        return buffer.raw[: size.value]
+
+    @staticmethod
+    def _check(code: int) -> None:
+        if code:
+            raise SystemExit(f"NVRTC failed with code {code}")
+
+
+def assemble(ptxas: Path, ptx: Path, target: str, verbose: bool) -> list[str]:
+    """What is wrong with a module on a target: refusals, spills, local memory."""
+    result = subprocess.run(
+        [str(ptxas), "-v", f"-arch={target}", str(ptx), "-o", "/dev/null"],
+        capture_output=True,
+        text=True,
+    )
+    report = result.stdout + result.stderr
+    if result.returncode:
+        return [f"{ptx.name} on {target}: {report}"]
+    wrong = []
+    entry = "?"
+    for line in report.splitlines():
+        if match := re.search(r"Compiling entry function '(\w+)'", line):
+            entry = match[1]
+        used = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", line)
+        if used and used.groups() != ("0", "0"):
+            wrong.append(f"{entry} on {target}: {line.strip()}")
+        if verbose and (match := re.search(r"Used (\d+) registers.*", line)):
+            print(f"{target} {entry}: {match[0]}")
+    return wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    parser.add_argument("--verbose", action="store_true", help="show each kernel's registers")
+    parser.add_argument("modules", nargs="*", help="names of sources; all by default")
+    arguments = parser.parse_args()
+
+    compiler = Compiler()
+    ptxas = find(fetch("nvcc", ASSEMBLER), "ptxas")
+    ptxas.chmod(0o755)
+    PTX.mkdir(exist_ok=True)
+    sources = sorted(KERNELS.glob("*.cu"))
+    if arguments.modules:
+        sources = [s for s in sources if s.stem in arguments.modules]
+    else:
+        extra = {p.stem for p in PTX.glob("*.ptx")} - {s.stem for s in sources}
+        if extra:
+            raise SystemExit(f"src/cuda/ptx has no source for {sorted(extra)}")
+
+    wrong: list[str] = []
+    jobs = []
+    for source in sources:
+        ptx = compiler.compile(source)
+        path = PTX / f"{source.stem}.ptx"
+        if not arguments.check:
+            path.write_bytes(ptx)
+        elif not path.exists() or path.read_bytes() != ptx:
+            wrong.append(f"{path.relative_to(ROOT)} is not what {source.name} gives: rebuild it")
+            continue
+        needs = int(TARGETS.get(source.stem, TARGET).rstrip("a").split("_")[1])
+        jobs += [(path, t) for t in ASSEMBLE_FOR if int(t.rstrip("a").split("_")[1]) >= needs]
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(lambda j: assemble(ptxas, *j, arguments.verbose), jobs):
+            wrong += found
+    if wrong:
+        raise SystemExit("\n".join(wrong))
+    verb = "compared" if arguments.check else "built"
+    print(f"{verb} {len(sources)} modules; assembled for {', '.join(ASSEMBLE_FOR)} without spills")
+
+
+if __name__ == "__main__":
+    main()
