@@ -1,0 +1,371 @@
+//! The `DLPack` ABI, version 1, and its C exchange API.
+//!
+//! Written from `dlpack.h` 1.3 (<https://github.com/dmlc/dlpack>). Only what a consumer that
+//! borrows tensors for the length of one call needs: the tensor, its managed and versioned
+//! owner, and the table of functions behind `type(t).__dlpack_c_exchange_api__`.
+//!
+//! Invariants of a tensor that comes through here:
+//! - Nothing is owned: shape, strides and data belong to the exporter and live as long as the
+//!   caller keeps the exporting object alive.
+//! - The exchange API checks nothing. A fake tensor or a wrapper subclass comes with a null data
+//!   pointer, so null is refused wherever there are elements.
+//! - A [`View`] needs two dimensions: layouts that have none are refused here, by name.
+
+use std::ffi::{c_char, c_int, c_void};
+use std::slice;
+
+use crate::error::{Arg, Error};
+use crate::layout::{DType, Device, View, ViewMut, collapse};
+
+/// `DLPACK_MAJOR_VERSION` that these structures follow.
+pub const MAJOR_VERSION: u32 = 1;
+/// `DLPACK_MINOR_VERSION` asked for from `__dlpack__(max_version=...)`.
+pub const MINOR_VERSION: u32 = 3;
+/// Name of the capsule in `__dlpack_c_exchange_api__`.
+pub const EXCHANGE_CAPSULE: &std::ffi::CStr = c"dlpack_exchange_api";
+/// Name of the capsule that `__dlpack__` returns for a versioned request.
+pub const VERSIONED_CAPSULE: &std::ffi::CStr = c"dltensor_versioned";
+/// What that capsule is renamed to once its tensor has an owner.
+pub const USED_VERSIONED_CAPSULE: &std::ffi::CStr = c"used_dltensor_versioned";
+/// `DLPACK_FLAG_BITMASK_READ_ONLY`.
+pub const FLAG_READ_ONLY: u64 = 1;
+
+const CPU: i32 = 1;
+pub(crate) const CUDA: i32 = 2;
+const CUDA_HOST: i32 = 3;
+const CUDA_MANAGED: i32 = 13;
+
+/// `DLPackVersion`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DLPackVersion {
+    /// Layout of the structures: must equal [`MAJOR_VERSION`].
+    pub major: u32,
+    /// Set of enumeration values.
+    pub minor: u32,
+}
+
+/// `DLDevice`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DLDevice {
+    /// `DLDeviceType`.
+    pub device_type: i32,
+    /// Index among the devices of that type.
+    pub device_id: i32,
+}
+
+/// `DLDataType`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DLDataType {
+    /// `DLDataTypeCode`.
+    pub code: u8,
+    /// Bits of one lane.
+    pub bits: u8,
+    /// Lanes of one element.
+    pub lanes: u16,
+}
+
+/// `DLTensor`: a borrowed description of memory.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DLTensor {
+    /// Start of the allocation; may be null where there are no elements.
+    pub data: *mut c_void,
+    /// Where the memory is.
+    pub device: DLDevice,
+    /// Number of dimensions.
+    pub ndim: i32,
+    /// Element type.
+    pub dtype: DLDataType,
+    /// `ndim` sizes.
+    pub shape: *mut i64,
+    /// `ndim` strides in elements; before `DLPack` 1.2 null means contiguous.
+    pub strides: *mut i64,
+    /// Bytes from `data` to the first element.
+    pub byte_offset: u64,
+}
+
+/// `DLManagedTensorVersioned`: a [`DLTensor`] and how to give it back.
+#[repr(C)]
+#[derive(Debug)]
+pub struct DLManagedTensorVersioned {
+    /// Version of this structure.
+    pub version: DLPackVersion,
+    /// The exporter's own data.
+    pub manager_ctx: *mut c_void,
+    /// Called once, when the consumer is done.
+    pub deleter: Option<unsafe extern "C" fn(*mut DLManagedTensorVersioned)>,
+    /// Bit mask: see [`FLAG_READ_ONLY`].
+    pub flags: u64,
+    /// The tensor itself.
+    pub dl_tensor: DLTensor,
+}
+
+/// `DLPackExchangeAPIHeader`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct ExchangeHeader {
+    /// Version of the table that follows.
+    pub version: DLPackVersion,
+    /// An older table, or null.
+    pub prev_api: *mut ExchangeHeader,
+}
+
+/// Signature of `SetError` in [`ExchangeApi::managed_tensor_allocator`].
+pub type SetError = unsafe extern "C" fn(*mut c_void, *const c_char, *const c_char);
+
+/// `DLPackExchangeAPI`: an exporter's functions, valid for the life of the process.
+#[repr(C)]
+#[derive(Debug)]
+pub struct ExchangeApi {
+    /// Version, and older tables.
+    pub header: ExchangeHeader,
+    /// Makes a tensor like a prototype. Unused here: outputs are the caller's.
+    pub managed_tensor_allocator: Option<
+        unsafe extern "C" fn(
+            *mut DLTensor,
+            *mut *mut DLManagedTensorVersioned,
+            *mut c_void,
+            SetError,
+        ) -> c_int,
+    >,
+    /// Object to owning tensor.
+    pub managed_tensor_from_py_object_no_sync:
+        Option<unsafe extern "C" fn(*mut c_void, *mut *mut DLManagedTensorVersioned) -> c_int>,
+    /// Owning tensor to object.
+    pub managed_tensor_to_py_object_no_sync:
+        Option<unsafe extern "C" fn(*mut DLManagedTensorVersioned, *mut *mut c_void) -> c_int>,
+    /// Object to borrowed tensor; the one function used for each argument. May be null.
+    pub dltensor_from_py_object_no_sync: Option<unsafe extern "C" fn(*mut c_void, *mut DLTensor) -> c_int>,
+    /// The exporter's current stream on a device.
+    pub current_work_stream: Option<unsafe extern "C" fn(i32, i32, *mut *mut c_void) -> c_int>,
+}
+
+// SAFETY: a table is never written to once its exporter has published it, and lives for ever.
+unsafe impl Send for ExchangeApi {}
+// SAFETY: as above.
+unsafe impl Sync for ExchangeApi {}
+
+impl ExchangeApi {
+    /// The newest table of major version [`MAJOR_VERSION`] in the chain that starts at `api`.
+    ///
+    /// # Safety
+    /// `api` is null or comes from an exporter's capsule, whose tables live for ever.
+    #[must_use]
+    pub unsafe fn compatible(api: *const ExchangeApi) -> Option<&'static ExchangeApi> {
+        let mut header = api.cast::<ExchangeHeader>();
+        while !header.is_null() {
+            // SAFETY: every table starts with this header, whatever its version.
+            let candidate = unsafe { &*header };
+            if candidate.version.major == MAJOR_VERSION {
+                // SAFETY: the major version says that the rest is laid out as above.
+                return Some(unsafe { &*header.cast::<ExchangeApi>() });
+            }
+            header = candidate.prev_api;
+        }
+        None
+    }
+}
+
+impl DLDataType {
+    /// The element type, if it is one of ours.
+    fn known(self) -> Option<DType> {
+        match (self.code, self.bits, self.lanes) {
+            (2, 32, 1) => Some(DType::F32),
+            (2, 16, 1) => Some(DType::F16),
+            (4, 16, 1) => Some(DType::Bf16),
+            (10, 8, 1) => Some(DType::E4m3),
+            (12, 8, 1) => Some(DType::E5m2),
+            (14, 8, 1) => Some(DType::E8m0),
+            _ => None,
+        }
+    }
+
+    /// Its name as torch has it, for messages.
+    fn name(self) -> String {
+        let Self { code, bits, lanes } = self;
+        let lanes = if lanes == 1 { String::new() } else { format!("x{lanes}") };
+        match code {
+            0 => format!("int{bits}{lanes}"),
+            1 => format!("uint{bits}{lanes}"),
+            2 => format!("float{bits}{lanes}"),
+            5 => format!("complex{bits}{lanes}"),
+            6 => "bool".into(),
+            _ => format!("DLPack type {code} of {bits} bits{lanes}"),
+        }
+    }
+}
+
+/// What a [`View`] is made of.
+type Parts = (*mut u8, DType, Device, (usize, usize), (isize, isize));
+
+impl DLTensor {
+    /// A tensor without memory, to be filled in by an exporter.
+    #[must_use]
+    pub const fn empty() -> Self {
+        Self {
+            data: std::ptr::null_mut(),
+            device: DLDevice { device_type: 0, device_id: 0 },
+            ndim: 0,
+            dtype: DLDataType { code: 0, bits: 0, lanes: 0 },
+            shape: std::ptr::null_mut(),
+            strides: std::ptr::null_mut(),
+            byte_offset: 0,
+        }
+    }
+
+    /// The tensor as a matrix to read. `arg` names it in errors.
+    ///
+    /// # Safety
+    /// The tensor is as an exporter filled it in, and its memory stays readable for `'a`.
+    pub unsafe fn view<'a>(&self, arg: impl FnOnce() -> Arg) -> Result<View<'a>, Error> {
+        // SAFETY: the caller's promise.
+        let (ptr, dtype, device, shape, strides) = unsafe { self.parts(arg) }?;
+        // SAFETY: the exporter's shape and strides stay within its memory, which the caller keeps alive.
+        Ok(unsafe { View::from_raw(ptr, dtype, device, shape, strides) })
+    }
+
+    /// The tensor as a matrix to write. `arg` names it in errors.
+    ///
+    /// # Safety
+    /// The tensor is as an exporter filled it in, and its memory stays writable for `'a`.
+    pub unsafe fn view_mut<'a>(&self, arg: impl FnOnce() -> Arg) -> Result<ViewMut<'a>, Error> {
+        // SAFETY: the caller's promise.
+        let (ptr, dtype, device, shape, strides) = unsafe { self.parts(arg) }?;
+        // SAFETY: the exporter's shape and strides stay within its memory, which the caller keeps alive.
+        Ok(unsafe { ViewMut::from_raw(ptr, dtype, device, shape, strides) })
+    }
+
+    /// Where the tensor is, if it is a device that operations know.
+    #[must_use]
+    pub fn device(&self) -> Option<Device> {
+        match self.device.device_type {
+            CPU | CUDA_HOST => Some(Device::Cpu),
+            CUDA | CUDA_MANAGED => Some(Device::Cuda(self.device.device_id)),
+            _ => None,
+        }
+    }
+
+    /// # Safety
+    /// `shape` and `strides` are as an exporter filled them in.
+    unsafe fn parts(&self, arg: impl FnOnce() -> Arg) -> Result<Parts, Error> {
+        let Some(dtype) = self.dtype.known() else {
+            return Err(Error::ForeignDType { arg: arg(), got: self.dtype.name() });
+        };
+        let Some(device) = self.device() else {
+            return Err(Error::Value {
+                arg: arg(),
+                got: format!("on a device of DLPack type {}", self.device.device_type),
+                expected: "on cpu or cuda".into(),
+            });
+        };
+        let ndim = usize::try_from(self.ndim).unwrap_or(0);
+        // SAFETY: an exporter gives `ndim` sizes and, where not null, `ndim` strides.
+        let (shape, strides) = unsafe { (list(self.shape, ndim), list(self.strides, ndim)) };
+        let matrix = if strides.len() == shape.len() {
+            collapse(shape, strides)
+        } else {
+            collapse(shape, &contiguous(shape))
+        };
+        let Some((rows, cols, row_stride, col_stride)) = matrix else {
+            return Err(Error::Value {
+                arg: arg(),
+                got: format!("of shape {shape:?} with strides {strides:?}, which is no 2-d view"),
+                expected: "contiguous".into(),
+            });
+        };
+        let offset = usize::try_from(self.byte_offset).unwrap_or(0);
+        let ptr = self.data.cast::<u8>().wrapping_add(offset);
+        Ok((ptr, dtype, device, (rows, cols), (row_stride, col_stride)))
+    }
+}
+
+/// # Safety
+/// `start` is null or points to `len` numbers that live for `'a`.
+unsafe fn list<'a>(start: *const i64, len: usize) -> &'a [i64] {
+    if start.is_null() {
+        return &[];
+    }
+    // SAFETY: the caller's promise.
+    unsafe { slice::from_raw_parts(start, len) }
+}
+
+fn contiguous(shape: &[i64]) -> Vec<i64> {
+    let mut strides = vec![1; shape.len()];
+    for i in (1..shape.len()).rev() {
+        strides[i - 1] = strides[i] * shape[i];
+    }
+    strides
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tensor(shape: &mut [i64], strides: Option<&mut [i64]>, dtype: DLDataType) -> DLTensor {
+        DLTensor {
+            data: std::ptr::dangling_mut::<u64>().cast(),
+            device: DLDevice { device_type: CPU, device_id: 0 },
+            ndim: shape.len() as i32,
+            dtype,
+            shape: shape.as_mut_ptr(),
+            strides: strides.map_or(std::ptr::null_mut(), <[i64]>::as_mut_ptr),
+            byte_offset: 4,
+        }
+    }
+
+    const F32: DLDataType = DLDataType { code: 2, bits: 32, lanes: 1 };
+
+    #[test]
+    fn layout_of_the_abi_is_that_of_dlpack_h() {
+        assert_eq!(size_of::<DLTensor>(), 48);
+        assert_eq!(std::mem::offset_of!(DLTensor, shape), 24);
+        assert_eq!(std::mem::offset_of!(DLManagedTensorVersioned, dl_tensor), 32);
+        assert_eq!(std::mem::offset_of!(ExchangeApi, dltensor_from_py_object_no_sync), 40);
+    }
+
+    #[test]
+    fn null_strides_mean_contiguous_and_the_offset_counts() {
+        let (mut shape, start) = ([2, 3, 4], std::ptr::dangling::<u64>() as usize);
+        // SAFETY: shape lives; no element is read.
+        let view = unsafe { tensor(&mut shape, None, F32).view(|| "x".into()) }.unwrap();
+        assert_eq!((view.shape(), view.row_stride(), view.col_stride()), ((6, 4), 4, 1));
+        assert_eq!(view.ptr() as usize, start + 4);
+    }
+
+    #[test]
+    fn what_has_no_matrix_is_refused_by_name() {
+        let (mut shape, mut strides) = ([2, 3, 4], [4, 8, 1]);
+        let int64 = DLDataType { code: 0, bits: 64, lanes: 1 };
+        // SAFETY: shape and strides live; no element is read.
+        let (layout, dtype) = unsafe {
+            (
+                tensor(&mut shape, Some(&mut strides), F32).view(|| "x".into()).unwrap_err(),
+                tensor(&mut shape, None, int64).view(|| "outs[3]".into()).unwrap_err(),
+            )
+        };
+        assert!(layout.to_string().starts_with("x is of shape [2, 3, 4] with strides [4, 8, 1]"));
+        assert!(dtype.to_string().starts_with("outs[3] has dtype int64"));
+    }
+
+    #[test]
+    fn an_older_table_is_found_behind_a_newer_one() {
+        let table = |major, prev_api| ExchangeApi {
+            header: ExchangeHeader { version: DLPackVersion { major, minor: 0 }, prev_api },
+            managed_tensor_allocator: None,
+            managed_tensor_from_py_object_no_sync: None,
+            managed_tensor_to_py_object_no_sync: None,
+            dltensor_from_py_object_no_sync: None,
+            current_work_stream: None,
+        };
+        let mut old = table(1, std::ptr::null_mut());
+        let new = table(2, (&raw mut old).cast());
+        // SAFETY: both tables outlive their use here.
+        let (found, none) =
+            unsafe { (ExchangeApi::compatible(&raw const new), ExchangeApi::compatible(std::ptr::null())) };
+        assert_eq!(found.unwrap().header.version.major, 1);
+        assert!(none.is_none());
+    }
+}

@@ -1,0 +1,181 @@
+//! Block formats: see the functions of the same names in [`crate::ops`].
+
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+
+use super::tensors::Arguments;
+use super::tensorwise::extent;
+use crate::format::e8m0::Rounding;
+use crate::layout::{Block, DType, View, ViewMut};
+use crate::ops::{self, Axis, BlockPlane, BlockScale, BlockSpec, Given, ScaleRule};
+
+type Tensor<'a, 'py> = &'a Bound<'py, PyAny>;
+type Optional<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
+
+/// The largest magnitude of each block, into `out` (float32, one element for each block that `x` touches).
+#[pyfunction]
+#[pyo3(signature = (x, block_rows, block_cols, out, row_offset=0))]
+pub(super) fn block_amax<'py>(
+    py: Python<'py>,
+    x: Tensor<'_, 'py>,
+    block_rows: isize,
+    block_cols: isize,
+    out: Tensor<'_, 'py>,
+    row_offset: isize,
+) -> PyResult<()> {
+    let block = block(block_rows, block_cols)?;
+    let row_offset = count("row_offset", row_offset)?;
+    let mut args = Arguments::new(py);
+    let x = args.input("x", x)?;
+    let out = args.output("out", out)?;
+    args.run(|stream| ops::block_amax(x, block, row_offset, out, stream))
+}
+
+/// Quantizes with a scale for each block; the dtype of the scales (float32 or `float8_e8m0fnu`) says of which
+/// kind they are.
+#[pyfunction]
+#[pyo3(signature = (
+    x, block_rows, block_cols, rowwise, rowwise_scale, columnwise, columnwise_scale, *, rounding="ceil",
+    power_2_scale=false, amax_epsilon=0.0, packed=false, row_offset=0, amax=None, amax_columnwise=None,
+    fold=None
+))]
+pub(super) fn quantize_blocks<'py>(
+    py: Python<'py>,
+    x: Tensor<'_, 'py>,
+    block_rows: isize,
+    block_cols: isize,
+    rowwise: Optional<'_, 'py>,
+    rowwise_scale: Optional<'_, 'py>,
+    columnwise: Optional<'_, 'py>,
+    columnwise_scale: Optional<'_, 'py>,
+    rounding: &str,
+    power_2_scale: bool,
+    amax_epsilon: f32,
+    packed: bool,
+    row_offset: isize,
+    amax: Optional<'_, 'py>,
+    amax_columnwise: Optional<'_, 'py>,
+    fold: Optional<'_, 'py>,
+) -> PyResult<()> {
+    let block = block(block_rows, block_cols)?;
+    let row_offset = count("row_offset", row_offset)?;
+    let rounding = match rounding {
+        "ceil" => Rounding::Ceil,
+        "floor" => Rounding::Floor,
+        _ => {
+            let message = format!("rounding is {rounding:?}; it must be \"ceil\" or \"floor\"");
+            return Err(PyValueError::new_err(message));
+        }
+    };
+    let mut args = Arguments::new(py);
+    let x = args.input("x", x)?;
+    let given = Given {
+        amax: optional(&mut args, "amax", amax)?,
+        amax_columnwise: optional(&mut args, "amax_columnwise", amax_columnwise)?,
+        fold: optional(&mut args, "fold", fold)?,
+    };
+    let rowwise = plane(
+        args.optional_output("rowwise", rowwise)?,
+        args.optional_output("rowwise_scale", rowwise_scale)?,
+        "rowwise",
+    )?;
+    let columnwise = plane(
+        args.optional_output("columnwise", columnwise)?,
+        args.optional_output("columnwise_scale", columnwise_scale)?,
+        "columnwise",
+    )?;
+    let scales = [&rowwise, &columnwise].into_iter().flatten().next().map(|plane| plane.scales.dtype());
+    let scale = match scales {
+        Some(DType::E8m0) => BlockScale::E8m0(rounding),
+        _ => BlockScale::F32(ScaleRule { power_of_2: power_2_scale, amax_epsilon, margin: 0 }),
+    };
+    let spec = BlockSpec { block, scale, row_offset, packed };
+    args.run(|stream| ops::quantize_blocks(x, spec, given, rowwise, columnwise, stream))
+}
+
+/// Packs E8M0 scales of a plane with `rows` rows into the 128x4 layout.
+#[pyfunction]
+pub(super) fn pack_scales<'py>(
+    py: Python<'py>,
+    scales: Tensor<'_, 'py>,
+    rows: isize,
+    block_rows: isize,
+    out: Tensor<'_, 'py>,
+) -> PyResult<()> {
+    let (rows, block_rows) = (count("rows", rows)?, count("block_rows", block_rows)?);
+    let mut args = Arguments::new(py);
+    let scales = args.input("scales", scales)?;
+    let out = args.output("out", out)?;
+    args.run(|stream| ops::pack_scales(scales, rows, block_rows, out, stream))
+}
+
+/// Undoes [`pack_scales`]; `out` has one element for each block.
+#[pyfunction]
+pub(super) fn unpack_scales<'py>(
+    py: Python<'py>,
+    packed: Tensor<'_, 'py>,
+    rows: isize,
+    block_rows: isize,
+    out: Tensor<'_, 'py>,
+) -> PyResult<()> {
+    let (rows, block_rows) = (count("rows", rows)?, count("block_rows", block_rows)?);
+    let mut args = Arguments::new(py);
+    let packed = args.input("packed", packed)?;
+    let out = args.output("out", out)?;
+    args.run(|stream| ops::unpack_scales(packed, rows, block_rows, out, stream))
+}
+
+/// Rewrites MXFP8 codes for one power-of-two scale a row (axis 0), or a column (axis 1; transposed).
+#[pyfunction]
+pub(super) fn rebase<'py>(
+    py: Python<'py>,
+    codes: Tensor<'_, 'py>,
+    scales: Tensor<'_, 'py>,
+    block_rows: isize,
+    block_cols: isize,
+    axis: i32,
+    out: Tensor<'_, 'py>,
+    scale_out: Tensor<'_, 'py>,
+) -> PyResult<()> {
+    let block = block(block_rows, block_cols)?;
+    let axis = match axis {
+        0 => Axis::Rows,
+        1 => Axis::Columns,
+        _ => return Err(PyValueError::new_err(format!("axis is {axis}; it must be 0 or 1"))),
+    };
+    let mut args = Arguments::new(py);
+    let codes = args.input("codes", codes)?;
+    let scales = args.input("scales", scales)?;
+    let out = args.output("out", out)?;
+    let scale_out = args.output("scale_out", scale_out)?;
+    args.run(|stream| ops::rebase(codes, scales, block, axis, out, scale_out, stream))
+}
+
+fn block(rows: isize, cols: isize) -> PyResult<Block> {
+    Ok(Block { rows: extent(rows)?, cols: extent(cols)? })
+}
+
+fn count(name: &str, value: isize) -> PyResult<usize> {
+    usize::try_from(value)
+        .map_err(|_| PyValueError::new_err(format!("{name} is {value}; it must be at least 0")))
+}
+
+fn optional<'py>(
+    args: &mut Arguments<'py>,
+    name: &'static str,
+    tensor: Optional<'_, 'py>,
+) -> PyResult<Option<View<'py>>> {
+    tensor.map(|tensor| args.input(name, tensor)).transpose()
+}
+
+fn plane<'a>(
+    codes: Option<ViewMut<'a>>,
+    scales: Option<ViewMut<'a>>,
+    name: &str,
+) -> PyResult<Option<BlockPlane<'a>>> {
+    match (codes, scales) {
+        (Some(codes), Some(scales)) => Ok(Some(BlockPlane { codes, scales })),
+        (None, None) => Ok(None),
+        _ => Err(PyTypeError::new_err(format!("{name} and {name}_scale go together; one of them is None"))),
+    }
+}

@@ -1,0 +1,193 @@
+//! One scale per tensor: see the functions of the same names in [`crate::ops`].
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use super::tensors::Arguments;
+use crate::format::Fp8Format;
+use crate::layout::Block;
+use crate::ops::{self, ScaleRule};
+
+type Tensor<'a, 'py> = &'a Bound<'py, PyAny>;
+type Optional<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
+
+fn format(fp8_dtype: &str) -> PyResult<Fp8Format> {
+    match fp8_dtype {
+        "e4m3" => Ok(Fp8Format::E4m3),
+        "e5m2" => Ok(Fp8Format::E5m2),
+        _ => {
+            Err(PyValueError::new_err(format!("fp8_dtype is {fp8_dtype:?}; it must be \"e4m3\" or \"e5m2\"")))
+        }
+    }
+}
+
+/// The largest magnitude of `x`, into `out` (float32, one element).
+#[pyfunction]
+pub(super) fn amax<'py>(py: Python<'py>, x: Tensor<'_, 'py>, out: Tensor<'_, 'py>) -> PyResult<()> {
+    let mut args = Arguments::new(py);
+    let x = args.input("x", x)?;
+    let out = args.output("out", out)?;
+    args.run(|stream| ops::amax(x, out, stream))
+}
+
+/// The largest magnitude of each tensor, into `out` (float32, one element for each).
+#[pyfunction]
+pub(super) fn multi_amax<'py>(py: Python<'py>, xs: Tensor<'_, 'py>, out: Tensor<'_, 'py>) -> PyResult<()> {
+    let mut args = Arguments::new(py);
+    let xs = args.inputs("xs", xs)?;
+    let out = args.output("out", out)?;
+    args.run(|stream| ops::multi_amax(&xs, out, stream))
+}
+
+/// The scale for each amax, into `scale_out` (float32, the shape of `amax`).
+#[pyfunction]
+#[pyo3(signature = (amax, scale_out, fp8_dtype, power_2_scale=false, amax_epsilon=0.0, margin=0))]
+pub(super) fn scale_from_amax<'py>(
+    py: Python<'py>,
+    amax: Tensor<'_, 'py>,
+    scale_out: Tensor<'_, 'py>,
+    fp8_dtype: &str,
+    power_2_scale: bool,
+    amax_epsilon: f32,
+    margin: i64,
+) -> PyResult<()> {
+    // What does not fit is out of the operation's range too, and refused there.
+    let margin = margin.clamp(i32::MIN.into(), i32::MAX.into()) as i32;
+    let rule = ScaleRule { power_of_2: power_2_scale, amax_epsilon, margin };
+    let format = format(fp8_dtype)?;
+    let mut args = Arguments::new(py);
+    let amax = args.input("amax", amax)?;
+    let scale_out = args.output("scale_out", scale_out)?;
+    args.run(|stream| ops::scale_from_amax(amax, format, rule, scale_out, stream))
+}
+
+/// Quantizes with a known scale. `columnwise` is the transpose; either output may be None.
+#[pyfunction]
+pub(super) fn quantize<'py>(
+    py: Python<'py>,
+    x: Tensor<'_, 'py>,
+    scale: Tensor<'_, 'py>,
+    rowwise: Optional<'_, 'py>,
+    columnwise: Optional<'_, 'py>,
+) -> PyResult<()> {
+    let mut args = Arguments::new(py);
+    let x = args.input("x", x)?;
+    let scale = args.input("scale", scale)?;
+    let rowwise = args.optional_output("rowwise", rowwise)?;
+    let columnwise = args.optional_output("columnwise", columnwise)?;
+    args.run(|stream| ops::quantize(x, scale, rowwise, columnwise, stream))
+}
+
+/// Quantizes with a known scale, raises `amax` to the finite amax of `x`, and writes the scale that the codes
+/// have (NaN if `x` is not finite) to `scale_used`.
+#[pyfunction]
+pub(super) fn quantize_delayed<'py>(
+    py: Python<'py>,
+    x: Tensor<'_, 'py>,
+    scale: Tensor<'_, 'py>,
+    amax: Tensor<'_, 'py>,
+    scale_used: Tensor<'_, 'py>,
+    rowwise: Optional<'_, 'py>,
+    columnwise: Optional<'_, 'py>,
+) -> PyResult<()> {
+    let mut args = Arguments::new(py);
+    let x = args.input("x", x)?;
+    let scale = args.input("scale", scale)?;
+    let amax = args.output("amax", amax)?;
+    let scale_used = args.output("scale_used", scale_used)?;
+    let rowwise = args.optional_output("rowwise", rowwise)?;
+    let columnwise = args.optional_output("columnwise", columnwise)?;
+    args.run(|stream| ops::quantize_delayed(x, scale, amax, scale_used, rowwise, columnwise, stream))
+}
+
+/// Finds the scale of `x` (into `scale_out`) and quantizes with it.
+#[pyfunction]
+#[pyo3(signature = (x, scale_out, rowwise, columnwise, power_2_scale=false, amax_epsilon=0.0))]
+pub(super) fn quantize_current<'py>(
+    py: Python<'py>,
+    x: Tensor<'_, 'py>,
+    scale_out: Tensor<'_, 'py>,
+    rowwise: Optional<'_, 'py>,
+    columnwise: Optional<'_, 'py>,
+    power_2_scale: bool,
+    amax_epsilon: f32,
+) -> PyResult<()> {
+    let rule = ScaleRule { power_of_2: power_2_scale, amax_epsilon, margin: 0 };
+    let mut args = Arguments::new(py);
+    let x = args.input("x", x)?;
+    let scale_out = args.output("scale_out", scale_out)?;
+    let rowwise = args.optional_output("rowwise", rowwise)?;
+    let columnwise = args.optional_output("columnwise", columnwise)?;
+    args.run(|stream| ops::quantize_current(x, rule, scale_out, rowwise, columnwise, stream))
+}
+
+/// Quantizes each tensor with its own known scale.
+#[pyfunction]
+pub(super) fn multi_quantize<'py>(
+    py: Python<'py>,
+    xs: Tensor<'_, 'py>,
+    scales: Tensor<'_, 'py>,
+    outs: Tensor<'_, 'py>,
+) -> PyResult<()> {
+    let mut args = Arguments::new(py);
+    let xs = args.inputs("xs", xs)?;
+    let scales = args.input("scales", scales)?;
+    let outs = args.outputs("outs", outs)?;
+    args.run(|stream| ops::multi_quantize(&xs, scales, &outs, stream))
+}
+
+/// [`quantize_delayed`] over a list, rowwise.
+#[pyfunction]
+pub(super) fn multi_quantize_delayed<'py>(
+    py: Python<'py>,
+    xs: Tensor<'_, 'py>,
+    scales: Tensor<'_, 'py>,
+    amaxes: Tensor<'_, 'py>,
+    scales_used: Tensor<'_, 'py>,
+    outs: Tensor<'_, 'py>,
+) -> PyResult<()> {
+    let mut args = Arguments::new(py);
+    let xs = args.inputs("xs", xs)?;
+    let scales = args.input("scales", scales)?;
+    let amaxes = args.output("amaxes", amaxes)?;
+    let scales_used = args.output("scales_used", scales_used)?;
+    let outs = args.outputs("outs", outs)?;
+    args.run(|stream| ops::multi_quantize_delayed(&xs, scales, amaxes, scales_used, &outs, stream))
+}
+
+/// Transposes FP8 codes.
+#[pyfunction]
+pub(super) fn transpose<'py>(py: Python<'py>, codes: Tensor<'_, 'py>, out: Tensor<'_, 'py>) -> PyResult<()> {
+    let mut args = Arguments::new(py);
+    let codes = args.input("codes", codes)?;
+    let out = args.output("out", out)?;
+    args.run(|stream| ops::transpose(codes, out, stream))
+}
+
+/// Code times scale in float32, then one cast. A block size of -1 is the whole extent.
+#[pyfunction]
+pub(super) fn dequantize<'py>(
+    py: Python<'py>,
+    codes: Tensor<'_, 'py>,
+    scale: Tensor<'_, 'py>,
+    block_rows: isize,
+    block_cols: isize,
+    out: Tensor<'_, 'py>,
+) -> PyResult<()> {
+    let block = Block { rows: extent(block_rows)?, cols: extent(block_cols)? };
+    let mut args = Arguments::new(py);
+    let codes = args.input("codes", codes)?;
+    let scale = args.input("scale", scale)?;
+    let out = args.output("out", out)?;
+    args.run(|stream| ops::dequantize(codes, scale, block, out, stream))
+}
+
+pub(super) fn extent(block: isize) -> PyResult<usize> {
+    match block {
+        -1 => Ok(Block::ALL),
+        1.. => Ok(block.unsigned_abs()),
+        _ => Err(PyValueError::new_err(format!(
+            "block has the size {block}; it must be at least 1, or -1 for the whole extent"
+        ))),
+    }
+}
