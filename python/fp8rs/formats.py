@@ -1,0 +1,121 @@
+"""The table of quantized formats: one row is one way to scale a 2-D matrix.
+
+A *block shape* and a *scale dtype* say everything about a format. Tensors, GEMMs, gathering and
+dequantizing are written over them, so that a new format is a row here and a row in
+:mod:`fp8rs.gemm`, and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+
+#: Largest finite magnitude of each element type.
+FP8_MAX: dict[torch.dtype, float] = {E4M3: 448.0, E5M2: 57344.0}
+
+#: Element types by the short names that the core and the command line use.
+FP8_DTYPES: dict[str, torch.dtype] = {"e4m3": E4M3, "e5m2": E5M2}
+
+#: Dtypes that can be quantized.
+INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """How the 2-D view of a plane (product of the leading dims, last dim) is cut and scaled.
+
+    ``block`` is (rows, columns) of one scale; -1 means the whole extent. A columnwise plane is
+    the transposed matrix stored contiguously, and ``block`` applies to *that* matrix: the format
+    of a plane never depends on which of the two planes it is.
+    """
+
+    name: str
+    block: tuple[int, int]
+    scale_dtype: torch.dtype
+
+    @property
+    def square(self) -> bool:
+        """Whether the transposed matrix has the same codes and (transposed) scales."""
+        return self.block[0] == self.block[1]
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether one scale serves the whole tensor, whatever its shape."""
+        return self.block == (-1, -1)
+
+    @property
+    def per_row(self) -> bool:
+        """Whether one scale serves a whole row, so that a product's rows can be scaled by it."""
+        return self.block == (1, -1)
+
+    @property
+    def microscaled(self) -> bool:
+        """Whether the scales are E8M0: MXFP8."""
+        return self.scale_dtype == torch.float8_e8m0fnu
+
+    def scale_shape(self, rows: int, cols: int) -> tuple[int, ...]:
+        """The shape of the scales of a ``rows`` by ``cols`` matrix; () for one scale in all."""
+        if self.per_tensor:
+            return ()
+        block_rows, block_cols = self.block
+        return (_blocks(rows, block_rows), _blocks(cols, block_cols))
+
+
+def _blocks(extent: int, block: int) -> int:
+    if block == -1:
+        return 1
+    return -(-extent // block)
+
+
+#: One fp32 scale for the whole tensor.
+TENSOR = BlockFormat("tensor", (-1, -1), torch.float32)
+
+#: One fp32 scale for each row.
+ROW = BlockFormat("row", (1, -1), torch.float32)
+
+#: fp32 scales for each 128 elements of a row, and for each square of 128 by 128.
+BLOCK_1X128 = BlockFormat("1x128", (1, 128), torch.float32)
+BLOCK_128X128 = BlockFormat("128x128", (128, 128), torch.float32)
+
+#: MXFP8: E8M0 scales for each 32 elements of a row (OCP Microscaling Formats 1.0, section 5.2),
+#: and for each square of 32 by 32, which is MXFP8 along both axes at once.
+MX_1X32 = BlockFormat("1x32", (1, 32), torch.float8_e8m0fnu)
+MX_32X32 = BlockFormat("32x32", (32, 32), torch.float8_e8m0fnu)
+
+#: Every format, by name.
+FORMATS: dict[str, BlockFormat] = {
+    f.name: f for f in (TENSOR, ROW, BLOCK_1X128, BLOCK_128X128, MX_1X32, MX_32X32)
+}
+
+
+def format_of(block: Any, scale_dtype: torch.dtype) -> BlockFormat:
+    """The format with that block shape and scale dtype; ValueError that lists the blocks known."""
+    known = [f for f in FORMATS.values() if f.scale_dtype == scale_dtype and not f.per_tensor]
+    if isinstance(block, (tuple, list)):
+        for f in known:
+            if tuple(block) == f.block:
+                return f
+    blocks = ", ".join(str(f.block) for f in known)
+    raise ValueError(f"block must be one of {blocks}, not {block!r}")
+
+
+def matrix_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
+    """The 2-D view of ``shape``: (product of the leading dims, last dim); () is (1, 1)."""
+    if len(shape) == 0:
+        return (1, 1)
+    rows = 1
+    for extent in shape[:-1]:
+        rows *= extent
+    return (rows, shape[-1])
+
+
+def check_fp8_dtype(dtype: torch.dtype, name: str = "fp8_dtype") -> torch.dtype:
+    """``dtype`` if it is an FP8 element type; TypeError naming the argument otherwise."""
+    if dtype not in FP8_MAX:
+        raise TypeError(f"{name} must be torch.float8_e4m3fn or torch.float8_e5m2, not {dtype!r}")
+    return dtype

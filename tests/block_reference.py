@@ -1,0 +1,93 @@
+"""Block formats in plain torch, for finite data. Shares no code with fp8rs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from simulation import MAX, codes_of, scale_of
+
+EMAX = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
+
+
+def expand(grid: Tensor, block: tuple[int, int], shape: tuple[int, int], lead: int = 0) -> Tensor:
+    """One element for each block as one for each element; ``lead`` rows of the first are absent."""
+    for dim in (0, 1):
+        if block[dim] == -1:
+            grid = grid.expand(-1, shape[1]) if dim else grid.expand(shape[0], -1)
+        else:
+            grid = grid.repeat_interleave(block[dim], dim)
+    return grid[lead : lead + shape[0], : shape[1]]
+
+
+def block_amax(x: Tensor, block: tuple[int, int], lead: int = 0) -> Tensor:
+    """The largest magnitude of each block of a matrix whose first block lacks ``lead`` rows."""
+    rows, cols = x.shape
+    block_rows = rows + lead if block[0] == -1 else block[0]
+    block_cols = cols if block[1] == -1 else block[1]
+    across, down = math.ceil(cols / block_cols), math.ceil((rows + lead) / block_rows)
+    padded = x.new_zeros(down * block_rows, across * block_cols, dtype=torch.float32)
+    padded[lead : lead + rows, :cols] = x.float().abs()
+    return padded.view(down, block_rows, across, block_cols).amax((1, 3))
+
+
+def e8m0_exponent(amax: Tensor, dtype: torch.dtype, rounding: str) -> Tensor:
+    """The exponent of each block's scale, by searching the definition's inequality."""
+    amax = amax.double()
+    # amax = m * 2^e with m in [0.5, 1), so floor(log2(amax)) is e - 1.
+    _, e = torch.frexp(amax)
+    floor = e - 1 - EMAX[dtype]
+    if rounding == "ceil":
+        fits = amax <= MAX[dtype] * torch.pow(2.0, floor.double())
+        floor = torch.where(fits, floor, floor + 1)
+    floor = torch.where(amax == 0, torch.full_like(floor, -127), floor)
+    return floor.clamp(-127, 127)
+
+
+def quantize(
+    x: Tensor,
+    dtype: torch.dtype,
+    block: tuple[int, int],
+    *,
+    rounding: str | None = None,
+    power_of_2: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales (fp32 values) of a finite matrix; ``rounding`` says that they are E8M0.
+
+    Found on the CPU: torch.pow is not exact on CUDA.
+    """
+    device, x = x.device, x.cpu()
+    amax = block_amax(x, block)
+    if rounding is not None:
+        scale = torch.pow(2.0, e8m0_exponent(amax, dtype, rounding).double())
+        values = x.double() / expand(scale, block, tuple(x.shape))
+        codes = values.float().clamp(-MAX[dtype], MAX[dtype]).to(dtype)
+        return codes.to(device), scale.float().to(device)
+    scale = scale_of(amax, dtype)
+    if power_of_2:
+        mantissa, exponent = torch.frexp(scale)
+        scale = torch.where(mantissa == 0.5, scale, torch.ldexp(torch.ones_like(scale), exponent))
+    codes = codes_of(x, expand(scale, block, tuple(x.shape)), dtype)
+    return codes.to(device), scale.to(device)
+
+
+def swizzle(scales: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """The packed layout of (lines, blocks) integers, written from its definition.
+
+    Pad to (128a, 4b) with zeros; tiles of 128x4 in row-major order; in a tile, row r, column c goes
+    to row r % 32, column (r // 32) * 4 + c of a 32x16 array.
+    """
+    lines, blocks = scales.shape
+    out = []
+    for tile_row in range(-(-lines // 128)):
+        for tile_col in range(-(-blocks // 4)):
+            tile = [[0] * 16 for _ in range(32)]
+            for r in range(128):
+                for c in range(4):
+                    line, block = tile_row * 128 + r, tile_col * 4 + c
+                    if line < lines and block < blocks:
+                        tile[r % 32][(r // 32) * 4 + c] = int(scales[line, block])
+            out += [byte for row in tile for byte in row]
+    return torch.tensor(out, dtype=dtype)

@@ -1,0 +1,100 @@
+"""Inputs that the operators' tests share, and every operator called on one of them."""
+
+import pytest
+import torch
+
+import fp8rs  # noqa: F401  (registers the operators)
+from reference import FORMATS, WIDE
+
+ops = torch.ops.fp8rs
+
+each_format = pytest.mark.parametrize("fp8_dtype", FORMATS, ids=["e4m3", "e5m2"])
+each_dtype = pytest.mark.parametrize("dtype", WIDE, ids=["fp32", "bf16", "fp16"])
+each_direction = pytest.mark.parametrize(
+    "rowwise, columnwise",
+    [(True, False), (False, True), (True, True)],
+    ids=["rowwise", "columnwise", "both"],
+)
+
+#: Every size that a kernel may treat in a way of its own: one element, odd, around vector and tile
+#: widths, empty in each dimension, 0-d to 4-d.
+SHAPES = [
+    (),
+    (0,),
+    (1,),
+    (67,),
+    (1, 1),
+    (0, 8),
+    (8, 0),
+    (16, 16),
+    (7, 13),
+    (33, 65),
+    (1, 300),
+    (300, 1),
+    (129, 257),
+    (3, 5, 7),
+    (2, 0, 4),
+    (2, 3, 4, 5),
+]
+
+#: Layouts by name: from a shape to a tensor of that shape with strides of its own.
+LAYOUTS = {
+    "transposed": lambda make: make(65, 33).t(),
+    "every second column": lambda make: make(33, 130)[:, ::2],
+    "every second row": lambda make: make(66, 65)[::2],
+    "columns of a wider matrix": lambda make: make(33, 100)[:, 17:82],
+    "unaligned": lambda make: make(33 * 65 + 1)[1:].view(33, 65),
+    "one row expanded": lambda make: make(1, 65).expand(33, 65),
+    "one column expanded": lambda make: make(33, 1).expand(33, 65),
+    "one element expanded": lambda make: make(1, 1).expand(33, 65),
+    "every third of a vector": lambda make: make(200)[::3],
+    "batch that collapses": lambda make: make(4, 9, 40)[:, :, 3:20],
+    "batch that does not collapse": lambda make: make(4, 9, 40)[:, 2:7],
+    "permuted": lambda make: make(3, 5, 7, 2).permute(2, 0, 3, 1),
+    "expanded batch": lambda make: make(1, 5, 7).expand(3, 5, 7),
+}
+
+
+def data(device, *shape, dtype=torch.float32, seed=0):
+    """Normal numbers of many magnitudes, some of them zero, negative zero or too large."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    x *= torch.exp2(torch.randint(-8, 12, shape, generator=generator).float())
+    pick = torch.rand(shape, generator=generator)
+    x = torch.where(pick < 0.02, 0.0, x)
+    x = torch.where((pick > 0.02) & (pick < 0.04), -0.0, x)
+    return x.to(device, dtype)
+
+
+def scalar(value, device):
+    return torch.tensor(value, dtype=torch.float32, device=device)
+
+
+def all_codes(fp8_dtype, device, *shape):
+    count = torch.Size(shape).numel()
+    return (torch.arange(count) % 256).to(torch.uint8).view(fp8_dtype).view(shape).to(device)
+
+
+def calls(x, fp8_dtype):
+    """Every operator, with results as bytes."""
+    device = x.device
+    scale, amax = scalar(0.37, device), scalar(1.0, device)
+    row, col = ops.quantize(x, scale, fp8_dtype, True, True)
+    outs = [torch.empty_like(x, dtype=fp8_dtype, memory_format=torch.contiguous_format)]
+    amaxes = torch.zeros(1, device=device)
+    ops.multi_quantize([x], scale.view(1), outs)
+    return [
+        row,
+        col,
+        *ops.quantize_current(x, fp8_dtype, True, True),
+        *ops.quantize_delayed(x, scale, amax, fp8_dtype, True, True),
+        amax,
+        *outs,
+        ops.multi_quantize_delayed([x], scale.view(1), amaxes, [torch.empty_like(outs[0])]),
+        amaxes,
+        ops.amax(x),
+        ops.multi_amax([x, x[:1]]),
+        ops.scale_from_amax(x.float().abs(), fp8_dtype, True, 0.1, 1),
+        ops.transpose(row),
+        *[ops.dequantize(row, scale, [-1, -1], wide) for wide in WIDE],
+    ]

@@ -1,0 +1,218 @@
+"""CPU and CUDA agree in every byte, specials, strides and cut blocks included."""
+
+import pytest
+import torch
+
+import fp8rs  # noqa: F401  (registers the operators)
+from test_blocks import (
+    E4M3,
+    E8M0,
+    F32,
+    FORMATS,
+    bits,
+    data,
+    every_dtype,
+    every_format,
+    every_type,
+)
+
+pytestmark = pytest.mark.gpu
+
+ops = torch.ops.fp8rs
+
+#: Sizes that are tiles of every kernel, and sizes that cut them everywhere.
+SHAPES = [
+    (128, 128),
+    (256, 512),
+    (1, 32),
+    (1, 8),
+    (129, 257),
+    (127, 144),
+    (300, 40),
+    (31, 1000),
+    (5, 4096),
+    (3, 14336),
+    (2, 40000),
+    (700, 3),
+    (1000, 1),
+]
+
+
+def wild(*shape, dtype=F32, seed=0):
+    """Random bits over the whole range, some of them NaN and infinity, in half of the rows."""
+    x = data("cpu", *shape, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64)
+    noise = noise.to(torch.int32).view(F32)
+    pick = torch.rand(shape, generator=generator) < 0.02
+    pick[::2] = False
+    x = torch.where(pick, noise, x).to(dtype)
+    x[shape[0] // 2] = 0
+    x.view(-1)[-1] = -0.0
+    return x
+
+
+def same(cpu, cuda):
+    for a, b in zip(cpu, cuda, strict=True):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+        assert torch.equal(bits(a), bits(b.cpu()))
+
+
+def both(op, *args, **kwargs):
+    """Runs an operator on the CPU and on CUDA."""
+
+    def move(value):
+        return value.cuda() if isinstance(value, torch.Tensor) else value
+
+    cpu = op(*args, **kwargs)
+    cuda = op(*map(move, args), **{name: move(value) for name, value in kwargs.items()})
+    if isinstance(cpu, torch.Tensor):
+        cpu, cuda = (cpu,), (cuda,)
+    return cpu, cuda
+
+
+@every_format
+@every_type
+@every_dtype
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_quantize_blocks(block, scale_dtype, fp8_dtype, dtype, shape):
+    x = wild(*shape, dtype=dtype)
+    variants = [{}, {"rounding": "floor", "packed": True}, {"packed": True}]
+    if scale_dtype is F32:
+        variants = [{}, {"power_2_scale": True, "amax_epsilon": 1e-3}]
+    for options in variants:
+        for directions in ((True, False), (False, True), (True, True)):
+            same(
+                *both(ops.quantize_blocks, x, fp8_dtype, block, scale_dtype, *directions, **options)
+            )
+
+
+@every_format
+@every_dtype
+def test_strides(block, scale_dtype, dtype):
+    base = wild(280, 660, dtype=dtype)
+    on_cuda = base.cuda()
+    views = [
+        lambda t: t[:, ::2],
+        lambda t: t.t(),
+        lambda t: t[3:, 8:400],
+        lambda t: t[1:, 5:300],
+        lambda t: t[1:2].expand(150, -1),
+        lambda t: t[:, 7:8].expand(-1, 150),
+        lambda t: t.t()[16:400, 3:],
+    ]
+    for view in views:
+        for directions in ((True, False), (False, True), (True, True)):
+            arguments = (E4M3, block, scale_dtype, *directions)
+            same(
+                ops.quantize_blocks(view(base), *arguments),
+                ops.quantize_blocks(view(on_cuda), *arguments),
+            )
+
+
+@every_format
+@pytest.mark.parametrize("row_offset", [0, 5, 16, 100, 161])
+@pytest.mark.parametrize("given", [False, True])
+@every_dtype
+def test_cut_blocks_and_given_maxima(block, scale_dtype, row_offset, given, dtype):
+    x = wild(200, 264, dtype=dtype)
+    for directions in ((True, False), (False, True), (True, True)):
+        options = {"row_offset": row_offset}
+        shapes = [
+            t.shape
+            for t in ops.quantize_blocks(x, E4M3, block, scale_dtype, *directions, **options)
+        ]
+        square = block[0] == block[1]
+        if given:
+            rowwise = shapes[1] if directions[0] else shapes[3][::-1]
+            if directions[0] or square:
+                options["amax"] = data("cpu", *rowwise, seed=5).abs() * 100
+                options["amax"].view(-1)[0] = float("nan")
+            if directions[1] and not square:
+                options["amax_columnwise"] = data("cpu", *shapes[3], seed=6).abs()
+        same(*both(ops.quantize_blocks, x, E4M3, block, scale_dtype, *directions, **options))
+        if given and block == (1, -1) and directions == (True, True):
+            del options["amax"]
+            same(*both(ops.quantize_blocks, x, E4M3, block, scale_dtype, *directions, **options))
+
+
+@every_type
+@every_dtype
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_fold(fp8_dtype, dtype, shape):
+    x, fold = wild(*shape, dtype=dtype), data("cpu", shape[1], seed=9)
+    for directions in ((True, False), (True, True)):
+        for power_2_scale in (False, True):
+            same(
+                *both(
+                    ops.quantize_blocks,
+                    x,
+                    fp8_dtype,
+                    [1, -1],
+                    F32,
+                    *directions,
+                    fold=fold,
+                    power_2_scale=power_2_scale,
+                )
+            )
+
+
+@pytest.mark.parametrize("rows", [1, 32, 128, -1])
+@pytest.mark.parametrize("cols", [1, 32, 128, -1])
+@every_dtype
+@pytest.mark.parametrize("row_offset", [0, 77])
+def test_block_amax(rows, cols, dtype, row_offset):
+    x = wild(333, 270, dtype=dtype)
+    on_cuda = x.cuda()
+    for view in (lambda t: t, lambda t: t.t(), lambda t: t[:, 1::2]):
+        same(
+            [ops.block_amax(view(x), [rows, cols], row_offset)],
+            [ops.block_amax(view(on_cuda), [rows, cols], row_offset)],
+        )
+
+
+@pytest.mark.parametrize("block", [(1, 32), (32, 32)])
+@every_type
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rebase_and_packing(block, fp8_dtype, shape):
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    codes[shape[0] // 2] = 0x80
+    codes[:, shape[1] // 2] = 0
+    grid = (-(-shape[0] // block[0]), -(-shape[1] // 32))
+    scale = torch.randint(110, 130, grid, generator=generator, dtype=torch.uint8)
+    rare = torch.rand(grid, generator=generator)
+    scale[rare < 0.05] = 255
+    scale[rare > 0.95] = 0
+    codes, scale = codes.view(fp8_dtype), scale.view(E8M0)
+    for axis in (0, 1):
+        same(*both(ops.rebase, codes, scale, block, axis))
+    same(*both(ops.pack_scales, scale, shape[0], block[0]))
+    packed = ops.pack_scales(scale, shape[0], block[0])
+    same(*both(ops.unpack_scales, packed, shape[0], grid[1], block[0]))
+
+
+def test_dequantize_of_short_blocks_and_nan_scales():
+    for block, scale_dtype in FORMATS:
+        x = wild(150, 145)
+        codes, scale, _, _ = ops.quantize_blocks(x, E4M3, block, scale_dtype)
+        for dtype in (F32, torch.bfloat16, torch.float16):
+            same(*both(ops.dequantize, codes, scale, block, dtype))
+
+
+def test_in_a_graph_and_on_another_stream():
+    x = wild(256, 512, dtype=torch.bfloat16).cuda()
+    for block, scale_dtype in FORMATS:
+        expected = ops.quantize_blocks(x, E4M3, block, scale_dtype, True, True)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            got = ops.quantize_blocks(x, E4M3, block, scale_dtype, True, True)
+        torch.cuda.synchronize()
+        same([t.cpu() for t in expected], got)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = ops.quantize_blocks(x, E4M3, block, scale_dtype, True, True)
+        graph.replay()
+        torch.cuda.synchronize()
+        same([t.cpu() for t in expected], got)

@@ -1,0 +1,134 @@
+"""torch.library.opcheck on each operator: schema, fake kernel, functionalization, compilation."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from cases import data, scalar
+from reference import E4M3, E5M2, same
+
+ops = torch.ops.fp8rs
+
+
+def samples(device):
+    """(operator, arguments) for every operator, each in more than one shape."""
+    scale, amax = scalar(0.5, device), scalar(1.0, device)
+    for shape in ((5, 7), (3,), (2, 3, 4), (0, 4)):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = data(device, *shape, dtype=dtype)
+            yield ops.amax, (x,)
+            yield ops.multi_amax, ([x, x[:1]],)
+            for row, col in ((True, False), (False, True), (True, True)):
+                yield ops.quantize, (x, scale, E4M3, row, col)
+                yield ops.quantize_current, (x, E5M2, row, col, True, 0.1)
+                yield ops.quantize_delayed, (x, scale, amax.clone(), E4M3, row, col)
+            outs = [torch.zeros(shape, dtype=E4M3, device=device) for _ in range(2)]
+            two = torch.ones(2, device=device)
+            yield ops.multi_quantize, ([x, x], two, outs)
+            yield ops.multi_quantize_delayed, ([x, x], two, two.clone(), outs)
+            codes, _, _ = ops.quantize_current(x, E4M3)
+            yield ops.transpose, (codes,)
+            yield ops.dequantize, (codes, scale, [-1, -1], dtype)
+        yield ops.scale_from_amax, (data(device, *shape).abs(), E4M3, True, 0.0, 1)
+    permuted = data(device, 3, 4, 5).permute(2, 0, 1)
+    yield ops.quantize, (permuted, scale, E4M3, True, True)
+    yield ops.scale_from_amax, (permuted.abs(), E5M2)
+
+
+NAMES = [
+    "amax",
+    "dequantize",
+    "multi_amax",
+    "multi_quantize",
+    "multi_quantize_delayed",
+    "quantize",
+    "quantize_current",
+    "quantize_delayed",
+    "scale_from_amax",
+    "transpose",
+]
+#: The same for these in test_blocks.py.
+BLOCK_NAMES = ["block_amax", "pack_scales", "quantize_blocks", "rebase", "unpack_scales"]
+
+#: torch's schema check multiplies its inputs, which torch cannot do with FP8: those operators have
+#: the check below instead.
+WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+EVERYTHING = ("test_schema", *WITHOUT_SCHEMA)
+
+
+def tensors(arguments):
+    """The tensors among arguments, those of lists too."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, list):
+            yield from tensors(argument)
+
+
+def samples_of(name, device):
+    return [args for packet, args in samples(device) if packet is getattr(ops, name)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(device, name):
+    for arguments in samples_of(name, device):
+        fp8 = any(t.dtype.itemsize == 1 for t in tensors(arguments))
+        utils = WITHOUT_SCHEMA if fp8 else EVERYTHING
+        opcheck(getattr(ops, name).default, arguments, test_utils=utils)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_schema_says_what_is_written(device, name):
+    overload = getattr(ops, name).default
+    for arguments in samples_of(name, device):
+        before = [[t.clone() for t in tensors([a])] for a in arguments]
+        results = overload(*arguments)
+        written = [
+            a.alias_info is not None and a.alias_info.is_write for a in overload._schema.arguments
+        ]
+        for argument, copies, may_change in zip(arguments, before, written, strict=False):
+            unchanged = map(same, tensors([argument]), copies)
+            assert may_change or all(unchanged), name
+        inputs = {t.untyped_storage().data_ptr() for t in tensors(arguments) if t.numel()}
+        results = [results] if isinstance(results, torch.Tensor) else list(results or ())
+        assert inputs.isdisjoint(t.untyped_storage().data_ptr() for t in results if t.numel())
+
+
+def test_every_operator_is_checked():
+    registered = {
+        schema.name.removeprefix("fp8rs::")
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("fp8rs::")
+    }
+    assert registered == {*NAMES, *BLOCK_NAMES}
+
+
+def test_meta_tensors_give_shapes():
+    x = torch.empty(2, 3, 8, dtype=torch.bfloat16, device="meta")
+    row, col, scale = ops.quantize_current(x, E4M3, True, True)
+    assert (row.shape, col.shape, scale.shape) == ((2, 3, 8), (8, 6), ())
+    assert (row.dtype, col.dtype, scale.dtype) == (E4M3, E4M3, torch.float32)
+    assert {t.device.type for t in (row, col, scale)} == {"meta"}
+    assert ops.transpose(row).shape == (8, 6)
+    assert ops.dequantize(row, scale, [-1, -1], torch.float16).dtype == torch.float16
+
+
+def step(x, amax, scale, out):
+    row, col, current = ops.quantize_current(x, E4M3, True, True)
+    _, _, used = ops.quantize_delayed(x, scale, amax, E5M2)
+    ops.multi_quantize([x], current.view(1), [out])
+    return row.view(torch.uint8), ops.transpose(col).view(torch.uint8), used + amax
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_bytes_are_eager_bytes(device, dynamic):
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for rows in (5, 9):
+        x, scale = data(device, rows, 12), scalar(0.25, device)
+        results = []
+        for function in (step, compiled):
+            amax = scalar(1.0, device)
+            out = torch.zeros(rows, 12, dtype=E4M3, device=device)
+            results.append([*function(x, amax, scale, out), amax, out.view(torch.uint8)])
+        assert all(map(torch.equal, *results))

@@ -1,0 +1,196 @@
+"""Amax, scales and quantization: every byte against the reference."""
+
+import pytest
+import torch
+
+import reference
+from cases import LAYOUTS, SHAPES, data, each_direction, each_dtype, each_format, scalar
+from reference import E4M3, E5M2, MAX, codes, matrix, same
+
+ops = torch.ops.fp8rs
+
+
+def check_planes(x, scale, fp8_dtype, row, col, rowwise, columnwise):
+    expected = reference.quantize(x, scale, fp8_dtype)
+    assert row.dtype == col.dtype == fp8_dtype
+    assert row.device == col.device == x.device
+    if rowwise:
+        assert row.is_contiguous()
+        assert same(codes(row), expected)
+    else:
+        assert row.shape == (0,)
+    if columnwise:
+        assert col.is_contiguous()
+        assert same(codes(col), matrix(expected).t())
+    else:
+        assert col.shape == (0,)
+
+
+@each_format
+@each_dtype
+@each_direction
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_quantize_bytes(device, fp8_dtype, dtype, rowwise, columnwise, shape):
+    x = data(device, *shape, dtype=dtype)
+    scale = scalar(0.37, device)
+    row, col = ops.quantize(x, scale, fp8_dtype, rowwise, columnwise)
+    check_planes(x, scale, fp8_dtype, row, col, rowwise, columnwise)
+
+
+@each_format
+@each_dtype
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_gives_the_bytes_of_its_copy(device, fp8_dtype, dtype, layout):
+    x = LAYOUTS[layout](lambda *shape: data(device, *shape, dtype=dtype))
+    scale = scalar(3.0, device)
+    row, col = ops.quantize(x, scale, fp8_dtype, True, True)
+    check_planes(x, scale, fp8_dtype, row, col, True, True)
+    assert same(ops.amax(x), reference.amax(x))
+    again = ops.quantize_current(x, fp8_dtype, True, True)
+    expected = ops.quantize_current(x.clone(memory_format=torch.contiguous_format), fp8_dtype)
+    assert same(again[0], expected[0])
+    assert same(again[2], expected[2])
+
+
+@each_format
+def test_every_bf16_value(device, fp8_dtype):
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).to(device)
+    for scale in (1.0, 0.0123, 2.0**-126, 3e38, float("inf"), float("nan")):
+        scale = scalar(scale, device)
+        row, col = ops.quantize(x.view(256, 256), scale, fp8_dtype, True, True)
+        check_planes(x.view(256, 256), scale, fp8_dtype, row, col, True, True)
+
+
+@each_format
+def test_every_fp16_value(device, fp8_dtype):
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).to(device)
+    for scale in (1.0, 7.0, 1e-5):
+        row, _ = ops.quantize(x, scalar(scale, device), fp8_dtype)
+        assert same(codes(row), reference.quantize(x, scalar(scale, device), fp8_dtype))
+
+
+@each_format
+def test_ties_and_neighbours_of_every_code(device, fp8_dtype):
+    table = reference.values(fp8_dtype)
+    middle = ((table[1:] + table[:-1]) / 2).float()
+    points = torch.cat([table.float(), middle])
+    bits = points.view(torch.int32)
+    x = torch.cat([(bits + step).clamp(min=0).view(torch.float32) for step in (-1, 0, 1)])
+    x = torch.cat([x, -x]).to(device)
+    row, _ = ops.quantize(x, scalar(1.0, device), fp8_dtype)
+    assert same(codes(row), reference.encode(x.cpu(), fp8_dtype))
+
+
+@each_format
+def test_agrees_with_torch_where_a_value_is_in_range(device, fp8_dtype):
+    x = data(device, 64, 64)
+    x = x.clamp(-MAX[fp8_dtype], MAX[fp8_dtype])
+    row, _ = ops.quantize(x, scalar(1.0, device), fp8_dtype)
+    assert same(codes(row), codes(x.cpu().to(fp8_dtype)))
+
+
+@pytest.mark.parametrize(
+    "fp8_dtype, expected",
+    [
+        (E4M3, [0x7E, 0xFE, 0x7E, 0xFE, 0x7F, 0x00, 0x80, 0x7E, 0x7E]),
+        (E5M2, [0x7B, 0xFB, 0x7B, 0xFB, 0x7F, 0x00, 0x80, 0x5F, 0x7B]),
+    ],
+    ids=["e4m3", "e5m2"],
+)
+def test_special_values(device, fp8_dtype, expected):
+    inf, nan = float("inf"), float("nan")
+    x = torch.tensor([3e38, -3e38, inf, -inf, nan, 0.0, -0.0, 464.0, 1e30], device=device)
+    row, _ = ops.quantize(x, scalar(1.0, device), fp8_dtype)
+    assert codes(row).tolist() == expected
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_amax(device, dtype, shape):
+    x = data(device, *shape, dtype=dtype)
+    got = ops.amax(x)
+    assert got.shape == ()
+    assert same(got, reference.amax(x))
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "values, expected",
+    [
+        ([1.0, -7.0], 7.0),
+        ([1.0, float("-inf")], float("inf")),
+        ([float("inf"), float("nan"), 1.0], float("nan")),
+        ([-float("nan")], float("nan")),
+        ([-0.0], 0.0),
+    ],
+)
+def test_amax_lets_what_is_not_finite_be_seen(device, dtype, values, expected):
+    x = torch.tensor(values, dtype=dtype).repeat(50).to(device)
+    assert same(ops.amax(x), reference.canonical(torch.tensor(expected)))
+
+
+@each_format
+@pytest.mark.parametrize("power_2_scale", [False, True])
+@pytest.mark.parametrize("amax_epsilon", [0.0, 0.5])
+@pytest.mark.parametrize("margin", [0, 2, -1])
+def test_scale_from_amax(device, fp8_dtype, power_2_scale, amax_epsilon, margin):
+    special = [0.0, 1e-45, 1e-38, 448.0, 449.0, 57344.0, 3.4e38, float("inf"), float("nan")]
+    amax = torch.cat([torch.tensor(special), data("cpu", 1000).abs()]).to(device)
+    options = (fp8_dtype, power_2_scale, amax_epsilon, margin)
+    for shaped in (amax, amax[3], amax[:12].view(3, 4), amax[:12].view(3, 4).t(), amax[:0]):
+        got = ops.scale_from_amax(shaped, *options)
+        assert got.shape == shaped.shape
+        assert same(got, reference.scale_from_amax(shaped.cpu(), *options))
+
+
+@each_format
+@each_dtype
+@each_direction
+@pytest.mark.parametrize("power_2_scale", [False, True])
+@pytest.mark.parametrize("shape", [(33, 65), (5,), (), (0, 3), (2, 3, 9)], ids=str)
+def test_quantize_current(device, fp8_dtype, dtype, rowwise, columnwise, power_2_scale, shape):
+    x = data(device, *shape, dtype=dtype)
+    row, col, scale = ops.quantize_current(
+        x, fp8_dtype, rowwise, columnwise, power_2_scale, amax_epsilon=1e-3
+    )
+    amax = reference.amax(x)
+    assert same(scale, reference.scale_from_amax(amax, fp8_dtype, power_2_scale, 1e-3))
+    check_planes(x, scale, fp8_dtype, row, col, rowwise, columnwise)
+
+
+@each_format
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_current_scaling_shows_what_is_not_finite(device, fp8_dtype, bad):
+    x = data(device, 17, 40)
+    x[3, 5] = bad
+    row, col, scale = ops.quantize_current(x, fp8_dtype, True, True)
+    assert same(scale, torch.tensor(torch.nan))
+    assert (codes(row) == reference.NAN_CODE).all()
+    assert (codes(col) == reference.NAN_CODE).all()
+
+
+@each_format
+@each_dtype
+@each_direction
+@pytest.mark.parametrize("shape", [(33, 65), (5,), (), (0, 3), (2, 3, 9)], ids=str)
+def test_quantize_delayed(device, fp8_dtype, dtype, rowwise, columnwise, shape):
+    x = data(device, *shape, dtype=dtype)
+    scale = scalar(0.37, device)
+    for before in (0.0, 1e30):
+        amax = scalar(before, device)
+        row, col, used = ops.quantize_delayed(x, scale, amax, fp8_dtype, rowwise, columnwise)
+        check_planes(x, scale, fp8_dtype, row, col, rowwise, columnwise)
+        assert same(used, scale)
+        assert same(amax, torch.maximum(reference.amax(x), torch.tensor(before)))
+
+
+@each_format
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_delayed_scaling_keeps_what_is_not_finite_out_of_the_history(device, fp8_dtype, bad):
+    x = data(device, 17, 40)
+    x[3, 5] = bad
+    scale, amax = scalar(0.5, device), scalar(3.0, device)
+    row, col, used = ops.quantize_delayed(x, scale, amax, fp8_dtype, True, True)
+    assert same(amax, torch.tensor(3.0))
+    assert same(used, torch.tensor(torch.nan))
+    check_planes(x, scale, fp8_dtype, row, col, True, True)

@@ -1,0 +1,99 @@
+"""What holds for all operators: instruction sets, threads, memory, versions, kinds of tensors."""
+
+import pytest
+import torch
+
+import reference
+from cases import calls, data, each_dtype, each_format, scalar
+from fp8rs import _core
+from reference import E4M3, codes, same
+
+ops = torch.ops.fp8rs
+
+
+@pytest.fixture(params=["avx2", "avx512"])
+def simd(request):
+    """Runs a function on the scalar code and on an instruction set."""
+    try:
+        _core.set_cpu_simd(request.param)
+    except _core.UnsupportedError:
+        pytest.skip(f"this CPU has no {request.param}")
+
+    def on_both(function):
+        results = []
+        for level in ("scalar", request.param):
+            _core.set_cpu_simd(level)
+            assert _core.cpu_features() == level
+            results.append(function())
+        return zip(*results, strict=True)
+
+    yield on_both
+    _core.set_cpu_simd(None)
+
+
+@each_format
+@each_dtype
+def test_instruction_sets_agree(simd, fp8_dtype, dtype):
+    bits = torch.randint(-(1 << 15), 1 << 15, (61, 1036), dtype=torch.int16)
+    x = bits.view(dtype)
+    for view in (x, x.t(), x[:, 1::3], data("cpu", 61, 1037, dtype=dtype)):
+        assert all(same(a, b) for a, b in simd(lambda view=view: calls(view, fp8_dtype)))
+
+
+def test_large_tensors_use_threads_and_agree():
+    x = data("cpu", 1 << 11, 1 << 10)
+    small = ops.quantize(x[:, :512], scalar(1.0, "cpu"), E4M3, True, True)
+    large = ops.quantize(x, scalar(1.0, "cpu"), E4M3, True, True)
+    assert same(large[0][:, :512], small[0])
+    assert same(large[1][:512], small[1])
+    assert same(ops.amax(x), reference.amax(x))
+
+
+def test_outputs_belong_to_nobody_else(device):
+    x, scale = data(device, 8, 8), scalar(1.0, device)
+    first = ops.quantize(x, scale, E4M3, True, True)
+    second = ops.quantize(x, scale, E4M3, True, True)
+    assert len({t.data_ptr() for t in (*first, *second)}) == 4
+    empty = ops.quantize(x, scale, E4M3)[1]
+    assert empty is not ops.quantize(x, scale, E4M3)[1]
+
+
+def test_inputs_are_left_as_they_are(device):
+    x, scale, amax = data(device, 33, 9), scalar(0.5, device), scalar(1.0, device)
+    copies = [t.clone() for t in (x, scale)]
+    ops.quantize_delayed(x, scale, amax, E4M3, True, True)
+    ops.quantize_current(x, E4M3, True, True)
+    assert all(same(a, b) for a, b in zip((x, scale), copies, strict=True))
+    assert (x._version, scale._version) == (0, 0)
+
+
+def test_what_is_written_to_counts_a_version(device):
+    x, scale = data(device, 3, 4), scalar(1.0, device)
+    amax, amaxes = scalar(0.0, device), torch.zeros(1, device=device)
+    out = torch.empty(3, 4, dtype=E4M3, device=device)
+    ops.quantize_delayed(x, scale, amax, E4M3)
+    ops.multi_quantize([x], scale.view(1), [out])
+    ops.multi_quantize_delayed([x], scale.view(1), amaxes, [out])
+    assert (amax._version, amaxes._version, out._version) == (1, 1, 2)
+
+
+def test_under_inference_mode(device):
+    with torch.inference_mode():
+        x, scale, amax = data(device, 3, 4), scalar(1.0, device), scalar(0.0, device)
+        row, _, _ = ops.quantize_delayed(x, scale, amax, E4M3)
+    assert same(codes(row), reference.quantize(x, scale, E4M3))
+
+
+def test_parameters_are_taken(device):
+    x = torch.nn.Parameter(data(device, 3, 4))
+    with torch.no_grad():
+        row, _ = ops.quantize(x, scalar(1.0, device), E4M3)
+    assert same(codes(row), reference.quantize(x.detach(), scalar(1.0, device), E4M3))
+
+
+def test_negated_views_are_taken(device):
+    z = torch.complex(data(device, 3, 4), data(device, 3, 4, seed=1))
+    x = z.conj().imag
+    assert x.is_neg()
+    row, _ = ops.quantize(x, scalar(1.0, device), E4M3)
+    assert same(codes(row), reference.quantize(x.clone(), scalar(1.0, device), E4M3))
