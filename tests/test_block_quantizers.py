@@ -1,0 +1,154 @@
+"""Quantizers with a scale for each row or block: bytes, usages, planes that are missing."""
+
+import pytest
+import torch
+
+import block_reference as reference
+import fp8rs
+from fp8rs.quantizers import quantizer_like
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+F8 = fp8rs.Float8BlockQuantizer
+MX = fp8rs.MXFP8Quantizer
+
+#: (quantizer, its options, the reference's)
+KINDS = {
+    "row": (F8, {"block": (1, -1)}, {}),
+    "1x128": (F8, {"block": (1, 128)}, {}),
+    "128x128": (F8, {"block": (128, 128)}, {}),
+    "1x128 of 2": (F8, {"block": (1, 128), "power_2_scale": True}, {"power_of_2": True}),
+    "1x32": (MX, {"block": (1, 32)}, {"rounding": "ceil"}),
+    "32x32": (MX, {"block": (32, 32)}, {"rounding": "ceil"}),
+    "1x32 floor": (MX, {"scale_rounding": "floor"}, {"rounding": "floor"}),
+}
+every_kind = pytest.mark.parametrize("kind", list(KINDS))
+every_type = pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2])
+every_usage = pytest.mark.parametrize(
+    ("rowwise", "columnwise"), [(True, True), (True, False), (False, True)]
+)
+
+
+def data(device, *shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=generator) * torch.randn(shape[-1:], generator=generator)
+    return x.to(device, dtype)
+
+
+def make(kind, fp8_dtype=E4M3, **usage):
+    cls, options, _ = KINDS[kind]
+    return cls(fp8_dtype, **options, **usage)
+
+
+def bits(t):
+    return t.reshape(-1).view(torch.uint8)
+
+
+@every_kind
+@every_type
+@every_usage
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(128, 256), (40, 70), (3, 5, 33), (9,), (1, 1)])
+def test_bytes(device, kind, fp8_dtype, rowwise, columnwise, dtype, shape):
+    x = data(device, *shape, dtype=dtype)
+    quantizer = make(kind, fp8_dtype, rowwise=rowwise, columnwise=columnwise)
+    t = quantizer(x)
+    assert (t.shape, t.dtype, t.device.type) == (x.shape, dtype, device.type)
+    assert (t.rowwise is not None, t.columnwise is not None) == (rowwise, columnwise)
+    matrix = x.reshape(-1, shape[-1])
+    for plane, values in ((t.rowwise, matrix), (t.columnwise, matrix.t())):
+        if plane is None:
+            continue
+        block, options = quantizer.format.block, KINDS[kind][2]
+        codes, scale = reference.quantize(values.contiguous(), fp8_dtype, block, **options)
+        assert torch.equal(bits(plane.matrix), bits(codes))
+        assert torch.equal(plane.scale.float(), scale)
+        assert plane.scale.shape == quantizer.format.scale_shape(*values.shape)
+        assert plane.scale.dtype == quantizer.format.scale_dtype
+        expected = codes.float() * reference.expand(scale, block, tuple(values.shape))
+        expected = expected.to(dtype)
+    if columnwise:
+        expected = expected.t()  # the last plane's
+    if rowwise != columnwise or quantizer.format.square:
+        assert torch.equal(t.dequantize().reshape(matrix.shape), expected)
+
+
+@every_kind
+def test_classes(device, kind):
+    quantizer = make(kind)
+    t = quantizer(data(device, 40, 70))
+    mx = isinstance(quantizer, MX)
+    assert type(t) is (fp8rs.MXFP8Tensor if mx else fp8rs.Float8Tensor)
+    assert str(quantizer.format.block) in repr(quantizer)
+    assert quantizer.format.name in repr(t)
+
+
+@every_kind
+@every_usage
+def test_updates_in_place(device, kind, rowwise, columnwise):
+    quantizer = make(kind, rowwise=rowwise, columnwise=columnwise)
+    x, y = data(device, 40, 70), data(device, 40, 70, seed=1)
+    want = quantizer(y)
+    for t in (quantizer(x), quantizer.make_empty((40, 70), device=device)):
+        quantizer.update_quantized(y, t)
+        same(t, want)
+    t = quantizer(x)
+    if KINDS[kind][2] in ({}, {"rounding": "ceil"}):  # quantizer_like has the defaults
+        t.quantizer = None
+        like = quantizer_like(t)
+        assert (like.rowwise, like.columnwise) == (rowwise, columnwise)
+        same(like(y), want)
+    same(t.quantize_(y), want)
+
+
+def same(t, want):
+    for got, plane in ((t.rowwise, want.rowwise), (t.columnwise, want.columnwise)):
+        assert (got is None) == (plane is None)
+        if plane is not None:
+            assert torch.equal(bits(got.data), bits(plane.data))
+            assert torch.equal(bits(got.scale), bits(plane.scale))
+
+
+@every_kind
+@every_usage
+def test_planes_that_are_missing(device, kind, rowwise, columnwise):
+    quantizer = make(kind, rowwise=rowwise, columnwise=columnwise)
+    both = make(kind)(data(device, 40, 70))
+    t = quantizer(data(device, 40, 70))
+    if quantizer.format.square or (rowwise and columnwise):
+        same(t.update_usage(rowwise=True, columnwise=True), both)
+        return
+    with pytest.raises(ValueError, match="not square"):
+        t.update_usage(rowwise=True, columnwise=True)
+    missing = "columnwise" if rowwise else "rowwise"
+    with pytest.raises(ValueError, match=f"{missing} plane"):
+        t.plane(missing, "a test")
+    t.clone(), t.detach(), t.dequantize(), repr(t)
+
+
+@every_kind
+def test_moves_and_copies(device, kind):
+    t = make(kind)(data(device, 40, 70))
+    for copy in (t.clone(), t.to(device), t.detach(), t.to(torch.bfloat16), t.cpu()):
+        assert type(copy) is type(t)
+        assert torch.equal(bits(copy.rowwise.data).cpu(), bits(t.rowwise.data).cpu())
+        assert torch.equal(bits(copy.columnwise.scale).cpu(), bits(t.columnwise.scale).cpu())
+    other = make(kind)(data(device, 40, 70, seed=1))
+    other.copy_(t)
+    same(other, t)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "names"),
+    [
+        (lambda: F8(E4M3, block=(2, 128)), ValueError, r"block.*\(1, 128\)"),
+        (lambda: F8(E4M3, block=(1, 32)), ValueError, r"block.*\(128, 128\)"),
+        (lambda: F8(E4M3, block=128), ValueError, "block"),
+        (lambda: MX(E4M3, block=(1, 128)), ValueError, r"block.*\(32, 32\)"),
+        (lambda: MX(E4M3, scale_rounding="up"), ValueError, "scale_rounding"),
+        (lambda: MX(torch.uint8), TypeError, "fp8_dtype"),
+        (lambda: MX(E4M3, rowwise=False, columnwise=False), ValueError, "one plane"),
+    ],
+)
+def test_errors_name_the_argument(call, error, names):
+    with pytest.raises(error, match=names):
+        call()

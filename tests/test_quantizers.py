@@ -1,0 +1,235 @@
+"""Quantizers: codes and scales against plain torch, usages, in-place updates, groups."""
+
+import pytest
+import torch
+
+from distributed import ranks
+from fp8rs.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer
+from fp8rs.tensors import Float8Tensor
+from simulation import MAX, codes_of, scale_of
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+every_type = pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2])
+
+
+def data(device, *shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+def bits(t):
+    return t.view(torch.uint8)
+
+
+@every_type
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(16, 32), (3, 5, 7), (9,), (0, 4), (4, 0), (1, 1)])
+def test_current_scaling_bytes(device, fp8_dtype, dtype, shape):
+    x = data(device, *shape, dtype=dtype)
+    t = Float8CurrentScalingQuantizer(fp8_dtype)(x)
+    amax = x.float().abs().max() if x.numel() else torch.zeros((), device=device)
+    scale = scale_of(amax, fp8_dtype)
+    assert torch.equal(t.rowwise.scale, scale)
+    assert torch.equal(bits(t.rowwise.data), bits(codes_of(x, scale, fp8_dtype)))
+    rows = t.rowwise.data.reshape(-1, shape[-1]) if x.numel() else None
+    if rows is not None:
+        assert torch.equal(bits(t.columnwise.data), bits(rows).t())
+    assert t.columnwise.scale is t.rowwise.scale
+    assert (t.shape, t.dtype) == (x.shape, dtype)
+
+
+@every_type
+def test_delayed_bytes_and_amax(device, fp8_dtype):
+    scale = torch.full((), 0.01, device=device)
+    amax = torch.full((), 1.0, device=device)
+    quantizer = Float8Quantizer(scale, amax, fp8_dtype)
+    x = data(device, 16, 32) * 3
+    t = quantizer(x)
+    assert torch.equal(bits(t.rowwise.data), bits(codes_of(x, scale, fp8_dtype)))
+    assert torch.equal(bits(t.columnwise.data), bits(t.rowwise.data).t())
+    assert t.rowwise.scale.item() == scale.item()
+    assert amax.item() == x.abs().max().item()
+    quantizer(x * 0.1)
+    assert amax.item() == x.abs().max().item(), "a running maximum"
+    assert scale.item() == pytest.approx(0.01)
+
+
+def test_delayed_saturates(device):
+    scale, amax = torch.ones((), device=device), torch.zeros((), device=device)
+    t = Float8Quantizer(scale, amax, E4M3)(torch.tensor([1000.0, -1000.0], device=device))
+    assert t.dequantize().tolist() == [448.0, -448.0]
+    assert amax.item() == 1000.0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_non_finite_data_stays_visible(device, bad):
+    x = torch.tensor([1.0, bad, 2.0, 3.0], device=device)
+    t = Float8CurrentScalingQuantizer(E4M3)(x)
+    assert t.rowwise.scale.isnan()
+    assert (bits(t.rowwise.data) == 0x7F).all()
+    assert t.dequantize().isnan().all()
+
+    scale, amax = torch.ones((), device=device), torch.full((), 0.5, device=device)
+    t = Float8Quantizer(scale, amax, E4M3)(x)
+    assert t.rowwise.scale.isnan(), "this one tensor's scale"
+    assert t.dequantize().isnan().all()
+    assert amax.item() == 0.5, "never in the history"
+    assert scale.item() == 1.0
+
+
+def test_power_of_2_scales(device):
+    x = data(device, 16, 32)
+    plain = Float8CurrentScalingQuantizer(E4M3)(x).rowwise.scale
+    scale = Float8CurrentScalingQuantizer(E4M3, power_2_scale=True)(x).rowwise.scale
+    assert torch.frexp(scale).mantissa.item() == 0.5
+    assert plain <= scale < 2 * plain
+
+
+def test_amax_epsilon_bounds_the_scale(device):
+    x = torch.full((4, 4), 1e-6, device=device)
+    scale = Float8CurrentScalingQuantizer(E4M3, amax_epsilon=1.0)(x).rowwise.scale
+    assert torch.equal(scale, scale_of(torch.ones((), device=device), E4M3))
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0])
+def test_zeros_have_scale_1(device, value):
+    t = Float8CurrentScalingQuantizer(E4M3)(torch.full((4, 4), value, device=device))
+    assert t.rowwise.scale.item() == 1.0
+    assert not t.dequantize().any()
+
+
+def test_strided_input(device):
+    x = data(device, 8, 6, 10)
+    quantizer = Float8CurrentScalingQuantizer(E4M3)
+    for view in (x.transpose(1, 2), x[:, ::2], x[..., 1::3], x.transpose(0, 1)[1]):
+        t, expected = quantizer(view), quantizer(view.contiguous())
+        assert torch.equal(bits(t.rowwise.data), bits(expected.rowwise.data))
+        assert torch.equal(bits(t.columnwise.data), bits(expected.columnwise.data))
+
+
+@pytest.mark.parametrize(("rowwise", "columnwise"), [(True, True), (True, False), (False, True)])
+def test_usages(device, rowwise, columnwise):
+    x = data(device, 4, 6)
+    for quantizer in (
+        Float8CurrentScalingQuantizer(E4M3, rowwise=rowwise, columnwise=columnwise),
+        Float8Quantizer(
+            torch.ones((), device=device),
+            torch.zeros((), device=device),
+            E4M3,
+            rowwise=rowwise,
+            columnwise=columnwise,
+        ),
+    ):
+        t = quantizer(x)
+        assert isinstance(t, Float8Tensor)
+        assert (t.rowwise is not None, t.columnwise is not None) == (rowwise, columnwise)
+        empty = quantizer.make_empty((4, 6), dtype=torch.bfloat16, device=device)
+        assert (empty.rowwise is not None, empty.columnwise is not None) == (rowwise, columnwise)
+        assert (empty.shape, empty.dtype) == ((4, 6), torch.bfloat16)
+        assert empty.device == x.device
+
+
+def test_set_usage(device):
+    quantizer = Float8CurrentScalingQuantizer(E4M3)
+    quantizer.set_usage(columnwise=False)
+    assert quantizer(data(device, 4, 6)).columnwise is None
+    quantizer.set_usage(rowwise=False, columnwise=True)
+    assert quantizer(data(device, 4, 6)).rowwise is None
+    with pytest.raises(ValueError, match="rowwise and columnwise"):
+        quantizer.set_usage(columnwise=False)
+    assert quantizer.columnwise, "left as it was"
+
+
+def test_copies_change_usage_alone_and_share_amaxes(device):
+    scale, amax = torch.ones((), device=device), torch.zeros((), device=device)
+    quantizer = Float8Quantizer(scale, amax, E4M3)
+    other = quantizer.copy()
+    assert isinstance(other, Float8Quantizer)
+    other.set_usage(rowwise=False)
+    assert quantizer.rowwise
+    other(data(device, 4, 6))
+    assert amax.item() > 0
+
+
+@pytest.mark.parametrize(("rowwise", "columnwise"), [(True, True), (True, False), (False, True)])
+def test_update_quantized_writes_the_planes_that_are_there(device, rowwise, columnwise):
+    quantizer = Float8CurrentScalingQuantizer(E4M3)
+    dst = Float8CurrentScalingQuantizer(E4M3, rowwise=rowwise, columnwise=columnwise).make_empty(
+        (4, 6), device=device
+    )
+    datas = [p.data for p in (dst.rowwise, dst.columnwise) if p is not None]
+    src = data(device, 4, 6, dtype=torch.bfloat16)
+    assert quantizer.update_quantized(src, dst) is dst
+    after = [p.data for p in (dst.rowwise, dst.columnwise) if p is not None]
+    assert all(a is b for a, b in zip(datas, after, strict=True))
+    assert torch.equal(dst.dequantize(), quantizer(src).dequantize(torch.float32))
+
+
+def test_results_are_outside_autograd(device):
+    x = data(device, 4, 6).requires_grad_()
+    assert not Float8CurrentScalingQuantizer(E4M3)(x).requires_grad
+
+
+def test_make_empty_with_gradients(device):
+    t = Float8CurrentScalingQuantizer(E4M3).make_empty((2, 2), device=device, requires_grad=True)
+    assert t.requires_grad
+    assert t.rowwise.scale.item() == 1.0
+
+
+def test_quantizing_a_quantized_tensor_dequantizes_it_first(device):
+    x = Float8CurrentScalingQuantizer(E5M2)(data(device, 4, 6))
+    t = Float8CurrentScalingQuantizer(E4M3)(x)
+    expected = Float8CurrentScalingQuantizer(E4M3)(x.dequantize())
+    assert torch.equal(bits(t.rowwise.data), bits(expected.rowwise.data))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda q, x: Float8CurrentScalingQuantizer(torch.float16), TypeError, "fp8_dtype"),
+        (lambda q, x: Float8CurrentScalingQuantizer("e4m3"), TypeError, "fp8_dtype"),
+        (lambda q, x: q([1.0]), TypeError, "x"),
+        (lambda q, x: q(x.double()), TypeError, "x"),
+        (lambda q, x: q(x.int()), TypeError, "x"),
+        (lambda q, x: q.update_quantized(x, x), TypeError, "dst"),
+        (lambda q, x: q.update_quantized(x[:2], q(x)), ValueError, "src"),
+        (lambda q, x: q.update_quantized(x.double(), q(x)), TypeError, "src"),
+        (
+            lambda q, x: Float8CurrentScalingQuantizer(E5M2).update_quantized(x, q(x)),
+            ValueError,
+            "dst",
+        ),
+        (lambda q, x: q.update_quantized(x, q(x).to("meta")), ValueError, "dst"),
+        (lambda q, x: Float8Quantizer(1.0, x.sum(), E4M3), TypeError, "scale"),
+        (lambda q, x: Float8Quantizer(x.sum(), x, E4M3), ValueError, "amax"),
+        (lambda q, x: Float8Quantizer(x.sum().double(), x.sum(), E4M3), TypeError, "scale"),
+        (
+            lambda q, x: Float8CurrentScalingQuantizer(E4M3, rowwise=False, columnwise=False),
+            ValueError,
+            "rowwise",
+        ),
+    ],
+)
+def test_bad_calls_name_the_argument(device, call, error, match):
+    with pytest.raises(error, match=match):
+        call(Float8CurrentScalingQuantizer(E4M3), torch.ones(4, 4, device=device))
+
+
+def test_the_base_class_is_abstract(device):
+    with pytest.raises(NotImplementedError):
+        Quantizer(E4M3)(torch.ones(2, 2, device=device))
+
+
+@ranks(2)
+def test_ranks_of_a_group_share_the_scale(rig):
+    import torch.distributed as dist
+
+    quantizer = Float8CurrentScalingQuantizer(E4M3, amax_reduction_group=dist.group.WORLD)
+    x = torch.full((4, 4), 1.0 + rig.rank, device=rig.device)
+    scale = quantizer(x).rowwise.scale
+    assert torch.equal(scale.cpu(), torch.tensor(2.0 / MAX[E4M3]))
+    # NaN on one rank is seen by all.
+    if rig.rank == 0:
+        x[0, 0] = float("nan")
+    assert quantizer(x).rowwise.scale.isnan()
