@@ -1,0 +1,162 @@
+"""Swap a model's linear layers for FP8 ones, in place."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from .configs import from_float8_linear_config
+from .formats import INPUT_DTYPES
+from .nn.linear import Linear
+from .recipes import Recipe, resolve_recipe
+from .state import ModelState
+
+ModuleFilter = Callable[[nn.Module, str], bool]
+
+
+def convert_to_float8_training(
+    module: nn.Module,
+    *,
+    recipe: Recipe | str | None = None,
+    module_filter_fn: ModuleFilter | None = None,
+    filter_fqns: Iterable[str] = (),
+    enable_fsdp_float8_all_gather: bool = True,
+    amax_reduction_group: Any = None,
+    config: Any = None,
+) -> nn.Module:
+    """Make the ``nn.Linear`` layers of ``module`` train in FP8. Before parallelising it.
+
+    Layers become :class:`fp8rs.nn.Linear` in place: the objects, their hooks and names stay.
+    Afterwards every selected layer is on this recipe: one that is already is left as it is, so
+    that a second call changes nothing, and one on another recipe is an error. Subclasses of
+    nn.Linear are left alone, since they may use their weight in their own way; so is a layer whose
+    weight is tied to another module's, with a warning that names both.
+
+    Args:
+        module: the model; an nn.Linear itself will do. Meta-device parameters are fine.
+        recipe: a recipe or its short name; "current" by default.
+        module_filter_fn: called with each layer and its fully qualified name; False leaves it out.
+        filter_fqns: a layer whose name contains one of these strings is left out.
+        enable_fsdp_float8_all_gather: under FSDP2, quantize weights before they are gathered. The
+            weights become ``fp8rs.fsdp.MasterWeight`` parameters; without it they stay the same
+            objects, and are gathered in the mixed-precision policy's dtype.
+        amax_reduction_group: process group over which amaxes are reduced: for delayed scaling,
+            once a step, and None is the default group; for current scaling those of activations
+            and gradients at each quantization, and None is no group.
+        config: a torchao Float8LinearConfig, instead of ``recipe``.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, ``config`` asks for what there is not, a layer
+            is on another recipe, or ``module`` went through fully_shard already.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    if config is not None:
+        if recipe is not None:
+            raise ValueError("recipe and config are both given: give one")
+        recipe, enable_fsdp_float8_all_gather = from_float8_linear_config(config)
+    recipe = resolve_recipe("current" if recipe is None else recipe)
+    if isinstance(filter_fqns, str):
+        raise TypeError(f"filter_fqns must be a collection of names, not the str {filter_fqns!r}")
+
+    if amax_reduction_group is not None and not isinstance(amax_reduction_group, ProcessGroup):
+        raise TypeError(
+            "amax_reduction_group must be a torch.distributed.ProcessGroup, "
+            f"not {type(amax_reduction_group).__name__}"
+        )
+
+    layers = _select(module, module_filter_fn, tuple(filter_fqns), recipe)
+    if not layers:
+        return module
+    state = ModelState(recipe, amax_reduction_group=amax_reduction_group)
+    for name, layer in layers:
+        if isinstance(layer, Linear):
+            layer._fp8_state.detach()
+        else:
+            layer.__class__ = Linear
+        assert isinstance(layer, Linear)
+        layer._join(state, name)
+    if enable_fsdp_float8_all_gather:
+        from .fsdp import shard_quantized
+
+        for _, layer in layers:
+            shard_quantized(layer)
+    state.attach(module)
+    return module
+
+
+def _select(
+    root: nn.Module,
+    keep: ModuleFilter | None,
+    filter_fqns: tuple[str, ...],
+    recipe: Recipe,
+) -> list[tuple[str, nn.Linear]]:
+    """The layers to convert, with their names, in the order of the model."""
+    owners = _weight_owners(root)
+    sharded = _sharded_parts(root)
+    layers: list[tuple[str, nn.Linear]] = []
+    for name, module in root.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        if any(part in name for part in filter_fqns):
+            continue
+        if keep is not None and not keep(module, name):
+            continue
+        shown = name or "the root"
+        if isinstance(module, Linear):
+            if module.recipe != recipe:
+                raise ValueError(
+                    f"{shown} is an FP8 layer already, with recipe {module.recipe}, which is not "
+                    f"{recipe}: leave it out with filter_fqns or module_filter_fn"
+                )
+            if module._fp8_state.alone:
+                layers.append((name, module))
+            continue
+        if f"{name}.".startswith(sharded):
+            raise ValueError(f"{shown} is sharded already: convert before fully_shard")
+        if type(module) is not nn.Linear:
+            continue
+        tied = [
+            other for other in owners[id(module.weight)] if other != f"{name}.weight".lstrip(".")
+        ]
+        if tied:
+            warnings.warn(
+                f"{shown} stays in high precision: its weight is tied to {', '.join(tied)}",
+                stacklevel=3,
+            )
+            continue
+        if module.weight.dtype not in INPUT_DTYPES:
+            warnings.warn(
+                f"{shown} stays as it is: its weight is {module.weight.dtype}, "
+                "not float32, bfloat16 or float16",
+                stacklevel=3,
+            )
+            continue
+        layers.append((name, module))
+    return layers
+
+
+def _weight_owners(root: nn.Module) -> dict[int, list[str]]:
+    """The names of each parameter, by identity, one a module that has it."""
+    owners: dict[int, list[str]] = {}
+    for name, module in root.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append(f"{name}.{key}".lstrip("."))
+    return owners
+
+
+def _sharded_parts(root: nn.Module) -> tuple[str, ...]:
+    """The names of what fully_shard was called on, as prefixes of their layers' names."""
+    return tuple(
+        f"{name}." if name else ""
+        for name, module in root.named_modules()
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+    )

@@ -1,0 +1,207 @@
+"""GEMMs on quantized planes: which kernel multiplies operands of which formats on which device.
+
+``scaled_mm(a, b)`` is a @ b.T over the values of two planes, both contiguous along the dim that is
+contracted over. A kernel is a row of :data:`GEMMS`, keyed by the device kind and the operands'
+formats; what has no row can be dequantized (always on CPU, elsewhere with ``emulate``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from . import formats
+from ._core import UnsupportedError
+from .tensors import Plane
+
+#: (a, b, bias, out_dtype, use_fast_accum) -> (rows of a, rows of b)
+Gemm = Callable[[Plane, Plane, "Tensor | None", torch.dtype, bool], Tensor]
+
+GEMMS: dict[tuple[str, str, str], Gemm] = {}
+
+
+def gemm_for(device: str, a: formats.BlockFormat, b: formats.BlockFormat) -> Callable[[Gemm], Gemm]:
+    """Register a kernel for operands of these formats."""
+
+    def register(gemm: Gemm) -> Gemm:
+        GEMMS[device, a.name, b.name] = gemm
+        return gemm
+
+    return register
+
+
+def scaled_mm(
+    a: Plane,
+    b: Plane,
+    *,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    use_fast_accum: bool = False,
+    emulate: bool = False,
+) -> Tensor:
+    """a @ b.T + bias over the dequantized values, accumulated in fp32.
+
+    Args:
+        a: plane whose 2-D view is (M, K).
+        b: plane whose 2-D view is (N, K).
+        out_dtype: float32, bfloat16 or float16.
+        bias: (N,), added before the cast to ``out_dtype``.
+        use_fast_accum: let CUDA accumulate with reduced precision.
+        emulate: dequantize and multiply in fp32, on any device.
+
+    Returns:
+        (M, N), contiguous. Sizes need not be multiples of anything.
+
+    Raises:
+        ValueError: the inner sizes differ.
+        UnsupportedError: the device has no GEMM for these operands; the message says why.
+    """
+    m, k = formats.matrix_shape(a.data.shape)
+    n, k_b = formats.matrix_shape(b.data.shape)
+    if k != k_b:
+        raise ValueError(f"a is {(m, k)} and b is {(n, k_b)}: their last dims must be equal")
+    device = a.data.device
+    if m == 0 or n == 0 or k == 0:
+        out = torch.zeros((m, n), dtype=out_dtype, device=device)
+        return out if bias is None else out + bias.to(out_dtype)
+    if emulate or device.type == "cpu":
+        return _dequantized(a, b, bias, out_dtype, use_fast_accum)
+    gemm = GEMMS.get((device.type, a.format.name, b.format.name))
+    if gemm is None:
+        raise UnsupportedError(
+            f"no FP8 GEMM on {device.type} takes operands in formats {a.format.name!r} and "
+            f"{b.format.name!r}; a recipe with emulate=True runs on dequantized operands"
+        )
+    return gemm(a, b, bias, out_dtype, use_fast_accum)
+
+
+def _dequantized(
+    a: Plane,
+    b: Plane,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> Tensor:
+    """In fp32. Per-tensor scales are applied to the product, as the FP8 GEMMs do."""
+    device = a.data.device
+    if torch.is_autocast_enabled(device.type):
+        with torch.autocast(device.type, enabled=False):
+            return _dequantized(a, b, bias, out_dtype, use_fast_accum)
+    if a.format.per_tensor and b.format.per_tensor:
+        one = torch.ones((), device=device)
+        out = torch.mm(_values(a, one), _values(b, one).t())
+        # One after the other: the product of two small scales can underflow.
+        out.mul_(a.scale).mul_(b.scale)
+    else:
+        out = torch.mm(_values(a), _values(b).t())
+    if bias is not None:
+        out.add_(bias)
+    return out.to(out_dtype)
+
+
+def _values(plane: Plane, scale: Tensor | None = None) -> Tensor:
+    scale = plane.scale if scale is None else scale
+    block = list(plane.format.block)
+    values = torch.ops.fp8rs.dequantize(plane.matrix, scale, block, torch.float32)
+    return cast(Tensor, values)
+
+
+@gemm_for("cuda", formats.TENSOR, formats.TENSOR)
+def _cuda_tensorwise(
+    a: Plane,
+    b: Plane,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> Tensor:
+    check_cuda(a.data.device.index)
+    return run(
+        aligned(a.matrix, rows=False),
+        aligned(b.matrix, rows=True),
+        _aligned_scale(a.scale),
+        _aligned_scale(b.scale),
+        b.matrix.shape[0],
+        bias,
+        out_dtype,
+        use_fast_accum,
+    )
+
+
+def run(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    n: int,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> Tensor:
+    """a @ b.T on aligned codes, of which the first ``n`` columns are kept; plus bias."""
+    # cuBLASLt adds a bias of the output's dtype, and none to an fp32 output.
+    fused = None
+    if bias is not None and out_dtype != torch.float32:
+        fused = bias.to(out_dtype)
+        if b.shape[0] != n:
+            fused = torch.nn.functional.pad(fused, (0, b.shape[0] - n))
+    out = torch._scaled_mm(
+        a,
+        b.t(),
+        scale_a=scale_a,
+        scale_b=scale_b,
+        bias=fused,
+        out_dtype=out_dtype,
+        use_fast_accum=use_fast_accum,
+    )
+    if b.shape[0] != n:
+        out = out[:, :n].contiguous()
+    if bias is not None and fused is None:
+        out += bias
+    return out
+
+
+#: torch._scaled_mm wants the contracted dim and the rows of b in multiples of this.
+_MULTIPLE = 16
+
+
+def aligned(codes: Tensor, *, rows: bool) -> Tensor:
+    """Contiguous codes with the last dim, and the rows if asked, padded by zeros."""
+    m, k = codes.shape
+    pad_m = -m % _MULTIPLE if rows else 0
+    pad_k = -k % _MULTIPLE
+    if pad_m or pad_k:
+        padded = torch.nn.functional.pad(codes.view(torch.uint8), (0, pad_k, 0, pad_m))
+        return padded.view(codes.dtype)
+    return codes if codes.is_contiguous() else codes.contiguous()
+
+
+def _aligned_scale(scale: Tensor) -> Tensor:
+    """A scale at an address that cuBLAS takes: a multiple of 16 bytes."""
+    return scale.clone() if scale.storage_offset() % 4 else scale
+
+
+@functools.cache
+def capability(index: int) -> tuple[int, int]:
+    """The compute capability of a GPU; asking torch for it takes microseconds."""
+    return torch.cuda.get_device_capability(index)
+
+
+@functools.cache
+def check_cuda(index: int) -> None:
+    """UnsupportedError unless the GPU runs FP8 GEMMs (NVIDIA, SM89 or newer)."""
+    if torch.version.hip is not None:
+        raise UnsupportedError("FP8 GEMMs run on NVIDIA GPUs; emulate=True runs on any device")
+    major, minor = capability(index)
+    if (major, minor) < (8, 9):
+        raise UnsupportedError(
+            f"FP8 GEMMs need compute capability 8.9, and cuda:{index} "
+            f"({torch.cuda.get_device_name(index)}) has {major}.{minor}; "
+            "a recipe with emulate=True runs on dequantized operands"
+        )
+
+
+from . import gemm_blocks as _gemm_blocks  # noqa: E402,F401  (fills GEMMS)

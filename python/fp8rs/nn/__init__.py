@@ -1,0 +1,5 @@
+"""Modules whose GEMMs run on FP8 operands."""
+
+from .linear import Linear
+
+__all__ = ["Linear"]

@@ -1,0 +1,386 @@
+"""Every kind of bad call: the exception's type, the argument it names, and nothing written."""
+
+import re
+
+import pytest
+import torch
+
+from cases import all_codes, scalar
+from fp8rs import _core
+from reference import E4M3, E5M2, same
+
+ops = torch.ops.fp8rs
+E8M0 = torch.float8_e8m0fnu
+F64, I32 = torch.float64, torch.int32
+
+
+class Call:
+    """Good arguments to pick from; a bad call replaces one of them."""
+
+    def __init__(self, device):
+        self.x = torch.linspace(-3, 3, 48, device=device).view(6, 8)
+        self.scale = scalar(0.5, device)
+        self.amax = scalar(1.0, device)
+        self.two = torch.full((2,), 0.5, device=device)
+        self.row = self.room(6, 8, E4M3)
+        self.col = self.room(8, 6, E4M3)
+        self.one = self.room(1, 1, torch.float32)
+        self.vector = self.room(1, 2, torch.float32).view(2)
+        self.codes = all_codes(E4M3, device, 6, 8)
+        self.wide = self.room(6, 8, torch.float32)
+        self.flat = torch.full((256,), 0xAA, dtype=torch.uint8, device=device)
+
+    def room(self, rows, cols, dtype):
+        bytes_ = torch.full((rows * cols * dtype.itemsize,), 0xAA, dtype=torch.uint8)
+        return bytes_.to(self.x.device).view(dtype).view(rows, cols)
+
+    def tensors(self):
+        return {name: t for name, t in vars(self).items() if isinstance(t, torch.Tensor)}
+
+    def flat_codes(self, start, rows, cols):
+        return self.flat[start : start + rows * cols].view(E4M3).view(rows, cols)
+
+
+def misaligned(t):
+    """The same values, one byte off their alignment."""
+    raw = torch.empty(t.numel() * t.element_size() + 8, dtype=torch.uint8, device=t.device)
+    address = torch.frombuffer(memoryview(raw.numpy())[1 : 1 + t.numel() * 4], dtype=torch.float32)
+    return address.view(t.shape)
+
+
+class Wrapper(torch.Tensor):
+    """A subclass without memory of its own."""
+
+    @staticmethod
+    def __new__(cls, t):
+        return torch.Tensor._make_wrapper_subclass(cls, t.shape, dtype=t.dtype, device=t.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError("not called")
+
+
+#: What is wrong -> (exception, what the message must match, the call).
+BAD = {
+    # Types of elements.
+    "x float64": (TypeError, "^x has dtype float64", lambda c: ops.amax(c.x.to(F64))),
+    "x int32": (
+        TypeError,
+        "^x has dtype int32",
+        lambda c: ops.quantize(c.x.to(I32), c.scale, E4M3),
+    ),
+    "x bool": (TypeError, "^x has dtype bool", lambda c: ops.quantize_current(c.x > 0, E4M3)),
+    "x complex": (TypeError, "^x has dtype complex64", lambda c: ops.amax(c.x.cfloat())),
+    "x codes": (TypeError, "^x has dtype float8_e4m3fn", lambda c: ops.amax(c.codes)),
+    "x uint8": (TypeError, "^x has dtype uint8", lambda c: ops.amax(c.flat)),
+    "xs[1] int32": (
+        TypeError,
+        r"^xs\[1\] has dtype int32",
+        lambda c: ops.multi_amax([c.x, c.x.to(I32)]),
+    ),
+    "scale bf16": (
+        TypeError,
+        "^scale has dtype bfloat16.*must be float32",
+        lambda c: ops.quantize(c.x, c.scale.bfloat16(), E4M3),
+    ),
+    "scales float64": (
+        TypeError,
+        "^scales has dtype float64",
+        lambda c: ops.multi_quantize([c.x], c.two.to(F64)[:1], [c.row]),
+    ),
+    "amax float64": (
+        TypeError,
+        "^amax has dtype float64",
+        lambda c: ops.quantize_delayed(c.x, c.scale, c.amax.to(F64), E4M3),
+    ),
+    "amax bf16": (
+        TypeError,
+        "^amax has dtype bfloat16",
+        lambda c: ops.scale_from_amax(c.amax.bfloat16(), E4M3),
+    ),
+    "codes float32": (TypeError, "^codes has dtype float32", lambda c: ops.transpose(c.x)),
+    "codes E8M0": (
+        TypeError,
+        "^codes has dtype float8_e8m0fnu",
+        lambda c: ops.transpose(c.codes.view(E8M0)),
+    ),
+    "dequantize codes": (
+        TypeError,
+        "^codes has dtype float32",
+        lambda c: ops.dequantize(c.x, c.scale, [-1, -1], torch.float32),
+    ),
+    "dequantize scale": (
+        TypeError,
+        "^scale has dtype float16.*float32 or float8_e8m0fnu",
+        lambda c: ops.dequantize(c.codes, c.scale.half(), [-1, -1], torch.float32),
+    ),
+    "outs[0] float32": (
+        TypeError,
+        r"^outs\[0\] has dtype float32",
+        lambda c: ops.multi_quantize([c.x], c.two[:1], [c.wide]),
+    ),
+    "fp8_dtype float32": (
+        TypeError,
+        "^fp8_dtype is torch.float32",
+        lambda c: ops.quantize(c.x, c.scale, torch.float32),
+    ),
+    "fp8_dtype fnuz": (
+        TypeError,
+        "^fp8_dtype is torch.float8_e4m3fnuz",
+        lambda c: ops.quantize_current(c.x, torch.float8_e4m3fnuz),
+    ),
+    "fp8_dtype of a scale": (
+        TypeError,
+        "^fp8_dtype is torch.uint8",
+        lambda c: ops.scale_from_amax(c.amax, torch.uint8),
+    ),
+    "fp8_dtype delayed": (
+        TypeError,
+        "^fp8_dtype is torch.float8_e8m0fnu",
+        lambda c: ops.quantize_delayed(c.x, c.scale, c.amax, E8M0),
+    ),
+    "dtype float64": (
+        TypeError,
+        "^dtype is torch.float64",
+        lambda c: ops.dequantize(c.codes, c.scale, [-1, -1], F64),
+    ),
+    "core planes of two formats": (
+        TypeError,
+        "^columnwise has dtype float8_e5m2",
+        lambda c: _core.quantize(c.x, c.scale, c.row, c.col.view(E5M2)),
+    ),
+    # Shapes and lengths.
+    "scale two": (ValueError, "^scale has shape", lambda c: ops.quantize(c.x, c.two, E4M3)),
+    "scale empty": (ValueError, "^scale has shape", lambda c: ops.quantize(c.x, c.two[:0], E4M3)),
+    "amax two": (
+        ValueError,
+        "^amax has shape",
+        lambda c: ops.quantize_delayed(c.x, c.scale, c.two, E4M3),
+    ),
+    "scales short": (
+        ValueError,
+        "^scales has 1 elements; it must have 2, as many as xs",
+        lambda c: ops.multi_quantize([c.x, c.x], c.two[:1], [c.row, c.row]),
+    ),
+    "scales column": (
+        ValueError,
+        "^scales has shape",
+        lambda c: ops.multi_quantize([c.x, c.x], c.two.view(2, 1), [c.row, c.row]),
+    ),
+    "outs short": (
+        ValueError,
+        "^outs has 1 elements",
+        lambda c: ops.multi_quantize([c.x, c.x], c.two, [c.row]),
+    ),
+    "outs[1] transposed": (
+        ValueError,
+        r"^outs\[1\] has shape \(8, 6\).*\(6, 8\), the shape of xs\[1\]",
+        lambda c: ops.multi_quantize([c.x, c.x], c.two, [c.row, c.col]),
+    ),
+    "amaxes short": (
+        ValueError,
+        "^amaxes has 1 elements",
+        lambda c: ops.multi_quantize_delayed(
+            [c.x, c.x], c.two, c.two.clone()[:1], [c.row, c.col.t()]
+        ),
+    ),
+    "core rowwise transposed": (
+        ValueError,
+        "^rowwise has shape",
+        lambda c: _core.quantize(c.x, c.scale, c.col, None),
+    ),
+    "core columnwise not transposed": (
+        ValueError,
+        "^columnwise has shape",
+        lambda c: _core.quantize(c.x, c.scale, None, c.row),
+    ),
+    "core out of amax": (ValueError, "^out has shape", lambda c: _core.amax(c.x, c.vector)),
+    "core out of multi_amax": (
+        ValueError,
+        "^out has 2 elements; it must have 1",
+        lambda c: _core.multi_amax([c.x], c.vector),
+    ),
+    "core out of transpose": (
+        ValueError,
+        "^out has shape",
+        lambda c: _core.transpose(c.codes, c.row),
+    ),
+    "core out of dequantize": (
+        ValueError,
+        "^out has shape",
+        lambda c: _core.dequantize(c.codes, c.scale, -1, -1, c.wide.t()),
+    ),
+    "scale not a grid": (
+        ValueError,
+        "^scale has shape.*each block",
+        lambda c: ops.dequantize(c.codes, c.two, [1, -1], torch.float32),
+    ),
+    # Numbers.
+    "block of one": (ValueError, "^block is", lambda c: ops.dequantize(c.codes, c.scale, [1], F64)),
+    "block 0": (
+        ValueError,
+        "^block has the size 0",
+        lambda c: ops.dequantize(c.codes, c.scale, [0, -1], torch.float32),
+    ),
+    "block -2": (
+        ValueError,
+        "^block has the size -2",
+        lambda c: ops.dequantize(c.codes, c.scale, [-1, -2], torch.float32),
+    ),
+    "amax_epsilon negative": (
+        ValueError,
+        "^amax_epsilon is -1",
+        lambda c: ops.scale_from_amax(c.amax, E4M3, False, -1.0),
+    ),
+    "amax_epsilon NaN": (
+        ValueError,
+        "^amax_epsilon is NaN",
+        lambda c: ops.quantize_current(c.x, E4M3, amax_epsilon=float("nan")),
+    ),
+    "amax_epsilon past float32": (
+        ValueError,
+        "^amax_epsilon is inf",
+        lambda c: ops.quantize_current(c.x, E4M3, amax_epsilon=1e300),
+    ),
+    "margin 128": (
+        ValueError,
+        "^margin is 128",
+        lambda c: ops.scale_from_amax(c.amax, E4M3, margin=128),
+    ),
+    "margin past int32": (
+        ValueError,
+        "^margin is ",
+        lambda c: ops.scale_from_amax(c.amax, E4M3, margin=1 << 40),
+    ),
+    "core fp8_dtype": (
+        ValueError,
+        "^fp8_dtype is",
+        lambda c: _core.scale_from_amax(c.amax, c.one, "e3m4"),
+    ),
+    "core level": (ValueError, "^level is", lambda c: _core.set_cpu_simd("sse")),
+    # Absent ones.
+    "no direction": (
+        ValueError,
+        "^rowwise is absent, and so is columnwise",
+        lambda c: ops.quantize(c.x, c.scale, E4M3, False, False),
+    ),
+    "no direction, current": (
+        ValueError,
+        "^rowwise is absent, and so is columnwise",
+        lambda c: ops.quantize_current(c.x, E4M3, False, False),
+    ),
+    "no direction, delayed": (
+        ValueError,
+        "^rowwise is absent, and so is columnwise",
+        lambda c: ops.quantize_delayed(c.x, c.scale, c.amax, E4M3, False, False),
+    ),
+    "core x None": (TypeError, "^x is of type NoneType", lambda c: _core.amax(None, c.one)),
+    "core x number": (TypeError, "^x is of type float", lambda c: _core.amax(1.0, c.one)),
+    "core xs a number": (TypeError, "^xs is of type int", lambda c: _core.multi_amax(3, c.vector)),
+    "core outs[1] None": (
+        TypeError,
+        r"^outs\[1\] is of type NoneType",
+        lambda c: _core.multi_quantize([c.x, c.x], c.two, [c.row, None]),
+    ),
+    "core argument missing": (TypeError, "'out'", lambda c: _core.amax(c.x)),
+    # Memory.
+    "core x meta": (
+        TypeError,
+        "^x must be a dense tensor with memory: Cannot pack tensors on meta$",
+        lambda c: _core.amax(c.x.to("meta"), c.one),
+    ),
+    "core x sparse": (
+        TypeError,
+        "^x must be a dense tensor with memory",
+        lambda c: _core.amax(c.x.cpu().to_sparse(), c.one),
+    ),
+    "core x without memory": (
+        ValueError,
+        "^x has 48 elements and a null data pointer",
+        lambda c: _core.amax(Wrapper(c.x), c.one),
+    ),
+    "core out without memory": (
+        ValueError,
+        "^rowwise has 48 elements and a null data pointer",
+        lambda c: _core.quantize(c.x, c.scale, Wrapper(c.row), None),
+    ),
+    "core x no matrix": (
+        ValueError,
+        r"^x is of shape \[2, 2, 3\] with strides \[3, 6, 1\].*must be contiguous",
+        lambda c: _core.amax(c.x.view(-1)[:12].view(2, 2, 3).transpose(0, 1), c.one),
+    ),
+    "core rowwise expanded": (
+        ValueError,
+        "^rowwise has strides .*overlap",
+        lambda c: _core.quantize(c.x, c.scale, c.row[:1].expand(6, 8), None),
+    ),
+    "core out is x": (
+        ValueError,
+        "^scale_out overlaps amax",
+        lambda c: _core.scale_from_amax(c.two, c.two, "e4m3"),
+    ),
+    "core planes share memory": (
+        ValueError,
+        "^(rowwise|columnwise) overlaps (rowwise|columnwise)",
+        lambda c: _core.quantize(c.x, c.scale, c.flat_codes(0, 6, 8), c.flat_codes(47, 8, 6)),
+    ),
+    "outs share memory": (
+        ValueError,
+        r"^outs\[\d\] overlaps outs\[\d\]",
+        lambda c: ops.multi_quantize(
+            [c.x, c.x], c.two, [c.flat_codes(0, 6, 8), c.flat_codes(40, 6, 8)]
+        ),
+    ),
+    "amaxes are scales": (
+        ValueError,
+        "^amaxes overlaps scales",
+        lambda c: ops.multi_quantize_delayed([c.x, c.x], c.two, c.two, [c.row, c.col.t()]),
+    ),
+    "amax is the scale": (
+        ValueError,
+        "^amax overlaps scale",
+        lambda c: ops.quantize_delayed(c.x, c.amax, c.amax, E4M3),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_calls_name_the_argument_and_write_nothing(device, case):
+    exception, message, call = BAD[case]
+    good = Call(device)
+    before = {name: t.clone() for name, t in good.tensors().items()}
+    # The types themselves, so that no subclass stands in for what the contract says.
+    with pytest.raises(exception) as raised:
+        call(good)
+    assert type(raised.value) is exception
+    assert re.search(message, str(raised.value)), str(raised.value)
+    for name, t in good.tensors().items():
+        assert same(t, before[name]), f"{name} was written to"
+
+
+def test_the_table_is_long_enough():
+    assert len(BAD) >= 40
+
+
+def test_misaligned_memory_is_refused():
+    with pytest.raises(ValueError, match=r"^x starts at an address"):
+        ops.amax(misaligned(torch.ones(3, 4)))
+
+
+def test_an_empty_list_has_no_device():
+    with pytest.raises((RuntimeError, ValueError), match="multi_amax"):
+        ops.multi_amax([])
+
+
+@pytest.mark.gpu
+def test_devices_do_not_mix():
+    cpu, cuda = Call("cpu"), Call("cuda")
+    for call, message in [
+        (lambda: ops.quantize(cuda.x, cpu.scale, E4M3), "^scale is on cpu; it must be on cuda:0"),
+        (lambda: ops.quantize(cpu.x, cuda.scale, E4M3), "^(x|scale) is on c"),
+        (lambda: ops.multi_amax([cuda.x, cpu.x]), r"^xs\[1\] is on cpu"),
+        (lambda: _core.amax(cuda.x, cpu.one), "^out is on cpu"),
+        (lambda: _core.amax(cpu.x, cuda.one), "^out is on cuda:0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -1,0 +1,187 @@
+"""What the CUDA GEMMs of scaled rows and blocks are given, on a torch._scaled_mm of plain torch.
+
+The stand-in takes what cuBLAS and torch document, checks it, and multiplies what it means. That
+covers padding, strides, packing and choice of operands for GPUs that are not here; whether the
+hardware agrees is for the tests that run on it.
+"""
+
+import pytest
+import torch
+
+import fp8rs
+from block_reference import expand, swizzle
+from fp8rs import formats, gemm, gemm_blocks
+from simulation import E4M3, relative
+
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+
+
+def stand_in(a, b, *, scale_a, scale_b, bias, out_dtype, use_fast_accum):
+    """torch._scaled_mm by its documentation: modes are told by the scales' shapes and dtypes."""
+    k, n = b.shape
+    assert a.is_contiguous()
+    assert b.t().is_contiguous()
+    assert k % 16 == 0
+    assert n % 16 == 0
+    left = _values(a, scale_a)
+    right = _values(b.t(), scale_b if scale_b.dim() < 2 else scale_b.t())
+    if scale_a.dim() == 2 and scale_a.shape[1] == 1 and scale_b.shape[0] == 1:
+        assert out_dtype == torch.bfloat16, "the row-wise mode"
+    elif scale_a.numel() > 1:
+        assert not use_fast_accum
+        assert bias is None
+    out = left @ right.t()
+    assert bias is None or (bias.dtype == out_dtype and bias.shape == (n,))
+    return (out if bias is None else out + bias).to(out_dtype)
+
+
+def _values(codes, scale):
+    rows, cols = codes.shape
+    if scale.dtype == torch.float8_e8m0fnu:
+        assert scale.dim() == 1
+        assert cols % 32 == 0
+        blocks = cols // 32
+        # The one packing that gives these bytes: each is found by packing its own place.
+        places = swizzle(torch.arange(rows * blocks).view(rows, blocks) + 1, torch.int32)
+        found = torch.zeros(rows * blocks + 1, dtype=torch.uint8)
+        found[places.long()] = scale.view(torch.uint8)
+        assert scale.numel() == places.numel()
+        exponents = found[1:].view(rows, blocks).double() - 127
+        return (codes.double() * expand(torch.pow(2.0, exponents), (1, 32), (rows, cols))).float()
+    if scale.numel() == 1:
+        return codes.float() * scale
+    assert scale.dtype == torch.float32
+    if scale.shape == (rows, 1):
+        return codes.float() * scale
+    blocks = cols // 128
+    assert cols % 128 == 0
+    if scale.shape == (rows, blocks):
+        assert scale.stride() == (1, rows)
+        return codes.float() * expand(scale, (1, 128), (rows, cols))
+    assert scale.shape == (-(-rows // 128), blocks)
+    assert blocks % 4 == 0
+    assert scale.is_contiguous()
+    return codes.float() * expand(scale, (128, 128), (rows, cols))
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Pretends that the CPU is a GPU of some compute capability."""
+
+    def pretend(capability):
+        monkeypatch.setattr(torch, "_scaled_mm", stand_in)
+        monkeypatch.setattr(gemm_blocks, "check_cuda", lambda index: None)
+        monkeypatch.setattr(gemm_blocks, "capability", lambda index: capability)
+        monkeypatch.setattr(gemm_blocks, "_rebases", lambda device, emulate: capability < BLACKWELL)
+
+    return pretend
+
+
+def quantized(x, format, power_2=False):
+    if format.microscaled:
+        quantizer = fp8rs.MXFP8Quantizer(E4M3, columnwise=False, block=format.block)
+    else:
+        quantizer = fp8rs.Float8BlockQuantizer(
+            E4M3, columnwise=False, block=format.block, power_2_scale=power_2
+        )
+    return quantizer(x).rowwise
+
+
+PAIRS = [
+    (formats.ROW, formats.ROW, HOPPER),
+    (formats.ROW, formats.MX_32X32, HOPPER),
+    (formats.ROW, formats.MX_1X32, HOPPER),
+    (formats.MX_1X32, formats.MX_32X32, HOPPER),
+    (formats.BLOCK_1X128, formats.BLOCK_128X128, HOPPER),
+    (formats.BLOCK_1X128, formats.BLOCK_1X128, HOPPER),
+    (formats.MX_1X32, formats.MX_32X32, BLACKWELL),
+    (formats.MX_1X32, formats.MX_1X32, BLACKWELL),
+]
+
+
+@pytest.mark.parametrize(("a", "b", "capability"), PAIRS)
+@pytest.mark.parametrize("shape", [(128, 128, 512), (16, 16, 16), (37, 130, 77), (1, 5, 1300)])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_operands(on, a, b, capability, shape, out_dtype, with_bias):
+    m, n, k = shape
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(m, k, generator=generator), torch.randn(n, k, generator=generator)
+    left, right = quantized(x, a, power_2=b.microscaled), quantized(w, b)
+    bias = torch.randn(n, generator=generator) if with_bias else None
+    want = gemm.scaled_mm(left, right, bias=bias, out_dtype=torch.float32)
+    on(capability)
+    got = gemm.GEMMS["cuda", a.name, b.name](left, right, bias, out_dtype, True)
+    assert (got.shape, got.dtype) == ((m, n), out_dtype)
+    assert got.is_contiguous()
+    rebased = capability < BLACKWELL and (a.microscaled or b.microscaled)
+    assert relative(got, want) < (0.004 if out_dtype != torch.float32 or rebased else 1e-6)
+
+
+@pytest.mark.parametrize("name", ["rowwise", "block", "mxfp8"])
+def test_choice_of_operands(on, name):
+    """Hopper has MXFP8's activations in one power of two a row, Blackwell and others in MXFP8."""
+    recipe = fp8rs.recipes.resolve_recipe(name)
+    own = recipe.block_format("input")
+    cpu = torch.device("cpu")
+    assert gemm_blocks.operand_format(own, cpu, False) == own
+    on(HOPPER)
+    expected = formats.ROW if name == "mxfp8" else own
+    assert gemm_blocks.operand_format(own, cpu, False) == expected
+    on(BLACKWELL)
+    assert gemm_blocks.operand_format(own, cpu, False) == own
+
+
+def test_hopper_linear_is_the_simulations(on, monkeypatch):
+    """All three GEMMs of MXFP8 through rebased operands."""
+    import block_simulation
+
+    def as_cuda(a, b, *, out_dtype, bias=None, use_fast_accum=False, emulate=False):
+        return gemm.GEMMS["cuda", a.format.name, b.format.name](
+            a, b, bias, out_dtype, use_fast_accum
+        )
+
+    torch.manual_seed(0)
+    layer = fp8rs.nn.Linear(72, 48, recipe="mxfp8")
+    x, dy = torch.randn(50, 72), torch.randn(50, 48)
+    on(HOPPER)
+    monkeypatch.setattr("fp8rs.nn.linear.scaled_mm", as_cuda)
+    monkeypatch.setattr(block_simulation, "rebases", lambda blocks, device: True)
+    results = []
+    for function in (
+        layer,
+        lambda x: block_simulation.linear(
+            x, layer.weight, layer.bias, block_simulation.RECIPES["mxfp8"]
+        ),
+    ):
+        leaf = x.clone().requires_grad_()
+        y = function(leaf)
+        results.append([y, *torch.autograd.grad(y, [leaf, layer.weight, layer.bias], dy)])
+    for got, want in zip(*results, strict=True):
+        assert relative(got, want) < 1e-5
+
+
+def test_one_plane_serves_dgrad(on):
+    """Row scales are folded; squares are rebased along the other axis; rows of 32 need a plane."""
+    w = torch.randn(48, 72)
+    row = quantized(w, formats.ROW)
+    made = gemm_blocks.dgrad_operand(row, False)
+    assert torch.equal(made.data.view(torch.uint8), row.data.view(torch.uint8).t())
+    assert torch.equal(made.scale, torch.ones(72, 1))
+    assert torch.equal(gemm_blocks.dgrad_fold(row.format, row.scale), row.scale.t())
+    square = quantized(w, formats.MX_32X32)
+    assert gemm_blocks.dgrad_operand(square, False).format == formats.MX_32X32
+    assert gemm_blocks.dgrad_fold(square.format, square.scale) is None
+    with pytest.raises(ValueError, match="not square"):
+        gemm_blocks.dgrad_operand(quantized(w, formats.MX_1X32), False)
+    on(HOPPER)
+    rebased = gemm_blocks.dgrad_operand(square, False)
+    assert rebased.format == formats.ROW
+    assert relative(rebased.dequantize(torch.float32), w.t()) < 0.05
+
+
+def test_blocks_of_128_need_hopper(on):
+    on(BLACKWELL)
+    a = quantized(torch.randn(16, 128), formats.BLOCK_1X128)
+    with pytest.raises(fp8rs.UnsupportedError, match="mxfp8"):
+        gemm.GEMMS["cuda", "1x128", "1x128"](a, a, None, torch.bfloat16, False)

@@ -1,0 +1,184 @@
+"""fp8rs.nn.Linear with a scale for each row or block, against the same rounding in plain torch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import block_simulation as simulation
+import fp8rs
+from fp8rs.gemm import scaled_mm
+from fp8rs.recipes import RECIPES
+from fp8rs.state import ModelState
+from simulation import E4M3, E5M2, relative
+
+NAMES = ["rowwise", "block", "mxfp8"]
+every_recipe = pytest.mark.parametrize("name", NAMES)
+
+#: (leading dims, in_features, out_features): aligned, ragged, tiny, many blocks, 1-D, empty.
+SHAPES = [
+    ((128,), 256, 128),
+    ((2, 37), 77, 130),
+    ((5,), 3, 2),
+    ((1,), 1, 1),
+    ((33,), 200, 300),
+    ((), 40, 16),
+    ((0,), 32, 16),
+]
+
+
+@pytest.fixture(autouse=True)
+def _supported(request, device):
+    name = request.node.callspec.params.get("name")
+    if name == "block" and device.type == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("1x128 scales need Hopper")
+
+
+def data(device, *shape, dtype=torch.float32, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=generator)
+    spread = torch.randn(shape[-1:], generator=generator).exp() if shape else 1.0
+    return (x * spread).to(device, dtype)
+
+
+def layer(device, ins, outs, recipe, dtype=torch.float32, bias=True):
+    torch.manual_seed(0)
+    module = fp8rs.nn.Linear(ins, outs, bias=bias, dtype=dtype, recipe=recipe)
+    with torch.no_grad():
+        module.weight.mul_(torch.randn(outs, 1).exp())
+    return module.to(device)
+
+
+def results(function, x, w, b, dy):
+    x = x.detach().clone().requires_grad_()
+    inputs = [x, w] + ([] if b is None else [b])
+    y = function(x)
+    return [y, *torch.autograd.grad(y, inputs, dy)]
+
+
+def close(device, dtype):
+    """Relative to the largest: sums that cancel are as far off as their terms."""
+    if dtype == torch.bfloat16:
+        return 2.0**-7
+    return 2.0**-11 if device.type == "cuda" else 2.0**-18
+
+
+def compare(device, module, blocks, x, dy, grad_dtype=E4M3):
+    w, b = module.weight, module.bias
+    got = results(module, x, w, b, dy)
+    want = results(lambda x: simulation.linear(x, w, b, blocks, grad_dtype), x, w, b, dy)
+    for result, value in zip(got, want, strict=True):
+        assert (result.shape, result.dtype) == (value.shape, value.dtype)
+        assert result.is_contiguous()
+        if value.numel():
+            largest = value.float().abs().max().clamp(min=2.0**-100)
+            off = (result.float() - value.float()).abs().max() / largest
+            assert off.item() <= close(device, x.dtype)
+
+
+@every_recipe
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_shape(device, name, shape, bias, dtype):
+    lead, ins, outs = shape
+    module = layer(device, ins, outs, name, dtype, bias)
+    x, dy = data(device, *lead, ins, dtype=dtype), data(device, *lead, outs, dtype=dtype, seed=2)
+    compare(device, module, simulation.RECIPES[name], x, dy)
+
+
+@every_recipe
+def test_hybrid(device, name):
+    recipe = type(RECIPES[name]())(fp8_format="hybrid")
+    module = layer(device, 72, 48, recipe)
+    x, dy = data(device, 50, 72), data(device, 50, 48, seed=2)
+    compare(device, module, simulation.RECIPES[name], x, dy, E5M2)
+
+
+@pytest.mark.parametrize("name", ["rowwise", "block"])
+def test_power_of_2_scales(device, name):
+    module = layer(device, 72, 48, type(RECIPES[name]())(power_2_scale=True))
+    blocks = replace(simulation.RECIPES[name], power_of_2=True)
+    compare(device, module, blocks, data(device, 50, 72), data(device, 50, 48, seed=2))
+
+
+@pytest.mark.parametrize("rounding", ["ceil", "floor"])
+@pytest.mark.parametrize("block", [(1, 32), (32, 32)])
+def test_mxfp8_options(device, rounding, block):
+    recipe = fp8rs.MXFP8BlockScaling(weight_block=block, scale_rounding=rounding)
+    module = layer(device, 72, 48, recipe)
+    blocks = simulation.Blocks((1, 32), block, rounding)
+    compare(device, module, blocks, data(device, 50, 72), data(device, 50, 48, seed=2))
+
+
+@every_recipe
+def test_gradients_approximate_high_precision(device, name):
+    module = layer(device, 256, 128, name)
+    x, dy = data(device, 512, 256), data(device, 512, 128, seed=2)
+    w, b = module.weight, module.bias
+    got = results(module, x, w, b, dy)
+    want = results(lambda x: nn.functional.linear(x, w, b), x, w, b, dy)
+    for result, value in zip(got, want, strict=True):
+        assert relative(result, value) < 0.05
+
+
+@every_recipe
+def test_siblings_share_their_input(device, name):
+    """The second layer gets the first one's planes, and both gradients are those of one alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(64, 48)).to(device)
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x):
+            return self.layers[0](x).sum() + self.layers[1](x).square().sum()
+
+    two = fp8rs.convert_to_float8_training(Two(), recipe=name)
+    x = data(device, 40, 64).requires_grad_()
+    two(x).backward()
+    for module in two.layers:
+        alone = fp8rs.nn.Linear.from_linear(nn.Linear(64, module.out_features), recipe=name)
+        alone.weight, alone.bias = (nn.Parameter(p.detach().clone()) for p in _plain(module))
+        y = alone(x.detach())
+        (y.sum() if module is two.layers[0] else y.square().sum()).backward()
+        assert torch.equal(alone.weight.grad, module.weight.grad.view_as(alone.weight))
+
+
+def _plain(module):
+    weight = module.weight
+    return getattr(weight, "high_precision", weight), module.bias
+
+
+@pytest.mark.parametrize(
+    ("rounding", "least"), [("ceil", 28.4), ("floor", 27.5)], ids=["ceil", "floor"]
+)
+@pytest.mark.parametrize("block", [(1, 32), (32, 32)])
+def test_quality_of_mxfp8_products(device, rounding, least, block):
+    """Against float64 on gaussian data."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(512, 512, generator=generator).to(device) for _ in range(2))
+    left = fp8rs.MXFP8Quantizer(E4M3, columnwise=False, scale_rounding=rounding)
+    right = fp8rs.MXFP8Quantizer(E4M3, columnwise=False, block=block, scale_rounding=rounding)
+    out = scaled_mm(left(a).rowwise, right(b).rowwise, out_dtype=torch.float32).double()
+    exact = a.double() @ b.double().t()
+    quality = 20 * torch.log10(exact.norm() / (out - exact).norm())
+    assert quality >= least
+
+
+@every_recipe
+def test_state_dicts_are_plain_and_modules_copy(device, name):
+    module = layer(device, 32, 16, name)
+    assert {k: type(v) for k, v in module.state_dict().items()} == {
+        "weight": torch.Tensor,
+        "bias": torch.Tensor,
+    }
+    assert f"recipe={name}" in repr(module)
+
+
+def test_groups_are_for_one_scale_a_tensor(device):
+    with pytest.raises(ValueError, match="amax_reduction_group"):
+        ModelState("mxfp8", amax_reduction_group=object())

@@ -1,0 +1,459 @@
+"""convert_to_float8_training: which layers, which arguments, what stays, and a real model."""
+
+import copy
+import dataclasses
+import enum
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from distributed import ranks
+from fp8rs import nn as fp8nn
+from fp8rs.convert import convert_to_float8_training
+from fp8rs.recipes import DelayedScaling, Float8CurrentScaling
+
+
+class Model(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.embed = nn.Embedding(24, 16)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2)
+        )
+        self.head = nn.Linear(16, 24, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def convert(module, **kwargs):
+    kwargs.setdefault("enable_fsdp_float8_all_gather", False)
+    return convert_to_float8_training(module, **kwargs)
+
+
+def converted(module):
+    return [name for name, m in module.named_modules() if isinstance(m, fp8nn.Linear)]
+
+
+ALL = ["blocks.0.0", "blocks.0.2", "blocks.1.0", "blocks.1.2", "head"]
+
+
+def test_every_linear_is_swapped_in_place(device):
+    model = Model().to(device)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    parameters = dict(model.named_parameters())
+    assert convert(model, recipe="current") is model
+    assert converted(model) == ALL
+    for name, layer in layers.items():
+        assert model.get_submodule(name) is layer, "the same object, of another class"
+    for name, parameter in model.named_parameters():
+        assert parameters[name] is parameter
+    state = model.head._fp8_state
+    assert state.names == ALL
+    assert [ref() for ref in state.linears] == list(layers.values())
+    assert all(layer._fp8_state is state for layer in layers.values())
+    model(torch.arange(5, device=device)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_the_default_recipe_is_current():
+    assert convert(Model()).head.recipe == Float8CurrentScaling()
+
+
+def test_recipes_by_object_and_name():
+    recipe = DelayedScaling(margin=1)
+    assert convert(Model(), recipe=recipe).head.recipe is recipe
+    assert convert(Model(), recipe="delayed").head.recipe == DelayedScaling()
+
+
+def test_hooks_and_mode_stay(device):
+    model = Model().to(device).eval()
+    seen = []
+    model.head.register_forward_hook(lambda *_: seen.append("head"))
+    convert(model)
+    model(torch.arange(3, device=device))
+    assert seen == ["head"]
+    assert not model.head.training
+
+
+def test_filter_fqns_are_parts_of_names():
+    assert converted(convert(Model(), filter_fqns=["head", "blocks.1"])) == ALL[:2]
+    with pytest.raises(TypeError, match="filter_fqns"):
+        convert(Model(), filter_fqns="head")
+
+
+def test_module_filter_fn_is_given_module_and_name():
+    seen = []
+
+    def keep(module, fqn):
+        seen.append(fqn)
+        return module.out_features == 32
+
+    assert converted(convert(Model(), module_filter_fn=keep)) == ["blocks.0.0", "blocks.1.0"]
+    assert seen == ALL
+
+
+def test_a_linear_root_is_converted_too(device):
+    root = nn.Linear(16, 32, device=device)
+    out = convert(root, recipe="delayed")
+    assert isinstance(out, fp8nn.Linear)
+    out(torch.ones(4, 16, device=device)).sum().backward()
+    assert out._fp8_state.names == [""]
+
+
+def test_tied_weights_stay_in_high_precision():
+    model = Model(tied=True)
+    with pytest.warns(UserWarning, match=r"head .*tied to embed\.weight"):
+        convert(model)
+    assert type(model.head) is nn.Linear
+    assert model.head.weight is model.embed.weight
+    assert converted(model) == ALL[:-1]
+
+
+def test_two_tied_linears_name_each_other():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    model[2].weight = model[0].weight
+    with pytest.warns(UserWarning, match="tied") as caught:
+        convert(model)
+    assert [str(w.message).split(":")[1] for w in caught] == [
+        " its weight is tied to 2.weight",
+        " its weight is tied to 0.weight",
+    ]
+    assert converted(model) == ["1"]
+
+
+def test_a_module_under_two_names_is_not_tied():
+    shared = nn.Linear(16, 16)
+    model = nn.Sequential(shared, nn.GELU(), shared)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert(model)
+    assert isinstance(shared, fp8nn.Linear)
+    assert shared._fp8_state.names == ["0"]
+
+
+def test_subclasses_of_linear_are_left_alone(device):
+    model = nn.Module()
+    model.attention = nn.MultiheadAttention(16, 2, device=device)
+    model.plain = nn.Linear(16, 16, device=device)
+    convert(model)
+    assert not isinstance(model.attention.out_proj, fp8nn.Linear)
+    x = torch.ones(3, 1, 16, device=device)
+    model.attention(x, x, x)
+
+
+def test_weights_of_other_dtypes_stay_with_a_warning():
+    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 4))
+    with pytest.warns(UserWarning, match=r"0 stays as it is.*float64"):
+        convert(model)
+    assert converted(model) == ["1"]
+
+
+def test_converting_twice_changes_nothing():
+    model = convert(Model(), recipe="current")
+    state, hooks = model.head._fp8_state, len(model._forward_pre_hooks)
+    convert(model, recipe="current")
+    assert model.head._fp8_state is state
+    assert len(model._forward_pre_hooks) == hooks
+
+
+def test_converting_to_another_recipe_is_an_error():
+    model = convert(Model(), recipe="current")
+    with pytest.raises(ValueError, match=r"blocks\.0\.0 is an FP8 layer already"):
+        convert(model, recipe="delayed")
+
+
+def test_parts_may_have_recipes_of_their_own(device):
+    model = Model().to(device)
+    convert(model.blocks, recipe="delayed")
+    convert(model, recipe="current", filter_fqns=["blocks"])
+    assert [model.get_submodule(name).recipe.name for name in ALL] == ["delayed"] * 4 + ["current"]
+    model(torch.arange(3, device=device)).sum().backward()
+
+
+def test_layers_made_by_hand_join_the_model(device):
+    model = nn.Sequential(fp8nn.Linear(16, 16), nn.Linear(16, 16)).to(device)
+    convert(model)
+    assert model[0]._fp8_state is model[1]._fp8_state
+    assert not model[0]._forward_pre_hooks
+    model(torch.ones(2, 16, device=device))
+    with pytest.raises(ValueError, match="0 is an FP8 layer already"):
+        convert(nn.Sequential(fp8nn.Linear(16, 16, recipe="delayed")))
+
+
+def test_a_model_without_linears_is_returned_as_it_is():
+    model = nn.Sequential(nn.GELU())
+    assert convert(model) is model
+    assert not model._forward_pre_hooks
+
+
+def test_meta_device_modules(device):
+    with torch.device("meta"):
+        model = Model()
+    convert(model, recipe="delayed")
+    model.to_empty(device=device)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    model(torch.arange(3, device=device)).sum().backward()
+    assert model.head.weight.grad.isfinite().all()
+    assert model.head._fp8_state.history.amax.device.type == device.type
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_state_dicts_are_plain_and_load_into_the_unconverted_model(device, gather):
+    reference = Model().to(device)
+    model = convert(copy.deepcopy(reference), enable_fsdp_float8_all_gather=gather)
+    state = model.state_dict()
+    assert list(state) == list(reference.state_dict())
+    for name, value in state.items():
+        assert type(value) is torch.Tensor
+        assert torch.equal(value, reference.state_dict()[name])
+    reference.load_state_dict(state)
+    model.load_state_dict(reference.state_dict())
+
+
+def test_the_gather_option_changes_no_result_on_one_device(device):
+    torch.manual_seed(0)
+    plain = Model().to(device)
+    tokens = torch.arange(20, device=device)
+    outputs = []
+    for gather in (False, True):
+        model = convert(copy.deepcopy(plain), enable_fsdp_float8_all_gather=gather)
+        y = model(tokens)
+        y.square().sum().backward()
+        outputs.append([y, *(p.grad for p in model.parameters())])
+    for a, b in zip(*outputs, strict=True):
+        assert type(b) is torch.Tensor
+        assert torch.equal(a, b)
+
+
+def test_weights_become_master_weights_for_the_gather(device):
+    from fp8rs.fsdp import MasterWeight
+
+    model = convert(Model().to(device), enable_fsdp_float8_all_gather=True)
+    for name in ALL:
+        weight = model.get_submodule(name).weight
+        assert isinstance(weight, MasterWeight)
+        assert isinstance(weight, nn.Parameter)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    tokens = torch.arange(20, device=device)
+    losses = []
+    for _ in range(10):
+        loss = nn.functional.cross_entropy(model(tokens), tokens)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"module": "model"}, TypeError, "module"),
+        ({"recipe": "fp7"}, ValueError, "recipe"),
+        ({"recipe": 8}, TypeError, "recipe"),
+        ({"amax_reduction_group": "world"}, TypeError, "amax_reduction_group"),
+        ({"recipe": "current", "config": object()}, ValueError, "recipe and config"),
+        ({"config": object()}, TypeError, "config"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, error, match):
+    arguments = {"module": Model(), **arguments}
+    with pytest.raises(error, match=match):
+        convert(arguments.pop("module"), **arguments)
+
+
+@pytest.mark.parametrize("part", ["model", "block", "layer"])
+@ranks(1, cuda=False)
+def test_converting_what_is_sharded_already_is_an_error(rig, part):
+    from torch.distributed.fsdp import fully_shard
+
+    model = Model()
+    fully_shard({"model": model, "block": model.blocks[0], "layer": model.blocks[0][0]}[part])
+    with pytest.raises(ValueError, match=r"blocks\.0\.0 is sharded already"):
+        convert(model)
+
+
+# --- torchao's configuration, by duck typing: the fields that its releases have ------------------
+
+
+class ScalingType(enum.Enum):
+    DYNAMIC = "dynamic"
+    DELAYED = "delayed"
+    DISABLED = "disabled"
+
+
+class ScalingGranularity(enum.Enum):
+    TENSORWISE = "tensorwise"
+    AXISWISE = "axiswise"
+
+
+@dataclasses.dataclass(frozen=True)
+class CastConfig:
+    scaling_type: ScalingType = ScalingType.DYNAMIC
+    scaling_granularity: ScalingGranularity = ScalingGranularity.TENSORWISE
+    target_dtype: torch.dtype | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmConfig:
+    use_fast_accum: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8LinearConfig:
+    cast_config_input: CastConfig = CastConfig()
+    cast_config_weight: CastConfig = CastConfig()
+    cast_config_grad_output: CastConfig = CastConfig()
+    cast_config_input_for_grad_weight: CastConfig | None = None
+    cast_config_weight_for_grad_input: CastConfig | None = None
+    cast_config_grad_output_for_grad_weight: CastConfig | None = None
+    gemm_config_output: GemmConfig = GemmConfig(True)
+    gemm_config_grad_input: GemmConfig = GemmConfig()
+    gemm_config_grad_weight: GemmConfig = GemmConfig()
+    enable_fsdp_float8_all_gather: bool = False
+    pad_inner_dim: bool = False
+    emulate: bool = False
+    round_scales_to_power_of_2: bool = False
+
+
+@pytest.mark.parametrize(
+    ("config", "recipe"),
+    [
+        (Float8LinearConfig(), Float8CurrentScaling(fp8_format="hybrid")),
+        (
+            Float8LinearConfig(
+                cast_config_grad_output=CastConfig(target_dtype=torch.float8_e4m3fn),
+                gemm_config_grad_weight=GemmConfig(True),
+                round_scales_to_power_of_2=True,
+                emulate=True,
+                pad_inner_dim=True,
+            ),
+            Float8CurrentScaling(
+                fast_accumulation=(True, False, True), power_2_scale=True, emulate=True
+            ),
+        ),
+    ],
+)
+def test_torchao_configs(config, recipe):
+    model = convert_to_float8_training(Model(), config=config)
+    assert model.head.recipe == recipe
+    assert type(model.head.weight) is nn.Parameter, "enable_fsdp_float8_all_gather is theirs"
+
+
+def test_torchao_configs_choose_the_gather():
+    from fp8rs.fsdp import MasterWeight
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    model = convert_to_float8_training(Model(), config=config)
+    assert isinstance(model.head.weight, MasterWeight)
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (
+            Float8LinearConfig(cast_config_input=CastConfig(ScalingType.DELAYED)),
+            "cast_config_input.scaling_type",
+        ),
+        (
+            Float8LinearConfig(cast_config_weight=CastConfig(ScalingType.DISABLED)),
+            "cast_config_weight",
+        ),
+        (
+            Float8LinearConfig(
+                cast_config_weight=CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
+            ),
+            "scaling_granularity",
+        ),
+        (
+            Float8LinearConfig(cast_config_input_for_grad_weight=CastConfig(ScalingType.DISABLED)),
+            "cast_config_input_for_grad_weight",
+        ),
+        (
+            Float8LinearConfig(cast_config_input=CastConfig(target_dtype=torch.float8_e5m2)),
+            "cast_config_input.target_dtype",
+        ),
+        (
+            Float8LinearConfig(cast_config_grad_output=CastConfig(target_dtype=torch.float16)),
+            "cast_config_grad_output.target_dtype",
+        ),
+    ],
+)
+def test_torchao_configs_that_no_recipe_does(config, field):
+    with pytest.raises(ValueError, match=field):
+        convert_to_float8_training(Model(), config=config)
+
+
+# --- a model from transformers ---------------------------------------------------------------
+
+
+def llama(device, tied=False):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).to(device)
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_a_transformers_llama_trains(device, recipe):
+    model = convert(llama(device), recipe=recipe, filter_fqns=["lm_head"])
+    assert len(converted(model)) == 2 * 7
+    tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses = []
+    for _ in range(15):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_transformers_llama_quantizes_shared_inputs_once(device):
+    from test_linear import Calls
+
+    model = convert(llama(device), recipe="current", filter_fqns=["lm_head"])
+    tokens = torch.zeros(1, 8, dtype=torch.long, device=device)
+    with torch.no_grad(), Calls() as calls:
+        model(input_ids=tokens)
+    # A layer has seven weights, and the inputs of q, k, v; of o; of gate, up; of down.
+    assert calls.quantizations == 2 * (7 + 4)
+
+
+def test_a_transformers_llama_with_gradient_checkpointing(device):
+    grads = []
+    for checkpointing in (False, True):
+        model = convert(llama(device), recipe="current").train()
+        if checkpointing:
+            enable = getattr(model, "activation_checkpointing_enable", None)
+            (enable or model.gradient_checkpointing_enable)()
+        tokens = torch.arange(16, device=device)[None]
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_transformers_llama_with_tied_embeddings(device):
+    with pytest.warns(UserWarning, match=r"lm_head.*model\.embed_tokens"):
+        model = convert(llama(device, tied=True))
+    assert len(converted(model)) == 2 * 7

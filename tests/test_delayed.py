@@ -1,0 +1,415 @@
+"""Delayed scaling: first scales from data, one roll a step, histories over ranks."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distributed import ranks
+from fp8rs.convert import convert_to_float8_training
+from fp8rs.history import AmaxHistory
+from fp8rs.recipes import DelayedScaling
+from simulation import E4M3, E5M2, MAX, scale_of
+
+
+class Scales(TorchDispatchMode):
+    """Keeps (operator, scale that was used) of every quantization."""
+
+    def __init__(self):
+        super().__init__()
+        self.used = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fp8rs" and "quantize_delayed" in func._schema.name:
+            self.used.append(args[1].reshape(()).clone())
+        return func(*args, **(kwargs or {}))
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+def build(device, **recipe):
+    torch.manual_seed(0)
+    model = convert_to_float8_training(
+        Two().to(device), recipe=DelayedScaling(**recipe), enable_fsdp_float8_all_gather=False
+    )
+    return model, model.a._fp8_state
+
+
+def batch(device, scale=1.0, seed=1):
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)).to(device) * scale
+
+
+def amax(t):
+    return t.detach().float().abs().max()
+
+
+def step(model):
+    """An optimizer step that changes no weight."""
+    torch.optim.SGD(model.parameters(), 0.0).step()
+
+
+# Slots of the model `Two`: weights a, b; inputs of a, b; gradients of a, b.
+W_A, W_B, X_A, X_B, G_A, G_B = range(6)
+
+
+def test_first_scales_come_from_the_data(device):
+    model, state = build(device)
+    x = batch(device, 1e-4)
+    with Scales() as scales:
+        model(x)
+    assert torch.equal(scales.used[0], scale_of(amax(x), E4M3))
+    assert torch.equal(scales.used[1], scale_of(amax(model.a.weight), E4M3))
+    assert torch.equal(state.history.amax[X_A], amax(x))
+    assert torch.equal(state.history.amax[W_A], amax(model.a.weight))
+
+
+def test_the_first_gradients_do_not_flush(device):
+    model, state = build(device)
+    (model(batch(device)).sum() * 1e-9).backward()
+    assert state.history.amax[G_B].item() == pytest.approx(1e-9)
+    assert amax(model.b.weight.grad) > 0
+    assert amax(model.a.weight.grad) > 0
+
+
+def test_scales_are_those_of_the_history_from_the_second_step_on(device):
+    model, state = build(device)
+    first = batch(device)
+    model(first).sum().backward()
+    step(model)
+    with Scales() as scales:
+        model(first * 3)
+    assert torch.equal(scales.used[0], scale_of(amax(first), E4M3)), "3x saturates"
+    assert torch.equal(state.history.amax[X_A], amax(first * 3)), "and is recorded"
+    assert torch.equal(state.history.scale[G_B], scale_of(torch.ones((), device=device), E5M2))
+
+
+def test_a_step_is_one_roll_whatever_the_micro_batches(device):
+    model, state = build(device)
+    for scale in (1.0, 4.0, 2.0):
+        model(batch(device, scale)).sum().backward()
+    assert not state.history.history.any(), "nothing rolls before the optimizer steps"
+    step(model)
+    assert not state.history.history.any(), "nor with it, but at the next forward"
+    model(batch(device))
+    assert torch.equal(state.history.history[0, X_A], amax(batch(device, 4.0)))
+    model(batch(device))
+    assert not state.history.history[1:].any()
+
+
+def test_two_optimizers_are_one_roll(device):
+    model, state = build(device)
+    model(batch(device)).sum().backward()
+    for parameter in model.parameters():
+        torch.optim.SGD([parameter], 0.0).step()
+    model(batch(device))
+    assert (state.history.history[:, X_A] > 0).sum().item() == 1
+
+
+def test_optimizer_steps_without_a_forward_roll_nothing(device):
+    model, state = build(device)
+    model(batch(device)).sum().backward()
+    for _ in range(3):
+        step(model)
+        model(batch(device)) if _ == 0 else None
+    step(model)
+    scale = state.history.scale.clone()
+    model(batch(device))
+    assert state.history.scale[X_A] == scale[X_A]
+
+
+def test_the_history_forgets_after_its_length(device):
+    model, state = build(device, amax_history_len=2)
+    seen = []
+    for scale in (8.0, 1.0, 1.0, 1.0):
+        x = batch(device, scale)
+        model(x).sum().backward()
+        step(model)
+        seen.append(amax(x))
+    model(batch(device))
+    assert torch.equal(state.history.scale[X_A], scale_of(seen[-1], E4M3))
+
+
+@pytest.mark.parametrize(("algo", "expected"), [("max", 8.0), ("most_recent", 1.0)])
+def test_amax_compute_algo(device, algo, expected):
+    model, state = build(device, amax_compute_algo=algo)
+    for scale in (8.0, 1.0):
+        model(batch(device, scale)).sum().backward()
+        step(model)
+    model(batch(device))
+    assert torch.equal(state.history.scale[X_A], scale_of(amax(batch(device, expected)), E4M3))
+
+
+def test_margin_leaves_headroom(device):
+    scales = []
+    for margin in (0, 2):
+        model, state = build(device, margin=margin)
+        model(batch(device)).sum().backward()
+        step(model)
+        model(batch(device))
+        scales.append(state.history.scale[W_A])
+    torch.testing.assert_close(scales[1], scales[0] * 4)
+
+
+def test_evaluations_are_not_recorded(device):
+    model, state = build(device)
+    with torch.no_grad():
+        model(batch(device, 100.0))
+    assert not state.history.amax.any()
+    model(batch(device)).sum().backward()
+    before = state.history.amax.clone()
+    step(model)
+    with torch.no_grad(), Scales() as scales:
+        model(batch(device, 100.0))
+    assert torch.equal(state.history.amax, before)
+    assert not state.history.history.any(), "an evaluation does not roll"
+    assert len(scales.used) == 4
+    model(batch(device))
+    with torch.inference_mode(), Scales() as scales:
+        model(batch(device, 100.0))
+    assert torch.equal(scales.used[0], scale_of(amax(batch(device)), E4M3)), "the history's scale"
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_may_come_first(device, mode):
+    model, state = build(device)
+    with mode():
+        first = model(batch(device))
+    for _ in range(3):
+        y = model(batch(device))
+        y.sum().backward()
+        step(model)
+        assert torch.equal(y, first)
+    assert all(state.history.ready)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_amaxes_never_enter_the_history(device, bad):
+    model, state = build(device)
+    for _ in range(3):
+        model(batch(device)).sum().backward()
+        step(model)
+    x = batch(device)
+    x[0, 0] = bad
+    model.zero_grad()
+    y = model(x)
+    assert y.isnan().all(), "the blow-up is visible"
+    y.sum().backward()
+    model.zero_grad()  # such a step is skipped, or the weights are lost
+    step(model)
+    y = model(batch(device))
+    assert y.isfinite().all(), "and gone with its cause"
+    y.sum().backward()
+    assert state.history.history.isfinite().all()
+    assert state.history.scale.isfinite().all()
+    assert model.a.weight.grad.isfinite().all()
+
+
+def test_non_finite_first_data_is_visible_and_leaves_no_scale(device):
+    model, state = build(device)
+    x = batch(device)
+    x[0, 0] = float("nan")
+    assert model(x).isnan().all()
+    step(model)
+    assert model(batch(device)).isfinite().all()
+    assert state.history.scale.isfinite().all()
+
+
+def test_zeros_do_not_set_a_scale(device):
+    # A LoRA adapter begins so: its second factor is zero, so the first one's gradient is.
+    model, _ = build(device)
+    with torch.no_grad():
+        model.b.weight.zero_()
+    model(batch(device)).sum().backward()
+    assert not model.a.weight.grad.any()
+    step(model)
+    with torch.no_grad():
+        model.b.weight.fill_(1e-6)
+    with Scales() as scales:
+        y = model(batch(device))
+        model.zero_grad()
+        (y.sum() * 1e-6).backward()
+    assert amax(model.a.weight.grad) > 0
+    assert all(scale != 1.0 for scale in scales.used)
+
+
+def test_known_slots_stop_reading_the_data(device):
+    model, state = build(device)
+    for _ in range(3):
+        model(batch(device)).sum().backward()
+        step(model)
+    assert all(state.history.ready)
+
+    class NoAmax(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert not func._schema.name.startswith("fp8rs::amax")
+            return func(*args, **(kwargs or {}))
+
+    model.a._fp8_state.begin_forward(model, ())
+    with NoAmax():
+        model.forward(batch(device)).sum().backward()
+
+
+def test_a_part_called_on_its_own_rolls_too(device):
+    model, state = build(device)
+    for _ in range(2):
+        model.a(batch(device)).sum().backward()
+        step(model)
+    model.a(batch(device))
+    assert torch.equal(state.history.history[:2, X_A], amax(batch(device)).expand(2))
+    assert state.history.known.tolist() == [True, False, True, False, True, False]
+
+
+def test_siblings_share_one_history(device):
+    class Siblings(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.q(x) + self.k(x)
+
+    torch.manual_seed(0)
+    model = convert_to_float8_training(
+        Siblings().to(device), recipe="delayed", enable_fsdp_float8_all_gather=False
+    )
+    model(batch(device))
+    history = model.q._fp8_state.history
+    assert history.amax[2].item() == amax(batch(device)).item()
+    assert history.amax[3].item() == 0, "k's own slot is not used"
+    model.k(batch(device, 2.0))
+    assert history.amax[2].item() == amax(batch(device, 2.0)).item()
+
+
+def test_checkpointed_blocks_record_once_with_one_scale(device):
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(Two):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=True)
+
+    torch.manual_seed(0)
+    model = convert_to_float8_training(
+        Checkpointed().to(device), recipe="delayed", enable_fsdp_float8_all_gather=False
+    )
+    state = model.a._fp8_state
+    for _ in range(3):
+        with Scales() as scales:
+            model(batch(device).requires_grad_()).sum().backward()
+        forward, recomputed = scales.used[:4], scales.used[4:8]
+        assert all(torch.equal(a, b) for a, b in zip(forward, recomputed, strict=True))
+        assert torch.equal(state.history.amax[X_A], amax(batch(device)))
+        step(model)
+
+
+def test_the_buffers_move_with_the_model(device):
+    model, state = build(torch.device("cpu"))
+    model(batch(torch.device("cpu"))).sum().backward()
+    before = state.history.amax.clone()
+    model.to(device)
+    step(model)
+    model(batch(device)).sum().backward()
+    assert state.history.amax.device.type == device.type
+    assert torch.equal(state.history.history[0].cpu(), before)
+
+
+def test_training_converges(device):
+    model, _ = build(device)
+    torch.manual_seed(1)
+    x, target = torch.randn(64, 16, device=device), torch.randn(64, 16, device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-2)
+    losses = []
+    for _ in range(40):
+        loss = (model(x) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.85 * losses[0]
+
+
+def test_history_alone(device):
+    history = AmaxHistory(DelayedScaling(amax_history_len=3), [E4M3, E4M3, E5M2], device)
+    history.amax.copy_(torch.tensor([2.0, 0.0, 5.0]))
+    reduced = []
+    history.roll(lambda t: reduced.append(t.clone()))
+    assert reduced[0].tolist() == [2.0, 0.0, 5.0]
+    expected = torch.tensor([2.0 / MAX[E4M3], 1.0, 5.0 / MAX[E5M2]])
+    torch.testing.assert_close(history.scale.cpu(), expected, rtol=1e-7, atol=0)
+    assert history.known.tolist() == [True, False, True]
+    assert not history.amax.any()
+    first = history.first_scales(slice(0, 2), torch.tensor([9.0, 7.0], device=device), E4M3).cpu()
+    torch.testing.assert_close(first, torch.tensor([2.0, 7.0]) / MAX[E4M3], rtol=1e-7, atol=0)
+    history.roll(lambda t: None)
+    assert history.ready == [True, False, True]
+    torch.testing.assert_close(history.scale.cpu(), expected, rtol=1e-7, atol=0)
+
+
+@ranks(2)
+def test_ranks_share_first_scales_and_histories(rig):
+    model, state = build(rig.device)
+    x = batch(rig.device, 1.0 + rig.rank)
+    largest = amax(batch(rig.device, 2.0))
+    for i in range(3):
+        with Scales() as scales:
+            model(x).sum().backward()
+        assert torch.equal(scales.used[0], scale_of(largest, E4M3)), i
+        assert torch.equal(state.history.amax[X_A], amax(x)), "a rank's own until the roll"
+        step(model)
+    assert all(state.history.ready)
+
+
+@ranks(2)
+def test_a_group_of_its_own_takes_the_place_of_the_default_one(rig):
+    import torch.distributed as dist
+
+    groups = [dist.new_group([r]) for r in range(2)]
+    torch.manual_seed(0)
+    model = convert_to_float8_training(
+        Two().to(rig.device),
+        recipe="delayed",
+        enable_fsdp_float8_all_gather=False,
+        amax_reduction_group=groups[rig.rank],
+    )
+    x = batch(rig.device, 1.0 + rig.rank)
+    with Scales() as scales:
+        model(x)
+    assert torch.equal(scales.used[0], scale_of(amax(x), E4M3))
+
+
+@ranks(2)
+def test_an_evaluation_on_one_rank_does_not_hang(rig):
+    model, _ = build(rig.device)
+    if rig.rank == 0:
+        with torch.no_grad():
+            assert model(batch(rig.device)).isfinite().all()
+
+
+@ranks(2)
+def test_sharded_weights_are_reduced_over_their_shards_too(rig):
+    import torch.distributed as dist
+
+    groups = [dist.new_group([r]) for r in range(2)]
+    both = dist.new_group([0, 1])
+    torch.manual_seed(0)
+    model = convert_to_float8_training(
+        Two().to(rig.device),
+        recipe="delayed",
+        enable_fsdp_float8_all_gather=False,
+        amax_reduction_group=groups[rig.rank],
+    )
+    state = model.a._fp8_state
+    state.set_weight_group(1, both)
+    model(batch(rig.device))
+    state.history.amax.copy_(torch.full((6,), 1.0 + rig.rank))
+    step(model)
+    model(batch(rig.device))
+    rolled = state.history.history[0].tolist()
+    assert rolled[W_B] == 2.0
+    assert rolled[W_A] == rolled[X_A] == 1.0 + rig.rank

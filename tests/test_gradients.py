@@ -1,0 +1,173 @@
+"""Training in FP8 equals a simulation in plain torch: rounded operands, fp32 accumulation."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp8rs.convert import convert_to_float8_training
+from fp8rs.recipes import Float8CurrentScaling
+from simulation import E4M3, E5M2, linear, relative
+
+
+class Mlp(nn.Module):
+    """Residual, gated, with sizes that need padding."""
+
+    def __init__(self, linear=None):
+        super().__init__()
+        self.norm = nn.LayerNorm(40)
+        self.gate = nn.Linear(40, 72)
+        self.up = nn.Linear(40, 72, bias=False)
+        self.down = nn.Linear(72, 40)
+        self.linear = linear or (lambda module, x: module(x))
+
+    def forward(self, x):
+        h = self.norm(x)
+        gate, up = self.linear(self.gate, h), self.linear(self.up, h)
+        return x + self.linear(self.down, nn.functional.silu(gate) * up)
+
+
+class Codes(TorchDispatchMode):
+    """Keeps every FP8 operand that the library makes, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+        self.again = []  # weights in the backward
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "fp8rs" and "quantize_current" in func._schema.name:
+            self.made.append(tuple(t.detach().clone() for t in out))
+        elif func is torch.ops.fp8rs.quantize.default:
+            self.again.append(out[1].detach().clone())
+        return out
+
+
+def models(device, fp8_format="e4m3", dtype=torch.float32):
+    """The same model three times: in FP8, simulated, in high precision."""
+    torch.manual_seed(0)
+    grad_dtype = E4M3 if fp8_format == "e4m3" else E5M2
+
+    def simulate(module, x):
+        return linear(x, module.weight, module.bias, grad_dtype)
+
+    fp8, simulated, plain = Mlp(), Mlp(simulate), Mlp()
+    for model in (fp8, simulated, plain):
+        model.load_state_dict(plain.state_dict())
+        model.to(device, dtype)
+    convert_to_float8_training(
+        fp8,
+        # The simulation accumulates in fp32: so must the FP8 GEMMs, as far as tensor cores do.
+        recipe=Float8CurrentScaling(fp8_format=fp8_format, fast_accumulation=(False, False, False)),
+        enable_fsdp_float8_all_gather=False,
+    )
+    return fp8, simulated, plain
+
+
+def run(model, dtype=torch.float32):
+    device = model.norm.weight.device
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(6, 11, 40, generator=generator).to(device, dtype)
+    target = torch.randn(6, 11, 40, generator=generator).to(device, dtype)
+    loss = (model(x) - target).float().square().mean()
+    model.zero_grad()
+    loss.backward()
+    return loss.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("fp8_format", ["e4m3", "hybrid"])
+def test_gradients_equal_the_simulations(device, fp8_format):
+    fp8, simulated, plain = models(device, fp8_format)
+    (loss, grads), (expected_loss, expected) = run(fp8), run(simulated)
+    _, exact = run(plain)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)
+    # FP8 tensor cores round partial sums (some 14 bits), which this small model's norms amplify.
+    limit = 2e-3 if device.type == "cpu" else 1e-2
+    for a, b in zip(grads, expected, strict=True):
+        assert relative(a, b) < limit
+
+    def error(gs):
+        return relative(
+            torch.cat([g.flatten() for g in gs]), torch.cat([g.flatten() for g in exact])
+        )
+
+    assert error(grads) == pytest.approx(error(expected), rel=0.02)
+    assert error(grads) > 0.01, "the operands are rounded"
+
+
+def test_operands_are_the_simulations_bytes(device):
+    """Layer by layer, with the same inputs on both sides, so that no summation order enters."""
+    from simulation import codes_of, scale_of
+
+    fp8, _, _ = models(device)
+    with Codes() as codes:
+        run(fp8)
+    # h, gate, up, the product, down; then, backward, the gradients of down, up and gate.
+    assert len(codes.made) == 2 + 3 + 3
+    weights = {"gate": 1, "up": 2, "down": 4}
+    for again, (name, position) in enumerate(reversed(weights.items())):
+        weight = getattr(fp8, name).weight.detach()
+        row, _, scale = codes.made[position]
+        col = codes.again[again]
+        expected = scale_of(weight.abs().max(), E4M3)
+        assert torch.equal(scale, expected)
+        bytes_ = codes_of(weight, expected, E4M3).view(torch.uint8)
+        assert torch.equal(row.view(torch.uint8), bytes_)
+        assert torch.equal(col.view(torch.uint8), bytes_.t())
+
+
+def test_bf16_gradients_equal_the_simulations(device):
+    fp8, simulated, _ = models(device, dtype=torch.bfloat16)
+    (loss, grads), (expected_loss, expected) = (
+        run(fp8, torch.bfloat16),
+        run(simulated, torch.bfloat16),
+    )
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-2, atol=0)
+    for a, b in zip(grads, expected, strict=True):
+        assert relative(a, b) < 2e-2
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_training_lowers_the_loss_as_high_precision_does(device, recipe):
+    finals = {}
+    for kind in ("plain", recipe):
+        torch.manual_seed(0)
+        model = Mlp().to(device)
+        if kind != "plain":
+            convert_to_float8_training(model, recipe=kind, enable_fsdp_float8_all_gather=False)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        first = None
+        for _ in range(60):
+            loss, _ = run(model)
+            optimizer.step()
+            first = loss if first is None else first
+        finals[kind] = (loss / first).item()
+    assert finals["plain"] < 0.5
+    assert finals[recipe] < finals["plain"] + 0.05
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_two_runs_with_one_seed_give_the_same_bytes(device, recipe):
+    def train():
+        torch.manual_seed(0)
+        model = Mlp().to(device)
+        convert_to_float8_training(model, recipe=recipe, enable_fsdp_float8_all_gather=False)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        losses = []
+        with Codes() as codes:
+            for _ in range(4):
+                losses.append(run(model)[0])
+                optimizer.step()
+        return losses, codes.made, [p.detach().clone() for p in model.parameters()]
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = train(), train()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first[2], second[2], strict=True))
+    for a, b in zip(first[1], second[1], strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))

@@ -1,0 +1,606 @@
+"""fp8rs.nn.Linear: shapes, dtypes, what is saved, what is quantized how often, contexts."""
+
+import collections
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from fp8rs import UnsupportedError
+from fp8rs import nn as fp8nn
+from fp8rs.formats import BlockFormat
+from fp8rs.gemm import check_cuda, scaled_mm
+from fp8rs.quantizers import Float8CurrentScalingQuantizer
+from fp8rs.recipes import DelayedScaling, Float8CurrentScaling
+from fp8rs.tensors import Plane
+from simulation import E4M3, linear, relative
+
+
+class Calls(TorchDispatchMode):
+    """Counts the library's operators by name, and keeps what quantizers were given."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fp8rs":
+            self.counts[func._schema.name.split("::")[1]] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def gemms(self):
+        return {n: c for n, c in self.counts.items() if n == "dequantize"}  # on CPU
+
+    @property
+    def quantizations(self):
+        return sum(n for name, n in self.counts.items() if name.startswith("quantize"))
+
+
+def layer(device, in_features=16, out_features=32, dtype=torch.float32, seed=0, **kwargs):
+    torch.manual_seed(seed)
+    new = fp8nn.Linear(in_features, out_features, dtype=dtype, **kwargs).to(device)
+    if new.bias is not None:
+        nn.init.normal_(new.bias)
+    return new
+
+
+def data(device, *shape, dtype=torch.float32, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+def gradients(module, x, dy, **call):
+    """Output and gradients of x, weight and bias."""
+    x = x.detach().clone().requires_grad_()
+    y = module(x, **call)
+    inputs = [x, module.weight] + ([] if module.bias is None else [module.bias])
+    return [y, *torch.autograd.grad(y, inputs, dy)]
+
+
+# Sizes that are multiples of 16 and sizes that are not; 1-D to 4-D; an empty batch.
+SHAPES = [
+    (32, 16),
+    (7, 16),
+    (5, 3),
+    (16,),
+    (3,),
+    (2, 3, 16),
+    (2, 5, 3, 17),
+    (1, 1),
+    (0, 16),
+    (2, 0, 3),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("out_features", [32, 5])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_shape(device, shape, out_features, bias, dtype):
+    module = layer(device, shape[-1], out_features, dtype=dtype, bias=bias)
+    x, dy = data(device, *shape, dtype=dtype), data(device, *shape[:-1], out_features, dtype=dtype)
+    results = gradients(module, x, dy)
+
+    w, b = module.weight, module.bias
+    x2 = x.clone().requires_grad_()
+    y2 = linear(x2, w, b)
+    expected = [y2, *torch.autograd.grad(y2, [x2, w] + ([] if b is None else [b]), dy)]
+    for result, value in zip(results, expected, strict=True):
+        assert (result.shape, result.dtype) == (value.shape, value.dtype)
+        assert result.is_contiguous()
+        close = {} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 2**-7}
+        if device.type == "cuda" and dtype == torch.float32:
+            # FP8 tensor cores keep some 14 bits of each partial sum, not fp32's 24.
+            close = {"rtol": 2**-11, "atol": 2**-11}
+        torch.testing.assert_close(result, value, **close)
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize("fp8_format", ["e4m3", "hybrid"])
+def test_recipes_approximate_high_precision(device, recipe, fp8_format):
+    kinds = {"current": Float8CurrentScaling, "delayed": DelayedScaling}
+    module = layer(device, 64, 48, recipe=kinds[recipe](fp8_format=fp8_format))
+    x, dy = data(device, 128, 64), data(device, 128, 48, seed=2)
+    plain = nn.Linear(64, 48, device=device)
+    plain.load_state_dict(module.state_dict())
+    for result, value in zip(gradients(module, x, dy), gradients(plain, x, dy), strict=True):
+        assert relative(result, value) < (0.08 if fp8_format == "hybrid" else 0.05)
+
+
+def test_it_is_a_linear_with_the_same_parameters(device):
+    module = layer(device)
+    assert isinstance(module, nn.Linear)
+    assert list(module.state_dict()) == ["weight", "bias"]
+    assert type(module.weight) is nn.Parameter
+    assert "recipe=current" in repr(module)
+    assert "in_features=16, out_features=32, bias=True" in repr(module)
+
+
+def test_from_linear_takes_parameters_hooks_and_mode(device):
+    plain = nn.Linear(16, 32, device=device).eval()
+    seen = []
+    plain.register_forward_hook(lambda *_: seen.append(1))
+    module = fp8nn.Linear.from_linear(plain, recipe="delayed")
+    assert module.weight is plain.weight
+    assert module.bias is plain.bias
+    assert not module.training
+    assert type(plain) is nn.Linear
+    module(data(device, 4, 16))
+    assert seen == [1]
+    plain(data(device, 4, 16))
+    assert seen == [1, 1]
+    with pytest.raises(TypeError, match="linear"):
+        fp8nn.Linear.from_linear(nn.GELU())
+
+
+@pytest.mark.parametrize(
+    ("x_dtype", "w_dtype"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.bfloat16),
+    ],
+)
+def test_mixed_dtypes(device, x_dtype, w_dtype):
+    module = layer(device, dtype=w_dtype)
+    x = data(device, 8, 16, dtype=x_dtype)
+    y, dx, dw, db = gradients(module, x, data(device, 8, 32, dtype=x_dtype))
+    assert y.dtype == dx.dtype == x_dtype
+    assert dw.dtype == db.dtype == w_dtype
+
+
+def test_autocast_sets_the_output_dtype(device):
+    module = layer(device)
+    x = data(device, 8, 16).requires_grad_()
+    with torch.autocast(device.type, torch.bfloat16):
+        y = module(x)
+        assert y.dtype == torch.bfloat16
+        y.float().square().sum().backward()  # a backward inside the context as well
+    assert x.grad.dtype == module.weight.grad.dtype == torch.float32
+    # The operands are those of the fp32 input: autocast rounds nothing twice.
+    # (On a GPU the two GEMMs are two kernels, and FP8 tensor cores round partial sums.)
+    close = {} if device.type == "cpu" else {"rtol": 2**-7, "atol": 2**-8}
+    torch.testing.assert_close(y, module(x).to(torch.bfloat16), **close)
+
+
+def test_the_fp8_plane_is_saved_and_not_the_input(device):
+    module = layer(device, 256, 128, dtype=torch.bfloat16)
+    saved = []
+
+    def pack(t):
+        saved.append(t)
+        return t
+
+    x = data(device, 512, 256, dtype=torch.bfloat16).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        module(x)
+    # The input as a columnwise plane, the weight as it is (no copy), and their scales.
+    assert [(tuple(t.shape), t.dtype) for t in saved] == [
+        ((256, 512), E4M3),
+        ((), torch.float32),
+        ((128, 256), torch.bfloat16),
+        ((), torch.float32),
+    ]
+    assert saved[2].data_ptr() == module.weight.data_ptr()
+
+
+def test_a_frozen_weight_saves_no_input(device):
+    module = layer(device)
+    module.weight.requires_grad_(False)
+    saved = []
+    x = data(device, 8, 16).requires_grad_()
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+        Calls() as calls,
+    ):
+        y = module(x)
+    assert sorted(t.shape for t in saved) == [(), (32, 16)], "the weight and its scale"
+    y.sum().backward()
+    assert module.weight.grad is None
+    assert x.grad is not None
+    assert module.bias.grad is not None
+    assert calls.counts["transpose"] == 0
+
+
+def test_an_input_without_gradients_costs_no_dgrad(device):
+    module = layer(device)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = module(data(device, 8, 16))
+    assert sorted(t.shape for t in saved) == [(), (16, 8)]
+    y.sum().backward()
+    assert module.weight.grad is not None
+
+
+def test_only_the_bias_needs_gradients(device):
+    module = layer(device)
+    module.weight.requires_grad_(False)
+    dy = data(device, 8, 32)
+    with Calls() as calls:
+        module(data(device, 8, 16)).backward(dy)
+    assert calls.quantizations == 2, "input and weight; no gradient"
+    torch.testing.assert_close(module.bias.grad, dy.sum(0))
+
+
+def test_no_grad_makes_no_columnwise_plane(device):
+    module = layer(device)
+    with torch.no_grad(), Calls() as calls:
+        y = module(data(device, 8, 16))
+    assert not y.requires_grad
+    assert calls.quantizations == 2
+    with torch.inference_mode():
+        assert torch.equal(module(data(device, 8, 16)), y)
+
+
+def test_the_gradient_is_quantized_once_for_both_directions(device):
+    module = layer(device)
+    y = module(data(device, 8, 16).requires_grad_())
+    with Calls() as calls:
+        y.backward(data(device, 8, 32))
+    # The other is the weight's columnwise plane, with the scale of the forward.
+    assert calls.counts == {"quantize_current": 1, "quantize": 1, **calls.gemms}
+
+
+class Attention(nn.Module):
+    """Three layers that share an input, and a fourth that does not."""
+
+    def __init__(self, frozen_q=False):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        self.q.weight.requires_grad_(not frozen_q)
+
+    def forward(self, x):
+        return self.o(self.q(x) * self.k(x) + self.v(x))
+
+
+def attention(device, recipe="current", **kwargs):
+    from fp8rs.convert import convert_to_float8_training
+
+    torch.manual_seed(0)
+    return convert_to_float8_training(
+        Attention(**kwargs).to(device), recipe=recipe, enable_fsdp_float8_all_gather=False
+    )
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_siblings_share_one_quantization(device, recipe):
+    model = attention(device, recipe)
+    with Calls() as calls:
+        y = model(data(device, 8, 16))
+    assert calls.quantizations == 4 + 2, "four weights, the shared input and that of o"
+    y.sum().backward()
+    again = copy.deepcopy(model)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        again(data(device, 8, 16))
+    columnwise = [t.data_ptr() for t in saved if t.shape == (16, 8) and t.dtype == E4M3]
+    assert len(columnwise) == 4
+    assert len(set(columnwise)) == 2, "q, k and v save the same plane"
+
+
+def test_siblings_of_a_frozen_layer_get_their_columnwise_plane(device):
+    model = attention(device, frozen_q=True)
+    with Calls() as calls:
+        y = model(data(device, 8, 16))
+    assert calls.quantizations == 4 + 2
+    y.sum().backward()
+    reference = attention(device, frozen_q=False)
+    reference(data(device, 8, 16)).sum().backward()
+    assert torch.equal(model.k.weight.grad, reference.k.weight.grad)
+    assert torch.equal(model.v.weight.grad, reference.v.weight.grad)
+
+
+def test_a_sibling_sees_in_place_changes(device):
+    class Changes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            first = self.a(x)
+            x.mul_(2)
+            return first, self.b(x)
+
+    from fp8rs.convert import convert_to_float8_training
+
+    model = convert_to_float8_training(
+        Changes().to(device), recipe="current", enable_fsdp_float8_all_gather=False
+    )
+    with torch.no_grad():
+        _, second = model(data(device, 8, 16))
+        assert torch.equal(second, model.b(data(device, 8, 16) * 2))
+
+
+def test_a_layer_called_again_quantizes_anew(device):
+    model = attention(device)
+    x = data(device, 8, 16)
+    with torch.no_grad():
+        first = model.q(x)
+        x.data.mul_(-3)  # no version moves
+        torch.testing.assert_close(model.q(x) - model.q.bias, -3 * (first - model.q.bias))
+        x.data.mul_(-1)
+        assert torch.equal(model.q(x), model.q(x.clone()))
+
+
+def test_shared_activations_are_not_kept(device):
+    import weakref
+
+    model = attention(device)
+    x = data(device, 8, 16)
+    model.q(x)  # outside a forward of the root
+    alive = weakref.ref(model.q._fp8_state.activations._entry.planes[0].data)
+    assert alive() is not None
+    del x
+    assert alive() is None
+    model(data(device, 8, 16))
+    assert model.q._fp8_state.activations._entry is None
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_changes_nothing(device, recipe, use_reentrant):
+    results = []
+    for checkpointed in (False, True):
+        model = attention(device, recipe)
+        x = data(device, 8, 16).requires_grad_()
+        for _ in range(2):  # delayed scaling: the second with a history
+            if checkpointed:
+                y = checkpoint(model.forward, x, use_reentrant=use_reentrant)
+                model.q._fp8_state.end_forward(model, (), None)
+            else:
+                y = model(x)
+            y.square().sum().backward()
+        results.append([y, x.grad] + [p.grad for p in model.parameters()])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_gradients_accumulate(device):
+    module = layer(device)
+    batches = [data(device, 8, 16, seed=s) for s in range(3)]
+    total = torch.zeros_like(module.weight)
+    for x in batches:
+        total += gradients(module, x, torch.ones(8, 32, device=device))[2]
+    for x in batches:
+        module(x).sum().backward()
+    torch.testing.assert_close(module.weight.grad, total)
+
+
+def test_deterministic_algorithms_give_the_same_bytes(device):
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = [
+            gradients(layer(device), data(device, 64, 16), data(device, 64, 32)) for _ in range(2)
+        ]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for a, b in zip(*runs, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_strided_and_expanded_operands(device):
+    module = layer(device)
+    x = data(device, 16, 6, 5).transpose(0, 2)  # (5, 6, 16), no 2-D view without a copy
+    dy = torch.ones((), device=device).expand(5, 6, 32)
+    for a, b in zip(
+        gradients(module, x, dy), gradients(module, x.contiguous(), dy.contiguous()), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_a_quantized_weight_is_used_as_it_is(device):
+    plain = layer(device)
+    x, dy = data(device, 8, 16), data(device, 8, 32)
+    expected = gradients(plain, x, dy)
+    for columnwise in (False, True):
+        module = layer(device)
+        weight = Float8CurrentScalingQuantizer(E4M3, columnwise=columnwise)(plain.weight)
+        module.weight = nn.Parameter(weight)
+        for a, b in zip(gradients(module, x, dy), expected, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_quantized_weight_names_its_missing_plane(device):
+    module = layer(device)
+    weight = Float8CurrentScalingQuantizer(E4M3, rowwise=False)(module.weight)
+    module.weight = nn.Parameter(weight)
+    with pytest.raises(ValueError, match="rowwise"):
+        module(data(device, 8, 16))
+
+
+def test_a_resharded_weight_is_a_clear_error(device):
+    module = layer(device)
+    module.weight = nn.Parameter(Float8CurrentScalingQuantizer(E4M3)(module.weight))
+    y = module(data(device, 8, 16).requires_grad_())
+    for plane in (module.weight.rowwise, module.weight.columnwise):
+        plane.data.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="reshard"):
+        module(data(device, 8, 16))
+    with pytest.raises(RuntimeError, match="reshard"):
+        y.sum().backward()
+
+
+def test_a_weight_written_between_forward_and_backward_is_an_error(device):
+    module = layer(device)
+    y = module(data(device, 8, 16).requires_grad_())
+    with torch.no_grad():
+        module.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_double_backward_is_a_clear_error(device):
+    x = data(device, 8, 16).requires_grad_()
+    y = layer(device)(x)
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(y.sum(), [x], create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("x", "error"),
+    [
+        (torch.ones(4, 15), ValueError),
+        (torch.ones(()), ValueError),
+        (torch.ones(4, 16, dtype=torch.float64), TypeError),
+        (torch.ones(4, 16, dtype=torch.int32), TypeError),
+    ],
+)
+def test_bad_inputs_name_the_argument(device, x, error):
+    with pytest.raises(error, match="input"):
+        layer(device)(x.to(device))
+
+
+def test_non_finite_inputs_stay_visible(device):
+    module = layer(device)
+    x = data(device, 8, 16)
+    x[3, 3] = float("inf")
+    y = module(x.requires_grad_())
+    assert y.isnan().all()
+    y.sum().backward()
+    assert module.weight.grad.isnan().all()
+    assert x.grad.isfinite().all(), "of finite operands"
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_deepcopy_and_pickle(device, recipe):
+    model = attention(device, recipe)
+    x = data(device, 8, 16)
+    model(x).sum().backward()
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for copied in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        assert copied.q._fp8_state is copied.o._fp8_state
+        assert copied.q._fp8_state is not model.q._fp8_state
+        with torch.no_grad():
+            assert torch.equal(copied(x), model(x))
+        assert [ref() for ref in copied.q._fp8_state.linears] == [
+            copied.q,
+            copied.k,
+            copied.v,
+            copied.o,
+        ]
+        copied(x).sum().backward()
+
+
+def test_a_copy_that_lost_a_layer(device):
+    model = copy.deepcopy(attention(device))
+    model.k = nn.Identity()
+    model(data(device, 8, 16))
+    linears = [ref() for ref in model.q._fp8_state.linears]
+    assert linears == [model.q, None, model.v, model.o], "indices stay"
+
+
+def test_a_layer_is_freed_without_the_garbage_collector(device):
+    import gc
+    import weakref
+
+    gc.disable()
+    try:
+        module = layer(device)
+        module(data(device, 4, 16)).sum().backward()
+        alive = weakref.ref(module)
+        del module
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_emulation_gives_the_same_training(device):
+    x, dy = data(device, 24, 16), data(device, 24, 32)
+    native = gradients(layer(device), x, dy)
+    emulated = gradients(layer(device, recipe=Float8CurrentScaling(emulate=True)), x, dy)
+    # FP8 tensor cores keep some 14 bits of each partial sum, not fp32's 24.
+    close = {} if device.type == "cpu" else {"rtol": 2**-10, "atol": 2**-10}
+    for a, b in zip(native, emulated, strict=True):
+        torch.testing.assert_close(a, b, **close)
+
+
+@pytest.mark.parametrize(
+    ("hip", "capability", "reason"),
+    [(None, (8, 0), r"8\.9.*has 8\.0"), ("6.2", (9, 4), "NVIDIA")],
+)
+def test_gpus_without_fp8_gemms_are_told_what_can_run(monkeypatch, hip, capability, reason):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    with pytest.raises(UnsupportedError, match=f"{reason}.*emulate=True"):
+        check_cuda.__wrapped__(0)
+
+
+def test_scaled_mm_names_what_does_not_fit(device):
+    a = Float8CurrentScalingQuantizer(E4M3)(data(device, 4, 16)).rowwise
+    b = Float8CurrentScalingQuantizer(E4M3)(data(device, 4, 17)).rowwise
+    with pytest.raises(ValueError, match=r"\(4, 16\).*\(4, 17\)"):
+        scaled_mm(a, b, out_dtype=torch.float32)
+
+
+@pytest.mark.gpu
+def test_formats_without_a_gemm_are_named():
+    plane = Float8CurrentScalingQuantizer(E4M3)(data("cuda", 16, 16)).rowwise
+    other = Plane(plane.data, plane.scale.view(1, 1), BlockFormat("odd", (7, -1), torch.float32))
+    with pytest.raises(UnsupportedError, match=r"'tensor' and 'odd'.*emulate=True"):
+        scaled_mm(plane, other, out_dtype=torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_a_step_never_waits_for_the_device(recipe):
+    model = attention(torch.device("cuda"), recipe)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    x = data("cuda", 32, 16)
+
+    def step():
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(4):  # delayed scaling learns which histories hold something
+        step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# Parameters made on one stream and captured on another: torch says so, and it is what is tested.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+@pytest.mark.gpu
+def test_a_step_is_captured_in_a_cuda_graph():
+    model = attention(torch.device("cuda"))
+    x, fresh = data("cuda", 32, 16), data("cuda", 32, 16, seed=9)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            model(x).sum().backward()
+    torch.cuda.current_stream().wait_stream(side)
+    model.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = model(x)
+        y.sum().backward()
+    x.copy_(fresh)
+    graph.replay()
+    captured = [y.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+    model.zero_grad(set_to_none=True)
+    y = model(fresh)
+    y.sum().backward()
+    for a, b in zip(captured, [y, *(p.grad for p in model.parameters())], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_no_warnings(device):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradients(layer(device), data(device, 8, 16), data(device, 8, 32))
