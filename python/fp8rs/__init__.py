@@ -1,0 +1,67 @@
+"""FP8 training for PyTorch FSDP2: weights are quantized before they are gathered.
+
+``import fp8rs`` registers the operators of ``torch.ops.fp8rs``. It starts no CUDA context and needs
+no GPU.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from . import ops  # isort: skip  (registers the operators that the rest calls)
+from . import ops_blocks as ops_blocks  # isort: skip
+
+from . import nn
+from ._core import CudaError, UnsupportedError, __version__
+from .convert import convert_to_float8_training
+from .quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+    Quantizer,
+)
+from .recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
+from .tensors import Float8Tensor, MXFP8Tensor, Plane, QuantizedTensor
+
+if TYPE_CHECKING:
+    from .fsdp import precompute_float8_dynamic_scale_for_fsdp
+
+__all__ = [
+    "CudaError",
+    "DelayedScaling",
+    "Float8BlockQuantizer",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8RowwiseScaling",
+    "Float8Tensor",
+    "MXFP8BlockScaling",
+    "MXFP8Quantizer",
+    "MXFP8Tensor",
+    "Plane",
+    "QuantizedTensor",
+    "Quantizer",
+    "Recipe",
+    "UnsupportedError",
+    "__version__",
+    "convert_to_float8_training",
+    "nn",
+    "ops",
+    "precompute_float8_dynamic_scale_for_fsdp",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # It imports torch.distributed.tensor, which takes two seconds: only for those who shard.
+    if name == "precompute_float8_dynamic_scale_for_fsdp":
+        from .fsdp import precompute_float8_dynamic_scale_for_fsdp
+
+        return precompute_float8_dynamic_scale_for_fsdp
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,86 @@
+"""What FSDP2 calls before and after an all-gather."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fp8rs.tensors import QuantizedTensor, wrap_planes
+
+from . import passes
+
+if TYPE_CHECKING:
+    from .master_weight import MasterWeight
+
+
+def pre_all_gather(master: MasterWeight) -> tuple[tuple[Tensor, ...], Any]:
+    """The shard's bytes for the gather at hand, and what to make of them afterwards."""
+    gathered = passes.of(master._slot.state).gather(master)
+    return gathered.inputs, gathered
+
+
+def post_all_gather(
+    outputs: tuple[Tensor, ...],
+    gathered: passes.Gathered,
+    param_dtype: torch.dtype,
+    out: Tensor | None,
+) -> Any:
+    """Build the weight over the gathered bytes, or have ``out`` show the new ones.
+
+    Returns, the first time, the weight and the tensors beside the gathered ones that hold its
+    bytes, for FSDP2 to free and allocate with them.
+    """
+    gathered.ready.used_here()
+    # With one rank FSDP2 passes the first tensor only; the others are as they were handed over.
+    outputs = (*outputs, *gathered.inputs[len(outputs) :])
+    layout, placement = gathered.layout, gathered.placement
+    if out is None:
+        inner = layout.inner_tensors(placement, outputs[0].device)
+        return GatheredBytes(outputs, inner, gathered, param_dtype), tuple(inner)
+    local = out._local_tensor if isinstance(out, DTensor) else out
+    assert isinstance(local, QuantizedTensor)
+    inner = [] if local.columnwise is None else [local.columnwise.data.view(torch.uint8)]
+    local.rowwise, local.columnwise = layout.assemble(
+        outputs, inner, placement, gathered.known, local.shape
+    )
+    return None
+
+
+class GatheredBytes(Tensor):
+    """What a first gather returns: FSDP2 takes the weight out of it by `as_strided`.
+
+    Only that call tells the weight's true size: the gathered rows are padded, and the hooks do
+    not know of the parameter that they belong to.
+    """
+
+    @staticmethod
+    def __new__(
+        cls,
+        outputs: tuple[Tensor, ...],
+        inner: list[Tensor],
+        gathered: passes.Gathered,
+        param_dtype: torch.dtype,
+    ) -> GatheredBytes:
+        self: GatheredBytes = torch.Tensor._make_wrapper_subclass(
+            cls, (outputs[0].numel(),), dtype=param_dtype, device=outputs[0].device
+        )
+        self._parts = (outputs, inner, gathered, param_dtype)
+        return self
+
+    _parts: tuple[tuple[Tensor, ...], list[Tensor], passes.Gathered, torch.dtype]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is not torch.ops.aten.as_strided.default:
+            raise NotImplementedError(f"{func} of gathered bytes that are no weight yet")
+        outputs, inner, gathered, param_dtype = args[0]._parts
+        shape = torch.Size(args[1])
+        planes = gathered.layout.assemble(outputs, inner, gathered.placement, gathered.known, shape)
+        return wrap_planes(*planes, shape=shape, dtype=param_dtype)

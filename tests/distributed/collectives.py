@@ -1,0 +1,57 @@
+"""Count what goes over the wire."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective: its kind, and the dtype and bytes of its (largest) output."""
+
+    kind: str
+    dtype: torch.dtype
+    nbytes: int
+
+
+KINDS = {
+    "allgather": "gather",
+    "_allgather_base": "gather",
+    "all_gather_single": "gather",
+    "allreduce": "reduce",
+    "_reduce_scatter_base": "scatter",
+    "reduce_scatter_single": "scatter",
+    "reduce_scatter": "scatter",
+    "broadcast": "broadcast",
+}
+
+
+class Collectives(TorchDispatchMode):
+    """Records every collective that runs inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Collective] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func._schema.name.split("::")[1].rstrip("_")
+            tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
+            largest = max(tensors, key=lambda t: t.nbytes)
+            kind = KINDS.get(name, name)
+            self.seen.append(Collective(kind, largest.dtype, largest.nbytes))
+        return func(*args, **(kwargs or {}))
+
+    def counts(self) -> Counter[tuple[str, torch.dtype]]:
+        """How often each kind ran with each dtype."""
+        return Counter((c.kind, c.dtype) for c in self.seen)
+
+    def nbytes(self, kind: str) -> int:
+        """Bytes of all collectives of a kind."""
+        return sum(c.nbytes for c in self.seen if c.kind == kind)

@@ -1,0 +1,179 @@
+"""Small models and what the cases measure on them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import fp8rs
+from fp8rs.recipes import resolve_recipe
+from fp8rs.tensors import TENSOR_TYPES
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    """Two linear layers around a norm, so that a model has parameters of other kinds too."""
+
+    def __init__(self, hidden: int, width: int = WIDTH, bias: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.down = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Blocks of the given hidden sizes. A size below the world size makes empty shards."""
+
+    def __init__(self, hidden: Iterable[int] = (64, 64), width: int = WIDTH) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(h, width) for h in hidden)
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+BLOCKS = {
+    "rowwise": fp8rs.Float8RowwiseScaling(),
+    "block": fp8rs.Float8BlockScaling(),
+    "mxfp8": fp8rs.MXFP8BlockScaling(),
+    "mxfp8 of 1x32": fp8rs.MXFP8BlockScaling(weight_block=(1, 32)),
+}
+"""Recipes with a scale for each row or block."""
+
+RECIPES = {"current": "current", "delayed": "delayed", **BLOCKS}
+
+EVEN, UNEVEN, EMPTY = (64, 48), (50, 27), (5, 3)
+"""Hidden sizes whose shards are even, uneven and partly empty on 2 and 4 ranks."""
+
+
+def make(
+    hidden: Iterable[int] = EVEN,
+    *,
+    recipe: Any = "current",
+    device: Any = "cpu",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **convert: Any,
+) -> Stack:
+    """A converted model, equal on all ranks."""
+    torch.manual_seed(seed)
+    model = Stack(hidden).to(device=device, dtype=dtype)
+    if recipe is not None:
+        fp8rs.convert_to_float8_training(model, recipe=recipe, **convert)
+    return model
+
+
+def shard(model: Stack, rig: Any = None, **options: Any) -> Stack:
+    """fully_shard each block and the root."""
+    if rig is not None:
+        options.setdefault("mesh", rig.mesh())
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers by name."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+
+
+def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the whole high-precision weights of all linear layers, sharded or not."""
+    found = {}
+    for name, value in model.state_dict().items():
+        if name.endswith("weight") and value.dim() == 2:
+            full = value.full_tensor() if hasattr(value, "full_tensor") else value
+            found[name.removesuffix(".weight")] = full.detach().clone()
+    return found
+
+
+def whole_planes(weight: torch.Tensor, recipe: str) -> tuple[Any, ...]:
+    """Codes and scales of a whole weight in a recipe of `RECIPES`: rowwise, then columnwise.
+
+    Of formats whose one plane serves both passes the columnwise ones are None. A first delayed
+    scale is the current one.
+    """
+    kind = resolve_recipe(RECIPES[recipe]).block_format("weight")
+    if kind.per_tensor:
+        codes, _, scale = torch.ops.fp8rs.quantize_current(weight, torch.float8_e4m3fn, True, False)
+        return codes, scale, None, None
+    both = kind.block == (1, 32)
+    made = torch.ops.fp8rs.quantize_blocks(
+        weight, torch.float8_e4m3fn, list(kind.block), kind.scale_dtype, True, both
+    )
+    return tuple(made) if both else (*made[:2], None, None)
+
+
+def check_planes(weight: Any, whole: torch.Tensor, recipe: str) -> None:
+    """Assert that a gathered weight has the bytes of the whole one, and no plane beside them."""
+    codes, scale, col, col_scale = whole_planes(whole, recipe)
+    kind = resolve_recipe(RECIPES[recipe]).block_format("weight")
+    assert type(weight) is TENSOR_TYPES[kind.scale_dtype]
+    assert weight.rowwise.format == kind
+    assert same_bytes(weight.rowwise.data, codes)
+    assert same_bytes(weight.rowwise.scale, scale)
+    if col is not None:
+        assert same_bytes(weight.columnwise.data, col)
+        assert same_bytes(weight.columnwise.scale, col_scale)
+    dequantized = torch.ops.fp8rs.dequantize(codes, scale, list(kind.block), weight.dtype)
+    assert same_bytes(weight.dequantize(), dequantized)
+
+
+def watch_weights(model: nn.Module, seen: Callable[[str, Any], None]) -> None:
+    """Call ``seen(name, weight)`` with what each layer's forward works on."""
+    for name, module in linears(model).items():
+        module.register_forward_pre_hook(lambda module, args, name=name: seen(name, module.weight))
+
+
+def batch(rig: Any, step: int = 0, rows: int = 16, width: int = WIDTH) -> torch.Tensor:
+    """This rank's part of a global batch that is the same for every world size."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    whole = torch.randn(rows, width, generator=generator)
+    return whole.chunk(rig.world_size)[rig.rank].to(rig.device)
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, comparable where NaN is not."""
+    return t.detach().reshape(-1).contiguous().view(torch.uint8)
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and bytes, on whatever devices."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    return torch.equal(bits(a).to(b.device), bits(b))
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[torch.Tensor],
+) -> list[float]:
+    """Train on reconstructing a fixed function of the input; the losses before each step."""
+    losses = []
+    for x in batches:
+        target = torch.sin(3 * x) + x.roll(1, -1)
+        loss = torch.nn.functional.mse_loss(model(x).float(), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [loss.item() for loss in losses]
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """An independent copy."""
+    return copy.deepcopy(model)

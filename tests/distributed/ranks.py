@@ -1,0 +1,66 @@
+"""The `ranks` decorator: a case function in, a pytest test out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from .pool import WORKERS, pool
+
+SECONDS = 60.0
+"""A case's time-out; the slowest takes a few seconds on two busy cores."""
+
+
+def ranks(*world_sizes: int, cuda: bool = True, seconds: float = SECONDS) -> Callable:
+    """Run the decorated function on every rank of each of these world sizes.
+
+    `cuda=False` keeps a case on the CPU. `seconds` is its time-out on the CPU. What the
+    function returns (by rank) goes to its `check` attribute, if it is given one.
+    """
+    for world_size in world_sizes:
+        if not 1 <= world_size <= WORKERS:
+            raise ValueError(f"world size {world_size}: the pool has {WORKERS} workers")
+
+    def decorate(case: Callable) -> Callable:
+        parameters = [p for p in inspect.signature(case).parameters.values() if p.name != "rig"]
+
+        def test(*, world_size: int, device_type: str, **arguments: Any) -> None:
+            if device_type == "cuda":
+                need_gpus(world_size)
+            pool().run(case.__module__, case.__name__, world_size, device_type, arguments, seconds)
+
+        # pytest reads the signature to find out what to pass.
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [
+                *(p.replace(kind=keyword) for p in parameters),
+                inspect.Parameter("world_size", keyword),
+                inspect.Parameter("device_type", keyword),
+            ]
+        )
+        test.__name__ = case.__name__
+        test.__qualname__ = case.__qualname__
+        test.__module__ = case.__module__
+        test.__doc__ = case.__doc__
+        test.case = case  # type: ignore[attr-defined]
+        test.pytestmark = list(getattr(case, "pytestmark", []))  # type: ignore[attr-defined]
+        devices = ["cpu"]
+        if cuda:
+            devices.append(pytest.param("cuda", marks=pytest.mark.gpu))
+        parametrize = pytest.mark.parametrize
+        return parametrize("device_type", devices)(
+            parametrize("world_size", world_sizes, ids=lambda n: f"{n}ranks")(test)
+        )
+
+    return decorate
+
+
+def need_gpus(count: int) -> None:
+    """Skip a test that needs more GPUs than there are (asked without starting CUDA here)."""
+    import torch
+
+    if not torch.distributed.is_nccl_available() or torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")

@@ -1,0 +1,171 @@
+"""Weights with a scale per block: gathered codes and scales are those of the whole weight."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+import fp8rs
+from distributed import ranks
+from distributed.collectives import Collectives
+from distributed.models import full_weights, same_bytes
+from fp8rs import formats, quantizers, tensors
+from fp8rs.formats import BlockFormat
+from fp8rs.fsdp.block_layout import cut_rows, scale_order, touched
+
+E8M0 = torch.float8_e8m0fnu
+BLOCKS = {
+    "row": BlockFormat("row", (1, -1), torch.float32),
+    "128x128": BlockFormat("128x128", (128, 128), torch.float32),
+    "32x32": BlockFormat("32x32", (32, 32), E8M0),
+    "1x32": BlockFormat("1x32", (1, 32), E8M0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks(fp8rs.Recipe):
+    block: str = ""
+
+    def block_format(self, role):
+        return BLOCKS[self.block] if role == "weight" else formats.TENSOR
+
+
+class Microscaled(tensors.QuantizedTensor):
+    scale_dtype = E8M0
+
+
+ROWS = {
+    "even and aligned": (512, 256),
+    "even and cut": (160, 320),
+    "uneven and aligned": (300, 130),
+    "uneven and cut": (97, 250),
+    "blocks in several shards": (40, 33),
+    "empty": (5, 1),
+}
+
+
+def build(rig, rows, block):
+    # Only gathers are tested here; what else a format needs may be missing.
+    tensors.TENSOR_TYPES.setdefault(E8M0, Microscaled)
+    quantizers.MAKERS.setdefault(BLOCKS[block], quantizers.MAKERS[formats.TENSOR])
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(72, r, bias=False) for r in rows)).to(rig.device)
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.mul_(torch.randn_like(layer.weight).exp())
+    fp8rs.convert_to_float8_training(model, recipe=Blocks(block=block))
+    return model
+
+
+def check(model, whole, block):
+    form = BLOCKS[block]
+    both = block == "1x32"
+    for name, weight in whole.items():
+        gathered = model.get_submodule(name).weight
+        row, row_scale, col, col_scale = torch.ops.fp8rs.quantize_blocks(
+            weight, torch.float8_e4m3fn, list(form.block), form.scale_dtype, True, both
+        )
+        assert same_bytes(gathered.rowwise.data, row), name
+        assert same_bytes(gathered.rowwise.scale, row_scale), name
+        assert gathered.rowwise.scale.is_contiguous()
+        if both:
+            assert same_bytes(gathered.columnwise.data, col), name
+            assert same_bytes(gathered.columnwise.scale, col_scale), name
+        else:
+            assert gathered.columnwise is None
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("rows", list(ROWS))
+@pytest.mark.parametrize("block", list(BLOCKS))
+def test_gathered_blocks_are_those_of_the_whole_weight(rig, rows, block):
+    model = build(rig, ROWS[rows], block)
+    whole = full_weights(model)
+    fully_shard(model, mesh=rig.mesh())
+    for _ in range(2):
+        model.unshard()
+        check(model, whole, block)
+        model.reshard()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.7)
+        whole = full_weights(model)
+
+
+@ranks(4)
+@pytest.mark.parametrize("block", list(BLOCKS))
+def test_hybrid_sharding_of_blocks(rig, block):
+    model = build(rig, ROWS["uneven and cut"], block)
+    whole = full_weights(model)
+    fully_shard(model, mesh=rig.mesh(2, 2))
+    model.unshard()
+    check(model, whole, block)
+
+
+@ranks(2)
+@pytest.mark.parametrize("block", list(BLOCKS))
+def test_offloaded_blocks(rig, block):
+    model = build(rig, ROWS["uneven and cut"], block)
+    whole = full_weights(model)
+    policy = CPUOffloadPolicy(pin_memory=rig.device_type == "cuda")
+    fully_shard(model, mesh=rig.mesh(), offload_policy=policy)
+    model.cpu() if rig.device_type == "cuda" else None
+    model.unshard()
+    check(model, {n: w.to(rig.device) for n, w in whole.items()}, block)
+
+
+@ranks(2)
+def test_what_blocks_send(rig):
+    """Codes and scales, once; nothing is reduced where no block is cut."""
+    for block, rows, extra in (
+        ("row", (160, 160), 4 * 160),
+        ("32x32", (192, 192), 6 * 3),
+        ("128x128", (256, 256), 4 * 2),
+    ):
+        model = build(rig, rows, block)
+        fully_shard(model, mesh=rig.mesh())
+        with Collectives() as seen:
+            model.unshard()
+        assert seen.nbytes("reduce") == 0
+        assert seen.nbytes("gather") == 2 * (rows[0] * 72 + extra)
+        assert {c.dtype for c in seen.seen} == {torch.uint8}
+    model = build(rig, (96, 96), "32x32")  # 48 rows a rank: one of three rows of blocks is cut
+    fully_shard(model, mesh=rig.mesh())
+    with Collectives() as seen:
+        model.unshard()
+    # Outside of a forward each weight reduces for itself: one row of 3 blocks, in fp32.
+    assert [c.nbytes for c in seen.seen if c.kind == "reduce"] == [12, 12]
+
+
+@ranks(2)
+def test_blocks_are_gathered_by_rows_only(rig):
+    model = build(rig, (64, 64), "32x32")
+    fully_shard(model, mesh=rig.mesh(), shard_placement_fn=lambda p: Shard(1))
+    with pytest.raises(ValueError, match=r"0\.weight.*Shard\(0\)"):
+        model.unshard()
+
+
+@pytest.mark.parametrize("ranks_", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("height", [1, 32, 128])
+def test_where_blocks_are_found(ranks_, height):
+    """Against a plain walk over all rows."""
+    for rows in (1, 5, 31, 32, 33, 64, 97, 128, 200, 256, 1000):
+        padded = -(-rows // ranks_)
+        holders: dict[int, set[int]] = {}
+        for row in range(rows):
+            holders.setdefault(row // height, set()).add(row // padded)
+        each = touched(rows, padded, ranks_, height)
+        assert each == max(
+            sum(rank in ranks for ranks in holders.values()) for rank in range(ranks_)
+        )
+        assert cut_rows(rows, padded, ranks_, height) == tuple(
+            block for block, ranks in holders.items() if len(ranks) > 1
+        )
+        for block, place in enumerate(scale_order(rows, padded, ranks_, height)):
+            rank, local = divmod(place, each)
+            first = min(b for b, ranks in holders.items() if rank in ranks)
+            assert rank == min(holders[block])
+            assert first + local == block

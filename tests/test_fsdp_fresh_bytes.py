@@ -1,0 +1,191 @@
+"""No stale bytes: whatever wrote the masters, the next forward gathers what they hold."""
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from distributed import ranks
+from distributed.models import (
+    EMPTY,
+    UNEVEN,
+    batch,
+    full_weights,
+    make,
+    same_bytes,
+    shard,
+    watch_weights,
+)
+
+
+def local(p):
+    return p.detach().to_local() if isinstance(p, DTensor) else p
+
+
+def weights(model):
+    return [p for p in model.parameters() if p.dim() == 2]
+
+
+def through_data(model, rig):
+    for p in weights(model):
+        p.data.mul_(1.5)
+
+
+def through_data_setter(model, rig):
+    for p in weights(model):
+        inner = p._local_tensor
+        inner.data = torch.full_like(inner.data.high_precision, 0.5)
+
+
+def through_local_tensors(model, rig):
+    for p in weights(model):
+        local(p).add_(0.25)
+
+
+def on_one_rank(model, rig):
+    for p in weights(model):
+        if rig.rank == rig.world_size - 1:
+            local(p).add_(0.25)
+
+
+def by_broadcast(model, rig):
+    for p in weights(model):
+        mine = local(p)
+        if all(rows == mine.shape[0] for rows in gather_rows(mine)):
+            mine.copy_(mine + rig.rank)
+            dist.broadcast(mine, 0)
+
+
+def by_all_reduce(model, rig):
+    for p in weights(model):
+        mine = local(p)
+        if all(rows == mine.shape[0] for rows in gather_rows(mine)):
+            dist.all_reduce(mine)
+
+
+def gather_rows(t):
+    rows = [
+        torch.zeros((), dtype=torch.int64, device=t.device) for _ in range(dist.get_world_size())
+    ]
+    dist.all_gather(rows, torch.tensor(t.shape[0], device=t.device))
+    return [r.item() for r in rows]
+
+
+def by_foreach(model, rig):
+    torch._foreach_mul_([p.detach() for p in model.parameters()], 1.25)
+
+
+def by_sgd(model, rig):
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+
+
+def by_fused_adam(model, rig):
+    torch.optim.Adam(model.parameters(), lr=0.1, fused=True).step()
+
+
+def by_load_state_dict(model, rig):
+    model.load_state_dict({n: p.detach() * 2 for n, p in model.state_dict().items()})
+
+
+def by_load_state_dict_with_assign(model, rig):
+    model.load_state_dict({n: p.detach() * 2 for n, p in model.state_dict().items()}, assign=True)
+
+
+def by_full_state_dict(model, rig):
+    options = StateDictOptions(full_state_dict=True)
+    state = {n: t * 2 for n, t in get_model_state_dict(model, options=options).items()}
+    set_model_state_dict(model, state, options=options)
+
+
+def by_init(model, rig):
+    for p in weights(model):
+        nn.init.constant_(p, 0.125 * (rig.rank + 1))
+
+
+def by_narrowed_copy(model, rig):
+    """What torch.distributed.checkpoint does."""
+    for p in weights(model):
+        mine = local(p)
+        if mine.shape[0]:
+            part = mine.narrow(0, 0, 1)
+            part.detach().copy_(torch.full(part.shape, 0.75))
+
+
+WRITES = [
+    through_data,
+    through_data_setter,
+    through_local_tensors,
+    on_one_rank,
+    by_broadcast,
+    by_all_reduce,
+    by_foreach,
+    by_sgd,
+    by_fused_adam,
+    by_load_state_dict,
+    by_load_state_dict_with_assign,
+    by_full_state_dict,
+    by_init,
+    by_narrowed_copy,
+]
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize("hidden", [UNEVEN, EMPTY], ids=["uneven", "empty"])
+@pytest.mark.parametrize("write", [w.__name__ for w in WRITES])
+def test_the_next_forward_sees_the_write(rig, write, hidden, recipe):
+    model = make(hidden, recipe=recipe, device=rig.device)
+    shard(model, rig)
+    model(batch(rig)).square().mean().backward()
+    before = full_weights(model)
+    with torch.no_grad():
+        globals()[write](model, rig)
+    after = full_weights(model)
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    if write not in ("by_broadcast", "by_all_reduce"):
+        assert len(changed) == len(before)
+    assert changed
+
+    seen = {}
+    watch_weights(
+        model, lambda name, w: seen.update({name: (w.rowwise.data.clone(), w.rowwise.scale)})
+    )
+    model(batch(rig)).square().mean().backward()
+    for name, weight in after.items():
+        codes, scale = seen[name]
+        if recipe == "current":
+            quantized, _, found = torch.ops.fp8rs.quantize_current(
+                weight, torch.float8_e4m3fn, True, False
+            )
+            assert same_bytes(scale, found), name
+        else:
+            quantized, _ = torch.ops.fp8rs.quantize(weight, scale, torch.float8_e4m3fn)
+        assert same_bytes(codes, quantized), name
+
+
+@ranks(2)
+def test_a_write_between_forward_and_backward_leaves_the_forwards_bytes(rig):
+    model = make(UNEVEN, device=rig.device)
+    shard(model, rig)
+    forward, backward = {}, {}
+    watch_weights(model, lambda name, w: forward.update({name: w.rowwise.data.clone()}))
+    for name in ("blocks.0.down", "blocks.1.up"):
+        model.get_submodule(name).register_full_backward_pre_hook(
+            lambda module, grads, name=name: backward.update(
+                {name: module.weight.rowwise.data.clone()}
+            )
+        )
+    loss = model(batch(rig)).sum()
+    with torch.no_grad():
+        for block in model.blocks:
+            for p in weights(block):
+                p.mul_(3.0)
+    loss.backward()
+    assert backward
+    assert all(same_bytes(backward[n], forward[n]) for n in backward)

@@ -1,0 +1,306 @@
+"""State dicts and checkpoints hold plain tensors, and lose nothing on the way back."""
+
+import copy
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from distributed import ranks
+from distributed.models import (
+    EMPTY,
+    EVEN,
+    UNEVEN,
+    batch,
+    full_weights,
+    make,
+    shard,
+    train,
+)
+from fp8rs.fsdp import MasterWeight
+
+HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
+shardings = pytest.mark.parametrize("hidden", list(HIDDEN))
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
+
+
+def trained(rig, hidden="uneven", recipe="current", steps=2, **options):
+    model = make(HIDDEN[hidden], recipe=recipe, device=rig.device)
+    shard(model, rig, **options)
+    optimizer = adamw(model)
+    train(model, optimizer, [batch(rig, n) for n in range(steps)])
+    return model, optimizer
+
+
+def assert_plain(value):
+    inner = value._local_tensor if isinstance(value, DTensor) else value
+    assert type(inner) is torch.Tensor, type(inner)
+
+
+def whole(value):
+    value = value.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def assert_equal(model, state):
+    got = {n: whole(v) for n, v in model.state_dict().items()}
+    assert list(got) == list(state)
+    for name, value in state.items():
+        assert torch.equal(got[name].cpu(), whole(value).cpu()), name
+
+
+def assert_still_master(model):
+    for module in (model.head, model.blocks[0].up, model.blocks[1].down):
+        weight = module._parameters["weight"]
+        assert isinstance(weight, torch.nn.Parameter)
+        assert isinstance(weight._local_tensor, MasterWeight)
+        assert weight._local_tensor._slot.module is module
+
+
+@ranks(1, 2)
+@shardings
+def test_a_state_dict_is_plain_and_shares_memory(rig, hidden):
+    model, _ = trained(rig, hidden)
+    plain = make(HIDDEN[hidden], recipe=None)
+    state = model.state_dict()
+    assert list(state) == list(plain.state_dict())
+    for name, value in state.items():
+        assert_plain(value)
+        assert value.shape == plain.state_dict()[name].shape
+    # What is loaded into the state dict's tensors is loaded into the weights.
+    local = state["head.weight"].to_local()
+    local.fill_(0.5)
+    assert torch.all(full_weights(model)["head"] == 0.5)
+    kept = model.state_dict(keep_vars=True)["head.weight"]
+    assert kept is model.head.weight
+
+
+@ranks(2)
+@shardings
+def test_a_state_dict_loads_into_the_unconverted_sharded_model(rig, hidden):
+    model, _ = trained(rig, hidden)
+    plain = make(HIDDEN[hidden], recipe=None, seed=1, device=rig.device)
+    shard(plain, rig)
+    plain.load_state_dict(model.state_dict())
+    assert_equal(plain, model.state_dict())
+    # And back, before the first forward too.
+    other = make(HIDDEN[hidden], seed=2, device=rig.device)
+    shard(other, rig)
+    other.load_state_dict(plain.state_dict())
+    assert_equal(other, model.state_dict())
+    assert_still_master(other)
+    torch.testing.assert_close(other(batch(rig)), model(batch(rig)), rtol=0, atol=0)
+
+
+@ranks(2)
+@shardings
+@pytest.mark.parametrize("forward_first", [True, False])
+def test_assign_does_not_drop_the_masters(rig, hidden, forward_first):
+    model, _ = trained(rig, hidden)
+    state = {n: v.clone() for n, v in model.state_dict().items()}
+    other = make(HIDDEN[hidden], seed=1, device=rig.device)
+    shard(other, rig)
+    if forward_first:
+        other(batch(rig)).sum().backward()
+    other.load_state_dict(state, assign=True)
+    assert_still_master(other)
+    assert_equal(other, state)
+    assert torch.equal(other(batch(rig)), model(batch(rig)))
+    other(batch(rig)).sum().backward()
+
+
+@ranks(2)
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_a_full_state_dict_loads_onto_a_meta_model(rig, broadcast):
+    model, _ = trained(rig)
+    options = StateDictOptions(full_state_dict=True)
+    full = get_model_state_dict(model, options=options)
+    assert all(type(v) is torch.Tensor for v in full.values())
+    source = {n: v.clone() for n, v in full.items()}
+    with torch.device("meta"):
+        other = make(UNEVEN, device="meta")
+    shard(other, rig)
+    if broadcast:
+        other.to_empty(device=rig.device)
+        given = source if rig.rank == 0 else {}
+    else:
+        given = source
+    set_model_state_dict(
+        other,
+        given,
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast),
+    )
+    assert_still_master(other)
+    assert_equal(other, full)
+    assert torch.equal(other(batch(rig)), model(batch(rig)))
+
+
+@ranks(2)
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_full_state_dict_loads_into_the_unconverted_model(rig, offload):
+    policy = {}
+    if offload:
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=rig.device_type == "cuda")
+    model, _ = trained(rig, **policy)
+    full = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    if rig.rank == 0:
+        buffer = io.BytesIO()
+        torch.save(full, buffer)
+        buffer.seek(0)
+        plain = make(UNEVEN, recipe=None, seed=1)
+        plain.load_state_dict(torch.load(buffer, weights_only=True))
+        assert_equal(plain, full)
+
+
+@ranks(2)
+@shardings
+def test_torch_save_of_a_sharded_state_dict(rig, hidden):
+    model, _ = trained(rig, hidden)
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=True)
+    for name, value in model.state_dict().items():
+        assert_plain(loaded[name])
+        assert torch.equal(loaded[name].to_local(), value.to_local())
+    # Parameters pickle as plain ones too.
+    buffer = io.BytesIO()
+    torch.save(dict(model.named_parameters()), buffer)
+    buffer.seek(0)
+    for value in torch.load(buffer, weights_only=True).values():
+        inner = value._local_tensor
+        assert type(inner) in (torch.Tensor, torch.nn.Parameter)
+
+
+def shared_folder(rig):
+    folder = [None]
+    if rig.rank == 0:
+        import tempfile
+
+        folder[0] = tempfile.mkdtemp(prefix="fp8rs-dcp-")
+    dist.broadcast_object_list(folder, 0)
+    return folder[0]
+
+
+def state_of(model, optimizer):
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+@ranks(4)
+@shardings
+@pytest.mark.parametrize("converted", [True, False])
+def test_distributed_checkpoints_move_between_world_sizes(rig, hidden, converted):
+    """Saved on 4 ranks, loaded on 2 (in a mesh of half the ranks), saved there, loaded on 4."""
+    import shutil
+
+    folder = shared_folder(rig)
+    try:
+        model, optimizer = trained(rig, hidden)
+        expected = {n: whole(v).clone() for n, v in model.state_dict().items()}
+        moments = {
+            n: whole(v["exp_avg"]).clone()
+            for n, v in get_optimizer_state_dict(model, optimizer)["state"].items()
+        }
+        state = state_of(model, optimizer)
+        for value in (*state["model"].values(),):
+            assert_plain(value)
+        for entry in state["optimizer"]["state"].values():
+            for value in entry.values():
+                if isinstance(value, torch.Tensor):
+                    assert_plain(value)
+        dcp.save(state, checkpoint_id=f"{folder}/four")
+
+        halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        group = halves[rig.rank // 2]
+        mesh = dist.device_mesh.DeviceMesh.from_group(group, rig.device_type)
+        recipe = "current" if converted else None
+        other = make(HIDDEN[hidden], recipe=recipe, seed=1, device=rig.device)
+        shard(other, mesh=mesh)
+        other_optimizer = adamw(other)
+        state = state_of(other, other_optimizer)
+        dcp.load(state, checkpoint_id=f"{folder}/four", process_group=group)
+        set_state_dict(
+            other,
+            other_optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        assert_equal(other, expected)
+        if converted:
+            assert_still_master(other)
+        for n, v in get_optimizer_state_dict(other, other_optimizer)["state"].items():
+            assert torch.equal(whole(v["exp_avg"]), moments[n]), n
+        if rig.rank < 2:
+            dcp.save(
+                state_of(other, other_optimizer),
+                checkpoint_id=f"{folder}/two",
+                process_group=group,
+            )
+        dist.barrier()
+
+        last = make(HIDDEN[hidden], seed=2, device=rig.device)
+        shard(last, rig)
+        last_optimizer = adamw(last)
+        state = state_of(last, last_optimizer)
+        dcp.load(state, checkpoint_id=f"{folder}/two")
+        # Without set_state_dict: the state dict's tensors are the weights' own memory.
+        assert_equal(last, expected)
+        assert torch.equal(last(batch(rig)), model(batch(rig)))
+    finally:
+        dist.barrier()
+        if rig.rank == 0:
+            shutil.rmtree(Path(folder))
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_training_goes_on_after_a_resume(rig, recipe):
+    model, optimizer = trained(rig, recipe=recipe)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=False)
+    model_state = get_model_state_dict(model, options=options)
+    # A copy: the optimizers' step counts would be shared.
+    optimizer_state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    other = make(UNEVEN, recipe=recipe, seed=5, device=rig.device)
+    shard(other, rig)
+    other_optimizer = adamw(other)
+    set_model_state_dict(other, model_state, options=options)
+    set_optimizer_state_dict(other, other_optimizer, optimizer_state, options=options)
+    batches = [batch(rig, n) for n in range(2, 5)]
+    resumed = train(other, other_optimizer, batches)
+    went_on = train(model, optimizer, batches)
+    if recipe == "current":
+        assert resumed == went_on
+    else:  # histories start anew
+        torch.testing.assert_close(torch.tensor(resumed), torch.tensor(went_on), rtol=0.1, atol=0)
+
+
+@ranks(2)
+def test_a_fresh_optimizers_state_dict_leaves_the_weights_alone(rig):
+    model = make(UNEVEN, device=rig.device)
+    shard(model, rig)
+    before = full_weights(model)
+    state = get_optimizer_state_dict(model, torch.optim.AdamW(model.parameters(), lr=1.0))
+    for entry in state["state"].values():
+        assert_plain(entry["exp_avg"])
+    for name, weight in full_weights(model).items():
+        assert torch.equal(weight, before[name])
