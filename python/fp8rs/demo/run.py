@@ -1,0 +1,99 @@
+"""The demo from its options to its report."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import report
+from .launch import Job, RankFailed, launch
+from .model import LlamaConfig
+from .train import Progress, Settings, train_under_fsdp
+
+
+class DemoError(Exception):
+    """The demo cannot run or has failed; ``code`` is the exit code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def run(
+    ranks: int | None,
+    recipe: str,
+    steps: int | None,
+    device: str | None,
+    json_path: Path | None,
+    plot_path: Path | None,
+) -> report.Outcome:
+    """Trains both models, prints the comparison and writes the files.
+
+    Raises:
+        DemoError: an option that cannot work here (code 2), or a rank that failed (code 1).
+    """
+    start = time.perf_counter()
+    device, ranks = _place(device, ranks)
+    _check(recipe, json_path, plot_path)
+    settings = Settings.choose(device, ranks, steps)
+    results = {}
+    for title, chosen in (("bf16", None), (recipe, recipe)):
+        job = Job(
+            "fp8rs.demo.run:rank", {"settings": asdict(settings), "recipe": chosen}, settings.device
+        )
+        progress = report.Progress(f"{title:>9}", settings.steps, sys.stdout)
+        try:
+            results[chosen] = launch(job, ranks, progress)
+        except RankFailed as error:
+            raise DemoError(str(error), code=1) from error
+    outcome = report.Outcome(
+        ranks,
+        device,
+        recipe,
+        settings.steps,
+        results[None],
+        results[recipe],
+        time.perf_counter() - start,
+    )
+    report.show(outcome, json_path, plot_path)
+    return outcome
+
+
+def rank(arguments: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """What each rank runs."""
+    settings = dict(arguments["settings"])
+    settings["model"] = LlamaConfig(**settings["model"])
+    return asdict(train_under_fsdp(Settings(**settings), arguments["recipe"], progress))
+
+
+def _place(device: str | None, ranks: int | None) -> tuple[str, int]:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = device or ("cuda" if gpus else "cpu")
+    if device == "cpu":
+        return device, ranks or 2
+    if not gpus:
+        raise DemoError("--device cuda: torch sees no GPU here; --device cpu works", code=2)
+    if ranks is not None and ranks > gpus:
+        raise DemoError(
+            f"--ranks {ranks}: only {gpus} GPU(s) here, and a rank needs one of its own; "
+            "take fewer, or --device cpu",
+            code=2,
+        )
+    return device, ranks or gpus
+
+
+def _check(recipe: str, json_path: Path | None, plot_path: Path | None) -> None:
+    from fp8rs.recipes import resolve_recipe
+
+    try:
+        resolve_recipe(recipe)
+    except (TypeError, ValueError) as error:
+        raise DemoError(f"--recipe {recipe}: {error}", code=2) from error
+    for path in (json_path, plot_path):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise DemoError(f"{path}: there is no folder {path.resolve().parent}", code=2)

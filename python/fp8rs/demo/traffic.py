@@ -1,0 +1,145 @@
+"""Counts the bytes that a training step really gathers.
+
+The total comes from the collectives themselves, seen by a dispatch mode as they are issued. The
+converted weights' part comes from what their pre-all-gather hooks hand to FSDP2; in the reference
+run, which has no hooks, from the gathers that ran and the padded sizes of what is in them.
+
+A gather counts as the bytes that one rank holds after it, padding included.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+#: Every op behind torch.distributed's all-gathers, with the position of its gathered output.
+_GATHERS = {
+    "c10d::_allgather_base_": 0,
+    "c10d::allgather_": 0,
+    "c10d::allgather_coalesced_": 0,
+    "c10d::allgather_into_tensor_coalesced_": 0,
+    "_c10d_functional::all_gather_into_tensor": None,
+    "_c10d_functional::all_gather_into_tensor_out": None,
+    "_c10d_functional::all_gather_into_tensor_coalesced": None,
+}
+
+
+@dataclass
+class Traffic:
+    """What one step gathered, in bytes a rank."""
+
+    gathers: list[int] = field(default_factory=list)
+    handed_over: int = 0
+
+    @property
+    def total(self) -> int:
+        """All gathers of the step."""
+        return sum(self.gathers)
+
+
+@contextmanager
+def counted(model: nn.Module, ranks: int) -> Iterator[Traffic]:
+    """Counts what is gathered within the block."""
+    traffic = Traffic()
+    with ExitStack() as stack:
+        for kind in _hooked_types(model):
+            hook = _counting_hook(kind.fsdp_pre_all_gather, traffic, ranks)
+            stack.enter_context(mock.patch.object(kind, "fsdp_pre_all_gather", hook))
+        stack.enter_context(_GatherCounter(traffic))
+        yield traffic
+
+
+def converted_share(
+    traffic: Traffic, model: nn.Module, names: set[str], ranks: int, itemsize: int
+) -> int:
+    """Bytes of the parameters ``names`` within the gathers of a model whose weights have no hooks.
+
+    Which sharded module a gather belongs to is told by its size.
+
+    Raises:
+        RuntimeError: a gather fits no sharded module, or modules that differ in their share.
+    """
+    shares: dict[int, set[int]] = {}
+    for whole, part in _units(model, names, ranks):
+        shares.setdefault(whole * itemsize, set()).add(part * itemsize)
+    total = 0
+    for size in traffic.gathers:
+        share = shares.get(size, set())
+        if len(share) != 1:
+            raise RuntimeError(f"a gather of {size} bytes fits {len(share)} kinds of module")
+        total += next(iter(share))
+    return total
+
+
+class _GatherCounter(TorchDispatchMode):
+    def __init__(self, traffic: Traffic) -> None:
+        super().__init__()
+        self._traffic = traffic
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name in _GATHERS:
+            position = _GATHERS[name]
+            self._traffic.gathers.append(_bytes(result if position is None else args[position]))
+        return result
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, list | tuple):
+        return sum(_bytes(item) for item in value)
+    return 0
+
+
+def _hooked_types(model: nn.Module) -> set[Any]:
+    locals_ = (p.to_local() for p in model.parameters() if isinstance(p, DTensor))
+    return {type(local) for local in locals_ if hasattr(local, "fsdp_pre_all_gather")}
+
+
+def _counting_hook(hook: Callable[..., Any], traffic: Traffic, ranks: int) -> Callable[..., Any]:
+    # `wraps` keeps the signature: FSDP2 chooses the hook's form by its number of parameters.
+    @functools.wraps(hook)
+    def count(*args: Any, **kwargs: Any) -> Any:
+        handed, metadata = hook(*args, **kwargs)
+        # FSDP2 gathers nothing where there is one rank.
+        traffic.handed_over += _bytes(handed) * ranks if ranks > 1 else 0
+        return handed, metadata
+
+    return count
+
+
+def _units(model: nn.Module, names: set[str], ranks: int) -> Iterator[tuple[int, int]]:
+    """Padded elements of each sharded module, and of the named parameters among them."""
+    owner: dict[str, str] = {}
+    for prefix, module in model.named_modules():
+        # A parent comes before its children: the innermost sharded module owns a parameter.
+        sharded = isinstance(module, FSDPModule)
+        if sharded:
+            for name, _ in module.named_parameters(prefix):
+                owner[name] = prefix
+    sizes: dict[str, list[int]] = {}
+    for name, parameter in model.named_parameters():
+        rows = -(-parameter.shape[0] // ranks) * ranks
+        padded = rows * parameter.shape[1:].numel()
+        whole_part = sizes.setdefault(owner[name], [0, 0])
+        whole_part[0] += padded
+        whole_part[1] += padded if name in names else 0
+    yield from ((whole, part) for whole, part in sizes.values())

@@ -1,0 +1,190 @@
+"""``python -m fp8rs doctor``: what this machine can run, by which path, and the reason for each no.
+
+Nothing here needs a GPU or libcuda: what is missing is a finding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass
+
+import torch
+
+from . import _core
+
+Capability = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Path:
+    """How a recipe runs on a device: ``native``, ``rebased``, ``dequantized`` or ``no``."""
+
+    recipe: str
+    device: str
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU as torch sees it."""
+
+    name: str
+    index: int
+    capability: Capability
+    memory: int
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Everything that the doctor reports."""
+
+    fp8rs: str
+    torch: str
+    python: str
+    system: str
+    cores: int
+    cpu_simd: str
+    driver_cuda: str | None
+    torch_cuda: str | None
+    no_gpu_because: str | None
+    devices: list[Device]
+    recipes: list[Path]
+
+
+def examine() -> Findings:
+    """Looks at this machine."""
+    from . import __version__
+
+    driver = _driver_cuda()
+    devices = _devices()
+    paths = [
+        path
+        for name in _GPU_PATHS
+        for path in (_on_cpu(name), *(_on_gpu(name, device) for device in devices))
+    ]
+    return Findings(
+        fp8rs=__version__,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.machine()}",
+        cores=_cores(),
+        cpu_simd=_core.cpu_features(),
+        driver_cuda=driver,
+        torch_cuda=torch.version.cuda,
+        no_gpu_because=None if devices else _why_no_gpu(driver),
+        devices=devices,
+        recipes=paths,
+    )
+
+
+def as_json(findings: Findings) -> str:
+    """The findings as a JSON object."""
+    return json.dumps(asdict(findings), indent=2)
+
+
+def as_text(findings: Findings) -> str:
+    """The findings for a person."""
+    f = findings
+    lines = [
+        f"fp8rs {f.fp8rs}, torch {f.torch}, Python {f.python}, {f.system}",
+        f"CPU: {f.cores} cores, kernels use {f.cpu_simd}",
+        f"NVIDIA driver: {'none' if f.driver_cuda is None else f'CUDA {f.driver_cuda}'}; "
+        f"torch built for {'no CUDA' if f.torch_cuda is None else f'CUDA {f.torch_cuda}'}",
+    ]
+    for d in f.devices:
+        major, minor = d.capability
+        lines.append(
+            f"cuda:{d.index}: {d.name}, compute capability {major}.{minor}, "
+            f"{d.memory / 2**30:.0f} GiB"
+        )
+    if f.no_gpu_because:
+        lines.append(f"GPU: none ({f.no_gpu_because})")
+    lines += ["", f"{'recipe':<10}{'device':<9}{'path':<13}why"]
+    lines += [f"{p.recipe:<10}{p.device:<9}{p.path:<13}{p.reason}" for p in f.recipes]
+    return "\n".join(lines)
+
+
+#: The GPUs that a recipe's GEMMs run on: (compute capability from which on, path, why), the newest
+#: first. The first row that a device reaches is how the recipe runs there.
+_PER_TENSOR = [((8, 9), "native", "torch._scaled_mm with per-tensor scales")]
+_GPU_PATHS: dict[str, list[tuple[Capability, str, str]]] = {
+    "current": _PER_TENSOR,
+    "delayed": _PER_TENSOR,
+    "rowwise": [((8, 9), "native", "torch._scaled_mm with per-row scales")],
+    "block": [
+        ((10, 0), "no", "only Hopper's GEMMs take 1x128 scales; recipe mxfp8 runs here"),
+        ((9, 0), "native", "torch._scaled_mm with 1x128 and 128x128 scales"),
+    ],
+    "mxfp8": [
+        ((10, 0), "native", "torch._scaled_mm with packed E8M0 scales; untested on hardware"),
+        ((8, 9), "rebased", "power-of-two scales per row; weights and gathers are MXFP8"),
+    ],
+}
+
+
+def _on_cpu(recipe: str) -> Path:
+    reason = "quantized as on a GPU, byte for byte; GEMMs on dequantized operands in fp32"
+    return Path(recipe, "cpu", "dequantized", reason)
+
+
+def _on_gpu(recipe: str, device: Device) -> Path:
+    where = f"cuda:{device.index}"
+    for least, path, why in _GPU_PATHS[recipe]:
+        if device.capability >= least:
+            return Path(recipe, where, path, why)
+    oldest = "{}.{}".format(*_GPU_PATHS[recipe][-1][0])
+    has = "{}.{}".format(*device.capability)
+    return Path(
+        recipe,
+        where,
+        "no",
+        f"its GEMM needs compute capability {oldest}, this is {has}; "
+        "a recipe with emulate=True runs on dequantized operands",
+    )
+
+
+def _devices() -> list[Device]:
+    if not torch.cuda.is_available():
+        return []
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        capability = (found.major, found.minor)
+        devices.append(Device(found.name, index, capability, found.total_memory))
+    return devices
+
+
+def _driver_cuda() -> str | None:
+    """The newest CUDA that the installed driver serves, or None where there is no driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def _why_no_gpu(driver: str | None) -> str:
+    if driver is None:
+        return "no NVIDIA driver: libcuda.so.1 was not found"
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return "CUDA_VISIBLE_DEVICES is empty"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).splitlines()[0]
+    return "the driver lists no device"
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

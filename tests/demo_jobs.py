@@ -1,0 +1,62 @@
+"""What launched ranks run in test_demo.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fp8rs
+from fp8rs.demo.model import Llama, LlamaConfig
+
+
+def add(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total)
+    report({"step": 1})
+    report({"step": 2})
+    return {"rank": dist.get_rank(), "total": total.item(), "given": arguments["given"]}
+
+
+def fail_on_one(arguments: dict[str, Any], report: Any) -> None:
+    if dist.get_rank() == arguments["rank"]:
+        raise ValueError("the planned failure")
+    dist.barrier()
+
+
+def die_on_one(arguments: dict[str, Any], report: Any) -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def hang(arguments: dict[str, Any], report: Any) -> None:
+    Path(arguments["folder"], str(os.getpid())).touch()
+    dist.barrier()
+    report({"hanging": True})
+    time.sleep(300)
+
+
+def quick_start(arguments: dict[str, Any], report: Any) -> list[float]:
+    """Runs the README's code on a small model, then a few steps of training."""
+    config = LlamaConfig(vocabulary=64, dim=48, layers=2, heads=4, kv_heads=2, hidden=96)
+    model = Llama(config)
+    model.init_weights(torch.Generator().manual_seed(0))
+    names: dict[str, Any] = {"model": model.to(arguments["device"])}
+    exec(arguments["code"], names)
+    optimizer: torch.optim.Optimizer = names["optimizer"]
+    assert all(isinstance(block.attention.wq, fp8rs.nn.Linear) for block in model.blocks)
+    tokens = torch.arange(2 * 33).reshape(2, 33) % 64
+    losses = []
+    for _ in range(12):
+        loss = model.loss(tokens.to(arguments["device"]))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

@@ -1,0 +1,350 @@
+"""The demo: its text, its model, how it starts and ends ranks, and what it reports."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8rs.demo import report
+from fp8rs.demo.data import load_corpus
+from fp8rs.demo.launch import Job, RankFailed, launch, threads_per_rank
+from fp8rs.demo.model import Llama, LlamaConfig
+from fp8rs.demo.train import Settings, learning_rate
+
+FIELDS = [
+    "ranks",
+    "device",
+    "recipe",
+    "steps",
+    "params",
+    "loss_reference",
+    "loss_fp8",
+    "allgather_bytes_reference",
+    "allgather_bytes_fp8",
+    "weight_bytes_reference",
+    "weight_bytes_fp8",
+    "seconds",
+]
+TINY = LlamaConfig(vocabulary=256, dim=32, layers=2, heads=4, kv_heads=2, hidden=64)
+
+
+@pytest.fixture(autouse=True)
+def jobs_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = str(Path(__file__).parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
+
+
+def job(name: str, **arguments: Any) -> Job:
+    return Job(f"demo_jobs:{name}", arguments, "cpu")
+
+
+# Text
+
+
+def test_corpus_is_the_same_each_time_and_splits_by_file(tmp_path: Path) -> None:
+    for index in range(80):
+        (tmp_path / f"module{index}.py").write_text(f"<{index}>" * 4000)
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "skipped.py").write_text("?" * 4000)
+    first, second = load_corpus(tmp_path), load_corpus(tmp_path)
+    assert torch.equal(first.train, second.train)
+    assert torch.equal(first.held_out, second.held_out)
+    parts = [bytes(part.tolist()) for part in (first.train, first.held_out)]
+    for index in range(80):
+        assert sum(f"<{index}>".encode() in part for part in parts) == 1
+    assert not any(b"?" in part for part in parts)
+    assert first.files == 80
+
+
+def test_batches_depend_on_seed_and_step_alone() -> None:
+    corpus = load_corpus()
+    batch = corpus.batch(seed=3, step=5, rows=4, length=64)
+    assert batch.shape == (4, 65)
+    assert batch.dtype == torch.int64
+    assert torch.equal(batch, corpus.batch(3, 5, 4, 64))
+    assert not torch.equal(batch, corpus.batch(3, 6, 4, 64))
+    assert not torch.equal(batch, corpus.batch(4, 5, 4, 64))
+    assert bytes(batch[0].tolist()) in bytes(corpus.train.tolist())
+
+
+def test_too_little_text_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "only.py").write_text("x" * 1000)
+    with pytest.raises(ValueError, match="too little text"):
+        load_corpus(tmp_path)
+
+
+# Model
+
+
+def test_model_is_causal_and_starts_at_chance() -> None:
+    model = Llama(TINY)
+    model.init_weights(torch.Generator().manual_seed(0))
+    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
+    assert model.loss(tokens).item() == pytest.approx(math.log(256), abs=0.1)
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 256
+    with torch.no_grad():
+        before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :9], after[:, :9], rtol=0, atol=1e-6)
+    assert not torch.allclose(before[:, 9:], after[:, 9:], atol=1e-6)
+
+
+def test_attention_knows_positions() -> None:
+    model = Llama(TINY)
+    model.init_weights(torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        forward = model(torch.tensor([[1, 2, 3, 4]]))[0, -1]
+        swapped = model(torch.tensor([[2, 1, 3, 4]]))[0, -1]
+    assert not torch.allclose(forward, swapped, atol=1e-6)
+
+
+def test_learning_rate_warms_up_and_decays() -> None:
+    settings = Settings.choose("cpu", 2, steps=100)
+    rates = [learning_rate(settings, step) for step in range(100)]
+    assert rates[0] < rates[5] < max(rates) == pytest.approx(settings.learning_rate)
+    assert rates[99] == pytest.approx(settings.learning_rate / 10, rel=0.05)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_every_rank_takes_as_many_rows(ranks: int) -> None:
+    assert Settings.choose("cpu", ranks).rows % ranks == 0
+
+
+# Ranks
+
+
+def test_launch_returns_results_in_rank_order_and_passes_events_on() -> None:
+    events: list[dict[str, Any]] = []
+    results = launch(job("add", given="this"), 2, events.append)
+    assert results == [{"rank": rank, "total": 1.0, "given": "this"} for rank in range(2)]
+    assert events == [{"step": 1}, {"step": 2}]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failing_rank_is_named_with_its_traceback(rank: int) -> None:
+    with pytest.raises(RankFailed, match=f"rank {rank} failed") as caught:
+        launch(job("fail_on_one", rank=rank), 2, lambda _: None)
+    assert caught.value.rank == rank
+    assert "ValueError: the planned failure" in str(caught.value)
+    assert "in fail_on_one" in str(caught.value)
+
+
+def test_a_killed_rank_is_named() -> None:
+    with pytest.raises(RankFailed, match=r"rank 1 failed:\nended by SIGKILL"):
+        launch(job("die_on_one"), 2, lambda _: None)
+
+
+def test_a_job_past_its_limit_leaves_no_process(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError, match="not done after 12 s"):
+        launch(job("hang", folder=str(tmp_path)), 2, lambda _: None, limit_seconds=12)
+    assert_ended(tmp_path)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_or_killed_launcher_leaves_no_process(
+    tmp_path: Path, sign: signal.Signals
+) -> None:
+    code = (
+        "from fp8rs.demo.launch import Job, launch\n"
+        f"launch(Job('demo_jobs:hang', {{'folder': {str(tmp_path)!r}}}, 'cpu'), 2,"
+        " lambda event: print(event, flush=True))"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    with launcher:
+        assert launcher.stdout is not None
+        assert b"hanging" in launcher.stdout.readline()
+        launcher.send_signal(sign)
+        assert launcher.wait(30) != 0
+    assert_ended(tmp_path)
+
+
+def assert_ended(folder: Path) -> None:
+    started = [int(path.name) for path in folder.iterdir()]
+    assert len(started) == 2
+    deadline = time.monotonic() + 10
+    while any(map(is_running, started)):
+        assert time.monotonic() < deadline, "a rank outlived its launcher"
+        time.sleep(0.1)
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert [threads_per_rank(ranks) for ranks in (1, 2, 3, 16)] == [8, 4, 2, 1]
+
+
+# The whole demo
+
+
+def demo(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fp8rs", "demo", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+Run = tuple[dict[str, Any], str, Path]
+
+
+@pytest.fixture(scope="module", params=["current", "mxfp8"])
+def demo_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("demo")
+    files = ["--json", str(folder / "result.json"), "--plot", str(folder / "loss.png")]
+    done = demo("--device", "cpu", "--recipe", request.param, "--steps", "40", *files)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "result.json").read_text()), done.stdout, folder
+
+
+def test_demo_writes_its_fields(demo_run: Run) -> None:
+    result, _, _ = demo_run
+    assert list(result) == FIELDS
+    assert (result["ranks"], result["device"], result["steps"]) == (2, "cpu", 40)
+    assert result["recipe"] in ("current", "mxfp8")
+    assert 1e6 < result["params"] < 3e6
+    assert result["seconds"] > 0
+
+
+def test_fp8_learns_as_the_reference_does(demo_run: Run) -> None:
+    result, _, _ = demo_run
+    first, last = result["loss_reference"]
+    assert first == pytest.approx(math.log(256), rel=0.05)
+    assert last < 0.6 * first
+    assert result["loss_fp8"] == pytest.approx([first, last], rel=0.02)
+
+
+def test_fp8_weights_are_gathered_at_half_the_bytes(demo_run: Run) -> None:
+    result, _, _ = demo_run
+    assert 0.49 < result["weight_bytes_fp8"] / result["weight_bytes_reference"] <= 0.51
+    # What is not converted is gathered alike in both runs: two ways of counting agree.
+    rest = [
+        result[f"allgather_bytes_{kind}"] - result[f"weight_bytes_{kind}"]
+        for kind in ("reference", "fp8")
+    ]
+    assert rest[0] == rest[1] > 0
+
+
+def test_reference_gathers_each_block_twice_in_bf16(demo_run: Run) -> None:
+    result, _, _ = demo_run
+    c = Settings.choose("cpu", 2).model
+    layer = 2 * c.dim * c.dim + 2 * c.dim * c.kv_heads * c.head_dim + 3 * c.dim * c.hidden
+    assert result["weight_bytes_reference"] == 2 * c.layers * layer * 2
+
+
+def test_demo_shows_progress_a_table_and_a_plot(demo_run: Run) -> None:
+    _, output, folder = demo_run
+    assert "step   40/40" in output
+    assert "held-out loss, last" in output
+    assert "converted weights" in output
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block"])
+def test_demo_takes_every_recipe(recipe: str, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    done = demo("--device", "cpu", "--recipe", recipe, "--steps", "3", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(path.read_text())
+    assert result["loss_fp8"] == pytest.approx(result["loss_reference"], rel=0.02)
+    assert 0.49 < result["weight_bytes_fp8"] / result["weight_bytes_reference"] <= 0.52
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--recipe", "none"], "--recipe none: "),
+        (["--json", "/nowhere/result.json"], "there is no folder /nowhere"),
+        (["--ranks", "0"], "must be at least 1"),
+    ],
+)
+def test_options_that_cannot_work_start_nothing(arguments: list[str], message: str) -> None:
+    done = demo("--device", "cpu", *arguments, timeout=60)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_said() -> None:
+    done = demo("--device", "cuda", timeout=60)
+    assert done.returncode == 2
+    assert "--device cpu works" in done.stderr
+
+
+# Report
+
+
+@pytest.fixture
+def outcome() -> report.Outcome:
+    def result(last: float, weights: int) -> dict[str, Any]:
+        return {
+            "params": 10,
+            "held_out": [[0, 5.5], [4, last]],
+            "allgather_bytes": weights + 8,
+            "weight_bytes": weights,
+            "peak_memory": 1,
+            "seconds": 1.0,
+        }
+
+    return report.Outcome(2, "cpu", "current", 4, [result(2.0, 100)], [result(2.02, 50)], 2.5)
+
+
+def test_table_gives_ratios(outcome: report.Outcome) -> None:
+    text = report.table(outcome)
+    assert "1.010" in text
+    assert "0.500" in text
+
+
+def test_table_of_one_rank_has_no_gathers(outcome: report.Outcome) -> None:
+    for result in (*outcome.reference, *outcome.fp8):
+        result["allgather_bytes"] = result["weight_bytes"] = 0
+    assert "0.00 MB" in report.table(outcome)
+
+
+def test_without_matplotlib_there_is_a_message_and_the_rest(
+    outcome: report.Outcome,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    report.show(outcome, tmp_path / "result.json", tmp_path / "loss.png")
+    out, err = capsys.readouterr()
+    assert "held-out loss, last" in out
+    assert "pip install 'fp8rs[demo]'" in err
+    assert list(json.loads((tmp_path / "result.json").read_text())) == FIELDS
+    assert not (tmp_path / "loss.png").exists()
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_progress_ends_with_the_last_step(
+    live: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: live, raising=False)
+    show: Callable[[dict[str, Any]], None] = report.Progress("bf16", 30, sys.stdout)
+    for step in range(31):
+        show({"step": step, "loss": 5.5})
+    lines = capsys.readouterr().out.replace("\r", "\n").split("\n")
+    assert "step   30/30" in lines[-2]
+    assert len(lines) > 30 if live else len(lines) == 3

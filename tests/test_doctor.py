@@ -1,0 +1,115 @@
+"""The doctor: what it finds with and without a GPU, and that each no has a reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fp8rs import doctor
+from fp8rs.recipes import RECIPES
+
+
+def run(*arguments: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "fp8rs", "doctor", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**os.environ, **environment},
+    )
+    return done.stdout
+
+
+def with_gpu(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> doctor.Findings:
+    devices = [
+        doctor.Device(f"Card {index}", index, capability, 80 << 30)
+        for index, capability in enumerate(capabilities)
+    ]
+    monkeypatch.setattr(doctor, "_devices", lambda: devices)
+    return doctor.examine()
+
+
+def test_json_says_what_the_machine_is() -> None:
+    found = json.loads(run("--json"))
+    assert found["torch"] == torch.__version__
+    assert found["python"] == platform.python_version()
+    assert found["cpu_simd"] in ("scalar", "avx2", "avx512")
+    assert len(found["devices"]) == torch.cuda.device_count()
+    assert bool(found["devices"]) == (found["no_gpu_because"] is None)
+
+
+def test_every_recipe_has_a_path_on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = with_gpu(monkeypatch, (8, 0), (9, 0))
+    distinct = {recipe.name for recipe in (make() for make in RECIPES.values())}
+    places = {(path.recipe, path.device) for path in found.recipes}
+    assert places == {(r, d) for r in distinct for d in ("cpu", "cuda:0", "cuda:1")}
+    assert all(path.reason for path in found.recipes)
+
+
+@pytest.mark.parametrize(
+    ("capability", "path", "reason"),
+    [
+        ((8, 0), "no", "needs compute capability 8.9, this is 8.0"),
+        ((8, 9), "native", "torch._scaled_mm"),
+        ((9, 0), "native", "torch._scaled_mm"),
+        ((10, 0), "native", "torch._scaled_mm"),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_per_tensor_recipes_by_capability(
+    monkeypatch: pytest.MonkeyPatch,
+    recipe: str,
+    capability: tuple[int, int],
+    path: str,
+    reason: str,
+) -> None:
+    found = with_gpu(monkeypatch, capability)
+    (row,) = [p for p in found.recipes if (p.recipe, p.device) == (recipe, "cuda:0")]
+    assert row.path == path
+    assert reason in row.reason
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "path", "reason"),
+    [
+        ("rowwise", (8, 0), "no", "8.9"),
+        ("rowwise", (9, 0), "native", "per-row"),
+        ("block", (8, 9), "no", "9.0"),
+        ("block", (9, 0), "native", "1x128"),
+        ("block", (10, 0), "no", "mxfp8"),
+        ("mxfp8", (8, 0), "no", "8.9"),
+        ("mxfp8", (9, 0), "rebased", "power-of-two scales per row"),
+        ("mxfp8", (10, 0), "native", "untested on hardware"),
+    ],
+)
+def test_block_recipes_by_capability(
+    monkeypatch: pytest.MonkeyPatch,
+    recipe: str,
+    capability: tuple[int, int],
+    path: str,
+    reason: str,
+) -> None:
+    found = with_gpu(monkeypatch, capability)
+    (row,) = [p for p in found.recipes if (p.recipe, p.device) == (recipe, "cuda:0")]
+    assert row.path == path
+    assert reason in row.reason
+
+
+def test_text_without_a_gpu_gives_the_reason() -> None:
+    text = run(CUDA_VISIBLE_DEVICES="")
+    assert "GPU: none (" in text
+    assert "current" in text
+    assert "dequantized" in text
+
+
+def test_text_lists_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = doctor.as_text(with_gpu(monkeypatch, (9, 0)))
+    assert "cuda:0: Card 0, compute capability 9.0, 80 GiB" in text
+    assert "GPU: none" not in text
