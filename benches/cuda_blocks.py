@@ -1,0 +1,165 @@
+"""Time the CUDA kernels of block formats against a copy of the same bytes, in one run.
+
+    python benches/cuda_blocks.py [--json FILE] [--sizes 8192x8192,...]
+
+Measured as in cuda_kernels.py, torchao's compiled casts beside them where it is installed. Bytes
+are those of codes and scales: what must be read and written once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+
+import torch
+from cuda_kernels import copy_us, time_us
+from torch import Tensor
+
+import fp8rs  # noqa: F401  (registers the operators)
+from fp8rs import _core
+
+E4M3, E8M0, F32 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32
+
+Rows = dict[str, tuple[float, list[Callable[[], None]]]]
+
+
+def scales(rows: int, cols: int, block: tuple[int, int], packed: bool) -> Tensor:
+    down, across = -(-rows // block[0]), 1 if block[1] == -1 else -(-cols // block[1])
+    if packed:
+        return torch.empty(-(-rows // 128) * 128 * -(-across // 4) * 4, dtype=E8M0, device="cuda")
+    if block == (1, 128):
+        return torch.empty(across, down, device="cuda").t()
+    dtype = E8M0 if block[1] == 32 else F32
+    return torch.empty(down, across, dtype=dtype, device="cuda")
+
+
+def kernels(xs: list[Tensor]) -> Rows:
+    """Name -> (bytes an element, one call for each input)."""
+    rows, cols = xs[0].shape
+    size = xs[0].element_size()
+    row = [torch.empty(rows, cols, dtype=E4M3, device="cuda") for _ in xs]
+    col = [torch.empty(cols, rows, dtype=E4M3, device="cuda") for _ in xs]
+    every = range(len(xs))
+    made: Rows = {}
+
+    def add(name: str, per_element: float, call: Callable[[int], None]) -> None:
+        made[name] = (per_element, [lambda i=i: call(i) for i in every])
+
+    def quantize(
+        name: str, block: tuple[int, int], directions: str, given: bool = False, **options: object
+    ) -> None:
+        packed = bool(options.get("packed"))
+        s = scales(rows, cols, block, packed) if "r" in directions else None
+        t = scales(cols, rows, block, packed) if "c" in directions else None
+        nbytes = size + len(directions)
+        nbytes += sum(x.numel() * x.element_size() for x in (s, t) if x is not None) / (rows * cols)
+        if given:
+            options["amax"] = torch.ones(rows, 1, device="cuda")
+            if t is not None:
+                options["amax_columnwise"] = torch.ones(cols, 1, device="cuda")
+
+        def call(i: int) -> None:
+            _core.quantize_blocks(
+                xs[i],
+                *block,
+                row[i] if s is not None else None,
+                s,
+                col[i] if t is not None else None,
+                t,
+                **options,
+            )
+
+        add(name, nbytes, call)
+
+    quantize("MX rowwise", (1, 32), "r")
+    quantize("MX rowwise, packed", (1, 32), "r", packed=True)
+    quantize("MX columnwise", (1, 32), "c")
+    quantize("MX both", (1, 32), "rc")
+    quantize("MX both, packed", (1, 32), "rc", packed=True)
+    quantize("MX 32x32", (32, 32), "r")
+    quantize("MX 32x32 both", (32, 32), "rc")
+    quantize("1x128", (1, 128), "r")
+    quantize("1x128 both", (1, 128), "rc")
+    quantize("128x128", (128, 128), "r")
+    quantize("128x128 both", (128, 128), "rc")
+    quantize("per row", (1, -1), "r")
+    quantize("per row, power of two", (1, -1), "r", power_2_scale=True)
+    fold = torch.ones(cols, device="cuda")
+    quantize("per row, fold", (1, -1), "r", fold=fold)
+    quantize("per row both", (1, -1), "rc")
+    quantize("per row both, fold", (1, -1), "rc", fold=fold)
+    quantize("per row both, amax given", (1, -1), "rc", given=True)
+    amax = torch.empty(rows // 32, cols // 32, device="cuda")
+    add("block amax 32x32", size, lambda i: _core.block_amax(xs[i], 32, 32, amax))
+    amax_128 = torch.empty(-(-rows // 128), -(-cols // 128), device="cuda")
+    add("block amax 128x128", size, lambda i: _core.block_amax(xs[i], 128, 128, amax_128))
+    amax_row = torch.empty(rows, 1, device="cuda")
+    add("block amax, rows", size, lambda i: _core.block_amax(xs[i], 1, -1, amax_row))
+    codes = [
+        torch.randint(0, 255, (rows, cols), dtype=torch.uint8, device="cuda").view(E4M3) for _ in xs
+    ]
+    square = torch.randint(110, 130, amax.shape, dtype=torch.uint8, device="cuda").view(E8M0)
+    line, line_t = torch.empty(rows, 1, device="cuda"), torch.empty(cols, 1, device="cuda")
+    add("rebase rows", 2, lambda i: _core.rebase(codes[i], square, 32, 32, 0, row[i], line))
+    add("rebase columns", 2, lambda i: _core.rebase(codes[i], square, 32, 32, 1, col[i], line_t))
+    return made
+
+
+def peers(xs: list[Tensor]) -> Rows:
+    """torchao's casts to MX, compiled; nothing where it is not installed."""
+    try:
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.prototype.mx_formats.mx_tensor import to_mx
+    except ImportError:
+        return {}
+    made: Rows = {}
+    for mode in (ScaleCalculationMode.FLOOR, ScaleCalculationMode.RCEIL):
+
+        def cast(x: Tensor, mode: ScaleCalculationMode = mode) -> object:
+            return to_mx(x, E4M3, 32, mode)
+
+        compiled = torch.compile(cast, fullgraph=True, dynamic=False)
+        calls = [lambda x=x, f=compiled: f(x) for x in xs]
+        name = f"torchao to_mx, {mode.name}"
+        made[name] = (xs[0].element_size() + 1 + 1 / 32, calls)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json")
+    parser.add_argument("--sizes", default="4096x4096,8192x8192,16384x14336")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--only", default="", help="a part of the names of the kernels to time")
+    arguments = parser.parse_args()
+    dtype = getattr(torch, arguments.dtype)
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, dtype, "in, E4M3 out")
+    results: dict[str, list[tuple[str, float, float]]] = {}
+    for size in arguments.sizes.split(","):
+        rows, cols = map(int, size.split("x"))
+        sets = max(3, min(8, int(1e9 / (rows * cols * 2))))
+        xs = [torch.randn(rows, cols, dtype=dtype, device="cuda") for _ in range(sets)]
+        copies: dict[float, float] = {}
+        print(f"\n{size}, {sets} sets")
+        results[size] = []
+        for name, (per_element, calls) in (kernels(xs) | peers(xs)).items():
+            if arguments.only not in name:
+                continue
+            key = round(per_element, 2)
+            if key not in copies:
+                copies[key] = copy_us(rows * cols * key, sets)
+            took, copy = time_us(calls), copies[key]
+            print(
+                f"{name:26} {took:8.1f} us  copy {copy:8.1f}  fraction {copy / took:.2f}",
+                flush=True,
+            )
+            results[size].append((name, took, copy / took))
+        del xs
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(results, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

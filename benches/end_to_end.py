@@ -1,0 +1,305 @@
+"""One training step end to end under FSDP2: fp8rs beside bf16 and torchao, in the same run.
+
+Workload: Llama-3-8B's layer shapes, 16 layers, vocabulary 32000, sequence 8192, batch 1 a GPU, fp32
+masters, AdamW, head and embedding in bf16, reduce-scatter in fp32, no activation checkpointing.
+The loss is taken after 12 steps on one fixed random batch.
+
+    python benches/end_to_end.py                       # every variant on every GPU
+    python benches/end_to_end.py --ranks 2 --variants bf16,current
+    python benches/end_to_end.py --device cpu --ranks 2 --dim 256 --layers 2 --sequence 64 \
+        --vocabulary 512 --steps 2                     # a smoke run without a GPU
+
+Each variant has processes of its own and a time limit; what fails is recorded with its reason and
+the others go on. The JSON file is rewritten after each variant. torchao's variants are skipped
+with a printed reason unless it can be imported: install it, or name a folder that holds it
+(`pip install --no-deps --target DIR torchao`) in PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fp8rs.demo.launch import Job, RankFailed, launch
+from fp8rs.demo.model import Llama, LlamaConfig, parameter_count
+from fp8rs.demo.traffic import converted_share, counted
+from fp8rs.demo.train import convert, linear_weights, peak_memory, shard
+from fp8rs.recipes import RECIPES
+
+#: Steps before the loss is read and the clock starts.
+WARM_UP = 12
+LEARNING_RATE = 3e-4
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is trained: by which library, with which recipe, compiled or not."""
+
+    library: str
+    recipe: str | None
+    compiled: bool
+
+
+VARIANTS = {
+    "bf16": Variant("torch", None, False),
+    "bf16-compiled": Variant("torch", None, True),
+    **{name: Variant("fp8rs", name, False) for name in RECIPES if name != "tensorwise"},
+    "torchao": Variant("torchao", "tensorwise", False),
+    "torchao-compiled": Variant("torchao", "tensorwise", True),
+}
+
+
+def main() -> int:
+    """Measures the variants one after the other."""
+    options = _options()
+    missing = [name for name in options.variants if name not in VARIANTS]
+    if missing:
+        print(f"no such variant: {', '.join(missing)}; there are {', '.join(VARIANTS)}")
+        return 2
+    # The ranks import this file by name.
+    here = str(Path(__file__).resolve().parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        path for path in (here, os.environ.get("PYTHONPATH")) if path
+    )
+    report: dict[str, Any] = {"workload": _workload(options), "machine": _machine(options)}
+    report["variants"] = {}
+    for name in options.variants:
+        report["variants"][name] = _measured(name, options)
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
+    print(table(report))
+    if options.plot is not None:
+        plot(report, options.plot)
+    return 1 if all("error" in v for v in report["variants"].values()) else 0
+
+
+def _measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    variant = VARIANTS[name]
+    if variant.library == "torchao" and importlib.util.find_spec("torchao") is None:
+        reason = "torchao cannot be imported: put a folder that holds it in PYTHONPATH"
+        print(f"{name}: skipped: {reason}", flush=True)
+        return {"error": reason}
+    start = time.perf_counter()
+
+    def show(event: dict[str, Any]) -> None:
+        print(f"{name}: {time.perf_counter() - start:6.1f} s  {event['what']}", flush=True)
+
+    job = Job("end_to_end:rank", {"variant": name, **_workload(options)}, options.device)
+    try:
+        results = launch(job, options.ranks, show, options.limit)
+    except (RankFailed, TimeoutError) as error:
+        print(f"{name}: failed: {error}", flush=True)
+        return {"error": str(error)}
+    first = results[0]
+    first["peak_memory"] = max(result["peak_memory"] for result in results)
+    return dict(first)
+
+
+def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
+    """What each rank runs."""
+    variant, ranks = VARIANTS[arguments["variant"]], dist.get_world_size()
+    device = torch.device("cuda", dist.get_rank()) if torch.cuda.is_available() else "cpu"
+    device = torch.device(device if arguments["device"] == "cuda" else "cpu")
+    config = LlamaConfig(**arguments["model"])
+    with device:
+        model = Llama(config)
+    # The same on all ranks: they shard one model.
+    model.init_weights(torch.Generator(device).manual_seed(0))
+    params, weights = parameter_count(model), linear_weights(model)
+    after_step = _prepare(model, variant, device.type)
+    shard(model, device.type, ranks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    batch = _batch(arguments, device)
+    report({"what": f"{params / 1e9:.2f} G parameters"})
+
+    def step() -> torch.Tensor:
+        with sdpa_kernel(_ATTENTION, set_priority=True):
+            loss = model.loss(batch)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        after_step(model)
+        return loss.detach()
+
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(WARM_UP):
+        step()
+    loss = step()
+    dist.all_reduce(loss)
+    report({"what": f"loss after {WARM_UP} steps: {loss.item() / ranks:.4f}"})
+    seconds = _timed(step, arguments["steps"], device)
+    peak = peak_memory(device.type)
+    with counted(model, ranks) as traffic:
+        step()
+    hooked = variant.library != "torch"
+    return {
+        "params": params,
+        "loss": loss.item() / ranks,
+        "step_seconds": seconds,
+        "tokens_per_second": arguments["sequence"] / statistics.median(seconds),
+        "peak_memory": peak,
+        "allgather_bytes": traffic.total,
+        "weight_bytes": traffic.handed_over
+        if hooked
+        else converted_share(traffic, model, weights, ranks, itemsize=2),
+    }
+
+
+_ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+
+
+def _prepare(model: Llama, variant: Variant, device: str) -> Any:
+    """Converts and compiles the model; returns what is called after each optimizer step."""
+
+    def nothing(model: Llama) -> None:
+        pass
+
+    after_step: Any = nothing
+    if variant.library == "fp8rs":
+        assert variant.recipe is not None
+        convert(model, variant.recipe)
+    elif variant.library == "torchao":
+        from torchao import float8 as peer
+
+        peer.convert_to_float8_training(
+            model,
+            config=peer.Float8LinearConfig(
+                enable_fsdp_float8_all_gather=True, emulate=device == "cpu"
+            ),
+            module_filter_fn=lambda _, name: name != "head",
+        )
+        after_step = peer.precompute_float8_dynamic_scale_for_fsdp
+    if variant.compiled:
+        for block in model.blocks:
+            block.compile()
+    return after_step
+
+
+def _timed(step: Any, steps: int, device: torch.device) -> list[float]:
+    """Seconds of each step: between device events on CUDA, of the clock on CPU."""
+    if device.type != "cuda":
+        seconds = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - start)
+        return seconds
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    torch.cuda.synchronize()
+    dist.barrier()
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
+
+
+def _batch(arguments: dict[str, Any], device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    vocabulary = arguments["model"]["vocabulary"]
+    shape = (1, arguments["sequence"] + 1)
+    return torch.randint(vocabulary, shape, generator=generator).to(device)
+
+
+def table(report: dict[str, Any]) -> str:
+    """The variants as a Markdown table; ratios are to eager bf16."""
+    variants = report["variants"]
+    base = variants.get("bf16", {}).get("tokens_per_second")
+    lines = [
+        "| variant | tokens/s/GPU | vs bf16 eager | peak GB | gathered GB a step | "
+        "of it converted weights | loss |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, found in variants.items():
+        if "error" in found:
+            lines.append(f"| {name} | {found['error'].strip().splitlines()[-1]} | | | | | |")
+            continue
+        ratio = f"{found['tokens_per_second'] / base:.2f}" if base else ""
+        lines.append(
+            f"| {name} | {found['tokens_per_second']:,.0f} | {ratio} "
+            f"| {found['peak_memory'] / 1e9:.1f} | {found['allgather_bytes'] / 1e9:.2f} "
+            f"| {found['weight_bytes'] / 1e9:.2f} | {found['loss']:.4f} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Bars of throughput, peak memory and gathered bytes."""
+    from matplotlib.figure import Figure
+
+    found = {name: v for name, v in report["variants"].items() if "error" not in v}
+    panels = (
+        ("tokens/s/GPU", [v["tokens_per_second"] for v in found.values()]),
+        ("peak memory, GB", [v["peak_memory"] / 1e9 for v in found.values()]),
+        ("gathered in a step, GB", [v["allgather_bytes"] / 1e9 for v in found.values()]),
+    )
+    figure = Figure(figsize=(12, 1.5 + 0.4 * len(found)), layout="constrained")
+    for axes, (title, values) in zip(figure.subplots(1, 3, sharey=True), panels, strict=True):
+        bars = axes.barh(list(found), values)
+        axes.bar_label(bars, fmt="{:,.4g}", padding=3)
+        axes.set_title(title)
+        axes.margins(x=0.2)
+        axes.invert_yaxis()
+    figure.savefig(path, dpi=120)
+
+
+def _workload(options: argparse.Namespace) -> dict[str, Any]:
+    heads = max(1, options.dim // 128)
+    return {
+        "device": options.device,
+        "ranks": options.ranks,
+        "model": {
+            "vocabulary": options.vocabulary,
+            "dim": options.dim,
+            "layers": options.layers,
+            "heads": heads,
+            "kv_heads": max(1, heads // 4),
+            "hidden": options.dim * 7 // 2,
+            "rope_base": 500_000.0,
+        },
+        "sequence": options.sequence,
+        "steps": options.steps,
+    }
+
+
+def _machine(options: argparse.Namespace) -> dict[str, Any]:
+    gpu = torch.cuda.get_device_name() if options.device == "cuda" else None
+    return {"torch": torch.__version__, "cuda": torch.version.cuda, "gpu": gpu}
+
+
+def _options() -> argparse.Namespace:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if gpus else "cpu")
+    parser.add_argument("--ranks", type=int, default=gpus or 2)
+    parser.add_argument("--variants", type=lambda text: text.split(","), default=list(VARIANTS))
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--dim", type=int, default=4096)
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--sequence", type=int, default=8192)
+    parser.add_argument("--steps", type=int, default=10, help="timed steps")
+    parser.add_argument("--limit", type=float, default=240, help="seconds for one variant")
+    parser.add_argument("--out", type=Path, default=Path("end_to_end.json"))
+    parser.add_argument("--plot", type=Path, metavar="FILE")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

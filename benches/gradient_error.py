@@ -1,0 +1,172 @@
+"""How far FP8 gradients are from exact ones, and whether that is the formats' doing alone.
+
+Trains the demo's model in fp32. Then, on one batch at those weights, takes the gradients of all
+converted weights three times: with fp32 GEMMs, with fp8rs, and with a simulation in plain torch
+(rounded operands, fp32 accumulation: tests/simulation.py, tests/block_simulation.py). The relative
+error is the norm of the difference over that of the fp32 gradients, all weights together. fp8rs's
+must equal the simulation's within 2%: what is above is a defect of the kernels, not of FP8.
+
+    python benches/gradient_error.py [--recipes current,delayed] [--dtypes bfloat16] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fp8rs.demo.data import Corpus, load_corpus
+from fp8rs.demo.model import Llama
+from fp8rs.demo.train import Settings, convert, linear_weights, train_alone
+from fp8rs.recipes import RECIPES, Recipe, resolve_recipe
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+import block_simulation
+import simulation
+
+
+@dataclass(frozen=True)
+class GradientError:
+    """Relative errors of the gradients against fp32 GEMMs, and how far the loss is off."""
+
+    recipe: str
+    dtype: str
+    fp8rs: float
+    simulated: float
+    loss_off_fp8rs: float
+    loss_off_simulated: float
+
+    @property
+    def ratio(self) -> float:
+        """fp8rs's error over the simulation's."""
+        return self.fp8rs / self.simulated
+
+
+def gradient_error(
+    trained: Llama,
+    batch: torch.Tensor,
+    recipe: str,
+    dtype: torch.dtype = torch.float32,
+    fast_accumulation: bool = False,
+) -> GradientError:
+    """Compares fp8rs with the simulation on a batch, in activations of ``dtype``.
+
+    Args:
+        trained: fp32 model; left as it is.
+        batch: int64 (rows, length + 1) on the model's device.
+        recipe: a recipe's short name.
+        dtype: float32 or bfloat16. Weights are rounded to it for the exact gradients too, so that
+            the error is that of the computation.
+        fast_accumulation: let the forward GEMMs on CUDA accumulate with reduced precision, as
+            recipes do by default. The simulation never does.
+    """
+    chosen = replace(resolve_recipe(recipe), fast_accumulation=(fast_accumulation, False, False))
+    exact_model = copy.deepcopy(trained).to(dtype).float()
+    exact_loss, exact = _gradients(exact_model, batch)
+    compute = copy.deepcopy(trained).to(dtype)
+    fp8_loss, fp8 = _gradients(convert(copy.deepcopy(compute), chosen), batch)
+    simulated_loss, simulated = _gradients(simulate(compute, chosen), batch)
+    return GradientError(
+        recipe,
+        str(dtype).removeprefix("torch."),
+        simulation.relative(fp8, exact),
+        simulation.relative(simulated, exact),
+        fp8_loss - exact_loss,
+        simulated_loss - exact_loss,
+    )
+
+
+def simulate(model: Llama, recipe: Recipe) -> Llama:
+    """A copy whose linear layers round their operands in plain torch, as the recipe says."""
+    model = copy.deepcopy(model)
+    names = linear_weights(model)
+    for name, module in model.named_modules():
+        if f"{name}.weight" in names:
+            assert isinstance(module, nn.Linear)
+            module.forward = _simulated_forward(module, recipe)  # type: ignore[method-assign]
+    return model
+
+
+def _simulated_forward(module: nn.Linear, recipe: Recipe) -> Callable[[torch.Tensor], torch.Tensor]:
+    blocks = block_simulation.RECIPES.get(recipe.name)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if blocks is not None:
+            return block_simulation.linear(
+                x, module.weight, module.bias, blocks, recipe.fp8_dtype("grad")
+            )
+        # A first batch's delayed scales come from that batch: those of current scaling.
+        return simulation.linear(x, module.weight, module.bias, recipe.fp8_dtype("grad"))
+
+    return forward
+
+
+def _gradients(model: nn.Module, batch: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """The loss, and the gradients of all linear weights in one vector."""
+    assert isinstance(model, Llama)
+    parameters = dict(model.named_parameters())
+    weights = [parameters[name] for name in sorted(linear_weights(model))]
+    loss = model.loss(batch)
+    gradients = torch.autograd.grad(loss, weights)
+    return loss.item(), torch.cat([gradient.float().flatten() for gradient in gradients])
+
+
+def trained_model(settings: Settings) -> tuple[Llama, Corpus]:
+    """The demo's model after its training, and the text it was trained on."""
+    corpus = load_corpus()
+    return train_alone(settings, corpus), corpus
+
+
+def main() -> int:
+    """Trains, compares and prints; exit code 1 where an error is off by more than 2%."""
+    options = _options()
+    settings = Settings.choose(options.device, 1, options.steps)
+    trained, corpus = trained_model(settings)
+    batch = corpus.held_out_batch(0, settings.rows, settings.length).to(settings.device)
+    print("| recipe | activations | fp8rs | simulation | ratio | loss off | simulated |")
+    print("|---|---|---|---|---|---|---|")
+    results = []
+    for recipe in options.recipes:
+        for dtype in options.dtypes:
+            found = gradient_error(
+                trained, batch, recipe, getattr(torch, dtype), options.fast_accumulation
+            )
+            results.append(found)
+            print(
+                f"| {recipe} | {dtype} | {found.fp8rs:.4f} | {found.simulated:.4f} "
+                f"| {found.ratio:.4f} | {found.loss_off_fp8rs:+.5f} "
+                f"| {found.loss_off_simulated:+.5f} |",
+                flush=True,
+            )
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
+    return int(any(abs(result.ratio - 1) > 0.02 for result in results))
+
+
+def _options() -> argparse.Namespace:
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    recipes = [name for name in RECIPES if name != "tensorwise"]
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
+    parser.add_argument("--recipes", type=names, default=recipes)
+    parser.add_argument("--dtypes", type=names, default=["float32", "bfloat16"])
+    parser.add_argument("--steps", type=int, help="training steps")
+    parser.add_argument("--fast-accumulation", action="store_true", help="in the forward, on CUDA")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""What each format loses: SQNR, values flushed to zero, GEMM error. Prints Markdown tables.
+
+    python benches/quant_error.py [--size 4096] [--device cuda]
+
+Global SQNR hides flushing: on rows of very different sizes the large ones carry all the energy. So
+the worst blocks are reported beside it: the first percentile of the SQNR of runs of 32 values.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import fp8rs  # noqa: F401  (registers the operators)
+
+ops = torch.ops.fp8rs
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E8M0, F32 = torch.float8_e8m0fnu, torch.float32
+
+Round = Callable[[Tensor], Tensor]
+
+
+def per_tensor(dtype: torch.dtype) -> Round:
+    def call(x: Tensor) -> Tensor:
+        codes, _, scale = ops.quantize_current(x, dtype)
+        return ops.dequantize(codes, scale, [-1, -1], F32)
+
+    return call
+
+
+def blocks(block: tuple[int, int], dtype: torch.dtype = E4M3, **options: object) -> Round:
+    scale_dtype = E8M0 if block[1] == 32 else F32
+
+    def call(x: Tensor) -> Tensor:
+        codes, scale, _, _ = ops.quantize_blocks(x, dtype, block, scale_dtype, **options)
+        return ops.dequantize(codes, scale, block, F32)
+
+    return call
+
+
+def rebased(block: tuple[int, int], axis: int) -> Round:
+    def call(x: Tensor) -> Tensor:
+        codes, scale, _, _ = ops.quantize_blocks(x, E4M3, block, E8M0)
+        out, line = ops.rebase(codes, scale, block, axis)
+        y = ops.dequantize(out, line, [1, -1], F32)
+        return y if axis == 0 else y.t()
+
+    return call
+
+
+FORMATS: dict[str, Round] = {
+    "per tensor, E4M3": per_tensor(E4M3),
+    "per tensor, E5M2": per_tensor(E5M2),
+    "128x128": blocks((128, 128)),
+    "1x128": blocks((1, 128)),
+    "per row": blocks((1, -1)),
+    "per row, power of two": blocks((1, -1), power_2_scale=True),
+    "MX 32x32": blocks((32, 32)),
+    "MX 32x32 rebased, rows": rebased((32, 32), 0),
+    "MX 32x32 rebased, columns": rebased((32, 32), 1),
+    "MX 1x32": blocks((1, 32)),
+    "MX 1x32 rebased, rows": rebased((1, 32), 0),
+    "MX 1x32, FLOOR": blocks((1, 32), rounding="floor"),
+    "MX 1x32, E5M2": blocks((1, 32), E5M2),
+}
+
+
+def decibels(signal: Tensor, noise: Tensor) -> Tensor:
+    return 10 * torch.log10(signal / noise)
+
+
+def sqnr(x: Tensor, y: Tensor) -> float:
+    x, y = x.double(), y.double()
+    return decibels(x.square().sum(), (x - y).square().sum()).item()
+
+
+def first_percentile(x: Tensor, y: Tensor) -> float:
+    """Of the SQNR of each run of 32 values."""
+    x, y = (t.double().reshape(-1, 32) for t in (x, y))
+    each = decibels(x.square().sum(1), (x - y).square().sum(1))
+    return each.kthvalue(max(1, each.numel() // 100)).values.item()
+
+
+def data(size: int, device: str) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    gaussian = normal(size, size)
+    outliers = normal(size, size)
+    outliers[torch.rand(size, size, generator=generator) < 0.001] *= 1000
+    made = {
+        "gaussian": gaussian,
+        "lognormal(3) rows": normal(size, size) * normal(size, 1).mul(3).exp(),
+        "0.1% outliers x1000": outliers,
+    }
+    return {name: x.to(device) for name, x in made.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--size", type=int, default=4096)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    weights = torch.randn(512, options.size, generator=torch.Generator().manual_seed(1))
+    w = weights.to(options.device)
+    w_mx = blocks((32, 32))(w)
+    for name, x in data(options.size, options.device).items():
+        print(f"\n{name}, {options.size}x{options.size}\n")
+        print("| format | SQNR, dB | first percentile of 32, dB | flushed to zero, % | GEMM, dB |")
+        print("|---|---|---|---|---|")
+        some = x[:512].double()
+        exact = some @ w.double().t()
+        for label, rounded in FORMATS.items():
+            y = rounded(x)
+            flushed = 100 * ((y == 0) & (x != 0)).double().mean().item()
+            # Against float64, the other operand in 32x32 blocks.
+            gemm = sqnr(exact, y[:512].double() @ w_mx.double().t())
+            print(
+                f"| {label} | {sqnr(x, y):.2f} | {first_percentile(x, y):.2f} | {flushed:.4f} "
+                f"| {gemm:.2f} |"
+            )
+
+
+if __name__ == "__main__":
+    main()
