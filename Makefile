@@ -1,0 +1,99 @@
+# From a fresh clone: `make demo` shows it, `make test` checks it.
+#
+# Both make their own virtual environment (.venv, with the newest torch) and build the package into
+# it. Needed: Python 3.10 or newer with pip, and Rust (cargo). No CUDA toolkit, no GPU.
+
+PYTHON ?= python3
+VENV ?= .venv
+OLDEST ?= .venv-oldest
+OLDEST_TORCH ?= 2.11.0
+DEMO ?=
+
+BIN := $(VENV)/bin
+OLDEST_BIN := $(OLDEST)/bin
+# What the extension module is built from.
+SOURCES := $(shell find src -type f 2>/dev/null) Cargo.toml Cargo.lock pyproject.toml
+
+.PHONY: help demo test test-oldest lint lint-rust lint-python lint-ptx rust-test python-test bench wheel clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo         train a small Llama in bf16 and in FP8 on this machine (DEMO='--ranks 4 ...')"
+	@echo "make test         lint, Rust tests, Python tests with the newest torch"
+	@echo "make test-oldest  Python tests with torch $(OLDEST_TORCH)"
+	@echo "make lint         formatting, clippy, ruff, mypy, the checked-in PTX"
+	@echo "make bench        kernel benchmarks"
+	@echo "make wheel        the release wheel, in dist/"
+	@echo "make clean        remove what these made"
+
+demo: $(VENV)/.built
+	$(BIN)/python -m fp8rs demo --plot demo-loss.png --json demo-result.json $(DEMO)
+
+test: lint rust-test python-test
+
+lint: lint-rust lint-python lint-ptx
+
+lint-rust:
+	cargo fmt --check
+	cargo clippy --all-targets --features python -- -D warnings
+	cargo clippy --all-targets --no-default-features -- -D warnings
+
+lint-python: $(VENV)/.built
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy python/fp8rs
+	$(BIN)/python -m mypy.stubtest fp8rs._core
+
+# The pinned compiler gives the same bytes, and ptxas takes them for every target without spills.
+lint-ptx: $(VENV)/.installed
+	$(BIN)/python tools/build_ptx.py --check
+
+# nextest where it is installed (cargo install cargo-nextest --locked), else cargo's own runner.
+rust-test:
+	@if cargo nextest --version >/dev/null 2>&1; then \
+		cargo nextest run; \
+	else \
+		echo "cargo-nextest is not installed: using cargo test"; cargo test; \
+	fi
+
+python-test: $(VENV)/.built
+	$(BIN)/python -m pytest tests -rs
+
+# Python tests alone: what Rust does has no torch in it.
+test-oldest: $(OLDEST)/.built
+	$(OLDEST_BIN)/python -m pytest tests -rs
+
+bench: $(VENV)/.built
+	cargo bench
+
+wheel: $(VENV)/.installed
+	PATH="$(CURDIR)/$(BIN):$$PATH" tools/build_wheel.sh
+
+clean:
+	rm -rf target dist $(VENV) $(OLDEST) demo-loss.png demo-result.json
+	rm -f python/fp8rs/*.so
+
+$(VENV)/.built: $(VENV)/.installed $(SOURCES)
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release
+	touch $@
+
+$(OLDEST)/.built: $(OLDEST)/.installed $(SOURCES)
+	VIRTUAL_ENV=$(CURDIR)/$(OLDEST) $(OLDEST_BIN)/maturin develop --release
+	touch $@
+
+$(VENV)/.installed: requirements-dev.txt
+	$(call environment,$(VENV))
+	$(BIN)/python -m pip install --quiet --upgrade torch -r requirements-dev.txt
+	touch $@
+
+$(OLDEST)/.installed: requirements-dev.txt
+	$(call environment,$(OLDEST))
+	$(OLDEST_BIN)/python -m pip install --quiet torch==$(OLDEST_TORCH) -r requirements-dev.txt
+	touch $@
+
+# Debian's python3 has venv without ensurepip unless python3-venv is installed: its pip serves then.
+define environment
+	$(PYTHON) -m venv $(1) >/dev/null 2>&1 || { \
+		$(PYTHON) -m venv --clear --without-pip $(1) && \
+		$(PYTHON) -m pip --python $(1)/bin/python install --quiet pip; }
+endef
