@@ -15,7 +15,7 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,14 @@ import torch.distributed as dist
 _COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 
 
-def main() -> int:
-    """Runs this rank's job; what it returns goes to ``result-RANK.json`` in the run's folder."""
+def main() -> NoReturn:
+    """Runs this rank's job; what it returns goes to ``result-RANK.json`` in the run's folder.
+
+    The process ends without the interpreter's finalization. Once a rank's result is on disk and its
+    groups are gone there is nothing left to save, and threads of torch's that still want the GIL
+    while the interpreter goes away abort the process ("terminate called without an active
+    exception"), which would make a finished run a failed one.
+    """
     job = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     rank, folder = int(os.environ["RANK"]), Path(job["folder"])
@@ -38,10 +44,15 @@ def main() -> int:
     except BaseException:
         error = {"time": time.time(), "traceback": traceback.format_exc()}
         _write(folder / f"error-{rank}.json", error)
-        sys.stdout.flush()
-        # Not an orderly exit: the other ranks may never answer the communicator's shutdown.
-        os._exit(1)
-    return 0
+        # The groups stay: the other ranks may never answer the communicator's shutdown.
+        _end(1)
+    _end(0)
+
+
+def _end(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _join(device: str, rank: int) -> None:
@@ -83,4 +94,4 @@ def _end_with_launcher() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
