@@ -102,6 +102,19 @@ def test_block_recipes_by_capability(
     assert reason in row.reason
 
 
+@pytest.mark.parametrize(
+    ("capability", "way_out"), [((8, 0), "on the CPU"), ((8, 9), "emulate=True")]
+)
+def test_a_no_names_what_works_there(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], way_out: str
+) -> None:
+    """Emulation quantizes too: it is no way out on a GPU whose kernels cannot run."""
+    found = with_gpu(monkeypatch, capability)
+    (row,) = [p for p in found.recipes if (p.recipe, p.device) == ("block", "cuda:0")]
+    assert row.path == "no"
+    assert [way for way in ("on the CPU", "emulate=True") if way in row.reason] == [way_out]
+
+
 def test_text_without_a_gpu_gives_the_reason() -> None:
     text = run(CUDA_VISIBLE_DEVICES="")
     assert "GPU: none (" in text

@@ -108,6 +108,9 @@ def as_text(findings: Findings) -> str:
     return "\n".join(lines)
 
 
+#: The first GPUs with FP8 conversion instructions, which the quantization kernels are made of.
+_OLDEST_FOR_KERNELS: Capability = (8, 9)
+
 #: The GPUs that a recipe's GEMMs run on: (compute capability from which on, path, why), the newest
 #: first. The first row that a device reaches is how the recipe runs there.
 _PER_TENSOR = [((8, 9), "native", "torch._scaled_mm with per-tensor scales")]
@@ -136,15 +139,16 @@ def _on_gpu(recipe: str, device: Device) -> Path:
     for least, path, why in _GPU_PATHS[recipe]:
         if device.capability >= least:
             return Path(recipe, where, path, why)
-    oldest = "{}.{}".format(*_GPU_PATHS[recipe][-1][0])
-    has = "{}.{}".format(*device.capability)
-    return Path(
-        recipe,
-        where,
-        "no",
-        f"its GEMM needs compute capability {oldest}, this is {has}; "
-        "a recipe with emulate=True runs on dequantized operands",
-    )
+    needed = _GPU_PATHS[recipe][-1][0]
+    if device.capability < _OLDEST_FOR_KERNELS:
+        what = "FP8 conversion on CUDA"
+        needed, instead = _OLDEST_FOR_KERNELS, "on the CPU the recipe runs"
+    else:
+        what = "its GEMM"
+        instead = "with emulate=True it runs on dequantized operands"
+    oldest, has = "{}.{}".format(*needed), "{}.{}".format(*device.capability)
+    reason = f"{what} needs compute capability {oldest}, this is {has}; {instead}"
+    return Path(recipe, where, "no", reason)
 
 
 def _devices() -> list[Device]:
