@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use super::tensors::Arguments;
 use super::tensorwise::extent;
 use crate::format::e8m0::Rounding;
-use crate::layout::{Block, DType, View, ViewMut};
+use crate::layout::{Block, DType, ViewMut};
 use crate::ops::{self, Axis, BlockPlane, BlockScale, BlockSpec, Given, ScaleRule};
 
 type Tensor<'a, 'py> = &'a Bound<'py, PyAny>;
@@ -25,7 +25,7 @@ pub(super) fn block_amax<'py>(
 ) -> PyResult<()> {
     let block = block(block_rows, block_cols)?;
     let row_offset = count("row_offset", row_offset)?;
-    let mut args = Arguments::new(py);
+    let args = Arguments::new(py);
     let x = args.input("x", x)?;
     let out = args.output("out", out)?;
     args.run(|stream| ops::block_amax(x, block, row_offset, out, stream))
@@ -67,12 +67,12 @@ pub(super) fn quantize_blocks<'py>(
             return Err(PyValueError::new_err(message));
         }
     };
-    let mut args = Arguments::new(py);
+    let args = Arguments::new(py);
     let x = args.input("x", x)?;
     let given = Given {
-        amax: optional(&mut args, "amax", amax)?,
-        amax_columnwise: optional(&mut args, "amax_columnwise", amax_columnwise)?,
-        fold: optional(&mut args, "fold", fold)?,
+        amax: args.optional_input("amax", amax)?,
+        amax_columnwise: args.optional_input("amax_columnwise", amax_columnwise)?,
+        fold: args.optional_input("fold", fold)?,
     };
     let rowwise = plane(
         args.optional_output("rowwise", rowwise)?,
@@ -103,7 +103,7 @@ pub(super) fn pack_scales<'py>(
     out: Tensor<'_, 'py>,
 ) -> PyResult<()> {
     let (rows, block_rows) = (count("rows", rows)?, count("block_rows", block_rows)?);
-    let mut args = Arguments::new(py);
+    let args = Arguments::new(py);
     let scales = args.input("scales", scales)?;
     let out = args.output("out", out)?;
     args.run(|stream| ops::pack_scales(scales, rows, block_rows, out, stream))
@@ -119,7 +119,7 @@ pub(super) fn unpack_scales<'py>(
     out: Tensor<'_, 'py>,
 ) -> PyResult<()> {
     let (rows, block_rows) = (count("rows", rows)?, count("block_rows", block_rows)?);
-    let mut args = Arguments::new(py);
+    let args = Arguments::new(py);
     let packed = args.input("packed", packed)?;
     let out = args.output("out", out)?;
     args.run(|stream| ops::unpack_scales(packed, rows, block_rows, out, stream))
@@ -143,7 +143,7 @@ pub(super) fn rebase<'py>(
         1 => Axis::Columns,
         _ => return Err(PyValueError::new_err(format!("axis is {axis}; it must be 0 or 1"))),
     };
-    let mut args = Arguments::new(py);
+    let args = Arguments::new(py);
     let codes = args.input("codes", codes)?;
     let scales = args.input("scales", scales)?;
     let out = args.output("out", out)?;
@@ -158,14 +158,6 @@ fn block(rows: isize, cols: isize) -> PyResult<Block> {
 fn count(name: &str, value: isize) -> PyResult<usize> {
     usize::try_from(value)
         .map_err(|_| PyValueError::new_err(format!("{name} is {value}; it must be at least 0")))
-}
-
-fn optional<'py>(
-    args: &mut Arguments<'py>,
-    name: &'static str,
-    tensor: Optional<'_, 'py>,
-) -> PyResult<Option<View<'py>>> {
-    tensor.map(|tensor| args.input(name, tensor)).transpose()
 }
 
 fn plane<'a>(

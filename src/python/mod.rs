@@ -6,6 +6,7 @@
 use pyo3::prelude::*;
 
 mod blocks;
+mod capsule;
 mod errors;
 mod machine;
 mod tensors;

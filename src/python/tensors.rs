@@ -3,9 +3,13 @@
 //! [`Arguments`] takes each tensor of a call through its type's C exchange API where there is one (torch: no
 //! reference is taken and nothing allocated), else through `__dlpack__` (`numpy`), and remembers what the
 //! launch needs to know: the stream, and how much work it is.
+//!
+//! Views borrow from the arguments, and from the objects themselves where nothing else keeps those alive, so
+//! that the compiler sees to it that memory outlives the work on it, also while other threads run Python.
 
+use std::cell::{Cell, RefCell};
 use std::ffi::c_void;
-use std::ptr::{self, NonNull};
+use std::ptr;
 use std::sync::{Mutex, PoisonError};
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
@@ -13,9 +17,9 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict, PyList, PyTuple, PyType};
 
+use super::capsule::Managed;
 use crate::dlpack::{
-    DLManagedTensorVersioned, DLTensor, EXCHANGE_CAPSULE, ExchangeApi, FLAG_READ_ONLY, MAJOR_VERSION,
-    MINOR_VERSION, USED_VERSIONED_CAPSULE, VERSIONED_CAPSULE,
+    CUDA, DLTensor, EXCHANGE_CAPSULE, ExchangeApi, FLAG_READ_ONLY, MAJOR_VERSION, MINOR_VERSION,
 };
 use crate::error::{Arg, Error};
 use crate::layout::{Device, View, ViewMut};
@@ -28,12 +32,44 @@ const DETACH_FROM: usize = 1 << 15;
 /// `__dlpack__`'s number for the legacy default stream.
 const LEGACY_STREAM: usize = 1;
 
-/// The tensors of one call. Views live until it is dropped.
+/// The tensors of one call, which its views borrow from.
 pub(super) struct Arguments<'py> {
     py: Python<'py>,
-    stream: Option<*mut c_void>,
-    elements: usize,
-    owned: Vec<Managed>,
+    stream: Cell<Option<Queue>>,
+    elements: Cell<usize>,
+    /// What came in capsules. Only grows.
+    owned: RefCell<Vec<Managed>>,
+    /// The elements of lists, by a reference of our own each: another thread may empty a list while the
+    /// interpreter is let go of. Only grows.
+    lists: RefCell<Vec<Bound<'py, PyTuple>>>,
+    /// CUDA arrays that were made ready on a stream that a later argument may override.
+    exported: RefCell<Vec<(Name, Bound<'py, PyAny>)>>,
+}
+
+/// The stream of a call on CUDA, and who named it.
+#[derive(Clone, Copy)]
+enum Queue {
+    /// Nobody: a capsule does not say what stream its owner works on.
+    Legacy,
+    /// A tensor with the exchange API: the current stream of its library.
+    Current(*mut c_void),
+}
+
+impl Queue {
+    fn stream(self) -> Stream {
+        match self {
+            Self::Legacy => Stream::default(),
+            Self::Current(stream) => Stream(stream),
+        }
+    }
+
+    /// Its number for `__dlpack__`.
+    fn number(self) -> usize {
+        match self.stream().0.addr() {
+            0 => LEGACY_STREAM,
+            stream => stream,
+        }
+    }
 }
 
 /// The name of an argument: made into words only for a message.
@@ -54,73 +90,118 @@ impl Name {
 
 impl<'py> Arguments<'py> {
     pub(super) fn new(py: Python<'py>) -> Self {
-        Self { py, stream: None, elements: 0, owned: Vec::new() }
+        Self {
+            py,
+            stream: Cell::new(None),
+            elements: Cell::new(0),
+            owned: RefCell::default(),
+            lists: RefCell::default(),
+            exported: RefCell::default(),
+        }
     }
 
     /// A tensor to read.
-    pub(super) fn input(&mut self, name: &'static str, tensor: &Bound<'py, PyAny>) -> PyResult<View<'py>> {
-        self.read(Name::Of(name), tensor)
+    pub(super) fn input<'a>(
+        &'a self,
+        name: &'static str,
+        tensor: &'a Bound<'py, PyAny>,
+    ) -> PyResult<View<'a>> {
+        // SAFETY: the object is borrowed for as long as the view lives.
+        unsafe { self.read(Name::Of(name), tensor) }
+    }
+
+    /// A tensor to read, or None.
+    pub(super) fn optional_input<'a>(
+        &'a self,
+        name: &'static str,
+        tensor: Option<&'a Bound<'py, PyAny>>,
+    ) -> PyResult<Option<View<'a>>> {
+        tensor.map(|tensor| self.input(name, tensor)).transpose()
     }
 
     /// A tensor to write.
-    pub(super) fn output(
-        &mut self,
+    pub(super) fn output<'a>(
+        &'a self,
         name: &'static str,
-        tensor: &Bound<'py, PyAny>,
-    ) -> PyResult<ViewMut<'py>> {
-        self.write(Name::Of(name), tensor)
+        tensor: &'a Bound<'py, PyAny>,
+    ) -> PyResult<ViewMut<'a>> {
+        // SAFETY: the object is borrowed for as long as the view lives.
+        unsafe { self.write(Name::Of(name), tensor) }
     }
 
     /// A tensor to write, or None.
-    pub(super) fn optional_output(
-        &mut self,
+    pub(super) fn optional_output<'a>(
+        &'a self,
         name: &'static str,
-        tensor: Option<&Bound<'py, PyAny>>,
-    ) -> PyResult<Option<ViewMut<'py>>> {
+        tensor: Option<&'a Bound<'py, PyAny>>,
+    ) -> PyResult<Option<ViewMut<'a>>> {
         tensor.map(|tensor| self.output(name, tensor)).transpose()
     }
 
     /// A list of tensors to read.
-    pub(super) fn inputs(
-        &mut self,
-        name: &'static str,
-        tensors: &Bound<'py, PyAny>,
-    ) -> PyResult<Vec<View<'py>>> {
-        let item = |(i, tensor): (usize, PyResult<_>)| self.read(Name::Item(name, i), &tensor?);
-        iterate(name, tensors)?.enumerate().map(item).collect()
+    pub(super) fn inputs(&self, name: &'static str, tensors: &Bound<'py, PyAny>) -> PyResult<Vec<View<'_>>> {
+        let items = self.hold(name, tensors)?;
+        // SAFETY: `hold` keeps a reference to each element until the arguments are dropped.
+        let item = |i| unsafe { self.read(Name::Item(name, i), &items.get_item(i)?) };
+        (0..items.len()).map(item).collect()
     }
 
     /// A list of tensors to write.
     pub(super) fn outputs(
-        &mut self,
+        &self,
         name: &'static str,
         tensors: &Bound<'py, PyAny>,
-    ) -> PyResult<Vec<ViewMut<'py>>> {
-        let item = |(i, tensor): (usize, PyResult<_>)| self.write(Name::Item(name, i), &tensor?);
-        iterate(name, tensors)?.enumerate().map(item).collect()
+    ) -> PyResult<Vec<ViewMut<'_>>> {
+        let items = self.hold(name, tensors)?;
+        // SAFETY: as in `inputs`.
+        let item = |i| unsafe { self.write(Name::Item(name, i), &items.get_item(i)?) };
+        (0..items.len()).map(item).collect()
     }
 
     /// Runs the operation, without the interpreter where that is worth while.
     pub(super) fn run(&self, operation: impl FnOnce(Stream) -> Result<(), Error>) -> PyResult<()> {
-        let stream = Stream(self.stream.unwrap_or(ptr::null_mut()));
         // A launch is short. CPU work is not, from some size on.
-        if self.stream.is_some() || self.elements < DETACH_FROM {
-            return Ok(operation(stream)?);
+        if let Some(queue) = self.stream.get() {
+            return Ok(operation(queue.stream())?);
         }
-        let operation = AssertSend(move || operation(stream));
+        if self.elements.get() < DETACH_FROM {
+            return Ok(operation(Stream::default())?);
+        }
+        let operation = AssertSend(move || operation(Stream::default()));
         Ok(self.py.detach(move || operation.call())?)
     }
 
-    fn read(&mut self, name: Name, tensor: &Bound<'py, PyAny>) -> PyResult<View<'py>> {
+    /// The elements of a list or tuple, kept alive until the arguments are dropped. Not of any iterable: that
+    /// may have an end or not.
+    fn hold(&self, name: &'static str, tensors: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyTuple>> {
+        let items = if let Ok(list) = tensors.cast::<PyList>() {
+            list.to_tuple()
+        } else if let Ok(tuple) = tensors.cast::<PyTuple>() {
+            tuple.clone()
+        } else {
+            let class = class_name(tensors);
+            let message = format!("{name} is of type {class}; it must be a list of tensors");
+            return Err(PyTypeError::new_err(message));
+        };
+        self.lists.borrow_mut().push(items.clone());
+        Ok(items)
+    }
+
+    /// # Safety
+    /// The object must live for `'a`.
+    unsafe fn read<'a>(&'a self, name: Name, tensor: &Bound<'py, PyAny>) -> PyResult<View<'a>> {
         let (dl, _) = self.describe(name, tensor)?;
-        // SAFETY: the exporter filled it in; the tensor is borrowed from the caller, or owned in `self.owned`,
-        // for as long as the arguments live.
+        // SAFETY: the exporter filled it in. Its memory is that of the object, which lives for 'a, or of a
+        // capsule's tensor in `owned`, which is dropped with the arguments. (To resize or rebind a tensor while
+        // another thread computes with it is the caller's race, as it is with torch's own operators.)
         let view = unsafe { dl.view(|| name.words()) }?;
-        self.elements = self.elements.saturating_add(view.numel());
+        self.elements.set(self.elements.get().saturating_add(view.numel()));
         Ok(view)
     }
 
-    fn write(&mut self, name: Name, tensor: &Bound<'py, PyAny>) -> PyResult<ViewMut<'py>> {
+    /// # Safety
+    /// The object must live for `'a`.
+    unsafe fn write<'a>(&'a self, name: Name, tensor: &Bound<'py, PyAny>) -> PyResult<ViewMut<'a>> {
         let (dl, read_only) = self.describe(name, tensor)?;
         if read_only {
             let message = format!("{} is read-only; an output must be writable", name.words());
@@ -131,7 +212,7 @@ impl<'py> Arguments<'py> {
     }
 
     /// The tensor behind an object, and whether it is read-only.
-    fn describe(&mut self, name: Name, tensor: &Bound<'py, PyAny>) -> PyResult<(DLTensor, bool)> {
+    fn describe(&self, name: Name, tensor: &Bound<'py, PyAny>) -> PyResult<(DLTensor, bool)> {
         let Some(api) = exchange_api(&tensor.get_type())? else {
             return self.describe_through_capsule(name, tensor);
         };
@@ -143,98 +224,86 @@ impl<'py> Arguments<'py> {
         if unsafe { export(tensor.as_ptr().cast(), &raw mut dl) } != 0 {
             return Err(refused(name, tensor));
         }
-        if self.stream.is_none()
-            && let Some(Device::Cuda(_)) = dl.device()
+        if let Some(Device::Cuda(_)) = dl.device()
+            && !matches!(self.stream.get(), Some(Queue::Current(_)))
         {
-            self.stream = Some(self.current_stream(api, &dl)?);
+            self.use_stream_of(api, &dl)?;
         }
         Ok((dl, false))
     }
 
-    fn current_stream(&self, api: &ExchangeApi, dl: &DLTensor) -> PyResult<*mut c_void> {
+    /// Takes the current stream of a tensor's library for the call. Arrays that came in capsules before were made
+    /// ready on the legacy stream, and are now made ready on this one.
+    fn use_stream_of(&self, api: &ExchangeApi, dl: &DLTensor) -> PyResult<()> {
+        let Some(current) = api.current_work_stream else {
+            self.stream.set(Some(Queue::Legacy));
+            return Ok(());
+        };
         let mut stream = ptr::null_mut();
-        let Some(current) = api.current_work_stream else { return Ok(stream) };
         // SAFETY: the device is one that the exporter just named.
         if unsafe { current(dl.device.device_type, dl.device.device_id, &raw mut stream) } != 0 {
             return Err(PyErr::fetch(self.py));
         }
-        Ok(stream)
+        let queue = Queue::Current(stream);
+        self.stream.set(Some(queue));
+        if queue.number() != LEGACY_STREAM {
+            for (name, array) in self.exported.take() {
+                // Asked for again for its waiting alone: the view of the first export stays.
+                drop(self.export(name, &array, Some(queue))?);
+            }
+        }
+        Ok(())
     }
 
     /// `__dlpack__`, for types without the exchange API.
-    fn describe_through_capsule(
-        &mut self,
-        name: Name,
-        tensor: &Bound<'py, PyAny>,
-    ) -> PyResult<(DLTensor, bool)> {
-        let method = tensor.getattr("__dlpack__").map_err(|_| not_a_tensor(name, tensor))?;
+    fn describe_through_capsule(&self, name: Name, tensor: &Bound<'py, PyAny>) -> PyResult<(DLTensor, bool)> {
+        if !tensor.hasattr("__dlpack__")? {
+            return Err(not_a_tensor(name, tensor));
+        }
+        let device = tensor.getattr_opt("__dlpack_device__")?.ok_or_else(|| {
+            let class = class_name(tensor);
+            let words = name.words();
+            PyTypeError::new_err(format!("{words} is of type {class}, which has no __dlpack_device__"))
+        })?;
+        let device = device.call0().and_then(|device| device.extract::<(i32, i32)>());
+        let (kind, _) = device.map_err(|cause| not_exported(name, &cause))?;
+        let queue = (kind == CUDA).then(|| self.stream.get().unwrap_or(Queue::Legacy));
+        let managed = self.export(name, tensor, queue)?;
+        if let Some(queue) = queue {
+            self.stream.set(Some(queue));
+            if matches!(queue, Queue::Legacy) {
+                self.exported.borrow_mut().push((name, tensor.clone()));
+            }
+        }
+        let (dl, flags) = managed.tensor();
+        self.owned.borrow_mut().push(managed);
+        Ok((dl, flags & FLAG_READ_ONLY != 0))
+    }
+
+    /// What `__dlpack__` hands over, ready on the stream that is going to be used.
+    fn export(&self, name: Name, tensor: &Bound<'py, PyAny>, queue: Option<Queue>) -> PyResult<Managed> {
         let options = PyDict::new(self.py);
         options.set_item("max_version", (MAJOR_VERSION, MINOR_VERSION))?;
-        let (kind, _): (i32, i32) = tensor.call_method0("__dlpack_device__")?.extract()?;
-        if kind == crate::dlpack::CUDA {
-            // The exporter makes its data ready on the stream that is going to be used.
-            let stream = self.stream.get_or_insert(ptr::null_mut()).addr();
-            options.set_item("stream", if stream == 0 { LEGACY_STREAM } else { stream })?;
+        if let Some(queue) = queue {
+            options.set_item("stream", queue.number())?;
         }
-        let capsule = method.call((), Some(&options)).map_err(|cause| {
-            let message = format!("{} cannot be exported: {cause}", name.words());
-            PyTypeError::new_err(message)
-        })?;
-        let managed = Managed::take(capsule.cast::<PyCapsule>()?).ok_or_else(|| {
+        let capsule = tensor.call_method("__dlpack__", (), Some(&options));
+        let capsule = capsule.map_err(|cause| not_exported(name, &cause))?;
+        let managed = capsule.cast::<PyCapsule>().ok().and_then(Managed::take);
+        managed.ok_or_else(|| {
             PyTypeError::new_err(format!(
                 "{} exports no DLPack {MAJOR_VERSION}.x tensor; convert it to a torch tensor",
                 name.words()
             ))
-        })?;
-        let (dl, flags) = managed.tensor();
-        self.owned.push(managed);
-        Ok((dl, flags & FLAG_READ_ONLY != 0))
-    }
-}
-
-/// A tensor that an exporter handed over; given back when dropped.
-struct Managed(NonNull<DLManagedTensorVersioned>);
-
-impl Managed {
-    fn take(capsule: &Bound<'_, PyCapsule>) -> Option<Self> {
-        let object = capsule.as_ptr();
-        // SAFETY: a live capsule; the name is compared before the pointer is handed out.
-        let tensor = unsafe {
-            if ffi::PyCapsule_IsValid(object, VERSIONED_CAPSULE.as_ptr()) == 0 {
-                return None;
-            }
-            ffi::PyCapsule_GetPointer(object, VERSIONED_CAPSULE.as_ptr())
-        };
-        // SAFETY: renaming it is how a capsule's tensor changes owner; the name is static.
-        unsafe { ffi::PyCapsule_SetName(object, USED_VERSIONED_CAPSULE.as_ptr()) };
-        let managed = Self(NonNull::new(tensor.cast())?);
-        // SAFETY: the version is laid out the same in all versions.
-        let major = unsafe { managed.0.as_ref() }.version.major;
-        (major == MAJOR_VERSION).then_some(managed)
-    }
-
-    fn tensor(&self) -> (DLTensor, u64) {
-        // SAFETY: owned by us, of a version that we know.
-        let managed = unsafe { self.0.as_ref() };
-        (managed.dl_tensor, managed.flags)
-    }
-}
-
-impl Drop for Managed {
-    fn drop(&mut self) {
-        // SAFETY: owned by us, and given back once. The deleter's place is the same in all versions.
-        unsafe {
-            if let Some(deleter) = self.0.as_ref().deleter {
-                deleter(self.0.as_ptr());
-            }
-        }
+        })
     }
 }
 
 /// Lets raw pointers cross into `Python::detach`, which runs on this same thread.
 struct AssertSend<F>(F);
 
-// SAFETY: `detach` calls the closure on the calling thread, where the views' memory stays borrowed.
+// SAFETY: `detach` calls the closure on the calling thread, and returns when it has run; the views in it borrow
+// from the arguments, which outlive the call. The closure holds no Python object.
 unsafe impl<F> Send for AssertSend<F> {}
 
 impl<F: FnOnce() -> T, T> AssertSend<F> {
@@ -280,24 +349,16 @@ fn exchange_api(class: &Bound<'_, PyType>) -> PyResult<Option<&'static ExchangeA
     Ok(api)
 }
 
-/// The elements of a list or tuple. Not of any iterable: its elements must outlive the views of them.
-fn iterate<'py>(
-    name: &'static str,
-    tensors: &Bound<'py, PyAny>,
-) -> PyResult<impl Iterator<Item = PyResult<Bound<'py, PyAny>>> + use<'py>> {
-    if tensors.is_instance_of::<PyList>() || tensors.is_instance_of::<PyTuple>() {
-        return tensors.try_iter();
-    }
-    let class = class_name(tensors);
-    Err(PyTypeError::new_err(format!("{name} is of type {class}; it must be a list of tensors")))
-}
-
 /// The exporter's refusal, in our words and the first line of its own.
 fn refused(name: Name, tensor: &Bound<'_, PyAny>) -> PyErr {
     let py = tensor.py();
     let cause = PyErr::take(py).map(|cause| cause.value(py).to_string()).unwrap_or_default();
     let reason = cause.lines().next().unwrap_or("no reason given").to_owned();
     PyTypeError::new_err(format!("{} must be a dense tensor with memory: {reason}", name.words()))
+}
+
+fn not_exported(name: Name, cause: &PyErr) -> PyErr {
+    PyTypeError::new_err(format!("{} cannot be exported: {cause}", name.words()))
 }
 
 fn not_a_tensor(name: Name, object: &Bound<'_, PyAny>) -> PyErr {

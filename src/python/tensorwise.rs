@@ -24,7 +24,7 @@ fn format(fp8_dtype: &str) -> PyResult<Fp8Format> {
 /// The largest magnitude of `x`, into `out` (float32, one element).
 #[pyfunction]
 pub(super) fn amax<'py>(py: Python<'py>, x: Tensor<'_, 'py>, out: Tensor<'_, 'py>) -> PyResult<()> {
-    let mut args = Arguments::new(py);
+    let args = Arguments::new(py);
     let x = args.input("x", x)?;
     let out = args.output("out", out)?;
     args.run(|stream| ops::amax(x, out, stream))
@@ -33,7 +33,7 @@ pub(super) fn amax<'py>(py: Python<'py>, x: Tensor<'_, 'py>, out: Tensor<'_, 'py
 /// The largest magnitude of each tensor, into `out` (float32, one element for each).
 #[pyfunction]
 pub(super) fn multi_amax<'py>(py: Python<'py>, xs: Tensor<'_, 'py>, out: Tensor<'_, 'py>) -> PyResult<()> {
-    let mut args = Arguments::new(py);
+    let args = Arguments::new(py);
     let xs = args.inputs("xs", xs)?;
     let out = args.output("out", out)?;
     args.run(|stream| ops::multi_amax(&xs, out, stream))
@@ -55,7 +55,7 @@ pub(super) fn scale_from_amax<'py>(
     let margin = margin.clamp(i32::MIN.into(), i32::MAX.into()) as i32;
     let rule = ScaleRule { power_of_2: power_2_scale, amax_epsilon, margin };
     let format = format(fp8_dtype)?;
-    let mut args = Arguments::new(py);
+    let args = Arguments::new(py);
     let amax = args.input("amax", amax)?;
     let scale_out = args.output("scale_out", scale_out)?;
     args.run(|stream| ops::scale_from_amax(amax, format, rule, scale_out, stream))
@@ -70,7 +70,7 @@ pub(super) fn quantize<'py>(
     rowwise: Optional<'_, 'py>,
     columnwise: Optional<'_, 'py>,
 ) -> PyResult<()> {
-    let mut args = Arguments::new(py);
+    let args = Arguments::new(py);
     let x = args.input("x", x)?;
     let scale = args.input("scale", scale)?;
     let rowwise = args.optional_output("rowwise", rowwise)?;
@@ -90,7 +90,7 @@ pub(super) fn quantize_delayed<'py>(
     rowwise: Optional<'_, 'py>,
     columnwise: Optional<'_, 'py>,
 ) -> PyResult<()> {
-    let mut args = Arguments::new(py);
+    let args = Arguments::new(py);
     let x = args.input("x", x)?;
     let scale = args.input("scale", scale)?;
     let amax = args.output("amax", amax)?;
@@ -113,7 +113,7 @@ pub(super) fn quantize_current<'py>(
     amax_epsilon: f32,
 ) -> PyResult<()> {
     let rule = ScaleRule { power_of_2: power_2_scale, amax_epsilon, margin: 0 };
-    let mut args = Arguments::new(py);
+    let args = Arguments::new(py);
     let x = args.input("x", x)?;
     let scale_out = args.output("scale_out", scale_out)?;
     let rowwise = args.optional_output("rowwise", rowwise)?;
@@ -129,7 +129,7 @@ pub(super) fn multi_quantize<'py>(
     scales: Tensor<'_, 'py>,
     outs: Tensor<'_, 'py>,
 ) -> PyResult<()> {
-    let mut args = Arguments::new(py);
+    let args = Arguments::new(py);
     let xs = args.inputs("xs", xs)?;
     let scales = args.input("scales", scales)?;
     let outs = args.outputs("outs", outs)?;
@@ -146,7 +146,7 @@ pub(super) fn multi_quantize_delayed<'py>(
     scales_used: Tensor<'_, 'py>,
     outs: Tensor<'_, 'py>,
 ) -> PyResult<()> {
-    let mut args = Arguments::new(py);
+    let args = Arguments::new(py);
     let xs = args.inputs("xs", xs)?;
     let scales = args.input("scales", scales)?;
     let amaxes = args.output("amaxes", amaxes)?;
@@ -158,7 +158,7 @@ pub(super) fn multi_quantize_delayed<'py>(
 /// Transposes FP8 codes.
 #[pyfunction]
 pub(super) fn transpose<'py>(py: Python<'py>, codes: Tensor<'_, 'py>, out: Tensor<'_, 'py>) -> PyResult<()> {
-    let mut args = Arguments::new(py);
+    let args = Arguments::new(py);
     let codes = args.input("codes", codes)?;
     let out = args.output("out", out)?;
     args.run(|stream| ops::transpose(codes, out, stream))
@@ -175,7 +175,7 @@ pub(super) fn dequantize<'py>(
     out: Tensor<'_, 'py>,
 ) -> PyResult<()> {
     let block = Block { rows: extent(block_rows)?, cols: extent(block_cols)? };
-    let mut args = Arguments::new(py);
+    let args = Arguments::new(py);
     let codes = args.input("codes", codes)?;
     let scale = args.input("scale", scale)?;
     let out = args.output("out", out)?;
