@@ -85,12 +85,10 @@ fn start(ordinal: i32) -> Result<DeviceState, Error> {
         });
     }
     let mut device: sys::CUdevice = 0;
-    let mut context: sys::CUcontext = std::ptr::null_mut();
     // SAFETY: the library is there; every pointer is to a local that outlives the call.
     unsafe {
         check("cuInit", sys::cuInit(0))?;
         check("cuDeviceGet", sys::cuDeviceGet(&raw mut device, ordinal))?;
-        check("cuDevicePrimaryCtxRetain", sys::cuDevicePrimaryCtxRetain(&raw mut context, device))?;
     }
     let attribute = |which| -> Result<u32, Error> {
         let mut value = 0;
@@ -107,11 +105,16 @@ fn start(ordinal: i32) -> Result<DeviceState, Error> {
             instead: "use CPU tensors, or a GPU of the Ada, Hopper or a newer generation".into(),
         });
     }
+    let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+    // Last, so that a device that is refused is left without a context that nobody would release.
+    let mut context: sys::CUcontext = std::ptr::null_mut();
+    // SAFETY: as above.
+    check("cuDevicePrimaryCtxRetain", unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) })?;
     Ok(DeviceState {
         context: context as usize,
         modules: [const { OnceLock::new() }; MODULES.len()],
         loading: Mutex::new(()),
-        multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+        multiprocessors,
     })
 }
 
