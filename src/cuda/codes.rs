@@ -86,7 +86,7 @@ pub(crate) fn transpose(codes: View, out: ViewMut, stream: Stream) -> Result<(),
         out_cs: out.col_stride() as i64,
         tiles_across: tiles_across as i64,
     };
-    launch(ordinal(codes.device()), stream, kernel, Grid { blocks, threads, shared_bytes: 0 }, &args)
+    launch(ordinal(codes.device()), stream, kernel, Grid { blocks, threads }, &args)
 }
 
 pub(crate) fn dequantize(
@@ -125,5 +125,5 @@ pub(crate) fn dequantize(
         e8m0: u32::from(scale.dtype() == DType::E8m0),
     };
     let kernel = &kernels[input_index(out.dtype())][format_index(format)];
-    launch(ordinal(codes.device()), stream, kernel, Grid { blocks, threads: 256, shared_bytes: 0 }, &args)
+    launch(ordinal(codes.device()), stream, kernel, Grid { blocks, threads: 256 }, &args)
 }

@@ -175,7 +175,6 @@ fn function(state: &DeviceState, kernel: &'static Kernel) -> Result<sys::CUfunct
 pub(super) struct Grid {
     pub(super) blocks: u64,
     pub(super) threads: u32,
-    pub(super) shared_bytes: u32,
 }
 
 /// A kernel takes one struct by value: this marks those structs.
@@ -206,13 +205,6 @@ pub(super) fn launch<A: Args>(
     let state = device(ordinal)?;
     let _restore = enter(state)?;
     let function = kernel.function(ordinal, || function(state, kernel))?;
-    if grid.shared_bytes > 48 * 1024 {
-        let which = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        // SAFETY: the function is loaded in the current context.
-        check("cuFuncSetAttribute", unsafe {
-            sys::cuFuncSetAttribute(function, which, grid.shared_bytes as i32)
-        })?;
-    }
     let mut parameters = [std::ptr::from_ref(args).cast_mut().cast::<c_void>()];
     // SAFETY: the kernel takes one struct of this type and size; its pointers are those of validated views,
     // which the caller keeps alive on the stream.
@@ -225,7 +217,8 @@ pub(super) fn launch<A: Args>(
             grid.threads,
             1,
             1,
-            grid.shared_bytes,
+            // Kernels declare their shared memory.
+            0,
             stream.0.cast(),
             parameters.as_mut_ptr(),
             std::ptr::null_mut(),

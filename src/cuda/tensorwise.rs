@@ -243,7 +243,7 @@ fn find_amax(
     let most = 4 * u64::from(driver::device(device)?.multiprocessors);
     if contiguous_and_aligned(x) {
         let per_block = 512 * 4 * 16 / x.dtype().size() as u64;
-        let grid = Grid { blocks: n.div_ceil(per_block).clamp(1, most), threads: 512, shared_bytes: 0 };
+        let grid = Grid { blocks: n.div_ceil(per_block).clamp(1, most), threads: 512 };
         let args = AmaxArgs { x: x.ptr(), n, out, meeting, rule: rule.into() };
         return launch(device, stream, fast, grid, &args);
     }
@@ -252,7 +252,7 @@ fn find_amax(
     if x_rs.abs() < x_cs.abs() {
         (rows, cols, x_rs, x_cs) = (cols, rows, x_cs, x_rs);
     }
-    let grid = Grid { blocks: n.div_ceil(512 * 8).clamp(1, most), threads: 512, shared_bytes: 0 };
+    let grid = Grid { blocks: n.div_ceil(512 * 8).clamp(1, most), threads: 512 };
     let args = StridedAmaxArgs {
         x: x.ptr(),
         rows: rows as i64,
@@ -285,7 +285,7 @@ pub(super) fn scales(
     stream: Stream,
 ) -> Result<(), Error> {
     let n = amax.numel();
-    let grid = Grid { blocks: (n as u64).div_ceil(256), threads: 256, shared_bytes: 0 };
+    let grid = Grid { blocks: (n as u64).div_ceil(256), threads: 256 };
     let args = ScaleArgs {
         amax: amax.ptr,
         scale: scale_out.ptr,
@@ -368,7 +368,7 @@ fn cast(
     {
         let n = x.numel() as u64;
         let per_block = if follows { 4 * 4096 } else { 4096 };
-        let grid = Grid { blocks: n.div_ceil(per_block).max(least), threads: 256, shared_bytes: 0 };
+        let grid = Grid { blocks: n.div_ceil(per_block).max(least), threads: 256 };
         let args = CastArgs { x: x.ptr(), codes: row.ptr(), n, scale, delayed, backwards };
         let kernels = if follows { &CAST_DELAYED } else { &CAST };
         return launch(device, stream, &kernels[i][j], grid, &args);
@@ -409,7 +409,7 @@ fn cast(
             backwards,
         };
         let kernels = if follows { &CAST_TRANSPOSE_DELAYED } else { &CAST_TRANSPOSE };
-        return launch(device, stream, &kernels[i][j], Grid { blocks, threads: 128, shared_bytes: 0 }, &args);
+        return launch(device, stream, &kernels[i][j], Grid { blocks, threads: 128 }, &args);
     }
 
     let tiles_across = cols.div_ceil(32).max(1);
@@ -431,7 +431,7 @@ fn cast(
         delayed,
     };
     let blocks = if x.numel() == 0 { least } else { blocks };
-    launch(device, stream, &STRIDED_CAST[i][j], Grid { blocks, threads: 256, shared_bytes: 0 }, &args)
+    launch(device, stream, &STRIDED_CAST[i][j], Grid { blocks, threads: 256 }, &args)
 }
 
 // --- lists ------------------------------------------------------------------------------------------------
@@ -463,7 +463,7 @@ fn launch_list(
     short: &'static Kernel,
     long: &'static Kernel,
 ) -> Result<(), Error> {
-    let grid = Grid { blocks: u64::from(blocks), threads: 256, shared_bytes: 0 };
+    let grid = Grid { blocks: u64::from(blocks), threads: 256 };
     if entries.len() <= SHORT {
         launch(device, stream, short, grid, &fill::<SHORT>(head, entries, blocks))
     } else {

@@ -117,9 +117,9 @@ fn aligned(m: &Matrix, bytes: usize) -> bool {
 
 /// One thread for each of `items`.
 fn each(items: usize) -> Grid {
-    Grid { blocks: (items as u64).div_ceil(256), threads: 256, shared_bytes: 0 }
+    Grid { blocks: (items as u64).div_ceil(256), threads: 256 }
 }
 
 fn blocks_of(blocks: usize, threads: usize) -> Grid {
-    Grid { blocks: blocks as u64, threads: threads as u32, shared_bytes: 0 }
+    Grid { blocks: blocks as u64, threads: threads as u32 }
 }
