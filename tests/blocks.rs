@@ -388,13 +388,13 @@ fn bad_calls_name_the_argument() {
         ops::quantize_blocks(x, spec, Given::default(), Some(plane), None, STREAM).unwrap_err()
     };
     let spec = mx(MX, Rounding::Ceil);
-    assert!(matches!(call(spec, (1, 2)), Error::Shape { arg, .. } if arg == "rowwise scales"));
+    assert!(matches!(call(spec, (1, 2)), Error::Shape { arg, .. } if arg == "rowwise_scale"));
     let bad = BlockSpec { block: Block { rows: 2, cols: 32 }, ..spec };
     assert!(matches!(call(bad, (1, 1)), Error::Value { arg, .. } if arg == "block"));
     let bad = BlockSpec { packed: true, row_offset: 5, block: MX_SQUARE, ..spec };
     assert!(matches!(call(bad, (1, 512)), Error::Value { arg, .. } if arg == "row_offset"));
     let bad = BlockSpec { packed: true, ..spec };
-    assert!(matches!(call(bad, (1, 511)), Error::Shape { arg, .. } if arg == "rowwise scales"));
+    assert!(matches!(call(bad, (1, 511)), Error::Shape { arg, .. } if arg == "rowwise_scale"));
     let bad = BlockSpec { scale: BlockScale::F32(ScaleRule::default()), block: Block::ROW, ..spec };
-    assert!(matches!(call(bad, (2, 1)), Error::DType { arg, .. } if arg == "rowwise scales"));
+    assert!(matches!(call(bad, (2, 1)), Error::DType { arg, .. } if arg == "rowwise_scale"));
 }

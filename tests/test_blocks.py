@@ -5,6 +5,7 @@ import torch
 
 import block_reference as reference
 import fp8rs  # noqa: F401  (registers the operators)
+from fp8rs import _core
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E8M0, F32 = torch.float8_e8m0fnu, torch.float32
@@ -367,7 +368,7 @@ BAD = {
     "block_amax block": (ValueError, "block", lambda x: ops.block_amax(x, [16, 32])),
     "pack rows": (
         ValueError,
-        "scales",
+        "scale",
         lambda x: ops.pack_scales(x.new_zeros(64, 3, dtype=E8M0), 65),
     ),
     "pack block_rows": (
@@ -375,7 +376,7 @@ BAD = {
         "block_rows",
         lambda x: ops.pack_scales(x.new_zeros(64, 3, dtype=E8M0), 64, 2),
     ),
-    "pack dtype": (TypeError, "scales", lambda x: ops.pack_scales(x.new_zeros(64, 3), 64)),
+    "pack dtype": (TypeError, "scale", lambda x: ops.pack_scales(x.new_zeros(64, 3), 64)),
     "unpack size": (
         ValueError,
         "packed",
@@ -393,17 +394,62 @@ BAD = {
     ),
     "rebase scales": (
         ValueError,
-        "scales",
+        "scale",
         lambda x: ops.rebase(x.to(E4M3), x.new_zeros(64, 2, dtype=E8M0), [1, 32], 0),
     ),
 }
 
 
+#: Where the outputs are among the arguments of a function of ``_core``.
+OUTPUTS = {
+    "block_amax": slice(3, 4),
+    "quantize_blocks": slice(3, 7),
+    "pack_scales": slice(3, 4),
+    "unpack_scales": slice(3, 4),
+    "rebase": slice(5, 7),
+}
+
+
+class WatchedCore:
+    """``_core``, for operators: what they hand to it to be written holds a pattern first."""
+
+    def __init__(self):
+        self.outputs = []
+
+    def __getattr__(self, name):
+        def call(*arguments, **keywords):
+            for out in arguments[OUTPUTS[name]]:
+                if out is not None:
+                    memory = torch.empty(0, dtype=torch.uint8, device=out.device)
+                    self.outputs.append(memory.set_(out.untyped_storage()).fill_(0xAA))
+            return getattr(_core, name)(*arguments, **keywords)
+
+        return call
+
+
 @pytest.mark.parametrize("name", BAD)
-def test_bad_calls_name_the_argument(device, name):
+def test_bad_calls_name_the_argument_and_write_nothing(device, name, monkeypatch):
+    watched = WatchedCore()
+    monkeypatch.setattr("fp8rs.ops_blocks._core", watched)
     exception, argument, call = BAD[name]
-    with pytest.raises(exception, match=rf"\b{argument}\b"):
-        call(torch.ones(64, 96, device=device))
+    x = torch.ones(64, 96, device=device)
+    with pytest.raises(exception, match=rf"^{argument} (is|has) "):
+        call(x)
+    assert all((memory == 0xAA).all() for memory in watched.outputs)
+    assert (x == 1).all()
+
+
+def test_outputs_of_good_calls_are_seen_to_be_written(device, monkeypatch):
+    """So that the test above would see it."""
+    watched = WatchedCore()
+    monkeypatch.setattr("fp8rs.ops_blocks._core", watched)
+    x = torch.ones(64, 96, device=device)
+    codes, scale, _, _ = ops.quantize_blocks(x, E4M3, [1, 32], E8M0, True, True)
+    ops.block_amax(x, [1, 32])
+    ops.unpack_scales(ops.pack_scales(scale, 64), 64, 3)
+    ops.rebase(codes, scale, [1, 32], 0)
+    assert len(watched.outputs) == 9
+    assert not any((memory == 0xAA).all() for memory in watched.outputs)
 
 
 @every_format

@@ -102,11 +102,11 @@ def quantize_blocks(
     amax_columnwise: Tensor | None = None,
     fold: Tensor | None = None,
 ) -> None: ...
-def pack_scales(scales: Tensor, rows: int, block_rows: int, out: Tensor) -> None: ...
+def pack_scales(scale: Tensor, rows: int, block_rows: int, out: Tensor) -> None: ...
 def unpack_scales(packed: Tensor, rows: int, block_rows: int, out: Tensor) -> None: ...
 def rebase(
     codes: Tensor,
-    scales: Tensor,
+    scale: Tensor,
     block_rows: int,
     block_cols: int,
     axis: int,

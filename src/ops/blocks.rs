@@ -128,7 +128,7 @@ pub fn quantize_blocks(
         (along.1, along.0)
     };
     for (arg, plane, grid, lines) in
-        [("rowwise scales", &rowwise, grid, rows), ("columnwise scales", &columnwise, columnwise_grid, cols)]
+        [("rowwise_scale", &rowwise, grid, rows), ("columnwise_scale", &columnwise, columnwise_grid, cols)]
     {
         let Some(plane) = plane else { continue };
         let kind = match spec.scale {
@@ -181,7 +181,7 @@ pub fn quantize_blocks(
 /// or 32) rows share a scale, which repeats for each; padding is byte 0. `out` is a contiguous vector of
 /// [`packed::bytes`]`(rows, blocks a row)`.
 pub fn pack_scales(
-    scales: View,
+    scale: View,
     rows: usize,
     block_rows: usize,
     out: ViewMut,
@@ -189,14 +189,14 @@ pub fn pack_scales(
 ) -> Result<(), Error> {
     check_block_rows(block_rows)?;
     let mut call = Call::default();
-    call.input("scales", &scales, Kind::Is(DType::E8m0))?;
+    call.input("scale", &scale, Kind::Is(DType::E8m0))?;
     call.output("out", &out, Kind::Is(DType::E8m0))?;
-    let expected = (rows.div_ceil(block_rows), scales.cols());
-    shape("scales", scales.shape(), expected, "a row of elements for each row of blocks")?;
-    packed_vector("out", &out.shape(), out.is_contiguous(), rows, scales.cols())?;
+    let expected = (rows.div_ceil(block_rows), scale.cols());
+    shape("scale", scale.shape(), expected, "a row of elements for each row of blocks")?;
+    packed_vector("out", &out.shape(), out.is_contiguous(), rows, scale.cols())?;
     match call.finish()? {
-        Device::Cpu => cpu::pack_scales(scales, rows, block_rows, out),
-        Device::Cuda(_) => cuda::pack_scales(scales, rows, block_rows, out, stream)?,
+        Device::Cpu => cpu::pack_scales(scale, rows, block_rows, out),
+        Device::Cuda(_) => cuda::pack_scales(scale, rows, block_rows, out, stream)?,
     }
     Ok(())
 }
@@ -241,7 +241,7 @@ pub enum Axis {
 /// zero nor NaN has scale 1. `scale_out` is fp32, (rows of `out`, 1).
 pub fn rebase(
     codes: View,
-    scales: View,
+    scale: View,
     block: Block,
     axis: Axis,
     out: ViewMut,
@@ -253,9 +253,9 @@ pub fn rebase(
     }
     let mut call = Call::default();
     call.input("codes", &codes, Kind::Fp8)?;
-    call.input("scales", &scales, Kind::Is(DType::E8m0))?;
+    call.input("scale", &scale, Kind::Is(DType::E8m0))?;
     let (rows, cols) = codes.shape();
-    shape("scales", scales.shape(), block.grid(rows, cols), "one element for each block")?;
+    shape("scale", scale.shape(), block.grid(rows, cols), "one element for each block")?;
     call.output("out", &out, Kind::Is(codes.dtype()))?;
     let (expected, is) = match axis {
         Axis::Rows => ((rows, cols), "the shape of codes"),
@@ -265,8 +265,8 @@ pub fn rebase(
     call.output("scale_out", &scale_out, Kind::F32)?;
     shape("scale_out", scale_out.shape(), (expected.0, 1), "one element for each row of out")?;
     match call.finish()? {
-        Device::Cpu => cpu::rebase(codes, scales, block, axis, out, scale_out),
-        Device::Cuda(_) => cuda::rebase(codes, scales, block, axis, out, scale_out, stream)?,
+        Device::Cpu => cpu::rebase(codes, scale, block, axis, out, scale_out),
+        Device::Cuda(_) => cuda::rebase(codes, scale, block, axis, out, scale_out, stream)?,
     }
     Ok(())
 }

@@ -97,16 +97,16 @@ pub(super) fn quantize_blocks<'py>(
 #[pyfunction]
 pub(super) fn pack_scales<'py>(
     py: Python<'py>,
-    scales: Tensor<'_, 'py>,
+    scale: Tensor<'_, 'py>,
     rows: isize,
     block_rows: isize,
     out: Tensor<'_, 'py>,
 ) -> PyResult<()> {
     let (rows, block_rows) = (count("rows", rows)?, count("block_rows", block_rows)?);
     let args = Arguments::new(py);
-    let scales = args.input("scales", scales)?;
+    let scale = args.input("scale", scale)?;
     let out = args.output("out", out)?;
-    args.run(|stream| ops::pack_scales(scales, rows, block_rows, out, stream))
+    args.run(|stream| ops::pack_scales(scale, rows, block_rows, out, stream))
 }
 
 /// Undoes [`pack_scales`]; `out` has one element for each block.
@@ -130,7 +130,7 @@ pub(super) fn unpack_scales<'py>(
 pub(super) fn rebase<'py>(
     py: Python<'py>,
     codes: Tensor<'_, 'py>,
-    scales: Tensor<'_, 'py>,
+    scale: Tensor<'_, 'py>,
     block_rows: isize,
     block_cols: isize,
     axis: i32,
@@ -145,10 +145,10 @@ pub(super) fn rebase<'py>(
     };
     let args = Arguments::new(py);
     let codes = args.input("codes", codes)?;
-    let scales = args.input("scales", scales)?;
+    let scale = args.input("scale", scale)?;
     let out = args.output("out", out)?;
     let scale_out = args.output("scale_out", scale_out)?;
-    args.run(|stream| ops::rebase(codes, scales, block, axis, out, scale_out, stream))
+    args.run(|stream| ops::rebase(codes, scale, block, axis, out, scale_out, stream))
 }
 
 fn block(rows: isize, cols: isize) -> PyResult<Block> {

@@ -79,9 +79,9 @@ impl Job {
             fold: given.fold.map(|m| m.matrix()),
             lead: cut.lead(spec.row_offset),
         };
-        for side in [&job.row, &job.col].into_iter().flatten().filter(|_| spec.packed) {
-            if !aligned(&side.scales, 16) {
-                return Err(Error::Misaligned { arg: "packed scales".into(), size: 16 });
+        for (arg, side) in [("rowwise_scale", &job.row), ("columnwise_scale", &job.col)] {
+            if spec.packed && side.is_some_and(|side| !aligned(&side.scales, 16)) {
+                return Err(Error::Misaligned { arg: arg.into(), size: 16 });
             }
         }
         if job.x.col_stride != 1 && job.x.row_stride == 1 && job.lead == 0 && job.fold.is_none() {

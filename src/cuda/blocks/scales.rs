@@ -66,9 +66,16 @@ pub(super) fn kernels() -> Vec<&'static Kernel> {
     [&PACK, &UNPACK].into_iter().chain(&REBASE_ROWS).chain(&REBASE_COLS).collect()
 }
 
-fn pack_args(scales: &Matrix, packed: &Matrix, lines: usize, block_rows: usize) -> Result<PackArgs, Error> {
+/// `arg` is the argument that `packed` is.
+fn pack_args(
+    arg: &'static str,
+    scales: &Matrix,
+    packed: &Matrix,
+    lines: usize,
+    block_rows: usize,
+) -> Result<PackArgs, Error> {
     if !aligned(packed, 4) {
-        return Err(Error::Misaligned { arg: "packed scales".into(), size: 4 });
+        return Err(Error::Misaligned { arg: arg.into(), size: 4 });
     }
     Ok(PackArgs {
         scales: scales.ptr,
@@ -92,7 +99,7 @@ pub(crate) fn pack_scales(
     stream: Stream,
 ) -> Result<(), Error> {
     let (scales, out) = (scales.matrix(), out.matrix());
-    let args = pack_args(&scales, &out, rows, block_rows)?;
+    let args = pack_args("out", &scales, &out, rows, block_rows)?;
     launch(ordinal(out.device), stream, &PACK, each(args.words as usize), &args)
 }
 
@@ -105,7 +112,7 @@ pub(crate) fn unpack_scales(
     stream: Stream,
 ) -> Result<(), Error> {
     let (packed, out) = (packed.matrix(), out.matrix());
-    let args = pack_args(&out, &packed, out.rows, block_rows)?;
+    let args = pack_args("packed", &out, &packed, out.rows, block_rows)?;
     launch(ordinal(out.device), stream, &UNPACK, each(out.numel()), &args)
 }
 
