@@ -7,7 +7,7 @@ use crate::layout::{DType, Device};
 /// The name of an argument as the caller knows it: `x`, `outs[3]`.
 pub type Arg = Cow<'static, str>;
 
-/// Why an operation did not run. Nothing was written.
+/// Why an operation did not run. Nothing was written, and nothing queued; but see [`Error::Cuda`].
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -121,7 +121,9 @@ pub enum Error {
         /// The nearest thing that works.
         instead: Cow<'static, str>,
     },
-    /// The CUDA driver refused a call (Python: `fp8rs.CudaError`).
+    /// The CUDA driver refused a call (Python: `fp8rs.CudaError`). An operation may take several launches (a
+    /// list is cut into some, current scaling takes two): those before the refused one are queued, so that what
+    /// the outputs hold is not known. The driver also reports here what went wrong in earlier work.
     #[error("{call} failed: {message}")]
     Cuda {
         /// The driver call.

@@ -1,4 +1,5 @@
-//! The operations: each validates everything, then dispatches by device. Nothing is written on an error.
+//! The operations: each validates everything, then dispatches by device. Nothing is written on an error, unless it
+//! is the driver's ([`crate::Error::Cuda`]).
 //!
 //! What holds for all of them:
 //! - Inputs are fp32, bf16 or fp16 views with any strides; fp32 arithmetic, IEEE, no flush to zero.
