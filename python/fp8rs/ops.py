@@ -140,6 +140,11 @@ def _scale_from_amax(
     amax_epsilon: float = 0.0,
     margin: int = 0,
 ) -> Tensor:
+    """The float32 scale for each absolute maximum (float32, any shape).
+
+    No amax may be negative. This is not checked, because that would wait for the device; what a
+    negative one gives is not the same on every device.
+    """
     _check_fp8(fp8_dtype)
     amax = _matrix(amax)
     out = torch.empty_like(amax, memory_format=torch.contiguous_format)

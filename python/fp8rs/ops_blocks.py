@@ -136,7 +136,8 @@ def _quantize_blocks(
     - ``row_offset`` is the row of the whole matrix that row 0 of ``x`` is: blocks are those of the
       whole matrix. ``amax`` and ``amax_columnwise`` (float32, shaped as the scales; of square
       blocks the first serves both directions) replace the maxima of ``x``, so that a shard that
-      cuts a block gets the whole matrix's bytes.
+      cuts a block gets the whole matrix's bytes. They must not be negative, which is not checked,
+      because that would wait for the device.
     - ``fold`` (float32, one factor for each column of ``x``) multiplies what goes into the rowwise
       output, and only that. It goes with blocks of a whole row.
 

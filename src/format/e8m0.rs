@@ -18,13 +18,14 @@ pub enum Rounding {
 }
 
 /// The scale byte for a block's absolute maximum: e + 127, e in [-127, 127]; 0 for amax 0; 255 for an amax
-/// that is not finite. The sign of `amax` is ignored.
+/// that is not finite. A negative amax, which is none, counts as 0.
 #[must_use]
 pub fn from_amax(amax: f32, format: Fp8Format, rounding: Rounding) -> u8 {
     let bits = amax.to_bits() & 0x7FFF_FFFF;
     if bits >= INF_BITS {
         return NAN;
     }
+    let bits = if amax.is_sign_negative() { 0 } else { bits };
     match rounding {
         // max = m * 2^emax with the mantissa bits of the format's largest value: amax / 2^emax rounds up to the
         // next exponent exactly when its own mantissa is above them. In a subnormal amax the exponent field
@@ -89,6 +90,8 @@ mod tests {
             }
             assert_eq!(from_amax(f32::NEG_INFINITY, format, Rounding::Ceil), NAN);
             assert_eq!(from_amax(f32::NAN, format, Rounding::Floor), NAN);
+            assert_eq!(from_amax(-3.0, format, Rounding::Ceil), from_amax(0.0, format, Rounding::Ceil));
+            assert_eq!(from_amax(-0.0, format, Rounding::Floor), 0);
         }
     }
 

@@ -24,7 +24,7 @@ impl ScaleRule {
     /// The scale for this absolute maximum, all in fp32 with IEEE division and subnormals:
     ///
     /// 1. not finite: NaN ([`NAN_BITS`]);
-    /// 2. a = max(amax, `amax_epsilon`); where that is 0: 1;
+    /// 2. a = max(amax, `amax_epsilon`), so that a negative amax, which is none, counts as 0; where that is 0: 1;
     /// 3. s = (a / max) * 2^margin, two rounded operations in this order;
     /// 4. clamped to [2^-126, 2^127];
     /// 5. with `power_of_2`, rounded up to a power of two.
@@ -69,6 +69,13 @@ mod tests {
         assert_eq!(rule.scale(f32::from_bits(1), E4m3), MIN_SCALE);
         assert_eq!(rule.scale(f32::INFINITY, E4m3).to_bits(), NAN_BITS);
         assert_eq!(rule.scale(-f32::NAN, E4m3).to_bits(), NAN_BITS);
+    }
+
+    #[test]
+    fn a_negative_amax_counts_as_zero() {
+        assert_eq!(ScaleRule::default().scale(-3.0, E4m3), 1.0);
+        assert_eq!(ScaleRule { amax_epsilon: 448.0, ..Default::default() }.scale(-900.0, E4m3), 1.0);
+        assert_eq!(ScaleRule::default().scale(f32::NEG_INFINITY, E4m3).to_bits(), NAN_BITS);
     }
 
     #[test]

@@ -44,7 +44,8 @@ pub struct BlockSpec {
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Given<'a> {
     /// Absolute maxima of the rowwise blocks, or of square ones; fp32, shaped as their compact scales. Without
-    /// them they are found. With them, `x` may be a part of what they were found over.
+    /// them they are found. With them, `x` may be a part of what they were found over. None may be negative, which
+    /// is not checked, because that would wait for the device.
     pub amax: Option<View<'a>>,
     /// The same for the columnwise blocks, where they are not square; shaped as the columnwise scales.
     pub amax_columnwise: Option<View<'a>>,

@@ -37,6 +37,9 @@ pub fn multi_amax(xs: &[View], out: ViewMut, stream: Stream) -> Result<(), Error
 }
 
 /// The scale for each absolute maximum ([`ScaleRule::scale`]), into `scale_out` of the same shape; fp32.
+///
+/// No amax may be negative. This is not checked, because that would wait for the device; what a negative one
+/// gives is not the same on every device.
 pub fn scale_from_amax(
     amax: View,
     format: Fp8Format,

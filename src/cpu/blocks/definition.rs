@@ -279,7 +279,8 @@ proptest! {
         let grid_t = if block.is_square() { (grid.1, grid.0) } else { (along.1, along.0) };
         let amaxes = |grid: (usize, usize)| Filled {
             rows: grid.0, cols: grid.1, lay: Lay::Spread, dtype: DType::F32,
-            values: input.values.iter().map(|x| x.abs()).collect(),
+            // Some of them negative: they must not be, and count as 0.
+            values: input.values.iter().enumerate().map(|(i, x)| if i % 8 == 7 { *x } else { x.abs() }).collect(),
         }.fill();
         let (amax, amax_t, fold) = (amaxes(grid), amaxes(grid_t), amaxes((1, cols)));
         let (rowwise, columnwise) = (which != 1, which != 0);
