@@ -1,12 +1,12 @@
 """The compiled core. Functions write into tensors that the caller allocated.
 
 Tensors are dense, on the CPU or one CUDA device, and are read as matrices. TypeError and ValueError
-name the argument and, like UnsupportedError, are raised before anything is written. CudaError is the
-driver's: it may come after earlier launches of the same call were queued, so that what the outputs
-hold is not known.
+name the argument and, like UnsupportedError, are raised before anything is written. CudaError is
+the driver's: it may come after earlier launches of the same call were queued, so that what the
+outputs hold is not known.
 
-Absolute maxima that are given (``amax``, ``amaxes``, ``amax_columnwise``) must not be negative: they
-are not checked, because that would wait for the device.
+Absolute maxima that are given (``amax``, ``amaxes``, ``amax_columnwise``) must not be negative:
+they are not checked, because that would wait for the device.
 """
 
 from typing import Literal, TypeAlias
