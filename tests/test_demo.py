@@ -208,32 +208,41 @@ def demo(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[s
 Run = tuple[dict[str, Any], str, Path]
 
 
-@pytest.fixture(scope="module", params=["current", "mxfp8"])
-def demo_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+@pytest.fixture(scope="module")
+def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The demo as a user runs it, to its end: after a fifth of its steps rounding alone moves the
+    loss by 3% either way (seen between two versions of torch), which would hide what is claimed."""
     folder = tmp_path_factory.mktemp("demo")
     files = ["--json", str(folder / "result.json"), "--plot", str(folder / "loss.png")]
-    done = demo("--device", "cpu", "--recipe", request.param, "--steps", "40", *files)
+    done = demo("--device", "cpu", *files, timeout=900)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "result.json").read_text()), done.stdout, folder
 
 
+#: The first test of `demo_run` waits for the whole demo.
+whole_demo = pytest.mark.timeout(900)
+
+
+@whole_demo
 def test_demo_writes_its_fields(demo_run: Run) -> None:
     result, _, _ = demo_run
     assert list(result) == FIELDS
-    assert (result["ranks"], result["device"], result["steps"]) == (2, "cpu", 40)
-    assert result["recipe"] in ("current", "mxfp8")
+    assert (result["ranks"], result["device"], result["steps"]) == (2, "cpu", 200)
+    assert result["recipe"] == "current"
     assert 1e6 < result["params"] < 3e6
     assert result["seconds"] > 0
 
 
+@whole_demo
 def test_fp8_learns_as_the_reference_does(demo_run: Run) -> None:
     result, _, _ = demo_run
     first, last = result["loss_reference"]
     assert first == pytest.approx(math.log(256), rel=0.05)
-    assert last < 0.6 * first
+    assert last < 0.4 * first
     assert result["loss_fp8"] == pytest.approx([first, last], rel=0.02)
 
 
+@whole_demo
 def test_fp8_weights_are_gathered_at_half_the_bytes(demo_run: Run) -> None:
     result, _, _ = demo_run
     assert 0.49 < result["weight_bytes_fp8"] / result["weight_bytes_reference"] <= 0.51
@@ -245,6 +254,7 @@ def test_fp8_weights_are_gathered_at_half_the_bytes(demo_run: Run) -> None:
     assert rest[0] == rest[1] > 0
 
 
+@whole_demo
 def test_reference_gathers_each_block_twice_in_bf16(demo_run: Run) -> None:
     result, _, _ = demo_run
     c = Settings.choose("cpu", 2).model
@@ -252,21 +262,24 @@ def test_reference_gathers_each_block_twice_in_bf16(demo_run: Run) -> None:
     assert result["weight_bytes_reference"] == 2 * c.layers * layer * 2
 
 
+@whole_demo
 def test_demo_shows_progress_a_table_and_a_plot(demo_run: Run) -> None:
     _, output, folder = demo_run
-    assert "step   40/40" in output
+    assert "step  200/200" in output
     assert "held-out loss, last" in output
     assert "converted weights" in output
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block"])
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block", "mxfp8"])
 def test_demo_takes_every_recipe(recipe: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     done = demo("--device", "cpu", "--recipe", recipe, "--steps", "3", "--json", str(path))
     assert done.returncode == 0, done.stderr
     result = json.loads(path.read_text())
-    assert result["loss_fp8"] == pytest.approx(result["loss_reference"], rel=0.02)
+    # The same weights, so only rounding comes between; three steps on, its consequences too.
+    assert result["loss_fp8"][0] == pytest.approx(result["loss_reference"][0], rel=2e-3)
+    assert result["loss_fp8"][1] == pytest.approx(result["loss_reference"][1], rel=1e-2)
     assert 0.49 < result["weight_bytes_fp8"] / result["weight_bytes_reference"] <= 0.52
 
 
