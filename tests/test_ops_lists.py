@@ -1,5 +1,6 @@
 """Operators over lists: each tensor as the operator for one treats it."""
 
+import pytest
 import torch
 
 import reference
@@ -77,3 +78,45 @@ def test_multi_quantize_takes_formats_and_dtypes_together(device):
     ops.multi_quantize(xs, scales, outs)
     for x, scale, out in zip(xs, scales, outs, strict=True):
         assert same(codes(out), reference.quantize(x, scale, out.dtype))
+
+
+def long_list(device, count, dtypes):
+    """``count`` tensors of each dtype; none empty, all aligned, so that one launch takes them."""
+    xs = []
+    for dtype in dtypes:
+        buffer = data(device, 64 * count, dtype=dtype, seed=count)
+        xs.append([part[: 1 + i * 7 % 60] for i, part in enumerate(buffer.split(64))])
+    xs = [x for together in zip(*xs, strict=True) for x in together]
+    xs[5][0] = float("inf")
+    return xs
+
+
+@each_format
+@pytest.mark.parametrize("dtypes", [WIDE[1:2], WIDE], ids=["one dtype", "mixed dtypes"])
+@pytest.mark.parametrize("count", [64, 65, 1000, 1001])
+def test_long_lists_are_calls_one_by_one(device, fp8_dtype, count, dtypes):
+    """A launch takes at most 64 or 1000 tensors of one dtype: on both sides of both."""
+    xs = long_list(device, count, dtypes)
+    n = len(xs)
+    scales = torch.linspace(0.01, 3.0, n, device=device)
+    before = torch.linspace(0.0, 100.0, n, device=device)
+    flat = torch.zeros(2, 64 * n, dtype=torch.uint8, device=device).view(fp8_dtype)
+    outs, delayed = ([p[: len(x)] for p, x in zip(f.split(64), xs, strict=True)] for f in flat)
+    amaxes = before.clone()
+    found = ops.multi_amax(xs)
+    ops.multi_quantize(xs, scales, outs)
+    used = ops.multi_quantize_delayed(xs, scales, amaxes, delayed)
+
+    expected = torch.zeros_like(flat[0])
+    expected_amaxes, expected_used = before.clone(), []
+    for x, scale, amax, out in zip(xs, scales, expected_amaxes, expected.split(64), strict=True):
+        row, _, scale_used = ops.quantize_delayed(x, scale, amax, fp8_dtype)
+        out.view(torch.uint8)[: len(x)] = row.view(torch.uint8)
+        expected_used.append(scale_used)
+    assert same(codes(flat[0]), codes(expected))
+    assert same(codes(flat[1]), codes(expected))
+    assert same(found, torch.stack([ops.amax(x) for x in xs]))
+    assert same(amaxes, expected_amaxes)
+    assert same(used, torch.stack(expected_used))
+    # And one of them against the definition, so that both are not wrong together.
+    assert same(codes(outs[-1]), reference.quantize(xs[-1], scales[-1], fp8_dtype))
