@@ -40,13 +40,19 @@ def test_instruction_sets_agree(simd, fp8_dtype, dtype):
         assert all(same(a, b) for a, b in simd(lambda view=view: calls(view, fp8_dtype)))
 
 
-def test_large_tensors_use_threads_and_agree():
-    x = data("cpu", 1 << 11, 1 << 10)
-    small = ops.quantize(x[:, :512], scalar(1.0, "cpu"), E4M3, True, True)
-    large = ops.quantize(x, scalar(1.0, "cpu"), E4M3, True, True)
-    assert same(large[0][:, :512], small[0])
-    assert same(large[1][:512], small[1])
-    assert same(ops.amax(x), reference.amax(x))
+@each_format
+def test_large_tensors_use_threads_and_agree(fp8_dtype):
+    x = data("cpu", 700, 513)
+    x[699, 512] = 3e30
+    scale = scalar(0.37, "cpu")
+    row, col = ops.quantize(x, scale, fp8_dtype, True, True)
+    expected = reference.quantize(x, scale, fp8_dtype)
+    assert same(codes(row), expected)
+    assert same(codes(col), expected.t())
+    assert same(ops.amax(x), torch.tensor(3e30))
+    current = ops.quantize_current(x, fp8_dtype)
+    assert same(codes(current[0]), reference.quantize(x, current[2], fp8_dtype))
+    assert same(current[2], reference.scale_from_amax(torch.tensor(3e30), fp8_dtype))
 
 
 def test_outputs_belong_to_nobody_else(device):
