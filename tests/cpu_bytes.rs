@@ -3,21 +3,10 @@
 
 mod common;
 
-use common::{Layout, Owned};
-use fp8rs::cpu::{Level, set_simd};
+use common::{Layout, Owned, on_each_level};
 use fp8rs::format::wide::NAN_BITS;
 use fp8rs::{Block, DType, ScaleRule, Stream, View, ViewMut, ops};
 use proptest::prelude::*;
-
-/// Runs `check` on each instruction set that this CPU has.
-fn on_each_level(mut check: impl FnMut()) {
-    for level in [Level::Scalar, Level::Avx2, Level::Avx512] {
-        if set_simd(Some(level)) {
-            check();
-        }
-    }
-    set_simd(None);
-}
 
 fn one(value: &mut f32) -> ViewMut<'_> {
     ViewMut::from_slice(std::slice::from_mut(value), 1, 1).unwrap()

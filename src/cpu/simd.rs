@@ -116,3 +116,32 @@ fn avx2<K: Kernel>(kernel: K) -> K::Output {
 fn avx512<K: Kernel>(kernel: K) -> K::Output {
     kernel.run()
 }
+
+#[cfg(test)]
+pub(crate) use tests::on_each_level;
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Mutex, PoisonError};
+
+    use super::{LEVELS, Level, set_simd};
+
+    /// Tests run in threads of one process, and the level is the process's.
+    static OVERRIDE: Mutex<()> = Mutex::new(());
+
+    /// Calls `check` on each level that this CPU has.
+    pub(crate) fn on_each_level(mut check: impl FnMut(Level)) {
+        let _alone = OVERRIDE.lock().unwrap_or_else(PoisonError::into_inner);
+        for level in LEVELS {
+            if set_simd(Some(level)) {
+                check(level);
+            }
+        }
+        set_simd(None);
+    }
+
+    #[test]
+    fn the_level_that_is_set_is_the_one_in_use() {
+        on_each_level(|level| assert_eq!(super::simd(), level));
+    }
+}

@@ -2,11 +2,28 @@
 
 #![allow(dead_code, reason = "each test binary uses its part")]
 
+use std::sync::{Mutex, PoisonError};
+
+use fp8rs::cpu::{Level, set_simd};
 use fp8rs::format::wide::{INF_BITS, NAN_BITS, Wide};
 use fp8rs::format::{Fp8Format, e8m0};
 use fp8rs::{Block, DType, Device, View, ViewMut};
 use half::{bf16, f16};
 use proptest::prelude::*;
+
+/// Tests run in threads of one process, and the instruction set is the process's.
+static OVERRIDE: Mutex<()> = Mutex::new(());
+
+/// Runs `check` on each instruction set that this CPU has.
+pub(crate) fn on_each_level(mut check: impl FnMut()) {
+    let _alone = OVERRIDE.lock().unwrap_or_else(PoisonError::into_inner);
+    for level in [Level::Scalar, Level::Avx2, Level::Avx512] {
+        if set_simd(Some(level)) {
+            check();
+        }
+    }
+    set_simd(None);
+}
 
 /// How the elements of a matrix lie.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -6,8 +6,10 @@
 //!
 //! - `plane` is what is to be made of one direction, `quantize` makes it; `amax` finds maxima.
 //! - `scales` packs and unpacks, `rebase` rewrites codes for a scale a row.
-//! - `definition` (tests only) is all of that element by element.
+//! - `definition` (tests only) is all of that element by element, `agreement` compares the two.
 
+#[cfg(test)]
+mod agreement;
 mod amax;
 #[cfg(test)]
 mod definition;
