@@ -17,10 +17,23 @@ fn amax_of_a_large_tensor() -> f32 {
     out[0]
 }
 
+/// The threads of this process that the pool has started.
+#[cfg(target_os = "linux")]
+fn pool_threads() -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    let names = tasks.filter_map(|task| std::fs::read_to_string(task.unwrap().path().join("comm")).ok());
+    names.filter(|name| name.starts_with("fp8rs-")).count()
+}
+
 #[test]
 fn a_forked_child_makes_threads_of_its_own() {
+    // On a machine with one core, too, there must be a pool: it is what a fork breaks.
+    // SAFETY: the only test of this process, so that no other thread reads the environment.
+    unsafe { std::env::set_var("RAYON_NUM_THREADS", "2") };
     // The parent's pool exists, and its threads do not come along.
     assert_eq!(amax_of_a_large_tensor(), 3.0);
+    #[cfg(target_os = "linux")]
+    assert!(pool_threads() > 0, "work on a large tensor starts threads");
     // SAFETY: the child only computes and leaves with `_exit`; an alarm ends it should it wait for threads that
     // are not there.
     let status = unsafe {
