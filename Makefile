@@ -48,10 +48,11 @@ lint-python: $(VENV)/.built
 lint-ptx: $(VENV)/.installed
 	$(BIN)/python tools/build_ptx.py --check
 
-# nextest where it is installed (cargo install cargo-nextest --locked), else cargo's own runner.
+# nextest where it is installed (cargo install cargo-nextest --locked), else cargo's own runner. nextest
+# leaves out the examples in the documentation.
 rust-test:
 	@if cargo nextest --version >/dev/null 2>&1; then \
-		cargo nextest run; \
+		cargo nextest run && cargo test --doc; \
 	else \
 		echo "cargo-nextest is not installed: using cargo test"; cargo test; \
 	fi
