@@ -128,14 +128,21 @@ def assemble(ptxas: Path, ptx: Path, target: str, verbose: bool) -> list[str]:
         return [f"{ptx.name} on {target}: {report}"]
     wrong = []
     entry = "?"
+    reported = 0
     for line in report.splitlines():
         if match := re.search(r"Compiling entry function '(\w+)'", line):
             entry = match[1]
         used = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", line)
-        if used and used.groups() != ("0", "0"):
-            wrong.append(f"{entry} on {target}: {line.strip()}")
+        if used:
+            reported += 1
+            if used.groups() != ("0", "0"):
+                wrong.append(f"{entry} on {target}: {line.strip()}")
         if verbose and (match := re.search(r"Used (\d+) registers.*", line)):
             print(f"{target} {entry}: {match[0]}")
+    # A ptxas that words its reports in another way must not pass for one without spills.
+    entries = len(re.findall(r"\.entry\s", ptx.read_text()))
+    if reported != entries:
+        wrong.append(f"{ptx.name} on {target}: {reported} reports of spills for {entries} entries")
     return wrong
 
 
