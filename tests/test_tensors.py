@@ -469,10 +469,13 @@ def test_freed_storage_is_a_clear_error(make):
         ({"columnwise": (2, 3), "shape": (2, 3)}, ValueError, "columnwise"),
         ({"rowwise": (2, 3), "shape": (2, 3), "dtype": torch.int32}, TypeError, "dtype"),
         ({"rowwise": (2, 3), "shape": (2, 3), "scale": torch.float64}, TypeError, "scales"),
+        ({"rowwise": (2, 3), "shape": (2, 3), "scale_shape": (1,)}, ValueError, "scales of shape"),
     ],
 )
 def test_bad_constructions_name_the_argument(device, arguments, error, match):
-    scale = torch.ones((), dtype=arguments.pop("scale", torch.float32), device=device)
+    arguments = dict(arguments)
+    dtype = arguments.pop("scale", torch.float32)
+    scale = torch.ones(arguments.pop("scale_shape", ()), dtype=dtype, device=device)
     for name in ("rowwise", "columnwise"):
         if name in arguments:
             data = torch.zeros(arguments[name], device=device).to(torch.float8_e4m3fn)

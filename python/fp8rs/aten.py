@@ -1,7 +1,7 @@
 """What torch's operators do to the planes of a quantized tensor: one table for every format.
 
-Views stay views: a slice, narrow or ``view`` shares the codes, so that what FSDP2 and DCP write
-through it lands. What cannot be done over planes is left to the fallback, which dequantizes.
+Views are in :mod:`fp8rs.aten_views`. What cannot be done over planes is left to
+:func:`dequantized_call`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map, tree_map_only
 
-from .formats import INPUT_DTYPES, matrix_shape
-from .tensors import HANDLERS, Handler, Plane, QuantizedTensor
+from .formats import INPUT_DTYPES
+from .tensors import HANDLERS, Handler, QuantizedTensor
 
 aten = torch.ops.aten
 
@@ -29,22 +30,6 @@ def implements(*funcs: Any) -> Callable[[H], H]:
         return handler
 
     return register
-
-
-def _share(t: QuantizedTensor, out: QuantizedTensor) -> QuantizedTensor:
-    """``out`` stands for the same elements as ``t``: writes go where writes to ``t`` go."""
-    if t._whole is not None:
-        whole, part = t._whole
-        shape = out.shape
-        out._whole = (whole, lambda values: part(values).view(shape))
-    return out
-
-
-@implements(aten.detach.default, aten.alias.default)
-def _detach(func: Any, t: QuantizedTensor) -> QuantizedTensor:
-    out = t.like(t.rowwise, t.columnwise)
-    out._whole = t._whole
-    return out
 
 
 @implements(aten.clone.default)
@@ -102,235 +87,15 @@ def _copy(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> An
     if not isinstance(dst, QuantizedTensor):
         assert isinstance(src, QuantizedTensor)
         return dst.copy_(src.dequantize(), non_blocking=non_blocking)
-    if isinstance(src, QuantizedTensor) and _same_planes(dst, src):
-        for name in ("rowwise", "columnwise"):
-            to, of = getattr(dst, name), getattr(src, name)
-            if to is not None:
-                to.data.copy_(of.data, non_blocking=non_blocking)
-                to.scale.copy_(of.scale, non_blocking=non_blocking)
+    if (
+        isinstance(src, QuantizedTensor)
+        and src.shape == dst.shape
+        and dst.copy_planes_(src, non_blocking=non_blocking)
+    ):
         return dst
     if src.device != dst.device:
         src = src.to(dst.device, non_blocking=non_blocking)
     return dst.quantize_(src.expand(dst.shape) if src.shape != dst.shape else src)
-
-
-def _same_planes(dst: QuantizedTensor, src: QuantizedTensor) -> bool:
-    """Whether copying bytes makes ``dst`` equal to ``src``."""
-    if dst._whole is not None or dst.shape != src.shape:
-        return False
-    for name in ("rowwise", "columnwise"):
-        to: Plane | None = getattr(dst, name)
-        of: Plane | None = getattr(src, name)
-        if to is not None and (
-            of is None or of.format != to.format or of.data.dtype != to.data.dtype
-        ):
-            return False
-    return True
-
-
-# --- shape -----------------------------------------------------------------------------------
-
-
-@implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-def _view(func: Any, t: QuantizedTensor, size: Any) -> QuantizedTensor:
-    shape = _resolve(size, t.numel())
-    if shape == t.shape:
-        return _detach(func, t)
-    keeps_matrix = matrix_shape(shape) == matrix_shape(t.shape)
-    row, col = t.rowwise, t.columnwise
-    if row is None and not keeps_matrix:
-        t.plane("rowwise", f"view to {tuple(shape)}")
-    if row is not None:
-        if not (keeps_matrix or row.format.per_tensor):
-            raise ValueError(
-                f"view to {tuple(shape)} would cut the blocks of format {row.format.name!r}: "
-                "the last dim must stay as it is"
-            )
-        row = Plane(row.data.view(shape), row.scale, row.format)
-    # Where the matrix changes, the columnwise plane is left behind: it can be made again.
-    return _share(t, t.like(row, col if keeps_matrix else None, shape=shape))
-
-
-def _resolve(size: Any, numel: int) -> torch.Size:
-    size = list(size)
-    if -1 in size:
-        known = 1
-        for extent in size:
-            known *= 1 if extent == -1 else extent
-        if known == 0 or numel % known:
-            raise ValueError(f"shape {size} is invalid for a tensor of {numel} elements")
-        size[size.index(-1)] = numel // known
-    return torch.Size(size)
-
-
-@implements(aten.as_strided.default)
-def _as_strided(
-    func: Any,
-    t: QuantizedTensor,
-    size: Any,
-    stride: Any,
-    storage_offset: int | None = None,
-) -> QuantizedTensor:
-    # FSDP2 narrows the gathered, padded rows to the parameter's own with it.
-    size, stride = torch.Size(size), tuple(stride)
-    offset = storage_offset or 0
-    rows, cols = matrix_shape(t.shape)
-    new_rows, new_cols = matrix_shape(size)
-    whole_rows = new_cols == cols and (cols == 0 or offset % cols == 0)
-    if stride != _contiguous_stride(size) or not whole_rows:
-        raise ValueError(
-            f"as_strided(size={tuple(size)}, stride={stride}, storage_offset={offset}) is not a "
-            f"range of whole rows of a quantized tensor of shape {tuple(t.shape)}"
-        )
-    start = offset // cols if cols else 0
-    if start + new_rows > rows:
-        raise ValueError(
-            f"as_strided(size={tuple(size)}, storage_offset={offset}) reaches beyond a quantized "
-            f"tensor of shape {tuple(t.shape)}"
-        )
-    if (start, new_rows) == (0, rows):
-        return _view(func, t, size)
-
-    flat = _view(func, t, (rows, cols))
-    return _view(func, _slice(func, flat, 0, start, start + new_rows), size)
-
-
-def _contiguous_stride(size: torch.Size) -> tuple[int, ...]:
-    stride: list[int] = []
-    step = 1
-    for extent in reversed(size):
-        stride.append(step)
-        step *= max(extent, 1)
-    return tuple(reversed(stride))
-
-
-@implements(aten.slice.Tensor)
-def _slice(
-    func: Any,
-    t: QuantizedTensor,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
-) -> QuantizedTensor:
-    dims = t.dim()
-    dim = dim % dims if dims else 0
-    extent = t.shape[dim]
-    start, stop, _ = slice(start, end).indices(extent)
-    stop = max(start, stop)
-    if (start, stop, step) == (0, extent, 1):
-        return _detach(func, t)
-    shape = list(t.shape)
-    shape[dim] = len(range(start, stop, step))
-    inner = 1
-    for other in t.shape[dim + 1 : -1]:
-        inner *= other
-
-    row, col = t.rowwise, t.columnwise
-    if row is not None:
-        scale = _slice_scale(row, t, dim, start, stop, step, columnwise=False)
-        row = Plane(aten.slice.Tensor(row.data, dim, start, stop, step), scale, row.format)
-    if col is not None:
-        scale = _slice_scale(col, t, dim, start, stop, step, columnwise=True)
-        if dim == dims - 1:
-            data = aten.slice.Tensor(col.data, 0, start, stop, step)
-        elif dim == 0 and step == 1:
-            data = col.data[:, start * inner : stop * inner]
-        elif row is not None:
-            data = None  # left behind: it can be made again
-        else:
-            t.plane("rowwise", f"a slice of dim {dim} with step {step}")
-        col = None if data is None else Plane(data, scale, col.format)
-    out = t.like(row, col, shape=shape)
-    base_part = t._whole
-
-    def part(values: Tensor) -> Tensor:
-        return values[(slice(None),) * dim + (slice(start, stop, step),)]
-
-    if base_part is None:
-        out._whole = (t, part)
-    else:
-        whole, outer = base_part
-        out._whole = (whole, lambda values: part(outer(values)))
-    return out
-
-
-def _slice_scale(
-    plane: Plane,
-    t: QuantizedTensor,
-    dim: int,
-    start: int,
-    stop: int,
-    step: int,
-    *,
-    columnwise: bool,
-) -> Tensor:
-    """The scales of a slice; ValueError where it would cut blocks that it does not begin."""
-    if plane.format.per_tensor:
-        return plane.scale
-    axis = (dim == t.dim() - 1) != columnwise  # the axis of the plane's own 2-D view
-    block = plane.format.block[int(axis)]
-    if block == -1:
-        return plane.scale
-    if t.dim() > 2 or step != 1 or start % block:
-        raise ValueError(
-            f"a slice [{start}:{stop}:{step}] of dim {dim} does not start on a block boundary of "
-            f"format {plane.format.name!r} (blocks of {block})"
-        )
-    blocks = slice(start // block, -(-stop // block))
-    return plane.scale[:, blocks] if axis else plane.scale[blocks]
-
-
-@implements(aten.select.int)
-def _select(func: Any, t: QuantizedTensor, dim: int, index: int) -> Any:
-    # `t[i] = x` is a select and a copy_. Other selections are plain copies.
-    if t.dim() < 2 or dim % t.dim() != 0:
-        return NotImplemented
-    index = range(t.shape[0])[index]  # IndexError where torch raises one
-    row = _slice(func, t, 0, index, index + 1)
-    return _view(func, row, t.shape[1:])
-
-
-@implements(aten.split.Tensor)
-def _split(func: Any, t: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
-    extent = t.shape[dim]
-    starts = range(0, extent, size) if extent else (0,)
-    return [_slice(func, t, dim, s, min(s + size, extent)) for s in starts]
-
-
-@implements(aten.split_with_sizes.default)
-def _split_sizes(func: Any, t: QuantizedTensor, sizes: Any, dim: int = 0) -> list[QuantizedTensor]:
-    out, start = [], 0
-    for size in sizes:
-        out.append(_slice(func, t, dim, start, start + size))
-        start += size
-    return out
-
-
-@implements(aten.t.default)
-def _t(func: Any, t: QuantizedTensor) -> Any:
-    if t.dim() != 2:
-        return NotImplemented
-    rows, cols = t.shape
-    out = t.like(t.columnwise, t.rowwise, shape=(cols, rows))
-    if t._whole is not None:
-        whole, part = t._whole
-        out._whole = (whole, lambda values: part(values).t())
-    return out
-
-
-@implements(aten.transpose.int)
-def _transpose(func: Any, t: QuantizedTensor, dim0: int, dim1: int) -> Any:
-    if t.dim() != 2:
-        return NotImplemented
-    return _detach(func, t) if dim0 % 2 == dim1 % 2 else _t(func, t)
-
-
-@implements(aten.permute.default)
-def _permute(func: Any, t: QuantizedTensor, dims: Any) -> Any:
-    if t.dim() != 2:
-        return NotImplemented
-    return _transpose(func, t, 0, dims[0])
 
 
 # --- new tensors are plain: an optimizer's state must not become quantized -----------------------
@@ -359,3 +124,50 @@ def _new_like(func: Any, t: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
 )
 def _new(func: Any, t: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
     return func(torch.empty((), dtype=t.dtype, device=t.device), *args, **kwargs)
+
+
+# --- everything else --------------------------------------------------------------------------
+
+
+def dequantized_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` on dequantized arguments; quantize back those that it mutated.
+
+    Lists (torch's foreach and fused optimizers) are taken apart too. The result is what ``func``
+    gives, with mutated arguments in place of their dequantized stand-ins.
+    """
+    plain: dict[int, tuple[QuantizedTensor, Tensor]] = {}
+
+    def dequantize(t: QuantizedTensor) -> Tensor:
+        if id(t) not in plain:
+            plain[id(t)] = (t, t.dequantize())
+        return plain[id(t)][1]
+
+    def mutated(value: Any) -> None:
+        if isinstance(value, QuantizedTensor):
+            written[id(value)] = value
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                mutated(item)
+
+    written: dict[int, QuantizedTensor] = {}
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        if position < len(args):
+            mutated(args[position])
+        else:
+            mutated(kwargs.get(argument.name))
+
+    new_args, new_kwargs = tree_map_only(QuantizedTensor, dequantize, (args, kwargs))
+    out = func(*new_args, **new_kwargs)
+    if not written:
+        return out
+    stand_ins = {}
+    for key, original in written.items():
+        value = plain[key][1]
+        original.quantize_(value)
+        stand_ins[id(value)] = original
+    return tree_map(lambda v: stand_ins.get(id(v), v) if isinstance(v, Tensor) else v, out)
+
+
+from . import aten_views as _aten_views  # noqa: E402,F401  (fills HANDLERS)

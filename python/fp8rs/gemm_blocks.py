@@ -50,7 +50,7 @@ def dgrad_operand(row: Plane, emulate: bool) -> Plane:
     if row.format == formats.MX_32X32 and _rebases(row.data.device, emulate):
         codes, scale = _rebase(row.matrix, row.scale, list(row.format.block), 1)
         return Plane(codes, scale, formats.ROW)
-    return row.transposed()
+    return row.transposed("columnwise", "dgrad")
 
 
 def dgrad_fold(format: BlockFormat, scale: Tensor) -> Tensor | None:

@@ -92,6 +92,9 @@ class Quantizer:
     def update_quantized(self, src: Tensor, dst: QuantizedTensor) -> QuantizedTensor:
         """Quantize ``src`` into the planes that ``dst`` has, scales included; returns ``dst``.
 
+        Where ``dst`` is a view that shares its scales with other elements, all of them are
+        quantized again, with those of the view replaced.
+
         Raises:
             TypeError: ``dst`` is not quantized.
             ValueError: shapes, element types or formats differ.
@@ -109,6 +112,16 @@ class Quantizer:
             )
         if src.device != dst.device:
             raise ValueError(f"src is on {src.device}, but dst is on {dst.device}")
+        part = dst._part
+        if part is not None:
+            if part.everything:
+                values = torch.empty(part.whole.shape, dtype=src.dtype, device=src.device)
+            else:
+                values = part.whole.dequantize(torch.float32)
+            part.take(values).copy_(src)
+            self.update_quantized(values, part.whole)
+            dst.follow_whole()
+            return dst
         made = self.planes(src, dst.rowwise is not None, dst.columnwise is not None)
         for new, old in zip(made, (dst.rowwise, dst.columnwise), strict=True):
             if new is not None and old is not None:
@@ -266,6 +279,10 @@ class Float8CurrentScalingQuantizer(_TensorQuantizer):
             row, col = _quantize(x, scale, self.fp8_dtype, rowwise, columnwise)
         return _plane_pair(row, col, scale, rowwise, columnwise)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Process groups do not pickle, and another process has others.
+        return {**self.__dict__, "amax_reduction_group": None}
+
 
 class BlockQuantizer(Quantizer):
     """Scales per block, from the data alone."""
@@ -416,3 +433,14 @@ def quantizer_like(t: QuantizedTensor) -> Quantizer:
     quantizer = MAKERS[plane.format](plane.data.dtype, None, Recipe())
     quantizer.set_usage(rowwise=t.rowwise is not None, columnwise=t.columnwise is not None)
     return quantizer
+
+
+# Quantized tensors carry their quantizer, and torch.load(weights_only=True) takes known classes.
+torch.serialization.add_safe_globals(
+    [
+        Float8BlockQuantizer,
+        Float8CurrentScalingQuantizer,
+        Float8Quantizer,
+        MXFP8Quantizer,
+    ]
+)

@@ -299,7 +299,7 @@ class ModelState:
             if col is not None:
                 return row, col
             if row.format.square:
-                return row, row.transposed()
+                return row, row.transposed("columnwise", "wgrad")
         planes = self.quantizer("input", index, x, record).planes(x, True, columnwise)
         self.activations.put(x, index, planes)
         return planes

@@ -9,22 +9,19 @@ quantized arguments, runs, and writes the mutated ones back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map, tree_map_only
 from typing_extensions import Self
 
-from . import formats, ops  # noqa: F401  (ops registers torch.ops.fp8rs)
-from .formats import BlockFormat, matrix_shape
+from . import formats
+from .formats import BlockFormat
+from .planes import Part, check_planes
+from .planes import Plane as Plane
 
 if TYPE_CHECKING:
     from .quantizers import Quantizer
-
-_dequantize = torch.ops.fp8rs.dequantize.default
-_transpose = torch.ops.fp8rs.transpose.default
 
 Handler = Callable[..., Any]
 
@@ -32,58 +29,8 @@ Handler = Callable[..., Any]
 #: A handler returns NotImplemented to leave the call to the fallback.
 HANDLERS: dict[Any, Handler] = {}
 
-
-@dataclass(slots=True, eq=False)
-class Plane:
-    """FP8 codes with their scales: ``data * scale`` is the value.
-
-    Args:
-        data: codes, torch.float8_e4m3fn or torch.float8_e5m2; its 2-D view is (product of the
-            leading dims, last dim).
-        scale: one element a block of that 2-D view, shape ``format.scale_shape(rows, cols)``.
-        format: block shape and scale dtype.
-    """
-
-    data: Tensor
-    scale: Tensor
-    format: BlockFormat = formats.TENSOR
-
-    @property
-    def matrix(self) -> Tensor:
-        """The 2-D view of the codes."""
-        data = self.data
-        return data if data.dim() == 2 else data.reshape(matrix_shape(data.shape))
-
-    def map(self, fn: Callable[[Tensor], Tensor]) -> Plane:
-        """A plane of ``fn(data)`` and ``fn(scale)``."""
-        return Plane(fn(self.data), fn(self.scale), self.format)
-
-    def transposed(self) -> Plane:
-        """The plane of the transposed 2-D matrix, as a new contiguous tensor.
-
-        Raises:
-            ValueError: the format's blocks are not square, so the codes would differ.
-        """
-        if not self.format.square:
-            raise ValueError(
-                f"a plane in format {self.format.name!r} cannot be transposed without "
-                "quantizing again: its blocks are not square"
-            )
-        scale = self.scale if self.format.per_tensor else self.scale.t().contiguous()
-        return Plane(_transpose(self.matrix), scale, self.format)
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """``data * scale`` in fp32, then one cast to ``dtype``; the shape is that of ``data``."""
-        return cast(Tensor, _dequantize(self.data, self.scale, list(self.format.block), dtype))
-
-    def check_live(self, what: str) -> None:
-        """RuntimeError if the codes' storage was freed, as FSDP does when it reshards."""
-        data = self.data
-        if data.untyped_storage().nbytes() == 0 and data.numel() > 0:
-            raise RuntimeError(
-                f"{what} has no storage: FSDP freed the gathered weight when it resharded. "
-                "Read it between the module's pre-forward and its reshard, or call unshard() first"
-            )
+#: The names of the two planes.
+PLANES = ("rowwise", "columnwise")
 
 
 class QuantizedTensor(Tensor):
@@ -98,14 +45,16 @@ class QuantizedTensor(Tensor):
         requires_grad: as in torch.
         quantizer: what :meth:`quantize_` and in-place operations quantize with; by default a
             current-scaling quantizer of the planes' format.
+
+    Raises:
+        TypeError, ValueError: the planes do not fit the shape, their format or each other.
     """
 
     rowwise: Plane | None
     columnwise: Plane | None
     quantizer: Quantizer | None
-    # Where this tensor is part of another one that shares its scales: that tensor, and the
-    # operation that takes this part of a plain tensor of its shape. Writes go through it.
-    _whole: tuple[QuantizedTensor, Callable[[Tensor], Tensor]] | None
+    # Set for a view whose planes alone do not hold all that a write must change.
+    _part: Part | None
 
     #: Scale dtypes that a subclass stands for; checked at construction.
     scale_dtype: ClassVar[torch.dtype | None] = None
@@ -125,22 +74,26 @@ class QuantizedTensor(Tensor):
         if plane is None:
             raise ValueError("rowwise and columnwise are both None: one plane must be given")
         shape = torch.Size(shape)
-        if rowwise is not None and rowwise.data.shape != shape:
-            raise ValueError(
-                f"rowwise has data of shape {tuple(rowwise.data.shape)}, "
-                f"but the tensor's shape is {tuple(shape)}"
-            )
-        if columnwise is not None:
-            rows, cols = matrix_shape(shape)
-            if columnwise.data.shape != (cols, rows):
-                raise ValueError(
-                    f"columnwise has data of shape {tuple(columnwise.data.shape)}, but a tensor "
-                    f"of shape {tuple(shape)} needs {(cols, rows)}"
-                )
         if cls.scale_dtype is not None and plane.scale.dtype != cls.scale_dtype:
             raise TypeError(
                 f"{cls.__name__} has scales of {cls.scale_dtype}, not {plane.scale.dtype}"
             )
+        check_planes(rowwise, columnwise, shape)
+        return cls.wrap(rowwise, columnwise, shape, dtype, requires_grad, quantizer)
+
+    @classmethod
+    def wrap(
+        cls,
+        rowwise: Plane | None,
+        columnwise: Plane | None,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        requires_grad: bool,
+        quantizer: Quantizer | None,
+    ) -> Self:
+        """The constructor without its checks of the planes, for those that the library made."""
+        plane = rowwise if rowwise is not None else columnwise
+        assert plane is not None
         if dtype not in formats.INPUT_DTYPES:
             raise TypeError(f"dtype must be float32, bfloat16 or float16, not {dtype!r}")
         self: Self = torch.Tensor._make_wrapper_subclass(
@@ -153,7 +106,7 @@ class QuantizedTensor(Tensor):
         self.rowwise = rowwise
         self.columnwise = columnwise
         self.quantizer = quantizer
-        self._whole = None
+        self._part = None
         return self
 
     # The C++ operators come straight to __torch_dispatch__.
@@ -195,10 +148,13 @@ class QuantizedTensor(Tensor):
     ) -> QuantizedTensor:
         """Make (True) or drop (False) planes in place; None leaves a plane as it is.
 
-        A plane is made from the other one, exactly, where the blocks are square.
+        A plane is made from the other one, exactly, where the blocks are square. It belongs to
+        this tensor object: writes through this object and through views that are taken of it from
+        now on reach it, writes through older views and detached aliases do not.
 
         Raises:
-            ValueError: no plane would be left, or the missing plane cannot be made from the other.
+            ValueError: no plane would be left, or the missing plane cannot be made from the other;
+                the message names it.
         """
         want_row = self.rowwise is not None if rowwise is None else rowwise
         want_col = self.columnwise is not None if columnwise is None else columnwise
@@ -206,40 +162,84 @@ class QuantizedTensor(Tensor):
             raise ValueError("update_usage(rowwise, columnwise) would leave no plane")
         new_row, new_col = self.rowwise, self.columnwise
         if want_row and new_row is None:
-            made = self.plane("columnwise", "update_usage(rowwise=True)").transposed()
-            new_row = Plane(made.data.view(self.shape), made.scale, made.format)
+            new_row = self._made("rowwise", "update_usage(rowwise=True)")
         if want_col and new_col is None:
-            new_col = self.plane("rowwise", "update_usage(columnwise=True)").transposed()
+            new_col = self._made("columnwise", "update_usage(columnwise=True)")
         self.rowwise = new_row if want_row else None
         self.columnwise = new_col if want_col else None
         return self
 
-    @torch.no_grad()
+    def _made(self, name: str, operation: str) -> Plane:
+        """The plane called ``name``, which is missing, made from the other one."""
+        if name == "columnwise":
+            return self.plane("rowwise", operation).transposed(name, operation)
+        made = self.plane("columnwise", operation).transposed(name, operation)
+        return Plane(made.data.view(self.shape), made.scale, made.format)
+
     def quantize_(self, src: Tensor) -> QuantizedTensor:
         """Quantize ``src`` (same shape) into this tensor's planes, in place.
 
-        Scales are written too. A slice shares its scales with the tensor that it was taken from,
-        so the whole of that tensor is quantized again, with the slice replaced.
+        Scales are written too. Where this is a part of a tensor whose scales it shares (a slice of
+        one with one scale a tensor, say), the whole of that tensor is quantized again, with the
+        part replaced.
         """
-        if src.shape != self.shape:
-            raise ValueError(
-                f"src has shape {tuple(src.shape)}, but the tensor's is {tuple(self.shape)}"
-            )
-        if isinstance(src, QuantizedTensor):
-            src = src.dequantize()
-        if self._whole is not None:
-            whole, part = self._whole
-            values = whole.dequantize(torch.float32)
-            part(values).copy_(src)
-            whole.quantize_(values)
-            return self
         quantizer = self.quantizer
         if quantizer is None:
             from .quantizers import quantizer_like
 
             quantizer = quantizer_like(self)
-        quantizer.update_quantized(src, self)
-        return self
+        return quantizer.update_quantized(src, self)
+
+    def copy_planes_(self, src: QuantizedTensor, *, non_blocking: bool = False) -> bool:
+        """Take over the codes and scales of ``src`` (same shape) as they are.
+
+        Returns:
+            False, with nothing written, where that does not make this tensor equal to ``src``:
+            formats or element types differ, ``src`` lacks a plane that cannot be made from its
+            other one, or this tensor shares its scales with other elements.
+        """
+        to, of = self.any_plane(), src.any_plane()
+        if of.format != to.format or of.data.dtype != to.data.dtype:
+            return False
+        part = self._part
+        if part is not None:
+            if not part.everything:
+                return False
+            # The codes of the whole are those of the view, arranged as its values are.
+            row = src.rowwise if src.rowwise is not None else src._made("rowwise", "copy_")
+            codes = torch.empty(part.whole.shape, dtype=torch.uint8, device=row.data.device)
+            part.take(codes).copy_(row.data.view(torch.uint8))
+            row = Plane(codes.view(row.data.dtype), row.scale, row.format)
+            part.whole.copy_planes_(part.whole.like(row, None), non_blocking=non_blocking)
+            self.follow_whole()
+            return True
+        names = [name for name in PLANES if getattr(self, name) is not None]
+        if not of.format.square and any(getattr(src, name) is None for name in names):
+            return False
+        for name in names:
+            to, given = getattr(self, name), getattr(src, name)
+            of = given if given is not None else src._made(name, "copy_")
+            to.data.copy_(of.data, non_blocking=non_blocking)
+            to.scale.copy_(of.scale, non_blocking=non_blocking)
+        return True
+
+    def follow_whole(self) -> None:
+        """After a write to the tensor that this is a part of: write the planes of its own.
+
+        A view lacks planes that its whole has not or that a view cannot show, and
+        :meth:`update_usage` may have made them since.
+        """
+        assert self._part is not None
+        fresh: Any = self._part.take(self._part.whole)
+        for name in PLANES:
+            own, now = getattr(self, name), getattr(fresh, name)
+            if own is None:
+                continue
+            if now is None:
+                now = fresh._made(name, "a write through a view")
+            if own.data.untyped_storage()._cdata != now.data.untyped_storage()._cdata:
+                own.data.copy_(now.data)
+                own.scale.copy_(now.scale)
 
     def like(
         self,
@@ -250,12 +250,13 @@ class QuantizedTensor(Tensor):
         dtype: torch.dtype | None = None,
     ) -> QuantizedTensor:
         """A tensor of this class and quantizer over other planes."""
-        return type(self)(
+        return type(self).wrap(
             rowwise,
             columnwise,
-            shape=self.shape if shape is None else shape,
-            dtype=self.dtype if dtype is None else dtype,
-            quantizer=self.quantizer,
+            self.shape if shape is None else torch.Size(shape),
+            self.dtype if dtype is None else dtype,
+            False,
+            self.quantizer,
         )
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> QuantizedTensor:
@@ -272,8 +273,20 @@ class QuantizedTensor(Tensor):
             col.scale = row.scale  # one scale stays one
         return self.like(row, col)
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        try:
+            is_view = isinstance(self[index], QuantizedTensor)
+        except ValueError:  # it would cut blocks
+            is_view = False
+        if is_view:
+            super().__setitem__(index, value)
+        else:  # torch would write to a dequantized copy
+            values = self.dequantize(torch.float32)
+            values[index] = value
+            self.quantize_(values)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        planes = [n for n in ("rowwise", "columnwise") if getattr(self, n, None) is not None]
+        planes = [n for n in PLANES if getattr(self, n, None) is not None]
         # No values: reading them would synchronise, and a repr must not.
         return (
             f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, "
@@ -290,7 +303,7 @@ class QuantizedTensor(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names: list[str] = []
         kinds: list[BlockFormat | None] = []
-        for plane in ("rowwise", "columnwise"):
+        for plane in PLANES:
             value: Plane | None = getattr(self, plane)
             kinds.append(None if value is None else value.format)
             if value is not None:
@@ -302,11 +315,27 @@ class QuantizedTensor(Tensor):
         cls, inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> QuantizedTensor:
         dtype, kinds, quantizer = context
-        planes = [
+        row, col = (
             None if kind is None else Plane(inner[f"_{name}_data"], inner[f"_{name}_scale"], kind)
-            for name, kind in zip(("rowwise", "columnwise"), kinds, strict=True)
+            for name, kind in zip(PLANES, kinds, strict=True)
+        )
+        return cls.wrap(row, col, torch.Size(outer_size), dtype, False, quantizer)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Of plain parts, so that torch.load(weights_only=True) takes it, and of bytes, because
+        # pickle alone does not take FP8 tensors. A view becomes a tensor of its own.
+        planes = [
+            None if p is None else (_as_bytes(p.data), p.data.dtype, _as_bytes(p.scale), p.format)
+            for p in (self.rowwise, self.columnwise)
         ]
-        return cls(*planes, shape=outer_size, dtype=dtype, quantizer=quantizer)
+        return _rebuild, (
+            *planes,
+            tuple(self.shape),
+            self.dtype,
+            self.requires_grad,
+            isinstance(self, torch.nn.Parameter),
+            self.quantizer,
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -318,7 +347,7 @@ class QuantizedTensor(Tensor):
             out = handler(func, *args, **kwargs)
             if out is not NotImplemented:
                 return out
-        return dequantized_call(func, args, kwargs)
+        return _aten.dequantized_call(func, args, kwargs)
 
 
 class Float8Tensor(QuantizedTensor):
@@ -353,55 +382,37 @@ def wrap_planes(
     plane = rowwise if rowwise is not None else columnwise
     if plane is None:
         raise ValueError("rowwise and columnwise are both None: one plane must be given")
-    return TENSOR_TYPES[plane.format.scale_dtype](
-        rowwise,
-        columnwise,
-        shape=shape,
-        dtype=dtype,
-        requires_grad=requires_grad,
-        quantizer=quantizer,
+    return TENSOR_TYPES[plane.format.scale_dtype].wrap(
+        rowwise, columnwise, torch.Size(shape), dtype, requires_grad, quantizer
     )
 
 
-def dequantized_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on dequantized arguments; quantize back those that it mutated.
-
-    Lists (torch's foreach and fused optimizers) are taken apart too. The result is what ``func``
-    gives, with mutated arguments in place of their dequantized stand-ins.
-    """
-    plain: dict[int, tuple[QuantizedTensor, Tensor]] = {}
-
-    def dequantize(t: QuantizedTensor) -> Tensor:
-        if id(t) not in plain:
-            plain[id(t)] = (t, t.dequantize())
-        return plain[id(t)][1]
-
-    def mutated(value: Any) -> None:
-        if isinstance(value, QuantizedTensor):
-            written[id(value)] = value
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                mutated(item)
-
-    written: dict[int, QuantizedTensor] = {}
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        if position < len(args):
-            mutated(args[position])
-        else:
-            mutated(kwargs.get(argument.name))
-
-    new_args, new_kwargs = tree_map_only(QuantizedTensor, dequantize, (args, kwargs))
-    out = func(*new_args, **new_kwargs)
-    if not written:
-        return out
-    stand_ins = {}
-    for key, original in written.items():
-        value = plain[key][1]
-        original.quantize_(value)
-        stand_ins[id(value)] = original
-    return tree_map(lambda v: stand_ins.get(id(v), v) if isinstance(v, Tensor) else v, out)
+def _as_bytes(t: Tensor) -> Tensor:
+    return t if t.dtype == torch.float32 else t.view(torch.uint8)
 
 
-from . import aten as _aten  # noqa: E402,F401  (fills HANDLERS)
+def _rebuild(
+    rowwise: Any,
+    columnwise: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    is_parameter: bool,
+    quantizer: Quantizer | None,
+) -> Tensor:
+    """What pickles of quantized tensors call."""
+    row, col = (
+        None if p is None else Plane(p[0].view(p[1]), p[2].view(p[3].scale_dtype), p[3])
+        for p in (rowwise, columnwise)
+    )
+    if is_parameter:
+        t = wrap_planes(row, col, shape=shape, dtype=dtype, quantizer=quantizer)
+        return torch.nn.Parameter(t, requires_grad)
+    return wrap_planes(
+        row, col, shape=shape, dtype=dtype, requires_grad=requires_grad, quantizer=quantizer
+    )
+
+
+torch.serialization.add_safe_globals([_rebuild, BlockFormat])
+
+from . import aten as _aten  # noqa: E402  (fills HANDLERS)

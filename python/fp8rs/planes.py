@@ -1,0 +1,152 @@
+"""Planes: FP8 codes with their scales, which quantized tensors are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from . import formats, ops  # noqa: F401  (ops registers torch.ops.fp8rs)
+from .formats import BlockFormat, matrix_shape
+
+if TYPE_CHECKING:
+    from .tensors import QuantizedTensor
+
+_dequantize = torch.ops.fp8rs.dequantize.default
+_transpose = torch.ops.fp8rs.transpose.default
+
+
+@dataclass(slots=True, eq=False)
+class Plane:
+    """FP8 codes with their scales: ``data * scale`` is the value.
+
+    Args:
+        data: codes, torch.float8_e4m3fn or torch.float8_e5m2; its 2-D view is (product of the
+            leading dims, last dim).
+        scale: one element a block of that 2-D view, shape ``format.scale_shape(rows, cols)``.
+        format: block shape and scale dtype.
+    """
+
+    data: Tensor
+    scale: Tensor
+    format: BlockFormat = formats.TENSOR
+
+    @property
+    def matrix(self) -> Tensor:
+        """The 2-D view of the codes."""
+        data = self.data
+        return data if data.dim() == 2 else data.reshape(matrix_shape(data.shape))
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Plane:
+        """A plane of ``fn(data)`` and ``fn(scale)``."""
+        return Plane(fn(self.data), fn(self.scale), self.format)
+
+    def transposed(self, name: str, operation: str) -> Plane:
+        """The plane of the transposed 2-D matrix, as a new contiguous tensor.
+
+        Args:
+            name: what the result is to its tensor, "rowwise" or "columnwise"; for the message.
+            operation: what needs it; for the message.
+
+        Raises:
+            ValueError: the format's blocks are not square, so the codes would differ.
+        """
+        if not self.format.square:
+            other = "rowwise" if name == "columnwise" else "columnwise"
+            raise ValueError(
+                f"{operation} needs the {name} plane, which this tensor does not have, and which "
+                f"the {other} plane does not give: the blocks of format {self.format.name!r} are "
+                f"not square. Quantize with {name}=True"
+            )
+        scale = self.scale if self.format.per_tensor else self.scale.t().contiguous()
+        return Plane(_transpose(self.matrix), scale, self.format)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """``data * scale`` in fp32, then one cast to ``dtype``; the shape is that of ``data``."""
+        return cast(Tensor, _dequantize(self.data, self.scale, list(self.format.block), dtype))
+
+    def check_live(self, what: str) -> None:
+        """RuntimeError if the codes' storage was freed, as FSDP does when it reshards."""
+        data = self.data
+        if data.untyped_storage().nbytes() == 0 and data.numel() > 0:
+            raise RuntimeError(
+                f"{what} has no storage: FSDP freed the gathered weight when it resharded. "
+                "Read it between the module's pre-forward and its reshard, or call unshard() first"
+            )
+
+    def check(self, name: str, shape: tuple[int, int]) -> None:
+        """TypeError or ValueError, naming the plane, if it is no plane of a matrix of ``shape``.
+
+        ``shape`` is that of the plane's own 2-D view. Nothing is read from the device.
+        """
+        formats.check_fp8_dtype(self.data.dtype, f"{name}.data.dtype")
+        if self.scale.dtype != self.format.scale_dtype:
+            raise TypeError(
+                f"{name} is in format {self.format.name!r}, which has scales of "
+                f"{self.format.scale_dtype}, not {self.scale.dtype}"
+            )
+        expected = self.format.scale_shape(*shape)
+        if self.scale.shape != expected:
+            raise ValueError(
+                f"{name} has scales of shape {tuple(self.scale.shape)}, but a matrix of {shape} in "
+                f"format {self.format.name!r} has {expected}"
+            )
+        if self.scale.device != self.data.device:
+            raise ValueError(
+                f"{name} has its data on {self.data.device} and its scales on {self.scale.device}"
+            )
+
+
+def check_planes(rowwise: Plane | None, columnwise: Plane | None, shape: torch.Size) -> None:
+    """TypeError or ValueError where these are not the planes of one tensor of ``shape``."""
+    rows, cols = matrix_shape(shape)
+    if rowwise is not None:
+        if rowwise.data.shape != shape:
+            raise ValueError(
+                f"rowwise has data of shape {tuple(rowwise.data.shape)}, "
+                f"but the tensor's shape is {tuple(shape)}"
+            )
+        rowwise.check("rowwise", (rows, cols))
+    if columnwise is not None:
+        if columnwise.data.shape != (cols, rows):
+            raise ValueError(
+                f"columnwise has data of shape {tuple(columnwise.data.shape)}, but a tensor "
+                f"of shape {tuple(shape)} needs {(cols, rows)}"
+            )
+        columnwise.check("columnwise", (cols, rows))
+    if rowwise is None or columnwise is None:
+        return
+    for what, row, col in (
+        ("is in format", rowwise.format.name, columnwise.format.name),
+        ("has data of", rowwise.data.dtype, columnwise.data.dtype),
+        ("has its data on", rowwise.data.device, columnwise.data.device),
+    ):
+        if row != col:
+            raise ValueError(f"rowwise {what} {row}, but columnwise {what} {col}")
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """What a view is of another tensor, where a write through the view concerns that one too.
+
+    It does where the view has only a part of the elements under a scale, or lacks a plane that
+    the other tensor has.
+
+    Attributes:
+        whole: the other tensor.
+        take: takes the view's elements out of a plain tensor of the whole's shape, as a view.
+        everything: the elements are all of the whole's, in another shape, so that codes can be
+            written as they are. The format then has one scale a tensor.
+    """
+
+    whole: QuantizedTensor
+    take: Callable[[Tensor], Tensor]
+    everything: bool
+
+    def then(self, take: Callable[[Tensor], Tensor], *, everything: bool) -> Part:
+        """A view of this view."""
+        outer = self.take
+        return Part(self.whole, lambda x: take(outer(x)), self.everything and everything)

@@ -1,0 +1,88 @@
+"""What the tests of all formats share: quantizers, usages, and planes as plain values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import fp8rs
+from fp8rs.tensors import QuantizedTensor
+
+E4M3 = torch.float8_e4m3fn
+
+#: Format -> the quantizer that makes it.
+FORMATS = {
+    "tensor": lambda **usage: fp8rs.Float8CurrentScalingQuantizer(E4M3, **usage),
+    "row": lambda **usage: fp8rs.Float8BlockQuantizer(E4M3, block=(1, -1), **usage),
+    "1x128": lambda **usage: fp8rs.Float8BlockQuantizer(E4M3, block=(1, 128), **usage),
+    "128x128": lambda **usage: fp8rs.Float8BlockQuantizer(E4M3, block=(128, 128), **usage),
+    "1x32": lambda **usage: fp8rs.MXFP8Quantizer(E4M3, block=(1, 32), **usage),
+    "32x32": lambda **usage: fp8rs.MXFP8Quantizer(E4M3, block=(32, 32), **usage),
+}
+SQUARE = ("tensor", "128x128", "32x32")
+
+PLANES = {
+    "both": {"rowwise": True, "columnwise": True},
+    "rowwise": {"rowwise": True, "columnwise": False},
+    "columnwise": {"rowwise": False, "columnwise": True},
+}
+
+every_format = pytest.mark.parametrize("format", list(FORMATS))
+every_plane = pytest.mark.parametrize("planes", list(PLANES))
+
+#: Several blocks of each format along both axes, the last ones short.
+SHAPE = (200, 320)
+
+
+def data(device: torch.device, *shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    """Rows and columns of different magnitudes."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=generator) * scale
+    if len(shape) > 1:
+        x = x * torch.randn(shape[-1], generator=generator).exp()
+        x = x * torch.randn(shape[-2], 1, generator=generator).exp()
+    return x.to(device)
+
+
+def make(
+    format: str, planes: str, device: torch.device, *shape: int, seed: int = 0, scale: float = 1.0
+) -> QuantizedTensor:
+    return FORMATS[format](**PLANES[planes])(
+        data(device, *(shape or SHAPE), seed=seed, scale=scale)
+    )
+
+
+def values(t: QuantizedTensor) -> dict[str, Tensor]:
+    """What each plane says that the tensor is."""
+    found = {}
+    if t.rowwise is not None:
+        found["rowwise"] = t.rowwise.dequantize(torch.float32)
+    if t.columnwise is not None:
+        matrix = t.columnwise.dequantize(torch.float32).t()
+        found["columnwise"] = matrix.contiguous().view(t.shape)
+    return found
+
+
+def same_values(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.reshape(-1).contiguous().view(torch.uint8)
+
+
+def same_bytes(got: QuantizedTensor, want: QuantizedTensor) -> None:
+    """The same codes and scales in the same planes."""
+    assert type(got) is type(want)
+    assert got.shape == want.shape
+    for name in ("rowwise", "columnwise"):
+        a, b = getattr(got, name), getattr(want, name)
+        assert (a is None) == (b is None), name
+        if a is not None:
+            assert a.format == b.format
+            assert a.scale.shape == b.scale.shape
+            assert torch.equal(bits(a.data).cpu(), bits(b.data).cpu()), name
+            assert torch.equal(bits(a.scale).cpu(), bits(b.scale).cpu()), name
