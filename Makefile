@@ -22,7 +22,7 @@ help:
 	@echo "make test         lint, Rust tests, Python tests with the newest torch"
 	@echo "make test-oldest  Python tests with torch $(OLDEST_TORCH)"
 	@echo "make lint         formatting, clippy, ruff, mypy, the checked-in PTX"
-	@echo "make bench        kernel benchmarks"
+	@echo "make bench        kernel benchmarks on the CPU, and on a GPU where there is one"
 	@echo "make wheel        the release wheel, in dist/"
 	@echo "make clean        remove what these made"
 
@@ -64,7 +64,7 @@ python-test: $(VENV)/.built
 test-oldest: $(OLDEST)/.built
 	$(OLDEST_BIN)/python -m pytest tests -rs
 
-bench: $(VENV)/.built
+bench:
 	cargo bench
 
 wheel: $(VENV)/.installed

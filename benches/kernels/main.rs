@@ -1,15 +1,93 @@
-//! Kernel benchmarks: one group for each operation, one row for each device and dtype, and in each group a copy
-//! of the same bytes (read and written) in the same run.
+//! Kernel benchmarks: one table of operations, which every device runs, and beside each row a copy of the
+//! same bytes on the same device in the same run.
 //!
-//! `cargo bench -- quantize/cpu` runs a part. Each backend has a file; its rows join the groups by their names.
+//! - `tensorwise`, `blocks`: the table. A row declares its operands and calls an operation over views of
+//!   them.
+//! - `row`: what a row is. `machine`: what a device must do to run it. `cpu`, `cuda`: the devices.
+//!
+//! A group is an operation; a benchmark is `operation/device/what`. `cargo bench -- quantize/cpu` runs a
+//! part, `cargo bench -- cuda` one device. Throughput is in bytes read and written: each operand once. After
+//! a row comes its fraction of the copy's throughput.
+//!
+//! Where there is no CUDA device, its rows are skipped, and one line says so.
 
+mod blocks;
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod machine;
+mod row;
+mod tensorwise;
 
-use criterion::{criterion_group, criterion_main};
+use std::collections::HashMap;
 
-criterion_group! {
-    name = benches;
-    config = criterion::Criterion::default().sample_size(20).measurement_time(std::time::Duration::from_secs(2));
-    targets = cpu::benches
+use criterion::measurement::WallTime;
+use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+
+use machine::Machine;
+use row::{Ready, Row};
+
+const SAMPLES: usize = 10;
+
+fn benches(c: &mut Criterion) {
+    run(c, &cpu::Cpu);
+    match cuda() {
+        Ok(machine) => run(c, &*machine),
+        Err(reason) => eprintln!("The CUDA rows are skipped: {reason}."),
+    }
 }
-criterion_main!(benches);
+
+#[cfg(feature = "cuda")]
+fn cuda() -> Result<Box<dyn Machine>, String> {
+    Ok(Box::new(cuda::Cuda::open()?))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda() -> Result<Box<dyn Machine>, String> {
+    Err("this build has no CUDA backend (feature \"cuda\")".into())
+}
+
+/// The table on one machine.
+fn run(c: &mut Criterion, machine: &dyn Machine) {
+    let plan = machine.plan();
+    let mut rows = tensorwise::rows(&plan);
+    rows.extend(blocks::rows(&plan));
+    for rows in rows.chunk_by(|a, b| a.op == b.op) {
+        let mut group = c.benchmark_group(rows[0].op);
+        group.sample_size(SAMPLES).warm_up_time(plan.warm_up).measurement_time(plan.measurement);
+        let mut copies = HashMap::new();
+        for row in rows {
+            let copy = *copies
+                .entry(row::size(row.bytes()))
+                .or_insert_with(|| bench(&mut group, machine, &Row::copy(row.bytes())));
+            if let (Some(took), Some(copy)) = (bench(&mut group, machine, row), copy) {
+                println!("{:24}{:.2} of the copy's throughput", "", took / copy);
+            }
+        }
+        group.finish();
+    }
+}
+
+/// One benchmark; gives its median throughput in bytes a second, unless it is filtered out.
+fn bench(group: &mut BenchmarkGroup<WallTime>, machine: &dyn Machine, row: &Row) -> Option<f64> {
+    let bytes = row.bytes();
+    let mut ready: Option<Ready> = None;
+    let mut speeds = Vec::new();
+    group.throughput(Throughput::BytesDecimal(bytes as u64));
+    group.bench_function(BenchmarkId::new(machine.name(), &row.name), |b| {
+        // Memory is made for the rows that run, while they do.
+        let ready = ready.get_or_insert_with(|| row.prepare(machine));
+        b.iter_custom(|rounds| {
+            let took = machine.time(rounds, &mut || ready.run());
+            speeds.push(bytes as f64 * rounds as f64 / took.as_secs_f64());
+            took
+        });
+    });
+    // The samples come after the warm-up; there are none where benchmarks are only tested or listed.
+    let mut samples = speeds.split_off(speeds.len().checked_sub(SAMPLES)?);
+    samples.sort_by(f64::total_cmp);
+    Some(samples[SAMPLES / 2])
+}
+
+criterion_group!(kernels, benches);
+criterion_main!(kernels);

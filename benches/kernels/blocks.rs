@@ -1,0 +1,203 @@
+//! Rows of the block formats; E4M3 out.
+
+use fp8rs::format::e8m0::Rounding;
+use fp8rs::layout::packed;
+use fp8rs::ops::{self, Axis, BlockPlane, BlockScale, BlockSpec, Given};
+use fp8rs::{Block, DType, ScaleRule};
+
+use crate::machine::{Case, Plan};
+use crate::row::{Id, Operands, Row};
+
+const E4M3: DType = DType::E4m3;
+const E8M0: DType = DType::E8m0;
+const F32: DType = DType::F32;
+
+const MX: Block = Block { rows: 1, cols: 32 };
+const MX_SQUARE: Block = Block { rows: 32, cols: 32 };
+const LINE: Block = Block { rows: 1, cols: 128 };
+const SQUARE: Block = Block { rows: 128, cols: 128 };
+
+/// The largest magnitude that random inputs have, as a maximum that is known beforehand.
+const AMAX: f32 = 2.0;
+/// A factor for columns.
+const FOLD: f32 = 1.5;
+
+/// A way to quantize.
+#[derive(Clone, Copy)]
+struct Format {
+    name: &'static str,
+    block: Block,
+    packed: bool,
+    /// Maxima are known.
+    given: bool,
+    /// Columns have factors.
+    fold: bool,
+}
+
+impl Format {
+    const fn new(name: &'static str, block: Block) -> Self {
+        Self { name, block, packed: false, given: false, fold: false }
+    }
+
+    fn spec(self) -> BlockSpec {
+        let scale = if self.block.cols == MX.cols {
+            BlockScale::E8m0(Rounding::Ceil)
+        } else {
+            BlockScale::F32(ScaleRule::default())
+        };
+        BlockSpec { block: self.block, scale, row_offset: 0, packed: self.packed }
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Directions {
+    Rowwise,
+    Columnwise,
+    Both,
+}
+use Directions::{Both, Columnwise, Rowwise};
+
+const MX_FORMATS: [Format; 2] =
+    [Format::new("mx_1x32", MX), Format { packed: true, ..Format::new("mx_1x32_packed", MX) }];
+
+const FORMATS: [(Format, &[Directions]); 6] = [
+    (Format::new("mx_32x32", MX_SQUARE), &[Rowwise, Both]),
+    (Format::new("1x128", LINE), &[Rowwise, Both]),
+    (Format::new("128x128", SQUARE), &[Rowwise, Both]),
+    (Format::new("per_row", Block::ROW), &[Rowwise, Both]),
+    (Format { given: true, ..Format::new("per_row_given", Block::ROW) }, &[Rowwise, Both]),
+    (Format { fold: true, ..Format::new("per_row_fold", Block::ROW) }, &[Rowwise, Both]),
+];
+
+/// All of them, each operation's rows one after the other.
+pub(crate) fn rows(plan: &Plan) -> Vec<Row> {
+    let mut rows = Vec::new();
+    for &case in &plan.mx {
+        for format in MX_FORMATS {
+            rows.extend([Rowwise, Columnwise, Both].map(|directions| quantize(case, format, directions)));
+        }
+    }
+    for &case in &plan.blocks {
+        for (format, directions) in FORMATS {
+            rows.extend(directions.iter().map(|&directions| quantize(case, format, directions)));
+        }
+    }
+    for &case in &plan.blocks {
+        let kinds = [("32x32", MX_SQUARE), ("128x128", SQUARE), ("per_row", Block::ROW)];
+        rows.extend(kinds.map(|(name, block)| block_amax(case, name, block)));
+    }
+    for &case in &plan.blocks {
+        rows.push(rebase(case, "mx_32x32_rows", MX_SQUARE, Axis::Rows));
+        rows.push(rebase(case, "mx_32x32_columns", MX_SQUARE, Axis::Columns));
+        rows.push(rebase(case, "mx_1x32_rows", MX, Axis::Rows));
+    }
+    rows.extend(plan.blocks.iter().map(|&case| dequantize(case)));
+    rows.extend(plan.mx.iter().map(|&case| pack(case)));
+    rows.extend(plan.mx.iter().map(|&case| unpack(case)));
+    rows
+}
+
+fn name(what: &str, dtype: DType, shape: (usize, usize)) -> String {
+    format!("{what}/{dtype}/{}x{}", shape.0, shape.1)
+}
+
+/// Operands of one direction: codes, scales, and given maxima.
+#[derive(Clone, Copy)]
+struct Plane {
+    codes: Id,
+    scales: Id,
+    amax: Option<Id>,
+}
+
+impl Plane {
+    fn new(o: &mut Operands, format: Format, shape: (usize, usize)) -> Self {
+        let grid = format.block.grid(shape.0, shape.1);
+        let codes = o.output(E4M3, shape);
+        let scales = match format.spec().scale {
+            BlockScale::E8m0(_) if format.packed => o.output(E8M0, (1, packed::bytes(shape.0, grid.1))),
+            BlockScale::E8m0(_) => o.output(E8M0, grid),
+            // As the GEMM on 1x128 blocks wants them.
+            BlockScale::F32(_) if format.block == LINE => o.output_by_columns(F32, grid),
+            BlockScale::F32(_) => o.output(F32, grid),
+        };
+        Self { codes, scales, amax: format.given.then(|| o.value(AMAX, grid)) }
+    }
+}
+
+fn quantize(case: Case, format: Format, directions: Directions) -> Row {
+    let (rows, cols) = case.shape;
+    let spec = format.spec();
+    let mut o = Operands::default();
+    let x = o.case(case);
+    let rowwise = (!matches!(directions, Columnwise)).then(|| Plane::new(&mut o, format, (rows, cols)));
+    let columnwise = (!matches!(directions, Rowwise)).then(|| Plane::new(&mut o, format, (cols, rows)));
+    let fold = format.fold.then(|| o.value(FOLD, (1, cols)));
+    let direction = match directions {
+        Rowwise => "rowwise",
+        Columnwise => "columnwise",
+        Both => "both",
+    };
+    let what = format!("{}_{direction}", format.name);
+    o.row("quantize_blocks", name(&what, case.dtype, case.shape), move |r| {
+        let plane = |plane: Plane| BlockPlane { codes: r.out(plane.codes), scales: r.out(plane.scales) };
+        let amax = |plane: Option<Plane>| plane.and_then(|plane| plane.amax).map(|amax| r.view(amax));
+        let given = Given {
+            amax: amax(rowwise),
+            amax_columnwise: amax(columnwise),
+            fold: fold.map(|fold| r.view(fold)),
+        };
+        ops::quantize_blocks(r.view(x), spec, given, rowwise.map(plane), columnwise.map(plane), r.stream())
+    })
+}
+
+fn block_amax(case: Case, what: &str, block: Block) -> Row {
+    let mut o = Operands::default();
+    let (x, out) = (o.case(case), o.output(F32, block.grid(case.shape.0, case.shape.1)));
+    o.row("block_amax", name(what, case.dtype, case.shape), move |r| {
+        ops::block_amax(r.view(x), block, 0, r.out(out), r.stream())
+    })
+}
+
+fn rebase(Case { shape, .. }: Case, what: &str, block: Block, axis: Axis) -> Row {
+    let (rows, cols) = if axis == Axis::Rows { shape } else { (shape.1, shape.0) };
+    let mut o = Operands::default();
+    let (codes, scales) = (o.input(E4M3, shape), o.input(E8M0, block.grid(shape.0, shape.1)));
+    let (out, scale_out) = (o.output(E4M3, (rows, cols)), o.output(F32, (rows, 1)));
+    o.row("rebase", name(what, E4M3, shape), move |r| {
+        let (codes, scales) = (r.view(codes), r.view(scales));
+        ops::rebase(codes, scales, block, axis, r.out(out), r.out(scale_out), r.stream())
+    })
+}
+
+fn dequantize(case: Case) -> Row {
+    let mut o = Operands::default();
+    let (codes, scales) = (o.input(E4M3, case.shape), o.input(E8M0, MX.grid(case.shape.0, case.shape.1)));
+    let out = o.output(case.dtype, case.shape);
+    o.row("dequantize", name("mx_1x32", case.dtype, case.shape), move |r| {
+        ops::dequantize(r.view(codes), r.view(scales), MX, r.out(out), r.stream())
+    })
+}
+
+/// The scales of a 1x32 plane of the case's shape, compact and packed: (shape, shape).
+fn scales(case: Case) -> ((usize, usize), (usize, usize)) {
+    let compact = MX.grid(case.shape.0, case.shape.1);
+    (compact, (1, packed::bytes(compact.0, compact.1)))
+}
+
+fn pack(case: Case) -> Row {
+    let (compact, packed) = scales(case);
+    let mut o = Operands::default();
+    let (scales, out) = (o.input(E8M0, compact), o.output(E8M0, packed));
+    o.row("pack_scales", name("mx_1x32", E8M0, compact), move |r| {
+        ops::pack_scales(r.view(scales), compact.0, 1, r.out(out), r.stream())
+    })
+}
+
+fn unpack(case: Case) -> Row {
+    let (compact, packed) = scales(case);
+    let mut o = Operands::default();
+    let (packed, out) = (o.input(E8M0, packed), o.output(E8M0, compact));
+    o.row("unpack_scales", name("mx_1x32", E8M0, compact), move |r| {
+        ops::unpack_scales(r.view(packed), compact.0, 1, r.out(out), r.stream())
+    })
+}
