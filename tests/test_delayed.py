@@ -405,7 +405,7 @@ def test_sharded_weights_are_reduced_over_their_shards_too(rig):
         amax_reduction_group=groups[rig.rank],
     )
     state = model.a._fp8_state
-    state.set_weight_group(1, both)
+    state.set_weight_groups(1, (both,))
     model(batch(rig.device))
     state.history.amax.copy_(torch.full((6,), 1.0 + rig.rank))
     step(model)

@@ -28,6 +28,7 @@ from .quantizers import (
     reduce_amax_,
 )
 from .recipes import DelayedScaling, Recipe, Role, resolve_recipe
+from .reductions import reduce_packed_
 from .tensors import Plane, QuantizedTensor
 
 if TYPE_CHECKING:
@@ -75,8 +76,8 @@ class ModelState:
         names: their fully qualified names, for messages.
         in_forward: a forward of the root is running, and not as a backward's recomputation.
         forward_id: how many forwards of the root have begun.
-        weight_groups: index -> the process group that the weight is sharded over, where the FSDP
-            layer has told (:meth:`set_weight_group`).
+        weight_groups: index -> the process groups that the weight is sharded over, where the FSDP
+            layer has told (:meth:`set_weight_groups`).
         fsdp: what the FSDP layer attaches; nothing here looks into it, and copies start without.
     """
 
@@ -91,7 +92,7 @@ class ModelState:
         self.names: list[str] = []
         self.in_forward = False
         self.forward_id = 0
-        self.weight_groups: dict[int, Any] = {}
+        self.weight_groups: dict[int, tuple[Any, ...]] = {}
         self.fsdp: Any = None
         self.activations = ActivationCache()
         self.history: AmaxHistory | None = None
@@ -190,12 +191,7 @@ class ModelState:
 
     # --- delayed scaling -------------------------------------------------------------------------
 
-    # Slots: the weights' come first, so that one slice takes them all; then inputs, then gradients.
-
-    @property
-    def weight_slots(self) -> slice:
-        """The slots of all weights, in the order of their indices."""
-        return slice(0, len(self.names))
+    # Slots: the weights' come first, by their indices; then inputs, then gradients.
 
     def histories(self, device: torch.device) -> AmaxHistory:
         """The histories on ``device``, made at the first use. Delayed scaling only."""
@@ -216,9 +212,12 @@ class ModelState:
         group = dist.group.WORLD if self._group is None else self._group
         return group if dist.get_world_size(group) > 1 else None
 
-    def set_weight_group(self, index: int, group: Any) -> None:
-        """Say that weight ``index`` is sharded over ``group``: its amax is reduced over it too."""
-        self.weight_groups[index] = group
+    def set_weight_groups(self, index: int, groups: tuple[Any, ...]) -> None:
+        """Say that weight ``index`` is sharded over ``groups``, one for each mesh dimension.
+
+        Its amax is reduced over all of them too: FSDP's and tensor parallelism's.
+        """
+        self.weight_groups[index] = groups
 
     def _roll_if_stepped(self) -> None:
         """Roll the histories at the first training forward after an optimizer step."""
@@ -235,15 +234,15 @@ class ModelState:
         if group is not None:
             reduce_amax_(amax, group)
             if group is dist.group.WORLD:
-                return  # every shard group is within it
-        by_group: dict[int, tuple[Any, list[int]]] = {}
-        for index in sorted(self.weight_groups):
-            shards = self.weight_groups[index]
-            if shards is not group and dist.get_world_size(shards) > 1:
-                by_group.setdefault(id(shards), (shards, []))[1].append(index)
-        for shards, indices in by_group.values():
-            where = torch.tensor(indices, device=amax.device)
-            amax[where] = reduce_amax_(amax[where], shards)
+                return  # every rank that has a shard is in it
+        done = None if group is None else group.group_name
+        reduce_packed_(
+            amax,
+            (
+                (range(i, i + 1), [g for g in groups if g.group_name != done and g.size() > 1])
+                for i, groups in sorted(self.weight_groups.items())
+            ),
+        )
 
     # --- quantizing ------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from fp8rs.reductions import index_tensor
 from fp8rs.tensors import Plane
 
 from .layouts import Layout, Measured, Planes, Reduce, Shard
@@ -209,13 +210,8 @@ def flat(t: Tensor, rows: int, cols: int) -> Tensor:
 
 def pick(scale: Tensor, order: tuple[int, ...]) -> Tensor:
     """Rows of a matrix of scales, in another order."""
-    chosen = scale.view(torch.uint8).index_select(0, _index(order, scale.device))
+    chosen = scale.view(torch.uint8).index_select(0, index_tensor(order, scale.device))
     return chosen.view(scale.dtype)
-
-
-@lru_cache(maxsize=256)
-def _index(order: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(order, device=device)
 
 
 # Rows of blocks of the given height in a matrix that is cut into shards of ``padded`` rows.

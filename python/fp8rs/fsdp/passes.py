@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fp8rs.quantizers import reduce_amax_
+from fp8rs.reductions import reduce_packed_
 from fp8rs.state import ModelState, in_backward
 
 from .checks import refuse_partial_reshard
@@ -153,23 +153,15 @@ class WeightPasses:
         return None if measured is None else self._reduce(shards, measured)
 
     def _reduce(self, shards: Sequence[Shard], measured: Measured) -> Tensor:
-        """The maxima over the ranks of each weight: one all-reduce for each set of ranks."""
-        values = measured.values
-        by_group: dict[int, tuple[Any, list[int]]] = {}
-        for i, (shard, size) in enumerate(zip(shards, measured.sizes, strict=True)):
-            for group in self.layout.groups(shard) if size else ():
-                by_group.setdefault(id(group), (group, []))[1].append(i)
-        starts = list(accumulate(measured.sizes, initial=0))
-        for group, members in by_group.values():
-            if sum(measured.sizes[i] for i in members) == values.numel():
-                values = reduce_amax_(values.contiguous(), group)
-            else:
-                where = torch.tensor(
-                    [n for i in members for n in range(starts[i], starts[i + 1])],
-                    device=values.device,
-                )
-                values[where] = reduce_amax_(values[where], group)
-        return values
+        """The maxima over the ranks of each weight: one all-reduce for each group of ranks."""
+        starts = accumulate(measured.sizes, initial=0)
+        return reduce_packed_(
+            measured.values,
+            (
+                (range(start, start + size), self.layout.groups(shard))
+                for shard, start, size in zip(shards, starts, measured.sizes, strict=False)
+            ),
+        )
 
     # --- shards ----------------------------------------------------------------------------------
 
@@ -198,7 +190,7 @@ class WeightPasses:
         if known is None or known[0] is not spec:
             known = self._placed[index] = (spec, place(parameter))
             if known[1].groups:
-                self.state.set_weight_group(index, known[1].groups[0])
+                self.state.set_weight_groups(index, known[1].groups)
         placement = known[1]
         # The module's own shard: the one at hand is a copy of it where FSDP2 offloads.
         data = local_master(parameter).high_precision

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from fp8rs.reductions import index_tensor
 from fp8rs.tensors import Plane
 
 from .layouts import Layout, Measured, Planes, Reduce, Shard
@@ -190,4 +191,4 @@ def slots_of(shards: Sequence[Shard], like: Tensor) -> Any:
     indices = [s.slot.index for s in shards]
     if indices == list(range(indices[0], indices[0] + len(indices))):
         return slice(indices[0], indices[0] + len(indices))
-    return torch.tensor(indices, device=like.device)
+    return index_tensor(tuple(indices), like.device)

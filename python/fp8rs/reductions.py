@@ -1,0 +1,43 @@
+"""Maxima of many tensors, packed in one, each reduced over the ranks that share its tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .quantizers import reduce_amax_
+
+
+@lru_cache(maxsize=1024)
+def index_tensor(indices: tuple[int, ...], device: torch.device) -> Tensor:
+    """Indices on a device. Made once, because a list's copy to a GPU has the host wait for it."""
+    return torch.tensor(indices, dtype=torch.int64, device=device)
+
+
+def reduce_packed_(values: Tensor, parts: Iterable[tuple[range, Iterable[Any]]]) -> Tensor:
+    """Reduce maxima (n,), fp32 and contiguous, in place: one all-reduce for each process group.
+
+    Every rank of a group must have the same parts in the same order.
+
+    Args:
+        values: the maxima.
+        parts: elements of ``values``, and the groups over which these are reduced. Over several
+            groups (FSDP's and tensor parallelism's) one after the other: over their product.
+    """
+    by_group: dict[str, tuple[Any, list[range]]] = {}
+    for part, groups in parts:
+        for group in groups if part else ():
+            # By name: two objects may stand for one group.
+            by_group.setdefault(group.group_name, (group, []))[1].append(part)
+    for group, members in by_group.values():
+        if sum(map(len, members)) == values.numel():
+            reduce_amax_(values, group)
+        else:
+            where = index_tensor(tuple(chain.from_iterable(members)), values.device)
+            values[where] = reduce_amax_(values[where], group)
+    return values
