@@ -304,7 +304,7 @@ class BlockQuantizer(Quantizer):
             rowwise,
             columnwise,
             fold=fold,
-            **self._options(),
+            **self.options(),
         )
         return (
             Plane(row, row_scale, self.format) if rowwise else None,
@@ -314,7 +314,8 @@ class BlockQuantizer(Quantizer):
     def planes_again(self, x: Tensor, scale: Tensor, rowwise: bool, columnwise: bool) -> Planes:
         return self.planes(x, rowwise, columnwise)
 
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
+        """How scales come from amaxes: keyword arguments of ``torch.ops.fp8rs.quantize_blocks``."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -347,7 +348,7 @@ class Float8BlockQuantizer(BlockQuantizer):
         self.power_2_scale = power_2_scale
         self.amax_epsilon = amax_epsilon
 
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         return {"power_2_scale": self.power_2_scale, "amax_epsilon": self.amax_epsilon}
 
 
@@ -375,7 +376,7 @@ class MXFP8Quantizer(BlockQuantizer):
             raise ValueError(f'scale_rounding must be "ceil" or "floor", not {scale_rounding!r}')
         self.scale_rounding = scale_rounding
 
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         return {"rounding": self.scale_rounding}
 
 

@@ -258,6 +258,11 @@ class ModelState:
             self._roll_if_stepped()
         return self.recording
 
+    @property
+    def weight_quantizer(self) -> Quantizer:
+        """What quantizes weights, with scales from the data, wherever the histories do not."""
+        return self._quantizers["weight"]
+
     def quantizer(self, role: Role, index: int, x: Tensor, record: bool) -> Quantizer:
         """The quantizer for ``x``, an operand of layer ``index``."""
         if not self.recipe.delayed:

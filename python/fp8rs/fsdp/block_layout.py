@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from fp8rs.quantizers import BlockQuantizer
 from fp8rs.reductions import index_tensor
 from fp8rs.tensors import Plane
 
@@ -45,6 +46,8 @@ class BlockLayout(Layout):
         #: The height of what a cut through the rows may go through; 1: nothing.
         self.height = cols if self.both else rows
         self.cut_block = [self.height, 1] if self.both else [rows, cols]
+        #: How scales come from amaxes, as where a weight is quantized whole.
+        self.options = cast(BlockQuantizer, state.weight_quantizer).options()
 
     def check(self, shard: Shard) -> None:
         if shard.placement.dim != 0:
@@ -124,12 +127,7 @@ class BlockLayout(Layout):
 
     def _bytes(self, data: Tensor, placement: Placement, amax: Tensor | None) -> tuple[Tensor, ...]:
         """Codes and scales of a shard as flat uint8 tensors, as long as those of any rank."""
-        options: dict[str, Any] = {"row_offset": self._offset(placement) % self.height}
-        if self.format.scale_dtype is torch.float32:
-            options["power_2_scale"] = self.recipe.power_2_scale
-            options["amax_epsilon"] = self.recipe.amax_epsilon
-        else:
-            options["rounding"] = getattr(self.recipe, "scale_rounding", "ceil")
+        options = {**self.options, "row_offset": self._offset(placement) % self.height}
         if amax is not None and self.both:
             options["amax_columnwise"] = amax.t().contiguous()
         elif amax is not None:
@@ -177,10 +175,9 @@ class BlockLayout(Layout):
         rows, cols = shape
         p, format = placement, self.format
         codes = outputs[0].view(self.fp8_dtype)[: shape.numel()].view(shape)
-        blocks_a_row = format.scale_shape(rows, cols)[1]
+        count, blocks_a_row = format.scale_shape(rows, cols)
         scale = outputs[1].view(format.scale_dtype).view(-1, blocks_a_row)
-        order = scale_order(rows, p.padded, p.ranks, format.block[0])
-        scale = scale[: len(order)] if order == tuple(range(len(order))) else pick(scale, order)
+        scale = pick(scale, count, scale_order(rows, p.padded, p.ranks, format.block[0]))
         row = Plane(codes, scale, format)
         if not self.both:
             return row, None
@@ -189,11 +186,12 @@ class BlockLayout(Layout):
             shards = outputs[2].view(p.ranks, cols, p.padded)
             for i, part in enumerate(inner[0].split(p.padded, 1)):
                 part.copy_(shards[i, :, : part.shape[1]])
-        order = scale_order(rows, p.padded, p.ranks, self.height)
         # Gathered as (rank, column, block): bring the blocks to the front to choose among them.
         scale = outputs[3].view(format.scale_dtype).view(p.ranks, cols, -1)
         blocks = scale.view(torch.uint8).transpose(1, 2).reshape(-1, cols)
-        scale = pick(blocks, order).t().contiguous().view(format.scale_dtype)
+        order = scale_order(rows, p.padded, p.ranks, self.height)
+        blocks = pick(blocks, -(-rows // self.height), order)
+        scale = blocks.t().contiguous().view(format.scale_dtype)
         return row, Plane(inner[0].view(self.fp8_dtype), scale, format)
 
 
@@ -208,8 +206,10 @@ def flat(t: Tensor, rows: int, cols: int) -> Tensor:
     return full.view(-1)
 
 
-def pick(scale: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Rows of a matrix of scales, in another order."""
+def pick(scale: Tensor, count: int, order: tuple[int, ...] | None) -> Tensor:
+    """``count`` rows of a matrix of scales, in an order that `scale_order` gave."""
+    if order is None:
+        return scale[:count]
     chosen = scale.view(torch.uint8).index_select(0, index_tensor(order, scale.device))
     return chosen.view(scale.dtype)
 
@@ -235,11 +235,14 @@ def cut_rows(rows: int, padded: int, ranks: int, height: int) -> tuple[int, ...]
 
 
 @lru_cache(maxsize=1024)
-def scale_order(rows: int, padded: int, ranks: int, height: int) -> tuple[int, ...]:
-    """Where each row of blocks is among those gathered: in the first shard that touches it."""
+def scale_order(rows: int, padded: int, ranks: int, height: int) -> tuple[int, ...] | None:
+    """Where each row of blocks is among those gathered: in the first shard that touches it.
+
+    None where they are in order already: that is cheaper to pass on than to see, at each gather.
+    """
     each = touched(rows, padded, ranks, height)
     order = []
     for block in range(-(-rows // height)):
         shard = block * height // padded
         order.append(shard * each + block - shard * padded // height)
-    return tuple(order)
+    return None if order == list(range(len(order))) else tuple(order)

@@ -93,9 +93,14 @@ class Layout:
         """What of the shards other ranks must know; None if nothing."""
         raise NotImplementedError
 
+    @property
+    def precomputes(self) -> bool:
+        """Whether anything of ``quantize`` can be found ahead of a forward."""
+        return False
+
     def precompute(self, measured: Tensor) -> Any:
-        """What of ``quantize`` can be found ahead of a forward, from reduced maxima."""
-        return None
+        """What can be found ahead of a forward, from reduced maxima, where ``precomputes``."""
+        raise NotImplementedError
 
     def quantize(
         self,

@@ -116,7 +116,11 @@ class WeightPasses:
             found = self.latest[index]
         found.ready.used_here()
         if found.offloaded:
+            # At the forward's gather, whose copy of the shard is at hand; the backward's takes
+            # these bytes, though the master may have been written since.
             found.inputs = self.layout.quantize_offloaded(master, found.inputs, found.known)
+            found.ready = Ready(found.inputs[0].device, made_of(found.inputs, found.known))
+            found.offloaded = False
         return found
 
     def _quantize(self, shards: list[Shard], whole: bool) -> set[int]:
@@ -138,8 +142,7 @@ class WeightPasses:
                 state.recording if state.in_forward else True,
                 lambda values: self._reduce(shards, Measured(values, [1] * len(shards))),
             )
-            made = [t for s in shards for t in s.inputs]
-            made += [s.known for s in shards if isinstance(s.known, Tensor)]
+            made = [t for s in shards for t in made_of(s.inputs, s.known)]
             ready = Ready(shards[0].device, made)
             for s in shards:
                 self.latest[s.slot.index] = Gathered(
@@ -206,15 +209,18 @@ class WeightPasses:
 
     def precompute(self) -> None:
         """Find what can be found of the next forward's quantization now."""
-        shards = self._shards()
-        if not shards or self.state.recipe.delayed:
+        shards = self._shards() if self.layout.precomputes else []
+        if not shards:
             return
         with torch.inference_mode(False), torch.no_grad():
             measured = self._measure(shards)
-            found = None if measured is None else self.layout.precompute(measured)
-            if found is not None:
-                ready = Ready(found.device, [found])
-                self._precomputed = ([s.slot.index for s in shards], found, ready)
+            assert measured is not None
+            found = self.layout.precompute(measured)
+            self._precomputed = (
+                [s.slot.index for s in shards],
+                found,
+                Ready(found.device, [found]),
+            )
 
     def _take_precomputed(self, indices: list[int]) -> Any:
         """What was precomputed for these weights, once."""
@@ -226,6 +232,11 @@ class WeightPasses:
             return None
         ready.used_here()
         return found
+
+
+def made_of(inputs: Sequence[Tensor], known: Any) -> list[Tensor]:
+    """The tensors that a gather reads."""
+    return [*inputs, known] if isinstance(known, Tensor) else [*inputs]
 
 
 def of(state: ModelState) -> WeightPasses:

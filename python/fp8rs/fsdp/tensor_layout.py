@@ -31,13 +31,14 @@ _scale_from_amax = torch.ops.fp8rs.scale_from_amax.default
 class TensorLayout(Layout):
     """Per-tensor scales, from the amaxes of all shards or from the histories.
 
-    All shards are measured in one launch and cast in another one, into one buffer that is kept
-    from forward to forward. What is ``known`` of a shard is the weight's scale.
+    All shards are measured in one launch and cast in another one, into memory that is kept from
+    forward to forward. What is ``known`` of a shard is the weight's scale.
     """
 
     def __init__(self, state: ModelState) -> None:
         super().__init__(state)
-        self._buffers: dict[tuple[int, ...], tuple[Any, Tensor]] = {}
+        #: Index -> where the weight's bytes go, a part of the buffer made for its first pass.
+        self._places: dict[int, Tensor] = {}
 
     def measure(self, shards: Sequence[Shard]) -> Measured | None:
         if self.recipe.delayed and self._have_scales(shards):
@@ -53,9 +54,11 @@ class TensorLayout(Layout):
         history = self.state.histories(shards[0].device)
         return all(history.ready[s.slot.index] and not s.offloaded for s in shards)
 
-    def precompute(self, measured: Tensor) -> Tensor | None:
-        if self.recipe.delayed:
-            return None
+    @property
+    def precomputes(self) -> bool:
+        return not self.recipe.delayed
+
+    def precompute(self, measured: Tensor) -> Tensor:
         recipe = self.recipe
         return cast(
             Tensor,
@@ -84,21 +87,23 @@ class TensorLayout(Layout):
             shard.known = scale
 
     def _allocate(self, shards: Sequence[Shard]) -> None:
-        """Give the shards their bytes: one allocation, kept while the sizes stay the same."""
-        sizes = [s.padded_numel for s in shards]
-        device = shards[0].device
-        starts, total = [], 0
-        for size in sizes:
-            starts.append(total)
-            total += -(-size // ALIGNMENT) * ALIGNMENT
-        key = tuple(s.slot.index for s in shards)
-        kept = self._buffers.get(key)
-        if kept is None or kept[0] != (device, sizes):
+        """Give the shards room for their bytes: each weight has one place, in whatever pass.
+
+        The places of all that come without one are allocated together.
+        """
+        missing = []
+        for shard in shards:
+            place = self._places.get(shard.slot.index)
+            if place is None or (place.device, len(place)) != (shard.device, shard.padded_numel):
+                missing.append(shard)
+        sizes = [-(-s.padded_numel // ALIGNMENT) * ALIGNMENT for s in missing]
+        if missing:
             # Zeros, so that the padding that is gathered is the same in every run.
-            buffer = torch.zeros(total, dtype=torch.uint8, device=device)
-            kept = self._buffers[key] = ((device, sizes), buffer)
-        for shard, start, size in zip(shards, starts, sizes, strict=True):
-            shard.inputs = (kept[1][start : start + size],)
+            buffer = torch.zeros(sum(sizes), dtype=torch.uint8, device=missing[0].device)
+            for shard, room in zip(missing, buffer.split(sizes), strict=True):
+                self._places[shard.slot.index] = room[: shard.padded_numel]
+        for shard in shards:
+            shard.inputs = (self._places[shard.slot.index],)
 
     def _codes(self, shards: Sequence[Shard]) -> list[Tensor]:
         return [self._room(s.inputs, s.data) for s in shards]
@@ -173,14 +178,11 @@ class TensorLayout(Layout):
 
 
 def runs(shards: Sequence[Shard]) -> list[tuple[int, Sequence[Shard]]]:
-    """The shards in runs that one launch can take (one device, one dtype), with their starts."""
+    """The shards in runs that one launch can take, those on one device, with their starts."""
     found = []
     start = 0
     for i in range(1, len(shards) + 1):
-        if i == len(shards) or (
-            (shards[i].data.device, shards[i].data.dtype)
-            != (shards[start].data.device, shards[start].data.dtype)
-        ):
+        if i == len(shards) or shards[i].data.device != shards[start].data.device:
             found.append((start, shards[start:i]))
             start = i
     return found
