@@ -9,6 +9,7 @@ histories of delayed scaling. :mod:`fp8rs.fsdp` keeps what it needs for the shar
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, cast
 
@@ -63,6 +64,26 @@ class _OptimizerSteps:
 optimizer_steps = _OptimizerSteps()
 
 
+class _RootHook:
+    """A method of the state as a hook of the root.
+
+    It is copied and pickled with the root, and then tells the state which that is: fully_shard
+    wants to know before the first forward.
+    """
+
+    def __init__(self, state: ModelState, method: str, root: nn.Module) -> None:
+        self._of = state, method, weakref.ref(root)
+        self._call = getattr(state, method)
+        state._root = self._of[2]
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> Any:
+        state, method, root = self._of
+        return _RootHook, (state, method, root())
+
+
 class ModelState:
     """The state of one converted model.
 
@@ -78,6 +99,7 @@ class ModelState:
         forward_id: how many forwards of the root have begun.
         weight_groups: index -> the process groups that the weight is sharded over, where the FSDP
             layer has told (:meth:`set_weight_groups`).
+        fp8_gather: whether weights are quantized before FSDP gathers them.
         fsdp: what the FSDP layer attaches; nothing here looks into it, and copies start without.
     """
 
@@ -93,17 +115,25 @@ class ModelState:
         self.in_forward = False
         self.forward_id = 0
         self.weight_groups: dict[int, tuple[Any, ...]] = {}
+        self.fp8_gather = False
         self.fsdp: Any = None
         self.activations = ActivationCache()
         self.history: AmaxHistory | None = None
         self._group = amax_reduction_group
         self._recording = False
+        #: Whether a forward of the root has run with gradients on, and whether none had when a
+        #: backward ran one again: then a reentrant checkpoint is around the root.
+        self._seen_grad = self._reentrant = False
         self._input_slots: list[int] = []
         self._rolled_at = optimizer_steps.count
         self._root: weakref.ref[nn.Module] | None = None
         self._hook_ids: tuple[int, int] | None = None
         #: Made for one layer by hand, so that a conversion may take that layer over.
         self.alone = False
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make what belongs to this process."""
         self._quantizers: dict[Role, Quantizer] = {
             # A weight is the same on all ranks, or FSDP's hooks reduce its amax.
             role: quantizer_for(self.recipe, role, None if role == "weight" else self._group)
@@ -125,16 +155,21 @@ class ModelState:
         self._input_slots.append(len(self._input_slots))
         return len(self.names) - 1
 
+    @property
+    def root(self) -> nn.Module | None:
+        """The module whose forwards are announced; None if it is not known (yet)."""
+        return None if self._root is None else self._root()
+
     def attach(self, root: nn.Module) -> None:
         """Have the forwards of ``root`` announced to this state."""
-        before = root.register_forward_pre_hook(self.begin_forward, prepend=True)
-        after = root.register_forward_hook(self.end_forward, always_call=True)
-        self._root = weakref.ref(root)
+        begin, end = _RootHook(self, "begin_forward", root), _RootHook(self, "end_forward", root)
+        before = root.register_forward_pre_hook(begin, prepend=True)
+        after = root.register_forward_hook(end, always_call=True)
         self._hook_ids = (before.id, after.id)
 
     def detach(self) -> None:
         """Undo :meth:`attach`."""
-        root = None if self._root is None else self._root()
+        root = self.root
         if root is not None and self._hook_ids is not None:
             before, after = self._hook_ids
             root._forward_pre_hooks.pop(before, None)
@@ -154,7 +189,7 @@ class ModelState:
 
     def keep_first(self) -> None:
         """Move the root's pre-hook before hooks that were prepended later, FSDP's for one."""
-        root = None if self._root is None else self._root()
+        root = self.root
         if root is not None and self._hook_ids is not None:
             hooks = cast(Any, root._forward_pre_hooks)
             if self._hook_ids[0] in hooks:
@@ -163,14 +198,19 @@ class ModelState:
     def begin_forward(self, module: nn.Module, args: Any) -> None:
         """The root's forward pre-hook."""
         if in_backward():
+            self._reentrant |= torch.is_grad_enabled() and not self._seen_grad
             return
         if self._root is None or not self.linears:
             self._link(module)
         self.activations.clear()
         self.in_forward = True
         self.forward_id += 1
-        self._recording = torch.is_grad_enabled()
-        self._roll_if_stepped()
+        # A reentrant checkpoint runs its forward without gradients, as an evaluation is run, and
+        # once more with them in the backward. Only the root's mode tells the two apart.
+        self._recording = torch.is_grad_enabled() or (self._reentrant and module.training)
+        self._seen_grad |= torch.is_grad_enabled()
+        if self._recording:
+            self._roll_if_stepped()
 
     def end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """The root's forward hook; it runs after an exception too."""
@@ -224,7 +264,7 @@ class ModelState:
         history = self.history
         if history is None or self._rolled_at == optimizer_steps.count:
             return
-        if not (history.dirty and torch.is_grad_enabled()):
+        if not history.dirty:
             return
         self._rolled_at = optimizer_steps.count
         history.roll(self._reduce)
@@ -253,7 +293,7 @@ class ModelState:
         """
         if not self.recipe.delayed:
             return False
-        if not self.in_forward and not in_backward():
+        if not self.in_forward and not in_backward() and torch.is_grad_enabled():
             # A part of the model is called on its own, so no hook of the root has run.
             self._roll_if_stepped()
         return self.recording
@@ -382,26 +422,40 @@ class ModelState:
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__dict__.update(self.__dict__)
-        # Process groups and quantizers are shared. The copied layers are found at the first
-        # forward; the root is known now, because fully_shard comes before that.
+        # Process groups and quantizers are shared. The copied root's hooks tell which it is; the
+        # copied layers are found at the first forward.
         new.names = list(self.names)
         new.weight_groups = dict(self.weight_groups)
         new.fsdp = None
         new.activations = ActivationCache()
         new.history = copy.deepcopy(self.history, memo)
         new._input_slots = list(self._input_slots)
-        root = None if self._root is None else memo.get(id(self._root()))
-        new._root = None if root is None else weakref.ref(root)
+        new._root = None
         new.linears = []
         return new
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What of the state means something in another process: not groups, nor who refers to it.
+
+        The layers are found again, as those of a copy are.
+        """
+        if self._group is not None:
+            warnings.warn(
+                "a pickle cannot hold the amax_reduction_group of a converted model: amaxes of "
+                "the model that is loaded are reduced as if none had been given",
+                stacklevel=2,
+            )
+        state = {**self.__dict__, "linears": [], "weight_groups": {}}
+        state.update(dict.fromkeys(("_root", "_group", "fsdp")), in_forward=False)
+        state["_rolled_at"] = self._rolled_at == optimizer_steps.count
+        del state["_quantizers"], state["_by_device"]
+        return state
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if self.recipe.delayed:
-            optimizer_steps.watch()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "linears": [], "_root": None, "fsdp": None}
+        # Steps are counted in each process: what matters is whether one came after the last roll.
+        self._rolled_at = optimizer_steps.count - (not state["_rolled_at"])
+        self._begin()
 
 
 def high_precision(weight: Tensor) -> Tensor:

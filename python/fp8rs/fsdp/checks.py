@@ -16,7 +16,7 @@ def refuse_partial_reshard(state: ModelState) -> None:
     high-precision bytes only; it fails deep inside the first forward, with an error that
     does not say why.
     """
-    root = None if state._root is None else state._root()
+    root = state.root
     if root is None:
         return
     for name, module in root.named_modules():

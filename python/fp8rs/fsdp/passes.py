@@ -12,6 +12,7 @@ and a rank that judges a cache differently from its peers hangs them in a collec
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ class WeightPasses:
         self._in_pass: set[int] = set()
         self._precomputed: tuple[list[int], Any, Ready] | None = None
         self._placed: dict[int, tuple[Any, Placement]] = {}
-        self._checked = False
+        self._checked = self._warned = False
 
     @property
     def state(self) -> ModelState:
@@ -97,6 +98,8 @@ class WeightPasses:
     def gather(self, master: MasterWeight) -> Gathered:
         """The bytes for a gather of ``master``, quantized now or before."""
         state, index = self.state, master._slot.index
+        if state.forward_id == 0 and not self._warned:
+            self._warn_of_a_silent_root()
         if in_backward() and index in self.latest:
             found = self.latest[index]
         else:
@@ -122,6 +125,24 @@ class WeightPasses:
             found.ready = Ready(found.inputs[0].device, made_of(found.inputs, found.known))
             found.offloaded = False
         return found
+
+    def _warn_of_a_silent_root(self) -> None:
+        """Warn, once, where training goes on without forwards of the converted root.
+
+        A gather before its first forward means nothing by itself: `unshard()` may come early.
+        """
+        root = self.state.root
+        no_forward = getattr(getattr(root, "forward", None), "__func__", None) is nn.Module.forward
+        if no_forward or in_backward():
+            self._warned = True
+            kind = "module" if root is None else type(root).__name__.removeprefix("FSDP")
+            warnings.warn(
+                f"FP8 layers were converted as parts of a {kind} whose forward "
+                f"{'does not exist' if no_forward else 'has not run'}, so that each weight is "
+                "quantized and reduced over the ranks by itself: convert the module whose "
+                "forward the training loop calls",
+                stacklevel=2,
+            )
 
     def _quantize(self, shards: list[Shard], whole: bool) -> set[int]:
         """Quantize shards; returns their weights' indices.

@@ -95,6 +95,7 @@ def shard_quantized(linear: nn.Module) -> None:
         cast(nn.Parameter, linear._parameters["weight"]), WeightSlot(linear)
     )
     state_dicts.register(linear)
+    cast("ModelState", linear._fp8_state).fp8_gather = True
 
 
 def wrap_parameter(parameter: Tensor, slot: WeightSlot) -> nn.Parameter:

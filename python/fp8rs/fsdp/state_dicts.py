@@ -53,11 +53,11 @@ def plain(value: Tensor) -> Tensor:
     return value
 
 
-def restore(module: nn.Module, incompatible_keys: Any) -> None:
-    """Load hook: `load_state_dict(assign=True)` has put a plain parameter in; wrap it again.
+def restore(module: nn.Module, incompatible_keys: Any = None) -> None:
+    """Wrap a plain parameter that `load_state_dict(assign=True)`, or unpickling, has put in.
 
-    This hook is registered at conversion, so it runs before FSDP2's own, which takes the
-    parameter that it finds.
+    As a load hook it is registered at conversion, so it runs before FSDP2's own, which takes
+    the parameter that it finds.
     """
     from .slot import WeightSlot, local_master, wrap_parameter
 

@@ -69,6 +69,14 @@ class Linear(torch.nn.Linear):
         self._fp8_state = state
         self._fp8_index = state.add_linear(self, name)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._fp8_state.fp8_gather:
+            # Pickles hold plain weights: without this one would be gathered in high precision.
+            from ..fsdp.state_dicts import restore
+
+            restore(self)
+
     @property
     def recipe(self) -> Recipe:
         """The recipe that the operands are quantized by."""
