@@ -17,10 +17,27 @@ def test_every_rank_takes_part(rig):
     assert total.item() == rig.world_size == dist.get_world_size()
 
 
+def name_itself(rig, value):
+    return rig.rank, rig.world_size, value
+
+
+@pytest.mark.parametrize("value", [3, "four"])
+def test_arguments_reach_the_ranks_and_results_come_back_by_rank(value):
+    results = pool().run(__name__, "name_itself", 2, "cpu", {"value": value}, seconds=20)
+    assert results == [(0, 2, value), (1, 2, value)]
+
+
 @ranks(2, cuda=False)
 @pytest.mark.parametrize("value", [3, 4])
-def test_parameters_reach_the_ranks(rig, value):
-    assert value in (3, 4)
+def wrong_for_four(rig, value):
+    assert value == 3
+
+
+def test_a_case_takes_the_values_of_its_parametrize_marks():
+    """Through what `ranks` makes of a case, which pytest calls with keyword arguments."""
+    wrong_for_four(world_size=2, device_type="cpu", value=3)
+    with pytest.raises(RankFailure, match="wrong_for_four"):
+        wrong_for_four(world_size=2, device_type="cpu", value=4)
 
 
 def fail_on_rank_1(rig):
