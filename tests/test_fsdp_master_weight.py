@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from distributed.models import EVEN, batch, make
+from distributed.models import EVEN, RECIPES, batch, make
 from fp8rs.fsdp import MasterWeight
 
 
@@ -168,6 +168,59 @@ def test_pickles_hold_plain_tensors(weight, save):
     assert type(loaded["p"]) is nn.Parameter
     assert type(loaded["t"]) is torch.Tensor
     assert torch.equal(loaded["p"], weight.high_precision)
+
+
+def reload(model, save):
+    """A model after a round trip through bytes."""
+    buffer = io.BytesIO()
+    save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False) if save is torch.save else pickle.load(buffer)
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+@pytest.mark.parametrize("save", [torch.save, pickle.dump])
+def test_a_pickled_model_still_gathers_fp8(save, recipe):
+    model = make(EVEN, recipe=RECIPES[recipe])
+    model(batch(Whole)).sum().backward()
+    again = reload(model, save)
+    for old, new in zip(model.modules(), again.modules(), strict=True):
+        if isinstance(old, nn.Linear):
+            assert isinstance(new.weight, MasterWeight)
+            assert isinstance(new.weight, nn.Parameter)
+            assert new.weight._slot.module is new
+            assert torch.equal(new.weight.high_precision, old.weight.high_precision)
+    assert again.head._fp8_state.root is again
+    assert torch.equal(again(batch(Whole)), model(batch(Whole)))
+
+
+@pytest.mark.parametrize("save", [torch.save, pickle.dump])
+def test_a_pickled_layer_takes_no_model_along(save):
+    model = make(EVEN)
+    layer = reload(model.head, save)
+    assert isinstance(layer.weight, MasterWeight)
+    assert layer._fp8_state.root is None
+    x = torch.randn(3, 32)
+    assert torch.equal(layer(x), model.head(x))
+
+
+def test_a_pickled_model_without_fp8_gather_stays_so():
+    model = reload(make(EVEN, enable_fsdp_float8_all_gather=False), pickle.dump)
+    assert type(model.head.weight) is nn.Parameter
+
+
+def test_a_pickled_model_rolls_when_it_would_have():
+    """Optimizer steps are counted by process; a loaded model's last roll is in another's count."""
+    model = make(EVEN, recipe="delayed")
+    model(batch(Whole)).sum().backward()
+    torch.optim.SGD(model.parameters(), 0.0).step()
+    for stepped in (True, False):
+        again = reload(model, pickle.dump)
+        history = again.head._fp8_state.history
+        rows = (history.history > 0).any(1).sum()
+        again(batch(Whole))
+        assert (history.history > 0).any(1).sum() == rows + stepped
+        model(batch(Whole)).sum().backward()
 
 
 def test_a_state_dict_is_plain_and_loads_back():

@@ -2,6 +2,8 @@
 
 import copy
 import io
+import pickle
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,9 +23,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from distributed import ranks
+from distributed.collectives import Collectives
 from distributed.models import (
     EMPTY,
     EVEN,
+    RECIPES,
     UNEVEN,
     batch,
     full_weights,
@@ -189,6 +193,41 @@ def test_torch_save_of_a_sharded_state_dict(rig, hidden):
     for value in torch.load(buffer, weights_only=True).values():
         inner = value._local_tensor
         assert type(inner) in (torch.Tensor, torch.nn.Parameter)
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", list(RECIPES))
+@pytest.mark.parametrize("save", [torch.save, pickle.dump])
+def test_a_loaded_model_gathers_as_the_saved_one_would(rig, recipe, save):
+    """A pickle of the whole converted model, as `torch.save(model)` and spawned processes make."""
+    model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
+    buffer = io.BytesIO()
+    save(model, buffer)
+    buffer.seek(0)
+    load = partial(torch.load, weights_only=False) if save is torch.save else pickle.load
+    outputs, seen = [], []
+    for m in (model, load(buffer)):
+        shard(m, rig)
+        with Collectives() as collectives:
+            outputs.append(m(batch(rig)))
+        seen.append(collectives.seen)
+        m.reshard()
+        assert_still_master(m)
+    assert torch.equal(*outputs)
+    assert seen[0] == seen[1], seen
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_a_pickle_leaves_process_groups_out_and_says_so(rig, recipe):
+    alone = [dist.new_group([r]) for r in range(2)][rig.rank]
+    model = make(UNEVEN, recipe=recipe, device=rig.device, amax_reduction_group=alone)
+    shard(copy.deepcopy(model), rig)(batch(rig)).sum().backward()  # a copy keeps the group
+    model.head._fp8_state.set_weight_groups(0, (alone,))
+    with pytest.warns(UserWarning, match="amax_reduction_group"):
+        again = pickle.loads(pickle.dumps(model))
+    assert again.head._fp8_state.weight_groups == {}
+    shard(again, rig)(batch(rig)).sum().backward()
 
 
 def shared_folder(rig):

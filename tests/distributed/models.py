@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +12,8 @@ from torch.distributed.fsdp import fully_shard
 import fp8rs
 from fp8rs.recipes import resolve_recipe
 from fp8rs.tensors import TENSOR_TYPES
+
+from .collectives import Collectives
 
 WIDTH = 32
 
@@ -174,6 +175,27 @@ def train(
     return [loss.item() for loss in losses]
 
 
-def twin(model: nn.Module) -> nn.Module:
-    """An independent copy."""
-    return copy.deepcopy(model)
+def train_with_histories(
+    model: nn.Module, rig: Any, steps: int = 3, lr: float = 1e-2
+) -> dict[str, torch.Tensor]:
+    """Train until every sharded weight's delayed scale comes from its history.
+
+    Returns the largest value of each over the whole weights that the forwards saw: what the
+    scales of the next forward come from.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-5)
+    amaxes: dict[str, torch.Tensor] = {}
+    for n in range(steps):
+        for name, weight in full_weights(model).items():
+            amax = weight.float().abs().amax()
+            amaxes[name] = amaxes.get(name, amax).maximum(amax)
+        train(model, optimizer, [batch(rig, n)])
+    state = next(m._fp8_state for m in model.modules() if hasattr(m, "_fp8_state"))
+    weights = len(state.names)
+    assert steps >= 3 and all(state.history.ready[:weights]), state.history.ready[:weights]
+    return amaxes
+
+
+def reduces(seen: Collectives) -> list[int]:
+    """The bytes of each all-reduce, in their order."""
+    return [c.nbytes for c in seen.seen if c.kind == "reduce"]
