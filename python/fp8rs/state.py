@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .activations import ActivationCache
+from .announcements import RootHook, in_backward, optimizer_steps
 from .gemm_blocks import dgrad_fold, dgrad_operand, operand_format
 from .history import AmaxHistory
 from .quantizers import (
@@ -38,50 +38,6 @@ if TYPE_CHECKING:
 
 #: The operands of a layer, in the order of their slots.
 _ROLES: tuple[Role, ...] = ("weight", "input", "grad")
-
-
-def in_backward() -> bool:
-    """Whether this thread is inside a backward pass (a recomputation included)."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-class _OptimizerSteps:
-    """Counts optimizer steps of the process, from the first use on."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._watching = False
-
-    def watch(self) -> None:
-        if not self._watching:
-            self._watching = True
-            register_optimizer_step_post_hook(self._stepped)
-
-    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.count += 1
-
-
-optimizer_steps = _OptimizerSteps()
-
-
-class _RootHook:
-    """A method of the state as a hook of the root.
-
-    It is copied and pickled with the root, and then tells the state which that is: fully_shard
-    wants to know before the first forward.
-    """
-
-    def __init__(self, state: ModelState, method: str, root: nn.Module) -> None:
-        self._of = state, method, weakref.ref(root)
-        self._call = getattr(state, method)
-        state._root = self._of[2]
-
-    def __call__(self, *args: Any) -> None:
-        self._call(*args)
-
-    def __reduce__(self) -> Any:
-        state, method, root = self._of
-        return _RootHook, (state, method, root())
 
 
 class ModelState:
@@ -160,9 +116,13 @@ class ModelState:
         """The module whose forwards are announced; None if it is not known (yet)."""
         return None if self._root is None else self._root()
 
+    def set_root(self, root: nn.Module) -> None:
+        """Say which module's forwards are announced; :meth:`attach` and its hooks' copies do."""
+        self._root = weakref.ref(root)
+
     def attach(self, root: nn.Module) -> None:
         """Have the forwards of ``root`` announced to this state."""
-        begin, end = _RootHook(self, "begin_forward", root), _RootHook(self, "end_forward", root)
+        begin, end = RootHook(self, "begin_forward", root), RootHook(self, "end_forward", root)
         before = root.register_forward_pre_hook(begin, prepend=True)
         after = root.register_forward_hook(end, always_call=True)
         self._hook_ids = (before.id, after.id)
@@ -179,7 +139,7 @@ class ModelState:
 
     def _link(self, root: nn.Module) -> None:
         """Find the layers of a copied or unpickled model."""
-        self._root = weakref.ref(root)
+        self.set_root(root)
         linears: dict[int, Any] = {}
         for module in root.modules():
             if getattr(module, "_fp8_state", None) is self:
