@@ -118,6 +118,11 @@ def whole_planes(weight: torch.Tensor, recipe: str) -> tuple[Any, ...]:
     return tuple(made) if both else (*made[:2], None, None)
 
 
+def expected(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scale of a whole weight whose recipe is current scaling."""
+    return whole_planes(weight, "current")[:2]
+
+
 def check_planes(weight: Any, whole: torch.Tensor, recipe: str) -> None:
     """Assert that a gathered weight has the bytes of the whole one, and no plane beside them."""
     codes, scale, col, col_scale = whole_planes(whole, recipe)

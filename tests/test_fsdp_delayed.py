@@ -1,0 +1,165 @@
+"""Delayed scaling of sharded weights: scales of the histories, and one scale for all ranks."""
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import fp8rs
+from distributed import ranks
+from distributed.models import (
+    EMPTY,
+    EVEN,
+    UNEVEN,
+    batch,
+    expected,
+    full_weights,
+    make,
+    same_bytes,
+    shard,
+    train_with_histories,
+    watch_weights,
+)
+from simulation import scale_of
+
+HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
+shardings = pytest.mark.parametrize("hidden", list(HIDDEN))
+
+
+def check_scaled(plane, whole, amax):
+    """A gathered plane is the whole weight under the scale that ``amax`` gives."""
+    scale = scale_of(amax, torch.float8_e4m3fn)
+    assert same_bytes(plane.scale, scale), (plane.scale, scale)
+    codes, _ = torch.ops.fp8rs.quantize(whole, scale, torch.float8_e4m3fn)
+    assert same_bytes(plane.data, codes)
+
+
+@ranks(1, 2, 4)
+@shardings
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scales_of_the_histories_hold_for_gathered_weights(rig, hidden, dtype):
+    """Delayed scaling as it is from the third step on: the cast comes before any amax."""
+    model = make(HIDDEN[hidden], recipe="delayed", device=rig.device)
+    model.blocks[1].to(dtype)
+    shard(model, rig, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    amaxes = train_with_histories(model, rig)
+    for p in model.parameters():
+        p.data.mul_(3)  # so that no weight's own largest value gives the history's scale
+    seen = {}
+    watch_weights(model, lambda name, w: seen.update({name: w.rowwise.map(torch.clone)}))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    for _ in range(2):
+        whole = full_weights(model)
+        seen.clear()
+        model(batch(rig)).float().square().mean().backward()
+        assert sorted(seen) == sorted(whole)
+        for name, weight in whole.items():
+            check_scaled(seen[name], weight, amaxes[name])
+            assert not same_bytes(expected(weight)[1], seen[name].scale)
+            amaxes[name] = weight.float().abs().amax()  # three times as much, for the next one
+        optimizer.step()
+        for p in model.parameters():
+            p.data.mul_(0.5)
+
+
+@ranks(4)
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)])
+def test_scales_of_the_histories_under_hybrid_sharding(rig, shape):
+    model = make(UNEVEN, recipe="delayed", device=rig.device)
+    shard(model, mesh=rig.mesh(*shape))
+    amaxes = train_with_histories(model, rig)
+    whole = full_weights(model)
+    seen = {}
+    watch_weights(model, lambda name, w: seen.update({name: w.rowwise.map(torch.clone)}))
+    model(batch(rig)).square().mean().backward()
+    for name, weight in whole.items():
+        check_scaled(seen[name], weight, amaxes[name])
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("recipe", ["current", "delayed", "delayed, from histories"])
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_non_finite_weights_make_one_scale_nan_on_all_ranks(rig, recipe, value):
+    model = make(UNEVEN, recipe=recipe.split(",")[0], device=rig.device)
+    shard(model, rig)
+    if recipe.endswith("histories"):
+        train_with_histories(model, rig)
+    x = batch(rig)
+    model(x).sum().backward()
+    up = model.blocks[1].up.weight
+    before = up.data.to_local().high_precision.clone()
+    if rig.rank == 1:
+        up.data.to_local()[0, 0] = float(value)
+    scales = {}
+    watch_weights(model, lambda name, w: scales.update({name: w.rowwise.scale.item()}))
+    model(x).sum().backward()
+    assert scales["blocks.1.up"] != scales["blocks.1.up"], scales
+    assert all(v == v for n, v in scales.items() if n != "blocks.1.up"), scales
+    # It is seen once: what replaces it is quantized as if nothing had been.
+    up.data.to_local().copy_(before)
+    model.zero_grad()
+    torch.optim.SGD(model.parameters(), 0.0).step()  # the histories roll
+    model(x)
+    assert all(v == v for v in scales.values()), scales
+
+
+@ranks(2)
+def test_delayed_margin_holds_for_gathered_weights(rig):
+    model = make(UNEVEN, recipe=fp8rs.DelayedScaling(margin=2), device=rig.device)
+    shard(model, rig)
+    whole = full_weights(model)
+    seen = {}
+    watch_weights(model, lambda name, w: seen.update({name: w.rowwise.scale}))
+    model(batch(rig)).sum().backward()
+    for name, weight in whole.items():
+        assert same_bytes(seen[name], expected(weight)[1] * 4)
+
+
+@ranks(4)
+def test_histories_are_reduced_over_both_meshes(rig):
+    """A reduction group of the user's own takes no shard's ranks out of a weight's history."""
+    mesh = rig.mesh(2, 2, names=("data", "tensor"))
+    alone = [torch.distributed.new_group([r]) for r in range(4)][rig.rank]
+
+    class Head(torch.nn.Module):
+        """Runs the head alone; what tensor parallelism shards is only gathered."""
+
+        def __init__(self):
+            super().__init__()
+            self.stack = make(EVEN, recipe=None)
+
+        def forward(self, x):
+            return self.stack.head(x)
+
+    torch.manual_seed(0)
+    model = Head().to(rig.device)
+    # The most recent amaxes: those before the histories were filled have other reductions.
+    recipe = fp8rs.DelayedScaling(amax_compute_algo="most_recent")
+    fp8rs.convert_to_float8_training(model, recipe=recipe, amax_reduction_group=alone)
+    whole = full_weights(model)
+    block = model.stack.blocks[0]
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(block, mesh["tensor"], plan)
+    for module in (*model.stack.blocks, model.stack.head):
+        fully_shard(module, mesh=mesh["data"])
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    for n in range(5):
+        model(batch(rig, n)).sum().backward()
+        optimizer.step()
+    state = model.stack.head._fp8_state
+    assert all(state.history.ready[: len(state.names)])
+    for name, dim in (("up", 0), ("down", 1)):
+        weight = whole[f"stack.blocks.0.{name}"]
+        amaxes = [part.abs().amax() for part in weight.chunk(2, dim)]
+        assert amaxes[0] != amaxes[1]
+        block.unshard()
+        plane = getattr(block, name).weight.to_local().rowwise
+        codes, scale = expected(weight)
+        assert same_bytes(plane.scale, scale), (name, plane.scale, scale)
+        part = codes.chunk(2, dim)[mesh["tensor"].get_local_rank()]
+        assert same_bytes(plane.data, part)
+        block.reshard()

@@ -1,0 +1,239 @@
+"""Which gathers share a pass's bytes: in forwards, outside of them and in backwards."""
+
+import gc
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+import fp8rs
+import fp8rs.fsdp.layouts
+from distributed import ranks
+from distributed.models import (
+    EMPTY,
+    EVEN,
+    RECIPES,
+    UNEVEN,
+    Stack,
+    batch,
+    expected,
+    full_weights,
+    linears,
+    make,
+    same_bytes,
+    shard,
+    train_with_histories,
+    watch_weights,
+    whole_planes,
+)
+from simulation import scale_of
+
+HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
+shardings = pytest.mark.parametrize("hidden", list(HIDDEN))
+recipes = pytest.mark.parametrize("recipe", list(RECIPES))
+
+
+@ranks(2)
+def test_unshard_outside_a_forward(rig):
+    model = make(UNEVEN, device=rig.device)
+    shard(model, rig)
+    whole = full_weights(model)
+    with torch.no_grad():
+        model(batch(rig))  # lazy init belongs to the root
+        block = model.blocks[1]
+        block.unshard()
+        codes, scale = expected(whole["blocks.1.up"])
+        assert same_bytes(block.up.weight.rowwise.data, codes)
+        assert same_bytes(block.up.weight.rowwise.scale, scale)
+        block.reshard()
+
+
+@ranks(2)
+@recipes
+def test_a_submodule_called_by_itself(rig, recipe):
+    model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
+    for block in model.blocks:
+        fully_shard(block, mesh=rig.mesh())
+    whole = full_weights(model)
+    block = model.blocks[0]
+    seen = {}
+    watch_weights(block, lambda name, w: seen.update({name: w.rowwise.map(torch.clone)}))
+    x = batch(rig).requires_grad_()
+    for _ in range(2):
+        block(x).sum().backward()
+    for name in ("up", "down"):
+        codes, scale, *_ = whole_planes(whole[f"blocks.0.{name}"], recipe)
+        assert same_bytes(seen[name].data, codes)
+        assert same_bytes(seen[name].scale, scale)
+    assert x.grad is not None
+    assert block.up.weight.grad is not None
+
+
+@ranks(2)
+def test_a_converted_list_of_blocks_is_warned_of(rig):
+    """Its forward cannot run, so that nothing tells the weights' passes apart."""
+    model = make(UNEVEN, recipe=None, device=rig.device)
+    fp8rs.convert_to_float8_training(model.blocks, recipe="current")
+    shard(model, rig)
+    with pytest.warns(UserWarning, match="a ModuleList whose forward does not exist"):
+        model(batch(rig))
+    model(batch(rig)).sum().backward()
+
+
+@ranks(2)
+def test_training_through_another_method_is_warned_of(rig):
+    class Encoder(Stack):
+        def encode(self, x):
+            return self.head(self.blocks[0](x))
+
+    torch.manual_seed(0)
+    model = Encoder().to(rig.device)
+    fp8rs.convert_to_float8_training(model, recipe="current")
+    shard(model, rig)
+    register_fsdp_forward_method(model, "encode")
+    y = model.encode(batch(rig))
+    with pytest.warns(UserWarning, match="a Encoder whose forward has not run.*training loop"):
+        y.sum().backward()
+    model.encode(batch(rig)).sum().backward()  # it is said once
+
+
+@ranks(2)
+def test_an_early_unshard_is_not_warned_of(rig):
+    model = make(UNEVEN, device=rig.device)
+    for block in model.blocks:
+        fully_shard(block, mesh=rig.mesh())
+        block.unshard()
+        block.reshard()
+    model(batch(rig)).sum().backward()
+
+
+def held(device):
+    """Bytes of all uint8 tensors that live: those at hand for gathers, once FSDP2 has freed its."""
+    gc.collect()
+    storages = {}
+    for t in gc.get_objects():
+        if type(t) is torch.Tensor and t.dtype == torch.uint8 and t.device.type == device.type:
+            storage = t.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+@ranks(1, 2)
+@recipes
+def test_a_weights_bytes_are_held_once(rig, recipe):
+    """Whatever is gathered apart from the others: by itself, or left gathered by an evaluation."""
+    before = held(rig.device)
+    model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
+    shard(model, rig)
+
+    def step():
+        model(batch(rig)).sum().backward()
+
+    step()
+    once = held(rig.device) - before
+    for _ in range(2):
+        with torch.no_grad():
+            model(batch(rig))  # the root's own weights stay gathered
+        step()
+        for block in model.blocks:
+            block.unshard()
+            block.reshard()
+        model.unshard()
+        model.reshard()
+        with torch.no_grad():
+            model(batch(rig))
+        model.reshard()
+        step()
+    assert held(rig.device) - before == once
+
+
+@ranks(2)
+def test_a_layer_called_twice_in_one_forward(rig):
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stack = make(UNEVEN, recipe=None)
+
+        def forward(self, x):
+            return self.stack(self.stack(x))
+
+    torch.manual_seed(0)
+    model = Twice().to(rig.device)
+    fp8rs.convert_to_float8_training(model, recipe="current")
+    shard(model.stack, rig)
+    fully_shard(model, mesh=rig.mesh())
+    whole = full_weights(model)
+    count = []
+
+    def check(name, weight):
+        assert same_bytes(weight.rowwise.data, expected(whole[name])[0])
+        count.append(name)
+
+    watch_weights(model, check)
+    model(batch(rig)).sum().backward()
+    assert len(count) == 2 * len(whole)
+
+
+@contextmanager
+def offload_on_the_cpu():
+    """Take shards for offloaded ones, which otherwise need an accelerator to be offloaded from."""
+    before = fp8rs.fsdp.layouts.Shard.offloaded
+    fp8rs.fsdp.layouts.Shard.offloaded = property(lambda shard: True)
+    try:
+        yield
+    finally:
+        fp8rs.fsdp.layouts.Shard.offloaded = before
+
+
+@ranks(2)
+@recipes
+@pytest.mark.parametrize("histories", [True, False])
+def test_the_path_of_offloaded_weights(rig, recipe, histories):
+    """The forward's gather quantizes the copy that FSDP2 made; the backward's takes those bytes."""
+    with offload_on_the_cpu():
+        model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
+        shard(model, rig)
+        amaxes = {}
+        if histories and recipe == "delayed":
+            amaxes = train_with_histories(model, rig)
+        forward, backward = {}, {}
+        watch_weights(model, lambda name, w: forward.update({name: w.rowwise.map(torch.clone)}))
+        for name, layer in linears(model).items():
+            layer.register_full_backward_pre_hook(
+                lambda layer, grads, name=name: backward.update(
+                    {name: layer.weight.rowwise.map(torch.clone)}
+                )
+            )
+        whole = full_weights(model)
+        y = model(batch(rig))
+        for p in model.blocks.parameters():
+            p.data.mul_(3)
+        y.sum().backward()
+        assert sorted(forward) == sorted(backward) == sorted(whole)
+        for name, weight in whole.items():
+            codes, scale, *_ = whole_planes(weight, recipe)
+            if amaxes:
+                scale = scale_of(amaxes[name], torch.float8_e4m3fn)
+                codes, _ = torch.ops.fp8rs.quantize(weight, scale, torch.float8_e4m3fn)
+            for plane in (forward[name], backward[name]):
+                assert same_bytes(plane.data, codes), name
+                assert same_bytes(plane.scale, scale), name
+
+
+@ranks(2)
+@shardings
+@recipes
+def test_backward_gathers_the_same_bytes_again(rig, hidden, recipe):
+    model = make(HIDDEN[hidden], recipe=RECIPES[recipe], device=rig.device)
+    shard(model, rig)
+    seen = {}
+    block = model.blocks[0]
+    watch_weights(model, lambda name, w: seen.update({name: w.rowwise.data.clone()}))
+    again = []
+    block.down.register_full_backward_pre_hook(
+        lambda module, grads: again.append(module.weight.rowwise.data.clone())
+    )
+    model(batch(rig)).sum().backward()
+    assert len(again) == 1
+    assert same_bytes(again[0], seen["blocks.0.down"])
