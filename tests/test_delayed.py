@@ -287,6 +287,50 @@ def test_siblings_share_one_history(device):
     assert history.amax[2].item() == amax(batch(device, 2.0)).item()
 
 
+class Block(nn.Module):
+    """Siblings, a layer that is never called, and a frozen one whose gradient nobody wants."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        self.unused = nn.Linear(16, 16)
+
+    def forward(self, x):
+        x = self.frozen(x)
+        return self.o(self.q(x) + self.k(x) + self.v(x))
+
+
+@pytest.mark.parametrize("first", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_slots_that_nothing_uses_are_not_waited_for(device, monkeypatch, first):
+    """Siblings' own slots stay empty: reading the device for them would never end."""
+    torch.manual_seed(0)
+    model = convert_to_float8_training(
+        Block().to(device), recipe="delayed", enable_fsdp_float8_all_gather=False
+    )
+    reads = []
+    fetch = AmaxHistory._fetch
+    monkeypatch.setattr(
+        AmaxHistory, "_fetch", lambda self, known: reads.append(1) or fetch(self, known)
+    )
+    with first():
+        model(batch(device))
+    for step_ in range(6):
+        reads.clear()
+        model(batch(device)).sum().backward()
+        step(model)
+        assert bool(reads) == (step_ == 1), "after the first step, and never again"
+    history = model.q._fp8_state.history
+    used = [i for i, known in enumerate(history.known.tolist()) if known]
+    assert len(used) == 5 + 3 + 4, "weights; inputs of frozen, of q, k and v, of o; gradients"
+    model.unused(batch(device)).sum().backward()
+    for step_ in range(4):
+        step(model)
+        reads.clear()
+        (model(batch(device)) + model.unused(batch(device))).sum().backward()
+        assert bool(reads) == (step_ == 0), "what is used later is read then"
+
+
 def test_checkpointed_blocks_record_once_with_one_scale(device):
     from torch.utils.checkpoint import checkpoint
 
@@ -336,6 +380,7 @@ def test_training_converges(device):
 
 def test_history_alone(device):
     history = AmaxHistory(DelayedScaling(amax_history_len=3), [E4M3, E4M3, E5M2], device)
+    history.first_scales(slice(0, 3), torch.ones(3, device=device), E4M3)  # all are in use
     history.amax.copy_(torch.tensor([2.0, 0.0, 5.0]))
     reduced = []
     history.roll(lambda t: reduced.append(t.clone()))

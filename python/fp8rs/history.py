@@ -54,6 +54,10 @@ class AmaxHistory:
             self.known = torch.zeros(slots, dtype=torch.bool, device=device)
             self._bind()
         self.ready = [False] * slots
+        #: Slots that training has asked for while they were not ready. Only for these is ``known``
+        #: read: a sibling that adopts another's slot, or a layer that is never called, leaves its
+        #: own empty for good.
+        self._awaited: set[int] = set()
         #: Something was recorded since the last roll.
         self.dirty = False
         self._row = -1
@@ -92,11 +96,13 @@ class AmaxHistory:
         if self.ready[slot]:
             self.dirty |= record
             return (self._recording if record else self._reading)[slot]
+        if record:
+            self._awaited.add(slot)
         first = torch.ops.fp8rs.amax(x)
         ranks = group() if record else None
         if ranks is not None:
             reduce_amax_(first, ranks)
-        scale = self.first_scales(slice(slot, slot + 1), first.view(1), self.dtypes[slot])
+        scale = self._or_first(slice(slot, slot + 1), first.view(1), self.dtypes[slot])
         self.dirty |= record
         amax = self.amax[slot] if record else self._unrecorded
         return Float8Quantizer(scale, amax, self.dtypes[slot])
@@ -107,6 +113,13 @@ class AmaxHistory:
         ``amax`` is that of the data about to be quantized, reduced already; ``dtype`` the
         slots' element type.
         """
+        if isinstance(slots, slice):
+            self._awaited.update(range(*slots.indices(len(self.ready))))
+        else:
+            self._awaited.update(slots.tolist())
+        return self._or_first(slots, amax, dtype)
+
+    def _or_first(self, slots: slice | Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
         first = self._scales(amax, dtype)
         return torch.where(self.known[slots], self.scale[slots], first)
 
@@ -141,7 +154,7 @@ class AmaxHistory:
         self.scale.copy_(torch.where(seen, fresh, self.scale))
         self.known.logical_or_(seen)
         self.dirty = False
-        if not all(self.ready):
+        if any(not self.ready[slot] for slot in self._awaited):
             self._pending = self._fetch(self.known)
         if self.scale.is_cuda:
             self._rolled = torch.cuda.Event()
@@ -177,6 +190,7 @@ class AmaxHistory:
             if event is not None:
                 event.synchronize()  # a step old: nothing to wait for
             self.ready = host.tolist()
+            self._awaited = {slot for slot in self._awaited if not self.ready[slot]}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AmaxHistory:
         new = AmaxHistory(self.recipe, self.dtypes, self.amax.device)
@@ -184,6 +198,7 @@ class AmaxHistory:
             getattr(new, name).copy_(getattr(self, name))
         self._read_ready()
         new.ready, new.dirty, new._row = list(self.ready), self.dirty, self._row
+        new._awaited = set(self._awaited)
         return new
 
     def __getstate__(self) -> dict[str, Any]:
