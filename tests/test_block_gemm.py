@@ -70,9 +70,13 @@ def on(monkeypatch):
 
     def pretend(capability):
         monkeypatch.setattr(torch, "_scaled_mm", stand_in)
-        monkeypatch.setattr(gemm_blocks, "check_cuda", lambda index: None)
-        monkeypatch.setattr(gemm_blocks, "capability", lambda index: capability)
-        monkeypatch.setattr(gemm_blocks, "_rebases", lambda device, emulate: capability < BLACKWELL)
+        monkeypatch.setattr(gemm_blocks, "check_cuda", gemm.check_cuda.__wrapped__)
+        monkeypatch.setattr(gemm, "capability", lambda index: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+        rebases = gemm_blocks._rebases
+        monkeypatch.setattr(
+            gemm_blocks, "_rebases", lambda _, emulate: rebases(torch.device("cuda", 0), emulate)
+        )
 
     return pretend
 

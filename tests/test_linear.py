@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8rs import UnsupportedError
 from fp8rs import nn as fp8nn
 from fp8rs.formats import BlockFormat
+from fp8rs.gemm import capability as capability_of
 from fp8rs.gemm import check_cuda, scaled_mm
 from fp8rs.quantizers import Float8CurrentScalingQuantizer
 from fp8rs.recipes import DelayedScaling, Float8CurrentScaling
@@ -523,15 +524,26 @@ def test_emulation_gives_the_same_training(device):
 
 
 @pytest.mark.parametrize(
-    ("hip", "capability", "reason"),
-    [(None, (8, 0), r"8\.9.*has 8\.0"), ("6.2", (9, 4), "NVIDIA")],
+    ("recipe", "hip", "capability", "reason"),
+    [
+        ("current", None, (8, 0), r"a GPU.*needs .*8\.9, this is 8\.0; on the CPU"),
+        ("block", None, (8, 0), r"needs .*8\.9, this is 8\.0; on the CPU"),
+        ("block", None, (8, 9), r"needs .*9\.0, this is 8\.9; with emulate=True"),
+        ("block", None, (10, 0), r"recipe mxfp8 runs here"),
+        ("current", "6.2", (9, 4), r"NVIDIA GPUs; on the CPU"),
+    ],
 )
-def test_gpus_without_fp8_gemms_are_told_what_can_run(monkeypatch, hip, capability, reason):
+def test_gpus_without_fp8_gemms_are_told_what_can_run(monkeypatch, recipe, hip, capability, reason):
+    """Emulation is no way out for GPUs that cannot quantize."""
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
-    with pytest.raises(UnsupportedError, match=f"{reason}.*emulate=True"):
-        check_cuda.__wrapped__(0)
+    capability_of.cache_clear()
+    try:
+        with pytest.raises(UnsupportedError, match=reason):
+            check_cuda.__wrapped__(0, recipe)
+    finally:
+        capability_of.cache_clear()
 
 
 def test_scaled_mm_names_what_does_not_fit(device):

@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from . import _core
-
-Capability = tuple[int, int]
+from .devices import RECIPE_NAMES, Capability, gpu_path
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def examine() -> Findings:
     devices = _devices()
     paths = [
         path
-        for name in _GPU_PATHS
+        for name in RECIPE_NAMES
         for path in (_on_cpu(name), *(_on_gpu(name, device) for device in devices))
     ]
     return Findings(
@@ -108,47 +107,13 @@ def as_text(findings: Findings) -> str:
     return "\n".join(lines)
 
 
-#: The first GPUs with FP8 conversion instructions, which the quantization kernels are made of.
-_OLDEST_FOR_KERNELS: Capability = (8, 9)
-
-#: The GPUs that a recipe's GEMMs run on: (compute capability from which on, path, why), the newest
-#: first. The first row that a device reaches is how the recipe runs there.
-_PER_TENSOR = [((8, 9), "native", "torch._scaled_mm with per-tensor scales")]
-_GPU_PATHS: dict[str, list[tuple[Capability, str, str]]] = {
-    "current": _PER_TENSOR,
-    "delayed": _PER_TENSOR,
-    "rowwise": [((8, 9), "native", "torch._scaled_mm with per-row scales")],
-    "block": [
-        ((10, 0), "no", "only Hopper's GEMMs take 1x128 scales; recipe mxfp8 runs here"),
-        ((9, 0), "native", "torch._scaled_mm with 1x128 and 128x128 scales"),
-    ],
-    "mxfp8": [
-        ((10, 0), "native", "torch._scaled_mm with packed E8M0 scales; untested on hardware"),
-        ((8, 9), "rebased", "power-of-two scales per row; weights and gathers are MXFP8"),
-    ],
-}
-
-
 def _on_cpu(recipe: str) -> Path:
     reason = "quantized as on a GPU, byte for byte; GEMMs on dequantized operands in fp32"
     return Path(recipe, "cpu", "dequantized", reason)
 
 
 def _on_gpu(recipe: str, device: Device) -> Path:
-    where = f"cuda:{device.index}"
-    for least, path, why in _GPU_PATHS[recipe]:
-        if device.capability >= least:
-            return Path(recipe, where, path, why)
-    needed = _GPU_PATHS[recipe][-1][0]
-    if device.capability < _OLDEST_FOR_KERNELS:
-        what = "FP8 conversion on CUDA"
-        needed, instead = _OLDEST_FOR_KERNELS, "on the CPU the recipe runs"
-    else:
-        what = "its GEMM"
-        instead = "with emulate=True it runs on dequantized operands"
-    oldest, has = "{}.{}".format(*needed), "{}.{}".format(*device.capability)
-    reason = f"{what} needs compute capability {oldest}, this is {has}; {instead}"
-    return Path(recipe, where, "no", reason)
+    return Path(recipe, f"cuda:{device.index}", *gpu_path(recipe, device.capability))
 
 
 def _devices() -> list[Device]:

@@ -2,7 +2,7 @@
 
 ``scaled_mm(a, b)`` is a @ b.T over the values of two planes, both contiguous along the dim that is
 contracted over. A kernel is a row of :data:`GEMMS`, keyed by the device kind and the operands'
-formats; what has no row can be dequantized (always on CPU, elsewhere with ``emulate``).
+formats; what has no row can be dequantized (always on CPU, on CUDA with ``emulate``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import formats
 from ._core import UnsupportedError
+from .devices import gpu_path
 from .tensors import Plane
 
 #: (a, b, bias, out_dtype, use_fast_accum) -> (rows of a, rows of b)
@@ -51,7 +52,7 @@ def scaled_mm(
         out_dtype: float32, bfloat16 or float16.
         bias: (N,), added before the cast to ``out_dtype``.
         use_fast_accum: let CUDA accumulate with reduced precision.
-        emulate: dequantize and multiply in fp32, on any device.
+        emulate: dequantize and multiply in fp32, on CUDA too.
 
     Returns:
         (M, N), contiguous. Sizes need not be multiples of anything.
@@ -118,7 +119,7 @@ def _cuda_tensorwise(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
 ) -> Tensor:
-    check_cuda(a.data.device.index)
+    check_cuda(a.data.device.index, "current")
     return run(
         aligned(a.matrix, rows=False),
         aligned(b.matrix, rows=True),
@@ -191,17 +192,14 @@ def capability(index: int) -> tuple[int, int]:
 
 
 @functools.cache
-def check_cuda(index: int) -> None:
-    """UnsupportedError unless the GPU runs FP8 GEMMs (NVIDIA, SM89 or newer)."""
+def check_cuda(index: int, recipe: str) -> None:
+    """UnsupportedError, with the reason, unless a GPU has the GEMMs of the recipe of that name."""
     if torch.version.hip is not None:
-        raise UnsupportedError("FP8 GEMMs run on NVIDIA GPUs; emulate=True runs on any device")
-    major, minor = capability(index)
-    if (major, minor) < (8, 9):
-        raise UnsupportedError(
-            f"FP8 GEMMs need compute capability 8.9, and cuda:{index} "
-            f"({torch.cuda.get_device_name(index)}) has {major}.{minor}; "
-            "a recipe with emulate=True runs on dequantized operands"
-        )
+        raise UnsupportedError("FP8 kernels run on NVIDIA GPUs; on the CPU every recipe runs")
+    path, why = gpu_path(recipe, capability(index))
+    if path == "no":
+        where = f"cuda:{index} ({torch.cuda.get_device_name(index)})"
+        raise UnsupportedError(f"recipe {recipe!r} does not run on {where}: {why}")
 
 
 from . import gemm_blocks as _gemm_blocks  # noqa: E402,F401  (fills GEMMS)

@@ -12,17 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import formats
-from ._core import UnsupportedError
+from . import formats, gemm
+from .devices import gpu_path
 from .formats import BlockFormat
-from .gemm import aligned, capability, check_cuda, gemm_for, run
+from .gemm import aligned, check_cuda, gemm_for, run
 from .tensors import Plane
 
 _pack_scales = torch.ops.fp8rs.pack_scales.default
 _rebase = torch.ops.fp8rs.rebase.default
 _transpose = torch.ops.fp8rs.transpose.default
-
-_BLACKWELL = (10, 0)
 
 MX = (formats.MX_1X32, formats.MX_32X32)
 
@@ -62,7 +60,9 @@ def dgrad_fold(format: BlockFormat, scale: Tensor) -> Tensor | None:
 
 
 def _rebases(device: torch.device, emulate: bool) -> bool:
-    return device.type == "cuda" and not emulate and capability(device.index) < _BLACKWELL
+    if device.type != "cuda" or emulate:
+        return False
+    return gpu_path("mxfp8", gemm.capability(device.index))[0] != "native"
 
 
 # --- one scale a row -----------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def _rebases(device: torch.device, emulate: bool) -> bool:
 def _rowwise(
     a: Plane, b: Plane, bias: Tensor | None, out_dtype: torch.dtype, use_fast_accum: bool
 ) -> Tensor:
-    check_cuda(a.data.device.index)
+    check_cuda(a.data.device.index, "rowwise")
     n = b.matrix.shape[0]
     a_codes, b_codes = aligned(a.matrix, rows=False), aligned(b.matrix, rows=True)
     a_scale = a.scale.contiguous()
@@ -96,14 +96,7 @@ def _rowwise(
 def _blockwise(
     a: Plane, b: Plane, bias: Tensor | None, out_dtype: torch.dtype, use_fast_accum: bool
 ) -> Tensor:
-    index = a.data.device.index
-    check_cuda(index)
-    if capability(index)[0] != 9:
-        raise UnsupportedError(
-            f"GEMMs with 1x128 scales need compute capability 9 (Hopper), and cuda:{index} has "
-            f"{'.'.join(map(str, capability(index)))}; use recipe 'mxfp8' or 'rowwise', or "
-            "emulate=True for dequantized operands"
-        )
+    check_cuda(a.data.device.index, "block")
     square = b.format == formats.BLOCK_128X128
     # cuBLAS reads 128x128 scales along the contracted dim in fours. One block alone would look
     # like one scale a row to torch.

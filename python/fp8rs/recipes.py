@@ -28,7 +28,8 @@ class Recipe:
             with reduced precision.
         power_2_scale: round scales up to powers of two.
         amax_epsilon: lower bound of the amax that a scale is computed from.
-        emulate: run the GEMMs on dequantized operands, on devices without FP8 GEMMs too.
+        emulate: run the GEMMs on dequantized operands, as the CPU always does. Quantizing takes
+            an NVIDIA GPU of compute capability 8.9 all the same.
     """
 
     name: ClassVar[str] = ""

@@ -39,7 +39,7 @@ def run(
     """
     start = time.perf_counter()
     device, ranks = _place(device, ranks)
-    _check(recipe, json_path, plot_path)
+    _check(recipe, device, ranks, json_path, plot_path)
     settings = Settings.choose(device, ranks, steps)
     results = {}
     for title, chosen in (("bf16", None), (recipe, recipe)):
@@ -87,12 +87,19 @@ def _place(device: str | None, ranks: int | None) -> tuple[str, int]:
     return device, ranks or gpus
 
 
-def _check(recipe: str, json_path: Path | None, plot_path: Path | None) -> None:
+def _check(
+    recipe: str, device: str, ranks: int, json_path: Path | None, plot_path: Path | None
+) -> None:
+    """What would fail only after the reference was trained."""
+    from fp8rs import UnsupportedError
+    from fp8rs.gemm import check_cuda
     from fp8rs.recipes import resolve_recipe
 
     try:
-        resolve_recipe(recipe)
-    except (TypeError, ValueError) as error:
+        name = resolve_recipe(recipe).name
+        for index in range(ranks if device == "cuda" else 0):
+            check_cuda(index, name)
+    except (TypeError, ValueError, UnsupportedError) as error:
         raise DemoError(f"--recipe {recipe}: {error}", code=2) from error
     for path in (json_path, plot_path):
         if path is not None and not path.resolve().parent.is_dir():

@@ -1,0 +1,53 @@
+"""Which GPUs run which recipe, and by which path. GEMMs, the demo and the doctor all ask here."""
+
+from __future__ import annotations
+
+Capability = tuple[int, int]
+
+#: The first GPUs with FP8 conversion instructions, which the quantization kernels are made of.
+OLDEST_FOR_KERNELS: Capability = (8, 9)
+
+_PER_TENSOR = [((8, 9), "native", "torch._scaled_mm with per-tensor scales")]
+
+#: By a recipe's name, (compute capability from which on, path, why), the newest first. The first
+#: row that a GPU reaches is how the recipe's GEMMs run there.
+_GPU_PATHS: dict[str, list[tuple[Capability, str, str]]] = {
+    "current": _PER_TENSOR,
+    "delayed": _PER_TENSOR,
+    "rowwise": [((8, 9), "native", "torch._scaled_mm with per-row scales")],
+    "block": [
+        (
+            (10, 0),
+            "no",
+            "only Hopper's GEMMs take 1x128 scales; recipe mxfp8 runs here, or emulate=True",
+        ),
+        ((9, 0), "native", "torch._scaled_mm with 1x128 and 128x128 scales"),
+    ],
+    "mxfp8": [
+        ((10, 0), "native", "torch._scaled_mm with packed E8M0 scales; untested on hardware"),
+        ((8, 9), "rebased", "power-of-two scales per row; weights and gathers are MXFP8"),
+    ],
+}
+
+RECIPE_NAMES = tuple(_GPU_PATHS)
+
+
+def gpu_path(recipe: str, capability: Capability) -> tuple[str, str]:
+    """How a recipe runs on an NVIDIA GPU: ``native``, ``rebased`` or ``no``, and why.
+
+    Args:
+        recipe: a recipe's ``name``.
+        capability: the GPU's compute capability.
+    """
+    for least, path, why in _GPU_PATHS[recipe]:
+        if capability >= least:
+            return path, why
+    needed = _GPU_PATHS[recipe][-1][0]
+    if capability < OLDEST_FOR_KERNELS:
+        what = "FP8 conversion on CUDA"
+        needed, instead = OLDEST_FOR_KERNELS, "on the CPU the recipe runs"
+    else:
+        what = "its GEMM"
+        instead = "with emulate=True it runs on dequantized operands"
+    oldest, has = "{}.{}".format(*needed), "{}.{}".format(*capability)
+    return "no", f"{what} needs compute capability {oldest}, this is {has}; {instead}"
