@@ -16,7 +16,7 @@ from fp8rs import nn as fp8nn
 from fp8rs.formats import BlockFormat
 from fp8rs.gemm import capability as capability_of
 from fp8rs.gemm import check_cuda, scaled_mm
-from fp8rs.quantizers import Float8CurrentScalingQuantizer
+from fp8rs.quantizers import Float8CurrentScalingQuantizer, quantizer_for
 from fp8rs.recipes import DelayedScaling, Float8CurrentScaling
 from fp8rs.tensors import Plane
 from simulation import E4M3, linear, relative
@@ -415,12 +415,17 @@ def test_a_quantized_weight_names_its_missing_plane(device):
         module(data(device, 8, 16))
 
 
-def test_a_resharded_weight_is_a_clear_error(device):
-    module = layer(device)
-    module.weight = nn.Parameter(Float8CurrentScalingQuantizer(E4M3)(module.weight))
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "mxfp8"])
+def test_a_resharded_weight_is_a_clear_error(device, recipe):
+    module = layer(device, recipe=recipe)
+    quantizer = quantizer_for(module.recipe, "weight")
+    quantizer.set_usage(columnwise=False)
+    module.weight = nn.Parameter(quantizer(module.weight))
     y = module(data(device, 8, 16).requires_grad_())
-    for plane in (module.weight.rowwise, module.weight.columnwise):
-        plane.data.untyped_storage().resize_(0)
+    # What FSDP frees: the gathered codes and, where there are many, the gathered scales.
+    plane = module.weight.rowwise
+    for gathered in (plane.data, plane.scale):
+        gathered.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="reshard"):
         module(data(device, 8, 16))
     with pytest.raises(RuntimeError, match="reshard"):

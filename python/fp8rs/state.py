@@ -346,12 +346,13 @@ class ModelState:
         assert col is not None
         return col
 
-    def weight_fold(self, weight: Tensor, scale: Tensor | None) -> Tensor | None:
+    def weight_fold(self, index: int, weight: Tensor, scale: Tensor | None) -> Tensor | None:
         """(1, out_features) factors of the gradient that dgrad quantizes, or None for none.
 
         They are the scales of a weight that has one a row, so that its one plane serves dgrad too.
         """
         if isinstance(weight, QuantizedTensor):
+            self._check_live(index, weight)
             row = weight.rowwise
             return None if row is None else dgrad_fold(row.format, row.scale)
         return None if scale is None else dgrad_fold(self._quantizers["weight"].format, scale)

@@ -184,7 +184,7 @@ class _LinearFunction(torch.autograd.Function):
         if needs_x or needs_w:
             if ctx.gathered is not None:
                 weight = ctx.gathered
-            fold = state.weight_fold(weight, w_scale) if needs_x else None
+            fold = state.weight_fold(index, weight, w_scale) if needs_x else None
             row, col = state.quantize_grad(index, dy, needs_x, needs_w, fold)
         if row is not None:
             dx = scaled_mm(
