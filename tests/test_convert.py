@@ -188,10 +188,32 @@ def test_layers_made_by_hand_join_the_model(device):
         convert(nn.Sequential(fp8nn.Linear(16, 16, recipe="delayed")))
 
 
-def test_a_model_without_linears_is_returned_as_it_is():
+def test_a_model_without_linears_is_returned_as_it_is_with_a_warning():
     model = nn.Sequential(nn.GELU())
-    assert convert(model) is model
+    with pytest.warns(UserWarning, match="no layer was converted"):
+        assert convert(model) is model
     assert not model._forward_pre_hooks
+    with pytest.warns(UserWarning, match=r"no layer was converted.*filter_fqns"):
+        convert(Model(), filter_fqns=["blocks", "head"])
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "prune", "parametrized"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+def test_weights_that_are_computed_stay_with_a_warning(kind):
+    model = Model()
+    if kind == "prune":
+        from torch.nn.utils import prune
+
+        prune.l1_unstructured(model.head, "weight", 0.5)
+    elif kind == "parametrized":
+        nn.utils.parametrizations.weight_norm(model.head)
+    else:
+        getattr(nn.utils, kind)(model.head)
+    tokens = torch.arange(3)
+    with pytest.warns(UserWarning, match="head stays in high precision: its weight is no param"):
+        convert(model)
+    assert converted(model) == ALL[:-1]
+    model(tokens).sum().backward()
 
 
 def test_meta_device_modules(device):
@@ -356,6 +378,23 @@ def test_torchao_configs_choose_the_gather():
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     model = convert_to_float8_training(Model(), config=config)
     assert isinstance(model.head.weight, MasterWeight)
+
+
+@pytest.mark.parametrize("theirs", [True, False])
+def test_torchao_configs_are_not_contradicted(theirs):
+    from fp8rs.fsdp import MasterWeight
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=theirs)
+    with pytest.raises(ValueError, match=f"enable_fsdp_float8_all_gather={not theirs} contradicts"):
+        convert(Model(), config=config, enable_fsdp_float8_all_gather=not theirs)
+    model = convert(Model(), config=config, enable_fsdp_float8_all_gather=theirs)
+    assert isinstance(model.head.weight, MasterWeight) == theirs
+
+
+def test_the_gather_is_on_by_default():
+    from fp8rs.fsdp import MasterWeight
+
+    assert isinstance(convert_to_float8_training(Model()).head.weight, MasterWeight)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def convert_to_float8_training(
     recipe: Recipe | str | None = None,
     module_filter_fn: ModuleFilter | None = None,
     filter_fqns: Iterable[str] = (),
-    enable_fsdp_float8_all_gather: bool = True,
+    enable_fsdp_float8_all_gather: bool | None = None,
     amax_reduction_group: Any = None,
     config: Any = None,
 ) -> nn.Module:
@@ -33,17 +33,20 @@ def convert_to_float8_training(
     Layers become :class:`fp8rs.nn.Linear` in place: the objects, their hooks and names stay.
     Afterwards every selected layer is on this recipe: one that is already is left as it is, so
     that a second call changes nothing, and one on another recipe is an error. Subclasses of
-    nn.Linear are left alone, since they may use their weight in their own way; so is a layer whose
-    weight is tied to another module's, with a warning that names both.
+    nn.Linear are left alone, since they may use their weight in their own way. So is, with a
+    warning, a layer whose weight is tied to another module's, or is no parameter because it is
+    computed from others (weight_norm, spectral_norm, pruning, parametrizations). Where no layer is
+    left, a warning says so.
 
     Args:
         module: the model; an nn.Linear itself will do. Meta-device parameters are fine.
         recipe: a recipe or its short name; "current" by default.
         module_filter_fn: called with each layer and its fully qualified name; False leaves it out.
         filter_fqns: a layer whose name contains one of these strings is left out.
-        enable_fsdp_float8_all_gather: under FSDP2, quantize weights before they are gathered. The
-            weights become ``fp8rs.fsdp.MasterWeight`` parameters; without it they stay the same
-            objects, and are gathered in the mixed-precision policy's dtype.
+        enable_fsdp_float8_all_gather: under FSDP2, quantize weights before they are gathered: True
+            unless ``config`` says otherwise. The weights become ``fp8rs.fsdp.MasterWeight``
+            parameters; with False they stay the same objects, and are gathered in the
+            mixed-precision policy's dtype.
         amax_reduction_group: process group over which amaxes are reduced: for delayed scaling,
             once a step, and None is the default group; for current scaling those of activations
             and gradients at each quantization, and None is no group.
@@ -53,15 +56,24 @@ def convert_to_float8_training(
         ``module``.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, ``config`` asks for what there is not, a layer
-            is on another recipe, or ``module`` went through fully_shard already.
+        TypeError, ValueError: an argument is wrong, ``config`` asks for what there is not or
+            contradicts another argument, a layer is on another recipe, or ``module`` went through
+            fully_shard already.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     if config is not None:
         if recipe is not None:
             raise ValueError("recipe and config are both given: give one")
-        recipe, enable_fsdp_float8_all_gather = from_float8_linear_config(config)
+        recipe, gather = from_float8_linear_config(config)
+        if enable_fsdp_float8_all_gather not in (None, gather):
+            raise ValueError(
+                f"enable_fsdp_float8_all_gather={enable_fsdp_float8_all_gather} contradicts "
+                f"config.enable_fsdp_float8_all_gather={gather}: give one of them"
+            )
+        enable_fsdp_float8_all_gather = gather
+    elif enable_fsdp_float8_all_gather is None:
+        enable_fsdp_float8_all_gather = True
     recipe = resolve_recipe("current" if recipe is None else recipe)
     if isinstance(filter_fqns, str):
         raise TypeError(f"filter_fqns must be a collection of names, not the str {filter_fqns!r}")
@@ -74,6 +86,12 @@ def convert_to_float8_training(
 
     layers = _select(module, module_filter_fn, tuple(filter_fqns), recipe)
     if not layers:
+        if not any(isinstance(m, Linear) for m in module.modules()):
+            warnings.warn(
+                "no layer was converted: the module has no nn.Linear that could be, or "
+                "module_filter_fn and filter_fqns leave out all",
+                stacklevel=2,
+            )
         return module
     state = ModelState(recipe, amax_reduction_group=amax_reduction_group)
     for name, layer in layers:
@@ -121,6 +139,13 @@ def _select(
             continue
         if f"{name}.".startswith(sharded):
             raise ValueError(f"{shown} is sharded already: convert before fully_shard")
+        if module._parameters.get("weight") is None:
+            warnings.warn(
+                f"{shown} stays in high precision: its weight is no parameter, but computed from "
+                "others (weight_norm, spectral_norm, pruning or another parametrization)",
+                stacklevel=3,
+            )
+            continue
         if type(module) is not nn.Linear:
             continue
         tied = [
