@@ -18,9 +18,6 @@ E5M2 = torch.float8_e5m2
 #: Largest finite magnitude of each element type.
 FP8_MAX: dict[torch.dtype, float] = {E4M3: 448.0, E5M2: 57344.0}
 
-#: Element types by the short names that the core and the command line use.
-FP8_DTYPES: dict[str, torch.dtype] = {"e4m3": E4M3, "e5m2": E5M2}
-
 #: Dtypes that can be quantized.
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
