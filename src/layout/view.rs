@@ -1,97 +1,11 @@
-//! How elements lie in memory: element types, devices, 2-D views, block shapes.
+//! Strided 2-D views of somebody's memory.
 
 use std::cell::Cell;
-use std::fmt;
 use std::marker::PhantomData;
 
+use super::{DType, Device};
 use crate::error::Error;
-use crate::format::Fp8Format;
 use crate::format::wide::Wide;
-
-/// An element type.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum DType {
-    /// IEEE single precision.
-    F32,
-    /// IEEE half precision.
-    F16,
-    /// The upper half of single precision.
-    Bf16,
-    /// FP8 codes, a byte each.
-    E4m3,
-    /// FP8 codes, a byte each.
-    E5m2,
-    /// Power-of-two scales, a byte each.
-    E8m0,
-}
-
-impl DType {
-    /// The size of an element in bytes.
-    #[must_use]
-    pub const fn size(self) -> usize {
-        match self {
-            Self::F32 => 4,
-            Self::F16 | Self::Bf16 => 2,
-            Self::E4m3 | Self::E5m2 | Self::E8m0 => 1,
-        }
-    }
-
-    /// The FP8 format, if it is one.
-    #[must_use]
-    pub const fn fp8(self) -> Option<Fp8Format> {
-        match self {
-            Self::E4m3 => Some(Fp8Format::E4m3),
-            Self::E5m2 => Some(Fp8Format::E5m2),
-            _ => None,
-        }
-    }
-
-    /// Whether it is fp32, bf16 or fp16.
-    #[must_use]
-    pub const fn is_wide(self) -> bool {
-        matches!(self, Self::F32 | Self::F16 | Self::Bf16)
-    }
-}
-
-impl From<Fp8Format> for DType {
-    fn from(format: Fp8Format) -> Self {
-        match format {
-            Fp8Format::E4m3 => Self::E4m3,
-            Fp8Format::E5m2 => Self::E5m2,
-        }
-    }
-}
-
-impl fmt::Display for DType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::F32 => "float32",
-            Self::F16 => "float16",
-            Self::Bf16 => "bfloat16",
-            Self::E4m3 => "float8_e4m3fn",
-            Self::E5m2 => "float8_e5m2",
-            Self::E8m0 => "float8_e8m0fnu",
-        })
-    }
-}
-
-/// Where memory is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Device {
-    /// The host.
-    Cpu,
-    /// A CUDA device, by its ordinal.
-    Cuda(i32),
-}
-
-impl fmt::Display for Device {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Cpu => f.write_str("cpu"),
-            Self::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
-        }
-    }
-}
 
 /// What views share: where the elements of a 2-D matrix lie.
 #[derive(Debug, Clone, Copy)]
@@ -362,89 +276,6 @@ pub fn collapse(shape: &[i64], strides: &[i64]) -> Option<(usize, usize, isize, 
     Some((rows as usize, cols as usize, row_stride as isize, col_stride as isize))
 }
 
-/// The shape of the blocks that share a scale.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Block {
-    /// Rows of a block, or [`Block::ALL`].
-    pub rows: usize,
-    /// Columns of a block, or [`Block::ALL`].
-    pub cols: usize,
-}
-
-impl Block {
-    /// The whole extent of the matrix.
-    pub const ALL: usize = usize::MAX;
-    /// One block: a scale per tensor.
-    pub const TENSOR: Self = Self { rows: Self::ALL, cols: Self::ALL };
-    /// A scale per row.
-    pub const ROW: Self = Self { rows: 1, cols: Self::ALL };
-
-    /// How many blocks cover a matrix, along its rows and its columns. A short last block is a block; the
-    /// whole extent is one block even if it is empty.
-    #[must_use]
-    pub fn grid(self, rows: usize, cols: usize) -> (usize, usize) {
-        let blocks = |n: usize, block| if block == Self::ALL { 1 } else { n.div_ceil(block) };
-        (blocks(rows, self.rows), blocks(cols, self.cols))
-    }
-
-    /// The grid of the blocks that the rows from `row_offset` on touch, of a matrix that `rows` of its rows are
-    /// a part of. No rows touch no blocks, unless the whole extent is one.
-    #[must_use]
-    pub fn grid_from(self, row_offset: usize, rows: usize, cols: usize) -> (usize, usize) {
-        let lead = if rows == 0 { 0 } else { self.lead(row_offset) };
-        self.grid(lead + rows, cols)
-    }
-
-    /// How many rows of the block that `row_offset` lies in come before it.
-    #[must_use]
-    pub fn lead(self, row_offset: usize) -> usize {
-        if self.rows == Self::ALL { 0 } else { row_offset % self.rows }
-    }
-
-    /// Whether a block has as many rows as columns, so that the transposed matrix has the transposed scales.
-    #[must_use]
-    pub const fn is_square(self) -> bool {
-        self.rows == self.cols
-    }
-
-    /// The same blocks of the transposed matrix.
-    #[must_use]
-    pub const fn transposed(self) -> Self {
-        Self { rows: self.cols, cols: self.rows }
-    }
-}
-
-/// The packed form of block scales for Blackwell's GEMM: 128x4 tiles, row-major, 512 bytes each.
-pub mod packed {
-    /// Rows of a tile.
-    pub const TILE_ROWS: usize = 128;
-    /// Columns (blocks) of a tile.
-    pub const TILE_COLS: usize = 4;
-    /// Bytes of a tile.
-    pub const TILE_BYTES: usize = TILE_ROWS * TILE_COLS;
-
-    /// The padded shape for `rows` data rows with `cols` blocks each.
-    #[must_use]
-    pub const fn padded(rows: usize, cols: usize) -> (usize, usize) {
-        (rows.next_multiple_of(TILE_ROWS), cols.next_multiple_of(TILE_COLS))
-    }
-
-    /// How many bytes `rows` data rows with `cols` blocks each take.
-    #[must_use]
-    pub const fn bytes(rows: usize, cols: usize) -> usize {
-        let (rows, cols) = padded(rows, cols);
-        rows * cols
-    }
-
-    /// Where the scale of data row `row`, block `col` lies, `cols` being the number of blocks a row.
-    #[must_use]
-    pub const fn index(row: usize, col: usize, cols: usize) -> usize {
-        let tile = row / TILE_ROWS * cols.div_ceil(TILE_COLS) + col / TILE_COLS;
-        let (r, c) = (row % TILE_ROWS, col % TILE_COLS);
-        tile * TILE_BYTES + r % 32 * 16 + r / 32 * 4 + c
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -460,15 +291,5 @@ mod tests {
         assert_eq!(collapse(&[2, 3, 4], &[0, 0, 1]), Some((6, 4, 0, 1)));
         assert_eq!(collapse(&[2, 3, 4], &[4, 8, 1]), None);
         assert_eq!(collapse(&[2, 0, 4], &[4, 8, 1]), Some((0, 4, 4, 1)));
-    }
-
-    #[test]
-    fn packed_index_follows_the_tile_definition() {
-        assert_eq!(packed::padded(129, 5), (256, 8));
-        assert_eq!(packed::index(0, 1, 8), 1);
-        assert_eq!(packed::index(1, 0, 8), 16);
-        assert_eq!(packed::index(32, 0, 8), 4);
-        assert_eq!(packed::index(0, 4, 8), 512);
-        assert_eq!(packed::index(128, 0, 5), 1024);
     }
 }

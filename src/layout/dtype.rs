@@ -1,0 +1,90 @@
+//! What elements are, and where.
+
+use std::fmt;
+
+use crate::format::Fp8Format;
+
+/// An element type.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum DType {
+    /// IEEE single precision.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// The upper half of single precision.
+    Bf16,
+    /// FP8 codes, a byte each.
+    E4m3,
+    /// FP8 codes, a byte each.
+    E5m2,
+    /// Power-of-two scales, a byte each.
+    E8m0,
+}
+
+impl DType {
+    /// The size of an element in bytes.
+    #[must_use]
+    pub const fn size(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+            Self::E4m3 | Self::E5m2 | Self::E8m0 => 1,
+        }
+    }
+
+    /// The FP8 format, if it is one.
+    #[must_use]
+    pub const fn fp8(self) -> Option<Fp8Format> {
+        match self {
+            Self::E4m3 => Some(Fp8Format::E4m3),
+            Self::E5m2 => Some(Fp8Format::E5m2),
+            _ => None,
+        }
+    }
+
+    /// Whether it is fp32, bf16 or fp16.
+    #[must_use]
+    pub const fn is_wide(self) -> bool {
+        matches!(self, Self::F32 | Self::F16 | Self::Bf16)
+    }
+}
+
+impl From<Fp8Format> for DType {
+    fn from(format: Fp8Format) -> Self {
+        match format {
+            Fp8Format::E4m3 => Self::E4m3,
+            Fp8Format::E5m2 => Self::E5m2,
+        }
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::F32 => "float32",
+            Self::F16 => "float16",
+            Self::Bf16 => "bfloat16",
+            Self::E4m3 => "float8_e4m3fn",
+            Self::E5m2 => "float8_e5m2",
+            Self::E8m0 => "float8_e8m0fnu",
+        })
+    }
+}
+
+/// Where memory is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Device {
+    /// The host.
+    Cpu,
+    /// A CUDA device, by its ordinal.
+    Cuda(i32),
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+        }
+    }
+}
