@@ -2,7 +2,7 @@
 
 use super::driver::{Args, Grid, launch};
 use super::table::{Kernel, by_types, format_index, input_index, kernel};
-use super::tensorwise::{aligned, ordinal};
+use super::views::{aligned, ordinal};
 use crate::error::Error;
 use crate::layout::{Block, DType, View, ViewMut};
 use crate::ops::Stream;

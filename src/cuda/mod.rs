@@ -8,6 +8,7 @@
 //! - `table`: the embedded PTX and the kernels in it; `kernels/*.cu` are its sources, `ptx/*.ptx` what
 //!   `tools/build_ptx.py` makes of them.
 //! - `workspace`: where the blocks of one launch meet.
+//! - `views`: what launches ask of views.
 //! - the rest: an operation picks its kernel by how the views lie, and launches it. Nothing synchronizes.
 
 #[cfg(feature = "cuda")]
@@ -20,6 +21,8 @@ mod driver;
 mod table;
 #[cfg(feature = "cuda")]
 mod tensorwise;
+#[cfg(feature = "cuda")]
+mod views;
 #[cfg(feature = "cuda")]
 mod workspace;
 

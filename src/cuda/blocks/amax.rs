@@ -2,10 +2,11 @@
 
 use std::ptr;
 
-use super::{Job, blocks_of, each, rows_aligned};
+use super::{Job, blocks_of, each};
 use crate::cuda::driver::{Args, launch};
 use crate::cuda::table::{ByInput, Kernel, by_input, format_index, input_index, kernel};
-use crate::cuda::tensorwise::{Rule, ordinal};
+use crate::cuda::tensorwise::Rule;
+use crate::cuda::views::{ordinal, rows_aligned};
 use crate::error::Error;
 use crate::layout::{Block, DType, Matrix, View, ViewMut};
 use crate::ops::{ScaleRule, Stream};

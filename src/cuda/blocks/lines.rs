@@ -3,10 +3,11 @@
 use std::ptr;
 
 use super::amax::{LinesArgs, fill_lines, finish_lines, line_amax};
-use super::{Job, aligned, blocks_of, rows_aligned, tile};
+use super::{Job, blocks_of, tile};
 use crate::cuda::driver::{Args, launch};
 use crate::cuda::table::{ByTypes, by_types, format_index, input_index};
 use crate::cuda::tensorwise::Rule;
+use crate::cuda::views::{aligned, rows_aligned};
 use crate::error::Error;
 use crate::format::e8m0::Rounding;
 use crate::layout::{Block, Matrix};
@@ -154,7 +155,7 @@ fn one_read(job: &Job, rule: ScaleRule) -> Result<bool, Error> {
     let lies = rows_aligned(x, 16)
         && rows_aligned(&row.codes, vector)
         && x.cols.is_multiple_of(vector)
-        && fold.is_none_or(|fold| fold.col_stride == 1 && aligned(&fold, 16));
+        && fold.is_none_or(|fold| fold.col_stride == 1 && aligned(fold.ptr, 16));
     if !lies {
         return Ok(false);
     }
@@ -182,7 +183,7 @@ fn one_read(job: &Job, rule: ScaleRule) -> Result<bool, Error> {
         rule: rule.into(),
         unused: 0,
     };
-    debug_assert!(aligned(x, 16) && job.spec.block == Block::ROW);
+    debug_assert!(aligned(x.ptr, 16) && job.spec.block == Block::ROW);
     let kernel = &kernels[input_index(x.dtype)][format_index(job.format)];
     launch(job.device, job.stream, kernel, blocks_of(x.rows, threads), &args)?;
     Ok(true)

@@ -10,7 +10,7 @@ mod scales;
 mod tile;
 
 use super::driver::Grid;
-use super::tensorwise::ordinal;
+use super::views::{aligned, ordinal};
 use crate::error::Error;
 use crate::format::Fp8Format;
 use crate::layout::{Block, Matrix};
@@ -80,7 +80,7 @@ impl Job {
             lead: cut.lead(spec.row_offset),
         };
         for (arg, side) in [("rowwise_scale", &job.row), ("columnwise_scale", &job.col)] {
-            if spec.packed && side.is_some_and(|side| !aligned(&side.scales, 16)) {
+            if spec.packed && side.is_some_and(|side| !aligned(side.scales.ptr, 16)) {
                 return Err(Error::Misaligned { arg: arg.into(), size: 16 });
             }
         }
@@ -103,16 +103,6 @@ pub(crate) fn quantize_blocks(call: BlockCall, stream: Stream) -> Result<(), Err
         BlockScale::E8m0(rounding) if lines::mx_rowwise(&job, rounding)? => Ok(()),
         _ => tile::quantize(&job),
     }
-}
-
-/// Whether a row starts and goes on at multiples of `bytes`, elements next to each other.
-fn rows_aligned(m: &Matrix, bytes: usize) -> bool {
-    let pitch = m.row_stride.unsigned_abs() * m.dtype.size();
-    (m.col_stride == 1 || m.cols == 1) && aligned(m, bytes) && (m.rows == 1 || pitch.is_multiple_of(bytes))
-}
-
-fn aligned(m: &Matrix, bytes: usize) -> bool {
-    m.ptr.addr().is_multiple_of(bytes)
 }
 
 /// One thread for each of `items`.

@@ -1,10 +1,10 @@
 //! Packing of E8M0 scales (`kernels/mx_scales.cu`) and rebase of planes (`kernels/mx_rebase.cu`).
 
 use super::amax::{LinesArgs, fill};
-use super::{aligned, blocks_of, each, rows_aligned};
+use super::{blocks_of, each};
 use crate::cuda::driver::{Args, launch};
 use crate::cuda::table::{Kernel, format_index, kernel};
-use crate::cuda::tensorwise::ordinal;
+use crate::cuda::views::{aligned, ordinal, rows_aligned};
 use crate::error::Error;
 use crate::layout::{Block, Matrix, View, ViewMut, packed};
 use crate::ops::{Axis, ScaleRule, Stream};
@@ -74,7 +74,7 @@ fn pack_args(
     lines: usize,
     block_rows: usize,
 ) -> Result<PackArgs, Error> {
-    if !aligned(packed, 4) {
+    if !aligned(packed.ptr, 4) {
         return Err(Error::Misaligned { arg: arg.into(), size: 4 });
     }
     Ok(PackArgs {

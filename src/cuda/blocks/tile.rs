@@ -2,10 +2,11 @@
 
 use std::ptr;
 
-use super::{Job, Side, blocks_of, rows_aligned};
+use super::{Job, Side, blocks_of};
 use crate::cuda::driver::{Args, launch};
 use crate::cuda::table::{ByTypes, by_types, format_index, input_index};
 use crate::cuda::tensorwise::Rule;
+use crate::cuda::views::rows_aligned;
 use crate::error::Error;
 use crate::format::e8m0::Rounding;
 use crate::layout::{Block, DType, Matrix};

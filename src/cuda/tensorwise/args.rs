@@ -1,0 +1,155 @@
+//! What the kernels take: the structs of these names in `kernels/elements.cuh` and in each module's source.
+
+use crate::cuda::driver::Args;
+use crate::ops::ScaleRule;
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(in crate::cuda) struct Rule {
+    epsilon: f32,
+    margin: f32,
+    power_of_2: u32,
+}
+
+impl From<ScaleRule> for Rule {
+    fn from(rule: ScaleRule) -> Self {
+        Self {
+            epsilon: rule.amax_epsilon,
+            margin: f32::from_bits(((rule.margin + 127) as u32) << 23),
+            power_of_2: u32::from(rule.power_of_2),
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct Delayed {
+    pub(super) amax: *mut u8,
+    pub(super) scale_used: *mut u8,
+    pub(super) meeting: *mut u8,
+}
+
+impl Delayed {
+    pub(super) const NONE: Self =
+        Self { amax: std::ptr::null_mut(), scale_used: std::ptr::null_mut(), meeting: std::ptr::null_mut() };
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct AmaxArgs {
+    pub(super) x: *const u8,
+    pub(super) n: u64,
+    pub(super) out: *mut u8,
+    pub(super) meeting: *mut u8,
+    pub(super) rule: Rule,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct StridedAmaxArgs {
+    pub(super) x: *const u8,
+    pub(super) rows: i64,
+    pub(super) cols: i64,
+    pub(super) x_rs: i64,
+    pub(super) x_cs: i64,
+    pub(super) out: *mut u8,
+    pub(super) meeting: *mut u8,
+    pub(super) rule: Rule,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct ScaleArgs {
+    pub(super) amax: *const u8,
+    pub(super) scale: *mut u8,
+    pub(super) n: i64,
+    pub(super) cols: i64,
+    pub(super) amax_rs: i64,
+    pub(super) amax_cs: i64,
+    pub(super) scale_rs: i64,
+    pub(super) scale_cs: i64,
+    pub(super) rule: Rule,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct CastArgs {
+    pub(super) x: *const u8,
+    pub(super) codes: *mut u8,
+    pub(super) n: u64,
+    pub(super) scale: *const u8,
+    pub(super) delayed: Delayed,
+    pub(super) backwards: u32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct CastTransposeArgs {
+    pub(super) x: *const u8,
+    pub(super) rowwise: *mut u8,
+    pub(super) columnwise: *mut u8,
+    pub(super) rows: i64,
+    pub(super) cols: i64,
+    pub(super) x_rs: i64,
+    pub(super) rowwise_rs: i64,
+    pub(super) tiles_across: i64,
+    pub(super) scale: *const u8,
+    pub(super) delayed: Delayed,
+    pub(super) backwards: u32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct StridedArgs {
+    pub(super) x: *const u8,
+    pub(super) rowwise: *mut u8,
+    pub(super) columnwise: *mut u8,
+    pub(super) rows: i64,
+    pub(super) cols: i64,
+    pub(super) x_rs: i64,
+    pub(super) x_cs: i64,
+    pub(super) rowwise_rs: i64,
+    pub(super) rowwise_cs: i64,
+    pub(super) columnwise_rs: i64,
+    pub(super) columnwise_cs: i64,
+    pub(super) tiles_across: i64,
+    pub(super) scale: *const u8,
+    pub(super) delayed: Delayed,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct Entry {
+    pub(super) x: *const u8,
+    pub(super) codes: *mut u8,
+    pub(super) n: u64,
+    pub(super) first_block: u32,
+    pub(super) index: u32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct MultiArgs<const N: usize> {
+    pub(super) scales: *const u8,
+    pub(super) amaxes: *mut u8,
+    pub(super) scales_used: *mut u8,
+    pub(super) meetings: *mut u8,
+    pub(super) count: u32,
+    pub(super) blocks: u32,
+    pub(super) entries: [Entry; N],
+}
+
+// SAFETY: each is `repr(C)` and mirrors the struct of that name in the kernels; sizes are tested.
+unsafe impl Args for AmaxArgs {}
+// SAFETY: the same.
+unsafe impl Args for StridedAmaxArgs {}
+// SAFETY: the same.
+unsafe impl Args for ScaleArgs {}
+// SAFETY: the same.
+unsafe impl Args for CastArgs {}
+// SAFETY: the same.
+unsafe impl Args for CastTransposeArgs {}
+// SAFETY: the same.
+unsafe impl Args for StridedArgs {}
+// SAFETY: the same.
+unsafe impl<const N: usize> Args for MultiArgs<N> {}

@@ -1,0 +1,252 @@
+//! Lists of tensors, in as few launches as their types allow.
+
+use super::args::{Delayed, Entry, MultiArgs};
+use super::{AMAX, STRIDED_AMAX, cast, find_amax};
+use crate::cuda::driver::{self, Grid, launch};
+use crate::cuda::table::{ByInput, ByTypes, Kernel, by_input, by_types, format_index, input_index};
+use crate::cuda::views::{aligned, contiguous_and_aligned, ordinal};
+use crate::cuda::workspace::{PER_STREAM, meetings};
+use crate::error::Error;
+use crate::layout::{View, ViewMut};
+use crate::ops::{ScaleRule, Stream};
+
+/// Entries of the two sizes of [`MultiArgs`]: small parameters launch faster.
+const SHORT: usize = 64;
+const LONG: usize = 1000;
+const _: () = assert!(LONG <= PER_STREAM);
+
+static AMAX_SHORT: ByInput = by_input!(Multi, "multi_amax_short", MultiArgs<SHORT>);
+static AMAX_LONG: ByInput = by_input!(Multi, "multi_amax_long", MultiArgs<LONG>);
+static MULTI_SHORT: ByTypes = by_types!(Multi, "multi_cast_short", MultiArgs<SHORT>);
+static MULTI_LONG: ByTypes = by_types!(Multi, "multi_cast_long", MultiArgs<LONG>);
+static DELAYED_SHORT: ByTypes = by_types!(Multi, "multi_cast_delayed_short", MultiArgs<SHORT>);
+static DELAYED_LONG: ByTypes = by_types!(Multi, "multi_cast_delayed_long", MultiArgs<LONG>);
+
+#[cfg(test)]
+pub(super) fn kernels() -> Vec<&'static Kernel> {
+    let by_types = [&MULTI_SHORT, &MULTI_LONG, &DELAYED_SHORT, &DELAYED_LONG];
+    let by_types = by_types.into_iter().flatten().flatten();
+    [&AMAX_SHORT, &AMAX_LONG].into_iter().flatten().chain(by_types).collect()
+}
+
+/// The pointer to element `i` of a one-row list of fp32.
+fn element(list: *mut u8, col_stride: isize, i: usize) -> *mut u8 {
+    list.wrapping_offset(col_stride * 4 * i as isize)
+}
+
+/// Whether a list kernel takes the tensor; the others are launched one by one.
+fn listed(x: &View, out: Option<&ViewMut>) -> bool {
+    contiguous_and_aligned(x)
+        && x.numel() < 1 << 40
+        && out.is_none_or(|o| o.is_contiguous() && aligned(o.ptr(), 16))
+}
+
+/// The step from an element to the next: a one-row view, or a one-column one.
+fn list_step(rows: usize, row_stride: isize, col_stride: isize) -> isize {
+    if rows == 1 { col_stride } else { row_stride }
+}
+
+/// Launches one kernel for each run of entries that share an input type (and a format).
+fn launch_list(
+    device: i32,
+    stream: Stream,
+    entries: &[Entry],
+    head: &MultiArgs<0>,
+    blocks: u32,
+    short: &'static Kernel,
+    long: &'static Kernel,
+) -> Result<(), Error> {
+    let grid = Grid { blocks: u64::from(blocks), threads: 256 };
+    if entries.len() <= SHORT {
+        launch(device, stream, short, grid, &fill::<SHORT>(head, entries, blocks))
+    } else {
+        launch(device, stream, long, grid, &fill::<LONG>(head, entries, blocks))
+    }
+}
+
+fn fill<const N: usize>(head: &MultiArgs<0>, entries: &[Entry], blocks: u32) -> MultiArgs<N> {
+    let none = Entry { x: std::ptr::null(), codes: std::ptr::null_mut(), n: 0, first_block: 0, index: 0 };
+    let mut args = MultiArgs {
+        scales: head.scales,
+        amaxes: head.amaxes,
+        scales_used: head.scales_used,
+        meetings: head.meetings,
+        count: entries.len() as u32,
+        blocks,
+        entries: [none; N],
+    };
+    args.entries[..entries.len()].copy_from_slice(entries);
+    args
+}
+
+/// Cuts a list into launches: entries whose kernels are the same, at most [`LONG`] at once.
+fn for_each_launch(
+    entries: Vec<((usize, usize), Entry)>,
+    per_block: impl Fn(usize) -> u64,
+    least: u64,
+    mut run: impl FnMut((usize, usize), &[Entry], u32) -> Result<(), Error>,
+) -> Result<(), Error> {
+    let mut keys: Vec<(usize, usize)> = entries.iter().map(|(key, _)| *key).collect();
+    keys.sort_unstable();
+    keys.dedup();
+    for key in keys {
+        let own: Vec<Entry> = entries.iter().filter(|(k, _)| *k == key).map(|(_, e)| *e).collect();
+        for part in own.chunks(LONG) {
+            let mut part = part.to_vec();
+            let mut blocks = 0_u64;
+            for entry in &mut part {
+                entry.first_block = blocks as u32;
+                blocks += entry.n.div_ceil(per_block(key.0)).max(least);
+            }
+            // 2^31 blocks are 2^43 elements: more than any device holds.
+            run(key, &part, blocks as u32)?;
+        }
+    }
+    Ok(())
+}
+
+pub(crate) fn multi_amax(xs: &[View], out: ViewMut, stream: Stream) -> Result<(), Error> {
+    let device = ordinal(out.device());
+    let step = list_step(out.rows(), out.row_stride(), out.col_stride());
+    let dense = step == 1 || xs.len() <= 1;
+    if dense {
+        driver::zero(device, stream, out.ptr(), xs.len() * 4)?;
+    }
+    let mut entries = Vec::with_capacity(xs.len());
+    for (i, x) in xs.iter().enumerate() {
+        if dense && listed(x, None) {
+            if x.numel() > 0 {
+                let entry = Entry {
+                    x: x.ptr(),
+                    codes: std::ptr::null_mut(),
+                    n: x.numel() as u64,
+                    first_block: 0,
+                    index: i as u32,
+                };
+                entries.push(((input_index(x.dtype()), 0), entry));
+            }
+        } else {
+            let at = input_index(x.dtype());
+            let to = element(out.ptr(), step, i);
+            find_amax(x, to, &AMAX[at], &STRIDED_AMAX[at], ScaleRule::default(), stream)?;
+        }
+    }
+    let head = MultiArgs::<0> {
+        scales: std::ptr::null(),
+        amaxes: out.ptr(),
+        scales_used: std::ptr::null_mut(),
+        meetings: std::ptr::null_mut(),
+        count: 0,
+        blocks: 0,
+        entries: [],
+    };
+    // Elements of a block: 256 threads, 8 loads, 4 rounds of 16 bytes.
+    let per_block = |input: usize| 256 * 8 * 4 * if input == 0 { 4 } else { 8 };
+    for_each_launch(entries, per_block, 0, |(i, _), part, blocks| {
+        launch_list(device, stream, part, &head, blocks, &AMAX_SHORT[i], &AMAX_LONG[i])
+    })
+}
+
+/// What a cast of a list follows: amaxes and scales used, both lists like `scales`.
+struct Follow {
+    amaxes: ViewMutParts,
+    scales_used: ViewMutParts,
+}
+
+#[derive(Clone, Copy)]
+struct ViewMutParts {
+    ptr: *mut u8,
+    step: isize,
+}
+
+impl ViewMutParts {
+    fn of(list: &ViewMut) -> Self {
+        Self { ptr: list.ptr(), step: list_step(list.rows(), list.row_stride(), list.col_stride()) }
+    }
+}
+
+fn multi_cast(
+    xs: &[View],
+    scales: &View,
+    follow: Option<&Follow>,
+    outs: &[ViewMut],
+    stream: Stream,
+) -> Result<(), Error> {
+    let device = ordinal(scales.device());
+    let step = list_step(scales.rows(), scales.row_stride(), scales.col_stride());
+    let dense =
+        xs.len() <= 1 || step == 1 && follow.is_none_or(|f| f.amaxes.step == 1 && f.scales_used.step == 1);
+    let mut entries = Vec::with_capacity(xs.len());
+    for (i, (x, out)) in xs.iter().zip(outs).enumerate() {
+        let Some(format) = out.dtype().fp8() else { continue };
+        if dense && listed(x, Some(out)) {
+            if x.numel() > 0 || follow.is_some() {
+                let entry = Entry {
+                    x: x.ptr(),
+                    codes: out.ptr(),
+                    n: x.numel() as u64,
+                    first_block: 0,
+                    index: i as u32,
+                };
+                entries.push(((input_index(x.dtype()), format_index(format)), entry));
+            }
+            continue;
+        }
+        let delayed = match follow {
+            None => None,
+            Some(f) => Some(Delayed {
+                amax: element(f.amaxes.ptr, f.amaxes.step, i),
+                scale_used: element(f.scales_used.ptr, f.scales_used.step, i),
+                meeting: meetings(device, stream, 1)?,
+            }),
+        };
+        let scale = element(scales.ptr().cast_mut(), step, i);
+        cast(x, scale, Some(out), None, delayed, false, stream)?;
+    }
+    let least = u64::from(follow.is_some());
+    for_each_launch(
+        entries,
+        |_| 2 * 4096,
+        least,
+        |(i, j), part, blocks| {
+            let head = MultiArgs::<0> {
+                scales: scales.ptr(),
+                amaxes: follow.map_or(std::ptr::null_mut(), |f| f.amaxes.ptr),
+                scales_used: follow.map_or(std::ptr::null_mut(), |f| f.scales_used.ptr),
+                meetings: match follow {
+                    None => std::ptr::null_mut(),
+                    Some(_) => meetings(device, stream, part.len())?,
+                },
+                count: 0,
+                blocks: 0,
+                entries: [],
+            };
+            let (short, long) = match follow {
+                None => (&MULTI_SHORT[i][j], &MULTI_LONG[i][j]),
+                Some(_) => (&DELAYED_SHORT[i][j], &DELAYED_LONG[i][j]),
+            };
+            launch_list(device, stream, part, &head, blocks, short, long)
+        },
+    )
+}
+
+pub(crate) fn multi_quantize(
+    xs: &[View],
+    scales: View,
+    outs: &[ViewMut],
+    stream: Stream,
+) -> Result<(), Error> {
+    multi_cast(xs, &scales, None, outs, stream)
+}
+
+pub(crate) fn multi_quantize_delayed(
+    xs: &[View],
+    scales: View,
+    amaxes: ViewMut,
+    scales_used: ViewMut,
+    outs: &[ViewMut],
+    stream: Stream,
+) -> Result<(), Error> {
+    let follow = Follow { amaxes: ViewMutParts::of(&amaxes), scales_used: ViewMutParts::of(&scales_used) };
+    multi_cast(xs, &scales, Some(&follow), outs, stream)
+}
