@@ -2,12 +2,11 @@
 
 use std::ops::Range;
 
-use half::{bf16, f16};
-
-use super::convert::{Codes, E4m3, E5m2, Element};
+use super::convert::{Codes, Element};
 use super::float_env::DefaultFloatEnv;
 use super::simd::{Kernel, dispatch};
 use super::tensorwise::{PARALLEL, PIECE};
+use super::types::{with_codes, with_element};
 use super::walk::{Copy, Piece, Walk};
 use super::{pool, rows};
 use crate::format::e8m0;
@@ -37,6 +36,7 @@ impl Kernel for CopyPiece<'_> {
 
 pub(crate) fn dequantize(codes: View, scale: View, block: Block, out: ViewMut) {
     let _env = DefaultFloatEnv::enter();
+    let format = codes.dtype().fp8().expect("validated");
     let mut task = Dequantize { codes: codes.matrix(), scale: scale.matrix(), block, out: out.matrix() };
     if task.codes.prefers_columns() {
         task = Dequantize {
@@ -49,15 +49,7 @@ pub(crate) fn dequantize(codes: View, scale: View, block: Block, out: ViewMut) {
     let pieces = Walk { source: task.codes, sinks: Vec::new() }.pieces(PIECE);
     pool::for_each(pieces.len(), codes.numel() >= PARALLEL, |i| {
         let piece = pieces[i].clone();
-        match (task.codes.dtype, task.out.dtype) {
-            (DType::E4m3, DType::F32) => task.run::<E4m3, f32>(piece),
-            (DType::E4m3, DType::F16) => task.run::<E4m3, f16>(piece),
-            (DType::E4m3, DType::Bf16) => task.run::<E4m3, bf16>(piece),
-            (DType::E5m2, DType::F32) => task.run::<E5m2, f32>(piece),
-            (DType::E5m2, DType::F16) => task.run::<E5m2, f16>(piece),
-            (DType::E5m2, DType::Bf16) => task.run::<E5m2, bf16>(piece),
-            (codes, out) => unreachable!("{codes} to {out} passed validation"),
-        }
+        with_codes!(format, C => with_element!(task.out.dtype, T => task.run::<C, T>(piece)));
     });
 }
 

@@ -1,7 +1,7 @@
 //! The CPU backend: vector code for the instruction set found at run time, on a pool of threads.
 //!
-//! - `simd` compiles one source for each instruction set; `convert` has the branch-free conversions, `rows` the
-//!   loops over contiguous elements.
+//! - `types` compiles one source for each element type and format, `simd` for each instruction set; `convert`
+//!   has the branch-free conversions, `rows` the loops over contiguous elements.
 //! - `walk` takes a matrix of any strides through them, `tile` transposes bytes.
 //! - `pool` splits work over threads, also in a forked process; `float_env` keeps a caller's flush-to-zero out.
 //! - `tensorwise`, `blocks` and `codes` are the operations. They are called with validated arguments.
@@ -16,6 +16,7 @@ mod rows;
 mod simd;
 mod tensorwise;
 mod tile;
+mod types;
 mod walk;
 
 pub use simd::{Level, set_simd, simd};

@@ -2,17 +2,16 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use half::{bf16, f16};
-
-use super::convert::{Codes, E4m3, E5m2, Element};
+use super::convert::{Codes, Element};
 use super::float_env::DefaultFloatEnv;
 use super::simd::{Kernel, dispatch};
+use super::types::{with_codes, with_element};
 use super::walk::{Cast, Piece, Walk};
 use super::{pool, rows};
 use crate::format::Fp8Format;
 use crate::format::scale::reciprocal;
 use crate::format::wide::{INF_BITS, NAN_BITS};
-use crate::layout::{DType, Matrix, View, ViewMut};
+use crate::layout::{Matrix, View, ViewMut};
 use crate::ops::ScaleRule;
 
 /// Elements that a thread takes at a time: large enough that handing them out costs nothing, small enough that a
@@ -54,34 +53,17 @@ impl Task {
     }
 
     fn run_piece(&self, piece: Piece, amax: bool) {
-        let found = match self.walk.source.dtype {
-            DType::F32 => self.run_typed::<f32>(piece, amax),
-            DType::F16 => self.run_typed::<f16>(piece, amax),
-            DType::Bf16 => self.run_typed::<bf16>(piece, amax),
-            other => unreachable!("{other} input passed validation"),
-        };
+        let (walk, x, q) = (&self.walk, self.walk.source, self.q);
+        let found = with_element!(x.dtype, T => if walk.sinks.is_empty() {
+            dispatch(AmaxPiece::<T> { x, piece, buffer: Vec::new() })
+        } else {
+            with_codes!(self.format, C => if amax {
+                dispatch(CastPiece { walk, piece, cast: Cast::<T, C, true>::new(x, q) })
+            } else {
+                dispatch(CastPiece { walk, piece, cast: Cast::<T, C, false>::new(x, q) })
+            })
+        });
         self.found.fetch_max(found, Ordering::Relaxed);
-    }
-
-    fn run_typed<T: Element>(&self, piece: Piece, amax: bool) -> u32 {
-        let (walk, q) = (&self.walk, self.q);
-        if walk.sinks.is_empty() {
-            return dispatch(AmaxPiece::<T> { x: walk.source, piece, buffer: Vec::new() });
-        }
-        match (self.format, amax) {
-            (Fp8Format::E4m3, false) => {
-                dispatch(CastPiece { walk, piece, cast: Cast::<T, E4m3, false>::new(walk.source, q) })
-            }
-            (Fp8Format::E4m3, true) => {
-                dispatch(CastPiece { walk, piece, cast: Cast::<T, E4m3, true>::new(walk.source, q) })
-            }
-            (Fp8Format::E5m2, false) => {
-                dispatch(CastPiece { walk, piece, cast: Cast::<T, E5m2, false>::new(walk.source, q) })
-            }
-            (Fp8Format::E5m2, true) => {
-                dispatch(CastPiece { walk, piece, cast: Cast::<T, E5m2, true>::new(walk.source, q) })
-            }
-        }
     }
 }
 

@@ -4,17 +4,16 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use half::{bf16, f16};
-
 use super::plane::largest;
 use super::{CHUNK, STRIP, part, strips};
 use crate::cpu::convert::Element;
 use crate::cpu::float_env::DefaultFloatEnv;
 use crate::cpu::simd::{Kernel, dispatch};
 use crate::cpu::tensorwise::PARALLEL;
+use crate::cpu::types::with_element;
 use crate::cpu::{pool, rows};
 use crate::format::wide::{INF_BITS, NAN_BITS};
-use crate::layout::{Block, DType, Matrix, View, ViewMut};
+use crate::layout::{Block, Matrix, View, ViewMut};
 
 /// See [`crate::ops::block_amax`]; `lead` rows of the first block come before `x`.
 pub(crate) fn block_amax(x: View, block: Block, lead: usize, out: ViewMut) {
@@ -30,11 +29,10 @@ pub(super) fn maxima(x: Matrix, fold: Option<&[f32]>, block: Block, lead: usize,
         }
     }
     let parallel = x.rows * x.cols >= PARALLEL;
-    pool::for_each(strips(x.rows, lead), parallel, |strip| match x.dtype {
-        DType::F32 => dispatch(Maxima::<f32> { x, fold, block, lead, out, strip, element: PhantomData }),
-        DType::F16 => dispatch(Maxima::<f16> { x, fold, block, lead, out, strip, element: PhantomData }),
-        DType::Bf16 => dispatch(Maxima::<bf16> { x, fold, block, lead, out, strip, element: PhantomData }),
-        other => unreachable!("{other} input passed validation"),
+    pool::for_each(strips(x.rows, lead), parallel, |strip| {
+        with_element!(x.dtype, T => {
+            dispatch(Maxima::<T> { x, fold, block, lead, out, strip, element: PhantomData });
+        });
     });
 }
 

@@ -3,16 +3,15 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use half::{bf16, f16};
-
 use super::amax::{fold_in, maxima};
 use super::plane::{Plane, largest};
 use super::{CHUNK, STRIP, part, strips};
-use crate::cpu::convert::{Codes, E4m3, E5m2, Element};
+use crate::cpu::convert::{Codes, Element};
 use crate::cpu::float_env::DefaultFloatEnv;
 use crate::cpu::simd::{Kernel, dispatch};
 use crate::cpu::tensorwise::PARALLEL;
 use crate::cpu::tile::{self, Tile};
+use crate::cpu::types::{with_codes, with_element};
 use crate::cpu::{pool, rows};
 use crate::format::Fp8Format;
 use crate::layout::{Block, DType, Device, Matrix};
@@ -80,21 +79,10 @@ impl Job {
     }
 
     fn run(&self, strip: usize, start: usize) {
-        match self.x.dtype {
-            DType::F32 => self.run_typed::<f32>(strip, start),
-            DType::F16 => self.run_typed::<f16>(strip, start),
-            DType::Bf16 => self.run_typed::<bf16>(strip, start),
-            other => unreachable!("{other} input passed validation"),
-        }
-    }
-
-    fn run_typed<T: Element>(&self, strip: usize, start: usize) {
-        let cols = start..(start + CHUNK).min(self.x.cols);
-        let job = self;
-        match self.format {
-            Fp8Format::E4m3 => dispatch(Part::<T, E4m3> { job, strip, cols, types: PhantomData }),
-            Fp8Format::E5m2 => dispatch(Part::<T, E5m2> { job, strip, cols, types: PhantomData }),
-        }
+        let (job, cols) = (self, start..(start + CHUNK).min(self.x.cols));
+        with_element!(self.x.dtype, T => with_codes!(self.format, C => {
+            dispatch(Part::<T, C> { job, strip, cols, types: PhantomData });
+        }));
     }
 }
 

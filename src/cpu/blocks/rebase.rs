@@ -5,12 +5,13 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use super::{CHUNK, STRIP, part, strips};
-use crate::cpu::convert::{Codes, E4m3, E5m2};
+use crate::cpu::convert::Codes;
 use crate::cpu::float_env::DefaultFloatEnv;
 use crate::cpu::pool;
 use crate::cpu::simd::{Kernel, dispatch};
 use crate::cpu::tensorwise::PARALLEL;
 use crate::cpu::tile::{self, Tile};
+use crate::cpu::types::with_codes;
 use crate::format::{Fp8Format, e8m0};
 use crate::layout::{Block, Matrix, View, ViewMut};
 use crate::ops::Axis;
@@ -33,9 +34,8 @@ pub(crate) fn rebase(codes: View, scales: View, block: Block, axis: Axis, out: V
     };
     let job = Job { codes, scales, block, axis, out: out.matrix(), largest, lines };
     let parallel = codes.rows * codes.cols >= PARALLEL;
-    pool::for_each(strips(codes.rows, 0), parallel, |index| match format {
-        Fp8Format::E4m3 => dispatch(Strip::<E4m3> { job: &job, index, format: PhantomData }),
-        Fp8Format::E5m2 => dispatch(Strip::<E5m2> { job: &job, index, format: PhantomData }),
+    pool::for_each(strips(codes.rows, 0), parallel, |index| {
+        with_codes!(format, C => dispatch(Strip::<C> { job: &job, index, format: PhantomData }));
     });
     for (line, seen) in job.lines.iter().enumerate() {
         let largest = match axis {
