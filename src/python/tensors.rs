@@ -171,8 +171,8 @@ impl<'py> Arguments<'py> {
         Ok(self.py.detach(move || operation.call())?)
     }
 
-    /// The elements of a list or tuple, kept alive until the arguments are dropped. Not of any iterable: that
-    /// may have an end or not.
+    /// The elements of a list or tuple, kept alive until the arguments are dropped. Not of any iterable: a tensor
+    /// is one too, of its rows.
     fn hold(&self, name: &'static str, tensors: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyTuple>> {
         let items = if let Ok(list) = tensors.cast::<PyList>() {
             list.to_tuple()
