@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,6 +35,21 @@ def step(model, rig, backward=True):
         if backward:
             y.float().square().mean().backward()
     return forward, back
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that run inside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+    def of(self, namespace):
+        return [name for name in self.names if name.startswith(f"{namespace}::")]
 
 
 @ranks(2, 4)
@@ -137,6 +153,23 @@ def test_one_all_reduce_a_mesh(rig):
     assert sorted(reduces(forward)) == [2 * 4, 3 * 4], forward.seen
 
 
+@ranks(4)
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_a_later_forward_copies_no_list_to_the_device(rig, recipe):
+    """For which the host would wait, at every step: indices of weights are there already."""
+    alone = [dist.new_group([r]) for r in range(4)][rig.rank] if recipe == "delayed" else None
+    model = make(EVEN, recipe=recipe, device=rig.device, amax_reduction_group=alone)
+    mesh = rig.mesh(2, 2, names=("a", "b"))
+    fully_shard(model.blocks[0], mesh=mesh["a"])
+    fully_shard(model.head, mesh=mesh["b"])  # the block between them is not sharded
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for n in range(5):
+        with Operators() as ran:
+            model(batch(rig)).sum().backward()
+        assert n < 3 or ran.names.count("aten::lift_fresh") == 0, n
+        optimizer.step()
+
+
 @ranks(2)
 def test_precompute_takes_the_all_reduce_out_of_one_forward(rig):
     model = make(UNEVEN, device=rig.device)
@@ -184,20 +217,7 @@ def test_precompute_leaves_other_models_alone(rig):
             with Collectives() as seen, Operators() as ran:
                 precompute_float8_dynamic_scale_for_fsdp(model)
             assert seen.seen == [], (recipe, seen.seen)
-            assert ran.names == [], (recipe, ran.names)
-
-
-class Operators(TorchDispatchMode):
-    """The names of this library's operators that run inside it."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "fp8rs":
-            self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
+            assert ran.of("fp8rs") == [], (recipe, ran.names)
 
 
 @ranks(2)

@@ -287,7 +287,6 @@ def test_checkpointing_the_converted_root_rolls_the_histories(rig, reentrant, fp
     for model, wrap in zip(models, (False, True), strict=True):
         for block in model.blocks:
             fp8rs.convert_to_float8_training(block, **options)
-        for block in model.blocks:
             fully_shard(block, mesh=rig.mesh())
         losses.append([])
         optimizer = adamw(model)
