@@ -8,6 +8,9 @@ VENV ?= .venv
 OLDEST ?= .venv-oldest
 OLDEST_TORCH ?= 2.11.0
 DEMO ?=
+# Two processes, each with a file at a time: files start ranks of their own, which wait for each other
+# as much as they compute.
+PYTEST ?= --numprocesses 2 --dist loadfile --durations 15
 
 BIN := $(VENV)/bin
 OLDEST_BIN := $(OLDEST)/bin
@@ -58,11 +61,11 @@ rust-test:
 	fi
 
 python-test: $(VENV)/.built
-	$(BIN)/python -m pytest tests -rs
+	$(BIN)/python -m pytest tests $(PYTEST)
 
 # Python tests alone: what Rust does has no torch in it.
 test-oldest: $(OLDEST)/.built
-	$(OLDEST_BIN)/python -m pytest tests -rs
+	$(OLDEST_BIN)/python -m pytest tests $(PYTEST)
 
 bench:
 	cargo bench
