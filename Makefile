@@ -10,14 +10,14 @@ OLDEST_TORCH ?= 2.11.0
 DEMO ?=
 # Two processes, each with a file at a time: files start ranks of their own, which wait for each other
 # as much as they compute.
-PYTEST ?= --numprocesses 2 --dist loadfile --durations 15
+PYTEST ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 BIN := $(VENV)/bin
 OLDEST_BIN := $(OLDEST)/bin
 # What the extension module is built from.
 SOURCES := $(shell find src -type f 2>/dev/null) Cargo.toml Cargo.lock pyproject.toml
 
-.PHONY: help demo test test-oldest lint lint-rust lint-python lint-ptx rust-test python-test bench wheel clean
+.PHONY: help environments demo test test-oldest lint lint-rust lint-python lint-ptx rust-test python-test bench wheel clean
 .DELETE_ON_ERROR:
 
 help:
@@ -28,6 +28,8 @@ help:
 	@echo "make bench        kernel benchmarks on the CPU, and on a GPU where there is one"
 	@echo "make wheel        the release wheel, in dist/"
 	@echo "make clean        remove what these made"
+
+environments: $(VENV)/.installed $(OLDEST)/.installed
 
 demo: $(VENV)/.built
 	$(BIN)/python -m fp8rs demo --plot demo-loss.png --json demo-result.json $(DEMO)
@@ -81,8 +83,10 @@ $(VENV)/.built: $(VENV)/.installed $(SOURCES)
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release
 	touch $@
 
-$(OLDEST)/.built: $(OLDEST)/.installed $(SOURCES)
-	VIRTUAL_ENV=$(CURDIR)/$(OLDEST) $(OLDEST_BIN)/maturin develop --release
+# One extension serves every Python and torch: what was built into python/ is made importable here too.
+$(OLDEST)/.built: $(OLDEST)/.installed $(VENV)/.built
+	$(OLDEST_BIN)/python -c 'import pathlib, sysconfig; \
+		pathlib.Path(sysconfig.get_path("purelib"), "fp8rs.pth").write_text("$(CURDIR)/python\n")'
 	touch $@
 
 $(VENV)/.installed: requirements-dev.txt

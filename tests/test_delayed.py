@@ -380,7 +380,9 @@ def test_training_converges(device):
 
 def test_history_alone(device):
     history = AmaxHistory(DelayedScaling(amax_history_len=3), [E4M3, E4M3, E5M2], device)
-    history.first_scales(slice(0, 3), torch.ones(3, device=device), E4M3)  # all are in use
+    history.first_scales(
+        range(3), slice(0, 3), torch.ones(3, device=device), E4M3
+    )  # all are in use
     history.amax.copy_(torch.tensor([2.0, 0.0, 5.0]))
     reduced = []
     history.roll(lambda t: reduced.append(t.clone()))
@@ -389,7 +391,8 @@ def test_history_alone(device):
     torch.testing.assert_close(history.scale.cpu(), expected, rtol=1e-7, atol=0)
     assert history.known.tolist() == [True, False, True]
     assert not history.amax.any()
-    first = history.first_scales(slice(0, 2), torch.tensor([9.0, 7.0], device=device), E4M3).cpu()
+    known = torch.tensor([9.0, 7.0], device=device)
+    first = history.first_scales(range(2), slice(0, 2), known, E4M3).cpu()
     torch.testing.assert_close(first, torch.tensor([2.0, 7.0]) / MAX[E4M3], rtol=1e-7, atol=0)
     history.roll(lambda t: None)
     assert history.ready == [True, False, True]

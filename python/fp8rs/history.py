@@ -11,7 +11,7 @@ amaxes one roll late, so that the read does not wait, and is the same on all ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -107,16 +107,16 @@ class AmaxHistory:
         amax = self.amax[slot] if record else self._unrecorded
         return Float8Quantizer(scale, amax, self.dtypes[slot])
 
-    def first_scales(self, slots: slice | Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
+    def first_scales(
+        self, indices: Iterable[int], slots: slice | Tensor, amax: Tensor, dtype: torch.dtype
+    ) -> Tensor:
         """Scales (n,) for slots that may have no history: from ``amax`` (n,) where they have none.
 
-        ``amax`` is that of the data about to be quantized, reduced already; ``dtype`` the
-        slots' element type.
+        ``indices`` and ``slots`` say the same, the first to the host and the second to the device:
+        neither waits to ask the other. ``amax`` is that of the data about to be quantized, reduced
+        already; ``dtype`` the slots' element type.
         """
-        if isinstance(slots, slice):
-            self._awaited.update(range(*slots.indices(len(self.ready))))
-        else:
-            self._awaited.update(slots.tolist())
+        self._awaited.update(indices)
         return self._or_first(slots, amax, dtype)
 
     def _or_first(self, slots: slice | Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:

@@ -123,11 +123,12 @@ class TensorLayout(Layout):
     ) -> Tensor:
         """Quantize with the histories' scales; the scales to dequantize with."""
         history = self.state.histories(shards[0].device)
-        slots = slots_of(shards, history.amax)
+        indices = [s.slot.index for s in shards]
+        slots = slots_of(indices, history.amax)
         history.wait_for_roll()
         scales = history.scale[slots]
         if measured is not None:
-            scales = history.first_scales(slots, measured, self.fp8_dtype)
+            scales = history.first_scales(indices, slots, measured, self.fp8_dtype)
         seen = history.amax[slots] if record else torch.zeros_like(scales)
         if measured is not None:
             # A cast that has been measured needs no second look at its amaxes.
@@ -188,9 +189,8 @@ def runs(shards: Sequence[Shard]) -> list[tuple[int, Sequence[Shard]]]:
     return found
 
 
-def slots_of(shards: Sequence[Shard], like: Tensor) -> Any:
-    """The shards' history slots: a slice if they are consecutive, else an index tensor."""
-    indices = [s.slot.index for s in shards]
+def slots_of(indices: list[int], like: Tensor) -> Any:
+    """What picks slots on the device: a slice if they are consecutive, else an index tensor."""
     if indices == list(range(indices[0], indices[0] + len(indices))):
         return slice(indices[0], indices[0] + len(indices))
     return index_tensor(tuple(indices), like.device)
