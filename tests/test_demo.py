@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from fp8rs.demo import launch as launch_module
 from fp8rs.demo import report
 from fp8rs.demo.data import load_corpus
 from fp8rs.demo.launch import Job, RankFailed, launch, threads_per_rank
@@ -145,9 +146,25 @@ def test_a_killed_rank_is_named() -> None:
         launch(job("die_on_one"), 2, lambda _: None)
 
 
-def test_a_job_past_its_limit_leaves_no_process(tmp_path: Path) -> None:
-    with pytest.raises(TimeoutError, match="not done after 30 s"):
-        launch(job("hang", folder=str(tmp_path)), 2, lambda _: None, limit_seconds=30)
+def test_a_job_past_its_limit_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed = 0.0
+
+    class Clock:
+        """Passes the limit when both ranks have started, however long that takes."""
+
+        @staticmethod
+        def monotonic() -> float:
+            return time.monotonic() + passed
+
+    def start(event: dict[str, Any]) -> None:
+        nonlocal passed
+        passed = 2000.0
+
+    monkeypatch.setattr(launch_module, "time", Clock)
+    with pytest.raises(TimeoutError, match="not done after 1000 s"):
+        launch(job("hang", folder=str(tmp_path)), 2, start, limit_seconds=1000)
     assert_ended(tmp_path)
 
 
@@ -167,14 +184,14 @@ def test_an_interrupted_or_killed_launcher_leaves_no_process(
         assert launcher.stdout is not None
         assert b"hanging" in launcher.stdout.readline()
         launcher.send_signal(sign)
-        assert launcher.wait(30) != 0
+        assert launcher.wait(60) != 0
     assert_ended(tmp_path)
 
 
 def assert_ended(folder: Path) -> None:
     started = [int(path.name) for path in folder.iterdir()]
     assert len(started) == 2
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while any(map(is_running, started)):
         assert time.monotonic() < deadline, "a rank outlived its launcher"
         time.sleep(0.1)
