@@ -231,13 +231,13 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     loss by 3% either way (seen between two versions of torch), which would hide what is claimed."""
     folder = tmp_path_factory.mktemp("demo")
     files = ["--json", str(folder / "result.json"), "--plot", str(folder / "loss.png")]
-    done = demo("--device", "cpu", *files, timeout=900)
+    done = demo("--device", "cpu", *files, timeout=1800)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "result.json").read_text()), done.stdout, folder
 
 
 #: The first test of `demo_run` waits for the whole demo.
-whole_demo = pytest.mark.timeout(900)
+whole_demo = pytest.mark.timeout(1800)
 
 
 @whole_demo
