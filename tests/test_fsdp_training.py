@@ -248,9 +248,19 @@ def test_cpu_offload(rig, recipe, hidden):
 
 
 @ranks(2)
+@pytest.mark.parametrize("policy", ["none", "bf16", "bf16, reduced in fp32"])
 @pytest.mark.parametrize("reentrant", [True, False])
 @every_recipe
-def test_activation_checkpointing(rig, recipe, reentrant):
+def test_activation_checkpointing(rig, recipe, reentrant, policy):
+    """The gradients are those without it: also their precision, which FSDP2's policy names."""
+    mp_policy = {
+        "none": MixedPrecisionPolicy(),
+        "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        "bf16, reduced in fp32": MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        ),
+    }[policy]
+
     class Checkpointed(nn.Module):
         def __init__(self, block):
             super().__init__()
@@ -260,19 +270,22 @@ def test_activation_checkpointing(rig, recipe, reentrant):
             return checkpoint(self.block, x, use_reentrant=reentrant)
 
     gradients = []
-    for wrap in (False, True):
+    for where in ("nowhere", "around FSDP's module", "within FSDP's module"):
         model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
-        for block in model.blocks:
-            fully_shard(block, mesh=rig.mesh())
-        if wrap:
+        if where == "within FSDP's module":
             model.blocks = nn.ModuleList(Checkpointed(b) for b in model.blocks)
-        fully_shard(model, mesh=rig.mesh())
+        for block in model.blocks:
+            fully_shard(block, mesh=rig.mesh(), mp_policy=mp_policy)
+        if where == "around FSDP's module":
+            model.blocks = nn.ModuleList(Checkpointed(b) for b in model.blocks)
+        fully_shard(model, mesh=rig.mesh(), mp_policy=mp_policy)
         for n in range(2):
             x = batch(rig, n).requires_grad_()
             model(x).square().mean().backward()
         gradients.append([p.grad.full_tensor() for p in model.parameters()])
-    for plain, checkpointed in zip(*gradients, strict=True):
-        torch.testing.assert_close(plain, checkpointed, rtol=1e-5, atol=1e-7)
+    for plain, *checkpointed in zip(*gradients, strict=True):
+        for gradient in checkpointed:
+            torch.testing.assert_close(plain, gradient, rtol=1e-5, atol=1e-7)
 
 
 @ranks(2)

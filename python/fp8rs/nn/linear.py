@@ -32,6 +32,8 @@ class Linear(torch.nn.Linear):
 
     _fp8_state: ModelState
     _fp8_index: int
+    #: What autograd wanted the weight's gradient in when it last said so.
+    _weight_grad_dtype: torch.dtype | None = None
 
     def __init__(
         self,
@@ -119,6 +121,10 @@ def _forward(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
 
+    grad_dtype = getattr(weight, "grad_dtype", weight.dtype)
+    if grad_dtype is not None and grad_dtype != layer._weight_grad_dtype:
+        layer._weight_grad_dtype = grad_dtype
+
     state, index = layer._fp8_state, layer._fp8_index
     recipe = state.recipe
     x_row, x_col = state.quantize_input(index, x, needs_w, record)
@@ -152,7 +158,7 @@ class _LinearFunction(torch.autograd.Function):
         y, x_col, w_scale = _forward(layer, x, weight, bias, needs_w, record)
         ctx.layer = layer
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        ctx.weight_grad_dtype = _grad_dtype(weight) if needs_w else None
+        ctx.weight_grad_dtype = _grad_dtype(layer, weight) if needs_w else None
         ctx.bias_dtype = None if bias is None else bias.dtype
         # Saved are plain tensors, as checkpointing and offloading hooks know them. A gathered
         # weight is not among them: FSDP frees and refills its planes, and only it may keep them.
@@ -207,6 +213,11 @@ class _LinearFunction(torch.autograd.Function):
         return dx, dw, db, None, None, None, None
 
 
-def _grad_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype that autograd wants a weight's gradient in (FSDP may set one of its own)."""
-    return getattr(weight, "grad_dtype", None) or weight.dtype
+def _grad_dtype(layer: Linear, weight: Tensor) -> torch.dtype:
+    """The dtype that autograd wants a weight's gradient in (FSDP may set one of its own).
+
+    None stands for any. FSDP2 sets that while a backward runs, where a reentrant checkpoint's
+    forward finds it: the gradient keeps the dtype that it has without the checkpoint.
+    """
+    dtype = getattr(weight, "grad_dtype", weight.dtype)
+    return dtype or layer._weight_grad_dtype or weight.dtype
