@@ -89,6 +89,11 @@ def test_filter_fqns_are_parts_of_names():
         convert(Model(), filter_fqns="head")
 
 
+def test_a_filter_that_leaves_nothing_out_is_said():
+    with pytest.warns(UserWarning, match=r"nothing out for 'haed', 'blocks\.7'"):
+        assert converted(convert(Model(), filter_fqns=["haed", "blocks.7"])) == ALL
+
+
 def test_module_filter_fn_is_given_module_and_name():
     seen = []
 

@@ -305,6 +305,7 @@ def test_demo_takes_every_recipe(recipe: str, tmp_path: Path) -> None:
     [
         (["--recipe", "none"], "--recipe none: "),
         (["--json", "/nowhere/result.json"], "there is no folder /nowhere"),
+        (["--plot", "loss.txt"], "must end in .png, .svg or .pdf"),
         (["--ranks", "0"], "must be at least 1"),
     ],
 )

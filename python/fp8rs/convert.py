@@ -84,7 +84,16 @@ def convert_to_float8_training(
             f"not {type(amax_reduction_group).__name__}"
         )
 
-    layers = _select(module, module_filter_fn, tuple(filter_fqns), recipe)
+    filter_fqns = tuple(filter_fqns)
+    linears = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+    unused = [part for part in filter_fqns if not any(part in name for name in linears)]
+    if unused:
+        warnings.warn(
+            f"filter_fqns leaves nothing out for {', '.join(map(repr, unused))}: "
+            "no linear layer has that in its name",
+            stacklevel=2,
+        )
+    layers = _select(module, module_filter_fn, filter_fqns, recipe)
     if not layers:
         if not any(isinstance(m, Linear) for m in module.modules()):
             warnings.warn(

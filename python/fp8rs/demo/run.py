@@ -104,3 +104,5 @@ def _check(
     for path in (json_path, plot_path):
         if path is not None and not path.resolve().parent.is_dir():
             raise DemoError(f"{path}: there is no folder {path.resolve().parent}", code=2)
+    if plot_path is not None and plot_path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise DemoError(f"--plot {plot_path}: its name must end in .png, .svg or .pdf", code=2)
