@@ -28,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
         "demo",
         help="train a small Llama in high precision and in FP8, and compare",
         description="Trains the same byte-level Llama twice under FSDP2 on this machine: in bf16 "
-        "and with an FP8 recipe. Takes about two minutes on two CPU cores.",
+        "and with an FP8 recipe. Takes two to three minutes on two CPU cores.",
     )
     demo.add_argument(
         "--ranks", type=_positive, help="processes to train on (default: 2 on CPU, else every GPU)"

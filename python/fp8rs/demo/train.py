@@ -47,7 +47,7 @@ class Settings:
 
     @staticmethod
     def choose(device: str, ranks: int, steps: int | None = None) -> Settings:
-        """Two minutes on two CPU cores; a larger model where there is a GPU."""
+        """Two to three minutes on two CPU cores; a larger model where there is a GPU."""
         if device == "cuda":
             model = LlamaConfig(VOCABULARY, 512, 8, 8, 4, 1408)
             settings = Settings(model, device, 600, 64, 256, 1e-3)
