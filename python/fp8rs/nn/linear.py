@@ -32,7 +32,9 @@ class Linear(torch.nn.Linear):
 
     _fp8_state: ModelState
     _fp8_index: int
-    #: What autograd wanted the weight's gradient in when it last said so.
+    #: The dtype that autograd wanted the weight's gradient in when it last named one (FSDP may set
+    #: one of its own). FSDP2 lets any through while a backward runs, where a reentrant checkpoint's
+    #: forward finds it: the gradient keeps the dtype that it has without the checkpoint.
     _weight_grad_dtype: torch.dtype | None = None
 
     def __init__(
@@ -158,7 +160,7 @@ class _LinearFunction(torch.autograd.Function):
         y, x_col, w_scale = _forward(layer, x, weight, bias, needs_w, record)
         ctx.layer = layer
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        ctx.weight_grad_dtype = _grad_dtype(layer, weight) if needs_w else None
+        ctx.weight_grad_dtype = layer._weight_grad_dtype or weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         # Saved are plain tensors, as checkpointing and offloading hooks know them. A gathered
         # weight is not among them: FSDP frees and refills its planes, and only it may keep them.
@@ -211,13 +213,3 @@ class _LinearFunction(torch.autograd.Function):
         if needs_bias:
             db = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.bias_dtype)
         return dx, dw, db, None, None, None, None
-
-
-def _grad_dtype(layer: Linear, weight: Tensor) -> torch.dtype:
-    """The dtype that autograd wants a weight's gradient in (FSDP may set one of its own).
-
-    None stands for any. FSDP2 sets that while a backward runs, where a reentrant checkpoint's
-    forward finds it: the gradient keeps the dtype that it has without the checkpoint.
-    """
-    dtype = getattr(weight, "grad_dtype", weight.dtype)
-    return dtype or layer._weight_grad_dtype or weight.dtype
