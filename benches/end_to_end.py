@@ -37,7 +37,7 @@ from fp8rs.demo.launch import Job, RankFailed, launch
 from fp8rs.demo.model import Llama, LlamaConfig, parameter_count
 from fp8rs.demo.traffic import converted_share, counted
 from fp8rs.demo.train import convert, linear_weights, peak_memory, shard
-from fp8rs.recipes import RECIPES
+from fp8rs.quantize.recipes import RECIPES
 
 #: Steps before the loss is read and the clock starts.
 WARM_UP = 12

@@ -25,7 +25,7 @@ from torch import nn
 from fp8rs.demo.data import Corpus, load_corpus
 from fp8rs.demo.model import Llama
 from fp8rs.demo.train import Settings, convert, linear_weights, train_alone
-from fp8rs.recipes import RECIPES, Recipe, resolve_recipe
+from fp8rs.quantize.recipes import RECIPES, Recipe, resolve_recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import block_simulation

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import fp8rs
-from fp8rs.tensors import QuantizedTensor
+from fp8rs.tensor.quantized import QuantizedTensor
 
 E4M3 = torch.float8_e4m3fn
 

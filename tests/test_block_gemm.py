@@ -10,7 +10,9 @@ import torch
 
 import fp8rs
 from block_reference import expand, swizzle
-from fp8rs import formats, gemm, gemm_blocks
+from fp8rs.gemm import blocks as gemm_blocks
+from fp8rs.gemm import table as gemm
+from fp8rs.tensor import formats
 from simulation import E4M3, relative
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
@@ -125,7 +127,7 @@ def test_operands(on, a, b, capability, shape, out_dtype, with_bias):
 @pytest.mark.parametrize("name", ["rowwise", "block", "mxfp8"])
 def test_choice_of_operands(on, name):
     """Hopper has MXFP8's activations in one power of two a row, Blackwell and others in MXFP8."""
-    recipe = fp8rs.recipes.resolve_recipe(name)
+    recipe = fp8rs.quantize.recipes.resolve_recipe(name)
     own = recipe.block_format("input")
     cpu = torch.device("cpu")
     assert gemm_blocks.operand_format(own, cpu, False) == own

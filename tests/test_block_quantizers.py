@@ -5,7 +5,7 @@ import torch
 
 import block_reference as reference
 import fp8rs
-from fp8rs.quantizers import quantizer_like
+from fp8rs.quantize.quantizers import quantizer_like
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 F8 = fp8rs.Float8BlockQuantizer

@@ -430,7 +430,7 @@ class WatchedCore:
 @pytest.mark.parametrize("name", BAD)
 def test_bad_calls_name_the_argument_and_write_nothing(device, name, monkeypatch):
     watched = WatchedCore()
-    monkeypatch.setattr("fp8rs.ops_blocks._core", watched)
+    monkeypatch.setattr("fp8rs.ops.blocks._core", watched)
     exception, argument, call = BAD[name]
     x = torch.ones(64, 96, device=device)
     with pytest.raises(exception, match=rf"^{argument} (is|has) "):
@@ -442,7 +442,7 @@ def test_bad_calls_name_the_argument_and_write_nothing(device, name, monkeypatch
 def test_outputs_of_good_calls_are_seen_to_be_written(device, monkeypatch):
     """So that the test above would see it."""
     watched = WatchedCore()
-    monkeypatch.setattr("fp8rs.ops_blocks._core", watched)
+    monkeypatch.setattr("fp8rs.ops.blocks._core", watched)
     x = torch.ones(64, 96, device=device)
     codes, scale, _, _ = ops.quantize_blocks(x, E4M3, [1, 32], E8M0, True, True)
     ops.block_amax(x, [1, 32])

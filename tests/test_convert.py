@@ -11,8 +11,8 @@ from torch import nn
 
 from distributed import ranks
 from fp8rs import nn as fp8nn
-from fp8rs.convert import convert_to_float8_training
-from fp8rs.recipes import DelayedScaling, Float8CurrentScaling
+from fp8rs.convert.convert import convert_to_float8_training
+from fp8rs.quantize.recipes import DelayedScaling, Float8CurrentScaling
 
 
 class Model(nn.Module):

@@ -6,9 +6,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed import ranks
-from fp8rs.convert import convert_to_float8_training
-from fp8rs.history import AmaxHistory
-from fp8rs.recipes import DelayedScaling
+from fp8rs.convert.convert import convert_to_float8_training
+from fp8rs.quantize.recipes import DelayedScaling
+from fp8rs.scaling.history import AmaxHistory
 from simulation import E4M3, E5M2, MAX, scale_of
 
 

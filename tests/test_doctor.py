@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fp8rs import doctor
-from fp8rs.recipes import RECIPES
+from fp8rs.quantize.recipes import RECIPES
 
 
 def run(*arguments: str, **environment: str) -> str:

@@ -27,7 +27,7 @@ from distributed.models import (
     watch_weights,
 )
 from fp8rs.fsdp import MasterWeight
-from fp8rs.tensors import Float8Tensor
+from fp8rs.tensor.quantized import Float8Tensor
 
 HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
 shardings = pytest.mark.parametrize("hidden", list(HIDDEN))

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8rs.convert import convert_to_float8_training
-from fp8rs.recipes import Float8CurrentScaling
+from fp8rs.convert.convert import convert_to_float8_training
+from fp8rs.quantize.recipes import Float8CurrentScaling
 from simulation import E4M3, E5M2, linear, relative
 
 

@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8rs import UnsupportedError
 from fp8rs import nn as fp8nn
-from fp8rs.formats import BlockFormat
-from fp8rs.gemm import capability as capability_of
-from fp8rs.gemm import check_cuda, scaled_mm
-from fp8rs.quantizers import Float8CurrentScalingQuantizer, quantizer_for
-from fp8rs.recipes import DelayedScaling, Float8CurrentScaling
-from fp8rs.tensors import Plane
+from fp8rs.gemm.table import capability as capability_of
+from fp8rs.gemm.table import check_cuda, scaled_mm
+from fp8rs.quantize.quantizers import Float8CurrentScalingQuantizer, quantizer_for
+from fp8rs.quantize.recipes import DelayedScaling, Float8CurrentScaling
+from fp8rs.tensor.formats import BlockFormat
+from fp8rs.tensor.quantized import Plane
 from simulation import E4M3, linear, relative
 
 
@@ -261,7 +261,7 @@ class Attention(nn.Module):
 
 
 def attention(device, recipe="current", **kwargs):
-    from fp8rs.convert import convert_to_float8_training
+    from fp8rs.convert.convert import convert_to_float8_training
 
     torch.manual_seed(0)
     return convert_to_float8_training(
@@ -308,7 +308,7 @@ def test_a_sibling_sees_in_place_changes(device):
             x.mul_(2)
             return first, self.b(x)
 
-    from fp8rs.convert import convert_to_float8_training
+    from fp8rs.convert.convert import convert_to_float8_training
 
     model = convert_to_float8_training(
         Changes().to(device), recipe="current", enable_fsdp_float8_all_gather=False

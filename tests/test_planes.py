@@ -13,8 +13,8 @@ from torch import nn
 
 import fp8rs
 from block_reference import expand
-from fp8rs.formats import TENSOR
-from fp8rs.tensors import Plane, QuantizedTensor
+from fp8rs.tensor.formats import TENSOR
+from fp8rs.tensor.quantized import Plane, QuantizedTensor
 from simulation import relative
 from tensor_formats import (
     FORMATS,

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from distributed import ranks
-from fp8rs.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer
-from fp8rs.tensors import Float8Tensor
+from fp8rs.quantize.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer
+from fp8rs.tensor.quantized import Float8Tensor
 from simulation import MAX, codes_of, scale_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

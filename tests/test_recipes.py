@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from fp8rs import formats
-from fp8rs.recipes import (
+from fp8rs.quantize.recipes import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -15,6 +14,7 @@ from fp8rs.recipes import (
     describe,
     resolve_recipe,
 )
+from fp8rs.tensor import formats
 
 
 def test_defaults():

@@ -6,9 +6,9 @@ import io
 import pytest
 import torch
 
-from fp8rs.formats import TENSOR
-from fp8rs.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer
-from fp8rs.tensors import Float8Tensor, Plane, QuantizedTensor
+from fp8rs.quantize.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer
+from fp8rs.tensor.formats import TENSOR
+from fp8rs.tensor.quantized import Float8Tensor, Plane, QuantizedTensor
 
 PLANES = {
     "both": {"rowwise": True, "columnwise": True},

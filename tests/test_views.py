@@ -7,7 +7,7 @@ scale with other elements, all are quantized again. Codes are copied as they are
 import pytest
 import torch
 
-from fp8rs.tensors import QuantizedTensor
+from fp8rs.tensor.quantized import QuantizedTensor
 from tensor_formats import (
     FORMATS,
     PLANES,

@@ -7,19 +7,16 @@ no GPU.
 from typing import TYPE_CHECKING, Any
 
 from . import ops  # isort: skip  (registers the operators that the rest calls)
-from . import ops_blocks as ops_blocks  # isort: skip
 
-from . import nn
-from ._core import CudaError, UnsupportedError, __version__
-from .convert import convert_to_float8_training
-from .quantizers import (
+from fp8rs.convert.convert import convert_to_float8_training
+from fp8rs.quantize.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     MXFP8Quantizer,
     Quantizer,
 )
-from .recipes import (
+from fp8rs.quantize.recipes import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -27,10 +24,13 @@ from .recipes import (
     MXFP8BlockScaling,
     Recipe,
 )
-from .tensors import Float8Tensor, MXFP8Tensor, Plane, QuantizedTensor
+from fp8rs.tensor.quantized import Float8Tensor, MXFP8Tensor, Plane, QuantizedTensor
+
+from . import nn
+from ._core import CudaError, UnsupportedError, __version__
 
 if TYPE_CHECKING:
-    from .fsdp import precompute_float8_dynamic_scale_for_fsdp
+    from fp8rs.fsdp import precompute_float8_dynamic_scale_for_fsdp
 
 __all__ = [
     "CudaError",
@@ -61,7 +61,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # It imports torch.distributed.tensor, which takes two seconds: only for those who shard.
     if name == "precompute_float8_dynamic_scale_for_fsdp":
-        from .fsdp import precompute_float8_dynamic_scale_for_fsdp
+        from fp8rs.fsdp import precompute_float8_dynamic_scale_for_fsdp
 
         return precompute_float8_dynamic_scale_for_fsdp
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

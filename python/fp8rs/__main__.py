@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .recipes import RECIPES
+from fp8rs.quantize.recipes import RECIPES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,7 +63,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from . import doctor
+    from fp8rs import doctor
 
     findings = doctor.examine()
     print(doctor.as_json(findings) if options.json else doctor.as_text(findings))

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from . import _core
-from .devices import RECIPE_NAMES, Capability, gpu_path
+from fp8rs import _core
+from fp8rs.gemm.devices import RECIPE_NAMES, Capability, gpu_path
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Findings:
 
 def examine() -> Findings:
     """Looks at this machine."""
-    from . import __version__
+    from fp8rs import __version__
 
     driver = _driver_cuda()
     devices = _devices()

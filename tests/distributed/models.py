@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fp8rs
-from fp8rs.recipes import resolve_recipe
-from fp8rs.tensors import TENSOR_TYPES
+from fp8rs.quantize.recipes import resolve_recipe
+from fp8rs.tensor.quantized import TENSOR_TYPES
 
 from .collectives import Collectives
 

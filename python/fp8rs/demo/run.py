@@ -92,8 +92,8 @@ def _check(
 ) -> None:
     """What would fail only after the reference was trained."""
     from fp8rs import UnsupportedError
-    from fp8rs.gemm import check_cuda
-    from fp8rs.recipes import resolve_recipe
+    from fp8rs.gemm.table import check_cuda
+    from fp8rs.quantize.recipes import resolve_recipe
 
     try:
         name = resolve_recipe(recipe).name

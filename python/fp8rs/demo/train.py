@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from fp8rs.recipes import Recipe
+from fp8rs.quantize.recipes import Recipe
 
 from .data import VOCABULARY, Corpus, load_corpus
 from .model import Llama, LlamaConfig, parameter_count

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from fp8rs.quantizers import BlockQuantizer
-from fp8rs.reductions import index_tensor
-from fp8rs.tensors import Plane
+from fp8rs.quantize.quantizers import BlockQuantizer
+from fp8rs.scaling.reductions import index_tensor
+from fp8rs.tensor.quantized import Plane
 
 from .layouts import Layout, Measured, Planes, Reduce, Shard
 
 if TYPE_CHECKING:
-    from fp8rs.state import ModelState
+    from fp8rs.scaling.state import ModelState
 
     from .master_weight import MasterWeight
     from .placement import Placement

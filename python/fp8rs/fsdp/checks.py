@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
 
-from fp8rs.state import ModelState
+from fp8rs.scaling.state import ModelState
 
 
 def refuse_partial_reshard(state: ModelState) -> None:

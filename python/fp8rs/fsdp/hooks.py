@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fp8rs.tensors import QuantizedTensor, wrap_planes
+from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
 
 from . import passes
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fp8rs.tensors import Plane
+from fp8rs.tensor.quantized import Plane
 
 if TYPE_CHECKING:
-    from fp8rs.recipes import Recipe
-    from fp8rs.state import ModelState
+    from fp8rs.quantize.recipes import Recipe
+    from fp8rs.scaling.state import ModelState
 
     from .master_weight import MasterWeight
     from .placement import Placement

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fp8rs.announcements import in_backward
-from fp8rs.reductions import reduce_packed_
-from fp8rs.state import ModelState
+from fp8rs.scaling.announcements import in_backward
+from fp8rs.scaling.reductions import reduce_packed_
+from fp8rs.scaling.state import ModelState
 
 from .checks import refuse_partial_reshard
 from .layouts import Layout, Measured, Shard, layout_for

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from . import state_dicts
 
 if TYPE_CHECKING:
-    from fp8rs.state import ModelState
+    from fp8rs.scaling.state import ModelState
 
 
 class WeightSlot:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from fp8rs.reductions import index_tensor
-from fp8rs.tensors import Plane
+from fp8rs.scaling.reductions import index_tensor
+from fp8rs.tensor.quantized import Plane
 
 from .layouts import Layout, Measured, Planes, Reduce, Shard
 
 if TYPE_CHECKING:
-    from fp8rs.state import ModelState
+    from fp8rs.scaling.state import ModelState
 
     from .master_weight import MasterWeight
     from .placement import Placement

@@ -7,11 +7,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..formats import INPUT_DTYPES
-from ..gemm import scaled_mm
-from ..recipes import Recipe, describe
-from ..state import ModelState
-from ..tensors import Plane, QuantizedTensor
+from fp8rs.gemm.table import scaled_mm
+from fp8rs.quantize.recipes import Recipe, describe
+from fp8rs.scaling.state import ModelState
+from fp8rs.tensor.formats import INPUT_DTYPES
+from fp8rs.tensor.quantized import Plane, QuantizedTensor
 
 
 class Linear(torch.nn.Linear):
@@ -27,7 +27,7 @@ class Linear(torch.nn.Linear):
         recipe: a recipe or its short name.
 
     Layers that :func:`fp8rs.convert_to_float8_training` makes share one
-    :class:`~fp8rs.state.ModelState`; a layer made by hand has its own.
+    :class:`~fp8rs.scaling.state.ModelState`; a layer made by hand has its own.
     """
 
     _fp8_state: ModelState
@@ -77,7 +77,7 @@ class Linear(torch.nn.Linear):
         super().__setstate__(state)
         if self._fp8_state.fp8_gather:
             # Pickles hold plain weights: without this one would be gathered in high precision.
-            from ..fsdp.state_dicts import restore
+            from fp8rs.fsdp.state_dicts import restore
 
             restore(self)
 

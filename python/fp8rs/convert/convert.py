@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from .configs import from_float8_linear_config
-from .formats import INPUT_DTYPES
-from .nn.linear import Linear
-from .recipes import Recipe, resolve_recipe
-from .state import ModelState
+from fp8rs.convert.torchao import from_float8_linear_config
+from fp8rs.nn.linear import Linear
+from fp8rs.quantize.recipes import Recipe, resolve_recipe
+from fp8rs.scaling.state import ModelState
+from fp8rs.tensor.formats import INPUT_DTYPES
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 
@@ -111,7 +111,7 @@ def convert_to_float8_training(
         assert isinstance(layer, Linear)
         layer._join(state, name)
     if enable_fsdp_float8_all_gather:
-        from .fsdp import shard_quantized
+        from fp8rs.fsdp import shard_quantized
 
         for _, layer in layers:
             shard_quantized(layer)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import formats
-from .recipes import Recipe, resolve_recipe
+from fp8rs.quantize.recipes import Recipe, resolve_recipe
+from fp8rs.tensor import formats
 
 _CASTS = (
     "cast_config_input",

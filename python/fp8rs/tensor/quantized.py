@@ -2,7 +2,7 @@
 
 ``rowwise`` has data of the logical shape, ``columnwise`` the transposed 2-D view stored
 contiguously (what GEMMs that contract over the rows read: Hopper's FP8 GEMM takes only K-major
-operands). The aten handlers are in :mod:`fp8rs.aten`; anything without one dequantizes its
+operands). The aten handlers are in :mod:`fp8rs.tensor.aten`; anything without one dequantizes its
 quantized arguments, runs, and writes the mutated ones back.
 """
 
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from . import formats
-from .formats import BlockFormat
-from .planes import Part, check_planes
-from .planes import Plane as Plane
+from fp8rs.tensor import formats
+from fp8rs.tensor.formats import BlockFormat
+from fp8rs.tensor.planes import Part, check_planes
+from fp8rs.tensor.planes import Plane as Plane
 
 if TYPE_CHECKING:
-    from .quantizers import Quantizer
+    from fp8rs.quantize.quantizers import Quantizer
 
 Handler = Callable[..., Any]
 
@@ -185,7 +185,7 @@ class QuantizedTensor(Tensor):
         """
         quantizer = self.quantizer
         if quantizer is None:
-            from .quantizers import quantizer_like
+            from fp8rs.quantize.quantizers import quantizer_like
 
             quantizer = quantizer_like(self)
         return quantizer.update_quantized(src, self)
@@ -415,4 +415,4 @@ def _rebuild(
 
 torch.serialization.add_safe_globals([_rebuild, BlockFormat])
 
-from . import aten as _aten  # noqa: E402  (fills HANDLERS)
+from fp8rs.tensor import aten as _aten  # noqa: E402  (fills HANDLERS)

@@ -2,7 +2,7 @@
 
 FSDP2 and DCP write through ``view(-1)``, slices and narrows. Where the planes of a view are all
 that a write must change (a slice along block boundaries), it writes them alone. Else the view
-knows the tensor that it is a :class:`~fp8rs.planes.Part` of.
+knows the tensor that it is a :class:`~fp8rs.tensor.planes.Part` of.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .aten import aten, implements
-from .formats import matrix_shape
-from .planes import Part, Plane
-from .tensors import QuantizedTensor
+from fp8rs.tensor.aten import aten, implements
+from fp8rs.tensor.formats import matrix_shape
+from fp8rs.tensor.planes import Part, Plane
+from fp8rs.tensor.quantized import QuantizedTensor
 
 
 @implements(aten.detach.default, aten.alias.default)

@@ -17,20 +17,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .activations import ActivationCache
-from .announcements import RootHook, in_backward, optimizer_steps
-from .gemm_blocks import dgrad_fold, dgrad_operand, operand_format
-from .history import AmaxHistory
-from .quantizers import (
+from fp8rs.gemm.blocks import dgrad_fold, dgrad_operand, operand_format
+from fp8rs.quantize.quantizers import (
     BlockQuantizer,
     Planes,
     Quantizer,
     quantizer_for,
     reduce_amax_,
 )
-from .recipes import DelayedScaling, Recipe, Role, resolve_recipe
-from .reductions import reduce_packed_
-from .tensors import Plane, QuantizedTensor
+from fp8rs.quantize.recipes import DelayedScaling, Recipe, Role, resolve_recipe
+from fp8rs.scaling.activations import ActivationCache
+from fp8rs.scaling.announcements import RootHook, in_backward, optimizer_steps
+from fp8rs.scaling.history import AmaxHistory
+from fp8rs.scaling.reductions import reduce_packed_
+from fp8rs.tensor.quantized import Plane, QuantizedTensor
 
 if TYPE_CHECKING:
     from torch import nn

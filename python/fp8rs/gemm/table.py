@@ -14,10 +14,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from . import formats
-from ._core import UnsupportedError
-from .devices import gpu_path
-from .tensors import Plane
+from fp8rs._core import UnsupportedError
+from fp8rs.gemm.devices import gpu_path
+from fp8rs.tensor import formats
+from fp8rs.tensor.quantized import Plane
 
 #: (a, b, bias, out_dtype, use_fast_accum) -> (rows of a, rows of b)
 Gemm = Callable[[Plane, Plane, "Tensor | None", torch.dtype, bool], Tensor]
@@ -200,6 +200,3 @@ def check_cuda(index: int, recipe: str) -> None:
     if path == "no":
         where = f"cuda:{index} ({torch.cuda.get_device_name(index)})"
         raise UnsupportedError(f"recipe {recipe!r} does not run on {where}: {why}")
-
-
-from . import gemm_blocks as _gemm_blocks  # noqa: E402,F401  (fills GEMMS)

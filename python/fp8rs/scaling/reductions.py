@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .quantizers import reduce_amax_
+from fp8rs.quantize.quantizers import reduce_amax_
 
 
 @lru_cache(maxsize=1024)

@@ -12,8 +12,8 @@ from typing import ClassVar, Literal
 
 import torch
 
-from . import formats
-from .formats import BlockFormat
+from fp8rs.tensor import formats
+from fp8rs.tensor.formats import BlockFormat
 
 Role = Literal["input", "weight", "grad"]
 

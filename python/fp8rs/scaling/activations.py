@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .quantizers import Planes
+from fp8rs.quantize.quantizers import Planes
 
 
 @dataclass(slots=True, eq=False)

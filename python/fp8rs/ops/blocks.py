@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import _core
-from .ops import _fake, _matrix, _matrix_shape, _operator, _or_empty, _planes
+from fp8rs import _core
+from fp8rs.ops.tensorwise import _fake, _matrix, _matrix_shape, _operator, _or_empty, _planes
 
 _F32 = torch.float32
 _E8M0 = torch.float8_e8m0fnu

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import formats, gemm
-from .devices import gpu_path
-from .formats import BlockFormat
-from .gemm import aligned, check_cuda, gemm_for, run
-from .tensors import Plane
+from fp8rs.gemm import table as gemm
+from fp8rs.gemm.devices import gpu_path
+from fp8rs.gemm.table import aligned, check_cuda, gemm_for, run
+from fp8rs.tensor import formats
+from fp8rs.tensor.formats import BlockFormat
+from fp8rs.tensor.quantized import Plane
 
 _pack_scales = torch.ops.fp8rs.pack_scales.default
 _rebase = torch.ops.fp8rs.rebase.default

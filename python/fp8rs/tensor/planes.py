@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from . import formats, ops  # noqa: F401  (ops registers torch.ops.fp8rs)
-from .formats import BlockFormat, matrix_shape
+from fp8rs import ops  # noqa: F401  (registers torch.ops.fp8rs)
+from fp8rs.tensor import formats
+from fp8rs.tensor.formats import BlockFormat, matrix_shape
 
 if TYPE_CHECKING:
-    from .tensors import QuantizedTensor
+    from fp8rs.tensor.quantized import QuantizedTensor
 
 _dequantize = torch.ops.fp8rs.dequantize.default
 _transpose = torch.ops.fp8rs.transpose.default

@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 if TYPE_CHECKING:
     from torch import nn
 
-    from .state import ModelState
+    from fp8rs.scaling.state import ModelState
 
 
 def in_backward() -> bool:

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import formats
-from .formats import BlockFormat, check_fp8_dtype, matrix_shape
-from .recipes import Recipe, Role
-from .tensors import Plane, QuantizedTensor, wrap_planes
+from fp8rs.quantize.recipes import Recipe, Role
+from fp8rs.tensor import formats
+from fp8rs.tensor.formats import BlockFormat, check_fp8_dtype, matrix_shape
+from fp8rs.tensor.quantized import Plane, QuantizedTensor, wrap_planes
 
 _amax = torch.ops.fp8rs.amax.default
 _quantize = torch.ops.fp8rs.quantize.default

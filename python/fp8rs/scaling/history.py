@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .quantizers import Float8Quantizer, reduce_amax_
-from .recipes import DelayedScaling
+from fp8rs.quantize.quantizers import Float8Quantizer, reduce_amax_
+from fp8rs.quantize.recipes import DelayedScaling
 
 
 class AmaxHistory:

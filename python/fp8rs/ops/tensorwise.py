@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from . import _core
+from fp8rs import _core
 
 _E4M3 = torch.float8_e4m3fn
 _E5M2 = torch.float8_e5m2

@@ -1,6 +1,6 @@
 """What torch's operators do to the planes of a quantized tensor: one table for every format.
 
-Views are in :mod:`fp8rs.aten_views`. What cannot be done over planes is left to
+Views are in :mod:`fp8rs.tensor.views`. What cannot be done over planes is left to
 :func:`dequantized_call`.
 """
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
-from .formats import INPUT_DTYPES
-from .tensors import HANDLERS, Handler, QuantizedTensor
+from fp8rs.tensor.formats import INPUT_DTYPES
+from fp8rs.tensor.quantized import HANDLERS, Handler, QuantizedTensor
 
 aten = torch.ops.aten
 
@@ -170,4 +170,4 @@ def dequantized_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return tree_map(lambda v: stand_ins.get(id(v), v) if isinstance(v, Tensor) else v, out)
 
 
-from . import aten_views as _aten_views  # noqa: E402,F401  (fills HANDLERS)
+from fp8rs.tensor import views as _aten_views  # noqa: E402,F401  (fills HANDLERS)

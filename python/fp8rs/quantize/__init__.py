@@ -1,0 +1,1 @@
+"""What quantizes: recipes, which name formats and rules, and quantizers, which make planes."""

@@ -1,0 +1,1 @@
+"""The state that scales depend on: forwards, steps, histories, reductions over ranks."""
