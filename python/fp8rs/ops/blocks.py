@@ -107,7 +107,7 @@ def _new_planes(
     "quantize_blocks(Tensor x, ScalarType fp8_dtype, int[] block, ScalarType scale_dtype,"
     " bool rowwise=True, bool columnwise=False, *, str rounding='ceil', bool power_2_scale=False,"
     " float amax_epsilon=0.0, bool packed=False, int row_offset=0, Tensor? amax=None,"
-    " Tensor? amax_columnwise=None, Tensor? fold=None)"
+    " Tensor? amax_columnwise=None, Tensor? fold=None, Tensor? after=None)"
     " -> (Tensor rowwise, Tensor rowwise_scale, Tensor columnwise, Tensor columnwise_scale)"
 )
 def _quantize_blocks(
@@ -126,6 +126,7 @@ def _quantize_blocks(
     amax: Tensor | None = None,
     amax_columnwise: Tensor | None = None,
     fold: Tensor | None = None,
+    after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantize with a scale for each block, in one or both directions from one read.
 
@@ -179,6 +180,7 @@ def _(
     amax: Tensor | None = None,
     amax_columnwise: Tensor | None = None,
     fold: Tensor | None = None,
+    after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     planes = _new_planes(x, fp8_dtype, block, scale_dtype, rowwise, columnwise, packed, row_offset)
     return _all(x, fp8_dtype, scale_dtype, planes)
@@ -231,22 +233,25 @@ def _new_unpacked(packed: Tensor, rows: int, blocks: int, block_rows: int = 1) -
 
 
 @_operator(
-    "rebase(Tensor codes, Tensor scale, int[] block, int axis) -> (Tensor codes, Tensor scale)"
+    "rebase(Tensor codes, Tensor scale, int[] block, int axis, Tensor? after=None)"
+    " -> (Tensor codes, Tensor scale)"
 )
-def _rebase(codes: Tensor, scale: Tensor, block: Sequence[int], axis: int) -> tuple[Tensor, Tensor]:
+def _rebase(
+    codes: Tensor, scale: Tensor, block: Sequence[int], axis: int, after: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """MXFP8 codes rewritten for one power-of-two float32 scale a row or a column.
 
     Axis 0 gives codes of the same shape and a scale for each row of the matrix, axis 1 the
     transposed codes and a scale for each of their rows; scales have the shape (rows, 1). The
     largest blocks of a row keep their bits; codes pushed into the subnormals lose some.
     """
-    out, scale_out = _new_rebased(codes, scale, block, axis)
+    out, scale_out = _new_rebased(codes, scale, block, axis, after)
     _core.rebase(_matrix(codes), scale, block[0], block[1], axis, out, scale_out)
     return out, scale_out
 
 
 def _new_rebased(
-    codes: Tensor, scale: Tensor, block: Sequence[int], axis: int
+    codes: Tensor, scale: Tensor, block: Sequence[int], axis: int, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     _pair(block)
     if axis not in (0, 1):

@@ -10,6 +10,8 @@ on the caller's current stream. What holds for all:
 - ``rowwise`` codes have the shape of ``x``; ``columnwise`` ones are the transposed matrix, stored
   contiguously. One that is not asked for comes back empty, with the shape ``(0,)``.
 - Operators are not differentiable: their autograd formulas are in the modules that call them.
+- ``after`` is not read. Where an operator is traced it places the operator after that tensor: a
+  compiler would compute a weight's second plane in the forward, and keep it for the backward.
 - Bad arguments raise TypeError or ValueError that name the argument, before anything is written.
 
 Python kernels cost about 1.4 us a call this way; ``torch.library.custom_op`` costs about 9.
@@ -167,7 +169,7 @@ def _(
 
 @_operator(
     "quantize(Tensor x, Tensor scale, ScalarType fp8_dtype, bool rowwise=True,"
-    " bool columnwise=False) -> (Tensor rowwise, Tensor columnwise)"
+    " bool columnwise=False, Tensor? after=None) -> (Tensor rowwise, Tensor columnwise)"
 )
 def _quantize(
     x: Tensor,
@@ -175,6 +177,7 @@ def _quantize(
     fp8_dtype: torch.dtype,
     rowwise: bool = True,
     columnwise: bool = False,
+    after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     row, col = _planes(x, fp8_dtype, rowwise, columnwise)
     _core.quantize(_matrix(x), scale, row, col)
@@ -188,6 +191,7 @@ def _(
     fp8_dtype: torch.dtype,
     rowwise: bool = True,
     columnwise: bool = False,
+    after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     row, col = _planes(x, fp8_dtype, rowwise, columnwise)
     return _or_empty(x, fp8_dtype, row), _or_empty(x, fp8_dtype, col)
@@ -214,6 +218,45 @@ def _quantize_delayed(
 
 
 @_fake("quantize_delayed")
+def _(
+    x: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    fp8_dtype: torch.dtype,
+    rowwise: bool = True,
+    columnwise: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    row, col = _planes(x, fp8_dtype, rowwise, columnwise)
+    scale_used = x.new_empty((), dtype=_F32)
+    return _or_empty(x, fp8_dtype, row), _or_empty(x, fp8_dtype, col), scale_used
+
+
+@_operator(
+    "_quantize_delayed(Tensor x, Tensor scale, Tensor amax, ScalarType fp8_dtype,"
+    " bool rowwise=True, bool columnwise=False)"
+    " -> (Tensor rowwise, Tensor columnwise, Tensor scale_used)"
+)
+def _quantize_delayed_silently(
+    x: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    fp8_dtype: torch.dtype,
+    rowwise: bool = True,
+    columnwise: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``quantize_delayed`` that does not tell autograd or the compiler of its write to ``amax``.
+
+    For linear layers: a layer's backward writes a slot that another forward of the layer has been
+    given already, which a declared write forbids. The maximum is idempotent, and nothing that is
+    traced reads it, so that calls may be merged and ordered at will.
+    """
+    row, col = _planes(x, fp8_dtype, rowwise, columnwise)
+    scale_used = x.new_empty((), dtype=_F32)
+    _core.quantize_delayed(_matrix(x), scale, amax, scale_used, row, col)
+    return _or_empty(x, fp8_dtype, row), _or_empty(x, fp8_dtype, col), scale_used
+
+
+@_fake("_quantize_delayed")
 def _(
     x: Tensor,
     scale: Tensor,
@@ -289,8 +332,8 @@ def _(xs: list[Tensor], scales: Tensor, amaxes: Tensor, outs: list[Tensor]) -> T
     return scales.new_empty(len(xs), dtype=_F32)
 
 
-@_operator("transpose(Tensor codes) -> Tensor")
-def _transpose(codes: Tensor) -> Tensor:
+@_operator("transpose(Tensor codes, Tensor? after=None) -> Tensor")
+def _transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
     rows, cols = _matrix_shape(codes)
     out = codes.new_empty((cols, rows))
     _core.transpose(_matrix(codes), out)
@@ -298,7 +341,7 @@ def _transpose(codes: Tensor) -> Tensor:
 
 
 @_fake("transpose")
-def _(codes: Tensor) -> Tensor:
+def _(codes: Tensor, after: Tensor | None = None) -> Tensor:
     rows, cols = _matrix_shape(codes)
     return codes.new_empty((cols, rows))
 
