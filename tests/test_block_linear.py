@@ -9,8 +9,8 @@ from torch import nn
 import block_simulation as simulation
 import fp8rs
 from fp8rs.gemm.table import scaled_mm
+from fp8rs.nn.registry import ModelState
 from fp8rs.quantize.recipes import RECIPES
-from fp8rs.scaling.state import ModelState
 from simulation import E4M3, E5M2, relative
 
 NAMES = ["rowwise", "block", "mxfp8"]

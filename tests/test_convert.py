@@ -231,7 +231,7 @@ def test_meta_device_modules(device):
             module.reset_parameters()
     model(torch.arange(3, device=device)).sum().backward()
     assert model.head.weight.grad.isfinite().all()
-    assert model.head._fp8_state.history.amax.device.type == device.type
+    assert model.head.fp8_amax.device.type == device.type
 
 
 @pytest.mark.parametrize("gather", [False, True])
@@ -262,14 +262,10 @@ def test_the_gather_option_changes_no_result_on_one_device(device):
         assert torch.equal(a, b)
 
 
-def test_weights_become_master_weights_for_the_gather(device):
-    from fp8rs.fsdp import MasterWeight
-
+def test_weights_for_the_gather_are_plain_until_they_are_sharded(device):
     model = convert(Model().to(device), enable_fsdp_float8_all_gather=True)
     for name in ALL:
-        weight = model.get_submodule(name).weight
-        assert isinstance(weight, MasterWeight)
-        assert isinstance(weight, nn.Parameter)
+        assert type(model.get_submodule(name).weight) is nn.Parameter
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     tokens = torch.arange(20, device=device)
     losses = []
@@ -378,28 +374,22 @@ def test_torchao_configs(config, recipe):
 
 
 def test_torchao_configs_choose_the_gather():
-    from fp8rs.fsdp import MasterWeight
-
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     model = convert_to_float8_training(Model(), config=config)
-    assert isinstance(model.head.weight, MasterWeight)
+    assert model.head._fp8_state.fp8_gather
 
 
 @pytest.mark.parametrize("theirs", [True, False])
 def test_torchao_configs_are_not_contradicted(theirs):
-    from fp8rs.fsdp import MasterWeight
-
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=theirs)
     with pytest.raises(ValueError, match=f"enable_fsdp_float8_all_gather={not theirs} contradicts"):
         convert(Model(), config=config, enable_fsdp_float8_all_gather=not theirs)
     model = convert(Model(), config=config, enable_fsdp_float8_all_gather=theirs)
-    assert isinstance(model.head.weight, MasterWeight) == theirs
+    assert model.head._fp8_state.fp8_gather == theirs
 
 
 def test_the_gather_is_on_by_default():
-    from fp8rs.fsdp import MasterWeight
-
-    assert isinstance(convert_to_float8_training(Model()).head.weight, MasterWeight)
+    assert convert_to_float8_training(Model()).head._fp8_state.fp8_gather
 
 
 @pytest.mark.parametrize(

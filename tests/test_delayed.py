@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distributed import ranks
 from fp8rs.convert.convert import convert_to_float8_training
 from fp8rs.quantize.recipes import DelayedScaling
-from fp8rs.scaling.history import AmaxHistory
+from fp8rs.scaling.histories import Histories
 from simulation import E4M3, E5M2, MAX, scale_of
 
 
@@ -34,12 +34,47 @@ class Two(nn.Module):
         return self.b(self.a(x))
 
 
-def build(device, **recipe):
+def build(device, group=None, **recipe):
     torch.manual_seed(0)
     model = convert_to_float8_training(
-        Two().to(device), recipe=DelayedScaling(**recipe), enable_fsdp_float8_all_gather=False
+        Two().to(device),
+        recipe=DelayedScaling(**recipe),
+        enable_fsdp_float8_all_gather=False,
+        amax_reduction_group=group,
     )
-    return model, model.a._fp8_state
+    return model, Slots(model)
+
+
+class Slots:
+    """The buffers of a model's layers, by slot: weights, inputs, gradients."""
+
+    def __init__(self, model):
+        self.layers = [m for m in model.modules() if hasattr(m, "fp8_amax")]
+
+    @property
+    def amax(self):
+        return torch.stack([m.fp8_amax[:3, 0] for m in self.layers], 1).view(-1)
+
+    @property
+    def scale(self):
+        return torch.stack([m.fp8_scale[:, 0] for m in self.layers], 1).view(-1)
+
+    @property
+    def history(self):
+        parts = [m.fp8_amax_history for m in self.layers]
+        return torch.stack(parts, 2).flatten(1)
+
+    @property
+    def known(self):
+        return self.scale > 0
+
+    @property
+    def ready(self):
+        return [
+            ready
+            for role in zip(*(m.fp8_ready for m in self.layers), strict=True)
+            for ready in role
+        ]
 
 
 def batch(device, scale=1.0, seed=1):
@@ -66,14 +101,14 @@ def test_first_scales_come_from_the_data(device):
         model(x)
     assert torch.equal(scales.used[0], scale_of(amax(x), E4M3))
     assert torch.equal(scales.used[1], scale_of(amax(model.a.weight), E4M3))
-    assert torch.equal(state.history.amax[X_A], amax(x))
-    assert torch.equal(state.history.amax[W_A], amax(model.a.weight))
+    assert torch.equal(state.amax[X_A], amax(x))
+    assert torch.equal(state.amax[W_A], amax(model.a.weight))
 
 
 def test_the_first_gradients_do_not_flush(device):
     model, state = build(device)
     (model(batch(device)).sum() * 1e-9).backward()
-    assert state.history.amax[G_B].item() == pytest.approx(1e-9)
+    assert state.amax[G_B].item() == pytest.approx(1e-9)
     assert amax(model.b.weight.grad) > 0
     assert amax(model.a.weight.grad) > 0
 
@@ -86,21 +121,21 @@ def test_scales_are_those_of_the_history_from_the_second_step_on(device):
     with Scales() as scales:
         model(first * 3)
     assert torch.equal(scales.used[0], scale_of(amax(first), E4M3)), "3x saturates"
-    assert torch.equal(state.history.amax[X_A], amax(first * 3)), "and is recorded"
-    assert torch.equal(state.history.scale[G_B], scale_of(torch.ones((), device=device), E5M2))
+    assert torch.equal(state.amax[X_A], amax(first * 3)), "and is recorded"
+    assert torch.equal(state.scale[G_B], scale_of(torch.ones((), device=device), E5M2))
 
 
 def test_a_step_is_one_roll_whatever_the_micro_batches(device):
     model, state = build(device)
     for scale in (1.0, 4.0, 2.0):
         model(batch(device, scale)).sum().backward()
-    assert not state.history.history.any(), "nothing rolls before the optimizer steps"
+    assert not state.history.any(), "nothing rolls before the optimizer steps"
     step(model)
-    assert not state.history.history.any(), "nor with it, but at the next forward"
+    assert not state.history.any(), "nor with it, but at the next forward"
     model(batch(device))
-    assert torch.equal(state.history.history[0, X_A], amax(batch(device, 4.0)))
+    assert torch.equal(state.history[0, X_A], amax(batch(device, 4.0)))
     model(batch(device))
-    assert not state.history.history[1:].any()
+    assert not state.history[1:].any()
 
 
 def test_two_optimizers_are_one_roll(device):
@@ -109,7 +144,7 @@ def test_two_optimizers_are_one_roll(device):
     for parameter in model.parameters():
         torch.optim.SGD([parameter], 0.0).step()
     model(batch(device))
-    assert (state.history.history[:, X_A] > 0).sum().item() == 1
+    assert (state.history[:, X_A] > 0).sum().item() == 1
 
 
 def test_optimizer_steps_without_a_forward_roll_nothing(device):
@@ -119,9 +154,9 @@ def test_optimizer_steps_without_a_forward_roll_nothing(device):
         step(model)
         model(batch(device)) if _ == 0 else None
     step(model)
-    scale = state.history.scale.clone()
+    scale = state.scale.clone()
     model(batch(device))
-    assert state.history.scale[X_A] == scale[X_A]
+    assert state.scale[X_A] == scale[X_A]
 
 
 def test_the_history_forgets_after_its_length(device):
@@ -133,7 +168,7 @@ def test_the_history_forgets_after_its_length(device):
         step(model)
         seen.append(amax(x))
     model(batch(device))
-    assert torch.equal(state.history.scale[X_A], scale_of(seen[-1], E4M3))
+    assert torch.equal(state.scale[X_A], scale_of(seen[-1], E4M3))
 
 
 @pytest.mark.parametrize(("algo", "expected"), [("max", 8.0), ("most_recent", 1.0)])
@@ -143,7 +178,7 @@ def test_amax_compute_algo(device, algo, expected):
         model(batch(device, scale)).sum().backward()
         step(model)
     model(batch(device))
-    assert torch.equal(state.history.scale[X_A], scale_of(amax(batch(device, expected)), E4M3))
+    assert torch.equal(state.scale[X_A], scale_of(amax(batch(device, expected)), E4M3))
 
 
 def test_margin_leaves_headroom(device):
@@ -153,26 +188,26 @@ def test_margin_leaves_headroom(device):
         model(batch(device)).sum().backward()
         step(model)
         model(batch(device))
-        scales.append(state.history.scale[W_A])
+        scales.append(state.scale[W_A])
     torch.testing.assert_close(scales[1], scales[0] * 4)
 
 
 def test_evaluations_are_not_recorded(device):
     model, state = build(device)
     with torch.no_grad():
-        model(batch(device, 100.0))
-    assert not state.history.amax.any()
-    model(batch(device)).sum().backward()
-    before = state.history.amax.clone()
+        model.eval()(batch(device, 100.0))
+    assert not state.amax.any()
+    model.train()(batch(device)).sum().backward()
+    before = state.amax.clone()
     step(model)
     with torch.no_grad(), Scales() as scales:
-        model(batch(device, 100.0))
-    assert torch.equal(state.history.amax, before)
-    assert not state.history.history.any(), "an evaluation does not roll"
+        model.eval()(batch(device, 100.0))
+    assert torch.equal(state.amax, before)
+    assert not state.history.any(), "an evaluation does not roll"
     assert len(scales.used) == 4
-    model(batch(device))
+    model.train()(batch(device))
     with torch.inference_mode(), Scales() as scales:
-        model(batch(device, 100.0))
+        model.eval()(batch(device, 100.0))
     assert torch.equal(scales.used[0], scale_of(amax(batch(device)), E4M3)), "the history's scale"
 
 
@@ -180,13 +215,14 @@ def test_evaluations_are_not_recorded(device):
 def test_an_evaluation_may_come_first(device, mode):
     model, state = build(device)
     with mode():
-        first = model(batch(device))
+        first = model.eval()(batch(device))
+    model.train()
     for _ in range(3):
         y = model(batch(device))
         y.sum().backward()
         step(model)
         assert torch.equal(y, first)
-    assert all(state.history.ready)
+    assert all(state.ready)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -206,8 +242,8 @@ def test_non_finite_amaxes_never_enter_the_history(device, bad):
     y = model(batch(device))
     assert y.isfinite().all(), "and gone with its cause"
     y.sum().backward()
-    assert state.history.history.isfinite().all()
-    assert state.history.scale.isfinite().all()
+    assert state.history.isfinite().all()
+    assert state.scale.isfinite().all()
     assert model.a.weight.grad.isfinite().all()
 
 
@@ -218,7 +254,7 @@ def test_non_finite_first_data_is_visible_and_leaves_no_scale(device):
     assert model(x).isnan().all()
     step(model)
     assert model(batch(device)).isfinite().all()
-    assert state.history.scale.isfinite().all()
+    assert state.scale.isfinite().all()
 
 
 def test_zeros_do_not_set_a_scale(device):
@@ -244,7 +280,7 @@ def test_known_slots_stop_reading_the_data(device):
     for _ in range(3):
         model(batch(device)).sum().backward()
         step(model)
-    assert all(state.history.ready)
+    assert all(state.ready)
 
     class NoAmax(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -262,11 +298,11 @@ def test_a_part_called_on_its_own_rolls_too(device):
         model.a(batch(device)).sum().backward()
         step(model)
     model.a(batch(device))
-    assert torch.equal(state.history.history[:2, X_A], amax(batch(device)).expand(2))
-    assert state.history.known.tolist() == [True, False, True, False, True, False]
+    assert torch.equal(state.history[:2, X_A], amax(batch(device)).expand(2))
+    assert state.known.tolist() == [True, False, True, False, True, False]
 
 
-def test_siblings_share_one_history(device):
+def test_siblings_share_codes_and_keep_their_histories(device):
     class Siblings(nn.Module):
         def __init__(self):
             super().__init__()
@@ -279,12 +315,14 @@ def test_siblings_share_one_history(device):
     model = convert_to_float8_training(
         Siblings().to(device), recipe="delayed", enable_fsdp_float8_all_gather=False
     )
-    model(batch(device))
-    history = model.q._fp8_state.history
-    assert history.amax[2].item() == amax(batch(device)).item()
-    assert history.amax[3].item() == 0, "k's own slot is not used"
+    with Scales() as scales:
+        model(batch(device))
+    assert len(scales.used) == 3, "two weights, and the input once"
+    history = Slots(model)
+    assert history.amax[2].item() == history.amax[3].item() == amax(batch(device)).item()
     model.k(batch(device, 2.0))
-    assert history.amax[2].item() == amax(batch(device, 2.0)).item()
+    assert history.amax[3].item() == amax(batch(device, 2.0)).item()
+    assert history.amax[2].item() == amax(batch(device)).item(), "k's history is its own"
 
 
 class Block(nn.Module):
@@ -302,33 +340,31 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("first", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_slots_that_nothing_uses_are_not_waited_for(device, monkeypatch, first):
-    """Siblings' own slots stay empty: reading the device for them would never end."""
+def test_slots_that_nothing_uses_are_read_ever_less(device, monkeypatch, first):
+    """A layer that is never called has no scale for good: asking for it must not go on."""
     torch.manual_seed(0)
     model = convert_to_float8_training(
         Block().to(device), recipe="delayed", enable_fsdp_float8_all_gather=False
     )
     reads = []
-    fetch = AmaxHistory._fetch
+    read = Histories._read_ready
     monkeypatch.setattr(
-        AmaxHistory, "_fetch", lambda self, known: reads.append(1) or fetch(self, known)
+        Histories, "_read_ready", lambda self: reads.extend(self._pending) or read(self)
     )
     with first():
         model(batch(device))
-    for step_ in range(6):
-        reads.clear()
+    for _ in range(26):
         model(batch(device)).sum().backward()
         step(model)
-        assert bool(reads) == (step_ == 1), "after the first step, and never again"
-    history = model.q._fp8_state.history
-    used = [i for i, known in enumerate(history.known.tolist()) if known]
-    assert len(used) == 5 + 3 + 4, "weights; inputs of frozen, of q, k and v, of o; gradients"
-    model.unused(batch(device)).sum().backward()
-    for step_ in range(4):
-        step(model)
-        reads.clear()
+    assert len(reads) == 6, "after rolls 1, 2, 3, 6, 12 and 24"
+    state = Slots(model)
+    used = [i for i, known in enumerate(state.known.tolist()) if known]
+    assert len(used) == 5 + 5 + 4, "weights; inputs; gradients: neither unused's nor frozen's"
+    assert [m.fp8_ready for m in state.layers[-2:]] == [(True,) * 3, (False,) * 3]
+    for _ in range(24):
         (model(batch(device)) + model.unused(batch(device))).sum().backward()
-        assert bool(reads) == (step_ == 0), "what is used later is read then"
+        step(model)
+    assert model.unused.fp8_ready == (True,) * 3, "what is used later is read later"
 
 
 def test_checkpointed_blocks_record_once_with_one_scale(device):
@@ -342,25 +378,25 @@ def test_checkpointed_blocks_record_once_with_one_scale(device):
     model = convert_to_float8_training(
         Checkpointed().to(device), recipe="delayed", enable_fsdp_float8_all_gather=False
     )
-    state = model.a._fp8_state
+    state = Slots(model)
     for _ in range(3):
         with Scales() as scales:
             model(batch(device).requires_grad_()).sum().backward()
         forward, recomputed = scales.used[:4], scales.used[4:8]
         assert all(torch.equal(a, b) for a, b in zip(forward, recomputed, strict=True))
-        assert torch.equal(state.history.amax[X_A], amax(batch(device)))
+        assert torch.equal(state.amax[X_A], amax(batch(device)))
         step(model)
 
 
 def test_the_buffers_move_with_the_model(device):
     model, state = build(torch.device("cpu"))
     model(batch(torch.device("cpu"))).sum().backward()
-    before = state.history.amax.clone()
+    before = state.amax.clone()
     model.to(device)
     step(model)
     model(batch(device)).sum().backward()
-    assert state.history.amax.device.type == device.type
-    assert torch.equal(state.history.history[0].cpu(), before)
+    assert state.amax.device.type == device.type
+    assert torch.equal(state.history[0].cpu(), before)
 
 
 def test_training_converges(device):
@@ -378,57 +414,54 @@ def test_training_converges(device):
     assert losses[-1] < 0.85 * losses[0]
 
 
-def test_history_alone(device):
-    history = AmaxHistory(DelayedScaling(amax_history_len=3), [E4M3, E4M3, E5M2], device)
-    history.first_scales(
-        range(3), slice(0, 3), torch.ones(3, device=device), E4M3
-    )  # all are in use
-    history.amax.copy_(torch.tensor([2.0, 0.0, 5.0]))
+def test_a_roll_reduces_once_and_scales_what_was_seen(device):
+    model, state = build(device, amax_history_len=3)
+    histories = model.a._fp8_state.histories
+    with torch.no_grad():
+        model.a.fp8_amax[:3, 0] = torch.tensor([2.0, 0.0, 5.0], device=device)
     reduced = []
-    history.roll(lambda t: reduced.append(t.clone()))
-    assert reduced[0].tolist() == [2.0, 0.0, 5.0]
-    expected = torch.tensor([2.0 / MAX[E4M3], 1.0, 5.0 / MAX[E5M2]])
-    torch.testing.assert_close(history.scale.cpu(), expected, rtol=1e-7, atol=0)
-    assert history.known.tolist() == [True, False, True]
-    assert not history.amax.any()
-    known = torch.tensor([9.0, 7.0], device=device)
-    first = history.first_scales(range(2), slice(0, 2), known, E4M3).cpu()
-    torch.testing.assert_close(first, torch.tensor([2.0, 7.0]) / MAX[E4M3], rtol=1e-7, atol=0)
-    history.roll(lambda t: None)
-    assert history.ready == [True, False, True]
-    torch.testing.assert_close(history.scale.cpu(), expected, rtol=1e-7, atol=0)
+    histories.roll(lambda t: reduced.append(t.clone()))
+    assert [t.tolist() for t in reduced] == [[2.0, 0, 0, 0, 5.0, 0]]
+    expected = torch.tensor([2.0 / MAX[E4M3], 0, 0, 0, 5.0 / MAX[E5M2], 0])
+    torch.testing.assert_close(state.scale.cpu(), expected, rtol=1e-7, atol=0)
+    assert state.known.tolist() == [True, False, False, False, True, False]
+    assert not state.amax.any()
+    histories.roll(lambda t: None)
+    assert state.ready == [True, False, False, False, True, False]
+    torch.testing.assert_close(state.scale.cpu(), expected, rtol=1e-7, atol=0)
 
 
 @ranks(2)
-def test_ranks_share_first_scales_and_histories(rig):
-    model, state = build(rig.device)
+def test_ranks_of_a_group_share_histories(rig):
+    """First scales are a rank's own: which ranks quantize a tensor now is not known to any."""
+    import torch.distributed as dist
+
+    model, state = build(rig.device, group=dist.group.WORLD)
     x = batch(rig.device, 1.0 + rig.rank)
     largest = amax(batch(rig.device, 2.0))
     for i in range(3):
         with Scales() as scales:
             model(x).sum().backward()
-        assert torch.equal(scales.used[0], scale_of(largest, E4M3)), i
-        assert torch.equal(state.history.amax[X_A], amax(x)), "a rank's own until the roll"
+        assert torch.equal(scales.used[0], scale_of(largest if i else amax(x), E4M3)), i
+        assert torch.equal(state.amax[X_A], amax(x)), "a rank's own until the roll"
         step(model)
-    assert all(state.history.ready)
+    assert all(state.ready)
 
 
 @ranks(2)
-def test_a_group_of_its_own_takes_the_place_of_the_default_one(rig):
+@pytest.mark.parametrize("own", [True, False])
+def test_nothing_is_reduced_over_ranks_that_nobody_named(rig, own):
+    """Those of an unsharded model may have other inputs, other layers or none at all."""
     import torch.distributed as dist
 
     groups = [dist.new_group([r]) for r in range(2)]
-    torch.manual_seed(0)
-    model = convert_to_float8_training(
-        Two().to(rig.device),
-        recipe="delayed",
-        enable_fsdp_float8_all_gather=False,
-        amax_reduction_group=groups[rig.rank],
-    )
+    model, _ = build(rig.device, group=groups[rig.rank] if own else None)
     x = batch(rig.device, 1.0 + rig.rank)
-    with Scales() as scales:
-        model(x)
-    assert torch.equal(scales.used[0], scale_of(amax(x), E4M3))
+    for _ in range(3 + rig.rank):
+        with Scales() as scales:
+            model(x).sum().backward()
+        step(model)
+        assert torch.equal(scales.used[0], scale_of(amax(x), E4M3))
 
 
 @ranks(2)
@@ -452,12 +485,14 @@ def test_sharded_weights_are_reduced_over_their_shards_too(rig):
         enable_fsdp_float8_all_gather=False,
         amax_reduction_group=groups[rig.rank],
     )
-    state = model.a._fp8_state
-    state.set_weight_groups(1, (both,))
+    state = Slots(model)
+    model.a._fp8_state.set_weight_groups(1, (both,))
     model(batch(rig.device))
-    state.history.amax.copy_(torch.full((6,), 1.0 + rig.rank))
+    with torch.no_grad():
+        for layer in (model.a, model.b):
+            layer.fp8_amax.fill_(1.0 + rig.rank)
     step(model)
     model(batch(rig.device))
-    rolled = state.history.history[0].tolist()
+    rolled = state.history[0].tolist()
     assert rolled[W_B] == 2.0
     assert rolled[W_A] == rolled[X_A] == 1.0 + rig.rank

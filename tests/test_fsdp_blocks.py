@@ -10,7 +10,7 @@ import fp8rs
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import BLOCKS, check_planes, full_weights, reduces
-from fp8rs.fsdp.block_layout import cut_rows, scale_order, touched
+from fp8rs.fsdp.cuts import cut_rows, scale_order, touched
 
 ROWS = {
     "even and aligned": (512, 256),
@@ -98,8 +98,8 @@ def test_what_blocks_send(rig):
     fully_shard(model, mesh=rig.mesh())
     with Collectives() as seen:
         model.unshard()
-    # Outside of a forward each weight reduces for itself: one row of 3 blocks, in fp32.
-    assert reduces(seen) == [12, 12], seen.seen
+    # A row of 3 blocks of each weight, in fp32, together.
+    assert reduces(seen) == [12 + 12], seen.seen
 
 
 @ranks(2)

@@ -143,8 +143,8 @@ def test_high_precision_gather_quantizes_what_arrives(rig):
         outputs = []
         for fp8_gather in (True, False):
             model = make(UNEVEN, device=rig.device, enable_fsdp_float8_all_gather=fp8_gather)
-            assert isinstance(model.head.weight, MasterWeight) == fp8_gather
             shard(model, rig, mp_policy=MixedPrecisionPolicy(param_dtype=policy))
+            assert isinstance(model.head.weight._local_tensor, MasterWeight) == fp8_gather
             with torch.no_grad():
                 outputs.append(model(batch(rig)))
         assert same_bytes(*outputs) == equal

@@ -1,4 +1,4 @@
-"""A master weight behaves like the high-precision tensor in it, and stays one where it must."""
+"""Unsharded weights are the parameters that they were; a shard behaves like the plain tensor."""
 
 import copy
 import io
@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+import fp8rs
 from distributed.models import EVEN, RECIPES, batch, make
 from fp8rs.fsdp import MasterWeight
+from fp8rs.fsdp.weight import Weight
 
 
 class Whole:
@@ -17,13 +19,12 @@ class Whole:
 
 
 @pytest.fixture
-def layer():
-    return make(EVEN).head
-
-
-@pytest.fixture
-def weight(layer):
-    return layer.weight
+def weight():
+    """A shard as FSDP2 has it, by itself."""
+    layer = make(EVEN).head
+    master = MasterWeight(layer.weight, Weight(layer, "weight"), requires_grad=True)
+    master.layer = layer  # a `Weight` does not keep its module alive
+    return master
 
 
 def plain(t):
@@ -61,7 +62,7 @@ def test_views_are_master_weights_that_share_memory(weight, name):
         view = take(weight)
         expected = take(weight.high_precision)
     assert isinstance(view, MasterWeight)
-    assert view._slot is weight._slot
+    assert view._weight is weight._weight
     assert (view.shape, view.stride(), view.storage_offset()) == (
         expected.shape,
         expected.stride(),
@@ -77,7 +78,7 @@ def test_new_tensors_stand_for_the_same_weight(weight, name):
     new = NEW[name](weight.detach())
     expected = NEW[name](weight.high_precision)
     assert isinstance(new, MasterWeight)
-    assert new._slot is weight._slot
+    assert new._weight is weight._weight
     assert (new.shape, new.dtype, new.device) == (expected.shape, expected.dtype, expected.device)
     if name != "to meta" and "empty" not in name:
         assert torch.equal(new.high_precision, expected)
@@ -118,56 +119,125 @@ def test_copying_out_of_a_master_gives_values(weight):
     assert torch.equal(out, weight.high_precision)
 
 
-def test_the_data_setter_replaces_the_values(layer):
-    weight = layer.weight
+def test_the_data_setter_replaces_the_values(weight):
     new = torch.randn(32, 32)
     weight.data = new
-    assert weight.high_precision.data_ptr() == new.data_ptr()
-    assert layer.weight is weight
+    assert weight.high_precision.data_ptr() == weight.data_ptr() == new.data_ptr()
     weight.data.add_(1)
     assert torch.equal(weight.high_precision, new)
+    assert torch.equal(torch.as_tensor(weight.detach().numpy()), new)
     weight.data = torch.zeros(4, 8, dtype=torch.bfloat16)
     assert (weight.shape, weight.dtype) == ((4, 8), torch.bfloat16)
 
 
-def test_parameters_stay_parameters(weight):
-    again = nn.Parameter(weight.detach(), requires_grad=False)
-    assert isinstance(again, nn.Parameter)
-    assert isinstance(again, MasterWeight)
-    assert not again.requires_grad
-    assert weight.requires_grad
-    assert weight.is_leaf
+def test_the_memory_is_real(weight):
+    """Pointers, storage and what leaves torch: as of the plain tensor."""
+    plain = weight.high_precision
+    assert weight.data_ptr() == plain.data_ptr() != 0
+    assert weight.untyped_storage().data_ptr() == plain.untyped_storage().data_ptr()
+    assert weight.untyped_storage().nbytes() == plain.numel() * 4
+    assert weight.detach().tolist() == plain.tolist()
+    assert (weight.detach().numpy() == plain.numpy()).all()
+    weight.share_memory_()
+    assert weight.is_shared()
 
 
-def test_a_copied_tensor_alone_keeps_its_slot(weight):
-    again = copy.deepcopy(weight)
-    assert isinstance(again, nn.Parameter)
-    assert again._slot is weight._slot
+WRITES = {
+    "mul_": lambda w: w.mul_(2),
+    "through a view": lambda w: w.view(-1)[3:5].fill_(1),
+    "an element": lambda w: w.__setitem__((0, 0), 1.0),
+    "through data": lambda w: w.data.add_(1),
+    "the data setter": lambda w: setattr(w, "data", torch.zeros(32, 32)),
+    "a list": lambda w: torch._foreach_mul_([w], 2.0),
+    "out": lambda w: torch.add(w.high_precision, 1.0, out=w.detach()),
+    "an empty part": lambda w: w[:0].zero_(),
+}
+
+
+@pytest.mark.parametrize("name", list(WRITES))
+def test_writes_are_seen(weight, name):
+    assert not weight._weight.written
+    with torch.no_grad():
+        weight.detach().sum()
+        torch.empty(32, 32).copy_(weight)
+        assert not weight._weight.written, "reads are not"
+        WRITES[name](weight.detach() if name != "the data setter" else weight)
+    assert weight._weight.written
+
+
+def test_a_copied_tensor_alone_keeps_its_weight(weight):
+    again = copy.deepcopy(weight.detach())
+    assert again._weight is weight._weight
     assert again.high_precision.data_ptr() != weight.high_precision.data_ptr()
     assert torch.equal(again.high_precision, weight.high_precision)
-
-
-def test_a_copied_model_has_slots_of_its_own():
-    model = make(EVEN)
-    again = copy.deepcopy(model)
-    for old, new in zip(model.modules(), again.modules(), strict=True):
-        if isinstance(old, nn.Linear):
-            assert old.weight._slot.module is old
-            assert new.weight._slot.module is new
-            assert new.weight._slot.state is again.head._fp8_state
-    assert again.head._fp8_state is not model.head._fp8_state
 
 
 @pytest.mark.parametrize("save", [torch.save, pickle.dump])
 def test_pickles_hold_plain_tensors(weight, save):
     buffer = io.BytesIO()
-    save({"p": weight, "t": weight.detach()}, buffer)
+    save({"t": weight.detach()}, buffer)
     buffer.seek(0)
     assert b"fp8rs" not in buffer.getvalue()
     loaded = torch.load(buffer) if save is torch.save else pickle.load(buffer)
-    assert type(loaded["p"]) is nn.Parameter
     assert type(loaded["t"]) is torch.Tensor
-    assert torch.equal(loaded["p"], weight.high_precision)
+    assert torch.equal(loaded["t"], weight.high_precision)
+
+
+# --- what is not sharded -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_converting_keeps_the_parameters(recipe):
+    """The same objects, with all that hangs on them: optimizers, ties, hooks, gradients, marks."""
+    model = make(EVEN, recipe=None)
+    model(batch(Whole)).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    before = dict(model.named_parameters())
+    gradients = {name: p.grad for name, p in before.items()}
+    before["head.weight"].mark = "mine"
+    fp8rs.convert_to_float8_training(model, recipe=RECIPES[recipe])
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    pointers = set()
+    for name, p in after.items():
+        assert p is before[name]
+        assert type(p) is nn.Parameter
+        assert p.grad is gradients[name]
+        pointers.add(p.data_ptr())
+    assert len(pointers) == len(after)
+    assert 0 not in pointers
+    assert after["head.weight"].mark == "mine"
+    values = {name: p.detach().clone() for name, p in after.items()}
+    optimizer.step()
+    assert all(not torch.equal(p, values[name]) for name, p in model.named_parameters())
+
+
+def test_a_converted_model_does_what_a_plain_one_does(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model = make(EVEN)
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+    save_file(weights, tmp_path / "model.safetensors")
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(loaded[n], p) for n, p in weights.items())
+    assert (model.head.weight.detach().numpy() == loaded["head.weight"].numpy()).all()
+    assert model.head.weight.tolist() == loaded["head.weight"].tolist()
+    with torch.inference_mode():
+        state = model.state_dict()
+        model.load_state_dict(state)
+        model(batch(Whole))
+    model.share_memory()
+    assert model.head.weight.is_shared()
+    model(batch(Whole)).sum().backward()
+
+
+def test_a_copied_model_has_a_state_of_its_own():
+    model = make(EVEN)
+    again = copy.deepcopy(model)
+    assert again.head._fp8_state is not model.head._fp8_state
+    assert again.head.weight is not model.head.weight
+    again(batch(Whole)).sum().backward()
+    assert model.head.weight.grad is None
 
 
 def reload(model, save):
@@ -186,10 +256,9 @@ def test_a_pickled_model_still_gathers_fp8(save, recipe):
     again = reload(model, save)
     for old, new in zip(model.modules(), again.modules(), strict=True):
         if isinstance(old, nn.Linear):
-            assert isinstance(new.weight, MasterWeight)
-            assert isinstance(new.weight, nn.Parameter)
-            assert new.weight._slot.module is new
-            assert torch.equal(new.weight.high_precision, old.weight.high_precision)
+            assert type(new.weight) is nn.Parameter
+            assert new._fp8_on_shard is old._fp8_on_shard is not None
+            assert torch.equal(new.weight, old.weight)
     assert again.head._fp8_state.root is again
     assert torch.equal(again(batch(Whole)), model(batch(Whole)))
 
@@ -198,7 +267,6 @@ def test_a_pickled_model_still_gathers_fp8(save, recipe):
 def test_a_pickled_layer_takes_no_model_along(save):
     model = make(EVEN)
     layer = reload(model.head, save)
-    assert isinstance(layer.weight, MasterWeight)
     assert layer._fp8_state.root is None
     x = torch.randn(3, 32)
     assert torch.equal(layer(x), model.head(x))
@@ -206,7 +274,7 @@ def test_a_pickled_layer_takes_no_model_along(save):
 
 def test_a_pickled_model_without_fp8_gather_stays_so():
     model = reload(make(EVEN, enable_fsdp_float8_all_gather=False), pickle.dump)
-    assert type(model.head.weight) is nn.Parameter
+    assert model.head._fp8_on_shard is None
 
 
 def test_a_pickled_model_rolls_when_it_would_have():
@@ -216,10 +284,9 @@ def test_a_pickled_model_rolls_when_it_would_have():
     torch.optim.SGD(model.parameters(), 0.0).step()
     for stepped in (True, False):
         again = reload(model, pickle.dump)
-        history = again.head._fp8_state.history
-        rows = (history.history > 0).any(1).sum()
+        rows = (again.head.fp8_amax_history > 0).any(1).sum()
         again(batch(Whole))
-        assert (history.history > 0).any(1).sum() == rows + stepped
+        assert (again.head.fp8_amax_history > 0).any(1).sum() == rows + stepped
         model(batch(Whole)).sum().backward()
 
 
@@ -227,56 +294,49 @@ def test_a_state_dict_is_plain_and_loads_back():
     model = make(EVEN)
     state = model.state_dict()
     assert all(type(v) is torch.Tensor for v in state.values())
-    assert state["head.weight"].data_ptr() == model.head.weight.high_precision.data_ptr()
+    assert state["head.weight"].data_ptr() == model.head.weight.data_ptr()
     unconverted = make(EVEN, recipe=None, seed=1)
     unconverted.load_state_dict(state)
     other = make(EVEN, seed=2)
     other.load_state_dict(unconverted.state_dict())
-    assert torch.equal(other.head.weight.high_precision, model.head.weight.high_precision)
+    assert torch.equal(other.head.weight, model.head.weight)
 
 
-def test_assign_wraps_what_it_assigns():
+def test_assign_takes_what_it_is_given():
     model = make(EVEN)
     state = make(EVEN, recipe=None, seed=1).state_dict()
     model.load_state_dict(state, assign=True)
     weight = model.head.weight
-    assert isinstance(weight, MasterWeight)
-    assert isinstance(weight, nn.Parameter)
+    assert type(weight) is nn.Parameter
     assert weight.requires_grad
-    assert weight.high_precision.data_ptr() == state["head.weight"].data_ptr()
+    assert weight.data_ptr() == state["head.weight"].data_ptr()
 
 
-def test_assign_onto_a_meta_model():
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_assign_onto_a_meta_model(recipe):
     with torch.device("meta"):
-        model = make(EVEN, device="meta")
+        model = make(EVEN, device="meta", recipe=recipe)
+    model.to_empty(device="cpu")
     state = make(EVEN, recipe=None, seed=1).state_dict()
     model.load_state_dict(state, assign=True)
-    assert isinstance(model.head.weight, MasterWeight)
-    model(batch(Whole)).sum().backward()
+    assert model(batch(Whole)).isfinite().all()
+    reference = make(EVEN, recipe=recipe)
+    reference.load_state_dict(state)
+    assert torch.equal(model(batch(Whole)), reference(batch(Whole)))
 
 
-def test_moving_a_model():
-    model = make(EVEN)
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_moving_a_model(recipe):
+    model = make(EVEN, recipe=recipe)
     model.to(torch.bfloat16)
-    assert isinstance(model.head.weight, MasterWeight)
     assert model.head.weight.dtype == torch.bfloat16
     model.to("meta").to_empty(device="cpu")
-    assert isinstance(model.head.weight, MasterWeight)
     model.float()
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
     model(batch(Whole)).sum().backward()
     assert type(model.head.weight.grad) is torch.Tensor
-
-
-def test_padding_is_read_off_the_storage(weight):
-    whole = weight.detach().new_zeros(10, 8)
-    assert whole.narrow(0, 0, 7).padded_numel == 80
-    assert whole.narrow(0, 0, 0).padded_numel == 80
-    moved = whole.narrow(0, 0, 7).to(torch.bfloat16)
-    assert moved.high_precision.untyped_storage().nbytes() < 80 * 2
-    assert moved.padded_numel == 80
 
 
 def test_what_it_says_of_itself(weight):

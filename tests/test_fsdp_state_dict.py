@@ -75,7 +75,7 @@ def assert_still_master(model):
         weight = module._parameters["weight"]
         assert isinstance(weight, torch.nn.Parameter)
         assert isinstance(weight._local_tensor, MasterWeight)
-        assert weight._local_tensor._slot.module is module
+        assert weight._local_tensor._weight.module is module
 
 
 @ranks(1, 2)

@@ -50,12 +50,11 @@ def whole_batches(rig, steps=STEPS):
     return [batch(whole, n) for n in range(steps)]
 
 
-def tolerance(recipe, rig):
-    """Of losses. Only delayed scales do not depend on how a batch is cut over the ranks, and on
-    CUDA other batch sizes are other GEMM kernels, which add up in another order."""
-    if rig.device_type != "cpu":
-        return 2e-2
-    return 1e-3 if recipe == "delayed" else 1e-2
+def tolerance(rig):
+    """Of losses. A rank's scales are those of its own part of the batch (delayed scaling's first
+    ones too), and on CUDA other batch sizes are other GEMM kernels, which add up in another order.
+    """
+    return 1e-2 if rig.device_type == "cpu" else 2e-2
 
 
 def mean_over_ranks(losses, rig):
@@ -77,7 +76,7 @@ def test_losses_are_those_of_one_process(rig, recipe, hidden):
     want = torch.tensor(expected, device=rig.device)
     assert want[-1] < 0.9 * want[0]  # it does learn
     error = ((got - want) / want).abs().max().item()
-    assert error < tolerance(recipe, rig), error
+    assert error < tolerance(rig), error
 
 
 @ranks(4)
@@ -90,7 +89,7 @@ def test_hybrid_sharding_gives_the_losses_of_one_process(rig, recipe):
     losses = train(model, adamw(model), [batch(rig, n) for n in range(STEPS)])
     want = torch.tensor(expected, device=rig.device)
     error = ((mean_over_ranks(losses, rig) - want) / want).abs().max().item()
-    assert error < tolerance(recipe, rig), error
+    assert error < tolerance(rig), error
 
 
 @ranks(2)
@@ -314,13 +313,13 @@ def test_checkpointing_the_converted_root_rolls_the_histories(rig, reentrant, fp
             optimizer.zero_grad()
             losses[-1].append(loss.item())
         for block in model.blocks:
-            history = block.up._fp8_state.history
-            assert all(history.ready), (wrap, history.ready)
-            assert (history.history > 0).any(1).sum() == 4  # the fifth step's is to come
+            assert all(block.up.fp8_ready), (wrap, block.up.fp8_ready)
+            rows = (block.up.fp8_amax_history > 0).any(1).sum()
+            assert rows == 4  # the fifth step's is to come
             # An evaluation is told by its mode.
             with torch.no_grad():
                 block.eval()(x)
-            assert (history.history > 0).any(1).sum() == 4
+            assert (block.up.fp8_amax_history > 0).any(1).sum() == rows
     torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-2, atol=0)
 
 
@@ -343,8 +342,7 @@ def test_gradient_clipping(rig):
 def test_a_copy_of_a_converted_model_trains_by_itself(rig, recipe):
     original = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
     model = copy.deepcopy(original)
-    assert isinstance(model.head.weight, MasterWeight)
-    assert model.head.weight._slot.module is model.head
+    assert model.head._fp8_state is not original.head._fp8_state
     before = full_weights(original)
     shard(model, rig)
     batches = [batch(rig, n) for n in range(3)]
@@ -410,9 +408,9 @@ def test_tied_weights_stay_in_high_precision(rig):
     model = Tied().to(rig.device)
     with pytest.warns(UserWarning, match="tied"):
         fp8rs.convert_to_float8_training(model, recipe="current")
-    assert isinstance(model.mid.weight, MasterWeight)
-    assert not isinstance(model.out.weight, MasterWeight)
     fully_shard(model, mesh=rig.mesh())
+    assert isinstance(model.mid.weight._local_tensor, MasterWeight)
+    assert not isinstance(model.out.weight._local_tensor, MasterWeight)
     model(torch.arange(40, device=rig.device)).sum().backward()
     assert model.out.weight is model.embed.weight
 

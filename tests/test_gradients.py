@@ -166,7 +166,7 @@ def test_training_lowers_the_loss_as_high_precision_does(device, recipe):
 #: How often a step quantizes, by operator: inputs, weights, gradients, weights again for dgrad.
 OPERATORS = {
     "current": {"quantize_current": 2 + 3 + 3, "quantize": 3},
-    "delayed": {"quantize_delayed": 2 + 3 + 3, "quantize": 3},
+    "delayed": {"_quantize_delayed": 2 + 3 + 3, "quantize": 3},
     "rowwise": {"quantize_blocks": 2 + 3 + 3 + 3},
     "block": {"quantize_blocks": 2 + 3 + 3 + 3},
     "mxfp8": {"quantize_blocks": 2 + 3 + 3 + 3},

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from fp8rs.convert.torchao import from_float8_linear_config
-from fp8rs.nn.linear import Linear
+from fp8rs.nn.linear import Float8Linear, Linear
+from fp8rs.nn.registry import ModelState
 from fp8rs.quantize.recipes import Recipe, resolve_recipe
-from fp8rs.scaling.state import ModelState
 from fp8rs.tensor.formats import INPUT_DTYPES
 
 ModuleFilter = Callable[[nn.Module, str], bool]
@@ -44,9 +44,8 @@ def convert_to_float8_training(
         module_filter_fn: called with each layer and its fully qualified name; False leaves it out.
         filter_fqns: a layer whose name contains one of these strings is left out.
         enable_fsdp_float8_all_gather: under FSDP2, quantize weights before they are gathered: True
-            unless ``config`` says otherwise. The weights become ``fp8rs.fsdp.MasterWeight``
-            parameters; with False they stay the same objects, and are gathered in the
-            mixed-precision policy's dtype.
+            unless ``config`` says otherwise. With False they are gathered in the mixed-precision
+            policy's dtype. Either way the parameters stay the objects that they are.
         amax_reduction_group: process group over which amaxes are reduced: for delayed scaling,
             once a step, and None is the default group; for current scaling those of activations
             and gradients at each quantization, and None is no group.
@@ -103,20 +102,24 @@ def convert_to_float8_training(
             )
         return module
     state = ModelState(recipe, amax_reduction_group=amax_reduction_group)
+    state.fp8_gather = enable_fsdp_float8_all_gather
+    on_shard = adopt if enable_fsdp_float8_all_gather else None
     for name, layer in layers:
-        if isinstance(layer, Linear):
+        if isinstance(layer, Float8Linear):
             layer._fp8_state.detach()
         else:
             layer.__class__ = Linear
-        assert isinstance(layer, Linear)
-        layer._join(state, name)
-    if enable_fsdp_float8_all_gather:
-        from fp8rs.fsdp import shard_quantized
-
-        for _, layer in layers:
-            shard_quantized(layer)
+        assert isinstance(layer, Float8Linear)
+        layer._join(state, name, on_shard)
     state.attach(module)
     return module
+
+
+def adopt(layer: Float8Linear, name: str, parameter: Any) -> None:
+    """A layer is being sharded: see `fp8rs.fsdp.adopt`, which those import who shard."""
+    from fp8rs.fsdp import adopt
+
+    adopt(layer, name, parameter)
 
 
 def _select(

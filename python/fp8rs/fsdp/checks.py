@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch.distributed.fsdp import FSDPModule
 
-from fp8rs.scaling.state import ModelState
+from fp8rs._torch import fsdp_param_groups
+from fp8rs.nn.registry import ModelState
 
 
 def refuse_partial_reshard(state: ModelState) -> None:
@@ -21,7 +20,7 @@ def refuse_partial_reshard(state: ModelState) -> None:
         return
     for name, module in root.named_modules():
         if isinstance(module, FSDPModule):
-            for group in param_groups(module):
+            for group in fsdp_param_groups(module):
                 smaller = getattr(group, "post_forward_mesh_info", None)
                 if smaller is None or smaller == group.mesh_info:
                     continue
@@ -32,13 +31,3 @@ def refuse_partial_reshard(state: ModelState) -> None:
                         "does not work with FP8 all-gather: use True or False, or convert with "
                         "enable_fsdp_float8_all_gather=False"
                     )
-
-
-def param_groups(module: FSDPModule) -> list[Any]:
-    """A module's FSDP parameter groups, under the names that torch has had for them."""
-    fsdp_state: Any = module._get_fsdp_state()
-    groups = getattr(fsdp_state, "_fsdp_param_groups", None)
-    if groups is None:
-        group = getattr(fsdp_state, "_fsdp_param_group", None)
-        groups = [] if group is None else [group]
-    return list(groups)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fp8rs._torch import disabled_torch_function, local_tensor
 from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
 
 from . import passes
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 def pre_all_gather(master: MasterWeight) -> tuple[tuple[Tensor, ...], Any]:
     """The shard's bytes for the gather at hand, and what to make of them afterwards."""
-    gathered = passes.of(master._slot.state).gather(master)
+    gathered = passes.of(master._weight.state).gather(master)
     return gathered.inputs, gathered
 
 
@@ -33,18 +34,18 @@ def post_all_gather(
     Returns, the first time, the weight and the tensors beside the gathered ones that hold its
     bytes, for FSDP2 to free and allocate with them.
     """
-    gathered.ready.used_here()
+    gathered.made_on.used_here()
     # With one rank FSDP2 passes the first tensor only; the others are as they were handed over.
     outputs = (*outputs, *gathered.inputs[len(outputs) :])
-    layout, placement = gathered.layout, gathered.placement
+    codec, placement = gathered.codec, gathered.placement
     if out is None:
-        inner = layout.inner_tensors(placement, outputs[0].device)
+        inner = codec.inner_tensors(placement, outputs[0].device)
         return GatheredBytes(outputs, inner, gathered, param_dtype), tuple(inner)
-    local = out._local_tensor if isinstance(out, DTensor) else out
+    local = local_tensor(out) if isinstance(out, DTensor) else out
     assert isinstance(local, QuantizedTensor)
     inner = [] if local.columnwise is None else [local.columnwise.data.view(torch.uint8)]
-    local.rowwise, local.columnwise = layout.assemble(
-        outputs, inner, placement, gathered.known, local.shape
+    local.rowwise, local.columnwise = codec.decode(
+        outputs, inner, placement, gathered.scale, local.shape
     )
     return None
 
@@ -72,7 +73,7 @@ class GatheredBytes(Tensor):
 
     _parts: tuple[tuple[Tensor, ...], list[Tensor], passes.Gathered, torch.dtype]
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -82,5 +83,5 @@ class GatheredBytes(Tensor):
             raise NotImplementedError(f"{func} of gathered bytes that are no weight yet")
         outputs, inner, gathered, param_dtype = args[0]._parts
         shape = torch.Size(args[1])
-        planes = gathered.layout.assemble(outputs, inner, gathered.placement, gathered.known, shape)
+        planes = gathered.codec.decode(outputs, inner, gathered.placement, gathered.scale, shape)
         return wrap_planes(*planes, shape=shape, dtype=param_dtype)

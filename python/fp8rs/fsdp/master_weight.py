@@ -1,8 +1,10 @@
-"""The sharded parameter: a high-precision tensor that FSDP2 asks for FP8 bytes.
+"""The sharded parameter's local tensor: a high-precision shard that FSDP2 asks for FP8 bytes.
 
-A `MasterWeight` wraps the tensor that optimizers, checkpoints and collectives work on. It
-behaves like that tensor; nothing is cached on it, because FSDP2 replaces the object on some
-ranks and not on others.
+A parameter that is not sharded is the nn.Parameter that it was, whoever converted it: nothing of
+this library is on it. When FSDP2 puts a sharded DTensor in its place, the layer makes the DTensor's
+local tensor a `MasterWeight` over the same storage (`adopt`): what optimizers, checkpoints and
+collectives work on is plain memory with a real pointer, and behaves so. Nothing is cached on it,
+because FSDP2 replaces the object on some ranks and not on others.
 """
 
 from __future__ import annotations
@@ -15,83 +17,74 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
-from . import hooks
+from fp8rs._torch import (
+    disabled_torch_function,
+    local_tensor,
+    real_subclass,
+    set_local_tensor,
+)
+from fp8rs.tensor.quantized import QuantizedTensor
+
+from . import hooks, state_dicts
+from .weight import Weight
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from .slot import WeightSlot
 
 aten = torch.ops.aten
 
 
 class MasterWeight(Tensor):
-    """A high-precision weight (shard) that is gathered in FP8.
+    """A high-precision shard that is gathered in FP8.
 
     Args:
         data: the plain tensor, float32, bfloat16 or float16; shared, not copied. Writes to
             the one are writes to the other.
-        slot: what is known of the weight; every tensor derived from this one has it too.
+        weight: whose shard it is; every tensor derived from this one has it too.
         requires_grad: as in torch.
     """
 
     _data: Tensor
-    _slot: WeightSlot
-    # Where the storage does not show FSDP2's padding (a copy on another device does not),
-    # the elements of the padded shard.
-    _padded_numel: int | None
+    _weight: Weight
 
     @staticmethod
-    def __new__(
-        cls, data: Tensor, slot: WeightSlot, *, requires_grad: bool = False
-    ) -> MasterWeight:
+    def __new__(cls, data: Tensor, weight: Weight, *, requires_grad: bool = False) -> MasterWeight:
         if isinstance(data, MasterWeight):
             data = data._data
-        self: MasterWeight = torch.Tensor._make_wrapper_subclass(
-            cls,
-            data.size(),
-            strides=data.stride(),
-            storage_offset=data.storage_offset(),
-            dtype=data.dtype,
-            layout=data.layout,
-            device=data.device,
-            requires_grad=requires_grad,
-        )
-        self._data = data.detach()
-        self._slot = slot
-        self._padded_numel = None
+        data = data.detach()
+        self: MasterWeight = real_subclass(cls, data, requires_grad)
+        self._data = data
+        self._weight = weight
         return self
 
     # The C++ operators come straight to __torch_dispatch__.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @property
     def high_precision(self) -> Tensor:
         """The plain tensor, detached; it shares the memory."""
         return self._data
 
-    @property
-    def padded_numel(self) -> int:
-        """Elements of the shard as FSDP2 pads it to the size of the longest one."""
-        if self._padded_numel is not None:
-            return self._padded_numel
-        return self._data.untyped_storage().nbytes() // self._data.itemsize
-
-    # `p.data = tensor` replaces a tensor's contents behind the dispatcher's back; without
-    # this setter the wrapper would change its sizes and keep its old values.
+    # `p.data = tensor` replaces a tensor's contents behind the dispatcher's back.
     @property
     def data(self) -> Tensor:
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if not isinstance(value, MasterWeight):
-            value = MasterWeight(value, self._slot)
-        # A shard stays as long as FSDP2 padded it, whatever memory it now has.
-        padded = self.padded_numel if value.shape == self.shape else None
-        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        self._data = value._data
-        self._padded_numel = padded
+        plain = value._data if isinstance(value, MasterWeight) else value
+        Tensor.data.__set__(self, plain)  # type: ignore[attr-defined]
+        self._data = plain.detach()
+        self._weight.wrote()
+
+    # torch refuses these of every subclass with a dispatch of its own.
+    def numpy(self, *, force: bool = False) -> Any:
+        """As of a plain tensor."""
+        return self._data.numpy(force=force)
+
+    def tolist(self) -> Any:
+        """As of a plain tensor."""
+        return self._data.tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"MasterWeight({self._data!r}, requires_grad={self.requires_grad})"
@@ -100,10 +93,8 @@ class MasterWeight(Tensor):
         if id(self) in memo:
             found: MasterWeight = memo[id(self)]
             return found
-        data = self._data.clone(memory_format=torch.preserve_format)
-        copy = MasterWeight(data, self._slot.copied(memo), requires_grad=self.requires_grad)
-        if isinstance(self, nn.Parameter):
-            copy._is_param = True
+        weight = self._weight.__deepcopy__(memo)
+        copy = MasterWeight(self._data.clone(), weight, requires_grad=self.requires_grad)
         if self.grad is not None:
             copy.grad = self.grad.clone()
         memo[id(self)] = copy
@@ -111,26 +102,26 @@ class MasterWeight(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A pickle must be readable without this library: it holds the plain tensor.
-        plain = self._data
-        if isinstance(self, nn.Parameter):
-            plain = nn.Parameter(plain, requires_grad=self.requires_grad)
-        return plain.__reduce_ex__(protocol)
+        return self._data.__reduce_ex__(protocol)
 
-    def __tensor_flatten__(self) -> tuple[list[str], WeightSlot]:
-        return ["_data"], self._slot
+    def __tensor_flatten__(self) -> tuple[list[str], Weight]:
+        return ["_data"], self._weight
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], slot: WeightSlot, outer_size: Any, outer_stride: Any
+        inner: dict[str, Tensor], weight: Weight, outer_size: Any, outer_stride: Any
     ) -> MasterWeight:
-        return MasterWeight(inner["_data"], slot)
+        return MasterWeight(inner["_data"], weight)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            note_writes(func, args, kwargs)
         handler = HANDLERS.get(func, on_plain)
-        return handler(func, args, kwargs or {})
+        return handler(func, args, kwargs)
 
     # What FSDP2 calls. The one-argument form lets data and scales have sizes of their own.
 
@@ -158,6 +149,16 @@ MasterWeight.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ign
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
+def note_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell the weights that ``func`` writes of it."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(item, MasterWeight):
+                    item._weight.wrote()
+
+
 def on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` on the plain tensors. What it wrote to comes back as it was passed."""
     masters: dict[int, MasterWeight] = {}
@@ -172,36 +173,40 @@ def on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def keep(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on the plain tensor, and make its results master weights of the same slot."""
+    """Run ``func`` on the plain tensor, and make its results master weights of the same weight."""
     master = args[0]
     if not isinstance(master, MasterWeight):
         return on_plain(func, args, kwargs)
     out = func(master._data, *args[1:], **kwargs)
-    return tree_map_only(Tensor, lambda x: MasterWeight(x, master._slot), out)
+    return tree_map_only(Tensor, lambda x: MasterWeight(x, master._weight), out)
 
 
 def to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`.to()`: a master weight while it is a floating-point tensor, padded as it was."""
+    """`.to()`: a master weight while it is a floating-point tensor."""
     dtype = kwargs.get("dtype")
     if dtype is not None and not dtype.is_floating_point:
         return on_plain(func, args, kwargs)
-    out = keep(func, args, kwargs)
-    if isinstance(out, MasterWeight):
-        # With CPU offload FSDP2 copies the unpadded shard to the device before each gather.
-        out._padded_numel = args[0].padded_numel
-    return out
+    return keep(func, args, kwargs)
 
 
 HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys(
         (
-            # Views that FSDP2, DTensor and DCP take: true views, so that writes land.
+            # Views that FSDP2, DTensor and DCP take: true views, so that writes land and are seen.
             aten.alias.default,
             aten.as_strided.default,
             aten.detach.default,
+            aten.expand.default,
+            aten.narrow.default,
+            aten.select.int,
             aten.slice.Tensor,
             aten.split.Tensor,
             aten.split_with_sizes.default,
+            aten.squeeze.dim,
+            aten.t.default,
+            aten.transpose.int,
+            aten.unbind.int,
+            aten.unsqueeze.default,
             aten.view.default,
             # New tensors that stand for the same weight: padding, to_empty, deepcopy.
             # zeros_like is not among them: it makes optimizer states.
@@ -218,11 +223,37 @@ HANDLERS: dict[Any, Handler] = {
 }
 
 
-def split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`fully_shard` and `parallelize_module` cut the weight: every rank comes through here."""
-    master = args[0]
-    master._slot.on_shard()
-    return keep(func, args, kwargs)
+# --- what becomes a master weight ----------------------------------------------------------------
 
 
-HANDLERS[aten.split.Tensor] = split
+def adopt(module: nn.Module, name: str, parameter: Any) -> None:
+    """FSDP2 puts a sharded parameter in its place: have it quantized before it is gathered.
+
+    The DTensor stays the object that it is; its local tensor becomes a `MasterWeight` over the same
+    storage. A pickled or loaded DTensor comes through here too.
+
+    Args:
+        module: a converted layer.
+        name: of the parameter; only "weight" is quantized.
+        parameter: the DTensor.
+    """
+    if name != "weight":
+        return
+    local = local_tensor(parameter)
+    state: Any = module._fp8_state
+    if isinstance(local, MasterWeight):
+        owner = local._weight._module()
+        if owner is module or (owner is not None and owner._parameters.get(name) is parameter):
+            return  # it is adopted already, by this layer or by one that it is tied to
+    elif isinstance(local, QuantizedTensor) or not local.dtype.is_floating_point:
+        return
+    weight = Weight(module, name)
+    weight.written = True
+    set_local_tensor(parameter, MasterWeight(local, weight))
+    if not getattr(module, "_fp8_plain_state_dict", False):
+        state_dicts.register(module)
+        module._fp8_plain_state_dict = True  # type: ignore[assignment]
+    # FSDP2 has just put its hooks before ours on the module.
+    state.keep_first()
+    if state.fsdp is not None:
+        state.fsdp.changed()

@@ -1,18 +1,22 @@
 """One pass over all weights of a model a forward, and who uses its bytes.
 
-The first gather of a root forward quantizes every sharded weight of the model: one launch
-for the amaxes, one all-reduce, one launch for the casts. Later gathers of that forward and of
-its backward take the bytes that it left. A gather outside a forward of the converted root (a
-submodule called by itself, `unshard()`) quantizes its weight alone.
+The first gather of a forward quantizes every sharded weight of the model: one launch for the
+amaxes, one all-reduce, one launch for the casts. Later gathers of that forward and of its backward
+take the bytes that it left.
 
-Whether to quantize is decided only by what is equal on all ranks: which forward this is, and
-whether a backward runs. Tensor versions say nothing (they do not move for optimizer steps),
-and a rank that judges a cache differently from its peers hangs them in a collective.
+A gather outside a backward begins a new pass where the weight has none in this forward, or has
+taken its bytes of this pass already: forwards that nobody announces (a method other than `forward`,
+a part of the model, `unshard()`) have passes too. Weights that were written since the pass are
+quantized again at the first gather of one of them, all that were written at once.
+
+Whether to quantize is decided only by what is equal on all ranks: which forward this is, which
+gather, whether a backward of this model runs, and which weights were written by operators that all
+ranks ran. Tensor versions say nothing (they do not move for optimizer steps), and a rank that
+judges a cache differently from its peers hangs them in a collective.
 """
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,21 +27,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fp8rs.scaling.announcements import in_backward
+from fp8rs._torch import in_backward, spec
+from fp8rs.nn.registry import ModelState
+from fp8rs.nn.spec import quant_spec
 from fp8rs.scaling.reductions import reduce_packed_
-from fp8rs.scaling.state import ModelState
 
 from .checks import refuse_partial_reshard
-from .layouts import Layout, Measured, Shard, layout_for
+from .maker import Measured, Shard, maker_for
 from .placement import Placement, place
-from .slot import local_master
+from .weight import Weight, local_master
 
 if TYPE_CHECKING:
+    from .codec import Codec
     from .master_weight import MasterWeight
 
 
-class Ready:
-    """When bytes and scales are ready, for streams other than the one that made them."""
+class MadeOn:
+    """When and on which stream tensors were made, for streams that are about to read them."""
 
     def __init__(self, device: torch.device, made: Sequence[Tensor]) -> None:
         self.stream: torch.cuda.Stream | None = None
@@ -64,29 +70,59 @@ class Ready:
 
 @dataclass(eq=False, slots=True)
 class Gathered:
-    """The metadata of one gather: what the post hook needs beside the gathered tensors."""
+    """What a weight was last quantized to: the metadata of its gathers.
 
-    layout: Layout
-    placement: Placement
-    inputs: tuple[Tensor, ...]
-    known: Any
+    Attributes:
+        codec: reads the gathered tensors.
+        shard: with the tensors to gather, and what is needed to read them.
+        made_on: when they are there.
+        number: of the pass that made it.
+        taken: a gather outside a backward has had it.
+        differentiable: a backward may come that gathers the weight again, for this forward.
+        offloaded: the bytes are still to be made, of the copy that FSDP2 makes of the shard.
+    """
+
+    codec: Codec
+    shard: Shard
+    made_on: MadeOn
+    number: int
+    taken: bool
+    differentiable: bool
     offloaded: bool
-    ready: Ready
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors to gather."""
+        return self.shard.inputs
+
+    @property
+    def placement(self) -> Placement:
+        """Where the shard lies."""
+        return self.shard.placement
+
+    @property
+    def scale(self) -> Tensor | None:
+        """The scale, of formats with one a tensor."""
+        return self.shard.scale
 
 
 class WeightPasses:
-    """The sharded weights of one converted model. Attached to its state as ``state.fsdp``."""
+    """The sharded weights of one converted model. Attached to its state as ``state.fsdp``.
+
+    Attributes:
+        latest: what each weight was last quantized to.
+    """
 
     def __init__(self, state: ModelState) -> None:
         self._state = weakref.ref(state)
-        self.layout = layout_for(state)
-        #: What each weight was last quantized to, by its index; a backward's gathers take it.
-        self.latest: dict[int, Gathered] = {}
+        self.maker = maker_for(quant_spec(state.recipe, "weight"), state.histories)
+        self.latest: dict[Weight, Gathered] = {}
+        self._number = 0
         self._forward = -1
-        self._in_pass: set[int] = set()
-        self._precomputed: tuple[list[int], Any, Ready] | None = None
-        self._placed: dict[int, tuple[Any, Placement]] = {}
-        self._checked = self._warned = False
+        self._precomputed: tuple[list[Weight], Any, MadeOn] | None = None
+        self._placed: dict[Weight, tuple[Any, Placement]] = {}
+        self._groups: list[Any] | None = None
+        self._checked = False
 
     @property
     def state(self) -> ModelState:
@@ -98,83 +134,90 @@ class WeightPasses:
 
     def gather(self, master: MasterWeight) -> Gathered:
         """The bytes for a gather of ``master``, quantized now or before."""
-        state, index = self.state, master._slot.index
-        if state.forward_id == 0 and not self._warned:
-            self._warn_of_a_silent_root()
-        if in_backward() and index in self.latest:
-            found = self.latest[index]
-        else:
+        weight = master._weight
+        found = self.latest.get(weight)
+        if found is None or not self._of_own_backward(found):
             if not self._checked:
-                refuse_partial_reshard(state)
-                state.keep_first()
+                refuse_partial_reshard(self.state)
+                self.state.linked()
+                self.state.keep_first()
                 self._checked = True
-            if state.in_forward:
-                if self._forward != state.forward_id:
-                    self._forward = state.forward_id
-                    self._in_pass = self._quantize(self._shards(), whole=True)
-                if index not in self._in_pass:
-                    # It was gathered already when the pass began, and has been resharded since.
-                    self._in_pass |= self._quantize([self._shard(master)], whole=False)
-            else:
-                self._quantize([self._shard(master)], whole=False)
-            found = self.latest[index]
-        found.ready.used_here()
+            if found is None or found.taken or self._is_new_forward(found):
+                self._begin_pass(weight)
+            elif weight.written:
+                self._quantize(
+                    [s for s in self._shards(self.latest[weight].placement) if s.weight.written]
+                )
+            found = self.latest[weight]
+            found.taken = True
+        found.made_on.used_here()
         if found.offloaded:
             # At the forward's gather, whose copy of the shard is at hand; the backward's takes
             # these bytes, though the master may have been written since.
-            found.inputs = self.layout.quantize_offloaded(master, found.inputs, found.known)
-            found.ready = Ready(found.inputs[0].device, made_of(found.inputs, found.known))
+            shard = found.shard
+            shard.inputs = self.maker.make_offloaded(master.high_precision, shard)
+            found.made_on = MadeOn(shard.inputs[0].device, made_of(shard))
             found.offloaded = False
         return found
 
-    def _warn_of_a_silent_root(self) -> None:
-        """Warn, once, where training goes on without forwards of the converted root.
+    def _of_own_backward(self, found: Gathered) -> bool:
+        """Whether this gather is of a backward whose forward had these bytes.
 
-        A gather before its first forward means nothing by itself: `unshard()` may come early.
+        Another model's backward may call this one (a teacher, in a hook): that is a forward.
         """
-        root = self.state.root
-        no_forward = getattr(getattr(root, "forward", None), "__func__", None) is nn.Module.forward
-        if no_forward or in_backward():
-            self._warned = True
-            kind = "module" if root is None else type(root).__name__.removeprefix("FSDP")
-            warnings.warn(
-                f"FP8 layers were converted as parts of a {kind} whose forward "
-                f"{'does not exist' if no_forward else 'has not run'}, so that each weight is "
-                "quantized and reduced over the ranks by itself: convert the module whose "
-                "forward the training loop calls",
-                stacklevel=2,
-            )
+        clock = self.state.clock
+        if clock.in_forward or not (found.taken and found.differentiable and in_backward()):
+            return False
+        return not (clock.recomputing and found.shard.weight.written)
 
-    def _quantize(self, shards: list[Shard], whole: bool) -> set[int]:
-        """Quantize shards; returns their weights' indices.
+    def _is_new_forward(self, found: Gathered) -> bool:
+        """Whether a forward has been announced since the weight's bytes were made."""
+        return self.state.clock.in_forward and self.state.clock.forward != self._forward
 
-        ``whole``: they are all that the model has, for a new forward.
+    def _begin_pass(self, weight: Weight) -> None:
+        """Quantize all weights that take part in the forward that begins.
+
+        In an announced forward these are all of the model. Else those that are sharded as the one
+        at hand: what the ranks of another mesh do meanwhile is not known.
         """
-        layout, state = self.layout, self.state
+        clock = self.state.clock
+        self._number += 1
+        whole = clock.in_forward
+        if whole:
+            self._forward = clock.forward
+        own = self._place(weight)
+        shards = self._shards(None if whole else own)
+        self._quantize(shards, whole=True)
+
+    def _quantize(self, shards: list[Shard], whole: bool = False) -> None:
+        """Quantize shards; ``whole``: for a pass that begins."""
+        clock, grad = self.state.clock, torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad():
-            indices = [s.slot.index for s in shards]
-            for index in indices:
-                self.latest.pop(index, None)  # its memory serves the new bytes
-            precomputed = self._take_precomputed(indices) if whole else None
+            weights = [s.weight for s in shards]
+            for weight in weights:
+                self.latest.pop(weight, None)  # its memory serves the new bytes
+            precomputed = self._take_precomputed(weights) if whole else None
             measured = None if precomputed is not None else self._measure(shards)
-            layout.quantize(
+            modules = [weight.module for weight in weights]
+            training = clock.training if clock.in_forward else any(m.training for m in modules)
+            self.maker.make(
                 shards,
                 measured,
                 precomputed,
-                state.recording if state.in_forward else True,
+                training,
                 lambda values: self._reduce(shards, Measured(values, [1] * len(shards))),
             )
-            made = [t for s in shards for t in made_of(s.inputs, s.known)]
-            ready = Ready(shards[0].device, made)
+            made_on = MadeOn(shards[0].device, [t for s in shards for t in made_of(s)])
+            differentiable = clock.differentiable if clock.in_forward else grad or training
             for s in shards:
-                self.latest[s.slot.index] = Gathered(
-                    layout, s.placement, s.inputs, s.known, s.offloaded, ready
+                s.weight.written = False
+                self.latest[s.weight] = Gathered(
+                    self.maker.codec, s, made_on, self._number, False, differentiable, s.offloaded
                 )
-        return set(indices)
 
     def _measure(self, shards: Sequence[Shard]) -> Tensor | None:
-        """The shards' maxima over all ranks, as far as the layout needs them."""
-        measured = self.layout.measure(shards)
+        """The shards' maxima over all ranks, as far as the maker needs them."""
+        measured = self.maker.measure(shards)
         return None if measured is None else self._reduce(shards, measured)
 
     def _reduce(self, shards: Sequence[Shard], measured: Measured) -> Tensor:
@@ -183,82 +226,120 @@ class WeightPasses:
         return reduce_packed_(
             measured.values,
             (
-                (range(start, start + size), self.layout.groups(shard))
+                (range(start, start + size), self.maker.groups(shard))
                 for shard, start, size in zip(shards, starts, measured.sizes, strict=False)
             ),
         )
 
     # --- shards ----------------------------------------------------------------------------------
 
-    def _shards(self) -> list[Shard]:
-        """Every weight that is sharded at the moment, in the order of the indices."""
-        shards = []
-        for reference in self.state.linears:
-            module = reference()
-            parameter: Any = None if module is None else module._parameters["weight"]
+    def changed(self) -> None:
+        """The sharding of a weight has changed."""
+        self._groups = None
+
+    def moved(self, parameter: Any) -> bool:
+        """Whether a sharded weight was written since this was asked last."""
+        master = local_master(parameter)
+        if master is None:
+            return False
+        moved, master._weight.moved = master._weight.moved, False
+        return bool(moved)
+
+    def mesh_groups(self) -> list[Any]:
+        """The groups of the mesh that the weights are sharded over, replicas' among them."""
+        if self._groups is None:
+            import torch.distributed as dist
+
+            found: dict[str, Any] = {}
+            for weight in self._weights():
+                mesh = weight.parameter.device_mesh  # type: ignore[attr-defined]
+                if mesh.size() == dist.get_world_size():
+                    return [dist.group.WORLD]
+                for dim in range(mesh.ndim):
+                    group = mesh.get_group(dim)
+                    found[group.group_name] = group
+            self._groups = list(found.values())
+        return self._groups
+
+    def _weights(self) -> list[Weight]:
+        """Every weight that is sharded at the moment, once, in the order of the layers."""
+        found: dict[Weight, None] = {}
+        for module in self.state.layers():
+            parameter: Any = None if module is None else module._parameters.get("weight")
             if isinstance(parameter, DTensor):
                 master = local_master(parameter)
                 if master is not None:
-                    shards.append(self._shard(master))
+                    found[master._weight] = None
+        return list(found)
+
+    def _shards(self, like: Placement | None = None) -> list[Shard]:
+        """The shards of all sharded weights, or of those that are sharded over the same ranks."""
+        shards = []
+        for weight in self._weights():
+            shard = self._shard(weight)
+            if like is None or shard.placement.shard_groups == like.shard_groups:
+                shards.append(shard)
         return shards
 
-    def _shard(self, master: MasterWeight) -> Shard:
-        slot = master._slot
-        parameter = slot.parameter
+    def _place(self, weight: Weight) -> Placement:
+        parameter: Any = weight.parameter
         if not isinstance(parameter, DTensor):
             raise RuntimeError(
-                f"{slot.name} is gathered, but its module holds no sharded parameter"
+                f"{weight.fqn} is gathered, but its module holds no sharded parameter"
             )
         # Asking a mesh for its groups is slow; the specification stays the same object.
-        spec, index = parameter._spec, slot.index
-        known = self._placed.get(index)
-        if known is None or known[0] is not spec:
-            known = self._placed[index] = (spec, place(parameter))
+        known = self._placed.get(weight)
+        if known is None or known[0] is not spec(parameter):
+            known = self._placed[weight] = (spec(parameter), place(parameter))
             if known[1].groups:
-                self.state.set_weight_groups(index, known[1].groups)
-        placement = known[1]
+                self.state.set_weight_groups(weight.index, known[1].groups)
+        return known[1]
+
+    def _shard(self, weight: Weight) -> Shard:
+        placement = self._place(weight)
         # The module's own shard: the one at hand is a copy of it where FSDP2 offloads.
-        data = local_master(parameter).high_precision
+        data = local_master(weight.parameter).high_precision
         device = data.device
         if device.type != placement.device_type:
             accelerator = torch.get_device_module(placement.device_type)
             device = torch.device(placement.device_type, accelerator.current_device())
-        shard = Shard(slot, data, master.padded_numel, placement, device)
-        self.layout.check(shard)
+        shard = Shard(weight, data, placement, device)
+        self.maker.check(shard)
         return shard
 
     # --- precomputed scales ----------------------------------------------------------------------
 
     def precompute(self) -> None:
         """Find what can be found of the next forward's quantization now."""
-        shards = self._shards() if self.layout.precomputes else []
+        self.state.linked()
+        shards = self._shards() if self.maker.precomputes else []
         if not shards:
             return
         with torch.inference_mode(False), torch.no_grad():
             measured = self._measure(shards)
             assert measured is not None
-            found = self.layout.precompute(measured)
+            found = self.maker.precompute(measured)
             self._precomputed = (
-                [s.slot.index for s in shards],
+                [s.weight for s in shards],
                 found,
-                Ready(found.device, [found]),
+                MadeOn(found.device, [found]),
             )
 
-    def _take_precomputed(self, indices: list[int]) -> Any:
+    def _take_precomputed(self, weights: list[Weight]) -> Any:
         """What was precomputed for these weights, once."""
         if self._precomputed is None:
             return None
-        known, found, ready = self._precomputed
+        known, found, made_on = self._precomputed
         self._precomputed = None
-        if known != indices:
+        if known != weights:
             return None
-        ready.used_here()
+        made_on.used_here()
         return found
 
 
-def made_of(inputs: Sequence[Tensor], known: Any) -> list[Tensor]:
+def made_of(shard: Shard) -> list[Tensor]:
     """The tensors that a gather reads."""
-    return [*inputs, known] if isinstance(known, Tensor) else [*inputs]
+    return [*shard.inputs, *(t for t in (shard.scale, shard.amaxes) if t is not None)]
 
 
 def of(state: ModelState) -> WeightPasses:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from torch.distributed.tensor import DTensor
@@ -35,6 +36,18 @@ class Placement:
     def padded(self) -> int:
         """Length of the longest shard along ``dim``."""
         return -(-self.whole[self.dim] // self.ranks)
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the longest shard, to which FSDP2 pads all of them."""
+        shape = list(self.whole)
+        shape[self.dim] = self.padded
+        return prod(shape)
+
+    @property
+    def offset(self) -> int:
+        """The shard's first row (along ``dim``) in the whole weight."""
+        return min(self.rank * self.padded, self.whole[self.dim])
 
 
 def place(parameter: DTensor) -> Placement:

@@ -1,9 +1,8 @@
-"""State dicts of converted layers: plain tensors out, and no silent loss on the way in.
+"""State dicts of sharded layers hold plain tensors.
 
 Checkpoints must load into the unconverted model, without this library. So the entries are
-the inner high-precision tensors themselves (DTensors of them where sharded), sharing their
-memory: what `torch.distributed.checkpoint` loads into a state dict's tensors is loaded into
-the weight.
+the inner high-precision tensors themselves (DTensors of them), sharing their memory: what
+`torch.distributed.checkpoint` loads into a state dict's tensors is loaded into the weight.
 """
 
 from __future__ import annotations
@@ -14,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fp8rs._torch import local_tensor
+
 
 def register(linear: nn.Module) -> None:
-    """Register both hooks on a converted layer. The functions hold nothing, so copies work."""
+    """Register the hook on a layer that is being sharded. It holds nothing, so copies work."""
     linear.register_state_dict_post_hook(make_plain)
-    linear.register_load_state_dict_post_hook(restore)
 
 
 def make_plain(
@@ -37,33 +37,15 @@ def make_plain(
 @torch.no_grad()
 def plain(value: Tensor) -> Tensor:
     """The tensor without the `MasterWeight` in it; it shares the memory."""
-    from .master_weight import MasterWeight
-
-    if isinstance(value, MasterWeight):
-        return value.high_precision
-    if isinstance(value, DTensor) and isinstance(value._local_tensor, MasterWeight):
-        return DTensor.from_local(
-            value._local_tensor.high_precision,
-            value.device_mesh,
-            value.placements,
-            run_check=False,
-            shape=value.shape,
-            stride=value.stride(),
-        )
+    if isinstance(value, DTensor):
+        local = getattr(local_tensor(value), "high_precision", None)
+        if local is not None:
+            return DTensor.from_local(
+                local,
+                value.device_mesh,
+                value.placements,
+                run_check=False,
+                shape=value.shape,
+                stride=value.stride(),
+            )
     return value
-
-
-def restore(module: nn.Module, incompatible_keys: Any = None) -> None:
-    """Wrap a plain parameter that `load_state_dict(assign=True)`, or unpickling, has put in.
-
-    As a load hook it is registered at conversion, so it runs before FSDP2's own, which takes
-    the parameter that it finds.
-    """
-    from .slot import WeightSlot, local_master, wrap_parameter
-
-    parameter = module._parameters.get("weight")
-    if parameter is None or local_master(parameter) is not None:
-        return
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    if local.dtype.is_floating_point and local.itemsize > 1:
-        module._parameters["weight"] = wrap_parameter(parameter, WeightSlot(module))

@@ -34,22 +34,27 @@ def operand_format(format: BlockFormat, device: torch.device, emulate: bool) -> 
     return formats.ROW if format.microscaled and _rebases(device, emulate) else format
 
 
-def dgrad_operand(row: Plane, emulate: bool) -> Plane:
+def dgrad_operand(row: Plane, emulate: bool, after: Tensor | None = None) -> Plane:
     """A weight's plane for dgrad from its rowwise one, without quantizing again.
 
     Where blocks are square it is the transpose. With one scale a row the codes are transposed and
     the scales are 1: the row scales are to be folded into the gradient (:func:`dgrad_fold`).
 
+    Args:
+        row: the rowwise plane.
+        emulate: the recipe's.
+        after: a tensor that a compiler must have before this is computed.
+
     Raises:
         ValueError: the weight has blocks along its rows; it needs a columnwise plane.
     """
     if row.format.per_row:
-        codes = _transpose(row.matrix)
+        codes = _transpose(row.matrix, after)
         return Plane(codes, row.scale.new_ones((codes.shape[0], 1)), row.format)
     if row.format == formats.MX_32X32 and _rebases(row.data.device, emulate):
-        codes, scale = _rebase(row.matrix, row.scale, list(row.format.block), 1)
+        codes, scale = _rebase(row.matrix, row.scale, list(row.format.block), 1, after)
         return Plane(codes, scale, formats.ROW)
-    return row.transposed("columnwise", "dgrad")
+    return row.transposed("columnwise", "dgrad", after)
 
 
 def dgrad_fold(format: BlockFormat, scale: Tensor) -> Tensor | None:
@@ -83,9 +88,10 @@ def _rowwise(
     # The row-wise mode gives bfloat16 alone. In fp32 the scales go on afterwards.
     one = a.scale.new_ones(())
     out = run(a_codes, b_codes, one, one, n, None, torch.float32, use_fast_accum)
-    out.mul_(a_scale).mul_(b.scale.view(1, -1))
+    # Out of place: what a GEMM gave may be saved by selective checkpointing.
+    out = out * a_scale * b.scale.view(1, -1)
     if bias is not None:
-        out += bias
+        out = out + bias
     return out.to(out_dtype)
 
 

@@ -95,12 +95,13 @@ def _dequantized(
     if a.format.per_tensor and b.format.per_tensor:
         one = torch.ones((), device=device)
         out = torch.mm(_values(a, one), _values(b, one).t())
-        # One after the other: the product of two small scales can underflow.
-        out.mul_(a.scale).mul_(b.scale)
+        # One after the other: the product of two small scales can underflow. Out of place: what a
+        # GEMM gave may be saved by selective checkpointing.
+        out = out * a.scale * b.scale
     else:
         out = torch.mm(_values(a), _values(b).t())
     if bias is not None:
-        out.add_(bias)
+        out = out + bias
     return out.to(out_dtype)
 
 
@@ -161,7 +162,7 @@ def run(
     if b.shape[0] != n:
         out = out[:, :n].contiguous()
     if bias is not None and fused is None:
-        out += bias
+        out = out + bias
     return out
 
 

@@ -2,40 +2,162 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fp8rs.gemm.table import scaled_mm
+from fp8rs._torch import allow_in_graph, local_tensor
 from fp8rs.quantize.recipes import Recipe, describe
-from fp8rs.scaling.state import ModelState
+from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, new_buffers
 from fp8rs.tensor.formats import INPUT_DTYPES
-from fp8rs.tensor.quantized import Plane, QuantizedTensor
+from fp8rs.tensor.quantized import QuantizedTensor
+
+from .function import linear
+from .registry import ModelState
+
+#: Called with a layer, the name of a parameter and its sharded value, a DTensor that FSDP2 is
+#: putting in its place.
+OnShard = Callable[["Float8Linear", str, Any], None]
 
 
-class Linear(torch.nn.Linear):
+class Float8Linear(nn.Linear):
+    """What is FP8 about a linear layer, for nn.Linear and classes that inherit its forward.
+
+    ``convert_to_float8_training`` mixes it into a layer's class.
+    """
+
+    _fp8_state: ModelState
+    fp8_scale: Tensor
+    fp8_amax: Tensor
+    _fp8_index: int
+    #: What is told of shards, where weights are quantized before they are gathered.
+    _fp8_on_shard: OnShard | None = None
+    #: Delayed scaling: for weight, input and gradient, whether there is a scale. One roll behind
+    #: the buffers, which need not be read for it.
+    fp8_ready: tuple[bool, bool, bool] = NOTHING_READY
+
+    def _join(self, state: ModelState, name: str, on_shard: OnShard | None = None) -> None:
+        """Be one of the layers of ``state``, from now on."""
+        self._fp8_state = state
+        self._fp8_index = state.add_linear(self, name)
+        self._fp8_on_shard = on_shard
+        self.fp8_ready = NOTHING_READY
+        if state.histories is not None:
+            buffers = new_buffers(state.histories.recipe, self.weight.device)
+            for buffer, value in buffers.items():
+                # Not in state dicts, which load into the unconverted model.
+                self.register_buffer(buffer, value, persistent=False)
+        allow_in_graph(linear)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe that the operands are quantized by."""
+        return self._fp8_state.recipe
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in_features) to (..., out_features).
+
+        Raises:
+            ValueError: the last dim is not in_features, or the input is 0-d.
+            TypeError: the input is not float32, bfloat16 or float16.
+            UnsupportedError: the device cannot run the recipe.
+        """
+        weight = self.weight
+        shape, dtype = input.shape, input.dtype
+        if not shape or shape[-1] != weight.shape[1]:
+            raise ValueError(
+                f"input has shape {tuple(shape)}, but its last dim must be {weight.shape[1]}"
+            )
+        if dtype not in INPUT_DTYPES:
+            raise TypeError(f"input must be float32, bfloat16 or float16, not {dtype}")
+        device = input.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        state = self._fp8_state
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            weight = self._live(weight)
+        if state.histories is None:
+            return linear(input, weight, self.bias, state.key, dtype)
+        training = self.training
+        if not compiling:
+            if type(self.fp8_amax) is not Tensor:
+                self._keep_slots_local()
+            state.begin_layer(training)
+        scale, amax = self.fp8_scale, self.fp8_amax
+        return linear(
+            input,
+            weight,
+            self.bias,
+            state.key,
+            dtype,
+            (scale[0, 0], scale[1, 0], scale[2, 0]),
+            (amax[0, 0], amax[1, 0], amax[2, 0], amax[3, 0]),
+            self.fp8_ready,
+            training,
+        )
+
+    def _live(self, weight: Tensor) -> Tensor:
+        """The weight, if FSDP2 has not freed what was gathered of it."""
+        if isinstance(weight, QuantizedTensor):
+            name = self._fp8_state.names[self._fp8_index]
+            weight.any_plane().check_live(f"the weight of {name or 'the layer'}")
+        return weight
+
+    def _keep_slots_local(self) -> None:
+        """Undo what parallelize_module does to buffers, which makes DTensors of all of them."""
+        for name in BUFFERS:
+            buffer = self._buffers[name]
+            self._buffers[name] = (
+                local_tensor(buffer) if hasattr(buffer, "_local_tensor") else buffer
+            )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Parameter) and name in self._parameters:
+            # FSDP2 comes here with each shard and each gathered weight.
+            on_shard = self._fp8_on_shard
+            if on_shard is not None and hasattr(value, "_local_tensor"):
+                on_shard(self, name, value)
+            if isinstance(value, QuantizedTensor) or hasattr(value, "_local_tensor"):
+                self._parameters[name] = value
+                return
+        super().__setattr__(name, value)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        histories = self._fp8_state.histories is not None
+        meta = histories and self.fp8_amax.is_meta
+        out = super()._apply(fn, recurse)
+        if meta and not self.fp8_amax.is_meta:
+            with torch.no_grad():  # to_empty gives memory as it is
+                for name in BUFFERS:
+                    getattr(self, name).zero_()
+        return out
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        allow_in_graph(linear)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={describe(self.recipe)}"
+
+
+class Linear(Float8Linear):
     """y = x @ weight.T + bias, with operands quantized as a recipe says.
 
     The parameters are those of torch.nn.Linear, in high precision. Forward, dgrad and wgrad run
     on FP8 operands; what is saved for the backward is the input's FP8 columnwise plane, not the
     input. The input may have any number of dims from one, and any sizes; its dtype (or
-    autocast's) is the output's.
+    autocast's) is the output's. Gradients have the dtypes of what they are of.
 
     Args:
         in_features, out_features, bias, device, dtype: as in torch.nn.Linear.
         recipe: a recipe or its short name.
 
     Layers that :func:`fp8rs.convert_to_float8_training` makes share one
-    :class:`~fp8rs.scaling.state.ModelState`; a layer made by hand has its own.
+    :class:`~fp8rs.nn.registry.ModelState`; a layer made by hand has its own.
     """
-
-    _fp8_state: ModelState
-    _fp8_index: int
-    #: The dtype that autograd wanted the weight's gradient in when it last named one (FSDP may set
-    #: one of its own). FSDP2 lets any through while a backward runs, where a reentrant checkpoint's
-    #: forward finds it: the gradient keeps the dtype that it has without the checkpoint.
-    _weight_grad_dtype: torch.dtype | None = None
 
     def __init__(
         self,
@@ -51,9 +173,9 @@ class Linear(torch.nn.Linear):
         self._own(ModelState(recipe))
 
     @classmethod
-    def from_linear(cls, linear: torch.nn.Linear, *, recipe: Recipe | str = "current") -> Linear:
+    def from_linear(cls, linear: nn.Linear, *, recipe: Recipe | str = "current") -> Linear:
         """A layer with the parameters (the same objects), hooks and mode of ``linear``."""
-        if not isinstance(linear, torch.nn.Linear):
+        if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear must be a torch.nn.Linear, not {type(linear).__name__}")
         state = ModelState(recipe)
         new = cls.__new__(cls)
@@ -67,149 +189,3 @@ class Linear(torch.nn.Linear):
         self._join(state, "")
         state.attach(self)
         state.alone = True
-
-    def _join(self, state: ModelState, name: str) -> None:
-        """Be one of the layers of ``state``, from now on."""
-        self._fp8_state = state
-        self._fp8_index = state.add_linear(self, name)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if self._fp8_state.fp8_gather:
-            # Pickles hold plain weights: without this one would be gathered in high precision.
-            from fp8rs.fsdp.state_dicts import restore
-
-            restore(self)
-
-    @property
-    def recipe(self) -> Recipe:
-        """The recipe that the operands are quantized by."""
-        return self._fp8_state.recipe
-
-    def forward(self, input: Tensor) -> Tensor:
-        """(..., in_features) to (..., out_features).
-
-        Raises:
-            ValueError: the last dim is not in_features, or the input is 0-d.
-            TypeError: the input is not float32, bfloat16 or float16.
-            UnsupportedError: the device cannot run the recipe.
-        """
-        weight, bias = self.weight, self.bias
-        record = self._fp8_state.begin_layer()
-        if torch.is_grad_enabled():
-            needs_x, needs_w = input.requires_grad, weight.requires_grad
-            if needs_x or needs_w or (bias is not None and bias.requires_grad):
-                out = _LinearFunction.apply(input, weight, bias, self, needs_x, needs_w, record)
-                return cast(Tensor, out)
-        return _forward(self, input, weight, bias, False, record)[0]
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, recipe={describe(self.recipe)}"
-
-
-def _forward(
-    layer: Linear, x: Tensor, weight: Tensor, bias: Tensor | None, needs_w: bool, record: bool
-) -> tuple[Tensor, Plane | None, Tensor]:
-    """The output, the input's columnwise plane where wgrad needs it, and the weight's scale."""
-    shape = x.shape
-    if not shape or shape[-1] != layer.in_features:
-        raise ValueError(
-            f"input has shape {tuple(shape)}, but its last dim must be {layer.in_features}"
-        )
-    dtype = x.dtype
-    if dtype not in INPUT_DTYPES:
-        raise TypeError(f"input must be float32, bfloat16 or float16, not {dtype}")
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-
-    grad_dtype = getattr(weight, "grad_dtype", weight.dtype)
-    if grad_dtype is not None and grad_dtype != layer._weight_grad_dtype:
-        layer._weight_grad_dtype = grad_dtype
-
-    state, index = layer._fp8_state, layer._fp8_index
-    recipe = state.recipe
-    x_row, x_col = state.quantize_input(index, x, needs_w, record)
-    w_row = state.quantize_weight(index, weight, record)
-    assert x_row is not None
-    y = scaled_mm(
-        x_row,
-        w_row,
-        bias=bias,
-        out_dtype=dtype,
-        use_fast_accum=recipe.fast_accumulation[0],
-        emulate=recipe.emulate,
-    )
-    if len(shape) != 2:
-        y = y.view(*shape[:-1], layer.out_features)
-    return y, x_col, w_row.scale
-
-
-class _LinearFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        layer: Linear,
-        needs_x: bool,
-        needs_w: bool,
-        record: bool,
-    ) -> Tensor:
-        y, x_col, w_scale = _forward(layer, x, weight, bias, needs_w, record)
-        ctx.layer = layer
-        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        ctx.weight_grad_dtype = layer._weight_grad_dtype or weight.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        # Saved are plain tensors, as checkpointing and offloading hooks know them. A gathered
-        # weight is not among them: FSDP frees and refills its planes, and only it may keep them.
-        ctx.gathered = weight if isinstance(weight, QuantizedTensor) else None
-        saved: list[Tensor | None] = [None, None, None, None]
-        ctx.x_format = None
-        if needs_w:
-            assert x_col is not None
-            ctx.x_format = x_col.format
-            saved[:2] = x_col.data, x_col.scale
-        if needs_x and ctx.gathered is None:
-            saved[2:] = weight, w_scale
-        ctx.save_for_backward(*saved)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "fp8rs.nn.Linear has no double backward: "
-                "call backward or torch.autograd.grad without create_graph=True"
-            )
-        x_codes, x_scale, weight, w_scale = ctx.saved_tensors
-        needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-        state, index = ctx.layer._fp8_state, ctx.layer._fp8_index
-        recipe = state.recipe
-        dx = dw = db = None
-        row = col = None
-        if needs_x or needs_w:
-            if ctx.gathered is not None:
-                weight = ctx.gathered
-            fold = state.weight_fold(index, weight, w_scale) if needs_x else None
-            row, col = state.quantize_grad(index, dy, needs_x, needs_w, fold)
-        if row is not None:
-            dx = scaled_mm(
-                row,
-                state.weight_columnwise(index, weight, w_scale),
-                out_dtype=ctx.x_dtype,
-                use_fast_accum=recipe.fast_accumulation[1],
-                emulate=recipe.emulate,
-            ).view(ctx.x_shape)
-        if col is not None:
-            dw = scaled_mm(
-                col,
-                Plane(x_codes, x_scale, ctx.x_format),
-                out_dtype=ctx.weight_grad_dtype,
-                use_fast_accum=recipe.fast_accumulation[2],
-                emulate=recipe.emulate,
-            )
-        if needs_bias:
-            db = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.bias_dtype)
-        return dx, dw, db, None, None, None, None

@@ -270,6 +270,23 @@ def _(
     return _or_empty(x, fp8_dtype, row), _or_empty(x, fp8_dtype, col), scale_used
 
 
+@_operator("_note_amax(Tensor scale, Tensor amax, Tensor into) -> Tensor")
+def _note_amax(scale: Tensor, amax: Tensor, into: Tensor) -> Tensor:
+    """Raise ``into`` (fp32, one element) to ``amax``; returns a copy of ``scale``.
+
+    For siblings that share the first one's codes but have histories of their own. As in
+    ``_quantize_delayed`` the write is not declared; what is returned keeps the call in a graph.
+    """
+    into = into.data  # whose version nobody has saved
+    torch.maximum(into, amax, out=into)
+    return scale.clone()
+
+
+@_fake("_note_amax")
+def _(scale: Tensor, amax: Tensor, into: Tensor) -> Tensor:
+    return torch.empty_like(scale)
+
+
 @_operator(
     "quantize_current(Tensor x, ScalarType fp8_dtype, bool rowwise=True, bool columnwise=False,"
     " bool power_2_scale=False, float amax_epsilon=0.0)"

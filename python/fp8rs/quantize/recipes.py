@@ -28,6 +28,8 @@ class Recipe:
             with reduced precision.
         power_2_scale: round scales up to powers of two.
         amax_epsilon: lower bound of the amax that a scale is computed from.
+        save_input: save a layer's input for its backward, which quantizes it again, instead of its
+            FP8 codes: less memory where the input is kept anyway, more where it is not.
         emulate: run the GEMMs on dequantized operands, as the CPU always does. Quantizing takes
             an NVIDIA GPU of compute capability 8.9 all the same.
     """
@@ -40,6 +42,7 @@ class Recipe:
     fast_accumulation: tuple[bool, bool, bool] = (True, False, False)
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
+    save_input: bool = False
     emulate: bool = False
 
     def __post_init__(self) -> None:
@@ -56,7 +59,7 @@ class Recipe:
                 f"not {accumulation!r}"
             )
         object.__setattr__(self, "fast_accumulation", tuple(accumulation))
-        for name in ("power_2_scale", "emulate"):
+        for name in ("power_2_scale", "save_input", "emulate"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, not {getattr(self, name)!r}")
         epsilon = self.amax_epsilon

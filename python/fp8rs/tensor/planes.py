@@ -45,12 +45,13 @@ class Plane:
         """A plane of ``fn(data)`` and ``fn(scale)``."""
         return Plane(fn(self.data), fn(self.scale), self.format)
 
-    def transposed(self, name: str, operation: str) -> Plane:
+    def transposed(self, name: str, operation: str, after: Tensor | None = None) -> Plane:
         """The plane of the transposed 2-D matrix, as a new contiguous tensor.
 
         Args:
             name: what the result is to its tensor, "rowwise" or "columnwise"; for the message.
             operation: what needs it; for the message.
+            after: a tensor that a compiler must have before this is computed.
 
         Raises:
             ValueError: the format's blocks are not square, so the codes would differ.
@@ -63,7 +64,7 @@ class Plane:
                 f"not square. Quantize with {name}=True"
             )
         scale = self.scale if self.format.per_tensor else self.scale.t().contiguous()
-        return Plane(_transpose(self.matrix), scale, self.format)
+        return Plane(_transpose(self.matrix, after), scale, self.format)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """``data * scale`` in fp32, then one cast to ``dtype``; the shape is that of ``data``."""

@@ -1,0 +1,87 @@
+"""torch's private names, in one place: what breaks with a new torch breaks here.
+
+Each has the reason why nothing public serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: For writes that autograd must not count: FSDP2 refills what it gathered while a graph holds it.
+preserve_version_counter = _unsafe_preserve_version_counter
+
+#: Tensor subclasses whose operators go straight to ``__torch_dispatch__``.
+disabled_torch_function = torch._C._disabled_torch_function_impl
+
+#: Tells autograd of a write that an operator made on its own.
+increment_version = torch._C._increment_version
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass (a recomputation included)."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def current_stream_id(device: torch.device) -> int:
+    """The current stream of a CUDA device as a number, 0 elsewhere.
+
+    ``torch.cuda.current_stream`` makes an object for it, which takes ten times as long.
+    """
+    if device.type != "cuda":
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(torch._C._cuda_getCurrentRawStream(index))
+
+
+def allow_in_graph(function: F) -> F:
+    """Have Dynamo put calls of ``function`` into its graphs without looking inside.
+
+    It imports Dynamo, which takes two seconds: not to be called at import.
+    """
+    if function not in _allowed:
+        torch.compiler.allow_in_graph(function)
+        _allowed.add(function)
+    return function
+
+
+_allowed: set[Callable[..., Any]] = set()
+
+
+def real_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool) -> Any:
+    """An instance of ``cls`` over the storage of ``data``: its pointer is real.
+
+    ``_make_wrapper_subclass``, the documented way, gives tensors without a storage.
+    """
+    return torch.Tensor._make_subclass(cls, data, requires_grad)
+
+
+def local_tensor(parameter: Any) -> Any:
+    """The local tensor of a DTensor as the object that it is; ``to_local`` gives a new view."""
+    return parameter._local_tensor
+
+
+def set_local_tensor(parameter: Any, local: Tensor) -> None:
+    """Replace the local tensor of a DTensor by another one over the same values."""
+    parameter._local_tensor = local
+
+
+def spec(parameter: Any) -> Any:
+    """A DTensor's specification: the same object for as long as its sharding is the same."""
+    return parameter._spec
+
+
+def fsdp_param_groups(module: Any) -> list[Any]:
+    """A module's FSDP parameter groups, under the names that torch has had for them."""
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        group = getattr(state, "_fsdp_param_group", None)
+        groups = [] if group is None else [group]
+    return list(groups)

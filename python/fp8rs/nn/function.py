@@ -1,0 +1,347 @@
+"""The linear layer as a pure function of tensors and one key: eager and compiled run this.
+
+    y = x @ weight.T + bias
+
+It reads and writes its arguments and nothing else: no module, no clock. What it does with them is
+the `LinearSpec` that its key names. Quantizing is an operator of its own in front of each
+GEMM, so that a compiler merges equal ones (siblings share their input).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fp8rs._torch import current_stream_id
+from fp8rs.gemm.blocks import dgrad_fold, dgrad_operand
+from fp8rs.gemm.table import scaled_mm
+from fp8rs.quantize.spec import Planes, QuantSpec, quantize_planes
+from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.quantized import QuantizedTensor
+
+from .spec import GRAD, INPUT, WEIGHT, LinearSpec, spec_for
+
+_amax = torch.ops.fp8rs.amax.default
+_note_amax = torch.ops.fp8rs._note_amax.default
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+#: Delayed scaling's slots of one layer: a scale for each of `ROLES` (0: none yet), an amax for
+#: each, and one more amax that nobody reads.
+Slots = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    key: str,
+    out_dtype: torch.dtype,
+    scales: tuple[Tensor, ...] | None = None,
+    amaxes: tuple[Tensor, ...] | None = None,
+    ready: tuple[bool, bool, bool] = (False, False, False),
+    record: bool = False,
+) -> Tensor:
+    """x @ weight.T + bias on quantized operands, differentiable once.
+
+    Args:
+        x: (..., in), fp32, bf16 or fp16; or a QuantizedTensor, whose planes are taken.
+        weight: (out, in), high precision or a QuantizedTensor.
+        bias: (out,) or None.
+        key: names the `LinearSpec` (`fp8rs.nn.spec.register`).
+        out_dtype: of y. The gradients have the dtypes of what they are of.
+        scales: for delayed scaling, fp32 of one element for weight, input and gradient; 0 where
+            there is none yet.
+        amaxes: for delayed scaling, fp32 of one element for weight, input and gradient, which are
+            raised to the operands' finite amaxes, and one that nobody reads.
+        ready: which scales are known not to be 0, so that no data need be read for them.
+        record: whether amaxes are written.
+
+    Raises:
+        ValueError: an operand has not the plane that is needed.
+        RuntimeError: the weight's storage was freed by a reshard.
+        UnsupportedError: the device cannot run the recipe.
+    """
+    if torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    ):
+        y = _Linear.apply(x, weight, bias, key, out_dtype, scales, amaxes, ready, record)
+        return cast(Tensor, y)
+    spec = spec_for(key, x.device)
+    delayed = None if scales is None or amaxes is None else _Delayed(scales, amaxes, ready, record)
+    return _forward(spec, x, weight, bias, out_dtype, delayed, False)[0]
+
+
+class _Delayed:
+    """A layer's slots, and how they are to be used in this call."""
+
+    __slots__ = ("amaxes", "ready", "record", "scales")
+
+    def __init__(
+        self,
+        scales: tuple[Tensor, ...],
+        amaxes: tuple[Tensor, ...],
+        ready: tuple[bool, bool, bool],
+        record: bool,
+    ) -> None:
+        self.scales, self.amaxes, self.ready, self.record = scales, amaxes, ready, record
+
+    def scale(self, role: int, x: Tensor, spec: QuantSpec) -> Tensor:
+        """The scale of an operand: the slot's, or that of the data at hand where it has none."""
+        scale = self.scales[role]
+        if self.ready[role]:
+            return scale
+        return torch.where(scale > 0, scale, spec.scale_from_amax(_amax(x)))
+
+    def amax(self, role: int) -> Tensor:
+        """Where the amax of an operand goes."""
+        return self.amaxes[role if self.record else -1]
+
+
+def _quantize(
+    spec: QuantSpec,
+    role: int,
+    x: Tensor,
+    rowwise: bool,
+    columnwise: bool,
+    delayed: _Delayed | None,
+    fold: Tensor | None = None,
+) -> Planes:
+    if delayed is None:
+        return quantize_planes(spec, x, rowwise, columnwise, fold=fold)
+    scale = delayed.scale(role, x, spec)
+    return quantize_planes(spec, x, rowwise, columnwise, scale=scale, amax=delayed.amax(role))
+
+
+# --- siblings ------------------------------------------------------------------------------------
+
+
+_last = threading.local()
+
+
+class _Shared:
+    """The planes of a tensor, kept on it for the siblings (q, k and v; w1 and w3) that come next.
+
+    They serve a *different* weight at the same version of the tensor, on the same stream. A weight
+    that has been served is being called again, and what was written through ``.data`` meanwhile
+    has moved no version: it quantizes anew.
+    """
+
+    __slots__ = ("amax", "key", "planes", "stream", "users", "version")
+
+    def __init__(self, x: Tensor, key: Any, planes: Planes, amax: Tensor | None) -> None:
+        self.version, self.stream = x._version, current_stream_id(x.device)
+        self.key, self.planes, self.amax = key, planes, amax
+        self.users: set[int] = set()
+        # A tensor that lives on (a ReLU saves its output) must not keep what no sibling wants: one
+        # tensor a thread has planes.
+        last = getattr(_last, "tensor", None)
+        before = None if last is None else last()
+        if before is not None:
+            before._fp8_shared = None
+        _last.tensor = weakref.ref(x)
+        x._fp8_shared = self  # type: ignore[attr-defined]
+
+    def serves(self, x: Tensor, key: Any, user: int) -> bool:
+        return (
+            self.key == key
+            and self.version == x._version
+            and user not in self.users
+            and self.stream == current_stream_id(x.device)
+        )
+
+
+def _input_planes(
+    spec: LinearSpec, x: Tensor, user: int, columnwise: bool, delayed: _Delayed | None
+) -> Planes:
+    """The planes of the input: rowwise, and columnwise if asked for."""
+    if isinstance(x, QuantizedTensor):
+        row = x.plane("rowwise", "a linear layer's forward")
+        if not columnwise:
+            return row, None
+        return row, x.columnwise or row.transposed("columnwise", "wgrad")
+    key = (spec.input, delayed is None or delayed.record)
+    shared = getattr(x, "_fp8_shared", None)
+    if shared is not None and shared.serves(x, key, user):
+        row, col = shared.planes
+        if row is not None and (not columnwise or col is not None or row.format.square):
+            if columnwise and col is None:
+                col = row.transposed("columnwise", "wgrad")
+                shared.planes = row, col
+            shared.users.add(user)
+            if delayed is not None and delayed.record:
+                # This layer's history sees what the layer's that quantized for it has seen.
+                scale = _note_amax(row.scale, shared.amax, delayed.amax(INPUT))
+                row = Plane(row.data, scale, row.format)
+            return row, col if columnwise else None
+    planes = _quantize(spec.input, INPUT, x, True, columnwise, delayed)
+    if not x.is_inference():  # such tensors have no version: a write would go unnoticed
+        amax = None if delayed is None else delayed.amax(INPUT)
+        _Shared(x, key, planes, amax).users.add(user)
+    return planes
+
+
+# --- the GEMMs -----------------------------------------------------------------------------------
+
+
+def _forward(
+    spec: LinearSpec,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    delayed: _Delayed | None,
+    columnwise: bool,
+) -> tuple[Tensor, Planes, Tensor]:
+    """The output, the input's planes (columnwise if asked for), and the weight's scale."""
+    x_planes = _input_planes(spec, x, id(weight), columnwise, delayed)
+    if isinstance(weight, QuantizedTensor):
+        w_row = weight.plane("rowwise", "a linear layer's forward")
+        _check_live(weight, w_row)
+    else:
+        w_row = cast(Plane, _quantize(spec.weight, WEIGHT, weight, True, False, delayed)[0])
+    y = scaled_mm(
+        cast(Plane, x_planes[0]),
+        w_row,
+        bias=bias,
+        out_dtype=out_dtype,
+        use_fast_accum=spec.fast_accumulation[0],
+        emulate=spec.emulate,
+    )
+    shape = x.shape
+    if len(shape) != 2:
+        # No view to autograd, which forbids in-place operations on views that functions return.
+        y = _unsafe_view(y, [*shape[:-1], w_row.data.shape[0]])
+    return y, x_planes, w_row.scale
+
+
+def _check_live(weight: QuantizedTensor, plane: Plane) -> None:
+    if not torch.compiler.is_compiling():
+        plane.check_live(f"the gathered weight of a linear layer, {tuple(weight.shape)},")
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        key: str,
+        out_dtype: torch.dtype,
+        scales: tuple[Tensor, ...] | None,
+        amaxes: tuple[Tensor, ...] | None,
+        ready: tuple[bool, bool, bool],
+        record: bool,
+    ) -> Tensor:
+        spec = spec_for(key, x.device)
+        needs_x, needs_w = ctx.needs_input_grad[:2]
+        delayed = None
+        if scales is not None and amaxes is not None:
+            delayed = _Delayed(scales, amaxes, ready, record)
+        save_input = spec.save_input and not isinstance(x, QuantizedTensor)
+        columnwise = needs_w and not save_input
+        y, (x_row, x_col), w_scale = _forward(spec, x, weight, bias, out_dtype, delayed, columnwise)
+        ctx.spec, ctx.delayed = spec, delayed
+        ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        # Saved are plain tensors, as checkpointing and offloading hooks know them. A gathered
+        # weight is not among them: FSDP frees and refills its planes, and only it may keep them.
+        ctx.gathered = weight if isinstance(weight, QuantizedTensor) else None
+        saved: list[Tensor | None] = [None, None, None, None]
+        ctx.x_format = None
+        if columnwise:
+            assert x_col is not None
+            ctx.x_format = x_col.format
+            saved[:2] = x_col.data, x_col.scale
+        elif needs_w:
+            assert x_row is not None
+            saved[:2] = x, x_row.scale if x_row.format.per_tensor else None
+        if needs_x and ctx.gathered is None:
+            saved[2:] = weight, w_scale
+        ctx.save_for_backward(*saved)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "fp8rs.nn.Linear has no double backward: "
+                "call backward or torch.autograd.grad without create_graph=True"
+            )
+        spec: LinearSpec = ctx.spec
+        saved_x, x_scale, weight, w_scale = ctx.saved_tensors
+        needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+        dx = dw = db = None
+        row = col = None
+        if ctx.gathered is not None:
+            weight = ctx.gathered
+        if needs_x or needs_w:
+            fold = _weight_fold(spec, weight, w_scale) if needs_x else None
+            row, col = _quantize(spec.grad, GRAD, dy, needs_x, needs_w, ctx.delayed, fold)
+        if row is not None:
+            dx = scaled_mm(
+                row,
+                _weight_for_dgrad(spec, weight, w_scale, dy),
+                out_dtype=ctx.x_dtype,
+                use_fast_accum=spec.fast_accumulation[1],
+                emulate=spec.emulate,
+            )
+            if len(ctx.x_shape) != 2:
+                dx = _unsafe_view(dx, list(ctx.x_shape))
+        if col is not None:
+            if ctx.x_format is not None:
+                x_col = Plane(saved_x, x_scale, ctx.x_format)
+            else:
+                _, again = quantize_planes(
+                    spec.input, saved_x, False, True, scale=x_scale, after=dy
+                )
+                x_col = cast(Plane, again)
+            dw = scaled_mm(
+                col,
+                x_col,
+                out_dtype=ctx.weight_dtype,
+                use_fast_accum=spec.fast_accumulation[2],
+                emulate=spec.emulate,
+            )
+        if needs_bias:
+            db = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.bias_dtype)
+        return dx, dw, db, None, None, None, None, None, None
+
+
+def _weight_for_dgrad(spec: LinearSpec, weight: Tensor, scale: Tensor | None, dy: Tensor) -> Plane:
+    """The weight's plane for dgrad.
+
+    It is made here, after ``dy``: were it made in the forward and kept, an FSDP rank would hold
+    every layer's. A high-precision weight is quantized again, with the ``scale`` of the forward.
+    """
+    if isinstance(weight, QuantizedTensor):
+        if weight.columnwise is not None and not weight.columnwise.format.per_row:
+            _check_live(weight, weight.columnwise)
+            return weight.columnwise
+        row = weight.plane("rowwise", "dgrad")
+        _check_live(weight, row)
+        return dgrad_operand(row, spec.emulate, dy)
+    if spec.weight.format.per_row:
+        again, _ = quantize_planes(spec.weight, weight, True, False, after=dy)
+        return dgrad_operand(cast(Plane, again), spec.emulate, dy)
+    known = scale if spec.weight.format.per_tensor else None
+    _, col = quantize_planes(spec.weight, weight, False, True, scale=known, after=dy)
+    return cast(Plane, col)
+
+
+def _weight_fold(spec: LinearSpec, weight: Tensor, scale: Tensor | None) -> Tensor | None:
+    """(1, out) factors of the gradient that dgrad quantizes, or None for none.
+
+    They are the scales of a weight that has one a row, so that its one plane serves dgrad too.
+    """
+    if isinstance(weight, QuantizedTensor):
+        row = weight.rowwise
+        if row is None:
+            return None
+        _check_live(weight, row)
+        return dgrad_fold(row.format, row.scale)
+    return None if scale is None else dgrad_fold(spec.weight.format, scale)

@@ -1,0 +1,333 @@
+"""What the converted linear layers of one model share: a recipe, a clock, histories.
+
+One `ModelState` belongs to one converted root module. It knows the layers by index and tells
+the clock of the root's forwards. :mod:`fp8rs.fsdp` keeps what it needs for sharded weights in
+``state.fsdp``.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fp8rs._torch import in_backward
+from fp8rs.quantize.quantizers import reduce_amax_
+from fp8rs.quantize.recipes import DelayedScaling, Recipe, resolve_recipe
+from fp8rs.scaling import steps
+from fp8rs.scaling.clock import Clock
+from fp8rs.scaling.histories import Histories
+from fp8rs.scaling.reductions import reduce_packed_
+
+from .spec import ROLES, quant_spec, register
+
+
+class ModelState:
+    """The state of one converted model.
+
+    Args:
+        recipe: a recipe or its short name.
+        amax_reduction_group: see ``convert_to_float8_training``.
+
+    Attributes:
+        recipe: the recipe of every layer.
+        key: names the recipe and the group in graphs (`fp8rs.nn.spec`).
+        clock: the model's.
+        linears: weak references to the layers, by index.
+        names: their fully qualified names, for messages.
+        weight_groups: index -> the process groups that the layer's weight is sharded over, where
+            the FSDP layer has told (:meth:`set_weight_groups`).
+        fp8_gather: whether weights are quantized before FSDP gathers them.
+        histories: delayed scaling's, else None.
+        fsdp: what the FSDP layer attaches; nothing here looks into it, and copies start without.
+    """
+
+    def __init__(self, recipe: Recipe | str, *, amax_reduction_group: Any = None) -> None:
+        self.recipe = resolve_recipe(recipe)
+        if amax_reduction_group is not None and not self.recipe.block_format("input").per_tensor:
+            raise ValueError(
+                f"amax_reduction_group is for recipes with one scale a tensor, not for "
+                f"{self.recipe.name!r}: its scales come from rows or blocks that a rank has whole"
+            )
+        self.linears: list[weakref.ref[nn.Module]] = []
+        self.names: list[str] = []
+        self.weight_groups: dict[int, tuple[Any, ...]] = {}
+        self.fp8_gather = False
+        self.fsdp: Any = None
+        #: Its only layer is its root, and nobody has converted it.
+        self.alone = False
+        self._group = amax_reduction_group
+        self._root: weakref.ref[nn.Module] | None = None
+        self._hook_ids: tuple[int, int] | None = None
+        #: Index -> the version of a plain weight when this was asked last.
+        self._versions: dict[int, int] = {}
+        #: An optimizer of torch's kind trains this model: its steps are told.
+        self._steps_are_told = False
+        self._begin()
+
+    def _begin(self) -> None:
+        """What a model that is new in this process starts with."""
+        group = self._group
+        by_tensor = group is not None and not self.recipe.delayed
+        self.key = register(self.recipe, group.group_name if by_tensor else None)
+        self.clock = Clock()
+        self.histories: Histories | None = None
+        if isinstance(self.recipe, DelayedScaling):
+            specs = [quant_spec(self.recipe, role) for role in ROLES]
+            self.histories = Histories(self.recipe, specs, self.layers)
+            steps.watch(self)
+
+    # --- layers and the root ---------------------------------------------------------------------
+
+    def add_linear(self, module: nn.Module, name: str) -> int:
+        """Register a layer; returns its index."""
+        self.linears.append(weakref.ref(module))
+        self.names.append(name)
+        return len(self.names) - 1
+
+    def layers(self) -> Sequence[nn.Module | None]:
+        """The layers by index; None for one that is gone."""
+        return [reference() for reference in self.linears]
+
+    @property
+    def root(self) -> nn.Module | None:
+        """The module whose forwards are announced; None if it is not known (yet)."""
+        return None if self._root is None else self._root()
+
+    def set_root(self, root: nn.Module) -> None:
+        """Say which module's forwards are announced; :meth:`attach` and its hooks' copies do."""
+        self._root = weakref.ref(root)
+
+    def attach(self, root: nn.Module) -> None:
+        """Have the forwards of ``root`` announced to this state."""
+        begin, end = RootHook(self, "begin_forward", root), RootHook(self, "end_forward", root)
+        before = root.register_forward_pre_hook(begin, prepend=True)
+        after = root.register_forward_hook(end, always_call=True)
+        self._hook_ids = (before.id, after.id)
+
+    def detach(self) -> None:
+        """Undo :meth:`attach`."""
+        root = self.root
+        if root is not None and self._hook_ids is not None:
+            before, after = self._hook_ids
+            root._forward_pre_hooks.pop(before, None)
+            root._forward_hooks.pop(after, None)
+            root._forward_hooks_always_called.pop(after, None)
+        self._root = self._hook_ids = None
+
+    def _link(self, root: nn.Module) -> None:
+        """Find the layers of a copied or unpickled model."""
+        self.set_root(root)
+        linears: dict[int, Any] = {}
+        for module in root.modules():
+            if getattr(module, "_fp8_state", None) is self:
+                linears[cast(int, module._fp8_index)] = weakref.ref(module)
+        # A layer that the model has lost leaves a reference that is dead already.
+        self.linears = [linears.get(i, lambda: None) for i in range(len(self.names))]
+
+    def linked(self) -> None:
+        """Find the layers, where this is the state of a copy that has not run yet."""
+        root = self.root
+        if root is not None and not self.linears:
+            self._link(root)
+
+    def keep_first(self) -> None:
+        """Move the root's pre-hook before hooks that were prepended later, FSDP's for one."""
+        root = self.root
+        if root is not None and self._hook_ids is not None:
+            hooks = cast(Any, root._forward_pre_hooks)
+            if self._hook_ids[0] in hooks:
+                hooks.move_to_end(self._hook_ids[0], last=False)
+
+    def begin_forward(self, module: nn.Module, args: Any) -> None:
+        """The root's forward pre-hook."""
+        if torch.compiler.is_compiling():
+            return  # the histories then roll at the optimizer's step
+        if self._root is None or not self.linears:
+            self._link(module)
+        new = self.clock.begin_forward(
+            training=module.training, grad=torch.is_grad_enabled(), in_backward=in_backward()
+        )
+        if new and module.training and self.histories is not None:
+            self._roll_if_due()
+            self.clock.recorded()
+
+    def end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The root's forward hook; it runs after an exception too."""
+        if not torch.compiler.is_compiling():
+            self.clock.end_forward()
+
+    # --- delayed scaling -------------------------------------------------------------------------
+
+    def begin_layer(self, training: bool) -> None:
+        """A layer is called, with delayed scaling; in eager mode.
+
+        Where a part of the model is called on its own, no hook of the root has run.
+        """
+        if training and not self.clock.in_forward and not in_backward():
+            self.linked()
+            self._roll_if_due()
+            self.clock.recorded()
+
+    def owns(self, parameters: set[int]) -> bool:
+        """Whether a parameter of this model is among those of these ids."""
+        root = self.root
+        if root is not None:
+            return any(id(p) in parameters for p in root.parameters())
+        layers = (layer for layer in self.layers() if layer is not None)
+        return any(id(p) in parameters for layer in layers for p in layer.parameters())
+
+    def stepped(self) -> None:
+        """An optimizer that has one of this model's parameters has stepped.
+
+        For optimizers that are not of torch's kind, and updates by hand through ``.data``, a
+        training loop calls it itself; updates that move tensors' versions are seen.
+        """
+        self._steps_are_told = True
+        self.clock.stepped()
+        if self.clock.forward == 0:
+            # No forward has been announced: the whole model, hooks and all, is compiled.
+            self.clock.recorded()
+            self.linked()
+            self._roll_if_due()
+
+    def _roll_if_due(self) -> None:
+        """Roll the histories at the first training forward after a step."""
+        clock = self.clock
+        if not self._steps_are_told and self._weights_moved():
+            clock.stepped()
+        if clock.roll_is_due and self.histories is not None:
+            clock.rolled()
+            self.histories.roll(self._reduce)
+
+    def _weights_moved(self) -> bool:
+        """Whether most weights were written since this was asked last: that is a step.
+
+        By hand, or by an optimizer that is not of torch's kind. Not by one write to one weight,
+        which one rank may have made alone.
+        """
+        moved = trained = 0
+        for index, layer in enumerate(self.layers()):
+            weight: Any = None if layer is None else layer._parameters.get("weight")
+            if weight is None or not weight.requires_grad or weight.is_inference():
+                continue
+            trained += 1
+            if type(weight) is nn.Parameter:
+                version = weight._version
+                moved += self._versions.setdefault(index, version) != version
+                self._versions[index] = version
+            elif self.fsdp is not None:
+                moved += self.fsdp.moved(weight)
+        return 2 * moved > trained
+
+    def reduction_groups(self) -> list[Any]:
+        """The groups that all amaxes are reduced over at a roll.
+
+        Those that were asked for. Else, of a model that FSDP2 shards, the ranks of its mesh: they
+        run its forwards together anyway. Else none: ranks that take no part in a forward (uneven
+        inputs, another pipeline stage) would be waited for in vain.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            return []
+        groups: Sequence[Any] = ()
+        if self._group is not None:
+            groups = [self._group]
+        elif self.fsdp is not None:
+            groups = self.fsdp.mesh_groups()
+        return [group for group in groups if group.size() > 1]
+
+    def set_weight_groups(self, index: int, groups: tuple[Any, ...]) -> None:
+        """Say that weight ``index`` is sharded over ``groups``, one for each mesh dimension.
+
+        Its amax is reduced over all of them too: FSDP's and tensor parallelism's.
+        """
+        self.weight_groups[index] = groups
+
+    def _reduce(self, amax: Tensor) -> None:
+        done = set()
+        for group in self.reduction_groups():
+            reduce_amax_(amax, group)
+            if group is dist.group.WORLD:
+                return  # every rank that has a shard is in it
+            done.add(group.group_name)
+        reduce_packed_(
+            amax,
+            (
+                (
+                    range(i, i + 1),
+                    [g for g in groups if g.group_name not in done and g.size() > 1],
+                )
+                for i, groups in sorted(self.weight_groups.items())
+            ),
+        )
+
+    # --- copies ----------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__.update(self.__dict__)
+        # Process groups are shared. The copied root's hooks tell which it is; the copied layers are
+        # found at the first forward.
+        new.names = list(self.names)
+        new.weight_groups = dict(self.weight_groups)
+        new.fsdp = None
+        new._root = None
+        new.linears = []
+        clock = self.clock
+        new._begin()
+        if clock.roll_is_due:
+            new.clock.recorded()
+            new.clock.stepped()
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What of the state means something in another process: not groups, nor who refers to it.
+
+        The layers are found again, as those of a copy are.
+        """
+        if self._group is not None:
+            warnings.warn(
+                "a pickle cannot hold the amax_reduction_group of a converted model: amaxes of "
+                "the model that is loaded are reduced as if none had been given",
+                stacklevel=2,
+            )
+        state = {**self.__dict__, "linears": [], "weight_groups": {}}
+        state.update(dict.fromkeys(("_root", "_group", "fsdp")))
+        del state["histories"], state["key"]
+        state["clock"] = (self.clock.roll_is_due, self.clock._recorded)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        due, recorded = state.pop("clock")
+        self.__dict__.update(state)
+        self._begin()
+        if recorded:
+            self.clock.recorded()
+        if due:
+            self.clock.stepped()
+
+
+class RootHook:
+    """A method of the state as a hook of the root.
+
+    It is copied and pickled with the root, and then tells the state which that is: fully_shard
+    wants to know before the first forward.
+    """
+
+    def __init__(self, state: ModelState, method: str, root: nn.Module) -> None:
+        self._of = state, method, weakref.ref(root)
+        self._call = getattr(state, method)
+        state.set_root(root)
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> Any:
+        state, method, root = self._of
+        return RootHook, (state, method, root())

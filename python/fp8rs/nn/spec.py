@@ -1,0 +1,93 @@
+"""What a linear layer's GEMMs do with their operands: one frozen description, found by a key.
+
+A recipe says what is wanted; a `LinearSpec` is what becomes of it on one device. Graphs of
+torch.compile hold the key, a string: it is a constant there, and equal for layers that do the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+
+from fp8rs.gemm.blocks import operand_format
+from fp8rs.quantize.recipes import DelayedScaling, Recipe
+from fp8rs.quantize.spec import QuantSpec
+
+Role = Literal["weight", "input", "grad"]
+
+#: The operands of a layer, in the order of their slots in the buffers of delayed scaling.
+ROLES: tuple[Role, ...] = ("weight", "input", "grad")
+WEIGHT, INPUT, GRAD = range(3)
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """How the operands of forward, dgrad and wgrad are quantized and multiplied.
+
+    Args:
+        weight, input, grad: each operand's quantization.
+        fast_accumulation: for forward, dgrad and wgrad.
+        emulate: multiply dequantized operands.
+        delayed: scales are handed over, with slots for the amaxes.
+        save_input: the backward quantizes the input again, instead of saving its codes.
+    """
+
+    weight: QuantSpec
+    input: QuantSpec
+    grad: QuantSpec
+    fast_accumulation: tuple[bool, bool, bool]
+    emulate: bool
+    delayed: bool
+    save_input: bool
+
+
+#: Key -> the recipe, and the name of the group that per-tensor amaxes are reduced over.
+_RECIPES: dict[str, tuple[Recipe, str | None]] = {}
+
+
+def register(recipe: Recipe, group: str | None) -> str:
+    """The key of a recipe and a reduction group: equal for equal ones."""
+    key = f"{recipe!r} over {group}" if group else repr(recipe)
+    _RECIPES[key] = recipe, group
+    return key
+
+
+def quant_spec(recipe: Recipe, role: Role, group: str | None = None) -> QuantSpec:
+    """How a recipe quantizes an operand, whatever the device."""
+    format = recipe.block_format(role)
+    return QuantSpec(
+        format,
+        recipe.fp8_dtype(role),
+        power_2_scale=recipe.power_2_scale,
+        amax_epsilon=recipe.amax_epsilon,
+        scale_rounding=getattr(recipe, "scale_rounding", "ceil"),
+        margin=recipe.margin if isinstance(recipe, DelayedScaling) else 0,
+        group=group if format.per_tensor and role != "weight" else None,
+    )
+
+
+@lru_cache(maxsize=256)
+def spec_for(key: str, device: torch.device) -> LinearSpec:
+    """What a key means on a device."""
+    recipe, group = _RECIPES[key]
+
+    def operand(role: Role) -> QuantSpec:
+        own = quant_spec(recipe, role, group)
+        format = operand_format(own.format, device, recipe.emulate)
+        if format == own.format:
+            return own
+        # MXFP8 on a GPU without such GEMMs: its powers of two, one a row.
+        return QuantSpec(format, own.fp8_dtype, power_2_scale=True)
+
+    return LinearSpec(
+        quant_spec(recipe, "weight"),
+        operand("input"),
+        operand("grad"),
+        recipe.fast_accumulation,
+        recipe.emulate,
+        recipe.delayed,
+        recipe.save_input,
+    )
