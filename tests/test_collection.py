@@ -1,4 +1,4 @@
-"""Which tests run, and what is printed of the others."""
+"""Which tests run, what is printed of the others, and which warnings fail a test."""
 
 import subprocess
 import sys
@@ -8,6 +8,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 CASES = """
+import warnings
 import pytest
 
 block = pytest.mark.parametrize("block, kind", [((1, 32), "a"), ((1, 32), "b"), ((4, 4), "a")])
@@ -36,6 +37,11 @@ def test_fixture(block, kind, size, device): pass
 @flag
 def test_skips(flag):
     pytest.skip("it is Monday")
+
+@pytest.mark.parametrize("module", ["fp8rs.nn.linear", "test_cases", "transformers.utils"])
+@pytest.mark.parametrize("category", [DeprecationWarning, FutureWarning, UserWarning])
+def test_warns(module, category):
+    warnings.warn_explicit("beware", category, "a.py", 1, module=module)
 """
 
 
@@ -70,12 +76,19 @@ def test_products_are_covered_in_pairs(usual):
     # 3 blocks of two names x 3 sizes need 9 of 18; the others keep every case.
     for name, count in {"three": 9, "two": 9, "all": 18, "fixture": 9}.items():
         assert usual.count(f"::test_{name}[") == count
-    assert "tests: 47 of 56, a cover of each pair of parameters (all: --full)" in usual
+    assert "tests: 56 of 65, a cover of each pair of parameters (all: --full)" in usual
 
 
 def test_skips_are_counted_by_reason_and_not_listed(usual):
     assert usual.count("it is Monday") == 1
     assert "skipped: 2: it is Monday" in usual
+
+
+def test_deprecations_fail_where_they_are_ours(usual):
+    """What another library does with a third one is not for us to mend."""
+    failed = [line for line in usual.splitlines() if line.startswith("FAILED")]
+    assert len(failed) == 7
+    assert not any("transformers" in line and "UserWarning" not in line for line in failed)
 
 
 def test_the_full_product_is_an_option(run):
