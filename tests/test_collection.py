@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
+
+pytestmark = pytest.mark.newest_torch
 CASES = """
 import warnings
 import pytest

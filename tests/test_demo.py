@@ -236,8 +236,10 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return json.loads((folder / "result.json").read_text()), done.stdout, folder
 
 
-#: The first test of `demo_run` waits for the whole demo.
-whole_demo = pytest.mark.timeout(1800)
+def whole_demo(test: Callable[..., None]) -> Callable[..., None]:
+    """A test of `demo_run`: the first one waits for it. Three steps a recipe, below, are enough to
+    see that an older torch trains; 200 take minutes to say how well."""
+    return pytest.mark.newest_torch(pytest.mark.timeout(1800)(test))
 
 
 @whole_demo

@@ -14,6 +14,9 @@ from fp8rs.demo.train import Settings
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benches"))
 import gradient_error as bench
 
+#: What is compared is computed by the same torch: test_gradients does so with each release.
+pytestmark = pytest.mark.newest_torch
+
 Trained = tuple[bench.Llama, torch.Tensor]
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from pairwise import pairwise
 
+pytestmark = pytest.mark.newest_torch
+
 
 def pairs(rows):
     return {(i, row[i], j, row[j]) for row in rows for i, j in combinations(range(len(row)), 2)}
