@@ -173,6 +173,8 @@ def test_an_interrupted_or_killed_launcher_leaves_no_process(
     tmp_path: Path, sign: signal.Signals
 ) -> None:
     code = (
+        # Ignored in what a script's shell starts in the background, and then here as well.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from fp8rs.demo.launch import Job, launch\n"
         f"launch(Job('demo_jobs:hang', {{'folder': {str(tmp_path)!r}}}, 'cpu'), 2,"
         " lambda event: print(event, flush=True))"
