@@ -11,19 +11,22 @@ DEMO ?=
 # Two processes, each with a file at a time: files start ranks of their own, which wait for each other
 # as much as they compute.
 PYTEST ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15
+# With the oldest torch: not what is marked as having no torch in it beside tensors.
+OLDEST_PYTEST ?= -m "not newest_torch"
 
 BIN := $(VENV)/bin
 OLDEST_BIN := $(OLDEST)/bin
 # What the extension module is built from.
 SOURCES := $(shell find src -type f 2>/dev/null) Cargo.toml Cargo.lock pyproject.toml
 
-.PHONY: help environments demo test test-oldest lint lint-rust lint-python lint-ptx rust-test python-test bench wheel clean
+.PHONY: help environments demo test test-oldest test-all lint lint-rust lint-python lint-ptx rust-test python-test bench wheel clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo         train a small Llama in bf16 and in FP8 on this machine (DEMO='--ranks 4 ...')"
 	@echo "make test         lint, Rust tests, Python tests with the newest torch"
 	@echo "make test-oldest  Python tests with torch $(OLDEST_TORCH)"
+	@echo "make test-all     both with every combination of parameters, where the others take pairs"
 	@echo "make lint         formatting, clippy, ruff, mypy, the checked-in PTX"
 	@echo "make bench        kernel benchmarks on the CPU, and on a GPU where there is one"
 	@echo "make wheel        the release wheel, in dist/"
@@ -35,6 +38,10 @@ demo: $(VENV)/.built
 	$(BIN)/python -m fp8rs demo --plot demo-loss.png --json demo-result.json $(DEMO)
 
 test: lint rust-test python-test
+
+test-all: PYTEST += --full
+test-all: OLDEST_PYTEST :=
+test-all: test test-oldest
 
 lint: lint-rust lint-python lint-ptx
 
@@ -67,7 +74,7 @@ python-test: $(VENV)/.built
 
 # Python tests alone: what Rust does has no torch in it.
 test-oldest: $(OLDEST)/.built
-	$(OLDEST_BIN)/python -m pytest tests $(PYTEST)
+	$(OLDEST_BIN)/python -m pytest tests $(PYTEST) $(OLDEST_PYTEST)
 
 bench:
 	cargo bench

@@ -18,6 +18,7 @@ with a printed reason unless it can be imported: install it, or name a folder th
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -37,10 +38,8 @@ from fp8rs.demo.launch import Job, RankFailed, launch
 from fp8rs.demo.model import Llama, LlamaConfig, parameter_count
 from fp8rs.demo.traffic import converted_share, counted
 from fp8rs.demo.train import convert, linear_weights, peak_memory, shard
-from fp8rs.quantize.recipes import RECIPES
+from fp8rs.quantize.recipes import RECIPES, resolve_recipe
 
-#: Steps before the loss is read and the clock starts.
-WARM_UP = 12
 LEARNING_RATE = 3e-4
 
 
@@ -57,6 +56,9 @@ VARIANTS = {
     "bf16": Variant("torch", None, False),
     "bf16-compiled": Variant("torch", None, True),
     **{name: Variant("fp8rs", name, False) for name in RECIPES if name != "tensorwise"},
+    **{
+        f"{name}-compiled": Variant("fp8rs", name, True) for name in RECIPES if name != "tensorwise"
+    },
     "torchao": Variant("torchao", "tensorwise", False),
     "torchao-compiled": Variant("torchao", "tensorwise", True),
 }
@@ -118,7 +120,7 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
     # The same on all ranks: they shard one model.
     model.init_weights(torch.Generator(device).manual_seed(0))
     params, weights = parameter_count(model), linear_weights(model)
-    after_step = _prepare(model, variant, device.type)
+    after_step = _prepare(model, variant, device.type, arguments["save_input"])
     shard(model, device.type, ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     batch = _batch(arguments, device)
@@ -136,11 +138,11 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(WARM_UP):
+    for _ in range(arguments["warm_up"]):
         step()
     loss = step()
     dist.all_reduce(loss)
-    report({"what": f"loss after {WARM_UP} steps: {loss.item() / ranks:.4f}"})
+    report({"what": f"loss after {arguments['warm_up']} steps: {loss.item() / ranks:.4f}"})
     seconds = _timed(step, arguments["steps"], device)
     peak = peak_memory(device.type)
     with counted(model, ranks) as traffic:
@@ -162,7 +164,7 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
 _ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
-def _prepare(model: Llama, variant: Variant, device: str) -> Any:
+def _prepare(model: Llama, variant: Variant, device: str, save_input: bool) -> Any:
     """Converts and compiles the model; returns what is called after each optimizer step."""
 
     def nothing(model: Llama) -> None:
@@ -171,7 +173,8 @@ def _prepare(model: Llama, variant: Variant, device: str) -> Any:
     after_step: Any = nothing
     if variant.library == "fp8rs":
         assert variant.recipe is not None
-        convert(model, variant.recipe)
+        recipe = dataclasses.replace(resolve_recipe(variant.recipe), save_input=save_input)
+        convert(model, recipe)
     elif variant.library == "torchao":
         from torchao import float8 as peer
 
@@ -217,11 +220,10 @@ def _batch(arguments: dict[str, Any], device: torch.device) -> torch.Tensor:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The variants as a Markdown table; ratios are to eager bf16."""
+    """The variants as a Markdown table; ratios are to bf16 of the same kind, eager or compiled."""
     variants = report["variants"]
-    base = variants.get("bf16", {}).get("tokens_per_second")
     lines = [
-        "| variant | tokens/s/GPU | vs bf16 eager | peak GB | gathered GB a step | "
+        "| variant | tokens/s/GPU | vs bf16 of its kind | peak GB | gathered GB a step | "
         "of it converted weights | loss |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -229,7 +231,9 @@ def table(report: dict[str, Any]) -> str:
         if "error" in found:
             lines.append(f"| {name} | {found['error'].strip().splitlines()[-1]} | | | | | |")
             continue
-        ratio = f"{found['tokens_per_second'] / base:.2f}" if base else ""
+        kind = "bf16-compiled" if VARIANTS[name].compiled else "bf16"
+        base = variants.get(kind, {}).get("tokens_per_second")
+        ratio = f"{found['tokens_per_second'] / base:.3f}" if base else ""
         lines.append(
             f"| {name} | {found['tokens_per_second']:,.0f} | {ratio} "
             f"| {found['peak_memory'] / 1e9:.1f} | {found['allgather_bytes'] / 1e9:.2f} "
@@ -274,6 +278,8 @@ def _workload(options: argparse.Namespace) -> dict[str, Any]:
         },
         "sequence": options.sequence,
         "steps": options.steps,
+        "warm_up": options.warm_up,
+        "save_input": options.save_input,
     }
 
 
@@ -295,6 +301,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--sequence", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=10, help="timed steps")
+    parser.add_argument("--warm-up", type=int, default=12, help="steps before the loss is read")
+    parser.add_argument("--save-input", action="store_true", help="recipes save inputs, not codes")
     parser.add_argument("--limit", type=float, default=240, help="seconds for one variant")
     parser.add_argument("--out", type=Path, default=Path("end_to_end.json"))
     parser.add_argument("--plot", type=Path, metavar="FILE")

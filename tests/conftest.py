@@ -1,12 +1,34 @@
-"""What all tests share: devices, and a count of the tests that a GPU would have run."""
+"""What all tests share: devices, which part of a product of parameters runs, what is counted."""
+
+from collections import Counter, defaultdict
 
 import pytest
 import torch
 
+from pairwise import pairwise
+
 NO_GPU = "needs a CUDA GPU"
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="run the full product of stacked parameters, not a cover of their pairs",
+    )
+
+
+# Last, when -k and -m have chosen: a cover of what they leave.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("full"):
+        collected = len(items)
+        kept = set(map(id, _cover(items)))
+        left_out = [item for item in items if id(item) not in kept]
+        items[:] = [item for item in items if id(item) in kept]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            config.stash[COVER] = (len(items), collected)
     # Counted through NVML, so that no CUDA context starts here: tests fork.
     if torch.cuda.device_count() == 0:
         for item in items:
@@ -14,10 +36,73 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=NO_GPU))
 
 
-def pytest_terminal_summary(terminalreporter):
+#: (tests that run, tests that there are)
+COVER = pytest.StashKey[tuple[int, int]]()
+
+
+def _cover(items):
+    """Of each test function the cases in which any two of its parameters' values meet.
+
+    A test of one parameter, or of two, keeps all cases, as does one marked ``whole_product``. Cases
+    for a GPU are covered on their own: where there is none they cover nothing.
+    """
+    functions = defaultdict(list)
+    for item in items:
+        if not hasattr(item, "callspec") or item.get_closest_marker("whole_product"):
+            yield item
+        else:
+            gpu = item.get_closest_marker("gpu") is not None
+            functions[item.parent.nodeid, item.originalname, gpu].append(item)
+    for cases in functions.values():
+        for index in pairwise([_choices(item) for item in cases]):
+            yield cases[index]
+
+
+def _choices(item):
+    """What each ``parametrize`` and each fixture with parameters chose, by identity.
+
+    A ``parametrize`` of several names is one choice. All cases share the objects to choose from.
+    """
+    chosen = dict(item.callspec.params)
+    together = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+        together.append(tuple(id(chosen.pop(name)) for name in names if name in chosen))
+    return (*together, *((id(chosen[name]),) for name in sorted(chosen)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """A process of pytest-xdist hands its figures to the one that prints them."""
+    cover = getattr(node, "workeroutput", {}).get("cover")
+    if cover:
+        node.config.stash[COVER] = tuple(cover)
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["cover"] = session.config.stash.get(COVER, None)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Counts in place of lists: what is skipped is hundreds of tests for a few reasons."""
+    ran, collected = config.stash.get(COVER, (0, 0))
+    if ran:
+        terminalreporter.line(
+            f"tests: {ran} of {collected}, a cover of each pair of parameters (all: --full)"
+        )
     skipped = terminalreporter.stats.get("skipped", [])
+    other = Counter(_reason(report) for report in skipped if "gpu" not in report.keywords)
+    for reason, count in sorted(other.items()):
+        terminalreporter.line(f"skipped: {count}: {reason}")
     count = sum("gpu" in report.keywords for report in skipped)
     terminalreporter.line(f"gpu tests skipped: {count}")
+
+
+def _reason(report):
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return reason.removeprefix("Skipped: ")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -65,3 +67,25 @@ def linear(
 def relative(a: Tensor, b: Tensor) -> float:
     """The norm of the difference by that of ``b``."""
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def tensor_core_error(k: int) -> float:
+    """How far FP8 tensor cores may be off a sum of ``k`` products, relative to the largest sum.
+
+    A Hopper tensor core aligns 32 products and the sum so far to the largest of them and cuts off
+    what is below 13 bits of fraction (DeepSeek-V3 Technical Report, arXiv:2412.19437, sections
+    3.3.2 and 3.5.2: "around 14 bits"). So each product loses less than 2^-13 of the largest, in
+    the direction of its own sign: ``k`` independent losses add up as the root of their number.
+    """
+    return math.sqrt(k) * 2.0**-13
+
+
+def tensor_core_sums(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b.T of matrices of codes, with the additions that :func:`tensor_core_error` describes."""
+    sums = torch.zeros(a.shape[0], b.shape[0], 1, dtype=torch.float64)
+    for left, right in zip(a.double().split(32, 1), b.double().split(32, 1), strict=True):
+        addends = torch.cat([sums, left[:, None] * right[None]], 2)
+        _, exponent = torch.frexp(addends.abs().amax(2, keepdim=True))
+        unit = torch.ldexp(torch.ones_like(sums), exponent - 1 - 13)
+        sums = ((addends / unit).trunc() * unit).sum(2, keepdim=True)
+    return sums[..., 0].float()

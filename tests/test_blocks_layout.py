@@ -9,6 +9,9 @@ from test_blocks import E4M3, E8M0, F32, bits, data, every_type
 
 ops = torch.ops.fp8rs
 
+#: Bytes that no release of torch changes.
+pytestmark = pytest.mark.newest_torch
+
 every_block = pytest.mark.parametrize("block", [(1, 32), (32, 32)])
 
 #: At least 3x3 tiles of 128x4 in both directions, with ragged edges; and whole tiles.

@@ -9,6 +9,9 @@ E4M3, E8M0, F32 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32
 
 ops = torch.ops.fp8rs
 
+#: Bytes that no release of torch changes.
+pytestmark = pytest.mark.newest_torch
+
 
 def sqnr(x, approximate):
     noise = (x.double() - approximate.double()).square().sum()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from fp8rs.demo.train import Settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benches"))
 import gradient_error as bench
+
+#: What is compared is computed by the same torch: test_gradients does so with each release.
+pytestmark = pytest.mark.newest_torch
 
 Trained = tuple[bench.Llama, torch.Tensor]
 
@@ -24,13 +28,30 @@ def trained(request: pytest.FixtureRequest) -> Trained:
     return model, batch.to(request.param)
 
 
+def limits(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """The smallest and the largest ratio of fp8rs's gradient error to its simulation's.
+
+    On the CPU both add alike, so the ratio is that of one draw of rounding errors: 1. Elsewhere
+    sums differ in their last bits, which rounds some elements of the next layer to the other side,
+    and a few directions of the gradient hold most of the error: noise of 1e-4 of a row's largest
+    sum, added to the simulation of ``rowwise``, moved the ratio between 0.983 and 1.000 in fp32 and
+    between 0.990 and 1.031 in bf16 (six draws each). More is a defect. Less is luck, but for an
+    operand that nobody rounds: a weight's share of the error is a quarter of it (below), an input's
+    more. (A gradient's is 5% in fp32 and not to be seen in bf16: test_gradients has its bytes.)
+    """
+    if device.type == "cpu":
+        return 0.98, 1.02
+    return 0.9, 1.02 if dtype == torch.float32 else 1.05
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block", "mxfp8"])
 def test_gradient_error_is_the_simulations(
     trained: Trained, recipe: str, dtype: torch.dtype
 ) -> None:
     found = bench.gradient_error(*trained, recipe, dtype)
-    assert found.fp8rs == pytest.approx(found.simulated, rel=0.02)
+    least, most = limits(trained[1].device, dtype)
+    assert least <= found.ratio <= most
     assert 0.02 < found.fp8rs < 0.2
     assert found.loss_off_fp8rs == pytest.approx(found.loss_off_simulated, abs=1e-3)
 
@@ -46,3 +67,19 @@ def test_a_wrong_scale_would_show(trained: Trained, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(bench.simulation, "rounded", coarser)
     found = bench.gradient_error(*trained, "current")
     assert abs(found.ratio - 1) > 0.2
+
+
+def test_weights_left_unrounded_would_show(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that is too small has a limit too: what rounding the weights alone adds."""
+    rounded = bench.simulation.rounded
+
+    def exact_weights(x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if isinstance(x, torch.nn.Parameter):
+            return x.float(), x.new_ones((), dtype=torch.float32)
+        return rounded(x, *arguments)
+
+    monkeypatch.setattr(bench.simulation, "rounded", exact_weights)
+    found = bench.gradient_error(*trained, "current", torch.bfloat16)
+    assert found.simulated < 0.8 * found.fp8rs

@@ -6,6 +6,7 @@ The examples are the same in each run (``derandomize``), so that what fails here
 import math
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,9 @@ from cases import data, scalar
 from reference import FORMATS, WIDE, codes, matrix, same
 
 ops = torch.ops.fp8rs
+
+#: Bytes that no release of torch changes.
+pytestmark = pytest.mark.newest_torch
 
 examples = settings(
     max_examples=60,

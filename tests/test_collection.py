@@ -1,0 +1,103 @@
+"""Which tests run, what is printed of the others, and which warnings fail a test."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+pytestmark = pytest.mark.newest_torch
+CASES = """
+import warnings
+import pytest
+
+block = pytest.mark.parametrize("block, kind", [((1, 32), "a"), ((1, 32), "b"), ((4, 4), "a")])
+size = pytest.mark.parametrize("size", [1, 2, 3])
+flag = pytest.mark.parametrize("flag", [False, True])
+
+@block
+@size
+@flag
+def test_three(block, kind, size, flag): pass
+
+@block
+@size
+def test_two(block, kind, size): pass
+
+@block
+@size
+@flag
+@pytest.mark.whole_product
+def test_all(block, kind, size, flag): pass
+
+@block
+@size
+def test_fixture(block, kind, size, device): pass
+
+@flag
+def test_skips(flag):
+    pytest.skip("it is Monday")
+
+@pytest.mark.parametrize("module", ["fp8rs.nn.linear", "test_cases", "transformers.utils"])
+@pytest.mark.parametrize("category", [DeprecationWarning, FutureWarning, UserWarning])
+def test_warns(module, category):
+    warnings.warn_explicit("beware", category, "a.py", 1, module=module)
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cases")
+    (folder / "test_cases.py").write_text(CASES)
+
+    def run(*options):
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "conftest"]
+        config = ["-c", str(TESTS.parent / "pyproject.toml"), f"--rootdir={folder}"]
+        done = subprocess.run(
+            [*command, *config, "-m", "not gpu", *options, str(folder)],
+            capture_output=True,
+            text=True,
+            cwd=TESTS,
+            timeout=120,
+            check=False,
+        )
+        assert not done.stderr, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def usual(run):
+    return run("-v")
+
+
+def test_products_are_covered_in_pairs(usual):
+    # 3 blocks of two names x 3 sizes need 9 of 18; the others keep every case.
+    for name, count in {"three": 9, "two": 9, "all": 18, "fixture": 9}.items():
+        assert usual.count(f"::test_{name}[") == count
+    assert "tests: 56 of 65, a cover of each pair of parameters (all: --full)" in usual
+
+
+def test_skips_are_counted_by_reason_and_not_listed(usual):
+    assert usual.count("it is Monday") == 1
+    assert "skipped: 2: it is Monday" in usual
+
+
+def test_deprecations_fail_where_they_are_ours(usual):
+    """What another library does with a third one is not for us to mend."""
+    failed = [line for line in usual.splitlines() if line.startswith("FAILED")]
+    assert len(failed) == 7
+    assert not any("transformers" in line and "UserWarning" not in line for line in failed)
+
+
+def test_the_full_product_is_an_option(run):
+    assert run("-q", "--full", "--collect-only").count("::test_three[") == 18
+
+
+def test_processes_of_xdist_hand_their_counts_over(run):
+    out = run("-n", "1", "-k", "three")
+    assert "9 passed" in out
+    assert "tests: 9 of 18" in out
