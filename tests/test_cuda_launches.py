@@ -148,10 +148,11 @@ def in_a_new_process(script, force_ptx):
             parts = [t.cpu().contiguous().view(-1).view(torch.uint8).numpy() for t in tensors]
             return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
 
-        # torch's own kernels and memory are there before the captures.
+        # torch's memory for the outputs: it may not allocate beside another thread's capture.
         warm = torch.cuda.Stream()
         with torch.cuda.stream(warm):
-            torch.randn(300, 512, device="cuda").bfloat16()
+            held = [torch.empty(200_000, dtype=torch.uint8, device="cuda") for _ in range(64)]
+        del held
         torch.cuda.synchronize()
         # Not before: it would forbid the machine code of torch too, which has no PTX for it.
         os.environ["CUDA_FORCE_PTX_JIT"] = sys.argv[1]
@@ -170,8 +171,9 @@ def in_a_new_process(script, force_ptx):
 @pytest.mark.parametrize("force_ptx", [False, True])
 def test_first_use_leaves_another_threads_capture_alone(force_ptx):
     script = """
-        graph = torch.cuda.CUDAGraph()
+        graph, capturing = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         y, failed, got = torch.zeros(1000, device="cuda"), [], []
+        y += 0
         torch.cuda.synchronize()
 
         def first_use():
@@ -181,12 +183,15 @@ def test_first_use_leaves_another_threads_capture_alone(force_ptx):
             except BaseException as error:
                 failed.append(error)
 
-        with torch.cuda.graph(graph):    # the strictest mode: global
+        # Without torch.cuda.graph, which empties the cache. The strictest mode.
+        with torch.cuda.stream(capturing):
+            graph.capture_begin(capture_error_mode="global")
             y += 1
             thread = threading.Thread(target=first_use)
             thread.start()
             thread.join()
             y += 1
+            graph.capture_end()
         assert not failed, failed
         graph.replay()
         torch.cuda.synchronize()
