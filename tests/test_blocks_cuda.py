@@ -279,8 +279,9 @@ def test_rebase_of_columns_of_zeros_and_nans(block_rows, fp8_dtype):
     for axis in (0, 1):
         cpu, cuda = both(ops.rebase, codes, scale, (block_rows, 32), axis)
         same(cpu, cuda)
-        assert 1.0 in cuda[1].cpu().flatten().tolist()
         assert (cuda[1] > 0).all()
+    # Of the last axis: columns of zeros.
+    assert (cuda[1].flatten()[::3] == 1.0).all()
 
 
 @every_dtype
