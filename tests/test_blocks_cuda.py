@@ -216,3 +216,78 @@ def test_in_a_graph_and_on_another_stream():
         graph.replay()
         torch.cuda.synchronize()
         same([t.cpu() for t in expected], got)
+
+
+def needs_memory(gibibytes):
+    free, _ = torch.cuda.mem_get_info()
+    if free < (gibibytes + 2) << 30:
+        pytest.skip(f"needs {gibibytes} GiB of GPU memory")
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_a_row_of_more_vectors_than_32_bits_count(fold):
+    """2^33 elements of fp32 are 2^31 vectors."""
+    n = 2**33 + 64
+    needs_memory(72 if fold else 40)
+    x = torch.zeros(1, n, device="cuda")
+    at = [0, 2**31 + 5, 2**32 + 3, 2**33 + 1, n - 1]
+    x[0, at] = torch.tensor([1.0, -2.0, 4.0, -8.0, 448.0], device="cuda")
+    options = {"fold": torch.ones(n, device="cuda")} if fold else {}
+    codes, scale, _, _ = ops.quantize_blocks(x, E4M3, (1, -1), F32, True, False, **options)
+    assert scale.item() == 1.0
+    got = codes.view(torch.uint8)
+    assert got[0, at].tolist() == [0x38, 0xC0, 0x48, 0xD0, 0x7E]
+    for part in got[0].split(2**30):
+        assert part.count_nonzero().item() <= len(at)
+    del x, options, codes, got
+    torch.cuda.empty_cache()
+
+
+def test_rebase_of_a_row_of_more_vectors_than_32_bits_count():
+    """2^35 codes are 2^31 vectors."""
+    n = 2**35 + 64
+    needs_memory(66)
+    codes = torch.zeros(1, n, dtype=torch.uint8, device="cuda")
+    at = [0, 2**33 + 5, 2**34 + 3, 2**35 + 1, n - 1]
+    codes[0, at] = torch.tensor([0x38, 0xC0, 0x48, 0xD0, 0x7E], dtype=torch.uint8, device="cuda")
+    scale = torch.full((1, n // 32), 127, dtype=torch.uint8, device="cuda")
+    scale[0, -1] = 128
+    out, line = ops.rebase(codes.view(E4M3), scale.view(E8M0), (1, 32), 0)
+    assert line.item() == 2.0
+    # Half as large, but for the block that has the line's scale.
+    assert out.view(torch.uint8)[0, at].tolist() == [0x30, 0xB8, 0x40, 0xC8, 0x7E]
+    del codes, scale, out
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("block_rows", [1, 32])
+@every_type
+def test_rebase_of_columns_of_zeros_and_nans(block_rows, fp8_dtype):
+    """A column's scale is 1 where no block that counts has a code that is not zero."""
+    rows, cols = 300, 200
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(0, 256, (rows, cols), generator=generator, dtype=torch.uint8)
+    codes[:, ::3] = 0
+    codes[:, 1::7] = 0x80
+    codes[:, 50] = 0x7F
+    grid = (-(-rows // block_rows), -(-cols // 32))
+    scale = torch.randint(100, 140, grid, generator=generator, dtype=torch.uint8)
+    scale[:, 2] = 255
+    scale[::2, 4] = 255
+    scale[:, 5] = 0
+    codes, scale = codes.view(fp8_dtype), scale.view(E8M0)
+    for axis in (0, 1):
+        cpu, cuda = both(ops.rebase, codes, scale, (block_rows, 32), axis)
+        same(cpu, cuda)
+        assert (cuda[1] > 0).all()
+    # Of the last axis: columns of zeros.
+    assert (cuda[1].flatten()[::3] == 1.0).all()
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", [(1030, 770), (129, 4096)], ids=str)
+def test_both_directions_a_row_over_many_tiles(dtype, shape):
+    """Tiles are taken from the end where maxima were found just before."""
+    x = wild(*shape, dtype=dtype)
+    for options in ({}, {"power_2_scale": True}):
+        same(*both(ops.quantize_blocks, x, E4M3, (1, -1), F32, True, True, **options))

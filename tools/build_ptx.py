@@ -1,36 +1,51 @@
-"""Build the checked-in PTX from src/cuda/kernels/*.cu, or check that it is what they give.
+"""Build the checked-in PTX and machine code from src/cuda/kernels/*.cu, or check that they are
+what the sources give.
 
-    python tools/build_ptx.py            # rebuild src/cuda/ptx/*.ptx
+    python tools/build_ptx.py            # rebuild src/cuda/ptx/*.ptx and src/cuda/cubin/*/*.lzma
     python tools/build_ptx.py --check    # compare bytes, then assemble for every target
 
-The compiler (NVRTC 12.4: its PTX 8.4 is taken by drivers from 550 on) and the assembler are wheels
-from PyPI, pinned below and kept in target/ptx-tools; no CUDA toolkit is needed. The PTX depends on
-the sources and the pinned versions alone: a second build gives the same bytes.
+The compiler (NVRTC 12.4: its PTX 8.4 is taken by drivers from 550 on) and the assemblers are wheels
+from PyPI, pinned below and kept in target/ptx-tools; no CUDA toolkit is needed. PTX and machine
+code depend on the sources and the pinned versions alone: a second build gives the same bytes.
+
+Machine code saves the driver's compiler at first use; the PTX beside it serves every other device
+and driver. It is made by the oldest assembler that knows all the targets: its code is taken by
+drivers of CUDA 12, which refuse CUDA 13's. Compressed it is compared as what it decompresses to,
+since compressors differ.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import lzma
 import re
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "src" / "cuda" / "kernels"
 PTX = ROOT / "src" / "cuda" / "ptx"
+CUBIN = ROOT / "src" / "cuda" / "cubin"
 TOOLS = ROOT / "target" / "ptx-tools"
 
 COMPILER = ["nvidia-cuda-nvrtc-cu12==12.4.127"]
-ASSEMBLER = ["nvidia-cuda-nvcc==13.0.88"]
+#: Of the machine code.
+ASSEMBLER = ["nvidia-cuda-nvcc-cu12==12.8.93"]
+#: Beside it in the check: what the compiler of a new driver would say.
+NEWEST_ASSEMBLER = ["nvidia-cuda-nvcc==13.0.88"]
 
 TARGET = "compute_89"
 #: Modules that use Hopper's own instructions.
 TARGETS: dict[str, str] = {}
-#: What ptxas must assemble for without spills; a module for a newer target skips the older ones.
-ASSEMBLE_FOR = ("sm_89", "sm_90", "sm_100", "sm_120")
+#: What machine code is made for (`Target` in src/cuda/code.rs).
+MACHINE_CODE_FOR = ("sm_89", "sm_90", "sm_100")
+#: What the newest ptxas must assemble for without spills; a module for a newer target skips the
+#: older ones.
+ASSEMBLE_FOR = ("sm_90", "sm_120")
 
 
 def fetch(name: str, packages: list[str]) -> Path:
@@ -44,6 +59,11 @@ def fetch(name: str, packages: list[str]) -> Path:
         subprocess.run([*pip, "--target", str(folder), *packages], check=True)
         stamp.write_text(wanted)
     return folder
+
+
+def number(target: str) -> int:
+    """The number of sm_90a or compute_90."""
+    return int(target.rstrip("a").split("_")[1])
 
 
 def find(folder: Path, pattern: str) -> Path:
@@ -116,16 +136,19 @@ class Compiler:
             raise SystemExit(f"NVRTC failed with code {code}")
 
 
-def assemble(ptxas: Path, ptx: Path, target: str, verbose: bool) -> list[str]:
-    """What is wrong with a module on a target: refusals, spills, local memory."""
-    result = subprocess.run(
-        [str(ptxas), "-v", f"-arch={target}", str(ptx), "-o", "/dev/null"],
-        capture_output=True,
-        text=True,
-    )
-    report = result.stdout + result.stderr
-    if result.returncode:
-        return [f"{ptx.name} on {target}: {report}"]
+def assemble(ptxas: Path, ptx: Path, target: str, verbose: bool) -> tuple[bytes, list[str]]:
+    """A module's machine code, and what is wrong with it: refusals, spills, local memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "cubin"
+        result = subprocess.run(
+            [str(ptxas), "-v", f"-arch={target}", str(ptx), "-o", str(cubin)],
+            capture_output=True,
+            text=True,
+        )
+        report = result.stdout + result.stderr
+        if result.returncode:
+            return b"", [f"{ptx.name} on {target}: {report}"]
+        code = cubin.read_bytes()
     wrong = []
     entry = "?"
     reported = 0
@@ -143,7 +166,23 @@ def assemble(ptxas: Path, ptx: Path, target: str, verbose: bool) -> list[str]:
     entries = len(re.findall(r"\.entry\s", ptx.read_text()))
     if reported != entries:
         wrong.append(f"{ptx.name} on {target}: {reported} reports of spills for {entries} entries")
-    return wrong
+    return code, wrong
+
+
+def compress(code: bytes) -> bytes:
+    """Alike modules of other types lie far apart: LZMA sees them, at a third of deflate's size."""
+    return lzma.compress(code, format=lzma.FORMAT_ALONE, preset=9 | lzma.PRESET_EXTREME)
+
+
+def keep(path: Path, code: bytes, check: bool) -> list[str]:
+    """Compares the machine code at ``path`` with ``code``; writes what differs unless checking."""
+    if path.exists() and lzma.decompress(path.read_bytes()) == code:
+        return []
+    if check:
+        return [f"{path.relative_to(ROOT)} is not what its PTX gives: rebuild it"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(compress(code))
+    return []
 
 
 def main() -> None:
@@ -154,16 +193,21 @@ def main() -> None:
     arguments = parser.parse_args()
 
     compiler = Compiler()
-    ptxas = find(fetch("nvcc", ASSEMBLER), "ptxas")
-    ptxas.chmod(0o755)
+    ptxas, newest = (
+        find(fetch(name, packages), "ptxas")
+        for name, packages in (("nvcc-12", ASSEMBLER), ("nvcc", NEWEST_ASSEMBLER))
+    )
+    for program in (ptxas, newest):
+        program.chmod(0o755)
     PTX.mkdir(exist_ok=True)
     sources = sorted(KERNELS.glob("*.cu"))
     if arguments.modules:
         sources = [s for s in sources if s.stem in arguments.modules]
     else:
-        extra = {p.stem for p in PTX.glob("*.ptx")} - {s.stem for s in sources}
+        built = [*PTX.glob("*.ptx"), *CUBIN.glob("*/*.lzma")]
+        extra = {p.stem for p in built} - {s.stem for s in sources}
         if extra:
-            raise SystemExit(f"src/cuda/ptx has no source for {sorted(extra)}")
+            raise SystemExit(f"there is no source for {sorted(extra)}")
 
     wrong: list[str] = []
     jobs = []
@@ -175,15 +219,22 @@ def main() -> None:
         elif not path.exists() or path.read_bytes() != ptx:
             wrong.append(f"{path.relative_to(ROOT)} is not what {source.name} gives: rebuild it")
             continue
-        needs = int(TARGETS.get(source.stem, TARGET).rstrip("a").split("_")[1])
-        jobs += [(path, t) for t in ASSEMBLE_FOR if int(t.rstrip("a").split("_")[1]) >= needs]
+        needs = number(TARGETS.get(source.stem, TARGET))
+        jobs += [(ptxas, path, target) for target in MACHINE_CODE_FOR if number(target) >= needs]
+        jobs += [(newest, path, target) for target in ASSEMBLE_FOR if number(target) >= needs]
     with ThreadPoolExecutor(2) as pool:
-        for found in pool.map(lambda j: assemble(ptxas, *j, arguments.verbose), jobs):
+        for job, (code, found) in zip(
+            jobs, pool.map(lambda j: assemble(*j, arguments.verbose), jobs), strict=True
+        ):
+            program, path, target = job
             wrong += found
+            if program is ptxas and not found:
+                wrong += keep(CUBIN / target / f"{path.stem}.lzma", code, arguments.check)
     if wrong:
         raise SystemExit("\n".join(wrong))
     verb = "compared" if arguments.check else "built"
-    print(f"{verb} {len(sources)} modules; assembled for {', '.join(ASSEMBLE_FOR)} without spills")
+    targets = sorted({*MACHINE_CODE_FOR, *ASSEMBLE_FOR}, key=number)
+    print(f"{verb} {len(sources)} modules; assembled for {', '.join(targets)} without spills")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@
 //! - A launch runs in the primary context of the argument's device, which is torch's too. The thread's current
 //!   context is put back afterwards; a thread that has none (autograd's) keeps the primary one.
 //! - Contexts and modules are kept for the life of the process and never dropped.
-//! - Modules are loaded whole at the first use of one of their kernels: use each operation once before its
-//!   launches are captured in a graph.
+//! - A kernel is loaded at its first launch: its module's machine code where there is some for the device
+//!   (milliseconds), else its own entry of the PTX alone, which the driver compiles (`code`).
+//! - First uses load and allocate in relaxed capture mode ([`Relaxed`]): neither a capture on this stream nor
+//!   another thread's is broken by one.
 
 use std::ffi::{CStr, c_void};
 use std::sync::{Mutex, OnceLock};
@@ -15,6 +17,7 @@ use std::sync::{Mutex, OnceLock};
 use cudarc::driver::sys;
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 
+use super::code;
 use super::table::{Kernel, MODULES};
 use crate::error::Error;
 use crate::ops::Stream;
@@ -25,8 +28,11 @@ pub(super) const MAX_DEVICES: usize = 64;
 /// What is known of one device.
 pub(super) struct DeviceState {
     context: usize,
-    modules: [OnceLock<usize>; MODULES.len()],
-    /// Held while a module is loaded, so that two threads do not load it twice.
+    /// What machine code is taken; `None` where the driver compiles PTX.
+    target: Option<code::Target>,
+    /// Modules of machine code; `None` where there is none, or the driver refused it.
+    modules: [OnceLock<Option<usize>>; MODULES.len()],
+    /// Held while a kernel is loaded, so that two threads do not load it twice.
     loading: Mutex<()>,
     /// Streaming multiprocessors.
     pub(super) multiprocessors: u32,
@@ -112,6 +118,7 @@ fn start(ordinal: i32) -> Result<DeviceState, Error> {
     check("cuDevicePrimaryCtxRetain", unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) })?;
     Ok(DeviceState {
         context: context as usize,
+        target: code::Target::of(major, minor).filter(|_| !code::ptx_is_forced()),
         modules: [const { OnceLock::new() }; MODULES.len()],
         loading: Mutex::new(()),
         multiprocessors,
@@ -145,28 +152,69 @@ fn enter(state: &DeviceState) -> Result<Restore, Error> {
     Ok(Restore((!current.is_null()).then_some(current)))
 }
 
+/// Lets this thread load and allocate while a graph is captured, by whichever thread, until dropped.
+///
+/// In the default mode such calls fail while any thread captures, and invalidate its capture: they might wait for
+/// what is only being recorded. Nothing here does.
+pub(super) struct Relaxed(sys::CUstreamCaptureMode);
+
+impl Relaxed {
+    fn enter() -> Result<Self, Error> {
+        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the driver is initialised; the mode is a local, and gets the thread's former one.
+        check("cuThreadExchangeStreamCaptureMode", unsafe {
+            sys::cuThreadExchangeStreamCaptureMode(&raw mut mode)
+        })?;
+        Ok(Self(mode))
+    }
+}
+
+impl Drop for Relaxed {
+    fn drop(&mut self) {
+        // SAFETY: as above. A failure here has no remedy.
+        let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut self.0) };
+    }
+}
+
+/// Loads an image: a cubin, or PTX that ends in NUL.
+fn load(image: &[u8]) -> Result<usize, Error> {
+    let mut module: sys::CUmodule = std::ptr::null_mut();
+    // SAFETY: the image is whole, and PTX ends in NUL; the context is current.
+    check("cuModuleLoadData", unsafe {
+        sys::cuModuleLoadData(&raw mut module, image.as_ptr().cast::<c_void>())
+    })?;
+    Ok(module as usize)
+}
+
+/// The kernel's function, loaded now; the device's context is current.
 fn function(state: &DeviceState, kernel: &'static Kernel) -> Result<sys::CUfunction, Error> {
-    let slot = kernel.module as usize;
-    let module = if let Some(module) = state.modules[slot].get() {
-        *module
-    } else {
-        let _guard = state.loading.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        if let Some(module) = state.modules[slot].get() {
-            *module
-        } else {
-            let mut module: sys::CUmodule = std::ptr::null_mut();
-            let image = MODULES[slot].ptx.as_ptr().cast::<c_void>();
-            // SAFETY: the image ends in NUL (`table` appends it); the context is current.
-            check("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&raw mut module, image) })?;
-            let _ = state.modules[slot].set(module as usize);
-            module as usize
-        }
+    let _guard = state.loading.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let _relaxed = Relaxed::enter()?;
+    let module = &MODULES[kernel.module as usize];
+    // An older driver than the assembler's may refuse the machine code, and then takes the PTX.
+    let machine = || state.target.and_then(|target| load(&module.machine_code(target)?).ok());
+    let loaded = match state.modules[kernel.module as usize].get_or_init(machine) {
+        Some(loaded) => *loaded,
+        None => load(&code::one_entry(module.ptx, kernel.entry)?)?,
     };
     let mut function: sys::CUfunction = std::ptr::null_mut();
-    // SAFETY: the module stays loaded; the name ends in NUL.
-    check("cuModuleGetFunction", unsafe {
-        sys::cuModuleGetFunction(&raw mut function, module as sys::CUmodule, kernel.entry.as_ptr())
-    })?;
+    let mut registers = 0;
+    // SAFETY: the module stays loaded; the name ends in NUL. Asking for an attribute loads what the driver would
+    // otherwise leave until the first launch, outside of this guard.
+    unsafe {
+        check(
+            "cuModuleGetFunction",
+            sys::cuModuleGetFunction(&raw mut function, loaded as sys::CUmodule, kernel.entry.as_ptr()),
+        )?;
+        check(
+            "cuFuncGetAttribute",
+            sys::cuFuncGetAttribute(
+                &raw mut registers,
+                sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS,
+                function,
+            ),
+        )?;
+    }
     Ok(function)
 }
 
@@ -236,24 +284,83 @@ pub(super) fn zero(ordinal: i32, stream: Stream, at: *mut u8, bytes: usize) -> R
     check("cuMemsetD8Async", unsafe { sys::cuMemsetD8Async(at as u64, 0, bytes, stream.0.cast()) })
 }
 
-/// Allocates zeroed device memory that is never freed: workspaces, made once a device and stream.
+/// Allocates zeroed device memory that is never freed: workspaces.
+///
+/// Possible while a graph is captured: the fill runs on a stream of its own, since the legacy stream and the
+/// context may not be waited for then.
 pub(super) fn workspace(ordinal: i32, bytes: usize) -> Result<*mut u8, Error> {
     let _restore = enter(device(ordinal)?)?;
+    let _relaxed = Relaxed::enter()?;
     let mut at = 0;
-    // SAFETY: the context is current; the memset is ordered before later use by its synchronous return.
+    let mut stream: sys::CUstream = std::ptr::null_mut();
+    let non_blocking = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+    // SAFETY: the context is current; the fill is over before the memory is handed out.
     unsafe {
-        check("cuMemAlloc", sys::cuMemAlloc_v2(&raw mut at, bytes))?;
-        check("cuMemsetD8", sys::cuMemsetD8_v2(at, 0, bytes))?;
-        check("cuCtxSynchronize", sys::cuCtxSynchronize())?;
+        check("cuStreamCreate", sys::cuStreamCreate(&raw mut stream, non_blocking))?;
+        let filled = check("cuMemAlloc", sys::cuMemAlloc_v2(&raw mut at, bytes))
+            .and_then(|()| check("cuMemsetD8Async", sys::cuMemsetD8Async(at, 0, bytes, stream)))
+            .and_then(|()| check("cuStreamSynchronize", sys::cuStreamSynchronize(stream)));
+        let _ = sys::cuStreamDestroy_v2(stream);
+        filled?;
     }
     Ok(at as *mut u8)
 }
 
-/// Whether the stream is being captured in a graph.
-pub(super) fn capturing(ordinal: i32, stream: Stream) -> Result<bool, Error> {
+/// A graph that a stream's launches are captured in.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Capture {
+    /// No other capture of this process has it.
+    pub(super) id: u64,
+    graph: sys::CUgraph,
+}
+
+/// The graph that the stream is captured in, if it is.
+pub(super) fn capture(ordinal: i32, stream: Stream) -> Result<Option<Capture>, Error> {
     let _restore = enter(device(ordinal)?)?;
     let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-    // SAFETY: the stream is torch's and alive.
-    check("cuStreamIsCapturing", unsafe { sys::cuStreamIsCapturing(stream.0.cast(), &raw mut status) })?;
-    Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    let mut id = 0;
+    let mut graph: sys::CUgraph = std::ptr::null_mut();
+    // SAFETY: the stream is torch's and alive; what is not asked for is null.
+    check("cuStreamGetCaptureInfo", unsafe {
+        sys::cuStreamGetCaptureInfo_v2(
+            stream.0.cast(),
+            &raw mut status,
+            &raw mut id,
+            &raw mut graph,
+            std::ptr::null_mut(),
+            std::ptr::null_mut(),
+        )
+    })?;
+    let active = status == sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE;
+    if status == sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED {
+        return check("graph capture", sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED).map(|()| None);
+    }
+    Ok(active.then_some(Capture { id, graph }))
+}
+
+/// Has `tell(data)` called once the captured graph, and all that was made of it, are destroyed and have run.
+/// It is called by a thread of the driver's, and must not call the driver; also if this fails.
+pub(super) fn when_destroyed(
+    ordinal: i32,
+    capture: Capture,
+    tell: unsafe extern "C" fn(*mut c_void),
+    data: *mut c_void,
+) -> Result<(), Error> {
+    let _restore = enter(device(ordinal)?)?;
+    let mut object: sys::CUuserObject = std::ptr::null_mut();
+    // The driver's only value for the flags: nobody waits for `tell`.
+    let no_sync = sys::CUuserObject_flags::CU_USER_OBJECT_NO_DESTRUCTOR_SYNC as u32;
+    let give_away = sys::CUuserObjectRetain_flags::CU_GRAPH_USER_OBJECT_MOVE as u32;
+    // SAFETY: `tell` takes `data`; the graph is being captured into, which allows this.
+    unsafe {
+        let made = sys::cuUserObjectCreate(&raw mut object, data, Some(tell), 1, no_sync);
+        if let Err(error) = check("cuUserObjectCreate", made) {
+            tell(data);
+            return Err(error);
+        }
+        let retained = sys::cuGraphRetainUserObject(capture.graph, object, 1, give_away);
+        check("cuGraphRetainUserObject", retained).inspect_err(|_| {
+            let _ = sys::cuUserObjectRelease(object, 1);
+        })
+    }
 }

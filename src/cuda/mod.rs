@@ -4,15 +4,18 @@
 //! here, NaNs included: an amax, a scale or a dequantized value that is NaN is the positive quiet NaN without
 //! payload (fp32 0x7FC00000, bf16 0x7FC0, fp16 0x7E00).
 //!
-//! - `driver`: contexts, modules, launches.
-//! - `table`: the embedded PTX and the kernels in it; `kernels/*.cu` are its sources, `ptx/*.ptx` what
-//!   `tools/build_ptx.py` makes of them.
+//! - `driver`: contexts, loading, launches.
+//! - `table`: the embedded modules and the kernels in them; `kernels/*.cu` are their sources, `ptx/*.ptx` and
+//!   `cubin/*/*.lzma` what `tools/build_ptx.py` makes of them.
+//! - `code`: what of a module the driver is given.
 //! - `workspace`: where the blocks of one launch meet.
 //! - `views`: what launches ask of views.
 //! - the rest: an operation picks its kernel by how the views lie, and launches it. Nothing synchronizes.
 
 #[cfg(feature = "cuda")]
 mod blocks;
+#[cfg(feature = "cuda")]
+mod code;
 #[cfg(feature = "cuda")]
 mod codes;
 #[cfg(feature = "cuda")]

@@ -1,7 +1,7 @@
-//! The table of modules and kernels: what PTX is embedded, and what each entry takes.
+//! The table of modules and kernels: what code is embedded, and what each entry takes.
 //!
-//! A module is a row of [`MODULES`]; its PTX is built from `kernels/NAME.cu` by `tools/build_ptx.py` and checked
-//! in. A kernel is a static made by [`kernel!`] or [`by_types!`] beside the code that launches it, and takes one
+//! A module is a row of [`MODULES`]; its PTX is built from `kernels/NAME.cu` by `tools/build_ptx.py`, its machine code
+//! from the PTX, and both are checked in. A kernel is a static made by [`kernel!`] or [`by_types!`] beside the code that launches it, and takes one
 //! struct by value. A test compares every entry's parameter with that struct's size.
 
 use std::ffi::CStr;
@@ -19,8 +19,10 @@ pub(super) struct Module {
     /// The name of its source, `kernels/NAME.cu`.
     #[cfg_attr(not(test), expect(dead_code))]
     pub(super) name: &'static str,
-    /// The text, ending in NUL as the driver wants it.
+    /// The text.
     pub(super) ptx: &'static str,
+    /// Machine code made of it for each [`Target`](super::code::Target), compressed (LZMA).
+    pub(super) machine_code: [&'static [u8]; 3],
 }
 
 macro_rules! modules {
@@ -31,7 +33,15 @@ macro_rules! modules {
 
         /// Every module.
         pub(super) static MODULES: [Module; [$(ModuleId::$id),*].len()] = [
-            $(Module { name: $name, ptx: concat!(include_str!(concat!("ptx/", $name, ".ptx")), "\0") }),*
+            $(Module {
+                name: $name,
+                ptx: include_str!(concat!("ptx/", $name, ".ptx")),
+                machine_code: [
+                    include_bytes!(concat!("cubin/sm_89/", $name, ".lzma")),
+                    include_bytes!(concat!("cubin/sm_90/", $name, ".lzma")),
+                    include_bytes!(concat!("cubin/sm_100/", $name, ".lzma")),
+                ],
+            }),*
         ];
     };
 }

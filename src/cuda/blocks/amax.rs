@@ -113,12 +113,8 @@ impl LinesArgs {
 }
 
 /// Sets both vectors to their value.
-pub(super) fn fill(device: i32, stream: Stream, lines: &LinesArgs) -> Result<(), Error> {
-    launch(device, stream, &FILL_LINES, each(lines.longest()), lines)
-}
-
 pub(super) fn fill_lines(job: &Job, lines: &LinesArgs) -> Result<(), Error> {
-    fill(job.device, job.stream, lines)
+    launch(job.device, job.stream, &FILL_LINES, each(lines.longest()), lines)
 }
 
 /// Turns the maxima in both vectors into scales.

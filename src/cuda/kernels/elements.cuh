@@ -184,6 +184,12 @@ DEVICE bool last_of(Meeting *at, u32 blocks, u32 &m) {
 }
 
 /// What the last block of a delayed-scaling cast leaves behind.
+///
+/// `amax` is raised to the cast's maximum. A maximum that is NaN or Inf leaves it as it was, whatever
+/// it was. A NaN that stands there already (nothing here writes one; a reduction or a checkpoint may
+/// have) counts as nothing seen, whatever its sign and payload: the first finite maximum replaces it.
+/// An Inf that stands there stays. `scale` is used as it is: with a NaN every code is 0x7F, and
+/// `scale_used` gets its bits, payload included; if the maximum is not finite, the NaN without payload.
 struct Delayed {
   float *amax;
   float *scale_used;
@@ -192,6 +198,7 @@ struct Delayed {
 
 DEVICE void finish_delayed(const Delayed &d, float scale, u32 m) {
   bool finite = m < 0x7f800000u;
+  // fmaxf gives the number where the other is NaN.
   if (finite) *d.amax = fmaxf(*d.amax, __uint_as_float(m));
   *d.scale_used = finite ? scale : __uint_as_float(NAN_BITS);
 }

@@ -24,18 +24,24 @@ struct RowArgs {
   u32 unused;           // the struct ends on 8 bytes
 };
 
+/// Counts vectors of a row: 32 bits where the row is held in registers, 64 where it has any length
+/// (2^31 vectors are 2^33 elements of fp32).
+template <int VECTORS> struct Count { typedef int type; };
+template <> struct Count<0> { typedef i64 type; };
+
 /// Rowwise with the row in registers: a block a row, `VECTORS` 16-byte vectors a thread, or, with
 /// VECTORS 0, a row of any length read twice. Factors of a folded row are applied before anything.
 template <class T, class F, int VECTORS, bool FOLD> DEVICE void row_scaled(const RowArgs &a) {
   constexpr int COLS = 4 * T::PER_REG;
   constexpr int HELD = VECTORS ? VECTORS : 1;
+  typedef typename Count<VECTORS>::type N;
   const uint4 *from = (const uint4 *)((const char *)a.x + (i64)blockIdx.x * a.x_rs * T::BYTES);
   u8 *to = a.codes + (i64)blockIdx.x * a.codes_rs;
-  int vectors = a.cols / COLS;
+  N vectors = a.cols / COLS;
 
   uint4 held[HELD];
   // The values of a vector, folded.
-  auto values = [&](const uint4 &v, int i, float (&out)[COLS]) {
+  auto values = [&](const uint4 &v, N i, float (&out)[COLS]) {
     u32 w[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int j = 0; j < COLS; j++) out[j] = T::get(w[j / T::PER_REG], j % T::PER_REG);
@@ -47,7 +53,7 @@ template <class T, class F, int VECTORS, bool FOLD> DEVICE void row_scaled(const
       }
     }
   };
-  auto maximum = [&](const uint4 &v, int i) {
+  auto maximum = [&](const uint4 &v, N i) {
     u32 bits = 0;
     if (FOLD) {
       float x[COLS];
@@ -61,7 +67,7 @@ template <class T, class F, int VECTORS, bool FOLD> DEVICE void row_scaled(const
     }
     return bits;
   };
-  auto store = [&](const uint4 &v, int i, float factor) {
+  auto store = [&](const uint4 &v, N i, float factor) {
     float x[COLS];
     values(v, i, x);
     u32 word[2] = {0, 0};
@@ -87,7 +93,7 @@ template <class T, class F, int VECTORS, bool FOLD> DEVICE void row_scaled(const
       }
     }
   } else if (!a.amax) {
-    for (int i = threadIdx.x; i < vectors; i += blockDim.x) bits = max(bits, maximum(from[i], i));
+    for (N i = threadIdx.x; i < vectors; i += blockDim.x) bits = max(bits, maximum(from[i], i));
   }
   if (a.amax) bits = given_bits(a.amax[blockIdx.x * a.amax_rs]);
   else bits = block_max_for_all(bits);
@@ -101,7 +107,7 @@ template <class T, class F, int VECTORS, bool FOLD> DEVICE void row_scaled(const
       if (i < vectors) store(held[k], i, factor);
     }
   } else {
-    for (int i = threadIdx.x; i < vectors; i += blockDim.x) store(from[i], i, factor);
+    for (N i = threadIdx.x; i < vectors; i += blockDim.x) store(from[i], i, factor);
   }
 }
 

@@ -16,7 +16,8 @@ template <class T, class F, Blocks KIND> DEVICE void scaled_tile(const TileArgs 
   __shared__ u32 col_part[2][128];
   __shared__ __align__(16) float row_factor[128];
   __shared__ __align__(16) float col_factor[128];
-  TilePlace<T> p(a);
+  bool backwards = KIND == WHOLE_LINES && (a.flags & AMAX_IS_SCALE);
+  TilePlace<T> p(a, backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
   u32 d[16][4];
   load_tile<T>(a, p, d);
 

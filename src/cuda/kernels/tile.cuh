@@ -38,7 +38,8 @@ enum : u32 {
   FLOOR_RULE = 16,
   ROW_SCALE_WORDS = 32,  // four neighbouring scale bytes can be stored as one word
   COL_SCALE_WORDS = 64,
-  AMAX_IS_SCALE = 128,   // row_amax and col_amax already hold fp32 scales
+  AMAX_IS_SCALE = 128,   // row_amax and col_amax already hold fp32 scales: what found them has
+                         // left the end of x in the L2, which is taken first
 };
 
 template <class T> struct TileShape {
@@ -56,14 +57,14 @@ template <class T> struct TilePlace {
   i64 row, col;                      // of the thread's first element; row may be negative
   bool rows_inside, cols_inside;     // of the thread's 16 rows and COLS columns: all of them
 
-  template <class Args> DEVICE TilePlace(const Args &a) {
+  template <class Args> DEVICE TilePlace(const Args &a, u32 block = blockIdx.x) {
     lane = threadIdx.x & 31;
     int warp = threadIdx.x >> 5;
     int warp_col = warp % S::WARPS_ACROSS, warp_row = warp / S::WARPS_ACROSS;
     row_in_tile = warp_row * 64 + (lane >> 3) * 16;
     col_in_tile = warp_col * 8 * S::COLS + (lane & 7) * S::COLS;
-    tile_row = blockIdx.x / a.tiles_across;
-    tile_col = blockIdx.x - tile_row * a.tiles_across;
+    tile_row = block / a.tiles_across;
+    tile_col = block - tile_row * a.tiles_across;
     row = tile_row * 128 + row_in_tile - a.phase;
     col = tile_col * 128 + col_in_tile;
     rows_inside = row >= 0 && row + 16 <= a.rows;

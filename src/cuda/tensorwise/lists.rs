@@ -5,7 +5,7 @@ use super::{AMAX, STRIDED_AMAX, cast, find_amax};
 use crate::cuda::driver::{self, Grid, launch};
 use crate::cuda::table::{ByInput, ByTypes, Kernel, by_input, by_types, format_index, input_index};
 use crate::cuda::views::{aligned, contiguous_and_aligned, ordinal};
-use crate::cuda::workspace::{PER_STREAM, meetings};
+use crate::cuda::workspace::{PER_CHUNK, meetings};
 use crate::error::Error;
 use crate::layout::{View, ViewMut};
 use crate::ops::{ScaleRule, Stream};
@@ -13,7 +13,7 @@ use crate::ops::{ScaleRule, Stream};
 /// Entries of the two sizes of [`MultiArgs`]: small parameters launch faster.
 const SHORT: usize = 64;
 const LONG: usize = 1000;
-const _: () = assert!(LONG <= PER_STREAM);
+const _: () = assert!(LONG <= PER_CHUNK);
 
 static AMAX_SHORT: ByInput = by_input!(Multi, "multi_amax_short", MultiArgs<SHORT>);
 static AMAX_LONG: ByInput = by_input!(Multi, "multi_amax_long", MultiArgs<LONG>);

@@ -1,0 +1,350 @@
+"""One call that shows on a GPU what a change of the CUDA backend did. Minutes; installs nothing.
+
+    python benches/device_check.py FOLDER [--only first_use,times,...]
+
+Parts, each with its text in FOLDER/PART.txt, all in FOLDER/results.json and FOLDER/summary.txt:
+
+first_use   seconds that a format's first call takes over its second, each in a process of its own:
+            with machine code, and with CUDA_FORCE_PTX_JIT=1; the driver's cache is off
+times       kernels against a copy of the same bytes (cuda_blocks.py, cuda_kernels.py), with machine
+            code and with what the driver compiles
+bytes       CPU and CUDA at full size
+tests       the GPU tests of launches and blocks, then those that take the GPU's memory
+sanitizer   memcheck, racecheck and initcheck over small calls of each kernel
+
+Without a GPU (``--rehearse``) the calls run on the CPU and nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fp8rs  # noqa: F401  (registers the operators)
+
+ROOT = Path(__file__).resolve().parent.parent
+E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+SIZES = ((8192, 8192), (4096, 14336))
+#: Parts of the names of the kernels to time: what changed, and what it is measured by.
+TIMED = ("rebase", "per row", "MX both", "MX rowwise", "128x128 both", "current", "cast", "amax")
+
+ops = torch.ops.fp8rs
+Call = Callable[[], Any]
+
+
+def formats(rows: int, cols: int, dtype: torch.dtype, device: str) -> dict[str, Call]:
+    """Name -> one call of each operation and format."""
+    x = torch.randn(rows, cols, device=device).to(dtype)
+    scale, amax = torch.ones((), device=device), torch.zeros((), device=device)
+    codes = torch.randint(0, 127, (rows, cols), dtype=torch.uint8, device=device).view(E4M3)
+    down, across = -(-rows // 32), -(-cols // 32)
+    square = torch.randint(110, 130, (down, across), dtype=torch.uint8, device=device).view(E8M0)
+    lines = torch.randint(110, 130, (rows, across), dtype=torch.uint8, device=device).view(E8M0)
+    pair = [x[: rows // 2].clone(), x[rows // 2 :].clone()]
+    outs = [torch.empty(p.shape, dtype=E4M3, device=device) for p in pair]
+    scales, amaxes = torch.ones(2, device=device), torch.zeros(2, device=device)
+    fold = torch.rand(cols, device=device)
+
+    def blocks(block: tuple[int, int], kind: torch.dtype, *directions: bool, **more: Any) -> Call:
+        return lambda: ops.quantize_blocks(x, E4M3, block, kind, *directions, **more)
+
+    return {
+        "amax": lambda: ops.amax(x),
+        "cast": lambda: ops.quantize(x, scale, E4M3, True, False),
+        "cast + transpose": lambda: ops.quantize(x, scale, E4M3, True, True),
+        "current": lambda: ops.quantize_current(x, E4M3, True, False),
+        "current + transpose": lambda: ops.quantize_current(x, E4M3, True, True),
+        "delayed": lambda: ops.quantize_delayed(x, scale, amax, E4M3, True, False),
+        "delayed + transpose": lambda: ops.quantize_delayed(x, scale, amax, E4M3, True, True),
+        "list": lambda: ops.multi_quantize(pair, scales, outs),
+        "list, delayed": lambda: ops.multi_quantize_delayed(pair, scales, amaxes, outs),
+        "MX": blocks((1, 32), E8M0, True, False),
+        "MX both": blocks((1, 32), E8M0, True, True),
+        "MX both, packed": blocks((1, 32), E8M0, True, True, packed=True),
+        "MX 32x32 both": blocks((32, 32), E8M0, True, True),
+        "1x128 both": blocks((1, 128), F32, True, True),
+        "128x128 both": blocks((128, 128), F32, True, True),
+        "per row": blocks((1, -1), F32, True, False),
+        "per row, fold": blocks((1, -1), F32, True, False, fold=fold),
+        "per row both": blocks((1, -1), F32, True, True),
+        "per row both, fold": blocks((1, -1), F32, True, True, fold=fold),
+        "rebase 32x32, rows": lambda: ops.rebase(codes, square, (32, 32), 0),
+        "rebase 32x32, columns": lambda: ops.rebase(codes, square, (32, 32), 1),
+        "rebase 1x32, columns": lambda: ops.rebase(codes, lines, (1, 32), 1),
+        "transpose": lambda: ops.transpose(codes),
+        "dequantize": lambda: ops.dequantize(codes, scale, [-1, -1], BF16),
+    }
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def one_first_use(name: str, force_ptx: bool, device: str) -> float:
+    """In a process that has not started CUDA: seconds of a first call over those of the second."""
+    os.environ["CUDA_CACHE_DISABLE"] = "1"
+    call = formats(512, 1024, BF16, device)[name]
+    # torch's memory for the outputs, so that the first call does not wait for it.
+    held = [torch.empty(1 << 20, dtype=torch.uint8, device=device) for _ in range(8)]
+    del held
+    wait(device)
+    # Now, not before: it would forbid torch's machine code too.
+    os.environ["CUDA_FORCE_PTX_JIT"] = str(int(force_ptx))
+    took = []
+    for _ in range(2):
+        begun = time.perf_counter()
+        call()
+        wait(device)
+        took.append(time.perf_counter() - begun)
+    return took[0] - took[1]
+
+
+def first_use(device: str) -> dict[str, Any]:
+    # Forked, so that torch is imported once; nothing has touched CUDA up to here.
+    result: dict[str, Any] = {}
+    for name in formats(64, 64, BF16, "cpu"):
+        result[name] = {}
+        for mode, force_ptx in (("machine code", False), ("PTX", True)):
+            read, write = os.pipe()
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    os.write(write, str(one_first_use(name, force_ptx, device)).encode())
+                    code = 0
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    sys.stdout.flush()
+                    os._exit(code)
+            os.close(write)
+            with os.fdopen(read) as pipe:
+                text = pipe.read()
+            os.waitpid(child, 0)
+            result[name][mode] = float(text) if text else None
+        one = {mode: "failed" if s is None else f"{s:.4f} s" for mode, s in result[name].items()}
+        print(f"{name:26} {one}", flush=True)
+    for mode, most in (("machine code", 0.1), ("PTX", 0.4)):
+        worst = max((r[mode] for r in result.values() if r[mode] is not None), default=None)
+        print(f"largest, {mode}: {worst} s, aimed at {most}")
+    return result
+
+
+def times(device: str) -> dict[str, Any]:
+    if device != "cuda":
+        return {}
+    import cuda_blocks
+    import cuda_kernels
+
+    result: dict[str, Any] = {}
+    for rows, cols in SIZES:
+        xs = [torch.randn(rows, cols, dtype=BF16, device="cuda") for _ in range(6)]
+        copies: dict[float, float] = {}
+        found = result[f"{rows}x{cols}"] = {}
+        for name, (each, calls) in (cuda_kernels.kernels(xs) | cuda_blocks.kernels(xs)).items():
+            if not any(part in name for part in TIMED):
+                continue
+            key = round(each, 2)
+            if key not in copies:
+                copies[key] = cuda_kernels.copy_us(rows * cols * key, len(xs))
+            took = cuda_kernels.time_us(calls)
+            found[name] = {"us": round(took, 1), "of copy": round(copies[key] / took, 3)}
+            print(f"{rows}x{cols} {name:28} {took:8.1f} us  {copies[key] / took:.2f}", flush=True)
+        del xs
+    return result
+
+
+def same_bytes(a: Any, b: Any) -> bool:
+    if not isinstance(a, torch.Tensor):
+        return len(a) == len(b) and all(map(same_bytes, a, b))
+    if a.shape != b.shape or a.dtype != b.dtype or a.stride() != b.stride():
+        return False
+    if a.numel() == 0:
+        return True
+    parts = [t.cpu().contiguous().view(-1).view(torch.uint8) for t in (a, b)]
+    return torch.equal(*parts)
+
+
+def bytes_agree(device: str) -> dict[str, Any]:
+    wrong, count = [], 0
+    shapes = ((2048, 3072), (4096, 14336), (8192, 8192)) if device == "cuda" else ((200, 300),)
+    for rows, cols in shapes:
+        for dtype in (BF16,) if rows > 2048 else (F32, BF16, F16):
+            x = torch.randn(rows, cols).to(dtype)
+            x[::7] *= 50
+            x[3, 5], x[rows - 1, 4], x[:, 7] = float("nan"), float("inf"), 0
+            codes = torch.randint(0, 256, (rows, cols), dtype=torch.uint8)
+            codes[:, ::5] = 0
+            there = x.to(device)
+            fold = torch.rand(cols)
+            for fp8 in (E4M3, E5M2):
+                for options in ({}, {"fold": fold}, {"power_2_scale": True}):
+                    moved = {
+                        k: v.to(device) if isinstance(v, torch.Tensor) else v
+                        for k, v in options.items()
+                    }
+                    arguments = (fp8, (1, -1), F32, True, True)
+                    here = ops.quantize_blocks(x, *arguments, **options)
+                    count += 1
+                    if not same_bytes(here, ops.quantize_blocks(there, *arguments, **moved)):
+                        wrong.append(f"per row both {rows}x{cols} {dtype} {fp8} {list(options)}")
+                for block_rows in (1, 32):
+                    grid = (-(-rows // block_rows), -(-cols // 32))
+                    scale = torch.randint(90, 140, grid, dtype=torch.uint8)
+                    scale[:, 1], scale[0, 2] = 255, 255
+                    plane = (codes.view(fp8), scale.view(E8M0))
+                    for axis in (0, 1):
+                        pair = [
+                            ops.rebase(*(t.to(d) for t in plane), (block_rows, 32), axis)
+                            for d in ("cpu", device)
+                        ]
+                        count += 1
+                        if not same_bytes(*pair):
+                            wrong.append(f"rebase {rows}x{cols} {fp8} {block_rows} axis {axis}")
+    print(f"{count} comparisons, {len(wrong)} differ", *wrong, sep="\n")
+    return {"comparisons": count, "differ": wrong}
+
+
+def drive(device: str) -> None:
+    """What the sanitizer watches: each kernel on small tensors, whole tiles and cut ones."""
+    for dtype in (F32, BF16, F16):
+        for shape in ((128, 256), (131, 272), (67, 75)):
+            for call in formats(*shape, dtype, device).values():
+                call()
+    if device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        call = formats(131, 272, BF16, device)["delayed"]
+        with torch.cuda.graph(graph):
+            call()
+        graph.replay()
+    wait(device)
+    print("driven")
+
+
+def run(command: list[str], seconds: float, **environment: str) -> tuple[int, str]:
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired as late:
+        text = late.stdout or b""
+        text = text.decode(errors="replace") if isinstance(text, bytes) else text
+        return 124, text + f"\nstopped after {seconds} s"
+    return done.returncode, done.stdout
+
+
+def tests(device: str) -> dict[str, Any]:
+    # This machine's pytest may lack plugins that the project's settings name.
+    base = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-o", "filterwarnings=default"]
+    base += ["-p", "no:cacheprovider", "--tb=short"]
+    files = ["tests/test_cuda_launches.py", "tests/test_blocks_cuda.py"]
+    spread = ["-n", "6"] if importlib.util.find_spec("xdist") else []
+    alone = "than_32_bits_count or meeting_places_back"
+    result = {}
+    for name, more, seconds in (
+        ("beside each other", [*spread, "-k", f"not ({alone})"], 130),
+        ("alone, for their memory", ["-k", alone, "--durations=5"], 70),
+    ):
+        begun = time.perf_counter()
+        code, text = run([*base, *files, *more], seconds)
+        print(f"== {name}: exit {code}, {time.perf_counter() - begun:.0f} s\n{text}", flush=True)
+        result[name] = {"exit": code, "last": text.strip().splitlines()[-1:]}
+    return result
+
+
+def sanitizer(device: str) -> dict[str, Any]:
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(tool).exists():
+        print("compute-sanitizer is not here")
+        return {"missing": True}
+    script = [sys.executable, str(Path(__file__).resolve()), "-", "--drive"]
+    running = {}
+    for check in ("memcheck", "racecheck", "initcheck"):
+        command = [tool, "--tool", check, "--error-exitcode", "9", *script]
+        running[check] = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    result = {}
+    deadline = time.monotonic() + 110
+    for check, process in running.items():
+        try:
+            text, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            text = process.communicate()[0] + "\nstopped: out of time"
+        print(f"== {check}: exit {process.returncode}\n{text[-4000:]}", flush=True)
+        summary = [line for line in text.splitlines() if "SUMMARY" in line]
+        result[check] = {"exit": process.returncode, "summary": summary}
+    return result
+
+
+PARTS: dict[str, Callable[[str], Any]] = {
+    "first_use": first_use,
+    "times": times,
+    "times_ptx": times,
+    "bytes": bytes_agree,
+    "tests": tests,
+    "sanitizer": sanitizer,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", default="", help="parts, by commas")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--drive", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    device = "cpu" if arguments.rehearse else "cuda"
+    if arguments.drive:
+        drive(device)
+        return
+    folder = arguments.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    if arguments.part:
+        if arguments.part == "times_ptx":
+            torch.zeros(1, device=device)
+            os.environ["CUDA_FORCE_PTX_JIT"] = "1"
+        result = PARTS[arguments.part](device)
+        (folder / f"{arguments.part}.json").write_text(json.dumps(result, indent=1))
+        return
+    # Each part in a process of its own: one that fails leaves the others their results.
+    results: dict[str, Any] = {"torch": torch.__version__, "python": sys.version.split()[0]}
+    summary = []
+    for part in arguments.only.split(",") if arguments.only else PARTS:
+        begun = time.perf_counter()
+        command = [sys.executable, str(Path(__file__).resolve()), str(folder), "--part", part]
+        code, text = run(command + ["--rehearse"] * arguments.rehearse, 210)
+        took = time.perf_counter() - begun
+        (folder / f"{part}.txt").write_text(text)
+        saved = folder / f"{part}.json"
+        results[part] = json.loads(saved.read_text()) if saved.exists() else None
+        summary.append(f"#### {part}: exit {code}, {took:.0f} s\n{text[-6000:]}")
+        print(summary[-1], flush=True)
+        (folder / "results.json").write_text(json.dumps(results, indent=1))
+        (folder / "summary.txt").write_text("\n".join(summary))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+//! What the driver loads: machine code made beforehand, or one entry of the PTX.
+//!
+//! The driver compiles PTX when it is loaded, whole modules of it in seconds. So modules are embedded as machine code
+//! too, for the generations in [`Target`]; compressed, since the kernels of a module differ in little but types. What
+//! there is no machine code for (a newer GPU, an older driver, `CUDA_FORCE_PTX_JIT=1`) loads the one entry that is
+//! launched, cut out of the PTX.
+
+use std::ffi::CStr;
+
+use super::table::Module;
+use crate::error::Error;
+
+/// What machine code is made for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Target {
+    /// Ada.
+    Sm89,
+    /// Hopper.
+    Sm90,
+    /// Blackwell in data centres: 10.0, and what has the same major version.
+    Sm100,
+}
+
+impl Target {
+    /// For a device of this compute capability.
+    pub(super) fn of(major: u32, minor: u32) -> Option<Self> {
+        match (major, minor) {
+            (8, 9) => Some(Self::Sm89),
+            (9, _) => Some(Self::Sm90),
+            (10, _) => Some(Self::Sm100),
+            _ => None,
+        }
+    }
+}
+
+/// The driver's own switch, by which it refuses machine code.
+pub(super) fn ptx_is_forced() -> bool {
+    std::env::var_os("CUDA_FORCE_PTX_JIT").is_some_and(|value| !value.is_empty() && value != "0")
+}
+
+impl Module {
+    /// The module's machine code; `None` where it does not decompress.
+    pub(super) fn machine_code(&self, target: Target) -> Option<Vec<u8>> {
+        let mut packed = self.machine_code[target as usize];
+        let mut code = Vec::new();
+        lzma_rs::lzma_decompress(&mut packed, &mut code).ok().map(|()| code)
+    }
+}
+
+const ENTRY: &str = ".visible .entry ";
+
+/// The parts of a module's PTX: what all entries share, and each entry with its name.
+fn parts(ptx: &str) -> (&str, impl Iterator<Item = (&str, &str)>) {
+    let at = ptx.find(ENTRY).unwrap_or(ptx.len());
+    let (shared, mut rest) = ptx.split_at(at);
+    let entries = std::iter::from_fn(move || {
+        let after = rest.strip_prefix(ENTRY)?;
+        let end = after.find(ENTRY).map_or(rest.len(), |at| at + ENTRY.len());
+        let (entry, others) = rest.split_at(end);
+        rest = others;
+        Some((after.split('(').next().unwrap_or(after), entry))
+    });
+    (shared, entries)
+}
+
+/// A module of one entry, ending in NUL.
+pub(super) fn one_entry(ptx: &str, name: &CStr) -> Result<Vec<u8>, Error> {
+    let (shared, mut entries) = parts(ptx);
+    let Some((_, entry)) = entries.find(|(found, _)| found.as_bytes() == name.to_bytes()) else {
+        let message = format!("{} is not in its module", name.to_string_lossy());
+        return Err(Error::Cuda { call: "module".into(), message });
+    };
+    Ok([shared.as_bytes(), entry.as_bytes(), b"\0"].concat())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::table::MODULES;
+
+    /// So what all share, and an entry, are a module: entries do not name each other.
+    #[test]
+    fn modules_are_shared_declarations_and_entries_alone() {
+        for module in &MODULES {
+            let (shared, entries) = parts(module.ptx);
+            let whole: String = std::iter::once(shared).chain(entries.map(|(_, entry)| entry)).collect();
+            assert!(whole == module.ptx, "{}", module.name);
+            assert!(!shared.contains(".entry"), "{}", module.name);
+            for word in [".func", "call", ".extern", ".alias"] {
+                assert!(!module.ptx.split_whitespace().any(|w| w == word), "{}: {word}", module.name);
+            }
+            // Declarations stand in front of all entries: none is between two of them.
+            for (name, entry) in parts(module.ptx).1 {
+                let body = entry.find('{').map(|at| &entry[at..]).expect("an entry has a body");
+                let (mut depth, mut closed) = (0, false);
+                for line in body.lines() {
+                    assert!(
+                        !closed || line.trim().is_empty() || line.trim().starts_with("//"),
+                        "{name}: {line}"
+                    );
+                    depth += line.matches('{').count() as i32 - line.matches('}').count() as i32;
+                    closed = depth == 0;
+                }
+                assert!(closed, "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn each_kernel_has_one_entry_to_itself() {
+        for kernel in crate::cuda::kernels() {
+            let module = &MODULES[kernel.module as usize];
+            let cut = one_entry(module.ptx, kernel.entry).expect("it is there");
+            let text = CStr::from_bytes_with_nul(&cut).expect("one NUL, at the end");
+            let text = text.to_str().expect("ASCII");
+            let name = kernel.entry.to_str().expect("ASCII");
+            assert!(text.starts_with(".version "));
+            assert_eq!(text.matches(".entry").count(), 1);
+            assert!(text.contains(&format!(".entry {name}(")));
+        }
+        assert!(one_entry(MODULES[0].ptx, c"am").is_err());
+    }
+
+    #[test]
+    fn machine_code_is_there_for_every_entry_and_target() {
+        for module in &MODULES {
+            for (target, flags) in [(Target::Sm89, 89), (Target::Sm90, 90), (Target::Sm100, 100)] {
+                let code = module.machine_code(target).expect("it decompresses");
+                assert_eq!(&code[..4], b"\x7fELF", "{}", module.name);
+                // e_flags of the ELF header: the architecture, from Blackwell on in the second byte.
+                let found = if flags < 100 { code[48] } else { code[49] };
+                assert_eq!(found, flags, "{}", module.name);
+                for (name, _) in parts(module.ptx).1 {
+                    let section = format!(".text.{name}\0");
+                    assert!(code.windows(section.len()).any(|w| w == section.as_bytes()), "{name}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn devices_take_what_was_made_for_them() {
+        let of = |major, minor| Target::of(major, minor);
+        assert_eq!([of(8, 9), of(9, 0)], [Some(Target::Sm89), Some(Target::Sm90)]);
+        assert_eq!([of(10, 0), of(10, 3)], [Some(Target::Sm100); 2]);
+        assert_eq!([of(8, 6), of(11, 0), of(12, 0)], [None; 3]);
+    }
+}
