@@ -255,5 +255,3 @@ def adopt(module: nn.Module, name: str, parameter: Any) -> None:
         module._fp8_plain_state_dict = True  # type: ignore[assignment]
     # FSDP2 has just put its hooks before ours on the module.
     state.keep_first()
-    if state.fsdp is not None:
-        state.fsdp.changed()

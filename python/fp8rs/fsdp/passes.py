@@ -24,6 +24,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -121,7 +122,7 @@ class WeightPasses:
         self._forward = -1
         self._precomputed: tuple[list[Weight], Any, MadeOn] | None = None
         self._placed: dict[Weight, tuple[Any, Placement]] = {}
-        self._groups: list[Any] | None = None
+        self._meshes: dict[Any, None] = {}
         self._checked = False
 
     @property
@@ -233,10 +234,6 @@ class WeightPasses:
 
     # --- shards ----------------------------------------------------------------------------------
 
-    def changed(self) -> None:
-        """The sharding of a weight has changed."""
-        self._groups = None
-
     def moved(self, parameter: Any) -> bool:
         """Whether a sharded weight was written since this was asked last."""
         master = local_master(parameter)
@@ -246,20 +243,15 @@ class WeightPasses:
         return bool(moved)
 
     def mesh_groups(self) -> list[Any]:
-        """The groups of the mesh that the weights are sharded over, replicas' among them."""
-        if self._groups is None:
-            import torch.distributed as dist
-
-            found: dict[str, Any] = {}
-            for weight in self._weights():
-                mesh = weight.parameter.device_mesh  # type: ignore[attr-defined]
-                if mesh.size() == dist.get_world_size():
-                    return [dist.group.WORLD]
-                for dim in range(mesh.ndim):
-                    group = mesh.get_group(dim)
-                    found[group.group_name] = group
-            self._groups = list(found.values())
-        return self._groups
+        """The groups of the meshes that weights are sharded over, replicas' among them."""
+        found: dict[str, Any] = {}
+        for mesh in self._meshes:
+            if mesh.size() == dist.get_world_size():
+                return [dist.group.WORLD]
+            for dim in range(mesh.ndim):
+                group = mesh.get_group(dim)
+                found[group.group_name] = group
+        return list(found.values())
 
     def _weights(self) -> list[Weight]:
         """Every weight that is sharded at the moment, once, in the order of the layers."""
@@ -291,6 +283,7 @@ class WeightPasses:
         known = self._placed.get(weight)
         if known is None or known[0] is not spec(parameter):
             known = self._placed[weight] = (spec(parameter), place(parameter))
+            self._meshes[parameter.device_mesh] = None
             if known[1].groups:
                 self.state.set_weight_groups(weight.index, known[1].groups)
         return known[1]

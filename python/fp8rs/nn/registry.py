@@ -147,14 +147,14 @@ class ModelState:
     def begin_forward(self, module: nn.Module, args: Any) -> None:
         """The root's forward pre-hook."""
         if torch.compiler.is_compiling():
-            return  # the histories then roll at the optimizer's step
+            return  # the forward is compiled whole, and begins unannounced
         if self._root is None or not self.linears:
             self._link(module)
         new = self.clock.begin_forward(
             training=module.training, grad=torch.is_grad_enabled(), in_backward=in_backward()
         )
         if new and module.training and self.histories is not None:
-            self._roll_if_due()
+            self._roll_if_moved()
             self.clock.recorded()
 
     def end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -171,7 +171,7 @@ class ModelState:
         """
         if training and not self.clock.in_forward and not in_backward():
             self.linked()
-            self._roll_if_due()
+            self._roll_if_moved()
             self.clock.recorded()
 
     def owns(self, parameters: set[int]) -> bool:
@@ -189,19 +189,22 @@ class ModelState:
         training loop calls it itself; updates that move tensors' versions are seen.
         """
         self._steps_are_told = True
-        self.clock.stepped()
-        if self.clock.forward == 0:
-            # No forward has been announced: the whole model, hooks and all, is compiled.
-            self.clock.recorded()
-            self.linked()
+        clock = self.clock
+        clock.stepped()
+        if clock.unannounced:
+            clock.recorded()  # the whole model, hooks and all, is compiled
+        self._roll_if_due()
+
+    def _roll_if_moved(self) -> None:
+        """Roll where nobody tells of steps, at the first training forward after one."""
+        if not self._steps_are_told and self._weights_moved():
+            self.clock.stepped()
             self._roll_if_due()
 
     def _roll_if_due(self) -> None:
-        """Roll the histories at the first training forward after a step."""
         clock = self.clock
-        if not self._steps_are_told and self._weights_moved():
-            clock.stepped()
         if clock.roll_is_due and self.histories is not None:
+            self.linked()
             clock.rolled()
             self.histories.roll(self._reduce)
 

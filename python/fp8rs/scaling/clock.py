@@ -16,6 +16,9 @@ class Clock:
           recomputing     (begin_forward in a backward, with gradients: a checkpoint of the whole
                            model runs the forward again, which is the same forward)
 
+    Histories roll at the first step after amaxes were written: a step is one roll, whatever the
+    micro-batches, and two optimizers' steps are one.
+
     A forward without gradients inside a backward is a forward: of a teacher, in a hook of its
     student's backward.
 
@@ -39,6 +42,9 @@ class Clock:
         #: A forward of the model is running again inside a backward.
         self.recomputing = False
         self._steps = 0
+        #: No forward was announced between the last two steps: perhaps it is compiled away.
+        self.unannounced = False
+        self._stepped_at = 0
         #: The step that histories were last rolled for.
         self._rolled = 0
         #: A forward in training mode has begun since.
@@ -78,11 +84,8 @@ class Clock:
     def stepped(self) -> None:
         """An optimizer that owns parameters of this model has stepped."""
         self._steps += 1
-
-    @property
-    def steps(self) -> int:
-        """How many steps there have been."""
-        return self._steps
+        self.unannounced = self._stepped_at == self.forward
+        self._stepped_at = self.forward
 
     @property
     def roll_is_due(self) -> bool:

@@ -195,6 +195,8 @@ class Histories:
 
         After rolls 1, 2, 3, 6, 12 and so on: a layer that is never called has none for good.
         """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return  # a graph's replays are not seen by the host
         due = self._rolls <= 3 or (self._rolls % 3 == 0 and (self._rolls // 3).bit_count() == 1)
         if not due:
             return

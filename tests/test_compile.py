@@ -1,0 +1,299 @@
+"""torch.compile: one graph, the bytes of eager, no recompilation that eager's shape does not call for.
+
+The backend is aot_eager, whose graphs run the same kernels as eager: results are equal to the bit. The
+table in docs/compile.md is of these tests (tools/compile_table.py runs them).
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+import torch._dynamo as dynamo
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import fp8rs
+from simulation import E4M3
+
+RECIPES = {
+    "current": "current",
+    "delayed": "delayed",
+    "rowwise": "rowwise",
+    "block": "block",
+    "mxfp8": "mxfp8",
+    "mxfp8 of 1x32": fp8rs.MXFP8BlockScaling(weight_block=(1, 32)),
+}
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
+WIDTH = 32
+
+
+class Block(nn.Module):
+    """Three siblings, and a fourth layer; a norm in front."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(3))
+        self.o = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.o(torch.sigmoid(self.q(h)) * self.k(h) + self.v(h))
+
+
+class Model(nn.Module):
+    def __init__(self, wrap=None):
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 48)
+        self.wrap = wrap
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x) if self.wrap is None else self.wrap(block, x)
+        return self.head(x)
+
+
+def build(recipe, device, wrap=None, gather=True):
+    torch.manual_seed(0)
+    model = Model(wrap).to(device)
+    return fp8rs.convert_to_float8_training(
+        model, recipe=RECIPES[recipe], enable_fsdp_float8_all_gather=gather
+    )
+
+
+def batch(device, n=0, length=8):
+    generator = torch.Generator().manual_seed(n)
+    return torch.randn(2, length, WIDTH, generator=generator).to(device)
+
+
+@contextmanager
+def counting():
+    dynamo.reset()
+    yield CompileCounterWithBackend("aot_eager")
+    dynamo.reset()
+
+
+def graphs(recipe, each):
+    """How many graphs a training has: delayed scaling has others for its first scales."""
+    return 2 * each if recipe == "delayed" else each
+
+
+def train(model, run, device, steps=4, lengths=(8,)):
+    """Losses and gradients of each step."""
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    seen = []
+    for n in range(steps):
+        y = run(batch(device, n, lengths[n % len(lengths)]))
+        loss = y.float().square().mean()
+        loss.backward()
+        seen.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def assert_equal(a, b):
+    for step, (left, right) in enumerate(zip(a, b, strict=True)):
+        for i, (x, y) in enumerate(zip(left, right, strict=True)):
+            assert torch.equal(x, y), (step, i, (x - y).abs().max())
+
+
+@pytest.fixture(autouse=True)
+def _supported(request, device):
+    if request.node.callspec.params.get("recipe") == "block" and device.type == "cuda":
+        if torch.cuda.get_device_capability()[0] != 9:
+            pytest.skip("1x128 scales need Hopper")
+
+
+@every_recipe
+@pytest.mark.parametrize("gather", [True, False])
+def test_a_model_is_one_graph(device, recipe, gather):
+    eager, model = build(recipe, device, gather=gather), build(recipe, device, gather=gather)
+    with counting() as backend:
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        assert_equal(train(eager, eager, device), train(model, compiled, device))
+        assert backend.frame_count == graphs(recipe, 1)
+
+
+@every_recipe
+def test_equal_blocks_are_one_graph(device, recipe):
+    eager, model = build(recipe, device), build(recipe, device)
+    with counting() as backend:
+        for block in model.blocks:
+            block.compile(fullgraph=True, backend=backend)
+        assert_equal(train(eager, eager, device), train(model, model, device))
+        assert backend.frame_count == graphs(recipe, 1)
+
+
+@every_recipe
+def test_a_layer_is_one_graph(device, recipe):
+    eager, model = build(recipe, device), build(recipe, device)
+    with counting() as backend:
+        model.head.compile(fullgraph=True, backend=backend)
+        assert_equal(train(eager, eager, device), train(model, model, device))
+        assert backend.frame_count == graphs(recipe, 1)
+
+
+def selective(block, x):
+    """Activation checkpointing that saves matrix products."""
+    saved = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
+
+    def policy(ctx, op, *args, **kwargs):
+        save = op in saved
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+
+
+def plainly(block, x):
+    return checkpoint(block, x, use_reentrant=False)
+
+
+@every_recipe
+@pytest.mark.parametrize("wrap", [plainly, selective])
+def test_checkpointing_inside(device, recipe, wrap):
+    eager, model = build(recipe, device), build(recipe, device, wrap)
+    checkpointed = build(recipe, device, wrap)
+    expected = train(eager, eager, device)
+    assert_equal(expected, train(checkpointed, checkpointed, device))
+    with counting() as backend:
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        assert_equal(expected, train(model, compiled, device))
+        assert backend.frame_count == graphs(recipe, 1)
+
+
+@every_recipe
+def test_evaluation_and_training(device, recipe):
+    """Two graphs, which neither an evaluation nor a step compiles again."""
+    eager, model = build(recipe, device), build(recipe, device)
+    train(eager, eager, device, steps=3)
+    train(model, model, device, steps=3)  # delayed scaling has its scales
+    with counting() as backend:
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        for n in range(3):
+            with torch.no_grad():
+                model.eval()
+                assert torch.equal(compiled(batch(device, n)), eager.eval()(batch(device, n)))
+            model.train(), eager.train()
+            assert_equal(
+                train(eager, eager, device, steps=1), train(model, compiled, device, steps=1)
+            )
+        assert backend.frame_count == 2
+
+
+@every_recipe
+def test_sequence_lengths_do_not_recompile(device, recipe):
+    lengths = (8, 24, 40, 16, 64)
+    eager, model = build(recipe, device), build(recipe, device)
+    with counting() as backend:
+        compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+        assert_equal(train(eager, eager, device), train(model, compiled, device))
+        # torch itself compiles twice: it tries the norm's epsilon as a symbol first.
+        compilations = backend.frame_count
+        assert compilations == graphs(recipe, 2)
+        assert_equal(
+            train(eager, eager, device, steps=10, lengths=lengths),
+            train(model, compiled, device, steps=10, lengths=lengths),
+        )
+        assert backend.frame_count == compilations
+
+
+@every_recipe
+def test_a_compiled_loss_rolls_the_histories(device, recipe):
+    """The root's hooks are compiled away with it: the optimizer's step does what they do."""
+    model = build(recipe, device)
+    with counting() as backend:
+
+        def loss(x):
+            return model(x).float().square().mean()
+
+        compiled = torch.compile(loss, fullgraph=True, backend=backend)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        losses = []
+        for n in range(6):
+            value = compiled(batch(device, n % 2))
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(value.item())
+        assert losses[-1] < losses[0]
+        assert backend.frame_count == graphs(recipe, 1)
+    if recipe == "delayed":
+        assert (model.head.fp8_amax_history > 0).all(1).sum() == 6
+        assert model.head.fp8_ready == (True, True, True)
+
+
+class Saved:
+    """What autograd saves of a forward."""
+
+    def __init__(self, run, x):
+        self.tensors = []
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t):
+            self.y = run(x)
+
+    def _pack(self, t):
+        self.tensors.append(t)
+        return t
+
+    def codes_of(self, *shape):
+        return [t for t in self.tensors if t.shape == shape and t.dtype == E4M3]
+
+
+@every_recipe
+def test_nothing_of_a_weights_size_is_saved(device, recipe):
+    """A compiler would make a weight's second plane in the forward: 1 B a parameter of each layer."""
+    model = build(recipe, device)
+    train(model, model, device, steps=3)
+    with counting() as backend:
+        compiled = torch.compile(model.blocks[0], fullgraph=True, backend=backend)
+        saved = Saved(compiled, batch(device))
+    masters = {p.data_ptr() for p in model.parameters()}
+    weights = {(2 * WIDTH, WIDTH), (WIDTH, 2 * WIDTH)}
+    for t in saved.tensors:
+        assert tuple(t.shape) not in weights or t.data_ptr() in masters, (t.shape, t.dtype)
+    saved.y.sum().backward()
+
+
+@every_recipe
+def test_siblings_are_quantized_once(device, recipe):
+    model = build(recipe, device)
+    train(model, model, device, steps=3)
+    graphs_seen = []
+
+    def keep(graph, inputs):
+        graphs_seen.append(graph)
+        return graph.forward
+
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(keep(graph, inputs)))
+    dynamo.reset()
+    x = batch(device).requires_grad_()
+    torch.compile(model.blocks[0], fullgraph=True, backend=backend)(x)
+    dynamo.reset()
+    forward = graphs_seen[0]
+    quantized = [
+        node
+        for node in forward.graph.nodes
+        if node.op == "call_function" and "quantize" in str(node.target).replace("dequantize", "")
+    ]
+    weights = 4
+    inputs = [n for n in quantized if n.args[0].op != "placeholder"]
+    assert len(quantized) - len(inputs) == weights
+    # Equal calls are merged by the compiler's passes; delayed scaling's siblings share when traced.
+    different = {(str(n.target), str(n.args), str(n.kwargs)) for n in inputs}
+    assert len(different) == 2, "that of q, k and v, and that of o"
