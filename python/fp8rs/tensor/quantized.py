@@ -83,6 +83,12 @@ class Store:
         """Whether there is a rowwise plane, and a columnwise one."""
         return self.rowwise is not None, self.columnwise is not None
 
+    @property
+    def one_scale(self) -> bool:
+        """Whether both planes have one and the same scale tensor."""
+        row, col = self.rowwise, self.columnwise
+        return row is not None and col is not None and row.scale is col.scale
+
     def tensors(self) -> list[Tensor]:
         """The data and scales of all planes."""
         planes = [p for p in (self.rowwise, self.columnwise) if p is not None]
@@ -119,7 +125,8 @@ class Store:
             if data.shape != own.data.shape:
                 data = data.reshape(own.data.shape)
             own.data.copy_(data, non_blocking=non_blocking)
-            own.scale.copy_(new.scale, non_blocking=non_blocking)
+            if not (turned and self.one_scale):
+                own.scale.copy_(new.scale, non_blocking=non_blocking)
 
 
 class QuantizedTensor(Tensor):
@@ -445,7 +452,7 @@ class QuantizedTensor(Tensor):
                     values = src.new_empty(box.rows.length, box.cols.length)
                 else:
                     values = store.read(box, torch.float32)
-                windows.within(window, box, matrix).of(values).copy_(src)
+                windows.fill(values, src, windows.within(window, box, matrix))
         scale, amax = (None, None) if delayed is None else delayed
         row, col = store.has
         made = quantize_planes(spec, values, row, col, scale=scale, amax=amax, declared=True)
@@ -631,6 +638,8 @@ class QuantizedTensor(Tensor):
             kinds.append(None if plane is None else plane.format.name)
             if plane is not None:
                 names += [f"_{name}_data", f"_{name}_scale"]
+        if store.one_scale:  # twice, it would be written twice
+            names.remove("_columnwise_scale")
         if store.delayed is not None:
             names += ["_delayed_scale", "_delayed_amax"]
         offset = None if self._window is None else self._window.offset
@@ -644,7 +653,11 @@ class QuantizedTensor(Tensor):
         row, col = (
             None
             if kind is None
-            else Plane(inner[f"_{name}_data"], inner[f"_{name}_scale"], formats.FORMATS[kind])
+            else Plane(
+                inner[f"_{name}_data"],
+                inner[f"_{name}_scale" if f"_{name}_scale" in inner else "_rowwise_scale"],
+                formats.FORMATS[kind],
+            )
             for name, kind in zip(PLANES, kinds, strict=True)
         )
         delayed = None

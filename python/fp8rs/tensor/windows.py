@@ -254,3 +254,20 @@ def within(window: Window, box: Rectangle, matrix: tuple[int, int]) -> Window:
         if size > 1:
             stride[dim] = step // cols * box.cols.length if down else step
     return Window(window.size, tuple(stride), offset)
+
+
+def fill(values: Tensor, src: Tensor, window: Window) -> None:
+    """Write ``src`` into a window of a contiguous matrix of ``values``, in place.
+
+    Raises:
+        RuntimeError: the window has an element more than once.
+    """
+    found = rectangle(window, (values.shape[0], values.shape[1]))
+    if found is None:
+        window.of(values).copy_(src)
+        return
+    # By slices: a compiler does not follow writes through as_strided.
+    part = values[found.rows.slice, found.cols.slice]
+    if found.transposed:
+        part = part.t()
+    part.copy_(src.reshape(part.shape))
