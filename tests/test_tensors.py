@@ -750,6 +750,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch 2.11's
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("function", list(COMPILED))
 def test_compiled_functions_take_quantized_tensors(make, backend, function):
