@@ -550,6 +550,8 @@ def test_another_shape_or_storage_in_place_is_refused(make, planes, change):
         change(t)
     same(t.dequantize(), before)
     assert t.detach_() is t
+    with pytest.raises(NotImplementedError, match=r"plain tensor the storage.*dequantize\(\)"):
+        torch.empty(6, 8, device=t.device).set_(t)
 
 
 @every_plane
@@ -780,3 +782,36 @@ def test_compiled_writes_land(make):
     u[2:4].mul_(2.0)
     same(t.dequantize(), u.dequantize())
     assert torch.equal(t.columnwise.data.view(torch.uint8), u.columnwise.data.view(torch.uint8))
+
+
+def test_compiled_gradients_flow_and_views_come_out(make):
+    torch._dynamo.reset()
+
+    def loss(p):
+        return (p * 2).sum() + p[3:5].sum() + p.view(-1)[5:].sum()
+
+    t = make("both", 6, 8)
+    grads = []
+    for call in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        p = torch.nn.Parameter(t)
+        call(p).backward()
+        grads.append(p.grad)
+    same(*grads)
+    part = torch.compile(lambda x: x[2:], fullgraph=True, backend="aot_eager")(t)
+    assert type(part) is Float8Tensor
+    part.zero_()
+    assert not t.dequantize()[2:].any()
+
+
+def test_compiled_for_any_shape(make):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    def call(t):
+        return t.dequantize() + t.t().dequantize().t()
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (6, 10, 12, 14):
+        t = make("both", rows, 8)
+        same(compiled(t).contiguous(), call(t).contiguous())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2

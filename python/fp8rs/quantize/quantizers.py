@@ -87,14 +87,6 @@ class Quantizer:
         """
         return quantize_planes(self.spec, x, rowwise, columnwise, fold=fold)
 
-    def planes_again(self, x: Tensor, scale: Tensor, rowwise: bool, columnwise: bool) -> Planes:
-        """The planes of an ``x`` that :meth:`planes` has been given, which made ``scale`` of it.
-
-        For what is kept in high precision anyway: its planes need not be kept too.
-        """
-        known = scale if self.spec.format.per_tensor else None
-        return quantize_planes(self.spec, x, rowwise, columnwise, scale=known)
-
     def __call__(self, x: Tensor) -> QuantizedTensor:
         """Quantize ``x``: a new tensor of the same shape and logical dtype, outside autograd.
 
@@ -274,13 +266,6 @@ class Float8CurrentScalingQuantizer(Quantizer):
 
 class BlockQuantizer(Quantizer):
     """Scales per block, from the data alone."""
-
-    def options(self) -> dict[str, Any]:
-        """How scales come from amaxes: keyword arguments of ``torch.ops.fp8rs.quantize_blocks``."""
-        spec = self.spec
-        if spec.format.microscaled:
-            return {"rounding": spec.scale_rounding}
-        return {"power_2_scale": spec.power_2_scale, "amax_epsilon": spec.amax_epsilon}
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, block={self.format.block})"

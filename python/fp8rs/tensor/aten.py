@@ -162,8 +162,12 @@ def _not_implemented(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _refuse(func: Any, *args: Any, **kwargs: Any) -> Any:
-    tensors = [a for a in args if isinstance(a, Tensor)]
-    if tensors and not isinstance(tensors[0], QuantizedTensor):
+    if not isinstance(args[0], QuantizedTensor):
+        if "set_" in func._schema.name:
+            raise NotImplementedError(
+                f"{func} would give a plain tensor the storage of a quantized one, which is of FP8 "
+                "codes: use dequantize()"
+            )
         return dequantized_call(func, *args, **kwargs)
     raise NotImplementedError(
         f"{func} would give a quantized tensor another shape or storage in place. Take a view or a "

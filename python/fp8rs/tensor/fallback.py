@@ -60,7 +60,9 @@ def each_member(func: Any, *args: Any, **kwargs: Any) -> Any:
     All of a model's weights dequantized at once would not fit. Plain members go together.
     """
     lists = [a for a in (*args, *kwargs.values()) if _is_tensors(a)]
-    count = len(lists[0]) if lists else 0
+    if not lists:
+        return dequantized_call(func, *args, **kwargs)
+    count = len(lists[0])
 
     def call(indices: list[int]) -> Any:
         def take(value: Any) -> Any:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from fp8rs._torch import disabled_torch_function, make_wrapper_subclass
 from fp8rs.tensor import formats, windows
 from fp8rs.tensor.formats import BlockFormat, matrix_shape
 from fp8rs.tensor.planes import Plane as Plane
@@ -32,7 +33,6 @@ from fp8rs.tensor.windows import Rectangle, Span, Window
 #: The names of the two planes.
 PLANES = ("rowwise", "columnwise")
 
-_make_wrapper = torch.Tensor._make_wrapper_subclass
 _plain_data: Any = torch.Tensor.data
 
 #: What a delayed scale is read from and the amax written to, each fp32 of one element.
@@ -196,7 +196,7 @@ class QuantizedTensor(Tensor):
         if plane is None:
             plane = store.columnwise
             assert plane is not None
-        self: Self = _make_wrapper(
+        self: Self = make_wrapper_subclass(
             cls, shape, dtype=dtype, device=plane.data.device, requires_grad=requires_grad
         )
         self._store = store
@@ -220,7 +220,7 @@ class QuantizedTensor(Tensor):
                 assert self._store.rowwise is not None
                 shape = self._store.rowwise.data.shape
             return self.over(self._store, shape, self.dtype)
-        view: Self = _make_wrapper(
+        view: Self = make_wrapper_subclass(
             type(self),
             window.size,
             strides=window.stride,
@@ -235,7 +235,7 @@ class QuantizedTensor(Tensor):
         return view
 
     # The C++ operators come straight to __torch_dispatch__.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     # --- planes -----------------------------------------------------------------------------------
 

@@ -130,6 +130,8 @@ def quantize_planes(
             Plane(row, row_scale, format) if rowwise else None,
             Plane(col, col_scale, format) if columnwise else None,
         )
+    if fold is not None:
+        raise ValueError("fold is for blocks of a whole row, not for one scale a tensor")
     if scale is not None and amax is not None:
         quantize: Any = _quantize_delayed if declared else _quantize_delayed_silently
         row, col, scale = quantize(x, scale, amax, spec.fp8_dtype, rowwise, columnwise)

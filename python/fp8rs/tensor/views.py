@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from fp8rs._torch import no_torch_dispatch
 from fp8rs.tensor.fallback import dequantized_call
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.table import implements
@@ -169,7 +170,7 @@ def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
         return dequantized_call(func, t, *args, **kwargs)
     window = _window(t)
     rows, cols = t._store.matrix
-    with torch._C._DisableTorchDispatch():  # nobody who traces is to see it
+    with no_torch_dispatch():  # nobody who traces is to see it
         values = torch.empty(rows * cols, dtype=t.dtype, device="meta")
         like = window.of(values)
         storage = values.untyped_storage()._cdata

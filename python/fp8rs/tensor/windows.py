@@ -117,7 +117,7 @@ def rectangle(window: Window, matrix: tuple[int, int]) -> Rectangle | None:
     inner = stride[-1] if n > 1 else 0
     if n > 1 and inner == 0:
         return None
-    row, col = divmod(offset, cols)
+    row, col = offset // cols, offset % cols
     if outer % cols == 0 and col + max(n - 1, 0) * inner < cols:
         found = Rectangle(Span(row, m, outer // cols or 1), Span(col, n, inner or 1))
     elif inner % cols == 0 and col + max(m - 1, 0) * outer < cols:
@@ -241,7 +241,7 @@ def _aligned(span: Span, extent: int, blocks: list[int]) -> Span:
 def within(window: Window, box: Rectangle, matrix: tuple[int, int]) -> Window:
     """The window as one of the contiguous values of a ``box`` that has all its elements."""
     cols = matrix[1]
-    row, col = divmod(window.offset, cols)
+    row, col = window.offset // cols, window.offset % cols
     offset = (row - box.rows.start) * box.cols.length + col - box.cols.start
     if box.cols == Span(0, cols):
         return Window(window.size, window.stride, offset)
