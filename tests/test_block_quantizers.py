@@ -92,11 +92,13 @@ def test_updates_in_place(device, kind, rowwise, columnwise):
         quantizer.update_quantized(y, t)
         same(t, want)
     t = quantizer(x)
-    if KINDS[kind][2] in ({}, {"rounding": "ceil"}):  # quantizer_like has the defaults
-        t.quantizer = None
-        like = quantizer_like(t)
-        assert (like.rowwise, like.columnwise) == (rowwise, columnwise)
-        same(like(y), want)
+    like = quantizer_like(t)
+    assert (like.rowwise, like.columnwise) == (rowwise, columnwise)
+    same(like(y), want)
+    if KINDS[kind][2] in ({}, {"rounding": "ceil"}):  # the defaults
+        bare = type(t)(t.rowwise, t.columnwise, shape=t.shape, dtype=t.dtype)
+        same(bare.quantize_(y), want)
+        quantizer.update_quantized(x, t)
     same(t.quantize_(y), want)
 
 

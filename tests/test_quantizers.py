@@ -1,10 +1,21 @@
 """Quantizers: codes and scales against plain torch, usages, in-place updates, groups."""
 
+import copy
+import dataclasses
+import pickle
+
 import pytest
 import torch
 
+import fp8rs
 from distributed import ranks
-from fp8rs.quantize.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer
+from fp8rs.quantize.quantizers import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Quantizer,
+    quantizer_like,
+    quantizer_of,
+)
 from fp8rs.tensor.quantized import Float8Tensor
 from simulation import MAX, codes_of, scale_of
 
@@ -216,9 +227,25 @@ def test_bad_calls_name_the_argument(device, call, error, match):
         call(Float8CurrentScalingQuantizer(E4M3), torch.ones(4, 4, device=device))
 
 
-def test_the_base_class_is_abstract(device):
-    with pytest.raises(NotImplementedError):
-        Quantizer(E4M3)(torch.ones(2, 2, device=device))
+def test_one_specification_serves_quantizers_and_tensors(device):
+    x = data(device, 8, 64)
+    for quantizer in (
+        Float8CurrentScalingQuantizer(E4M3, power_2_scale=True, amax_epsilon=0.5),
+        fp8rs.Float8BlockQuantizer(E5M2, power_2_scale=True),
+        fp8rs.MXFP8Quantizer(E4M3, scale_rounding="floor"),
+    ):
+        spec = quantizer.spec
+        assert spec == copy.deepcopy(spec) == pickle.loads(pickle.dumps(spec))
+        assert hash(spec) == hash(copy.deepcopy(spec))
+        assert spec != dataclasses.replace(spec, amax_epsilon=0.25)
+        assert spec.format is pickle.loads(pickle.dumps(spec)).format
+        t = quantizer(x)
+        assert t.spec == spec
+        again = pickle.loads(pickle.dumps(quantizer))
+        for other in (Quantizer(spec)(x), quantizer_of(spec)(x), again(x), quantizer_like(t)(x)):
+            assert torch.equal(bits(t.rowwise.data), bits(other.rowwise.data))
+            assert torch.equal(t.columnwise.scale.float(), other.columnwise.scale.float())
+            assert other.spec == spec
 
 
 @ranks(2)
@@ -233,3 +260,69 @@ def test_ranks_of_a_group_share_the_scale(rig):
     if rig.rank == 0:
         x[0, 0] = float("nan")
     assert quantizer(x).rowwise.scale.isnan()
+
+
+@ranks(2)
+def test_collectives_into_quantized_tensors(rig):
+    import torch.distributed as dist
+
+    def fresh(value=None):
+        x = torch.full((4, 4), 1.0 + rig.rank if value is None else value, device=rig.device)
+        return Float8CurrentScalingQuantizer(E4M3)(x)
+
+    def holds(t, value):
+        for plane in t.planes:
+            values = plane.dequantize(torch.float32)
+            assert ((values - value).abs() <= 0.07 * value).all(), values
+
+    def run(collective, *args):
+        work = collective(*args, async_op=modes[-1])
+        if work is not None:
+            work.wait()
+
+    modes = [True, False]
+    while modes:
+        t = fresh()
+        run(dist.broadcast, t, 1)
+        holds(t, 2.0)
+        t = fresh()
+        run(dist.all_reduce, t)
+        holds(t, 3.0)
+        part = fresh()
+        run(dist.all_reduce, part[:2])
+        holds(part[:2], 3.0)
+        holds(part[2:], 1.0 + rig.rank)
+        t = fresh()
+        run(dist.reduce, t, 0)
+        if rig.rank == 0:
+            holds(t, 3.0)
+        outs = [fresh(0.0), fresh(0.0)]
+        run(dist.all_gather, outs, fresh())
+        for rank, out in enumerate(outs):
+            holds(out, 1.0 + rank)
+        out = Float8CurrentScalingQuantizer(E4M3)(torch.zeros(8, 4, device=rig.device))
+        run(dist.all_gather_into_tensor, out, fresh())
+        holds(out[:4], 1.0)
+        holds(out[4:], 2.0)
+        out = fresh(0.0)
+        parts = [torch.full((4, 4), 5.0 + r, device=rig.device) for r in range(2)]
+        run(dist.scatter, out, parts if rig.rank == 0 else None, 0)
+        holds(out, 5.0 + rig.rank)
+        modes.pop()
+    t = fresh()
+    if rig.rank == 0:
+        dist.send(t, 1)
+        got = torch.empty(4, 4, device=rig.device)
+        dist.recv(got, 1)
+        assert (got == 2.0).all()
+    else:
+        got = torch.empty(4, 4, device=rig.device)
+        dist.recv(got, 0)
+        assert (got == 1.0).all()
+        dist.send(t, 0)
+    with pytest.raises(NotImplementedError, match=r"recv_ into a quantized tensor.*copy_\(\)"):
+        dist.recv(t, 1 - rig.rank)
+    t = fresh()
+    ops = torch.ops._c10d_functional
+    ops.wait_tensor(ops.all_reduce_(t, "sum", dist.group.WORLD.group_name))
+    holds(t, 3.0)

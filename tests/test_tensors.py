@@ -126,9 +126,13 @@ def test_flat_view_is_zero_copy(make):
     same(v.view(6, 8).dequantize(), t.dequantize())
 
 
-def test_flat_view_names_the_missing_plane(make):
-    with pytest.raises(ValueError, match="rowwise"):
-        make("columnwise", 6, 8).view(-1)
+def test_a_flat_view_of_a_columnwise_plane_has_no_planes(make):
+    t = make("columnwise", 6, 8)
+    v = t.view(-1)
+    same(v.dequantize(), t.dequantize().view(-1))
+    assert v.view(6, 8).columnwise.data is t.columnwise.data
+    with pytest.raises(ValueError, match=r"no planes.*dequantize\(\).*copy_\(\)"):
+        v.any_plane()
 
 
 def test_a_write_through_a_flat_view_lands(make):
@@ -152,12 +156,23 @@ def test_as_strided_narrows_padded_rows(make, planes, rows):
 
 
 @every_plane
-def test_as_strided_takes_whole_rows_only(make, planes):
+def test_as_strided(make, planes):
     t = make(planes, 6, 8)
-    same(torch.as_strided(t, (2, 8), (8, 1), 16).dequantize(), t.dequantize()[2:4])
-    for size, stride, offset in [((6, 4), (8, 1), 0), ((8, 6), (1, 8), 0), ((2, 8), (8, 1), 3)]:
-        with pytest.raises(ValueError, match="as_strided"):
-            torch.as_strided(t, size, stride, offset)
+    for way in [
+        ((2, 8), (8, 1), 16),
+        ((6, 4), (8, 1), 0),
+        ((8, 6), (1, 8), 0),
+        ((2, 8), (8, 1), 3),
+        ((5,), (9,), 0),
+        ((3, 3), (0, 1), 4),
+    ]:
+        v = torch.as_strided(t, *way)
+        assert type(v) is Float8Tensor
+        assert v.stride() == way[1]
+        same(v.dequantize(), torch.as_strided(t.dequantize(), *way).contiguous())
+    same(
+        torch.as_strided(t[2:], (2, 8), (8, 1)).dequantize(), t.dequantize()[2:4]
+    )  # from where the view begins
     with pytest.raises(ValueError, match="beyond"):
         torch.as_strided(t, (7, 8), (8, 1), 0)
 
@@ -330,6 +345,8 @@ def test_quantize_in_place_uses_the_tensors_quantizer(device):
     t.quantize_(torch.full((2, 2), 3.0, device=device))
     assert amax.item() == 3.0
     assert t.rowwise.scale.item() == 0.5
+    t[0] = 5.0
+    assert amax.item() == 5.0
 
 
 @every_plane
@@ -362,8 +379,6 @@ def test_new_tensors_are_plain(make, planes):
         lambda x: x.float().sum(),
         lambda x: torch.cat([x, x]),
         lambda x: x.norm(),
-        lambda x: x[:, 1],
-        lambda x: x.unsqueeze(0),
     ],
 )
 def test_anything_else_dequantizes(make, planes, op):
@@ -490,3 +505,313 @@ def test_a_saved_dequantized_tensor_loads_without_the_library(make):
     torch.save(t.dequantize(), buffer)
     buffer.seek(0)
     same(torch.load(buffer, weights_only=True), t.dequantize())
+
+
+# --- what torch does to a tensor's inside ---------------------------------------------------------
+
+
+@every_plane
+def test_data_shares_the_planes_of_what_is_assigned(make, planes):
+    t, other = torch.nn.Parameter(make(planes, 6, 8)), make(planes, 6, 8, seed=1)
+    t.data = other
+    same(t.dequantize().detach(), other.dequantize())
+    other.zero_()
+    assert not t.dequantize().any()
+    t.data.copy_(torch.ones(6, 8))
+    assert (other.dequantize() == 1).all()
+    assert isinstance(t, torch.nn.Parameter)
+
+
+@every_plane
+def test_data_takes_no_plain_tensor(make, planes):
+    t = make(planes, 6, 8)
+    before = t.dequantize()
+    with pytest.raises(TypeError, match=r"\.data of a Float8Tensor.*copy_\(\)"):
+        t.data = torch.ones(6, 8, device=t.device)
+    same(t.dequantize(), before)
+
+
+@every_plane
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.t_(),
+        lambda x: x.unsqueeze_(0),
+        lambda x: x.resize_(3, 3),
+        lambda x: x.set_(torch.ones(6, 8)),
+        lambda x: x.as_strided_((3,), (1,)),
+        lambda x: x.transpose_(0, 1),
+    ],
+)
+def test_another_shape_or_storage_in_place_is_refused(make, planes, change):
+    t = make(planes, 6, 8)
+    before = t.dequantize()
+    with pytest.raises(NotImplementedError, match=r"another shape or storage.*copy_\(\)"):
+        change(t)
+    same(t.dequantize(), before)
+    assert t.detach_() is t
+    with pytest.raises(NotImplementedError, match=r"plain tensor the storage.*dequantize\(\)"):
+        torch.empty(6, 8, device=t.device).set_(t)
+
+
+@every_plane
+def test_swap_tensors_and_module_conversions(make, planes):
+    a, b = make(planes, 6, 8), make(planes, 6, 8, seed=1)
+    values = a.dequantize(), b.dequantize()
+    torch.utils.swap_tensors(a, b)
+    same(a.dequantize(), values[1])
+    same(b.dequantize(), values[0])
+    x = torch.ones(2, 3, device=a.device)
+    torch.utils.swap_tensors(b, x)
+    assert (type(b), type(x)) == (torch.Tensor, Float8Tensor)
+    same(x.dequantize(), values[0])
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(a)
+    weight = module.weight
+    module.to(torch.bfloat16)
+    assert module.weight is weight
+    assert type(weight) is Float8Tensor
+    same(weight.dequantize().detach(), values[1].bfloat16())
+
+
+@every_plane
+def test_out_arguments_and_other_dtypes(make, planes):
+    t = make(planes, 6, 8)
+    x = torch.linspace(-9, 9, 48, device=t.device).view(6, 8)
+    want = Float8CurrentScalingQuantizer(t.fp8_dtype)(x + 1).dequantize()
+    assert torch.add(x, 1, out=t) is t
+    same(t.dequantize(), want)
+    for dtype in (torch.float64, torch.bfloat16):
+        t.zero_()
+        t.copy_((x + 1).to(dtype))
+        torch.testing.assert_close(t.dequantize(), want, rtol=0.07, atol=0.01)
+    t.copy_(torch.ones(6, 8, dtype=torch.int64, device=t.device))
+    assert (t.dequantize() == 1).all()
+
+
+def test_lists_are_taken_a_member_at_a_time(make, monkeypatch):
+    seen = []
+
+    def log(name):
+        call = getattr(QuantizedTensor, name)
+
+        def logged(self, *args):
+            seen.append(name)
+            return call(self, *args)
+
+        monkeypatch.setattr(QuantizedTensor, name, logged)
+
+    log("dequantize")
+    log("quantize_")
+    for count in (1, 5):
+        tensors = [make("rowwise", 6, 8, seed=i) for i in range(count)]
+        plain = torch.ones(3, device=tensors[0].device)
+        values = [t.dequantize() for t in tensors]
+        seen.clear()
+        torch._foreach_mul_([*tensors, plain], [2.0] * (count + 1))
+        torch._foreach_addcdiv_(tensors, values, [torch.ones_like(v) for v in values])
+        assert seen == ["dequantize", "quantize_"] * (2 * count)
+        for t, v in zip(tensors, values, strict=True):
+            torch.testing.assert_close(t.dequantize(), v * 3, rtol=0.13, atol=0.1)
+        assert plain.tolist() == [2.0] * 3
+        norms = torch._foreach_norm([*tensors, plain])
+        for norm, t in zip(norms, [*tensors, plain], strict=True):
+            torch.testing.assert_close(norm, (t * 1).norm())
+        lists = torch._foreach_add([plain, *tensors], 1.0)
+        assert [x.shape for x in lists] == [(3,), *[(6, 8)] * count]
+
+
+@every_plane
+def test_inference_mode(make, planes):
+    t = make(planes, 6, 8)
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(t, requires_grad=False)
+    with torch.inference_mode():
+        assert torch.equal(t[2:4].dequantize(), t.dequantize()[2:4])
+        assert torch.equal(t.view(-1).dequantize(), t.dequantize().view(-1))
+        assert all(type(c) is Float8Tensor for c in t.chunk(3))
+        assert type(t.reshape(2, 3, 8)) is Float8Tensor
+        assert type(t.to(torch.bfloat16)) is Float8Tensor
+        t.t()[:, 0] = 2.0
+        assert ((t.dequantize()[0] - 2.0).abs() < 0.1).all()
+        state = module.state_dict()
+        assert type(state["weight"]) is Float8Tensor
+        module.load_state_dict({"weight": torch.ones(6, 8)})
+        assert (state["weight"].dequantize() == 1).all()
+        module.load_state_dict(state)
+        made = Float8CurrentScalingQuantizer(t.fp8_dtype)(torch.ones(6, 8, device=t.device))
+        assert (made[2:].view(-1).dequantize() == 1).all()
+        made.mul_(2)
+    assert (made[1:].detach().dequantize() == 2).all()
+    t[1] = 0.5
+    assert (module.weight.dequantize()[1] == 0.5).all()
+
+
+# --- aliases --------------------------------------------------------------------------------------
+
+ALIASES = {
+    "detach": lambda t: t.detach(),
+    "parameter": lambda t: torch.nn.Parameter(t, requires_grad=False),
+    "copy": copy.copy,
+    "data": lambda t: t.data,
+    "view and back": lambda t: t.view(-1).view(6, 8),
+}
+
+
+@pytest.mark.parametrize("way", list(ALIASES))
+@pytest.mark.parametrize("on", ["alias", "original"])
+def test_planes_are_dropped_and_made_for_all_aliases(make, way, on):
+    t = make("both", 6, 8)
+    alias = ALIASES[way](t)
+    one, other = (alias, t) if on == "alias" else (t, alias)
+    one.update_usage(columnwise=False)
+    assert other.columnwise is None
+    for written in (one, other):
+        written.copy_(torch.randn(6, 8))
+        same(other.dequantize(), one.dequantize())
+        one.update_usage(columnwise=True)
+        assert other.columnwise is one.columnwise
+        written.mul_(2.0)
+        same(other.columnwise.dequantize(torch.float32).t().contiguous(), one.dequantize())
+        other.update_usage(rowwise=False)
+        assert one.rowwise is None
+        one.update_usage(rowwise=True, columnwise=False)
+
+
+def test_views_have_the_planes_of_their_tensor(make):
+    t = make("rowwise", 6, 8)
+    part = t[2:4]
+    with pytest.raises(ValueError, match=r"update_usage of this view.*clone\(\)"):
+        part.update_usage(columnwise=True)
+    t.update_usage(columnwise=True)
+    assert part.columnwise.data.shape == (8, 2)
+    part.clone().update_usage(rowwise=False)
+    t.update_usage(rowwise=False)
+    assert part.rowwise is None
+    part.fill_(3.0)
+    assert (t.dequantize()[2:4] == 3.0).all()
+
+
+def test_planes_that_are_assigned_show_in_aliases_and_views(make):
+    """As FSDP's hooks refill a gathered weight."""
+    t, other = make("both", 6, 8), make("rowwise", 6, 8, seed=1)
+    alias, part = torch.nn.Parameter(t), t[2:4]
+    alias.rowwise, alias.columnwise = other.rowwise, other.columnwise
+    assert t.rowwise is other.rowwise
+    same(part.dequantize(), other.dequantize()[2:4])
+    part.rowwise = make("rowwise", 2, 8, seed=2).rowwise
+    assert not torch.equal(t.dequantize()[2:4], part.dequantize())
+
+
+def test_copies_keep_what_users_set(make):
+    p = torch.nn.Parameter(make("both", 6, 8))
+    p.mark = ["mine"]
+    p.grad = torch.ones(6, 8, device=p.device)
+    for copied, shared in ((copy.copy(p), True), (copy.deepcopy(p), False)):
+        assert isinstance(copied, torch.nn.Parameter)
+        assert copied.requires_grad
+        assert (copied.mark is p.mark) == shared
+        assert copied.mark == ["mine"]
+    assert torch.equal(copied.grad, p.grad)
+    whole, part = copy.deepcopy([p, p.detach()[2:4]])
+    part.zero_()
+    assert not whole.dequantize()[2:4].any()
+
+
+# --- torch.compile --------------------------------------------------------------------------------
+
+
+@every_plane
+def test_metadata_is_plain_and_compares_by_value(make, device, planes):
+    scale, amax = torch.ones((), device=device), torch.zeros((), device=device)
+    delayed = Float8Quantizer(scale, amax, torch.float8_e4m3fn, **PLANES[planes])
+    for a, b in (
+        (make(planes, 6, 8), make(planes, 6, 8, seed=1)),
+        (make(planes, 6, 8)[2:], make(planes, 6, 8, seed=1)[2:]),
+        (make(planes, 6, 8).view(-1), make(planes, 6, 8, seed=1).view(-1)),
+        (delayed(torch.ones(6, 8, device=device)), delayed(torch.zeros(6, 8, device=device))),
+    ):
+        names, context = a.__tensor_flatten__()
+        assert (names, context) == b.__tensor_flatten__()
+        assert hash(context) == hash(copy.deepcopy(context))
+        assert context == copy.deepcopy(context)
+        assert context != make(planes, 6, 8, fp8_dtype=torch.float8_e5m2).__tensor_flatten__()[1]
+        inner = {name: getattr(a, name) for name in names}
+        back = type(a).__tensor_unflatten__(inner, context, a.shape, a.stride())
+        same(back.dequantize(), a.dequantize())
+        back.fill_(3.0)
+        assert (a.dequantize() == 3.0).all()
+
+
+COMPILED = {
+    "dequantize": lambda t: t.dequantize() * 2,
+    "a plane": lambda t: t.rowwise.data.float() * t.rowwise.scale,
+    "an operator": lambda t: (t * 2).sum(0),
+    "a view": lambda t: t[2:4].dequantize() + 1,
+    "a flat view": lambda t: t.view(-1) + 1,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch 2.11's
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("function", list(COMPILED))
+def test_compiled_functions_take_quantized_tensors(make, backend, function):
+    torch._dynamo.reset()
+    call = COMPILED[function]
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    torch._dynamo.utils.counters.clear()
+    for seed in range(3):
+        t = make("both", 6, 8, seed=seed)
+        torch.testing.assert_close(compiled(t), call(t))
+        torch.testing.assert_close(compiled(torch.nn.Parameter(t)).detach(), call(t))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+def test_compiled_writes_land(make):
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def write(t, x):
+        t.copy_(x)
+        t[2:4].mul_(2.0)
+
+    t, u = make("both", 6, 8), make("both", 6, 8)
+    x = torch.linspace(-9, 9, 48, device=t.device).view(6, 8)
+    write(t, x)
+    u.copy_(x)
+    u[2:4].mul_(2.0)
+    same(t.dequantize(), u.dequantize())
+    assert torch.equal(t.columnwise.data.view(torch.uint8), u.columnwise.data.view(torch.uint8))
+
+
+def test_compiled_gradients_flow_and_views_come_out(make):
+    torch._dynamo.reset()
+
+    def loss(p):
+        return (p * 2).sum() + p[3:5].sum() + p.view(-1)[5:].sum()
+
+    t = make("both", 6, 8)
+    grads = []
+    for call in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        p = torch.nn.Parameter(t)
+        call(p).backward()
+        grads.append(p.grad)
+    same(*grads)
+    part = torch.compile(lambda x: x[2:], fullgraph=True, backend="aot_eager")(t)
+    assert type(part) is Float8Tensor
+    part.zero_()
+    assert not t.dequantize()[2:].any()
+
+
+def test_compiled_for_any_shape(make):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    def call(t):
+        return t.dequantize() + t.t().dequantize().t()
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (6, 10, 12, 14):
+        t = make("both", rows, 8)
+        same(compiled(t).contiguous(), call(t).contiguous())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2

@@ -20,6 +20,13 @@ preserve_version_counter = _unsafe_preserve_version_counter
 #: Tensor subclasses whose operators go straight to ``__torch_dispatch__``.
 disabled_torch_function = torch._C._disabled_torch_function_impl
 
+#: Makes a tensor of a subclass that has no storage of its own.
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+
+#: A context in which no ``__torch_dispatch__`` runs, modes' included: what happens in it is not
+#: traced.
+no_torch_dispatch = torch._C._DisableTorchDispatch
+
 #: Tells autograd of a write that an operator made on its own.
 increment_version = torch._C._increment_version
 

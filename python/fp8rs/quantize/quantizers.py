@@ -7,7 +7,7 @@ result, which is what linear layers use for activations and gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,17 +16,11 @@ from torch import Tensor
 
 from fp8rs.quantize.recipes import Recipe, Role
 from fp8rs.tensor import formats
-from fp8rs.tensor.formats import BlockFormat, check_fp8_dtype, matrix_shape
-from fp8rs.tensor.quantized import Plane, QuantizedTensor, wrap_planes
-
-_amax = torch.ops.fp8rs.amax.default
-_quantize = torch.ops.fp8rs.quantize.default
-_quantize_blocks = torch.ops.fp8rs.quantize_blocks.default
-_quantize_current = torch.ops.fp8rs.quantize_current.default
-_quantize_delayed = torch.ops.fp8rs.quantize_delayed.default
-_scale_from_amax = torch.ops.fp8rs.scale_from_amax.default
-
-Planes = tuple[Plane | None, Plane | None]
+from fp8rs.tensor.formats import INPUT_DTYPES, BlockFormat, check_fp8_dtype, matrix_shape
+from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.quantized import TENSOR_TYPES, QuantizedTensor, Store, wrap_planes
+from fp8rs.tensor.spec import Planes as Planes
+from fp8rs.tensor.spec import QuantSpec, quantize_planes
 
 
 def reduce_amax_(amax: Tensor, group: Any = None) -> Tensor:
@@ -43,20 +37,30 @@ class Quantizer:
     """Base of all quantizers.
 
     Args:
-        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        spec: how planes are made.
         rowwise: make the rowwise plane.
         columnwise: make the columnwise plane.
     """
 
-    format: BlockFormat = formats.TENSOR
+    #: A delayed scale to read, and the amax to write.
+    delayed: tuple[Tensor, Tensor] | None = None
 
-    def __init__(
-        self, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True
-    ) -> None:
-        self.fp8_dtype = check_fp8_dtype(fp8_dtype)
+    def __init__(self, spec: QuantSpec, *, rowwise: bool = True, columnwise: bool = True) -> None:
+        self.spec = spec
+        self._of = TENSOR_TYPES[spec.format.scale_dtype].over
         self.rowwise = True
         self.columnwise = True
         self.set_usage(rowwise=rowwise, columnwise=columnwise)
+
+    @property
+    def fp8_dtype(self) -> torch.dtype:
+        """The element type of the codes."""
+        return self.spec.fp8_dtype
+
+    @property
+    def format(self) -> BlockFormat:
+        """Block shape and scale dtype."""
+        return self.spec.format
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Choose the planes that later calls make; None leaves a choice as it is.
@@ -70,63 +74,52 @@ class Quantizer:
             raise ValueError("rowwise and columnwise are both False: one plane must be made")
         self.rowwise, self.columnwise = row, col
 
-    def planes(self, x: Tensor, rowwise: bool, columnwise: bool) -> Planes:
-        """The planes of ``x`` (fp32, bf16 or fp16; any strides), None for one not asked for."""
-        raise NotImplementedError
+    def planes(
+        self, x: Tensor, rowwise: bool, columnwise: bool, fold: Tensor | None = None
+    ) -> Planes:
+        """The planes of ``x`` (fp32, bf16 or fp16; any strides), None for one not asked for.
 
-    def planes_again(self, x: Tensor, scale: Tensor, rowwise: bool, columnwise: bool) -> Planes:
-        """The planes of an ``x`` that :meth:`planes` has been given, which made ``scale`` of it.
-
-        For what is kept in high precision anyway: its planes need not be kept too.
+        Args:
+            x: what is quantized.
+            rowwise, columnwise: which planes.
+            fold: (columns of ``x``,) fp32 factors of what goes into the rowwise plane, and only
+                that; for blocks of a whole row.
         """
-        raise NotImplementedError
+        return quantize_planes(self.spec, x, rowwise, columnwise, fold=fold)
 
-    @torch.no_grad()
     def __call__(self, x: Tensor) -> QuantizedTensor:
-        """Quantize ``x``: a new tensor of the same shape and logical dtype, outside autograd."""
-        x = _source(x, "x")
-        row, col = self.planes(x, self.rowwise, self.columnwise)
-        return wrap_planes(row, col, shape=x.shape, dtype=x.dtype, quantizer=self)
+        """Quantize ``x``: a new tensor of the same shape and logical dtype, outside autograd.
 
-    @torch.no_grad()
+        Raises:
+            TypeError: ``x`` is no tensor of float32, bfloat16 or float16.
+        """
+        if type(x) is not Tensor or x.requires_grad:
+            x = _source(x, "x")
+        dtype = x.dtype
+        if dtype not in INPUT_DTYPES:
+            raise TypeError(f"x must be float32, bfloat16 or float16, not {dtype}")
+        row, col = self.planes(x, self.rowwise, self.columnwise)
+        return self._of(Store(row, col, self.spec, self.delayed), x.shape, dtype)
+
     def update_quantized(self, src: Tensor, dst: QuantizedTensor) -> QuantizedTensor:
         """Quantize ``src`` into the planes that ``dst`` has, scales included; returns ``dst``.
 
-        Where ``dst`` is a view that shares its scales with other elements, all of them are
-        quantized again, with those of the view replaced.
+        Where ``dst`` is a view that shares its scales with other elements, the blocks that it has
+        a part in are quantized again, with those of the view replaced.
 
         Raises:
-            TypeError: ``dst`` is not quantized.
-            ValueError: shapes, element types or formats differ.
+            TypeError: ``dst`` is not quantized, or ``src`` cannot be.
+            ValueError: shapes, devices, element types or formats differ.
         """
         if not isinstance(dst, QuantizedTensor):
             raise TypeError(f"dst must be a QuantizedTensor, not {type(dst).__name__}")
         src = _source(src, "src")
-        if src.shape != dst.shape:
-            raise ValueError(f"src has shape {tuple(src.shape)}, but dst has {tuple(dst.shape)}")
-        plane = dst.any_plane()
-        if plane.data.dtype != self.fp8_dtype or plane.format != self.format:
+        if dst.fp8_dtype != self.fp8_dtype or dst.format is not self.format:
             raise ValueError(
-                f"dst has {plane.data.dtype} in format {plane.format.name!r}, but the quantizer "
+                f"dst has {dst.fp8_dtype} in format {dst.format.name!r}, but the quantizer "
                 f"makes {self.fp8_dtype} in format {self.format.name!r}"
             )
-        if src.device != dst.device:
-            raise ValueError(f"src is on {src.device}, but dst is on {dst.device}")
-        part = dst._part
-        if part is not None:
-            if part.everything:
-                values = torch.empty(part.whole.shape, dtype=src.dtype, device=src.device)
-            else:
-                values = part.whole.dequantize(torch.float32)
-            part.take(values).copy_(src)
-            self.update_quantized(values, part.whole)
-            dst.follow_whole()
-            return dst
-        made = self.planes(src, dst.rowwise is not None, dst.columnwise is not None)
-        for new, old in zip(made, (dst.rowwise, dst.columnwise), strict=True):
-            if new is not None and old is not None:
-                old.data.copy_(new.data)
-                old.scale.copy_(new.scale)
+        dst.write(src, self.spec, self.delayed)
         return dst
 
     def make_empty(
@@ -155,7 +148,8 @@ class Quantizer:
             shape=shape,
             dtype=dtype,
             requires_grad=requires_grad,
-            quantizer=self,
+            spec=self.spec,
+            delayed=self.delayed,
         )
 
     def copy(self) -> Quantizer:
@@ -167,6 +161,10 @@ class Quantizer:
         new.__dict__.update(self.__dict__)
         return new
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A process group means nothing in another process.
+        return {**self.__dict__, "spec": self.spec.without_group()}
+
     def __repr__(self) -> str:
         planes = [n for n in ("rowwise", "columnwise") if getattr(self, n)]
         return f"{type(self).__name__}({self.fp8_dtype}, planes={planes})"
@@ -176,28 +174,13 @@ def _source(x: Tensor, name: str) -> Tensor:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
     if isinstance(x, QuantizedTensor):
-        return x.dequantize()
-    if x.dtype not in formats.INPUT_DTYPES:
+        x = x.dequantize()
+    elif x.dtype not in INPUT_DTYPES:
         raise TypeError(f"{name} must be float32, bfloat16 or float16, not {x.dtype}")
     return x.detach()
 
 
-class _TensorQuantizer(Quantizer):
-    """Per tensor: once the scale is known, it alone determines the codes."""
-
-    def planes_again(self, x: Tensor, scale: Tensor, rowwise: bool, columnwise: bool) -> Planes:
-        row, col = _quantize(x, scale, self.fp8_dtype, rowwise, columnwise)
-        return _plane_pair(row, col, scale, rowwise, columnwise)
-
-
-def _plane_pair(row: Tensor, col: Tensor, scale: Tensor, rowwise: bool, columnwise: bool) -> Planes:
-    return (
-        Plane(row, scale) if rowwise else None,
-        Plane(col, scale) if columnwise else None,
-    )
-
-
-class Float8Quantizer(_TensorQuantizer):
+class Float8Quantizer(Quantizer):
     """Per tensor, with a scale that is known: delayed scaling.
 
     Args:
@@ -216,15 +199,28 @@ class Float8Quantizer(_TensorQuantizer):
         rowwise: bool = True,
         columnwise: bool = True,
     ) -> None:
-        super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
-        self.scale = _single(scale, "scale")
-        self.amax = _single(amax, "amax")
+        spec = QuantSpec(formats.TENSOR, check_fp8_dtype(fp8_dtype))
+        super().__init__(spec, rowwise=rowwise, columnwise=columnwise)
+        self.delayed = _single(scale, "scale"), _single(amax, "amax")
 
-    def planes(self, x: Tensor, rowwise: bool, columnwise: bool) -> Planes:
-        row, col, scale = _quantize_delayed(
-            x, self.scale, self.amax, self.fp8_dtype, rowwise, columnwise
+    @property
+    def scale(self) -> Tensor:
+        """The scale that is read, shape ()."""
+        assert self.delayed is not None
+        return self.delayed[0]
+
+    @property
+    def amax(self) -> Tensor:
+        """The amax that is written, shape ()."""
+        assert self.delayed is not None
+        return self.delayed[1]
+
+    def planes(
+        self, x: Tensor, rowwise: bool, columnwise: bool, fold: Tensor | None = None
+    ) -> Planes:
+        return quantize_planes(
+            self.spec, x, rowwise, columnwise, scale=self.scale, amax=self.amax, declared=True
         )
-        return _plane_pair(row, col, scale, rowwise, columnwise)
 
 
 def _single(t: Tensor, name: str) -> Tensor:
@@ -237,7 +233,7 @@ def _single(t: Tensor, name: str) -> Tensor:
     return t.view(())
 
 
-class Float8CurrentScalingQuantizer(_TensorQuantizer):
+class Float8CurrentScalingQuantizer(Quantizer):
     """Per tensor, with a scale from the tensor's own amax.
 
     Args:
@@ -258,65 +254,18 @@ class Float8CurrentScalingQuantizer(_TensorQuantizer):
         power_2_scale: bool = False,
         amax_epsilon: float = 0.0,
     ) -> None:
-        super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
-        self.amax_reduction_group = amax_reduction_group
-        self.power_2_scale = power_2_scale
-        self.amax_epsilon = amax_epsilon
-
-    def planes(self, x: Tensor, rowwise: bool, columnwise: bool) -> Planes:
-        if self.amax_reduction_group is None:
-            row, col, scale = _quantize_current(
-                x,
-                self.fp8_dtype,
-                rowwise,
-                columnwise,
-                self.power_2_scale,
-                self.amax_epsilon,
-            )
-        else:
-            amax = reduce_amax_(_amax(x), self.amax_reduction_group)
-            scale = _scale_from_amax(amax, self.fp8_dtype, self.power_2_scale, self.amax_epsilon)
-            row, col = _quantize(x, scale, self.fp8_dtype, rowwise, columnwise)
-        return _plane_pair(row, col, scale, rowwise, columnwise)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Process groups do not pickle, and another process has others.
-        return {**self.__dict__, "amax_reduction_group": None}
+        spec = QuantSpec(
+            formats.TENSOR,
+            check_fp8_dtype(fp8_dtype),
+            power_2_scale=power_2_scale,
+            amax_epsilon=amax_epsilon,
+            group=None if amax_reduction_group is None else amax_reduction_group.group_name,
+        )
+        super().__init__(spec, rowwise=rowwise, columnwise=columnwise)
 
 
 class BlockQuantizer(Quantizer):
     """Scales per block, from the data alone."""
-
-    def planes(
-        self, x: Tensor, rowwise: bool, columnwise: bool, fold: Tensor | None = None
-    ) -> Planes:
-        """As :meth:`Quantizer.planes`.
-
-        Args:
-            fold: (columns of ``x``,) fp32 factors of what goes into the rowwise plane, and only
-                that; for blocks of a whole row.
-        """
-        row, row_scale, col, col_scale = _quantize_blocks(
-            x,
-            self.fp8_dtype,
-            list(self.format.block),
-            self.format.scale_dtype,
-            rowwise,
-            columnwise,
-            fold=fold,
-            **self.options(),
-        )
-        return (
-            Plane(row, row_scale, self.format) if rowwise else None,
-            Plane(col, col_scale, self.format) if columnwise else None,
-        )
-
-    def planes_again(self, x: Tensor, scale: Tensor, rowwise: bool, columnwise: bool) -> Planes:
-        return self.planes(x, rowwise, columnwise)
-
-    def options(self) -> dict[str, Any]:
-        """How scales come from amaxes: keyword arguments of ``torch.ops.fp8rs.quantize_blocks``."""
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, block={self.format.block})"
@@ -343,13 +292,13 @@ class Float8BlockQuantizer(BlockQuantizer):
         power_2_scale: bool = False,
         amax_epsilon: float = 0.0,
     ) -> None:
-        super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
-        self.format = formats.format_of(block, torch.float32)
-        self.power_2_scale = power_2_scale
-        self.amax_epsilon = amax_epsilon
-
-    def options(self) -> dict[str, Any]:
-        return {"power_2_scale": self.power_2_scale, "amax_epsilon": self.amax_epsilon}
+        spec = QuantSpec(
+            formats.format_of(block, torch.float32),
+            check_fp8_dtype(fp8_dtype),
+            power_2_scale=power_2_scale,
+            amax_epsilon=amax_epsilon,
+        )
+        super().__init__(spec, rowwise=rowwise, columnwise=columnwise)
 
 
 class MXFP8Quantizer(BlockQuantizer):
@@ -370,44 +319,27 @@ class MXFP8Quantizer(BlockQuantizer):
         block: tuple[int, int] = (1, 32),
         scale_rounding: str = "ceil",
     ) -> None:
-        super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
-        self.format = formats.format_of(block, torch.float8_e8m0fnu)
         if scale_rounding not in ("ceil", "floor"):
             raise ValueError(f'scale_rounding must be "ceil" or "floor", not {scale_rounding!r}')
-        self.scale_rounding = scale_rounding
-
-    def options(self) -> dict[str, Any]:
-        return {"rounding": self.scale_rounding}
-
-
-def _make_blocks(block: tuple[int, int]) -> Callable[[torch.dtype, Any, Recipe], Quantizer]:
-    return lambda fp8_dtype, group, recipe: Float8BlockQuantizer(
-        fp8_dtype,
-        block=block,
-        # A recipe whose own scales are E8M0 has powers of two wherever it goes.
-        power_2_scale=recipe.power_2_scale or recipe.block_format("weight").microscaled,
-        amax_epsilon=recipe.amax_epsilon,
-    )
+        spec = QuantSpec(
+            formats.format_of(block, torch.float8_e8m0fnu),
+            check_fp8_dtype(fp8_dtype),
+            scale_rounding=scale_rounding,
+        )
+        super().__init__(spec, rowwise=rowwise, columnwise=columnwise)
 
 
-def _make_mx(block: tuple[int, int]) -> Callable[[torch.dtype, Any, Recipe], Quantizer]:
-    return lambda fp8_dtype, group, recipe: MXFP8Quantizer(
-        fp8_dtype, block=block, scale_rounding=getattr(recipe, "scale_rounding", "ceil")
-    )
-
-
-#: Format -> the quantizer that makes it with scales from the data, of (fp8_dtype, group, options
-#: that the recipe has). A new format is a row.
-MAKERS: dict[BlockFormat, Callable[[torch.dtype, Any, Recipe], Quantizer]] = {
-    formats.TENSOR: lambda fp8_dtype, group, recipe: Float8CurrentScalingQuantizer(
-        fp8_dtype,
-        amax_reduction_group=group,
-        power_2_scale=recipe.power_2_scale,
-        amax_epsilon=recipe.amax_epsilon,
-    ),
-    **{f: _make_blocks(f.block) for f in (formats.ROW, formats.BLOCK_1X128, formats.BLOCK_128X128)},
-    **{f: _make_mx(f.block) for f in (formats.MX_1X32, formats.MX_32X32)},
-}
+def quantizer_of(spec: QuantSpec) -> Quantizer:
+    """The quantizer of a specification, with scales from the data and both planes."""
+    new: Quantizer
+    if spec.format.per_tensor:
+        new = Float8CurrentScalingQuantizer.__new__(Float8CurrentScalingQuantizer)
+    elif spec.format.microscaled:
+        new = MXFP8Quantizer.__new__(MXFP8Quantizer)
+    else:
+        new = Float8BlockQuantizer.__new__(Float8BlockQuantizer)
+    Quantizer.__init__(new, spec)
+    return new
 
 
 def quantizer_for(
@@ -424,19 +356,29 @@ def quantizer_for(
         amax_reduction_group: over which per-tensor amaxes are reduced.
         format: the one to quantize in, if not the recipe's own.
     """
-    make = MAKERS[recipe.block_format(role) if format is None else format]
-    return make(recipe.fp8_dtype(role), amax_reduction_group, recipe)
+    format = recipe.block_format(role) if format is None else format
+    # A recipe whose own scales are E8M0 has powers of two wherever it goes.
+    power_2_scale = recipe.power_2_scale or recipe.block_format("weight").microscaled
+    group = amax_reduction_group if format.per_tensor else None
+    spec = QuantSpec(
+        format,
+        recipe.fp8_dtype(role),
+        power_2_scale=power_2_scale and not format.microscaled,
+        amax_epsilon=recipe.amax_epsilon,
+        scale_rounding=getattr(recipe, "scale_rounding", "ceil"),
+        group=None if group is None else group.group_name,
+    )
+    return quantizer_of(spec)
 
 
 def quantizer_like(t: QuantizedTensor) -> Quantizer:
-    """A quantizer that makes planes such as ``t`` has, with scales from the data."""
-    plane = t.any_plane()
-    quantizer = MAKERS[plane.format](plane.data.dtype, None, Recipe())
+    """A quantizer that makes planes such as ``t`` has, as ``t`` is quantized, from the data."""
+    quantizer = quantizer_of(t.spec)
     quantizer.set_usage(rowwise=t.rowwise is not None, columnwise=t.columnwise is not None)
     return quantizer
 
 
-# Quantized tensors carry their quantizer, and torch.load(weights_only=True) takes known classes.
+# torch.load(weights_only=True) takes known classes.
 torch.serialization.add_safe_globals(
     [
         Float8BlockQuantizer,

@@ -1,45 +1,31 @@
 """What torch's operators do to the planes of a quantized tensor: one table for every format.
 
-Views are in :mod:`fp8rs.tensor.views`. What cannot be done over planes is left to
-:func:`dequantized_call`.
+Views are in :mod:`fp8rs.tensor.views`, collectives in :mod:`fp8rs.tensor.collectives`. An operator
+without a row goes by its schema (:func:`classify`): one that returns a view gives a view, one that
+writes an argument writes what it gave back into the planes, all else runs on dequantized values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map, tree_map_only
 
+from fp8rs.tensor import collectives, views
+from fp8rs.tensor.fallback import dequantized_call, each_member
 from fp8rs.tensor.formats import INPUT_DTYPES
-from fp8rs.tensor.quantized import HANDLERS, Handler, QuantizedTensor
+from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.table import HANDLERS, Handler, implements
 
 aten = torch.ops.aten
 
-H = TypeVar("H", bound=Handler)
-
-
-def implements(*funcs: Any) -> Callable[[H], H]:
-    """Register a handler for overloads."""
-
-    def register(handler: H) -> H:
-        for func in funcs:
-            HANDLERS[func] = handler
-        return handler
-
-    return register
-
 
 @implements(aten.clone.default)
-def _clone(func: Any, t: QuantizedTensor, *, memory_format: Any = None) -> QuantizedTensor:
-    return t.map(lambda x: x.clone())
-
-
-@implements(aten.contiguous.default)
-def _contiguous(func: Any, t: QuantizedTensor, *, memory_format: Any = None) -> QuantizedTensor:
-    return t
+def _clone(func: Any, t: QuantizedTensor, *, memory_format: Any = None) -> Any:
+    if t.planes == (None, None):
+        return t.dequantize()
+    return t.map(lambda x: x.clone(memory_format=torch.contiguous_format), lambda x: x.clone())
 
 
 @implements(aten._to_copy.default)
@@ -55,31 +41,42 @@ def _to_copy(
     memory_format: Any = None,
 ) -> Any:
     dtype = t.dtype if dtype is None else dtype
-    if dtype not in INPUT_DTYPES or layout not in (None, torch.strided):
-        return NotImplemented
+    plain = dtype not in INPUT_DTYPES or layout not in (None, torch.strided)
+    if plain or t.planes == (None, None):
+        return aten._to_copy(
+            t.dequantize(),
+            dtype=dtype,
+            layout=layout,
+            device=device,
+            pin_memory=pin_memory,
+            non_blocking=non_blocking,
+        )
+
+    def move(x: Tensor) -> Tensor:
+        x = aten._to_copy(x, device=device, non_blocking=non_blocking)
+        return x.pin_memory() if pin_memory else x
+
     # The logical dtype is a label: the codes lose nothing when it changes.
-    moved = t.map(lambda x: aten._to_copy(x, device=device, non_blocking=non_blocking))
-    if pin_memory:
-        moved = moved.map(lambda x: x.pin_memory())
-    return moved if dtype == t.dtype else moved.like(moved.rowwise, moved.columnwise, dtype=dtype)
+    moved = t.map(lambda x: move(x.contiguous()), move)
+    return moved if dtype == t.dtype else moved.like(*moved.planes, dtype=dtype)
 
 
 @implements(aten._pin_memory.default)
-def _pin(func: Any, t: QuantizedTensor, device: Any = None) -> QuantizedTensor:
+def _pin(func: Any, t: QuantizedTensor, device: Any = None) -> Any:
+    if t.planes == (None, None):
+        return t.dequantize().pin_memory()
     return t.map(lambda x: x.pin_memory())
 
 
 @implements(aten.is_pinned.default)
 def _is_pinned(func: Any, t: QuantizedTensor, device: Any = None) -> bool:
-    return t.any_plane().data.is_pinned()
+    return t._store.any_plane.data.is_pinned()
 
 
 @implements(aten.record_stream.default)
 def _record_stream(func: Any, t: QuantizedTensor, stream: Any) -> None:
-    for plane in (t.rowwise, t.columnwise):
-        if plane is not None:
-            plane.data.record_stream(stream)
-            plane.scale.record_stream(stream)
+    for x in t._store.tensors():
+        x.record_stream(stream)
 
 
 @implements(aten.copy_.default)
@@ -93,9 +90,18 @@ def _copy(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> An
         and dst.copy_planes_(src, non_blocking=non_blocking)
     ):
         return dst
+    if isinstance(src, QuantizedTensor):
+        src = src.dequantize()
     if src.device != dst.device:
         src = src.to(dst.device, non_blocking=non_blocking)
+    if src.dtype not in INPUT_DTYPES:
+        src = src.to(torch.float32)
     return dst.quantize_(src.expand(dst.shape) if src.shape != dst.shape else src)
+
+
+@implements(aten.detach_.default)
+def _detach_(func: Any, t: QuantizedTensor) -> QuantizedTensor:
+    return t  # autograd has done it
 
 
 # --- new tensors are plain: an optimizer's state must not become quantized -----------------------
@@ -129,45 +135,51 @@ def _new(func: Any, t: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
 # --- everything else --------------------------------------------------------------------------
 
 
-def dequantized_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on dequantized arguments; quantize back those that it mutated.
-
-    Lists (torch's foreach and fused optimizers) are taken apart too. The result is what ``func``
-    gives, with mutated arguments in place of their dequantized stand-ins.
-    """
-    plain: dict[int, tuple[QuantizedTensor, Tensor]] = {}
-
-    def dequantize(t: QuantizedTensor) -> Tensor:
-        if id(t) not in plain:
-            plain[id(t)] = (t, t.dequantize())
-        return plain[id(t)][1]
-
-    def mutated(value: Any) -> None:
-        if isinstance(value, QuantizedTensor):
-            written[id(value)] = value
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                mutated(item)
-
-    written: dict[int, QuantizedTensor] = {}
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        if position < len(args):
-            mutated(args[position])
-        else:
-            mutated(kwargs.get(argument.name))
-
-    new_args, new_kwargs = tree_map_only(QuantizedTensor, dequantize, (args, kwargs))
-    out = func(*new_args, **new_kwargs)
-    if not written:
-        return out
-    stand_ins = {}
-    for key, original in written.items():
-        value = plain[key][1]
-        original.quantize_(value)
-        stand_ins[id(value)] = original
-    return tree_map(lambda v: stand_ins.get(id(v), v) if isinstance(v, Tensor) else v, out)
+def classify(func: Any) -> Handler:
+    """The handler of an operator that has no row in the table, by its schema."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:  # a higher-order operator
+        return _not_implemented
+    namespace, _, name = schema.name.partition("::")
+    if namespace == "c10d":
+        return collectives.collective
+    if torch.Tag.inplace_view in func.tags or name in _RESHAPING:
+        return _refuse
+    if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
+        # Lists of tensors each of which is dealt with by itself.
+        return each_member if "foreach" in name or name.startswith("_fused") else dequantized_call
+    if any(r.alias_info is not None for r in schema.returns):
+        return views.any_view
+    return each_member if name.startswith("_foreach") else dequantized_call
 
 
-from fp8rs.tensor import views as _aten_views  # noqa: E402,F401  (fills HANDLERS)
+#: What gives a tensor another shape or storage in place, beside what torch tags so.
+_RESHAPING = ("set_", "resize_", "resize_as_", "_resize_output_", "as_strided_", "set_data")
+
+
+def _not_implemented(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return NotImplemented
+
+
+def _refuse(func: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(args[0], QuantizedTensor):
+        if "set_" in func._schema.name:
+            raise NotImplementedError(
+                f"{func} would give a plain tensor the storage of a quantized one, which is of FP8 "
+                "codes: use dequantize()"
+            )
+        return dequantized_call(func, *args, **kwargs)
+    raise NotImplementedError(
+        f"{func} would give a quantized tensor another shape or storage in place. Take a view or a "
+        "new tensor instead; values are written by copy_() or quantize_(), planes by assigning to "
+        ".data a quantized tensor"
+    )
+
+
+HANDLERS.classify = classify
+
+
+@implements(aten._foreach_copy_.default)
+def _foreach_copy(func: Any, self: Any, src: Any, non_blocking: bool = False) -> None:
+    for dst, value in zip(self, src, strict=True):
+        dst.copy_(value, non_blocking=non_blocking)

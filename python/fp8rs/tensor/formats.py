@@ -7,7 +7,7 @@ dequantizing are written over them, so that a new format is a row here and a row
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,38 +22,49 @@ FP8_MAX: dict[torch.dtype, float] = {E4M3: 448.0, E5M2: 57344.0}
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockFormat:
     """How the 2-D view of a plane (product of the leading dims, last dim) is cut and scaled.
 
     ``block`` is (rows, columns) of one scale; -1 means the whole extent. A columnwise plane is
     the transposed matrix stored contiguously, and ``block`` applies to *that* matrix: the format
     of a plane never depends on which of the two planes it is.
+
+    There is one object a row of the table, so that formats compare by identity: they are compared
+    at every call of a layer. Copies and pickles give that object.
+
+    Attributes:
+        square: the transposed matrix has the same codes and (transposed) scales.
+        per_tensor: one scale serves the whole tensor, whatever its shape.
+        per_row: one scale serves a whole row, so that a product's rows can be scaled by it.
+        microscaled: the scales are E8M0: MXFP8.
     """
 
     name: str
     block: tuple[int, int]
     scale_dtype: torch.dtype
+    square: bool = field(init=False, repr=False)
+    per_tensor: bool = field(init=False, repr=False)
+    per_row: bool = field(init=False, repr=False)
+    microscaled: bool = field(init=False, repr=False)
 
-    @property
-    def square(self) -> bool:
-        """Whether the transposed matrix has the same codes and (transposed) scales."""
-        return self.block[0] == self.block[1]
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("square", self.block[0] == self.block[1]),
+            ("per_tensor", self.block == (-1, -1)),
+            ("per_row", self.block == (1, -1)),
+            ("microscaled", self.scale_dtype == torch.float8_e8m0fnu),
+        ):
+            object.__setattr__(self, name, value)
 
-    @property
-    def per_tensor(self) -> bool:
-        """Whether one scale serves the whole tensor, whatever its shape."""
-        return self.block == (-1, -1)
+    def __copy__(self) -> BlockFormat:
+        return self
 
-    @property
-    def per_row(self) -> bool:
-        """Whether one scale serves a whole row, so that a product's rows can be scaled by it."""
-        return self.block == (1, -1)
+    def __deepcopy__(self, memo: Any) -> BlockFormat:
+        return self
 
-    @property
-    def microscaled(self) -> bool:
-        """Whether the scales are E8M0: MXFP8."""
-        return self.scale_dtype == torch.float8_e8m0fnu
+    def __reduce__(self) -> Any:
+        return format_named, (self.name,)
 
     def scale_shape(self, rows: int, cols: int) -> tuple[int, ...]:
         """The shape of the scales of a ``rows`` by ``cols`` matrix; () for one scale in all."""
@@ -88,6 +99,15 @@ MX_32X32 = BlockFormat("32x32", (32, 32), torch.float8_e8m0fnu)
 FORMATS: dict[str, BlockFormat] = {
     f.name: f for f in (TENSOR, ROW, BLOCK_1X128, BLOCK_128X128, MX_1X32, MX_32X32)
 }
+
+
+def format_named(name: str) -> BlockFormat:
+    """The format of that name; ValueError that lists those known."""
+    try:
+        return FORMATS[name]
+    except KeyError:
+        known = ", ".join(repr(n) for n in FORMATS)
+        raise ValueError(f"format {name!r} is not known; the names are {known}") from None
 
 
 def format_of(block: Any, scale_dtype: torch.dtype) -> BlockFormat:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from torch import Tensor
 from fp8rs import ops  # noqa: F401  (registers torch.ops.fp8rs)
 from fp8rs.tensor import formats
 from fp8rs.tensor.formats import BlockFormat, matrix_shape
-
-if TYPE_CHECKING:
-    from fp8rs.tensor.quantized import QuantizedTensor
 
 _dequantize = torch.ops.fp8rs.dequantize.default
 _transpose = torch.ops.fp8rs.transpose.default
@@ -128,27 +125,3 @@ def check_planes(rowwise: Plane | None, columnwise: Plane | None, shape: torch.S
     ):
         if row != col:
             raise ValueError(f"rowwise {what} {row}, but columnwise {what} {col}")
-
-
-@dataclass(slots=True, eq=False)
-class Part:
-    """What a view is of another tensor, where a write through the view concerns that one too.
-
-    It does where the view has only a part of the elements under a scale, or lacks a plane that
-    the other tensor has.
-
-    Attributes:
-        whole: the other tensor.
-        take: takes the view's elements out of a plain tensor of the whole's shape, as a view.
-        everything: the elements are all of the whole's, in another shape, so that codes can be
-            written as they are. The format then has one scale a tensor.
-    """
-
-    whole: QuantizedTensor
-    take: Callable[[Tensor], Tensor]
-    everything: bool
-
-    def then(self, take: Callable[[Tensor], Tensor], *, everything: bool) -> Part:
-        """A view of this view."""
-        outer = self.take
-        return Part(self.whole, lambda x: take(outer(x)), self.everything and everything)

@@ -2,35 +2,131 @@
 
 ``rowwise`` has data of the logical shape, ``columnwise`` the transposed 2-D view stored
 contiguously (what GEMMs that contract over the rows read: Hopper's FP8 GEMM takes only K-major
-operands). The aten handlers are in :mod:`fp8rs.tensor.aten`; anything without one dequantizes its
-quantized arguments, runs, and writes the mutated ones back.
+operands).
+
+Planes belong to a :class:`Store`, as the bytes of a plain tensor belong to its storage: a tensor,
+its detached aliases and its views share one, so that what is written, made or dropped through one
+of them is so for all. A view has a :class:`~fp8rs.tensor.windows.Window` on it beside.
+
+What operators do is in :mod:`fp8rs.tensor.aten` and its neighbours.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from fp8rs.tensor import formats
-from fp8rs.tensor.formats import BlockFormat
-from fp8rs.tensor.planes import Part, check_planes
+from fp8rs._torch import disabled_torch_function, make_wrapper_subclass
+from fp8rs.tensor import formats, windows
+from fp8rs.tensor.formats import BlockFormat, matrix_shape
 from fp8rs.tensor.planes import Plane as Plane
-
-if TYPE_CHECKING:
-    from fp8rs.quantize.quantizers import Quantizer
-
-Handler = Callable[..., Any]
-
-#: aten overload -> handler(func, *args, **kwargs), whose first argument is a QuantizedTensor.
-#: A handler returns NotImplemented to leave the call to the fallback.
-HANDLERS: dict[Any, Handler] = {}
+from fp8rs.tensor.planes import check_planes
+from fp8rs.tensor.spec import Planes, QuantSpec, default_spec, quantize_planes
+from fp8rs.tensor.table import HANDLERS
+from fp8rs.tensor.windows import Rectangle, Span, Window
 
 #: The names of the two planes.
 PLANES = ("rowwise", "columnwise")
+
+_plain_data: Any = torch.Tensor.data
+
+#: What a delayed scale is read from and the amax written to, each fp32 of one element.
+Delayed = tuple[Tensor, Tensor]
+
+
+class Store:
+    """The planes that a tensor shares with its aliases and views.
+
+    Attributes:
+        rowwise, columnwise: the planes; one of them at least.
+        spec: how what is written is quantized; None is the planes' format without options.
+        delayed: for delayed scaling, the scale to read and the amax to write.
+    """
+
+    __slots__ = ("columnwise", "delayed", "rowwise", "spec")
+
+    def __init__(
+        self,
+        rowwise: Plane | None,
+        columnwise: Plane | None,
+        spec: QuantSpec | None = None,
+        delayed: Delayed | None = None,
+    ) -> None:
+        self.rowwise = rowwise
+        self.columnwise = columnwise
+        self.spec = spec
+        self.delayed = delayed
+
+    @property
+    def any_plane(self) -> Plane:
+        """The rowwise plane, or the columnwise one where there is no rowwise."""
+        plane = self.rowwise if self.rowwise is not None else self.columnwise
+        assert plane is not None
+        return plane
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of the 2-D view."""
+        if self.rowwise is not None:
+            return matrix_shape(self.rowwise.data.shape)
+        assert self.columnwise is not None
+        cols, rows = self.columnwise.data.shape
+        return rows, cols
+
+    @property
+    def has(self) -> tuple[bool, bool]:
+        """Whether there is a rowwise plane, and a columnwise one."""
+        return self.rowwise is not None, self.columnwise is not None
+
+    @property
+    def one_scale(self) -> bool:
+        """Whether both planes have one and the same scale tensor."""
+        row, col = self.rowwise, self.columnwise
+        return row is not None and col is not None and row.scale is col.scale
+
+    def tensors(self) -> list[Tensor]:
+        """The data and scales of all planes."""
+        planes = [p for p in (self.rowwise, self.columnwise) if p is not None]
+        return [t for p in planes for t in (p.data, p.scale)]
+
+    def read(self, box: Rectangle, dtype: torch.dtype) -> Tensor:
+        """The values of some rows and columns, which cut no block: a new contiguous matrix."""
+        if self.rowwise is not None:
+            found = windows.part(self.rowwise, box.rows, box.cols)
+            assert found is not None
+            return found.dequantize(dtype).view(box.rows.length, box.cols.length)
+        assert self.columnwise is not None
+        found = windows.part(self.columnwise, box.cols, box.rows)
+        assert found is not None
+        return found.dequantize(dtype).t().contiguous()
+
+    def put(self, planes: Planes, box: Rectangle | None = None, non_blocking: bool = False) -> None:
+        """Write planes of some rows and columns, which cut no block, or of all."""
+        for own, new, turned in (
+            (self.rowwise, planes[0], False),
+            (self.columnwise, planes[1], True),
+        ):
+            if own is None:
+                continue
+            assert new is not None
+            if box is not None:
+                rows, cols = (box.cols, box.rows) if turned else (box.rows, box.cols)
+                data = own.data
+                if data.dim() != 2:  # a view: of a copy the write would be lost
+                    own = Plane(data.view(matrix_shape(data.shape)), own.scale, own.format)
+                own = windows.part(own, rows, cols)
+                assert own is not None
+            data = new.data
+            if data.shape != own.data.shape:
+                data = data.reshape(own.data.shape)
+            own.data.copy_(data, non_blocking=non_blocking)
+            if not (turned and self.one_scale):
+                own.scale.copy_(new.scale, non_blocking=non_blocking)
 
 
 class QuantizedTensor(Tensor):
@@ -43,18 +139,24 @@ class QuantizedTensor(Tensor):
         shape: the logical shape.
         dtype: the logical dtype: what dequantizing gives.
         requires_grad: as in torch.
-        quantizer: what :meth:`quantize_` and in-place operations quantize with; by default a
-            current-scaling quantizer of the planes' format.
+        spec: how :meth:`quantize_` and in-place operations quantize; by default with scales from
+            the data and the planes' format.
+        delayed: for delayed scaling, the scale that they read and the amax that they raise, each
+            fp32 of one element.
+
+    Views share the planes, and writes through them land. Those made of whole blocks have planes of
+    their own shape; of others (``view(-1)`` where blocks are two-dimensional, a slice that cuts
+    blocks) both planes are None: they are read by :meth:`dequantize` and written like any other.
 
     Raises:
         TypeError, ValueError: the planes do not fit the shape, their format or each other.
     """
 
-    rowwise: Plane | None
-    columnwise: Plane | None
-    quantizer: Quantizer | None
-    # Set for a view whose planes alone do not hold all that a write must change.
-    _part: Part | None
+    _store: Store
+    #: What a view has of the store's elements; None for all of them in the store's own shape.
+    _window: Window | None
+    #: Of a view: the store's planes, and what it shows of them.
+    _shown: tuple[Plane | None, Plane | None, Planes] | None
 
     #: Scale dtypes that a subclass stands for; checked at construction.
     scale_dtype: ClassVar[torch.dtype | None] = None
@@ -68,7 +170,8 @@ class QuantizedTensor(Tensor):
         shape: Iterable[int],
         dtype: torch.dtype,
         requires_grad: bool = False,
-        quantizer: Quantizer | None = None,
+        spec: QuantSpec | None = None,
+        delayed: Delayed | None = None,
     ) -> Self:
         plane = rowwise if rowwise is not None else columnwise
         if plane is None:
@@ -78,57 +181,153 @@ class QuantizedTensor(Tensor):
             raise TypeError(
                 f"{cls.__name__} has scales of {cls.scale_dtype}, not {plane.scale.dtype}"
             )
-        check_planes(rowwise, columnwise, shape)
-        return cls.wrap(rowwise, columnwise, shape, dtype, requires_grad, quantizer)
-
-    @classmethod
-    def wrap(
-        cls,
-        rowwise: Plane | None,
-        columnwise: Plane | None,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        requires_grad: bool,
-        quantizer: Quantizer | None,
-    ) -> Self:
-        """The constructor without its checks of the planes, for those that the library made."""
-        plane = rowwise if rowwise is not None else columnwise
-        assert plane is not None
         if dtype not in formats.INPUT_DTYPES:
             raise TypeError(f"dtype must be float32, bfloat16 or float16, not {dtype!r}")
-        self: Self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            shape,
-            dtype=dtype,
-            device=plane.data.device,
-            requires_grad=requires_grad,
+        check_planes(rowwise, columnwise, shape)
+        store = Store(rowwise, columnwise, spec, delayed)
+        return cls.over(store, shape, dtype, requires_grad)
+
+    @classmethod
+    def over(
+        cls, store: Store, shape: torch.Size, dtype: torch.dtype, requires_grad: bool = False
+    ) -> Self:
+        """The tensor of a store whose planes have that logical shape; nothing is checked."""
+        plane = store.rowwise
+        if plane is None:
+            plane = store.columnwise
+            assert plane is not None
+        self: Self = make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=plane.data.device, requires_grad=requires_grad
         )
-        self.rowwise = rowwise
-        self.columnwise = columnwise
-        self.quantizer = quantizer
-        self._part = None
+        self._store = store
+        self._window = None
+        self._shown = None
         return self
 
+    def view_of(self, window: Window | None) -> Self:
+        """A view of this tensor's store; None is all of it, in the store's own shape."""
+        if torch.is_inference_mode_enabled() and not self.is_inference():
+            # torch gives views of a normal tensor that tensor's version counter, which a tensor
+            # that was made in inference mode does not take.
+            with torch.inference_mode(False):
+                return self._view_of(window)
+        return self._view_of(window)
+
+    def _view_of(self, window: Window | None) -> Self:
+        if window is None:
+            shape = self.shape
+            if self._window is not None:
+                assert self._store.rowwise is not None
+                shape = self._store.rowwise.data.shape
+            return self.over(self._store, shape, self.dtype)
+        view: Self = make_wrapper_subclass(
+            type(self),
+            window.size,
+            strides=window.stride,
+            storage_offset=window.offset,
+            dtype=self.dtype,
+            device=self.device,
+            requires_grad=False,
+        )
+        view._store = self._store
+        view._window = window
+        view._shown = None
+        return view
+
     # The C++ operators come straight to __torch_dispatch__.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+
+    # --- planes -----------------------------------------------------------------------------------
+
+    @property
+    def rowwise(self) -> Plane | None:
+        """The plane with data of the logical shape. Assigning to a view's makes it no view."""
+        return self._store.rowwise if self._window is None else self.planes[0]
+
+    @rowwise.setter
+    def rowwise(self, plane: Plane | None) -> None:
+        self._be_no_view()
+        self._store.rowwise = plane
+
+    @property
+    def columnwise(self) -> Plane | None:
+        """The plane with data of the transposed 2-D view, stored contiguously."""
+        return self._store.columnwise if self._window is None else self.planes[1]
+
+    @columnwise.setter
+    def columnwise(self, plane: Plane | None) -> None:
+        self._be_no_view()
+        self._store.columnwise = plane
+
+    @property
+    def planes(self) -> Planes:
+        """Both planes."""
+        store = self._store
+        window = self._window
+        if window is None:
+            return store.rowwise, store.columnwise
+        shown = self._shown
+        # A store's planes change: FSDP's hooks refill a gathered weight's.
+        if shown is None or shown[0] is not store.rowwise or shown[1] is not store.columnwise:
+            planes = windows.shown(store.rowwise, store.columnwise, window, store.matrix)
+            shown = self._shown = store.rowwise, store.columnwise, planes
+        return shown[2]
+
+    def _be_no_view(self) -> None:
+        """Stop being a view: a store of one's own, with the planes that were shown."""
+        if self._window is not None:
+            self._store = Store(*self.planes, self._store.spec, self._store.delayed)
+            self._window = self._shown = None
 
     @property
     def fp8_dtype(self) -> torch.dtype:
         """The element type of the codes."""
-        return self.any_plane().data.dtype
+        return self._store.any_plane.data.dtype
+
+    @property
+    def format(self) -> BlockFormat:
+        """The format of the planes."""
+        return self._store.any_plane.format
+
+    @property
+    def spec(self) -> QuantSpec:
+        """How what is written to this tensor is quantized."""
+        store = self._store
+        plane = store.any_plane
+        return store.spec or default_spec(plane.format, plane.data.dtype)
 
     def any_plane(self) -> Plane:
-        """The rowwise plane, or the columnwise one where there is no rowwise."""
-        plane = self.rowwise if self.rowwise is not None else self.columnwise
-        assert plane is not None
+        """The rowwise plane, or the columnwise one where there is no rowwise.
+
+        Raises:
+            ValueError: this is a view that has none, because it would cut blocks.
+        """
+        row, col = self.planes
+        plane = row if row is not None else col
+        if plane is None:
+            raise ValueError(f"{self._windowed()} has no planes: {self._why_none()}")
         return plane
 
     def plane(self, name: str, operation: str) -> Plane:
         """The plane called ``name``; ValueError naming it and ``operation`` if it is missing."""
         plane: Plane | None = getattr(self, name)
         if plane is None:
-            raise ValueError(f"{operation} needs the {name} plane, which this tensor does not have")
+            reason = ""
+            if getattr(self._store, name) is not None:
+                reason = f": {self._why_none()}"
+            raise ValueError(
+                f"{operation} needs the {name} plane, which this tensor does not have{reason}"
+            )
         return plane
+
+    def _windowed(self) -> str:
+        return f"this view of a quantized tensor, of shape {tuple(self.shape)},"
+
+    def _why_none(self) -> str:
+        return (
+            f"it is not made of whole blocks of format {self.format.name!r}. "
+            "Read it by dequantize(), write it by copy_()"
+        )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """A plain tensor: code times scale in fp32, then one cast to ``dtype`` (the logical one).
@@ -136,37 +335,60 @@ class QuantizedTensor(Tensor):
         Either plane will do. Raises RuntimeError if the storage was freed by a reshard.
         """
         dtype = self.dtype if dtype is None else dtype
-        plane = self.any_plane()
+        row, col = self.planes
+        plane = row if row is not None else col
+        if plane is None:
+            return self._read(dtype)
         plane.check_live("this quantized tensor")
         values = plane.dequantize(dtype)
-        if self.rowwise is None:
+        if row is None:
             values = values.t().contiguous().view(self.shape)
         return values
+
+    def _read(self, dtype: torch.dtype) -> Tensor:
+        """The values of a view without planes."""
+        store, window = self._store, self._window
+        assert window is not None
+        if window.numel == 0:
+            return torch.empty(self.shape, dtype=dtype, device=self.device)
+        store.any_plane.check_live("this quantized tensor")
+        box = windows.hull(window, store.matrix, self.format, store.has)
+        values = store.read(box, dtype)
+        view = windows.within(window, box, store.matrix).of(values)
+        if view.numel() < values.numel():  # which are not to be kept for a part of them
+            return view.clone(memory_format=torch.contiguous_format)
+        return view.contiguous()
 
     def update_usage(
         self, rowwise: bool | None = None, columnwise: bool | None = None
     ) -> QuantizedTensor:
         """Make (True) or drop (False) planes in place; None leaves a plane as it is.
 
-        A plane is made from the other one, exactly, where the blocks are square. It belongs to
-        this tensor object: writes through this object and through views that are taken of it from
-        now on reach it, writes through older views and detached aliases do not.
+        A plane is made from the other one, exactly, where the blocks are square. Aliases
+        (``detach()``, ``nn.Parameter(t)``) and views share the planes: for them too it is there or
+        gone.
 
         Raises:
-            ValueError: no plane would be left, or the missing plane cannot be made from the other;
-                the message names it.
+            ValueError: no plane would be left, or the missing plane cannot be made from the other
+                (the message names it), or this is a view.
         """
-        want_row = self.rowwise is not None if rowwise is None else rowwise
-        want_col = self.columnwise is not None if columnwise is None else columnwise
+        if self._window is not None:
+            raise ValueError(
+                f"update_usage of {self._windowed()} is not possible: its planes are those of the "
+                "whole tensor. Call it on that, or on a clone() of the view"
+            )
+        store = self._store
+        want_row = store.rowwise is not None if rowwise is None else rowwise
+        want_col = store.columnwise is not None if columnwise is None else columnwise
         if not want_row and not want_col:
             raise ValueError("update_usage(rowwise, columnwise) would leave no plane")
-        new_row, new_col = self.rowwise, self.columnwise
+        new_row, new_col = store.rowwise, store.columnwise
         if want_row and new_row is None:
             new_row = self._made("rowwise", "update_usage(rowwise=True)")
         if want_col and new_col is None:
             new_col = self._made("columnwise", "update_usage(columnwise=True)")
-        self.rowwise = new_row if want_row else None
-        self.columnwise = new_col if want_col else None
+        store.rowwise = new_row if want_row else None
+        store.columnwise = new_col if want_col else None
         return self
 
     def _made(self, name: str, operation: str) -> Plane:
@@ -176,19 +398,65 @@ class QuantizedTensor(Tensor):
         made = self.plane("columnwise", operation).transposed(name, operation)
         return Plane(made.data.view(self.shape), made.scale, made.format)
 
+    # --- writes -----------------------------------------------------------------------------------
+
     def quantize_(self, src: Tensor) -> QuantizedTensor:
-        """Quantize ``src`` (same shape) into this tensor's planes, in place.
+        """Quantize ``src`` (same shape and device) into this tensor's planes, in place.
 
-        Scales are written too. Where this is a part of a tensor whose scales it shares (a slice of
-        one with one scale a tensor, say), the whole of that tensor is quantized again, with the
-        part replaced.
+        Scales are written too. Where this is a view that shares scales with other elements, the
+        blocks that it has a part in are quantized again, with the part replaced (with one scale a
+        tensor, that is all of it).
+
+        Raises:
+            TypeError, ValueError: ``src`` has another shape or device, or cannot be quantized.
         """
-        quantizer = self.quantizer
-        if quantizer is None:
-            from fp8rs.quantize.quantizers import quantizer_like
+        store = self._store
+        self.write(src, self.spec, store.delayed)
+        return self
 
-            quantizer = quantizer_like(self)
-        return quantizer.update_quantized(src, self)
+    def write(self, src: Tensor, spec: QuantSpec, delayed: Delayed | None) -> None:
+        """As :meth:`quantize_`, as another ``spec`` of the same format says."""
+        if isinstance(src, QuantizedTensor):
+            src = src.dequantize()
+        if src.shape != self.shape:
+            raise ValueError(f"src has shape {tuple(src.shape)}, but dst has {tuple(self.shape)}")
+        if src.device != self.device:
+            raise ValueError(f"src is on {src.device}, but dst is on {self.device}")
+        if src.dtype not in formats.INPUT_DTYPES:
+            raise TypeError(f"src must be float32, bfloat16 or float16, not {src.dtype}")
+        if src.requires_grad:
+            src = src.detach()
+        store, window = self._store, self._window
+        store.any_plane.check_live("this quantized tensor")
+        matrix = store.matrix
+        box: Rectangle | None = None
+        if window is None or _covers(window, matrix):
+            values = src.reshape(matrix)
+        elif window.numel == 0:
+            if spec.group is None:
+                return
+            # The ranks of the group quantize together: this one has to take part.
+            box = Rectangle(Span(0, matrix[0]), Span(0, matrix[1]))
+            values = store.read(box, torch.float32)
+        else:
+            found = windows.rectangle(window, matrix)
+            box = windows.hull(window, matrix, self.format, store.has)
+            if found is not None and found[:2] == box[:2]:
+                rows, cols = box.rows.length, box.cols.length
+                if found.transposed:
+                    values = src.reshape(cols, rows).t()
+                else:
+                    values = src.reshape(rows, cols)
+            else:
+                if window.dense and window.numel == box.rows.length * box.cols.length:
+                    values = src.new_empty(box.rows.length, box.cols.length)
+                else:
+                    values = store.read(box, torch.float32)
+                windows.fill(values, src, windows.within(window, box, matrix))
+        scale, amax = (None, None) if delayed is None else delayed
+        row, col = store.has
+        made = quantize_planes(spec, values, row, col, scale=scale, amax=amax, declared=True)
+        store.put(made, box)
 
     def copy_planes_(self, src: QuantizedTensor, *, non_blocking: bool = False) -> bool:
         """Take over the codes and scales of ``src`` (same shape) as they are.
@@ -198,48 +466,66 @@ class QuantizedTensor(Tensor):
             formats or element types differ, ``src`` lacks a plane that cannot be made from its
             other one, or this tensor shares its scales with other elements.
         """
-        to, of = self.any_plane(), src.any_plane()
-        if of.format != to.format or of.data.dtype != to.data.dtype:
+        if src.format is not self.format or src.fp8_dtype != self.fp8_dtype:
             return False
-        part = self._part
-        if part is not None:
-            if not part.everything:
+        store = self._store
+        matrix = store.matrix
+        box: Rectangle | None = None
+        if (
+            _covers(self._window, matrix)
+            and _covers(src._window, matrix)
+            and src._store.matrix == matrix
+        ):
+            row, col = src._store.rowwise, src._store.columnwise
+        elif self.format.per_tensor:
+            row, col = self._arranged(src), None
+        elif self._window is None:
+            row, col = src.planes
+        else:
+            found = windows.rectangle(self._window, matrix)
+            if found is None or self.numel() == 0:
                 return False
-            # The codes of the whole are those of the view, arranged as its values are.
-            row = src.rowwise if src.rowwise is not None else src._made("rowwise", "copy_")
-            codes = torch.empty(part.whole.shape, dtype=torch.uint8, device=row.data.device)
-            part.take(codes).copy_(row.data.view(torch.uint8))
-            row = Plane(codes.view(row.data.dtype), row.scale, row.format)
-            part.whole.copy_planes_(part.whole.like(row, None), non_blocking=non_blocking)
-            self.follow_whole()
-            return True
-        names = [name for name in PLANES if getattr(self, name) is not None]
-        if not of.format.square and any(getattr(src, name) is None for name in names):
+            box = windows.hull(self._window, matrix, self.format, store.has)
+            if found[:2] != box[:2]:
+                return False
+            row, col = reversed(src.planes) if found.transposed else src.planes
+        if row is None and col is None:
             return False
-        for name in names:
-            to, given = getattr(self, name), getattr(src, name)
-            of = given if given is not None else src._made(name, "copy_")
-            to.data.copy_(of.data, non_blocking=non_blocking)
-            to.scale.copy_(of.scale, non_blocking=non_blocking)
+        has_row, has_col = store.has
+        if not self.format.square and ((has_row and row is None) or (has_col and col is None)):
+            return False
+        if has_row and row is None:
+            assert col is not None
+            row = col.transposed("rowwise", "copy_")
+        if has_col and col is None:
+            assert row is not None
+            col = row.transposed("columnwise", "copy_")
+        store.put((row, col), box, non_blocking)
         return True
 
-    def follow_whole(self) -> None:
-        """After a write to the tensor that this is a part of: write the planes of its own.
+    def _arranged(self, src: QuantizedTensor) -> Plane | None:
+        """The rowwise plane of the whole of which this view has the codes of ``src``.
 
-        A view lacks planes that its whole has not or that a view cannot show, and
-        :meth:`update_usage` may have made them since.
+        For one scale a tensor; None where the view has not all elements of the whole.
         """
-        assert self._part is not None
-        fresh: Any = self._part.take(self._part.whole)
-        for name in PLANES:
-            own, now = getattr(self, name), getattr(fresh, name)
-            if own is None:
-                continue
-            if now is None:
-                now = fresh._made(name, "a write through a view")
-            if own.data.untyped_storage()._cdata != now.data.untyped_storage()._cdata:
-                own.data.copy_(now.data)
-                own.scale.copy_(now.scale)
+        window, matrix = self._window, self._store.matrix
+        row, col = src.planes
+        if row is None:
+            if col is None:
+                return None
+            row = src._made("rowwise", "copy_")
+        codes = row.data.view(torch.uint8)
+        if window is None:
+            codes = codes.reshape(matrix)
+        else:
+            if window.numel != matrix[0] * matrix[1] or not window.dense:
+                return None
+            given = codes
+            codes = torch.empty(matrix, dtype=torch.uint8, device=row.data.device)
+            window.of(codes).copy_(given)
+        return Plane(codes.view(row.data.dtype), row.scale, row.format)
+
+    # --- other tensors like this one --------------------------------------------------------------
 
     def like(
         self,
@@ -249,105 +535,171 @@ class QuantizedTensor(Tensor):
         shape: Iterable[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> QuantizedTensor:
-        """A tensor of this class and quantizer over other planes."""
-        return type(self).wrap(
-            rowwise,
-            columnwise,
+        """A tensor of this class and specification over other planes."""
+        return self.over(
+            Store(rowwise, columnwise, self._store.spec, self._store.delayed),
             self.shape if shape is None else torch.Size(shape),
             self.dtype if dtype is None else dtype,
-            False,
-            self.quantizer,
         )
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> QuantizedTensor:
-        """The same tensor with ``fn`` applied to every data and scale tensor."""
-        row = None if self.rowwise is None else self.rowwise.map(fn)
-        col = None if self.columnwise is None else self.columnwise.map(fn)
-        if (
-            row is not None
-            and col is not None
-            and self.columnwise is not None
-            and self.rowwise is not None
-            and self.columnwise.scale is self.rowwise.scale
-        ):
-            col.scale = row.scale  # one scale stays one
-        return self.like(row, col)
+    def map(
+        self, fn: Callable[[Tensor], Tensor], scale: Callable[[Tensor], Tensor] | None = None
+    ) -> QuantizedTensor:
+        """The same tensor with ``fn`` applied to every data, and ``scale`` (or it) to every scale.
 
-    def __setitem__(self, index: Any, value: Any) -> None:
-        try:
-            is_view = isinstance(self[index], QuantizedTensor)
-        except ValueError:  # it would cut blocks
-            is_view = False
-        if is_view:
-            super().__setitem__(index, value)
-        else:  # torch would write to a dequantized copy
-            values = self.dequantize(torch.float32)
-            values[index] = value
-            self.quantize_(values)
+        Raises:
+            ValueError: this is a view without planes.
+        """
+        self.any_plane()
+        scale = fn if scale is None else scale
+        row, col = self.planes
+        new_row = new_col = None
+        if row is not None:
+            new_row = Plane(fn(row.data), scale(row.scale), row.format)
+        if col is not None:
+            if row is not None and new_row is not None and col.scale is row.scale:
+                new_scale = new_row.scale  # one scale stays one
+            else:
+                new_scale = scale(col.scale)
+            new_col = Plane(fn(col.data), new_scale, col.format)
+        return self.like(new_row, new_col)
+
+    def _get_data(self) -> Any:
+        """An alias outside autograd. Assigning a quantized tensor shares its planes from then on.
+
+        Raises:
+            TypeError: a plain tensor, or one of another class, is assigned.
+        """
+        return _plain_data.__get__(self)
+
+    def _set_data(self, value: Any) -> None:
+        if type(value) is not type(self):
+            raise TypeError(
+                f".data of a {type(self).__name__} must be one too, not a {type(value).__name__}: "
+                "it would have to share the storage of what is assigned. Write values by copy_() "
+                "or quantize_()"
+            )
+        _plain_data.__set__(self, value)
+        self._store, self._window, self._shown = value._store, value._window, None
+
+    data = property(_get_data, _set_data)
+
+    def __copy__(self) -> Self:
+        new = self.view_of(self._window)
+        new.requires_grad_(self.requires_grad)
+        for name, value in self.__dict__.items():
+            new.__dict__.setdefault(name, value)
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if id(self) in memo:
+            found: Self = memo[id(self)]
+            return found
+        if not self.is_leaf:
+            raise RuntimeError("only leaves of the autograd graph can be copied by deepcopy")
+        with torch.no_grad():
+            new = self.view_of(self._window)
+            memo[id(self)] = new
+            # With its attributes: the planes, marks that users set, and that it is a parameter.
+            new.__dict__.update(copy.deepcopy({**self.__dict__, "_shown": None}, memo))
+        new.requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            new.grad = copy.deepcopy(self.grad, memo)
+        return new
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        planes = [n for n in PLANES if getattr(self, n, None) is not None]
+        planes = [n for n, p in zip(PLANES, self.planes, strict=True) if p is not None]
         # No values: reading them would synchronise, and a repr must not.
         return (
             f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"fp8_dtype={self.fp8_dtype}, format={self.any_plane().format.name!r}, "
+            f"fp8_dtype={self.fp8_dtype}, format={self.format.name!r}, "
             f"planes={planes}, device={str(self.device)!r}, requires_grad={self.requires_grad})"
         )
 
-    # torch.compile and the traceable wrapper protocol read the planes as attributes by name.
-    _rowwise_data = property(lambda self: self.rowwise.data)
-    _rowwise_scale = property(lambda self: self.rowwise.scale)
-    _columnwise_data = property(lambda self: self.columnwise.data)
-    _columnwise_scale = property(lambda self: self.columnwise.scale)
+    # --- torch.compile and pickles ----------------------------------------------------------------
+
+    # The traceable wrapper protocol reads the store's tensors as attributes by name.
+    _rowwise_data = property(lambda self: self._store.rowwise.data)
+    _rowwise_scale = property(lambda self: self._store.rowwise.scale)
+    _columnwise_data = property(lambda self: self._store.columnwise.data)
+    _columnwise_scale = property(lambda self: self._store.columnwise.scale)
+    _delayed_scale = property(lambda self: self._store.delayed[0])
+    _delayed_amax = property(lambda self: self._store.delayed[1])
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """The names of the tensors that it is made of, and plain values that say how.
+
+        The values are constant and compare by value: compilers guard on them.
+        """
+        store = self._store
         names: list[str] = []
-        kinds: list[BlockFormat | None] = []
-        for plane in PLANES:
-            value: Plane | None = getattr(self, plane)
-            kinds.append(None if value is None else value.format)
-            if value is not None:
-                names += [f"_{plane}_data", f"_{plane}_scale"]
-        return names, (self.dtype, tuple(kinds), self.quantizer)
+        kinds: list[str | None] = []
+        for name, plane in zip(PLANES, (store.rowwise, store.columnwise), strict=True):
+            kinds.append(None if plane is None else plane.format.name)
+            if plane is not None:
+                names += [f"_{name}_data", f"_{name}_scale"]
+        if store.one_scale:  # twice, it would be written twice
+            names.remove("_columnwise_scale")
+        if store.delayed is not None:
+            names += ["_delayed_scale", "_delayed_amax"]
+        offset = None if self._window is None else self._window.offset
+        return names, (self.dtype, tuple(kinds), store.spec, offset)
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> QuantizedTensor:
-        dtype, kinds, quantizer = context
+        dtype, kinds, spec, offset = context
         row, col = (
-            None if kind is None else Plane(inner[f"_{name}_data"], inner[f"_{name}_scale"], kind)
+            None
+            if kind is None
+            else Plane(
+                inner[f"_{name}_data"],
+                inner[f"_{name}_scale" if f"_{name}_scale" in inner else "_rowwise_scale"],
+                formats.FORMATS[kind],
+            )
             for name, kind in zip(PLANES, kinds, strict=True)
         )
-        return cls.wrap(row, col, torch.Size(outer_size), dtype, False, quantizer)
+        delayed = None
+        if "_delayed_scale" in inner:
+            delayed = inner["_delayed_scale"], inner["_delayed_amax"]
+        store = Store(row, col, spec, delayed)
+        if offset is None:
+            return cls.over(store, outer_size, dtype)
+        of = cls.over(store, torch.Size(store.matrix), dtype)
+        return of._view_of(Window(tuple(outer_size), tuple(outer_stride), offset))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Of plain parts, so that torch.load(weights_only=True) takes it, and of bytes, because
-        # pickle alone does not take FP8 tensors. A view becomes a tensor of its own.
-        planes = [
-            None if p is None else (_as_bytes(p.data), p.data.dtype, _as_bytes(p.scale), p.format)
-            for p in (self.rowwise, self.columnwise)
+        # pickle alone does not take FP8 tensors. A view becomes a tensor of its own, or stays one
+        # where it has no planes of its own.
+        store, window, planes = self._store, self._window, self.planes
+        if planes[0] is not None or planes[1] is not None:
+            window = None
+        else:
+            planes = store.rowwise, store.columnwise
+        parts = [
+            None
+            if p is None
+            else (_as_bytes(p.data), p.data.dtype, _as_bytes(p.scale), p.format.name)
+            for p in planes
         ]
         return _rebuild, (
-            *planes,
+            *parts,
             tuple(self.shape),
             self.dtype,
             self.requires_grad,
             isinstance(self, torch.nn.Parameter),
-            self.quantizer,
+            None if store.spec is None else store.spec.without_group(),
+            store.delayed,
+            None if window is None else tuple(window),
         )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        handler = HANDLERS.get(func)
-        if handler is not None:
-            out = handler(func, *args, **kwargs)
-            if out is not NotImplemented:
-                return out
-        return _aten.dequantized_call(func, args, kwargs)
+        return HANDLERS[func](func, *args, **(kwargs or {}))
 
 
 class Float8Tensor(QuantizedTensor):
@@ -376,15 +728,26 @@ def wrap_planes(
     shape: Iterable[int],
     dtype: torch.dtype,
     requires_grad: bool = False,
-    quantizer: Quantizer | None = None,
+    spec: QuantSpec | None = None,
+    delayed: Delayed | None = None,
 ) -> QuantizedTensor:
-    """The quantized tensor over these planes, of the class that their format calls for."""
+    """The quantized tensor over these planes, of the class that their format calls for.
+
+    The arguments are those of :class:`QuantizedTensor`. The planes are not checked.
+    """
     plane = rowwise if rowwise is not None else columnwise
     if plane is None:
         raise ValueError("rowwise and columnwise are both None: one plane must be given")
-    return TENSOR_TYPES[plane.format.scale_dtype].wrap(
-        rowwise, columnwise, torch.Size(shape), dtype, requires_grad, quantizer
+    if dtype not in formats.INPUT_DTYPES:
+        raise TypeError(f"dtype must be float32, bfloat16 or float16, not {dtype!r}")
+    return TENSOR_TYPES[plane.format.scale_dtype].over(
+        Store(rowwise, columnwise, spec, delayed), torch.Size(shape), dtype, requires_grad
     )
+
+
+def _covers(window: Window | None, matrix: tuple[int, int]) -> bool:
+    """Whether a view has all elements of the matrix, in order."""
+    return window is None or (window.contiguous and window.numel == matrix[0] * matrix[1])
 
 
 def _as_bytes(t: Tensor) -> Tensor:
@@ -398,21 +761,30 @@ def _rebuild(
     dtype: torch.dtype,
     requires_grad: bool,
     is_parameter: bool,
-    quantizer: Quantizer | None,
+    spec: QuantSpec | None,
+    delayed: Delayed | None,
+    window: Any,
 ) -> Tensor:
     """What pickles of quantized tensors call."""
     row, col = (
-        None if p is None else Plane(p[0].view(p[1]), p[2].view(p[3].scale_dtype), p[3])
+        None
+        if p is None
+        else Plane(
+            p[0].view(p[1]),
+            p[2].view(formats.format_named(p[3]).scale_dtype),
+            formats.FORMATS[p[3]],
+        )
         for p in (rowwise, columnwise)
     )
+    if window is None:
+        t = wrap_planes(row, col, shape=shape, dtype=dtype, spec=spec, delayed=delayed)
+    else:
+        store = Store(row, col, spec, delayed)
+        of = wrap_planes(row, col, shape=store.matrix, dtype=dtype, spec=spec, delayed=delayed)
+        t = of.view_of(Window(*window))
     if is_parameter:
-        t = wrap_planes(row, col, shape=shape, dtype=dtype, quantizer=quantizer)
         return torch.nn.Parameter(t, requires_grad)
-    return wrap_planes(
-        row, col, shape=shape, dtype=dtype, requires_grad=requires_grad, quantizer=quantizer
-    )
+    return t.requires_grad_(requires_grad)
 
 
-torch.serialization.add_safe_globals([_rebuild, BlockFormat])
-
-from fp8rs.tensor import aten as _aten  # noqa: E402  (fills HANDLERS)
+torch.serialization.add_safe_globals([_rebuild, QuantSpec, formats.format_named])

@@ -1,8 +1,8 @@
 """Views of quantized tensors: they share the codes, so that a write through one lands.
 
-FSDP2 and DCP write through ``view(-1)``, slices and narrows. Where the planes of a view are all
-that a write must change (a slice along block boundaries), it writes them alone. Else the view
-knows the tensor that it is a :class:`~fp8rs.tensor.planes.Part` of.
+FSDP2 and DCP write through ``view(-1)``, slices and narrows; users through ``t[:, 3]`` and
+``t[None]``. Each is a :class:`~fp8rs.tensor.windows.Window` on the same store. Those that are made
+often work it out here; of all others, torch says on the meta device what they take.
 """
 
 from __future__ import annotations
@@ -11,97 +11,76 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from fp8rs.tensor.aten import aten, implements
-from fp8rs.tensor.formats import matrix_shape
-from fp8rs.tensor.planes import Part, Plane
+from fp8rs._torch import no_torch_dispatch
+from fp8rs.tensor.fallback import dequantized_call
 from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.table import implements
+from fp8rs.tensor.windows import Window, contiguous_stride, whole
+
+aten = torch.ops.aten
+
+
+def _window(t: QuantizedTensor) -> Window:
+    return whole(t.shape) if t._window is None else t._window
+
+
+def _view_of(t: QuantizedTensor, window: Window) -> QuantizedTensor:
+    """The view of the store of ``t`` that has these elements."""
+    if t._window is None:
+        if window.size == t.shape and window.contiguous and window.offset == 0:
+            return t.view_of(None)
+    elif window.offset == 0 and window.contiguous:
+        row = t._store.rowwise
+        if row is not None and row.data.shape == window.size:
+            return t.view_of(None)
+    return t.view_of(window)
 
 
 @implements(aten.detach.default, aten.alias.default)
 def _detach(func: Any, t: QuantizedTensor) -> QuantizedTensor:
-    out = t.like(t.rowwise, t.columnwise)
-    out._part = t._part
-    return out
+    return t.view_of(t._window)
 
 
-@implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-def _view(func: Any, t: QuantizedTensor, size: Any) -> QuantizedTensor:
+@implements(aten.view.default, aten._unsafe_view.default)
+def _view(func: Any, t: QuantizedTensor, size: Any) -> Any:
+    window = _window(t)
+    if not window.contiguous:
+        return any_view(func, t, size)
     shape = _resolve(size, t.numel())
-    if shape == t.shape:
-        return _detach(func, t)
-    row, col, format = t.rowwise, t.columnwise, t.any_plane().format
-    keeps_matrix = matrix_shape(shape) == matrix_shape(t.shape)
-    if not keeps_matrix and not format.per_tensor:
-        raise ValueError(
-            f"view to {tuple(shape)} would cut the blocks of format {format.name!r}: "
-            "the last dim must stay as it is"
-        )
-    if row is None and not keeps_matrix:
-        t.plane("rowwise", f"view to {tuple(shape)}")
-    if row is not None:
-        row = Plane(row.data.view(shape), row.scale, row.format)
-    # Where the matrix changes, the columnwise plane is left behind: it can be made again. A write
-    # through the view must reach it, and one that the tensor gets later.
-    out = t.like(row, col if keeps_matrix else None, shape=shape)
-    if t._part is not None:
-        out._part = t._part.then(lambda x: x.view(shape), everything=True)
-    elif not keeps_matrix:
-        out._part = Part(t, lambda x: x.view(shape), everything=True)
-    return out
+    return _view_of(t, Window(shape, contiguous_stride(shape), window.offset))
 
 
-def _resolve(size: Any, numel: int) -> torch.Size:
+def _resolve(size: Any, numel: int) -> tuple[int, ...]:
     size = list(size)
+    known = 1
+    for extent in size:
+        known *= 1 if extent == -1 else extent
     if -1 in size:
-        known = 1
-        for extent in size:
-            known *= 1 if extent == -1 else extent
         if known == 0 or numel % known:
-            raise ValueError(f"shape {size} is invalid for a tensor of {numel} elements")
+            raise RuntimeError(f"shape {size} is invalid for input of size {numel}")
         size[size.index(-1)] = numel // known
-    return torch.Size(size)
+    elif known != numel:
+        raise RuntimeError(f"shape {size} is invalid for input of size {numel}")
+    return tuple(size)
 
 
 @implements(aten.as_strided.default)
 def _as_strided(
-    func: Any,
-    t: QuantizedTensor,
-    size: Any,
-    stride: Any,
-    storage_offset: int | None = None,
+    func: Any, t: QuantizedTensor, size: Any, stride: Any, storage_offset: int | None = None
 ) -> QuantizedTensor:
     # FSDP2 narrows the gathered, padded rows to the parameter's own with it.
-    size, stride = torch.Size(size), tuple(stride)
-    offset = storage_offset or 0
-    rows, cols = matrix_shape(t.shape)
-    new_rows, new_cols = matrix_shape(size)
-    whole_rows = new_cols == cols and (cols == 0 or offset % cols == 0)
-    if stride != _contiguous_stride(size) or not whole_rows:
+    offset = _window(t).offset if storage_offset is None else storage_offset
+    window = Window(tuple(size), tuple(stride), offset)
+    rows, cols = t._store.matrix
+    last = offset + sum((n - 1) * step for n, step in zip(window.size, window.stride, strict=True))
+    if window.numel and not 0 <= last < rows * cols:
         raise ValueError(
-            f"as_strided(size={tuple(size)}, stride={stride}, storage_offset={offset}) is not a "
-            f"range of whole rows of a quantized tensor of shape {tuple(t.shape)}"
+            f"as_strided(size={window.size}, stride={window.stride}, storage_offset={offset}) "
+            f"reaches beyond a quantized tensor of {rows * cols} elements"
         )
-    start = offset // cols if cols else 0
-    if start + new_rows > rows:
-        raise ValueError(
-            f"as_strided(size={tuple(size)}, storage_offset={offset}) reaches beyond a quantized "
-            f"tensor of shape {tuple(t.shape)}"
-        )
-    if (start, new_rows) == (0, rows):
-        return _view(func, t, size)
-
-    flat = t if t.dim() == 2 else _view(func, t, (rows, cols))
-    return _view(func, _slice(func, flat, 0, start, start + new_rows), size)
-
-
-def _contiguous_stride(size: torch.Size) -> tuple[int, ...]:
-    stride: list[int] = []
-    step = 1
-    for extent in reversed(size):
-        stride.append(step)
-        step *= max(extent, 1)
-    return tuple(reversed(stride))
+    return _view_of(t, window)
 
 
 @implements(aten.slice.Tensor)
@@ -112,114 +91,50 @@ def _slice(
     start: int | None = None,
     end: int | None = None,
     step: int = 1,
-) -> QuantizedTensor:
-    dims = t.dim()
-    dim = dim % dims if dims else 0
-    extent = t.shape[dim]
-    start, stop, _ = slice(start, end).indices(extent)
-    stop = max(start, stop)
-    if (start, stop, step) == (0, extent, 1):
-        return _detach(func, t)
-    shape = list(t.shape)
-    shape[dim] = len(range(start, stop, step))
-    cut = _cut(t, dim, start, stop, step)
-    own = True
-    row, col = t.rowwise, t.columnwise
-    if row is not None:
-        scale, own = _cut_scale(row, cut, dim, columnwise=False)
-        row = Plane(aten.slice.Tensor(row.data, dim, start, stop, step), scale, row.format)
-    if col is not None:
-        scale, col_own = _cut_scale(col, cut, dim, columnwise=True)
-        own = own and col_own
-        if cut is not None:
-            axis, *bounds, _ = cut
-            col = Plane(aten.slice.Tensor(col.data, 1 - axis, *bounds), scale, col.format)
-        elif row is not None:
-            col = None  # left behind: it can be made again
-        else:
-            t.plane("rowwise", f"a slice of dim {dim} with step {step}")
-    out = t.like(row, col, shape=shape)
-
-    def take(x: Tensor) -> Tensor:
-        return x[(slice(None),) * dim + (slice(start, stop, step),)]
-
-    if t._part is not None:
-        out._part = t._part.then(take, everything=False)
-    elif not own:
-        out._part = Part(t, take, everything=False)
-    return out
-
-
-#: The axis of the rowwise matrix that a slice cuts, with start, stop, step there and its extent.
-Cut = tuple[int, int, int, int, int]
-
-
-def _cut(t: QuantizedTensor, dim: int, start: int, stop: int, step: int) -> Cut | None:
-    """A slice of a dim as a range of rows or columns of the matrix; None where it is none."""
-    rows, cols = matrix_shape(t.shape)
-    if dim == t.dim() - 1:
-        return 1, start, stop, step, cols
-    inner = 1
-    for extent in t.shape[1:-1]:
-        inner *= extent
-    if dim == 0 and (step == 1 or inner == 1):
-        return 0, start * inner, stop * inner, step, rows
-    return None
-
-
-def _cut_scale(plane: Plane, cut: Cut | None, dim: int, *, columnwise: bool) -> tuple[Tensor, bool]:
-    """The scales of a slice, and whether no element outside it has them too.
-
-    Raises:
-        ValueError: it would begin within a block, or is no range of rows or columns.
-    """
-    if plane.format.per_tensor:
-        return plane.scale, False
-    if cut is None:
-        raise ValueError(
-            f"a slice of dim {dim} is no range of rows or columns of the matrix that format "
-            f"{plane.format.name!r} cuts into blocks"
-        )
-    axis, start, stop, step, extent = cut
-    if columnwise:
-        axis = 1 - axis  # of the plane's own matrix
-    block = plane.format.block[axis]
-    if block == -1:
-        return plane.scale, False
-    if start >= stop:
-        blocks = slice(0, 0)
-    elif block == 1:
-        blocks = slice(start, stop, step)
-    elif step == 1 and start % block == 0:
-        blocks = slice(start // block, -(-stop // block))
-    else:
-        raise ValueError(
-            f"a slice [{start}:{stop}:{step}] of the matrix would cut blocks of format "
-            f"{plane.format.name!r}: it must start at a multiple of {block}, with step 1"
-        )
-    scale = plane.scale[:, blocks] if axis else plane.scale[blocks]
-    return scale, block == 1 or stop % block == 0 or stop == extent
+) -> Any:
+    size, stride, offset = _window(t)
+    if not size or not -len(size) <= dim < len(size) or step < 1:
+        return any_view(func, t, dim, start, end, step)  # which raises what torch does
+    dim %= len(size)
+    first, stop, _ = slice(start, end).indices(size[dim])
+    count = len(range(first, stop, step))
+    if count == size[dim]:
+        return t.view_of(t._window)
+    new_size = (*size[:dim], count, *size[dim + 1 :])
+    new_stride = (*stride[:dim], stride[dim] * step, *stride[dim + 1 :])
+    return _view_of(t, Window(new_size, new_stride, offset + first * stride[dim] * (count > 0)))
 
 
 @implements(aten.select.int)
 def _select(func: Any, t: QuantizedTensor, dim: int, index: int) -> Any:
-    # `t[i] = x` is a select and a copy_. Other selections are plain copies.
-    if t.dim() < 2 or dim % t.dim() != 0:
-        return NotImplemented
-    index = range(t.shape[0])[index]  # IndexError where torch raises one
-    row = _slice(func, t, 0, index, index + 1)
-    return _view(func, row, t.shape[1:])
+    size, stride, offset = _window(t)
+    if not size or not -len(size) <= dim < len(size):
+        return any_view(func, t, dim, index)
+    dim %= len(size)
+    start = range(size[dim])[index]  # IndexError where torch raises one
+    return _view_of(
+        t,
+        Window(
+            (*size[:dim], *size[dim + 1 :]),
+            (*stride[:dim], *stride[dim + 1 :]),
+            offset + start * stride[dim],
+        ),
+    )
 
 
-@implements(aten.split.Tensor)
-def _split(func: Any, t: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
+@implements(aten.split.Tensor, aten.unsafe_split.Tensor)
+def _split(func: Any, t: QuantizedTensor, size: int, dim: int = 0) -> Any:
     extent = t.shape[dim]
+    if size < 1:
+        return any_view(func, t, size, dim)
     starts = range(0, extent, size) if extent else (0,)
     return [_slice(func, t, dim, s, min(s + size, extent)) for s in starts]
 
 
-@implements(aten.split_with_sizes.default)
-def _split_sizes(func: Any, t: QuantizedTensor, sizes: Any, dim: int = 0) -> list[QuantizedTensor]:
+@implements(aten.split_with_sizes.default, aten.unsafe_split_with_sizes.default)
+def _split_sizes(func: Any, t: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
+    if sum(sizes) != t.shape[dim] or min(sizes, default=0) < 0:
+        return any_view(aten.split_with_sizes.default, t, sizes, dim)
     out, start = [], 0
     for size in sizes:
         out.append(_slice(func, t, dim, start, start + size))
@@ -227,26 +142,54 @@ def _split_sizes(func: Any, t: QuantizedTensor, sizes: Any, dim: int = 0) -> lis
     return out
 
 
+@implements(aten.permute.default)
+def _permute(func: Any, t: QuantizedTensor, dims: Any) -> Any:
+    size, stride, offset = _window(t)
+    if sorted(d % len(size) for d in dims) != list(range(len(size))):
+        return any_view(func, t, dims)
+    return _view_of(t, Window(tuple(size[d] for d in dims), tuple(stride[d] for d in dims), offset))
+
+
 @implements(aten.t.default)
 def _t(func: Any, t: QuantizedTensor) -> Any:
-    if t.dim() != 2:
-        return NotImplemented
-    rows, cols = t.shape
-    out = t.like(t.columnwise, t.rowwise, shape=(cols, rows))
-    if t._part is not None:
-        out._part = t._part.then(lambda x: x.t(), everything=True)
-    return out
+    return _permute(func, t, (1, 0)) if t.dim() == 2 else any_view(func, t)
 
 
 @implements(aten.transpose.int)
 def _transpose(func: Any, t: QuantizedTensor, dim0: int, dim1: int) -> Any:
-    if t.dim() != 2:
-        return NotImplemented
-    return _detach(func, t) if dim0 % 2 == dim1 % 2 else _t(func, t)
+    return any_view(func, t, dim0, dim1) if t.dim() != 2 or dim0 % 2 == dim1 % 2 else _t(func, t)
 
 
-@implements(aten.permute.default)
-def _permute(func: Any, t: QuantizedTensor, dims: Any) -> Any:
-    if t.dim() != 2:
-        return NotImplemented
-    return _transpose(func, t, 0, dims[0])
+def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
+    """A view operator (one whose result may alias ``t``), as torch does it to a meta tensor.
+
+    Raises:
+        TypeError: the view would have another dtype.
+    """
+    if not isinstance(t, QuantizedTensor):
+        return dequantized_call(func, t, *args, **kwargs)
+    window = _window(t)
+    rows, cols = t._store.matrix
+    with no_torch_dispatch():  # nobody who traces is to see it
+        values = torch.empty(rows * cols, dtype=t.dtype, device="meta")
+        like = window.of(values)
+        storage = values.untyped_storage()._cdata
+        out = func(like, *args, **kwargs)
+        shared = True
+
+        def show(x: Tensor) -> Any:
+            nonlocal shared
+            shared = shared and x.untyped_storage()._cdata == storage
+            if shared and x.dtype != t.dtype:
+                raise TypeError(
+                    f"{func} would show the bytes of a quantized tensor as {x.dtype}. Its codes "
+                    "are rowwise.data and columnwise.data; .to() gives another dtype"
+                )
+            return Window(tuple(x.shape), x.stride(), int(x.storage_offset()))
+
+        found = tree_map_only(Tensor, show, out)
+    if not shared:  # it copies: `reshape` may, `to` as a rule
+        return func.decompose(t, *args, **kwargs)
+    if isinstance(found, Window):
+        return _view_of(t, found)
+    return [_view_of(t, window) for window in found]

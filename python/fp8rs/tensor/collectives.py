@@ -1,0 +1,79 @@
+"""Collectives of torch.distributed on quantized tensors.
+
+Their schemas say nothing of what they write. Dequantized values go over the wire, and what arrives
+is quantized, once it is there: a collective into a quantized tensor has finished when it returns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+
+from fp8rs.tensor.quantized import QuantizedTensor
+
+#: Operators of the namespace c10d -> how many of their first arguments they write; those that are
+#: not here write none.
+WRITTEN = {
+    "_allgather_base_": 1,
+    "_reduce_scatter_base_": 1,
+    "allgather_": 1,
+    "allgather_coalesced_": 1,
+    "allgather_into_tensor_coalesced_": 1,
+    "allreduce_": 1,
+    "allreduce_coalesced_": 1,
+    "alltoall_": 1,
+    "alltoall_base_": 1,
+    "broadcast_": 1,
+    "gather_": 1,
+    "gather_into_tensor_": 1,
+    "reduce_": 1,
+    "reduce_scatter_": 1,
+    "reduce_scatter_tensor_coalesced_": 1,
+    "scatter_": 1,
+}
+#: Those that only read tensors.
+READING = ("send", "barrier", "monitored_barrier_", "check_for_nan")
+
+
+def collective(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a collective on dequantized values, and quantize what it wrote.
+
+    Raises:
+        NotImplementedError: it receives from another rank, or is not known.
+    """
+    name = func._schema.name.partition("::")[2]
+    plain: dict[int, Tensor] = {}
+
+    def dequantize(t: QuantizedTensor) -> Tensor:
+        return plain.setdefault(id(t), t.dequantize())
+
+    if name not in WRITTEN and name not in READING:
+        # A receive that is waited for looks like one that is not, and what has not arrived cannot
+        # be quantized; waiting here would make two ranks wait for each other.
+        raise NotImplementedError(
+            f"c10d.{name} into a quantized tensor is not possible. Use a plain tensor "
+            "(torch.empty_like gives one) and copy_() it"
+        )
+    out = func(*tree_map_only(QuantizedTensor, dequantize, args), **kwargs)
+    written = [
+        t for t in tree_flatten(args[: WRITTEN.get(name, 0)])[0] if isinstance(t, QuantizedTensor)
+    ]
+    if not written:
+        return out
+    _wait(out)
+    stand_ins = {}
+    for t in written:
+        stand_ins[id(plain[id(t)])] = t
+        t.quantize_(plain[id(t)])
+    return tree_map(lambda v: stand_ins.get(id(v), v) if isinstance(v, Tensor) else v, out)
+
+
+def _wait(out: Any) -> None:
+    """Wait for the work that a collective returned, alone or behind its tensors."""
+    from torch.distributed import Work
+
+    for value in out if isinstance(out, tuple) else (out,):
+        if not isinstance(value, (Tensor, list)):
+            Work.unbox(value).wait()

@@ -1,0 +1,104 @@
+"""Operators on dequantized values, with what they wrote quantized back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map, tree_map_only
+
+from fp8rs.tensor.quantized import QuantizedTensor
+
+
+def dequantized_call(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run ``func`` on dequantized arguments; quantize back those that it mutated.
+
+    The result is what ``func`` gives, with mutated arguments in place of their dequantized
+    stand-ins.
+    """
+    plain: dict[int, tuple[QuantizedTensor, Tensor]] = {}
+
+    def dequantize(t: QuantizedTensor) -> Tensor:
+        if id(t) not in plain:
+            plain[id(t)] = (t, t.dequantize())
+        return plain[id(t)][1]
+
+    def mutated(value: Any) -> None:
+        if isinstance(value, QuantizedTensor):
+            written[id(value)] = value
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                mutated(item)
+
+    written: dict[int, QuantizedTensor] = {}
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        if position < len(args):
+            mutated(args[position])
+        else:
+            mutated(kwargs.get(argument.name))
+
+    new_args, new_kwargs = tree_map_only(QuantizedTensor, dequantize, (args, kwargs))
+    out = func(*new_args, **new_kwargs)
+    if not written:
+        return out
+    stand_ins = {}
+    for key, original in written.items():
+        value = plain[key][1]
+        if func.namespace == "_c10d_functional":  # they return before they have written
+            value = torch.ops._c10d_functional.wait_tensor(value)
+        original.quantize_(value)
+        stand_ins[id(plain[key][1])] = original
+    return tree_map(lambda v: stand_ins.get(id(v), v) if isinstance(v, Tensor) else v, out)
+
+
+def each_member(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call on lists (torch's foreach and fused optimizers), of one member of them at a time.
+
+    All of a model's weights dequantized at once would not fit. Plain members go together.
+    """
+    lists = [a for a in (*args, *kwargs.values()) if _is_tensors(a)]
+    if not lists:
+        return dequantized_call(func, *args, **kwargs)
+    count = len(lists[0])
+
+    def call(indices: list[int]) -> Any:
+        def take(value: Any) -> Any:
+            if isinstance(value, (list, tuple)) and len(value) == count:
+                return [value[i] for i in indices]
+            return value
+
+        return dequantized_call(
+            func, *(take(a) for a in args), **{k: take(v) for k, v in kwargs.items()}
+        )
+
+    quantized = [
+        i
+        for i in range(count)
+        if any(
+            isinstance(members[i], QuantizedTensor) for members in lists if len(members) == count
+        )
+    ]
+    rest = [i for i in range(count) if i not in set(quantized)]
+    results: dict[int, Any] = {}
+    for indices in ([rest] if rest else []) + [[i] for i in quantized]:
+        out = call(indices)
+        if out is not None:
+            for position, index in enumerate(indices):
+                results[index] = (
+                    [member[position] for member in out]
+                    if isinstance(out, tuple)
+                    else out[position]
+                )
+    if not results:
+        return None
+    first = results[0]
+    if isinstance(first, list):  # several lists
+        return tuple([results[i][k] for i in range(count)] for k in range(len(first)))
+    return [results[i] for i in range(count)]
+
+
+def _is_tensors(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], Tensor)

@@ -1,0 +1,273 @@
+"""Views as plain geometry: which elements of a quantized matrix a view has, and in which order.
+
+Every view that aten has is a size, strides and an offset over the values of the whole tensor, laid
+out contiguously. From that follows what a view can show of the planes, and what a write through it
+concerns: one set of functions for all view operators and all formats. Nothing here knows the
+tensor classes.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fp8rs.tensor.formats import BlockFormat
+from fp8rs.tensor.planes import Plane
+
+
+class Window(NamedTuple):
+    """The elements of a view: as of ``values.as_strided(size, stride, offset)``.
+
+    ``values`` stands for the contiguous values of the tensor that it is a view of.
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.size)
+
+    def of(self, values: Tensor) -> Tensor:
+        """The view of these contiguous ``values``."""
+        return values.as_strided(self.size, self.stride, values.storage_offset() + self.offset)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie next to each other, in order."""
+        step = 1
+        for size, stride in zip(reversed(self.size), reversed(self.stride), strict=True):
+            if size != 1:
+                if stride != step:
+                    return False
+                step *= size
+        return True
+
+    @property
+    def dense(self) -> bool:
+        """Whether the elements are a range, each of it once, in any order."""
+        step = 1
+        for stride, size in sorted(
+            (stride, size) for size, stride in zip(self.size, self.stride, strict=True) if size != 1
+        ):
+            if stride != step:
+                return False
+            step *= size
+        return True
+
+
+def contiguous_stride(size: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of that size."""
+    stride: list[int] = []
+    step = 1
+    for extent in reversed(size):
+        stride.append(step)
+        step *= extent if extent > 1 else 1
+    return tuple(reversed(stride))
+
+
+def whole(size: tuple[int, ...]) -> Window:
+    """All elements of a contiguous tensor of that size."""
+    return Window(tuple(size), contiguous_stride(size), 0)
+
+
+class Span(NamedTuple):
+    """``length`` rows or columns from ``start`` on, ``step`` apart."""
+
+    start: int
+    length: int
+    step: int = 1
+
+    @property
+    def stop(self) -> int:
+        """One beyond the last."""
+        return self.start + (self.length - 1) * self.step + 1 if self.length else self.start
+
+    @property
+    def slice(self) -> builtins.slice:
+        """What takes these."""
+        return builtins.slice(self.start, self.stop, self.step)
+
+
+class Rectangle(NamedTuple):
+    """Rows and columns of a matrix; ``transposed`` where the view's own rows are its columns."""
+
+    rows: Span
+    cols: Span
+    transposed: bool = False
+
+
+def rectangle(window: Window, matrix: tuple[int, int]) -> Rectangle | None:
+    """The rectangle of the matrix that the window's own 2-D view is; None where it is none."""
+    rows, cols = matrix
+    size, stride, offset = window
+    if not rows or not cols:
+        return None
+    m = math.prod(size[:-1])
+    n = size[-1] if size else 1
+    collapsed = _collapse(size[:-1], stride[:-1])
+    if collapsed is None:
+        return None
+    outer = collapsed  # of rows of the view; 0 where there is but one
+    inner = stride[-1] if n > 1 else 0
+    if n > 1 and inner == 0:
+        return None
+    row, col = offset // cols, offset % cols
+    if outer % cols == 0 and col + max(n - 1, 0) * inner < cols:
+        found = Rectangle(Span(row, m, outer // cols or 1), Span(col, n, inner or 1))
+    elif inner % cols == 0 and col + max(m - 1, 0) * outer < cols:
+        found = Rectangle(Span(row, n, inner // cols or 1), Span(col, m, outer or 1), True)
+    else:
+        return None
+    return found if found.rows.stop <= rows else None
+
+
+def _collapse(size: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
+    """The one stride of dims taken together, 0 for a single element; None where there is none."""
+    first = expected = 0
+    for extent, step in zip(reversed(size), reversed(stride), strict=True):
+        if extent == 1:
+            continue
+        if first == 0:
+            if step == 0:
+                return None
+            first = step
+        elif step != expected:
+            return None
+        expected = step * extent
+    return first
+
+
+def part(plane: Plane, rows: Span, cols: Span) -> Plane | None:
+    """The plane of some rows and columns of its own matrix; None where that would cut blocks.
+
+    The last blocks may be cut: their scales are those of elements beyond the part too.
+    """
+    matrix = plane.matrix
+    extent = tuple(matrix.shape)
+    if rows == Span(0, extent[0]) and cols == Span(0, extent[1]):
+        return plane
+    data = matrix[rows.slice, cols.slice]
+    if plane.format.per_tensor:
+        return Plane(data, plane.scale, plane.format)
+    block = plane.format.block
+    indices = _blocks(rows, block[0]), _blocks(cols, block[1])
+    if indices[0] is None or indices[1] is None:
+        return None
+    return Plane(data, plane.scale[indices], plane.format)
+
+
+def _blocks(span: Span, block: int) -> slice | None:
+    """The blocks of a span; None where it begins within one or leaves elements out."""
+    if block == -1:
+        return slice(None)
+    if span.length == 0:
+        return slice(0, 0)
+    if block == 1:
+        return span.slice
+    if span.start % block or (span.step != 1 and span.length > 1):
+        return None
+    return slice(span.start // block, -(-span.stop // block))
+
+
+def shown(
+    row: Plane | None, col: Plane | None, window: Window, matrix: tuple[int, int]
+) -> tuple[Plane | None, Plane | None]:
+    """What a view shows of the rowwise and columnwise planes of a ``matrix``: its own planes.
+
+    They share the codes. None stands for one that is not there, or that would cut blocks; with one
+    scale a tensor, any view of a rowwise plane has a rowwise plane.
+    """
+    found = rectangle(window, matrix)
+    if found is None:
+        if row is None or not row.format.per_tensor or not row.data.is_contiguous():
+            return None, None
+        return Plane(window.of(row.data), row.scale, row.format), None
+    rows, cols, transposed = found
+    own = None if row is None else part(row, rows, cols)
+    other = None if col is None else part(col, cols, rows)
+    if transposed:
+        own, other = other, own
+    if own is not None and own.data.shape != window.size:
+        own = Plane(own.data.view(window.size), own.scale, own.format)
+    if other is not None and other.data.dim() != 2:
+        other = Plane(other.matrix, other.scale, other.format)
+    return own, other
+
+
+def hull(
+    window: Window, matrix: tuple[int, int], format: BlockFormat, planes: tuple[bool, bool]
+) -> Rectangle:
+    """The least range of rows and columns with all elements of the window and no block cut.
+
+    Args:
+        window: which elements.
+        matrix: rows and columns of the whole.
+        format: the blocks.
+        planes: whether there is a rowwise plane, and a columnwise one: both have blocks.
+    """
+    rows, cols = matrix
+    found = rectangle(window, matrix)
+    if found is not None:
+        span_rows, span_cols = found.rows, found.cols
+    else:
+        last = window.offset + sum(
+            (size - 1) * stride for size, stride in zip(window.size, window.stride, strict=True)
+        )
+        first_row, last_row = window.offset // cols, last // cols
+        span_rows, span_cols = Span(first_row, last_row - first_row + 1), Span(0, cols)
+    down, across = format.block
+    row, col = planes
+    down_and_across = [(down, across)] * row + [(across, down)] * col
+    return Rectangle(
+        _aligned(span_rows, rows, [block[0] for block in down_and_across]),
+        _aligned(span_cols, cols, [block[1] for block in down_and_across]),
+    )
+
+
+def _aligned(span: Span, extent: int, blocks: list[int]) -> Span:
+    if -1 in blocks:
+        return Span(0, extent)
+    block = max(blocks)  # a format has blocks of 1 and one other length
+    start = span.start // block * block
+    return Span(start, min(-(-span.stop // block) * block, extent) - start)
+
+
+def within(window: Window, box: Rectangle, matrix: tuple[int, int]) -> Window:
+    """The window as one of the contiguous values of a ``box`` that has all its elements."""
+    cols = matrix[1]
+    row, col = window.offset // cols, window.offset % cols
+    offset = (row - box.rows.start) * box.cols.length + col - box.cols.start
+    if box.cols == Span(0, cols):
+        return Window(window.size, window.stride, offset)
+    found = rectangle(window, matrix)
+    assert found is not None
+    dims = len(window.size)
+    stride = [0] * dims
+    for dim, (size, step) in enumerate(zip(window.size, window.stride, strict=True)):
+        down = (dim == dims - 1) == found.transposed
+        if size > 1:
+            stride[dim] = step // cols * box.cols.length if down else step
+    return Window(window.size, tuple(stride), offset)
+
+
+def fill(values: Tensor, src: Tensor, window: Window) -> None:
+    """Write ``src`` into a window of a contiguous matrix of ``values``, in place.
+
+    Raises:
+        RuntimeError: the window has an element more than once.
+    """
+    found = rectangle(window, (values.shape[0], values.shape[1]))
+    if found is None:
+        window.of(values).copy_(src)
+        return
+    # By slices: a compiler does not follow writes through as_strided.
+    part = values[found.rows.slice, found.cols.slice]
+    if found.transposed:
+        part = part.t()
+    part.copy_(src.reshape(part.shape))
