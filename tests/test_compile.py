@@ -1,7 +1,7 @@
-"""torch.compile: one graph, the bytes of eager, no recompilation that eager's shape does not call for.
+"""torch.compile: one graph, the bytes of eager, no recompilation that nobody asked for.
 
-The backend is aot_eager, whose graphs run the same kernels as eager: results are equal to the bit. The
-table in docs/compile.md is of these tests (tools/compile_table.py runs them).
+The backend is aot_eager, whose graphs run the same kernels as eager: results are equal to the bit.
+The table in docs/compile.md is of these tests (tools/compile_table.py runs them).
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ def assert_equal(a, b):
 
 @pytest.fixture(autouse=True)
 def _supported(request, device):
-    if request.node.callspec.params.get("recipe") == "block" and device.type == "cuda":
-        if torch.cuda.get_device_capability()[0] != 9:
-            pytest.skip("1x128 scales need Hopper")
+    block = request.node.callspec.params.get("recipe") == "block" and device.type == "cuda"
+    if block and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("1x128 scales need Hopper")
 
 
 @every_recipe
@@ -196,14 +196,18 @@ def test_evaluation_and_training(device, recipe):
 
 @every_recipe
 def test_sequence_lengths_do_not_recompile(device, recipe):
-    lengths = (8, 24, 40, 16, 64)
+    # Of two blocks of 128 tokens and more: to torch a size of 1 is a case of its own.
+    lengths = (136, 200, 152, 168, 184)
     eager, model = build(recipe, device), build(recipe, device)
     with counting() as backend:
         compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
-        assert_equal(train(eager, eager, device), train(model, compiled, device))
+        assert_equal(
+            train(eager, eager, device, lengths=lengths[:1]),
+            train(model, compiled, device, lengths=lengths[:1]),
+        )
         # torch itself compiles twice: it tries the norm's epsilon as a symbol first.
         compilations = backend.frame_count
-        assert compilations == graphs(recipe, 2)
+        assert compilations == graphs(recipe, 1) + 1
         assert_equal(
             train(eager, eager, device, steps=10, lengths=lengths),
             train(model, compiled, device, steps=10, lengths=lengths),
@@ -254,7 +258,7 @@ class Saved:
 
 @every_recipe
 def test_nothing_of_a_weights_size_is_saved(device, recipe):
-    """A compiler would make a weight's second plane in the forward: 1 B a parameter of each layer."""
+    """A compiler would make a weight's second plane in the forward, and keep it."""
     model = build(recipe, device)
     train(model, model, device, steps=3)
     with counting() as backend:
