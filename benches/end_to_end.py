@@ -145,6 +145,8 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
     report({"what": f"loss after {arguments['warm_up']} steps: {loss.item() / ranks:.4f}"})
     seconds = _timed(step, arguments["steps"], device)
     peak = peak_memory(device.type)
+    if arguments["profile"]:
+        report({"what": _profiled(step)})
     with counted(model, ranks) as traffic:
         step()
     hooked = variant.library != "torch"
@@ -210,6 +212,22 @@ def _timed(step: Any, steps: int, device: torch.device) -> list[float]:
         mark.record()
     torch.cuda.synchronize()
     return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
+
+
+def _profiled(step: Any) -> str:
+    """The kernels of two steps, by the time that they take on the device."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        for _ in range(2):
+            step()
+    kernels = [e for e in found.key_averages() if e.self_device_time_total]
+    kernels.sort(key=lambda e: -e.self_device_time_total)
+    lines = [
+        f"{e.self_device_time_total / 2e3:9.2f} ms {e.count // 2:5d} x {e.key[:90]}"
+        for e in kernels
+    ]
+    return "\n".join(["a step:", *lines[:40]])
 
 
 def _batch(arguments: dict[str, Any], device: torch.device) -> torch.Tensor:
@@ -280,6 +298,7 @@ def _workload(options: argparse.Namespace) -> dict[str, Any]:
         "steps": options.steps,
         "warm_up": options.warm_up,
         "save_input": options.save_input,
+        "profile": options.profile,
     }
 
 
@@ -302,6 +321,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=10, help="timed steps")
     parser.add_argument("--warm-up", type=int, default=12, help="steps before the loss is read")
+    parser.add_argument("--profile", action="store_true", help="print where a step's time goes")
     parser.add_argument("--save-input", action="store_true", help="recipes save inputs, not codes")
     parser.add_argument("--limit", type=float, default=240, help="seconds for one variant")
     parser.add_argument("--out", type=Path, default=Path("end_to_end.json"))

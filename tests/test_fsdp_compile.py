@@ -1,0 +1,80 @@
+"""torch.compile under FSDP2: one graph for equal blocks, the bytes of eager, no break of ours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo as dynamo
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from distributed import ranks
+from test_compile import RECIPES, batch, build, graphs
+
+every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def sharded(recipe, rig, gather, how=None, backend=None):
+    """A model whose blocks are compiled in one of the ways that there are."""
+    model = build(recipe, rig.device, gather=gather)
+    if how == "block.compile() before":
+        for block in model.blocks:
+            block.compile(backend=backend, fullgraph=True)
+    for block in model.blocks:
+        fully_shard(block, mesh=rig.mesh(), mp_policy=BF16)
+    if how == "block.compile() after":
+        for block in model.blocks:
+            block.compile(backend=backend, fullgraph=True)
+    if how == "torch.compile(block)":
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = torch.compile(block, backend=backend)
+    fully_shard(model, mesh=rig.mesh(), mp_policy=BF16)
+    run = torch.compile(model, backend=backend) if how == "torch.compile(model)" else model
+    return model, run
+
+
+def train(model, run, rig, steps=4):
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    seen = []
+    for n in range(steps):
+        y = run(batch(rig.device, 10 * n + rig.rank))
+        y.float().square().mean().backward()
+        seen.append([y.detach().clone(), *(p.grad.to_local().clone() for p in model.parameters())])
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+@ranks(2)
+@every_recipe
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize(
+    ("how", "each"),
+    [
+        ("block.compile() before", 1),
+        ("block.compile() after", 1),
+        ("torch.compile(block)", 1),
+        # The stem and the head belong to the root: what is around FSDP2's hooks of each block.
+        ("torch.compile(model)", 3),
+    ],
+)
+def test_sharded_models_compile(rig, recipe, gather, how, each):
+    """Equal blocks are one graph; two where delayed scaling has its first scales."""
+    import warnings
+
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
+    expected = train(*sharded(recipe, rig, gather), rig)
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    backend = CompileCounterWithBackend("aot_eager")
+    got = train(*sharded(recipe, rig, gather, how, backend), rig)
+    for step, (left, right) in enumerate(zip(expected, got, strict=True)):
+        for i, (a, b) in enumerate(zip(left, right, strict=True)):
+            assert torch.equal(a, b), (step, i)
+    assert backend.frame_count == graphs(recipe, each), backend.frame_count
+    breaks = dynamo.utils.counters["graph_break"]
+    assert not [reason for reason in breaks if "fp8rs" in reason], breaks
+    if how != "torch.compile(model)":
+        assert not breaks, breaks
+    dynamo.reset()
