@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use crate::layout::{DType, Device};
+use crate::format::{DType, Device};
 
 /// The name of an argument as the caller knows it: `x`, `outs[3]`.
 pub type Arg = Cow<'static, str>;
@@ -126,9 +126,52 @@ pub enum Error {
     /// the outputs hold is not known. The driver also reports here what went wrong in earlier work.
     #[error("{call} failed: {message}")]
     Cuda {
+        /// What was tried.
+        call: Cow<'static, str>,
+        /// Why it failed.
+        message: String,
+    },
+    /// The same, with the driver's own code (Python: `fp8rs.CudaError`).
+    #[error("{call} failed: {message} ({name})")]
+    Driver {
         /// The driver call.
         call: Cow<'static, str>,
         /// The driver's words.
         message: String,
+        /// Its number in `CUresult`.
+        code: u32,
+        /// Its name there, such as `CUDA_ERROR_ILLEGAL_ADDRESS`.
+        name: String,
     },
+}
+
+/// `CUDA_ERROR_OUT_OF_MEMORY`.
+const OUT_OF_MEMORY: u32 = 2;
+
+impl Error {
+    /// Whether the device has no memory left. Other errors of the driver may be for good: after a fault in a kernel,
+    /// each call in the process reports it again.
+    #[must_use]
+    pub fn is_out_of_memory(&self) -> bool {
+        matches!(self, Self::Driver { code: OUT_OF_MEMORY, .. })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn running_out_of_memory_is_told_from_a_fault() {
+        let error = |code, name: &str| Error::Driver {
+            call: "cuMemAlloc".into(),
+            message: "no".into(),
+            code,
+            name: name.into(),
+        };
+        let (memory, fault) =
+            (error(2, "CUDA_ERROR_OUT_OF_MEMORY"), error(700, "CUDA_ERROR_ILLEGAL_ADDRESS"));
+        assert!(memory.is_out_of_memory() && !fault.is_out_of_memory());
+        assert_eq!(fault.to_string(), "cuMemAlloc failed: no (CUDA_ERROR_ILLEGAL_ADDRESS)");
+    }
 }

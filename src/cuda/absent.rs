@@ -3,7 +3,7 @@
 use crate::error::Error;
 use crate::format::Fp8Format;
 use crate::layout::{Block, View, ViewMut};
-use crate::ops::{Axis, BlockCall, ScaleRule, Stream};
+use crate::spec::{Axis, BlockCall, ScaleRule, Stream};
 
 fn unsupported(what: &'static str) -> Result<(), Error> {
     Err(Error::Unsupported {

@@ -59,7 +59,8 @@ impl Queue {
     fn stream(self) -> Stream {
         match self {
             Self::Legacy => Stream::default(),
-            Self::Current(stream) => Stream(stream),
+            // SAFETY: the exporter says that it is its current one, on its tensors' device.
+            Self::Current(stream) => unsafe { Stream::from_raw(stream) },
         }
     }
 
@@ -319,7 +320,7 @@ static KNOWN: Mutex<Vec<(usize, Option<&'static ExchangeApi>)>> = Mutex::new(Vec
 const MOST_KNOWN: usize = 64;
 
 /// The exchange API of a type, looked up once for each type.
-fn exchange_api(class: &Bound<'_, PyType>) -> PyResult<Option<&'static ExchangeApi>> {
+pub(super) fn exchange_api(class: &Bound<'_, PyType>) -> PyResult<Option<&'static ExchangeApi>> {
     let address = class.as_ptr().addr();
     // The lock is never held while Python code runs, and the interpreter is: so no fork finds it taken.
     {

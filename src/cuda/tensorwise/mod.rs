@@ -14,7 +14,7 @@ use super::workspace::meetings;
 use crate::error::Error;
 use crate::format::Fp8Format;
 use crate::layout::{Matrix, View, ViewMut};
-use crate::ops::{ScaleRule, Stream};
+use crate::spec::{ScaleRule, Stream};
 
 pub(super) use args::Rule;
 pub(crate) use lists::{multi_amax, multi_quantize, multi_quantize_delayed};
