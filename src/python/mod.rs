@@ -9,6 +9,8 @@ mod blocks;
 mod capsule;
 mod errors;
 mod machine;
+mod native;
+mod parse;
 mod tensors;
 mod tensorwise;
 
@@ -27,6 +29,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     functions! {
         machine::cpu_features,
         machine::set_cpu_simd,
+        native::register_kernels,
         tensorwise::amax,
         tensorwise::multi_amax,
         tensorwise::scale_from_amax,

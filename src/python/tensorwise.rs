@@ -1,25 +1,13 @@
 //! One scale per tensor: see the functions of the same names in [`crate::ops`].
 
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use super::parse;
 use super::tensors::Arguments;
-use crate::format::Fp8Format;
-use crate::layout::Block;
 use crate::ops::{self, ScaleRule};
 
 type Tensor<'a, 'py> = &'a Bound<'py, PyAny>;
 type Optional<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
-
-fn format(fp8_dtype: &str) -> PyResult<Fp8Format> {
-    match fp8_dtype {
-        "e4m3" => Ok(Fp8Format::E4m3),
-        "e5m2" => Ok(Fp8Format::E5m2),
-        _ => {
-            Err(PyValueError::new_err(format!("fp8_dtype is {fp8_dtype:?}; it must be \"e4m3\" or \"e5m2\"")))
-        }
-    }
-}
 
 /// The largest magnitude of `x`, into `out` (float32, one element).
 #[pyfunction]
@@ -51,10 +39,8 @@ pub(super) fn scale_from_amax<'py>(
     amax_epsilon: f32,
     margin: i64,
 ) -> PyResult<()> {
-    // What does not fit is out of the operation's range too, and refused there.
-    let margin = margin.clamp(i32::MIN.into(), i32::MAX.into()) as i32;
-    let rule = ScaleRule { power_of_2: power_2_scale, amax_epsilon, margin };
-    let format = format(fp8_dtype)?;
+    let rule = ScaleRule { power_of_2: power_2_scale, amax_epsilon, margin: parse::margin(margin) };
+    let format = parse::format(fp8_dtype)?;
     let args = Arguments::new(py);
     let amax = args.input("amax", amax)?;
     let scale_out = args.output("scale_out", scale_out)?;
@@ -170,24 +156,14 @@ pub(super) fn dequantize<'py>(
     py: Python<'py>,
     codes: Tensor<'_, 'py>,
     scale: Tensor<'_, 'py>,
-    block_rows: isize,
-    block_cols: isize,
+    block_rows: i64,
+    block_cols: i64,
     out: Tensor<'_, 'py>,
 ) -> PyResult<()> {
-    let block = Block { rows: extent(block_rows)?, cols: extent(block_cols)? };
+    let block = parse::block(block_rows, block_cols)?;
     let args = Arguments::new(py);
     let codes = args.input("codes", codes)?;
     let scale = args.input("scale", scale)?;
     let out = args.output("out", out)?;
     args.run(|stream| ops::dequantize(codes, scale, block, out, stream))
-}
-
-pub(super) fn extent(block: isize) -> PyResult<usize> {
-    match block {
-        -1 => Ok(Block::ALL),
-        1.. => Ok(block.unsigned_abs()),
-        _ => Err(PyValueError::new_err(format!(
-            "block has the size {block}; it must be at least 1, or -1 for the whole extent"
-        ))),
-    }
 }
