@@ -1,11 +1,39 @@
 //! The one error enum. Each variant maps to one Python exception (in `python`).
 
 use std::borrow::Cow;
+use std::fmt;
 
 use crate::format::{DType, Device};
 
-/// The name of an argument as the caller knows it: `x`, `outs[3]`.
-pub type Arg = Cow<'static, str>;
+/// The name of an argument as the caller knows it: `x`, `outs[3]`. Made into words only for a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Arg {
+    /// An argument.
+    Of(&'static str),
+    /// An element of a list.
+    Item(&'static str, usize),
+}
+
+impl From<&'static str> for Arg {
+    fn from(name: &'static str) -> Self {
+        Self::Of(name)
+    }
+}
+
+impl PartialEq<&str> for Arg {
+    fn eq(&self, name: &&str) -> bool {
+        matches!(self, Self::Of(own) if own == name)
+    }
+}
+
+impl fmt::Display for Arg {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Of(name) => f.write_str(name),
+            Self::Item(list, index) => write!(f, "{list}[{index}]"),
+        }
+    }
+}
 
 /// Why an operation did not run. Nothing was written, and nothing queued; but see [`Error::Cuda`].
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]

@@ -22,12 +22,38 @@ impl Stream {
     pub const unsafe fn from_raw(stream: *mut c_void) -> Self {
         Self(stream)
     }
+
+    /// The raw stream.
+    #[must_use]
+    pub const fn raw(self) -> *mut c_void {
+        self.0
+    }
 }
 
 impl Default for Stream {
     fn default() -> Self {
         Self(std::ptr::null_mut())
     }
+}
+
+/// Where the one scale of a tensor comes from.
+#[derive(Debug)]
+pub(crate) enum Scaling<'a> {
+    /// It is known.
+    Known(View<'a>),
+    /// It is known, and the absolute maximum is followed.
+    Delayed { scale: View<'a>, amax: ViewMut<'a>, scale_used: ViewMut<'a> },
+    /// It follows from the absolute maximum.
+    Current { rule: ScaleRule, scale_out: ViewMut<'a> },
+}
+
+/// A validated quantization with one scale.
+pub(crate) struct TensorCall<'a> {
+    pub(crate) x: View<'a>,
+    pub(crate) scaling: Scaling<'a>,
+    pub(crate) format: Fp8Format,
+    pub(crate) rowwise: Option<ViewMut<'a>>,
+    pub(crate) columnwise: Option<ViewMut<'a>>,
 }
 
 /// What a block's scale is, and how it follows from the block's absolute maximum.

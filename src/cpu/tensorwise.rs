@@ -12,7 +12,7 @@ use crate::format::Fp8Format;
 use crate::format::scale::reciprocal;
 use crate::format::wide::{INF_BITS, NAN_BITS};
 use crate::layout::{Matrix, View, ViewMut};
-use crate::spec::ScaleRule;
+use crate::spec::{ScaleRule, Scaling, TensorCall};
 
 /// Elements that a thread takes at a time: large enough that handing them out costs nothing, small enough that a
 /// piece's input is still in the second-level cache when it is read twice.
@@ -169,45 +169,31 @@ pub(crate) fn scale_from_amax(amax: View, format: Fp8Format, rule: ScaleRule, sc
     }
 }
 
-pub(crate) fn quantize(x: View, scale: View, rowwise: Option<ViewMut>, columnwise: Option<ViewMut>) {
+/// See `ops::quantize`, `ops::quantize_delayed` and `ops::quantize_current`.
+pub(crate) fn quantize(call: TensorCall) {
     let _env = DefaultFloatEnv::enter();
-    // SAFETY: a scale has one element.
-    let scale = unsafe { item(&scale.matrix(), 0) };
-    run(&[Task::new(&x, scale, rowwise.as_ref(), columnwise.as_ref())], false);
-}
-
-pub(crate) fn quantize_delayed(
-    x: View,
-    scale: View,
-    amax: ViewMut,
-    scale_used: ViewMut,
-    rowwise: Option<ViewMut>,
-    columnwise: Option<ViewMut>,
-) {
-    let _env = DefaultFloatEnv::enter();
-    let scale = scale.matrix();
-    // SAFETY: a scale has one element.
-    let task = [Task::new(&x, unsafe { item(&scale, 0) }, rowwise.as_ref(), columnwise.as_ref())];
-    run(&task, true);
-    // SAFETY: each has one element of fp32, and the outputs share memory with nothing.
-    unsafe { follow(&task[0], &scale, &amax.matrix(), &scale_used.matrix(), 0) };
-}
-
-pub(crate) fn quantize_current(
-    x: View,
-    format: Fp8Format,
-    rule: ScaleRule,
-    scale_out: ViewMut,
-    rowwise: Option<ViewMut>,
-    columnwise: Option<ViewMut>,
-) {
-    let _env = DefaultFloatEnv::enter();
-    let task = [Task::amax(&x)];
-    run(&task, true);
-    let scale = rule.scale(task[0].found(), format);
-    // SAFETY: one element of fp32, an output.
-    unsafe { scale_out.matrix().write(0, 0, scale) };
-    run(&[Task::new(&x, scale, rowwise.as_ref(), columnwise.as_ref())], false);
+    let TensorCall { x, scaling, format, rowwise, columnwise } = call;
+    let task = |scale| [Task::new(&x, scale, rowwise.as_ref(), columnwise.as_ref())];
+    match scaling {
+        // SAFETY: a scale has one element.
+        Scaling::Known(scale) => run(&task(unsafe { item(&scale.matrix(), 0) }), false),
+        Scaling::Delayed { scale, amax, scale_used } => {
+            let scale = scale.matrix();
+            // SAFETY: a scale has one element.
+            let task = task(unsafe { item(&scale, 0) });
+            run(&task, true);
+            // SAFETY: each has one element of fp32, and the outputs share memory with nothing.
+            unsafe { follow(&task[0], &scale, &amax.matrix(), &scale_used.matrix(), 0) };
+        }
+        Scaling::Current { rule, scale_out } => {
+            let found = [Task::amax(&x)];
+            run(&found, true);
+            let scale = rule.scale(found[0].found(), format);
+            // SAFETY: one element of fp32, an output.
+            unsafe { scale_out.matrix().write(0, 0, scale) };
+            run(&task(scale), false);
+        }
+    }
 }
 
 pub(crate) fn multi_quantize(xs: &[View], scales: View, outs: &[ViewMut]) {

@@ -7,7 +7,7 @@
 use super::tensorwise::check_rule;
 use super::validate::{Call, Kind, shape};
 use crate::error::Error;
-use crate::layout::{Block, DType, Device, View, ViewMut, packed};
+use crate::layout::{Block, DType, View, ViewMut, packed};
 use crate::spec::{Axis, BlockCall, BlockPlane, BlockScale, BlockSpec, Given, Stream};
 use crate::{cpu, cuda};
 
@@ -34,11 +34,7 @@ pub fn block_amax(
     call.output("out", &out, Kind::F32)?;
     let grid = block.grid_from(row_offset, x.rows(), x.cols());
     shape("out", out.shape(), grid, "one element for each block that x touches")?;
-    match call.finish()? {
-        Device::Cpu => cpu::block_amax(x, block, block.lead(row_offset), out),
-        Device::Cuda(_) => cuda::block_amax(x, block, block.lead(row_offset), out, stream)?,
-    }
-    Ok(())
+    on!(call.finish()?, stream, cpu: cpu::block_amax(x, block, block.lead(row_offset), out), cuda: cuda::block_amax(x, block, block.lead(row_offset), out, stream))
 }
 
 /// Quantizes with a scale for each block, in one or both directions from one read.
@@ -102,11 +98,7 @@ pub fn quantize_blocks(
     }
     let device = call.finish()?;
     let call = BlockCall { x, spec, format, given, rowwise, columnwise };
-    match device {
-        Device::Cpu => cpu::quantize_blocks(call),
-        Device::Cuda(_) => cuda::quantize_blocks(call, stream)?,
-    }
-    Ok(())
+    on!(device, stream, cpu: cpu::quantize_blocks(call), cuda: cuda::quantize_blocks(call, stream))
 }
 
 /// Packs E8M0 scales, one element a block of a plane with `rows` rows, into the 128x4 layout. `block_rows` (1
@@ -126,11 +118,7 @@ pub fn pack_scales(
     let expected = (rows.div_ceil(block_rows), scale.cols());
     shape("scale", scale.shape(), expected, "a row of elements for each row of blocks")?;
     packed_vector("out", &out.shape(), out.is_contiguous(), rows, scale.cols())?;
-    match call.finish()? {
-        Device::Cpu => cpu::pack_scales(scale, rows, block_rows, out),
-        Device::Cuda(_) => cuda::pack_scales(scale, rows, block_rows, out, stream)?,
-    }
-    Ok(())
+    on!(call.finish()?, stream, cpu: cpu::pack_scales(scale, rows, block_rows, out), cuda: cuda::pack_scales(scale, rows, block_rows, out, stream))
 }
 
 /// The inverse of [`pack_scales`]: `out` gets the scale of each block from the first of its rows.
@@ -148,11 +136,7 @@ pub fn unpack_scales(
     let expected = (rows.div_ceil(block_rows), out.cols());
     shape("out", out.shape(), expected, "a row of elements for each row of blocks")?;
     packed_vector("packed", &packed.shape(), packed.is_contiguous(), rows, out.cols())?;
-    match call.finish()? {
-        Device::Cpu => cpu::unpack_scales(packed, rows, block_rows, out),
-        Device::Cuda(_) => cuda::unpack_scales(packed, rows, block_rows, out, stream)?,
-    }
-    Ok(())
+    on!(call.finish()?, stream, cpu: cpu::unpack_scales(packed, rows, block_rows, out), cuda: cuda::unpack_scales(packed, rows, block_rows, out, stream))
 }
 
 /// Rewrites the codes of an MXFP8 plane (blocks (1, 32) or (32, 32), E8M0 scales) for one fp32 scale, a power
@@ -187,11 +171,7 @@ pub fn rebase(
     shape("out", out.shape(), expected, is)?;
     call.output("scale_out", &scale_out, Kind::F32)?;
     shape("scale_out", scale_out.shape(), (expected.0, 1), "one element for each row of out")?;
-    match call.finish()? {
-        Device::Cpu => cpu::rebase(codes, scale, block, axis, out, scale_out),
-        Device::Cuda(_) => cuda::rebase(codes, scale, block, axis, out, scale_out, stream)?,
-    }
-    Ok(())
+    on!(call.finish()?, stream, cpu: cpu::rebase(codes, scale, block, axis, out, scale_out), cuda: cuda::rebase(codes, scale, block, axis, out, scale_out, stream))
 }
 
 fn check_spec(spec: BlockSpec) -> Result<(), Error> {

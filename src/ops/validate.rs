@@ -45,11 +45,6 @@ impl Kind {
     }
 }
 
-/// The name of a list's element.
-pub(super) fn item(list: &'static str, index: usize) -> Arg {
-    format!("{list}[{index}]").into()
-}
-
 struct Used {
     arg: Arg,
     extent: (usize, usize),
@@ -81,6 +76,18 @@ impl Call {
             });
         }
         self.argument(arg, view.matrix(), kind, true)
+    }
+
+    /// One element of fp32 that is read.
+    pub(super) fn one_input(&mut self, arg: &'static str, view: &View) -> Result<(), Error> {
+        self.input(arg, view, Kind::F32)?;
+        one(arg, view.shape())
+    }
+
+    /// One element of fp32 that is written.
+    pub(super) fn one_output(&mut self, arg: &'static str, view: &ViewMut) -> Result<(), Error> {
+        self.output(arg, view, Kind::F32)?;
+        one(arg, view.shape())
     }
 
     /// The code outputs of a quantization of an `x` of this shape. Gives their format.
@@ -130,7 +137,7 @@ impl Call {
                 .find(|earlier| (earlier.written || used.written) && overlap(&earlier.matrix, &used.matrix));
             if let Some(earlier) = clash {
                 let (out, with) = if used.written { (used, *earlier) } else { (*earlier, used) };
-                return Err(Error::Overlap { arg: out.arg.clone(), with: with.arg.clone() });
+                return Err(Error::Overlap { arg: out.arg, with: with.arg });
             }
             open.push(used);
         }
@@ -142,9 +149,9 @@ impl Call {
             return Err(Error::DType { arg, got: matrix.dtype, expected: kind.words() });
         }
         match &self.device {
-            None => self.device = Some((arg.clone(), matrix.device)),
+            None => self.device = Some((arg, matrix.device)),
             Some((with, device)) if *device != matrix.device => {
-                return Err(Error::Device { arg, got: matrix.device, expected: *device, with: with.clone() });
+                return Err(Error::Device { arg, got: matrix.device, expected: *device, with: *with });
             }
             Some(_) => {}
         }
@@ -176,7 +183,7 @@ pub(super) fn shape(
 }
 
 /// Refuses anything but one element.
-pub(super) fn one(arg: &'static str, got: (usize, usize)) -> Result<(), Error> {
+fn one(arg: &'static str, got: (usize, usize)) -> Result<(), Error> {
     shape(arg, got, (1, 1), "one element")
 }
 

@@ -8,13 +8,15 @@ use super::tensors::Arguments;
 use crate::layout::{DType, ViewMut};
 use crate::ops::{self, BlockPlane, BlockScale, BlockSpec, Given, ScaleRule};
 
+functions!(block_amax, quantize_blocks, pack_scales, unpack_scales, rebase);
+
 type Tensor<'a, 'py> = &'a Bound<'py, PyAny>;
 type Optional<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 
 /// The largest magnitude of each block, into `out` (float32, one element for each block that `x` touches).
 #[pyfunction]
 #[pyo3(signature = (x, block_rows, block_cols, out, row_offset=0))]
-pub(super) fn block_amax<'py>(
+fn block_amax<'py>(
     py: Python<'py>,
     x: Tensor<'_, 'py>,
     block_rows: i64,
@@ -38,7 +40,7 @@ pub(super) fn block_amax<'py>(
     power_2_scale=false, amax_epsilon=0.0, packed=false, row_offset=0, amax=None, amax_columnwise=None,
     fold=None
 ))]
-pub(super) fn quantize_blocks<'py>(
+fn quantize_blocks<'py>(
     py: Python<'py>,
     x: Tensor<'_, 'py>,
     block_rows: i64,
@@ -87,7 +89,7 @@ pub(super) fn quantize_blocks<'py>(
 
 /// Packs E8M0 scales of a plane with `rows` rows into the 128x4 layout.
 #[pyfunction]
-pub(super) fn pack_scales<'py>(
+fn pack_scales<'py>(
     py: Python<'py>,
     scale: Tensor<'_, 'py>,
     rows: i64,
@@ -103,7 +105,7 @@ pub(super) fn pack_scales<'py>(
 
 /// Undoes [`pack_scales`]; `out` has one element for each block.
 #[pyfunction]
-pub(super) fn unpack_scales<'py>(
+fn unpack_scales<'py>(
     py: Python<'py>,
     packed: Tensor<'_, 'py>,
     rows: i64,
@@ -119,7 +121,7 @@ pub(super) fn unpack_scales<'py>(
 
 /// Rewrites MXFP8 codes for one power-of-two scale a row (axis 0), or a column (axis 1; transposed).
 #[pyfunction]
-pub(super) fn rebase<'py>(
+fn rebase<'py>(
     py: Python<'py>,
     codes: Tensor<'_, 'py>,
     scale: Tensor<'_, 'py>,

@@ -6,12 +6,25 @@ use super::parse;
 use super::tensors::Arguments;
 use crate::ops::{self, ScaleRule};
 
+functions!(
+    amax,
+    multi_amax,
+    scale_from_amax,
+    quantize,
+    quantize_delayed,
+    quantize_current,
+    multi_quantize,
+    multi_quantize_delayed,
+    transpose,
+    dequantize
+);
+
 type Tensor<'a, 'py> = &'a Bound<'py, PyAny>;
 type Optional<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 
 /// The largest magnitude of `x`, into `out` (float32, one element).
 #[pyfunction]
-pub(super) fn amax<'py>(py: Python<'py>, x: Tensor<'_, 'py>, out: Tensor<'_, 'py>) -> PyResult<()> {
+fn amax<'py>(py: Python<'py>, x: Tensor<'_, 'py>, out: Tensor<'_, 'py>) -> PyResult<()> {
     let args = Arguments::new(py);
     let x = args.input("x", x)?;
     let out = args.output("out", out)?;
@@ -20,7 +33,7 @@ pub(super) fn amax<'py>(py: Python<'py>, x: Tensor<'_, 'py>, out: Tensor<'_, 'py
 
 /// The largest magnitude of each tensor, into `out` (float32, one element for each).
 #[pyfunction]
-pub(super) fn multi_amax<'py>(py: Python<'py>, xs: Tensor<'_, 'py>, out: Tensor<'_, 'py>) -> PyResult<()> {
+fn multi_amax<'py>(py: Python<'py>, xs: Tensor<'_, 'py>, out: Tensor<'_, 'py>) -> PyResult<()> {
     let args = Arguments::new(py);
     let xs = args.inputs("xs", xs)?;
     let out = args.output("out", out)?;
@@ -30,7 +43,7 @@ pub(super) fn multi_amax<'py>(py: Python<'py>, xs: Tensor<'_, 'py>, out: Tensor<
 /// The scale for each amax, into `scale_out` (float32, the shape of `amax`).
 #[pyfunction]
 #[pyo3(signature = (amax, scale_out, fp8_dtype, power_2_scale=false, amax_epsilon=0.0, margin=0))]
-pub(super) fn scale_from_amax<'py>(
+fn scale_from_amax<'py>(
     py: Python<'py>,
     amax: Tensor<'_, 'py>,
     scale_out: Tensor<'_, 'py>,
@@ -49,7 +62,7 @@ pub(super) fn scale_from_amax<'py>(
 
 /// Quantizes with a known scale. `columnwise` is the transpose; either output may be None.
 #[pyfunction]
-pub(super) fn quantize<'py>(
+fn quantize<'py>(
     py: Python<'py>,
     x: Tensor<'_, 'py>,
     scale: Tensor<'_, 'py>,
@@ -67,7 +80,7 @@ pub(super) fn quantize<'py>(
 /// Quantizes with a known scale, raises `amax` to the finite amax of `x`, and writes the scale that the codes
 /// have (NaN if `x` is not finite) to `scale_used`.
 #[pyfunction]
-pub(super) fn quantize_delayed<'py>(
+fn quantize_delayed<'py>(
     py: Python<'py>,
     x: Tensor<'_, 'py>,
     scale: Tensor<'_, 'py>,
@@ -89,7 +102,7 @@ pub(super) fn quantize_delayed<'py>(
 /// Finds the scale of `x` (into `scale_out`) and quantizes with it.
 #[pyfunction]
 #[pyo3(signature = (x, scale_out, rowwise, columnwise, power_2_scale=false, amax_epsilon=0.0))]
-pub(super) fn quantize_current<'py>(
+fn quantize_current<'py>(
     py: Python<'py>,
     x: Tensor<'_, 'py>,
     scale_out: Tensor<'_, 'py>,
@@ -109,7 +122,7 @@ pub(super) fn quantize_current<'py>(
 
 /// Quantizes each tensor with its own known scale.
 #[pyfunction]
-pub(super) fn multi_quantize<'py>(
+fn multi_quantize<'py>(
     py: Python<'py>,
     xs: Tensor<'_, 'py>,
     scales: Tensor<'_, 'py>,
@@ -124,7 +137,7 @@ pub(super) fn multi_quantize<'py>(
 
 /// [`quantize_delayed`] over a list, rowwise.
 #[pyfunction]
-pub(super) fn multi_quantize_delayed<'py>(
+fn multi_quantize_delayed<'py>(
     py: Python<'py>,
     xs: Tensor<'_, 'py>,
     scales: Tensor<'_, 'py>,
@@ -143,7 +156,7 @@ pub(super) fn multi_quantize_delayed<'py>(
 
 /// Transposes FP8 codes.
 #[pyfunction]
-pub(super) fn transpose<'py>(py: Python<'py>, codes: Tensor<'_, 'py>, out: Tensor<'_, 'py>) -> PyResult<()> {
+fn transpose<'py>(py: Python<'py>, codes: Tensor<'_, 'py>, out: Tensor<'_, 'py>) -> PyResult<()> {
     let args = Arguments::new(py);
     let codes = args.input("codes", codes)?;
     let out = args.output("out", out)?;
@@ -152,7 +165,7 @@ pub(super) fn transpose<'py>(py: Python<'py>, codes: Tensor<'_, 'py>, out: Tenso
 
 /// Code times scale in float32, then one cast. A block size of -1 is the whole extent.
 #[pyfunction]
-pub(super) fn dequantize<'py>(
+fn dequantize<'py>(
     py: Python<'py>,
     codes: Tensor<'_, 'py>,
     scale: Tensor<'_, 'py>,

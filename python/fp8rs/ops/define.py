@@ -58,6 +58,9 @@ def _register_native() -> frozenset[str]:
 _library = torch.library.Library("fp8rs", "DEF")
 _increment_version = torch._C._increment_version
 
+#: The kernels in Python, by the operators' names; those without one in Rust are registered.
+KERNELS: dict[str, Callable[..., Any]] = {}
+
 #: Operators whose kernels are in Rust.
 NATIVE = _register_native()
 
@@ -110,6 +113,7 @@ def _count_versions(args: Sequence[Any], written: list[int]) -> None:
 
 def _implement(name: str, fake: Callable[..., Any], kernel: Callable[..., Any]) -> None:
     torch.library.register_fake(f"fp8rs::{name}", fake, lib=_library)
+    KERNELS[name] = kernel
     if name not in NATIVE:
         _library.impl(name, kernel, "CPU")
         _library.impl(name, kernel, "CUDA")

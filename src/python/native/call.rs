@@ -9,7 +9,7 @@ use std::ptr::{self, NonNull};
 use super::raise::Failure;
 use super::shim::{self, RawTensor, Shim, Value};
 use crate::dlpack::CUDA;
-use crate::error::Error;
+use crate::error::{Arg, Error};
 use crate::format::Fp8Format;
 use crate::layout::{DType, Device, View, ViewMut, collapse};
 use crate::ops::Stream;
@@ -243,16 +243,15 @@ impl Tensor {
         Ok(if kind == shim::get().cuda { Device::Cuda(index) } else { Device::Cpu })
     }
 
-    fn parts(&self, name: &'static str, index: Option<usize>) -> Result<Parts, Failure> {
-        let words = || index.map_or_else(|| name.to_owned(), |i| format!("{name}[{i}]"));
+    fn parts(&self, arg: Arg) -> Result<Parts, Failure> {
         let number = self.number()?;
         let dtype = number.known().ok_or_else(|| Error::ForeignDType {
-            arg: words().into(),
+            arg,
             got: number.name().trim_start_matches("torch.").to_owned(),
         })?;
         let (sizes, strides) = (self.sizes()?, self.strides()?);
         let (rows, cols, row_stride, col_stride) = collapse(sizes, strides).ok_or_else(|| Error::Value {
-            arg: words().into(),
+            arg,
             got: format!("of shape {sizes:?} with strides {strides:?}, which is no 2-d view"),
             expected: "contiguous".into(),
         })?;
@@ -261,11 +260,11 @@ impl Tensor {
 
     /// As a matrix to read.
     pub(super) fn view(&self, name: &'static str) -> Result<View<'_>, Failure> {
-        self.view_of(name, None)
+        self.view_of(name.into())
     }
 
-    fn view_of(&self, name: &'static str, index: Option<usize>) -> Result<View<'_>, Failure> {
-        let (dtype, device, shape, strides) = self.parts(name, index)?;
+    fn view_of(&self, arg: Arg) -> Result<View<'_>, Failure> {
+        let (dtype, device, shape, strides) = self.parts(arg)?;
         let data = ask!(data(self.0): ptr::null_mut())?;
         // SAFETY: torch's sizes and strides stay within its memory, which the tensor keeps alive.
         Ok(unsafe { View::from_raw(data.cast(), dtype, device, shape, strides) })
@@ -273,7 +272,7 @@ impl Tensor {
 
     /// As a matrix to write.
     pub(super) fn view_mut(&self, name: &'static str) -> Result<ViewMut<'_>, Failure> {
-        let (dtype, device, shape, strides) = self.parts(name, None)?;
+        let (dtype, device, shape, strides) = self.parts(name.into())?;
         let data = ask!(data_mut(self.0): ptr::null_mut())?;
         // SAFETY: as in `view_of`. Nobody else has an output; what an argument shares, operations refuse.
         Ok(unsafe { ViewMut::from_raw(data.cast(), dtype, device, shape, strides) })
@@ -339,7 +338,7 @@ type Parts = (DType, Device, (usize, usize), (isize, isize));
 
 /// The elements of a list to read.
 pub(super) fn views<'a>(tensors: &'a [Tensor], name: &'static str) -> Result<Vec<View<'a>>, Failure> {
-    tensors.iter().enumerate().map(|(i, tensor)| tensor.view_of(name, Some(i))).collect()
+    tensors.iter().enumerate().map(|(i, tensor)| tensor.view_of(Arg::Item(name, i))).collect()
 }
 
 /// The stream that a call with these arguments runs on: the current one of the first that is on CUDA.
