@@ -15,7 +15,6 @@ What :mod:`fp8rs.ops` says of all operators holds here too. Beyond that:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -131,8 +130,10 @@ def quantize_blocks(
         room.or_empty(x, fp8_dtype, col),
         room.or_empty(x, scale_dtype, col_scale),
     )
-    compute = partial(_core.quantize_blocks, packed=packed, row_offset=row_offset, **options)
-    return outputs, lambda: compute(matrix(x), *shape, row, row_scale, col, col_scale)
+    given: dict[str, Any] = {"packed": packed, "row_offset": row_offset, **options}
+    return outputs, lambda: _core.quantize_blocks(
+        matrix(x), *shape, row, row_scale, col, col_scale, **given
+    )
 
 
 @operator("pack_scales(Tensor scale, int rows, int block_rows=1) -> Tensor")
