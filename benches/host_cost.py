@@ -89,19 +89,26 @@ def operators(device: str) -> Iterator[tuple[str, Callable[[], object]]]:
 
 def linears(device: str) -> Iterator[tuple[str, Callable[[], object]]]:
     """Forward, and forward with backward, of nn.Linear and of each recipe's."""
-    x = torch.randn(64, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
     for recipe in (None, *RECIPES):
+        x = torch.randn(64, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
         model = nn.Sequential(nn.Linear(128, 128, bias=False, device=device, dtype=torch.bfloat16))
         if recipe is not None:
             fp8rs.convert_to_float8_training(model, recipe=recipe)
         name = "nn.Linear" if recipe is None else f"Linear, {recipe}"
         layer, gradient = model[0], torch.ones(64, 128, device=device, dtype=torch.bfloat16)
 
-        def both(layer: nn.Module = layer, gradient: torch.Tensor = gradient) -> None:
-            layer(x).backward(gradient)
-            layer.weight.grad = x.grad = None
+        def forward(layer: nn.Module = layer, x: torch.Tensor = x) -> torch.Tensor:
+            # A tensor of its own each time: layers share what one input was quantized to.
+            y: torch.Tensor = layer(x.detach().requires_grad_())
+            return y
 
-        yield f"{name}: forward", lambda layer=layer: layer(x)
+        def both(
+            layer: nn.Module = layer, x: torch.Tensor = x, gradient: torch.Tensor = gradient
+        ) -> None:
+            forward(layer, x).backward(gradient)
+            layer.weight.grad = None
+
+        yield f"{name}: forward", forward
         yield f"{name}: forward + backward", both
 
 
