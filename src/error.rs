@@ -1,11 +1,39 @@
 //! The one error enum. Each variant maps to one Python exception (in `python`).
 
 use std::borrow::Cow;
+use std::fmt;
 
-use crate::layout::{DType, Device};
+use crate::format::{DType, Device};
 
-/// The name of an argument as the caller knows it: `x`, `outs[3]`.
-pub type Arg = Cow<'static, str>;
+/// The name of an argument as the caller knows it: `x`, `outs[3]`. Made into words only for a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Arg {
+    /// An argument.
+    Of(&'static str),
+    /// An element of a list.
+    Item(&'static str, usize),
+}
+
+impl From<&'static str> for Arg {
+    fn from(name: &'static str) -> Self {
+        Self::Of(name)
+    }
+}
+
+impl PartialEq<&str> for Arg {
+    fn eq(&self, name: &&str) -> bool {
+        matches!(self, Self::Of(own) if own == name)
+    }
+}
+
+impl fmt::Display for Arg {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Of(name) => f.write_str(name),
+            Self::Item(list, index) => write!(f, "{list}[{index}]"),
+        }
+    }
+}
 
 /// Why an operation did not run. Nothing was written, and nothing queued; but see [`Error::Cuda`].
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -126,9 +154,52 @@ pub enum Error {
     /// the outputs hold is not known. The driver also reports here what went wrong in earlier work.
     #[error("{call} failed: {message}")]
     Cuda {
+        /// What was tried.
+        call: Cow<'static, str>,
+        /// Why it failed.
+        message: String,
+    },
+    /// The same, with the driver's own code (Python: `fp8rs.CudaError`).
+    #[error("{call} failed: {message} ({name})")]
+    Driver {
         /// The driver call.
         call: Cow<'static, str>,
         /// The driver's words.
         message: String,
+        /// Its number in `CUresult`.
+        code: u32,
+        /// Its name there, such as `CUDA_ERROR_ILLEGAL_ADDRESS`.
+        name: String,
     },
+}
+
+/// `CUDA_ERROR_OUT_OF_MEMORY`.
+const OUT_OF_MEMORY: u32 = 2;
+
+impl Error {
+    /// Whether the device has no memory left. Other errors of the driver may be for good: after a fault in a kernel,
+    /// each call in the process reports it again.
+    #[must_use]
+    pub fn is_out_of_memory(&self) -> bool {
+        matches!(self, Self::Driver { code: OUT_OF_MEMORY, .. })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn running_out_of_memory_is_told_from_a_fault() {
+        let error = |code, name: &str| Error::Driver {
+            call: "cuMemAlloc".into(),
+            message: "no".into(),
+            code,
+            name: name.into(),
+        };
+        let (memory, fault) =
+            (error(2, "CUDA_ERROR_OUT_OF_MEMORY"), error(700, "CUDA_ERROR_ILLEGAL_ADDRESS"));
+        assert!(memory.is_out_of_memory() && !fault.is_out_of_memory());
+        assert_eq!(fault.to_string(), "cuMemAlloc failed: no (CUDA_ERROR_ILLEGAL_ADDRESS)");
+    }
 }

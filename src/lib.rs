@@ -1,14 +1,16 @@
 //! FP8 quantization for training: CUDA and CPU kernels that agree byte for byte.
 //!
-//! The crate is usable from Rust alone; Python is a feature of it. Arrows point down only:
+//! The crate is usable from Rust alone; Python is a feature of it. Arrows point down only (`tools/check_arrows.py`):
 //!
 //! ```text
 //! python   the extension module `fp8rs._core` (feature "python")
 //! dlpack   the DLPack ABI and the C exchange API
 //! ops      one function an operation: validate everything, then dispatch by device
 //! cpu      SIMD and threads          cuda   driver loading, module cache, launches
-//! layout   views, block shapes       format E4M3, E5M2, E8M0: the definition
+//! spec     what a call asks for: the words that the three above share
+//! layout   views, block shapes
 //! error    one enum
+//! format   E4M3, E5M2, E8M0, element types, the scale rule: the definition
 //! ```
 //!
 //! `scale` always means the factor that recovers the value: `x ~ code * scale`.
@@ -38,6 +40,7 @@ pub mod error;
 pub mod format;
 pub mod layout;
 pub mod ops;
+mod spec;
 
 #[cfg(feature = "python")]
 mod python;

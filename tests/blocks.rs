@@ -4,7 +4,6 @@ use fp8rs::format::e8m0::Rounding;
 use fp8rs::ops::{self, Axis, BlockPlane, BlockScale, BlockSpec, Given};
 use fp8rs::{Block, DType, Error, ScaleRule, Stream, View, ViewMut};
 
-const STREAM: Stream = Stream(std::ptr::null_mut());
 const MX: Block = Block { rows: 1, cols: 32 };
 const MX_SQUARE: Block = Block { rows: 32, cols: 32 };
 
@@ -31,7 +30,7 @@ fn quantize(
     };
     let (rowwise, columnwise) = if columnwise { (None, Some(plane)) } else { (Some(plane), None) };
     let x = View::from_slice(x, rows, cols).unwrap();
-    ops::quantize_blocks(x, spec, Given::default(), rowwise, columnwise, STREAM).unwrap();
+    ops::quantize_blocks(x, spec, Given::default(), rowwise, columnwise, Stream::default()).unwrap();
     (codes, scales)
 }
 
@@ -170,12 +169,12 @@ fn packed_scales_follow_the_tile_definition_over_ragged_edges() {
         let mut out = vec![0xAA; packed.len()];
         let scales = View::from_bytes(&compact, DType::E8m0, lines, blocks).unwrap();
         let to = ViewMut::from_bytes(&mut out, DType::E8m0, 1, packed.len()).unwrap();
-        ops::pack_scales(scales, lines, 1, to, STREAM).unwrap();
+        ops::pack_scales(scales, lines, 1, to, Stream::default()).unwrap();
         assert_eq!(out, packed);
         let mut back = vec![0xAA; compact.len()];
         let to = ViewMut::from_bytes(&mut back, DType::E8m0, lines, blocks).unwrap();
         let from = View::from_bytes(&packed, DType::E8m0, 1, packed.len()).unwrap();
-        ops::unpack_scales(from, lines, 1, to, STREAM).unwrap();
+        ops::unpack_scales(from, lines, 1, to, Stream::default()).unwrap();
         assert_eq!(back, compact);
 
         // 32x32: a scale repeats for each row of its block.
@@ -188,7 +187,7 @@ fn packed_scales_follow_the_tile_definition_over_ragged_edges() {
         let mut back = vec![0xAA; square.len()];
         let to = ViewMut::from_bytes(&mut back, DType::E8m0, lines.div_ceil(32), blocks).unwrap();
         let from = View::from_bytes(&packed, DType::E8m0, 1, packed.len()).unwrap();
-        ops::unpack_scales(from, lines, 32, to, STREAM).unwrap();
+        ops::unpack_scales(from, lines, 32, to, Stream::default()).unwrap();
         assert_eq!(back, square);
     }
 }
@@ -218,7 +217,7 @@ fn shards_with_exchanged_maxima_give_the_whole_tensors_bytes() {
         let whole = View::from_slice(&x, rows, cols).unwrap();
         let mut amax = vec![0_f32; grid.0 * grid.1];
         let out = ViewMut::from_slice(&mut amax, grid.0, grid.1).unwrap();
-        ops::block_amax(whole, block, 0, out, STREAM).unwrap();
+        ops::block_amax(whole, block, 0, out, Stream::default()).unwrap();
         let size = if matches!(scale, BlockScale::F32(_)) { 4 } else { 1 };
         let run = |x: View, row_offset, given: &[f32], grid: (usize, usize)| {
             let mut codes = vec![0; x.numel()];
@@ -241,7 +240,7 @@ fn shards_with_exchanged_maxima_give_the_whole_tensors_bytes() {
                 given,
                 Some(BlockPlane { codes: codes_view, scales }),
                 None,
-                STREAM,
+                Stream::default(),
             )
             .unwrap();
             (codes, bytes, floats)
@@ -256,7 +255,7 @@ fn shards_with_exchanged_maxima_give_the_whole_tensors_bytes() {
             // The shard's own maxima are at most the whole tensor's.
             let mut own = vec![0_f32; touched.0 * touched.1];
             let out = ViewMut::from_slice(&mut own, touched.0, touched.1).unwrap();
-            ops::block_amax(part, block, start, out, STREAM).unwrap();
+            ops::block_amax(part, block, start, out, Stream::default()).unwrap();
             assert!(own.iter().zip(known).all(|(a, b)| a <= b));
             let got = run(part, start, known, touched);
             codes.extend(got.0);
@@ -284,7 +283,7 @@ fn rebase(
         axis,
         ViewMut::from_bytes(&mut out, DType::E4m3, r, c).unwrap(),
         ViewMut::from_slice(&mut scale_out, r, 1).unwrap(),
-        STREAM,
+        Stream::default(),
     )
     .unwrap();
     (out, scale_out)
@@ -358,7 +357,7 @@ fn per_row_scales_with_and_without_fold() {
                 codes: ViewMut::from_bytes(&mut codes_t, DType::E4m3, 2, 2).unwrap(),
                 scales: ViewMut::from_slice(&mut scales_t, 2, 1).unwrap(),
             }),
-            STREAM,
+            Stream::default(),
         )
         .unwrap();
         (codes, scales, codes_t, scales_t)
@@ -385,7 +384,7 @@ fn bad_calls_name_the_argument() {
             scales: ViewMut::from_bytes(&mut bytes, DType::E8m0, scales.0, scales.1).unwrap(),
         };
         let x = View::from_slice(&x, 2, 32).unwrap();
-        ops::quantize_blocks(x, spec, Given::default(), Some(plane), None, STREAM).unwrap_err()
+        ops::quantize_blocks(x, spec, Given::default(), Some(plane), None, Stream::default()).unwrap_err()
     };
     let spec = mx(MX, Rounding::Ceil);
     assert!(matches!(call(spec, (1, 2)), Error::Shape { arg, .. } if arg == "rowwise_scale"));

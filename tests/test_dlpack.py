@@ -249,3 +249,45 @@ def test_arrays_alone_use_the_legacy_stream():
     out = np.zeros(2, np.float32)
     _core.multi_amax([first, second], out)
     assert (first.streams, second.streams) == ([LEGACY_STREAM], [LEGACY_STREAM])
+
+
+@_LEND
+def lend_elsewhere(_, out):
+    out[0] = Tensor(256, CUDA, 63, 2, 2, 32, 1, SHAPE, STRIDES, 0)
+    return 0
+
+
+@_LEND
+def lend_one_elsewhere(_, out):
+    out[0] = Tensor(512, CUDA, 63, 0, 2, 32, 1, SHAPE, STRIDES, 0)
+    return 0
+
+
+ELSEWHERE = ExchangeApi(1, 3, None, None, None, None, lend_elsewhere, current_stream)
+ONE_ELSEWHERE = ExchangeApi(1, 3, None, None, None, None, lend_one_elsewhere, current_stream)
+
+
+class MatrixElsewhere:
+    """On a device that no machine has."""
+
+    __dlpack_c_exchange_api__ = capsule(ctypes.addressof(ELSEWHERE), NAME)
+
+
+class ScalarElsewhere:
+    """One element there."""
+
+    __dlpack_c_exchange_api__ = capsule(ctypes.addressof(ONE_ELSEWHERE), NAME)
+
+
+def test_the_drivers_code_comes_with_its_error():
+    current_streams.append(0)
+    with pytest.raises(_core.CudaError) as raised:
+        _core.amax(MatrixElsewhere(), ScalarElsewhere())
+    error = raised.value
+    assert not error.is_out_of_memory
+    if error.code is None:
+        # No driver on this machine: nobody gave a code.
+        assert error.name is None and "libcuda failed" in str(error)
+    else:
+        assert error.name in ("CUDA_ERROR_NO_DEVICE", "CUDA_ERROR_INVALID_DEVICE")
+        assert error.code in (100, 101) and error.name in str(error)

@@ -194,3 +194,26 @@ def test_delayed_scaling_keeps_what_is_not_finite_out_of_the_history(device, fp8
     assert same(amax, torch.tensor(3.0))
     assert same(used, torch.tensor(torch.nan))
     check_planes(x, scale, fp8_dtype, row, col, True, True)
+
+
+def test_an_amax_that_is_nan_is_replaced_by_what_is_found(device):
+    """As `fmax` on CUDA: a poisoned history recovers. What is not finite changes nothing."""
+    x = torch.tensor([[1.0, -3.0]], device=device)
+    for bits in (0x7FC00000, -0x400000, 0x7F800001):
+        nan = torch.tensor(bits, dtype=torch.int32, device=device).view(torch.float32)
+        amaxes = torch.stack([nan, nan])
+        ops.quantize_delayed(x, scalar(0.5, device), amaxes[0], E4M3)
+        ops.multi_quantize_delayed(
+            [x], amaxes.new_ones(1), amaxes[1:], [torch.empty_like(x, dtype=E4M3)]
+        )
+        assert amaxes.tolist() == [3.0, 3.0]
+    amax = torch.tensor(float("nan"), device=device)
+    ops.quantize_delayed(x * float("inf"), scalar(0.5, device), amax, E4M3)
+    assert amax.isnan()
+    for before, after in ((float("inf"), float("inf")), (-7.0, 3.0), (-0.0, 3.0), (5.0, 5.0)):
+        amax = torch.tensor(before, device=device)
+        ops.quantize_delayed(x, scalar(0.5, device), amax, E4M3)
+        assert amax.item() == after
+    amax = torch.tensor(-0.0, device=device)
+    ops.quantize_delayed(torch.zeros_like(x), scalar(0.5, device), amax, E4M3)
+    assert not amax.signbit()

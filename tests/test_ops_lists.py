@@ -120,3 +120,18 @@ def test_long_lists_are_calls_one_by_one(device, fp8_dtype, count, dtypes):
     assert same(used, torch.stack(expected_used))
     # And one of them against the definition, so that both are not wrong together.
     assert same(codes(outs[-1]), reference.quantize(xs[-1], scales[-1], fp8_dtype))
+
+
+def test_columns_of_one_buffer_are_lists_that_do_not_overlap(device):
+    """Slots of a state are columns of one buffer, which lie between each other."""
+    buffer = torch.tensor([[0.5, 1.0], [0.25, 2.0]], device=device)
+    scales, amaxes = buffer[:, 0], buffer[:, 1]
+    xs = [data(device, 6, 8), data(device, 3, 4)]
+    outs = [torch.zeros(x.shape, dtype=E4M3, device=device) for x in xs]
+    used = ops.multi_quantize_delayed(xs, scales, amaxes, outs)
+    assert used.tolist() == [0.5, 0.25]
+    assert amaxes.tolist() == [max(1.0, xs[0].abs().max()), max(2.0, xs[1].abs().max())]
+    for x, scale, out in zip(xs, (0.5, 0.25), outs, strict=True):
+        assert same(codes(out), reference.quantize(x, scalar(scale, device), E4M3))
+    with pytest.raises(ValueError, match=r"^amaxes overlaps scales"):
+        ops.multi_quantize_delayed(xs, buffer.view(-1)[1:3], amaxes, outs)

@@ -6,8 +6,6 @@ mod common;
 use common::{Layout, Owned};
 use fp8rs::{Block, DType, Device, Error, Fp8Format, ScaleRule, Stream, View, ViewMut, ops};
 
-const STREAM: Stream = Stream(std::ptr::null_mut());
-
 fn matrix(dtype: DType, rows: usize, cols: usize) -> Owned {
     Owned::dense(dtype, (rows, cols)).random(1)
 }
@@ -57,19 +55,25 @@ fn refused(result: Result<(), Error>, message: &str) {
 fn dtypes() {
     let mut scalar = f32s(1, 1);
     refused(
-        ops::amax(codes(2, 2).view(), scalar.view_mut(), STREAM),
+        ops::amax(codes(2, 2).view(), scalar.view_mut(), Stream::default()),
         "x has dtype float8_e4m3fn; it must be float32, bfloat16 or float16",
     );
     refused(
-        ops::amax(f32s(2, 2).view(), matrix(DType::Bf16, 1, 1).view_mut(), STREAM),
+        ops::amax(f32s(2, 2).view(), matrix(DType::Bf16, 1, 1).view_mut(), Stream::default()),
         "out has dtype bfloat16; it must be float32",
     );
     refused(
-        ops::quantize(f32s(2, 2).view(), codes(1, 1).view(), Some(codes(2, 2).view_mut()), None, STREAM),
+        ops::quantize(
+            f32s(2, 2).view(),
+            codes(1, 1).view(),
+            Some(codes(2, 2).view_mut()),
+            None,
+            Stream::default(),
+        ),
         "scale has dtype float8_e4m3fn; it must be float32",
     );
     refused(
-        ops::quantize(f32s(2, 2).view(), scalar.view(), Some(f32s(2, 2).view_mut()), None, STREAM),
+        ops::quantize(f32s(2, 2).view(), scalar.view(), Some(f32s(2, 2).view_mut()), None, Stream::default()),
         "rowwise has dtype float32; it must be float8_e4m3fn or float8_e5m2",
     );
     refused(
@@ -78,12 +82,12 @@ fn dtypes() {
             scalar.view(),
             Some(codes(2, 2).view_mut()),
             Some(matrix(DType::E5m2, 2, 2).view_mut()),
-            STREAM,
+            Stream::default(),
         ),
         "columnwise has dtype float8_e5m2; it must be float8_e4m3fn, as rowwise is",
     );
     refused(
-        ops::transpose(codes(2, 2).view(), matrix(DType::E5m2, 2, 2).view_mut(), STREAM),
+        ops::transpose(codes(2, 2).view(), matrix(DType::E5m2, 2, 2).view_mut(), Stream::default()),
         "out has dtype float8_e5m2; it must be float8_e4m3fn",
     );
     refused(
@@ -92,17 +96,23 @@ fn dtypes() {
             matrix(DType::Bf16, 1, 1).view(),
             Block::TENSOR,
             f32s(2, 2).view_mut(),
-            STREAM,
+            Stream::default(),
         ),
         "scale has dtype bfloat16; it must be float32 or float8_e8m0fnu",
     );
     refused(
-        ops::dequantize(codes(2, 2).view(), scalar.view(), Block::TENSOR, codes(2, 2).view_mut(), STREAM),
+        ops::dequantize(
+            codes(2, 2).view(),
+            scalar.view(),
+            Block::TENSOR,
+            codes(2, 2).view_mut(),
+            Stream::default(),
+        ),
         "out has dtype float8_e4m3fn; it must be float32, bfloat16 or float16",
     );
     let (a, b) = (f32s(2, 2), codes(2, 2));
     refused(
-        ops::multi_amax(&[a.view(), b.view()], f32s(1, 2).view_mut(), STREAM),
+        ops::multi_amax(&[a.view(), b.view()], f32s(1, 2).view_mut(), Stream::default()),
         "xs[1] has dtype float8_e4m3fn; it must be float32, bfloat16 or float16",
     );
 }
@@ -111,23 +121,41 @@ fn dtypes() {
 fn shapes() {
     let scalar = f32s(1, 1);
     refused(
-        ops::amax(f32s(2, 3).view(), f32s(1, 2).view_mut(), STREAM),
+        ops::amax(f32s(2, 3).view(), f32s(1, 2).view_mut(), Stream::default()),
         "out has shape (1, 2) as a 2-d view; it must be (1, 1), one element",
     );
     refused(
-        ops::quantize(f32s(2, 3).view(), scalar.view(), Some(codes(3, 2).view_mut()), None, STREAM),
+        ops::quantize(
+            f32s(2, 3).view(),
+            scalar.view(),
+            Some(codes(3, 2).view_mut()),
+            None,
+            Stream::default(),
+        ),
         "rowwise has shape (3, 2) as a 2-d view; it must be (2, 3), the shape of x",
     );
     refused(
-        ops::quantize(f32s(2, 3).view(), scalar.view(), None, Some(codes(2, 3).view_mut()), STREAM),
+        ops::quantize(
+            f32s(2, 3).view(),
+            scalar.view(),
+            None,
+            Some(codes(2, 3).view_mut()),
+            Stream::default(),
+        ),
         "columnwise has shape (2, 3) as a 2-d view; it must be (3, 2), the transposed shape of x",
     );
     refused(
-        ops::quantize(f32s(2, 3).view(), f32s(2, 1).view(), Some(codes(2, 3).view_mut()), None, STREAM),
+        ops::quantize(
+            f32s(2, 3).view(),
+            f32s(2, 1).view(),
+            Some(codes(2, 3).view_mut()),
+            None,
+            Stream::default(),
+        ),
         "scale has shape (2, 1) as a 2-d view; it must be (1, 1), one element",
     );
     refused(
-        ops::transpose(codes(2, 3).view(), codes(2, 3).view_mut(), STREAM),
+        ops::transpose(codes(2, 3).view(), codes(2, 3).view_mut(), Stream::default()),
         "out has shape (2, 3) as a 2-d view; it must be (3, 2), the transposed shape of codes",
     );
     refused(
@@ -136,7 +164,7 @@ fn shapes() {
             Fp8Format::E4m3,
             ScaleRule::default(),
             f32s(3, 2).view_mut(),
-            STREAM,
+            Stream::default(),
         ),
         "scale_out has shape (3, 2) as a 2-d view; it must be (2, 3), the shape of amax",
     );
@@ -146,7 +174,7 @@ fn shapes() {
             f32s(1, 1).view(),
             Block { rows: 128, cols: 128 },
             f32s(130, 3).view_mut(),
-            STREAM,
+            Stream::default(),
         ),
         "scale has shape (1, 1) as a 2-d view; it must be (2, 1), one element for each block",
     );
@@ -156,12 +184,12 @@ fn shapes() {
             scalar.view(),
             Block { rows: 0, cols: 1 },
             f32s(2, 2).view_mut(),
-            STREAM,
+            Stream::default(),
         ),
         "block is (0, 1); it must be at least 1 in each dimension",
     );
     refused(
-        ops::quantize(f32s(2, 3).view(), scalar.view(), None, None, STREAM),
+        ops::quantize(f32s(2, 3).view(), scalar.view(), None, None, Stream::default()),
         "rowwise is absent, and so is columnwise; it must be given, unless columnwise is",
     );
 }
@@ -173,29 +201,36 @@ fn lists() {
     let scales = f32s(1, 2);
     let mut out = codes(2, 2);
     refused(
-        ops::multi_amax(&xs, f32s(1, 3).view_mut(), STREAM),
+        ops::multi_amax(&xs, f32s(1, 3).view_mut(), Stream::default()),
         "out has 3 elements; it must have 2, as many as xs",
     );
     refused(
-        ops::multi_amax(&xs, f32s(2, 1).view_mut(), STREAM),
+        ops::multi_amax(&xs, f32s(2, 1).view_mut(), Stream::default()),
         "out has shape (2, 1) as a 2-d view; it must be (1, 2), a vector with one element for each tensor",
     );
     refused(
-        ops::multi_quantize(&xs, scales.view(), &[out.view_mut()], STREAM),
+        ops::multi_quantize(&xs, scales.view(), &[out.view_mut()], Stream::default()),
         "outs has 1 elements; it must have 2, as many as xs",
     );
     refused(
-        ops::multi_quantize(&xs, f32s(1, 1).view(), &[], STREAM),
+        ops::multi_quantize(&xs, f32s(1, 1).view(), &[], Stream::default()),
         "scales has 1 elements; it must have 2, as many as xs",
     );
     let mut wrong = codes(2, 3);
     refused(
-        ops::multi_quantize(&xs, scales.view(), &[out.view_mut(), wrong.view_mut()], STREAM),
+        ops::multi_quantize(&xs, scales.view(), &[out.view_mut(), wrong.view_mut()], Stream::default()),
         "outs[1] has shape (2, 3) as a 2-d view; it must be (3, 2), the shape of xs[1]",
     );
     let (mut amaxes, mut used) = (f32s(1, 2), f32s(1, 1));
     refused(
-        ops::multi_quantize_delayed(&xs, scales.view(), amaxes.view_mut(), used.view_mut(), &[], STREAM),
+        ops::multi_quantize_delayed(
+            &xs,
+            scales.view(),
+            amaxes.view_mut(),
+            used.view_mut(),
+            &[],
+            Stream::default(),
+        ),
         "scales_used has 1 elements; it must have 2, as many as xs",
     );
 }
@@ -204,10 +239,16 @@ fn lists() {
 fn devices() {
     let (x, mut out) = (f32s(2, 2), f32s(1, 1));
     let elsewhere = out_as(&mut out, DType::F32, Device::Cuda(1), (1, 1), (1, 1));
-    refused(ops::amax(x.view(), elsewhere, STREAM), "out is on cuda:1; it must be on cpu, where x is");
+    refused(
+        ops::amax(x.view(), elsewhere, Stream::default()),
+        "out is on cuda:1; it must be on cpu, where x is",
+    );
     let x0 = view_as(&x, DType::F32, Device::Cuda(0), (2, 2), (2, 1));
     let elsewhere = out_as(&mut out, DType::F32, Device::Cuda(1), (1, 1), (1, 1));
-    refused(ops::amax(x0, elsewhere, STREAM), "out is on cuda:1; it must be on cuda:0, where x is");
+    refused(
+        ops::amax(x0, elsewhere, Stream::default()),
+        "out is on cuda:1; it must be on cuda:0, where x is",
+    );
 }
 
 #[test]
@@ -216,13 +257,13 @@ fn overlaps() {
     let (mut buffer, scalar) = (matrix(DType::E4m3, 8, 8), f32s(1, 1));
     let self_overlap = out_as(&mut buffer, DType::E4m3, Device::Cpu, (4, 4), (0, 1));
     refused(
-        ops::quantize(x.view(), scalar.view(), Some(self_overlap), None, STREAM),
+        ops::quantize(x.view(), scalar.view(), Some(self_overlap), None, Stream::default()),
         "rowwise has strides (0, 1) for shape (4, 4), so that its elements overlap; \
          an output must have one place for each element",
     );
     let self_overlap = out_as(&mut buffer, DType::E4m3, Device::Cpu, (4, 4), (3, 1));
     assert!(matches!(
-        ops::quantize(x.view(), scalar.view(), None, Some(self_overlap), STREAM),
+        ops::quantize(x.view(), scalar.view(), None, Some(self_overlap), Stream::default()),
         Err(Error::SelfOverlap { .. })
     ));
     // Both planes in one place.
@@ -231,7 +272,7 @@ fn overlaps() {
     // SAFETY: refused before it is written.
     let columnwise = unsafe { ViewMut::from_raw(other.add(15), DType::E4m3, Device::Cpu, (4, 4), (4, 1)) };
     refused(
-        ops::quantize(x.view(), scalar.view(), Some(rowwise), Some(columnwise), STREAM),
+        ops::quantize(x.view(), scalar.view(), Some(rowwise), Some(columnwise), Stream::default()),
         "columnwise overlaps rowwise in memory; an output must have memory of its own",
     );
     // An output in its input.
@@ -240,7 +281,7 @@ fn overlaps() {
     // SAFETY: refused before it is read.
     let input = unsafe { View::from_raw(input, DType::F32, Device::Cpu, (4, 4), (4, 1)) };
     refused(
-        ops::quantize(input, scalar.view(), Some(inside), None, STREAM),
+        ops::quantize(input, scalar.view(), Some(inside), None, Stream::default()),
         "rowwise overlaps x in memory; an output must have memory of its own",
     );
 }
@@ -253,7 +294,7 @@ fn halves_of_one_buffer_do_not_overlap() {
     // SAFETY: the left and the right half of the buffer.
     let halves = [0, 4]
         .map(|start| unsafe { ViewMut::from_raw(ptr.add(start), DType::E4m3, Device::Cpu, (4, 4), (8, 1)) });
-    ops::multi_quantize(&[x.view(), x.view()], scales.view(), &halves, STREAM).unwrap();
+    ops::multi_quantize(&[x.view(), x.view()], scales.view(), &halves, Stream::default()).unwrap();
     let mut expected = Owned::dense(DType::E4m3, (4, 4));
     for half in 0..2 {
         common::cast(&x, scales.get(0, half), &mut expected);
@@ -267,7 +308,7 @@ fn halves_of_one_buffer_do_not_overlap() {
     let halves =
         [left, right].map(|ptr| unsafe { ViewMut::from_raw(ptr, DType::E4m3, Device::Cpu, (4, 4), (8, 1)) });
     refused(
-        ops::multi_quantize(&[x.view(), x.view()], scales.view(), &halves, STREAM),
+        ops::multi_quantize(&[x.view(), x.view()], scales.view(), &halves, Stream::default()),
         "outs[1] overlaps outs[0] in memory; an output must have memory of its own",
     );
 }
@@ -276,17 +317,17 @@ fn halves_of_one_buffer_do_not_overlap() {
 fn pointers() {
     let mut out = f32s(1, 1);
     refused(
-        ops::amax(null((2, 3)), out.view_mut(), STREAM),
+        ops::amax(null((2, 3)), out.view_mut(), Stream::default()),
         "x has 6 elements and a null data pointer; it must be a tensor with storage",
     );
-    ops::amax(null((0, 3)), out.view_mut(), STREAM).unwrap();
+    ops::amax(null((0, 3)), out.view_mut(), Stream::default()).unwrap();
     assert_eq!(out.get::<f32>(0, 0), 0.0);
     let x = f32s(2, 2);
     // SAFETY: refused before it is read.
     let misaligned =
         unsafe { View::from_raw(x.view().ptr().add(1), DType::F32, Device::Cpu, (1, 2), (2, 1)) };
     refused(
-        ops::amax(misaligned, out.view_mut(), STREAM),
+        ops::amax(misaligned, out.view_mut(), Stream::default()),
         "x starts at an address that is no multiple of its 4-byte elements; copy it first",
     );
 }
@@ -306,7 +347,7 @@ fn numbers() {
     ] {
         let mut out = f32s(1, 1);
         refused(
-            ops::scale_from_amax(f32s(1, 1).view(), Fp8Format::E4m3, rule, out.view_mut(), STREAM),
+            ops::scale_from_amax(f32s(1, 1).view(), Fp8Format::E4m3, rule, out.view_mut(), Stream::default()),
             message,
         );
         refused(
@@ -316,7 +357,7 @@ fn numbers() {
                 out.view_mut(),
                 Some(codes(1, 1).view_mut()),
                 None,
-                STREAM,
+                Stream::default(),
             ),
             message,
         );
@@ -350,7 +391,7 @@ fn a_refused_call_writes_nothing() {
             used.view_mut(),
             Some(rowwise.view_mut()),
             Some(columnwise.view_mut()),
-            STREAM,
+            Stream::default(),
         )
         .is_err()
     );

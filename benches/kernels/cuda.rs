@@ -104,7 +104,8 @@ impl Machine for Cuda {
     }
 
     fn stream(&self) -> Stream {
-        Stream(self.stream.cast())
+        // SAFETY: a stream of this device, which lives as long as the benchmark.
+        unsafe { Stream::from_raw(self.stream.cast()) }
     }
 
     fn plan(&self) -> Plan {

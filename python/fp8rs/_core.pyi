@@ -30,6 +30,7 @@ __all__ = [
     "quantize_current",
     "quantize_delayed",
     "rebase",
+    "register_kernels",
     "scale_from_amax",
     "set_cpu_simd",
     "transpose",
@@ -40,11 +41,22 @@ _Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
 
 __version__: str
 
-class CudaError(RuntimeError): ...
+class CudaError(RuntimeError):
+    code: int | None
+    name: str | None
+    is_out_of_memory: bool
+
 class UnsupportedError(RuntimeError): ...
 
 def cpu_features() -> Literal["scalar", "avx2", "avx512"]: ...
 def set_cpu_simd(level: Literal["scalar", "avx2", "avx512"] | None) -> None: ...
+def register_kernels(tensor: type[Tensor], raiser: object) -> list[str]:
+    """Register the operators' kernels with torch, once; gives the operators that have one.
+
+    ``raiser`` raises the exception that it, or its ``__torch_function__``, is called with. Raises
+    UnsupportedError where torch's C interface lacks something; nothing is registered then.
+    """
+
 def amax(x: Tensor, out: Tensor) -> None: ...
 def multi_amax(xs: _Tensors, out: Tensor) -> None: ...
 def scale_from_amax(

@@ -1,7 +1,8 @@
 //! Elements and rows of a matrix in memory.
 //!
 //! Whoever made a view vouched for each of its elements (`View::from_raw`), and `ops` has refused null,
-//! misaligned and overlapping ones; what is left to the callers here is to stay inside the matrix.
+//! misaligned and overlapping ones. What a caller here vouches for is to stay inside the matrix, while its view
+//! lives, and that no two threads have one element of an output.
 
 use std::ops::Range;
 
@@ -15,32 +16,48 @@ impl Matrix {
         self.ptr.wrapping_offset(offset * self.dtype.size() as isize)
     }
 
-    /// Reads an element. `T` must have the size of the dtype.
+    /// Reads an element.
+    ///
+    /// # Safety
+    /// The view that the matrix is of must be alive and its memory on the host, `row` and `col` inside, and `T` of
+    /// the size of the dtype, and any bits a value of it. Nobody may write to the element meanwhile.
     #[inline(always)]
-    pub(super) fn read<T: Copy>(&self, row: usize, col: usize) -> T {
+    pub(super) unsafe fn read<T: Copy>(&self, row: usize, col: usize) -> T {
         debug_assert!(row < self.rows && col < self.cols && size_of::<T>() == self.dtype.size());
-        // SAFETY: an element of the matrix, see above.
+        // SAFETY: an element of the matrix, for which the caller vouches.
         unsafe { self.at(row, col).cast::<T>().read() }
     }
 
-    /// Writes an element. `T` must have the size of the dtype.
+    /// Writes an element.
+    ///
+    /// # Safety
+    /// As for [`Self::read`], of a view to write to; nobody else may use the element meanwhile.
     #[inline(always)]
-    pub(super) fn write<T: Copy>(&self, row: usize, col: usize, value: T) {
+    pub(super) unsafe fn write<T: Copy>(&self, row: usize, col: usize, value: T) {
         debug_assert!(row < self.rows && col < self.cols && size_of::<T>() == self.dtype.size());
-        // SAFETY: an element of the matrix, see above.
+        // SAFETY: an element of the matrix, for which the caller vouches.
         unsafe { self.at(row, col).cast::<T>().write(value) }
     }
 
     /// Elements of a row, copied into `buffer` where they are not next to each other.
+    ///
+    /// # Safety
+    /// As for [`Self::read`], of each of the elements, for as long as the slice lives.
     #[inline(always)]
-    pub(super) fn row<'a, T: Copy>(&self, row: usize, cols: Range<usize>, buffer: &'a mut Vec<T>) -> &'a [T] {
-        debug_assert!(row < self.rows && cols.end <= self.cols);
+    pub(super) unsafe fn row<'a, T: Copy>(
+        &self,
+        row: usize,
+        cols: Range<usize>,
+        buffer: &'a mut Vec<T>,
+    ) -> &'a [T] {
+        debug_assert!(row < self.rows && cols.end <= self.cols && size_of::<T>() == self.dtype.size());
         if self.col_stride == 1 || cols.len() == 1 {
-            // SAFETY: these elements of the matrix are contiguous; nobody writes to an input meanwhile.
+            // SAFETY: these elements of the matrix are contiguous; the caller vouches for the rest.
             return unsafe { std::slice::from_raw_parts(self.at(row, cols.start).cast(), cols.len()) };
         }
         buffer.clear();
-        buffer.extend(cols.map(|col| self.read::<T>(row, col)));
+        // SAFETY: the caller's promise.
+        buffer.extend(cols.map(|col| unsafe { self.read::<T>(row, col) }));
         buffer
     }
 
@@ -63,11 +80,11 @@ impl Matrix {
     /// Contiguous elements of a row, to write to.
     ///
     /// # Safety
-    /// The elements must be contiguous, and nobody else may use them while the slice lives.
+    /// As for [`Self::write`], of each of the elements, for as long as the slice lives; they must be contiguous.
     #[inline(always)]
     pub(super) unsafe fn row_mut<'a, T>(&self, row: usize, cols: Range<usize>) -> &'a mut [T] {
         debug_assert!(row < self.rows && cols.end <= self.cols && (self.col_stride == 1 || cols.len() <= 1));
-        // SAFETY: elements of the matrix, see above; the caller vouches for the rest.
+        // SAFETY: contiguous elements of the matrix, for which the caller vouches.
         unsafe { std::slice::from_raw_parts_mut(self.at(row, cols.start).cast(), cols.len()) }
     }
 

@@ -74,9 +74,12 @@ impl Dequantize {
     #[inline(always)]
     fn scale(&self, row: usize, col: usize) -> f32 {
         let (row, col) = (row / self.block.rows, col / self.block.cols);
-        match self.scale.dtype {
-            DType::E8m0 => e8m0::decode(self.scale.read(row, col)),
-            _ => self.scale.read(row, col),
+        // SAFETY: `ops` has checked that there is a scale for each block, of one of these types.
+        unsafe {
+            match self.scale.dtype {
+                DType::E8m0 => e8m0::decode(self.scale.read(row, col)),
+                _ => self.scale.read(row, col),
+            }
         }
     }
 }
@@ -99,7 +102,8 @@ impl<C: Codes, T: Element> Kernel for DequantizePiece<'_, C, T> {
         for row in rows {
             for part in block_parts(cols.clone(), block.cols) {
                 let scale = self.task.scale(row, part.start);
-                let codes = codes.row(row, part.clone(), &mut self.codes);
+                // SAFETY: a part of a row of the input.
+                let codes = unsafe { codes.row(row, part.clone(), &mut self.codes) };
                 if out.col_stride == 1 {
                     // SAFETY: the elements are contiguous, and this piece is the only one that has them.
                     rows::dequantize::<C, T>(codes, scale, unsafe { out.row_mut(row, part) });
@@ -107,7 +111,9 @@ impl<C: Codes, T: Element> Kernel for DequantizePiece<'_, C, T> {
                     self.out.resize(part.len(), T::narrow(0.0));
                     rows::dequantize::<C, T>(codes, scale, &mut self.out);
                     for (col, value) in part.zip(&self.out) {
-                        out.write(row, col, *value);
+                        // SAFETY: an element of the output, whose dtype `T` was chosen by, that only this
+                        // piece has.
+                        unsafe { out.write(row, col, *value) };
                     }
                 }
             }

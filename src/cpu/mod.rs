@@ -21,9 +21,6 @@ mod walk;
 
 pub use simd::{Level, set_simd, simd};
 
-pub(crate) use blocks::{block_amax, pack_scales, quantize_blocks, rebase, unpack_scales};
-pub(crate) use codes::{dequantize, transpose};
-pub(crate) use tensorwise::{
-    amax, multi_amax, multi_quantize, multi_quantize_delayed, quantize, quantize_current, quantize_delayed,
-    scale_from_amax,
-};
+pub(crate) use blocks::*;
+pub(crate) use codes::*;
+pub(crate) use tensorwise::*;

@@ -12,7 +12,7 @@ use crate::format::Fp8Format;
 use crate::format::scale::reciprocal;
 use crate::format::wide::{INF_BITS, NAN_BITS};
 use crate::layout::{Matrix, View, ViewMut};
-use crate::ops::ScaleRule;
+use crate::spec::{ScaleRule, Scaling, TensorCall};
 
 /// Elements that a thread takes at a time: large enough that handing them out costs nothing, small enough that a
 /// piece's input is still in the second-level cache when it is read twice.
@@ -80,7 +80,9 @@ impl<T: Element> Kernel for AmaxPiece<T> {
     fn run(mut self) -> u32 {
         let mut found = 0;
         for row in self.piece.rows {
-            found = found.max(rows::amax(self.x.row(row, self.piece.cols.clone(), &mut self.buffer)));
+            // SAFETY: pieces are parts of the input, whose dtype `T` was chosen by.
+            let xs = unsafe { self.x.row(row, self.piece.cols.clone(), &mut self.buffer) };
+            found = found.max(rows::amax(xs));
         }
         found
     }
@@ -115,15 +117,31 @@ fn run(tasks: &[Task], amax: bool) {
     });
 }
 
-/// Raises an amax by what a task found, if finite, and says which scale its codes have.
-fn follow(task: &Task, scale: &Matrix, amax: &Matrix, scale_used: &Matrix, index: usize) {
+/// Raises an amax by what a task found, if finite, and says which scale its codes have. A NaN that is in the place
+/// of an amax is none: what was found replaces it, so that a history recovers.
+///
+/// # Safety
+/// Each is of fp32 with an element of this index, and nobody else uses those meanwhile.
+unsafe fn follow(task: &Task, scale: &Matrix, amax: &Matrix, scale_used: &Matrix, index: usize) {
     let found = task.found();
-    let scale: u32 = scale.read(0, index);
-    if found.is_finite() {
-        let before: i32 = amax.read(0, index);
-        amax.write(0, index, before.max(found.to_bits() as i32));
+    // SAFETY: the caller's promise.
+    unsafe {
+        let scale: u32 = scale.read(0, index);
+        if found.is_finite() {
+            let before: f32 = amax.read(0, index);
+            amax.write(0, index, if before > found { before } else { found });
+        }
+        scale_used.write(0, index, if found.is_finite() { scale } else { NAN_BITS });
     }
-    scale_used.write(0, index, if found.is_finite() { scale } else { NAN_BITS });
+}
+
+/// One of a list of fp32.
+///
+/// # Safety
+/// There is an element of this index.
+unsafe fn item(list: &Matrix, index: usize) -> f32 {
+    // SAFETY: the caller's promise.
+    unsafe { list.read(0, index) }
 }
 
 pub(crate) fn amax(x: View, out: ViewMut) {
@@ -135,7 +153,8 @@ pub(crate) fn multi_amax(xs: &[View], out: ViewMut) {
     let tasks: Vec<Task> = xs.iter().map(Task::amax).collect();
     run(&tasks, true);
     for (i, task) in tasks.iter().enumerate() {
-        out.matrix().write(0, i, task.found());
+        // SAFETY: `out` has an element for each tensor.
+        unsafe { out.matrix().write(0, i, task.found()) };
     }
 }
 
@@ -144,46 +163,37 @@ pub(crate) fn scale_from_amax(amax: View, format: Fp8Format, rule: ScaleRule, sc
     let (amax, scale_out) = (amax.matrix(), scale_out.matrix());
     for row in 0..amax.rows {
         for col in 0..amax.cols {
-            scale_out.write(row, col, rule.scale(amax.read(row, col), format));
+            // SAFETY: both are of fp32 and of one shape.
+            unsafe { scale_out.write(row, col, rule.scale(amax.read(row, col), format)) };
         }
     }
 }
 
-pub(crate) fn quantize(x: View, scale: View, rowwise: Option<ViewMut>, columnwise: Option<ViewMut>) {
+/// See `ops::quantize`, `ops::quantize_delayed` and `ops::quantize_current`.
+pub(crate) fn quantize(call: TensorCall) {
     let _env = DefaultFloatEnv::enter();
-    let scale = scale.matrix().read(0, 0);
-    run(&[Task::new(&x, scale, rowwise.as_ref(), columnwise.as_ref())], false);
-}
-
-pub(crate) fn quantize_delayed(
-    x: View,
-    scale: View,
-    amax: ViewMut,
-    scale_used: ViewMut,
-    rowwise: Option<ViewMut>,
-    columnwise: Option<ViewMut>,
-) {
-    let _env = DefaultFloatEnv::enter();
-    let scale = scale.matrix();
-    let task = [Task::new(&x, scale.read(0, 0), rowwise.as_ref(), columnwise.as_ref())];
-    run(&task, true);
-    follow(&task[0], &scale, &amax.matrix(), &scale_used.matrix(), 0);
-}
-
-pub(crate) fn quantize_current(
-    x: View,
-    format: Fp8Format,
-    rule: ScaleRule,
-    scale_out: ViewMut,
-    rowwise: Option<ViewMut>,
-    columnwise: Option<ViewMut>,
-) {
-    let _env = DefaultFloatEnv::enter();
-    let task = [Task::amax(&x)];
-    run(&task, true);
-    let scale = rule.scale(task[0].found(), format);
-    scale_out.matrix().write(0, 0, scale);
-    run(&[Task::new(&x, scale, rowwise.as_ref(), columnwise.as_ref())], false);
+    let TensorCall { x, scaling, format, rowwise, columnwise } = call;
+    let task = |scale| [Task::new(&x, scale, rowwise.as_ref(), columnwise.as_ref())];
+    match scaling {
+        // SAFETY: a scale has one element.
+        Scaling::Known(scale) => run(&task(unsafe { item(&scale.matrix(), 0) }), false),
+        Scaling::Delayed { scale, amax, scale_used } => {
+            let scale = scale.matrix();
+            // SAFETY: a scale has one element.
+            let task = task(unsafe { item(&scale, 0) });
+            run(&task, true);
+            // SAFETY: each has one element of fp32, and the outputs share memory with nothing.
+            unsafe { follow(&task[0], &scale, &amax.matrix(), &scale_used.matrix(), 0) };
+        }
+        Scaling::Current { rule, scale_out } => {
+            let found = [Task::amax(&x)];
+            run(&found, true);
+            let scale = rule.scale(found[0].found(), format);
+            // SAFETY: one element of fp32, an output.
+            unsafe { scale_out.matrix().write(0, 0, scale) };
+            run(&task(scale), false);
+        }
+    }
 }
 
 pub(crate) fn multi_quantize(xs: &[View], scales: View, outs: &[ViewMut]) {
@@ -202,11 +212,13 @@ pub(crate) fn multi_quantize_delayed(
     let tasks = tasks(xs, &scales.matrix(), outs);
     run(&tasks, true);
     for (i, task) in tasks.iter().enumerate() {
-        follow(task, &scales.matrix(), &amaxes.matrix(), &scales_used.matrix(), i);
+        // SAFETY: each is of fp32 with an element for each tensor, and the outputs share memory with nothing.
+        unsafe { follow(task, &scales.matrix(), &amaxes.matrix(), &scales_used.matrix(), i) };
     }
 }
 
 fn tasks(xs: &[View], scales: &Matrix, outs: &[ViewMut]) -> Vec<Task> {
     let lists = xs.iter().zip(outs).enumerate();
-    lists.map(|(i, (x, out))| Task::new(x, scales.read(0, i), Some(out), None)).collect()
+    // SAFETY: `scales` is of fp32 with an element for each tensor.
+    lists.map(|(i, (x, out))| Task::new(x, unsafe { item(scales, i) }, Some(out), None)).collect()
 }

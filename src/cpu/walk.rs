@@ -36,7 +36,8 @@ impl<T, C, const AMAX: bool> Cast<T, C, AMAX> {
 impl<T: Element, C: Codes, const AMAX: bool> Fill for Cast<T, C, AMAX> {
     #[inline(always)]
     fn fill(&mut self, row: usize, cols: Range<usize>, out: &mut [u8]) {
-        let xs = self.x.row(row, cols, &mut self.buffer);
+        // SAFETY: walks stay inside their source, whose dtype `T` was chosen by.
+        let xs = unsafe { self.x.row(row, cols, &mut self.buffer) };
         self.found = self.found.max(rows::cast::<T, C, AMAX>(xs, self.q, out));
     }
 }
@@ -50,7 +51,8 @@ pub(super) struct Copy {
 impl Fill for Copy {
     #[inline(always)]
     fn fill(&mut self, row: usize, cols: Range<usize>, out: &mut [u8]) {
-        out.copy_from_slice(self.bytes.row(row, cols, &mut self.buffer));
+        // SAFETY: walks stay inside their source, which is of bytes.
+        out.copy_from_slice(unsafe { self.bytes.row(row, cols, &mut self.buffer) });
     }
 }
 

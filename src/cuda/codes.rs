@@ -5,7 +5,7 @@ use super::table::{Kernel, by_types, format_index, input_index, kernel};
 use super::views::{aligned, ordinal};
 use crate::error::Error;
 use crate::layout::{Block, DType, View, ViewMut};
-use crate::ops::Stream;
+use crate::spec::Stream;
 
 #[derive(Clone, Copy)]
 #[repr(C)]

@@ -11,7 +11,7 @@
 //! - First uses load and allocate in relaxed capture mode ([`Relaxed`]): neither a capture on this stream nor
 //!   another thread's is broken by one.
 
-use std::ffi::{CStr, c_void};
+use std::ffi::{CStr, c_char, c_void};
 use std::sync::{Mutex, OnceLock};
 
 use cudarc::driver::sys;
@@ -20,7 +20,7 @@ use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use super::code;
 use super::table::{Kernel, MODULES};
 use crate::error::Error;
-use crate::ops::Stream;
+use crate::spec::Stream;
 
 /// Devices of one machine that can be used.
 pub(super) const MAX_DEVICES: usize = 64;
@@ -45,13 +45,19 @@ pub(super) fn check(call: &'static str, code: sys::CUresult) -> Result<(), Error
     if code == sys::CUresult::CUDA_SUCCESS {
         return Ok(());
     }
-    Err(Error::Cuda { call: call.into(), message: describe(code) })
+    let words = [sys::cuGetErrorString, sys::cuGetErrorName].map(|ask| describe(code, ask));
+    let [message, name] = words;
+    Err(Error::Driver { call: call.into(), message, code: code as u32, name })
 }
 
-fn describe(code: sys::CUresult) -> String {
+/// What one of the driver's functions says of a code.
+fn describe(
+    code: sys::CUresult,
+    ask: unsafe fn(sys::CUresult, *mut *const c_char) -> sys::CUresult,
+) -> String {
     let mut text = std::ptr::null();
     // SAFETY: the library is loaded, since it has returned `code`; `text` is a place to write to.
-    let known = unsafe { sys::cuGetErrorString(code, &raw mut text) } == sys::CUresult::CUDA_SUCCESS;
+    let known = unsafe { ask(code, &raw mut text) } == sys::CUresult::CUDA_SUCCESS;
     if known && !text.is_null() {
         // SAFETY: the driver's string is static and ends in NUL.
         unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()

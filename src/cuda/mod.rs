@@ -30,19 +30,17 @@ mod views;
 mod workspace;
 
 #[cfg(feature = "cuda")]
-pub(crate) use blocks::{block_amax, pack_scales, quantize_blocks, rebase, unpack_scales};
-#[cfg(feature = "cuda")]
-pub(crate) use codes::{dequantize, transpose};
-#[cfg(feature = "cuda")]
-pub(crate) use tensorwise::{
-    amax, multi_amax, multi_quantize, multi_quantize_delayed, quantize, quantize_current, quantize_delayed,
-    scale_from_amax,
-};
+pub(crate) use {blocks::*, codes::*, tensorwise::*};
 
+/// What stands in for every operation in a build without CUDA.
 #[cfg(not(feature = "cuda"))]
-mod absent;
-#[cfg(not(feature = "cuda"))]
-pub(crate) use absent::*;
+pub(crate) fn absent(_: crate::spec::Stream) -> Result<(), crate::Error> {
+    Err(crate::Error::Unsupported {
+        what: "CUDA".into(),
+        reason: "this build has no CUDA backend".into(),
+        instead: "use a CPU tensor, or build with the feature \"cuda\"".into(),
+    })
+}
 
 /// Every kernel that something launches.
 #[cfg(all(test, feature = "cuda"))]

@@ -10,7 +10,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::driver::{self, MAX_DEVICES};
 use crate::error::Error;
-use crate::ops::Stream;
+use crate::spec::Stream;
 
 /// The bytes of one meeting (`struct Meeting` in `kernels/elements.cuh`).
 const MEETING: usize = 8;

@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use crate::layout::DType;
+use super::DType;
 
 /// The one NaN that results carry, so that backends agree in every byte: quiet, positive, no payload.
 pub const NAN_BITS: u32 = 0x7FC0_0000;

@@ -6,72 +6,13 @@
 
 use super::tensorwise::check_rule;
 use super::validate::{Call, Kind, shape};
-use super::{ScaleRule, Stream};
 use crate::error::Error;
-use crate::format::Fp8Format;
-use crate::format::e8m0::Rounding;
-use crate::layout::{Block, DType, Device, View, ViewMut, packed};
+use crate::layout::{Block, DType, View, ViewMut, packed};
+use crate::spec::{Axis, BlockCall, BlockPlane, BlockScale, BlockSpec, Given, Stream};
 use crate::{cpu, cuda};
 
 /// Rows, or rows and columns, of an MX block.
 pub(crate) const MX: usize = 32;
-
-/// What a block's scale is, and how it follows from the block's absolute maximum.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum BlockScale {
-    /// fp32, by the rule of per-tensor scales; no margin.
-    F32(ScaleRule),
-    /// A power of two in a byte.
-    E8m0(Rounding),
-}
-
-/// How to cut a matrix into blocks, and what to scale them by.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct BlockSpec {
-    /// (1, [`Block::ALL`]), (1, 128) or (128, 128) with fp32 scales, (1, 32) or (32, 32) with E8M0.
-    pub block: Block,
-    /// The scales.
-    pub scale: BlockScale,
-    /// The row of the whole matrix that row 0 of `x` is: blocks are those of the whole matrix, so that a shard
-    /// whose first row is inside a block has a short first block.
-    pub row_offset: usize,
-    /// Write E8M0 scales in the packed 128x4 layout ([`packed`]), as a contiguous vector of
-    /// [`packed::bytes`]`(rows of the plane, blocks a row)`. Blocks must not start before `x`.
-    pub packed: bool,
-}
-
-/// What is known before the data is read.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Given<'a> {
-    /// Absolute maxima of the rowwise blocks, or of square ones; fp32, shaped as their compact scales. Without
-    /// them they are found. With them, `x` may be a part of what they were found over. None may be negative, which
-    /// is not checked, because that would wait for the device.
-    pub amax: Option<View<'a>>,
-    /// The same for the columnwise blocks, where they are not square; shaped as the columnwise scales.
-    pub amax_columnwise: Option<View<'a>>,
-    /// Factors of the columns of `x` (fp32, 1 x cols), for the rowwise output only: what is quantized is
-    /// x * fold, rounded to fp32. Only with blocks of a whole row; `amax` is then that of the product.
-    pub fold: Option<View<'a>>,
-}
-
-/// Where one direction's results go.
-#[derive(Debug)]
-pub struct BlockPlane<'a> {
-    /// FP8 codes; their dtype names the format.
-    pub codes: ViewMut<'a>,
-    /// Scales: one element a block of `codes`, or packed.
-    pub scales: ViewMut<'a>,
-}
-
-/// A validated call of [`quantize_blocks`].
-pub(crate) struct BlockCall<'a> {
-    pub(crate) x: View<'a>,
-    pub(crate) spec: BlockSpec,
-    pub(crate) format: Fp8Format,
-    pub(crate) given: Given<'a>,
-    pub(crate) rowwise: Option<BlockPlane<'a>>,
-    pub(crate) columnwise: Option<BlockPlane<'a>>,
-}
 
 /// The absolute maximum of each block, by the rule of [`super::amax`], into `out` (fp32): a row of elements for
 /// each row of blocks that rows `row_offset` and following of the whole matrix touch. Block rows and columns
@@ -93,11 +34,7 @@ pub fn block_amax(
     call.output("out", &out, Kind::F32)?;
     let grid = block.grid_from(row_offset, x.rows(), x.cols());
     shape("out", out.shape(), grid, "one element for each block that x touches")?;
-    match call.finish()? {
-        Device::Cpu => cpu::block_amax(x, block, block.lead(row_offset), out),
-        Device::Cuda(_) => cuda::block_amax(x, block, block.lead(row_offset), out, stream)?,
-    }
-    Ok(())
+    on!(call.finish()?, stream, cpu: cpu::block_amax(x, block, block.lead(row_offset), out), cuda: cuda::block_amax(x, block, block.lead(row_offset), out, stream))
 }
 
 /// Quantizes with a scale for each block, in one or both directions from one read.
@@ -121,22 +58,12 @@ pub fn quantize_blocks(
     let format = call.planes(x.shape(), codes[0], codes[1])?;
     check_spec(spec)?;
 
-    let grid = block.grid_from(spec.row_offset, rows, cols);
-    let columnwise_grid = if block.is_square() {
-        (grid.1, grid.0)
-    } else {
-        let along = Block { rows: block.cols, cols: block.rows }.grid_from(spec.row_offset, rows, cols);
-        (along.1, along.0)
-    };
+    let [grid, columnwise_grid] = spec.grids(rows, cols);
     for (arg, plane, grid, lines) in
         [("rowwise_scale", &rowwise, grid, rows), ("columnwise_scale", &columnwise, columnwise_grid, cols)]
     {
         let Some(plane) = plane else { continue };
-        let kind = match spec.scale {
-            BlockScale::F32(_) => Kind::F32,
-            BlockScale::E8m0(_) => Kind::Is(DType::E8m0),
-        };
-        call.output(arg, &plane.scales, kind)?;
+        call.output(arg, &plane.scales, Kind::Is(spec.scale.dtype()))?;
         if spec.packed {
             packed_vector(arg, &plane.scales.shape(), plane.scales.is_contiguous(), lines, grid.1)?;
         } else {
@@ -171,11 +98,7 @@ pub fn quantize_blocks(
     }
     let device = call.finish()?;
     let call = BlockCall { x, spec, format, given, rowwise, columnwise };
-    match device {
-        Device::Cpu => cpu::quantize_blocks(call),
-        Device::Cuda(_) => cuda::quantize_blocks(call, stream)?,
-    }
-    Ok(())
+    on!(device, stream, cpu: cpu::quantize_blocks(call), cuda: cuda::quantize_blocks(call, stream))
 }
 
 /// Packs E8M0 scales, one element a block of a plane with `rows` rows, into the 128x4 layout. `block_rows` (1
@@ -195,11 +118,7 @@ pub fn pack_scales(
     let expected = (rows.div_ceil(block_rows), scale.cols());
     shape("scale", scale.shape(), expected, "a row of elements for each row of blocks")?;
     packed_vector("out", &out.shape(), out.is_contiguous(), rows, scale.cols())?;
-    match call.finish()? {
-        Device::Cpu => cpu::pack_scales(scale, rows, block_rows, out),
-        Device::Cuda(_) => cuda::pack_scales(scale, rows, block_rows, out, stream)?,
-    }
-    Ok(())
+    on!(call.finish()?, stream, cpu: cpu::pack_scales(scale, rows, block_rows, out), cuda: cuda::pack_scales(scale, rows, block_rows, out, stream))
 }
 
 /// The inverse of [`pack_scales`]: `out` gets the scale of each block from the first of its rows.
@@ -217,20 +136,7 @@ pub fn unpack_scales(
     let expected = (rows.div_ceil(block_rows), out.cols());
     shape("out", out.shape(), expected, "a row of elements for each row of blocks")?;
     packed_vector("packed", &packed.shape(), packed.is_contiguous(), rows, out.cols())?;
-    match call.finish()? {
-        Device::Cpu => cpu::unpack_scales(packed, rows, block_rows, out),
-        Device::Cuda(_) => cuda::unpack_scales(packed, rows, block_rows, out, stream)?,
-    }
-    Ok(())
-}
-
-/// Which lines of the input share a scale after [`rebase`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Axis {
-    /// Its rows; the codes keep their places.
-    Rows,
-    /// Its columns; the codes come out transposed, so that the columns are rows.
-    Columns,
+    on!(call.finish()?, stream, cpu: cpu::unpack_scales(packed, rows, block_rows, out), cuda: cuda::unpack_scales(packed, rows, block_rows, out, stream))
 }
 
 /// Rewrites the codes of an MXFP8 plane (blocks (1, 32) or (32, 32), E8M0 scales) for one fp32 scale, a power
@@ -265,11 +171,7 @@ pub fn rebase(
     shape("out", out.shape(), expected, is)?;
     call.output("scale_out", &scale_out, Kind::F32)?;
     shape("scale_out", scale_out.shape(), (expected.0, 1), "one element for each row of out")?;
-    match call.finish()? {
-        Device::Cpu => cpu::rebase(codes, scale, block, axis, out, scale_out),
-        Device::Cuda(_) => cuda::rebase(codes, scale, block, axis, out, scale_out, stream)?,
-    }
-    Ok(())
+    on!(call.finish()?, stream, cpu: cpu::rebase(codes, scale, block, axis, out, scale_out), cuda: cuda::rebase(codes, scale, block, axis, out, scale_out, stream))
 }
 
 fn check_spec(spec: BlockSpec) -> Result<(), Error> {

@@ -1,9 +1,9 @@
 //! Operations on codes that exist.
 
-use super::Stream;
 use super::validate::{Call, Kind, shape};
 use crate::error::Error;
-use crate::layout::{Block, Device, View, ViewMut};
+use crate::layout::{Block, View, ViewMut};
+use crate::spec::Stream;
 use crate::{cpu, cuda};
 
 /// Transposes FP8 codes: `out` has the shape (cols, rows) and the dtype of `codes`.
@@ -12,11 +12,7 @@ pub fn transpose(codes: View, out: ViewMut, stream: Stream) -> Result<(), Error>
     call.input("codes", &codes, Kind::Fp8)?;
     call.output("out", &out, Kind::Is(codes.dtype()))?;
     shape("out", out.shape(), (codes.cols(), codes.rows()), "the transposed shape of codes")?;
-    match call.finish()? {
-        Device::Cpu => cpu::transpose(codes, out),
-        Device::Cuda(_) => cuda::transpose(codes, out, stream)?,
-    }
-    Ok(())
+    on!(call.finish()?, stream, cpu: cpu::transpose(codes, out), cuda: cuda::transpose(codes, out, stream))
 }
 
 /// code * scale in fp32, then one cast to the dtype of `out` (fp32, bf16 or fp16; the shape of `codes`). A NaN
@@ -38,9 +34,5 @@ pub fn dequantize(codes: View, scale: View, block: Block, out: ViewMut, stream: 
     shape("scale", scale.shape(), grid, "one element for each block")?;
     call.output("out", &out, Kind::Wide)?;
     shape("out", out.shape(), codes.shape(), "the shape of codes")?;
-    match call.finish()? {
-        Device::Cpu => cpu::dequantize(codes, scale, block, out),
-        Device::Cuda(_) => cuda::dequantize(codes, scale, block, out, stream)?,
-    }
-    Ok(())
+    on!(call.finish()?, stream, cpu: cpu::dequantize(codes, scale, block, out), cuda: cuda::dequantize(codes, scale, block, out, stream))
 }

@@ -8,31 +8,29 @@
 //! - A scale that comes out NaN is the positive quiet NaN without payload, and so is an amax.
 //! - All arguments are on one device. On CUDA the work is queued on `stream`, and nothing synchronizes.
 
+/// Calls the backend of a device.
+macro_rules! on {
+    ($device:expr, $stream:expr, cpu: $cpu:expr, cuda: $cuda:expr) => {
+        match $device {
+            $crate::layout::Device::Cpu => {
+                $cpu;
+                Ok(())
+            }
+            #[cfg(feature = "cuda")]
+            $crate::layout::Device::Cuda(_) => $cuda,
+            #[cfg(not(feature = "cuda"))]
+            $crate::layout::Device::Cuda(_) => cuda::absent($stream),
+        }
+    };
+}
+
 mod blocks;
 mod codes;
+mod overlap;
 mod tensorwise;
 mod validate;
 
-use std::ffi::c_void;
-
-pub use crate::format::scale::ScaleRule;
-pub(crate) use blocks::BlockCall;
-pub use blocks::{
-    Axis, BlockPlane, BlockScale, BlockSpec, Given, block_amax, pack_scales, quantize_blocks, rebase,
-    unpack_scales,
-};
-pub use codes::{dequantize, transpose};
-pub use tensorwise::{
-    amax, multi_amax, multi_quantize, multi_quantize_delayed, quantize, quantize_current, quantize_delayed,
-    scale_from_amax,
-};
-
-/// A raw CUDA stream; null is the legacy default stream. Ignored on the CPU.
-#[derive(Debug, Clone, Copy)]
-pub struct Stream(pub *mut c_void);
-
-impl Default for Stream {
-    fn default() -> Self {
-        Self(std::ptr::null_mut())
-    }
-}
+pub use crate::spec::{Axis, BlockPlane, BlockScale, BlockSpec, Given, ScaleRule, Stream};
+pub use blocks::*;
+pub use codes::*;
+pub use tensorwise::*;

@@ -1,10 +1,10 @@
 //! One scale per tensor.
 
-use super::validate::{Call, Kind, item, length, one, one_each, shape};
-use super::{ScaleRule, Stream};
-use crate::error::Error;
+use super::validate::{Call, Kind, length, one_each, shape};
+use crate::error::{Arg, Error};
 use crate::format::Fp8Format;
-use crate::layout::{Device, View, ViewMut};
+use crate::layout::{View, ViewMut};
+use crate::spec::{ScaleRule, Scaling, Stream, TensorCall};
 use crate::{cpu, cuda};
 
 /// The absolute maximum of `x`, into `out` (fp32, one element). The maximum is over the bits of |x| as
@@ -12,13 +12,8 @@ use crate::{cpu, cuda};
 pub fn amax(x: View, out: ViewMut, stream: Stream) -> Result<(), Error> {
     let mut call = Call::default();
     call.input("x", &x, Kind::Wide)?;
-    call.output("out", &out, Kind::F32)?;
-    one("out", out.shape())?;
-    match call.finish()? {
-        Device::Cpu => cpu::amax(x, out),
-        Device::Cuda(_) => cuda::amax(x, out, stream)?,
-    }
-    Ok(())
+    call.one_output("out", &out)?;
+    on!(call.finish()?, stream, cpu: cpu::amax(x, out), cuda: cuda::amax(x, out, stream))
 }
 
 /// The absolute maximum of each tensor, into `out` (fp32, 1xN). The dtypes of the tensors may differ.
@@ -27,13 +22,9 @@ pub fn multi_amax(xs: &[View], out: ViewMut, stream: Stream) -> Result<(), Error
     call.output("out", &out, Kind::F32)?;
     one_each("out", out.shape(), xs.len(), "xs")?;
     for (i, x) in xs.iter().enumerate() {
-        call.input(item("xs", i), x, Kind::Wide)?;
+        call.input(Arg::Item("xs", i), x, Kind::Wide)?;
     }
-    match call.finish()? {
-        Device::Cpu => cpu::multi_amax(xs, out),
-        Device::Cuda(_) => cuda::multi_amax(xs, out, stream)?,
-    }
-    Ok(())
+    on!(call.finish()?, stream, cpu: cpu::multi_amax(xs, out), cuda: cuda::multi_amax(xs, out, stream))
 }
 
 /// The scale for each absolute maximum ([`ScaleRule::scale`]), into `scale_out` of the same shape; fp32.
@@ -52,11 +43,7 @@ pub fn scale_from_amax(
     call.input("amax", &amax, Kind::F32)?;
     call.output("scale_out", &scale_out, Kind::F32)?;
     shape("scale_out", scale_out.shape(), amax.shape(), "the shape of amax")?;
-    match call.finish()? {
-        Device::Cpu => cpu::scale_from_amax(amax, format, rule, scale_out),
-        Device::Cuda(_) => cuda::scale_from_amax(amax, format, rule, scale_out, stream)?,
-    }
-    Ok(())
+    on!(call.finish()?, stream, cpu: cpu::scale_from_amax(amax, format, rule, scale_out), cuda: cuda::scale_from_amax(amax, format, rule, scale_out, stream))
 }
 
 /// Quantizes with a known scale (fp32, one element): code = encode(x * (1 / scale)).
@@ -67,16 +54,7 @@ pub fn quantize(
     columnwise: Option<ViewMut>,
     stream: Stream,
 ) -> Result<(), Error> {
-    let mut call = Call::default();
-    call.input("x", &x, Kind::Wide)?;
-    call.input("scale", &scale, Kind::F32)?;
-    one("scale", scale.shape())?;
-    call.planes(x.shape(), rowwise.as_ref(), columnwise.as_ref())?;
-    match call.finish()? {
-        Device::Cpu => cpu::quantize(x, scale, rowwise, columnwise),
-        Device::Cuda(_) => cuda::quantize(x, scale, rowwise, columnwise, stream)?,
-    }
-    Ok(())
+    quantize_tensor(x, Scaling::Known(scale), rowwise, columnwise, stream)
 }
 
 /// Quantizes with a known scale and, from the same read, follows the absolute maximum (delayed scaling).
@@ -93,20 +71,8 @@ pub fn quantize_delayed(
     columnwise: Option<ViewMut>,
     stream: Stream,
 ) -> Result<(), Error> {
-    let mut call = Call::default();
-    call.input("x", &x, Kind::Wide)?;
-    call.input("scale", &scale, Kind::F32)?;
-    one("scale", scale.shape())?;
-    call.output("amax", &amax, Kind::F32)?;
-    one("amax", amax.shape())?;
-    call.output("scale_used", &scale_used, Kind::F32)?;
-    one("scale_used", scale_used.shape())?;
-    call.planes(x.shape(), rowwise.as_ref(), columnwise.as_ref())?;
-    match call.finish()? {
-        Device::Cpu => cpu::quantize_delayed(x, scale, amax, scale_used, rowwise, columnwise),
-        Device::Cuda(_) => cuda::quantize_delayed(x, scale, amax, scale_used, rowwise, columnwise, stream)?,
-    }
-    Ok(())
+    let scaling = Scaling::Delayed { scale, amax, scale_used };
+    quantize_tensor(x, scaling, rowwise, columnwise, stream)
 }
 
 /// Current scaling: finds the absolute maximum, makes the scale of it, into `scale_out` (fp32, one element),
@@ -120,16 +86,31 @@ pub fn quantize_current(
     stream: Stream,
 ) -> Result<(), Error> {
     check_rule(rule)?;
+    quantize_tensor(x, Scaling::Current { rule, scale_out }, rowwise, columnwise, stream)
+}
+
+fn quantize_tensor(
+    x: View,
+    scaling: Scaling,
+    rowwise: Option<ViewMut>,
+    columnwise: Option<ViewMut>,
+    stream: Stream,
+) -> Result<(), Error> {
     let mut call = Call::default();
     call.input("x", &x, Kind::Wide)?;
-    call.output("scale_out", &scale_out, Kind::F32)?;
-    one("scale_out", scale_out.shape())?;
-    let format = call.planes(x.shape(), rowwise.as_ref(), columnwise.as_ref())?;
-    match call.finish()? {
-        Device::Cpu => cpu::quantize_current(x, format, rule, scale_out, rowwise, columnwise),
-        Device::Cuda(_) => cuda::quantize_current(x, format, rule, scale_out, rowwise, columnwise, stream)?,
+    match &scaling {
+        Scaling::Known(scale) => call.one_input("scale", scale)?,
+        Scaling::Delayed { scale, amax, scale_used } => {
+            call.one_input("scale", scale)?;
+            call.one_output("amax", amax)?;
+            call.one_output("scale_used", scale_used)?;
+        }
+        Scaling::Current { scale_out, .. } => call.one_output("scale_out", scale_out)?,
     }
-    Ok(())
+    let format = call.planes(x.shape(), rowwise.as_ref(), columnwise.as_ref())?;
+    let device = call.finish()?;
+    let call = TensorCall { x, scaling, format, rowwise, columnwise };
+    on!(device, stream, cpu: cpu::quantize(call), cuda: cuda::quantize(call, stream))
 }
 
 /// Quantizes each tensor with its own known scale: `scales` is fp32, 1xN; each of `outs` has the shape of its
@@ -139,11 +120,7 @@ pub fn multi_quantize(xs: &[View], scales: View, outs: &[ViewMut], stream: Strea
     call.input("scales", &scales, Kind::F32)?;
     one_each("scales", scales.shape(), xs.len(), "xs")?;
     check_lists(&mut call, xs, outs)?;
-    match call.finish()? {
-        Device::Cpu => cpu::multi_quantize(xs, scales, outs),
-        Device::Cuda(_) => cuda::multi_quantize(xs, scales, outs, stream)?,
-    }
-    Ok(())
+    on!(call.finish()?, stream, cpu: cpu::multi_quantize(xs, scales, outs), cuda: cuda::multi_quantize(xs, scales, outs, stream))
 }
 
 /// [`quantize_delayed`] over a list, rowwise only: `scales`, `amaxes` and `scales_used` are fp32, 1xN.
@@ -163,19 +140,17 @@ pub fn multi_quantize_delayed(
     call.output("scales_used", &scales_used, Kind::F32)?;
     one_each("scales_used", scales_used.shape(), xs.len(), "xs")?;
     check_lists(&mut call, xs, outs)?;
-    match call.finish()? {
-        Device::Cpu => cpu::multi_quantize_delayed(xs, scales, amaxes, scales_used, outs),
-        Device::Cuda(_) => cuda::multi_quantize_delayed(xs, scales, amaxes, scales_used, outs, stream)?,
-    }
-    Ok(())
+    on!(call.finish()?, stream, cpu: cpu::multi_quantize_delayed(xs, scales, amaxes, scales_used, outs), cuda: cuda::multi_quantize_delayed(xs, scales, amaxes, scales_used, outs, stream))
 }
 
 fn check_lists(call: &mut Call, xs: &[View], outs: &[ViewMut]) -> Result<(), Error> {
     length("outs", outs.len(), xs.len(), "xs")?;
     for (i, (x, out)) in xs.iter().zip(outs).enumerate() {
-        call.input(item("xs", i), x, Kind::Wide)?;
-        call.output(item("outs", i), out, Kind::Fp8)?;
-        shape(item("outs", i), out.shape(), x.shape(), &format!("the shape of xs[{i}]"))?;
+        call.input(Arg::Item("xs", i), x, Kind::Wide)?;
+        call.output(Arg::Item("outs", i), out, Kind::Fp8)?;
+        if out.shape() != x.shape() {
+            shape(Arg::Item("outs", i), out.shape(), x.shape(), &format!("the shape of xs[{i}]"))?;
+        }
     }
     Ok(())
 }

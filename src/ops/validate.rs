@@ -3,6 +3,7 @@
 
 use std::borrow::Cow;
 
+use super::overlap::{overlap, overlaps_itself};
 use crate::error::{Arg, Error};
 use crate::format::Fp8Format;
 use crate::layout::{DType, Device, Matrix, View, ViewMut};
@@ -44,11 +45,6 @@ impl Kind {
     }
 }
 
-/// The name of a list's element.
-pub(super) fn item(list: &'static str, index: usize) -> Arg {
-    format!("{list}[{index}]").into()
-}
-
 struct Used {
     arg: Arg,
     extent: (usize, usize),
@@ -80,6 +76,18 @@ impl Call {
             });
         }
         self.argument(arg, view.matrix(), kind, true)
+    }
+
+    /// One element of fp32 that is read.
+    pub(super) fn one_input(&mut self, arg: &'static str, view: &View) -> Result<(), Error> {
+        self.input(arg, view, Kind::F32)?;
+        one(arg, view.shape())
+    }
+
+    /// One element of fp32 that is written.
+    pub(super) fn one_output(&mut self, arg: &'static str, view: &ViewMut) -> Result<(), Error> {
+        self.output(arg, view, Kind::F32)?;
+        one(arg, view.shape())
     }
 
     /// The code outputs of a quantization of an `x` of this shape. Gives their format.
@@ -124,12 +132,12 @@ impl Call {
         let mut open: Vec<&Used> = Vec::new();
         for used in &self.used {
             open.retain(|earlier| used.extent.0 < earlier.extent.1);
-            let clash = open.iter().find(|earlier| {
-                (earlier.written || used.written) && !interleaved(&earlier.matrix, &used.matrix)
-            });
+            let clash = open
+                .iter()
+                .find(|earlier| (earlier.written || used.written) && overlap(&earlier.matrix, &used.matrix));
             if let Some(earlier) = clash {
                 let (out, with) = if used.written { (used, *earlier) } else { (*earlier, used) };
-                return Err(Error::Overlap { arg: out.arg.clone(), with: with.arg.clone() });
+                return Err(Error::Overlap { arg: out.arg, with: with.arg });
             }
             open.push(used);
         }
@@ -141,9 +149,9 @@ impl Call {
             return Err(Error::DType { arg, got: matrix.dtype, expected: kind.words() });
         }
         match &self.device {
-            None => self.device = Some((arg.clone(), matrix.device)),
+            None => self.device = Some((arg, matrix.device)),
             Some((with, device)) if *device != matrix.device => {
-                return Err(Error::Device { arg, got: matrix.device, expected: *device, with: with.clone() });
+                return Err(Error::Device { arg, got: matrix.device, expected: *device, with: *with });
             }
             Some(_) => {}
         }
@@ -175,7 +183,7 @@ pub(super) fn shape(
 }
 
 /// Refuses anything but one element.
-pub(super) fn one(arg: &'static str, got: (usize, usize)) -> Result<(), Error> {
+fn one(arg: &'static str, got: (usize, usize)) -> Result<(), Error> {
     shape(arg, got, (1, 1), "one element")
 }
 
@@ -203,41 +211,4 @@ pub(super) fn length(
         return Ok(());
     }
     Err(Error::Length { arg: arg.into(), got, expected, with })
-}
-
-/// Whether two elements share memory, as far as two strides show it: the larger stride must step over all that
-/// the smaller one spans.
-fn overlaps_itself(m: &Matrix) -> bool {
-    if m.numel() == 0 {
-        return false;
-    }
-    let mut dims: Vec<(usize, usize)> = [(m.rows, m.row_stride), (m.cols, m.col_stride)]
-        .into_iter()
-        .filter(|(n, _)| *n > 1)
-        .map(|(n, stride)| (n, stride.unsigned_abs()))
-        .collect();
-    dims.sort_by_key(|(_, stride)| *stride);
-    let mut span = 0;
-    for (n, stride) in dims {
-        if stride <= span {
-            return true;
-        }
-        span += (n - 1).saturating_mul(stride);
-    }
-    false
-}
-
-/// Whether two matrices whose memory ranges overlap are disjoint all the same, being different columns of one
-/// row-major buffer (as the halves of a fused weight are).
-fn interleaved(a: &Matrix, b: &Matrix) -> bool {
-    let same_rows = a.row_stride * a.dtype.size() as isize == b.row_stride * b.dtype.size() as isize;
-    if !same_rows || a.row_stride <= 0 || a.col_stride <= 0 || b.col_stride <= 0 {
-        return false;
-    }
-    let pitch = a.row_stride as usize * a.dtype.size();
-    let span = |m: &Matrix| ((m.cols - 1) * m.col_stride as usize + 1) * m.dtype.size();
-    let distance = (b.ptr as usize).wrapping_sub(a.ptr as usize) as isize;
-    let distance = distance.rem_euclid(pitch as isize) as usize;
-    // b starts `distance` into a row of a: after a's columns, and ends before a's next row.
-    span(a) <= distance && distance + span(b) <= pitch
 }

@@ -1,13 +1,14 @@
 //! Block formats: see the functions of the same names in [`crate::ops`].
 
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
+use super::parse;
 use super::tensors::Arguments;
-use super::tensorwise::extent;
-use crate::format::e8m0::Rounding;
-use crate::layout::{Block, DType, ViewMut};
-use crate::ops::{self, Axis, BlockPlane, BlockScale, BlockSpec, Given, ScaleRule};
+use crate::layout::{DType, ViewMut};
+use crate::ops::{self, BlockPlane, BlockScale, BlockSpec, Given, ScaleRule};
+
+functions!(block_amax, quantize_blocks, pack_scales, unpack_scales, rebase);
 
 type Tensor<'a, 'py> = &'a Bound<'py, PyAny>;
 type Optional<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
@@ -15,16 +16,16 @@ type Optional<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 /// The largest magnitude of each block, into `out` (float32, one element for each block that `x` touches).
 #[pyfunction]
 #[pyo3(signature = (x, block_rows, block_cols, out, row_offset=0))]
-pub(super) fn block_amax<'py>(
+fn block_amax<'py>(
     py: Python<'py>,
     x: Tensor<'_, 'py>,
-    block_rows: isize,
-    block_cols: isize,
+    block_rows: i64,
+    block_cols: i64,
     out: Tensor<'_, 'py>,
-    row_offset: isize,
+    row_offset: i64,
 ) -> PyResult<()> {
-    let block = block(block_rows, block_cols)?;
-    let row_offset = count("row_offset", row_offset)?;
+    let block = parse::block(block_rows, block_cols)?;
+    let row_offset = parse::count("row_offset", row_offset)?;
     let args = Arguments::new(py);
     let x = args.input("x", x)?;
     let out = args.output("out", out)?;
@@ -39,11 +40,11 @@ pub(super) fn block_amax<'py>(
     power_2_scale=false, amax_epsilon=0.0, packed=false, row_offset=0, amax=None, amax_columnwise=None,
     fold=None
 ))]
-pub(super) fn quantize_blocks<'py>(
+fn quantize_blocks<'py>(
     py: Python<'py>,
     x: Tensor<'_, 'py>,
-    block_rows: isize,
-    block_cols: isize,
+    block_rows: i64,
+    block_cols: i64,
     rowwise: Optional<'_, 'py>,
     rowwise_scale: Optional<'_, 'py>,
     columnwise: Optional<'_, 'py>,
@@ -52,21 +53,14 @@ pub(super) fn quantize_blocks<'py>(
     power_2_scale: bool,
     amax_epsilon: f32,
     packed: bool,
-    row_offset: isize,
+    row_offset: i64,
     amax: Optional<'_, 'py>,
     amax_columnwise: Optional<'_, 'py>,
     fold: Optional<'_, 'py>,
 ) -> PyResult<()> {
-    let block = block(block_rows, block_cols)?;
-    let row_offset = count("row_offset", row_offset)?;
-    let rounding = match rounding {
-        "ceil" => Rounding::Ceil,
-        "floor" => Rounding::Floor,
-        _ => {
-            let message = format!("rounding is {rounding:?}; it must be \"ceil\" or \"floor\"");
-            return Err(PyValueError::new_err(message));
-        }
-    };
+    let block = parse::block(block_rows, block_cols)?;
+    let row_offset = parse::count("row_offset", row_offset)?;
+    let rounding = parse::rounding(rounding)?;
     let args = Arguments::new(py);
     let x = args.input("x", x)?;
     let given = Given {
@@ -95,14 +89,14 @@ pub(super) fn quantize_blocks<'py>(
 
 /// Packs E8M0 scales of a plane with `rows` rows into the 128x4 layout.
 #[pyfunction]
-pub(super) fn pack_scales<'py>(
+fn pack_scales<'py>(
     py: Python<'py>,
     scale: Tensor<'_, 'py>,
-    rows: isize,
-    block_rows: isize,
+    rows: i64,
+    block_rows: i64,
     out: Tensor<'_, 'py>,
 ) -> PyResult<()> {
-    let (rows, block_rows) = (count("rows", rows)?, count("block_rows", block_rows)?);
+    let (rows, block_rows) = (parse::count("rows", rows)?, parse::count("block_rows", block_rows)?);
     let args = Arguments::new(py);
     let scale = args.input("scale", scale)?;
     let out = args.output("out", out)?;
@@ -111,14 +105,14 @@ pub(super) fn pack_scales<'py>(
 
 /// Undoes [`pack_scales`]; `out` has one element for each block.
 #[pyfunction]
-pub(super) fn unpack_scales<'py>(
+fn unpack_scales<'py>(
     py: Python<'py>,
     packed: Tensor<'_, 'py>,
-    rows: isize,
-    block_rows: isize,
+    rows: i64,
+    block_rows: i64,
     out: Tensor<'_, 'py>,
 ) -> PyResult<()> {
-    let (rows, block_rows) = (count("rows", rows)?, count("block_rows", block_rows)?);
+    let (rows, block_rows) = (parse::count("rows", rows)?, parse::count("block_rows", block_rows)?);
     let args = Arguments::new(py);
     let packed = args.input("packed", packed)?;
     let out = args.output("out", out)?;
@@ -127,37 +121,24 @@ pub(super) fn unpack_scales<'py>(
 
 /// Rewrites MXFP8 codes for one power-of-two scale a row (axis 0), or a column (axis 1; transposed).
 #[pyfunction]
-pub(super) fn rebase<'py>(
+fn rebase<'py>(
     py: Python<'py>,
     codes: Tensor<'_, 'py>,
     scale: Tensor<'_, 'py>,
-    block_rows: isize,
-    block_cols: isize,
-    axis: i32,
+    block_rows: i64,
+    block_cols: i64,
+    axis: i64,
     out: Tensor<'_, 'py>,
     scale_out: Tensor<'_, 'py>,
 ) -> PyResult<()> {
-    let block = block(block_rows, block_cols)?;
-    let axis = match axis {
-        0 => Axis::Rows,
-        1 => Axis::Columns,
-        _ => return Err(PyValueError::new_err(format!("axis is {axis}; it must be 0 or 1"))),
-    };
+    let block = parse::block(block_rows, block_cols)?;
+    let axis = parse::axis(axis)?;
     let args = Arguments::new(py);
     let codes = args.input("codes", codes)?;
     let scale = args.input("scale", scale)?;
     let out = args.output("out", out)?;
     let scale_out = args.output("scale_out", scale_out)?;
     args.run(|stream| ops::rebase(codes, scale, block, axis, out, scale_out, stream))
-}
-
-fn block(rows: isize, cols: isize) -> PyResult<Block> {
-    Ok(Block { rows: extent(rows)?, cols: extent(cols)? })
-}
-
-fn count(name: &str, value: isize) -> PyResult<usize> {
-    usize::try_from(value)
-        .map_err(|_| PyValueError::new_err(format!("{name} is {value}; it must be at least 0")))
 }
 
 fn plane<'a>(

@@ -1,12 +1,19 @@
 //! The one place where errors become exceptions.
 
-use pyo3::PyErr;
 use pyo3::create_exception;
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
+use pyo3::prelude::*;
 
 use crate::error::Error;
 
-create_exception!(fp8rs, CudaError, PyRuntimeError, "The CUDA driver refused a call.");
+create_exception!(
+    fp8rs,
+    CudaError,
+    PyRuntimeError,
+    "The CUDA driver refused a call.\n\n``code`` is its number in CUresult and ``name`` its name there \
+     (CUDA_ERROR_ILLEGAL_ADDRESS); both are None where no call came that far. ``is_out_of_memory`` says whether \
+     memory was what lacked."
+);
 create_exception!(
     fp8rs,
     UnsupportedError,
@@ -28,7 +35,22 @@ impl From<Error> for PyErr {
             | Error::Misaligned { .. }
             | Error::Value { .. } => PyValueError::new_err(message),
             Error::Unsupported { .. } => UnsupportedError::new_err(message),
-            Error::Cuda { .. } => CudaError::new_err(message),
+            Error::Cuda { .. } => cuda_error(message, None, false),
+            Error::Driver { code, ref name, .. } => {
+                cuda_error(message, Some((code, name)), error.is_out_of_memory())
+            }
         }
     }
+}
+
+fn cuda_error(message: String, code: Option<(u32, &str)>, is_out_of_memory: bool) -> PyErr {
+    Python::attach(|py| {
+        let error = CudaError::new_err(message);
+        let object = error.value(py);
+        let set = object
+            .setattr("code", code.map(|(code, _)| code))
+            .and_then(|()| object.setattr("name", code.map(|(_, name)| name)))
+            .and_then(|()| object.setattr("is_out_of_memory", is_out_of_memory));
+        set.map_or_else(|failed| failed, |()| error)
+    })
 }

@@ -6,9 +6,11 @@ use pyo3::prelude::*;
 use super::errors::UnsupportedError;
 use crate::cpu::{self, Level};
 
+functions!(cpu_features, set_cpu_simd);
+
 /// The instruction set that CPU kernels run on: "scalar", "avx2" or "avx512".
 #[pyfunction]
-pub(super) fn cpu_features() -> &'static str {
+fn cpu_features() -> &'static str {
     cpu::simd().name()
 }
 
@@ -16,7 +18,7 @@ pub(super) fn cpu_features() -> &'static str {
 /// benchmarks: the bytes are the same.
 #[pyfunction]
 #[pyo3(signature = (level))]
-pub(super) fn set_cpu_simd(level: Option<&str>) -> PyResult<()> {
+fn set_cpu_simd(level: Option<&str>) -> PyResult<()> {
     let levels = [Level::Scalar, Level::Avx2, Level::Avx512];
     let wanted = level.map(|name| {
         levels.into_iter().find(|level| level.name() == name).ok_or_else(|| {

@@ -5,10 +5,22 @@
 
 use pyo3::prelude::*;
 
+/// `functions!(one, another)`: what puts a file's functions into the module.
+macro_rules! functions {
+    ($($name:ident),* $(,)?) => {
+        pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+            $(module.add_function(wrap_pyfunction!($name, module)?)?;)*
+            Ok(())
+        }
+    };
+}
+
 mod blocks;
 mod capsule;
 mod errors;
 mod machine;
+mod native;
+mod parse;
 mod tensors;
 mod tensorwise;
 
@@ -19,29 +31,9 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("CudaError", py.get_type::<errors::CudaError>())?;
     module.add("UnsupportedError", py.get_type::<errors::UnsupportedError>())?;
-    macro_rules! functions {
-        ($($file:ident::$name:ident),* $(,)?) => {
-            $(module.add_function(wrap_pyfunction!($file::$name, module)?)?;)*
-        };
+    for register in [machine::register, tensorwise::register, blocks::register] {
+        register(module)?;
     }
-    functions! {
-        machine::cpu_features,
-        machine::set_cpu_simd,
-        tensorwise::amax,
-        tensorwise::multi_amax,
-        tensorwise::scale_from_amax,
-        tensorwise::quantize,
-        tensorwise::quantize_delayed,
-        tensorwise::quantize_current,
-        tensorwise::multi_quantize,
-        tensorwise::multi_quantize_delayed,
-        tensorwise::transpose,
-        tensorwise::dequantize,
-        blocks::block_amax,
-        blocks::quantize_blocks,
-        blocks::pack_scales,
-        blocks::unpack_scales,
-        blocks::rebase,
-    }
+    module.add_function(wrap_pyfunction!(native::register_kernels, module)?)?;
     Ok(())
 }

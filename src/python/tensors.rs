@@ -43,7 +43,7 @@ pub(super) struct Arguments<'py> {
     /// interpreter is let go of. Only grows.
     lists: RefCell<Vec<Bound<'py, PyTuple>>>,
     /// CUDA arrays that were made ready on a stream that a later argument may override.
-    exported: RefCell<Vec<(Name, Bound<'py, PyAny>)>>,
+    exported: RefCell<Vec<(Arg, Bound<'py, PyAny>)>>,
 }
 
 /// The stream of a call on CUDA, and who named it.
@@ -59,7 +59,8 @@ impl Queue {
     fn stream(self) -> Stream {
         match self {
             Self::Legacy => Stream::default(),
-            Self::Current(stream) => Stream(stream),
+            // SAFETY: the exporter says that it is its current one, on its tensors' device.
+            Self::Current(stream) => unsafe { Stream::from_raw(stream) },
         }
     }
 
@@ -68,22 +69,6 @@ impl Queue {
         match self.stream().0.addr() {
             0 => LEGACY_STREAM,
             stream => stream,
-        }
-    }
-}
-
-/// The name of an argument: made into words only for a message.
-#[derive(Clone, Copy)]
-pub(super) enum Name {
-    Of(&'static str),
-    Item(&'static str, usize),
-}
-
-impl Name {
-    fn words(self) -> Arg {
-        match self {
-            Self::Of(name) => name.into(),
-            Self::Item(list, index) => format!("{list}[{index}]").into(),
         }
     }
 }
@@ -107,7 +92,7 @@ impl<'py> Arguments<'py> {
         tensor: &'a Bound<'py, PyAny>,
     ) -> PyResult<View<'a>> {
         // SAFETY: the object is borrowed for as long as the view lives.
-        unsafe { self.read(Name::Of(name), tensor) }
+        unsafe { self.read(Arg::Of(name), tensor) }
     }
 
     /// A tensor to read, or None.
@@ -126,7 +111,7 @@ impl<'py> Arguments<'py> {
         tensor: &'a Bound<'py, PyAny>,
     ) -> PyResult<ViewMut<'a>> {
         // SAFETY: the object is borrowed for as long as the view lives.
-        unsafe { self.write(Name::Of(name), tensor) }
+        unsafe { self.write(Arg::Of(name), tensor) }
     }
 
     /// A tensor to write, or None.
@@ -142,7 +127,7 @@ impl<'py> Arguments<'py> {
     pub(super) fn inputs(&self, name: &'static str, tensors: &Bound<'py, PyAny>) -> PyResult<Vec<View<'_>>> {
         let items = self.hold(name, tensors)?;
         // SAFETY: `hold` keeps a reference to each element until the arguments are dropped.
-        let item = |i| unsafe { self.read(Name::Item(name, i), &items.get_item(i)?) };
+        let item = |i| unsafe { self.read(Arg::Item(name, i), &items.get_item(i)?) };
         (0..items.len()).map(item).collect()
     }
 
@@ -154,7 +139,7 @@ impl<'py> Arguments<'py> {
     ) -> PyResult<Vec<ViewMut<'_>>> {
         let items = self.hold(name, tensors)?;
         // SAFETY: as in `inputs`.
-        let item = |i| unsafe { self.write(Name::Item(name, i), &items.get_item(i)?) };
+        let item = |i| unsafe { self.write(Arg::Item(name, i), &items.get_item(i)?) };
         (0..items.len()).map(item).collect()
     }
 
@@ -189,37 +174,37 @@ impl<'py> Arguments<'py> {
 
     /// # Safety
     /// The object must live for `'a`.
-    unsafe fn read<'a>(&'a self, name: Name, tensor: &Bound<'py, PyAny>) -> PyResult<View<'a>> {
+    unsafe fn read<'a>(&'a self, name: Arg, tensor: &Bound<'py, PyAny>) -> PyResult<View<'a>> {
         let (dl, _) = self.describe(name, tensor)?;
         // SAFETY: the exporter filled it in. Its memory is that of the object, which lives for 'a, or of a
         // capsule's tensor in `owned`, which is dropped with the arguments. (To resize or rebind a tensor while
         // another thread computes with it is the caller's race, as it is with torch's own operators.)
-        let view = unsafe { dl.view(|| name.words()) }?;
+        let view = unsafe { dl.view(|| name) }?;
         self.elements.set(self.elements.get().saturating_add(view.numel()));
         Ok(view)
     }
 
     /// # Safety
     /// The object must live for `'a`.
-    unsafe fn write<'a>(&'a self, name: Name, tensor: &Bound<'py, PyAny>) -> PyResult<ViewMut<'a>> {
+    unsafe fn write<'a>(&'a self, name: Arg, tensor: &Bound<'py, PyAny>) -> PyResult<ViewMut<'a>> {
         let (dl, read_only) = self.describe(name, tensor)?;
         if read_only {
-            let message = format!("{} is read-only; an output must be writable", name.words());
+            let message = format!("{name} is read-only; an output must be writable");
             return Err(PyValueError::new_err(message));
         }
         // SAFETY: as in `read`; the exporter says that it may be written.
-        Ok(unsafe { dl.view_mut(|| name.words()) }?)
+        Ok(unsafe { dl.view_mut(|| name) }?)
     }
 
     /// The tensor behind an object, and whether it is read-only.
-    fn describe(&self, name: Name, tensor: &Bound<'py, PyAny>) -> PyResult<(DLTensor, bool)> {
+    fn describe(&self, name: Arg, tensor: &Bound<'py, PyAny>) -> PyResult<(DLTensor, bool)> {
         let Some(api) = exchange_api(&tensor.get_type())? else {
             return self.describe_through_capsule(name, tensor);
         };
         let mut dl = DLTensor::empty();
-        let export = api.dltensor_from_py_object_no_sync.ok_or_else(|| {
-            PyTypeError::new_err(format!("{}'s type cannot lend a DLPack tensor", name.words()))
-        })?;
+        let export = api
+            .dltensor_from_py_object_no_sync
+            .ok_or_else(|| PyTypeError::new_err(format!("{name}'s type cannot lend a DLPack tensor")))?;
         // SAFETY: the function belongs to this object's type, the object is alive, `dl` is ours.
         if unsafe { export(tensor.as_ptr().cast(), &raw mut dl) } != 0 {
             return Err(refused(name, tensor));
@@ -256,14 +241,13 @@ impl<'py> Arguments<'py> {
     }
 
     /// `__dlpack__`, for types without the exchange API.
-    fn describe_through_capsule(&self, name: Name, tensor: &Bound<'py, PyAny>) -> PyResult<(DLTensor, bool)> {
+    fn describe_through_capsule(&self, name: Arg, tensor: &Bound<'py, PyAny>) -> PyResult<(DLTensor, bool)> {
         if !tensor.hasattr("__dlpack__")? {
             return Err(not_a_tensor(name, tensor));
         }
         let device = tensor.getattr_opt("__dlpack_device__")?.ok_or_else(|| {
             let class = class_name(tensor);
-            let words = name.words();
-            PyTypeError::new_err(format!("{words} is of type {class}, which has no __dlpack_device__"))
+            PyTypeError::new_err(format!("{name} is of type {class}, which has no __dlpack_device__"))
         })?;
         let device = device.call0().and_then(|device| device.extract::<(i32, i32)>());
         let (kind, _) = device.map_err(|cause| not_exported(name, &cause))?;
@@ -281,7 +265,7 @@ impl<'py> Arguments<'py> {
     }
 
     /// What `__dlpack__` hands over, ready on the stream that is going to be used.
-    fn export(&self, name: Name, tensor: &Bound<'py, PyAny>, queue: Option<Queue>) -> PyResult<Managed> {
+    fn export(&self, name: Arg, tensor: &Bound<'py, PyAny>, queue: Option<Queue>) -> PyResult<Managed> {
         let options = PyDict::new(self.py);
         options.set_item("max_version", (MAJOR_VERSION, MINOR_VERSION))?;
         if let Some(queue) = queue {
@@ -292,8 +276,7 @@ impl<'py> Arguments<'py> {
         let managed = capsule.cast::<PyCapsule>().ok().and_then(Managed::take);
         managed.ok_or_else(|| {
             PyTypeError::new_err(format!(
-                "{} exports no DLPack {MAJOR_VERSION}.x tensor; convert it to a torch tensor",
-                name.words()
+                "{name} exports no DLPack {MAJOR_VERSION}.x tensor; convert it to a torch tensor"
             ))
         })
     }
@@ -318,14 +301,24 @@ static KNOWN: Mutex<Vec<(usize, Option<&'static ExchangeApi>)>> = Mutex::new(Vec
 /// No more types than this are remembered, since each is kept alive for ever.
 const MOST_KNOWN: usize = 64;
 
+thread_local! {
+    /// The type that this thread asked for last.
+    static LAST: Cell<(usize, Option<&'static ExchangeApi>)> = const { Cell::new((0, None)) };
+}
+
 /// The exchange API of a type, looked up once for each type.
-fn exchange_api(class: &Bound<'_, PyType>) -> PyResult<Option<&'static ExchangeApi>> {
+pub(super) fn exchange_api(class: &Bound<'_, PyType>) -> PyResult<Option<&'static ExchangeApi>> {
     let address = class.as_ptr().addr();
+    let (last, api) = LAST.get();
+    if last == address {
+        return Ok(api);
+    }
     // The lock is never held while Python code runs, and the interpreter is: so no fork finds it taken.
     {
         let known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, api)) = known.iter().find(|(known, _)| *known == address) {
-            return Ok(*api);
+        if let Some(known) = known.iter().find(|(known, _)| *known == address) {
+            LAST.set(*known);
+            return Ok(known.1);
         }
     }
     let api = match class.getattr_opt("__dlpack_c_exchange_api__")? {
@@ -350,20 +343,20 @@ fn exchange_api(class: &Bound<'_, PyType>) -> PyResult<Option<&'static ExchangeA
 }
 
 /// The exporter's refusal, in our words and the first line of its own.
-fn refused(name: Name, tensor: &Bound<'_, PyAny>) -> PyErr {
+fn refused(name: Arg, tensor: &Bound<'_, PyAny>) -> PyErr {
     let py = tensor.py();
     let cause = PyErr::take(py).map(|cause| cause.value(py).to_string()).unwrap_or_default();
     let reason = cause.lines().next().unwrap_or("no reason given").to_owned();
-    PyTypeError::new_err(format!("{} must be a dense tensor with memory: {reason}", name.words()))
+    PyTypeError::new_err(format!("{name} must be a dense tensor with memory: {reason}"))
 }
 
-fn not_exported(name: Name, cause: &PyErr) -> PyErr {
-    PyTypeError::new_err(format!("{} cannot be exported: {cause}", name.words()))
+fn not_exported(name: Arg, cause: &PyErr) -> PyErr {
+    PyTypeError::new_err(format!("{name} cannot be exported: {cause}"))
 }
 
-fn not_a_tensor(name: Name, object: &Bound<'_, PyAny>) -> PyErr {
+fn not_a_tensor(name: Arg, object: &Bound<'_, PyAny>) -> PyErr {
     let class = class_name(object);
-    PyTypeError::new_err(format!("{} is of type {class}; it must be a tensor", name.words()))
+    PyTypeError::new_err(format!("{name} is of type {class}; it must be a tensor"))
 }
 
 fn class_name(object: &Bound<'_, PyAny>) -> String {

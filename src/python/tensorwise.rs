@@ -1,29 +1,30 @@
 //! One scale per tensor: see the functions of the same names in [`crate::ops`].
 
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use super::parse;
 use super::tensors::Arguments;
-use crate::format::Fp8Format;
-use crate::layout::Block;
 use crate::ops::{self, ScaleRule};
+
+functions!(
+    amax,
+    multi_amax,
+    scale_from_amax,
+    quantize,
+    quantize_delayed,
+    quantize_current,
+    multi_quantize,
+    multi_quantize_delayed,
+    transpose,
+    dequantize
+);
 
 type Tensor<'a, 'py> = &'a Bound<'py, PyAny>;
 type Optional<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 
-fn format(fp8_dtype: &str) -> PyResult<Fp8Format> {
-    match fp8_dtype {
-        "e4m3" => Ok(Fp8Format::E4m3),
-        "e5m2" => Ok(Fp8Format::E5m2),
-        _ => {
-            Err(PyValueError::new_err(format!("fp8_dtype is {fp8_dtype:?}; it must be \"e4m3\" or \"e5m2\"")))
-        }
-    }
-}
-
 /// The largest magnitude of `x`, into `out` (float32, one element).
 #[pyfunction]
-pub(super) fn amax<'py>(py: Python<'py>, x: Tensor<'_, 'py>, out: Tensor<'_, 'py>) -> PyResult<()> {
+fn amax<'py>(py: Python<'py>, x: Tensor<'_, 'py>, out: Tensor<'_, 'py>) -> PyResult<()> {
     let args = Arguments::new(py);
     let x = args.input("x", x)?;
     let out = args.output("out", out)?;
@@ -32,7 +33,7 @@ pub(super) fn amax<'py>(py: Python<'py>, x: Tensor<'_, 'py>, out: Tensor<'_, 'py
 
 /// The largest magnitude of each tensor, into `out` (float32, one element for each).
 #[pyfunction]
-pub(super) fn multi_amax<'py>(py: Python<'py>, xs: Tensor<'_, 'py>, out: Tensor<'_, 'py>) -> PyResult<()> {
+fn multi_amax<'py>(py: Python<'py>, xs: Tensor<'_, 'py>, out: Tensor<'_, 'py>) -> PyResult<()> {
     let args = Arguments::new(py);
     let xs = args.inputs("xs", xs)?;
     let out = args.output("out", out)?;
@@ -42,7 +43,7 @@ pub(super) fn multi_amax<'py>(py: Python<'py>, xs: Tensor<'_, 'py>, out: Tensor<
 /// The scale for each amax, into `scale_out` (float32, the shape of `amax`).
 #[pyfunction]
 #[pyo3(signature = (amax, scale_out, fp8_dtype, power_2_scale=false, amax_epsilon=0.0, margin=0))]
-pub(super) fn scale_from_amax<'py>(
+fn scale_from_amax<'py>(
     py: Python<'py>,
     amax: Tensor<'_, 'py>,
     scale_out: Tensor<'_, 'py>,
@@ -51,10 +52,8 @@ pub(super) fn scale_from_amax<'py>(
     amax_epsilon: f32,
     margin: i64,
 ) -> PyResult<()> {
-    // What does not fit is out of the operation's range too, and refused there.
-    let margin = margin.clamp(i32::MIN.into(), i32::MAX.into()) as i32;
-    let rule = ScaleRule { power_of_2: power_2_scale, amax_epsilon, margin };
-    let format = format(fp8_dtype)?;
+    let rule = ScaleRule { power_of_2: power_2_scale, amax_epsilon, margin: parse::margin(margin) };
+    let format = parse::format(fp8_dtype)?;
     let args = Arguments::new(py);
     let amax = args.input("amax", amax)?;
     let scale_out = args.output("scale_out", scale_out)?;
@@ -63,7 +62,7 @@ pub(super) fn scale_from_amax<'py>(
 
 /// Quantizes with a known scale. `columnwise` is the transpose; either output may be None.
 #[pyfunction]
-pub(super) fn quantize<'py>(
+fn quantize<'py>(
     py: Python<'py>,
     x: Tensor<'_, 'py>,
     scale: Tensor<'_, 'py>,
@@ -81,7 +80,7 @@ pub(super) fn quantize<'py>(
 /// Quantizes with a known scale, raises `amax` to the finite amax of `x`, and writes the scale that the codes
 /// have (NaN if `x` is not finite) to `scale_used`.
 #[pyfunction]
-pub(super) fn quantize_delayed<'py>(
+fn quantize_delayed<'py>(
     py: Python<'py>,
     x: Tensor<'_, 'py>,
     scale: Tensor<'_, 'py>,
@@ -103,7 +102,7 @@ pub(super) fn quantize_delayed<'py>(
 /// Finds the scale of `x` (into `scale_out`) and quantizes with it.
 #[pyfunction]
 #[pyo3(signature = (x, scale_out, rowwise, columnwise, power_2_scale=false, amax_epsilon=0.0))]
-pub(super) fn quantize_current<'py>(
+fn quantize_current<'py>(
     py: Python<'py>,
     x: Tensor<'_, 'py>,
     scale_out: Tensor<'_, 'py>,
@@ -123,7 +122,7 @@ pub(super) fn quantize_current<'py>(
 
 /// Quantizes each tensor with its own known scale.
 #[pyfunction]
-pub(super) fn multi_quantize<'py>(
+fn multi_quantize<'py>(
     py: Python<'py>,
     xs: Tensor<'_, 'py>,
     scales: Tensor<'_, 'py>,
@@ -138,7 +137,7 @@ pub(super) fn multi_quantize<'py>(
 
 /// [`quantize_delayed`] over a list, rowwise.
 #[pyfunction]
-pub(super) fn multi_quantize_delayed<'py>(
+fn multi_quantize_delayed<'py>(
     py: Python<'py>,
     xs: Tensor<'_, 'py>,
     scales: Tensor<'_, 'py>,
@@ -157,7 +156,7 @@ pub(super) fn multi_quantize_delayed<'py>(
 
 /// Transposes FP8 codes.
 #[pyfunction]
-pub(super) fn transpose<'py>(py: Python<'py>, codes: Tensor<'_, 'py>, out: Tensor<'_, 'py>) -> PyResult<()> {
+fn transpose<'py>(py: Python<'py>, codes: Tensor<'_, 'py>, out: Tensor<'_, 'py>) -> PyResult<()> {
     let args = Arguments::new(py);
     let codes = args.input("codes", codes)?;
     let out = args.output("out", out)?;
@@ -166,28 +165,18 @@ pub(super) fn transpose<'py>(py: Python<'py>, codes: Tensor<'_, 'py>, out: Tenso
 
 /// Code times scale in float32, then one cast. A block size of -1 is the whole extent.
 #[pyfunction]
-pub(super) fn dequantize<'py>(
+fn dequantize<'py>(
     py: Python<'py>,
     codes: Tensor<'_, 'py>,
     scale: Tensor<'_, 'py>,
-    block_rows: isize,
-    block_cols: isize,
+    block_rows: i64,
+    block_cols: i64,
     out: Tensor<'_, 'py>,
 ) -> PyResult<()> {
-    let block = Block { rows: extent(block_rows)?, cols: extent(block_cols)? };
+    let block = parse::block(block_rows, block_cols)?;
     let args = Arguments::new(py);
     let codes = args.input("codes", codes)?;
     let scale = args.input("scale", scale)?;
     let out = args.output("out", out)?;
     args.run(|stream| ops::dequantize(codes, scale, block, out, stream))
-}
-
-pub(super) fn extent(block: isize) -> PyResult<usize> {
-    match block {
-        -1 => Ok(Block::ALL),
-        1.. => Ok(block.unsigned_abs()),
-        _ => Err(PyValueError::new_err(format!(
-            "block has the size {block}; it must be at least 1, or -1 for the whole extent"
-        ))),
-    }
 }

@@ -1,4 +1,7 @@
-"""The operators ``torch.ops.fp8rs.*``; importing this registers them."""
+"""The operators ``torch.ops.fp8rs.*``; importing this registers them.
+
+``define`` says how, ``room`` what they read and make room for, ``tensorwise`` and ``blocks`` which.
+"""
 
 from fp8rs.ops import blocks as blocks
 from fp8rs.ops import tensorwise as tensorwise

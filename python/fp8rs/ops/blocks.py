@@ -15,20 +15,22 @@ What :mod:`fp8rs.ops` says of all operators holds here too. Beyond that:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8rs import _core
-from fp8rs.ops.tensorwise import _fake, _matrix, _matrix_shape, _operator, _or_empty, _planes
+from fp8rs.ops import room
+from fp8rs.ops.define import Operation, operator
+from fp8rs.ops.room import matrix, matrix_shape
 
 _F32 = torch.float32
 _E8M0 = torch.float8_e8m0fnu
 
 
 def _pair(block: Sequence[int]) -> tuple[int, int]:
-    if len(block) != 2:
-        raise ValueError(f"block is {list(block)}; it must be two sizes, -1 for the whole extent")
+    room.check_pair(block)
     for size in block:
         if size != -1 and size < 1:
             raise ValueError(
@@ -48,69 +50,35 @@ def _packed_size(rows: int, blocks: int) -> int:
     return -(-rows // 128) * 128 * -(-blocks // 4) * 4
 
 
-def _new_scale(x: Tensor, dtype: torch.dtype, grid: tuple[int, int], block: object) -> Tensor:
+def _new_scale(
+    x: Tensor, dtype: torch.dtype, grid: tuple[int, int], block: tuple[int, int], packed: bool
+) -> Tensor:
+    """Room for a plane's scales, by its grid of blocks; packed, ``grid`` starts with its rows."""
+    if packed:
+        return x.new_empty(_packed_size(*grid), dtype=dtype)
     if block == (1, 128):
         return x.new_empty((grid[1], grid[0]), dtype=dtype).t()
     return x.new_empty(grid, dtype=dtype)
 
 
-@_operator("block_amax(Tensor x, int[] block, int row_offset=0) -> Tensor")
-def _block_amax(x: Tensor, block: Sequence[int], row_offset: int = 0) -> Tensor:
-    out = _new_amax(x, block, row_offset)
-    _core.block_amax(_matrix(x), block[0], block[1], out, row_offset)
-    return out
-
-
-def _new_amax(x: Tensor, block: Sequence[int], row_offset: int = 0) -> Tensor:
-    block_rows, block_cols = _pair(block)
-    rows, cols = _matrix_shape(x)
-    grid = (_count(rows, block_rows, row_offset), _count(cols, block_cols))
-    return x.new_empty(grid, dtype=_F32)
-
-
-def _new_planes(
-    x: Tensor,
-    fp8_dtype: torch.dtype,
-    block: Sequence[int],
-    scale_dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    packed: bool,
-    row_offset: int,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Room for what is asked for: codes and scales of both directions."""
+@operator("block_amax(Tensor x, int[] block, int row_offset=0) -> Tensor")
+def block_amax(x: Tensor, block: Sequence[int], row_offset: int = 0) -> Operation:
+    """The absolute maximum of each block: float32, (rows of blocks, columns of blocks)."""
     shape = _pair(block)
-    if scale_dtype is not _F32 and scale_dtype is not _E8M0:
-        raise TypeError(
-            f"scale_dtype is {scale_dtype}; it must be torch.float32 or torch.float8_e8m0fnu"
-        )
-    row, col = _planes(x, fp8_dtype, rowwise, columnwise)
-    rows, cols = _matrix_shape(x)
-    row_scale = col_scale = None
-    # The blocks along a dimension: the rows of x are cut from row_offset on, its columns from 0.
-    if row is not None:
-        grid = (_count(rows, shape[0], row_offset), _count(cols, shape[1]))
-        if packed:
-            row_scale = x.new_empty(_packed_size(rows, grid[1]), dtype=scale_dtype)
-        else:
-            row_scale = _new_scale(x, scale_dtype, grid, shape)
-    if col is not None:
-        grid = (_count(cols, shape[0]), _count(rows, shape[1], row_offset))
-        if packed:
-            col_scale = x.new_empty(_packed_size(cols, grid[1]), dtype=scale_dtype)
-        else:
-            col_scale = _new_scale(x, scale_dtype, grid, shape)
-    return row, row_scale, col, col_scale
+    rows, cols = matrix_shape(x)
+    grid = (_count(rows, shape[0], row_offset), _count(cols, shape[1]))
+    out = x.new_empty(grid, dtype=_F32)
+    return out, lambda: _core.block_amax(matrix(x), *shape, out, row_offset)
 
 
-@_operator(
+@operator(
     "quantize_blocks(Tensor x, ScalarType fp8_dtype, int[] block, ScalarType scale_dtype,"
     " bool rowwise=True, bool columnwise=False, *, str rounding='ceil', bool power_2_scale=False,"
     " float amax_epsilon=0.0, bool packed=False, int row_offset=0, Tensor? amax=None,"
     " Tensor? amax_columnwise=None, Tensor? fold=None, Tensor? after=None)"
     " -> (Tensor rowwise, Tensor rowwise_scale, Tensor columnwise, Tensor columnwise_scale)"
 )
-def _quantize_blocks(
+def quantize_blocks(
     x: Tensor,
     fp8_dtype: torch.dtype,
     block: Sequence[int],
@@ -118,16 +86,11 @@ def _quantize_blocks(
     rowwise: bool = True,
     columnwise: bool = False,
     *,
-    rounding: str = "ceil",
-    power_2_scale: bool = False,
-    amax_epsilon: float = 0.0,
     packed: bool = False,
     row_offset: int = 0,
-    amax: Tensor | None = None,
-    amax_columnwise: Tensor | None = None,
-    fold: Tensor | None = None,
     after: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    **options: Any,
+) -> Operation:
     """Quantize with a scale for each block, in one or both directions from one read.
 
     - ``scale_dtype`` float32 goes with blocks (1, -1), (1, 128) and (128, 128), float8_e8m0fnu with
@@ -145,124 +108,74 @@ def _quantize_blocks(
     Returns rowwise codes (the shape of ``x``) and their scales, columnwise codes and theirs; what
     is not asked for has the shape (0,).
     """
-    planes = _new_planes(x, fp8_dtype, block, scale_dtype, rowwise, columnwise, packed, row_offset)
-    _core.quantize_blocks(
-        _matrix(x),
-        block[0],
-        block[1],
-        *planes,
-        rounding=rounding,
-        power_2_scale=power_2_scale,
-        amax_epsilon=amax_epsilon,
-        packed=packed,
-        row_offset=row_offset,
-        amax=amax,
-        amax_columnwise=amax_columnwise,
-        fold=fold,
+    shape = _pair(block)
+    if scale_dtype is not _F32 and scale_dtype is not _E8M0:
+        raise TypeError(
+            f"scale_dtype is {scale_dtype}; it must be torch.float32 or torch.float8_e8m0fnu"
+        )
+    row, col = room.codes(x, fp8_dtype, rowwise, columnwise)
+    rows, cols = matrix_shape(x)
+    row_scale = col_scale = None
+    # The blocks along a dimension: the rows of x are cut from row_offset on, its columns from 0.
+    if row is not None:
+        lines = rows if packed else _count(rows, shape[0], row_offset)
+        row_scale = _new_scale(x, scale_dtype, (lines, _count(cols, shape[1])), shape, packed)
+    if col is not None:
+        lines = cols if packed else _count(cols, shape[0])
+        across = _count(rows, shape[1], row_offset)
+        col_scale = _new_scale(x, scale_dtype, (lines, across), shape, packed)
+    outputs = (
+        room.or_empty(x, fp8_dtype, row),
+        room.or_empty(x, scale_dtype, row_scale),
+        room.or_empty(x, fp8_dtype, col),
+        room.or_empty(x, scale_dtype, col_scale),
     )
-    return _all(x, fp8_dtype, scale_dtype, planes)
-
-
-@_fake("quantize_blocks")
-def _(
-    x: Tensor,
-    fp8_dtype: torch.dtype,
-    block: Sequence[int],
-    scale_dtype: torch.dtype,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    *,
-    rounding: str = "ceil",
-    power_2_scale: bool = False,
-    amax_epsilon: float = 0.0,
-    packed: bool = False,
-    row_offset: int = 0,
-    amax: Tensor | None = None,
-    amax_columnwise: Tensor | None = None,
-    fold: Tensor | None = None,
-    after: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    planes = _new_planes(x, fp8_dtype, block, scale_dtype, rowwise, columnwise, packed, row_offset)
-    return _all(x, fp8_dtype, scale_dtype, planes)
-
-
-def _all(
-    x: Tensor,
-    fp8_dtype: torch.dtype,
-    scale_dtype: torch.dtype,
-    planes: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    row, row_scale, col, col_scale = planes
-    return (
-        _or_empty(x, fp8_dtype, row),
-        _or_empty(x, scale_dtype, row_scale),
-        _or_empty(x, fp8_dtype, col),
-        _or_empty(x, scale_dtype, col_scale),
+    given: dict[str, Any] = {"packed": packed, "row_offset": row_offset, **options}
+    return outputs, lambda: _core.quantize_blocks(
+        matrix(x), *shape, row, row_scale, col, col_scale, **given
     )
 
 
-@_operator("pack_scales(Tensor scale, int rows, int block_rows=1) -> Tensor")
-def _pack_scales(scale: Tensor, rows: int, block_rows: int = 1) -> Tensor:
+@operator("pack_scales(Tensor scale, int rows, int block_rows=1) -> Tensor")
+def pack_scales(scale: Tensor, rows: int, block_rows: int = 1) -> Operation:
     """E8M0 scales (rows of blocks, columns of blocks) of a plane with ``rows`` rows, packed.
 
     A scale repeats for each of its ``block_rows`` (1 or 32) rows.
     """
-    out = _new_packed(scale, rows, block_rows)
-    _core.pack_scales(scale, rows, block_rows, out)
-    return out
-
-
-def _new_packed(scale: Tensor, rows: int, block_rows: int = 1) -> Tensor:
     if scale.dim() != 2:
         raise ValueError(f"scale has {scale.dim()} dimensions; it must have 2")
-    return scale.new_empty(_packed_size(rows, scale.shape[1]))
+    out = scale.new_empty(_packed_size(rows, scale.shape[1]))
+    return out, lambda: _core.pack_scales(scale, rows, block_rows, out)
 
 
-@_operator("unpack_scales(Tensor packed, int rows, int blocks, int block_rows=1) -> Tensor")
-def _unpack_scales(packed: Tensor, rows: int, blocks: int, block_rows: int = 1) -> Tensor:
+@operator("unpack_scales(Tensor packed, int rows, int blocks, int block_rows=1) -> Tensor")
+def unpack_scales(packed: Tensor, rows: int, blocks: int, block_rows: int = 1) -> Operation:
     """Undo ``pack_scales``: the scales (rows of blocks, ``blocks``)."""
-    out = _new_unpacked(packed, rows, blocks, block_rows)
-    _core.unpack_scales(packed, rows, block_rows, out)
-    return out
-
-
-def _new_unpacked(packed: Tensor, rows: int, blocks: int, block_rows: int = 1) -> Tensor:
     if block_rows not in (1, 32):
         raise ValueError(f"block_rows is {block_rows}; it must be 1 or 32")
-    return packed.new_empty((_count(rows, block_rows), blocks))
+    out = packed.new_empty((_count(rows, block_rows), blocks))
+    return out, lambda: _core.unpack_scales(packed, rows, block_rows, out)
 
 
-@_operator(
+@operator(
     "rebase(Tensor codes, Tensor scale, int[] block, int axis, Tensor? after=None)"
     " -> (Tensor codes, Tensor scale)"
 )
-def _rebase(
+def rebase(
     codes: Tensor, scale: Tensor, block: Sequence[int], axis: int, after: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> Operation:
     """MXFP8 codes rewritten for one power-of-two float32 scale a row or a column.
 
     Axis 0 gives codes of the same shape and a scale for each row of the matrix, axis 1 the
     transposed codes and a scale for each of their rows; scales have the shape (rows, 1). The
     largest blocks of a row keep their bits; codes pushed into the subnormals lose some.
     """
-    out, scale_out = _new_rebased(codes, scale, block, axis, after)
-    _core.rebase(_matrix(codes), scale, block[0], block[1], axis, out, scale_out)
-    return out, scale_out
-
-
-def _new_rebased(
-    codes: Tensor, scale: Tensor, block: Sequence[int], axis: int, after: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    _pair(block)
+    shape = _pair(block)
     if axis not in (0, 1):
         raise ValueError(f"axis is {axis}; it must be 0 or 1")
-    rows, cols = _matrix_shape(codes)
-    if axis == 0:
-        return codes.new_empty(codes.shape), codes.new_empty((rows, 1), dtype=_F32)
-    return codes.new_empty((cols, rows)), codes.new_empty((cols, 1), dtype=_F32)
-
-
-_fake("block_amax")(_new_amax)
-_fake("pack_scales")(_new_packed)
-_fake("unpack_scales")(_new_unpacked)
-_fake("rebase")(_new_rebased)
+    rows, cols = matrix_shape(codes)
+    out = codes.new_empty(codes.shape if axis == 0 else (cols, rows))
+    scale_out = codes.new_empty((rows if axis == 0 else cols, 1), dtype=_F32)
+    return (out, scale_out), lambda: _core.rebase(
+        matrix(codes), scale, *shape, axis, out, scale_out
+    )

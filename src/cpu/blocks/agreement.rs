@@ -3,11 +3,11 @@
 use half::{bf16, f16};
 use proptest::prelude::*;
 
-use super::definition::{self, cells};
+use super::definition::{self, cells, put};
 use crate::cpu::simd::on_each_level;
 use crate::format::e8m0::Rounding;
 use crate::layout::{Block, DType, View, ViewMut, packed};
-use crate::ops::{Axis, BlockCall, BlockPlane, BlockScale, BlockSpec, Given, ScaleRule};
+use crate::spec::{Axis, BlockCall, BlockPlane, BlockScale, BlockSpec, Given, ScaleRule};
 
 type Quantize = dyn Fn(BlockCall);
 type Amax = dyn Fn(View, Block, usize, ViewMut);
@@ -118,9 +118,9 @@ impl Filled {
             // A stride that is prime to most lengths, so that neighbours differ from row to row.
             let x = self.values[(i * 7 + row) % self.values.len()];
             match self.dtype {
-                DType::F32 => m.write(row, col, x),
-                DType::F16 => m.write(row, col, f16::from_f32(x)),
-                _ => m.write(row, col, bf16::from_f32(x)),
+                DType::F32 => put(&m, row, col, x),
+                DType::F16 => put(&m, row, col, f16::from_f32(x)),
+                _ => put(&m, row, col, bf16::from_f32(x)),
             }
         }
         buffer
@@ -243,7 +243,7 @@ impl Rebasing<'_> {
             let mut buffer = Buffer::new(dtype, shape, lay);
             let m = buffer.view_mut().matrix();
             for (i, (row, col)) in cells(shape.0, shape.1).enumerate() {
-                m.write(row, col, bytes[(i * 7 + row) % bytes.len()]);
+                put(&m, row, col, bytes[(i * 7 + row) % bytes.len()]);
             }
             buffer
         };

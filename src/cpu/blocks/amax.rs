@@ -25,7 +25,8 @@ pub(super) fn maxima(x: Matrix, fold: Option<&[f32]>, block: Block, lead: usize,
     let _env = DefaultFloatEnv::enter();
     for r in 0..out.rows {
         for c in 0..out.cols {
-            out.write(r, c, 0_u32);
+            // SAFETY: an element of the output, of fp32.
+            unsafe { out.write(r, c, 0_u32) };
         }
     }
     let parallel = x.rows * x.cols >= PARALLEL;
@@ -57,7 +58,8 @@ impl<T: Element> Kernel for Maxima<'_, T> {
             let strip = part(self.strip, STRIP, self.lead, self.x.rows);
             if self.block.rows == 1 {
                 for row in strip {
-                    let xs = self.x.row::<T>(row, cols.clone(), &mut buffer);
+                    // SAFETY: a part of the input, whose dtype `T` was chosen by.
+                    let xs = unsafe { self.x.row::<T>(row, cols.clone(), &mut buffer) };
                     let fold = self.fold.map(|fold| &fold[cols.clone()]);
                     self.put_row(row, &cols, |range| match fold {
                         Some(fold) => folded(&xs[range.clone()], &fold[range]),
@@ -74,7 +76,8 @@ impl<T: Element> Kernel for Maxima<'_, T> {
                     continue;
                 }
                 for row in inside {
-                    fold_in(&mut columns, self.x.row::<T>(row, cols.clone(), &mut buffer));
+                    // SAFETY: as above.
+                    fold_in(&mut columns, unsafe { self.x.row::<T>(row, cols.clone(), &mut buffer) });
                 }
                 let row = if self.block.rows == Block::ALL { 0 } else { block };
                 self.put_row(row, &cols, |range| largest::<T>(&columns[range]));

@@ -1,111 +1,195 @@
-//! The block operations element by element, from the definition.
-
-use std::ops::Range;
+//! The block operations element by element, from the definition alone.
+//!
+//! Nothing here is shared with what it judges but the formats (`crate::format`, which are the definition) and the
+//! words of a call: which block an element is in, how many there are, where a scale lies packed and where the
+//! columnwise plane begins are worked out anew, from the whole matrix that `x` is a part of.
 
 use half::{bf16, f16};
 
-use super::plane::Plane;
-use crate::format::{e8m0, scale, wide};
-use crate::layout::{Block, DType, Matrix, View, ViewMut, packed};
-use crate::ops::{Axis, BlockCall, BlockScale};
+use crate::format::{Fp8Format, e8m0, scale, wide};
+use crate::layout::{Block, DType, Matrix, View, ViewMut};
+use crate::spec::{Axis, BlockCall, BlockPlane, BlockScale, BlockSpec};
 
 pub(super) fn cells(rows: usize, cols: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..rows).flat_map(move |row| (0..cols).map(move |col| (row, col)))
 }
 
+/// The address of an element, from the view's own words.
+fn at(m: &Matrix, row: usize, col: usize) -> *mut u8 {
+    assert!(row < m.rows && col < m.cols, "({row}, {col}) is outside");
+    let elements = row as isize * m.row_stride + col as isize * m.col_stride;
+    m.ptr.wrapping_offset(elements * m.dtype.size() as isize)
+}
+
+pub(super) fn get<T: Copy>(m: &Matrix, row: usize, col: usize) -> T {
+    assert_eq!(size_of::<T>(), m.dtype.size());
+    // SAFETY: an element of a view that the test has.
+    unsafe { at(m, row, col).cast::<T>().read() }
+}
+
+pub(super) fn put<T: Copy>(m: &Matrix, row: usize, col: usize, value: T) {
+    assert_eq!(size_of::<T>(), m.dtype.size());
+    // SAFETY: the same, of a view to write to.
+    unsafe { at(m, row, col).cast::<T>().write(value) }
+}
+
 fn load(m: &Matrix, row: usize, col: usize) -> f32 {
     match m.dtype {
-        DType::F32 => m.read::<f32>(row, col),
-        DType::F16 => wide::Wide::to_f32(m.read::<f16>(row, col)),
-        DType::Bf16 => wide::Wide::to_f32(m.read::<bf16>(row, col)),
+        DType::F32 => get::<f32>(m, row, col),
+        DType::F16 => wide::Wide::to_f32(get::<f16>(m, row, col)),
+        DType::Bf16 => wide::Wide::to_f32(get::<bf16>(m, row, col)),
         other => unreachable!("{other}"),
     }
 }
 
-/// One direction.
-fn quantize_plane(plane: &Plane) {
-    let Plane { x, block, lead, codes, scales, format, .. } = plane;
-    let value = |row: usize, col: usize| {
-        let x = load(x, row, col);
-        plane.fold.map_or(x, |fold| x * fold.read::<f32>(0, col))
-    };
-    let count = |n: usize, lead: usize, block: usize| match block {
-        Block::ALL => 1,
-        _ if n == 0 => 0,
-        block => (lead + n).div_ceil(block),
-    };
-    let grid = (count(x.rows, lead.0, block.rows), count(x.cols, lead.1, block.cols));
-    let inside = |i: usize, lead: usize, block: usize, n: usize| -> Range<usize> {
-        if block == Block::ALL { 0..n } else { (i * block).max(lead) - lead..((i + 1) * block - lead).min(n) }
-    };
-    if plane.packed {
-        for i in 0..scales.cols {
-            scales.write(0, i, 0_u8);
-        }
+/// The number of the block that the `i`-th of a dimension's elements is in, the first being number `first` of the
+/// whole matrix's, counted from the block of that one.
+fn block_of(i: usize, first: usize, size: usize) -> usize {
+    if size == Block::ALL { 0 } else { (first + i) / size - first / size }
+}
+
+/// How many blocks `n` elements touch; the whole extent is one block even where it is empty.
+fn blocks(n: usize, first: usize, size: usize) -> usize {
+    if size == Block::ALL {
+        1
+    } else if n == 0 {
+        0
+    } else {
+        block_of(n - 1, first, size) + 1
     }
-    for (r, c) in cells(grid.0, grid.1) {
-        let rows = inside(r, lead.0, block.rows, x.rows);
-        let cols = inside(c, lead.1, block.cols, x.cols);
-        let elements = || rows.clone().flat_map(|row| cols.clone().map(move |col| (row, col)));
-        let amax = match plane.amax {
-            Some(amax) => amax.read(r, c),
-            None => wide::amax(elements().map(|(row, col)| value(row, col))),
+}
+
+/// The byte of the packed layout that the scale of a row's block has: 128x4 tiles, row-major, each as 32 rows of 16
+/// bytes, where row r of a tile has its four scales at (r % 32, r / 32 * 4).
+fn packed_at(row: usize, block: usize, blocks: usize) -> usize {
+    let tiles_across = blocks.div_ceil(4);
+    let tile = (row / 128) * tiles_across + block / 4;
+    let (in_row, in_col) = (row % 128, block % 4);
+    tile * 512 + (in_row % 32) * 16 + (in_row / 32) * 4 + in_col
+}
+
+/// One direction: `value` gives the elements of the plane's matrix, of `rows` by `cols`, which starts at `first` of
+/// the whole one.
+struct Direction<'a> {
+    shape: (usize, usize),
+    first: (usize, usize),
+    value: &'a dyn Fn(usize, usize) -> f32,
+    amax: Option<Matrix>,
+}
+
+fn quantize_plane(direction: &Direction, spec: &BlockSpec, format: Fp8Format, plane: &BlockPlane) {
+    let Direction { shape: (rows, cols), first, value, amax } = *direction;
+    let (codes, scales) = (plane.codes.matrix(), plane.scales.matrix());
+    let Block { rows: down, cols: across } = spec.block;
+    let grid = (blocks(rows, first.0, down), blocks(cols, first.1, across));
+    if spec.packed {
+        (0..scales.cols).for_each(|i| put(&scales, 0, i, 0_u8));
+    }
+    // The elements of each block.
+    let mut members = vec![Vec::new(); grid.0 * grid.1];
+    for (row, col) in cells(rows, cols) {
+        let block = block_of(row, first.0, down) * grid.1 + block_of(col, first.1, across);
+        members[block].push((row, col));
+    }
+    for ((r, c), members) in cells(grid.0, grid.1).zip(members) {
+        let amax = match amax {
+            Some(amax) => get(&amax, r, c),
+            None => wide::amax(members.iter().map(|(row, col)| value(*row, *col))),
         };
-        let factor = match plane.scale {
+        let factor = match spec.scale {
             BlockScale::F32(rule) => {
-                let scale = rule.scale(amax, *format);
-                scales.write(r, c, scale);
+                let scale = rule.scale(amax, format);
+                put(&scales, r, c, scale);
                 scale::reciprocal(scale)
             }
             BlockScale::E8m0(rounding) => {
-                let byte = e8m0::from_amax(amax, *format, rounding);
-                if plane.packed {
-                    rows.clone().for_each(|row| scales.write(0, packed::index(row, c, grid.1), byte));
+                let byte = e8m0::from_amax(amax, format, rounding);
+                if spec.packed {
+                    for (row, _) in &members {
+                        put(&scales, 0, packed_at(*row, c, grid.1), byte);
+                    }
                 } else {
-                    scales.write(r, c, byte);
+                    put(&scales, r, c, byte);
                 }
                 e8m0::reciprocal(byte)
             }
         };
-        for (row, col) in elements() {
-            codes.write(row, col, format.encode(value(row, col) * factor));
+        for (row, col) in members {
+            put(&codes, row, col, format.encode(value(row, col) * factor));
         }
     }
 }
 
 pub(super) fn quantize_blocks(call: BlockCall) {
-    Plane::of(&call).iter().flatten().for_each(quantize_plane);
+    let BlockCall { x, spec, format, given, rowwise, columnwise } = call;
+    let (x, fold) = (x.matrix(), given.fold.map(|fold| fold.matrix()));
+    let square = spec.block.rows == spec.block.cols;
+    let amax = given.amax.map(|amax| amax.matrix());
+    if let Some(plane) = rowwise {
+        let value = |row, col| {
+            let x = load(&x, row, col);
+            fold.map_or(x, |fold| x * get::<f32>(&fold, 0, col))
+        };
+        let (shape, first) = ((x.rows, x.cols), (spec.row_offset, 0));
+        quantize_plane(&Direction { shape, first, value: &value, amax }, &spec, format, &plane);
+    }
+    if let Some(plane) = columnwise {
+        // The transposed matrix: its columns are the rows of x, which start inside the whole matrix.
+        let value = |row, col| load(&x, col, row);
+        let turned = amax.map(|m| Matrix {
+            rows: m.cols,
+            cols: m.rows,
+            row_stride: m.col_stride,
+            col_stride: m.row_stride,
+            ..m
+        });
+        let amax = if square { turned } else { given.amax_columnwise.map(|amax| amax.matrix()) };
+        let (shape, first) = ((x.cols, x.rows), (0, spec.row_offset));
+        quantize_plane(&Direction { shape, first, value: &value, amax }, &spec, format, &plane);
+    }
 }
 
 pub(super) fn block_amax(x: View, block: Block, lead: usize, out: ViewMut) {
     let (x, out) = (x.matrix(), out.matrix());
-    cells(out.rows, out.cols).for_each(|(r, c)| out.write(r, c, 0.0_f32));
+    cells(out.rows, out.cols).for_each(|(r, c)| put(&out, r, c, 0.0_f32));
     for (row, col) in cells(x.rows, x.cols) {
-        let (r, c) = ((row + lead) / block.rows, col / block.cols);
-        out.write(r, c, wide::amax([load(&x, row, col), out.read::<f32>(r, c)]));
+        let (r, c) = (block_of(row, lead, block.rows), block_of(col, 0, block.cols));
+        put(&out, r, c, wide::amax([load(&x, row, col), get::<f32>(&out, r, c)]));
     }
 }
 
 pub(super) fn rebase(codes: View, scales: View, block: Block, axis: Axis, out: ViewMut, scale_out: ViewMut) {
     let format = codes.dtype().fp8().expect("codes");
-    let (mut codes, mut scales, mut block) = (codes.matrix(), scales.matrix(), block);
-    if axis == Axis::Columns {
-        (codes, scales, block) = (codes.transposed(), scales.transposed(), block.transposed());
-    }
-    for row in 0..codes.rows {
-        let byte = |col: usize| scales.read::<u8>(row / block.rows, col / block.cols);
-        let largest = (0..codes.cols).map(byte).filter(|&byte| byte != e8m0::NAN).max();
-        let line = largest.unwrap_or(0).max(1);
+    let (codes, scales, out, scale_out) = (codes.matrix(), scales.matrix(), out.matrix(), scale_out.matrix());
+    // Line by line: rows, or columns.
+    let (lines, length) =
+        if axis == Axis::Rows { (codes.rows, codes.cols) } else { (codes.cols, codes.rows) };
+    let place = |line, i| if axis == Axis::Rows { (line, i) } else { (i, line) };
+    for line in 0..lines {
+        let byte = |i: usize| {
+            let (row, col) = place(line, i);
+            get::<u8>(&scales, row / block.rows, col / block.cols)
+        };
+        let largest = (0..length).map(byte).filter(|&byte| byte != e8m0::NAN).max();
+        let base = largest.unwrap_or(0).max(1);
         let mut counts = false;
-        for col in 0..codes.cols {
-            let value = format.decode(codes.read(row, col));
-            counts |= byte(col) != e8m0::NAN && value.abs() > 0.0;
-            let factor = match byte(col) {
+        for i in 0..length {
+            let (row, col) = place(line, i);
+            let value = format.decode(get(&codes, row, col));
+            counts |= byte(i) != e8m0::NAN && value.abs() > 0.0;
+            let factor = match byte(i) {
                 e8m0::NAN => f64::NAN,
-                byte => 2.0_f64.powi(i32::from(byte) - i32::from(line)),
+                byte => 2.0_f64.powi(i32::from(byte) - i32::from(base)),
             };
-            out.matrix().write(row, col, format.encode((f64::from(value) * factor) as f32));
+            put(&out, line, i, format.encode((f64::from(value) * factor) as f32));
         }
-        scale_out.matrix().write(row, 0, if counts { e8m0::decode(line) } else { 1.0 });
+        put(&scale_out, line, 0, if counts { e8m0::decode(base) } else { 1.0 });
     }
+}
+
+#[test]
+fn the_packed_layout_is_that_of_the_specification() {
+    // (r / 128, c / 4) tiles of (32, 16): section 2 of the byte contract, with numbers worked out by hand.
+    assert_eq!([packed_at(0, 1, 8), packed_at(1, 0, 8), packed_at(32, 0, 8)], [1, 16, 4]);
+    assert_eq!([packed_at(0, 4, 8), packed_at(128, 0, 5), packed_at(127, 3, 4)], [512, 1024, 511]);
 }

@@ -3,7 +3,7 @@
 use crate::cpu::convert::Element;
 use crate::format::{Fp8Format, e8m0, scale};
 use crate::layout::{Block, Matrix, packed};
-use crate::ops::{BlockCall, BlockScale};
+use crate::spec::{BlockCall, BlockScale};
 
 /// Scales that are computed at a time, as vector code.
 const RUN: usize = 64;
@@ -81,7 +81,8 @@ impl Plane {
         if let Some(given) = &self.amax {
             for (i, found) in found.iter_mut().enumerate() {
                 let (r, c) = at(i);
-                *found = given.read(r, c);
+                // SAFETY: `ops` has checked that there is one, of fp32, for each block.
+                *found = unsafe { given.read(r, c) };
             }
         }
         let format = self.format;
@@ -96,7 +97,8 @@ impl Plane {
                     }
                     for (i, scale) in scales[..found.len()].iter().enumerate() {
                         let (r, c) = at(i);
-                        self.scales.write(r, c, *scale);
+                        // SAFETY: an output of fp32 with an element for each block, each written by one thread.
+                        unsafe { self.scales.write(r, c, *scale) };
                     }
                 }
                 BlockScale::E8m0(rounding) => {
@@ -117,12 +119,14 @@ impl Plane {
     #[inline(always)]
     fn put_byte(&self, r: usize, c: usize, byte: u8) {
         if !self.packed {
-            return self.scales.write(r, c, byte);
+            // SAFETY: an output of bytes with an element for each block, each written by one thread.
+            return unsafe { self.scales.write(r, c, byte) };
         }
         // A scale repeats for each of its rows.
         let start = r * self.block.rows;
         for row in start..(start + self.block.rows).min(self.x.rows) {
-            self.scales.write(0, packed::index(row, c, self.blocks()), byte);
+            // SAFETY: inside the packed layout, whose size `ops` has checked.
+            unsafe { self.scales.write(0, packed::index(row, c, self.blocks()), byte) };
         }
     }
 }

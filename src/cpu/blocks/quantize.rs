@@ -15,7 +15,7 @@ use crate::cpu::types::{with_codes, with_element};
 use crate::cpu::{pool, rows};
 use crate::format::Fp8Format;
 use crate::layout::{Block, DType, Device, Matrix};
-use crate::ops::BlockCall;
+use crate::spec::BlockCall;
 
 /// Columns of the narrowest block along a row.
 const NARROWEST: usize = 32;
@@ -37,7 +37,8 @@ pub(crate) fn quantize_blocks(call: BlockCall) {
 
 fn zero(packed: &Matrix) {
     for i in 0..packed.cols {
-        packed.write(0, i, 0_u8);
+        // SAFETY: an output of bytes.
+        unsafe { packed.write(0, i, 0_u8) };
     }
 }
 
@@ -62,7 +63,9 @@ impl Job {
         let [rowwise, columnwise] = Plane::of(call);
         let any = rowwise.or(columnwise).expect("validated: at least one output");
         let lead = rowwise.map_or(0, |p| p.lead.0).max(columnwise.map_or(0, |p| p.lead.1));
-        let fold = rowwise.and_then(|p| p.fold).map(|fold| (0..x.cols).map(|c| fold.read(0, c)).collect());
+        // SAFETY: fp32, with an element for each column of x.
+        let read = |fold: &Matrix, c| unsafe { fold.read(0, c) };
+        let fold = rowwise.and_then(|p| p.fold).map(|fold| (0..x.cols).map(|c| read(&fold, c)).collect());
         let mut job =
             Self { x, format, along: rowwise, across: columnwise, lead, lines: Default::default(), fold };
         if x.prefers_columns() && lead == 0 && job.fold.is_none() {
@@ -189,7 +192,8 @@ impl<T: Element, C: Codes> Part<'_, T, C> {
         let size = plane.block.cols;
         let first = self.cols.start / size;
         for row in self.rows() {
-            let xs = self.job.x.row::<T>(row, self.cols.clone(), buffer);
+            // SAFETY: a part of the input, whose dtype `T` was chosen by.
+            let xs = unsafe { self.job.x.row::<T>(row, self.cols.clone(), buffer) };
             let to = &mut factors.along[self.in_strip(row)];
             let mut found = [0; CHUNK / NARROWEST];
             if plane.amax.is_none() {
@@ -208,7 +212,8 @@ impl<T: Element, C: Codes> Part<'_, T, C> {
     fn column_maxima(&self, rows: Range<usize>, buffer: &mut Vec<T>) -> [T::Bits; CHUNK] {
         let mut columns = [T::Bits::default(); CHUNK];
         for row in rows {
-            fold_in(&mut columns, self.job.x.row::<T>(row, self.cols.clone(), buffer));
+            // SAFETY: a part of the input, whose dtype `T` was chosen by.
+            fold_in(&mut columns, unsafe { self.job.x.row::<T>(row, self.cols.clone(), buffer) });
         }
         columns
     }
@@ -266,7 +271,8 @@ impl<T: Element, C: Codes> Part<'_, T, C> {
         let contiguous = plane.codes.col_stride == 1;
         let mut line = [0_u8; CHUNK];
         for row in self.rows() {
-            let xs = self.job.x.row::<T>(row, self.cols.clone(), buffer);
+            // SAFETY: as above.
+            let xs = unsafe { self.job.x.row::<T>(row, self.cols.clone(), buffer) };
             let out = if contiguous {
                 // SAFETY: contiguous elements of the output, which only this part writes.
                 unsafe { plane.codes.row_mut::<u8>(row, self.cols.clone()) }
@@ -284,7 +290,8 @@ impl<T: Element, C: Codes> Part<'_, T, C> {
             }
             if !contiguous {
                 for (col, code) in self.cols.clone().zip(line) {
-                    plane.codes.write(row, col, code);
+                    // SAFETY: an element of the output, which only this part writes.
+                    unsafe { plane.codes.write(row, col, code) };
                 }
             }
         }
@@ -298,7 +305,8 @@ impl<T: Element, C: Codes> Part<'_, T, C> {
         for start in rows.clone().step_by(tile::ROWS) {
             let rows = start..(start + tile::ROWS).min(rows.end);
             for row in rows.clone() {
-                let xs = self.job.x.row::<T>(row, self.cols.clone(), buffer);
+                // SAFETY: as above.
+                let xs = unsafe { self.job.x.row::<T>(row, self.cols.clone(), buffer) };
                 let line = tile.row_mut(row - start, self.cols.len());
                 cast_each::<T, C>(xs, &factors.across[self.in_strip(row) / size], line);
             }

@@ -14,7 +14,7 @@ use crate::cpu::tile::{self, Tile};
 use crate::cpu::types::with_codes;
 use crate::format::{Fp8Format, e8m0};
 use crate::layout::{Block, Matrix, View, ViewMut};
-use crate::ops::Axis;
+use crate::spec::Axis;
 
 /// Columns of a block.
 const BLOCK: usize = 32;
@@ -26,11 +26,11 @@ pub(crate) fn rebase(codes: View, scales: View, block: Block, axis: Axis, out: V
     let scale_out = scale_out.matrix();
     let (codes, scales) = (codes.matrix(), scales.matrix());
     let lines = (0..scale_out.rows).map(|_| AtomicU8::new(0)).collect();
+    // SAFETY: E8M0 scales, with these rows and columns.
+    let byte = |r, c| unsafe { scales.read::<u8>(r, c) };
     let largest = match axis {
-        Axis::Rows => (0..scales.rows).map(|r| base((0..scales.cols).map(|c| scales.read(r, c)))).collect(),
-        Axis::Columns => {
-            (0..scales.cols).map(|c| base((0..scales.rows).map(|r| scales.read(r, c)))).collect()
-        }
+        Axis::Rows => (0..scales.rows).map(|r| base((0..scales.cols).map(|c| byte(r, c)))).collect(),
+        Axis::Columns => (0..scales.cols).map(|c| base((0..scales.rows).map(|r| byte(r, c)))).collect(),
     };
     let job = Job { codes, scales, block, axis, out: out.matrix(), largest, lines };
     let parallel = codes.rows * codes.cols >= PARALLEL;
@@ -43,7 +43,8 @@ pub(crate) fn rebase(codes: View, scales: View, block: Block, axis: Axis, out: V
             Axis::Columns => job.largest[line / BLOCK],
         };
         let scale = if seen.load(Ordering::Relaxed) == 0 { 1.0 } else { e8m0::decode(largest) };
-        scale_out.write(line, 0, scale);
+        // SAFETY: an output of fp32 with a row for each line.
+        unsafe { scale_out.write(line, 0, scale) };
     }
 }
 
@@ -120,14 +121,16 @@ impl<C: Codes> Strip<'_, C> {
         buffer: &mut Vec<u8>,
     ) {
         let Job { codes, scales, block, axis, largest, lines, .. } = self.job;
-        let codes = codes.row::<u8>(row, cols.clone(), buffer);
+        // SAFETY: a part of a row of the input.
+        let codes = unsafe { codes.row::<u8>(row, cols.clone(), buffer) };
         let r = row / block.rows;
         let mut any = 0;
         for (i, ((codes, out), seen)) in
             codes.chunks(BLOCK).zip(line.chunks_mut(BLOCK)).zip(seen.chunks_mut(BLOCK)).enumerate()
         {
             let c = cols.start / BLOCK + i;
-            let byte = scales.read::<u8>(r, c);
+            // SAFETY: `ops` has checked that there is a scale for each block.
+            let byte = unsafe { scales.read::<u8>(r, c) };
             if byte == e8m0::NAN {
                 out.fill(Fp8Format::NAN);
                 continue;

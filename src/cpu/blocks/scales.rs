@@ -17,8 +17,12 @@ pub(crate) fn pack_scales(scales: View, rows: usize, block_rows: usize, out: Vie
                 let at = packed::index(row, first, scales.cols);
                 for i in 0..packed::TILE_COLS {
                     let inside = row < rows && first + i < scales.cols;
-                    let byte = if inside { scales.read(row / block_rows, first + i) } else { 0_u8 };
-                    out.write(0, at + i, byte);
+                    // SAFETY: inside, and inside the packed layout, whose size `ops` has checked; this tile is
+                    // this thread's.
+                    unsafe {
+                        let byte = if inside { scales.read(row / block_rows, first + i) } else { 0_u8 };
+                        out.write(0, at + i, byte);
+                    }
                 }
             }
         }
@@ -33,7 +37,8 @@ pub(crate) fn unpack_scales(packed: View, _rows: usize, block_rows: usize, out: 
             for first in (0..out.cols).step_by(packed::TILE_COLS) {
                 let at = packed::index(row * block_rows, first, out.cols);
                 for block in first..(first + packed::TILE_COLS).min(out.cols) {
-                    out.write(row, block, packed.read::<u8>(0, at + block - first));
+                    // SAFETY: the same, the other way.
+                    unsafe { out.write(row, block, packed.read::<u8>(0, at + block - first)) };
                 }
             }
         }

@@ -9,7 +9,7 @@ use crate::cuda::tensorwise::Rule;
 use crate::cuda::views::{ordinal, rows_aligned};
 use crate::error::Error;
 use crate::layout::{Block, DType, Matrix, View, ViewMut};
-use crate::ops::{ScaleRule, Stream};
+use crate::spec::{ScaleRule, Stream};
 
 /// Two vectors of fp32, either of which may be absent.
 #[derive(Clone, Copy)]

@@ -11,7 +11,7 @@ use crate::cuda::views::{aligned, rows_aligned};
 use crate::error::Error;
 use crate::format::e8m0::Rounding;
 use crate::layout::{Block, Matrix};
-use crate::ops::ScaleRule;
+use crate::spec::ScaleRule;
 
 #[derive(Clone, Copy)]
 #[repr(C)]

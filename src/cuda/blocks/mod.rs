@@ -14,7 +14,7 @@ use super::views::{aligned, ordinal};
 use crate::error::Error;
 use crate::format::Fp8Format;
 use crate::layout::{Block, Matrix};
-use crate::ops::{BlockCall, BlockScale, BlockSpec, Stream};
+use crate::spec::{BlockCall, BlockScale, BlockSpec, Stream};
 
 pub(crate) use amax::block_amax;
 pub(crate) use scales::{pack_scales, rebase, unpack_scales};
@@ -55,7 +55,7 @@ impl Job {
     fn new(call: &BlockCall, stream: Stream) -> Result<Self, Error> {
         let BlockCall { spec, format, given, .. } = call;
         let square = spec.block.is_square();
-        let side = |plane: &crate::ops::BlockPlane, amax: Option<Matrix>| Side {
+        let side = |plane: &crate::spec::BlockPlane, amax: Option<Matrix>| Side {
             codes: plane.codes.matrix(),
             scales: plane.scales.matrix(),
             amax,

@@ -6,7 +6,7 @@ use crate::cuda::table::{Kernel, format_index, kernel};
 use crate::cuda::views::{aligned, ordinal, rows_aligned};
 use crate::error::Error;
 use crate::layout::{Block, Matrix, View, ViewMut, packed};
-use crate::ops::{Axis, Stream};
+use crate::spec::{Axis, Stream};
 
 #[derive(Clone, Copy)]
 #[repr(C)]

@@ -10,7 +10,7 @@ use crate::cuda::views::rows_aligned;
 use crate::error::Error;
 use crate::format::e8m0::Rounding;
 use crate::layout::{Block, DType, Matrix};
-use crate::ops::{BlockScale, ScaleRule};
+use crate::spec::{BlockScale, ScaleRule};
 
 const TILE: usize = 128;
 

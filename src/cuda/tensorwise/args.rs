@@ -1,7 +1,7 @@
 //! What the kernels take: the structs of these names in `kernels/elements.cuh` and in each module's source.
 
 use crate::cuda::driver::Args;
-use crate::ops::ScaleRule;
+use crate::spec::ScaleRule;
 
 #[derive(Clone, Copy)]
 #[repr(C)]

@@ -8,7 +8,7 @@ use crate::cuda::views::{aligned, contiguous_and_aligned, ordinal};
 use crate::cuda::workspace::{PER_CHUNK, meetings};
 use crate::error::Error;
 use crate::layout::{View, ViewMut};
-use crate::ops::{ScaleRule, Stream};
+use crate::spec::{ScaleRule, Stream};
 
 /// Entries of the two sizes of [`MultiArgs`]: small parameters launch faster.
 const SHORT: usize = 64;

@@ -14,7 +14,7 @@ use super::workspace::meetings;
 use crate::error::Error;
 use crate::format::Fp8Format;
 use crate::layout::{Matrix, View, ViewMut};
-use crate::ops::{ScaleRule, Stream};
+use crate::spec::{ScaleRule, Scaling, Stream, TensorCall};
 
 pub(super) use args::Rule;
 pub(crate) use lists::{multi_amax, multi_quantize, multi_quantize_delayed};
@@ -126,46 +126,27 @@ pub(super) fn scales(
     launch(ordinal(amax.device), stream, &SCALE[format_index(format)], grid, &args)
 }
 
-pub(crate) fn quantize(
-    x: View,
-    scale: View,
-    rowwise: Option<ViewMut>,
-    columnwise: Option<ViewMut>,
-    stream: Stream,
-) -> Result<(), Error> {
-    cast(&x, scale.ptr(), rowwise.as_ref(), columnwise.as_ref(), None, false, stream)
-}
-
-pub(crate) fn quantize_delayed(
-    x: View,
-    scale: View,
-    amax: ViewMut,
-    scale_used: ViewMut,
-    rowwise: Option<ViewMut>,
-    columnwise: Option<ViewMut>,
-    stream: Stream,
-) -> Result<(), Error> {
-    let meeting = meetings(ordinal(x.device()), stream, 1)?;
-    let delayed = Delayed { amax: amax.ptr(), scale_used: scale_used.ptr(), meeting };
-    cast(&x, scale.ptr(), rowwise.as_ref(), columnwise.as_ref(), Some(delayed), false, stream)
-}
-
-/// Two launches: the scale, then the cast. The cast takes the tensor's end first, which the L2 still holds.
+/// See `ops::quantize`, `ops::quantize_delayed` and `ops::quantize_current`.
 ///
-/// One launch with a barrier between its halves is faster alone (1.25 times the cast), but all its blocks must
-/// run at once: beside a collective that holds multiprocessors it would wait for that to end.
-pub(crate) fn quantize_current(
-    x: View,
-    format: Fp8Format,
-    rule: ScaleRule,
-    scale_out: ViewMut,
-    rowwise: Option<ViewMut>,
-    columnwise: Option<ViewMut>,
-    stream: Stream,
-) -> Result<(), Error> {
-    let (i, j) = (input_index(x.dtype()), format_index(format));
-    find_amax(&x, scale_out.ptr(), &CURRENT_SCALE[i][j], &STRIDED_SCALE[i][j], rule, stream)?;
-    cast(&x, scale_out.ptr(), rowwise.as_ref(), columnwise.as_ref(), None, true, stream)
+/// Current scaling takes two launches: the scale, then the cast, which takes the tensor's end first, because the L2
+/// still holds that. One launch with a barrier between its halves is faster alone (1.25 times the cast), but all its
+/// blocks must run at once: beside a collective that holds multiprocessors it would wait for that to end.
+pub(crate) fn quantize(call: TensorCall, stream: Stream) -> Result<(), Error> {
+    let TensorCall { x, scaling, format, rowwise, columnwise } = call;
+    let (scale, delayed, backwards) = match &scaling {
+        Scaling::Known(scale) => (scale.ptr(), None, false),
+        Scaling::Delayed { scale, amax, scale_used } => {
+            let meeting = meetings(ordinal(x.device()), stream, 1)?;
+            let delayed = Delayed { amax: amax.ptr(), scale_used: scale_used.ptr(), meeting };
+            (scale.ptr(), Some(delayed), false)
+        }
+        Scaling::Current { rule, scale_out } => {
+            let (i, j) = (input_index(x.dtype()), format_index(format));
+            find_amax(&x, scale_out.ptr(), &CURRENT_SCALE[i][j], &STRIDED_SCALE[i][j], *rule, stream)?;
+            (scale_out.ptr().cast_const(), None, true)
+        }
+    };
+    cast(&x, scale, rowwise.as_ref(), columnwise.as_ref(), delayed, backwards, stream)
 }
 
 fn cast(

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::format::Fp8Format;
+use super::Fp8Format;
 
 /// An element type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -1,0 +1,173 @@
+//! Whether matrices share memory, element by element and not only by their ranges: the columns of one buffer lie
+//! between each other without touching.
+
+use crate::layout::Matrix;
+
+/// From this many steps on an answer is not looked for: two matrices whose ranges overlap then count as sharing
+/// memory. Tensors take a few steps; only strides made for it take more.
+const MOST_STEPS: usize = 10_000;
+
+/// Whether two elements of a matrix share memory. They are of one size, and lie that far apart at least unless they
+/// are the same: two do if `i * row_stride == j * col_stride` for some (i, j) but (0, 0).
+pub(super) fn overlaps_itself(m: &Matrix) -> bool {
+    if m.numel() < 2 {
+        return false;
+    }
+    let (down, across) = (m.row_stride.unsigned_abs(), m.col_stride.unsigned_abs());
+    if m.rows == 1 || m.cols == 1 {
+        return if m.rows == 1 { across == 0 } else { down == 0 };
+    }
+    if down == 0 || across == 0 {
+        return true;
+    }
+    let common = gcd(down, across);
+    across / common < m.rows && down / common < m.cols
+}
+
+/// Whether an element of one matrix shares memory with an element of the other.
+pub(super) fn overlap(a: &Matrix, b: &Matrix) -> bool {
+    if a.numel() == 0 || b.numel() == 0 {
+        return false;
+    }
+    // start_a + (steps of a) and start_b + (steps of b) are less than an element apart: a sum of steps, all counted
+    // upwards, equals a number from `low` to `high`.
+    let (size_a, size_b) = (a.dtype.size() as i128, b.dtype.size() as i128);
+    let mut target = (b.ptr.addr() as i128) - (a.ptr.addr() as i128);
+    let mut steps: Vec<Step> = Vec::with_capacity(4);
+    for (count, stride) in [
+        (a.rows, a.row_stride as i128 * size_a),
+        (a.cols, a.col_stride as i128 * size_a),
+        (b.rows, -(b.row_stride as i128) * size_b),
+        (b.cols, -(b.col_stride as i128) * size_b),
+    ] {
+        let most = count as i128 - 1;
+        if most == 0 || stride == 0 {
+            continue;
+        }
+        if stride < 0 {
+            // Counted from the other end.
+            target -= stride * most;
+        }
+        let size = stride.abs();
+        match steps.iter_mut().find(|step| step.size == size) {
+            Some(step) => step.most += most,
+            None => steps.push(Step { size, most }),
+        }
+    }
+    steps.sort_by_key(|step| std::cmp::Reverse(step.size));
+    let (low, high) = (target - size_a + 1, target + size_b - 1);
+    let mut left = MOST_STEPS;
+    reaches(&steps, low, high, &mut left)
+}
+
+/// Up to `most` steps of a size in bytes.
+#[derive(Debug, Clone, Copy)]
+struct Step {
+    size: i128,
+    most: i128,
+}
+
+/// Whether a sum of steps is from `low` to `high`; yes, where that would take more than `left` tries.
+fn reaches(steps: &[Step], low: i128, high: i128, left: &mut usize) -> bool {
+    let span: i128 = steps.iter().map(|step| step.size * step.most).sum();
+    if high < 0 || low > span {
+        return false;
+    }
+    let Some((first, rest)) = steps.split_first() else { return true };
+    // All sums are multiples of what the sizes have in common.
+    let common = steps.iter().fold(0, |common, step| gcd(common, step.size as usize)) as i128;
+    if low.max(0).div_euclid(common) == high.div_euclid(common) && low.max(0).rem_euclid(common) != 0 {
+        return false;
+    }
+    let rest_span = span - first.size * first.most;
+    let fewest = (low - rest_span).max(0);
+    let (from, to) = ((fewest + first.size - 1) / first.size, (high / first.size).min(first.most));
+    for count in from..=to {
+        if *left == 0 {
+            return true;
+        }
+        *left -= 1;
+        if reaches(rest, low - count * first.size, high - count * first.size, left) {
+            return true;
+        }
+    }
+    false
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    let (mut a, mut b) = (a, b);
+    while b != 0 {
+        (a, b) = (b, a % b);
+    }
+    a
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::layout::{DType, Device};
+
+    fn matrix(start: usize, dtype: DType, shape: (usize, usize), strides: (isize, isize)) -> Matrix {
+        let ptr = std::ptr::without_provenance_mut(start);
+        let ((rows, cols), (row_stride, col_stride)) = (shape, strides);
+        Matrix { ptr, dtype, device: Device::Cpu, rows, cols, row_stride, col_stride }
+    }
+
+    fn elements(m: &Matrix) -> Vec<isize> {
+        let offset = |r: usize, c: usize| {
+            (r as isize * m.row_stride + c as isize * m.col_stride) * m.dtype.size() as isize
+        };
+        (0..m.rows)
+            .flat_map(|r| (0..m.cols).map(move |c| (r, c)))
+            .map(|(r, c)| m.ptr.addr() as isize + offset(r, c))
+            .collect()
+    }
+
+    fn bytes(m: &Matrix) -> HashSet<isize> {
+        elements(m).into_iter().flat_map(|at| at..at + m.dtype.size() as isize).collect()
+    }
+
+    fn any_matrix() -> impl Strategy<Value = Matrix> {
+        let dtype = prop::sample::select(vec![DType::F32, DType::Bf16, DType::E4m3]);
+        (1000..1064_usize, dtype, (0..6_usize, 0..6_usize), (-9..10_isize, -9..10_isize))
+            .prop_map(|(start, dtype, shape, strides)| matrix(start, dtype, shape, strides))
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, ..Default::default() })]
+
+        #[test]
+        fn two_overlap_where_they_have_a_byte_in_common(a in any_matrix(), b in any_matrix()) {
+            prop_assert_eq!(overlap(&a, &b), !bytes(&a).is_disjoint(&bytes(&b)));
+            prop_assert_eq!(overlap(&b, &a), overlap(&a, &b));
+        }
+
+        #[test]
+        fn one_overlaps_itself_where_two_elements_have_one_place(m in any_matrix()) {
+            let places: HashSet<isize> = elements(&m).into_iter().collect();
+            prop_assert_eq!(overlaps_itself(&m), places.len() < m.numel());
+        }
+    }
+
+    #[test]
+    fn large_tensors_take_few_steps() {
+        let million = 1 << 20;
+        let column = |c: usize| matrix(4096 + 4 * c, DType::F32, (1, million), (2 * million as isize, 2));
+        assert!(!overlap(&column(0), &column(1)));
+        assert!(overlap(&column(0), &column(2)));
+        let half = |c: usize| matrix(4096 + 4 * c, DType::F32, (million, 512), (1024, 1));
+        assert!(!overlap(&half(0), &half(512)));
+        assert!(overlap(&half(0), &half(511)));
+    }
+
+    #[test]
+    fn what_would_take_for_ever_counts_as_shared() {
+        let odd = |start, strides| matrix(start, DType::E4m3, (1 << 20, 1 << 20), strides);
+        let (a, b) = (odd(1 << 40, (1_000_003, 999_983)), odd((1 << 40) + 1, (1_000_033, 999_979)));
+        assert!(overlap(&a, &b));
+    }
+}

@@ -1,0 +1,132 @@
+//! How an error of a kernel reaches Python with its type.
+//!
+//! A kernel that fails must throw: torch's C interface has no other way to say so. What survives torch's C++ with
+//! the exception's type is what a kernel in Python throws too: `python_error`, with the exception set in the
+//! interpreter. A function of `libtorch_python` throws it where a `__torch_function__` has raised, so that we let
+//! one raise. The unwinding passes through frames of ours that are declared for it ("C-unwind").
+
+use std::ffi::{c_char, c_int};
+use std::sync::OnceLock;
+
+use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use super::shim::{loaded, symbol};
+use crate::error::Error;
+use crate::python::parse::Refused;
+
+/// Why a kernel did not run.
+#[derive(Debug)]
+pub(super) enum Failure {
+    /// The operation's own words.
+    Operation(Error),
+    /// An argument of the wrong type (Python: `TypeError`).
+    Type(String),
+    /// An argument out of its range (Python: `ValueError`).
+    Value(String),
+    /// A function of torch's failed (Python: `RuntimeError`).
+    Torch(&'static str),
+    /// Room for an output was refused. Asked for again in Python, it gives torch's own exception.
+    Allocation { sizes: Vec<i64>, strides: Vec<i64>, dtype: String, device: String },
+    /// A defect of ours.
+    Panic(String),
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::Operation(error)
+    }
+}
+
+impl From<Refused> for Failure {
+    fn from(Refused(message): Refused) -> Self {
+        Self::Value(message)
+    }
+}
+
+impl Failure {
+    fn exception(self, py: Python<'_>) -> PyErr {
+        match self {
+            Self::Operation(error) => error.into(),
+            Self::Type(message) => PyTypeError::new_err(message),
+            Self::Value(message) => PyValueError::new_err(message),
+            Self::Torch(call) => PyRuntimeError::new_err(format!("{call} failed")),
+            Self::Allocation { sizes, strides, dtype, device } => {
+                match allocate(py, sizes, strides, &dtype, &device) {
+                    Ok(()) => PyRuntimeError::new_err("torch refused to allocate an output, once"),
+                    Err(error) => error,
+                }
+            }
+            Self::Panic(message) => PyRuntimeError::new_err(format!("a defect of fp8rs: {message}")),
+        }
+    }
+}
+
+fn allocate(py: Python<'_>, sizes: Vec<i64>, strides: Vec<i64>, dtype: &str, device: &str) -> PyResult<()> {
+    let torch = py.import("torch")?;
+    let options = PyDict::new(py);
+    options.set_item("dtype", torch.getattr(dtype)?)?;
+    options.set_item("device", device)?;
+    torch.call_method("empty_strided", (sizes, strides), Some(&options)).map(drop)
+}
+
+/// `c10::ArrayRef<PyObject*>`.
+#[repr(C)]
+struct Objects {
+    start: *const *mut ffi::PyObject,
+    len: usize,
+}
+
+/// `torch::handle_torch_function_no_python_arg_parser`: (overloaded arguments, args, kwargs, name of the function,
+/// the function, name of its module, 0 for `__torch_function__`).
+type Handle = unsafe extern "C-unwind" fn(
+    Objects,
+    *mut ffi::PyObject,
+    *mut ffi::PyObject,
+    *const c_char,
+    *mut ffi::PyObject,
+    *const c_char,
+    c_int,
+) -> *mut ffi::PyObject;
+
+const HANDLE: &std::ffi::CStr =
+    c"_ZN5torch42handle_torch_function_no_python_arg_parserEN3c108ArrayRefIP7_objectEES3_S3_PKcS3_S6_NS_17TorchFunctionNameE";
+
+struct Raise {
+    handle: Handle,
+    raiser: Py<PyAny>,
+}
+
+static RAISE: OnceLock<Raise> = OnceLock::new();
+
+/// Looks up what throws. `raiser` is called, and its `__torch_function__` with the same arguments, with the
+/// exception to raise.
+pub(super) fn prepare(raiser: &Bound<'_, PyAny>) -> Result<(), String> {
+    let address = symbol(loaded(c"libtorch_python.so")?, HANDLE)?;
+    // SAFETY: the mangled name says that it is this function, with these parameters.
+    let handle = unsafe { std::mem::transmute::<*mut std::ffi::c_void, Handle>(address) };
+    let _ = RAISE.set(Raise { handle, raiser: raiser.clone().unbind() });
+    Ok(())
+}
+
+/// Throws the failure as a Python exception. Needs no interpreter held, and must have nothing of a call alive.
+pub(super) fn throw(failure: Failure) -> ! {
+    let Raise { handle, raiser } = RAISE.get().expect("prepared before a kernel is registered");
+    Python::attach(|py| {
+        let error = failure.exception(py).into_value(py);
+        let thrown = (|| {
+            let args = (error,).into_pyobject(py)?;
+            let (raiser, kwargs) = (raiser.as_ptr(), PyDict::new(py));
+            let overloaded = Objects { start: &raw const raiser, len: 1 };
+            let (name, module) = (c"fp8rs".as_ptr(), c"torch.ops".as_ptr());
+            // SAFETY: live objects, borrowed for the call, which throws.
+            unsafe { handle(overloaded, args.as_ptr(), kwargs.as_ptr(), name, raiser, module, 0) };
+            PyResult::Ok(())
+        })();
+        // Not reached, unless a torch function mode swallows exceptions. There is nothing to return.
+        eprintln!("fp8rs: an error of a kernel could not be raised: {thrown:?}");
+        std::process::abort()
+    })
+}

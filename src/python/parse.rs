@@ -1,0 +1,72 @@
+//! Numbers and words of arguments, for functions and kernels alike.
+
+use pyo3::PyErr;
+use pyo3::exceptions::PyValueError;
+
+use crate::format::Fp8Format;
+use crate::format::e8m0::Rounding;
+use crate::layout::Block;
+use crate::ops::Axis;
+
+/// Why an argument is refused (Python: `ValueError`).
+#[derive(Debug)]
+pub(super) struct Refused(pub(super) String);
+
+impl From<Refused> for PyErr {
+    fn from(Refused(message): Refused) -> Self {
+        PyValueError::new_err(message)
+    }
+}
+
+/// What does not fit is out of the operation's range too, and refused there.
+pub(super) fn margin(margin: i64) -> i32 {
+    margin.clamp(i32::MIN.into(), i32::MAX.into()) as i32
+}
+
+/// A size of a block; -1 is the whole extent.
+pub(super) fn extent(block: i64) -> Result<usize, Refused> {
+    match block {
+        -1 => Ok(Block::ALL),
+        1.. => Ok(block.unsigned_abs() as usize),
+        _ => Err(Refused(format!(
+            "block has the size {block}; it must be at least 1, or -1 for the whole extent"
+        ))),
+    }
+}
+
+/// Both sizes of a block.
+pub(super) fn block(rows: i64, cols: i64) -> Result<Block, Refused> {
+    Ok(Block { rows: extent(rows)?, cols: extent(cols)? })
+}
+
+/// A number of things.
+pub(super) fn count(name: &str, value: i64) -> Result<usize, Refused> {
+    usize::try_from(value).map_err(|_| Refused(format!("{name} is {value}; it must be at least 0")))
+}
+
+/// How E8M0 scales are rounded.
+pub(super) fn rounding(rounding: &str) -> Result<Rounding, Refused> {
+    match rounding {
+        "ceil" => Ok(Rounding::Ceil),
+        "floor" => Ok(Rounding::Floor),
+        _ => Err(Refused(format!("rounding is {rounding:?}; it must be \"ceil\" or \"floor\""))),
+    }
+}
+
+/// Which lines share a scale.
+pub(super) fn axis(axis: i64) -> Result<Axis, Refused> {
+    match axis {
+        0 => Ok(Axis::Rows),
+        1 => Ok(Axis::Columns),
+        _ => Err(Refused(format!("axis is {axis}; it must be 0 or 1"))),
+    }
+}
+
+/// A format by its name.
+pub(super) fn format(fp8_dtype: &str) -> Result<Fp8Format, Refused> {
+    match fp8_dtype {
+        "e4m3" => Ok(Fp8Format::E4m3),
+        "e5m2" => Ok(Fp8Format::E5m2),
+        _ => Err(Refused(format!("fp8_dtype is {fp8_dtype:?}; it must be \"e4m3\" or \"e5m2\""))),
+    }
+}

@@ -1,0 +1,104 @@
+//! The structs that launches pass are the structs that kernels take, field by field: their names, in one order, of
+//! one size each. (That the sizes are those of the PTX, a test beside the table of kernels checks.)
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+/// A field: its name, and what it is: "pointer", a number's size and kind, or the name of another struct.
+type Field = (String, String);
+
+/// Every file below a folder with one of these endings, as one text without comments.
+fn text(folder: &str, endings: &[&str]) -> String {
+    fn collect(folder: &Path, endings: &[&str], text: &mut String) {
+        let mut entries: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+        entries.sort();
+        for path in entries {
+            if path.is_dir() {
+                collect(&path, endings, text);
+            } else if path.extension().is_some_and(|e| endings.contains(&e.to_str().unwrap())) {
+                let source = fs::read_to_string(&path).unwrap();
+                for line in source.lines() {
+                    text.push_str(line.split("//").next().unwrap());
+                    text.push('\n');
+                }
+            }
+        }
+    }
+    let mut text = String::new();
+    collect(&Path::new(env!("CARGO_MANIFEST_DIR")).join(folder), endings, &mut text);
+    text
+}
+
+/// What is between the first "{" and its "}".
+fn body(text: &str) -> &str {
+    let start = text.find('{').unwrap() + 1;
+    &text[start..start + text[start..].find('}').unwrap()]
+}
+
+/// The name that a text begins with.
+fn name(text: &str) -> &str {
+    text.split(|c: char| !(c.is_alphanumeric() || c == '_')).next().unwrap()
+}
+
+/// `#[repr(C)] struct NAME { field: Type, ... }`.
+fn rust_structs(text: &str) -> BTreeMap<String, Vec<Field>> {
+    let mut found = BTreeMap::new();
+    for part in text.split("#[repr(C)]").skip(1) {
+        let declared = part.split_once("struct ").unwrap().1;
+        let fields =
+            body(declared).split(",\n").map(str::trim).filter(|field| !field.is_empty()).map(|field| {
+                let (field, kind) = field.trim_start_matches("pub(super) ").split_once(": ").unwrap();
+                let kind = kind.trim().trim_end_matches(',');
+                let kind = if kind.starts_with('*') { "pointer" } else { kind };
+                (field.to_owned(), kind.to_owned())
+            });
+        found.insert(name(declared).to_owned(), fields.collect());
+    }
+    found
+}
+
+/// `struct NAME { type field, field; ... };`.
+fn cuda_struct(text: &str, wanted: &str) -> Option<Vec<Field>> {
+    let at = text.find(&format!("struct {wanted} {{"))?;
+    let mut fields = Vec::new();
+    for declaration in body(&text[at..]).split(';').map(str::trim).filter(|d| !d.is_empty()) {
+        let declaration = declaration.trim_start_matches("const ");
+        let kind = name(declaration);
+        for field in declaration[kind.len()..].split(',').map(str::trim) {
+            let (pointer, field) = (field.starts_with('*'), field.trim_start_matches('*').trim());
+            let kind = match kind {
+                _ if pointer => "pointer".to_owned(),
+                "float" => "f32".to_owned(),
+                kind => match field.split_once('[') {
+                    Some((_, count)) => format!("[{kind}; {}]", count.trim_end_matches(']')),
+                    None => kind.to_owned(),
+                },
+            };
+            fields.push((name(field).to_owned(), kind));
+        }
+    }
+    Some(fields)
+}
+
+#[test]
+fn launches_pass_what_kernels_take() {
+    let rust = rust_structs(&text("src/cuda", &["rs"]));
+    let cuda = text("src/cuda/kernels", &["cu", "cuh"]);
+    assert!(rust.len() >= 18, "only {:?}", rust.keys());
+    for (name, fields) in rust {
+        assert_eq!(Some(&fields), cuda_struct(&cuda, &name).as_ref(), "{name}");
+    }
+}
+
+#[test]
+fn two_swapped_fields_are_noticed() {
+    let cuda = "struct Args {\n  const void *x;\n  i64 rows, cols;\n  float rule;\n  Entry entries[N];\n};";
+    let rust =
+        |fields: &str| rust_structs(&format!("#[repr(C)]\nstruct Args<const N: usize> {{\n{fields}}}\n"));
+    let same = "x: *const u8,\n    pub(super) rows: i64,\n    cols: i64,\n    rule: f32,\n    entries: [Entry; N],\n";
+    assert_eq!(rust(same)["Args"], cuda_struct(cuda, "Args").unwrap());
+    let swapped = same.replace("rows", "r").replace("cols", "rows").replace("r:", "cols:");
+    assert_ne!(rust(&swapped)["Args"], cuda_struct(cuda, "Args").unwrap());
+    assert_eq!(cuda_struct(cuda, "Other"), None);
+}

@@ -1,0 +1,111 @@
+"""The operators' kernels: those in Rust, behind torch's C interface, and those in Python."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fp8rs import _core
+from fp8rs.ops import define
+from reference import E4M3
+
+ops = torch.ops.fp8rs
+
+#: Operators that declare a write, since only Python can count a tensor's version, and one that is
+#: two of torch's.
+IN_PYTHON = {"_note_amax", "multi_quantize", "multi_quantize_delayed", "quantize_delayed"}
+
+
+def test_which_operators_have_a_kernel_in_rust():
+    registered = {
+        schema.name.removeprefix("fp8rs::")
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("fp8rs::")
+    }
+    assert registered - IN_PYTHON == define.NATIVE
+
+
+def test_a_kernel_without_room_for_its_outputs_raises_what_torch_raises():
+    huge = torch.empty(1, dtype=torch.float32).expand(1 << 40, 1 << 10)
+    with pytest.raises(RuntimeError, match=r"allocate|memory"):
+        ops.quantize(huge, torch.tensor(1.0), E4M3)
+
+
+def test_errors_are_raised_under_a_torch_function_mode():
+    with torch.device("cpu"), pytest.raises(TypeError, match=r"^x has dtype float64"):
+        ops.amax(torch.ones(2, dtype=torch.float64))
+
+
+def test_errors_are_raised_in_threads_and_leave_nothing_behind():
+    from concurrent.futures import ThreadPoolExecutor
+
+    def bad(i):
+        with pytest.raises(ValueError, match=r"^scale has shape"):
+            ops.quantize(torch.ones(4, 4), torch.ones(2), E4M3)
+        return ops.amax(torch.full((3,), float(i))).item()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(bad, range(40))) == list(range(40))
+
+
+def test_kernels_do_not_hold_the_interpreter():
+    """A call that computes for long lets other threads run Python."""
+    import threading
+
+    x, ticks, done = torch.randn(1 << 12, 1 << 12), [], threading.Event()
+
+    def tick():
+        while not done.is_set():
+            ticks.append(None)
+            done.wait(0.0001)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    before = len(ticks)
+    for _ in range(5):
+        ops.quantize_current(x, E4M3, True, True)
+    assert len(ticks) > before
+    done.set()
+    thread.join()
+
+
+FALLBACK = """
+import importlib.util, sys, warnings
+spec = importlib.util.find_spec("fp8rs")
+path = spec.submodule_search_locations[0] + "/_core.abi3.so"
+core_spec = importlib.util.spec_from_file_location("fp8rs._core", path)
+core = importlib.util.module_from_spec(core_spec)
+core_spec.loader.exec_module(core)
+
+def refuse(*_):
+    raise core.UnsupportedError("it has no torch_library_impl")
+
+core.register_kernels = refuse
+sys.modules["fp8rs._core"] = core
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import fp8rs
+    from fp8rs.ops import define
+assert define.NATIVE == frozenset()
+(warning,) = [w for w in caught if "fp8rs's kernels" in str(w.message)]
+assert warning.category is RuntimeWarning and "torch_library_impl" in str(warning.message)
+import pytest
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
+"""
+
+
+def test_kernels_in_python_serve_where_torch_lacks_the_interface(request):
+    """And do the same: some of the operators' own tests are run on them."""
+    files = ["test_opcheck.py", "test_bad_calls.py"]
+    paths = [str(request.path.parent / file) for file in files]
+    keep = ["-k", "test_bad_calls or test_schema or test_meta", "-p", "no:xdist"]
+    run = subprocess.run(
+        [sys.executable, "-c", FALLBACK, *keep, *paths], capture_output=True, text=True, timeout=250
+    )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
+
+
+def test_what_lends_no_stream_is_refused_when_kernels_are_registered():
+    with pytest.raises(_core.UnsupportedError, match="current stream"):
+        _core.register_kernels(int, object())

@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""Check that the crate's modules point down only: an upward `use` is an error.
+
+    python tools/check_arrows.py [SRC]
+
+The order is that of the drawing in src/lib.rs. What is read is paths: `crate::MODULE`, and
+`super::` where it leaves a module; comments and tests (`#[cfg(test)]` modules at a file's end)
+do not count.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+#: From the top; modules of one line do not know each other. CUDA's table of kernels and its driver
+#: are one unit: a launch is looked up by what is launched.
+ORDER = [
+    ["python"],
+    ["dlpack", "ops"],
+    ["cpu", "cuda"],
+    ["spec"],
+    ["layout"],
+    ["error"],
+    ["format"],
+]
+LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
+#: What lib.rs passes on under its own name.
+PUBLIC = {
+    "Error": "error",
+    "Fp8Format": "format",
+    **dict.fromkeys(("Block", "DType", "Device", "View", "ViewMut"), "layout"),
+    **dict.fromkeys(("ScaleRule", "Stream"), "ops"),
+}
+
+
+def used(text: str, depth: int) -> set[str]:
+    """Top-level modules that a file names; ``depth`` is how many modules it lies in."""
+    text = re.sub(r"//.*", "", text.partition("#[cfg(test)]\nmod tests")[0])
+    above = f"(?:super::){{{depth}}}"
+    found = set()
+    for match in re.finditer(rf"\b(?:crate::|{above})(\{{[^;]*?\}}|\w+)", text):
+        names = match[1]
+        if names.startswith("{"):
+            # Names at the first level of the braces.
+            flat = re.sub(r"::\{[^{}]*\}", "", names[1:-1])
+            found.update(name.strip().split("::")[0] for name in flat.split(",") if name.strip())
+        else:
+            found.add(names)
+    return {PUBLIC.get(name, name) for name in found}
+
+
+def violations(source: Path) -> list[str]:
+    """A line for each arrow that does not point down."""
+    wrong = []
+    for path in sorted(source.rglob("*.rs")):
+        parts = path.relative_to(source).with_suffix("").parts
+        module = parts[0]
+        if module == "lib":
+            continue
+        depth = len(parts) - (parts[-1] == "mod")
+        for name in sorted(used(path.read_text(), depth) & LEVEL.keys()):
+            if name != module and LEVEL[name] <= LEVEL[module]:
+                wrong.append(f"{path}: {module} uses {name}, which is not below it")
+    modules = {path.stem for path in source.iterdir()} - {"lib"}
+    unknown = sorted(modules - LEVEL.keys())
+    return wrong + [f"{source / name}: not in the order" for name in unknown]
+
+
+if __name__ == "__main__":
+    here = Path(__file__).resolve().parent.parent
+    wrong = violations(Path(sys.argv[1]) if len(sys.argv) > 1 else here / "src")
+    print("\n".join(wrong) or "all arrows point down")
+    sys.exit(bool(wrong))
