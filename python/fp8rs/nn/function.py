@@ -163,7 +163,7 @@ def _input_planes(
         if not columnwise:
             return row, None
         return row, x.columnwise or row.transposed("columnwise", "wgrad")
-    key = (spec.input, delayed is None or delayed.record)
+    key = (spec.input, None if delayed is None else delayed.record)
     shared = getattr(x, "_fp8_shared", None)
     if shared is not None and shared.serves(x, key, user):
         row, col = shared.planes
