@@ -27,7 +27,7 @@ help:
 	@echo "make test         lint, Rust tests, Python tests with the newest torch"
 	@echo "make test-oldest  Python tests with torch $(OLDEST_TORCH)"
 	@echo "make test-all     both with every combination of parameters, where the others take pairs"
-	@echo "make lint         formatting, clippy, ruff, mypy, the checked-in PTX"
+	@echo "make lint         formatting, clippy, ruff, mypy, imports, the checked-in PTX"
 	@echo "make bench        kernel benchmarks on the CPU, and on a GPU where there is one"
 	@echo "make wheel        the release wheel, in dist/"
 	@echo "make clean        remove what these made"
@@ -55,6 +55,7 @@ lint-python: $(VENV)/.built
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy python/fp8rs
 	$(BIN)/python -m mypy.stubtest fp8rs._core
+	$(BIN)/lint-imports --no-cache --no-logo
 
 # The pinned compiler gives the same bytes, and ptxas takes them for every target without spills.
 lint-ptx: $(VENV)/.installed
