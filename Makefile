@@ -46,6 +46,7 @@ test-all: test test-oldest
 lint: lint-rust lint-python lint-ptx
 
 lint-rust:
+	$(PYTHON) tools/check_arrows.py
 	cargo fmt --check
 	cargo clippy --all-targets --features python -- -D warnings
 	cargo clippy --all-targets --no-default-features -- -D warnings

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import preserve_version_counter
-from fp8rs.quantize.spec import Planes
 from fp8rs.scaling.reductions import index_tensor
 from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.spec import Planes
 
 from .cuts import scale_order, touched
 from .placement import Placement

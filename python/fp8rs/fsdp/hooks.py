@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +12,10 @@ from fp8rs._torch import disabled_torch_function, local_tensor
 from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
 
 from . import passes
-
-if TYPE_CHECKING:
-    from .master_weight import MasterWeight
+from .weight import Master
 
 
-def pre_all_gather(master: MasterWeight) -> tuple[tuple[Tensor, ...], Any]:
+def pre_all_gather(master: Master) -> tuple[tuple[Tensor, ...], Any]:
     """The shard's bytes for the gather at hand, and what to make of them afterwards."""
     gathered = passes.of(master._weight.state).gather(master)
     return gathered.inputs, gathered

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fp8rs.quantize.spec import QuantSpec
 from fp8rs.scaling.histories import Histories
 from fp8rs.scaling.reductions import index_tensor
 from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.spec import QuantSpec
 
 from .codec import Codec
 from .cuts import cut_rows

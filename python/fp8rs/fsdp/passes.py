@@ -30,17 +30,16 @@ from torch.distributed.tensor import DTensor
 
 from fp8rs._torch import in_backward, spec
 from fp8rs.nn.registry import ModelState
-from fp8rs.nn.spec import quant_spec
+from fp8rs.quantize.spec import quant_spec
 from fp8rs.scaling.reductions import reduce_packed_
 
 from .checks import refuse_partial_reshard
 from .maker import Measured, Shard, maker_for
 from .placement import Placement, place
-from .weight import Weight, local_master
+from .weight import Master, Weight, local_master
 
 if TYPE_CHECKING:
     from .codec import Codec
-    from .master_weight import MasterWeight
 
 
 class MadeOn:
@@ -133,7 +132,7 @@ class WeightPasses:
 
     # --- a gather --------------------------------------------------------------------------------
 
-    def gather(self, master: MasterWeight) -> Gathered:
+    def gather(self, master: Master) -> Gathered:
         """The bytes for a gather of ``master``, quantized now or before."""
         weight = master._weight
         found = self.latest.get(weight)

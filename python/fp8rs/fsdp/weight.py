@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch import Tensor, nn
 
@@ -77,9 +77,17 @@ class Weight:
         return cast(Weight, found)
 
 
+class Master(Protocol):
+    """What the gather asks of a sharded parameter's local tensor (a `MasterWeight`)."""
+
+    _weight: Weight
+
+    @property
+    def high_precision(self) -> Tensor:
+        """The plain shard."""
+
+
 def local_master(parameter: Any) -> Any:
     """The `MasterWeight` behind a sharded parameter; None if there is none."""
-    from .master_weight import MasterWeight
-
     local = local_tensor(parameter) if hasattr(parameter, "_local_tensor") else parameter
-    return local if isinstance(local, MasterWeight) else None
+    return local if isinstance(getattr(local, "_weight", None), Weight) else None

@@ -19,9 +19,9 @@ from torch import Tensor
 from fp8rs._torch import current_stream_id
 from fp8rs.gemm.blocks import dgrad_fold, dgrad_operand
 from fp8rs.gemm.table import scaled_mm
-from fp8rs.quantize.spec import Planes, QuantSpec, quantize_planes
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes
 
 from .spec import GRAD, INPUT, WEIGHT, LinearSpec, spec_for
 

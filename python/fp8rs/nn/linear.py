@@ -14,12 +14,17 @@ from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, new_buffers
 from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from .function import linear
+from .function import Slots, linear
 from .registry import ModelState
 
 #: Called with a layer, the name of a parameter and its sharded value, a DTensor that FSDP2 is
 #: putting in its place.
 OnShard = Callable[["Float8Linear", str, Any], None]
+
+
+def slots(scale: Tensor, amax: Tensor) -> Slots:
+    """The slots in a layer's buffers."""
+    return scale[:, 0].unbind(), amax[:, 0].unbind()
 
 
 class Float8Linear(nn.Linear):
@@ -86,18 +91,21 @@ class Float8Linear(nn.Linear):
             if type(self.fp8_amax) is not Tensor:
                 self._keep_slots_local()
             state.begin_layer(training)
-        scale, amax = self.fp8_scale, self.fp8_amax
+            scales, amaxes = self._slots()
+        else:
+            scales, amaxes = slots(self.fp8_scale, self.fp8_amax)
         return linear(
-            input,
-            weight,
-            self.bias,
-            state.key,
-            dtype,
-            (scale[0, 0], scale[1, 0], scale[2, 0]),
-            (amax[0, 0], amax[1, 0], amax[2, 0], amax[3, 0]),
-            self.fp8_ready,
-            training,
+            input, weight, self.bias, state.key, dtype, scales, amaxes, self.fp8_ready, training
         )
+
+    def _slots(self) -> Slots:
+        """The buffers' slots, made once: each is a view that takes longer than its use."""
+        known = self.__dict__.get("_fp8_slots")
+        if known is None or known[0] is not self.fp8_scale or known[1] is not self.fp8_amax:
+            views = slots(self.fp8_scale, self.fp8_amax)
+            known = self.__dict__["_fp8_slots"] = self.fp8_scale, self.fp8_amax, views
+        found: Slots = known[2]
+        return found
 
     def _live(self, weight: Tensor) -> Tensor:
         """The weight, if FSDP2 has not freed what was gathered of it."""
@@ -134,6 +142,10 @@ class Float8Linear(nn.Linear):
                 for name in BUFFERS:
                     getattr(self, name).zero_()
         return out
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Views that a copy makes of buffers of its own.
+        return {k: v for k, v in self.__dict__.items() if k != "_fp8_slots"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from fp8rs._torch import in_backward
 from fp8rs.quantize.quantizers import reduce_amax_
 from fp8rs.quantize.recipes import DelayedScaling, Recipe, resolve_recipe
+from fp8rs.quantize.spec import quant_spec
 from fp8rs.scaling import steps
 from fp8rs.scaling.clock import Clock
 from fp8rs.scaling.histories import Histories
 from fp8rs.scaling.reductions import reduce_packed_
 
-from .spec import ROLES, quant_spec, register
+from .spec import ROLES, register
 
 
 class ModelState:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import torch
 
 from fp8rs.gemm.blocks import operand_format
-from fp8rs.quantize.recipes import DelayedScaling, Recipe
-from fp8rs.quantize.spec import QuantSpec
-
-Role = Literal["weight", "input", "grad"]
+from fp8rs.quantize.recipes import Recipe, Role
+from fp8rs.quantize.spec import quant_spec
+from fp8rs.tensor.spec import QuantSpec
 
 #: The operands of a layer, in the order of their slots in the buffers of delayed scaling.
 ROLES: tuple[Role, ...] = ("weight", "input", "grad")
@@ -55,32 +53,15 @@ def register(recipe: Recipe, group: str | None) -> str:
     return key
 
 
-def quant_spec(recipe: Recipe, role: Role, group: str | None = None) -> QuantSpec:
-    """How a recipe quantizes an operand, whatever the device."""
-    format = recipe.block_format(role)
-    return QuantSpec(
-        format,
-        recipe.fp8_dtype(role),
-        power_2_scale=recipe.power_2_scale,
-        amax_epsilon=recipe.amax_epsilon,
-        scale_rounding=getattr(recipe, "scale_rounding", "ceil"),
-        margin=recipe.margin if isinstance(recipe, DelayedScaling) else 0,
-        group=group if format.per_tensor and role != "weight" else None,
-    )
-
-
 @lru_cache(maxsize=256)
 def spec_for(key: str, device: torch.device) -> LinearSpec:
     """What a key means on a device."""
     recipe, group = _RECIPES[key]
 
     def operand(role: Role) -> QuantSpec:
-        own = quant_spec(recipe, role, group)
-        format = operand_format(own.format, device, recipe.emulate)
-        if format == own.format:
-            return own
         # MXFP8 on a GPU without such GEMMs: its powers of two, one a row.
-        return QuantSpec(format, own.fp8_dtype, power_2_scale=True)
+        format = operand_format(recipe.block_format(role), device, recipe.emulate)
+        return quant_spec(recipe, role, group, format)
 
     return LinearSpec(
         quant_spec(recipe, "weight"),

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8rs.quantize.recipes import Recipe, Role
+from fp8rs.quantize.spec import quant_spec
 from fp8rs.tensor import formats
 from fp8rs.tensor.formats import INPUT_DTYPES, BlockFormat, check_fp8_dtype, matrix_shape
 from fp8rs.tensor.planes import Plane
@@ -356,18 +357,8 @@ def quantizer_for(
         amax_reduction_group: over which per-tensor amaxes are reduced.
         format: the one to quantize in, if not the recipe's own.
     """
-    format = recipe.block_format(role) if format is None else format
-    # A recipe whose own scales are E8M0 has powers of two wherever it goes.
-    power_2_scale = recipe.power_2_scale or recipe.block_format("weight").microscaled
-    group = amax_reduction_group if format.per_tensor else None
-    spec = QuantSpec(
-        format,
-        recipe.fp8_dtype(role),
-        power_2_scale=power_2_scale and not format.microscaled,
-        amax_epsilon=recipe.amax_epsilon,
-        scale_rounding=getattr(recipe, "scale_rounding", "ceil"),
-        group=None if group is None else group.group_name,
-    )
+    group = None if amax_reduction_group is None else amax_reduction_group.group_name
+    spec = quant_spec(recipe, role, group, format)
     return quantizer_of(spec)
 
 

@@ -1,7 +1,35 @@
-"""How an operand is quantized; see :mod:`fp8rs.tensor.spec`, which tensors share."""
+"""What a recipe makes of an operand: the description that quantizers and linear layers share."""
 
-from fp8rs.tensor.spec import Planes as Planes
-from fp8rs.tensor.spec import QuantSpec as QuantSpec
-from fp8rs.tensor.spec import default_spec as default_spec
-from fp8rs.tensor.spec import quantize_planes as quantize_planes
-from fp8rs.tensor.spec import reduce_amax as reduce_amax
+from __future__ import annotations
+
+from fp8rs.quantize.recipes import DelayedScaling, Recipe, Role
+from fp8rs.tensor.formats import BlockFormat
+from fp8rs.tensor.spec import QuantSpec
+
+
+def quant_spec(
+    recipe: Recipe,
+    role: Role,
+    group: str | None = None,
+    format: BlockFormat | None = None,
+) -> QuantSpec:
+    """How a recipe quantizes an operand.
+
+    Args:
+        recipe: whose options are taken.
+        role: the operand.
+        group: the name of the group over which per-tensor amaxes are reduced.
+        format: the one to quantize in, if not the recipe's own.
+    """
+    format = recipe.block_format(role) if format is None else format
+    # A recipe whose own scales are E8M0 has powers of two wherever it goes.
+    power_2_scale = recipe.power_2_scale or recipe.block_format("weight").microscaled
+    return QuantSpec(
+        format,
+        recipe.fp8_dtype(role),
+        power_2_scale=power_2_scale and not format.microscaled,
+        amax_epsilon=recipe.amax_epsilon,
+        scale_rounding=getattr(recipe, "scale_rounding", "ceil"),
+        margin=recipe.margin if isinstance(recipe, DelayedScaling) else 0,
+        group=group if format.per_tensor else None,
+    )

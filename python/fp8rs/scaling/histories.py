@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8rs.quantize.recipes import DelayedScaling
-from fp8rs.quantize.spec import QuantSpec
+from fp8rs.tensor.spec import QuantSpec
 
 BUFFERS = ("fp8_scale", "fp8_amax", "fp8_amax_history")
 NOTHING_READY = (False, False, False)
