@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -189,6 +190,9 @@ def _prepare(model: Llama, variant: Variant, device: str, save_input: bool) -> A
         )
         after_step = peer.precompute_float8_dynamic_scale_for_fsdp
     if variant.compiled:
+        if save_input:
+            # A compiler would keep the input, since an operator of ours reads it in the backward.
+            torch._functorch.config.ban_recompute_materialized_backward = False
         for block in model.blocks:
             block.compile()
     return after_step
