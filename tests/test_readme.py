@@ -1,4 +1,4 @@
-"""The README's commands exist and its quick start runs as it stands."""
+"""The README's commands exist and its quick start runs as it stands, and pages lead to pages."""
 
 from __future__ import annotations
 
@@ -44,3 +44,37 @@ def test_targets_and_files_exist() -> None:
         assert (ROOT / link).is_file(), link
     for script in re.findall(r"python (benches/\S+)", README):
         assert (ROOT / script).is_file(), script
+
+
+def anchors(page: Path) -> set[str]:
+    """What links may name after a #: the headings, as they are written in addresses."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.newest_torch
+@pytest.mark.parametrize(
+    "page", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=lambda p: p.name
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", page.read_text()):
+        target = page.parent / link if link else page
+        assert target.is_file(), link
+        assert not anchor or anchor in anchors(target), (link, anchor)
+
+
+@pytest.mark.newest_torch
+def test_the_compile_tables_have_the_rows_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in their cells takes minutes to find: tools/compile_table.py --check."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import compile_table as tool
+
+    tests = "".join((ROOT / name).read_text() for name in tool.FILES)
+    of_recipes = re.findall(r"^def (test_\w+)\(.*\brecipe\b", tests, re.MULTILINE)
+    assert {name for _, name, _ in tool.ROWS} == set(of_recipes)
+    _, tables, _ = tool.split(tool.PAGE.read_text())
+    assert tables
+    for table in tables.values():
+        head, _, *rows = tool.cells(table)
+        assert [row[0] for row in rows] == [text for text, _, _ in tool.ROWS]
+        assert all(len(row) == len(head) for row in rows)

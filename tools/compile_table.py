@@ -1,0 +1,189 @@
+#!/usr/bin/env python3
+"""Write the table of docs/compile.md: what compiles, for each recipe, as the tests have it.
+
+    python tools/compile_table.py [--check]
+
+Runs tests/test_compile.py and tests/test_fsdp_compile.py, every combination of their parameters,
+and writes one table a device between the markers in the page; those of other torch versions and
+devices stay as they are. ``--check`` writes nothing and fails if a cell differs from the page's.
+Either way it fails if a test with recipes has no row here, or a row no test, so that no cell is
+left out.
+
+Run it where fp8rs is installed or on PYTHONPATH; each torch writes its own tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "compile.md"
+FILES = ["tests/test_compile.py", "tests/test_fsdp_compile.py"]
+BEGIN, END = "<!-- tools/compile_table.py writes from here -->", "<!-- to here -->"
+
+LAYER, MODEL, BLOCKS = (
+    "test_a_layer_is_one_graph",
+    "test_a_model_is_one_graph",
+    "test_equal_blocks_are_one_graph",
+)
+CHECKPOINT, SHARDED = "test_checkpointing_inside", "test_sharded_models_compile"
+WAYS = {
+    "block.compile() before": "`block.compile()`, then `fully_shard(block)`",
+    "block.compile() after": "`fully_shard(block)`, then `block.compile()`",
+    "torch.compile(block)": "`fully_shard(block)`, then `torch.compile(block)`",
+    "torch.compile(model)": "`torch.compile(model)`, whole",
+}
+#: What a row says, its test, and the parameters that choose its cases.
+ROWS: list[tuple[str, str, dict[str, Any]]] = [
+    ("a layer", LAYER, {}),
+    ("a model", MODEL, {"gather": True}),
+    ("a model, converted for a gather in high precision", MODEL, {"gather": False}),
+    ("equal blocks, each compiled: one graph for all", BLOCKS, {}),
+    ("a model with checkpointed blocks", CHECKPOINT, {"wrap": "plainly"}),
+    ("... that save matrix products (selective)", CHECKPOINT, {"wrap": "selective"}),
+    ("evaluation and training in turn", "test_evaluation_and_training", {}),
+    ("sequence lengths that differ (`dynamic=True`)", "test_sequence_lengths_do_not_recompile", {}),
+    ("a compiled loss", "test_a_compiled_loss_rolls_the_histories", {}),
+    ("nothing of a weight's size is saved", "test_nothing_of_a_weights_size_is_saved", {}),
+    ("siblings' input is quantized once", "test_siblings_are_quantized_once", {}),
+    *(
+        (f"FSDP2, {gathered} gather: {text}", SHARDED, {"how": how, "gather": gather})
+        for gather, gathered in ((True, "FP8"), (False, "high-precision"))
+        for how, text in WAYS.items()
+    ),
+]
+
+
+@dataclass
+class Results:
+    """A pytest plugin: what became of each case, by device, row and recipe."""
+
+    cells: dict[tuple[str, str, str], tuple[str, str]] = field(default_factory=dict)
+    recipes: dict[str, None] = field(default_factory=dict)
+    unknown: dict[str, None] = field(default_factory=dict)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
+        report = yield
+        if report.when == "call" or not report.passed:
+            self._note(item, call, report)
+        return report
+
+    def _note(self, item: Any, call: Any, report: Any) -> None:
+        callspec = getattr(item, "callspec", None)
+        if callspec is None or "recipe" not in callspec.params:
+            return
+        params = {k: getattr(v, "__name__", v) for k, v in callspec.params.items()}
+        device = str(params.get("device", params.get("device_type")))
+        recipe = params["recipe"]
+        rows = [
+            text
+            for text, name, chosen in ROWS
+            if name == item.originalname and all(params[k] == v for k, v in chosen.items())
+        ]
+        if len(rows) != 1:
+            self.unknown[item.name] = None
+            return
+        self.recipes[recipe] = None
+        if hasattr(report, "wasxfail"):
+            new = ("**no**", report.wasxfail)
+        elif report.skipped:
+            reason = report.longrepr[2].removeprefix("Skipped: ")
+            new = ("skipped", reason)
+        elif report.passed:
+            new = ("yes", "")
+        else:
+            new = ("**no**", call.excinfo.exconly().splitlines()[0][:160])
+        # Several cases in one cell: all must pass.
+        key = (device, rows[0], recipe)
+        old = self.cells.get(key, ("yes", ""))
+        self.cells[key] = new if old[0] == "yes" else old
+
+    def table(self, device: str) -> str | None:
+        """The table of a device; None if every case was skipped: there is no such device."""
+        mine = {k: cell for k, cell in self.cells.items() if k[0] == device}
+        if all(cell[0] == "skipped" for cell in mine.values()):
+            return None
+        reasons: dict[str, int] = {}
+        lines = [f"| | {' | '.join(self.recipes)} |", "|---" * (len(self.recipes) + 1) + "|"]
+        for text, _, _ in ROWS:
+            cells = []
+            for recipe in self.recipes:
+                word, reason = mine.get((device, text, recipe), ("not run", ""))
+                if reason:
+                    word += f" ({reasons.setdefault(reason, len(reasons) + 1)})"
+                cells.append(word)
+            lines.append(f"| {text} | {' | '.join(cells)} |")
+        notes = [f"({number}) {reason}" for reason, number in reasons.items()]
+        return "\n".join([*lines, "", *notes]).strip()
+
+
+def name_of(device: str) -> str:
+    """What a table is of; by this name it is found in the page."""
+    version = ".".join(torch.__version__.split(".")[:2])
+    where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    return f"torch {version}, {where}"
+
+
+def split(page: str) -> tuple[str, dict[str, str], str]:
+    """What is before the tables, the tables by their names, and what is after."""
+    before, _, rest = page.partition(BEGIN)
+    body, end, after = rest.partition(END)
+    if not end:
+        raise SystemExit(f"{PAGE} has no {BEGIN!r} with {END!r} after it")
+    parts = re.split(r"^### (.+)$", body, flags=re.MULTILINE)
+    return before, dict(zip(parts[1::2], (p.strip() for p in parts[2::2]), strict=True)), after
+
+
+def cells(table: str) -> list[list[str]]:
+    """The cells alone: how a reason is worded may differ."""
+    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")]
+    return [[re.sub(r"\(\d+\)$", "", cell.strip()).strip() for cell in row] for row in rows]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare with the page, write nothing")
+    check = parser.parse_args().check
+
+    results = Results()
+    status = pytest.main(
+        ["-q", "--full", "--rootdir", str(ROOT), *(str(ROOT / f) for f in FILES)], plugins=[results]
+    )
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        return int(status)
+    if results.unknown:
+        print("no row (or more than one) for:", *results.unknown, sep="\n  ")
+        return 2
+
+    before, tables, after = split(PAGE.read_text())
+    differ = False
+    for device in ("cpu", "cuda"):
+        table = results.table(device)
+        if table is None:
+            continue
+        if "not run" in table:
+            print(f"rows without a test:\n{table}")
+            return 2
+        name = name_of(device)
+        if cells(tables.get(name, "")) != cells(table):
+            differ = True
+            print(f"{name}: {'differs from' if name in tables else 'is not in'} the page\n{table}")
+        tables[name] = table
+    if check:
+        return int(differ)
+    body = "".join(f"\n### {name}\n\n{tables[name]}\n" for name in sorted(tables, reverse=True))
+    PAGE.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
