@@ -144,14 +144,64 @@ def test_a_module_under_two_names_is_not_tied():
     assert shared._fp8_state.names == ["0"]
 
 
-def test_subclasses_of_linear_are_left_alone(device):
+class Titan(nn.Linear):
+    """A subclass that inherits its forward, with something of its own."""
+
+    def extra(self):
+        return self.in_features
+
+
+class Odd(nn.Linear):
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+def test_subclasses_that_inherit_their_forward_are_converted(device):
+    import io
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Titan(16, 16), nn.Linear(16, 16)).to(device)
+    reference = copy.deepcopy(model)
+    convert(model, recipe="current")
+    assert isinstance(model[0], Titan)
+    assert isinstance(model[0], fp8nn.linear.Float8Linear)
+    assert model[0].extra() == 16
+    reference[0] = nn.Linear(16, 16).to(device)
+    reference[0].load_state_dict(model[0].state_dict())
+    convert(reference, recipe="current")
+    x = torch.ones(4, 16, device=device)
+    assert torch.equal(model(x), reference(x))
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for again in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        assert type(again[0]) is type(model[0])
+        assert torch.equal(again(x), model(x))
+
+
+def test_subclasses_with_their_own_forward_are_left_alone(device):
     model = nn.Module()
     model.attention = nn.MultiheadAttention(16, 2, device=device)
+    model.odd = Odd(16, 16, device=device)
     model.plain = nn.Linear(16, 16, device=device)
     convert(model)
-    assert not isinstance(model.attention.out_proj, fp8nn.Linear)
+    assert not isinstance(model.attention.out_proj, fp8nn.linear.Float8Linear)
+    assert type(model.odd) is Odd
     x = torch.ones(3, 1, 16, device=device)
     model.attention(x, x, x)
+
+
+def test_what_was_converted_is_logged(caplog):
+    model = Model()
+    model.experts = nn.Parameter(torch.zeros(4, 512, 512))
+    model.odd = Odd(16, 16)
+    with caplog.at_level("INFO", logger="fp8rs"):
+        convert(model, recipe="current", filter_fqns=["head"])
+    text = caplog.text
+    assert "recipe 'current': 4 linear layers converted" in text
+    assert "head: named by filter_fqns" in text
+    assert "odd: its class Odd has a forward of its own" in text
+    assert "experts: 3-D parameters (experts?) are not converted" in text
 
 
 def test_weights_of_other_dtypes_stay_with_a_warning():

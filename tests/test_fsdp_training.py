@@ -315,7 +315,7 @@ def test_checkpointing_the_converted_root_rolls_the_histories(rig, reentrant, fp
         for block in model.blocks:
             assert all(block.up.fp8_ready), (wrap, block.up.fp8_ready)
             rows = (block.up.fp8_amax_history > 0).any(1).sum()
-            assert rows == 4  # the fifth step's is to come
+            assert rows == 5, "one a step"
             # An evaluation is told by its mode.
             with torch.no_grad():
                 block.eval()(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,10 +11,15 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from fp8rs.convert.torchao import from_float8_linear_config
-from fp8rs.nn.linear import Float8Linear, Linear
+from fp8rs.nn.linear import Float8Linear, float8_class
 from fp8rs.nn.registry import ModelState
 from fp8rs.quantize.recipes import Recipe, resolve_recipe
 from fp8rs.tensor.formats import INPUT_DTYPES
+
+_log = logging.getLogger("fp8rs")
+
+#: From this many elements on a 3-D parameter is worth a word: experts of a mixture, say.
+_LARGE = 1 << 20
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 
@@ -32,11 +38,13 @@ def convert_to_float8_training(
 
     Layers become :class:`fp8rs.nn.Linear` in place: the objects, their hooks and names stay.
     Afterwards every selected layer is on this recipe: one that is already is left as it is, so
-    that a second call changes nothing, and one on another recipe is an error. Subclasses of
-    nn.Linear are left alone, since they may use their weight in their own way. So is, with a
-    warning, a layer whose weight is tied to another module's, or is no parameter because it is
+    that a second call changes nothing, and one on another recipe is an error. A subclass of
+    nn.Linear that inherits its forward is converted too, and stays an instance of its class; one
+    with a forward of its own is left alone, since it may use its weight in its own way. So is, with
+    a warning, a layer whose weight is tied to another module's, or is no parameter because it is
     computed from others (weight_norm, spectral_norm, pruning, parametrizations). Where no layer is
-    left, a warning says so.
+    left, a warning says so. What was converted and what was left out, with the reasons, is logged
+    (logger "fp8rs", level INFO).
 
     Args:
         module: the model; an nn.Linear itself will do. Meta-device parameters are fine.
@@ -92,9 +100,10 @@ def convert_to_float8_training(
             "no linear layer has that in its name",
             stacklevel=2,
         )
-    layers = _select(module, module_filter_fn, filter_fqns, recipe)
+    left: dict[str, str] = {}
+    layers = _select(module, module_filter_fn, filter_fqns, recipe, left)
     if not layers:
-        if not any(isinstance(m, Linear) for m in module.modules()):
+        if not any(isinstance(m, Float8Linear) for m in module.modules()):
             warnings.warn(
                 "no layer was converted: the module has no nn.Linear that could be, or "
                 "module_filter_fn and filter_fqns leave out all",
@@ -108,11 +117,33 @@ def convert_to_float8_training(
         if isinstance(layer, Float8Linear):
             layer._fp8_state.detach()
         else:
-            layer.__class__ = Linear
+            layer.__class__ = float8_class(type(layer))
         assert isinstance(layer, Float8Linear)
         layer._join(state, name, on_shard)
     state.attach(module)
+    _log.info("%s", _report(module, recipe, left))
     return module
+
+
+def _report(root: nn.Module, recipe: Recipe, left: dict[str, str]) -> str:
+    """What a conversion did, in a few lines."""
+    converted = [m for m in root.modules() if isinstance(m, Float8Linear)]
+    weights = sum(m.weight.numel() for m in converted)
+    parameters = sum(p.numel() for p in root.parameters())
+    lines = [
+        f"recipe {recipe.name!r}: {len(converted)} linear layers converted, whose weights are "
+        f"{weights / max(parameters, 1):.1%} of {parameters:,} parameters"
+    ]
+    reasons: dict[str, list[str]] = {}
+    for name, reason in left.items():
+        reasons.setdefault(reason, []).append(name)
+    for name, parameter in root.named_parameters():
+        if parameter.dim() == 3 and parameter.numel() >= _LARGE:
+            reasons.setdefault("3-D parameters (experts?) are not converted", []).append(name)
+    for reason, names in reasons.items():
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        lines.append(f"  left in high precision: {', '.join(names[:4])}{more}: {reason}")
+    return "\n".join(lines)
 
 
 def adopt(layer: Float8Linear, name: str, parameter: Any) -> None:
@@ -127,20 +158,27 @@ def _select(
     keep: ModuleFilter | None,
     filter_fqns: tuple[str, ...],
     recipe: Recipe,
+    left: dict[str, str],
 ) -> list[tuple[str, nn.Linear]]:
-    """The layers to convert, with their names, in the order of the model."""
+    """The layers to convert, with their names, in the order of the model.
+
+    Args:
+        left: is given the reason for each layer that is left out, by its name.
+    """
     owners = _weight_owners(root)
     sharded = _sharded_parts(root)
     layers: list[tuple[str, nn.Linear]] = []
     for name, module in root.named_modules():
         if not isinstance(module, nn.Linear):
             continue
+        shown = name or "the root"
         if any(part in name for part in filter_fqns):
+            left[shown] = "named by filter_fqns"
             continue
         if keep is not None and not keep(module, name):
+            left[shown] = "left out by module_filter_fn"
             continue
-        shown = name or "the root"
-        if isinstance(module, Linear):
+        if isinstance(module, Float8Linear):
             if module.recipe != recipe:
                 raise ValueError(
                     f"{shown} is an FP8 layer already, with recipe {module.recipe}, which is not "
@@ -152,24 +190,29 @@ def _select(
         if f"{name}.".startswith(sharded):
             raise ValueError(f"{shown} is sharded already: convert before fully_shard")
         if module._parameters.get("weight") is None:
+            left[shown] = "its weight is computed from other parameters"
             warnings.warn(
                 f"{shown} stays in high precision: its weight is no parameter, but computed from "
                 "others (weight_norm, spectral_norm, pruning or another parametrization)",
                 stacklevel=3,
             )
             continue
-        if type(module) is not nn.Linear:
+        reason = _unlike_linear(module)
+        if reason:
+            left[shown] = reason
             continue
         tied = [
             other for other in owners[id(module.weight)] if other != f"{name}.weight".lstrip(".")
         ]
         if tied:
+            left[shown] = "its weight is tied to another module's"
             warnings.warn(
                 f"{shown} stays in high precision: its weight is tied to {', '.join(tied)}",
                 stacklevel=3,
             )
             continue
         if module.weight.dtype not in INPUT_DTYPES:
+            left[shown] = f"its weight is {module.weight.dtype}"
             warnings.warn(
                 f"{shown} stays as it is: its weight is {module.weight.dtype}, "
                 "not float32, bfloat16 or float16",
@@ -178,6 +221,18 @@ def _select(
             continue
         layers.append((name, module))
     return layers
+
+
+def _unlike_linear(module: nn.Linear) -> str:
+    """Why a subclass of nn.Linear cannot be converted; empty where it can."""
+    kind = type(module)
+    if isinstance(module.weight, nn.parameter.UninitializedParameter):
+        return "its weight has no size yet: run a forward first"
+    if kind is nn.modules.linear.NonDynamicallyQuantizableLinear:
+        return "its parent (nn.MultiheadAttention) uses its weight without calling it"
+    if kind.forward is not nn.Linear.forward:
+        return f"its class {kind.__name__} has a forward of its own"
+    return ""
 
 
 def _weight_owners(root: nn.Module) -> dict[int, list[str]]:

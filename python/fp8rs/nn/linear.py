@@ -143,6 +143,12 @@ class Float8Linear(nn.Linear):
                     getattr(self, name).zero_()
         return out
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        kind = type(self).__dict__.get("_fp8_kind")
+        if kind is None:
+            return super().__reduce_ex__(protocol)
+        return _blank, (kind,), self.__getstate__()  # whose class nobody could import
+
     def __getstate__(self) -> dict[str, Any]:
         # Views that a copy makes of buffers of its own.
         return {k: v for k, v in self.__dict__.items() if k != "_fp8_slots"}
@@ -201,3 +207,23 @@ class Linear(Float8Linear):
         self._join(state, "")
         state.attach(self)
         state.alone = True
+
+
+_classes: dict[type[nn.Linear], type[Float8Linear]] = {nn.Linear: Linear}
+
+
+def float8_class(kind: type[nn.Linear]) -> type[Float8Linear]:
+    """The FP8 class of a class of linear layers: its subclass with :class:`Float8Linear`'s forward.
+
+    As FSDP2 makes classes for the modules that it shards; made once a class.
+    """
+    found = _classes.get(kind)
+    if found is None:
+        namespace = {"_fp8_kind": kind, "__module__": kind.__module__}
+        found = _classes[kind] = type(f"Float8{kind.__name__}", (Float8Linear, kind), namespace)
+    return found
+
+
+def _blank(kind: type[nn.Linear]) -> Float8Linear:
+    """A layer without state, for pickle and copy to fill."""
+    return object.__new__(float8_class(kind))
