@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fp8rs
 from distributed import ranks
 from fp8rs.convert.convert import convert_to_float8_training
 from fp8rs.quantize.recipes import DelayedScaling
@@ -428,6 +429,40 @@ def test_a_roll_reduces_once_and_scales_what_was_seen(device):
     histories.roll(lambda t: None)
     assert state.ready == [True, False, False, False, True, False]
     torch.testing.assert_close(state.scale.cpu(), expected, rtol=1e-7, atol=0)
+
+
+def test_a_cast_of_the_model_leaves_the_buffers_in_fp32(device):
+    model, state = build(device)
+    for _ in range(3):
+        model(batch(device)).sum().backward()
+        step(model)
+    before = state.scale.clone()
+    model.to(torch.bfloat16)
+    assert torch.equal(state.scale, before)
+    model(batch(device).bfloat16()).sum().backward()
+    assert model.a.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("how", ["a version moves", "it is said"])
+def test_updates_by_hand_roll_the_histories(device, how):
+    model, state = build(device)
+    for n in range(3):
+        model(batch(device)).sum().backward()
+        for p in model.parameters():
+            if how == "a version moves":
+                with torch.no_grad():
+                    p -= 0.0 * p.grad
+            else:
+                p.data.sub_(0.0 * p.grad)
+        if how == "it is said":
+            fp8rs.optimizer_stepped(model)
+        else:
+            model.eval()(batch(device))
+            model.train()
+            assert (state.history[:, X_A] > 0).sum() == n, "an evaluation does not roll"
+            with torch.no_grad():
+                model(batch(device))
+        assert (state.history[:, X_A] > 0).sum() == n + 1
 
 
 @ranks(2)

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import dataclasses
 import io
 import warnings
 
@@ -16,7 +17,7 @@ from fp8rs import nn as fp8nn
 from fp8rs.gemm.table import capability as capability_of
 from fp8rs.gemm.table import check_cuda, scaled_mm
 from fp8rs.quantize.quantizers import Float8CurrentScalingQuantizer, quantizer_for
-from fp8rs.quantize.recipes import DelayedScaling, Float8CurrentScaling
+from fp8rs.quantize.recipes import DelayedScaling, Float8CurrentScaling, resolve_recipe
 from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.quantized import Plane
 from simulation import E4M3, linear, relative, tensor_core_error
@@ -624,3 +625,20 @@ def test_no_warnings(device):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         gradients(layer(device), data(device, 8, 16), data(device, 8, 32))
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block", "mxfp8"])
+def test_a_saved_input_gives_the_gradients_of_saved_codes(device, recipe):
+    """The input's bytes in place of its codes: what the backward makes of them is equal."""
+    if recipe == "block" and device.type == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("1x128 scales need Hopper")
+    results = []
+    for save_input in (False, True):
+        kind = dataclasses.replace(resolve_recipe(recipe), save_input=save_input)
+        module = layer(device, 64, 48, recipe=kind)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # noqa: B023
+            results.append(gradients(module, data(device, 32, 64), data(device, 32, 48)))
+        assert any(t.shape == (32, 64) and t.dtype == torch.float32 for t in saved) == save_input
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import ops  # isort: skip  (registers the operators that the rest calls)
 
-from fp8rs.convert.convert import convert_to_float8_training
+from fp8rs.convert.convert import convert_to_float8_training, optimizer_stepped
 from fp8rs.quantize.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -54,6 +54,7 @@ __all__ = [
     "convert_to_float8_training",
     "nn",
     "ops",
+    "optimizer_stepped",
     "precompute_float8_dynamic_scale_for_fsdp",
 ]
 

@@ -1,5 +1,5 @@
 """Conversion of models, from recipes and from other libraries' configs."""
 
-from fp8rs.convert.convert import convert_to_float8_training
+from fp8rs.convert.convert import convert_to_float8_training, optimizer_stepped
 
-__all__ = ["convert_to_float8_training"]
+__all__ = ["convert_to_float8_training", "optimizer_stepped"]

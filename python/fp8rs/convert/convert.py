@@ -54,9 +54,10 @@ def convert_to_float8_training(
         enable_fsdp_float8_all_gather: under FSDP2, quantize weights before they are gathered: True
             unless ``config`` says otherwise. With False they are gathered in the mixed-precision
             policy's dtype. Either way the parameters stay the objects that they are.
-        amax_reduction_group: process group over which amaxes are reduced: for delayed scaling,
-            once a step, and None is the default group; for current scaling those of activations
-            and gradients at each quantization, and None is no group.
+        amax_reduction_group: process group over which amaxes are reduced. For delayed scaling once
+            a step; None is the ranks of the mesh that FSDP2 shards the model over, and nobody for
+            a model that is not sharded, whose other ranks may have no forward to run. For current
+            scaling those of activations and gradients at each quantization; None is no group.
         config: a torchao Float8LinearConfig, instead of ``recipe``.
 
     Returns:
@@ -144,6 +145,21 @@ def _report(root: nn.Module, recipe: Recipe, left: dict[str, str]) -> str:
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         lines.append(f"  left in high precision: {', '.join(names[:4])}{more}: {reason}")
     return "\n".join(lines)
+
+
+def optimizer_stepped(module: nn.Module) -> None:
+    """Say that the weights in ``module`` have been updated: delayed scaling's histories roll.
+
+    For updates that nobody sees: by an optimizer that is not of torch's kind, or by hand through
+    ``.data``, of a model that is not sharded. Every rank must say so. Steps of torch.optim's
+    optimizers, and writes that move tensors' versions, are seen anyway.
+
+    Args:
+        module: a module that contains converted layers.
+    """
+    states = {id(s): s for m in module.modules() if (s := getattr(m, "_fp8_state", None))}
+    for state in states.values():
+        state.stepped()
 
 
 def adopt(layer: Float8Linear, name: str, parameter: Any) -> None:

@@ -134,13 +134,16 @@ class Float8Linear(nn.Linear):
         super().__setattr__(name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        histories = self._fp8_state.histories is not None
-        meta = histories and self.fp8_amax.is_meta
+        before = {name: self._buffers[name] for name in BUFFERS if name in self._buffers}
         out = super()._apply(fn, recurse)
-        if meta and not self.fp8_amax.is_meta:
-            with torch.no_grad():  # to_empty gives memory as it is
-                for name in BUFFERS:
-                    getattr(self, name).zero_()
+        with torch.no_grad():
+            for name, old in before.items():
+                new = self._buffers[name]
+                assert old is not None and new is not None
+                if old.is_meta and not new.is_meta:
+                    new.zero_()  # to_empty gives memory as it is
+                if new.dtype != torch.float32:  # a cast of the model is one of its parameters
+                    self._buffers[name] = old.to(new.device)
         return out
 
     def __reduce_ex__(self, protocol: Any) -> Any:
