@@ -94,6 +94,11 @@ def linears(device: str) -> Iterator[tuple[str, Callable[[], object]]]:
         model = nn.Sequential(nn.Linear(128, 128, bias=False, device=device, dtype=torch.bfloat16))
         if recipe is not None:
             fp8rs.convert_to_float8_training(model, recipe=recipe)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            for _ in range(4):  # delayed scaling finds its scales
+                model(x).sum().backward()
+                optimizer.step()
+            model[0]._fp8_state.begin_forward(model, ())  # as in a forward of the whole model
         name = "nn.Linear" if recipe is None else f"Linear, {recipe}"
         layer, gradient = model[0], torch.ones(64, 128, device=device, dtype=torch.bfloat16)
 
