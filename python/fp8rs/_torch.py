@@ -69,6 +69,11 @@ def real_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool) -> Any:
     return torch.Tensor._make_subclass(cls, data, requires_grad)
 
 
+def is_view_of_flat_parameter(weight: Tensor) -> bool:
+    """Whether FSDP's first version (FullyShardedDataParallel) has gathered this weight."""
+    return getattr(weight._base, "_is_flat_param", False)
+
+
 def local_tensor(parameter: Any) -> Any:
     """The local tensor of a DTensor as the object that it is; ``to_local`` gives a new view."""
     return parameter._local_tensor

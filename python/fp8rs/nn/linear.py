@@ -104,6 +104,8 @@ class Float8Linear(nn.Linear):
         if isinstance(weight, QuantizedTensor):
             name = self._fp8_state.names[self._fp8_index]
             weight.any_plane().check_live(f"the weight of {name or 'the layer'}")
+        elif type(weight) is Tensor:
+            self._fp8_state.met_plain(weight)
         return weight
 
     def _keep_slots_local(self) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8rs._torch import in_backward
+from fp8rs._torch import in_backward, is_view_of_flat_parameter
 from fp8rs.quantize.quantizers import reduce_amax_
 from fp8rs.quantize.recipes import DelayedScaling, Recipe, resolve_recipe
 from fp8rs.scaling import steps
@@ -68,6 +68,7 @@ class ModelState:
         self._versions: dict[int, int] = {}
         #: An optimizer of torch's kind trains this model: its steps are told.
         self._steps_are_told = False
+        self._warned_of_flat = False
         self._begin()
 
     def _begin(self) -> None:
@@ -161,6 +162,17 @@ class ModelState:
         """The root's forward hook; it runs after an exception too."""
         if not torch.compiler.is_compiling():
             self.clock.end_forward()
+
+    def met_plain(self, weight: Tensor) -> None:
+        """A layer's weight is no parameter: warn, once, if FSDP's first version gathered it."""
+        if self.fp8_gather and not self._warned_of_flat and is_view_of_flat_parameter(weight):
+            self._warned_of_flat = True
+            warnings.warn(
+                "FullyShardedDataParallel gathers weights in high precision, in one flat tensor: "
+                "layers quantize what they are given of it. For gathers in FP8 use fully_shard; to "
+                "be silent about it convert with enable_fsdp_float8_all_gather=False",
+                stacklevel=2,
+            )
 
     # --- delayed scaling -------------------------------------------------------------------------
 
