@@ -5,12 +5,13 @@
 
 import copy
 import io
+import itertools
 import warnings
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim.optimizer import _foreach_supported_types
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -117,7 +118,7 @@ def test_shards_have_real_storage_of_their_own(rig):
     shards = [local(p) for p in model.parameters()]
     assert all(s.data_ptr() for s in shards)
     starts = sorted((s.data_ptr(), s.data_ptr() + s.nbytes) for s in shards)
-    assert all(end <= start for (_, end), (start, _) in zip(starts, starts[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(starts))
     for s in shards:
         assert s.untyped_storage().nbytes() >= s.nbytes
 
@@ -135,7 +136,7 @@ def test_an_average_from_before_the_conversion_follows_the_weights(device, recip
             ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         start = full_weights(model)
-        for n in range(3):
+        for _ in range(3):
             train(model, optimizer, [inputs(device)])
             ema.update_parameters(model)
         averages.append({n: p.detach().clone() for n, p in ema.module.named_parameters()})
