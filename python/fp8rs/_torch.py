@@ -97,3 +97,16 @@ def fsdp_param_groups(module: Any) -> list[Any]:
         group = getattr(state, "_fsdp_param_group", None)
         groups = [] if group is None else [group]
     return list(groups)
+
+
+def is_gathered_for_forward(root: Any, module: Any) -> bool:
+    """Whether FSDP2 is gathering a module's parameters for a forward, below ``root``.
+
+    That a backward is running does not tell: it may run forwards, of a teacher for one.
+    """
+    for part in root.modules():
+        if hasattr(part, "_get_fsdp_state"):
+            for group in fsdp_param_groups(part):
+                if any(p._module_info.module is module for p in group.fsdp_params):
+                    return bool(group._training_state.name == "FORWARD")
+    return False
