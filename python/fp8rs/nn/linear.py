@@ -73,7 +73,7 @@ class Float8Linear(nn.Linear):
         if dtype not in INPUT_DTYPES:
             raise TypeError(f"input must be float32, bfloat16 or float16, not {dtype}")
         device = input.device.type
-        if torch.is_autocast_enabled(device):
+        if device != "meta" and torch.is_autocast_enabled(device):  # which meta has not
             dtype = torch.get_autocast_dtype(device)
         state = self._fp8_state
         compiling = torch.compiler.is_compiling()
@@ -128,9 +128,11 @@ class Float8Linear(nn.Linear):
         super().__setattr__(name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        histories = self._fp8_state.histories is not None
-        meta = histories and self.fp8_amax.is_meta
+        histories = self._fp8_state.histories
+        meta = histories is not None and self.fp8_amax.is_meta
         out = super()._apply(fn, recurse)
+        if histories is not None:
+            histories.moved()
         if meta and not self.fp8_amax.is_meta:
             with torch.no_grad():  # to_empty gives memory as it is
                 for name in BUFFERS:

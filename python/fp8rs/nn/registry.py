@@ -155,8 +155,7 @@ class ModelState:
             training=module.training, grad=torch.is_grad_enabled(), in_backward=in_backward()
         )
         if new and module.training and self.histories is not None:
-            self._roll_if_moved()
-            self.clock.recorded()
+            self._record(self.histories)
 
     def end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """The root's forward hook; it runs after an exception too."""
@@ -183,8 +182,15 @@ class ModelState:
         """
         if training and not self.clock.in_forward and not in_backward():
             self.linked()
-            self._roll_if_moved()
-            self.clock.recorded()
+            if self.histories is not None:
+                self._record(self.histories)
+
+    def _record(self, histories: Histories) -> None:
+        """A forward begins that writes amaxes."""
+        self._roll_if_moved()
+        # Before any layer's slots go into a graph: the backward would write to those from before.
+        histories.keep_packed()
+        self.clock.recorded()
 
     def owns(self, parameters: set[int]) -> bool:
         """Whether a parameter of this model is among those of these ids."""
