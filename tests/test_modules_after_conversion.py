@@ -1,4 +1,4 @@
-"""Modules that change after their conversion: parametrized, pruned, tied, resized, on two streams."""
+"""Modules that change after conversion: parametrized, pruned, tied, resized, on two streams."""
 
 import pytest
 import torch
