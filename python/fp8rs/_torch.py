@@ -69,6 +69,11 @@ def real_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool) -> Any:
     return torch.Tensor._make_subclass(cls, data, requires_grad)
 
 
+def is_view_of_flat_parameter(weight: Tensor) -> bool:
+    """Whether FSDP's first version (FullyShardedDataParallel) has gathered this weight."""
+    return getattr(weight._base, "_is_flat_param", False)
+
+
 def local_tensor(parameter: Any) -> Any:
     """The local tensor of a DTensor as the object that it is; ``to_local`` gives a new view."""
     return parameter._local_tensor
@@ -92,3 +97,16 @@ def fsdp_param_groups(module: Any) -> list[Any]:
         group = getattr(state, "_fsdp_param_group", None)
         groups = [] if group is None else [group]
     return list(groups)
+
+
+def is_gathered_for_forward(root: Any, module: Any) -> bool:
+    """Whether FSDP2 is gathering a module's parameters for a forward, below ``root``.
+
+    That a backward is running does not tell: it may run forwards, of a teacher for one.
+    """
+    for part in root.modules():
+        if hasattr(part, "_get_fsdp_state"):
+            for group in fsdp_param_groups(part):
+                if any(p._module_info.module is module for p in group.fsdp_params):
+                    return bool(group._training_state.name == "FORWARD")
+    return False

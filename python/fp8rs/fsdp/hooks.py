@@ -37,14 +37,17 @@ def post_all_gather(
     outputs = (*outputs, *gathered.inputs[len(outputs) :])
     codec, placement = gathered.codec, gathered.placement
     if out is None:
-        inner = codec.inner_tensors(placement, outputs[0].device)
+        with torch.inference_mode(False):
+            inner = codec.inner_tensors(placement, outputs[0].device)
         return GatheredBytes(outputs, inner, gathered, param_dtype), tuple(inner)
     local = local_tensor(out) if isinstance(out, DTensor) else out
     assert isinstance(local, QuantizedTensor)
-    inner = [] if local.columnwise is None else [local.columnwise.data.view(torch.uint8)]
-    local.rowwise, local.columnwise = codec.decode(
-        outputs, inner, placement, gathered.scale, local.shape
-    )
+    # In inference too: what is made or written here, a training forward writes next.
+    with torch.inference_mode(False), torch.no_grad():
+        inner = [] if local.columnwise is None else [local.columnwise.data.view(torch.uint8)]
+        local.rowwise, local.columnwise = codec.decode(
+            outputs, inner, placement, gathered.scale, local.shape
+        )
     return None
 
 
@@ -81,5 +84,8 @@ class GatheredBytes(Tensor):
             raise NotImplementedError(f"{func} of gathered bytes that are no weight yet")
         outputs, inner, gathered, param_dtype = args[0]._parts
         shape = torch.Size(args[1])
-        planes = gathered.codec.decode(outputs, inner, gathered.placement, gathered.scale, shape)
+        with torch.inference_mode(False), torch.no_grad():
+            planes = gathered.codec.decode(
+                outputs, inner, gathered.placement, gathered.scale, shape
+            )
         return wrap_planes(*planes, shape=shape, dtype=param_dtype)

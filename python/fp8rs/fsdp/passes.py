@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fp8rs._torch import in_backward, spec
+from fp8rs._torch import in_backward, is_gathered_for_forward, spec
 from fp8rs.nn.registry import ModelState
 from fp8rs.quantize.spec import quant_spec
 from fp8rs.scaling.reductions import reduce_packed_
@@ -163,12 +163,18 @@ class WeightPasses:
     def _of_own_backward(self, found: Gathered) -> bool:
         """Whether this gather is of a backward whose forward had these bytes.
 
-        Another model's backward may call this one (a teacher, in a hook): that is a forward.
+        Another model's backward may call this one, or a part of it (a teacher, in a hook): that is
+        a forward. Without writes since it may have the same bytes all the same.
         """
         clock = self.state.clock
         if clock.in_forward or not (found.taken and found.differentiable and in_backward()):
             return False
-        return not (clock.recomputing and found.shard.weight.written)
+        weight = found.shard.weight
+        if not weight.written:
+            return True
+        root = self.state.root
+        forward = root is not None and is_gathered_for_forward(root, weight.module)
+        return not (clock.recomputing or forward)
 
     def _is_new_forward(self, found: Gathered) -> bool:
         """Whether a forward has been announced since the weight's bytes were made."""

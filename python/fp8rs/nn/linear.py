@@ -78,7 +78,7 @@ class Float8Linear(nn.Linear):
         if dtype not in INPUT_DTYPES:
             raise TypeError(f"input must be float32, bfloat16 or float16, not {dtype}")
         device = input.device.type
-        if torch.is_autocast_enabled(device):
+        if device != "meta" and torch.is_autocast_enabled(device):  # which meta has not
             dtype = torch.get_autocast_dtype(device)
         state = self._fp8_state
         compiling = torch.compiler.is_compiling()
@@ -112,6 +112,8 @@ class Float8Linear(nn.Linear):
         if isinstance(weight, QuantizedTensor):
             name = self._fp8_state.names[self._fp8_index]
             weight.any_plane().check_live(f"the weight of {name or 'the layer'}")
+        elif type(weight) is Tensor:
+            self._fp8_state.met_plain(weight)
         return weight
 
     def _keep_slots_local(self) -> None:
@@ -136,6 +138,8 @@ class Float8Linear(nn.Linear):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         before = {name: self._buffers[name] for name in BUFFERS if name in self._buffers}
         out = super()._apply(fn, recurse)
+        if self._fp8_state.histories is not None:
+            self._fp8_state.histories.moved()
         with torch.no_grad():
             for name, old in before.items():
                 new = self._buffers[name]

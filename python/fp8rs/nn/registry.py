@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8rs._torch import in_backward
+from fp8rs._torch import in_backward, is_view_of_flat_parameter
 from fp8rs.quantize.quantizers import reduce_amax_
 from fp8rs.quantize.recipes import DelayedScaling, Recipe, resolve_recipe
 from fp8rs.quantize.spec import quant_spec
@@ -69,6 +69,7 @@ class ModelState:
         self._versions: dict[int, int] = {}
         #: An optimizer of torch's kind trains this model: its steps are told.
         self._steps_are_told = False
+        self._warned_of_flat = False
         self._begin()
 
     def _begin(self) -> None:
@@ -155,13 +156,23 @@ class ModelState:
             training=module.training, grad=torch.is_grad_enabled(), in_backward=in_backward()
         )
         if new and module.training and self.histories is not None:
-            self._roll_if_moved()
-            self.clock.recorded()
+            self._record(self.histories)
 
     def end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """The root's forward hook; it runs after an exception too."""
         if not torch.compiler.is_compiling():
             self.clock.end_forward()
+
+    def met_plain(self, weight: Tensor) -> None:
+        """A layer's weight is no parameter: warn, once, if FSDP's first version gathered it."""
+        if self.fp8_gather and not self._warned_of_flat and is_view_of_flat_parameter(weight):
+            self._warned_of_flat = True
+            warnings.warn(
+                "FullyShardedDataParallel gathers weights in high precision, in one flat tensor: "
+                "layers quantize what they are given of it. For gathers in FP8 use fully_shard; to "
+                "be silent about it convert with enable_fsdp_float8_all_gather=False",
+                stacklevel=2,
+            )
 
     # --- delayed scaling -------------------------------------------------------------------------
 
@@ -172,8 +183,15 @@ class ModelState:
         """
         if training and not self.clock.in_forward and not in_backward():
             self.linked()
-            self._roll_if_moved()
-            self.clock.recorded()
+            if self.histories is not None:
+                self._record(self.histories)
+
+    def _record(self, histories: Histories) -> None:
+        """A forward begins that writes amaxes."""
+        self._roll_if_moved()
+        # Before any layer's slots go into a graph: the backward would write to those from before.
+        histories.keep_packed()
+        self.clock.recorded()
 
     def owns(self, parameters: set[int]) -> bool:
         """Whether a parameter of this model is among those of these ids."""

@@ -81,6 +81,15 @@ class Histories:
             self._packs = self._pack(layers)
         return self._packs
 
+    def keep_packed(self) -> None:
+        """Make packs where there are none, or buffers have been moved out of them."""
+        if not self._packs:
+            self.packs()
+
+    def moved(self) -> None:
+        """A layer's buffers are others now."""
+        self._packs = []
+
     def _intact(self, layers: Sequence[nn.Module | None]) -> bool:
         seen = 0
         for pack in self._packs:

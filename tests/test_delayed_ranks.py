@@ -1,0 +1,387 @@
+"""Delayed scaling where ranks do different things, and where nobody tells of steps.
+
+A rank never waits for another one that does not come, histories roll at each step, and what is
+reduced meets its like. "Plain" would train on in all of these.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import fp8rs
+from distributed import ranks
+from distributed.collectives import Collectives
+from distributed.models import EMPTY, EVEN, UNEVEN, batch, linears, make, reduces, shard
+
+SHARDED = pytest.mark.parametrize("hidden", [EVEN, UNEVEN, EMPTY], ids=["even", "uneven", "empty"])
+
+
+def delayed(rig, hidden=UNEVEN, **options):
+    return make(hidden, recipe="delayed", device=rig.device, **options)
+
+
+def step(model, x, optimizer):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def rolls(model):
+    return next(iter(linears(model).values()))._fp8_state.histories._rolls
+
+
+def histories(model):
+    return {n: layer.fp8_amax_history[:, :].clone() for n, layer in linears(model).items()}
+
+
+# --- ranks that do different things --------------------------------------------------------------
+
+
+@ranks(2)
+@pytest.mark.parametrize("sharded", [True, False])
+def test_one_rank_is_in_no_grad_first(rig, sharded):
+    """A forward of a sharded model is all ranks', whatever each one does about gradients."""
+    model = delayed(rig)
+    if sharded:
+        shard(model, rig)
+    with torch.set_grad_enabled(rig.rank == 0):
+        y = model(batch(rig))
+    if not sharded and rig.rank == 0:
+        y.sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for n in range(4):
+        assert step(model, batch(rig, n), optimizer).isfinite()
+    assert rolls(model) == 4
+
+
+@ranks(2)
+@pytest.mark.parametrize("sharded", [True, False])
+def test_one_rank_steps_another_optimizer_between_micro_batches(rig, sharded):
+    """A head that one rank trains beside: its steps are none of this model's."""
+    model = delayed(rig)
+    if sharded:
+        shard(model, rig)
+    other = nn.Linear(4, 4).to(rig.device)
+    beside = torch.optim.SGD(other.parameters(), 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for n in range(4):
+        for micro in range(2):
+            model(batch(rig, 2 * n + micro)).square().mean().backward()
+            if rig.rank == 0:
+                other(torch.ones(2, 4, device=rig.device)).sum().backward()
+                beside.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert rolls(model) == 4
+
+
+class Experts(nn.Module):
+    """Two experts; each rank takes one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(32, 32)
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x, which):
+        return self.experts[which](self.router(x))
+
+
+@ranks(2)
+@pytest.mark.parametrize("named", [True, False])
+def test_ranks_take_different_experts(rig, named):
+    torch.manual_seed(0)
+    group = torch.distributed.group.WORLD if named else None
+    model = fp8rs.convert_to_float8_training(
+        Experts().to(rig.device), recipe="delayed", amax_reduction_group=group
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for n in range(4):
+        # From the third step on the ranks have swapped experts.
+        which = rig.rank if n < 2 else 1 - rig.rank
+        x = (1.0 + rig.rank) * torch.ones(4, 32, device=rig.device)
+        model(x, which).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert rolls(model) == 4
+    inputs = model.router.fp8_amax_history[:4, 1]
+    assert inputs.tolist() == [2.0 if named else 1.0 + rig.rank] * 4
+    used = model.experts[rig.rank].fp8_amax_history[:4, 1] > 0
+    assert used.tolist() == ([True] * 4 if named else [False, False, True, True])
+
+
+@ranks(2)
+@pytest.mark.parametrize("named", [True, False])
+def test_uneven_inputs_under_join(rig, named):
+    torch.manual_seed(0)
+    # Ranks that have run out of inputs still step; a group would have their amaxes too.
+    group = torch.distributed.group.WORLD if named else None
+    model = make(UNEVEN, recipe="delayed", device=rig.device, amax_reduction_group=group)
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), 0.01)
+    steps = 3 if named else 3 + 2 * rig.rank
+    with Join([parallel]):
+        for n in range(steps):
+            assert step(parallel, batch(rig, n), optimizer).isfinite()
+    assert rolls(model) == steps
+
+
+@ranks(2)
+def test_pipeline_stages_have_models_of_their_own(rig):
+    """Rank 0 has three layers, rank 1 one; they send activations and gradients."""
+    torch.manual_seed(rig.rank)
+    layers = [nn.Linear(32, 32) for _ in range(3 if rig.rank == 0 else 1)]
+    stage = nn.Sequential(*layers).to(rig.device)
+    fp8rs.convert_to_float8_training(stage, recipe="delayed")
+    optimizer = torch.optim.SGD(stage.parameters(), 0.01)
+    for _ in range(4):
+        for _micro in range(2):
+            if rig.rank == 0:
+                y = stage(torch.ones(4, 32, device=rig.device))
+                torch.distributed.send(y.detach(), 1)
+                gradient = torch.empty_like(y)
+                torch.distributed.recv(gradient, 1)
+                y.backward(gradient)
+            else:
+                x = torch.empty(4, 32, device=rig.device)
+                torch.distributed.recv(x, 0)
+                stage(x.requires_grad_()).square().mean().backward()
+                torch.distributed.send(x.grad, 0)
+        with Collectives() as seen:
+            optimizer.step()
+        assert reduces(seen) == []
+        optimizer.zero_grad()
+    assert rolls(stage) == 4
+    assert all(all(layer.fp8_ready) for layer in stage)
+
+
+# --- steps that nobody tells of ------------------------------------------------------------------
+
+
+class Foreign:
+    """An optimizer that is no torch.optim.Optimizer."""
+
+    def __init__(self, parameters):
+        self.parameters = list(parameters)
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.parameters:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.01)
+
+    def zero_grad(self):
+        for p in self.parameters:
+            p.grad = None
+
+
+class Foreach(Foreign):
+    """The same by one operator on lists."""
+
+    @torch.no_grad()
+    def step(self):
+        grads = [p.grad for p in self.parameters]
+        torch._foreach_add_(self.parameters, grads, alpha=-0.01)
+
+
+def run(model, x, optimizer, micro_batches=2):
+    """Four steps and one more forward; the rolls, and the reductions of each forward."""
+    counts = []
+    for _ in range(4):
+        for _ in range(micro_batches):
+            with Collectives() as seen:
+                loss = model(x).square().mean()
+            counts.append(len(reduces(seen)))
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with Collectives() as seen:
+        model(x)
+    counts.append(len(reduces(seen)))
+    return counts
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["Foreign", "Foreach"])
+@SHARDED
+def test_a_foreign_optimizers_steps_roll_sharded_histories(rig, hidden, kind):
+    model = shard(delayed(rig, hidden), rig)
+    counts = run(model, batch(rig), globals()[kind](model.parameters()))
+    assert rolls(model) == 4
+    assert all(layer.fp8_ready[0] for layer in linears(model).values())
+    # The quantization's own, and the roll's in the first forward after each step: none to spare.
+    assert counts == [1, 1, 2, 1, 2, 1, 2, 1, 2]
+
+
+@ranks(2)
+@SHARDED
+def test_foreign_steps_give_the_histories_of_torchs(rig, hidden):
+    found = []
+    for kind in (Foreign, lambda p: torch.optim.SGD(p, 0.01)):
+        model = shard(delayed(rig, hidden), rig)
+        run(model, batch(rig), kind(model.parameters()))
+        found.append(histories(model))
+    assert all(torch.equal(found[0][n], found[1][n]) for n in found[0])
+    assert all(h.any() for h in found[0].values())
+
+
+@pytest.mark.parametrize("kind", [Foreign, Foreach])
+def test_a_foreign_optimizers_steps_roll_histories(device, kind):
+    model = make(recipe="delayed", device=device)
+    x = torch.randn(8, 32, device=device)
+    optimizer = kind(model.parameters())
+    for _ in range(4):
+        for _ in range(2):
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(x)
+    assert rolls(model) == 4
+    assert all(all(layer.fp8_ready) for layer in linears(model).values())
+
+
+@ranks(2)
+@SHARDED
+def test_hand_written_updates_roll_sharded_histories(rig, hidden):
+    model = shard(delayed(rig, hidden), rig)
+    for n in range(4):
+        model(batch(rig, n)).square().mean().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.01 * p.grad
+        model.zero_grad()
+    model(batch(rig))
+    assert rolls(model) == 4
+
+
+def test_updates_through_data_roll_when_the_loop_says_so(device):
+    """They move no version: `stepped` is the documented call."""
+    model = make(recipe="delayed", device=device)
+    x = torch.randn(8, 32, device=device)
+    for _ in range(4):
+        model(x).square().mean().backward()
+        for p in model.parameters():
+            p.data -= 0.01 * p.grad
+        model.head._fp8_state.stepped()
+        model.zero_grad()
+    assert rolls(model) == 4
+
+
+@ranks(2)
+@SHARDED
+def test_a_write_by_one_rank_alone_reduces_nothing(rig, hidden):
+    model = shard(delayed(rig, hidden), rig)
+    model(batch(rig)).square().mean().backward()
+    if rig.rank == 1:
+        with torch.no_grad():
+            model.head.bias.to_local().mul_(2.0)
+            model.blocks[0].up.bias.to_local().mul_(2.0)
+    with Collectives() as seen:
+        model(batch(rig))
+    assert len(reduces(seen)) == 1
+    assert rolls(model) == 0
+
+
+# --- recomputation -------------------------------------------------------------------------------
+
+
+class Nested(nn.Module):
+    """Checkpoints inside a checkpoint."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(32, 32) for _ in range(3))
+        self.reentrant = reentrant
+
+    def inner(self, x):
+        return self.b(x).relu()
+
+    def outer(self, x):
+        x = self.a(x).relu()
+        return self.c(self.run(self.inner, x))
+
+    def run(self, part, x):
+        if self.reentrant is None:
+            return part(x)
+        return checkpoint(part, x, use_reentrant=self.reentrant)
+
+    def forward(self, x):
+        return self.run(self.outer, x)
+
+
+def nested(device, reentrant):
+    torch.manual_seed(0)
+    return fp8rs.convert_to_float8_training(Nested(reentrant).to(device), recipe="delayed")
+
+
+@ranks(2)
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_nested_checkpoints_change_nothing(rig, reentrant, sharded):
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    for how in (None, reentrant):
+        model = nested(rig.device, how)
+        if sharded:
+            for layer in (model.a, model.b, model.c):
+                fully_shard(layer, mesh=rig.mesh())
+            fully_shard(model, mesh=rig.mesh())
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        losses = []
+        for n in range(4):
+            x = batch(rig, n).requires_grad_()
+            losses.append(step(model, x, optimizer).item())
+        assert rolls(model) == 4
+        found.append((losses, histories(model)))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[0][1][n], found[1][1][n]) for n in found[0][1])
+
+
+# --- several devices -----------------------------------------------------------------------------
+
+
+def test_one_model_over_two_kinds_of_device():
+    """Its histories stay where its layers are: no layer's call moves another's.
+
+    Nothing runs on meta, which has no FP8 GEMM.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32, device="meta"))
+    fp8rs.convert_to_float8_training(model, recipe="delayed")
+    optimizer = torch.optim.SGD(model[:2].parameters(), 0.01)
+    packs = None
+    for _ in range(4):
+        x = torch.ones(4, 32)
+        model[:2](x).sum().backward()
+        now = model[0]._fp8_state.histories.packs()
+        assert sorted(p.scale.device.type for p in now) == ["cpu", "meta"]
+        assert packs is None or all(a is b for a, b in zip(now, packs, strict=True))
+        packs = now
+    optimizer.step()
+    assert model[0].fp8_amax_history[0].all()
+
+
+@pytest.mark.gpu
+def test_one_model_over_two_gpus():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32, device="cuda:0"), nn.Linear(32, 32, device="cuda:1"))
+    fp8rs.convert_to_float8_training(model, recipe="delayed")
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    packs = None
+    for _ in range(4):
+        x = model[0](torch.ones(4, 32, device="cuda:0"))
+        model[1](x.to("cuda:1")).sum().backward()
+        now = model[0]._fp8_state.histories.packs()
+        assert packs is None or all(a is b for a, b in zip(now, packs, strict=True))
+        packs = now
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(all(layer.fp8_ready) for layer in model)

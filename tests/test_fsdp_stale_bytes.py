@@ -1,0 +1,384 @@
+"""No stale bytes from writes inside a forward, forwards inside a backward, or broken forwards.
+
+Every rank makes these writes; each must be in the bytes of the weight's next gather, for one
+all-reduce a forward, and one more for writes that are made together after it.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import fp8rs
+from distributed import ranks
+from distributed.collectives import Collectives
+from distributed.models import (
+    BLOCKS,
+    EMPTY,
+    EVEN,
+    UNEVEN,
+    Block,
+    Stack,
+    batch,
+    full_weights,
+    linears,
+    make,
+    reduces,
+    same_bytes,
+    shard,
+    watch_weights,
+    whole_planes,
+)
+
+HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
+shardings = pytest.mark.parametrize("hidden", list(HIDDEN))
+# Recipes whose weights' bytes follow from the weights alone; delayed ones while they have no scale.
+recipes = pytest.mark.parametrize("recipe", ["current", "delayed", *BLOCKS])
+
+
+class Fresh:
+    """Asserts that what each layer's forward works on are the bytes of its master at the time.
+
+    The whole master is put together beside FSDP2, from the shards that the optimizer has.
+    """
+
+    def __init__(self, model, recipe):
+        self.recipe, self.checked = recipe, 0
+        self.masters = {
+            n: layer.weight
+            for n, layer in linears(model).items()
+            if isinstance(layer, fp8rs.nn.Linear)
+        }
+        watch_weights(model, self.check)
+
+    @torch.no_grad()
+    def write(self, factor):
+        """Write the masters, also where FSDP2 has left a weight gathered: as optimizers do."""
+        for master in self.masters.values():
+            master.mul_(factor)
+
+    def check(self, name, weight):
+        if name not in self.masters:
+            return
+        master = self.masters[name]
+        local = getattr(master.to_local(), "high_precision", master.to_local()).detach()
+        group = master.device_mesh.get_group()
+        rows = -(-master.shape[0] // group.size())
+        padded = local.new_zeros((rows, local.shape[1]))
+        padded[: local.shape[0]] = local
+        whole = local.new_empty((rows * group.size(), local.shape[1]))
+        torch.distributed.all_gather_into_tensor(whole, padded, group=group)
+        whole = whole[: master.shape[0]]
+        if self.recipe == "delayed":  # a write may be a step, which rolls: any scale will do
+            scale = weight.rowwise.scale
+            codes, _ = torch.ops.fp8rs.quantize(whole, scale, torch.float8_e4m3fn)
+        else:
+            codes, scale, *_ = whole_planes(whole, self.recipe)
+        assert same_bytes(weight.rowwise.data, codes), name
+        assert same_bytes(weight.rowwise.scale, scale), name
+        self.checked += 1
+
+
+def build(cls, rig, recipe, hidden):
+    torch.manual_seed(0)
+    model = cls(HIDDEN[hidden]).to(rig.device)
+    fp8rs.convert_to_float8_training(
+        model, recipe=BLOCKS.get(recipe, recipe), filter_fqns=("predictor",)
+    )
+    return model
+
+
+def sharded(model, rig):
+    """fully_shard each block and the root."""
+    for part in model.modules():
+        if isinstance(part, Block):
+            fully_shard(part, mesh=rig.mesh())
+    return fully_shard(model, mesh=rig.mesh())
+
+
+# --- writes inside the root's forward, before their own gather -----------------------------------
+
+
+class Moving(nn.Module):
+    """As BYOL and MoCo do: the forward moves the target towards the online encoder, then runs it.
+
+    Both encoders are parts of the converted root.
+    """
+
+    before = True
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.online, self.target = Stack(hidden), Stack(hidden)
+        self.predictor = nn.Linear(32, 32)
+        with torch.no_grad():
+            for p in self.target.parameters():
+                p.mul_(1.5).requires_grad_(False)
+
+    @torch.no_grad()
+    def move(self):
+        pairs = zip(self.online.parameters(), self.target.parameters(), strict=True)
+        for theirs, own in pairs:
+            own.mul_(0.5).add_(theirs, alpha=0.5)
+
+    def forward(self, x):
+        if self.before:
+            self.move()
+            y = self.online(x)
+        else:
+            y = self.online(x)
+            self.move()
+        with torch.no_grad():
+            target = self.target(x)
+        return (self.predictor(y) - target).square().mean()
+
+
+def shard_encoders(model, rig):
+    """Encoders that have no parameter in the root's group: MoCo moves them while it is gathered."""
+    for encoder in (model.online, model.target):
+        shard(encoder, rig)
+    return fully_shard(model, mesh=rig.mesh())
+
+
+@ranks(2)
+@recipes
+@shardings
+@pytest.mark.parametrize("before", [True, False], ids=["before", "between"])
+def test_a_target_that_the_forward_moves_is_gathered_as_it_is_then(rig, before, hidden, recipe):
+    model = build(Moving, rig, recipe, hidden)
+    model.before = before
+    shard_encoders(model, rig)
+    fresh = Fresh(model, recipe)
+    for n in range(3):
+        model(batch(rig)).backward()
+        assert fresh.checked == (n + 1) * len(fresh.masters)
+
+
+@ranks(2)
+@shardings
+@pytest.mark.parametrize("before", [True, False], ids=["before", "between"])
+def test_writes_made_together_cost_one_all_reduce(rig, before, hidden):
+    model = build(Moving, rig, "current", hidden)
+    model.before = before
+    shard_encoders(model, rig)
+    for _ in range(3):
+        with Collectives() as forward:
+            loss = model(batch(rig))
+        assert len(reduces(forward)) == (1 if before else 2), forward.seen
+        with Collectives() as backward:
+            loss.backward()
+        assert reduces(backward) == []
+
+
+@ranks(2)
+@shardings
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_models_that_write_nothing_have_one_all_reduce_a_forward(rig, hidden, recipe):
+    model = shard(make(HIDDEN[hidden], recipe=recipe, device=rig.device), rig)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for _ in range(3):
+        with Collectives() as forward:
+            loss = model(batch(rig)).square().mean()
+        assert len(reduces(forward)) == 1, forward.seen
+        with Collectives() as backward:
+            loss.backward()
+        assert reduces(backward) == []
+        optimizer.step()
+
+
+class Clipped(nn.Module):
+    """The forward bounds each weight of its blocks before it runs them, as a WGAN's critic does."""
+
+    bound = 0.05
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.inner = Stack(hidden)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for p in self.inner.blocks.parameters():
+                p.clamp_(-self.bound, self.bound)
+        return self.inner(x)
+
+
+@ranks(2)
+@recipes
+@shardings
+def test_weights_that_the_forward_clips(rig, hidden, recipe):
+    model = sharded(build(Clipped, rig, recipe, hidden), rig)
+    fresh = Fresh(model, recipe)
+    model(batch(rig)).square().mean().backward()
+    assert fresh.checked == len(fresh.masters)
+    for name, whole in full_weights(model).items():
+        if "blocks" in name:
+            assert whole.abs().amax() <= Clipped.bound
+
+
+class Stepping(nn.Module):
+    """A wrapper whose forward is a training step, or three."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.inner = Stack(hidden)
+        self.optimizer = None
+
+    def forward(self, x, steps=1):
+        losses = []
+        for _ in range(steps):
+            loss = self.inner(x).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.detach())
+        return torch.stack(losses)
+
+
+def step_in_forwards(model, x, forwards, steps):
+    model.optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    return torch.cat([model(x, steps) for _ in range(forwards)])
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "block", "mxfp8", "mxfp8 of 1x32"])
+@shardings
+@pytest.mark.parametrize("steps", [1, 3])
+def test_steps_in_a_forward_are_those_of_the_unsharded_model(rig, steps, hidden, recipe):
+    """Both ranks have the same batch: the mean of their gradients is each one's own."""
+    x = batch(rig).new_ones(8, 32) * torch.linspace(-1, 1, 32, device=rig.device)
+    expected = step_in_forwards(build(Stepping, rig, recipe, hidden), x, 2, steps)
+    model = build(Stepping, rig, recipe, hidden)
+    shard(model.inner, rig)
+    losses = step_in_forwards(model, x, 2, steps)
+    assert len(set(expected.tolist())) == len(expected)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+
+
+@ranks(2)
+@shardings
+def test_delayed_steps_in_a_forward_see_their_own_writes(rig, hidden):
+    x = batch(rig).new_ones(8, 32) * torch.linspace(-1, 1, 32, device=rig.device)
+    expected = step_in_forwards(build(Stepping, rig, "delayed", hidden), x, 2, 3)
+    model = build(Stepping, rig, "delayed", hidden)
+    shard(model.inner, rig)
+    losses = step_in_forwards(model, x, 2, 3)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+
+
+# --- a forward inside another model's backward ---------------------------------------------------
+
+
+@ranks(2)
+@recipes
+@pytest.mark.parametrize("whole", [True, False], ids=["root", "submodule"])
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+def test_a_teacher_in_a_hook_of_its_students_backward(rig, grad, whole, recipe):
+    options = {"recipe": BLOCKS.get(recipe, recipe), "device": rig.device}
+    # FSDP2 leaves a root's own weights gathered after a forward, unless it is told otherwise.
+    student, teacher = (
+        shard(make(UNEVEN, seed=s, **options), rig, reshard_after_forward=True) for s in (0, 1)
+    )
+    teacher.requires_grad_(False)
+    part = teacher if whole else teacher.blocks[1]
+    fresh = Fresh(part, recipe)
+    x = batch(rig)
+    with torch.no_grad():
+        teacher(x)  # a forward before, whose bytes must not come back
+    runs = 0
+
+    def teach(gradient):
+        nonlocal runs
+        with torch.set_grad_enabled(grad):
+            assert part(x).isfinite().all()
+        for module in (teacher, *teacher.blocks):  # FSDP2 does not, inside a backward
+            module.reshard()
+        runs += 1
+
+    for n in range(3):
+        fresh.write(1.25)
+        before = fresh.checked
+        y = student(x)
+        y.register_hook(teach)
+        y.square().mean().backward()
+        assert runs == n + 1
+        assert fresh.checked > before
+
+
+# --- a forward that was broken off ---------------------------------------------------------------
+
+
+@ranks(2)
+@recipes
+@shardings
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_forward_after_one_that_was_broken_off(rig, error, hidden, recipe):
+    model = make(HIDDEN[hidden], recipe=BLOCKS.get(recipe, recipe), device=rig.device)
+    shard(model, rig, reshard_after_forward=True)
+    x = batch(rig)
+    model(x).square().mean().backward()
+    fresh = Fresh(model, recipe)
+
+    def interrupt(module, args):
+        raise error("stop")
+
+    handle = model.blocks[1].norm.register_forward_pre_hook(interrupt)
+    with pytest.raises(error):
+        model(x)
+    handle.remove()
+    fresh.write(2.0)
+    for part in (model, *model.blocks):  # plain weights, too, stay gathered then
+        part.reshard()
+    before = fresh.checked
+    model(x).square().mean().backward()
+    assert fresh.checked == before + len(fresh.masters)
+
+
+# --- what models do, mixed -----------------------------------------------------------------------
+
+
+class Script(nn.Module):
+    """A forward that runs and writes its blocks in a given order."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(h) for h in hidden)
+        self.script = ""
+
+    def forward(self, x):
+        for action, block in zip(self.script[::2], self.script[1::2], strict=True):
+            part = self.blocks[int(block)]
+            if action == "r":
+                x = part(x)
+            else:
+                with torch.no_grad():
+                    for p in part.parameters():
+                        p.mul_(1.5)
+        return x
+
+
+@ranks(2)
+@shardings
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+@pytest.mark.parametrize(
+    ("script", "all_reduces"),
+    [
+        ("r0r1", 1),
+        ("w0w1r0r1", 1),
+        ("r0w1r1", 2),
+        ("r0w0r1", 1),
+        ("r0w0w1r0r1", 2),
+        ("r0r1r0r1", 2),
+    ],
+)
+def test_writes_in_any_order(rig, script, all_reduces, hidden, recipe):
+    model = sharded(build(Script, rig, recipe, hidden), rig)
+    model.script = script
+    for _ in range(2):
+        with torch.no_grad(), Collectives() as forward:
+            model(batch(rig))
+        if recipe == "current":
+            assert len(reduces(forward)) == all_reduces, forward.seen
+    fresh = Fresh(model, recipe)
+    with torch.no_grad():
+        model(batch(rig))
+    assert fresh.checked == 2 * script.count("r")

@@ -1,0 +1,257 @@
+"""Modules that change after conversion: parametrized, pruned, tied, resized, on two streams."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+
+import fp8rs
+from distributed import ranks
+from distributed.collectives import Collectives
+from distributed.models import RECIPES, batch, reduces, same_bytes, train, whole_planes
+
+recipes = pytest.mark.parametrize("recipe", list(RECIPES))
+
+
+class Two(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.b(self.a(x).relu())
+
+
+def two(device, recipe="current"):
+    torch.manual_seed(0)
+    return fp8rs.convert_to_float8_training(Two().to(device), recipe=RECIPES[recipe])
+
+
+def shard_all(model, rig):
+    for layer in (model.a, model.b):
+        fully_shard(layer, mesh=rig.mesh())
+    return fully_shard(model, mesh=rig.mesh())
+
+
+def same_batch(device, rows=16):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 32, generator=generator).to(device)
+
+
+# --- weights that are computed, from after the conversion ----------------------------------------
+
+
+def old_weight_norm(layer):
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        weight_norm(layer)
+
+
+def old_spectral_norm(layer):
+    spectral_norm(layer)
+
+
+def pruned(layer):
+    prune.l1_unstructured(layer, "weight", amount=0.5)
+
+
+def new_weight_norm(layer):
+    parametrizations.weight_norm(layer)
+
+
+def new_spectral_norm(layer):
+    parametrizations.spectral_norm(layer)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def own_parametrization(layer):
+    nn.utils.parametrize.register_parametrization(layer, "weight", Doubled())
+
+
+WAYS = [
+    old_weight_norm,
+    old_spectral_norm,
+    pruned,
+    new_weight_norm,
+    new_spectral_norm,
+    own_parametrization,
+]
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_weight_computed_from_after_the_conversion(device, way, recipe):
+    model = two(device, recipe)
+    way(model.a)
+    x = same_batch(device)
+    losses = train(model, torch.optim.SGD(model.parameters(), 0.05), [x] * 4)
+    assert losses[-1] < losses[0]
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
+@pytest.mark.parametrize("way", [w.__name__ for w in WAYS])
+def test_and_then_fully_shard(rig, way, recipe):
+    """The losses are the unsharded model's: both ranks have the same batch.
+
+    What plain nn.Linears raise in this is FSDP2's, and stays.
+    """
+    x = same_batch(rig.device)
+
+    def losses_of(model, sharded):
+        globals()[way](model.a)
+        if sharded:
+            shard_all(model, rig)
+        return train(model, torch.optim.SGD(model.parameters(), 0.05), [x] * 4)
+
+    torch.manual_seed(0)
+    try:
+        losses_of(Two().to(rig.device), True)
+    except (RuntimeError, AssertionError, ValueError, NotImplementedError) as error:
+        with pytest.raises(type(error)):
+            losses_of(two(rig.device, recipe), True)
+        return
+    expected = losses_of(two(rig.device, recipe), False)
+    losses = losses_of(two(rig.device, recipe), True)
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+
+
+# --- weights that are tied, from after the conversion --------------------------------------------
+
+
+@recipes
+def test_a_weight_tied_after_the_conversion(device, recipe):
+    model = two(device, recipe)
+    model.b.weight = model.a.weight
+    losses = train(model, torch.optim.SGD(model.parameters(), 0.05), [same_batch(device)] * 5)
+    assert model.b.weight is model.a.weight
+    assert losses[-1] < losses[0]
+
+
+@ranks(2)
+@recipes
+def test_a_tied_weight_is_sharded_once(rig, recipe):
+    """It is quantized once, gathered once, and trains as unsharded."""
+    x = same_batch(rig.device)
+    found = []
+    for sharded in (False, True):
+        model = two(rig.device, recipe)
+        model.b.weight = model.a.weight
+        if sharded:
+            fully_shard(model, mesh=rig.mesh())
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        if sharded and recipe == "current":
+            with Collectives() as seen:
+                y = model(x)
+            assert reduces(seen) == [4], "one amax"
+            assert model.b.weight is model.a.weight
+            y.sum().backward()
+            optimizer.zero_grad()
+        found.append(train(model, optimizer, [x] * 5))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+@ranks(2)
+@recipes
+def test_a_tied_weights_bytes_are_its_own(rig, recipe):
+    model = two(rig.device, recipe)
+    model.b.weight = model.a.weight
+    whole = model.a.weight.detach().clone()
+    fully_shard(model, mesh=rig.mesh())
+    model(batch(rig)).sum()
+    for layer in (model.a, model.b):
+        assert same_bytes(layer.weight.rowwise.data, whole_planes(whole, recipe)[0])
+
+
+# --- siblings on two streams ---------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@recipes
+def test_siblings_on_two_streams_share_no_planes_without_an_event(recipe):
+    torch.manual_seed(0)
+    width = 2048
+    model = fp8rs.convert_to_float8_training(
+        Two(width).to("cuda", torch.bfloat16), recipe=RECIPES[recipe]
+    )
+    x = torch.randn(4096, width, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = model.a(x.clone()), model.b(x.clone())
+        torch.cuda.synchronize()
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        for n in range(20):
+            own = x.clone()
+            torch.cuda.synchronize()
+            order = (0, 1) if n % 2 else (1, 0)
+            found = [None, None]
+            for i in order:
+                with torch.cuda.stream(streams[i]):
+                    if i == order[0]:
+                        torch.cuda._sleep(2_000_000)  # its planes are late
+                    found[i] = (model.a, model.b)[i](own)
+            torch.cuda.synchronize()
+            assert all(torch.equal(y, e) for y, e in zip(found, expected, strict=True))
+
+
+# --- in-place operations on what layers return ---------------------------------------------------
+
+
+@recipes
+@pytest.mark.parametrize("shape", [(32,), (4, 32), (2, 3, 32), (2, 2, 2, 32), (0, 3, 32)])
+@pytest.mark.parametrize("change", ["relu", "add", "mul", "index"])
+def test_outputs_may_be_changed_in_place(device, change, shape, recipe):
+    found = []
+    for in_place in (True, False):
+        model = two(device, recipe)
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(shape, generator=generator).to(device).requires_grad_()
+        y = model.a(x)
+        if change == "relu":
+            y = nn.functional.relu(y, inplace=in_place)
+        elif change == "add":
+            y = y.add_(x) if in_place else y + x
+        elif change == "mul":
+            y = y.mul_(3) if in_place else y * 3
+        elif in_place:
+            y[..., :4] = 0
+        else:
+            y = y * (torch.arange(32, device=device) >= 4)
+        model.b(y).square().sum().backward()
+        found.append((y.detach(), x.grad, model.a.weight.grad, model.b.weight.grad))
+    for mine, expected in zip(*found, strict=True):
+        assert torch.equal(mine, expected)
+
+
+# --- sizes come from the weight ------------------------------------------------------------------
+
+
+@recipes
+@pytest.mark.parametrize("shape", [(8, 32), (2, 4, 32)])
+def test_a_weight_replaced_by_a_smaller_one_sets_the_sizes(device, shape, recipe):
+    model = two(device, recipe)
+    layer = model.a
+    layer.weight = nn.Parameter(layer.weight[:16].detach().clone())
+    layer.bias = nn.Parameter(layer.bias[:16].detach().clone())
+    x = torch.randn(shape, device=device, requires_grad=True)
+    y = layer(x)
+    assert y.shape == (*shape[:-1], 16)
+    y.sum().backward()
+    assert layer.weight.grad.shape == (16, 32)
+    assert x.grad.shape == x.shape
+    reference = nn.functional.linear(x, layer.weight, layer.bias)
+    torch.testing.assert_close(y, reference, rtol=0.2, atol=0.2)
+
+
+@recipes
+def test_a_narrower_weight_takes_narrower_inputs(device, recipe):
+    layer = two(device, recipe).a
+    layer.weight = nn.Parameter(layer.weight[:, :16].detach().clone())
+    x = torch.randn(4, 16, device=device, requires_grad=True)
+    layer(x).sum().backward()
+    assert layer.weight.grad.shape == (32, 16)
+    with pytest.raises(ValueError, match="last dim must be 16"):
+        layer(torch.randn(4, 32, device=device))
