@@ -157,7 +157,7 @@ class Histories:
 
     def _roll(self, reduce: Callable[[Tensor], None]) -> None:
         self._read_ready()
-        packs = self.packs()
+        packs = [pack for pack in self.packs() if not pack.scale.is_meta]  # which hold nothing
         if not packs:
             return
         home = packs[0].amax.device
@@ -211,7 +211,9 @@ class Histories:
             return
         layers = self._layers()
         for pack in self._packs:
-            if all(all(getattr(layers[i], "fp8_ready", ())) for i in pack.indices):
+            if pack.scale.is_meta or all(
+                all(getattr(layers[i], "fp8_ready", ())) for i in pack.indices
+            ):
                 continue
             known = pack.scale[:, :, 0] > 0
             if known.is_cuda:
