@@ -38,7 +38,7 @@ class Codes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.namespace == "fp8rs":
             name = func._schema.name.split("::")[1]
-            if name.startswith(("quantize", "multi_quantize", "rebase")):
+            if name.lstrip("_").startswith(("quantize", "multi_quantize", "rebase")):
                 written = [
                     value
                     for value, argument in zip(args, func._schema.arguments, strict=False)

@@ -22,6 +22,7 @@ from fp8rs.tensor.quantized import Plane
 _pack_scales = torch.ops.fp8rs.pack_scales.default
 _rebase = torch.ops.fp8rs.rebase.default
 _transpose = torch.ops.fp8rs.transpose.default
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 MX = (formats.MX_1X32, formats.MX_32X32)
 
@@ -117,7 +118,8 @@ def _blockwise(
         b_scale = _outer_contiguous(_padded_scale(b.scale, b_codes.shape[0], blocks))
     out = _run_plain(a_codes, b_codes, a_scale, b_scale.t(), b.matrix.shape[0], bias, out_dtype)
     m = a.matrix.shape[0]
-    return out if out.shape[0] == m else out[:m]
+    # Padded rows are left out; to autograd what is left is no view, which would forbid writes.
+    return out if out.shape[0] == m else _unsafe_view(out[:m], [m, out.shape[1]])
 
 
 def _run_plain(
