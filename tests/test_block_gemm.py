@@ -151,7 +151,7 @@ def test_hopper_linear_is_the_simulations(on, monkeypatch):
     layer = fp8rs.nn.Linear(72, 48, recipe="mxfp8")
     x, dy = torch.randn(50, 72), torch.randn(50, 48)
     on(HOPPER)
-    monkeypatch.setattr("fp8rs.nn.linear.scaled_mm", as_cuda)
+    monkeypatch.setattr("fp8rs.nn.function.scaled_mm", as_cuda)
     monkeypatch.setattr(block_simulation, "rebases", lambda blocks, device: True)
     results = []
     for function in (

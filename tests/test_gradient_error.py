@@ -33,11 +33,12 @@ def limits(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
 
     On the CPU both add alike, so the ratio is that of one draw of rounding errors: 1. Elsewhere
     sums differ in their last bits, which rounds some elements of the next layer to the other side,
-    and a few directions of the gradient hold most of the error: noise of 1e-4 of a row's largest
-    sum, added to the simulation of ``rowwise``, or of 3e-4, moved the ratio between 0.983 and 1.000 in
-    fp32 and between 0.990 and 1.031 in bf16 (three draws each). More is a defect. Less is luck, but for an
-    operand that nobody rounds: a weight's share of the error is an eighth to a quarter of it
-    (below), an input's more. (A gradient's is 5% in fp32 and not to be seen in bf16: test_gradients has its bytes.)
+    and a few directions of the gradient hold most of the error: noise of 1e-4 or 3e-4 of a row's
+    largest sum, added to the simulation of ``rowwise``, moved the ratio between 0.983 and 1.000 in
+    fp32 and between 0.990 and 1.031 in bf16 (three draws each). More is a defect. Less is luck, but
+    for an operand that nobody rounds: a weight's share of the error is an eighth to a quarter of it
+    (below), an input's more. (A gradient's is 5% in fp32 and not to be seen in bf16: test_gradients
+    has its bytes.)
     """
     if device.type == "cpu":
         return 0.98, 1.02
