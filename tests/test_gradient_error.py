@@ -36,9 +36,10 @@ def limits(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     and a few directions of the gradient hold most of the error: noise of 1e-4 or 3e-4 of a row's
     largest sum, added to the simulation of ``rowwise``, moved the ratio between 0.983 and 1.000 in
     fp32 and between 0.990 and 1.031 in bf16 (three draws each). More is a defect. Less is luck, but
-    for an operand that nobody rounds: a weight's share of the error is an eighth to a quarter of it
-    (below), an input's more. (A gradient's is 5% in fp32 and not to be seen in bf16: test_gradients
-    has its bytes.)
+    for an operand that nobody rounds: on the CPU's model a weight's share of the error is a quarter
+    (below), an input's more. (A gradient's is 5% in fp32 and not to be seen in bf16, and on the
+    larger model of two H200 runs a weight's was 5% and 14% in bf16, which this limit need not
+    catch: test_gradients has their bytes.)
     """
     if device.type == "cpu":
         return 0.98, 1.02
@@ -70,6 +71,7 @@ def test_a_wrong_scale_would_show(trained: Trained, monkeypatch: pytest.MonkeyPa
     assert abs(found.ratio - 1) > 0.2
 
 
+@pytest.mark.parametrize("trained", ["cpu"], indirect=True)
 def test_weights_left_unrounded_would_show(
     trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
