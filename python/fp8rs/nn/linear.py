@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import allow_in_graph, local_tensor
+from fp8rs._torch import allow_in_graph
 from fp8rs.quantize.recipes import Recipe, describe
-from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, new_buffers
+from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, keep_local, new_buffers
 from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -89,7 +89,7 @@ class Float8Linear(nn.Linear):
         training = self.training
         if not compiling:
             if type(self.fp8_amax) is not Tensor:
-                self._keep_slots_local()
+                keep_local(self._buffers)
             state.begin_layer(training)
             scales, amaxes = self._slots()
         else:
@@ -115,14 +115,6 @@ class Float8Linear(nn.Linear):
         elif type(weight) is Tensor:
             self._fp8_state.met_plain(weight)
         return weight
-
-    def _keep_slots_local(self) -> None:
-        """Undo what parallelize_module does to buffers, which makes DTensors of all of them."""
-        for name in BUFFERS:
-            buffer = self._buffers[name]
-            self._buffers[name] = (
-                local_tensor(buffer) if hasattr(buffer, "_local_tensor") else buffer
-            )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter) and name in self._parameters:

@@ -298,6 +298,7 @@ class ModelState:
         # found at the first forward.
         new.names = list(self.names)
         new.weight_groups = dict(self.weight_groups)
+        new._versions = {}  # of the original's weights
         new.fsdp = None
         new._root = None
         new.linears = []

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8rs._torch import local_tensor
 from fp8rs.quantize.recipes import DelayedScaling
 from fp8rs.tensor.spec import QuantSpec
 
@@ -37,6 +38,13 @@ def new_buffers(recipe: DelayedScaling, device: torch.device) -> dict[str, Tenso
     shapes["fp8_amax_history"] = (recipe.amax_history_len, 3)
     with torch.inference_mode(False):
         return {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
+
+
+def keep_local(buffers: dict[str, Any]) -> None:
+    """Undo what parallelize_module does to a layer's buffers: it makes DTensors of all of them."""
+    for name in BUFFERS:
+        if hasattr(buffers[name], "_local_tensor"):
+            buffers[name] = local_tensor(buffers[name])
 
 
 @dataclass(eq=False, slots=True)
@@ -118,8 +126,7 @@ class Histories:
             for indices in by_device.values():
                 here: Any = [layers[i]._buffers for i in indices]  # type: ignore[union-attr]
                 for buffers in here:
-                    for name in BUFFERS:  # parallelize_module makes DTensors of all buffers
-                        buffers[name] = getattr(buffers[name], "_local_tensor", buffers[name])
+                    keep_local(buffers)
                 scale, amax = (
                     torch.stack([buffers[name] for buffers in here]) for name in BUFFERS[:2]
                 )
@@ -233,11 +240,3 @@ class Histories:
             for index, ready in zip(indices, host.tolist(), strict=True):
                 if layers[index] is not None:
                     layers[index].fp8_ready = tuple(ready)
-
-    # --- copies ----------------------------------------------------------------------------------
-
-    def copied(self, layers: Callable[[], Sequence[nn.Module | None]]) -> Histories:
-        """The histories of a copied model, whose layers have copies of the buffers."""
-        new = Histories(self.recipe, self._specs, layers)
-        new._rolls = self._rolls
-        return new
