@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from . import ops  # isort: skip  (registers the operators that the rest calls)
 
 from fp8rs.convert.convert import convert_to_float8_training, optimizer_stepped
+from fp8rs.convert.quantized_init import quantized_init
 from fp8rs.quantize.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -56,6 +57,7 @@ __all__ = [
     "ops",
     "optimizer_stepped",
     "precompute_float8_dynamic_scale_for_fsdp",
+    "quantized_init",
 ]
 
 

@@ -69,6 +69,20 @@ def real_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool) -> Any:
     return torch.Tensor._make_subclass(cls, data, requires_grad)
 
 
+def become(parameter: Tensor, new: Tensor) -> None:
+    """Have a parameter be ``new`` from now on, as the object that it is, for all who refer to it.
+
+    Raises:
+        RuntimeError: torch cannot swap them: a graph or a weak reference holds on to one.
+    """
+    other: Any = torch.nn.Parameter(new, requires_grad=parameter.requires_grad)
+    for mark, value in parameter.__dict__.items():
+        if not hasattr(other, mark):
+            other.__dict__[mark] = value
+    other.grad = parameter.grad
+    torch.utils.swap_tensors(parameter, other)
+
+
 def is_view_of_flat_parameter(weight: Tensor) -> bool:
     """Whether FSDP's first version (FullyShardedDataParallel) has gathered this weight."""
     return getattr(weight._base, "_is_flat_param", False)

@@ -1,5 +1,6 @@
 """Conversion of models, from recipes and from other libraries' configs."""
 
 from fp8rs.convert.convert import convert_to_float8_training, optimizer_stepped
+from fp8rs.convert.quantized_init import quantized_init
 
-__all__ = ["convert_to_float8_training", "optimizer_stepped"]
+__all__ = ["convert_to_float8_training", "optimizer_stepped", "quantized_init"]

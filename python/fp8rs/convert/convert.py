@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from fp8rs.convert.fp8_weights import quantize_weight
 from fp8rs.convert.torchao import from_float8_linear_config
 from fp8rs.nn.linear import Float8Linear, float8_class
 from fp8rs.nn.registry import ModelState
@@ -32,6 +33,8 @@ def convert_to_float8_training(
     filter_fqns: Iterable[str] = (),
     enable_fsdp_float8_all_gather: bool | None = None,
     amax_reduction_group: Any = None,
+    fp8_weights: bool = False,
+    preserve_high_precision_init_val: bool = False,
     config: Any = None,
 ) -> nn.Module:
     """Make the ``nn.Linear`` layers of ``module`` train in FP8. Before parallelising it.
@@ -58,6 +61,11 @@ def convert_to_float8_training(
             a step; None is the ranks of the mesh that FSDP2 shards the model over, and nobody for
             a model that is not sharded, whose other ranks may have no forward to run. For current
             scaling those of activations and gradients at each quantization; None is no group.
+        fp8_weights: keep weights in FP8, without high-precision copies: 1 byte a parameter. For
+            frozen models, inference, and `fp8rs.optim.AdamW`, which trains them with or without
+            masters of its own.
+        preserve_high_precision_init_val: with ``fp8_weights``, keep each weight's values from
+            before the rounding, on the CPU, for an optimizer's masters.
         config: a torchao Float8LinearConfig, instead of ``recipe``.
 
     Returns:
@@ -92,6 +100,16 @@ def convert_to_float8_training(
             f"not {type(amax_reduction_group).__name__}"
         )
 
+    if fp8_weights and not enable_fsdp_float8_all_gather:
+        raise ValueError(
+            "enable_fsdp_float8_all_gather=False does not go with fp8_weights=True: there is no "
+            "high-precision weight to gather"
+        )
+    if preserve_high_precision_init_val and not fp8_weights:
+        raise ValueError(
+            "preserve_high_precision_init_val=True is for fp8_weights=True: other weights keep "
+            "their high-precision values anyway"
+        )
     filter_fqns = tuple(filter_fqns)
     linears = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
     unused = [part for part in filter_fqns if not any(part in name for name in linears)]
@@ -114,6 +132,8 @@ def convert_to_float8_training(
     state = ModelState(recipe, amax_reduction_group=amax_reduction_group)
     state.fp8_gather = enable_fsdp_float8_all_gather
     on_shard = adopt if enable_fsdp_float8_all_gather else None
+    if fp8_weights:
+        state.watch_steps()
     for name, layer in layers:
         if isinstance(layer, Float8Linear):
             layer._fp8_state.detach()
@@ -121,6 +141,8 @@ def convert_to_float8_training(
             layer.__class__ = float8_class(type(layer))
         assert isinstance(layer, Float8Linear)
         layer._join(state, name, on_shard)
+        if fp8_weights:
+            quantize_weight(layer, recipe, preserve_high_precision_init_val)
     state.attach(module)
     _log.info("%s", _report(module, recipe, left))
     return module
@@ -237,6 +259,17 @@ def _select(
             continue
         layers.append((name, module))
     return layers
+
+
+def why_not(module: nn.Linear) -> str:
+    """Why a layer by itself cannot be converted, or need not be; empty where it can."""
+    if isinstance(module, Float8Linear):
+        return "" if module._fp8_state.alone else "it is an FP8 layer already"
+    if module._parameters.get("weight") is None:
+        return "its weight is computed from other parameters"
+    if module.weight.dtype not in INPUT_DTYPES:
+        return f"its weight is {module.weight.dtype}"
+    return _unlike_linear(module)
 
 
 def _unlike_linear(module: nn.Linear) -> str:

@@ -15,7 +15,16 @@ weight over the gathered buffer. From the bottom up:
 - ``state_dicts``: plain tensors out.
 """
 
-from .master_weight import MasterWeight, adopt
+from .adopt import adopt, own
+from .float8_weight import Float8Weight, MXFP8Weight
+from .master_weight import MasterWeight
 from .passes import precompute_float8_dynamic_scale_for_fsdp
 
-__all__ = ["MasterWeight", "adopt", "precompute_float8_dynamic_scale_for_fsdp"]
+__all__ = [
+    "Float8Weight",
+    "MXFP8Weight",
+    "MasterWeight",
+    "adopt",
+    "own",
+    "precompute_float8_dynamic_scale_for_fsdp",
+]

@@ -71,7 +71,15 @@ class Codec:
         if not self.both:
             return []
         rows, cols = placement.whole
-        return [torch.empty((cols, rows), dtype=torch.uint8, device=device)]
+        blocks = cols, -(-rows // self.height) * self.format.scale_dtype.itemsize
+        return [
+            torch.empty(shape, dtype=torch.uint8, device=device) for shape in ((cols, rows), blocks)
+        ]
+
+    def inner_of(self, planes: Planes) -> list[Tensor]:
+        """The same, of a whole weight that was decoded into them."""
+        col = planes[1]
+        return [t.view(torch.uint8) for t in (col.data, col.scale)] if self.both and col else []
 
     def decode(
         self,
@@ -113,7 +121,9 @@ class Codec:
         blocks = scale.view(torch.uint8).transpose(1, 2).reshape(-1, cols)
         order = scale_order(rows, padded, ranks, self.height)
         blocks = pick(blocks, -(-rows // self.height), order)
-        scale = blocks.t().contiguous().view(format.scale_dtype)
+        with preserve_version_counter(inner[1]):
+            inner[1].copy_(blocks.t())
+        scale = inner[1].view(format.scale_dtype)
         return row, Plane(inner[0].view(self.fp8_dtype), scale, format)
 
 

@@ -12,12 +12,12 @@ from fp8rs._torch import disabled_torch_function, local_tensor
 from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
 
 from . import passes
-from .weight import Master
+from .weight import Local
 
 
-def pre_all_gather(master: Master) -> tuple[tuple[Tensor, ...], Any]:
+def pre_all_gather(local: Local) -> tuple[tuple[Tensor, ...], Any]:
     """The shard's bytes for the gather at hand, and what to make of them afterwards."""
-    gathered = passes.of(master._weight.state).gather(master)
+    gathered = passes.of(local._weight.state).gather(local)
     return gathered.inputs, gathered
 
 
@@ -44,7 +44,7 @@ def post_all_gather(
     assert isinstance(local, QuantizedTensor)
     # In inference too: what is made or written here, a training forward writes next.
     with torch.inference_mode(False), torch.no_grad():
-        inner = [] if local.columnwise is None else [local.columnwise.data.view(torch.uint8)]
+        inner = codec.inner_of((local.rowwise, local.columnwise))
         local.rowwise, local.columnwise = codec.decode(
             outputs, inner, placement, gathered.scale, local.shape
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8rs.scaling.histories import Histories
 from fp8rs.scaling.reductions import index_tensor
 from fp8rs.tensor.planes import Plane
-from fp8rs.tensor.spec import QuantSpec
+from fp8rs.tensor.spec import Planes, QuantSpec, plane_leads
 
 from .codec import Codec
 from .cuts import cut_rows
@@ -33,6 +33,7 @@ _block_amax = torch.ops.fp8rs.block_amax.default
 _multi_amax = torch.ops.fp8rs.multi_amax.default
 _multi_quantize = torch.ops.fp8rs.multi_quantize.default
 _multi_quantize_delayed = torch.ops.fp8rs.multi_quantize_delayed.default
+_quantize = torch.ops.fp8rs.quantize.default
 _quantize_blocks = torch.ops.fp8rs.quantize_blocks.default
 
 
@@ -74,6 +75,9 @@ class Measured:
 
 #: Reduces maxima (n,), one a shard, over the shards' ranks.
 Reduce = Callable[[Tensor], Tensor]
+
+#: Reduces what was measured of shards over the shards' ranks.
+ReduceShards = Callable[[Sequence[Shard], Measured], Tensor]
 
 
 class Maker:
@@ -130,6 +134,13 @@ class Maker:
         """Quantize the copy on the device that FSDP2 has just made of an offloaded shard."""
         raise NotImplementedError
 
+    def planes(self, shards: Sequence[Shard], reduce: ReduceShards) -> list[Planes]:
+        """The planes of high-precision shards, with scales from the data at hand.
+
+        What becomes of FP8 weights that are written whole.
+        """
+        raise NotImplementedError
+
 
 # --- one scale a tensor --------------------------------------------------------------------------
 
@@ -149,6 +160,9 @@ class TensorMaker(Maker):
             modules: list[Any] = [s.weight.module for s in shards]
             if all(m.fp8_ready[0] for m in modules) and not any(s.offloaded for s in shards):
                 return None
+        return self._amaxes(shards)
+
+    def _amaxes(self, shards: Sequence[Shard]) -> Measured:
         device = shards[0].device
         amaxes: list[Tensor] = [
             _multi_amax([s.data for s in part]).to(device) for _, part in runs(shards)
@@ -178,10 +192,7 @@ class TensorMaker(Maker):
         else:
             scales = precomputed if measured is None else self.precompute(measured)
             self._cast(shards, scales)
-        # cuBLAS takes a scale at an address that is a multiple of 16 bytes.
-        apart = scales.new_empty(len(shards), 4)
-        apart[:, 0] = scales
-        for shard, scale in zip(shards, apart[:, 0].unbind(), strict=True):
+        for shard, scale in zip(shards, apart(scales), strict=True):
             shard.scale = scale
 
     def _allocate(self, shards: Sequence[Shard]) -> None:
@@ -246,6 +257,25 @@ class TensorMaker(Maker):
             pack.amax[slots, 0, 0] = seen
         return used
 
+    def planes(self, shards: Sequence[Shard], reduce: ReduceShards) -> list[Planes]:
+        amax = reduce(shards, self._amaxes(shards))
+        scales = self.spec.scale_from_amax(amax)
+        made: list[Planes] = []
+        for i, (shard, scale) in enumerate(zip(shards, apart(scales), strict=True)):
+            scale = scale.to(shard.data.device)
+            codes = _quantize(shard.data, scale, self.spec.fp8_dtype, True, False, None)[0]
+            made.append((Plane(codes, scale, self.spec.format), None))
+            if self._histories is not None:
+                self._begin_history(shard, amax[i], scale)
+        return made
+
+    def _begin_history(self, shard: Shard, amax: Tensor, scale: Tensor) -> None:
+        """Data have been quantized by their own amax: the next scale is that, if it is finite."""
+        layer: Any = shard.weight.module
+        finite = amax.isfinite()
+        for slot, value in ((layer.fp8_scale[0, 0], scale), (layer.fp8_amax[0, 0], amax)):
+            slot.copy_(torch.where(finite, value, slot))
+
     def make_offloaded(self, data: Tensor, shard: Shard) -> tuple[Tensor, ...]:
         scale = shard.scale
         assert scale is not None
@@ -257,6 +287,13 @@ class TensorMaker(Maker):
         room = self.codec.room(shard.inputs[0], data.shape)
         _multi_quantize([data], scale.view(1), [room])
         return shard.inputs
+
+
+def apart(scales: Tensor) -> tuple[Tensor, ...]:
+    """Copies of scales (n,), at addresses that are multiples of 16 bytes: cuBLAS wants that."""
+    room = scales.new_empty(scales.shape[0], 4)
+    room[:, 0] = scales
+    return room[:, 0].unbind()
 
 
 def runs(shards: Sequence[Shard]) -> list[tuple[int, Sequence[Shard]]]:
@@ -346,6 +383,13 @@ class BlockMaker(Maker):
         record: bool,
         reduce: Reduce,
     ) -> None:
+        self._complete(shards, measured)
+        for shard in shards:
+            if not shard.offloaded:
+                shard.inputs = self._bytes(shard.data, shard.placement, shard.amaxes)
+
+    def _complete(self, shards: Sequence[Shard], measured: Tensor | None) -> None:
+        """Put the reduced amaxes of cut blocks among those of the shards."""
         start = 0
         for shard in shards:
             amax = shard.amaxes
@@ -358,13 +402,19 @@ class BlockMaker(Maker):
                 for row, values in zip(cuts, reduced.view(len(cuts), -1), strict=True):
                     if first <= row < first + amax.shape[0]:
                         amax[row - first] = values
-            if not shard.offloaded:
-                shard.inputs = self._bytes(shard.data, shard.placement, amax)
+
+    def planes(self, shards: Sequence[Shard], reduce: ReduceShards) -> list[Planes]:
+        measured = self.measure(shards)
+        self._complete(shards, None if measured is None else reduce(shards, measured))
+        return [self._planes(shard.data, shard.placement, shard.amaxes) for shard in shards]
 
     def make_offloaded(self, data: Tensor, shard: Shard) -> tuple[Tensor, ...]:
         return self._bytes(data, shard.placement, shard.amaxes)
 
     def _bytes(self, data: Tensor, placement: Placement, amax: Tensor | None) -> tuple[Tensor, ...]:
+        return self.codec.encode(self._planes(data, placement, amax), placement)
+
+    def _planes(self, data: Tensor, placement: Placement, amax: Tensor | None) -> Planes:
         options = {**self.options, "row_offset": placement.offset % self.height}
         if amax is not None and self.codec.both:
             options["amax_columnwise"] = amax.t().contiguous()
@@ -380,8 +430,11 @@ class BlockMaker(Maker):
             self.codec.both,
             **options,
         )
-        columnwise = Plane(col, col_scale, spec.format) if self.codec.both else None
-        return self.codec.encode((Plane(row, row_scale, spec.format), columnwise), placement)
+        down, along = plane_leads(spec.format, placement.offset)
+        return (
+            Plane(row, row_scale, spec.format, down),
+            Plane(col, col_scale, spec.format, along) if self.codec.both else None,
+        )
 
 
 def maker_for(spec: QuantSpec, histories: Histories | None) -> Maker:

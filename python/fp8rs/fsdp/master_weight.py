@@ -14,18 +14,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
-from fp8rs._torch import (
-    disabled_torch_function,
-    local_tensor,
-    real_subclass,
-    set_local_tensor,
-)
-from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs._torch import disabled_torch_function, real_subclass
 
-from . import hooks, state_dicts
+from . import hooks
 from .weight import Weight
 
 if TYPE_CHECKING:
@@ -63,6 +57,11 @@ class MasterWeight(Tensor):
     @property
     def high_precision(self) -> Tensor:
         """The plain tensor, detached; it shares the memory."""
+        return self._data
+
+    @property
+    def shard(self) -> Tensor:
+        """The same, under the name that gathers ask for."""
         return self._data
 
     # `p.data = tensor` replaces a tensor's contents behind the dispatcher's back.
@@ -221,37 +220,3 @@ HANDLERS: dict[Any, Handler] = {
     ),
     aten._to_copy.default: to_copy,
 }
-
-
-# --- what becomes a master weight ----------------------------------------------------------------
-
-
-def adopt(module: nn.Module, name: str, parameter: Any) -> None:
-    """FSDP2 puts a sharded parameter in its place: have it quantized before it is gathered.
-
-    The DTensor stays the object that it is; its local tensor becomes a `MasterWeight` over the same
-    storage. A pickled or loaded DTensor comes through here too.
-
-    Args:
-        module: a converted layer.
-        name: of the parameter; only "weight" is quantized.
-        parameter: the DTensor.
-    """
-    if name != "weight":
-        return
-    local = local_tensor(parameter)
-    state: Any = module._fp8_state
-    if isinstance(local, MasterWeight):
-        owner = local._weight._module()
-        if owner is module or (owner is not None and owner._parameters.get(name) is parameter):
-            return  # it is adopted already, by this layer or by one that it is tied to
-    elif isinstance(local, QuantizedTensor) or not local.dtype.is_floating_point:
-        return
-    weight = Weight(module, name)
-    weight.written = True
-    set_local_tensor(parameter, MasterWeight(local, weight))
-    if not getattr(module, "_fp8_plain_state_dict", False):
-        state_dicts.register(module)
-        module._fp8_plain_state_dict = True  # type: ignore[assignment]
-    # FSDP2 has just put its hooks before ours on the module.
-    state.keep_first()

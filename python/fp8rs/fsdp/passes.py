@@ -18,7 +18,8 @@ judges a cache differently from its peers hangs them in a collective.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -32,11 +33,13 @@ from fp8rs._torch import in_backward, is_gathered_for_forward, spec
 from fp8rs.nn.registry import ModelState
 from fp8rs.quantize.spec import quant_spec
 from fp8rs.scaling.reductions import reduce_packed_
+from fp8rs.tensor.quantized import QuantizedTensor
 
+from . import at_rest
 from .checks import refuse_partial_reshard
 from .maker import Measured, Shard, maker_for
 from .placement import Placement, place
-from .weight import Master, Weight, local_master
+from .weight import Local, Weight, local_of
 
 if TYPE_CHECKING:
     from .codec import Codec
@@ -123,6 +126,7 @@ class WeightPasses:
         self._placed: dict[Weight, tuple[Any, Placement]] = {}
         self._meshes: dict[Any, None] = {}
         self._checked = False
+        self._together = False
 
     @property
     def state(self) -> ModelState:
@@ -132,9 +136,9 @@ class WeightPasses:
 
     # --- a gather --------------------------------------------------------------------------------
 
-    def gather(self, master: Master) -> Gathered:
-        """The bytes for a gather of ``master``, quantized now or before."""
-        weight = master._weight
+    def gather(self, local: Local) -> Gathered:
+        """The bytes for a gather of a shard, quantized now or before."""
+        weight = local._weight
         found = self.latest.get(weight)
         if found is None or not self._of_own_backward(found):
             if not self._checked:
@@ -155,7 +159,10 @@ class WeightPasses:
             # At the forward's gather, whose copy of the shard is at hand; the backward's takes
             # these bytes, though the master may have been written since.
             shard = found.shard
-            shard.inputs = self.maker.make_offloaded(master.high_precision, shard)
+            if at_rest.is_at_rest(shard):
+                shard.inputs = at_rest.inputs(self.maker.codec, local.shard, shard.placement)
+            else:
+                shard.inputs = self.maker.make_offloaded(local.shard, shard)
             found.made_on = MadeOn(shard.inputs[0].device, made_of(shard))
             found.offloaded = False
         return found
@@ -172,6 +179,8 @@ class WeightPasses:
         weight = found.shard.weight
         if not weight.written:
             return True
+        if at_rest.is_at_rest(found.shard):
+            return False  # the bytes that it had are no more
         root = self.state.root
         forward = root is not None and is_gathered_for_forward(root, weight.module)
         return not (clock.recomputing or forward)
@@ -202,17 +211,15 @@ class WeightPasses:
             weights = [s.weight for s in shards]
             for weight in weights:
                 self.latest.pop(weight, None)  # its memory serves the new bytes
-            precomputed = self._take_precomputed(weights) if whole else None
-            measured = None if precomputed is not None else self._measure(shards)
             modules = [weight.module for weight in weights]
             training = clock.training if clock.in_forward else any(m.training for m in modules)
-            self.maker.make(
-                shards,
-                measured,
-                precomputed,
-                training,
-                lambda values: self._reduce(shards, Measured(values, [1] * len(shards))),
-            )
+            resting = [s for s in shards if at_rest.is_at_rest(s)]
+            masters = [s for s in shards if not at_rest.is_at_rest(s)] if resting else shards
+            if masters:
+                self._make(masters, training, whole)
+            if resting:
+                self._agree(resting)
+                at_rest.lay_out(self.maker.codec, resting)
             made_on = MadeOn(shards[0].device, [t for s in shards for t in made_of(s)])
             differentiable = clock.differentiable if clock.in_forward else grad or training
             for s in shards:
@@ -220,6 +227,65 @@ class WeightPasses:
                 self.latest[s.weight] = Gathered(
                     self.maker.codec, s, made_on, self._number, False, differentiable, s.offloaded
                 )
+
+    def _make(self, shards: Sequence[Shard], training: bool, whole: bool) -> None:
+        """Quantize master weights' shards."""
+        precomputed = self._take_precomputed([s.weight for s in shards]) if whole else None
+        measured = None if precomputed is not None else self._measure(shards)
+        self.maker.make(
+            shards,
+            measured,
+            precomputed,
+            training,
+            lambda values: self._reduce(shards, Measured(values, [1] * len(shards))),
+        )
+
+    # --- FP8 weights -----------------------------------------------------------------------------
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """All ranks run what is in here: whole FP8 weights that it writes have agreed scales."""
+        before, self._together = self._together, True
+        try:
+            yield
+        finally:
+            self._together = before
+
+    def write(self, weight: Weight, tensor: QuantizedTensor, values: Tensor) -> bool:
+        """Quantize ``values`` into a whole shard with all ranks; False if these may not do so."""
+        parameter = weight.parameter
+        local: Any = local_of(parameter)
+        if not self._together or not isinstance(local, QuantizedTensor):
+            return False
+        if local._store is not tensor._store or local.shape != tensor.shape:
+            return False
+        self.write_all([weight], [values])
+        return True
+
+    def write_all(self, weights: Sequence[Weight], values: Sequence[Tensor]) -> None:
+        """Quantize values into whole sharded FP8 weights, on all ranks: one all-reduce."""
+        shards = []
+        for weight, value in zip(weights, values, strict=True):
+            placement = self._place(weight)
+            shard = Shard(weight, value, placement, value.device)
+            self.maker.check(shard)
+            shards.append(shard)
+        with torch.inference_mode(False), torch.no_grad():
+            for shard, planes in zip(shards, self.maker.planes(shards, self._reduce), strict=True):
+                at_rest.put(local_of(shard.weight.parameter), planes)
+                shard.weight.wrote()
+                shard.weight.unagreed = False
+
+    def agree(self) -> None:
+        """Have all FP8 weights' scales agree, where a rank may have written some by itself."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._agree([s for s in self._shards() if at_rest.is_at_rest(s)])
+
+    def _agree(self, shards: Sequence[Shard]) -> None:
+        if any(s.weight.unagreed for s in shards):
+            at_rest.agree(self.maker.codec, shards, self._reduce)
+
+    # --- maxima ----------------------------------------------------------------------------------
 
     def _measure(self, shards: Sequence[Shard]) -> Tensor | None:
         """The shards' maxima over all ranks, as far as the maker needs them."""
@@ -241,10 +307,10 @@ class WeightPasses:
 
     def moved(self, parameter: Any) -> bool:
         """Whether a sharded weight was written since this was asked last."""
-        master = local_master(parameter)
-        if master is None:
+        local = local_of(parameter)
+        if local is None:
             return False
-        moved, master._weight.moved = master._weight.moved, False
+        moved, local._weight.moved = local._weight.moved, False
         return bool(moved)
 
     def mesh_groups(self) -> list[Any]:
@@ -264,9 +330,9 @@ class WeightPasses:
         for module in self.state.layers():
             parameter: Any = None if module is None else module._parameters.get("weight")
             if isinstance(parameter, DTensor):
-                master = local_master(parameter)
-                if master is not None:
-                    found[master._weight] = None
+                local = local_of(parameter)
+                if local is not None:
+                    found[local._weight] = None
         return list(found)
 
     def _shards(self, like: Placement | None = None) -> list[Shard]:
@@ -296,7 +362,7 @@ class WeightPasses:
     def _shard(self, weight: Weight) -> Shard:
         placement = self._place(weight)
         # The module's own shard: the one at hand is a copy of it where FSDP2 offloads.
-        data = local_master(weight.parameter).high_precision
+        data = local_of(weight.parameter).shard
         device = data.device
         if device.type != placement.device_type:
             accelerator = torch.get_device_module(placement.device_type)
@@ -311,6 +377,7 @@ class WeightPasses:
         """Find what can be found of the next forward's quantization now."""
         self.state.linked()
         shards = self._shards() if self.maker.precomputes else []
+        shards = [s for s in shards if not at_rest.is_at_rest(s)]
         if not shards:
             return
         with torch.inference_mode(False), torch.no_grad():

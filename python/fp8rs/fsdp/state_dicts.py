@@ -1,4 +1,4 @@
-"""State dicts of sharded layers hold plain tensors.
+"""State dicts of sharded layers hold plain tensors, those of FP8 weights quantized ones.
 
 Checkpoints must load into the unconverted model, without this library. So the entries are
 the inner high-precision tensors themselves (DTensors of them), sharing their memory: what
@@ -15,6 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from fp8rs._torch import local_tensor
 
+from .float8_weight import Sharded
+from .weight import local_of
+
 
 def register(linear: nn.Module) -> None:
     """Register the hook on a layer that is being sharded. It holds nothing, so copies work."""
@@ -30,7 +33,10 @@ def make_plain(
     """
     key = prefix + "weight"
     value = state_dict.get(key)
-    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+    if isinstance(value, Sharded) or isinstance(getattr(value, "_local_tensor", None), Sharded):
+        # Whoever reads a checkpoint into this tensor writes on the ranks that have a part of it.
+        local_of(value)._weight.unagreed = True
+    elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         state_dict[key] = plain(value)
 
 

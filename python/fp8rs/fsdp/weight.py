@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from torch import Tensor, nn
 
 from fp8rs._torch import local_tensor
+from fp8rs.tensor.quantized import QuantizedTensor
 
 if TYPE_CHECKING:
     from fp8rs.nn.registry import ModelState
@@ -25,14 +26,28 @@ class Weight:
         written: the shard was written since it was last quantized. Every rank sees the writes that
             all ranks make, those to an empty shard too.
         moved: the shard was written since the histories of delayed scaling were last rolled.
+        unagreed: of an FP8 weight: scales that shards share may differ between ranks.
+        keep_init: of an FP8 weight: its first values are kept from before they are rounded.
+        init_value: those, of the shard or the whole, on the CPU.
     """
 
-    __slots__ = ("__weakref__", "_module", "moved", "name", "written")
+    __slots__ = (
+        "__weakref__",
+        "_module",
+        "init_value",
+        "keep_init",
+        "moved",
+        "name",
+        "unagreed",
+        "written",
+    )
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module = weakref.ref(module)
         self.name = name
-        self.written = self.moved = False
+        self.written = self.moved = self.unagreed = False
+        self.keep_init = False
+        self.init_value: Tensor | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -63,8 +78,18 @@ class Weight:
         return cast(Tensor, self.module._parameters[self.name])
 
     def wrote(self) -> None:
-        """The shard is being written."""
-        self.written = self.moved = True
+        """The shard is being written, by this rank for itself."""
+        self.written = self.moved = self.unagreed = True
+
+    def write(self, tensor: QuantizedTensor, values: Tensor) -> bool:
+        """Of an FP8 weight: write ``values`` with scales that all ranks agree on.
+
+        Returns:
+            False, with nothing written, where other ranks may not be writing: see
+            `WeightPasses.together`.
+        """
+        passes = self.state.fsdp
+        return passes is not None and bool(passes.write(self, tensor, values))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Weight:
         """That of the copied module, if one is being copied; else the same."""
@@ -74,20 +99,24 @@ class Weight:
         found = memo.get(id(self))
         if found is None:
             found = memo[id(self)] = Weight(copy, self.name)
+            found.unagreed, found.keep_init = self.unagreed, self.keep_init
+            found.init_value = self.init_value  # which nobody writes
         return cast(Weight, found)
 
 
-class Master(Protocol):
-    """What the gather asks of a sharded parameter's local tensor (a `MasterWeight`)."""
-
-    _weight: Weight
+class Local(Protocol):
+    """A sharded parameter's local tensor: a `MasterWeight`, or an FP8 weight's shard."""
 
     @property
-    def high_precision(self) -> Tensor:
-        """The plain shard."""
+    def _weight(self) -> Weight:
+        """Whose shard this is."""
+
+    @property
+    def shard(self) -> Tensor:
+        """The plain shard, or the quantized one."""
 
 
-def local_master(parameter: Any) -> Any:
-    """The `MasterWeight` behind a sharded parameter; None if there is none."""
+def local_of(parameter: Any) -> Any:
+    """The local tensor behind a parameter that is gathered in FP8; None if it is another."""
     local = local_tensor(parameter) if hasattr(parameter, "_local_tensor") else parameter
     return local if isinstance(getattr(local, "_weight", None), Weight) else None

@@ -127,9 +127,16 @@ class Float8Linear(nn.Linear):
                 return
         super().__setattr__(name, value)
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        with self._fp8_state.together():
+            super()._load_from_state_dict(*args, **kwargs)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         before = {name: self._buffers[name] for name in BUFFERS if name in self._buffers}
         out = super()._apply(fn, recurse)
+        weight = self._parameters["weight"]
+        if self._fp8_on_shard is not None and hasattr(weight, "_local_tensor"):
+            self._fp8_on_shard(self, "weight", weight)  # which may be another tensor now
         if self._fp8_state.histories is not None:
             self._fp8_state.histories.moved()
         with torch.no_grad():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -82,7 +83,18 @@ class ModelState:
         if isinstance(self.recipe, DelayedScaling):
             specs = [quant_spec(self.recipe, role) for role in ROLES]
             self.histories = Histories(self.recipe, specs, self.layers)
-            steps.watch(self)
+            self.watch_steps()
+
+    def watch_steps(self) -> None:
+        """Be told of the steps of optimizers that own this model's parameters."""
+        steps.watch(self)
+
+    def together(self) -> AbstractContextManager[None]:
+        """All ranks run what is in here: see `fp8rs.fsdp`."""
+        if self.fsdp is None:
+            return nullcontext()
+        found: AbstractContextManager[None] = self.fsdp.together()
+        return found
 
     # --- layers and the root ---------------------------------------------------------------------
 
@@ -208,6 +220,8 @@ class ModelState:
         training loop calls it itself; updates that move tensors' versions are seen.
         """
         self._steps_are_told = True
+        if self.fsdp is not None:
+            self.fsdp.agree()
         clock = self.clock
         clock.stepped()
         if clock.unannounced:

@@ -105,10 +105,43 @@ def _detach_(func: Any, t: QuantizedTensor) -> QuantizedTensor:
 
 
 # --- new tensors are plain: an optimizer's state must not become quantized -----------------------
+# But for those that FSDP2 and `to_empty` make to stand for the parameter itself.
+
+
+@implements(aten.empty_like.default)
+def _empty_like(
+    func: Any, t: QuantizedTensor, *, dtype: Any = None, device: Any = None, **kwargs: Any
+) -> Any:
+    if t._store.owner is None or dtype not in (None, t.dtype) or t.planes == (None, None):
+        return _new_like(func, t, dtype=dtype, device=device, **kwargs)
+    device = t.device if device is None else device
+
+    def empty(x: Tensor) -> Tensor:
+        return torch.empty(x.shape, dtype=torch.uint8, device=device).view(x.dtype)
+
+    def scale(x: Tensor) -> Tensor:
+        values = torch.zeros([*x.shape, x.itemsize], dtype=torch.uint8, device=device)
+        return values.view(x.dtype).squeeze(-1)
+
+    return t.map(empty, scale)
+
+
+@implements(aten.new_zeros.default, aten.new_empty.default)
+def _new_part(
+    func: Any,
+    t: QuantizedTensor,
+    size: Any,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    **kwargs: Any,
+) -> Any:
+    if t._store.owner is None or dtype not in (None, t.dtype) or len(size) != 2:
+        return _new(func, t, size, dtype=dtype, device=device, **kwargs)
+    return t.blank(size, device)
 
 
 @implements(
-    aten.empty_like.default,
     aten.zeros_like.default,
     aten.ones_like.default,
     aten.full_like.default,
@@ -122,8 +155,6 @@ def _new_like(func: Any, t: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
 
 
 @implements(
-    aten.new_empty.default,
-    aten.new_zeros.default,
     aten.new_ones.default,
     aten.new_full.default,
     aten.new_empty_strided.default,

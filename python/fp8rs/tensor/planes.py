@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from fp8rs import ops  # noqa: F401  (registers torch.ops.fp8rs)
 from fp8rs.tensor import formats
@@ -26,11 +27,14 @@ class Plane:
             leading dims, last dim).
         scale: one element a block of that 2-D view, shape ``format.scale_shape(rows, cols)``.
         format: block shape and scale dtype.
+        lead: rows and columns that the first blocks have in front of the data, as those of a shard
+            do that begins within a block. They count in the shape of ``scale``.
     """
 
     data: Tensor
     scale: Tensor
     format: BlockFormat = formats.TENSOR
+    lead: tuple[int, int] = (0, 0)
 
     @property
     def matrix(self) -> Tensor:
@@ -40,7 +44,7 @@ class Plane:
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Plane:
         """A plane of ``fn(data)`` and ``fn(scale)``."""
-        return Plane(fn(self.data), fn(self.scale), self.format)
+        return Plane(fn(self.data), fn(self.scale), self.format, self.lead)
 
     def transposed(self, name: str, operation: str, after: Tensor | None = None) -> Plane:
         """The plane of the transposed 2-D matrix, as a new contiguous tensor.
@@ -61,11 +65,17 @@ class Plane:
                 f"not square. Quantize with {name}=True"
             )
         scale = self.scale if self.format.per_tensor else self.scale.t().contiguous()
-        return Plane(_transpose(self.matrix, after), scale, self.format)
+        return Plane(_transpose(self.matrix, after), scale, self.format, self.lead[::-1])
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """``data * scale`` in fp32, then one cast to ``dtype``; the shape is that of ``data``."""
-        return cast(Tensor, _dequantize(self.data, self.scale, list(self.format.block), dtype))
+        data = self.data
+        if self.lead == (0, 0):
+            return cast(Tensor, _dequantize(data, self.scale, list(self.format.block), dtype))
+        above, before = self.lead
+        codes = functional.pad(self.matrix.view(torch.uint8), (before, 0, above, 0))
+        whole = _dequantize(codes.view(data.dtype), self.scale, list(self.format.block), dtype)
+        return cast(Tensor, whole[above:, before:].contiguous().view(data.shape))
 
     def check_live(self, what: str) -> None:
         """RuntimeError if the codes' storage was freed, as FSDP does when it reshards."""
@@ -87,7 +97,7 @@ class Plane:
                 f"{name} is in format {self.format.name!r}, which has scales of "
                 f"{self.format.scale_dtype}, not {self.scale.dtype}"
             )
-        expected = self.format.scale_shape(*shape)
+        expected = self.format.scale_shape(*(n + m for n, m in zip(shape, self.lead, strict=True)))
         if self.scale.shape != expected:
             raise ValueError(
                 f"{name} has scales of shape {tuple(self.scale.shape)}, but a matrix of {shape} in "

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +39,25 @@ _plain_data: Any = torch.Tensor.data
 Delayed = tuple[Tensor, Tensor]
 
 
+class Owner(Protocol):
+    """Whom the planes of a weight belong to. It is told of writes, and may take them over.
+
+    Attributes:
+        init_value: the values before the first rounding, on the CPU, where they are kept.
+    """
+
+    init_value: Tensor | None
+
+    def write(self, tensor: QuantizedTensor, values: Tensor) -> bool:
+        """``values`` are about to be written; True if they have been, with other ranks' shards.
+
+        Called on every rank that writes, on those with an empty shard too.
+        """
+
+    def wrote(self) -> None:
+        """Codes or scales have been written."""
+
+
 class Store:
     """The planes that a tensor shares with its aliases and views.
 
@@ -46,9 +65,11 @@ class Store:
         rowwise, columnwise: the planes; one of them at least.
         spec: how what is written is quantized; None is the planes' format without options.
         delayed: for delayed scaling, the scale to read and the amax to write.
+        owner: of a parameter's planes; new tensors that stand for the parameter have it too.
+        blank: nothing has been written yet, and the first tensor that is gives the scales.
     """
 
-    __slots__ = ("columnwise", "delayed", "rowwise", "spec")
+    __slots__ = ("blank", "columnwise", "delayed", "owner", "rowwise", "spec")
 
     def __init__(
         self,
@@ -61,6 +82,14 @@ class Store:
         self.columnwise = columnwise
         self.spec = spec
         self.delayed = delayed
+        self.owner: Owner | None = None
+        self.blank = False
+
+    @property
+    def lead(self) -> int:
+        """Rows that the first blocks have in front of the matrix."""
+        row, col = self.rowwise, self.columnwise
+        return max(row.lead[0] if row is not None else 0, col.lead[1] if col is not None else 0)
 
     @property
     def any_plane(self) -> Plane:
@@ -118,7 +147,8 @@ class Store:
                 rows, cols = (box.cols, box.rows) if turned else (box.rows, box.cols)
                 data = own.data
                 if data.dim() != 2:  # a view: of a copy the write would be lost
-                    own = Plane(data.view(matrix_shape(data.shape)), own.scale, own.format)
+                    matrix = data.view(matrix_shape(data.shape))
+                    own = Plane(matrix, own.scale, own.format, own.lead)
                 own = windows.part(own, rows, cols)
                 assert own is not None
             data = new.data
@@ -352,7 +382,7 @@ class QuantizedTensor(Tensor):
         if window.numel == 0:
             return torch.empty(self.shape, dtype=dtype, device=self.device)
         store.any_plane.check_live("this quantized tensor")
-        box = windows.hull(window, store.matrix, self.format, store.has)
+        box = windows.hull(window, store.matrix, self.format, store.has, store.lead)
         values = store.read(box, dtype)
         view = windows.within(window, box, store.matrix).of(values)
         if view.numel() < values.numel():  # which are not to be kept for a part of them
@@ -396,7 +426,21 @@ class QuantizedTensor(Tensor):
         if name == "columnwise":
             return self.plane("rowwise", operation).transposed(name, operation)
         made = self.plane("columnwise", operation).transposed(name, operation)
-        return Plane(made.data.view(self.shape), made.scale, made.format)
+        return Plane(made.data.view(self.shape), made.scale, made.format, made.lead)
+
+    def get_high_precision_init_val(self) -> Tensor | None:
+        """A weight's values before the first rounding, on the CPU; None if they were not kept.
+
+        ``quantized_init(preserve_high_precision_init_val=True)`` keeps them. Of a sharded weight
+        its local tensor has those of the shard.
+        """
+        owner = self._store.owner
+        return None if owner is None else owner.init_value
+
+    def clear_high_precision_init_val(self) -> None:
+        """Free the values from before the first rounding."""
+        if self._store.owner is not None:
+            self._store.owner.init_value = None
 
     # --- writes -----------------------------------------------------------------------------------
 
@@ -427,12 +471,16 @@ class QuantizedTensor(Tensor):
         if src.requires_grad:
             src = src.detach()
         store, window = self._store, self._window
+        if store.owner is not None and store.owner.write(self, src):
+            return
         store.any_plane.check_live("this quantized tensor")
         matrix = store.matrix
         box: Rectangle | None = None
         if window is None or _covers(window, matrix):
             values = src.reshape(matrix)
         elif window.numel == 0:
+            if store.owner is not None:
+                store.owner.wrote()
             if spec.group is None:
                 return
             # The ranks of the group quantize together: this one has to take part.
@@ -440,7 +488,7 @@ class QuantizedTensor(Tensor):
             values = store.read(box, torch.float32)
         else:
             found = windows.rectangle(window, matrix)
-            box = windows.hull(window, matrix, self.format, store.has)
+            box = windows.hull(window, matrix, self.format, store.has, store.lead)
             if found is not None and found[:2] == box[:2]:
                 rows, cols = box.rows.length, box.cols.length
                 if found.transposed:
@@ -455,8 +503,13 @@ class QuantizedTensor(Tensor):
                 windows.fill(values, src, windows.within(window, box, matrix))
         scale, amax = (None, None) if delayed is None else delayed
         row, col = store.has
-        made = quantize_planes(spec, values, row, col, scale=scale, amax=amax, declared=True)
+        lead = store.lead if box is None or box.rows.start == 0 else 0
+        made = quantize_planes(
+            spec, values, row, col, scale=scale, amax=amax, declared=True, lead=lead
+        )
         store.put(made, box)
+        if store.owner is not None:
+            store.owner.wrote()
 
     def copy_planes_(self, src: QuantizedTensor, *, non_blocking: bool = False) -> bool:
         """Take over the codes and scales of ``src`` (same shape) as they are.
@@ -469,6 +522,10 @@ class QuantizedTensor(Tensor):
         if src.format is not self.format or src.fp8_dtype != self.fp8_dtype:
             return False
         store = self._store
+        if store.blank:
+            return self._begin_with(src)
+        if store.lead != src._store.lead:
+            return False
         matrix = store.matrix
         box: Rectangle | None = None
         if (
@@ -485,7 +542,7 @@ class QuantizedTensor(Tensor):
             found = windows.rectangle(self._window, matrix)
             if found is None or self.numel() == 0:
                 return False
-            box = windows.hull(self._window, matrix, self.format, store.has)
+            box = windows.hull(self._window, matrix, self.format, store.has, store.lead)
             if found[:2] != box[:2]:
                 return False
             row, col = reversed(src.planes) if found.transposed else src.planes
@@ -501,6 +558,8 @@ class QuantizedTensor(Tensor):
             assert row is not None
             col = row.transposed("columnwise", "copy_")
         store.put((row, col), box, non_blocking)
+        if store.owner is not None:
+            store.owner.wrote()
         return True
 
     def _arranged(self, src: QuantizedTensor) -> Plane | None:
@@ -525,6 +584,71 @@ class QuantizedTensor(Tensor):
             window.of(codes).copy_(given)
         return Plane(codes.view(row.data.dtype), row.scale, row.format)
 
+    # --- new tensors that stand for the same parameter --------------------------------------------
+
+    def blank(self, shape: Iterable[int], device: Any = None) -> QuantizedTensor:
+        """Room for another part of the parameter that this is, (rows, cols), codes 0.
+
+        The first tensor that is copied into its first rows gives it its scales: FSDP2 pads shards
+        so, and only that copy tells where in a block the shard begins. One scale a tensor is this
+        one's from the start.
+        """
+        rows, cols = matrix_shape(torch.Size(shape))
+        device = self.device if device is None else device
+        planes: list[Plane | None] = []
+        for plane, size in zip(
+            (self._store.rowwise, self._store.columnwise),
+            ((rows, cols), (cols, rows)),
+            strict=True,
+        ):
+            if plane is None:
+                planes.append(None)
+                continue
+            codes = torch.zeros(size, dtype=torch.uint8, device=device)
+            if plane.format.per_tensor:
+                scale = plane.scale.to(device, copy=True)
+            else:
+                scale = plane.scale.new_zeros(plane.format.scale_shape(*size), device=device)
+            planes.append(Plane(codes.view(plane.data.dtype), scale, plane.format))
+        new = self.like(planes[0], planes[1], shape=shape)
+        new._store.blank = True
+        return new
+
+    def _begin_with(self, src: QuantizedTensor) -> bool:
+        """Take the codes and scales of some rows of another tensor as the first rows of this one.
+
+        Raises:
+            ValueError: they are no whole rows, but the format needs these.
+        """
+        store, of = self._store, src._store
+        mine = windows.rectangle(self._window or windows.whole(self.shape), store.matrix)
+        theirs = windows.rectangle(src._window or windows.whole(src.shape), of.matrix)
+        if mine is None or theirs is None or mine.transposed or theirs.transposed:
+            return False
+        if not self.format.per_tensor and theirs.cols.length != of.matrix[1]:
+            raise ValueError(
+                f"a weight in format {self.format.name!r} is sharded by rows only: have "
+                "shard_placement_fn give Shard(0), or use a recipe with one scale a tensor"
+            )
+        made: list[Plane | None] = []
+        for own, given, turned in (
+            (store.rowwise, of.rowwise, False),
+            (store.columnwise, of.columnwise, True),
+        ):
+            if own is None or given is None:
+                made.append(own)
+                continue
+            here, there = ((m.cols, m.rows) if turned else (m.rows, m.cols) for m in (mine, theirs))
+            own.data[here[0].slice, here[1].slice] = given.matrix[there[0].slice, there[1].slice]
+            if own.format.per_tensor:
+                scale, lead = given.scale.to(own.scale.device, copy=True), (0, 0)
+            else:
+                scale, lead = _scales_of(given, theirs.rows, own, 1 if turned else 0)
+            made.append(Plane(own.data, scale, own.format, lead))
+        store.rowwise, store.columnwise = made
+        store.blank = False
+        return True
+
     # --- other tensors like this one --------------------------------------------------------------
 
     def like(
@@ -535,9 +659,11 @@ class QuantizedTensor(Tensor):
         shape: Iterable[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> QuantizedTensor:
-        """A tensor of this class and specification over other planes."""
+        """A tensor of this class and specification over other planes, of the same owner."""
+        store = Store(rowwise, columnwise, self._store.spec, self._store.delayed)
+        store.owner = self._store.owner
         return self.over(
-            Store(rowwise, columnwise, self._store.spec, self._store.delayed),
+            store,
             self.shape if shape is None else torch.Size(shape),
             self.dtype if dtype is None else dtype,
         )
@@ -555,13 +681,13 @@ class QuantizedTensor(Tensor):
         row, col = self.planes
         new_row = new_col = None
         if row is not None:
-            new_row = Plane(fn(row.data), scale(row.scale), row.format)
+            new_row = Plane(fn(row.data), scale(row.scale), row.format, row.lead)
         if col is not None:
             if row is not None and new_row is not None and col.scale is row.scale:
                 new_scale = new_row.scale  # one scale stays one
             else:
                 new_scale = scale(col.scale)
-            new_col = Plane(fn(col.data), new_scale, col.format)
+            new_col = Plane(fn(col.data), new_scale, col.format, col.lead)
         return self.like(new_row, new_col)
 
     def _get_data(self) -> Any:
@@ -633,9 +759,9 @@ class QuantizedTensor(Tensor):
         """
         store = self._store
         names: list[str] = []
-        kinds: list[str | None] = []
+        kinds: list[Any] = []
         for name, plane in zip(PLANES, (store.rowwise, store.columnwise), strict=True):
-            kinds.append(None if plane is None else plane.format.name)
+            kinds.append(None if plane is None else (plane.format.name, plane.lead))
             if plane is not None:
                 names += [f"_{name}_data", f"_{name}_scale"]
         if store.one_scale:  # twice, it would be written twice
@@ -656,7 +782,8 @@ class QuantizedTensor(Tensor):
             else Plane(
                 inner[f"_{name}_data"],
                 inner[f"_{name}_scale" if f"_{name}_scale" in inner else "_rowwise_scale"],
-                formats.FORMATS[kind],
+                formats.FORMATS[kind[0]],
+                kind[1],
             )
             for name, kind in zip(PLANES, kinds, strict=True)
         )
@@ -681,7 +808,7 @@ class QuantizedTensor(Tensor):
         parts = [
             None
             if p is None
-            else (_as_bytes(p.data), p.data.dtype, _as_bytes(p.scale), p.format.name)
+            else (_as_bytes(p.data), p.data.dtype, _as_bytes(p.scale), p.format.name, p.lead)
             for p in planes
         ]
         return _rebuild, (
@@ -745,6 +872,32 @@ def wrap_planes(
     )
 
 
+def _scales_of(given: Plane, rows: Span, own: Plane, dim: int) -> tuple[Tensor, tuple[int, int]]:
+    """The scales of some rows of a matrix, for the first rows of another one, and its lead.
+
+    Args:
+        given: a plane of the first matrix.
+        rows: of it.
+        own: the plane of the other matrix, which may have more rows: theirs have scales of 0.
+        dim: of the planes that the matrices' rows are.
+    """
+    block, extent = given.format.block[dim], own.matrix.shape[dim]
+    lead = 0
+    if block == -1:
+        scale = given.scale.to(own.scale.device, copy=True)
+    else:
+        start = rows.start + given.lead[dim]
+        lead = start % block
+        size = list(own.scale.shape)
+        size[dim] = -(-(lead + extent) // block) if extent else 0
+        # Bytes: not all devices fill E8M0 tensors.
+        scale = torch.zeros([*size, own.scale.itemsize], dtype=torch.uint8, device=own.scale.device)
+        scale = scale.view(own.scale.dtype).squeeze(-1)
+        first, last = start // block, -(-(start + rows.length) // block)
+        scale.narrow(dim, 0, last - first).copy_(given.scale.narrow(dim, first, last - first))
+    return scale, (lead, 0) if dim == 0 else (0, lead)
+
+
 def _covers(window: Window | None, matrix: tuple[int, int]) -> bool:
     """Whether a view has all elements of the matrix, in order."""
     return window is None or (window.contiguous and window.numel == matrix[0] * matrix[1])
@@ -773,6 +926,7 @@ def _rebuild(
             p[0].view(p[1]),
             p[2].view(formats.format_named(p[3]).scale_dtype),
             formats.FORMATS[p[3]],
+            *p[4:],  # which pickles did not always have
         )
         for p in (rowwise, columnwise)
     )

@@ -78,6 +78,7 @@ def quantize_planes(
     fold: Tensor | None = None,
     after: Tensor | None = None,
     declared: bool = False,
+    lead: int = 0,
 ) -> Planes:
     """The planes of ``x`` (fp32, bf16 or fp16; any strides), None for one not asked for.
 
@@ -95,6 +96,7 @@ def quantize_planes(
             blocks of a whole row.
         after: a tensor that a compiler must have before this is computed; not for current scaling.
         declared: tell autograd and compilers of the write to ``amax``.
+        lead: rows that the first blocks have in front of ``x``.
 
     Raises:
         TypeError, ValueError: the operators' own, before anything is written.
@@ -110,6 +112,7 @@ def quantize_planes(
                 rowwise,
                 columnwise,
                 rounding=spec.scale_rounding,
+                row_offset=lead,
                 fold=fold,
                 after=after,
             )
@@ -123,12 +126,14 @@ def quantize_planes(
                 columnwise,
                 power_2_scale=spec.power_2_scale,
                 amax_epsilon=spec.amax_epsilon,
+                row_offset=lead,
                 fold=fold,
                 after=after,
             )
+        down, along = plane_leads(format, lead)
         return (
-            Plane(row, row_scale, format) if rowwise else None,
-            Plane(col, col_scale, format) if columnwise else None,
+            Plane(row, row_scale, format, down) if rowwise else None,
+            Plane(col, col_scale, format, along) if columnwise else None,
         )
     if fold is not None:
         raise ValueError("fold is for blocks of a whole row, not for one scale a tensor")
@@ -149,6 +154,15 @@ def quantize_planes(
         Plane(row, scale, format) if rowwise else None,
         Plane(col, scale, format) if columnwise else None,
     )
+
+
+def plane_leads(format: BlockFormat, lead: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """What the two planes of a matrix have in front of it, whose blocks begin ``lead`` rows above.
+
+    Whole rows and single ones are never begun within.
+    """
+    down, along = format.block
+    return (lead % down if down > 1 else 0, 0), (0, lead % along if along > 1 else 0)
 
 
 def reduce_amax(amax: Tensor, group: str) -> Tensor:

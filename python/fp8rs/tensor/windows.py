@@ -155,24 +155,29 @@ def part(plane: Plane, rows: Span, cols: Span) -> Plane | None:
     data = matrix[rows.slice, cols.slice]
     if plane.format.per_tensor:
         return Plane(data, plane.scale, plane.format)
-    block = plane.format.block
-    indices = _blocks(rows, block[0]), _blocks(cols, block[1])
+    block, lead = plane.format.block, plane.lead
+    indices = _blocks(rows, block[0], lead[0]), _blocks(cols, block[1], lead[1])
     if indices[0] is None or indices[1] is None:
         return None
-    return Plane(data, plane.scale[indices], plane.format)
+    left = [n * (not s.start and bool(s.length)) for n, s in zip(lead, (rows, cols), strict=True)]
+    return Plane(data, plane.scale[indices], plane.format, (left[0], left[1]))
 
 
-def _blocks(span: Span, block: int) -> slice | None:
-    """The blocks of a span; None where it begins within one or leaves elements out."""
+def _blocks(span: Span, block: int, lead: int = 0) -> slice | None:
+    """The blocks of a span; None where it begins within one or leaves elements out.
+
+    What begins where the whole does may begin within one, ``lead`` elements from its start.
+    """
     if block == -1:
         return slice(None)
     if span.length == 0:
         return slice(0, 0)
     if block == 1:
         return span.slice
-    if span.start % block or (span.step != 1 and span.length > 1):
+    begins_within = (span.start + lead) % block and span.start
+    if begins_within or (span.step != 1 and span.length > 1):
         return None
-    return slice(span.start // block, -(-span.stop // block))
+    return slice((span.start + lead) // block, -(-(span.stop + lead) // block))
 
 
 def shown(
@@ -194,14 +199,18 @@ def shown(
     if transposed:
         own, other = other, own
     if own is not None and own.data.shape != window.size:
-        own = Plane(own.data.view(window.size), own.scale, own.format)
+        own = Plane(own.data.view(window.size), own.scale, own.format, own.lead)
     if other is not None and other.data.dim() != 2:
-        other = Plane(other.matrix, other.scale, other.format)
+        other = Plane(other.matrix, other.scale, other.format, other.lead)
     return own, other
 
 
 def hull(
-    window: Window, matrix: tuple[int, int], format: BlockFormat, planes: tuple[bool, bool]
+    window: Window,
+    matrix: tuple[int, int],
+    format: BlockFormat,
+    planes: tuple[bool, bool],
+    lead: int = 0,
 ) -> Rectangle:
     """The least range of rows and columns with all elements of the window and no block cut.
 
@@ -210,6 +219,7 @@ def hull(
         matrix: rows and columns of the whole.
         format: the blocks.
         planes: whether there is a rowwise plane, and a columnwise one: both have blocks.
+        lead: rows that the first blocks have in front of the matrix.
     """
     rows, cols = matrix
     found = rectangle(window, matrix)
@@ -225,17 +235,17 @@ def hull(
     row, col = planes
     down_and_across = [(down, across)] * row + [(across, down)] * col
     return Rectangle(
-        _aligned(span_rows, rows, [block[0] for block in down_and_across]),
+        _aligned(span_rows, rows, [block[0] for block in down_and_across], lead),
         _aligned(span_cols, cols, [block[1] for block in down_and_across]),
     )
 
 
-def _aligned(span: Span, extent: int, blocks: list[int]) -> Span:
+def _aligned(span: Span, extent: int, blocks: list[int], lead: int = 0) -> Span:
     if -1 in blocks:
         return Span(0, extent)
     block = max(blocks)  # a format has blocks of 1 and one other length
-    start = span.start // block * block
-    return Span(start, min(-(-span.stop // block) * block, extent) - start)
+    start = max((span.start + lead) // block * block - lead, 0)
+    return Span(start, min(-(-(span.stop + lead) // block) * block - lead, extent) - start)
 
 
 def within(window: Window, box: Rectangle, matrix: tuple[int, int]) -> Window:

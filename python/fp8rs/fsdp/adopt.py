@@ -1,0 +1,96 @@
+"""FSDP2 puts sharded parameters in their places: have them gathered in FP8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fp8rs._torch import local_tensor, set_local_tensor
+from fp8rs.tensor.quantized import QuantizedTensor
+
+from . import passes, state_dicts
+from .float8_weight import Sharded, sharded
+from .master_weight import MasterWeight
+from .parameter import Float8Parameter
+from .placement import place
+from .weight import Weight
+
+
+def own(module: nn.Module, name: str) -> Weight:
+    """Have a layer's quantized parameter own its planes: tensors made from it know of it."""
+    parameter: Any = module._parameters[name]
+    assert isinstance(parameter, QuantizedTensor)
+    owner = parameter._store.owner
+    if not isinstance(owner, Weight) or owner._module() is not module:
+        owner = parameter._store.owner = Weight(module, name)
+    return owner
+
+
+def adopt(module: nn.Module, name: str, parameter: Any) -> None:
+    """A sharded parameter is put in its place: quantize it before it is gathered.
+
+    The DTensor stays the object that it is; its local tensor becomes a `MasterWeight` over the same
+    storage, or a `Sharded` one over the same planes. A pickled or loaded DTensor comes through here
+    too. What a user has set on the parameter goes with it.
+
+    Args:
+        module: a converted layer.
+        name: of the parameter; only "weight" is quantized.
+        parameter: the DTensor.
+    """
+    if name != "weight":
+        return
+    local = local_tensor(parameter)
+    state: Any = module._fp8_state
+    quantized = isinstance(local, QuantizedTensor)
+    if quantized:
+        parameter.__class__ = Float8Parameter
+    if isinstance(local, (MasterWeight, Sharded)):
+        owner = local._weight._module()
+        if owner is module or (owner is not None and owner._parameters.get(name) is parameter):
+            return  # it is adopted already, by this layer or by one that it is tied to
+    elif not quantized and not local.dtype.is_floating_point:
+        return
+    if not quantized and not state.fp8_gather:
+        return
+    weight = Weight(module, name)
+    weight.wrote()
+    if quantized:
+        weight.unagreed = False  # it is a part of what had one scale
+        before = local._store.owner
+        if isinstance(before, Weight):
+            weight.keep_init = before.keep_init
+            if before.init_value is not None:
+                weight.init_value = local_part(before.init_value, parameter)
+        set_local_tensor(parameter, sharded(local, weight))
+        passes.of(state)
+    else:
+        set_local_tensor(parameter, MasterWeight(local, weight))
+    keep_marks(module._parameters.get(name), parameter)
+    if not getattr(module, "_fp8_plain_state_dict", False):
+        state_dicts.register(module)
+        module._fp8_plain_state_dict = True  # type: ignore[assignment]
+    # FSDP2 has just put its hooks before ours on the module.
+    state.keep_first()
+
+
+def local_part(values: Tensor, parameter: DTensor) -> Tensor:
+    """What this rank's shard has of the values of a whole parameter, as a tensor of its own."""
+    placement = place(parameter)
+    length = local_tensor(parameter).shape[placement.dim]
+    return values.narrow(placement.dim, placement.offset, length).clone()
+
+
+def keep_marks(before: Any, parameter: Any) -> None:
+    """Carry over to a sharded parameter what a user has set on the one that it was made of."""
+    if before is None or before is parameter:
+        return
+    for mark, value in before.__dict__.items():
+        if mark not in OWN and mark not in parameter.__dict__:
+            setattr(parameter, mark, value)
+
+
+#: What this library and torch keep on tensors.
+OWN = frozenset(("_store", "_window", "_shown", "_data", "_weight", "_local_tensor", "_spec"))
