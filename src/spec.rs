@@ -2,6 +2,7 @@
 
 use std::ffi::c_void;
 
+pub use crate::format::adamw::Hyper;
 pub use crate::format::scale::ScaleRule;
 
 use crate::format::e8m0::Rounding;
@@ -141,4 +142,72 @@ pub enum Axis {
     Rows,
     /// Its columns; the codes come out transposed, so that the columns are rows.
     Columns,
+}
+
+/// One tensor of [`crate::ops::adamw`]: all of its views have the shape of `param`, unless said otherwise, and are
+/// contiguous.
+#[derive(Debug)]
+pub struct AdamWTensor<'a> {
+    /// The gradient; fp32, bf16 or fp16.
+    pub grad: View<'a>,
+    /// The first moment; fp32 or bf16.
+    pub exp_avg: ViewMut<'a>,
+    /// The second moment, of the first one's dtype.
+    pub exp_avg_sq: ViewMut<'a>,
+    /// The parameter: fp32, bf16 or fp16, or FP8 codes, as the [`Target`] says.
+    pub param: ViewMut<'a>,
+    /// fp32. With it the step starts from its value, and leaves the unrounded result in it.
+    pub master: Option<ViewMut<'a>>,
+    /// The number of this step, counted from 1; fp32, one element.
+    pub step: View<'a>,
+    /// The scales of the codes, which are read (without a `master`) and written. One fp32 element, or one element a
+    /// block of [`Target::Blocks`]. Absent for [`Target::Plain`].
+    pub scale: Option<ViewMut<'a>>,
+    /// [`Target::Tensor`]: the scale to write codes with; fp32, one element.
+    pub new_scale: Option<View<'a>>,
+    /// Where the absolute maximum of the updated values goes; fp32, one element. Not for [`Target::Blocks`].
+    pub amax: Option<ViewMut<'a>>,
+    /// The index of the first element in the whole tensor, and the number of that tensor: what random words depend
+    /// on beside the seed and the step.
+    pub offset: u64,
+    /// See `offset`.
+    pub stream: u32,
+}
+
+/// What parameters are, and what of them a step writes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Target {
+    /// fp32, bf16 or fp16, rounded to nearest. `amax` becomes the maximum (of the unrounded values).
+    Plain,
+    /// FP8 codes with one scale. Nothing is written but `amax`, which becomes the maximum.
+    Measure,
+    /// FP8 codes with one scale, which is known: `new_scale`. `amax` is raised to the maximum where that is finite.
+    /// `scale` becomes `new_scale`, or NaN where a value is not finite; the codes stay as cast.
+    Tensor,
+    /// FP8 codes with scales of their own for blocks of (1, [`Block::ALL`]), (1, 128) or (128, 128) with fp32 scales,
+    /// (1, 32) or (32, 32) with E8M0; row 0 begins a block.
+    Blocks(Block, BlockScale),
+}
+
+/// What all tensors of [`crate::ops::adamw`] share.
+#[derive(Debug, Clone, Copy)]
+pub struct AdamW<'a> {
+    /// The numbers.
+    pub hyper: Hyper,
+    /// The learning rate in place of the number; fp32, one element.
+    pub lr: Option<View<'a>>,
+    /// What gradients were multiplied with; fp32, one element.
+    pub grad_scale: Option<View<'a>>,
+    /// Nothing is written where this is not zero; fp32, one element.
+    pub found_inf: Option<View<'a>>,
+    /// Round codes stochastically, with this seed; to nearest without.
+    pub stochastic: Option<u64>,
+    /// What parameters are.
+    pub target: Target,
+}
+
+/// A validated call of `ops::adamw`.
+pub(crate) struct AdamWCall<'a> {
+    pub(crate) shared: AdamW<'a>,
+    pub(crate) tensors: Vec<AdamWTensor<'a>>,
 }

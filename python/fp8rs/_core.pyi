@@ -9,6 +9,7 @@ Absolute maxima that are given (``amax``, ``amaxes``, ``amax_columnwise``) must 
 they are not checked, because that would wait for the device.
 """
 
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from torch import Tensor
@@ -17,6 +18,7 @@ __all__ = [
     "CudaError",
     "UnsupportedError",
     "__version__",
+    "adamw",
     "amax",
     "block_amax",
     "cpu_features",
@@ -29,6 +31,7 @@ __all__ = [
     "quantize_blocks",
     "quantize_current",
     "quantize_delayed",
+    "random_uniform",
     "rebase",
     "register_kernels",
     "scale_from_amax",
@@ -130,3 +133,32 @@ def rebase(
     out: Tensor,
     scale_out: Tensor,
 ) -> None: ...
+def adamw(
+    grads: _Tensors,
+    exp_avgs: _Tensors,
+    exp_avg_sqs: _Tensors,
+    params: _Tensors,
+    masters: _Tensors,
+    steps: _Tensors,
+    scales: _Tensors,
+    new_scales: _Tensors,
+    amaxes: _Tensors,
+    offsets: Sequence[int],
+    streams: Sequence[int],
+    lr_tensor: Tensor | None,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+    seed: int | None,
+    block: Sequence[int],
+    rounding: str = "ceil",
+    power_2_scale: bool = False,
+    amax_epsilon: float = 0.0,
+) -> None: ...
+def random_uniform(x: Tensor, seed: int, offset: int, low: float, high: float) -> None: ...

@@ -47,6 +47,9 @@ pub(crate) trait Codes: Copy + Send + Sync + 'static {
     /// [`Fp8Format::encode`].
     fn encode(x: f32) -> u8;
 
+    /// [`Fp8Format::encode_stochastic`].
+    fn encode_stochastic(x: f32, random: u32) -> u8;
+
     /// [`Fp8Format::decode`], but for the sign of a NaN.
     fn decode(code: u8) -> f32;
 }
@@ -65,12 +68,38 @@ fn encode<const MANTISSA: u32, const EMIN: i32>(x: f32, max: f32) -> u8 {
     (if magnitude > INF_BITS { u32::from(Fp8Format::NAN) } else { code }) as u8
 }
 
+/// A magnitude counted in the format's steps around it: the whole ones are the code's mantissa, the rest is the way to
+/// the next. All of it is exact but the cut of that rest to 24 bits.
+#[inline(always)]
+fn encode_stochastic<const MANTISSA: u32, const EMIN: i32>(x: f32, max: f32, random: u32) -> u8 {
+    let smallest = ((EMIN + 127) as u32) << 23;
+    let bits = x.to_bits();
+    let magnitude = bits & MAGNITUDE;
+    let clamped = magnitude.min(max.to_bits());
+    let exponent = clamped & EXPONENT;
+    let exponent = if exponent > smallest { exponent } else { smallest };
+    // 2^(MANTISSA - exponent), for exponents of at most 15.
+    let steps = f32::from_bits(clamped) * f32::from_bits(((254 + MANTISSA) << 23) - exponent);
+    // SAFETY: at most 2^(MANTISSA + 1), and finite.
+    let whole = unsafe { steps.to_int_unchecked::<i32>() };
+    // SAFETY: below 2^24.
+    let way = unsafe { ((steps - whole as f32) * 16_777_216.0).to_int_unchecked::<i32>() };
+    let up = i32::from(((random >> 8) as i32) < way);
+    let code = (whole + up) as u32 + ((exponent - smallest) >> (23 - MANTISSA)) | (bits >> 24 & 0x80);
+    (if magnitude > INF_BITS { u32::from(Fp8Format::NAN) } else { code }) as u8
+}
+
 impl Codes for E4m3 {
     const FORMAT: Fp8Format = Fp8Format::E4m3;
 
     #[inline(always)]
     fn encode(x: f32) -> u8 {
         encode::<3, -6>(x, const { Self::FORMAT.max() })
+    }
+
+    #[inline(always)]
+    fn encode_stochastic(x: f32, random: u32) -> u8 {
+        encode_stochastic::<3, -6>(x, const { Self::FORMAT.max() }, random)
     }
 
     #[inline(always)]
@@ -89,6 +118,11 @@ impl Codes for E5m2 {
     #[inline(always)]
     fn encode(x: f32) -> u8 {
         encode::<2, -14>(x, const { Self::FORMAT.max() })
+    }
+
+    #[inline(always)]
+    fn encode_stochastic(x: f32, random: u32) -> u8 {
+        encode_stochastic::<2, -14>(x, const { Self::FORMAT.max() }, random)
     }
 
     #[inline(always)]
@@ -254,6 +288,31 @@ mod tests {
                     encodes_as_defined(-f32::from_bits(bits));
                 }
             }
+        }
+    }
+
+    /// Each interval between two codes and its surroundings, at many places, with words around each place's own way.
+    #[test]
+    fn stochastic_rounding_is_as_defined() {
+        let agrees = |x: f32, word: u32| {
+            for x in [x, -x] {
+                assert_eq!(E4m3::encode_stochastic(x, word), Fp8Format::E4m3.encode_stochastic(x, word), "{x:e}");
+                assert_eq!(E5m2::encode_stochastic(x, word), Fp8Format::E5m2.encode_stochastic(x, word), "{x:e}");
+            }
+        };
+        for exponent in 0..=255_u32 {
+            for mantissa in (0..0x0080_0000_u32).step_by(0x3_FF1) {
+                let x = f32::from_bits(exponent << 23 | mantissa);
+                for way in [0, mantissa << 4, mantissa << 3, mantissa, u32::MAX >> 8] {
+                    for word in [way << 8, (way << 8).wrapping_sub(1), (way << 8) + 0xFF, way.wrapping_mul(0x9E37_79B9)] {
+                        agrees(x, word);
+                    }
+                }
+            }
+        }
+        for code in 0..=u8::MAX {
+            agrees(Fp8Format::E4m3.decode(code), u32::from(code) << 24);
+            agrees(Fp8Format::E5m2.decode(code), u32::from(code) << 24);
         }
     }
 

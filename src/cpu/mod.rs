@@ -4,14 +4,16 @@
 //!   has the branch-free conversions, `rows` the loops over contiguous elements.
 //! - `walk` takes a matrix of any strides through them, `tile` transposes bytes.
 //! - `pool` splits work over threads, also in a forked process; `float_env` keeps a caller's flush-to-zero out.
-//! - `tensorwise`, `blocks` and `codes` are the operations. They are called with validated arguments.
+//! - `tensorwise`, `blocks`, `codes`, `adamw` and `random` are the operations. They are called with validated arguments.
 
 mod access;
+mod adamw;
 mod blocks;
 mod codes;
 mod convert;
 mod float_env;
 mod pool;
+mod random;
 mod rows;
 mod simd;
 mod tensorwise;
@@ -21,6 +23,8 @@ mod walk;
 
 pub use simd::{Level, set_simd, simd};
 
+pub(crate) use adamw::*;
 pub(crate) use blocks::*;
 pub(crate) use codes::*;
+pub(crate) use random::*;
 pub(crate) use tensorwise::*;

@@ -13,6 +13,8 @@
 //! - the rest: an operation picks its kernel by how the views lie, and launches it. Nothing synchronizes.
 
 #[cfg(feature = "cuda")]
+mod adamw;
+#[cfg(feature = "cuda")]
 mod blocks;
 #[cfg(feature = "cuda")]
 mod code;
@@ -20,6 +22,8 @@ mod code;
 mod codes;
 #[cfg(feature = "cuda")]
 mod driver;
+#[cfg(feature = "cuda")]
+mod random;
 #[cfg(feature = "cuda")]
 mod table;
 #[cfg(feature = "cuda")]
@@ -30,7 +34,7 @@ mod views;
 mod workspace;
 
 #[cfg(feature = "cuda")]
-pub(crate) use {blocks::*, codes::*, tensorwise::*};
+pub(crate) use {adamw::*, blocks::*, codes::*, random::*, tensorwise::*};
 
 /// What stands in for every operation in a build without CUDA.
 #[cfg(not(feature = "cuda"))]

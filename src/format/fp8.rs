@@ -82,6 +82,24 @@ impl Fp8Format {
         sign | (code as u8).min(self.max_code())
     }
 
+    /// Casts to one of the two codes around `x`, upwards in magnitude with the probability that makes the mean `x`:
+    /// where the upper 24 bits of `random`, as a number below 1, are less than how far `x` lies between the two, cut
+    /// to 24 bits (exact where `x` is normal in the format). Overflow, infinity and NaN as in [`Self::encode`].
+    #[must_use]
+    pub fn encode_stochastic(self, x: f32, random: u32) -> u8 {
+        let magnitude = x.abs();
+        if x.is_nan() || magnitude >= self.max() {
+            return self.encode(x);
+        }
+        let exponent = exponent_of(magnitude).max(self.emin());
+        let spacing = 2.0_f64.powi(exponent - self.mantissa_bits() as i32);
+        let steps = f64::from(magnitude) / spacing;
+        let way = ((steps - steps.floor()) * f64::from(1 << 24)) as u32;
+        let up = u32::from(random >> 8 < way);
+        let code = steps.floor() as u32 + up + (((exponent - self.emin()) as u32) << self.mantissa_bits());
+        code as u8 | if x.is_sign_negative() { 0x80 } else { 0 }
+    }
+
     /// The value of a code. Exact. E4M3 has NaN at 0x7F and 0xFF; E5M2 has infinity at 0x7C and 0xFC, NaN
     /// above. A NaN comes back as the quiet one without sign ([`super::wide::NAN_BITS`]).
     #[must_use]
@@ -148,6 +166,41 @@ mod tests {
             (f32::NAN, 0x7F),
         ] {
             assert_eq!(E5m2.encode(x), code, "{x}");
+        }
+    }
+
+    /// Every code, at every sixteenth of the way to its neighbour: of evenly spread words, as many round up.
+    #[test]
+    fn stochastic_rounding_goes_up_as_often_as_the_value_is_on_the_way() {
+        for format in [E4m3, E5m2] {
+            for code in 0..format.max_code() {
+                let (low, high) = (format.decode(code), format.decode(code + 1));
+                for sixteenth in 0..16_u8 {
+                    let x = low + (high - low) * (f32::from(sixteenth) / 16.0);
+                    for (sign, x) in [(0, x), (0x80, -x)] {
+                        let codes: Vec<u8> = (0..32_u32)
+                            .map(|word| format.encode_stochastic(x, word << 27 | 0x07FF_FFFF))
+                            .collect();
+                        let up = codes.iter().filter(|got| **got == sign | (code + 1)).count();
+                        let down = codes.iter().filter(|got| **got == sign | code).count();
+                        assert_eq!((up, down), (usize::from(sixteenth) * 2, 32 - usize::from(sixteenth) * 2));
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn stochastic_rounding_keeps_what_needs_none() {
+        for format in [E4m3, E5m2] {
+            for word in [0, 1 << 31, u32::MAX] {
+                for code in (0..=255_u8).filter(|code| format.decode(*code).is_finite()) {
+                    assert_eq!(format.encode_stochastic(format.decode(code), word), code);
+                }
+                for x in [f32::INFINITY, -f32::INFINITY, f32::NAN, -f32::NAN, 1e30, format.max() + 1.0] {
+                    assert_eq!(format.encode_stochastic(x, word), format.encode(x), "{x}");
+                }
+            }
         }
     }
 

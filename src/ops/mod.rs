@@ -24,13 +24,19 @@ macro_rules! on {
     };
 }
 
+mod adamw;
 mod blocks;
 mod codes;
 mod overlap;
+mod random;
 mod tensorwise;
 mod validate;
 
-pub use crate::spec::{Axis, BlockPlane, BlockScale, BlockSpec, Given, ScaleRule, Stream};
+pub use crate::spec::{
+    AdamW, AdamWTensor, Axis, BlockPlane, BlockScale, BlockSpec, Given, Hyper, ScaleRule, Stream, Target,
+};
+pub use adamw::*;
 pub use blocks::*;
 pub use codes::*;
+pub use random::*;
 pub use tensorwise::*;

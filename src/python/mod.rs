@@ -15,6 +15,7 @@ macro_rules! functions {
     };
 }
 
+mod adamw;
 mod blocks;
 mod capsule;
 mod errors;
@@ -31,7 +32,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("CudaError", py.get_type::<errors::CudaError>())?;
     module.add("UnsupportedError", py.get_type::<errors::UnsupportedError>())?;
-    for register in [machine::register, tensorwise::register, blocks::register] {
+    for register in [machine::register, tensorwise::register, blocks::register, adamw::register] {
         register(module)?;
     }
     module.add_function(wrap_pyfunction!(native::register_kernels, module)?)?;

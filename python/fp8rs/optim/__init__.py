@@ -1,0 +1,3 @@
+"""Optimizers for weights that are FP8 at rest, and for plain ones beside them."""
+
+from fp8rs.optim.adamw import AdamW as AdamW

@@ -1,0 +1,296 @@
+"""AdamW for weights that are FP8 at rest, with or without masters, and for plain parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fp8rs.optim import weights
+from fp8rs.optim.lists import Item, Options, Step
+from fp8rs.tensor.formats import INPUT_DTYPES
+
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class AdamW(Optimizer):
+    """Decoupled weight decay (Loshchilov and Hutter, 2019), as ``torch.optim.AdamW`` computes it.
+
+    Parameters may be FP8 at rest (quantized tensors, or DTensors over them) and plain (float32,
+    bfloat16, float16) in one call. FP8 codes are written by the kernel that updates: with scales
+    known beforehand (delayed scaling), or found in the same pass (a row's, a block's); where a
+    tensor has one scale of its own values, their maxima are found first, and those of all weights
+    reduced over ranks at once. Nothing waits for the device, so that a step can be captured in a
+    CUDA graph, and all parameters of a kind go in one launch. CPU and CUDA write the same bytes.
+
+    The arithmetic is that of ``torch.ops.fp8rs.adamw_``, in float32 whatever the dtypes. Moments in
+    bfloat16 are rounded to nearest where they are stored: with ``betas[1]`` above 0.99 the second
+    one then cannot shrink (a step changes it by less than half a unit in the last place).
+
+    Without masters the step starts from the codes. Rounding to nearest would lose all steps shorter
+    than half the distance to the next code, so codes are rounded stochastically: right in the mean,
+    with the noise of FP8 in every weight. The random numbers depend on ``seed``, the step, the
+    parameter's number and an element's place in the whole weight, and so not on the number of
+    ranks that it is cut over by rows. Plain parameters, and those of formats whose codes are made
+    by other means (1x128, 1x32, blocks that shards cut), are rounded to nearest.
+
+    Args:
+        params: parameters or groups of them.
+        lr: the learning rate; a tensor of one element where it is to change under a CUDA graph.
+        betas: how much of the moments is kept.
+        eps: added to the denominator.
+        weight_decay: times ``lr``, the part of each weight that a step takes away.
+        maximize: go uphill.
+        capturable: for ``torch.optim``'s checks; every step is.
+        state_dtype: of the moments, torch.float32 or torch.bfloat16.
+        master_weights: keep a float32 master of each parameter that is not float32, in the state
+            under "master". It starts from the values that a weight was initialized with, where
+            those were kept, else from the weight.
+        stochastic_rounding: how codes are rounded; None is stochastically where there are no
+            masters, and to nearest where there are.
+        seed: of the random numbers, 64 bits. All ranks must have the same.
+
+    A ``torch.amp.GradScaler`` hands over its scale and what it found: a step that it skips changes
+    no byte but nothing is unscaled in ``.grad``.
+
+    Raises:
+        TypeError, ValueError: an argument is none of those; at a step, a gradient does not fit its
+            parameter. Nothing is written then.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        capturable: bool = False,
+        state_dtype: torch.dtype = torch.float32,
+        master_weights: bool = True,
+        stochastic_rounding: bool | None = None,
+        seed: int = 0,
+    ) -> None:
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError(f"lr is a tensor of shape {tuple(lr.shape)}; it must have one element")
+        for name, value, works in (
+            # Of a tensor on a device nothing is read.
+            ("lr", lr, isinstance(lr, Tensor) or 0 <= lr < float("inf")),
+            ("eps", eps, 0 <= eps < float("inf")),
+            ("weight_decay", weight_decay, 0 <= weight_decay < float("inf")),
+        ):
+            if not works:
+                raise ValueError(f"{name} is {value}; it must be finite and at least 0")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas is {betas}; it must be two numbers, at least 0 and below 1")
+        if state_dtype not in STATE_DTYPES:
+            raise TypeError(
+                f"state_dtype is {state_dtype}; it must be torch.float32 or torch.bfloat16"
+            )
+        if not -(2**63) <= seed < 2**64:
+            raise ValueError(f"seed is {seed}; it must be of 64 bits")
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "maximize": maximize,
+                "capturable": capturable,
+                "state_dtype": state_dtype,
+                "master_weights": master_weights,
+                "stochastic_rounding": stochastic_rounding,
+                "seed": seed,
+            },
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss anew; its result is given back.
+        """
+        self._cuda_graph_capture_health_check()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        steps: dict[torch.device, Step] = {}
+        items: list[Item] = []
+        index = 0
+        for group in self.param_groups:
+            options: dict[torch.device, Options] = {}
+            for param in group["params"]:
+                index += 1
+                if param.grad is None:
+                    continue
+                weight, grad = checked(param)
+                device = weight.device
+                if device not in options:
+                    options[device] = self._options(group, device)
+                item = self._item(group, param, weight, grad, index - 1)
+                items.append(item)
+                steps.setdefault(device, Step()).add(options[device], item)
+        if items:
+            self._run(steps, items)
+        return loss
+
+    def _run(self, steps: dict[torch.device, Step], items: list[Item]) -> None:
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for item in items:
+            by_device.setdefault(item.step.device, []).append(item.step)
+        for counters in by_device.values():
+            torch._foreach_add_(counters, 1)
+        for step in steps.values():
+            amaxes = step.first()
+            if amaxes is not None:
+                weights.reduce_amaxes_(step.measured, amaxes)
+                step.second(amaxes)
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None:  # what was skipped was no step
+            for device, counters in by_device.items():
+                found = found_inf.to(device, non_blocking=True).view(())
+                torch._foreach_sub_(counters, [found] * len(counters))
+        weights.wrote([item.param for item in items])
+
+    def _options(self, group: dict[str, Any], device: torch.device) -> Options:
+        lr = group["lr"]
+        tensor = None
+        if isinstance(lr, Tensor):
+            if lr.device.type == "cpu" and not group["capturable"]:
+                lr = float(lr)
+            else:
+                tensor = lr.to(device=device, dtype=torch.float32, non_blocking=True)
+                lr = 0.0
+        scale, found = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
+        stochastic = group["stochastic_rounding"]
+        if stochastic is None:
+            stochastic = not group["master_weights"]
+        seed = group["seed"]
+        return Options(
+            lr,
+            tensor,
+            group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            group["maximize"],
+            (seed if seed < 2**63 else seed - 2**64) if stochastic else None,
+            None if scale is None else scale.to(device, non_blocking=True),
+            None if found is None else found.to(device, non_blocking=True),
+        )
+
+    def _item(
+        self, group: dict[str, Any], param: Tensor, weight: Tensor, grad: Tensor, index: int
+    ) -> Item:
+        state = self.state[param]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = state_like(param, weight, group["state_dtype"])
+        exact = weight.dtype == torch.float32 and weights.quantized(param) is None
+        if group["master_weights"] and not exact and "master" not in state:
+            state["master"] = new_master(param, weight)
+        moments = [weights.local(state[name]) for name in ("exp_avg", "exp_avg_sq")]
+        master = state.get("master")
+        master = None if master is None else weights.local(master)
+        return Item(param, weight, grad, *moments, state["step"], master, index)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As ``torch.optim``'s, but moments and masters keep the dtypes that they were saved in."""
+        super().load_state_dict(state_dict)
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        own = chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, param in zip(saved, own, strict=True):
+            if key in state_dict["state"]:
+                self.state[param] = {
+                    name: value.to(weights.local(param).device, copy=True)
+                    if isinstance(value, Tensor)
+                    else value
+                    for name, value in state_dict["state"][key].items()
+                }
+
+
+def checked(param: Tensor) -> tuple[Tensor, Tensor]:
+    """The local parts of a parameter and its gradient; raises where they do not fit."""
+    grad = param.grad
+    assert grad is not None
+    weight = weights.local(param)
+    if grad.layout != torch.strided:
+        raise TypeError(f"a gradient is of layout {grad.layout}; it must be strided")
+    if weight.dtype not in INPUT_DTYPES:
+        raise TypeError(
+            f"a parameter has dtype {weight.dtype}; it must be float32, bfloat16 or float16"
+        )
+    placements = getattr(grad, "placements", None)
+    if placements is not None and placements != getattr(param, "placements", None):
+        raise ValueError(
+            f"a gradient has placements {placements}, its parameter"
+            f" {getattr(param, 'placements', None)}; they must be the same"
+        )
+    if placements is not None:
+        grad = grad.to_local()  # type: ignore[operator]  # which waits for it
+    if grad.dtype not in INPUT_DTYPES:
+        raise TypeError(
+            f"a gradient has dtype {grad.dtype}; it must be float32, bfloat16 or float16"
+        )
+    if grad.shape != weight.shape or grad.device != weight.device:
+        raise ValueError(
+            f"a gradient has shape {tuple(grad.shape)} on {grad.device}, its parameter"
+            f" {tuple(weight.shape)} on {weight.device}; they must be the same"
+        )
+    return weight, grad
+
+
+def state_like(param: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros laid out as a parameter's local part is; a DTensor where the parameter is one."""
+    if weights.quantized(param) is not None:
+        zeros = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+    else:
+        zeros = torch.zeros_like(weight, dtype=dtype, memory_format=torch.preserve_format)
+    return distributed_like(param, zeros)
+
+
+def new_master(param: Any, weight: Tensor) -> Tensor:
+    """A float32 copy of a parameter's values, or of those that it was initialized with."""
+    kept = weights.kept_init(param)
+    quantized = weights.quantized(param)
+    if kept is not None:
+        master = kept.detach().to(weight.device, torch.float32, copy=True).contiguous()
+        weights.drop_init(param)
+    elif quantized is not None:
+        master = quantized.dequantize(torch.float32)
+    else:
+        master = torch.zeros_like(weight, dtype=torch.float32).copy_(weight)
+    return distributed_like(param, master)
+
+
+def distributed_like(param: Any, part: Tensor) -> Tensor:
+    """``part`` as the local part of a tensor that is distributed as ``param`` is."""
+    if not hasattr(param, "_local_tensor"):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )

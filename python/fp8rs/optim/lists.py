@@ -1,0 +1,293 @@
+"""The lists of tensors of one step: which parameters go through which calls of ``adamw_``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8rs.optim import weights
+from fp8rs.tensor import formats
+from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.spec import QuantSpec
+
+_adamw = torch.ops.fp8rs.adamw_.default
+_multi_quantize = torch.ops.fp8rs.multi_quantize.default
+
+#: Formats whose scales are found in the pass that writes the codes.
+OWN_SCALES = (formats.ROW, formats.BLOCK_128X128, formats.MX_32X32)
+
+
+@dataclass(slots=True)
+class Item:
+    """A parameter in a step: local tensors.
+
+    Attributes:
+        param: as the optimizer has it.
+        weight: its local part, plain or quantized.
+        grad, exp_avg, exp_avg_sq, step, master: what goes with it.
+        index: its number in the optimizer.
+    """
+
+    param: Tensor
+    weight: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+    master: Tensor | None
+    index: int
+
+
+@dataclass(slots=True)
+class Options:
+    """What a group and a device have in common."""
+
+    lr: float
+    lr_tensor: Tensor | None
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    maximize: bool
+    seed: int | None
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+
+@dataclass(slots=True)
+class Lists:
+    """The arguments of one call. ``back`` is what to copy after it, (to, from)."""
+
+    grads: list[Tensor] = field(default_factory=list)
+    exp_avgs: list[Tensor] = field(default_factory=list)
+    exp_avg_sqs: list[Tensor] = field(default_factory=list)
+    params: list[Tensor] = field(default_factory=list)
+    masters: list[Tensor] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
+    scales: list[Tensor] = field(default_factory=list)
+    new_scales: list[Tensor] = field(default_factory=list)
+    amaxes: list[Tensor] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    streams: list[int] = field(default_factory=list)
+    back: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def add(
+        self,
+        item: Item,
+        param: Tensor,
+        master: Tensor | None = None,
+        scale: Tensor | None = None,
+        new_scale: Tensor | None = None,
+        amax: Tensor | None = None,
+        offset: int = 0,
+    ) -> None:
+        """Append a tensor; what is strided is laid out first."""
+        tensors = [param, item.exp_avg, item.exp_avg_sq, *([] if master is None else [master])]
+        tensors, grad, back = laid_out(tensors, item.grad)
+        self.back += back
+        self.params.append(tensors[0])
+        self.exp_avgs.append(tensors[1])
+        self.exp_avg_sqs.append(tensors[2])
+        self.masters += tensors[3:]
+        self.grads.append(grad)
+        self.steps.append(item.step)
+        self.scales += [] if scale is None else [scale]
+        self.new_scales += [] if new_scale is None else [new_scale]
+        self.amaxes += [] if amax is None else [amax]
+        self.offsets.append(offset)
+        self.streams.append(item.index)
+
+    def run(self, options: Options, spec: QuantSpec | None = None) -> None:
+        """Call the operator; ``spec`` is that of scales that it finds itself."""
+        blocks: dict[str, Any] = {"block": []}
+        if spec is not None:
+            blocks = {
+                "block": list(spec.format.block),
+                "rounding": spec.scale_rounding,
+                "power_2_scale": spec.power_2_scale,
+                "amax_epsilon": spec.amax_epsilon,
+            }
+        _adamw(
+            self.grads,
+            self.exp_avgs,
+            self.exp_avg_sqs,
+            self.params,
+            self.masters,
+            self.steps,
+            self.scales,
+            self.new_scales,
+            self.amaxes,
+            self.offsets,
+            self.streams,
+            options.lr_tensor,
+            options.grad_scale,
+            options.found_inf,
+            lr=options.lr,
+            beta1=options.betas[0],
+            beta2=options.betas[1],
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            maximize=options.maximize,
+            seed=options.seed,
+            **blocks,
+        )
+        for to, values in self.back:
+            to.copy_(values)
+
+
+def laid_out(
+    tensors: list[Tensor], grad: Tensor
+) -> tuple[list[Tensor], Tensor, list[tuple[Tensor, Tensor]]]:
+    """Tensors of one shape as contiguous ones, and what to copy back after they are written.
+
+    A permuted tensor is permuted back, which costs nothing where all are alike; others are copied.
+    """
+    if all(t.is_contiguous() for t in tensors):
+        return tensors, grad.contiguous(), []
+    first = tensors[0]
+    order = sorted(range(first.dim()), key=lambda d: (-first.stride(d), -first.size(d)))
+    views = [t.permute(order) for t in tensors]
+    copies = [v.contiguous() for v in views]
+    back = [(v, c) for v, c in zip(views, copies, strict=True) if not v.is_contiguous()]
+    return copies, grad.permute(order).contiguous(), back
+
+
+def codes(weight: QuantizedTensor) -> Tensor:
+    """The codes of a weight with one plane at rest."""
+    plane = weight.rowwise
+    assert plane is not None
+    return plane.data
+
+
+def scale(weight: QuantizedTensor) -> Tensor:
+    """Their scales."""
+    plane = weight.rowwise
+    assert plane is not None
+    return plane.scale
+
+
+def kind(param: Tensor, weight: Tensor) -> str:
+    """How a parameter is written: plain, known, current, own (scales), or by other means."""
+    if not isinstance(weight, QuantizedTensor):
+        return "plain"
+    store = weight._store
+    whole = weight._window is None and store.rowwise is not None and store.columnwise is None
+    if not (whole and codes(weight).is_contiguous() and scale(weight).is_contiguous()):
+        return "other"
+    if weight.format.per_tensor:
+        return "current" if store.delayed is None else "known"
+    if weight.format in OWN_SCALES and not weights.is_cut(param):
+        return "own"
+    return "other"
+
+
+class Step:
+    """One step of some parameters of one device: :meth:`add` all, :meth:`first`, :meth:`second`."""
+
+    def __init__(self) -> None:
+        self._calls: dict[Any, tuple[Options, QuantSpec | None, Lists]] = {}
+        self._current: list[tuple[Options, Item, QuantizedTensor]] = []
+        self._other: list[tuple[Item, Tensor]] = []
+
+    def add(self, options: Options, item: Item) -> None:
+        """Take a parameter in; nothing is computed."""
+        weight, master = item.weight, item.master
+        how = kind(item.param, weight)
+        if how == "current":
+            assert isinstance(weight, QuantizedTensor)
+            self._current.append((options, item, weight))
+            return
+        key: tuple[Any, ...] = (how, id(options), master is None)
+        if how == "plain":
+            self._lists(key, options).add(item, weight, master)
+        elif how == "other":
+            assert isinstance(weight, QuantizedTensor)
+            values = weight.dequantize(torch.float32) if master is None else master
+            self._lists(("plain", id(options), True), options).add(item, values)
+            self._other.append((item, values))
+        else:
+            assert isinstance(weight, QuantizedTensor)
+            new_scale, amax = weight._store.delayed or (None, None)
+            spec = None if how == "known" else weight.spec
+            self._lists((*key, spec), options, spec).add(
+                item,
+                codes(weight),
+                master,
+                scale(weight),
+                new_scale,
+                amax,
+                weights.global_offset(item.param),
+            )
+
+    def _lists(self, key: Any, options: Options, spec: QuantSpec | None = None) -> Lists:
+        if key not in self._calls:
+            self._calls[key] = options, spec, Lists()
+        return self._calls[key][2]
+
+    @property
+    def measured(self) -> list[Tensor]:
+        """The parameters whose scales follow from what :meth:`first` finds, in its order."""
+        return [item.param for _, item, _ in self._current]
+
+    def first(self) -> Tensor | None:
+        """All but the codes that need scales of their maxima: those maxima, fp32, one for each."""
+        amaxes = None
+        if self._current:
+            # Neighbours share a specification, and so one launch that makes scales. In an order that
+            # all ranks have.
+            specs: dict[QuantSpec, int] = {}
+            for _, _, weight in self._current:
+                specs.setdefault(weight.spec, len(specs))
+            self._current.sort(key=lambda entry: specs[entry[2].spec])
+            amaxes = torch.zeros(
+                len(self._current), dtype=torch.float32, device=self._current[0][2].device
+            )
+            for (options, item, weight), amax in zip(self._current, amaxes.unbind(), strict=True):
+                key = ("measure", id(options), item.master is None)
+                lists = self._lists(key, options)
+                if item.master is not None:
+                    lists.add(item, item.master, amax=amax)
+                else:
+                    offset = weights.global_offset(item.param)
+                    lists.add(item, codes(weight), None, scale(weight), None, amax, offset)
+        for (how, *_), (options, spec, lists) in self._calls.items():
+            lists.run(options, spec)
+        for item, values in self._other:
+            weights.write_(item.param, values)
+        return amaxes
+
+    def second(self, amaxes: Tensor) -> None:
+        """Write the codes of the weights that were measured, with the scales of these maxima."""
+        scales = self._scales(amaxes)
+        parts = scales.unbind()
+        with_masters: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        for at, (options, item, weight) in enumerate(self._current):
+            if item.master is not None:
+                with_masters.append((item.master, codes(weight), scale(weight), parts[at]))
+            else:
+                key = ("measure", id(options), True)
+                self._calls[key][2].new_scales.append(parts[at])
+        for (how, *_), (options, _, lists) in self._calls.items():
+            if how == "measure" and lists.new_scales:
+                lists.amaxes = []
+                lists.run(options)
+        if with_masters:
+            masters, data, old, new = (list(column) for column in zip(*with_masters, strict=True))
+            packed = scales if len(new) == len(parts) else torch.stack(new)
+            found_inf = self._current[0][0].found_inf
+            if found_inf is not None:  # the step is skipped: the same codes again
+                packed = torch.where(found_inf.view(()) != 0, torch.stack(old), packed)
+                new = list(packed.unbind())
+            _multi_quantize(masters, packed, data)
+            torch._foreach_copy_(old, new)
+
+    def _scales(self, amaxes: Tensor) -> Tensor:
+        parts, start = [], 0
+        specs = [weight.spec for _, _, weight in self._current]
+        for end in range(1, len(specs) + 1):
+            if end == len(specs) or specs[end] != specs[start]:
+                parts.append(specs[start].scale_from_amax(amaxes[start:end]))
+                start = end
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

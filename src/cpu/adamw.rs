@@ -1,0 +1,372 @@
+//! The optimizer's step over a list of tensors.
+//!
+//! Elements are taken [`CHUNK`] at a time: what is read is widened to fp32, the update is one loop over fp32, and what
+//! is written is narrowed. Codes with scales of their own are made a block at a time, from the block's new values.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::convert::{Codes, Element};
+use super::float_env::DefaultFloatEnv;
+use super::random::Buffer;
+use super::simd::{Kernel, dispatch};
+use super::tensorwise::{PARALLEL, PIECE};
+use super::types::{with_codes, with_element};
+use super::{pool, rows};
+use crate::format::adamw::{Factors, Hyper};
+use crate::format::random::Words;
+use crate::format::scale::reciprocal;
+use crate::format::wide::{INF_BITS, NAN_BITS};
+use crate::format::{DType, Fp8Format, e8m0};
+use crate::layout::{Matrix, View};
+use crate::spec::{AdamWCall, AdamWTensor, BlockScale, Target};
+
+/// Elements that are updated together.
+const CHUNK: usize = 512;
+
+/// A tensor's part in a call: its views, each as one row.
+struct Task {
+    grad: Matrix,
+    moments: [Matrix; 2],
+    param: Matrix,
+    master: Option<Matrix>,
+    scale: Option<Matrix>,
+    new_scale: f32,
+    /// Rows and columns of the parameter.
+    shape: (usize, usize),
+    factors: Factors,
+    words: Option<Words>,
+    offset: u64,
+    target: Target,
+    /// The absolute maximum found, as [`rows::amax`] gives it.
+    found: AtomicU32,
+}
+
+/// The one element of a view.
+///
+/// # Safety
+/// It is of fp32 and has one.
+unsafe fn one(view: &View) -> f32 {
+    // SAFETY: the caller's promise.
+    unsafe { view.matrix().read(0, 0) }
+}
+
+impl Task {
+    fn new(call: &AdamWCall, hyper: &Hyper, grad_scale: Option<f32>, tensor: &AdamWTensor) -> Self {
+        // SAFETY: a step has one element of fp32.
+        let step = unsafe { one(&tensor.step) };
+        let words = |seed| Words { seed, stream: tensor.stream, step: step as u32 };
+        Self {
+            grad: tensor.grad.matrix().flat(),
+            moments: [tensor.exp_avg.matrix().flat(), tensor.exp_avg_sq.matrix().flat()],
+            param: tensor.param.matrix().flat(),
+            master: tensor.master.as_ref().map(|master| master.matrix().flat()),
+            scale: tensor.scale.as_ref().map(|scale| scale.matrix().flat()),
+            // SAFETY: a scale has one element of fp32.
+            new_scale: tensor.new_scale.as_ref().map_or(1.0, |scale| unsafe { one(scale) }),
+            shape: tensor.param.shape(),
+            factors: hyper.factors(step, grad_scale),
+            words: call.shared.stochastic.map(words),
+            offset: tensor.offset,
+            target: call.shared.target,
+            found: AtomicU32::new(0),
+        }
+    }
+
+    /// The absolute maximum, the NaN in its one form.
+    fn found(&self) -> f32 {
+        let bits = self.found.load(Ordering::Relaxed);
+        f32::from_bits(if bits > INF_BITS { NAN_BITS } else { bits })
+    }
+
+    /// What threads take at a time: ranges of elements, or rows of blocks.
+    fn pieces(&self) -> Vec<Range<usize>> {
+        let step = |n: usize, step| (0..n).step_by(step).map(move |at| at..(at + step).min(n)).collect();
+        match self.target {
+            _ if self.param.numel() == 0 && !matches!(self.target, Target::Blocks(..)) => Vec::new(),
+            Target::Blocks(block, _) => step(self.shape.0, block.rows),
+            _ => step(self.param.numel(), PIECE),
+        }
+    }
+
+    fn run(&self, piece: Range<usize>) {
+        let format = self.param.dtype.fp8().unwrap_or(Fp8Format::E4m3);
+        with_codes!(format, C => match self.target {
+            Target::Blocks(..) => dispatch(Blocks::<C> { task: self, rows: piece, format: std::marker::PhantomData }),
+            _ => dispatch(Elements::<C> { task: self, range: piece, format: std::marker::PhantomData }),
+        });
+    }
+
+    /// The value of a scale.
+    ///
+    /// # Safety
+    /// There is a scale of this index, and nobody writes it meanwhile.
+    unsafe fn scale_at(&self, index: usize) -> f32 {
+        let Some(scale) = self.scale else { return 1.0 };
+        // SAFETY: the caller's promise, and the dtype is one of the two.
+        unsafe {
+            if scale.dtype == DType::E8m0 { e8m0::decode(scale.read(0, index)) } else { scale.read(0, index) }
+        }
+    }
+}
+
+/// Contiguous elements as fp32.
+///
+/// # Safety
+/// The elements are there, and nobody writes them meanwhile.
+#[inline(always)]
+unsafe fn load(from: &Matrix, at: Range<usize>, to: &mut [f32]) {
+    with_element!(from.dtype, T => {
+        let mut unused = Vec::new();
+        // SAFETY: the caller's promise; the dtype is `T`'s.
+        let from = unsafe { from.row::<T>(0, at, &mut unused) };
+        for (to, from) in to.iter_mut().zip(from) {
+            *to = from.widen();
+        }
+    });
+}
+
+/// fp32 values to contiguous elements, rounded to nearest.
+///
+/// # Safety
+/// The elements are there, and nobody else uses them meanwhile.
+#[inline(always)]
+unsafe fn store(from: &[f32], to: &Matrix, at: Range<usize>) {
+    with_element!(to.dtype, T => {
+        // SAFETY: the caller's promise; the dtype is `T`'s.
+        let to = unsafe { to.row_mut::<T>(0, at) };
+        for (to, from) in to.iter_mut().zip(from) {
+            *to = T::narrow(*from);
+        }
+    });
+}
+
+/// Room for what [`CHUNK`] elements are updated from.
+struct Room {
+    grad: [f32; CHUNK],
+    moments: [[f32; CHUNK]; 2],
+    words: Buffer,
+}
+
+impl Room {
+    const fn new() -> Self {
+        Self { grad: [0.0; CHUNK], moments: [[0.0; CHUNK]; 2], words: Buffer::new() }
+    }
+
+    /// The new values of some elements (at most [`CHUNK`]), and with `keep` their moments and masters. Codes are read
+    /// with `scale`.
+    ///
+    /// # Safety
+    /// The elements are there, and nobody else uses them meanwhile.
+    #[inline(always)]
+    unsafe fn update<C: Codes>(
+        &mut self,
+        task: &Task,
+        at: Range<usize>,
+        scale: f32,
+        keep: bool,
+        values: &mut [f32],
+    ) {
+        let n = at.len();
+        let [exp_avg, exp_avg_sq] = &mut self.moments;
+        let (grad, exp_avg, exp_avg_sq) =
+            (&mut self.grad[..n], &mut exp_avg[..n], &mut exp_avg_sq[..n]);
+        let values = &mut values[..n];
+        // SAFETY: the caller's promise.
+        unsafe {
+            load(&task.grad, at.clone(), grad);
+            load(&task.moments[0], at.clone(), exp_avg);
+            load(&task.moments[1], at.clone(), exp_avg_sq);
+            match task.master {
+                Some(master) => load(&master, at.clone(), values),
+                None if task.target == Target::Plain => load(&task.param, at.clone(), values),
+                None => {
+                    let mut unused = Vec::new();
+                    let codes = task.param.row::<u8>(0, at.clone(), &mut unused);
+                    for (value, code) in values.iter_mut().zip(codes) {
+                        *value = C::decode(*code) * scale;
+                    }
+                }
+            }
+        }
+        let factors = task.factors;
+        for i in 0..n {
+            (exp_avg[i], exp_avg_sq[i], values[i]) =
+                factors.update(grad[i], exp_avg[i], exp_avg_sq[i], values[i]);
+        }
+        if keep {
+            // SAFETY: the caller's promise.
+            unsafe {
+                store(exp_avg, &task.moments[0], at.clone());
+                store(exp_avg_sq, &task.moments[1], at.clone());
+                if let Some(master) = task.master {
+                    store(values, &master, at);
+                }
+            }
+        }
+    }
+
+    /// The codes of values.
+    ///
+    /// # Safety
+    /// As for [`Self::update`].
+    #[inline(always)]
+    unsafe fn encode<C: Codes>(&mut self, task: &Task, at: Range<usize>, values: &[f32], q: f32) {
+        // SAFETY: the caller's promise; codes are bytes.
+        let out = unsafe { task.param.row_mut::<u8>(0, at.clone()) };
+        let Some(words) = task.words else {
+            rows::cast::<f32, C, false>(values, q, out);
+            return;
+        };
+        let words = self.words.words(words, task.offset.wrapping_add(at.start as u64), at.len());
+        for ((out, value), word) in out.iter_mut().zip(values).zip(words) {
+            *out = C::encode_stochastic(*value * q, *word);
+        }
+    }
+}
+
+/// A range of elements that share a scale, or have none.
+struct Elements<'a, C> {
+    task: &'a Task,
+    range: Range<usize>,
+    format: std::marker::PhantomData<C>,
+}
+
+impl<C: Codes> Kernel for Elements<'_, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let (task, mut room, mut values) = (self.task, Room::new(), [0.0; CHUNK]);
+        let keep = task.target != Target::Measure;
+        let q = reciprocal(task.new_scale);
+        // SAFETY: one element; written when all pieces are done.
+        let scale = unsafe { task.scale_at(0) };
+        let mut found = 0;
+        for start in self.range.clone().step_by(CHUNK) {
+            let at = start..(start + CHUNK).min(self.range.end);
+            let values = &mut values[..at.len()];
+            // SAFETY: this piece is the only one that has these elements.
+            unsafe {
+                room.update::<C>(task, at.clone(), scale, keep, values);
+                match task.target {
+                    Target::Plain => store(values, &task.param, at),
+                    Target::Tensor => room.encode::<C>(task, at, values, q),
+                    Target::Measure | Target::Blocks(..) => {}
+                }
+            }
+            found = found.max(rows::amax(values));
+        }
+        task.found.fetch_max(found, Ordering::Relaxed);
+    }
+}
+
+/// Some rows, one row of blocks.
+struct Blocks<'a, C> {
+    task: &'a Task,
+    rows: Range<usize>,
+    format: std::marker::PhantomData<C>,
+}
+
+impl<C: Codes> Kernel for Blocks<'_, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let (task, mut room) = (self.task, Room::new());
+        let Target::Blocks(block, kind) = task.target else { return };
+        let columns = task.shape.1;
+        let width = block.cols.min(columns);
+        let mut values = vec![0.0_f32; self.rows.len() * width];
+        let across = block.grid(1, columns).1;
+        for number in 0..across {
+            let index = self.rows.start / block.rows * across + number;
+            // SAFETY: this piece is the only one that has this block, its scale among it.
+            let scale = unsafe { task.scale_at(index) };
+            let cols = number * width..((number + 1) * width).min(columns);
+            let values = &mut values[..self.rows.len() * cols.len()];
+            // The part of the values and of the tensor that each of the block's rows has, cut into chunks.
+            let rows = self.rows.clone();
+            let parts = move || {
+                rows.clone().enumerate().flat_map({
+                    let cols = cols.clone();
+                    move |(i, row)| {
+                        let cols = cols.clone();
+                        cols.clone().step_by(CHUNK).map(move |col| {
+                            let n = CHUNK.min(cols.end - col);
+                            let (from, at) = (i * cols.len() + col - cols.start, row * columns + col);
+                            (from..from + n, at..at + n)
+                        })
+                    }
+                })
+            };
+            for (from, at) in parts() {
+                // SAFETY: as above.
+                unsafe { room.update::<C>(task, at, scale, true, &mut values[from]) };
+            }
+            let amax = f32::from_bits(rows::amax(values));
+            let Some(scales) = task.scale else { return };
+            let q = match kind {
+                BlockScale::F32(rule) => {
+                    let scale = rule.scale(amax, C::FORMAT);
+                    // SAFETY: as above, of fp32.
+                    unsafe { scales.write(0, index, scale) };
+                    reciprocal(scale)
+                }
+                BlockScale::E8m0(rounding) => {
+                    let byte = e8m0::from_amax(amax, C::FORMAT, rounding);
+                    // SAFETY: as above, of bytes.
+                    unsafe { scales.write(0, index, byte) };
+                    e8m0::reciprocal(byte)
+                }
+            };
+            for (from, at) in parts() {
+                // SAFETY: as above.
+                unsafe { room.encode::<C>(task, at, &values[from], q) };
+            }
+        }
+    }
+}
+
+pub(crate) fn adamw(call: AdamWCall) {
+    let _env = DefaultFloatEnv::enter();
+    let shared = &call.shared;
+    // SAFETY: each has one element of fp32.
+    let [lr, grad_scale, found_inf] =
+        [shared.lr, shared.grad_scale, shared.found_inf].map(|view| view.map(|view| unsafe { one(&view) }));
+    if found_inf.is_some_and(|found| found != 0.0) {
+        return;
+    }
+    let hyper = Hyper { lr: lr.map_or(shared.hyper.lr, f64::from), ..shared.hyper };
+    let task = |tensor| Task::new(&call, &hyper, grad_scale, tensor);
+    let tasks: Vec<Task> = call.tensors.iter().map(task).collect();
+    let pieces: Vec<(&Task, Range<usize>)> = tasks
+        .iter()
+        .flat_map(|task| task.pieces().into_iter().map(move |piece| (task, piece)))
+        .collect();
+    let elements: usize = tasks.iter().map(|task| task.param.numel()).sum();
+    pool::for_each(pieces.len(), elements >= PARALLEL, |i| {
+        let (task, piece) = &pieces[i];
+        task.run(piece.clone());
+    });
+    for (task, tensor) in tasks.iter().zip(&call.tensors) {
+        let found = task.found();
+        let known = shared.target == Target::Tensor;
+        // SAFETY: each has one element of fp32, and the outputs share memory with nothing.
+        unsafe {
+            if let Some(amax) = &tensor.amax {
+                let amax = amax.matrix();
+                if !known {
+                    amax.write(0, 0, found);
+                } else if found.is_finite() {
+                    let before: f32 = amax.read(0, 0);
+                    amax.write(0, 0, if before > found { before } else { found });
+                }
+            }
+            if let (true, Some(scale), Some(new)) = (known, &tensor.scale, &tensor.new_scale) {
+                let bits: u32 = new.matrix().read(0, 0);
+                scale.matrix().write(0, 0, if found.is_finite() { bits } else { NAN_BITS });
+            }
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! Random numbers by position.
+
+use super::convert::Element;
+use super::pool;
+use super::simd::{Kernel, dispatch};
+use super::tensorwise::{PARALLEL, PIECE};
+use super::types::with_element;
+use crate::format::random::{Words, between};
+use crate::layout::{Matrix, ViewMut};
+
+/// Elements whose words are made together.
+const CHUNK: usize = 512;
+
+/// Room for the words of [`CHUNK`] elements: their first block may begin before them.
+pub(super) struct Buffer([u32; CHUNK + 4]);
+
+impl Buffer {
+    pub(super) const fn new() -> Self {
+        Self([0; CHUNK + 4])
+    }
+
+    /// The words of `count` elements (at most [`CHUNK`]) from `index` on.
+    #[inline(always)]
+    pub(super) fn words(&mut self, words: Words, index: u64, count: usize) -> &[u32] {
+        let (first, skip) = (index >> 2, (index & 3) as usize);
+        let (blocks, _) = self.0.as_chunks_mut::<4>();
+        for (i, block) in blocks[..(skip + count).div_ceil(4)].iter_mut().enumerate() {
+            *block = words.block(first.wrapping_add(i as u64));
+        }
+        &self.0[skip..skip + count]
+    }
+}
+
+struct Fill<T> {
+    x: Matrix,
+    row: usize,
+    cols: std::ops::Range<usize>,
+    words: Words,
+    offset: u64,
+    range: (f32, f32),
+    dtype: std::marker::PhantomData<T>,
+}
+
+impl<T: Element> Kernel for Fill<T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let mut buffer = Buffer::new();
+        for start in self.cols.clone().step_by(CHUNK) {
+            let count = CHUNK.min(self.cols.end - start);
+            let index = self.offset.wrapping_add((self.row * self.x.cols + start) as u64);
+            for (i, word) in buffer.words(self.words, index, count).iter().enumerate() {
+                let value = T::narrow(between(*word, self.range.0, self.range.1));
+                // SAFETY: inside the matrix, whose dtype `T` was chosen by; no other piece has the element.
+                unsafe { self.x.write(self.row, start + i, value) };
+            }
+        }
+    }
+}
+
+pub(crate) fn random_uniform(x: ViewMut, seed: u64, offset: u64, low: f32, high: f32) {
+    let _env = super::float_env::DefaultFloatEnv::enter();
+    let whole = x.matrix();
+    let x = if whole.is_contiguous() { whole.flat() } else { whole };
+    if x.numel() == 0 {
+        return;
+    }
+    let per_row = x.cols.div_ceil(PIECE);
+    let words = Words { seed, stream: 0, step: 0 };
+    pool::for_each(x.rows * per_row, x.numel() >= PARALLEL, |i| {
+        let (row, start) = (i / per_row, i % per_row * PIECE);
+        let cols = start..(start + PIECE).min(x.cols);
+        with_element!(x.dtype, T => {
+            let dtype = std::marker::PhantomData::<T>;
+            dispatch(Fill { x, row, cols, words, offset, range: (low, high), dtype });
+        });
+    });
+}

@@ -1,0 +1,168 @@
+//! The optimizer's step over a list of tensors.
+
+use super::tensorwise::check_rule;
+use super::validate::{Call, Kind, shape};
+use crate::error::{Arg, Error};
+use crate::layout::{Block, DType, View, ViewMut};
+use crate::spec::{AdamW, AdamWCall, AdamWTensor, BlockScale, Stream, Target};
+use crate::{cpu, cuda};
+
+/// One step of `AdamW` ([`crate::format::adamw`]) for each tensor: its moments, and what the [`Target`] says of its
+/// parameter. A moment is rounded to nearest where it is stored; what comes of it is computed from the unrounded one.
+///
+/// The dtypes of the tensors may differ, not what they have (masters, scales, maxima): all or none of them.
+pub fn adamw(shared: AdamW, tensors: Vec<AdamWTensor>, stream: Stream) -> Result<(), Error> {
+    let mut call = Call::default();
+    for (arg, view) in
+        [("lr", shared.lr), ("grad_scale", shared.grad_scale), ("found_inf", shared.found_inf)]
+    {
+        if let Some(view) = view {
+            call.one_input(arg, &view)?;
+        }
+    }
+    check_numbers(&shared)?;
+    for (i, tensor) in tensors.iter().enumerate() {
+        check_tensor(&mut call, &shared.target, i, tensor)?;
+        let first = &tensors[0];
+        for (list, has, expected) in [
+            ("masters", tensor.master.is_some(), first.master.is_some()),
+            ("amaxes", tensor.amax.is_some(), first.amax.is_some()),
+        ] {
+            given(list, i, has, expected, "what the first tensor has")?;
+        }
+    }
+    let device = call.finish()?;
+    let call = AdamWCall { shared, tensors };
+    on!(device, stream, cpu: cpu::adamw(call), cuda: cuda::adamw(call, stream))
+}
+
+fn check_numbers(shared: &AdamW) -> Result<(), Error> {
+    let hyper = shared.hyper;
+    let unit = 0.0..1.0;
+    for (arg, value, works, expected) in [
+        ("lr", hyper.lr, hyper.lr >= 0.0 && hyper.lr.is_finite(), "finite and at least 0"),
+        ("beta1", hyper.beta1, unit.contains(&hyper.beta1), "at least 0 and below 1"),
+        ("beta2", hyper.beta2, unit.contains(&hyper.beta2), "at least 0 and below 1"),
+        ("eps", hyper.eps, hyper.eps >= 0.0 && hyper.eps.is_finite(), "finite and at least 0"),
+        (
+            "weight_decay",
+            hyper.weight_decay,
+            hyper.weight_decay >= 0.0 && hyper.weight_decay.is_finite(),
+            "finite and at least 0",
+        ),
+    ] {
+        if !works {
+            return Err(Error::Value { arg: arg.into(), got: value.to_string(), expected: expected.into() });
+        }
+    }
+    if let Target::Blocks(block, scale) = shared.target {
+        let (works, expected): (&[(usize, usize)], _) = match scale {
+            BlockScale::F32(rule) => {
+                check_rule(rule)?;
+                (
+                    &[(1, Block::ALL), (1, 128), (128, 128)],
+                    "(1, all), (1, 128) or (128, 128) with float32 scales",
+                )
+            }
+            BlockScale::E8m0(_) => (&[(1, 32), (32, 32)], "(1, 32) or (32, 32) with float8_e8m0fnu scales"),
+        };
+        if !works.contains(&(block.rows, block.cols)) {
+            let name = |n| if n == Block::ALL { "all".to_owned() } else { format!("{n}") };
+            let got = format!("({}, {})", name(block.rows), name(block.cols));
+            return Err(Error::Value { arg: "block".into(), got, expected: expected.into() });
+        }
+    }
+    Ok(())
+}
+
+fn check_tensor(call: &mut Call, target: &Target, i: usize, tensor: &AdamWTensor) -> Result<(), Error> {
+    let of = tensor.param.shape();
+    let param = Arg::Item("params", i);
+    let plain = matches!(target, Target::Plain);
+    call.output(param, &tensor.param, if plain { Kind::Wide } else { Kind::Fp8 })?;
+    contiguous(param, tensor.param.is_contiguous())?;
+
+    let list = |name, view: &View| {
+        let arg = Arg::Item(name, i);
+        shape(arg, view.shape(), of, &format!("the shape of params[{i}]"))?;
+        contiguous(arg, view.is_contiguous()).map(|()| arg)
+    };
+    call.input(list("grads", &tensor.grad)?, &tensor.grad, Kind::Wide)?;
+    let moment = Kind::Is(if tensor.exp_avg.dtype() == DType::Bf16 { DType::Bf16 } else { DType::F32 });
+    let mut output = |name, view: &ViewMut, kind| {
+        let arg = Arg::Item(name, i);
+        call.output(arg, view, kind)?;
+        shape(arg, view.shape(), of, &format!("the shape of params[{i}]"))?;
+        contiguous(arg, view.is_contiguous())
+    };
+    output("exp_avgs", &tensor.exp_avg, moment)?;
+    output("exp_avg_sqs", &tensor.exp_avg_sq, moment)?;
+    if let Some(master) = &tensor.master {
+        output("masters", master, Kind::F32)?;
+    }
+    one(call, "steps", i, &tensor.step)?;
+
+    given("scales", i, tensor.scale.is_some(), !plain, "present for codes, and only for them")?;
+    given(
+        "new_scales",
+        i,
+        tensor.new_scale.is_some(),
+        matches!(target, Target::Tensor),
+        "present where the scale is known, and only there",
+    )?;
+    match target {
+        Target::Measure => given("amaxes", i, tensor.amax.is_some(), true, "present")?,
+        Target::Blocks(..) => given("amaxes", i, tensor.amax.is_some(), false, "absent for blocks")?,
+        Target::Plain | Target::Tensor => {}
+    }
+    if let Some(scale) = &tensor.scale {
+        let arg = Arg::Item("scales", i);
+        match target {
+            Target::Blocks(block, kind) => {
+                call.output(arg, scale, Kind::Is(kind.dtype()))?;
+                shape(arg, scale.shape(), block.grid(of.0, of.1), "one element for each block")?;
+                contiguous(arg, scale.is_contiguous())?;
+            }
+            _ => one_output(call, arg, scale)?,
+        }
+    }
+    if let Some(scale) = &tensor.new_scale {
+        one(call, "new_scales", i, scale)?;
+    }
+    if let Some(amax) = &tensor.amax {
+        one_output(call, Arg::Item("amaxes", i), amax)?;
+    }
+    Ok(())
+}
+
+fn one(call: &mut Call, name: &'static str, i: usize, view: &View) -> Result<(), Error> {
+    let arg = Arg::Item(name, i);
+    call.input(arg, view, Kind::F32)?;
+    shape(arg, view.shape(), (1, 1), "one element")
+}
+
+fn one_output(call: &mut Call, arg: Arg, view: &ViewMut) -> Result<(), Error> {
+    call.output(arg, view, Kind::F32)?;
+    shape(arg, view.shape(), (1, 1), "one element")
+}
+
+fn contiguous(arg: Arg, is: bool) -> Result<(), Error> {
+    if is {
+        return Ok(());
+    }
+    Err(Error::Value { arg, got: "strided".into(), expected: "contiguous".into() })
+}
+
+fn given(
+    list: &'static str,
+    i: usize,
+    has: bool,
+    expected: bool,
+    words: &'static str,
+) -> Result<(), Error> {
+    if has == expected {
+        return Ok(());
+    }
+    let got = if has { "given" } else { "absent" };
+    Err(Error::Value { arg: Arg::Item(list, i), got: got.into(), expected: words.into() })
+}

@@ -1,0 +1,32 @@
+//! Random numbers by position.
+
+use super::validate::{Call, Kind};
+use crate::error::Error;
+use crate::layout::ViewMut;
+use crate::spec::Stream;
+use crate::{cpu, cuda};
+
+/// Fills `x` with random numbers between `low` and `high` ([`crate::format::random::between`], rounded to the dtype of
+/// `x`): element i, counted row by row, gets that of index `offset` + i of stream 0 and step 0.
+pub fn random_uniform(
+    x: ViewMut,
+    seed: u64,
+    offset: u64,
+    low: f32,
+    high: f32,
+    stream: Stream,
+) -> Result<(), Error> {
+    let mut call = Call::default();
+    call.output("x", &x, Kind::Wide)?;
+    for (arg, value) in [("low", low), ("high", high)] {
+        if !value.is_finite() {
+            let got = value.to_string();
+            return Err(Error::Value { arg: arg.into(), got, expected: "finite".into() });
+        }
+    }
+    if high < low || !(high - low).is_finite() {
+        let expected = format!("at least low, {low}, and at a finite distance from it").into();
+        return Err(Error::Value { arg: "high".into(), got: high.to_string(), expected });
+    }
+    on!(call.finish()?, stream, cpu: cpu::random_uniform(x, seed, offset, low, high), cuda: cuda::random_uniform(x, seed, offset, low, high, stream))
+}

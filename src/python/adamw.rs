@@ -1,0 +1,144 @@
+//! The optimizer's step, and random numbers: see the functions of the same names in [`crate::ops`].
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use super::parse;
+use super::tensors::Arguments;
+use crate::error::Error;
+use crate::layout::DType;
+use crate::ops::{self, AdamW, AdamWTensor, BlockScale, Hyper, ScaleRule, Target};
+
+functions!(adamw, random_uniform);
+
+type Tensor<'a, 'py> = &'a Bound<'py, PyAny>;
+type Optional<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
+
+/// One step for each tensor of the lists. `masters`, `scales`, `new_scales` and `amaxes` are as long as `params`, or
+/// empty; `block` is empty, or the two sizes of blocks that have scales of their own.
+#[pyfunction]
+#[pyo3(signature = (
+    grads, exp_avgs, exp_avg_sqs, params, masters, steps, scales, new_scales, amaxes, offsets, streams, lr_tensor,
+    grad_scale, found_inf, *, lr, beta1, beta2, eps, weight_decay, maximize, seed, block, rounding="ceil",
+    power_2_scale=false, amax_epsilon=0.0
+))]
+fn adamw<'py>(
+    py: Python<'py>,
+    grads: Tensor<'_, 'py>,
+    exp_avgs: Tensor<'_, 'py>,
+    exp_avg_sqs: Tensor<'_, 'py>,
+    params: Tensor<'_, 'py>,
+    masters: Tensor<'_, 'py>,
+    steps: Tensor<'_, 'py>,
+    scales: Tensor<'_, 'py>,
+    new_scales: Tensor<'_, 'py>,
+    amaxes: Tensor<'_, 'py>,
+    offsets: Vec<i64>,
+    streams: Vec<i64>,
+    lr_tensor: Optional<'_, 'py>,
+    grad_scale: Optional<'_, 'py>,
+    found_inf: Optional<'_, 'py>,
+    lr: f64,
+    beta1: f64,
+    beta2: f64,
+    eps: f64,
+    weight_decay: f64,
+    maximize: bool,
+    seed: Option<i64>,
+    block: Vec<i64>,
+    rounding: &str,
+    power_2_scale: bool,
+    amax_epsilon: f32,
+) -> PyResult<()> {
+    let args = Arguments::new(py);
+    let params = args.outputs("params", params)?;
+    let count = params.len();
+    let length = |name: &'static str, got: usize, optional: bool| {
+        if got == count || optional && got == 0 {
+            return Ok(());
+        }
+        Err(PyErr::from(Error::Length { arg: name.into(), got, expected: count, with: "params" }))
+    };
+    let grads = args.inputs("grads", grads)?;
+    let exp_avgs = args.outputs("exp_avgs", exp_avgs)?;
+    let exp_avg_sqs = args.outputs("exp_avg_sqs", exp_avg_sqs)?;
+    let masters = args.outputs("masters", masters)?;
+    let steps = args.inputs("steps", steps)?;
+    let scales = args.outputs("scales", scales)?;
+    let new_scales = args.inputs("new_scales", new_scales)?;
+    let amaxes = args.outputs("amaxes", amaxes)?;
+    for (name, got, optional) in [
+        ("grads", grads.len(), false),
+        ("exp_avgs", exp_avgs.len(), false),
+        ("exp_avg_sqs", exp_avg_sqs.len(), false),
+        ("masters", masters.len(), true),
+        ("steps", steps.len(), false),
+        ("scales", scales.len(), true),
+        ("new_scales", new_scales.len(), true),
+        ("amaxes", amaxes.len(), true),
+        ("offsets", offsets.len(), false),
+        ("streams", streams.len(), false),
+    ] {
+        length(name, got, optional)?;
+    }
+    let target = match block[..] {
+        [] if scales.is_empty() => Target::Plain,
+        [] if new_scales.is_empty() => Target::Measure,
+        [] => Target::Tensor,
+        [rows, cols] => {
+            let scale = match scales.first().map(|scale| scale.dtype()) {
+                Some(DType::E8m0) => BlockScale::E8m0(parse::rounding(rounding)?),
+                _ => BlockScale::F32(ScaleRule { power_of_2: power_2_scale, amax_epsilon, margin: 0 }),
+            };
+            Target::Blocks(parse::block(rows, cols)?, scale)
+        }
+        _ => {
+            let message = format!("block is {block:?}; it must be empty, or two sizes, -1 for the whole extent");
+            return Err(PyValueError::new_err(message));
+        }
+    };
+    let shared = AdamW {
+        hyper: Hyper { lr, beta1, beta2, eps, weight_decay, maximize },
+        lr: args.optional_input("lr", lr_tensor)?,
+        grad_scale: args.optional_input("grad_scale", grad_scale)?,
+        found_inf: args.optional_input("found_inf", found_inf)?,
+        stochastic: seed.map(|seed| seed as u64),
+        target,
+    };
+    let [mut masters, mut scales, mut amaxes] = [masters, scales, amaxes].map(Vec::into_iter);
+    let mut new_scales = new_scales.into_iter();
+    let (mut exp_avgs, mut exp_avg_sqs) = (exp_avgs.into_iter(), exp_avg_sqs.into_iter());
+    let mut tensors = Vec::with_capacity(count);
+    for (i, param) in params.into_iter().enumerate() {
+        let (Some(exp_avg), Some(exp_avg_sq)) = (exp_avgs.next(), exp_avg_sqs.next()) else { break };
+        tensors.push(AdamWTensor {
+            grad: grads[i],
+            exp_avg,
+            exp_avg_sq,
+            param,
+            master: masters.next(),
+            step: steps[i],
+            scale: scales.next(),
+            new_scale: new_scales.next(),
+            amax: amaxes.next(),
+            offset: offsets[i] as u64,
+            stream: streams[i] as u32,
+        });
+    }
+    args.run(|stream| ops::adamw(shared, tensors, stream))
+}
+
+/// Fills `x` with the random numbers of its elements' indices.
+#[pyfunction]
+fn random_uniform<'py>(
+    py: Python<'py>,
+    x: Tensor<'_, 'py>,
+    seed: i64,
+    offset: i64,
+    low: f64,
+    high: f64,
+) -> PyResult<()> {
+    let args = Arguments::new(py);
+    let x = args.output("x", x)?;
+    args.run(|stream| ops::random_uniform(x, seed as u64, offset as u64, low as f32, high as f32, stream))
+}
