@@ -98,6 +98,16 @@ def set_local_tensor(parameter: Any, local: Tensor) -> None:
     parameter._local_tensor = local
 
 
+def local_shape_and_offset(
+    shape: tuple[int, ...], mesh: Any, placements: Any
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of this rank's part of a DTensor, and where it begins in the whole."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    size, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
+    return tuple(size), tuple(offset)
+
+
 def spec(parameter: Any) -> Any:
     """A DTensor's specification: the same object for as long as its sharding is the same."""
     return parameter._spec

@@ -271,10 +271,11 @@ class TensorMaker(Maker):
 
     def _begin_history(self, shard: Shard, amax: Tensor, scale: Tensor) -> None:
         """Data have been quantized by their own amax: the next scale is that, if it is finite."""
-        layer: Any = shard.weight.module
+        slots = shard.weight.slots
+        assert slots is not None
         finite = amax.isfinite()
-        for slot, value in ((layer.fp8_scale[0, 0], scale), (layer.fp8_amax[0, 0], amax)):
-            slot.copy_(torch.where(finite, value, slot))
+        for slot, value in zip(slots, (scale, amax), strict=True):
+            slot.copy_(torch.where(finite, value.to(slot.device), slot))
 
     def make_offloaded(self, data: Tensor, shard: Shard) -> tuple[Tensor, ...]:
         scale = shard.scale

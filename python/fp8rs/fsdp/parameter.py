@@ -17,8 +17,22 @@ from fp8rs._torch import local_tensor
 
 #: Methods whose names end like those that write values, but which do not.
 _OTHERS = frozenset(
-    ("detach_", "requires_grad_", "resize_", "resize_as_", "set_", "share_memory_", "squeeze_")
-    + ("swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_", "as_strided_", "rename_")
+    [
+        "as_strided_",
+        "detach_",
+        "rename_",
+        "requires_grad_",
+        "resize_",
+        "resize_as_",
+        "set_",
+        "share_memory_",
+        "squeeze_",
+        "swapaxes_",
+        "swapdims_",
+        "t_",
+        "transpose_",
+        "unsqueeze_",
+    ]
 )
 
 

@@ -37,6 +37,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 from . import at_rest
 from .checks import refuse_partial_reshard
+from .cuts import cut_rows
 from .maker import Measured, Shard, maker_for
 from .placement import Placement, place
 from .weight import Local, Weight, local_of
@@ -127,6 +128,8 @@ class WeightPasses:
         self._meshes: dict[Any, None] = {}
         self._checked = False
         self._together = False
+        #: Scales known beforehand, that FP8 weights were written with, have been compared.
+        self.shared = True
 
     @property
     def state(self) -> ModelState:
@@ -273,8 +276,44 @@ class WeightPasses:
         with torch.inference_mode(False), torch.no_grad():
             for shard, planes in zip(shards, self.maker.planes(shards, self._reduce), strict=True):
                 at_rest.put(local_of(shard.weight.parameter), planes)
-                shard.weight.wrote()
-                shard.weight.unagreed = False
+                shard.weight.wrote(agreed=True)
+
+    def offset(self, weight: Weight) -> int:
+        """The index, in a whole weight, of the first element of this rank's shard."""
+        placement = self._place(weight)
+        return placement.offset * (placement.whole[1] if placement.dim == 0 else 1)
+
+    def is_cut(self, weight: Weight) -> bool:
+        """Whether some block of the weight has elements on several ranks."""
+        p = self._place(weight)
+        return bool(cut_rows(p.whole[0], p.padded, p.ranks, self.maker.codec.height))
+
+    def reduce_(self, weights: Sequence[Weight], amaxes: Tensor) -> None:
+        """Make shards' maxima (n,), fp32, those of the whole weights, in place."""
+        reduce_packed_(
+            amaxes,
+            ((range(i, i + 1), self._place(weight).groups) for i, weight in enumerate(weights)),
+        )
+
+    def used_scales(self) -> tuple[list[int], list[Tensor]]:
+        """The layers whose FP8 weights were written with scales known beforehand, and these.
+
+        A rank that met a NaN or Inf there has the scale NaN now, of which the others must hear.
+        """
+        if self.shared:
+            return [], []
+        shards = [s for s in self._shards() if at_rest.is_at_rest(s)]
+        return [s.weight.index for s in shards], [at_rest.scale_of(s) for s in shards]
+
+    def share(self) -> None:
+        """Have scales known beforehand be NaN on all ranks where they are so on one."""
+        if self.shared:
+            return
+        self.shared = True
+        shards = [s for s in self._shards() if at_rest.is_at_rest(s)]
+        scales = [at_rest.scale_of(s) for s in shards]
+        reduced = self._reduce(shards, Measured(torch.stack(scales), [1] * len(scales)))
+        torch._foreach_copy_(scales, list(reduced.unbind()))
 
     def agree(self) -> None:
         """Have all FP8 weights' scales agree, where a rank may have written some by itself."""

@@ -77,9 +77,29 @@ class Weight:
         """The module's parameter: sharded or, while FSDP2 has it gathered, not."""
         return cast(Tensor, self.module._parameters[self.name])
 
-    def wrote(self) -> None:
-        """The shard is being written, by this rank for itself."""
-        self.written = self.moved = self.unagreed = True
+    def wrote(self, agreed: bool = False) -> None:
+        """The shard is being written, by this rank for itself unless ``agreed``."""
+        self.written = self.moved = True
+        self.unagreed = not agreed
+        if agreed and self.state.histories is not None and self.state.fsdp is not None:
+            self.state.fsdp.shared = False
+
+    def forget_init(self) -> None:
+        """Free the values from before the first rounding, and keep no others."""
+        self.init_value, self.keep_init = None, False
+
+    @property
+    def slots(self) -> tuple[Tensor, Tensor] | None:
+        """Of delayed scaling: the next scale (0: none yet), and where amaxes are noted."""
+        if self.state.histories is None:
+            return None
+        module: Any = self.module
+        return module.fp8_scale[0, 0], module.fp8_amax[0, 0]
+
+    @property
+    def shards(self) -> Any:
+        """The model's sharded weights; None where this one is whole."""
+        return self.state.fsdp if hasattr(self.parameter, "_local_tensor") else None
 
     def write(self, tensor: QuantizedTensor, values: Tensor) -> bool:
         """Of an FP8 weight: write ``values`` with scales that all ranks agree on.
@@ -88,8 +108,18 @@ class Weight:
             False, with nothing written, where other ranks may not be writing: see
             `WeightPasses.together`.
         """
-        passes = self.state.fsdp
+        whole = tensor.shape == self.parameter_part.shape
+        if self.keep_init and self.init_value is None and whole and not values.is_meta:
+            self.init_value = values.detach().to("cpu", copy=True)
+        passes = getattr(self.module, "_fp8_state", None) and self.state.fsdp
         return passes is not None and bool(passes.write(self, tensor, values))
+
+    @property
+    def parameter_part(self) -> Tensor:
+        """This rank's part of the parameter."""
+        parameter: Any = self.parameter
+        part: Tensor = local_tensor(parameter) if hasattr(parameter, "_local_tensor") else parameter
+        return part
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Weight:
         """That of the copied module, if one is being copied; else the same."""

@@ -15,6 +15,7 @@ from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .function import Slots, linear
+from .init import is_sharded, reset_linear
 from .registry import ModelState
 
 #: Called with a layer, the name of a parameter and its sharded value, a DTensor that FSDP2 is
@@ -126,6 +127,20 @@ class Float8Linear(nn.Linear):
                 self._parameters[name] = value
                 return
         super().__setattr__(name, value)
+
+    def reset_parameters(self) -> None:
+        """Initialize as nn.Linear does; sharded, the same whole weight for any number of ranks."""
+        state = self.__dict__.get("_fp8_state")
+        if state is None:  # the constructor's call
+            super().reset_parameters()
+            return
+        with state.together():
+            kind = type(self).__dict__.get("_fp8_kind", nn.Linear)
+            own = kind.reset_parameters is not nn.Linear.reset_parameters
+            if own or not is_sharded(self.weight):
+                super().reset_parameters()
+            else:
+                reset_linear(self)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         with self._fp8_state.together():

@@ -227,6 +227,8 @@ class ModelState:
         if clock.unannounced:
             clock.recorded()  # the whole model, hooks and all, is compiled
         self._roll_if_due()
+        if self.fsdp is not None:
+            self.fsdp.share()
 
     def _roll_if_moved(self) -> None:
         """Roll where nobody tells of steps, at the first training forward after one."""
@@ -239,7 +241,10 @@ class ModelState:
         if clock.roll_is_due and self.histories is not None:
             self.linked()
             clock.rolled()
-            self.histories.roll(self._reduce)
+            used = ((), ()) if self.fsdp is None else self.fsdp.used_scales()
+            self.histories.roll(self._reduce, used)
+            if self.fsdp is not None:
+                self.fsdp.shared = True
 
     def _weights_moved(self) -> bool:
         """Whether most weights were written since this was asked last: that is a step.
@@ -298,7 +303,11 @@ class ModelState:
                     range(i, i + 1),
                     [g for g in groups if g.group_name not in done and g.size() > 1],
                 )
-                for i, groups in sorted(self.weight_groups.items())
+                # Of a weight its amax, and its scale where those come last.
+                for first in range(0, amax.numel(), 3 * len(self.names))
+                for i, groups in (
+                    (first + index, groups) for index, groups in sorted(self.weight_groups.items())
+                )
             ),
         )
 

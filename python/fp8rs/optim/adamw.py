@@ -126,7 +126,6 @@ class AdamW(Optimizer):
         Args:
             closure: computes the loss anew; its result is given back.
         """
-        self._cuda_graph_capture_health_check()
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -156,29 +156,25 @@ def laid_out(
 
 def codes(weight: QuantizedTensor) -> Tensor:
     """The codes of a weight with one plane at rest."""
-    plane = weight.rowwise
-    assert plane is not None
-    return plane.data
+    return weights.plane(weight).data
 
 
 def scale(weight: QuantizedTensor) -> Tensor:
     """Their scales."""
-    plane = weight.rowwise
-    assert plane is not None
-    return plane.scale
+    return weights.plane(weight).scale
 
 
 def kind(param: Tensor, weight: Tensor) -> str:
-    """How a parameter is written: plain, known, current, own (scales), or by other means."""
+    """How a parameter is written: plain, known, current, own (scales), or by other means.
+
+    The same on all ranks that have a part of it: they reduce together.
+    """
     if not isinstance(weight, QuantizedTensor):
         return "plain"
-    store = weight._store
-    whole = weight._window is None and store.rowwise is not None and store.columnwise is None
-    if not (whole and codes(weight).is_contiguous() and scale(weight).is_contiguous()):
-        return "other"
     if weight.format.per_tensor:
-        return "current" if store.delayed is None else "known"
-    if weight.format in OWN_SCALES and not weights.is_cut(param):
+        return "known" if weights.known(param) else "current"
+    one_plane = weight._store.columnwise is None
+    if one_plane and weight.format in OWN_SCALES and not weights.is_cut(param):
         return "own"
     return "other"
 
@@ -189,15 +185,17 @@ class Step:
     def __init__(self) -> None:
         self._calls: dict[Any, tuple[Options, QuantSpec | None, Lists]] = {}
         self._current: list[tuple[Options, Item, QuantizedTensor]] = []
+        self._known: list[tuple[Options, Item, QuantizedTensor]] = []
         self._other: list[tuple[Item, Tensor]] = []
 
     def add(self, options: Options, item: Item) -> None:
         """Take a parameter in; nothing is computed."""
         weight, master = item.weight, item.master
         how = kind(item.param, weight)
-        if how == "current":
+        if how in ("current", "known"):
             assert isinstance(weight, QuantizedTensor)
-            self._current.append((options, item, weight))
+            entries = self._current if how == "current" else self._known
+            entries.append((options, item, weight))
             return
         key: tuple[Any, ...] = (how, id(options), master is None)
         if how == "plain":
@@ -209,16 +207,10 @@ class Step:
             self._other.append((item, values))
         else:
             assert isinstance(weight, QuantizedTensor)
-            new_scale, amax = weight._store.delayed or (None, None)
-            spec = None if how == "known" else weight.spec
+            spec = weight.spec
+            offset = weights.global_offset(item.param)
             self._lists((*key, spec), options, spec).add(
-                item,
-                codes(weight),
-                master,
-                scale(weight),
-                new_scale,
-                amax,
-                weights.global_offset(item.param),
+                item, codes(weight), master, scale(weight), offset=offset
             )
 
     def _lists(self, key: Any, options: Options, spec: QuantSpec | None = None) -> Lists:
@@ -252,10 +244,18 @@ class Step:
                 else:
                     offset = weights.global_offset(item.param)
                     lists.add(item, codes(weight), None, scale(weight), None, amax, offset)
+        slots = weights.known_scales([item.param for _, item, _ in self._known])
+        for (options, item, weight), (new, amax) in zip(self._known, slots, strict=True):
+            offset = weights.global_offset(item.param)
+            self._lists(("known", id(options), item.master is None), options).add(
+                item, codes(weight), item.master, scale(weight), new, amax, offset
+            )
         for (how, *_), (options, spec, lists) in self._calls.items():
             lists.run(options, spec)
-        for item, values in self._other:
-            weights.write_(item.param, values)
+        if self._other:
+            weights.write_all_(
+                [item.param for item, _ in self._other], [values for _, values in self._other]
+            )
         return amaxes
 
     def second(self, amaxes: Tensor) -> None:

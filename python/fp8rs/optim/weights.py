@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import increment_version
+from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import reduce_amax
-
-#: Where a weight keeps the values that it was initialized with, until its master is made of them.
-KEPT_INIT = "_fp8rs_kept_init"
 
 
 def local(tensor: Any) -> Tensor:
@@ -31,56 +29,140 @@ def quantized(param: Tensor) -> QuantizedTensor | None:
     return part if isinstance(part, QuantizedTensor) else None
 
 
+def owner(param: Tensor) -> Any:
+    """Whom a weight belongs to; None of a quantized tensor that is no layer's."""
+    weight = quantized(param)
+    return None if weight is None else weight._store.owner
+
+
+def shards(param: Tensor) -> Any:
+    """What knows of the other ranks' shards; None of a weight that is whole."""
+    of = owner(param)
+    return None if of is None else of.shards
+
+
+def plane(weight: QuantizedTensor) -> Plane:
+    """The rowwise plane of a local part, which may be empty."""
+    row = weight.rowwise
+    if row is None or not weight.numel():
+        whole = weight._store.any_plane
+        size = (0, weight.shape[-1])
+        scale = whole.scale
+        if not whole.format.per_tensor:
+            scale = scale.new_empty(whole.format.scale_shape(*size))
+        return Plane(whole.data.new_empty(size), scale, whole.format)
+    return row
+
+
 def kept_init(param: Tensor) -> Tensor | None:
     """The values that the local part was initialized with, on any device; None if not kept."""
-    kept: Tensor | None = getattr(local(param), KEPT_INIT, None)
-    return kept
+    of = owner(param)
+    return None if of is None else of.init_value
 
 
 def drop_init(param: Tensor) -> None:
     """Forget them."""
-    part = local(param)
-    if hasattr(part, KEPT_INIT):
-        delattr(part, KEPT_INIT)
+    of = owner(param)
+    if of is not None:
+        of.forget_init()
 
 
 def global_offset(param: Tensor) -> int:
     """The index, in the whole weight, of the local part's first element."""
-    return 0
+    of = shards(param)
+    return 0 if of is None else int(of.offset(owner(param)))
 
 
 def is_cut(param: Tensor) -> bool:
-    """Whether a block of the weight's format has elements on other ranks too."""
-    return False
+    """Whether a block of the weight's format has elements on several ranks: on all, or on none."""
+    of = shards(param)
+    return of is not None and bool(of.is_cut(owner(param)))
+
+
+def known(param: Tensor) -> bool:
+    """Whether a weight is written with a scale that is known beforehand."""
+    weight = quantized(param)
+    if weight is None or not weight.format.per_tensor:
+        return False
+    of = owner(param)
+    return weight._store.delayed is not None or (of is not None and of.slots is not None)
+
+
+def known_scales(params: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """For each such weight the scale to write with, and where its amax goes."""
+    found, codes = [], []
+    for param in params:
+        weight = quantized(param)
+        assert weight is not None
+        of = owner(param)
+        slots = None if of is None else of.slots
+        found.append(weight._store.delayed or slots)
+        codes.append(plane(weight).scale.view(()))
+    if not found:
+        return []
+    scales = torch.stack([scale.view(()) for scale, _ in found])
+    first = torch.stack(codes)  # where no step has passed yet: the scale that the codes have
+    scales = torch.where(scales > 0, scales, first)
+    return [(scale, amax) for scale, (_, amax) in zip(scales.unbind(), found, strict=True)]
+
+
+def by_shards(params: Sequence[Tensor]) -> list[tuple[Any, list[int]]]:
+    """The places of parameters in their list, by what knows of their shards."""
+    found: dict[int, tuple[Any, list[int]]] = {}
+    for i, param in enumerate(params):
+        of = shards(param)
+        found.setdefault(id(of), (of, []))[1].append(i)
+    return list(found.values())
 
 
 def reduce_amaxes_(params: Sequence[Tensor], amaxes: Tensor) -> None:
-    """Make the amax of each local part that of the whole weight, in place.
+    """Make the amax of each local part that of the whole weight, in place: one all-reduce a mesh.
 
     Args:
         params: weights with one scale; the same on all ranks.
         amaxes: fp32, one element for each.
     """
+    for of, members in by_shards(params):
+        if of is None:
+            reduce_over_groups_([params[i] for i in members], amaxes, members)
+            continue
+        owners = [owner(params[i]) for i in members]
+        if len(members) == len(params):
+            of.reduce_(owners, amaxes)
+        else:
+            part = torch.stack([amaxes[i] for i in members])
+            of.reduce_(owners, part)
+            torch._foreach_copy_([amaxes[i] for i in members], list(part.unbind()))
+
+
+def reduce_over_groups_(params: Sequence[Tensor], amaxes: Tensor, places: Sequence[int]) -> None:
+    """The same for whole tensors, whose specification may name a group."""
     groups: dict[str, list[int]] = {}
-    for i, param in enumerate(params):
+    for param, place in zip(params, places, strict=True):
         weight = quantized(param)
         if weight is not None and weight.spec.group is not None:
-            groups.setdefault(weight.spec.group, []).append(i)
+            groups.setdefault(weight.spec.group, []).append(place)
     for name, members in groups.items():
-        if len(members) == len(params):
-            amaxes.copy_(reduce_amax(amaxes, name))
-        else:
-            at = torch.tensor(members, device=amaxes.device)
-            amaxes[at] = reduce_amax(amaxes[at], name)
+        part = reduce_amax(torch.stack([amaxes[i] for i in members]), name)
+        torch._foreach_copy_([amaxes[i] for i in members], list(part.unbind()))
 
 
-def write_(param: Tensor, values: Tensor) -> None:
-    """Quantize ``values`` (of the local part, fp32) into a weight of any format."""
-    weight = quantized(param)
-    assert weight is not None
-    weight.quantize_(values.view(weight.shape))
+def write_all_(params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Quantize ``values`` (of the local parts, fp32) into weights of any format."""
+    for of, members in by_shards(params):
+        if of is not None:
+            of.write_all([owner(params[i]) for i in members], [values[i] for i in members])
+            continue
+        for i in members:
+            weight = quantized(params[i])
+            assert weight is not None
+            weight.quantize_(values[i].view(weight.shape))
 
 
 def wrote(params: Sequence[Tensor]) -> None:
     """Codes and scales of these weights were written past their operators."""
     increment_version(params)
+    for param in params:
+        of = owner(param)
+        if of is not None:
+            of.wrote(agreed=True)

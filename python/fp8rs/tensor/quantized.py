@@ -14,7 +14,7 @@ What operators do is in :mod:`fp8rs.tensor.aten` and its neighbours.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -54,8 +54,35 @@ class Owner(Protocol):
         Called on every rank that writes, on those with an empty shard too.
         """
 
-    def wrote(self) -> None:
-        """Codes or scales have been written."""
+    def wrote(self, agreed: bool = False) -> None:
+        """Codes or scales have been written; ``agreed``: with the scales of all ranks."""
+
+    def forget_init(self) -> None:
+        """Free the values from before the first rounding, and keep no others."""
+
+    @property
+    def slots(self) -> Delayed | None:
+        """Of delayed scaling: the next scale (0: none yet), and where amaxes are noted."""
+
+    @property
+    def shards(self) -> Shards | None:
+        """What knows of the other ranks' shards; None of a weight that is whole."""
+
+
+class Shards(Protocol):
+    """The sharded weights of a model. What reduces runs on all ranks, with the same weights."""
+
+    def offset(self, weight: Any) -> int:
+        """The index, in a whole weight, of the first element of this rank's shard."""
+
+    def is_cut(self, weight: Any) -> bool:
+        """Whether some block of the weight has elements on several ranks."""
+
+    def reduce_(self, weights: Sequence[Any], amaxes: Tensor) -> None:
+        """Make shards' maxima (n,), fp32, those of the whole weights: one all-reduce a mesh."""
+
+    def write_all(self, weights: Sequence[Any], values: Sequence[Tensor]) -> None:
+        """Quantize values into whole shards, as those of the whole weights."""
 
 
 class Store:
@@ -440,7 +467,7 @@ class QuantizedTensor(Tensor):
     def clear_high_precision_init_val(self) -> None:
         """Free the values from before the first rounding."""
         if self._store.owner is not None:
-            self._store.owner.init_value = None
+            self._store.owner.forget_init()
 
     # --- writes -----------------------------------------------------------------------------------
 

@@ -1,0 +1,65 @@
+"""Initial values of sharded parameters: by the place of an element in the whole parameter.
+
+What torch draws for a shard depends on the shard, and with equal seeds every rank of a CPU mesh draws
+the same numbers. These do not depend on how a parameter is cut, nor on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fp8rs._torch import local_shape_and_offset, local_tensor
+
+_random_uniform = torch.ops.fp8rs.random_uniform_.default
+
+
+def is_sharded(parameter: Any) -> bool:
+    """Whether a parameter is a DTensor with memory."""
+    return hasattr(parameter, "_local_tensor") and not parameter.is_meta
+
+
+@torch.no_grad()
+def reset_linear(layer: nn.Linear) -> None:
+    """As ``nn.Linear.reset_parameters``, for sharded parameters: uniform within 1/sqrt(fan_in).
+
+    All ranks of the mesh call it. They draw seeds from torch's default generator, of which the
+    first rank's are taken.
+    """
+    bound = 1 / math.sqrt(layer.weight.shape[1]) if layer.weight.shape[1] else 0.0
+    for parameter in (layer.weight, layer.bias):
+        if parameter is not None:
+            uniform_(parameter, bound)
+
+
+def uniform_(parameter: Any, bound: float) -> None:
+    """Fill a parameter with numbers from -bound to bound, counted over the whole of it."""
+    if not is_sharded(parameter):
+        parameter.uniform_(-bound, bound)
+        return
+    local = local_tensor(parameter)
+    seed = common_seed(parameter.device_mesh)
+    whole = tuple(parameter.shape)
+    mine, start = local_shape_and_offset(whole, parameter.device_mesh, parameter.placements)
+    cols = math.prod(whole[1:])
+    # Whole rows, of which a rank may hold some columns.
+    values = torch.empty((mine[0], *whole[1:]), dtype=torch.float32, device=local.device)
+    _random_uniform(values, seed, start[0] * cols, -bound, bound)
+    for dim in range(1, len(whole)):
+        values = values.narrow(dim, start[dim], mine[dim])
+    local.copy_(values)
+
+
+def common_seed(mesh: Any) -> int:
+    """63 bits from torch's default generator, of the mesh's first rank."""
+    seed: Tensor = torch.empty((), dtype=torch.int64).random_()
+    if dist.get_world_size() > 1:
+        seed = seed.to(mesh.device_type)
+        for dim in range(mesh.ndim):
+            group = mesh.get_group(dim)
+            dist.broadcast(seed, group=group, group_src=0)
+    return int(seed)
