@@ -99,6 +99,22 @@ def fsdp_param_groups(module: Any) -> list[Any]:
     return list(groups)
 
 
+def fsdp_place(fsdp_param: Any) -> tuple[Any, str, Any]:
+    """The module of one of a group's parameters, its name there, and the sharded parameter."""
+    place = fsdp_param._module_info
+    return place.module, place.param_name, fsdp_param.sharded_param
+
+
+def reduces_in_stored_dtype() -> bool:
+    """Whether FSDP2 without a ``reduce_dtype`` reduces gradients in the parameters' own dtype.
+
+    Newer torch does; older ones reduce them in the dtype that they come in.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    return hasattr(FSDPParamGroup, "_get_reduce_dtype")
+
+
 def is_gathered_for_forward(root: Any, module: Any) -> bool:
     """Whether FSDP2 is gathering a module's parameters for a forward, below ``root``.
 

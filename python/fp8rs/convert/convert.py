@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ _log = logging.getLogger("fp8rs")
 
 #: From this many elements on a 3-D parameter is worth a word: experts of a mixture, say.
 _LARGE = 1 << 20
+LARGE_3D = "3-D parameters (experts?) are not converted"
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 
@@ -70,39 +72,19 @@ def convert_to_float8_training(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
-    if config is not None:
-        if recipe is not None:
-            raise ValueError("recipe and config are both given: give one")
-        recipe, gather = from_float8_linear_config(config)
-        if enable_fsdp_float8_all_gather not in (None, gather):
-            raise ValueError(
-                f"enable_fsdp_float8_all_gather={enable_fsdp_float8_all_gather} contradicts "
-                f"config.enable_fsdp_float8_all_gather={gather}: give one of them"
-            )
-        enable_fsdp_float8_all_gather = gather
-    elif enable_fsdp_float8_all_gather is None:
-        enable_fsdp_float8_all_gather = True
-    recipe = resolve_recipe("current" if recipe is None else recipe)
-    if isinstance(filter_fqns, str):
-        raise TypeError(f"filter_fqns must be a collection of names, not the str {filter_fqns!r}")
-
+    recipe, enable_fsdp_float8_all_gather = settle(recipe, config, enable_fsdp_float8_all_gather)
     if amax_reduction_group is not None and not isinstance(amax_reduction_group, ProcessGroup):
         raise TypeError(
             "amax_reduction_group must be a torch.distributed.ProcessGroup, "
             f"not {type(amax_reduction_group).__name__}"
         )
 
-    filter_fqns = tuple(filter_fqns)
-    linears = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
-    unused = [part for part in filter_fqns if not any(part in name for name in linears)]
-    if unused:
-        warnings.warn(
-            f"filter_fqns leaves nothing out for {', '.join(map(repr, unused))}: "
-            "no linear layer has that in its name",
-            stacklevel=2,
-        )
-    left: dict[str, str] = {}
-    layers = _select(module, module_filter_fn, filter_fqns, recipe, left)
+    selected = select(module, module_filter_fn, filter_fqns, recipe)
+    if selected.sharded:
+        raise ValueError(f"{selected.sharded[0]} is sharded already: convert before fully_shard")
+    for message in selected.warnings:
+        warnings.warn(message, stacklevel=2)
+    layers = selected.layers
     if not layers:
         if not any(isinstance(m, Float8Linear) for m in module.modules()):
             warnings.warn(
@@ -122,8 +104,31 @@ def convert_to_float8_training(
         assert isinstance(layer, Float8Linear)
         layer._join(state, name, on_shard)
     state.attach(module)
-    _log.info("%s", _report(module, recipe, left))
+    _log.info("%s", _report(module, recipe, selected.left))
     return module
+
+
+def settle(recipe: Recipe | str | None, config: Any, gather: bool | None) -> tuple[Recipe, bool]:
+    """The recipe, and whether weights are quantized before they are gathered.
+
+    Args:
+        recipe, config, gather: what a caller gave as ``recipe``, ``config`` and
+            ``enable_fsdp_float8_all_gather``.
+
+    Raises:
+        TypeError, ValueError: they are wrong or contradict each other.
+    """
+    if config is not None:
+        if recipe is not None:
+            raise ValueError("recipe and config are both given: give one")
+        recipe, said = from_float8_linear_config(config)
+        if gather not in (None, said):
+            raise ValueError(
+                f"enable_fsdp_float8_all_gather={gather} contradicts "
+                f"config.enable_fsdp_float8_all_gather={said}: give one of them"
+            )
+        return recipe, said
+    return resolve_recipe("current" if recipe is None else recipe), gather is None or gather
 
 
 def _report(root: nn.Module, recipe: Recipe, left: dict[str, str]) -> str:
@@ -138,9 +143,9 @@ def _report(root: nn.Module, recipe: Recipe, left: dict[str, str]) -> str:
     reasons: dict[str, list[str]] = {}
     for name, reason in left.items():
         reasons.setdefault(reason, []).append(name)
-    for name, parameter in root.named_parameters():
-        if parameter.dim() == 3 and parameter.numel() >= _LARGE:
-            reasons.setdefault("3-D parameters (experts?) are not converted", []).append(name)
+    experts = [name for name, _ in large_3d(root)]
+    if experts:
+        reasons[LARGE_3D] = experts
     for reason, names in reasons.items():
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         lines.append(f"  left in high precision: {', '.join(names[:4])}{more}: {reason}")
@@ -169,30 +174,60 @@ def adopt(layer: Float8Linear, name: str, parameter: Any) -> None:
     adopt(layer, name, parameter)
 
 
-def _select(
-    root: nn.Module,
-    keep: ModuleFilter | None,
-    filter_fqns: tuple[str, ...],
-    recipe: Recipe,
-    left: dict[str, str],
-) -> list[tuple[str, nn.Linear]]:
-    """The layers to convert, with their names, in the order of the model.
+@dataclass(frozen=True)
+class Selection:
+    """Which layers of a model are to be converted.
+
+    Attributes:
+        layers: those, with their names, in the order of the model; none that is converted already.
+        left: the reason for each linear layer that is left out, by its name.
+        sharded: those of them for which it is too late: convert before fully_shard.
+        warnings: what the one who converts is to be told.
+    """
+
+    layers: list[tuple[str, nn.Linear]] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+    sharded: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def select(
+    root: nn.Module, keep: ModuleFilter | None, filter_fqns: Iterable[str], recipe: Recipe
+) -> Selection:
+    """The layers to convert to ``recipe``. Nothing in the model changes.
 
     Args:
-        left: is given the reason for each layer that is left out, by its name.
+        root: the model.
+        keep: the caller's ``module_filter_fn``.
+        filter_fqns: as in :func:`convert_to_float8_training`.
+        recipe: the one to convert to.
+
+    Raises:
+        TypeError: ``filter_fqns`` is a str.
+        ValueError: a layer is on another recipe.
     """
+    if isinstance(filter_fqns, str):
+        raise TypeError(f"filter_fqns must be a collection of names, not the str {filter_fqns!r}")
+    filter_fqns = tuple(filter_fqns)
+    found = Selection()
+    linears = [name for name, part in root.named_modules() if isinstance(part, nn.Linear)]
+    unused = [part for part in filter_fqns if not any(part in name for name in linears)]
+    if unused:
+        found.warnings.append(
+            f"filter_fqns leaves nothing out for {', '.join(map(repr, unused))}: "
+            "no linear layer has that in its name"
+        )
     owners = _weight_owners(root)
     sharded = _sharded_parts(root)
-    layers: list[tuple[str, nn.Linear]] = []
     for name, module in root.named_modules():
         if not isinstance(module, nn.Linear):
             continue
         shown = name or "the root"
         if any(part in name for part in filter_fqns):
-            left[shown] = "named by filter_fqns"
+            found.left[shown] = "named by filter_fqns"
             continue
         if keep is not None and not keep(module, name):
-            left[shown] = "left out by module_filter_fn"
+            found.left[shown] = "left out by module_filter_fn"
             continue
         if isinstance(module, Float8Linear):
             if module.recipe != recipe:
@@ -201,42 +236,47 @@ def _select(
                     f"{recipe}: leave it out with filter_fqns or module_filter_fn"
                 )
             if module._fp8_state.alone:
-                layers.append((name, module))
+                found.layers.append((name, module))
             continue
         if f"{name}.".startswith(sharded):
-            raise ValueError(f"{shown} is sharded already: convert before fully_shard")
+            found.left[shown] = "it is sharded already"
+            found.sharded.append(shown)
+            continue
         if module._parameters.get("weight") is None:
-            left[shown] = "its weight is computed from other parameters"
-            warnings.warn(
+            found.left[shown] = "its weight is computed from other parameters"
+            found.warnings.append(
                 f"{shown} stays in high precision: its weight is no parameter, but computed from "
-                "others (weight_norm, spectral_norm, pruning or another parametrization)",
-                stacklevel=3,
+                "others (weight_norm, spectral_norm, pruning or another parametrization)"
             )
             continue
         reason = _unlike_linear(module)
         if reason:
-            left[shown] = reason
+            found.left[shown] = reason
             continue
         tied = [
             other for other in owners[id(module.weight)] if other != f"{name}.weight".lstrip(".")
         ]
         if tied:
-            left[shown] = "its weight is tied to another module's"
-            warnings.warn(
-                f"{shown} stays in high precision: its weight is tied to {', '.join(tied)}",
-                stacklevel=3,
+            found.left[shown] = "its weight is tied to another module's"
+            found.warnings.append(
+                f"{shown} stays in high precision: its weight is tied to {', '.join(tied)}"
             )
             continue
         if module.weight.dtype not in INPUT_DTYPES:
-            left[shown] = f"its weight is {module.weight.dtype}"
-            warnings.warn(
+            found.left[shown] = f"its weight is {module.weight.dtype}"
+            found.warnings.append(
                 f"{shown} stays as it is: its weight is {module.weight.dtype}, "
-                "not float32, bfloat16 or float16",
-                stacklevel=3,
+                "not float32, bfloat16 or float16"
             )
             continue
-        layers.append((name, module))
-    return layers
+        found.layers.append((name, module))
+    return found
+
+
+def large_3d(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of three dimensions that are worth a word: experts of a mixture, say."""
+    parameters = root.named_parameters()
+    return [(name, p) for name, p in parameters if p.dim() == 3 and p.numel() >= _LARGE]
 
 
 def _unlike_linear(module: nn.Linear) -> str:
