@@ -38,7 +38,7 @@ def convert_to_float8_training(
 ) -> nn.Module:
     """Make the ``nn.Linear`` layers of ``module`` train in FP8. Before parallelising it.
 
-    Layers become :class:`fp8rs.nn.Linear` in place: the objects, their hooks and names stay.
+    Layers become ``fp8rs.nn.Linear`` in place: the objects, their hooks and names stay.
     Afterwards every selected layer is on this recipe: one that is already is left as it is, so
     that a second call changes nothing, and one on another recipe is an error. A subclass of
     nn.Linear that inherits its forward is converted too, and stays an instance of its class; one
@@ -199,7 +199,7 @@ def select(
     Args:
         root: the model.
         keep: the caller's ``module_filter_fn``.
-        filter_fqns: as in :func:`convert_to_float8_training`.
+        filter_fqns: as in ``convert_to_float8_training``.
         recipe: the one to convert to.
 
     Raises:

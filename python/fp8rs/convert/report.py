@@ -146,7 +146,7 @@ def report(
 
     Args:
         model: the model, usually before it is converted.
-        recipe: as in :func:`convert_to_float8_training`, and by default a converted model's own.
+        recipe: as in ``convert_to_float8_training``, and by default a converted model's own.
         module_filter_fn: as there.
         filter_fqns: as there.
         enable_fsdp_float8_all_gather: as there.

@@ -169,11 +169,15 @@ class Linear(Float8Linear):
     autocast's) is the output's. Gradients have the dtypes of what they are of.
 
     Args:
-        in_features, out_features, bias, device, dtype: as in torch.nn.Linear.
+        in_features: as in torch.nn.Linear.
+        out_features: as there.
+        bias: as there.
+        device: as there.
+        dtype: as there.
         recipe: a recipe or its short name.
 
-    Layers that :func:`fp8rs.convert_to_float8_training` makes share one
-    :class:`~fp8rs.nn.registry.ModelState`; a layer made by hand has its own.
+    Layers that ``fp8rs.convert_to_float8_training`` makes share one
+    ``fp8rs.nn.registry.ModelState``; a layer made by hand has its own.
     """
 
     def __init__(
@@ -212,7 +216,7 @@ _classes: dict[type[nn.Linear], type[Float8Linear]] = {nn.Linear: Linear}
 
 
 def float8_class(kind: type[nn.Linear]) -> type[Float8Linear]:
-    """The FP8 class of a class of linear layers: its subclass with :class:`Float8Linear`'s forward.
+    """The FP8 class of a class of linear layers: its subclass with ``Float8Linear``'s forward.
 
     As FSDP2 makes classes for the modules that it shards; made once a class.
     """
