@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import fp8rs
 from distributed import ranks
 from fp8rs import nn as fp8nn
 from fp8rs.convert.convert import convert_to_float8_training
@@ -282,6 +283,22 @@ def test_meta_device_modules(device):
     model(torch.arange(3, device=device)).sum().backward()
     assert model.head.weight.grad.isfinite().all()
     assert model.head.fp8_amax.device.type == device.type
+
+
+@pytest.mark.parametrize(
+    "recipe", [fp8rs.Float8CurrentScaling, fp8rs.MXFP8BlockScaling, fp8rs.Float8BlockScaling]
+)
+def test_a_forward_on_meta_gives_shapes_where_gemms_are_emulated(recipe):
+    """What the error without it names as the way."""
+    with torch.device("meta"):
+        layers = [nn.Linear(64, 96), nn.Linear(64, 96)]
+        x = torch.empty(4, 64, requires_grad=True)
+    with pytest.raises(fp8rs.UnsupportedError, match="emulate=True"):
+        convert(layers[0], recipe=recipe())(x)
+    y = convert(layers[1], recipe=recipe(emulate=True))(x)
+    assert (y.shape, y.device.type) == ((4, 96), "meta")
+    y.sum().backward()
+    assert x.grad.shape == x.shape
 
 
 @pytest.mark.parametrize("gather", [False, True])

@@ -53,7 +53,8 @@ class Gather:
     """When a smaller all-gather shortens a step: a model of time with one link and one GPU.
 
     Forward and backward each last as long as the longer of two: their GEMMs, and what goes over the
-    link meanwhile. So it is a lower bound, and says from where on the link is hidden.
+    link meanwhile. So it is a lower bound, and says from where on the link is hidden. GEMMs are
+    those of linear layers: experts and attention are not among them.
 
     Attributes:
         hidden_high_precision: tokens a rank and step from which on the GEMMs hide the link, if
@@ -289,9 +290,9 @@ def _left(
         leave(reason, name, modules[name].parameters())
     for name, parameter in large_3d(model):
         leave(LARGE_3D, name, [parameter])
-    for module in chosen.values():
+    for name, module in chosen.items():
         if module.bias is not None and id(module.bias) not in seen:
-            leave("biases of converted layers", "bias", [module.bias])
+            leave("biases of converted layers", f"{name}.bias".lstrip("."), [module.bias])
     for name, parameter in model.named_parameters():
         if id(parameter) not in seen:
             leave("in no linear layer", name, [parameter])
@@ -357,15 +358,18 @@ def _gather(
 def _text(r: Report) -> str:
     high = _dtype(r.param_dtype)
     layers = "layer" if len(r.converted) == 1 else "layers"
+    rows = [(f"converted: {len(r.converted)} {layers}", r.converted_parameters, "")]
+    rows += [(left.reason, left.parameters, _names(left.names)) for left in r.left]
+    width = max(40, *(len(row[0]) for row in rows))
     lines = [
         f"recipe {describe(r.recipe)}; {r.world_size} ranks; {len(r.units)} units of FSDP2; "
         f"reduced in {_dtype(r.reduce_dtype)}",
         "",
-        f"{'parameters':<42}{'elements':>18}{'share':>8}",
-        _share(f"converted: {len(r.converted)} {layers}", r.converted_parameters, r.parameters),
+        f"{'parameters':<{width + 2}}{'elements':>18}{'share':>8}",
     ]
-    for left in r.left:
-        lines.append(_share(left.reason, left.parameters, r.parameters) + f"  {_names(left.names)}")
+    for what, elements, names in rows:
+        share = elements / max(r.parameters, 1)
+        lines.append(f"  {what:<{width}}{elements:>18,}{share:>8.1%}  {names}".rstrip())
     lines += ["", f"{'bytes of a rank':<42}{high:>14}{'FP8':>14}{'ratio':>8}"]
     lines.append(_bytes("a step all-gathers", r.gathered_high_precision, r.gathered))
     lines.append(_bytes("a step reduce-scatters", r.scattered, r.scattered))
@@ -398,10 +402,6 @@ def _text(r: Report) -> str:
 
 def _dtype(dtype: torch.dtype | None) -> str:
     return "stored dtype" if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _share(what: str, elements: int, of: int) -> str:
-    return f"  {what:<40}{elements:>18,}{elements / max(of, 1):>8.1%}"
 
 
 def _bytes(what: str, plain: int, fp8: int) -> str:
