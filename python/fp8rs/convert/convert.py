@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from fp8rs.convert.torchao import from_float8_linear_config
+from fp8rs.convert.torchao import from_float8_linear_config, refuse_high_precision_name
+from fp8rs.convert.transformer_engine import from_te_recipe, is_te_recipe
 from fp8rs.nn.linear import Float8Linear, float8_class
 from fp8rs.nn.registry import ModelState
 from fp8rs.quantize.recipes import Recipe, resolve_recipe
@@ -27,7 +28,7 @@ ModuleFilter = Callable[[nn.Module, str], bool]
 def convert_to_float8_training(
     module: nn.Module,
     *,
-    recipe: Recipe | str | None = None,
+    recipe: Recipe | str | Any = None,
     module_filter_fn: ModuleFilter | None = None,
     filter_fqns: Iterable[str] = (),
     enable_fsdp_float8_all_gather: bool | None = None,
@@ -48,7 +49,8 @@ def convert_to_float8_training(
 
     Args:
         module: the model; an nn.Linear itself will do. Meta-device parameters are fine.
-        recipe: a recipe or its short name; "current" by default.
+        recipe: a recipe or its short name; "current" by default. TransformerEngine's recipe objects
+            are read by their fields.
         module_filter_fn: called with each layer and its fully qualified name; False leaves it out.
         filter_fqns: a layer whose name contains one of these strings is left out.
         enable_fsdp_float8_all_gather: under FSDP2, quantize weights before they are gathered: True
@@ -82,6 +84,9 @@ def convert_to_float8_training(
         enable_fsdp_float8_all_gather = gather
     elif enable_fsdp_float8_all_gather is None:
         enable_fsdp_float8_all_gather = True
+    if is_te_recipe(recipe):
+        recipe = from_te_recipe(recipe)
+    refuse_high_precision_name(recipe)
     recipe = resolve_recipe("current" if recipe is None else recipe)
     if isinstance(filter_fqns, str):
         raise TypeError(f"filter_fqns must be a collection of names, not the str {filter_fqns!r}")
