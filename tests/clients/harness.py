@@ -72,7 +72,7 @@ class Run:
 
 
 def need(distribution: str, at_least: str) -> str:
-    """The installed version of a client; skips what calls it where there is none or an older one."""
+    """The version of an installed client; skips the caller where there is none or an older one."""
     try:
         version = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

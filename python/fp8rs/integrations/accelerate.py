@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from fp8rs.convert.convert import ModuleFilter, convert_to_float8_training
@@ -74,7 +75,7 @@ def use_fp8rs(
 
     Args:
         recipe: a recipe or its short name. None reads the ``config`` of the AORecipeKwargs that the
-            Accelerator was given (torchao's own default is this library's "current").
+            Accelerator was given (torchao's default is ``Float8CurrentScaling("hybrid")`` here).
         module_filter_fn: as for convert_to_float8_training. None is the AORecipeKwargs'
             ``module_filter_func``, and accelerate's default where it has none: all linear layers
             but the first and the last.
@@ -167,6 +168,9 @@ def fsdp2_on_cpu() -> Replaced:
     device = os.environ.get("ACCELERATE_TORCH_DEVICE")
 
     def _prepare_backend(self: Any, *args: Any, **kwargs: Any) -> tuple[str, Any]:
+        # Where it is told of a CPU it starts the process group for its own kind of CPU ranks alone.
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
         return "gloo", DistributedType.MULTI_GPU
 
     def undo() -> None:
