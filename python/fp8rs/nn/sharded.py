@@ -42,9 +42,7 @@ def on_shards(compute: Local, x: Tensor, weight: Tensor, bias: Tensor | None) ->
     """
     mesh = next(t.device_mesh for t in (weight, x) if isinstance(t, DTensor))
     x, weight = _on(mesh, x, "input"), _on(mesh, weight, "weight")
-    rules = [
-        _rule(px, pw, x.ndim) for px, pw in zip(x.placements, weight.placements, strict=True)
-    ]
+    rules = [_rule(px, pw, x.ndim) for px, pw in zip(x.placements, weight.placements, strict=True)]
     outputs, x_grads, weight_grads = ([rule[i] for rule in rules] for i in range(3))
     partial = any(p.is_partial() for p in outputs)
     local_bias = None
