@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 OLDEST ?= .venv-oldest
 OLDEST_TORCH ?= 2.11.0
+CLIENTS ?= .venv-clients
 DEMO ?=
 # Two processes, each with a file at a time: files start ranks of their own, which wait for each other
 # as much as they compute.
@@ -16,16 +17,18 @@ OLDEST_PYTEST ?= -m "not newest_torch"
 
 BIN := $(VENV)/bin
 OLDEST_BIN := $(OLDEST)/bin
+CLIENTS_BIN := $(CLIENTS)/bin
 # What the extension module is built from.
 SOURCES := $(shell find src -type f 2>/dev/null) Cargo.toml Cargo.lock pyproject.toml
 
-.PHONY: help environments demo test test-oldest test-all lint lint-rust lint-python lint-ptx rust-test python-test bench wheel clean
+.PHONY: help environments demo test test-oldest test-clients test-all lint lint-rust lint-python lint-ptx rust-test python-test bench wheel clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo         train a small Llama in bf16 and in FP8 on this machine (DEMO='--ranks 4 ...')"
 	@echo "make test         lint, Rust tests, Python tests with the newest torch"
 	@echo "make test-oldest  Python tests with torch $(OLDEST_TORCH)"
+	@echo "make test-clients  tests with the libraries that people train with (accelerate, PEFT, ...)"
 	@echo "make test-all     both with every combination of parameters, where the others take pairs"
 	@echo "make lint         formatting, clippy, ruff, mypy, imports, the checked-in PTX"
 	@echo "make bench        kernel benchmarks on the CPU, and on a GPU where there is one"
@@ -78,6 +81,10 @@ python-test: $(VENV)/.built
 test-oldest: $(OLDEST)/.built
 	$(OLDEST_BIN)/python -m pytest tests $(PYTEST) $(OLDEST_PYTEST)
 
+# Two ranks a test, minutes in all. Not part of `make test`.
+test-clients: $(CLIENTS)/.installed $(VENV)/.built
+	$(CLIENTS_BIN)/python -m pytest tests/clients --durations 15
+
 bench:
 	cargo bench
 
@@ -85,7 +92,7 @@ wheel: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" tools/build_wheel.sh
 
 clean:
-	rm -rf target dist $(VENV) $(OLDEST) demo-loss.png demo-result.json
+	rm -rf target dist $(VENV) $(OLDEST) $(CLIENTS) demo-loss.png demo-result.json
 	rm -f python/fp8rs/*.so
 
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)
@@ -106,6 +113,15 @@ $(VENV)/.installed: requirements-dev.txt
 $(OLDEST)/.installed: requirements-dev.txt
 	$(call environment,$(OLDEST))
 	$(OLDEST_BIN)/python -m pip install --quiet torch==$(OLDEST_TORCH) -r requirements-dev.txt
+	touch $@
+
+# torch, pytest and all else are the development environment's, by a path file: clients are installed
+# without what they depend on, so that none brings another torch.
+$(CLIENTS)/.installed: requirements-clients.txt $(VENV)/.installed
+	$(call environment,$(CLIENTS))
+	$(BIN)/python -c 'import sysconfig; print("$(CURDIR)/python", sysconfig.get_path("purelib"), sep="\n")' > \
+		"$$($(CLIENTS_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/development.pth"
+	$(CLIENTS_BIN)/python -m pip install --quiet --no-deps -r requirements-clients.txt
 	touch $@
 
 # Debian's python3 has venv without ensurepip unless python3-venv is installed: its pip serves then.

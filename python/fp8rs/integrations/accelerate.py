@@ -74,8 +74,8 @@ def use_fp8rs(
     It replaces one method, ``Accelerator._prepare_ao``, for the whole process.
 
     Args:
-        recipe: a recipe or its short name. None reads the ``config`` of the AORecipeKwargs that the
-            Accelerator was given (torchao's default is ``Float8CurrentScaling("hybrid")`` here).
+        recipe: a recipe or its short name. None reads the ``config`` of the Accelerator's
+            AORecipeKwargs, which by default is ``Float8CurrentScaling(fp8_format="hybrid")``.
         module_filter_fn: as for convert_to_float8_training. None is the AORecipeKwargs'
             ``module_filter_func``, and accelerate's default where it has none: all linear layers
             but the first and the last.
