@@ -13,7 +13,7 @@ import fp8rs
 from distributed import ranks
 from fp8rs import nn as fp8nn
 from fp8rs.convert.convert import convert_to_float8_training
-from fp8rs.quantize.recipes import DelayedScaling, Float8CurrentScaling
+from fp8rs.quantize.recipes import DelayedScaling, Float8CurrentScaling, Float8RowwiseScaling
 
 
 class Model(nn.Module):
@@ -285,22 +285,6 @@ def test_meta_device_modules(device):
     assert model.head.fp8_amax.device.type == device.type
 
 
-@pytest.mark.parametrize(
-    "recipe", [fp8rs.Float8CurrentScaling, fp8rs.MXFP8BlockScaling, fp8rs.Float8BlockScaling]
-)
-def test_a_forward_on_meta_gives_shapes_where_gemms_are_emulated(recipe):
-    """What the error without it names as the way."""
-    with torch.device("meta"):
-        layers = [nn.Linear(64, 96), nn.Linear(64, 96)]
-        x = torch.empty(4, 64, requires_grad=True)
-    with pytest.raises(fp8rs.UnsupportedError, match="emulate=True"):
-        convert(layers[0], recipe=recipe())(x)
-    y = convert(layers[1], recipe=recipe(emulate=True))(x)
-    assert (y.shape, y.device.type) == ((4, 96), "meta")
-    y.sum().backward()
-    assert x.grad.shape == x.shape
-
-
 @pytest.mark.parametrize("gather", [False, True])
 def test_state_dicts_are_plain_and_load_into_the_unconverted_model(device, gather):
     reference = Model().to(device)
@@ -493,6 +477,70 @@ def test_the_gather_is_on_by_default():
 def test_torchao_configs_that_no_recipe_does(config, field):
     with pytest.raises(ValueError, match=field):
         convert_to_float8_training(Model(), config=config)
+
+
+AXISWISE = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
+E4M3_AXISWISE = CastConfig(
+    scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=torch.float8_e4m3fn
+)
+NAMED = {
+    # What torchao's Float8LinearConfig.from_recipe_name gives for its three names.
+    "tensorwise": Float8LinearConfig(),
+    "rowwise": Float8LinearConfig(
+        cast_config_input=E4M3_AXISWISE,
+        cast_config_weight=E4M3_AXISWISE,
+        cast_config_grad_output=E4M3_AXISWISE,
+        round_scales_to_power_of_2=True,
+    ),
+    "rowwise_with_gw_hp": Float8LinearConfig(
+        cast_config_input=AXISWISE,
+        cast_config_weight=AXISWISE,
+        cast_config_grad_output=E4M3_AXISWISE,
+        cast_config_input_for_grad_weight=CastConfig(ScalingType.DISABLED),
+        cast_config_grad_output_for_grad_weight=CastConfig(ScalingType.DISABLED),
+        cast_config_weight_for_grad_input=CastConfig(target_dtype=torch.float8_e4m3fn),
+    ),
+}
+
+
+def test_torchaos_recipe_names_as_configs():
+    model = convert_to_float8_training(Model(), config=NAMED["tensorwise"])
+    assert model.head.recipe == Float8CurrentScaling(fp8_format="hybrid")
+    model = convert_to_float8_training(Model(), config=NAMED["rowwise"])
+    assert model.head.recipe == Float8RowwiseScaling(power_2_scale=True)
+    with pytest.raises(ValueError, match=r'one GEMM in high precision: .* recipe="rowwise"'):
+        convert_to_float8_training(Model(), config=NAMED["rowwise_with_gw_hp"])
+
+
+def test_torchaos_recipe_names_as_recipes():
+    model = convert_to_float8_training(Model(), recipe="tensorwise")
+    assert model.head.recipe == Float8CurrentScaling()
+    model = convert_to_float8_training(Model(), recipe="rowwise")
+    assert model.head.recipe == Float8RowwiseScaling()
+    with pytest.raises(ValueError, match=r'one GEMM in high precision: .* recipe="rowwise"'):
+        convert_to_float8_training(Model(), recipe="rowwise_with_gw_hp")
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_recipe_name_is_no_config(name):
+    with pytest.raises(TypeError, match=f"recipe='{name}', or Float8LinearConfig.from_recipe_name"):
+        convert_to_float8_training(Model(), config=name)
+
+
+def test_the_names_are_those_of_torchao():
+    """With torchao itself, where it is installed."""
+    torchao = pytest.importorskip("torchao.float8")
+    names = {name.value for name in torchao.config.Float8LinearRecipeName}
+    assert names == set(NAMED)
+    for name in ("tensorwise", "rowwise"):
+        theirs = torchao.Float8LinearConfig.from_recipe_name(name)
+        model = convert_to_float8_training(Model(), config=theirs)
+        again = convert_to_float8_training(Model(), config=NAMED[name])
+        assert model.head.recipe == again.head.recipe
+    with pytest.raises(ValueError, match="one GEMM in high precision"):
+        convert_to_float8_training(
+            Model(), config=torchao.Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
+        )
 
 
 # --- a model from transformers ---------------------------------------------------------------

@@ -69,6 +69,20 @@ def real_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool) -> Any:
     return torch.Tensor._make_subclass(cls, data, requires_grad)
 
 
+def wrapper_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool) -> Any:
+    """An instance of ``cls`` with the sizes of ``data``, which may be fake, and no storage."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls,
+        data.shape,
+        strides=data.stride(),
+        storage_offset=data.storage_offset(),
+        dtype=data.dtype,
+        layout=data.layout,
+        device=data.device,
+        requires_grad=requires_grad,
+    )
+
+
 def is_view_of_flat_parameter(weight: Tensor) -> bool:
     """Whether FSDP's first version (FullyShardedDataParallel) has gathered this weight."""
     return getattr(weight._base, "_is_flat_param", False)

@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from fp8rs.convert.torchao import from_float8_linear_config
+from fp8rs.convert.torchao import from_float8_linear_config, refuse_high_precision_name
+from fp8rs.convert.transformer_engine import from_te_recipe, is_te_recipe
 from fp8rs.nn.linear import Float8Linear, float8_class
 from fp8rs.nn.registry import ModelState
 from fp8rs.quantize.recipes import Recipe, resolve_recipe
@@ -29,7 +30,7 @@ ModuleFilter = Callable[[nn.Module, str], bool]
 def convert_to_float8_training(
     module: nn.Module,
     *,
-    recipe: Recipe | str | None = None,
+    recipe: Recipe | str | Any = None,
     module_filter_fn: ModuleFilter | None = None,
     filter_fqns: Iterable[str] = (),
     enable_fsdp_float8_all_gather: bool | None = None,
@@ -50,7 +51,8 @@ def convert_to_float8_training(
 
     Args:
         module: the model; an nn.Linear itself will do. Meta-device parameters are fine.
-        recipe: a recipe or its short name; "current" by default.
+        recipe: a recipe or its short name; "current" by default. TransformerEngine's recipe objects
+            are read by their fields.
         module_filter_fn: called with each layer and its fully qualified name; False leaves it out.
         filter_fqns: a layer whose name contains one of these strings is left out.
         enable_fsdp_float8_all_gather: under FSDP2, quantize weights before they are gathered: True
@@ -108,7 +110,7 @@ def convert_to_float8_training(
     return module
 
 
-def settle(recipe: Recipe | str | None, config: Any, gather: bool | None) -> tuple[Recipe, bool]:
+def settle(recipe: Any, config: Any, gather: bool | None) -> tuple[Recipe, bool]:
     """The recipe, and whether weights are quantized before they are gathered.
 
     Args:
@@ -128,6 +130,9 @@ def settle(recipe: Recipe | str | None, config: Any, gather: bool | None) -> tup
                 f"config.enable_fsdp_float8_all_gather={said}: give one of them"
             )
         return recipe, said
+    if is_te_recipe(recipe):
+        recipe = from_te_recipe(recipe)
+    refuse_high_precision_name(recipe)
     return resolve_recipe("current" if recipe is None else recipe), gather is None or gather
 
 

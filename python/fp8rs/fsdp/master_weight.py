@@ -22,6 +22,7 @@ from fp8rs._torch import (
     local_tensor,
     real_subclass,
     set_local_tensor,
+    wrapper_subclass,
 )
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -52,7 +53,11 @@ class MasterWeight(Tensor):
         if isinstance(data, MasterWeight):
             data = data._data
         data = data.detach()
-        self: MasterWeight = real_subclass(cls, data, requires_grad)
+        self: MasterWeight = (
+            real_subclass(cls, data, requires_grad)
+            if type(data) is Tensor
+            else wrapper_subclass(cls, data, requires_grad)
+        )
         self._data = data
         self._weight = weight
         return self
@@ -104,8 +109,21 @@ class MasterWeight(Tensor):
         # A pickle must be readable without this library: it holds the plain tensor.
         return self._data.__reduce_ex__(protocol)
 
+    # For torch.compile, of an optimizer's step say. What is traced has no memory, so no real
+    # subclass can be made of it. Whose weight it is must not be written into a graph: one graph
+    # serves all weights of a shape.
+
+    @property
+    def traced(self) -> bool:
+        """Whether it stands for a master weight in a compiler's trace; what it gives is plain."""
+        return type(self._data) is not Tensor
+
     def __tensor_flatten__(self) -> tuple[list[str], Weight]:
         return ["_data"], self._weight
+
+    @classmethod
+    def __metadata_guard__(cls, traced: Weight, weight: Weight) -> bool:
+        return True
 
     @staticmethod
     def __tensor_unflatten__(
@@ -175,7 +193,7 @@ def on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def keep(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` on the plain tensor, and make its results master weights of the same weight."""
     master = args[0]
-    if not isinstance(master, MasterWeight):
+    if not isinstance(master, MasterWeight) or master.traced:
         return on_plain(func, args, kwargs)
     out = func(master._data, *args[1:], **kwargs)
     return tree_map_only(Tensor, lambda x: MasterWeight(x, master._weight), out)

@@ -69,7 +69,15 @@ class Float8Linear(nn.Linear):
             TypeError: the input is not float32, bfloat16 or float16.
             UnsupportedError: the device cannot run the recipe.
         """
-        weight = self.weight
+        weight, bias = self.weight, self.bias
+        if hasattr(weight, "_local_tensor") or hasattr(input, "_local_tensor"):  # of DTensors
+            from .sharded import on_shards
+
+            return on_shards(self._compute, input, weight, bias)
+        return self._compute(input, weight, bias)
+
+    def _compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The forward, of local tensors."""
         shape, dtype = input.shape, input.dtype
         if not shape or shape[-1] != weight.shape[1]:
             raise ValueError(
@@ -85,7 +93,7 @@ class Float8Linear(nn.Linear):
         if not compiling:
             weight = self._live(weight)
         if state.histories is None:
-            return linear(input, weight, self.bias, state.key, dtype)
+            return linear(input, weight, bias, state.key, dtype)
         training = self.training
         if not compiling:
             if type(self.fp8_amax) is not Tensor:
@@ -95,7 +103,7 @@ class Float8Linear(nn.Linear):
         else:
             scales, amaxes = slots(self.fp8_scale, self.fp8_amax)
         return linear(
-            input, weight, self.bias, state.key, dtype, scales, amaxes, self.fp8_ready, training
+            input, weight, bias, state.key, dtype, scales, amaxes, self.fp8_ready, training
         )
 
     def _slots(self) -> Slots:
