@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-import fp8rs
 from distributed import ranks
 from fp8rs import nn as fp8nn
 from fp8rs.convert.convert import convert_to_float8_training

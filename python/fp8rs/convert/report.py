@@ -124,7 +124,7 @@ class Report:
 def report(
     model: nn.Module,
     *,
-    recipe: Recipe | str | None = None,
+    recipe: Recipe | str | Any = None,
     module_filter_fn: ModuleFilter | None = None,
     filter_fqns: Iterable[str] = (),
     enable_fsdp_float8_all_gather: bool | None = None,
