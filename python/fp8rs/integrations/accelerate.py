@@ -61,11 +61,11 @@ def use_fp8rs(
 ) -> Replaced:
     """Make accelerate's ``mixed_precision="fp8"`` convert models with this library.
 
-    ``Accelerator.prepare`` then calls :func:`fp8rs.convert_to_float8_training` where it would call
+    ``Accelerator.prepare`` then calls ``fp8rs.convert_to_float8_training`` where it would call
     torchao's function, and registers no hook that computes scales after each step: the next forward
     finds them. Accelerate chooses its backend before that, so torchao must be installed, and
     selected; none of its code computes. What is left of accelerate's "fp8" is what it does for
-    "bf16": autocast, and FSDP2's mixed-precision policy. ::
+    "bf16": autocast, and FSDP2's mixed-precision policy.
 
         with use_fp8rs("current"):
             accelerator = Accelerator(mixed_precision="fp8", fsdp_plugin=plugin)
@@ -79,7 +79,8 @@ def use_fp8rs(
         module_filter_fn: as for convert_to_float8_training. None is the AORecipeKwargs'
             ``module_filter_func``, and accelerate's default where it has none: all linear layers
             but the first and the last.
-        filter_fqns, enable_fsdp_float8_all_gather: as for convert_to_float8_training.
+        filter_fqns: as for convert_to_float8_training.
+        enable_fsdp_float8_all_gather: as there.
 
     Returns:
         What undoes it: by ``undo()``, or at the end of a ``with``.
