@@ -83,6 +83,20 @@ def become(parameter: Tensor, new: Tensor) -> None:
     torch.utils.swap_tensors(parameter, other)
 
 
+def wrapper_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool) -> Any:
+    """An instance of ``cls`` with the sizes of ``data``, which may be fake, and no storage."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls,
+        data.shape,
+        strides=data.stride(),
+        storage_offset=data.storage_offset(),
+        dtype=data.dtype,
+        layout=data.layout,
+        device=data.device,
+        requires_grad=requires_grad,
+    )
+
+
 def is_view_of_flat_parameter(weight: Tensor) -> bool:
     """Whether FSDP's first version (FullyShardedDataParallel) has gathered this weight."""
     return getattr(weight._base, "_is_flat_param", False)
@@ -121,6 +135,22 @@ def fsdp_param_groups(module: Any) -> list[Any]:
         group = getattr(state, "_fsdp_param_group", None)
         groups = [] if group is None else [group]
     return list(groups)
+
+
+def fsdp_place(fsdp_param: Any) -> tuple[Any, str, Any]:
+    """The module of one of a group's parameters, its name there, and the sharded parameter."""
+    place = fsdp_param._module_info
+    return place.module, place.param_name, fsdp_param.sharded_param
+
+
+def reduces_in_stored_dtype() -> bool:
+    """Whether FSDP2 without a ``reduce_dtype`` reduces gradients in the parameters' own dtype.
+
+    Newer torch does; older ones reduce them in the dtype that they come in.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    return hasattr(FSDPParamGroup, "_get_reduce_dtype")
 
 
 def is_gathered_for_forward(root: Any, module: Any) -> bool:

@@ -12,8 +12,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from fp8rs.convert.convert import ModuleFilter, convert_to_float8_training, why_not
+from fp8rs.convert.convert import convert_to_float8_training
 from fp8rs.convert.fp8_weights import high_precision_weight, quantize_weight
+from fp8rs.convert.select import ModuleFilter, why_not
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import Recipe, resolve_recipe
 

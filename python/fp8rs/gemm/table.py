@@ -2,7 +2,7 @@
 
 ``scaled_mm(a, b)`` is a @ b.T over the values of two planes, both contiguous along the dim that is
 contracted over. A kernel is a row of :data:`GEMMS`, keyed by the device kind and the operands'
-formats; what has no row can be dequantized (always on CPU, on CUDA with ``emulate``).
+formats; what has no row can be dequantized (always on CPU and meta, on CUDA with ``emulate``).
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def scaled_mm(
     if m == 0 or n == 0 or k == 0:
         out = torch.zeros((m, n), dtype=out_dtype, device=device)
         return out if bias is None else out + bias.to(out_dtype)
-    if emulate or device.type == "cpu":
+    # On meta nothing is computed, and all that is asked for is a shape.
+    if emulate or device.type in ("cpu", "meta"):
         return _dequantized(a, b, bias, out_dtype, use_fast_accum)
     gemm = GEMMS.get((device.type, a.format.name, b.format.name))
     if gemm is None:
@@ -89,7 +90,7 @@ def _dequantized(
 ) -> Tensor:
     """In fp32. Per-tensor scales are applied to the product, as the FP8 GEMMs do."""
     device = a.data.device
-    if torch.is_autocast_enabled(device.type):
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):
             return _dequantized(a, b, bias, out_dtype, use_fast_accum)
     if a.format.per_tensor and b.format.per_tensor:

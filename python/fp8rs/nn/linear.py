@@ -70,7 +70,15 @@ class Float8Linear(nn.Linear):
             TypeError: the input is not float32, bfloat16 or float16.
             UnsupportedError: the device cannot run the recipe.
         """
-        weight = self.weight
+        weight, bias = self.weight, self.bias
+        if hasattr(weight, "_local_tensor") or hasattr(input, "_local_tensor"):  # of DTensors
+            from .sharded import on_shards
+
+            return on_shards(self._compute, input, weight, bias)
+        return self._compute(input, weight, bias)
+
+    def _compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The forward, of local tensors."""
         shape, dtype = input.shape, input.dtype
         if not shape or shape[-1] != weight.shape[1]:
             raise ValueError(
@@ -86,7 +94,7 @@ class Float8Linear(nn.Linear):
         if not compiling:
             weight = self._live(weight)
         if state.histories is None:
-            return linear(input, weight, self.bias, state.key, dtype)
+            return linear(input, weight, bias, state.key, dtype)
         training = self.training
         if not compiling:
             if type(self.fp8_amax) is not Tensor:
@@ -96,7 +104,7 @@ class Float8Linear(nn.Linear):
         else:
             scales, amaxes = slots(self.fp8_scale, self.fp8_amax)
         return linear(
-            input, weight, self.bias, state.key, dtype, scales, amaxes, self.fp8_ready, training
+            input, weight, bias, state.key, dtype, scales, amaxes, self.fp8_ready, training
         )
 
     def _slots(self) -> Slots:
@@ -191,11 +199,15 @@ class Linear(Float8Linear):
     autocast's) is the output's. Gradients have the dtypes of what they are of.
 
     Args:
-        in_features, out_features, bias, device, dtype: as in torch.nn.Linear.
+        in_features: as in torch.nn.Linear.
+        out_features: as there.
+        bias: as there.
+        device: as there.
+        dtype: as there.
         recipe: a recipe or its short name.
 
-    Layers that :func:`fp8rs.convert_to_float8_training` makes share one
-    :class:`~fp8rs.nn.registry.ModelState`; a layer made by hand has its own.
+    Layers that ``fp8rs.convert_to_float8_training`` makes share one
+    ``fp8rs.nn.registry.ModelState``; a layer made by hand has its own.
     """
 
     def __init__(
@@ -234,7 +246,7 @@ _classes: dict[type[nn.Linear], type[Float8Linear]] = {nn.Linear: Linear}
 
 
 def float8_class(kind: type[nn.Linear]) -> type[Float8Linear]:
-    """The FP8 class of a class of linear layers: its subclass with :class:`Float8Linear`'s forward.
+    """The FP8 class of a class of linear layers: its subclass with ``Float8Linear``'s forward.
 
     As FSDP2 makes classes for the modules that it shards; made once a class.
     """
