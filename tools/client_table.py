@@ -154,7 +154,7 @@ class Results:
         return item.path == ROOT / "tests" / f"{file}.py" and item.name.startswith(name)
 
     def row(self, tests: list[tuple[str, str]]) -> tuple[str, int]:
-        """What the page says: works, **no**, or nothing where a test of the row did not run; and the cases."""
+        """works, **no**, or nothing where a test of the row did not run; and the cases."""
         words = []
         for file, name in tests:
             mine = [w for (f, n), w in self.seen.items() if f == file and n.startswith(name)]
