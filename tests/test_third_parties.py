@@ -275,7 +275,7 @@ def step_of(p, update):
     p.copy_(p.float() - 0.5 * update)
 
 
-@ranks(2)
+@ranks(2, seconds=240)
 def test_a_compiled_step_writes_every_shard_by_one_graph(rig):
     """torchao's optimizers compile their step for each parameter: whose weight a shard is must not
     make another graph, or a large model's first step compiles for an hour."""
