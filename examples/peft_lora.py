@@ -33,16 +33,15 @@ def main(argv=None):
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_attention_heads=4, **sizes))
     lora = LoraConfig(r=8, target_modules="all-linear", use_dora=args.dora, task_type="CAUSAL_LM")
-    if args.recipe != "bf16" and args.convert == "before":
+    convert = args.convert if args.recipe != "bf16" else None
+    if convert == "before":
         convert_to_float8_training(model, recipe=args.recipe, filter_fqns=["lm_head"])
     model = get_peft_model(model, lora)
-    if args.recipe != "bf16" and args.convert == "after":
-        # The adapters stay in high precision: FP8 saves nothing at ranks this small.
+    if convert == "after":  # adapters stay in high precision: FP8 saves nothing at small ranks
         convert_to_float8_training(model, recipe=args.recipe, filter_fqns=["lm_head", "lora_"])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     rows = torch.tensor(list(inspect.getsource(argparse).encode())[: 64 * 1024]).view(-1, 64)
-    data = DataLoader(rows, batch_size=4)
-    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    model, optimizer, data = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=4))
     losses = []
     for _, batch in zip(range(args.steps), data, strict=False):
         loss = model(input_ids=batch, labels=batch).loss
@@ -50,12 +49,10 @@ def main(argv=None):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach().float(), "mean").item())
-        accelerator.print(f"step {len(losses)}: loss {losses[-1]:.4f}")
+    accelerator.print(losses)
     if args.save:
-        state = accelerator.get_state_dict(model)
-        model.save_pretrained(
-            args.save, state_dict=state, is_main_process=accelerator.is_main_process
-        )
+        first, state = accelerator.is_main_process, accelerator.get_state_dict(model)
+        model.save_pretrained(args.save, is_main_process=first, state_dict=state)
     return {"losses": losses}
 
 

@@ -9,6 +9,7 @@ import logging
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
@@ -267,3 +268,31 @@ def test_muon_moves_every_shard(rig):
         after = full_weights(model)
         found.append(sorted(n for n in before if not torch.equal(before[n], after[n])))
     assert found[0] == found[1]
+
+
+def step_of(p, update):
+    """A part of an optimizer's step, as torchao compiles it."""
+    p.copy_(p.float() - 0.5 * update)
+
+
+@ranks(2, seconds=240)
+def test_a_compiled_step_writes_every_shard_by_one_graph(rig):
+    """torchao's optimizers compile their step for each parameter: whose weight a shard is must not
+    make another graph, or a large model's first step compiles for an hour."""
+    model = shard(make((64, 64), recipe="current", device=rig.device), rig)
+    weights = [block.up.weight for block in model.blocks]
+    before = full_weights(model)
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(step_of, backend=graphs, fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        for p in weights:
+            compiled(p.detach(), torch.ones_like(p))
+    assert graphs.frame_count == 1
+    after = full_weights(model)
+    for i in range(2):
+        name = f"blocks.{i}.up"
+        assert same_bytes(after[name], before[name] - 0.5)
+        assert type(weights[i].to_local()).__name__ == "MasterWeight"
+    # The next forward's bytes are those of what was written.
+    assert model(batch(rig)).isfinite().all()

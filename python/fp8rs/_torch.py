@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -83,9 +85,14 @@ def become(parameter: Tensor, new: Tensor) -> None:
     torch.utils.swap_tensors(parameter, other)
 
 
+def is_traced(data: Tensor) -> bool:
+    """Whether a tensor stands for another one in a compiler's trace, or has no data at all."""
+    return isinstance(data, FakeTensor | FunctionalTensor)
+
+
 def wrapper_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool) -> Any:
     """An instance of ``cls`` with the sizes of ``data``, which may be fake, and no storage."""
-    return torch.Tensor._make_wrapper_subclass(
+    return make_wrapper_subclass(
         cls,
         data.shape,
         strides=data.stride(),

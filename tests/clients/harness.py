@@ -100,7 +100,7 @@ def run_file(
         AssertionError: a rank failed or took too long; the message holds what they wrote.
     """
     with tempfile.TemporaryDirectory(prefix="fp8rs-client-") as folder:
-        code, output = _torchrun(
+        code, output = torchrun(
             [str(HERE / "observe.py"), folder, str(path), *arguments], ranks, environment, seconds
         )
         if code != 0:
@@ -129,9 +129,17 @@ def assert_gathers_are_fp8(run: Run, reference: Run, passes: int) -> None:
     assert saved == passes * sum(run.converted.values()), (run.gathered, reference.gathered)
 
 
-def _torchrun(
-    command: list[str], ranks: int, environment: dict[str, str] | None, seconds: float
+def torchrun(
+    command: list[str],
+    ranks: int = 2,
+    environment: dict[str, str] | None = None,
+    seconds: float = SECONDS,
 ) -> tuple[int, str]:
+    """Start a script and its arguments under torchrun; its exit code and what it wrote.
+
+    Raises:
+        AssertionError: it took too long, and was ended with its ranks.
+    """
     # `--standalone` picks a free port.
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),

@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
-from fp8rs._torch import disabled_torch_function, real_subclass, wrapper_subclass
+from fp8rs._torch import (
+    disabled_torch_function,
+    is_traced,
+    real_subclass,
+    wrapper_subclass,
+)
 
 from . import hooks
 from .weight import Weight
@@ -45,12 +50,13 @@ class MasterWeight(Tensor):
     def __new__(cls, data: Tensor, weight: Weight, *, requires_grad: bool = False) -> MasterWeight:
         if isinstance(data, MasterWeight):
             data = data._data
-        data = data.detach()
-        self: MasterWeight = (
-            real_subclass(cls, data, requires_grad)
-            if type(data) is Tensor
-            else wrapper_subclass(cls, data, requires_grad)
-        )
+        self: MasterWeight
+        if is_traced(data):
+            # Not detached: a trace must write to the tensor that it was given.
+            self = wrapper_subclass(cls, data, requires_grad)
+        else:
+            data = data.detach()
+            self = real_subclass(cls, data, requires_grad)
         self._data = data
         self._weight = weight
         return self
@@ -114,7 +120,7 @@ class MasterWeight(Tensor):
     @property
     def traced(self) -> bool:
         """Whether it stands for a master weight in a compiler's trace; what it gives is plain."""
-        return type(self._data) is not Tensor
+        return is_traced(self._data)
 
     def __tensor_flatten__(self) -> tuple[list[str], Weight]:
         return ["_data"], self._weight
