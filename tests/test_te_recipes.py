@@ -228,7 +228,9 @@ def test_a_field_of_a_later_release_must_have_its_default():
         "MXFP8BlockScaling", [("swizzle", str, "none")], bases=(MXFP8BlockScaling,)
     )
     assert from_te_recipe(later()) == fp8rs.MXFP8BlockScaling(weight_block=(1, 32))
-    with pytest.raises(ValueError, match=r"MXFP8BlockScaling\.swizzle='fast' is not known to fp8rs"):
+    with pytest.raises(
+        ValueError, match=r"MXFP8BlockScaling\.swizzle='fast' is not known to fp8rs"
+    ):
         from_te_recipe(later(swizzle="fast"))
 
 

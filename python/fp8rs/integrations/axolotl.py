@@ -37,7 +37,7 @@ class Float8Args(BaseModel):
     """
 
     fp8rs_recipe: str = "current"
-    fp8rs_filter_fqns: list[str] = ["lm_head"]  # noqa: RUF012 - pydantic copies it
+    fp8rs_filter_fqns: list[str] = ["lm_head"]
     fp8rs_enable_fsdp_float8_all_gather: bool = True
 
     @field_validator("fp8rs_recipe")
