@@ -188,7 +188,7 @@ def test_a_recipe_is_read_by_its_fields(theirs, ours):
         (DelayedScaling(amax_compute_algo=max), 'must be "max" or "most_recent", not a function'),
         (
             DelayedScaling(scaling_factor_compute_algo=max),
-            "scaling_factor_compute_algo=.* margin",
+            "scaling_factor_compute_algo=.*margin",
         ),
         (DelayedScaling(fp8_format=Format.E5M2), "fp8_format must be Format.E4M3 or Format.HYBRID"),
         (

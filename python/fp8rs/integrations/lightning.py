@@ -47,7 +47,7 @@ class Float8Callback(Callback):
     ) -> None:
         self.recipe = resolve_recipe(recipe)
         self.module = module
-        self.options = {
+        self.options: dict[str, Any] = {
             "filter_fqns": tuple(filter_fqns),
             "enable_fsdp_float8_all_gather": enable_fsdp_float8_all_gather,
         }

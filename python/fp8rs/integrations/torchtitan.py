@@ -96,7 +96,7 @@ def _converted_kind(kind: type) -> Any:
         return _kinds[kind]
 
     @dataclass(kw_only=True, slots=True)
-    class Converted(_Converted, kind):  # type: ignore[misc, valid-type]
+    class Converted(_Converted, kind):
         fp8rs: Any
 
         def build(self, **kwargs: Any) -> nn.Module:
