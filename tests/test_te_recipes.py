@@ -188,7 +188,7 @@ def test_a_recipe_is_read_by_its_fields(theirs, ours):
         (DelayedScaling(amax_compute_algo=max), 'must be "max" or "most_recent", not a function'),
         (
             DelayedScaling(scaling_factor_compute_algo=max),
-            "scaling_factor_compute_algo=.* 2.*margin",
+            "scaling_factor_compute_algo=.*margin",
         ),
         (DelayedScaling(fp8_format=Format.E5M2), "fp8_format must be Format.E4M3 or Format.HYBRID"),
         (
@@ -228,7 +228,9 @@ def test_a_field_of_a_later_release_must_have_its_default():
         "MXFP8BlockScaling", [("swizzle", str, "none")], bases=(MXFP8BlockScaling,)
     )
     assert from_te_recipe(later()) == fp8rs.MXFP8BlockScaling(weight_block=(1, 32))
-    with pytest.raises(ValueError, match="MXFP8BlockScaling.swizzle='fast' is not known to fp8rs"):
+    with pytest.raises(
+        ValueError, match=r"MXFP8BlockScaling\.swizzle='fast' is not known to fp8rs"
+    ):
         from_te_recipe(later(swizzle="fast"))
 
 

@@ -82,13 +82,13 @@ class Watch:
 
     def converted(self) -> dict[str, int]:
         """Converted layers, with the elements of their gathered weight, padding included."""
-        import fp8rs
+        from fp8rs.nn.linear import Float8Linear
 
         ranks = int(os.environ["WORLD_SIZE"])
         return {
             n: -(-m.weight.shape[0] // ranks) * ranks * m.weight.shape[1:].numel()
             for n, m in (self.root.named_modules() if self.root is not None else ())
-            if isinstance(m, fp8rs.nn.Linear)
+            if isinstance(m, Float8Linear)
         }
 
 

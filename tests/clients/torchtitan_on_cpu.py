@@ -1,8 +1,8 @@
 """Runs ``examples/torchtitan_llama.py`` on the CPU: ``torchtitan_on_cpu.py [its arguments]``.
 
-torchtitan's Trainer knows no CPU. What is replaced here: the device that it finds, its time-outs, memory
-statistics, attention (flex has no gradient on the CPU; torchtitan's own SDPA module does it), CUDA
-graphs, gloo's missing PREMUL_SUM (by torch's switch for it), Inductor (by aot_eager), and the data
+torchtitan's Trainer knows no CPU. What is replaced here: the device that it finds, its time-outs,
+memory statistics, attention (flex has no gradient on the CPU; torchtitan has an SDPA module too),
+CUDA graphs, gloo's missing PREMUL_SUM (by torch's switch for it), Inductor (by aot_eager), and data
 and tokenizer that would have to be downloaded. The rest is torchtitan's own Trainer.
 """
 

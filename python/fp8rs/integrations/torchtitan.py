@@ -72,10 +72,10 @@ class _Converted:
 
 
 def _place_buffers(layer: Any) -> None:
-    """Tell torchtitan of delayed scaling's buffers: it wants a placement for each that a layer has.
+    """Tell torchtitan of delayed scaling's buffers: it wants a placement for each of a layer's.
 
-    They are a rank's own. On the meta device nothing is sent for replicas, and where torchtitan makes
-    DTensors of them, the layer takes the local ones.
+    They are a rank's own. On the meta device nothing is sent for replicas, and where torchtitan
+    makes DTensors of them, the layer takes the local ones.
     """
     config = layer._sharding_config
     names = [name for name, _ in layer.named_buffers(recurse=False)]
@@ -96,7 +96,7 @@ def _converted_kind(kind: type) -> Any:
         return _kinds[kind]
 
     @dataclass(kw_only=True, slots=True)
-    class Converted(_Converted, kind):  # type: ignore[misc, valid-type]
+    class Converted(_Converted, kind):
         fp8rs: Any
 
         def build(self, **kwargs: Any) -> nn.Module:

@@ -10,7 +10,7 @@ this: torch.distributed.tensor takes seconds.)
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -41,8 +41,8 @@ def on_shards(compute: Local, x: Tensor, weight: Tensor, bias: Tensor | None) ->
         TypeError: there is no rule for their placements; the message says which ones have.
     """
     mesh = next(t.device_mesh for t in (weight, x) if isinstance(t, DTensor))
-    x, weight = _on(mesh, x, "input"), _on(mesh, weight, "weight")
-    rules = [_rule(px, pw, x.ndim) for px, pw in zip(x.placements, weight.placements, strict=True)]
+    dx, dw = _on(mesh, x, "input"), _on(mesh, weight, "weight")
+    rules = [_rule(px, pw, x.ndim) for px, pw in zip(dx.placements, dw.placements, strict=True)]
     outputs, x_grads, weight_grads = ([rule[i] for rule in rules] for i in range(3))
     partial = any(p.is_partial() for p in outputs)
     local_bias = None
@@ -51,14 +51,14 @@ def on_shards(compute: Local, x: Tensor, weight: Tensor, bias: Tensor | None) ->
         b = _on(mesh, bias, "bias")
         local_bias = b.to_local(grad_placements=weight_grads)
     y = compute(
-        x.to_local(grad_placements=x_grads),
-        weight.to_local(grad_placements=weight_grads),
+        dx.to_local(grad_placements=x_grads),
+        dw.to_local(grad_placements=weight_grads),
         local_bias,
     )
     out = DTensor.from_local(y, mesh, outputs, run_check=False)
-    if bias is not None and partial:
-        out = out + _on(mesh, bias, "bias")  # once, not once a rank
-    return out
+    if bias is None or not partial:
+        return out
+    return cast(DTensor, out + _on(mesh, bias, "bias"))  # once, not once a rank
 
 
 def _on(mesh: Any, t: Tensor, name: str) -> DTensor:
