@@ -121,7 +121,8 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
     # The same on all ranks: they shard one model.
     model.init_weights(torch.Generator(device).manual_seed(0))
     params, weights = parameter_count(model), linear_weights(model)
-    after_step = _prepare(model, variant, device.type, arguments["save_input"])
+    saving = arguments["save_input"], arguments["recompute"]
+    after_step = _prepare(model, variant, device.type, *saving)
     shard(model, device.type, ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     batch = _batch(arguments, device)
@@ -167,7 +168,7 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
 _ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
-def _prepare(model: Llama, variant: Variant, device: str, save_input: bool) -> Any:
+def _prepare(model: Llama, variant: Variant, device: str, save_input: bool, recompute: bool) -> Any:
     """Converts and compiles the model; returns what is called after each optimizer step."""
 
     def nothing(model: Llama) -> None:
@@ -190,8 +191,8 @@ def _prepare(model: Llama, variant: Variant, device: str, save_input: bool) -> A
         )
         after_step = peer.precompute_float8_dynamic_scale_for_fsdp
     if variant.compiled:
-        if save_input:
-            # A compiler would keep the input, since an operator of ours reads it in the backward.
+        if recompute:
+            # Else a compiler keeps what an operator of ours reads in the backward.
             torch._functorch.config.ban_recompute_materialized_backward = False
         for block in model.blocks:
             block.compile()
@@ -302,6 +303,7 @@ def _workload(options: argparse.Namespace) -> dict[str, Any]:
         "steps": options.steps,
         "warm_up": options.warm_up,
         "save_input": options.save_input,
+        "recompute": options.recompute or options.save_input,
         "profile": options.profile,
     }
 
@@ -327,6 +329,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=12, help="steps before the loss is read")
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes")
     parser.add_argument("--save-input", action="store_true", help="recipes save inputs, not codes")
+    parser.add_argument(
+        "--recompute",
+        action="store_true",
+        help="let compiled backwards make again what an operator reads, as --save-input does",
+    )
     parser.add_argument("--limit", type=float, default=240, help="seconds for one variant")
     parser.add_argument("--out", type=Path, default=Path("end_to_end.json"))
     parser.add_argument("--plot", type=Path, metavar="FILE")

@@ -70,11 +70,13 @@ class Float8Linear(nn.Linear):
             TypeError: the input is not float32, bfloat16 or float16.
             UnsupportedError: the device cannot run the recipe.
         """
-        weight, bias = self.weight, self.bias
-        if hasattr(weight, "_local_tensor") or hasattr(input, "_local_tensor"):  # of DTensors
-            from .sharded import on_shards
+        compiling = torch.compiler.is_compiling()
+        weight, bias = (self.weight, self.bias) if compiling else self._operands()
+        if type(input) is not Tensor or type(weight) is not nn.Parameter:
+            if hasattr(weight, "_local_tensor") or hasattr(input, "_local_tensor"):  # of DTensors
+                from .sharded import on_shards
 
-            return on_shards(self._compute, input, weight, bias)
+                return on_shards(self._compute, input, weight, bias)
         return self._compute(input, weight, bias)
 
     def _compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -86,18 +88,16 @@ class Float8Linear(nn.Linear):
             )
         if dtype not in INPUT_DTYPES:
             raise TypeError(f"input must be float32, bfloat16 or float16, not {dtype}")
-        device = input.device.type
+        # To ask for a device's name takes longer.
+        device = "cuda" if input.is_cuda else input.device.type
         if device != "meta" and torch.is_autocast_enabled(device):  # which meta has not
             dtype = torch.get_autocast_dtype(device)
         state = self._fp8_state
-        compiling = torch.compiler.is_compiling()
-        if not compiling:
-            weight = self._live(weight)
         if state.histories is None:
             return linear(input, weight, bias, state.key, dtype)
         training = self.training
-        if not compiling:
-            if type(self.fp8_amax) is not Tensor:
+        if not torch.compiler.is_compiling():
+            if type(self._buffers["fp8_amax"]) is not Tensor:
                 keep_local(self._buffers)
             state.begin_layer(training)
             scales, amaxes = self._slots()
@@ -109,21 +109,34 @@ class Float8Linear(nn.Linear):
 
     def _slots(self) -> Slots:
         """The buffers' slots, made once: each is a view that takes longer than its use."""
+        scale, amax = self._buffers["fp8_scale"], self._buffers["fp8_amax"]
         known = self.__dict__.get("_fp8_slots")
-        if known is None or known[0] is not self.fp8_scale or known[1] is not self.fp8_amax:
-            views = slots(self.fp8_scale, self.fp8_amax)
-            known = self.__dict__["_fp8_slots"] = self.fp8_scale, self.fp8_amax, views
+        if known is None or known[0] is not scale or known[1] is not amax:
+            assert scale is not None and amax is not None
+            known = self.__dict__["_fp8_slots"] = scale, amax, slots(scale, amax)
         found: Slots = known[2]
         return found
 
-    def _live(self, weight: Tensor) -> Tensor:
-        """The weight, if FSDP2 has not freed what was gathered of it."""
-        if isinstance(weight, QuantizedTensor):
-            name = self._fp8_state.names[self._fp8_index]
-            weight.any_plane().check_live(f"the weight of {name or 'the layer'}")
-        elif type(weight) is Tensor:
-            self._fp8_state.met_plain(weight)
-        return weight
+    def _operands(self) -> tuple[Tensor, Tensor | None]:
+        """The weight, if FSDP2 has not freed what was gathered of it, and the bias.
+
+        From where modules keep parameters: asking a module takes ten times as long. What has been
+        parametrized is no parameter, and is asked for.
+        """
+        parameters = self._parameters
+        weight: Any = parameters.get("weight")
+        if type(weight) is not nn.Parameter:
+            if weight is None:
+                weight = self.weight
+            if isinstance(weight, QuantizedTensor):
+                if not (plane := weight.any_plane()).live:
+                    name = self._fp8_state.names[self._fp8_index]
+                    plane.check_live(f"the weight of {name or 'the layer'}")
+            elif type(weight) is Tensor:
+                self._fp8_state.met_plain(weight)
+        if "bias" in parameters:
+            return weight, parameters["bias"]
+        return weight, self.bias
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter) and name in self._parameters:
