@@ -72,11 +72,11 @@ class Float8Linear(nn.Linear):
         """
         compiling = torch.compiler.is_compiling()
         weight, bias = (self.weight, self.bias) if compiling else self._operands()
-        if type(input) is not Tensor or type(weight) is not nn.Parameter:
-            if hasattr(weight, "_local_tensor") or hasattr(input, "_local_tensor"):  # of DTensors
-                from .sharded import on_shards
+        plain = type(input) is Tensor and type(weight) is nn.Parameter
+        if not plain and (hasattr(weight, "_local_tensor") or hasattr(input, "_local_tensor")):
+            from .sharded import on_shards  # of DTensors
 
-                return on_shards(self._compute, input, weight, bias)
+            return on_shards(self._compute, input, weight, bias)
         return self._compute(input, weight, bias)
 
     def _compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
