@@ -169,8 +169,7 @@ impl Room {
     ) {
         let n = at.len();
         let [exp_avg, exp_avg_sq] = &mut self.moments;
-        let (grad, exp_avg, exp_avg_sq) =
-            (&mut self.grad[..n], &mut exp_avg[..n], &mut exp_avg_sq[..n]);
+        let (grad, exp_avg, exp_avg_sq) = (&mut self.grad[..n], &mut exp_avg[..n], &mut exp_avg_sq[..n]);
         let values = &mut values[..n];
         // SAFETY: the caller's promise.
         unsafe {
@@ -340,10 +339,8 @@ pub(crate) fn adamw(call: AdamWCall) {
     let hyper = Hyper { lr: lr.map_or(shared.hyper.lr, f64::from), ..shared.hyper };
     let task = |tensor| Task::new(&call, &hyper, grad_scale, tensor);
     let tasks: Vec<Task> = call.tensors.iter().map(task).collect();
-    let pieces: Vec<(&Task, Range<usize>)> = tasks
-        .iter()
-        .flat_map(|task| task.pieces().into_iter().map(move |piece| (task, piece)))
-        .collect();
+    let pieces: Vec<(&Task, Range<usize>)> =
+        tasks.iter().flat_map(|task| task.pieces().into_iter().map(move |piece| (task, piece))).collect();
     let elements: usize = tasks.iter().map(|task| task.param.numel()).sum();
     pool::for_each(pieces.len(), elements >= PARALLEL, |i| {
         let (task, piece) = &pieces[i];

@@ -97,7 +97,6 @@ impl Factors {
     }
 }
 
-
 #[cfg(test)]
 mod tests {
     use super::*;
