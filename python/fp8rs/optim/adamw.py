@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fp8rs._torch import check_graph_capture
 from fp8rs.optim import weights
 from fp8rs.optim.lists import Item, Options, Step
 from fp8rs.tensor.formats import INPUT_DTYPES
@@ -126,7 +127,7 @@ class AdamW(Optimizer):
         Args:
             closure: computes the loss anew; its result is given back.
         """
-        self._cuda_graph_capture_health_check()
+        check_graph_capture(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
