@@ -333,7 +333,7 @@ def test_masters_start_from_the_kept_values_which_are_then_dropped(name):
 
 
 def test_small_steps_are_lost_without_masters_to_nearest_and_kept_in_the_mean_otherwise():
-    """Two hundred steps of a hundredth of the way to the next code."""
+    """Two hundred steps of a sixtieth of the way to the next code."""
     moved = {}
     for masters, stochastic in ((True, None), (False, True), (False, False)):
         weight = parameter(

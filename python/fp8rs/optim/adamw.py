@@ -29,7 +29,7 @@ class AdamW(Optimizer):
     CUDA graph, and all parameters of a kind go in one launch. CPU and CUDA write the same bytes.
 
     The arithmetic is that of ``torch.ops.fp8rs.adamw_``, in float32 whatever the dtypes. Moments in
-    bfloat16 are rounded to nearest where they are stored: with ``betas[1]`` above 0.99 the second
+    bfloat16 are rounded to nearest where they are stored: with ``betas[1]`` above 0.998 the second
     one then cannot shrink (a step changes it by less than half a unit in the last place).
 
     Without masters the step starts from the codes. Rounding to nearest would lose all steps shorter
