@@ -170,3 +170,12 @@ def is_gathered_for_forward(root: Any, module: Any) -> bool:
                 if any(p._module_info.module is module for p in group.fsdp_params):
                     return bool(group._training_state.name == "FORWARD")
     return False
+
+
+def check_graph_capture(optimizer: Any) -> None:
+    """Refuse a step of an optimizer in a graph capture for which it is not declared capturable."""
+    for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
+        check = getattr(optimizer, name, None)
+        if check is not None:
+            check()
+            return
