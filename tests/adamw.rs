@@ -126,7 +126,9 @@ fn defined(shared: &Shared, target: Target, tensors: &mut [Tensor]) {
                             e8m0::reciprocal(byte)
                         }
                     };
-                    cells.iter().for_each(|(row, col)| encode(*row, *col, q));
+                    for (row, col) in cells {
+                        encode(row, col, q);
+                    }
                 }
             }
         }
@@ -215,6 +217,11 @@ fn shared() -> impl Strategy<Value = Shared> {
     })
 }
 
+/// Of a tensor: its shape, the gradient's dtype, whether moments are bf16, dtypes of a plain parameter and of codes.
+type Kinds = ((usize, usize), DType, bool, DType, DType);
+/// Its scale, a seed, its step, its number, and how many elements lie before it.
+type Numbers = (f32, u64, u32, u32, usize);
+
 fn tensors(target: Target) -> impl Strategy<Value = Vec<Tensor>> {
     let tensor = (
         (common::shape(), common::wide_dtype(), any::<bool>(), common::wide_dtype(), common::fp8_dtype()),
@@ -222,10 +229,9 @@ fn tensors(target: Target) -> impl Strategy<Value = Vec<Tensor>> {
     );
     let list = prop::collection::vec(tensor, 0..4);
     (list, any::<bool>(), any::<bool>()).prop_map(move |(list, master, amax)| {
-        let make = |((shape, grad, bf16_state, plain, codes), (number, seed, step, stream, start)): (
-            (_, DType, bool, DType, DType),
-            (f32, u64, u32, u32, usize),
-        )| {
+        let make = |(kinds, numbers): (Kinds, Numbers)| {
+            let ((shape, grad, bf16_state, plain, codes), (number, seed, step, stream, start)) =
+                (kinds, numbers);
             let owned = |dtype, salt| Owned::new(dtype, shape, Layout::Dense, start).random(seed ^ salt);
             let state = if bf16_state { DType::Bf16 } else { DType::F32 };
             let is_plain = target == Target::Plain;

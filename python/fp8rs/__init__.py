@@ -27,7 +27,7 @@ from fp8rs.quantize.recipes import (
 )
 from fp8rs.tensor.quantized import Float8Tensor, MXFP8Tensor, Plane, QuantizedTensor
 
-from . import nn
+from . import nn, optim
 from ._core import CudaError, UnsupportedError, __version__
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ __all__ = [
     "convert_to_float8_training",
     "nn",
     "ops",
+    "optim",
     "optimizer_stepped",
     "precompute_float8_dynamic_scale_for_fsdp",
     "quantized_init",

@@ -284,25 +284,23 @@ struct Blocks<'a, C> {
     format: std::marker::PhantomData<C>,
 }
 
-impl<C: Codes> Blocks<'_, C> {
-    /// Writes a block's scale, and gives the factor that it quantizes with.
-    ///
-    /// # Safety
-    /// There is a scale of this index, and nobody else uses it meanwhile.
-    unsafe fn rescale(&self, scales: &Matrix, index: usize, kind: BlockScale, amax: f32) -> f32 {
-        match kind {
-            BlockScale::F32(rule) => {
-                let scale = rule.scale(amax, C::FORMAT);
-                // SAFETY: the caller's promise; such scales are of fp32.
-                unsafe { scales.write(0, index, scale) };
-                reciprocal(scale)
-            }
-            BlockScale::E8m0(rounding) => {
-                let byte = e8m0::from_amax(amax, C::FORMAT, rounding);
-                // SAFETY: the caller's promise; such scales are bytes.
-                unsafe { scales.write(0, index, byte) };
-                e8m0::reciprocal(byte)
-            }
+/// Writes a block's scale, and gives the factor that it quantizes with.
+///
+/// # Safety
+/// There is a scale of this index, and nobody else uses it meanwhile.
+unsafe fn rescale<C: Codes>(scales: &Matrix, index: usize, kind: BlockScale, amax: f32) -> f32 {
+    match kind {
+        BlockScale::F32(rule) => {
+            let scale = rule.scale(amax, C::FORMAT);
+            // SAFETY: the caller's promise; such scales are of fp32.
+            unsafe { scales.write(0, index, scale) };
+            reciprocal(scale)
+        }
+        BlockScale::E8m0(rounding) => {
+            let byte = e8m0::from_amax(amax, C::FORMAT, rounding);
+            // SAFETY: the caller's promise; such scales are bytes.
+            unsafe { scales.write(0, index, byte) };
+            e8m0::reciprocal(byte)
         }
     }
 }
@@ -350,7 +348,7 @@ impl<C: Codes> Kernel for Blocks<'_, C> {
             {
                 let bits = largest.iter().fold(0, |before, bits| before.max(*bits));
                 // SAFETY: as above.
-                *factor = unsafe { self.rescale(&scales, first + i, kind, f32::from_bits(bits)) };
+                *factor = unsafe { rescale::<C>(&scales, first + i, kind, f32::from_bits(bits)) };
             }
             for (i, row) in self.rows.clone().enumerate() {
                 for col in cols.clone().step_by(CHUNK) {

@@ -7,7 +7,7 @@ use super::views::{aligned, ordinal};
 use super::workspace::{PER_CHUNK, meetings};
 use crate::error::Error;
 use crate::format::e8m0::Rounding;
-use crate::layout::{DType, Device};
+use crate::layout::{DType, Device, View, ViewMut};
 use crate::spec::{AdamWCall, AdamWTensor, BlockScale, ScaleRule, Stream, Target};
 
 /// Entries of a launch: the parameters of a kernel have 32 KB.
@@ -119,8 +119,8 @@ fn four_at_once(tensor: &AdamWTensor, target: &Target) -> bool {
 fn way(tensor: &AdamWTensor, target: &Target, vectors: bool) -> Way {
     let (rows, cols) = tensor.param.shape();
     let blocks = |of: usize| rows.div_ceil(of) as u64 * cols.div_ceil(of) as u64;
-    match target {
-        Target::Blocks(block, _) => match (block.rows, vectors) {
+    if let Target::Blocks(block, _) = target {
+        return match (block.rows, vectors) {
             (1, true) if cols <= 4096 => (&ROW_4096, 512, rows as u64),
             (1, true) if cols <= 16384 => (&ROW_16384, 512, rows as u64),
             (1, _) => (&ROW_TWICE, 512, rows as u64),
@@ -128,19 +128,17 @@ fn way(tensor: &AdamWTensor, target: &Target, vectors: bool) -> Way {
             (32, false) => (&SQUARE_32_TWICE, 512, blocks(32)),
             (_, true) => (&SQUARE_128, 512, blocks(128)),
             (_, false) => (&SQUARE_128_TWICE, 512, blocks(128)),
-        },
-        _ => {
-            let kernel = match tensor.param.dtype() {
-                DType::F32 => &PLAIN_F32,
-                DType::Bf16 => &PLAIN_BF16,
-                DType::F16 => &PLAIN_F16,
-                _ => &CODES,
-            };
-            // Without elements too there is an amax to write, or a scale.
-            let least = u64::from(tensor.amax.is_some() || tensor.new_scale.is_some());
-            (kernel, 256, ((rows * cols).div_ceil(PER_BLOCK) as u64).max(least))
-        }
+        };
     }
+    let kernel = match tensor.param.dtype() {
+        DType::F32 => &PLAIN_F32,
+        DType::Bf16 => &PLAIN_BF16,
+        DType::F16 => &PLAIN_F16,
+        _ => &CODES,
+    };
+    // Without elements too there is an amax to write, or a scale.
+    let least = u64::from(tensor.amax.is_some() || tensor.new_scale.is_some());
+    (kernel, 256, ((rows * cols).div_ceil(PER_BLOCK) as u64).max(least))
 }
 
 fn entry(tensor: &AdamWTensor, vectors: bool) -> AdamWEntry {
@@ -161,11 +159,11 @@ fn entry(tensor: &AdamWTensor, vectors: bool) -> AdamWEntry {
         exp_avg: tensor.exp_avg.ptr(),
         exp_avg_sq: tensor.exp_avg_sq.ptr(),
         param: tensor.param.ptr(),
-        master: tensor.master.as_ref().map_or(std::ptr::null_mut(), |master| master.ptr()),
+        master: tensor.master.as_ref().map_or(std::ptr::null_mut(), ViewMut::ptr),
         step: tensor.step.ptr(),
-        scale: scale.map_or(std::ptr::null_mut(), |scale| scale.ptr()),
-        new_scale: tensor.new_scale.as_ref().map_or(std::ptr::null(), |scale| scale.ptr()),
-        amax: tensor.amax.as_ref().map_or(std::ptr::null_mut(), |amax| amax.ptr()),
+        scale: scale.map_or(std::ptr::null_mut(), ViewMut::ptr),
+        new_scale: tensor.new_scale.as_ref().map_or(std::ptr::null(), View::ptr),
+        amax: tensor.amax.as_ref().map_or(std::ptr::null_mut(), ViewMut::ptr),
         rows: tensor.param.rows() as u64,
         cols: tensor.param.cols() as u64,
         offset: tensor.offset,
@@ -176,6 +174,7 @@ fn entry(tensor: &AdamWTensor, vectors: bool) -> AdamWEntry {
     }
 }
 
+#[expect(clippy::large_stack_arrays, reason = "a kernel's parameters: 32 KB, once")]
 pub(crate) fn adamw(call: AdamWCall, stream: Stream) -> Result<(), Error> {
     let AdamWCall { shared, tensors } = call;
     let Some(Device::Cuda(_)) = tensors.first().map(|tensor| tensor.param.device()) else { return Ok(()) };
@@ -186,7 +185,7 @@ pub(crate) fn adamw(call: AdamWCall, stream: Stream) -> Result<(), Error> {
         _ => (ScaleRule::default(), false),
     };
     let flag = |is, flag| if is { flag } else { 0 };
-    let one = |view: Option<crate::layout::View>| view.map_or(std::ptr::null(), |view| view.ptr());
+    let one = |view: Option<View>| view.map_or(std::ptr::null(), |view| view.ptr());
     let hyper = shared.hyper;
     let mut args = AdamWArgs {
         lr: one(shared.lr),

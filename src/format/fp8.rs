@@ -181,8 +181,9 @@ mod tests {
                         let codes: Vec<u8> = (0..32_u32)
                             .map(|word| format.encode_stochastic(x, word << 27 | 0x07FF_FFFF))
                             .collect();
-                        let up = codes.iter().filter(|got| **got == sign | (code + 1)).count();
-                        let down = codes.iter().filter(|got| **got == sign | code).count();
+                        let count =
+                            |wanted| codes.iter().map(|got| usize::from(*got == wanted)).sum::<usize>();
+                        let (up, down) = (count(sign | (code + 1)), count(sign | code));
                         assert_eq!((up, down), (usize::from(sixteenth) * 2, 32 - usize::from(sixteenth) * 2));
                     }
                 }

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use super::parse;
 use super::tensors::Arguments;
 use crate::error::Error;
-use crate::layout::DType;
+use crate::layout::{DType, ViewMut};
 use crate::ops::{self, AdamW, AdamWTensor, BlockScale, Hyper, ScaleRule, Target};
 
 functions!(adamw, random_uniform);
@@ -86,7 +86,7 @@ fn adamw<'py>(
         [] if new_scales.is_empty() => Target::Measure,
         [] => Target::Tensor,
         [rows, cols] => {
-            let scale = match scales.first().map(|scale| scale.dtype()) {
+            let scale = match scales.first().map(ViewMut::dtype) {
                 Some(DType::E8m0) => BlockScale::E8m0(parse::rounding(rounding)?),
                 _ => BlockScale::F32(ScaleRule { power_of_2: power_2_scale, amax_epsilon, margin: 0 }),
             };
