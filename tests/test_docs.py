@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"
 
 #: Public names that are no objects with a docstring: a version, and packages.
-NO_OBJECTS = {"__version__", "nn", "ops"}
+NO_OBJECTS = {"__version__", "nn", "ops", "optim"}
 
 
 def documented() -> list[str]:
@@ -37,7 +37,8 @@ def test_every_public_name_is_in_the_reference_once() -> None:
     names = documented()
     assert len(set(names)) == len(names)
     public = {f"fp8rs.{name}" for name in set(fp8rs.__all__) - NO_OBJECTS}
-    public |= {f"fp8rs.nn.{name}" for name in fp8rs.nn.__all__}
+    for module in ("nn", "optim"):
+        public |= {f"fp8rs.{module}.{name}" for name in getattr(fp8rs, module).__all__}
     assert public <= set(names)
 
 
