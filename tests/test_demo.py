@@ -313,7 +313,7 @@ def test_demo_takes_every_recipe(recipe: str, tmp_path: Path) -> None:
     assert 0.49 < result["weight_bytes_fp8"] / result["weight_bytes_reference"] <= 0.52
 
 
-# Bytes a parameter of the weights and of the optimizer for them. The weights' histories are buffers.
+# Bytes a parameter: of the weights, and of the optimizer for them.
 AT_REST = [
     ("current", ["--no-masters", "--state-dtype", "bf16"], 1.0, 4.0),
     ("mxfp8", [], 1 + 1 / 1024, 12.0),

@@ -44,8 +44,8 @@ def run(
     _check_weights(weights)
     settings = Settings.choose(device, ranks, steps)
     results = {}
-    for title, chosen in (("bf16", None), (recipe, recipe)):
-        job = job_of(settings, chosen, weights)
+    for title, chosen, kept in (("bf16", None, MASTER), (recipe, recipe, weights)):
+        job = job_of(settings, chosen, kept)
         progress = report.Progress(f"{title:>9}", settings.steps, sys.stdout)
         try:
             results[chosen] = launch(job, ranks, progress)

@@ -260,10 +260,10 @@ def linear_weights(model: nn.Module) -> set[str]:
     }
 
 
-def shard(model: Llama, device: str, ranks: int) -> None:
-    """Shards each block, then the rest: fp32 masters, bf16 compute, gradients reduced in fp32."""
+def shard(model: Llama, device: str, ranks: int, reduce_dtype: torch.dtype = torch.float32) -> None:
+    """Shards each block, then the rest: bf16 compute, gradients reduced in fp32 or as told."""
     mesh = init_device_mesh(device, (ranks,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
