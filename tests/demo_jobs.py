@@ -60,3 +60,31 @@ def quick_start(arguments: dict[str, Any], report: Any) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def page(arguments: dict[str, Any], report: Any) -> list[list[float]]:
+    """Runs a page's blocks of code, each with a model of its own; bytes at rest that they leave."""
+    config = LlamaConfig(vocabulary=64, dim=64, layers=2, heads=2, kv_heads=1, hidden=128)
+    left = []
+    for code in arguments["blocks"]:
+        model = Llama(config)
+        model.init_weights(torch.Generator().manual_seed(0))
+        tokens = torch.arange(2 * 33).reshape(2, 33) % 64
+        names: dict[str, Any] = {
+            "model": model.to(arguments["device"]),
+            "tokens": tokens.to(arguments["device"]),
+        }
+        exec(compile(code, "<page>", "exec", dont_inherit=True), names)
+        left.append([_bytes_at_rest(p) for p in names["model"].parameters() if _is_quantized(p)])
+    return left
+
+
+def _is_quantized(parameter: Any) -> bool:
+    return isinstance(getattr(parameter, "_local_tensor", parameter), fp8rs.QuantizedTensor)
+
+
+def _bytes_at_rest(parameter: Any) -> float:
+    part = getattr(parameter, "_local_tensor", parameter)
+    return sum(t.nbytes for plane in part.planes if plane for t in (plane.data, plane.scale)) / (
+        part.numel()
+    )

@@ -227,7 +227,7 @@ def train_under_fsdp(
             )
     result.seconds = time.perf_counter() - start
     result.peak_memory = peak_memory(settings.device)
-    batch = None
+    del batch
     model.reshard()  # type: ignore[operator]
     result.at_rest = asdict(meter.at_rest(model, optimizer, converted))
     return result
