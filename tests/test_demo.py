@@ -342,6 +342,14 @@ def test_demo_trains_fp8_weights(
     assert f"{found['weights']:.2f} B" in done.stdout
 
 
+def test_a_step_of_fp8_weights_is_counted() -> None:
+    found, other = launch(job("traffic"), 2, lambda _: None)
+    assert found == other
+    assert found["handed_over"] == 2 * found["converted"]  # a byte each, forward and backward
+    assert found["scatters"] == 4 * found["elements"]
+    assert found["all_reduces"] == [4 * found["weights"]]
+
+
 def test_bytes_at_rest_see_a_copy_that_somebody_keeps() -> None:
     meter = Meter()
     model = Llama(TINY)
