@@ -7,6 +7,8 @@ PYTHON ?= python3
 VENV ?= .venv
 OLDEST ?= .venv-oldest
 OLDEST_TORCH ?= 2.11.0
+DOCS ?= .venv-docs
+CLIENTS ?= .venv-clients
 DEMO ?=
 # Two processes, each with a file at a time: files start ranks of their own, which wait for each other
 # as much as they compute.
@@ -16,28 +18,31 @@ OLDEST_PYTEST ?= -m "not newest_torch"
 
 BIN := $(VENV)/bin
 OLDEST_BIN := $(OLDEST)/bin
+CLIENTS_BIN := $(CLIENTS)/bin
 # What the extension module is built from.
 SOURCES := $(shell find src -type f 2>/dev/null) Cargo.toml Cargo.lock pyproject.toml
 
-.PHONY: help environments demo test test-oldest test-all lint lint-rust lint-python lint-ptx rust-test python-test bench wheel clean
+.PHONY: help environments demo test test-oldest test-clients test-all lint lint-rust lint-python lint-ptx rust-test python-test docs bench wheel clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo         train a small Llama in bf16 and in FP8 on this machine (DEMO='--ranks 4 ...')"
 	@echo "make test         lint, Rust tests, Python tests with the newest torch"
 	@echo "make test-oldest  Python tests with torch $(OLDEST_TORCH)"
+	@echo "make test-clients  tests with the libraries that people train with (accelerate, PEFT, ...)"
 	@echo "make test-all     both with every combination of parameters, where the others take pairs"
 	@echo "make lint         formatting, clippy, ruff, mypy, imports, the checked-in PTX"
+	@echo "make docs         the documentation site, in site/; warnings and dead links are errors"
 	@echo "make bench        kernel benchmarks on the CPU, and on a GPU where there is one"
 	@echo "make wheel        the release wheel, in dist/"
 	@echo "make clean        remove what these made"
 
-environments: $(VENV)/.installed $(OLDEST)/.installed
+environments: $(VENV)/.installed $(OLDEST)/.installed $(DOCS)/.installed
 
 demo: $(VENV)/.built
 	$(BIN)/python -m fp8rs demo --plot demo-loss.png --json demo-result.json $(DEMO)
 
-test: lint rust-test python-test
+test: lint rust-test python-test docs
 
 test-all: PYTEST += --full
 test-all: OLDEST_PYTEST :=
@@ -78,6 +83,15 @@ python-test: $(VENV)/.built
 test-oldest: $(OLDEST)/.built
 	$(OLDEST_BIN)/python -m pytest tests $(PYTEST) $(OLDEST_PYTEST)
 
+# Reads sources without importing them: nothing need be built. (The variable leaves out the theme's
+# notice about mkdocs' own future. With --quiet, warnings would not be counted.)
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
+
+# Two ranks a test, minutes in all. Not part of `make test`.
+test-clients: $(CLIENTS)/.installed $(VENV)/.built
+	$(CLIENTS_BIN)/python -m pytest tests/clients --durations 15
+
 bench:
 	cargo bench
 
@@ -85,7 +99,7 @@ wheel: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" tools/build_wheel.sh
 
 clean:
-	rm -rf target dist $(VENV) $(OLDEST) demo-loss.png demo-result.json
+	rm -rf target dist site $(VENV) $(OLDEST) $(CLIENTS) $(DOCS) demo-loss.png demo-result.json
 	rm -f python/fp8rs/*.so
 
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)
@@ -106,6 +120,20 @@ $(VENV)/.installed: requirements-dev.txt
 $(OLDEST)/.installed: requirements-dev.txt
 	$(call environment,$(OLDEST))
 	$(OLDEST_BIN)/python -m pip install --quiet torch==$(OLDEST_TORCH) -r requirements-dev.txt
+	touch $@
+
+$(DOCS)/.installed: requirements-docs.txt
+	$(call environment,$(DOCS))
+	$(DOCS)/bin/python -m pip install --quiet -r requirements-docs.txt
+	touch $@
+
+# torch, pytest and all else are the development environment's, by a path file: clients are installed
+# without what they depend on, so that none brings another torch.
+$(CLIENTS)/.installed: requirements-clients.txt $(VENV)/.installed
+	$(call environment,$(CLIENTS))
+	$(BIN)/python -c 'import sysconfig; print("$(CURDIR)/python", sysconfig.get_path("purelib"), sep="\n")' > \
+		"$$($(CLIENTS_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/development.pth"
+	$(CLIENTS_BIN)/python -m pip install --quiet --no-deps -r requirements-clients.txt
 	touch $@
 
 # Debian's python3 has venv without ensurepip unless python3-venv is installed: its pip serves then.

@@ -32,7 +32,8 @@ from typing import Any
 
 import torch
 
-import fp8rs  # noqa: F401  (registers the operators)
+import fp8rs
+from fp8rs.optim import AdamW
 
 ROOT = Path(__file__).resolve().parent.parent
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
@@ -225,6 +226,7 @@ def drive(device: str) -> None:
         for shape in ((128, 256), (131, 272), (67, 75)):
             for call in formats(*shape, dtype, device).values():
                 call()
+    optimize(device)
     if device == "cuda":
         graph = torch.cuda.CUDAGraph()
         call = formats(131, 272, BF16, device)["delayed"]
@@ -233,6 +235,31 @@ def drive(device: str) -> None:
         graph.replay()
     wait(device)
     print("driven")
+
+
+def optimize(device: str) -> None:
+    """Each kernel of the optimizer, and random numbers."""
+    block, mx = fp8rs.Float8BlockQuantizer, fp8rs.MXFP8Quantizer
+    quantizers = [
+        fp8rs.Float8CurrentScalingQuantizer(E4M3, columnwise=False),
+        block(E5M2, columnwise=False, block=(1, -1)),
+        block(E4M3, columnwise=False, block=(128, 128)),
+        mx(E4M3, columnwise=False, block=(32, 32)),
+    ]
+    for masters in (True, False):
+        for state_dtype in (F32, BF16):
+            params = [
+                torch.nn.Parameter(quantizer(torch.randn(shape, device=device)))
+                for quantizer in quantizers
+                for shape in ((130, 256), (67, 75), (2, 8192), (2, 16388))
+            ]
+            plain = torch.randn(9, 67, device=device)
+            params += [torch.nn.Parameter(plain.to(dtype)) for dtype in (F32, BF16, F16)]
+            for p in params:
+                p.grad = torch.randn(p.shape, device=device, dtype=p.dtype)
+            AdamW(params, master_weights=masters, state_dtype=state_dtype).step()
+    for dtype in (F32, BF16, F16):
+        ops.random_uniform_(torch.empty(67, 75, dtype=dtype, device=device), 1, 3)
 
 
 def run(command: list[str], seconds: float, **environment: str) -> tuple[int, str]:

@@ -183,7 +183,8 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
     kept = Weights(
         "fp8" if variant.fp8_weights else "master", arguments["masters"], arguments["state_dtype"]
     )
-    after_step = _prepare(model, variant, kept, device.type, arguments["save_input"])
+    saving = arguments["save_input"], arguments["recompute"]
+    after_step = _prepare(model, variant, kept, device.type, *saving)
     shard(model, device.type, ranks, DTYPES[arguments["reduce_dtype"]])
     optimizer = _optimizer(model, kept)
     report({"what": f"{params / 1e9:.2f} G parameters"})
@@ -239,7 +240,9 @@ def _optimizer(model: Llama, kept: Weights) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
 
-def _prepare(model: Llama, variant: Variant, kept: Weights, device: str, save_input: bool) -> Any:
+def _prepare(
+    model: Llama, variant: Variant, kept: Weights, device: str, save_input: bool, recompute: bool
+) -> Any:
     """Converts and compiles the model; returns what is called after each optimizer step."""
 
     def nothing(model: Llama) -> None:
@@ -262,8 +265,8 @@ def _prepare(model: Llama, variant: Variant, kept: Weights, device: str, save_in
         )
         after_step = peer.precompute_float8_dynamic_scale_for_fsdp
     if variant.compiled:
-        if save_input:
-            # A compiler would keep the input, since an operator of ours reads it in the backward.
+        if recompute:
+            # Else a compiler keeps what an operator of ours reads in the backward.
             torch._functorch.config.ban_recompute_materialized_backward = False
         for block in model.blocks:
             block.compile()
@@ -383,6 +386,7 @@ def _workload(options: argparse.Namespace) -> dict[str, Any]:
         "state_dtype": options.state_dtype,
         "reduce_dtype": options.reduce_dtype,
         "param_dtype": options.param_dtype,
+        "recompute": options.recompute or options.save_input,
         "profile": options.profile,
     }
 
@@ -408,6 +412,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=12, help="steps before the loss is read")
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes")
     parser.add_argument("--save-input", action="store_true", help="recipes save inputs, not codes")
+    parser.add_argument(
+        "--recompute",
+        action="store_true",
+        help="let compiled backwards make again what an operator reads, as --save-input does",
+    )
     parser.add_argument(
         "--masters",
         action=argparse.BooleanOptionalAction,

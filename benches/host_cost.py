@@ -1,19 +1,27 @@
 """Host time of eager calls, in microseconds: operators, quantizers, and Linear beside nn.Linear.
 
-    python benches/host_cost.py [cpu|cuda] [--json FILE] [--rounds N]
+    python benches/host_cost.py [cpu|cuda] [--json FILE] [--rounds N] [--features N]
 
 Tensors are tiny, so that what is timed is the way to the kernel: on CUDA nothing waits for the
 device inside the timing, which is idle before each round. Each figure is the median over rounds of
 the mean over a round's calls. "ratio" is to nn.Linear's in the same run.
+
+With ``--features 512`` no operand of recipe block has to be padded, as in a model of real size.
+
+"least" is what no layer of this kind gets below: an autograd.Function in Python that calls the bare
+operators of recipe current and torch._scaled_mm (on the CPU, what stands in for it: an empty
+tensor), with no checks and no choices; and one that calls nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -87,12 +95,80 @@ def operators(device: str) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "Float8CurrentScalingQuantizer, both", lambda: quantizer(x)
 
 
-def linears(device: str) -> Iterator[tuple[str, Callable[[], object]]]:
+def product(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor) -> Any:
+    """a @ b.T; on the CPU, whose GEMM is no part of the host's time on CUDA, an empty tensor."""
+    if a.is_cpu:
+        return torch.empty((a.shape[0], b.t().shape[1]), dtype=torch.bfloat16)
+    return torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16)
+
+
+class Least(torch.autograd.Function):
+    """The calls of recipe current, bare."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> Any:
+        row, col, scale = ops.quantize_current.default(x, E4M3, True, True)
+        codes, _, w_scale = ops.quantize_current.default(weight, E4M3)
+        ctx.save_for_backward(col, scale, weight, w_scale)
+        return product(row, codes, scale, w_scale)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        x, x_scale, weight, w_scale = ctx.saved_tensors
+        row, col, scale = ops.quantize_current.default(dy, E4M3, True, True)
+        _, codes = ops.quantize.default(weight, w_scale, E4M3, False, True)
+        return product(row, codes, scale, w_scale), product(col, x, scale, x_scale)
+
+
+class Nothing(torch.autograd.Function):
+    """No call but that for the output's memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> Any:
+        ctx.save_for_backward(x, weight)
+        return torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return x.detach(), weight.detach()
+
+
+class Bare(nn.Module):
+    """A layer that is one function of its input and a weight."""
+
+    def __init__(self, function: type[torch.autograd.Function], weight: torch.Tensor) -> None:
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(weight)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function.apply(x, self.weight)
+
+
+def gemms(device: str, features: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The GEMMs alone, where there is a GPU."""
+    if device != "cuda":
+        return
+    x = torch.randn(64, features, device=device, dtype=torch.bfloat16)
+    w = torch.randn(features, features, device=device, dtype=torch.bfloat16)
+    one = torch.ones((), device=device)
+    a, b = x.to(E4M3), w.to(E4M3)
+    rows, cols = torch.ones(64, 1, device=device), torch.ones(features, 1, device=device)
+    yield "torch.mm", lambda: torch.mm(x, w.t())
+    yield "torch._scaled_mm, per tensor", lambda: product(a, b, one, one)
+    yield "torch._scaled_mm, per row", lambda: product(a, b, rows, cols.t())
+
+
+def linears(device: str, features: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """Forward, and forward with backward, of nn.Linear and of each recipe's."""
-    for recipe in (None, *RECIPES):
-        x = torch.randn(64, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
-        model = nn.Sequential(nn.Linear(128, 128, bias=False, device=device, dtype=torch.bfloat16))
-        if recipe is not None:
+    bare = {"least": Least, "least, nothing called": Nothing}
+    for recipe in (None, *bare, *RECIPES):
+        made = {"device": device, "dtype": torch.bfloat16}
+        x = torch.randn(64, features, **made, requires_grad=True)
+        model = nn.Sequential(nn.Linear(features, features, bias=False, **made))
+        if recipe in bare:
+            model = nn.Sequential(Bare(bare[recipe], model[0].weight.detach()))
+        elif recipe is not None:
             fp8rs.convert_to_float8_training(model, recipe=recipe)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
             for _ in range(4):  # delayed scaling finds its scales
@@ -100,7 +176,7 @@ def linears(device: str) -> Iterator[tuple[str, Callable[[], object]]]:
                 optimizer.step()
             model[0]._fp8_state.begin_forward(model, ())  # as in a forward of the whole model
         name = "nn.Linear" if recipe is None else f"Linear, {recipe}"
-        layer, gradient = model[0], torch.ones(64, 128, device=device, dtype=torch.bfloat16)
+        layer, gradient = model[0], torch.ones(64, features, **made)
 
         def forward(layer: nn.Module = layer, x: torch.Tensor = x) -> torch.Tensor:
             # A tensor of its own each time: layers share what one input was quantized to.
@@ -122,12 +198,13 @@ def main() -> None:
     parser.add_argument("device", nargs="?", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--features", type=int, default=128, help="of the layers; rows are 64")
     args = parser.parse_args()
     torch.set_num_threads(1)
     figures: dict[str, float] = {}
-    for part in (operators, linears):
-        for name, call in part(args.device):
-            figures[name] = median_us(args.device, call, args.rounds)
+    parts = (operators(args.device), *(p(args.device, args.features) for p in (gemms, linears)))
+    for name, call in itertools.chain(*parts):
+        figures[name] = median_us(args.device, call, args.rounds)
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else "no GPU"
     print(f"torch {torch.__version__}, fp8rs {fp8rs.__version__}, {args.device} ({gpu})\n")
     print("| call | us | ratio |\n|---|---|---|")

@@ -184,8 +184,8 @@ pub enum Target {
     /// FP8 codes with one scale, which is known: `new_scale`. `amax` is raised to the maximum where that is finite.
     /// `scale` becomes `new_scale`, or NaN where a value is not finite; the codes stay as cast.
     Tensor,
-    /// FP8 codes with scales of their own for blocks of (1, [`Block::ALL`]), (1, 128) or (128, 128) with fp32 scales,
-    /// (1, 32) or (32, 32) with E8M0; row 0 begins a block.
+    /// FP8 codes with scales of their own for blocks of (1, [`Block::ALL`]) or (128, 128) with fp32 scales, or
+    /// (32, 32) with E8M0; row 0 begins a block.
     Blocks(Block, BlockScale),
 }
 

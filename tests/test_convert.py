@@ -12,7 +12,7 @@ from torch import nn
 from distributed import ranks
 from fp8rs import nn as fp8nn
 from fp8rs.convert.convert import convert_to_float8_training
-from fp8rs.quantize.recipes import DelayedScaling, Float8CurrentScaling
+from fp8rs.quantize.recipes import DelayedScaling, Float8CurrentScaling, Float8RowwiseScaling
 
 
 class Model(nn.Module):
@@ -476,6 +476,70 @@ def test_the_gather_is_on_by_default():
 def test_torchao_configs_that_no_recipe_does(config, field):
     with pytest.raises(ValueError, match=field):
         convert_to_float8_training(Model(), config=config)
+
+
+AXISWISE = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
+E4M3_AXISWISE = CastConfig(
+    scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=torch.float8_e4m3fn
+)
+NAMED = {
+    # What torchao's Float8LinearConfig.from_recipe_name gives for its three names.
+    "tensorwise": Float8LinearConfig(),
+    "rowwise": Float8LinearConfig(
+        cast_config_input=E4M3_AXISWISE,
+        cast_config_weight=E4M3_AXISWISE,
+        cast_config_grad_output=E4M3_AXISWISE,
+        round_scales_to_power_of_2=True,
+    ),
+    "rowwise_with_gw_hp": Float8LinearConfig(
+        cast_config_input=AXISWISE,
+        cast_config_weight=AXISWISE,
+        cast_config_grad_output=E4M3_AXISWISE,
+        cast_config_input_for_grad_weight=CastConfig(ScalingType.DISABLED),
+        cast_config_grad_output_for_grad_weight=CastConfig(ScalingType.DISABLED),
+        cast_config_weight_for_grad_input=CastConfig(target_dtype=torch.float8_e4m3fn),
+    ),
+}
+
+
+def test_torchaos_recipe_names_as_configs():
+    model = convert_to_float8_training(Model(), config=NAMED["tensorwise"])
+    assert model.head.recipe == Float8CurrentScaling(fp8_format="hybrid")
+    model = convert_to_float8_training(Model(), config=NAMED["rowwise"])
+    assert model.head.recipe == Float8RowwiseScaling(power_2_scale=True)
+    with pytest.raises(ValueError, match=r'one GEMM in high precision: .* recipe="rowwise"'):
+        convert_to_float8_training(Model(), config=NAMED["rowwise_with_gw_hp"])
+
+
+def test_torchaos_recipe_names_as_recipes():
+    model = convert_to_float8_training(Model(), recipe="tensorwise")
+    assert model.head.recipe == Float8CurrentScaling()
+    model = convert_to_float8_training(Model(), recipe="rowwise")
+    assert model.head.recipe == Float8RowwiseScaling()
+    with pytest.raises(ValueError, match=r'one GEMM in high precision: .* recipe="rowwise"'):
+        convert_to_float8_training(Model(), recipe="rowwise_with_gw_hp")
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_recipe_name_is_no_config(name):
+    with pytest.raises(TypeError, match=f"recipe='{name}', or Float8LinearConfig.from_recipe_name"):
+        convert_to_float8_training(Model(), config=name)
+
+
+def test_the_names_are_those_of_torchao():
+    """With torchao itself, where it is installed."""
+    torchao = pytest.importorskip("torchao.float8")
+    names = {name.value for name in torchao.config.Float8LinearRecipeName}
+    assert names == set(NAMED)
+    for name in ("tensorwise", "rowwise"):
+        theirs = torchao.Float8LinearConfig.from_recipe_name(name)
+        model = convert_to_float8_training(Model(), config=theirs)
+        again = convert_to_float8_training(Model(), config=NAMED[name])
+        assert model.head.recipe == again.head.recipe
+    with pytest.raises(ValueError, match="one GEMM in high precision"):
+        convert_to_float8_training(
+            Model(), config=torchao.Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
+        )
 
 
 # --- a model from transformers ---------------------------------------------------------------

@@ -32,6 +32,21 @@ def test_a_kernel_without_room_for_its_outputs_raises_what_torch_raises():
         ops.quantize(huge, torch.tensor(1.0), E4M3)
 
 
+def test_a_plane_that_nobody_asked_for_is_a_tensor_of_its_own(device):
+    """Over memory that all of them share, of which there is none."""
+    x, scale = torch.ones(4, 6, device=device), torch.tensor(1.0, device=device)
+    first, second = (ops.quantize(x, scale, E4M3)[1] for _ in range(2))
+    assert (first.shape, first.dtype, first.device) == ((0,), E4M3, x.device)
+    assert first is not second
+    first.resize_(3).fill_(1.0)
+    first.label = "mine"
+    third = ops.quantize(x, scale, E4M3)[1]
+    assert third.shape == second.shape == (0,)
+    assert not hasattr(third, "label")
+    with torch.inference_mode():
+        assert ops.quantize(x, scale, E4M3)[1].shape == (0,)
+
+
 def test_errors_are_raised_under_a_torch_function_mode():
     with torch.device("cpu"), pytest.raises(TypeError, match=r"^x has dtype float64"):
         ops.amax(torch.ones(2, dtype=torch.float64))

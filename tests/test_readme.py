@@ -54,7 +54,9 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.newest_torch
 @pytest.mark.parametrize(
-    "page", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=lambda p: p.name
+    "page",
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benches/*.md")],
+    ids=lambda p: p.relative_to(ROOT).as_posix(),
 )
 def test_links_lead_somewhere(page: Path) -> None:
     for link, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", page.read_text()):

@@ -31,6 +31,7 @@ from . import nn
 from ._core import CudaError, UnsupportedError, __version__
 
 if TYPE_CHECKING:
+    from fp8rs.convert.report import report
     from fp8rs.fsdp import precompute_float8_dynamic_scale_for_fsdp
 
 __all__ = [
@@ -58,13 +59,18 @@ __all__ = [
     "optimizer_stepped",
     "precompute_float8_dynamic_scale_for_fsdp",
     "quantized_init",
+    "report",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    # It imports torch.distributed.tensor, which takes two seconds: only for those who shard.
+    # They import torch.distributed.tensor, which takes two seconds: only for those who shard.
     if name == "precompute_float8_dynamic_scale_for_fsdp":
         from fp8rs.fsdp import precompute_float8_dynamic_scale_for_fsdp
 
         return precompute_float8_dynamic_scale_for_fsdp
+    if name == "report":
+        from fp8rs.convert.report import report
+
+        return report
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +34,8 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--ranks", type=_positive, help="processes to train on (default: 2 on CPU, else every GPU)"
     )
-    demo.add_argument("--recipe", default="current", help=f"{', '.join(RECIPES)}; default: current")
+    recipes = f"{', '.join(RECIPES)}; default: current"
+    demo.add_argument("--recipe", default="current", help=recipes)
     demo.add_argument("--steps", type=_positive, help="training steps of each run")
     demo.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     demo.add_argument(
@@ -59,10 +61,34 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
     doctor = commands.add_parser(
         "doctor",
-        help="what this machine can run, and why not",
-        description="Versions, driver, devices, and which recipes run here by which path.",
+        help="what this machine can run, and why not; what converting a model would come to",
+        description="Versions, driver, devices, and which recipes run here by which path. With a "
+        "model's script: what would be converted, what a step would gather and the memory that a "
+        "rank would need. The model is made on the meta device, and takes no memory here.",
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.add_argument(
+        "script",
+        nargs="?",
+        metavar="MODEL_SCRIPT[:function]",
+        help="a Python file with a function that returns the model; default function: model",
+    )
+    model = doctor.add_argument_group("with a model's script")
+    model.add_argument(
+        "--recipe", default="current", help=f"{', '.join(RECIPES)}; default: current"
+    )
+    model.add_argument(
+        "--leave-out",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="leave out layers with this in their name (filter_fqns); may be repeated",
+    )
+    model.add_argument("--ranks", type=_positive, default=8, help="that shard it; default: 8")
+    model.add_argument("--optimizer", default="adamw", help="default: adamw")
+    model.add_argument("--link", type=float, metavar="GB/S", help="what a rank takes in by link")
+    model.add_argument("--tflops", type=float, help="what a GPU reaches in this model's GEMMs")
+    model.add_argument("--tokens", type=_positive, help="a rank and step")
     doctor.set_defaults(run=_doctor)
     return parser
 
@@ -90,8 +116,31 @@ def _demo(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from fp8rs import doctor
 
+    if options.script is not None:
+        return _doctor_of_a_model(options)
     findings = doctor.examine()
     print(doctor.as_json(findings) if options.json else doctor.as_text(findings))
+    return 0
+
+
+def _doctor_of_a_model(options: argparse.Namespace) -> int:
+    from fp8rs import doctor, report
+
+    try:
+        found = report(
+            doctor.load_model(options.script),
+            recipe=options.recipe,
+            filter_fqns=options.leave_out,
+            world_size=options.ranks,
+            optimizer=options.optimizer,
+            link_bandwidth=None if options.link is None else options.link * 1e9,
+            gpu_flops=None if options.tflops is None else options.tflops * 1e12,
+            tokens=options.tokens,
+        )
+    except (doctor.ScriptError, ValueError) as error:
+        print(f"fp8rs doctor: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(found.as_dict(), indent=2) if options.json else found)
     return 0
 
 

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -36,15 +38,14 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def current_stream_id(device: torch.device) -> int:
-    """The current stream of a CUDA device as a number, 0 elsewhere.
+def current_stream_id(x: Tensor) -> int:
+    """The current stream of a CUDA tensor's device as a number, 0 elsewhere.
 
     ``torch.cuda.current_stream`` makes an object for it, which takes ten times as long.
     """
-    if device.type != "cuda":
+    if not x.is_cuda:
         return 0
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(torch._C._cuda_getCurrentRawStream(index))
+    return int(torch._C._cuda_getCurrentRawStream(x.device.index))
 
 
 def allow_in_graph(function: F) -> F:
@@ -81,6 +82,25 @@ def become(parameter: Tensor, new: Tensor) -> None:
             other.__dict__[mark] = value
     other.grad = parameter.grad
     torch.utils.swap_tensors(parameter, other)
+
+
+def is_traced(data: Tensor) -> bool:
+    """Whether a tensor stands for another one in a compiler's trace, or has no data at all."""
+    return isinstance(data, FakeTensor | FunctionalTensor)
+
+
+def wrapper_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool) -> Any:
+    """An instance of ``cls`` with the sizes of ``data``, which may be fake, and no storage."""
+    return make_wrapper_subclass(
+        cls,
+        data.shape,
+        strides=data.stride(),
+        storage_offset=data.storage_offset(),
+        dtype=data.dtype,
+        layout=data.layout,
+        device=data.device,
+        requires_grad=requires_grad,
+    )
 
 
 def is_view_of_flat_parameter(weight: Tensor) -> bool:
@@ -123,6 +143,22 @@ def fsdp_param_groups(module: Any) -> list[Any]:
     return list(groups)
 
 
+def fsdp_place(fsdp_param: Any) -> tuple[Any, str, Any]:
+    """The module of one of a group's parameters, its name there, and the sharded parameter."""
+    place = fsdp_param._module_info
+    return place.module, place.param_name, fsdp_param.sharded_param
+
+
+def reduces_in_stored_dtype() -> bool:
+    """Whether FSDP2 without a ``reduce_dtype`` reduces gradients in the parameters' own dtype.
+
+    Newer torch does; older ones reduce them in the dtype that they come in.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    return hasattr(FSDPParamGroup, "_get_reduce_dtype")
+
+
 def is_gathered_for_forward(root: Any, module: Any) -> bool:
     """Whether FSDP2 is gathering a module's parameters for a forward, below ``root``.
 
@@ -134,3 +170,12 @@ def is_gathered_for_forward(root: Any, module: Any) -> bool:
                 if any(p._module_info.module is module for p in group.fsdp_params):
                     return bool(group._training_state.name == "FORWARD")
     return False
+
+
+def check_graph_capture(optimizer: Any) -> None:
+    """Refuse a step of an optimizer in a graph capture for which it is not declared capturable."""
+    for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
+        check = getattr(optimizer, name, None)
+        if check is not None:
+            check()
+            return

@@ -1,17 +1,22 @@
 """``python -m fp8rs doctor``: what this machine can run, by which path, and the reason for each no.
 
-Nothing here needs a GPU or libcuda: what is missing is a finding.
+Nothing here needs a GPU or libcuda: what is missing is a finding. With a model's script, what
+converting that model would come to (``fp8rs.report``).
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import json
 import os
 import platform
+import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path as File
 
 import torch
+from torch import nn
 
 from fp8rs import _core
 from fp8rs.gemm.devices import RECIPE_NAMES, Capability, gpu_path
@@ -157,3 +162,49 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+# --- a model -------------------------------------------------------------------------------------
+
+
+class ScriptError(Exception):
+    """A model's script that cannot be used, and why."""
+
+
+def load_model(script: str) -> nn.Module:
+    """The model that a script's function makes, on the meta device: without memory for it.
+
+    Args:
+        script: ``FILE.py:function``; the function is called without arguments, and named "model"
+            if it is not given. The file runs as a module, so what is under
+            ``if __name__ == "__main__"`` does not.
+
+    Raises:
+        ScriptError: there is no such file or function, or it gives no nn.Module.
+    """
+    name, _, function = script.rpartition(":") if script.rpartition(":")[0] else (script, "", "")
+    function = function or "model"
+    file = File(name)
+    if not file.is_file():
+        raise ScriptError(f"there is no file {name}")
+    found = importlib.util.spec_from_file_location(file.stem, file)
+    if found is None or found.loader is None:
+        raise ScriptError(f"{name} is no Python file")
+    module = importlib.util.module_from_spec(found)
+    sys.modules[file.stem] = module
+    sys.path.insert(0, str(file.parent.resolve()))  # what a script imports from beside itself
+    with torch.device("meta"):
+        found.loader.exec_module(module)
+        make = getattr(module, function, None)
+        if not callable(make):
+            known = [
+                n for n, v in vars(module).items() if getattr(v, "__module__", "") == file.stem
+            ]
+            raise ScriptError(
+                f"{name} has no function {function!r} that makes the model. Name one of its own "
+                f"after a colon: {', '.join(known) or 'it has none'}"
+            )
+        model = make()
+    if not isinstance(model, nn.Module):
+        raise ScriptError(f"{function}() gives {type(model).__name__}, not a torch.nn.Module")
+    return model

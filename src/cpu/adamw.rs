@@ -1,7 +1,7 @@
 //! The optimizer's step over a list of tensors.
 //!
 //! Elements are taken [`CHUNK`] at a time: what is read is widened to fp32, the update is one loop over fp32, and what
-//! is written is narrowed. Codes with scales of their own are made a block at a time, from the block's new values.
+//! is written is narrowed. Codes with scales of their own are made of new values that wait until their maxima are known.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -18,11 +18,14 @@ use crate::format::random::Words;
 use crate::format::scale::reciprocal;
 use crate::format::wide::{INF_BITS, NAN_BITS};
 use crate::format::{DType, Fp8Format, e8m0};
-use crate::layout::{Matrix, View};
+use crate::layout::{Block, Matrix, View};
 use crate::spec::{AdamWCall, AdamWTensor, BlockScale, Target};
 
-/// Elements that are updated together.
+/// Elements that are updated together: a multiple of the columns of every square block.
 const CHUNK: usize = 512;
+
+/// The fewest columns of a block.
+const SMALLEST: usize = 32;
 
 /// A tensor's part in a call: its views, each as one row.
 struct Task {
@@ -154,7 +157,7 @@ impl Room {
     }
 
     /// The new values of some elements (at most [`CHUNK`]), and with `keep` their moments and masters. Codes are read
-    /// with `scale`.
+    /// with a scale for each `width` of them.
     ///
     /// # Safety
     /// The elements are there, and nobody else uses them meanwhile.
@@ -163,14 +166,13 @@ impl Room {
         &mut self,
         task: &Task,
         at: Range<usize>,
-        scale: f32,
+        (scales, width): (&[f32], usize),
         keep: bool,
         values: &mut [f32],
     ) {
         let n = at.len();
         let [exp_avg, exp_avg_sq] = &mut self.moments;
-        let (grad, exp_avg, exp_avg_sq) =
-            (&mut self.grad[..n], &mut exp_avg[..n], &mut exp_avg_sq[..n]);
+        let (grad, exp_avg, exp_avg_sq) = (&mut self.grad[..n], &mut exp_avg[..n], &mut exp_avg_sq[..n]);
         let values = &mut values[..n];
         // SAFETY: the caller's promise.
         unsafe {
@@ -183,8 +185,11 @@ impl Room {
                 None => {
                     let mut unused = Vec::new();
                     let codes = task.param.row::<u8>(0, at.clone(), &mut unused);
-                    for (value, code) in values.iter_mut().zip(codes) {
-                        *value = C::decode(*code) * scale;
+                    let parts = values.chunks_mut(width).zip(codes.chunks(width));
+                    for ((values, codes), scale) in parts.zip(scales) {
+                        for (value, code) in values.iter_mut().zip(codes) {
+                            *value = C::decode(*code) * *scale;
+                        }
                     }
                 }
             }
@@ -206,21 +211,32 @@ impl Room {
         }
     }
 
-    /// The codes of values.
+    /// The codes of values (at most [`CHUNK`]), with a factor for each `width` of them.
     ///
     /// # Safety
     /// As for [`Self::update`].
     #[inline(always)]
-    unsafe fn encode<C: Codes>(&mut self, task: &Task, at: Range<usize>, values: &[f32], q: f32) {
+    unsafe fn encode<C: Codes>(
+        &mut self,
+        task: &Task,
+        at: Range<usize>,
+        values: &[f32],
+        (factors, width): (&[f32], usize),
+    ) {
         // SAFETY: the caller's promise; codes are bytes.
         let out = unsafe { task.param.row_mut::<u8>(0, at.clone()) };
+        let parts = out.chunks_mut(width).zip(values.chunks(width)).zip(factors);
         let Some(words) = task.words else {
-            rows::cast::<f32, C, false>(values, q, out);
+            for ((out, values), q) in parts {
+                rows::cast::<f32, C, false>(values, *q, out);
+            }
             return;
         };
         let words = self.words.words(words, task.offset.wrapping_add(at.start as u64), at.len());
-        for ((out, value), word) in out.iter_mut().zip(values).zip(words) {
-            *out = C::encode_stochastic(*value * q, *word);
+        for (((out, values), q), words) in parts.zip(words.chunks(width)) {
+            for ((out, value), word) in out.iter_mut().zip(values).zip(words) {
+                *out = C::encode_stochastic(*value * *q, *word);
+            }
         }
     }
 }
@@ -248,10 +264,10 @@ impl<C: Codes> Kernel for Elements<'_, C> {
             let values = &mut values[..at.len()];
             // SAFETY: this piece is the only one that has these elements.
             unsafe {
-                room.update::<C>(task, at.clone(), scale, keep, values);
+                room.update::<C>(task, at.clone(), (&[scale], CHUNK), keep, values);
                 match task.target {
                     Target::Plain => store(values, &task.param, at),
-                    Target::Tensor => room.encode::<C>(task, at, values, q),
+                    Target::Tensor => room.encode::<C>(task, at, values, (&[q], CHUNK)),
                     Target::Measure | Target::Blocks(..) => {}
                 }
             }
@@ -268,61 +284,82 @@ struct Blocks<'a, C> {
     format: std::marker::PhantomData<C>,
 }
 
+impl<C: Codes> Blocks<'_, C> {
+    /// Writes a block's scale, and gives the factor that it quantizes with.
+    ///
+    /// # Safety
+    /// There is a scale of this index, and nobody else uses it meanwhile.
+    unsafe fn rescale(&self, scales: &Matrix, index: usize, kind: BlockScale, amax: f32) -> f32 {
+        match kind {
+            BlockScale::F32(rule) => {
+                let scale = rule.scale(amax, C::FORMAT);
+                // SAFETY: the caller's promise; such scales are of fp32.
+                unsafe { scales.write(0, index, scale) };
+                reciprocal(scale)
+            }
+            BlockScale::E8m0(rounding) => {
+                let byte = e8m0::from_amax(amax, C::FORMAT, rounding);
+                // SAFETY: the caller's promise; such scales are bytes.
+                unsafe { scales.write(0, index, byte) };
+                e8m0::reciprocal(byte)
+            }
+        }
+    }
+}
+
 impl<C: Codes> Kernel for Blocks<'_, C> {
     type Output = ();
 
+    /// A stretch of columns after the other: as many whole squares as a chunk has, or the whole row.
     #[inline(always)]
     fn run(self) {
         let (task, mut room) = (self.task, Room::new());
-        let Target::Blocks(block, kind) = task.target else { return };
+        let (Target::Blocks(block, kind), Some(scales)) = (task.target, task.scale) else { return };
         let columns = task.shape.1;
-        let width = block.cols.min(columns);
-        let mut values = vec![0.0_f32; self.rows.len() * width];
         let across = block.grid(1, columns).1;
-        for number in 0..across {
-            let index = self.rows.start / block.rows * across + number;
-            // SAFETY: this piece is the only one that has this block, its scale among it.
-            let scale = unsafe { task.scale_at(index) };
-            let cols = number * width..((number + 1) * width).min(columns);
-            let values = &mut values[..self.rows.len() * cols.len()];
-            // The part of the values and of the tensor that each of the block's rows has, cut into chunks.
-            let rows = self.rows.clone();
-            let parts = move || {
-                rows.clone().enumerate().flat_map({
-                    let cols = cols.clone();
-                    move |(i, row)| {
-                        let cols = cols.clone();
-                        cols.clone().step_by(CHUNK).map(move |col| {
-                            let n = CHUNK.min(cols.end - col);
-                            let (from, at) = (i * cols.len() + col - cols.start, row * columns + col);
-                            (from..from + n, at..at + n)
-                        })
-                    }
-                })
-            };
-            for (from, at) in parts() {
-                // SAFETY: as above.
-                unsafe { room.update::<C>(task, at, scale, true, &mut values[from]) };
+        if across == 0 {
+            return;
+        }
+        let (stretch, width) =
+            if block.cols == Block::ALL { (columns.max(1), CHUNK) } else { (CHUNK, block.cols) };
+        let mut values = vec![0.0_f32; self.rows.len() * stretch.min(columns)];
+        for start in (0..columns.max(1)).step_by(stretch) {
+            let cols = start..(start + stretch).min(columns);
+            let blocks = if block.cols == Block::ALL { 1 } else { cols.len().div_ceil(width) };
+            let first = self.rows.start / block.rows * across + start / block.cols;
+            let mut factors = [0.0_f32; CHUNK / SMALLEST];
+            for (i, factor) in factors[..blocks].iter_mut().enumerate() {
+                // SAFETY: this piece is the only one that has these blocks, their scales among them.
+                *factor = unsafe { task.scale_at(first + i) };
             }
-            let amax = f32::from_bits(rows::amax(values));
-            let Some(scales) = task.scale else { return };
-            let q = match kind {
-                BlockScale::F32(rule) => {
-                    let scale = rule.scale(amax, C::FORMAT);
-                    // SAFETY: as above, of fp32.
-                    unsafe { scales.write(0, index, scale) };
-                    reciprocal(scale)
+            // The largest magnitude of each column of a chunk.
+            let mut largest = [0_u32; CHUNK];
+            for (i, row) in self.rows.clone().enumerate() {
+                for col in cols.clone().step_by(CHUNK) {
+                    let at = row * columns + col..row * columns + (col + CHUNK).min(cols.end);
+                    let from = i * cols.len() + col - start;
+                    let values = &mut values[from..from + at.len()];
+                    // SAFETY: as above.
+                    unsafe { room.update::<C>(task, at, (&factors, width), true, values) };
+                    for (largest, value) in largest.iter_mut().zip(values) {
+                        *largest = (*largest).max(value.magnitude());
+                    }
                 }
-                BlockScale::E8m0(rounding) => {
-                    let byte = e8m0::from_amax(amax, C::FORMAT, rounding);
-                    // SAFETY: as above, of bytes.
-                    unsafe { scales.write(0, index, byte) };
-                    e8m0::reciprocal(byte)
-                }
-            };
-            for (from, at) in parts() {
+            }
+            for (i, (factor, largest)) in factors[..blocks].iter_mut().zip(largest.chunks(width)).enumerate()
+            {
+                let bits = largest.iter().fold(0, |before, bits| before.max(*bits));
                 // SAFETY: as above.
-                unsafe { room.encode::<C>(task, at, &values[from], q) };
+                *factor = unsafe { self.rescale(&scales, first + i, kind, f32::from_bits(bits)) };
+            }
+            for (i, row) in self.rows.clone().enumerate() {
+                for col in cols.clone().step_by(CHUNK) {
+                    let at = row * columns + col..row * columns + (col + CHUNK).min(cols.end);
+                    let from = i * cols.len() + col - start;
+                    let values = &values[from..from + at.len()];
+                    // SAFETY: as above.
+                    unsafe { room.encode::<C>(task, at, values, (&factors, width)) };
+                }
             }
         }
     }
@@ -340,10 +377,8 @@ pub(crate) fn adamw(call: AdamWCall) {
     let hyper = Hyper { lr: lr.map_or(shared.hyper.lr, f64::from), ..shared.hyper };
     let task = |tensor| Task::new(&call, &hyper, grad_scale, tensor);
     let tasks: Vec<Task> = call.tensors.iter().map(task).collect();
-    let pieces: Vec<(&Task, Range<usize>)> = tasks
-        .iter()
-        .flat_map(|task| task.pieces().into_iter().map(move |piece| (task, piece)))
-        .collect();
+    let pieces: Vec<(&Task, Range<usize>)> =
+        tasks.iter().flat_map(|task| task.pieces().into_iter().map(move |piece| (task, piece))).collect();
     let elements: usize = tasks.iter().map(|task| task.param.numel()).sum();
     pool::for_each(pieces.len(), elements >= PARALLEL, |i| {
         let (task, piece) = &pieces[i];

@@ -296,15 +296,28 @@ mod tests {
     fn stochastic_rounding_is_as_defined() {
         let agrees = |x: f32, word: u32| {
             for x in [x, -x] {
-                assert_eq!(E4m3::encode_stochastic(x, word), Fp8Format::E4m3.encode_stochastic(x, word), "{x:e}");
-                assert_eq!(E5m2::encode_stochastic(x, word), Fp8Format::E5m2.encode_stochastic(x, word), "{x:e}");
+                assert_eq!(
+                    E4m3::encode_stochastic(x, word),
+                    Fp8Format::E4m3.encode_stochastic(x, word),
+                    "{x:e}"
+                );
+                assert_eq!(
+                    E5m2::encode_stochastic(x, word),
+                    Fp8Format::E5m2.encode_stochastic(x, word),
+                    "{x:e}"
+                );
             }
         };
         for exponent in 0..=255_u32 {
             for mantissa in (0..0x0080_0000_u32).step_by(0x3_FF1) {
                 let x = f32::from_bits(exponent << 23 | mantissa);
                 for way in [0, mantissa << 4, mantissa << 3, mantissa, u32::MAX >> 8] {
-                    for word in [way << 8, (way << 8).wrapping_sub(1), (way << 8) + 0xFF, way.wrapping_mul(0x9E37_79B9)] {
+                    for word in [
+                        way << 8,
+                        (way << 8).wrapping_sub(1),
+                        (way << 8) + 0xFF,
+                        way.wrapping_mul(0x9E37_79B9),
+                    ] {
                         agrees(x, word);
                     }
                 }

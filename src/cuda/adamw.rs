@@ -1,3 +1,254 @@
+//! The optimizer's step over a list of tensors, in as few launches as their kinds allow.
+
+use super::driver::{Args, Grid, launch};
+use super::table::{Kernel, kernel};
+use super::tensorwise::Rule;
+use super::views::{aligned, ordinal};
+use super::workspace::{PER_CHUNK, meetings};
 use crate::error::Error;
-use crate::spec::{AdamWCall, Stream};
-pub(crate) fn adamw(_call: AdamWCall, _stream: Stream) -> Result<(), Error> { todo!() }
+use crate::format::e8m0::Rounding;
+use crate::layout::{DType, Device};
+use crate::spec::{AdamWCall, AdamWTensor, BlockScale, ScaleRule, Stream, Target};
+
+/// Entries of a launch: the parameters of a kernel have 32 KB.
+const ENTRIES: usize = 290;
+const _: () = assert!(ENTRIES <= PER_CHUNK);
+
+/// Elements that a block of threads takes of a tensor without scales to find.
+const PER_BLOCK: usize = 4096;
+
+/// Flags of an entry (`kernels/adamw.cuh`).
+const GRAD_BF16: u32 = 1;
+const GRAD_F16: u32 = 2;
+const MOMENTS_BF16: u32 = 4;
+const VECTORS: u32 = 8;
+const IS_E5M2: u32 = 16;
+const IS_E8M0: u32 = 32;
+
+/// Flags of a launch.
+const MAXIMIZE: u32 = 1;
+const STOCHASTIC: u32 = 2;
+const FLOOR: u32 = 4;
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct AdamWEntry {
+    grad: *const u8,
+    exp_avg: *mut u8,
+    exp_avg_sq: *mut u8,
+    param: *mut u8,
+    master: *mut u8,
+    step: *const u8,
+    scale: *mut u8,
+    new_scale: *const u8,
+    amax: *mut u8,
+    rows: u64,
+    cols: u64,
+    offset: u64,
+    first_block: u32,
+    stream: u32,
+    flags: u32,
+    unused: u32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct AdamWArgs {
+    lr: *const u8,
+    grad_scale: *const u8,
+    found_inf: *const u8,
+    meetings: *mut u8,
+    lr_value: f64,
+    beta1: f64,
+    beta2: f64,
+    eps: f64,
+    weight_decay: f64,
+    seed: u64,
+    rule: Rule,
+    flags: u32,
+    count: u32,
+    blocks: u32,
+    entries: [AdamWEntry; ENTRIES],
+}
+
+// SAFETY: it is `repr(C)` and mirrors the struct of that name in the kernels; its size is tested.
+unsafe impl Args for AdamWArgs {}
+
+macro_rules! kernels {
+    ($($name:ident = $module:ident $entry:literal;)*) => {
+        $(static $name: Kernel = kernel!($module, $entry, AdamWArgs);)*
+
+        #[cfg(test)]
+        pub(super) fn kernels() -> Vec<&'static Kernel> {
+            vec![$(&$name),*]
+        }
+    };
+}
+
+kernels! {
+    PLAIN_F32 = AdamW "adamw_f32";
+    PLAIN_BF16 = AdamW "adamw_bf16";
+    PLAIN_F16 = AdamW "adamw_f16";
+    CODES = AdamW "adamw_codes";
+    ROW_4096 = AdamWBlocks "adamw_row_4096";
+    ROW_16384 = AdamWBlocks "adamw_row_16384";
+    SQUARE_128 = AdamWBlocks "adamw_square_128";
+    SQUARE_32 = AdamWBlocks "adamw_square_32";
+    ROW_TWICE = AdamWBlocks "adamw_row_twice";
+    SQUARE_128_TWICE = AdamWBlocks "adamw_square_128_twice";
+    SQUARE_32_TWICE = AdamWBlocks "adamw_square_32_twice";
+}
+
+/// What takes a tensor: the kernel, its threads, and how many blocks of them.
+type Way = (&'static Kernel, u32, u64);
+
+/// Whether four neighbours, from a multiple of four on, can be read and written at once.
+fn four_at_once(tensor: &AdamWTensor, target: &Target) -> bool {
+    let views = [
+        (tensor.grad.ptr(), tensor.grad.dtype()),
+        (tensor.exp_avg.ptr().cast_const(), tensor.exp_avg.dtype()),
+        (tensor.exp_avg_sq.ptr().cast_const(), tensor.exp_avg_sq.dtype()),
+        (tensor.param.ptr().cast_const(), tensor.param.dtype()),
+    ];
+    let master = tensor.master.iter().map(|master| (master.ptr().cast_const(), DType::F32));
+    let rows = !matches!(target, Target::Blocks(..)) || tensor.param.cols().is_multiple_of(4);
+    rows && tensor.offset.is_multiple_of(4)
+        && views.into_iter().chain(master).all(|(ptr, dtype)| aligned(ptr, 4 * dtype.size()))
+}
+
+fn way(tensor: &AdamWTensor, target: &Target, vectors: bool) -> Way {
+    let (rows, cols) = tensor.param.shape();
+    let blocks = |of: usize| rows.div_ceil(of) as u64 * cols.div_ceil(of) as u64;
+    match target {
+        Target::Blocks(block, _) => match (block.rows, vectors) {
+            (1, true) if cols <= 4096 => (&ROW_4096, 512, rows as u64),
+            (1, true) if cols <= 16384 => (&ROW_16384, 512, rows as u64),
+            (1, _) => (&ROW_TWICE, 512, rows as u64),
+            (32, true) => (&SQUARE_32, 256, blocks(32).div_ceil(8)),
+            (32, false) => (&SQUARE_32_TWICE, 512, blocks(32)),
+            (_, true) => (&SQUARE_128, 512, blocks(128)),
+            (_, false) => (&SQUARE_128_TWICE, 512, blocks(128)),
+        },
+        _ => {
+            let kernel = match tensor.param.dtype() {
+                DType::F32 => &PLAIN_F32,
+                DType::Bf16 => &PLAIN_BF16,
+                DType::F16 => &PLAIN_F16,
+                _ => &CODES,
+            };
+            // Without elements too there is an amax to write, or a scale.
+            let least = u64::from(tensor.amax.is_some() || tensor.new_scale.is_some());
+            (kernel, 256, ((rows * cols).div_ceil(PER_BLOCK) as u64).max(least))
+        }
+    }
+}
+
+fn entry(tensor: &AdamWTensor, vectors: bool) -> AdamWEntry {
+    let grad = match tensor.grad.dtype() {
+        DType::Bf16 => GRAD_BF16,
+        DType::F16 => GRAD_F16,
+        _ => 0,
+    };
+    let flag = |is, flag| if is { flag } else { 0 };
+    let scale = tensor.scale.as_ref();
+    let flags = grad
+        | flag(tensor.exp_avg.dtype() == DType::Bf16, MOMENTS_BF16)
+        | flag(vectors, VECTORS)
+        | flag(tensor.param.dtype() == DType::E5m2, IS_E5M2)
+        | flag(scale.is_some_and(|scale| scale.dtype() == DType::E8m0), IS_E8M0);
+    AdamWEntry {
+        grad: tensor.grad.ptr(),
+        exp_avg: tensor.exp_avg.ptr(),
+        exp_avg_sq: tensor.exp_avg_sq.ptr(),
+        param: tensor.param.ptr(),
+        master: tensor.master.as_ref().map_or(std::ptr::null_mut(), |master| master.ptr()),
+        step: tensor.step.ptr(),
+        scale: scale.map_or(std::ptr::null_mut(), |scale| scale.ptr()),
+        new_scale: tensor.new_scale.as_ref().map_or(std::ptr::null(), |scale| scale.ptr()),
+        amax: tensor.amax.as_ref().map_or(std::ptr::null_mut(), |amax| amax.ptr()),
+        rows: tensor.param.rows() as u64,
+        cols: tensor.param.cols() as u64,
+        offset: tensor.offset,
+        first_block: 0,
+        stream: tensor.stream,
+        flags,
+        unused: 0,
+    }
+}
+
+pub(crate) fn adamw(call: AdamWCall, stream: Stream) -> Result<(), Error> {
+    let AdamWCall { shared, tensors } = call;
+    let Some(Device::Cuda(_)) = tensors.first().map(|tensor| tensor.param.device()) else { return Ok(()) };
+    let device = ordinal(tensors[0].param.device());
+    let (rule, floor) = match shared.target {
+        Target::Blocks(_, BlockScale::F32(rule)) => (rule, false),
+        Target::Blocks(_, BlockScale::E8m0(rounding)) => (ScaleRule::default(), rounding == Rounding::Floor),
+        _ => (ScaleRule::default(), false),
+    };
+    let flag = |is, flag| if is { flag } else { 0 };
+    let one = |view: Option<crate::layout::View>| view.map_or(std::ptr::null(), |view| view.ptr());
+    let hyper = shared.hyper;
+    let mut args = AdamWArgs {
+        lr: one(shared.lr),
+        grad_scale: one(shared.grad_scale),
+        found_inf: one(shared.found_inf),
+        meetings: std::ptr::null_mut(),
+        lr_value: hyper.lr,
+        beta1: hyper.beta1,
+        beta2: hyper.beta2,
+        eps: hyper.eps,
+        weight_decay: hyper.weight_decay,
+        seed: shared.stochastic.unwrap_or(0),
+        rule: rule.into(),
+        flags: flag(hyper.maximize, MAXIMIZE)
+            | flag(shared.stochastic.is_some(), STOCHASTIC)
+            | flag(floor, FLOOR),
+        count: 0,
+        blocks: 0,
+        entries: [AdamWEntry {
+            grad: std::ptr::null(),
+            exp_avg: std::ptr::null_mut(),
+            exp_avg_sq: std::ptr::null_mut(),
+            param: std::ptr::null_mut(),
+            master: std::ptr::null_mut(),
+            step: std::ptr::null(),
+            scale: std::ptr::null_mut(),
+            new_scale: std::ptr::null(),
+            amax: std::ptr::null_mut(),
+            rows: 0,
+            cols: 0,
+            offset: 0,
+            first_block: 0,
+            stream: 0,
+            flags: 0,
+            unused: 0,
+        }; ENTRIES],
+    };
+    let mut ways: Vec<(Way, AdamWEntry)> = Vec::with_capacity(tensors.len());
+    for tensor in &tensors {
+        let vectors = four_at_once(tensor, &shared.target);
+        let way = way(tensor, &shared.target, vectors);
+        if way.2 > 0 {
+            ways.push((way, entry(tensor, vectors)));
+        }
+    }
+    // By kernel; a stable sort, so that a list's order stays.
+    ways.sort_by_key(|((kernel, ..), _)| std::ptr::from_ref(*kernel).addr());
+    for own in ways.chunk_by(|(a, _), (b, _)| std::ptr::eq(a.0, b.0)) {
+        for part in own.chunks(ENTRIES) {
+            let mut blocks = 0_u64;
+            for (slot, ((_, _, count), entry)) in args.entries.iter_mut().zip(part) {
+                // 2^32 blocks are 2^41 elements at least: more than any device holds.
+                *slot = AdamWEntry { first_block: blocks as u32, ..*entry };
+                blocks += count;
+            }
+            let ((kernel, threads, _), first) = part[0];
+            args.count = part.len() as u32;
+            args.blocks = blocks as u32;
+            let meets = !first.amax.is_null() || !first.new_scale.is_null();
+            args.meetings = if meets { meetings(device, stream, part.len())? } else { std::ptr::null_mut() };
+            launch(device, stream, kernel, Grid { blocks, threads }, &args)?;
+        }
+    }
+    Ok(())
+}

@@ -49,5 +49,5 @@ pub(crate) fn absent(_: crate::spec::Stream) -> Result<(), crate::Error> {
 /// Every kernel that something launches.
 #[cfg(all(test, feature = "cuda"))]
 fn kernels() -> Vec<&'static table::Kernel> {
-    [tensorwise::kernels(), codes::kernels(), blocks::kernels()].concat()
+    [adamw::kernels(), blocks::kernels(), codes::kernels(), random::kernels(), tensorwise::kernels()].concat()
 }

@@ -1,4 +1,64 @@
+//! Random numbers by position.
+
+use super::driver::{Args, Grid, launch};
+use super::table::{ByInput, by_input, input_index};
+use super::views::ordinal;
 use crate::error::Error;
 use crate::layout::ViewMut;
 use crate::spec::Stream;
-pub(crate) fn random_uniform(_x: ViewMut, _seed: u64, _offset: u64, _low: f32, _high: f32, _stream: Stream) -> Result<(), Error> { todo!() }
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RandomArgs {
+    x: *mut u8,
+    rows: u64,
+    cols: u64,
+    x_rs: i64,
+    x_cs: i64,
+    seed: u64,
+    offset: u64,
+    low: f32,
+    high: f32,
+    contiguous: u32,
+    unused: u32,
+}
+
+// SAFETY: it is `repr(C)` and mirrors the struct of that name in the kernels; its size is tested.
+unsafe impl Args for RandomArgs {}
+
+static RANDOM: ByInput = by_input!(Random, "random_uniform", RandomArgs);
+
+#[cfg(test)]
+pub(super) fn kernels() -> Vec<&'static super::table::Kernel> {
+    RANDOM.iter().collect()
+}
+
+pub(crate) fn random_uniform(
+    x: ViewMut,
+    seed: u64,
+    offset: u64,
+    low: f32,
+    high: f32,
+    stream: Stream,
+) -> Result<(), Error> {
+    if x.numel() == 0 {
+        return Ok(());
+    }
+    let args = RandomArgs {
+        x: x.ptr(),
+        rows: x.rows() as u64,
+        cols: x.cols() as u64,
+        x_rs: x.row_stride() as i64,
+        x_cs: x.col_stride() as i64,
+        seed,
+        offset,
+        low,
+        high,
+        contiguous: u32::from(x.is_contiguous()),
+        unused: 0,
+    };
+    // A thread has the words of four elements, of which the first and the last may have fewer.
+    let words = (offset & 3) + x.numel() as u64;
+    let grid = Grid { blocks: words.div_ceil(4 * 256), threads: 256 };
+    launch(ordinal(x.device()), stream, &RANDOM[input_index(x.dtype())], grid, &args)
+}

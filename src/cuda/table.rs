@@ -47,6 +47,8 @@ macro_rules! modules {
 }
 
 modules! {
+    AdamW = "adamw";
+    AdamWBlocks = "adamw_blocks";
     Amax = "amax";
     BlockAmax = "block_amax";
     BlockLines = "block_lines";
@@ -60,6 +62,7 @@ modules! {
     MxRow = "mx_row";
     MxScales = "mx_scales";
     MxSquare = "mx_square";
+    Random = "random";
     Row = "row";
     RowBoth = "row_both";
     Strided = "strided";

@@ -13,8 +13,7 @@ use crate::{cpu, cuda};
 /// The dtypes of the tensors may differ, not what they have (masters, scales, maxima): all or none of them.
 pub fn adamw(shared: AdamW, tensors: Vec<AdamWTensor>, stream: Stream) -> Result<(), Error> {
     let mut call = Call::default();
-    for (arg, view) in
-        [("lr", shared.lr), ("grad_scale", shared.grad_scale), ("found_inf", shared.found_inf)]
+    for (arg, view) in [("lr", shared.lr), ("grad_scale", shared.grad_scale), ("found_inf", shared.found_inf)]
     {
         if let Some(view) = view {
             call.one_input(arg, &view)?;
@@ -59,12 +58,9 @@ fn check_numbers(shared: &AdamW) -> Result<(), Error> {
         let (works, expected): (&[(usize, usize)], _) = match scale {
             BlockScale::F32(rule) => {
                 check_rule(rule)?;
-                (
-                    &[(1, Block::ALL), (1, 128), (128, 128)],
-                    "(1, all), (1, 128) or (128, 128) with float32 scales",
-                )
+                (&[(1, Block::ALL), (128, 128)], "(1, all) or (128, 128) with float32 scales")
             }
-            BlockScale::E8m0(_) => (&[(1, 32), (32, 32)], "(1, 32) or (32, 32) with float8_e8m0fnu scales"),
+            BlockScale::E8m0(_) => (&[(32, 32)], "(32, 32) with float8_e8m0fnu scales"),
         };
         if !works.contains(&(block.rows, block.cols)) {
             let name = |n| if n == Block::ALL { "all".to_owned() } else { format!("{n}") };
@@ -153,13 +149,7 @@ fn contiguous(arg: Arg, is: bool) -> Result<(), Error> {
     Err(Error::Value { arg, got: "strided".into(), expected: "contiguous".into() })
 }
 
-fn given(
-    list: &'static str,
-    i: usize,
-    has: bool,
-    expected: bool,
-    words: &'static str,
-) -> Result<(), Error> {
+fn given(list: &'static str, i: usize, has: bool, expected: bool, words: &'static str) -> Result<(), Error> {
     if has == expected {
         return Ok(());
     }

@@ -93,7 +93,8 @@ fn adamw<'py>(
             Target::Blocks(parse::block(rows, cols)?, scale)
         }
         _ => {
-            let message = format!("block is {block:?}; it must be empty, or two sizes, -1 for the whole extent");
+            let message =
+                format!("block is {block:?}; it must be empty, or two sizes, -1 for the whole extent");
             return Err(PyValueError::new_err(message));
         }
     };
@@ -121,8 +122,8 @@ fn adamw<'py>(
             scale: scales.next(),
             new_scale: new_scales.next(),
             amax: amaxes.next(),
-            offset: offsets[i] as u64,
-            stream: streams[i] as u32,
+            offset: parse::count("offsets", offsets[i])? as u64,
+            stream: parse::count("streams", streams[i])? as u32,
         });
     }
     args.run(|stream| ops::adamw(shared, tensors, stream))
@@ -138,7 +139,8 @@ fn random_uniform<'py>(
     low: f64,
     high: f64,
 ) -> PyResult<()> {
+    let offset = parse::count("offset", offset)? as u64;
     let args = Arguments::new(py);
     let x = args.output("x", x)?;
-    args.run(|stream| ops::random_uniform(x, seed as u64, offset as u64, low as f32, high as f32, stream))
+    args.run(|stream| ops::random_uniform(x, seed as u64, offset, low as f32, high as f32, stream))
 }

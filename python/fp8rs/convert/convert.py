@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from fp8rs.convert.fp8_weights import quantize_weight
-from fp8rs.convert.torchao import from_float8_linear_config
+from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
+from fp8rs.convert.torchao import from_float8_linear_config, refuse_high_precision_name
+from fp8rs.convert.transformer_engine import from_te_recipe, is_te_recipe
 from fp8rs.nn.linear import Float8Linear, float8_class
 from fp8rs.nn.registry import ModelState
 from fp8rs.quantize.recipes import Recipe, resolve_recipe
-from fp8rs.tensor.formats import INPUT_DTYPES
 
 _log = logging.getLogger("fp8rs")
-
-#: From this many elements on a 3-D parameter is worth a word: experts of a mixture, say.
-_LARGE = 1 << 20
-
-ModuleFilter = Callable[[nn.Module, str], bool]
 
 
 def convert_to_float8_training(
     module: nn.Module,
     *,
-    recipe: Recipe | str | None = None,
+    recipe: Recipe | str | Any = None,
     module_filter_fn: ModuleFilter | None = None,
     filter_fqns: Iterable[str] = (),
     enable_fsdp_float8_all_gather: bool | None = None,
@@ -39,7 +35,7 @@ def convert_to_float8_training(
 ) -> nn.Module:
     """Make the ``nn.Linear`` layers of ``module`` train in FP8. Before parallelising it.
 
-    Layers become :class:`fp8rs.nn.Linear` in place: the objects, their hooks and names stay.
+    Layers become ``fp8rs.nn.Linear`` in place: the objects, their hooks and names stay.
     Afterwards every selected layer is on this recipe: one that is already is left as it is, so
     that a second call changes nothing, and one on another recipe is an error. A subclass of
     nn.Linear that inherits its forward is converted too, and stays an instance of its class; one
@@ -51,7 +47,8 @@ def convert_to_float8_training(
 
     Args:
         module: the model; an nn.Linear itself will do. Meta-device parameters are fine.
-        recipe: a recipe or its short name; "current" by default.
+        recipe: a recipe or its short name; "current" by default. TransformerEngine's recipe objects
+            are read by their fields.
         module_filter_fn: called with each layer and its fully qualified name; False leaves it out.
         filter_fqns: a layer whose name contains one of these strings is left out.
         enable_fsdp_float8_all_gather: under FSDP2, quantize weights before they are gathered: True
@@ -78,22 +75,7 @@ def convert_to_float8_training(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
-    if config is not None:
-        if recipe is not None:
-            raise ValueError("recipe and config are both given: give one")
-        recipe, gather = from_float8_linear_config(config)
-        if enable_fsdp_float8_all_gather not in (None, gather):
-            raise ValueError(
-                f"enable_fsdp_float8_all_gather={enable_fsdp_float8_all_gather} contradicts "
-                f"config.enable_fsdp_float8_all_gather={gather}: give one of them"
-            )
-        enable_fsdp_float8_all_gather = gather
-    elif enable_fsdp_float8_all_gather is None:
-        enable_fsdp_float8_all_gather = True
-    recipe = resolve_recipe("current" if recipe is None else recipe)
-    if isinstance(filter_fqns, str):
-        raise TypeError(f"filter_fqns must be a collection of names, not the str {filter_fqns!r}")
-
+    recipe, enable_fsdp_float8_all_gather = settle(recipe, config, enable_fsdp_float8_all_gather)
     if amax_reduction_group is not None and not isinstance(amax_reduction_group, ProcessGroup):
         raise TypeError(
             "amax_reduction_group must be a torch.distributed.ProcessGroup, "
@@ -110,17 +92,12 @@ def convert_to_float8_training(
             "preserve_high_precision_init_val=True is for fp8_weights=True: other weights keep "
             "their high-precision values anyway"
         )
-    filter_fqns = tuple(filter_fqns)
-    linears = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
-    unused = [part for part in filter_fqns if not any(part in name for name in linears)]
-    if unused:
-        warnings.warn(
-            f"filter_fqns leaves nothing out for {', '.join(map(repr, unused))}: "
-            "no linear layer has that in its name",
-            stacklevel=2,
-        )
-    left: dict[str, str] = {}
-    layers = _select(module, module_filter_fn, filter_fqns, recipe, left)
+    selected = select(module, module_filter_fn, filter_fqns, recipe, fp8_weights)
+    if selected.sharded:
+        raise ValueError(f"{selected.sharded[0]} is sharded already: convert before fully_shard")
+    for message in selected.warnings:
+        warnings.warn(message, stacklevel=2)
+    layers = selected.layers
     if not layers:
         if not any(isinstance(m, Float8Linear) for m in module.modules()):
             warnings.warn(
@@ -144,8 +121,34 @@ def convert_to_float8_training(
         if fp8_weights:
             quantize_weight(layer, recipe, preserve_high_precision_init_val)
     state.attach(module)
-    _log.info("%s", _report(module, recipe, left))
+    _log.info("%s", _report(module, recipe, selected.left))
     return module
+
+
+def settle(recipe: Any, config: Any, gather: bool | None) -> tuple[Recipe, bool]:
+    """The recipe, and whether weights are quantized before they are gathered.
+
+    Args:
+        recipe, config, gather: what a caller gave as ``recipe``, ``config`` and
+            ``enable_fsdp_float8_all_gather``.
+
+    Raises:
+        TypeError, ValueError: they are wrong or contradict each other.
+    """
+    if config is not None:
+        if recipe is not None:
+            raise ValueError("recipe and config are both given: give one")
+        recipe, said = from_float8_linear_config(config)
+        if gather not in (None, said):
+            raise ValueError(
+                f"enable_fsdp_float8_all_gather={gather} contradicts "
+                f"config.enable_fsdp_float8_all_gather={said}: give one of them"
+            )
+        return recipe, said
+    if is_te_recipe(recipe):
+        recipe = from_te_recipe(recipe)
+    refuse_high_precision_name(recipe)
+    return resolve_recipe("current" if recipe is None else recipe), gather is None or gather
 
 
 def _report(root: nn.Module, recipe: Recipe, left: dict[str, str]) -> str:
@@ -160,9 +163,9 @@ def _report(root: nn.Module, recipe: Recipe, left: dict[str, str]) -> str:
     reasons: dict[str, list[str]] = {}
     for name, reason in left.items():
         reasons.setdefault(reason, []).append(name)
-    for name, parameter in root.named_parameters():
-        if parameter.dim() == 3 and parameter.numel() >= _LARGE:
-            reasons.setdefault("3-D parameters (experts?) are not converted", []).append(name)
+    experts = [name for name, _ in large_3d(root)]
+    if experts:
+        reasons[LARGE_3D] = experts
     for reason, names in reasons.items():
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         lines.append(f"  left in high precision: {', '.join(names[:4])}{more}: {reason}")
@@ -189,115 +192,3 @@ def adopt(layer: Float8Linear, name: str, parameter: Any) -> None:
     from fp8rs.fsdp import adopt
 
     adopt(layer, name, parameter)
-
-
-def _select(
-    root: nn.Module,
-    keep: ModuleFilter | None,
-    filter_fqns: tuple[str, ...],
-    recipe: Recipe,
-    left: dict[str, str],
-) -> list[tuple[str, nn.Linear]]:
-    """The layers to convert, with their names, in the order of the model.
-
-    Args:
-        left: is given the reason for each layer that is left out, by its name.
-    """
-    owners = _weight_owners(root)
-    sharded = _sharded_parts(root)
-    layers: list[tuple[str, nn.Linear]] = []
-    for name, module in root.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        shown = name or "the root"
-        if any(part in name for part in filter_fqns):
-            left[shown] = "named by filter_fqns"
-            continue
-        if keep is not None and not keep(module, name):
-            left[shown] = "left out by module_filter_fn"
-            continue
-        if isinstance(module, Float8Linear):
-            if module.recipe != recipe:
-                raise ValueError(
-                    f"{shown} is an FP8 layer already, with recipe {module.recipe}, which is not "
-                    f"{recipe}: leave it out with filter_fqns or module_filter_fn"
-                )
-            if module._fp8_state.alone:
-                layers.append((name, module))
-            continue
-        if f"{name}.".startswith(sharded):
-            raise ValueError(f"{shown} is sharded already: convert before fully_shard")
-        if module._parameters.get("weight") is None:
-            left[shown] = "its weight is computed from other parameters"
-            warnings.warn(
-                f"{shown} stays in high precision: its weight is no parameter, but computed from "
-                "others (weight_norm, spectral_norm, pruning or another parametrization)",
-                stacklevel=3,
-            )
-            continue
-        reason = _unlike_linear(module)
-        if reason:
-            left[shown] = reason
-            continue
-        tied = [
-            other for other in owners[id(module.weight)] if other != f"{name}.weight".lstrip(".")
-        ]
-        if tied:
-            left[shown] = "its weight is tied to another module's"
-            warnings.warn(
-                f"{shown} stays in high precision: its weight is tied to {', '.join(tied)}",
-                stacklevel=3,
-            )
-            continue
-        if module.weight.dtype not in INPUT_DTYPES:
-            left[shown] = f"its weight is {module.weight.dtype}"
-            warnings.warn(
-                f"{shown} stays as it is: its weight is {module.weight.dtype}, "
-                "not float32, bfloat16 or float16",
-                stacklevel=3,
-            )
-            continue
-        layers.append((name, module))
-    return layers
-
-
-def why_not(module: nn.Linear) -> str:
-    """Why a layer by itself cannot be converted, or need not be; empty where it can."""
-    if isinstance(module, Float8Linear):
-        return "" if module._fp8_state.alone else "it is an FP8 layer already"
-    if module._parameters.get("weight") is None:
-        return "its weight is computed from other parameters"
-    if module.weight.dtype not in INPUT_DTYPES:
-        return f"its weight is {module.weight.dtype}"
-    return _unlike_linear(module)
-
-
-def _unlike_linear(module: nn.Linear) -> str:
-    """Why a subclass of nn.Linear cannot be converted; empty where it can."""
-    kind = type(module)
-    if isinstance(module.weight, nn.parameter.UninitializedParameter):
-        return "its weight has no size yet: run a forward first"
-    if kind is nn.modules.linear.NonDynamicallyQuantizableLinear:
-        return "its parent (nn.MultiheadAttention) uses its weight without calling it"
-    if kind.forward is not nn.Linear.forward:
-        return f"its class {kind.__name__} has a forward of its own"
-    return ""
-
-
-def _weight_owners(root: nn.Module) -> dict[int, list[str]]:
-    """The names of each parameter, by identity, one a module that has it."""
-    owners: dict[int, list[str]] = {}
-    for name, module in root.named_modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                owners.setdefault(id(parameter), []).append(f"{name}.{key}".lstrip("."))
-    return owners
-
-
-def _sharded_parts(root: nn.Module) -> tuple[str, ...]:
-    """The names of what fully_shard was called on, as prefixes of their layers' names."""
-    return tuple(
-        f"{name}." if name else ""
-        for name, module in root.named_modules()
-        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
-    )

@@ -12,8 +12,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from fp8rs.convert.convert import ModuleFilter, convert_to_float8_training, why_not
+from fp8rs.convert.convert import convert_to_float8_training
 from fp8rs.convert.fp8_weights import high_precision_weight, quantize_weight
+from fp8rs.convert.select import ModuleFilter, why_not
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import Recipe, resolve_recipe
 
@@ -38,9 +39,11 @@ def quantized_init(
     Args:
         recipe: a recipe or its short name.
         preserve_high_precision_init_val: keep each weight's values from before the first rounding,
-            on the CPU: `fp8rs.optim.AdamW` begins its masters with them. See
-            :meth:`QuantizedTensor.get_high_precision_init_val`.
-        module_filter_fn, filter_fqns, amax_reduction_group: as of ``convert_to_float8_training``.
+            on the CPU: ``fp8rs.optim.AdamW`` begins its masters with them, and
+            ``get_high_precision_init_val()`` of a weight gives them.
+        module_filter_fn: as of ``convert_to_float8_training``.
+        filter_fqns: as of ``convert_to_float8_training``.
+        amax_reduction_group: as of ``convert_to_float8_training``.
 
     Raises:
         TypeError, ValueError: as ``convert_to_float8_training``.

@@ -19,6 +19,8 @@ _SECOND_CASTS = {
 }
 _GEMMS = ("gemm_config_output", "gemm_config_grad_input", "gemm_config_grad_weight")
 
+_NEAREST = 'all three run in FP8 here; the nearest is recipe="rowwise"'
+
 #: Scaling granularity -> the recipe that has it.
 _GRANULARITIES = {"tensorwise": "current", "axiswise": "rowwise"}
 
@@ -32,6 +34,11 @@ def from_float8_linear_config(config: Any) -> tuple[Recipe, bool]:
         TypeError: ``config`` lacks the fields of a Float8LinearConfig.
         ValueError: it asks for what no recipe does; the message names the field.
     """
+    if isinstance(config, str):
+        raise TypeError(
+            f"config must be a torchao Float8LinearConfig, not the str {config!r}: give "
+            f"recipe={config!r}, or Float8LinearConfig.from_recipe_name({config!r})"
+        )
     missing = [name for name in (*_CASTS, *_GEMMS) if not hasattr(config, name)]
     if missing:
         raise TypeError(
@@ -41,6 +48,8 @@ def from_float8_linear_config(config: Any) -> tuple[Recipe, bool]:
     granularities = {_granularity(config, name) for name in _CASTS}
     for name, first in _SECOND_CASTS.items():
         second = getattr(config, name, None)
+        if second is not None and _high_precision(second):
+            raise ValueError(f"config.{name} keeps one GEMM in high precision: {_NEAREST}")
         if second is not None and second != getattr(config, first):
             raise ValueError(
                 f"config.{name} differs from config.{first}: "
@@ -77,7 +86,7 @@ def from_float8_linear_config(config: Any) -> tuple[Recipe, bool]:
 def _granularity(config: Any, name: str) -> str:
     cast = getattr(config, name)
     scaling = _value(getattr(cast, "scaling_type", "dynamic"))
-    if getattr(cast, "keep_in_original_precision", False) or scaling == "disabled":
+    if _high_precision(cast):
         raise ValueError(f"config.{name} keeps the operand in high precision; no recipe does that")
     if scaling != "dynamic":
         raise ValueError(
@@ -91,6 +100,19 @@ def _granularity(config: Any, name: str) -> str:
             f"config.{name}.scaling_granularity must be one of {known}, not {granularity!r}"
         )
     return str(granularity)
+
+
+def _high_precision(cast: Any) -> bool:
+    scaling = _value(getattr(cast, "scaling_type", "dynamic"))
+    return bool(getattr(cast, "keep_in_original_precision", False)) or scaling == "disabled"
+
+
+def refuse_high_precision_name(recipe: Any) -> None:
+    """Raise ValueError for torchao's one recipe name that no recipe of ours stands for."""
+    if recipe == "rowwise_with_gw_hp":
+        raise ValueError(
+            f"recipe {recipe!r} (torchao's) keeps one GEMM in high precision: {_NEAREST}"
+        )
 
 
 def _value(choice: Any) -> Any:

@@ -56,9 +56,8 @@ def adopt(module: nn.Module, name: str, parameter: Any) -> None:
     if not quantized and not state.fp8_gather:
         return
     weight = Weight(module, name)
-    weight.wrote()
+    weight.written = True
     if quantized:
-        weight.unagreed = False  # it is a part of what had one scale
         before = local._store.owner
         if isinstance(before, Weight):
             weight.keep_init = before.keep_init

@@ -48,17 +48,35 @@ class Codec:
         """
         row, col = planes
         assert row is not None
+        extents = self.extents(placement)
         if self.format.per_tensor:
-            return (flat(row.data.reshape(1, -1), 1, placement.padded_numel),)
-        padded, cols = placement.padded, placement.whole[1]
-        height = self.format.block[0]
-        scale_rows = touched(placement.whole[0], padded, placement.ranks, height)
-        made = [flat(row.data, padded, cols), flat(row.scale, scale_rows, row.scale.shape[1])]
+            return (flat(row.data.reshape(1, -1), *extents[0]),)
+        made = [row.data, row.scale]
         if self.both:
             assert col is not None
-            blocks = touched(placement.whole[0], padded, placement.ranks, self.height)
-            made += [flat(col.data, cols, padded), flat(col.scale, cols, blocks)]
-        return tuple(made)
+            made += [col.data, col.scale]
+        return tuple(flat(t, *extent) for t, extent in zip(made, extents, strict=True))
+
+    def extents(self, placement: Placement) -> tuple[tuple[int, int], ...]:
+        """Rows and columns, in elements, of each matrix that is gathered of a shard.
+
+        These are the rowwise codes and scales, and the columnwise ones where they are gathered; of
+        one scale a tensor the codes, in one row.
+        """
+        if self.format.per_tensor:
+            return ((1, placement.padded_numel),)
+        (rows, cols), padded, ranks = placement.whole, placement.padded, placement.ranks
+        scale_rows = touched(rows, padded, ranks, self.format.block[0])
+        row = (padded, cols), (scale_rows, self.format.scale_shape(rows, cols)[1])
+        if not self.both:
+            return row
+        return (*row, (cols, padded), (cols, touched(rows, padded, ranks, self.height)))
+
+    def nbytes(self, placement: Placement) -> int:
+        """What a shard hands over to be gathered: the bytes of what `encode` gives."""
+        sizes = (self.fp8_dtype.itemsize, self.format.scale_dtype.itemsize)
+        extents = self.extents(placement)
+        return sum(rows * cols * sizes[i % 2] for i, (rows, cols) in enumerate(extents))
 
     def room(self, buffer: Tensor, shape: torch.Size) -> Tensor:
         """Where the codes of a shard of ``shape`` are in the first of its gathered tensors."""

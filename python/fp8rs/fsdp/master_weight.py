@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
-from fp8rs._torch import disabled_torch_function, real_subclass
+from fp8rs._torch import (
+    disabled_torch_function,
+    is_traced,
+    real_subclass,
+    wrapper_subclass,
+)
 
 from . import hooks
 from .weight import Weight
@@ -45,8 +50,13 @@ class MasterWeight(Tensor):
     def __new__(cls, data: Tensor, weight: Weight, *, requires_grad: bool = False) -> MasterWeight:
         if isinstance(data, MasterWeight):
             data = data._data
-        data = data.detach()
-        self: MasterWeight = real_subclass(cls, data, requires_grad)
+        self: MasterWeight
+        if is_traced(data):
+            # Not detached: a trace must write to the tensor that it was given.
+            self = wrapper_subclass(cls, data, requires_grad)
+        else:
+            data = data.detach()
+            self = real_subclass(cls, data, requires_grad)
         self._data = data
         self._weight = weight
         return self
@@ -103,8 +113,21 @@ class MasterWeight(Tensor):
         # A pickle must be readable without this library: it holds the plain tensor.
         return self._data.__reduce_ex__(protocol)
 
+    # For torch.compile, of an optimizer's step say. What is traced has no memory, so no real
+    # subclass can be made of it. Whose weight it is must not be written into a graph: one graph
+    # serves all weights of a shape.
+
+    @property
+    def traced(self) -> bool:
+        """Whether it stands for a master weight in a compiler's trace; what it gives is plain."""
+        return is_traced(self._data)
+
     def __tensor_flatten__(self) -> tuple[list[str], Weight]:
         return ["_data"], self._weight
+
+    @classmethod
+    def __metadata_guard__(cls, traced: Weight, weight: Weight) -> bool:
+        return True
 
     @staticmethod
     def __tensor_unflatten__(
@@ -174,7 +197,7 @@ def on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def keep(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` on the plain tensor, and make its results master weights of the same weight."""
     master = args[0]
-    if not isinstance(master, MasterWeight):
+    if not isinstance(master, MasterWeight) or master.traced:
         return on_plain(func, args, kwargs)
     out = func(master._data, *args[1:], **kwargs)
     return tree_map_only(Tensor, lambda x: MasterWeight(x, master._weight), out)

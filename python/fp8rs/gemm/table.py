@@ -2,7 +2,7 @@
 
 ``scaled_mm(a, b)`` is a @ b.T over the values of two planes, both contiguous along the dim that is
 contracted over. A kernel is a row of :data:`GEMMS`, keyed by the device kind and the operands'
-formats; what has no row can be dequantized (always on CPU, on CUDA with ``emulate``).
+formats; what has no row can be dequantized (always on CPU and meta, on CUDA with ``emulate``).
 """
 
 from __future__ import annotations
@@ -61,16 +61,18 @@ def scaled_mm(
         ValueError: the inner sizes differ.
         UnsupportedError: the device has no GEMM for these operands; the message says why.
     """
-    m, k = formats.matrix_shape(a.data.shape)
+    codes = a.data
+    m, k = formats.matrix_shape(codes.shape)
     n, k_b = formats.matrix_shape(b.data.shape)
     if k != k_b:
         raise ValueError(f"a is {(m, k)} and b is {(n, k_b)}: their last dims must be equal")
-    device = a.data.device
     if m == 0 or n == 0 or k == 0:
-        out = torch.zeros((m, n), dtype=out_dtype, device=device)
+        out = torch.zeros((m, n), dtype=out_dtype, device=codes.device)
         return out if bias is None else out + bias.to(out_dtype)
-    if emulate or device.type == "cpu":
+    # On meta nothing is computed, and all that is asked for is a shape.
+    if emulate or codes.is_cpu or codes.is_meta:
         return _dequantized(a, b, bias, out_dtype, use_fast_accum)
+    device = codes.device
     gemm = GEMMS.get((device.type, a.format.name, b.format.name))
     if gemm is None:
         raise UnsupportedError(
@@ -89,7 +91,7 @@ def _dequantized(
 ) -> Tensor:
     """In fp32. Per-tensor scales are applied to the product, as the FP8 GEMMs do."""
     device = a.data.device
-    if torch.is_autocast_enabled(device.type):
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):
             return _dequantized(a, b, bias, out_dtype, use_fast_accum)
     if a.format.per_tensor and b.format.per_tensor:
@@ -120,13 +122,14 @@ def _cuda_tensorwise(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
 ) -> Tensor:
-    check_cuda(a.data.device.index, "current")
+    a_codes, b_codes = a.matrix, b.matrix
+    check_cuda(a_codes.device.index, "current")
     return run(
-        aligned(a.matrix, rows=False),
-        aligned(b.matrix, rows=True),
+        aligned(a_codes, rows=False),
+        aligned(b_codes, rows=True),
         _aligned_scale(a.scale),
         _aligned_scale(b.scale),
-        b.matrix.shape[0],
+        b_codes.shape[0],
         bias,
         out_dtype,
         use_fast_accum,
@@ -144,12 +147,13 @@ def run(
     use_fast_accum: bool,
 ) -> Tensor:
     """a @ b.T on aligned codes, of which the first ``n`` columns are kept; plus bias."""
+    padded = b.shape[0] - n
     # cuBLASLt adds a bias of the output's dtype, and none to an fp32 output.
     fused = None
     if bias is not None and out_dtype != torch.float32:
         fused = bias.to(out_dtype)
-        if b.shape[0] != n:
-            fused = torch.nn.functional.pad(fused, (0, b.shape[0] - n))
+        if padded:
+            fused = torch.nn.functional.pad(fused, (0, padded))
     out = torch._scaled_mm(
         a,
         b.t(),
@@ -159,7 +163,7 @@ def run(
         out_dtype=out_dtype,
         use_fast_accum=use_fast_accum,
     )
-    if b.shape[0] != n:
+    if padded:
         out = out[:, :n].contiguous()
     if bias is not None and fused is None:
         out = out + bias
@@ -173,9 +177,8 @@ _MULTIPLE = 16
 def aligned(codes: Tensor, *, rows: bool) -> Tensor:
     """Contiguous codes with the last dim, and the rows if asked, padded by zeros."""
     m, k = codes.shape
-    pad_m = -m % _MULTIPLE if rows else 0
-    pad_k = -k % _MULTIPLE
-    if pad_m or pad_k:
+    if k % _MULTIPLE or (rows and m % _MULTIPLE):
+        pad_m, pad_k = -m % _MULTIPLE if rows else 0, -k % _MULTIPLE
         padded = torch.nn.functional.pad(codes.view(torch.uint8), (0, pad_k, 0, pad_m))
         return padded.view(codes.dtype)
     return codes if codes.is_contiguous() else codes.contiguous()

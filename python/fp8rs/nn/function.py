@@ -65,13 +65,14 @@ def linear(
         RuntimeError: the weight's storage was freed by a reshard.
         UnsupportedError: the device cannot run the recipe.
     """
+    spec = spec_for(key, x.device)
+    delayed = None if scales is None or amaxes is None else _Delayed(scales, amaxes, ready, record)
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):
-        y = _Linear.apply(x, weight, bias, key, out_dtype, scales, amaxes, ready, record)
-        return cast(Tensor, y)
-    spec = spec_for(key, x.device)
-    delayed = None if scales is None or amaxes is None else _Delayed(scales, amaxes, ready, record)
+        # In one tuple what is no tensor of the graph: an argument takes a third of a microsecond.
+        y: Tensor = _Linear.apply(x, weight, bias, (spec, out_dtype, delayed))
+        return y
     return _forward(spec, x, weight, bias, out_dtype, delayed, False)[0]
 
 
@@ -132,10 +133,10 @@ class _Shared:
 
     __slots__ = ("amax", "key", "planes", "stream", "users", "version")
 
-    def __init__(self, x: Tensor, key: Any, planes: Planes, amax: Tensor | None) -> None:
-        self.version, self.stream = x._version, current_stream_id(x.device)
+    def __init__(self, x: Tensor, key: Any, planes: Planes, amax: Tensor | None, user: int) -> None:
+        self.version, self.stream = x._version, current_stream_id(x)
         self.key, self.planes, self.amax = key, planes, amax
-        self.users: set[int] = set()
+        self.users = {user}
         # A tensor that lives on (a ReLU saves its output) must not keep what no sibling wants: one
         # tensor a thread has planes.
         last = getattr(_last, "tensor", None)
@@ -150,7 +151,7 @@ class _Shared:
             self.key == key
             and self.version == x._version
             and user not in self.users
-            and self.stream == current_stream_id(x.device)
+            and self.stream == current_stream_id(x)
         )
 
 
@@ -180,7 +181,7 @@ def _input_planes(
     planes = _quantize(spec.input, INPUT, x, True, columnwise, delayed)
     if not x.is_inference():  # such tensors have no version: a write would go unnoticed
         amax = None if delayed is None else delayed.amax(INPUT)
-        _Shared(x, key, planes, amax).users.add(user)
+        _Shared(x, key, planes, amax, user)
     return planes
 
 
@@ -219,7 +220,7 @@ def _forward(
 
 
 def _check_live(weight: QuantizedTensor, plane: Plane) -> None:
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and not plane.live:
         plane.check_live(f"the gathered weight of a linear layer, {tuple(weight.shape)},")
 
 
@@ -230,39 +231,28 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        key: str,
-        out_dtype: torch.dtype,
-        scales: tuple[Tensor, ...] | None,
-        amaxes: tuple[Tensor, ...] | None,
-        ready: tuple[bool, bool, bool],
-        record: bool,
+        how: tuple[LinearSpec, torch.dtype, _Delayed | None],
     ) -> Tensor:
-        spec = spec_for(key, x.device)
+        spec, out_dtype, delayed = how
         needs_x, needs_w = ctx.needs_input_grad[:2]
-        delayed = None
-        if scales is not None and amaxes is not None:
-            delayed = _Delayed(scales, amaxes, ready, record)
         save_input = spec.save_input and not isinstance(x, QuantizedTensor)
         columnwise = needs_w and not save_input
         y, (x_row, x_col), w_scale = _forward(spec, x, weight, bias, out_dtype, delayed, columnwise)
-        ctx.spec, ctx.delayed = spec, delayed
-        ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
         # Saved are plain tensors, as checkpointing and offloading hooks know them. A gathered
         # weight is not among them: FSDP frees and refills its planes, and only it may keep them.
-        ctx.gathered = weight if isinstance(weight, QuantizedTensor) else None
-        saved: list[Tensor | None] = [None, None, None, None]
-        ctx.x_format = None
+        gathered = weight if isinstance(weight, QuantizedTensor) else None
+        saved_x = x_scale = saved_w = saved_w_scale = x_format = None
         if columnwise:
             assert x_col is not None
-            ctx.x_format = x_col.format
-            saved[:2] = x_col.data, x_col.scale
+            saved_x, x_scale, x_format = x_col.data, x_col.scale, x_col.format
         elif needs_w:
             assert x_row is not None
-            saved[:2] = x, x_row.scale if x_row.format.per_tensor else None
-        if needs_x and ctx.gathered is None:
-            saved[2:] = weight, w_scale
-        ctx.save_for_backward(*saved)
+            saved_x, x_scale = x, x_row.scale if x_row.format.per_tensor else None
+        if needs_x and gathered is None:
+            saved_w, saved_w_scale = weight, w_scale
+        ctx.save_for_backward(saved_x, x_scale, saved_w, saved_w_scale)
+        bias_dtype = None if bias is None else bias.dtype
+        ctx.rest = spec, delayed, gathered, x_format, x.shape, (x.dtype, weight.dtype, bias_dtype)
         return y
 
     @staticmethod
@@ -272,29 +262,30 @@ class _Linear(torch.autograd.Function):
                 "fp8rs.nn.Linear has no double backward: "
                 "call backward or torch.autograd.grad without create_graph=True"
             )
-        spec: LinearSpec = ctx.spec
+        spec: LinearSpec
+        spec, delayed, gathered, x_format, x_shape, (x_dtype, weight_dtype, bias_dtype) = ctx.rest
         saved_x, x_scale, weight, w_scale = ctx.saved_tensors
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         dx = dw = db = None
         row = col = None
-        if ctx.gathered is not None:
-            weight = ctx.gathered
+        if gathered is not None:
+            weight = gathered
         if needs_x or needs_w:
             fold = _weight_fold(spec, weight, w_scale) if needs_x else None
-            row, col = _quantize(spec.grad, GRAD, dy, needs_x, needs_w, ctx.delayed, fold)
+            row, col = _quantize(spec.grad, GRAD, dy, needs_x, needs_w, delayed, fold)
         if row is not None:
             dx = scaled_mm(
                 row,
                 _weight_for_dgrad(spec, weight, w_scale, dy),
-                out_dtype=ctx.x_dtype,
+                out_dtype=x_dtype,
                 use_fast_accum=spec.fast_accumulation[1],
                 emulate=spec.emulate,
             )
-            if len(ctx.x_shape) != 2:
-                dx = _unsafe_view(dx, list(ctx.x_shape))
+            if len(x_shape) != 2:
+                dx = _unsafe_view(dx, list(x_shape))
         if col is not None:
-            if ctx.x_format is not None:
-                x_col = Plane(saved_x, x_scale, ctx.x_format)
+            if x_format is not None:
+                x_col = Plane(saved_x, x_scale, x_format)
             else:
                 _, again = quantize_planes(
                     spec.input, saved_x, False, True, scale=x_scale, after=dy
@@ -303,13 +294,13 @@ class _Linear(torch.autograd.Function):
             dw = scaled_mm(
                 col,
                 x_col,
-                out_dtype=ctx.weight_dtype,
+                out_dtype=weight_dtype,
                 use_fast_accum=spec.fast_accumulation[2],
                 emulate=spec.emulate,
             )
         if needs_bias:
-            db = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.bias_dtype)
-        return dx, dw, db, None, None, None, None, None, None
+            db = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=bias_dtype)
+        return dx, dw, db, None
 
 
 def _weight_for_dgrad(spec: LinearSpec, weight: Tensor, scale: Tensor | None, dy: Tensor) -> Plane:

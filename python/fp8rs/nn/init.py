@@ -1,7 +1,7 @@
 """Initial values of sharded parameters: by the place of an element in the whole parameter.
 
-What torch draws for a shard depends on the shard, and with equal seeds every rank of a CPU mesh draws
-the same numbers. These do not depend on how a parameter is cut, nor on the device.
+What torch draws for a shard depends on the shard, and with equal seeds every rank of a CPU mesh
+draws the same numbers. These do not depend on how a parameter is cut, nor on the device.
 """
 
 from __future__ import annotations

@@ -70,7 +70,17 @@ class Float8Linear(nn.Linear):
             TypeError: the input is not float32, bfloat16 or float16.
             UnsupportedError: the device cannot run the recipe.
         """
-        weight = self.weight
+        compiling = torch.compiler.is_compiling()
+        weight, bias = (self.weight, self.bias) if compiling else self._operands()
+        plain = type(input) is Tensor and type(weight) is nn.Parameter
+        if not plain and (hasattr(weight, "_local_tensor") or hasattr(input, "_local_tensor")):
+            from .sharded import on_shards  # of DTensors
+
+            return on_shards(self._compute, input, weight, bias)
+        return self._compute(input, weight, bias)
+
+    def _compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The forward, of local tensors."""
         shape, dtype = input.shape, input.dtype
         if not shape or shape[-1] != weight.shape[1]:
             raise ValueError(
@@ -78,44 +88,55 @@ class Float8Linear(nn.Linear):
             )
         if dtype not in INPUT_DTYPES:
             raise TypeError(f"input must be float32, bfloat16 or float16, not {dtype}")
-        device = input.device.type
+        # To ask for a device's name takes longer.
+        device = "cuda" if input.is_cuda else input.device.type
         if device != "meta" and torch.is_autocast_enabled(device):  # which meta has not
             dtype = torch.get_autocast_dtype(device)
         state = self._fp8_state
-        compiling = torch.compiler.is_compiling()
-        if not compiling:
-            weight = self._live(weight)
         if state.histories is None:
-            return linear(input, weight, self.bias, state.key, dtype)
+            return linear(input, weight, bias, state.key, dtype)
         training = self.training
-        if not compiling:
-            if type(self.fp8_amax) is not Tensor:
+        if not torch.compiler.is_compiling():
+            if type(self._buffers["fp8_amax"]) is not Tensor:
                 keep_local(self._buffers)
             state.begin_layer(training)
             scales, amaxes = self._slots()
         else:
             scales, amaxes = slots(self.fp8_scale, self.fp8_amax)
         return linear(
-            input, weight, self.bias, state.key, dtype, scales, amaxes, self.fp8_ready, training
+            input, weight, bias, state.key, dtype, scales, amaxes, self.fp8_ready, training
         )
 
     def _slots(self) -> Slots:
         """The buffers' slots, made once: each is a view that takes longer than its use."""
+        scale, amax = self._buffers["fp8_scale"], self._buffers["fp8_amax"]
         known = self.__dict__.get("_fp8_slots")
-        if known is None or known[0] is not self.fp8_scale or known[1] is not self.fp8_amax:
-            views = slots(self.fp8_scale, self.fp8_amax)
-            known = self.__dict__["_fp8_slots"] = self.fp8_scale, self.fp8_amax, views
+        if known is None or known[0] is not scale or known[1] is not amax:
+            assert scale is not None and amax is not None
+            known = self.__dict__["_fp8_slots"] = scale, amax, slots(scale, amax)
         found: Slots = known[2]
         return found
 
-    def _live(self, weight: Tensor) -> Tensor:
-        """The weight, if FSDP2 has not freed what was gathered of it."""
-        if isinstance(weight, QuantizedTensor):
-            name = self._fp8_state.names[self._fp8_index]
-            weight.any_plane().check_live(f"the weight of {name or 'the layer'}")
-        elif type(weight) is Tensor:
-            self._fp8_state.met_plain(weight)
-        return weight
+    def _operands(self) -> tuple[Tensor, Tensor | None]:
+        """The weight, if FSDP2 has not freed what was gathered of it, and the bias.
+
+        From where modules keep parameters: asking a module takes ten times as long. What has been
+        parametrized is no parameter, and is asked for.
+        """
+        parameters = self._parameters
+        weight: Any = parameters.get("weight")
+        if type(weight) is not nn.Parameter:
+            if weight is None:
+                weight = self.weight
+            if isinstance(weight, QuantizedTensor):
+                if not (plane := weight.any_plane()).live:
+                    name = self._fp8_state.names[self._fp8_index]
+                    plane.check_live(f"the weight of {name or 'the layer'}")
+            elif type(weight) is Tensor:
+                self._fp8_state.met_plain(weight)
+        if "bias" in parameters:
+            return weight, parameters["bias"]
+        return weight, self.bias
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter) and name in self._parameters:
@@ -191,11 +212,15 @@ class Linear(Float8Linear):
     autocast's) is the output's. Gradients have the dtypes of what they are of.
 
     Args:
-        in_features, out_features, bias, device, dtype: as in torch.nn.Linear.
+        in_features: as in torch.nn.Linear.
+        out_features: as there.
+        bias: as there.
+        device: as there.
+        dtype: as there.
         recipe: a recipe or its short name.
 
-    Layers that :func:`fp8rs.convert_to_float8_training` makes share one
-    :class:`~fp8rs.nn.registry.ModelState`; a layer made by hand has its own.
+    Layers that ``fp8rs.convert_to_float8_training`` makes share one
+    ``fp8rs.nn.registry.ModelState``; a layer made by hand has its own.
     """
 
     def __init__(
@@ -234,7 +259,7 @@ _classes: dict[type[nn.Linear], type[Float8Linear]] = {nn.Linear: Linear}
 
 
 def float8_class(kind: type[nn.Linear]) -> type[Float8Linear]:
-    """The FP8 class of a class of linear layers: its subclass with :class:`Float8Linear`'s forward.
+    """The FP8 class of a class of linear layers: its subclass with ``Float8Linear``'s forward.
 
     As FSDP2 makes classes for the modules that it shards; made once a class.
     """

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fp8rs._torch import check_graph_capture
 from fp8rs.optim import weights
 from fp8rs.optim.lists import Item, Options, Step
 from fp8rs.tensor.formats import INPUT_DTYPES
@@ -28,7 +29,7 @@ class AdamW(Optimizer):
     CUDA graph, and all parameters of a kind go in one launch. CPU and CUDA write the same bytes.
 
     The arithmetic is that of ``torch.ops.fp8rs.adamw_``, in float32 whatever the dtypes. Moments in
-    bfloat16 are rounded to nearest where they are stored: with ``betas[1]`` above 0.99 the second
+    bfloat16 are rounded to nearest where they are stored: with ``betas[1]`` above 0.998 the second
     one then cannot shrink (a step changes it by less than half a unit in the last place).
 
     Without masters the step starts from the codes. Rounding to nearest would lose all steps shorter
@@ -120,12 +121,13 @@ class AdamW(Optimizer):
                 group.setdefault(name, value)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
 
         Args:
             closure: computes the loss anew; its result is given back.
         """
+        check_graph_capture(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -205,10 +207,10 @@ class AdamW(Optimizer):
         exact = weight.dtype == torch.float32 and weights.quantized(param) is None
         if group["master_weights"] and not exact and "master" not in state:
             state["master"] = new_master(param, weight)
-        moments = [weights.local(state[name]) for name in ("exp_avg", "exp_avg_sq")]
+        exp_avg, exp_avg_sq = (weights.local(state[name]) for name in ("exp_avg", "exp_avg_sq"))
         master = state.get("master")
         master = None if master is None else weights.local(master)
-        return Item(param, weight, grad, *moments, state["step"], master, index)
+        return Item(param, weight, grad, exp_avg, exp_avg_sq, state["step"], master, index)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ``torch.optim``'s, but moments and masters keep the dtypes that they were saved in."""
@@ -236,14 +238,15 @@ def checked(param: Tensor) -> tuple[Tensor, Tensor]:
         raise TypeError(
             f"a parameter has dtype {weight.dtype}; it must be float32, bfloat16 or float16"
         )
-    placements = getattr(grad, "placements", None)
+    whole: Any = grad
+    placements = getattr(whole, "placements", None)
     if placements is not None and placements != getattr(param, "placements", None):
         raise ValueError(
             f"a gradient has placements {placements}, its parameter"
             f" {getattr(param, 'placements', None)}; they must be the same"
         )
     if placements is not None:
-        grad = grad.to_local()  # type: ignore[operator]  # which waits for it
+        grad = whole.to_local()  # which waits for it
     if grad.dtype not in INPUT_DTYPES:
         raise TypeError(
             f"a gradient has dtype {grad.dtype}; it must be float32, bfloat16 or float16"

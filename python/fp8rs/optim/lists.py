@@ -147,7 +147,8 @@ def laid_out(
     if all(t.is_contiguous() for t in tensors):
         return tensors, grad.contiguous(), []
     first = tensors[0]
-    order = sorted(range(first.dim()), key=lambda d: (-first.stride(d), -first.size(d)))
+    strides, sizes = first.stride(), tuple(first.shape)
+    order = sorted(range(first.dim()), key=lambda d: (-strides[d], -sizes[d]))
     views = [t.permute(order) for t in tensors]
     copies = [v.contiguous() for v in views]
     back = [(v, c) for v, c in zip(views, copies, strict=True) if not v.is_contiguous()]
@@ -227,8 +228,8 @@ class Step:
         """All but the codes that need scales of their maxima: those maxima, fp32, one for each."""
         amaxes = None
         if self._current:
-            # Neighbours share a specification, and so one launch that makes scales. In an order that
-            # all ranks have.
+            # Neighbours share a specification, and so one launch that makes scales; in an order
+            # that all ranks have.
             specs: dict[QuantSpec, int] = {}
             for _, _, weight in self._current:
                 specs.setdefault(weight.spec, len(specs))
@@ -250,7 +251,7 @@ class Step:
             self._lists(("known", id(options), item.master is None), options).add(
                 item, codes(weight), item.master, scale(weight), new, amax, offset
             )
-        for (how, *_), (options, spec, lists) in self._calls.items():
+        for options, spec, lists in self._calls.values():
             lists.run(options, spec)
         if self._other:
             weights.write_all_(

@@ -90,7 +90,8 @@ def known(param: Tensor) -> bool:
 
 def known_scales(params: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """For each such weight the scale to write with, and where its amax goes."""
-    found, codes = [], []
+    found: list[Any] = []
+    codes = []
     for param in params:
         weight = quantized(param)
         assert weight is not None

@@ -1,7 +1,7 @@
 """Quantizers: objects that turn high-precision tensors into planes of one format.
 
 A quantizer knows the element type, the format, where scales come from, and which planes its user
-wants. It is callable; :meth:`Quantizer.planes` is the same without a tensor subclass around the
+wants. It is callable; ``Quantizer.planes`` is the same without a tensor subclass around the
 result, which is what linear layers use for activations and gradients.
 """
 
@@ -82,7 +82,8 @@ class Quantizer:
 
         Args:
             x: what is quantized.
-            rowwise, columnwise: which planes.
+            rowwise: make the rowwise plane.
+            columnwise: make the columnwise plane.
             fold: (columns of ``x``,) fp32 factors of what goes into the rowwise plane, and only
                 that; for blocks of a whole row.
         """
@@ -188,7 +189,9 @@ class Float8Quantizer(Quantizer):
         scale: fp32 tensor of one element; read at every call, never written.
         amax: fp32 tensor of one element; its maximum with the amax of each finite quantized
             tensor is written back. A tensor with NaN or Inf leaves it and gets the scale NaN.
-        fp8_dtype, rowwise, columnwise: as in :class:`Quantizer`.
+        fp8_dtype: the element type of the codes, torch.float8_e4m3fn or torch.float8_e5m2.
+        rowwise: make the rowwise plane.
+        columnwise: make the columnwise plane.
     """
 
     def __init__(
@@ -238,7 +241,9 @@ class Float8CurrentScalingQuantizer(Quantizer):
     """Per tensor, with a scale from the tensor's own amax.
 
     Args:
-        fp8_dtype, rowwise, columnwise: as in :class:`Quantizer`.
+        fp8_dtype: the element type of the codes, torch.float8_e4m3fn or torch.float8_e5m2.
+        rowwise: make the rowwise plane.
+        columnwise: make the columnwise plane.
         amax_reduction_group: process group over whose ranks the amax is reduced; None is no
             group. With a group, every rank of it must quantize at the same point.
         power_2_scale: round the scale up to a power of two.
@@ -276,7 +281,9 @@ class Float8BlockQuantizer(BlockQuantizer):
     """One fp32 scale a block, from the block's own amax.
 
     Args:
-        fp8_dtype, rowwise, columnwise: as in :class:`Quantizer`.
+        fp8_dtype: the element type of the codes, torch.float8_e4m3fn or torch.float8_e5m2.
+        rowwise: make the rowwise plane.
+        columnwise: make the columnwise plane.
         block: (1, 128), (128, 128), or (1, -1) for whole rows. Columnwise planes are cut in
             blocks of that shape too, in the transposed matrix that they hold.
         power_2_scale: round scales up to powers of two.
@@ -306,7 +313,9 @@ class MXFP8Quantizer(BlockQuantizer):
     """MXFP8: one power-of-two E8M0 scale for each block of 32 or of 32 by 32.
 
     Args:
-        fp8_dtype, rowwise, columnwise: as in :class:`Quantizer`.
+        fp8_dtype: the element type of the codes, torch.float8_e4m3fn or torch.float8_e5m2.
+        rowwise: make the rowwise plane.
+        columnwise: make the columnwise plane.
         block: (1, 32) or (32, 32).
         scale_rounding: "ceil", with which no element saturates, or "floor", the OCP rule.
     """

@@ -123,6 +123,8 @@ def format_of(block: Any, scale_dtype: torch.dtype) -> BlockFormat:
 
 def matrix_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
     """The 2-D view of ``shape``: (product of the leading dims, last dim); () is (1, 1)."""
+    if len(shape) == 2:
+        return shape[0], shape[1]
     if len(shape) == 0:
         return (1, 1)
     rows = 1

@@ -77,10 +77,15 @@ class Plane:
         whole = _dequantize(codes.view(data.dtype), self.scale, list(self.format.block), dtype)
         return cast(Tensor, whole[above:, before:].contiguous().view(data.shape))
 
-    def check_live(self, what: str) -> None:
-        """RuntimeError if the codes' storage was freed, as FSDP does when it reshards."""
+    @property
+    def live(self) -> bool:
+        """Whether the codes' storage has not been freed, as FSDP does when it reshards."""
         data = self.data
-        if data.untyped_storage().nbytes() == 0 and data.numel() > 0:
+        return data.untyped_storage().nbytes() != 0 or data.numel() == 0
+
+    def check_live(self, what: str) -> None:
+        """RuntimeError if the codes' storage was freed; ``what`` is in the message."""
+        if not self.live:
             raise RuntimeError(
                 f"{what} has no storage: FSDP freed the gathered weight when it resharded. "
                 "Read it between the module's pre-forward and its reshard, or call unshard() first"

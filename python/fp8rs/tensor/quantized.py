@@ -189,24 +189,9 @@ class Store:
 class QuantizedTensor(Tensor):
     """A tensor whose storage is FP8 planes. It looks like ``shape`` and ``dtype``.
 
-    Args:
-        rowwise: plane with data of the logical shape, or None.
-        columnwise: plane with data of the transposed 2-D view, (last dim, product of the leading
-            dims), or None. At least one plane is given.
-        shape: the logical shape.
-        dtype: the logical dtype: what dequantizing gives.
-        requires_grad: as in torch.
-        spec: how :meth:`quantize_` and in-place operations quantize; by default with scales from
-            the data and the planes' format.
-        delayed: for delayed scaling, the scale that they read and the amax that they raise, each
-            fp32 of one element.
-
     Views share the planes, and writes through them land. Those made of whole blocks have planes of
     their own shape; of others (``view(-1)`` where blocks are two-dimensional, a slice that cuts
-    blocks) both planes are None: they are read by :meth:`dequantize` and written like any other.
-
-    Raises:
-        TypeError, ValueError: the planes do not fit the shape, their format or each other.
+    blocks) both planes are None: they are read by ``dequantize()`` and written like any other.
     """
 
     _store: Store
@@ -230,6 +215,23 @@ class QuantizedTensor(Tensor):
         spec: QuantSpec | None = None,
         delayed: Delayed | None = None,
     ) -> Self:
+        """A tensor over planes, which it does not copy.
+
+        Args:
+            rowwise: plane with data of the logical shape, or None.
+            columnwise: plane with data of the transposed 2-D view, (last dim, product of the
+                leading dims), or None. At least one plane is given.
+            shape: the logical shape.
+            dtype: the logical dtype: what dequantizing gives.
+            requires_grad: as in torch.
+            spec: how ``quantize_`` and in-place operations quantize; by default with scales from
+                the data and the planes' format.
+            delayed: for delayed scaling, the scale that they read and the amax that they raise,
+                each fp32 of one element.
+
+        Raises:
+            TypeError, ValueError: the planes do not fit the shape, their format or each other.
+        """
         plane = rowwise if rowwise is not None else columnwise
         if plane is None:
             raise ValueError("rowwise and columnwise are both None: one plane must be given")
@@ -486,7 +488,7 @@ class QuantizedTensor(Tensor):
         return self
 
     def write(self, src: Tensor, spec: QuantSpec, delayed: Delayed | None) -> None:
-        """As :meth:`quantize_`, as another ``spec`` of the same format says."""
+        """As ``quantize_``, as another ``spec`` of the same format says."""
         if isinstance(src, QuantizedTensor):
             src = src.dequantize()
         if src.shape != self.shape:

@@ -113,8 +113,12 @@ impl LinesArgs {
 }
 
 /// Sets both vectors to their value.
+pub(super) fn fill(device: i32, stream: Stream, lines: &LinesArgs) -> Result<(), Error> {
+    launch(device, stream, &FILL_LINES, each(lines.longest()), lines)
+}
+
 pub(super) fn fill_lines(job: &Job, lines: &LinesArgs) -> Result<(), Error> {
-    launch(job.device, job.stream, &FILL_LINES, each(lines.longest()), lines)
+    fill(job.device, job.stream, lines)
 }
 
 /// Turns the maxima in both vectors into scales.

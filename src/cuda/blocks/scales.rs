@@ -1,12 +1,13 @@
 //! Packing of E8M0 scales (`kernels/mx_scales.cu`) and rebase of planes (`kernels/mx_rebase.cu`).
 
+use super::amax::{LinesArgs, fill};
 use super::{blocks_of, each};
 use crate::cuda::driver::{Args, launch};
 use crate::cuda::table::{Kernel, format_index, kernel};
 use crate::cuda::views::{aligned, ordinal, rows_aligned};
 use crate::error::Error;
 use crate::layout::{Block, Matrix, View, ViewMut, packed};
-use crate::spec::{Axis, Stream};
+use crate::spec::{Axis, ScaleRule, Stream};
 
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -55,8 +56,6 @@ static REBASE_ROWS: [Kernel; 2] = [
     kernel!(MxRebase, "mx_rebase_rows_e4m3", RebaseArgs),
     kernel!(MxRebase, "mx_rebase_rows_e5m2", RebaseArgs),
 ];
-static REBASE_BASE: Kernel = kernel!(MxRebase, "mx_rebase_base", RebaseArgs);
-static REBASE_ZEROS: Kernel = kernel!(MxRebase, "mx_rebase_zeros", RebaseArgs);
 static REBASE_COLS: [Kernel; 2] = [
     kernel!(MxRebase, "mx_rebase_cols_e4m3", RebaseArgs),
     kernel!(MxRebase, "mx_rebase_cols_e5m2", RebaseArgs),
@@ -64,11 +63,7 @@ static REBASE_COLS: [Kernel; 2] = [
 
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static Kernel> {
-    [&PACK, &UNPACK, &REBASE_BASE, &REBASE_ZEROS]
-        .into_iter()
-        .chain(&REBASE_ROWS)
-        .chain(&REBASE_COLS)
-        .collect()
+    [&PACK, &UNPACK].into_iter().chain(&REBASE_ROWS).chain(&REBASE_COLS).collect()
 }
 
 /// `arg` is the argument that `packed` is.
@@ -163,10 +158,10 @@ pub(crate) fn rebase(
     match axis {
         Axis::Rows => launch(device, stream, &REBASE_ROWS[at], blocks_of(codes.rows, 256), &args),
         Axis::Columns => {
-            launch(device, stream, &REBASE_BASE, blocks_of(tiles_across, 256), &args)?;
+            let ones = LinesArgs::new(Some(&scale_out), None, ScaleRule::default(), 1.0);
+            fill(device, stream, &ones)?;
             let grid = blocks_of(codes.rows.div_ceil(128) * tiles_across, 128);
-            launch(device, stream, &REBASE_COLS[at], grid, &args)?;
-            launch(device, stream, &REBASE_ZEROS, each(codes.cols), &args)
+            launch(device, stream, &REBASE_COLS[at], grid, &args)
         }
     }
 }

@@ -1,5 +1,5 @@
 // FP8 codes: transpose, and dequantize with the scales of any block shape.
-#include "elements.cuh"
+#include "values.cuh"
 
 struct TransposeArgs {
   const u8 *codes;
@@ -77,43 +77,6 @@ DEVICE float scale_at(const DequantizeArgs &a, i64 r, i64 c) {
   u32 b = ((const u8 *)a.scale)[at];
   return __uint_as_float(b == 255u ? NAN_BITS : b == 0u ? 0x00400000u : b << 23);
 }
-
-/// The values of two codes in the low 16 bits.
-struct FromE4m3 {
-  static DEVICE u32 halves(u32 codes) {
-    u32 d;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"((u16)codes));
-    return d;
-  }
-};
-struct FromE5m2 {
-  static DEVICE u32 halves(u32 codes) {
-    u32 d;
-    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(d) : "h"((u16)codes));
-    return d;
-  }
-};
-
-struct OutF32 {
-  static constexpr int BYTES = 4;
-  static DEVICE u32 bits(float v) { return v != v ? NAN_BITS : __float_as_uint(v); }
-};
-struct OutBf16 {
-  static constexpr int BYTES = 2;
-  static DEVICE u32 bits(float v) {
-    u16 d;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(d) : "f"(v));
-    return v != v ? 0x7fc0u : d;
-  }
-};
-struct OutF16 {
-  static constexpr int BYTES = 2;
-  static DEVICE u32 bits(float v) {
-    u16 d;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(d) : "f"(v));
-    return v != v ? 0x7e00u : d;
-  }
-};
 
 /// A thread takes 16 neighbours under one scale: all contiguous and aligned, columns and the
 /// block's columns multiples of 16.

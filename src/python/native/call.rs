@@ -5,6 +5,7 @@
 
 use std::ffi::{CStr, c_void};
 use std::ptr::{self, NonNull};
+use std::sync::{Mutex, PoisonError};
 
 use super::raise::Failure;
 use super::shim::{self, RawTensor, Shim, Value};
@@ -330,6 +331,42 @@ impl Tensor {
         })
     }
 }
+
+impl Tensor {
+    /// Of the shape (0,) on this tensor's device: a tensor of its own over an allocation of no bytes that is made once,
+    /// since to allocate none takes nearly as long as to allocate some.
+    pub(super) fn nothing(&self, dtype: DType) -> Result<Self, Failure> {
+        let place = self.place()?;
+        let mut nothings = NOTHINGS.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = nothings.iter().find(|known| (known.place, known.dtype) == (place, dtype));
+        let first = if let Some(known) = known {
+            known.tensor.0
+        } else {
+            let tensor = self.room(dtype, &[0])?;
+            let first = tensor.0;
+            nothings.push(Nothing { place, dtype, tensor });
+            first
+        };
+        let (none, one, mut made) = (0_i64, 1_i64, None);
+        // SAFETY: a tensor that is kept for ever; one size and stride for one dimension, and a place for the result.
+        let code =
+            unsafe { (shim::get().reinterpret)(first, 1, &raw const none, &raw const one, 0, &raw mut made) };
+        made.filter(|_| code == 0).map(Self).ok_or(Failure::Torch("another tensor of no elements"))
+    }
+}
+
+/// A tensor of no elements that others are made of.
+struct Nothing {
+    place: (i32, i32),
+    dtype: DType,
+    tensor: Tensor,
+}
+
+// SAFETY: torch counts references atomically, and nobody writes to the tensor.
+unsafe impl Send for Nothing {}
+
+/// A handful: one for each device and type. Kept for ever.
+static NOTHINGS: Mutex<Vec<Nothing>> = Mutex::new(Vec::new());
 
 /// More than torch's own loops take.
 const MOST_DIMENSIONS: usize = 64;

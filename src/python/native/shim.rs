@@ -83,6 +83,9 @@ functions! {
     data_mut = c"torch_get_mutable_data_ptr": fn(RawTensor, Out<*mut c_void>) -> i32;
     empty_strided = c"aoti_torch_empty_strided":
         fn(i64, *const i64, *const i64, i32, i32, i32, Out<Option<RawTensor>>) -> i32;
+    /// (of, dimensions, sizes, strides, offset): another tensor over the same memory; no operator is called.
+    reinterpret = c"aoti_torch__reinterpret_tensor":
+        fn(RawTensor, i64, *const i64, *const i64, i64, Out<Option<RawTensor>>) -> i32;
     /// (to, from, non-blocking)
     copy = c"aoti_torch_copy_": fn(RawTensor, RawTensor, i32) -> i32;
     list_size = c"torch_list_size": fn(*mut c_void, Out<usize>) -> i32;

@@ -1,0 +1,210 @@
+"""Time fp8rs.optim.AdamW on a GPU against a copy of the same bytes and against what others do.
+
+    python benches/adamw.py [--json FILE] [--rehearse]
+
+0.5 B parameters in 224 tensors: the matrices of 32 layers of Llama-3-8B, each a fourteenth of the
+rows. bf16 gradients. Device time is that of a CUDA graph of ``step()``, median of several replays;
+host time that of an eager ``step()`` call until it returns. *Bytes* are what a parameter must move;
+a row's *fraction* is the time of a device copy of as many bytes over the row's own. All in one run.
+
+``--rehearse`` runs every row once on the CPU over small tensors, and times nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fp8rs
+from fp8rs.optim import AdamW
+
+E4M3 = torch.float8_e4m3fn
+SHAPES = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)]
+SHAPES += [(14336, 4096), (14336, 4096), (4096, 14336)]
+LAYERS = 32
+ops = torch.ops.fp8rs
+
+Quantizer = Callable[[], Any]
+
+
+def beside(name: str) -> Any:
+    """Another benchmark, from its file."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def quantizers(device: str) -> dict[str, Quantizer]:
+    """What makes a weight of each format, with one plane."""
+
+    def delayed() -> Any:
+        scale, amax = torch.tensor(1e-3, device=device), torch.zeros((), device=device)
+        return fp8rs.Float8Quantizer(scale, amax, E4M3, columnwise=False)
+
+    block, mx = fp8rs.Float8BlockQuantizer, fp8rs.MXFP8Quantizer
+    return {
+        "delayed": delayed,
+        "current": lambda: fp8rs.Float8CurrentScalingQuantizer(E4M3, columnwise=False),
+        "rows": lambda: block(E4M3, columnwise=False, block=(1, -1)),
+        "128x128": lambda: block(E4M3, columnwise=False, block=(128, 128)),
+        "32x32": lambda: mx(E4M3, columnwise=False, block=(32, 32)),
+    }
+
+
+def bytes_moved(name: str, masters: bool, state: torch.dtype) -> int:
+    """A parameter's bytes: gradient, moments and masters or codes read, all but the gradient
+    written. With one scale of the tensor's own, masters are read again, or all is."""
+    moments = 2 * state.itemsize
+    if masters:
+        return 2 + 2 * moments + 8 + 1 + (4 if name == "current" else 0)
+    return 2 + 2 * moments + 2 + (2 + moments + 1 if name == "current" else 0)
+
+
+class Rows:
+    """What is measured, one row after the other."""
+
+    def __init__(self, rehearse: bool) -> None:
+        self.rehearse = rehearse
+        self.device = "cpu" if rehearse else "cuda"
+        self.kernels = beside("cuda_kernels")
+        self.copies: dict[int, float] = {}
+        self.results: list[dict[str, Any]] = []
+        shapes = SHAPES * (1 if rehearse else LAYERS)
+        self.shapes = [
+            (rows // (140 if rehearse else 14), cols // (16 if rehearse else 1))
+            for rows, cols in shapes
+        ]
+        self.n = sum(rows * cols for rows, cols in self.shapes)
+
+    def tensors(self, dtype: torch.dtype = torch.float32, scale: float = 0.02) -> list[Tensor]:
+        """Random tensors of all shapes."""
+        new = [torch.empty(shape, dtype=dtype, device=self.device) for shape in self.shapes]
+        return [x.normal_(0, scale) for x in new]
+
+    def measure(self, name: str, per_parameter: int, step: Callable[[], Any]) -> None:
+        """Time ``step`` as a graph, and its host."""
+        if self.rehearse:
+            step()
+            print(f"{name:44} {per_parameter:3} B  ran", flush=True)
+            return
+        step()
+        torch.cuda.synchronize()
+        host = []
+        for _ in range(5):
+            begun = time.perf_counter()
+            step()
+            host.append(time.perf_counter() - begun)
+            torch.cuda.synchronize()
+        took = self.kernels.time_us([step], 9)
+        if per_parameter not in self.copies:
+            self.copies[per_parameter] = self.kernels.copy_us(self.n * per_parameter, 1)
+        copy = self.copies[per_parameter]
+        row = {
+            "name": name,
+            "bytes": per_parameter,
+            "us": took,
+            "GB/s": self.n * per_parameter / took / 1e3,
+            "fraction": copy / took,
+            "host_ms": statistics.median(host) * 1e3,
+        }
+        self.results.append(row)
+        print(
+            f"{name:44} {per_parameter:3} B {took:9.1f} us {row['GB/s']:6.0f} GB/s"
+            f"  fraction {row['fraction']:.2f}  host {row['host_ms']:.2f} ms",
+            flush=True,
+        )
+
+    def ours(self, name: str, masters: bool, state: torch.dtype = torch.float32) -> None:
+        """A step of fp8rs.optim.AdamW."""
+        make = quantizers(self.device)[name]
+        params = []
+        for x, grad in zip(self.tensors(), self.tensors(torch.bfloat16), strict=True):
+            p = torch.nn.Parameter(make()(x))
+            p.grad_dtype = torch.bfloat16
+            p.grad = grad
+            params.append(p)
+        optimizer = AdamW(params, capturable=True, master_weights=masters, state_dtype=state)
+        words = f"{name}, {'masters' if masters else 'stochastic'}"
+        if state != torch.float32:
+            words += ", bf16 moments"
+        self.measure(f"fp8rs AdamW: {words}", bytes_moved(name, masters, state), optimizer.step)
+
+    def plain(self) -> None:
+        """A step of fp8rs.optim.AdamW over plain fp32 parameters, with fp32 gradients."""
+        params = [torch.nn.Parameter(x) for x in self.tensors()]
+        for p, grad in zip(params, self.tensors(), strict=True):
+            p.grad = grad
+        optimizer = AdamW(params, capturable=True)
+        self.measure("fp8rs AdamW: plain fp32", 28, optimizer.step)
+
+    def theirs(self) -> None:
+        """torch's fused AdamW over fp32 masters, and how codes are made of them afterwards."""
+        masters = [torch.nn.Parameter(x) for x in self.tensors()]
+        low = self.tensors(torch.bfloat16)
+        for p in masters:
+            p.grad = torch.empty_like(p)
+        optimizer = torch.optim.AdamW(masters, fused=True, capturable=not self.rehearse)
+        grads = [p.grad for p in masters]
+        plain = [p.detach() for p in masters]
+        codes = [torch.empty(shape, dtype=E4M3, device=self.device) for shape in self.shapes]
+        scales = torch.full((len(plain),), 1e-3, device=self.device)
+        amaxes = torch.zeros_like(scales)
+
+        def fused() -> None:
+            # It takes gradients of the masters' dtype only.
+            torch._foreach_copy_(grads, low)
+            optimizer.step()
+
+        def then_delayed() -> None:
+            fused()
+            ops.multi_quantize_delayed(plain, scales, amaxes, codes)
+
+        def then_current() -> None:
+            fused()
+            found = ops.multi_amax(plain)
+            ops.multi_quantize(plain, ops.scale_from_amax(found, E4M3), codes)
+
+        def then_a_loop() -> None:
+            fused()
+            for x, out in zip(plain, codes, strict=True):
+                scale = x.abs().amax().clamp(min=1e-12) / 448
+                out.copy_((x / scale).clamp(-448, 448))
+
+        self.measure("torch fused AdamW alone, fp32 gradients", 28, optimizer.step)
+        self.measure("torch fused + our multi_quantize_delayed", 27, then_delayed)
+        self.measure("torch fused + our amax and multi_quantize", 31, then_current)
+        self.measure("torch fused + a loop that requantizes", 31, then_a_loop)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json")
+    parser.add_argument("--rehearse", action="store_true")
+    arguments = parser.parse_args()
+    rows = Rows(arguments.rehearse)
+    if not arguments.rehearse:
+        print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    print(f"{len(rows.shapes)} tensors, {rows.n / 1e6:.1f} M parameters", flush=True)
+    for name in quantizers(rows.device):
+        for masters in (True, False):
+            rows.ours(name, masters)
+    rows.ours("delayed", True, torch.bfloat16)
+    rows.plain()
+    rows.theirs()
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(rows.results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Lightning with FSDP2: torchrun --nproc-per-node 2 examples/lightning_fsdp2.py"""
+
+import argparse
+import os
+
+import lightning
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fp8rs.integrations.lightning import Float8Callback
+
+
+class Llama(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+        self.model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_attention_heads=4, **sizes))
+        self.losses = {True: [], False: []}
+
+    def configure_model(self):  # for each stage; the callback has converted self.model
+        if not isinstance(self.model, FSDPModule):
+            for part in (*self.model.model.layers, self.model):
+                fully_shard(part, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+
+    def training_step(self, batch):
+        loss = self.model(input_ids=batch, labels=batch).loss
+        self.losses[self.training].append(loss.item())
+        return loss
+
+    validation_step = training_step
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--recipe", default="current", help="a recipe of fp8rs, or bf16")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--checkpoint", default="checkpoint", help="resumed if there is one")
+    args = parser.parse_args(argv)
+    data = DataLoader((torch.arange(64) + torch.arange(400)[:, None]) % 256, batch_size=4)
+    convert = [] if args.recipe == "bf16" else [Float8Callback(args.recipe, filter_fqns=["head"])]
+    ranks = int(os.environ["WORLD_SIZE"])
+    strategy = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
+    options = {"max_steps": args.steps, "limit_val_batches": 2, "logger": False}
+    trainer = lightning.Trainer(strategy=strategy, devices=ranks, callbacks=convert, **options)
+    resumed = args.checkpoint if os.path.exists(args.checkpoint) else None
+    trainer.fit(module := Llama(), data, ckpt_path=resumed)
+    trainer.save_checkpoint(args.checkpoint)
+    trainer.validate(module, data)
+    return {"losses": module.losses[True], "evaluated": module.losses[False]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""torchtitan 0.3: torchrun --nproc-per-node 2 examples/torchtitan_llama.py --recipe current
+
+``config`` is a config registry's function, as torchtitan's own launcher takes them too:
+torchrun ... -m torchtitan.train --module examples.torchtitan_llama --config llama3_debugmodel_fp8rs
+"""
+
+import argparse
+
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.models.llama3 import model_registry
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.trainer import Trainer
+
+from fp8rs.integrations.torchtitan import Float8Converter
+
+
+def llama3_debugmodel_fp8rs(recipe="current", **parallelism) -> Trainer.Config:
+    """torchtitan's debug config, with the linear layers but the head's in FP8."""
+    config = llama3_debugmodel()
+    if recipe != "bf16":
+        converter = Float8Converter.Config(recipe=recipe, filter_fqns=["lm_head"])
+        config.model_spec = model_registry("debugmodel", converters=[converter])
+    config.parallelism = ParallelismConfig(**parallelism)
+    return config
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--recipe", default="current", help="a recipe of fp8rs, or bf16")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel degree")
+    parser.add_argument("--replicas", type=int, default=1, help="HSDP's")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--folder", default="outputs", help="checkpoints; the last one is resumed")
+    parser.add_argument("--save-every", type=int, default=5)
+    args = parser.parse_args(argv)
+    config = llama3_debugmodel_fp8rs(
+        args.recipe,
+        tensor_parallel_degree=args.tp,
+        data_parallel_replicate_degree=args.replicas,
+    )
+    config.training.steps = args.steps
+    config.dump_folder = args.folder
+    config.activation_checkpoint = SelectiveAC.Config()
+    config.compile = CompileConfig(enable=args.compile, components=["model"])
+    config.checkpoint = CheckpointManager.Config(
+        enable=True, interval=args.save_every, last_save_model_only=False
+    )
+    config.debug = DebugConfig(seed=0)
+    trainer = config.build()
+    trainer.train()
+    trainer.close()
+
+
+if __name__ == "__main__":
+    main()

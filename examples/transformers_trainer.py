@@ -1,0 +1,53 @@
+"""transformers' Trainer: torchrun --nproc-per-node 2 examples/transformers_trainer.py"""
+
+import argparse
+import inspect
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+from fp8rs import convert_to_float8_training
+from fp8rs.integrations.accelerate import fsdp2_on_cpu
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--recipe", default="current", help="a recipe of fp8rs, or bf16")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--output", default="trainer-output", help="checkpoints go there")
+    parser.add_argument("--resume", help="a checkpoint: FOLDER/checkpoint-N")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        fsdp2_on_cpu()  # accelerate, below Trainer, shards on accelerators alone
+    training = TrainingArguments(
+        output_dir=args.output,
+        bf16=True,
+        use_cpu=not torch.cuda.is_available(),
+        fsdp=True,
+        fsdp_config={"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
+        max_steps=args.steps,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=args.accumulate,
+        learning_rate=1e-3,
+        max_grad_norm=1.0,
+        save_steps=3,
+        logging_steps=1,
+        report_to="none",
+    )
+    set_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_attention_heads=4, **sizes))
+    if args.recipe != "bf16":
+        convert_to_float8_training(model, recipe=args.recipe, filter_fqns=["lm_head"])
+    rows = torch.tensor(list(inspect.getsource(argparse).encode())[: 64 * 1024]).view(-1, 64)
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    trainer = Trainer(model, training, train_dataset=data[64:], eval_dataset=data[:64])
+    trainer.train(resume_from_checkpoint=args.resume)
+    evaluation = trainer.evaluate()["eval_loss"]
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"losses": losses, "evaluation": evaluation}
+
+
+if __name__ == "__main__":
+    main()

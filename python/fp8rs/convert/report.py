@@ -1,0 +1,422 @@
+"""What converting and sharding a model would come to, before any GPU time is spent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fp8rs.convert.convert import settle
+from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
+from fp8rs.fsdp.codec import Codec
+from fp8rs.fsdp.sizes import Group, Memory, groups_of, memory_of
+from fp8rs.nn.linear import Float8Linear
+from fp8rs.quantize.recipes import Recipe, describe
+from fp8rs.quantize.spec import quant_spec
+
+__all__ = ["Gather", "Left", "Memory", "Report", "report"]
+
+#: Optimizers, and how many tensors of a parameter's size and dtype each keeps for it.
+STATES = {"adam": 2, "adamw": 2, "lion": 1, "muon": 1, "momentum": 1, "sgd": 0}
+
+#: The ranks of a report on a model that is not sharded, in a process that is not distributed.
+USUAL_RANKS = 8
+
+NOT_COUNTED = (
+    "activations and what layers save for the backward, the transposed plane of the weight at "
+    "hand, buffers, the all-reduce of largest values, the CUDA context, NCCL, what the allocator "
+    "holds beside"
+)
+
+
+@dataclass(frozen=True)
+class Left:
+    """Parameters that stay in high precision.
+
+    Attributes:
+        reason: why.
+        names: of the layers, or of the parameters where they are in no linear layer.
+        parameters: how many elements they have.
+    """
+
+    reason: str
+    names: tuple[str, ...]
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Gather:
+    """When a smaller all-gather shortens a step: a model of time with one link and one GPU.
+
+    Forward and backward each last as long as the longer of two: their GEMMs, and what goes over the
+    link meanwhile. So it is a lower bound, and says from where on the link is hidden. GEMMs are
+    those of linear layers: experts and attention are not among them.
+
+    Attributes:
+        hidden_high_precision: tokens a rank and step from which on the GEMMs hide the link, if
+            weights are gathered in high precision. From there on the FP8 gather gains nothing.
+        hidden_fp8: the same for the FP8 gather. Below it a step waits for the link all the same.
+        seconds_high_precision, seconds_fp8: of a step of ``tokens``; None where these were not
+            given.
+    """
+
+    hidden_high_precision: int
+    hidden_fp8: int
+    seconds_high_precision: float | None
+    seconds_fp8: float | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What converting a model would come to. ``str()`` of it is a table.
+
+    Bytes are of one rank and, where they go over the wire, of one step: a forward and a backward.
+
+    Attributes:
+        recipe: the recipe.
+        world_size: ranks that shard the model. Replicas gather nothing.
+        param_dtype, reduce_dtype, optimizer: as given.
+        converted: names of the layers that are converted, or would be.
+        converted_parameters: elements of their weights.
+        parameters: elements of all parameters.
+        left: what stays in high precision, by reason.
+        units: names of the modules that are gathered at once; "" is the root.
+        gathered, gathered_high_precision: bytes that a rank holds after each all-gather of a step,
+            padding included, summed: with FP8, and without.
+        scattered: bytes that a rank hands to the reduce-scatters of a step.
+        memory, memory_high_precision: what the rank needs: with FP8, and without.
+        gather: when the FP8 gather shortens a step; None without a link's and a GPU's figures.
+    """
+
+    recipe: Recipe
+    world_size: int
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    optimizer: str | float
+    converted: tuple[str, ...]
+    converted_parameters: int
+    parameters: int
+    left: tuple[Left, ...]
+    units: tuple[str, ...]
+    gathered: int
+    gathered_high_precision: int
+    scattered: int
+    memory: Memory
+    memory_high_precision: Memory
+    gather: Gather | None
+
+    def __str__(self) -> str:
+        return _text(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, of what JSON has: dtypes by their names, the recipe as its repr."""
+        fields = asdict(self)
+        fields["recipe"] = repr(self.recipe)
+        for name in ("param_dtype", "reduce_dtype"):
+            fields[name] = None if fields[name] is None else _dtype(fields[name])
+        return fields
+
+
+def report(
+    model: nn.Module,
+    *,
+    recipe: Recipe | str | Any = None,
+    module_filter_fn: ModuleFilter | None = None,
+    filter_fqns: Iterable[str] = (),
+    enable_fsdp_float8_all_gather: bool | None = None,
+    config: Any = None,
+    world_size: int | None = None,
+    param_dtype: torch.dtype | None = torch.bfloat16,
+    reduce_dtype: torch.dtype | None = torch.float32,
+    reshard_after_forward: bool | None = None,
+    fsdp_unit_fn: Callable[[nn.Module, str], bool] | None = None,
+    optimizer: str | float = "adamw",
+    fp8_weights: bool = False,
+    link_bandwidth: float | None = None,
+    gpu_flops: float | None = None,
+    tokens: int | None = None,
+) -> Report:
+    """What converting ``model`` and sharding it with FSDP2 would come to. Nothing is changed.
+
+    Meta-device parameters are fine. A model that is converted already is reported as it is, and of
+    one that is sharded the groups and ranks are FSDP2's own.
+
+    Args:
+        model: the model, usually before it is converted.
+        recipe: as in ``convert_to_float8_training``, and by default a converted model's own.
+        module_filter_fn: as there.
+        filter_fqns: as there.
+        enable_fsdp_float8_all_gather: as there.
+        config: as there.
+        world_size: ranks that shard the model; with HSDP the shards, not the replicas. By default
+            those of the process group, or 8 where there is none.
+        param_dtype: of FSDP2's mixed-precision policy; None gathers what is stored.
+        reduce_dtype: of that policy. Without one (None) newer torch reduces gradients in the dtype
+            that parameters are stored in, torch 2.11 in that which they come in.
+        reshard_after_forward: as given to ``fully_shard``. None, its default, keeps the root's own
+            parameters between forward and backward.
+        fsdp_unit_fn: called with each module and its name: whether ``fully_shard`` is called on
+            it. By default on the classes that a transformers model names in ``_no_split_modules``,
+            else on the members of each outermost nn.ModuleList; and on the root in any case.
+        optimizer: "adam", "adamw", "lion", "momentum" (SGD's), "muon", "sgd"; or how many tensors
+            of a parameter's size and dtype it keeps, such as 0.5 for two states of one byte each
+            and fp32 parameters.
+        fp8_weights: count the memory of converted weights that are stored as FP8 alone, without
+            master weights.
+        link_bandwidth: bytes a second that a rank takes in during an all-gather.
+        gpu_flops: floating-point operations a second that a GPU reaches in this model's GEMMs.
+        tokens: a rank and step, for the seconds in ``Report.gather``.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or a layer is on another recipe.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, Float8Linear)}
+    if recipe is None and config is None and layers:
+        recipe = next(iter(layers.values())).recipe
+    recipe, fp8_gather = settle(recipe, config, enable_fsdp_float8_all_gather)
+    states = _states(optimizer)
+    world_size = _ranks(world_size, model)
+    selected = select(model, module_filter_fn, filter_fqns, recipe)
+    chosen: dict[str, nn.Linear] = {
+        n: m for n, m in layers.items() if (n or "the root") not in selected.left
+    }
+    chosen.update(selected.layers)
+
+    spec = quant_spec(recipe, "weight")
+    codec = Codec(spec.format, spec.fp8_dtype)
+    codecs = {
+        id(m): codec
+        for m in chosen.values()
+        if (m._fp8_state.fp8_gather if isinstance(m, Float8Linear) else fp8_gather)
+    }
+    both: list[tuple[list[Group], Memory]] = []
+    for which, at_rest in ((codecs, fp8_weights), ({}, False)):
+        groups = groups_of(
+            model,
+            which,
+            world_size=world_size,
+            param_dtype=param_dtype,
+            reshard_after_forward=reshard_after_forward,
+            unit_fn=fsdp_unit_fn,
+        )
+        memory = memory_of(groups, reduce_dtype=reduce_dtype, states=states, fp8_weights=at_rest)
+        both.append((groups, memory))
+    (fp8, memory), (plain, plain_memory) = both
+    return Report(
+        recipe=recipe,
+        world_size=world_size,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        optimizer=optimizer,
+        converted=tuple(chosen),
+        converted_parameters=sum(m.weight.numel() for m in chosen.values()),
+        parameters=sum(p.numel() for p in model.parameters()),
+        left=_left(model, selected.left, chosen),
+        units=tuple(group.name for group in fp8),
+        gathered=_gathered(fp8),
+        gathered_high_precision=_gathered(plain),
+        scattered=sum(group.scattered_bytes(reduce_dtype) for group in fp8),
+        memory=memory,
+        memory_high_precision=plain_memory,
+        gather=_gather(model, fp8, plain, reduce_dtype, link_bandwidth, gpu_flops, tokens),
+    )
+
+
+# --- arguments -----------------------------------------------------------------------------------
+
+
+def _states(optimizer: str | float) -> float:
+    if isinstance(optimizer, str):
+        try:
+            return STATES[optimizer]
+        except KeyError:
+            known = ", ".join(map(repr, STATES))
+            raise ValueError(
+                f"optimizer {optimizer!r} is not known; the names are {known}. Else give the "
+                "number of states that it keeps for a parameter"
+            ) from None
+    if isinstance(optimizer, bool) or not isinstance(optimizer, (int, float)):
+        raise TypeError(f"optimizer must be a name or a number, not {optimizer!r}")
+    if not 0 <= optimizer < float("inf"):
+        raise ValueError(f"optimizer must be finite and not negative, not {optimizer!r}")
+    return optimizer
+
+
+def _ranks(world_size: int | None, model: nn.Module) -> int:
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            from fp8rs.fsdp.placement import place
+
+            found = place(parameter).ranks
+            if world_size not in (None, found):
+                raise ValueError(
+                    f"world_size is {world_size}, but the model is sharded over {found} ranks"
+                )
+            return found
+    if world_size is None:
+        return dist.get_world_size() if dist.is_initialized() else USUAL_RANKS
+    if isinstance(world_size, bool) or not isinstance(world_size, int):
+        raise TypeError(f"world_size must be an int, not {world_size!r}")
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, not {world_size}")
+    return world_size
+
+
+# --- what is found -------------------------------------------------------------------------------
+
+
+def _left(
+    model: nn.Module, reasons: dict[str, str], chosen: dict[str, nn.Linear]
+) -> tuple[Left, ...]:
+    """All parameters that are not converted weights, each once, by reason."""
+    names: dict[str, list[str]] = {}
+    sizes: dict[str, int] = {}
+    seen = {id(m.weight) for m in chosen.values()}
+
+    def leave(reason: str, name: str, parameters: Iterable[nn.Parameter]) -> None:
+        fresh = [p for p in parameters if id(p) not in seen]
+        seen.update(map(id, fresh))
+        names.setdefault(reason, []).append(name)
+        sizes[reason] = sizes.get(reason, 0) + sum(p.numel() for p in fresh)
+
+    modules = {name or "the root": module for name, module in model.named_modules()}
+    for name, reason in reasons.items():
+        leave(reason, name, modules[name].parameters())
+    for name, parameter in large_3d(model):
+        leave(LARGE_3D, name, [parameter])
+    for name, module in chosen.items():
+        if module.bias is not None and id(module.bias) not in seen:
+            leave("biases of converted layers", f"{name}.bias".lstrip("."), [module.bias])
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in seen:
+            leave("in no linear layer", name, [parameter])
+    return tuple(
+        Left(reason, tuple(dict.fromkeys(found)), sizes[reason]) for reason, found in names.items()
+    )
+
+
+def _gathered(groups: list[Group]) -> int:
+    return sum(group.gathers * group.gathered_bytes for group in groups)
+
+
+def _gather(
+    model: nn.Module,
+    fp8: list[Group],
+    plain: list[Group],
+    reduce_dtype: torch.dtype | None,
+    link_bandwidth: float | None,
+    gpu_flops: float | None,
+    tokens: int | None,
+) -> Gather | None:
+    given = {"link_bandwidth": link_bandwidth, "gpu_flops": gpu_flops, "tokens": tokens}
+    for name, value in given.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be positive, not {value!r}")
+    if link_bandwidth is None or gpu_flops is None:
+        if any(value is not None for value in given.values()):
+            missing = " and ".join(n for n in ("link_bandwidth", "gpu_flops") if given[n] is None)
+            raise ValueError(f"{missing} must be given too: times need both")
+        return None
+    linears = {id(m.weight): m for m in model.modules() if isinstance(m, nn.Linear)}
+    # A multiplication and an addition a token and element in the forward, twice that backward.
+    forward = 2 * sum(m.weight.numel() for m in linears.values()) / gpu_flops
+    backward = 2 * forward
+
+    def links(groups: list[Group]) -> tuple[float, float]:
+        """Seconds that the link takes in forward and backward. A rank's own part is not sent."""
+        first = again = 0.0
+        for group in groups:
+            ranks = group.parameters[0].placement.ranks
+            sent = (ranks - 1) / ranks / link_bandwidth
+            first += group.gathered_bytes * sent
+            again += (group.gathers - 1) * group.gathered_bytes * sent
+            again += group.scattered_bytes(reduce_dtype) * sent
+        return first, again
+
+    def hidden(groups: list[Group]) -> int:
+        first, again = links(groups)
+        return round(max(first / forward, again / backward)) if forward else 0
+
+    def seconds(groups: list[Group]) -> float | None:
+        if tokens is None:
+            return None
+        first, again = links(groups)
+        return max(first, tokens * forward) + max(again, tokens * backward)
+
+    return Gather(hidden(plain), hidden(fp8), seconds(plain), seconds(fp8))
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def _text(r: Report) -> str:
+    high = _dtype(r.param_dtype)
+    layers = "layer" if len(r.converted) == 1 else "layers"
+    rows = [(f"converted: {len(r.converted)} {layers}", r.converted_parameters, "")]
+    rows += [(left.reason, left.parameters, _names(left.names)) for left in r.left]
+    width = max(40, *(len(row[0]) for row in rows))
+    lines = [
+        f"recipe {describe(r.recipe)}; {r.world_size} ranks; {len(r.units)} units of FSDP2; "
+        f"reduced in {_dtype(r.reduce_dtype)}",
+        "",
+        f"{'parameters':<{width + 2}}{'elements':>18}{'share':>8}",
+    ]
+    for what, elements, names in rows:
+        share = elements / max(r.parameters, 1)
+        lines.append(f"  {what:<{width}}{elements:>18,}{share:>8.1%}  {names}".rstrip())
+    lines += ["", f"{'bytes of a rank':<42}{high:>14}{'FP8':>14}{'ratio':>8}"]
+    lines.append(_bytes("a step all-gathers", r.gathered_high_precision, r.gathered))
+    lines.append(_bytes("a step reduce-scatters", r.scattered, r.scattered))
+    plain, fp8 = r.memory_high_precision, r.memory
+    lines += [
+        _bytes("memory", plain.total, fp8.total),
+        _bytes("  shards of parameters", plain.parameters, fp8.parameters),
+        _bytes("  their FP8 codes", plain.codes, fp8.codes),
+        _bytes("  gradients", plain.gradients, fp8.gradients),
+        _bytes(f"  optimizer states ({r.optimizer})", plain.optimizer, fp8.optimizer),
+        _bytes("  gathered: root and two largest units", plain.gathered, fp8.gathered),
+        _bytes("  gradients that are being reduced", plain.reduced, fp8.reduced),
+        f"Not counted: {NOT_COUNTED}.",
+    ]
+    if r.gather is not None:
+        g = r.gather
+        lines += [
+            "",
+            f"The link is hidden from {g.hidden_high_precision:,} tokens a rank and step on in "
+            f"{high}, from {g.hidden_fp8:,} with the FP8 gather.",
+        ]
+        if g.seconds_high_precision is not None and g.seconds_fp8 is not None:
+            gain = g.seconds_high_precision / g.seconds_fp8
+            lines.append(
+                f"A step takes at least {g.seconds_high_precision:.3g} s in {high}, "
+                f"{g.seconds_fp8:.3g} s with the FP8 gather: {gain:.2f} times as fast."
+            )
+    return "\n".join(lines)
+
+
+def _dtype(dtype: torch.dtype | None) -> str:
+    return "stored dtype" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _bytes(what: str, plain: int, fp8: int) -> str:
+    ratio = f"{fp8 / plain:>8.3f}" if plain else ""
+    return f"  {what:<40}{_size(plain):>14}{_size(fp8):>14}{ratio}"
+
+
+def _size(size: int) -> str:
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= unit:
+            return f"{size / unit:,.3f} {name}"
+    return f"{size} B"
+
+
+def _names(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

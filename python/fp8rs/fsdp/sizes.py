@@ -1,0 +1,292 @@
+"""What sharding a model makes of its parameters, in bytes, before any rank runs.
+
+FSDP2 gathers the parameters of a `Group` together, each padded to equal shards, and reduces their
+gradients together. What a converted weight hands over comes from its `Codec`, as when it is
+gathered. Tests compare these numbers with the collectives that ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fp8rs._torch import fsdp_param_groups, fsdp_place, reduces_in_stored_dtype
+
+from .codec import Codec
+from .placement import Placement, place
+
+UnitFn = Callable[[nn.Module, str], bool]
+
+
+@dataclass(frozen=True, eq=False)
+class Sharded:
+    """One parameter, as it is or would be sharded.
+
+    Attributes:
+        parameter: itself.
+        placement: of rank 0's shard, the longest.
+        gathered_dtype: what FSDP2 gathers, and what its gradient has, where it has no codec.
+        codec: of a weight that is quantized before it is gathered.
+    """
+
+    parameter: nn.Parameter
+    placement: Placement
+    gathered_dtype: torch.dtype
+    codec: Codec | None
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has a gradient."""
+        return self.parameter.requires_grad
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of the stored shard."""
+        return self.placement.padded_numel * self.parameter.dtype.itemsize
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of the shard's codes and scales; 0 without a codec."""
+        return 0 if self.codec is None else self.codec.nbytes(self.placement)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes that a rank holds after a gather."""
+        if self.codec is not None:
+            return self.placement.ranks * self.codec.nbytes(self.placement)
+        return self._padded * self.gathered_dtype.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the whole gradient as the backward makes it."""
+        return self._padded * self.gathered_dtype.itemsize if self.trained else 0
+
+    def reduced_bytes(self, reduce_dtype: torch.dtype | None) -> int:
+        """Bytes of the whole gradient as it is reduced, under a policy's ``reduce_dtype``."""
+        if reduce_dtype is None:
+            stored = reduces_in_stored_dtype()
+            reduce_dtype = self.parameter.dtype if stored else self.gathered_dtype
+        return self._padded * reduce_dtype.itemsize if self.trained else 0
+
+    @property
+    def _padded(self) -> int:
+        return self.placement.ranks * self.placement.padded_numel
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Parameters that FSDP2 gathers in one collective.
+
+    Attributes:
+        name: of the module that ``fully_shard`` is called on; "" is the root.
+        parameters: those of the module that no sharded module below it has.
+        gathers: how often a step gathers them: once, or in the backward too.
+    """
+
+    name: str
+    parameters: tuple[Sharded, ...]
+    gathers: int
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes that a rank holds after a gather, padding included."""
+        if not any(p.placement.ranks > 1 for p in self.parameters):
+            return 0
+        return sum(p.gathered_bytes for p in self.parameters)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the parameters while they are there as a whole."""
+        return sum(p.gathered_bytes for p in self.parameters)
+
+    def scattered_bytes(self, reduce_dtype: torch.dtype | None) -> int:
+        """Bytes that a rank hands to the reduce-scatter, padding included."""
+        if not any(p.placement.ranks > 1 for p in self.parameters):
+            return 0
+        return sum(p.reduced_bytes(reduce_dtype) for p in self.parameters)
+
+
+def groups_of(
+    root: nn.Module,
+    codecs: dict[int, Codec],
+    *,
+    world_size: int,
+    param_dtype: torch.dtype | None,
+    reshard_after_forward: bool | None = None,
+    unit_fn: UnitFn | None = None,
+) -> list[Group]:
+    """The groups of a model: FSDP2's own where it is sharded, else those that are to be.
+
+    Args:
+        root: the model.
+        codecs: of the layers whose ``weight`` is quantized before it is gathered, by their ``id``.
+        world_size: the number of shards, of a model that is not sharded.
+        param_dtype: the mixed-precision policy's; None gathers what is stored.
+        reshard_after_forward: as in ``fully_shard``: None keeps the root's parameters from the
+            forward to the backward, and no others.
+        unit_fn: called with each module and its name: whether ``fully_shard`` is called on it. By
+            default on :func:`usual_units`. The root always is one.
+    """
+
+    def sharded(module: nn.Module, name: str, parameter: nn.Parameter) -> Sharded:
+        if isinstance(parameter, DTensor):
+            placement = place(parameter)
+        else:
+            shape = tuple(parameter.shape) or (1,)
+            placement = Placement(parameter.device.type, (), (), world_size, 0, 0, shape)
+        stored = parameter.dtype
+        gathered = param_dtype if param_dtype and stored.is_floating_point else stored
+        codec = codecs.get(id(module)) if name == "weight" else None
+        return Sharded(parameter, placement, gathered, codec)
+
+    groups = []
+    for unit, parameters in _owned(root, unit_fn):
+        again = (unit != "") if reshard_after_forward is None else reshard_after_forward
+        groups.append(Group(unit, tuple(sharded(*p) for p in parameters), 2 if again else 1))
+    return groups
+
+
+def usual_units(root: nn.Module) -> set[str]:
+    """The names of the modules that ``fully_shard`` is usually called on, beside the root.
+
+    Those of the classes in ``_no_split_modules`` (transformers' models name their blocks there);
+    else the members of each nn.ModuleList that is not inside another one.
+    """
+    kinds = {kind for m in root.modules() for kind in getattr(m, "_no_split_modules", None) or ()}
+    units = {name for name, m in root.named_modules() if name and type(m).__name__ in kinds}
+    if units:
+        return units
+    lists: list[str] = []
+    for name, module in root.named_modules():
+        if isinstance(module, nn.ModuleList) and not name.startswith(tuple(f"{n}." for n in lists)):
+            lists.append(name)
+            units |= {f"{name}.{child}".lstrip(".") for child, _ in module.named_children()}
+    return units
+
+
+#: A module, and the name and value of a parameter in it.
+_Place = tuple[nn.Module, str, nn.Parameter]
+
+
+def _owned(root: nn.Module, unit_fn: UnitFn | None) -> list[tuple[str, list[_Place]]]:
+    """Names of units, and the parameters that FSDP2 gathers for each."""
+    if any(isinstance(m, FSDPModule) for m in root.modules()):
+        return _fsdp_groups(root)
+    if unit_fn is None:
+        usual = usual_units(root)
+        units = ["", *(name for name, _ in root.named_modules() if name in usual)]
+    else:
+        units = ["", *(name for name, m in root.named_modules() if name and unit_fn(m, name))]
+    owned: dict[str, list[_Place]] = {unit: [] for unit in units}
+    seen: set[int] = set()
+    for prefix, module in root.named_modules():
+        # Of the units around a module the innermost one has its parameters.
+        owner = max((u for u in units if not u or f"{prefix}.".startswith(f"{u}.")), key=len)
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                owned[owner].append((module, name, parameter))
+    return [(name, parameters) for name, parameters in owned.items() if parameters]
+
+
+def _fsdp_groups(root: nn.Module) -> list[tuple[str, list[_Place]]]:
+    """The groups that FSDP2 has made of a model, with the sharded parameters."""
+    found: list[tuple[str, list[_Place]]] = []
+    seen: set[int] = set()
+    for unit, module in root.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in fsdp_param_groups(module):
+            if id(group) not in seen:
+                seen.add(id(group))
+                places = [fsdp_place(p) for p in group.fsdp_params]
+                found.append((unit, places))
+    return found
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a rank needs for a model's parameters, in bytes.
+
+    Attributes:
+        parameters: the shards, as they are stored.
+        codes: FP8 codes and scales of the shards, kept from a forward to the next.
+        gradients: of the shards, in the dtype of the parameters.
+        optimizer: its states.
+        gathered: the root's group and the two largest others, of which one computes while the next
+            is gathered; all groups where nothing is resharded after the forward.
+        reduced: the largest group's gradients, as the backward makes them and as they are reduced.
+    """
+
+    parameters: int
+    codes: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    reduced: int
+
+    @property
+    def total(self) -> int:
+        """All of it together."""
+        return (
+            self.parameters
+            + self.codes
+            + self.gradients
+            + self.optimizer
+            + self.gathered
+            + self.reduced
+        )
+
+
+def memory_of(
+    groups: Sequence[Group],
+    *,
+    reduce_dtype: torch.dtype | None,
+    states: float,
+    fp8_weights: bool = False,
+) -> Memory:
+    """What a rank needs for groups.
+
+    Args:
+        groups: those of the model.
+        reduce_dtype: the mixed-precision policy's.
+        states: how many tensors of a parameter's size and dtype the optimizer keeps for it.
+        fp8_weights: what is stored of weights with a codec are their codes and scales alone; their
+            gradients and states have the dtype that they are gathered for.
+    """
+    parameters = codes = gradients = 0
+    optimizer = 0.0
+    for p in (p for group in groups for p in group.parameters):
+        shard = p.shard_bytes
+        if fp8_weights and p.codec is not None:
+            parameters += p.code_bytes
+            shard = p.placement.padded_numel * p.gathered_dtype.itemsize
+        else:
+            parameters += shard
+            codes += p.code_bytes
+        if p.trained:
+            gradients += shard
+            optimizer += states * shard
+    whole = {group.name: 0 for group in groups}
+    for group in groups:
+        whole[group.name] += group.whole_bytes
+    if all(group.gathers == 1 for group in groups):
+        gathered = sum(whole.values())
+    else:
+        gathered = whole.pop("", 0) + sum(sorted(whole.values())[-2:])
+    reduced = max(
+        (
+            sum(p.gradient_bytes + p.reduced_bytes(reduce_dtype) for p in group.parameters)
+            for group in groups
+        ),
+        default=0,
+    )
+    return Memory(parameters, codes, gradients, round(optimizer), gathered, reduced)

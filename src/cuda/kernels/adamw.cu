@@ -1,0 +1,72 @@
+// AdamW over plain parameters, and over codes whose scale is one for the tensor and known.
+#include "adamw.cuh"
+
+/// Groups of four that a thread has loaded at once, and how often it loads.
+constexpr int GROUPS = 2, ROUNDS = 2, PER_BLOCK = 256 * 4 * GROUPS * ROUNDS;
+
+template <u32 KIND> DEVICE void elements(const AdamWArgs &a) {
+  __shared__ Factors shared;
+  if (skipped(a)) return;
+  u32 e = entry_of(a, blockIdx.x);
+  const AdamWEntry &t = a.entries[e];
+  u64 n = t.rows * t.cols;
+  u64 base = (u64)(blockIdx.x - t.first_block) * PER_BLOCK + threadIdx.x * 4;
+  bool keep = KIND != CODES || t.new_scale, vectors = t.flags & VECTORS;
+  float scale = KIND == CODES && !t.master ? *(const float *)t.scale : 1.0f;
+  float q = KIND == CODES && keep ? reciprocal(*t.new_scale) : 1.0f;
+  u32 found = 0;
+#pragma unroll 1
+  for (int round = 0; round < ROUNDS; round++) {
+    Four d[GROUPS];
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+      u64 i = base + (round * GROUPS + g) * 1024;
+      if (vectors && i + 4 <= n) d[g] = load(t, i, KIND);
+    }
+    if (round == 0) {
+      // While the first loads are on their way.
+      if (threadIdx.x == 0) shared = factors_of(a, t);
+      __syncthreads();
+    }
+    Factors f = shared;
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+      u64 i = base + (round * GROUPS + g) * 1024;
+      if (vectors && i + 4 <= n) {
+        float w[4];
+        update(t, f, d[g], KIND, scale, i, keep, w);
+        if (KIND != CODES) store_four(t.param, i, KIND, w);
+        else if (keep) *(u32 *)((u8 *)t.param + i) = encode_four(a, t, f.step, i, w, q);
+        found = larger(found, w);
+      } else {
+#pragma unroll 1
+        for (int j = 0; j < 4 && i < n; j++, i++) {
+          float w = update_one(t, f, KIND, scale, i, keep);
+          if (KIND != CODES) store_one(t.param, i, KIND, w);
+          else if (keep) ((u8 *)t.param)[i] = encode_one(a, t, f.step, i, w, q);
+          found = larger(found, w);
+        }
+      }
+    }
+  }
+  bool known = KIND == CODES && keep;
+  if (!t.amax && !known) return;
+  found = block_max(found);
+  u32 next = e + 1 < a.count ? a.entries[e + 1].first_block : a.blocks;
+  if (!last_of(a.meetings + e, next - t.first_block, found)) return;
+  if (!known) {
+    *t.amax = __uint_as_float(found);
+    return;
+  }
+  bool finite = found < 0x7f800000u;
+  if (t.amax && finite) *t.amax = fmaxf(*t.amax, __uint_as_float(found));
+  *(float *)t.scale = finite ? *t.new_scale : __uint_as_float(NAN_BITS);
+}
+
+#define ELEMENTS(NAME, KIND)                                                                       \
+  extern "C" __global__ void __launch_bounds__(256, 3)                                             \
+      adamw_##NAME(const __grid_constant__ AdamWArgs a) { elements<KIND>(a); }
+ELEMENTS(f32, F32)
+ELEMENTS(bf16, BF16)
+ELEMENTS(f16, F16)
+ELEMENTS(codes, CODES)

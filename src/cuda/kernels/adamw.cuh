@@ -1,0 +1,276 @@
+// One step of AdamW (format/adamw.rs): what is done to four neighbours, and how they are read and
+// written. The dtypes of gradients and moments are flags: a branch that a whole launch takes alike
+// costs less than a kernel for each combination.
+#pragma once
+#include "blocks.cuh"
+#include "philox.cuh"
+#include "values.cuh"
+
+/// A tensor, contiguous.
+struct AdamWEntry {
+  const void *grad;
+  void *exp_avg;
+  void *exp_avg_sq;
+  void *param;
+  float *master;           // or null
+  const float *step;
+  void *scale;             // one fp32, or one element a block; null where there are no codes
+  const float *new_scale;  // or null: with codes that have one scale, nothing but amax is written
+  float *amax;             // or null
+  u64 rows, cols, offset;
+  u32 first_block;         // of this tensor, in the launch
+  u32 stream;
+  u32 flags;
+  u32 unused;              // the struct ends on 8 bytes
+};
+
+/// What fits in the 32 KB of a kernel's parameters.
+constexpr int ENTRIES = 290;
+
+struct AdamWArgs {
+  const float *lr;         // or null: the number
+  const float *grad_scale; // or null
+  const float *found_inf;  // or null
+  Meeting *meetings;       // one an entry
+  double lr_value, beta1, beta2, eps, weight_decay;
+  u64 seed;
+  Rule rule;               // of scales that are found
+  u32 flags;
+  u32 count, blocks;
+  AdamWEntry entries[ENTRIES];
+};
+
+/// Flags of an entry.
+enum : u32 {
+  GRAD_BF16 = 1,
+  GRAD_F16 = 2,
+  MOMENTS_BF16 = 4,
+  VECTORS = 8,             // four neighbours lie at a multiple of their size, in every tensor
+  IS_E5M2 = 16,
+  IS_E8M0 = 32,            // what scales are
+};
+
+/// Flags of a launch.
+enum : u32 {
+  MAXIMIZE = 1,
+  STOCHASTIC = 2,
+  FLOOR = 4,
+};
+
+/// How elements are stored.
+enum Kind : u32 { F32, BF16, F16, CODES };
+
+DEVICE u32 entry_of(const AdamWArgs &a, u32 block) {
+  u32 low = 0, high = a.count;
+  while (high - low > 1) {
+    u32 middle = (low + high) / 2;
+    if (a.entries[middle].first_block <= block) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+
+/// What all elements of a tensor share in a step.
+struct Factors {
+  float grad, decay, lerp, beta2, rest, root, eps, size;
+  u32 from_grad, step;
+};
+
+DEVICE double power(double base, u32 exponent) {
+  double result = 1.0;
+  while (exponent > 0) {
+    if (exponent & 1) result = __dmul_rn(result, base);
+    base = __dmul_rn(base, base);
+    exponent >>= 1;
+  }
+  return result;
+}
+
+DEVICE Factors factors_of(const AdamWArgs &a, const AdamWEntry &t) {
+  Factors f;
+  double lr = a.lr ? (double)*a.lr : a.lr_value;
+  f.step = __float2uint_rz(*t.step);
+  float grad = a.grad_scale ? reciprocal(*a.grad_scale) : 1.0f;
+  float way = __double2float_rn(__dsub_rn(1.0, a.beta1));
+  f.grad = a.flags & MAXIMIZE ? -grad : grad;
+  f.decay = __double2float_rn(__dsub_rn(1.0, __dmul_rn(lr, a.weight_decay)));
+  f.from_grad = way >= 0.5f;
+  f.lerp = f.from_grad ? -__fsub_rn(1.0f, way) : way;
+  f.beta2 = __double2float_rn(a.beta2);
+  f.rest = __double2float_rn(__dsub_rn(1.0, a.beta2));
+  f.root = __double2float_rn(__dsqrt_rn(__dsub_rn(1.0, power(a.beta2, f.step))));
+  f.eps = __double2float_rn(a.eps);
+  f.size = __double2float_rn(__ddiv_rn(lr, __dsub_rn(1.0, power(a.beta1, f.step))));
+  return f;
+}
+
+DEVICE bool skipped(const AdamWArgs &a) { return a.found_inf && *a.found_inf != 0.0f; }
+
+/// What is read and written: a gradient's, a moment's element type.
+DEVICE u32 grad_kind(const AdamWEntry &t) {
+  static_assert(GRAD_BF16 == BF16 && GRAD_F16 == F16, "flags are kinds");
+  return t.flags & (GRAD_BF16 | GRAD_F16);
+}
+DEVICE u32 moment_kind(const AdamWEntry &t) { return t.flags & MOMENTS_BF16 ? BF16 : F32; }
+
+DEVICE float load_one(const void *p, u64 i, u32 kind) {
+  if (kind == F32) return ((const float *)p)[i];
+  u32 d = ((const u16 *)p)[i];
+  return kind == BF16 ? InBf16::get(d, 0) : InF16::get(d, 0);
+}
+
+DEVICE void store_one(void *p, u64 i, u32 kind, float v) {
+  if (kind == F32) ((u32 *)p)[i] = OutF32::bits(v);
+  else ((u16 *)p)[i] = (u16)(kind == BF16 ? OutBf16::bits(v) : OutF16::bits(v));
+}
+
+/// Four neighbours as they lie in memory.
+DEVICE uint4 load_four(const void *p, u64 i, u32 kind) {
+  if (kind == F32) return *(const uint4 *)((const float *)p + i);
+  if (kind == CODES) return make_uint4(*(const u32 *)((const u8 *)p + i), 0, 0, 0);
+  uint2 d = *(const uint2 *)((const u16 *)p + i);
+  return make_uint4(d.x, d.y, 0, 0);
+}
+
+DEVICE void widen_four(const uint4 &v, u32 kind, float (&out)[4]) {
+  if (kind == F32) {
+    out[0] = __uint_as_float(v.x), out[1] = __uint_as_float(v.y);
+    out[2] = __uint_as_float(v.z), out[3] = __uint_as_float(v.w);
+  } else if (kind == BF16) {
+    out[0] = InBf16::get(v.x, 0), out[1] = InBf16::get(v.x, 1);
+    out[2] = InBf16::get(v.y, 0), out[3] = InBf16::get(v.y, 1);
+  } else {
+    out[0] = InF16::get(v.x, 0), out[1] = InF16::get(v.x, 1);
+    out[2] = InF16::get(v.y, 0), out[3] = InF16::get(v.y, 1);
+  }
+}
+
+DEVICE void store_four(void *p, u64 i, u32 kind, const float (&v)[4]) {
+  if (kind == F32) {
+    *(uint4 *)((u32 *)p + i) = make_uint4(OutF32::bits(v[0]), OutF32::bits(v[1]),
+                                          OutF32::bits(v[2]), OutF32::bits(v[3]));
+  } else if (kind == BF16) {
+    *(uint2 *)((u16 *)p + i) = make_uint2(OutBf16::bits(v[0]) | OutBf16::bits(v[1]) << 16,
+                                          OutBf16::bits(v[2]) | OutBf16::bits(v[3]) << 16);
+  } else {
+    *(uint2 *)((u16 *)p + i) = make_uint2(OutF16::bits(v[0]) | OutF16::bits(v[1]) << 16,
+                                          OutF16::bits(v[2]) | OutF16::bits(v[3]) << 16);
+  }
+}
+
+/// The values of the two codes in the low 16 bits, as fp16.
+DEVICE u32 halves_of(const AdamWEntry &t, u32 codes) {
+  return t.flags & IS_E5M2 ? FromE5m2::halves(codes) : FromE4m3::halves(codes);
+}
+
+/// The two codes of two values, nearest.
+DEVICE u32 pair_of(const AdamWEntry &t, float low, float high) {
+  return t.flags & IS_E5M2 ? E5m2::pair(low, high) : E4m3::pair(low, high);
+}
+
+/// One of the two codes around a value (format/fp8.rs).
+DEVICE u32 encode_stochastic(const AdamWEntry &t, float v, u32 random) {
+  bool wide = t.flags & IS_E5M2;
+  u32 mantissa = wide ? 2 : 3, smallest = (wide ? 113u : 121u) << 23;
+  u32 bits = __float_as_uint(v), magnitude = bits & 0x7fffffffu;
+  u32 clamped = min(magnitude, wide ? 0x47600000u : 0x43e00000u);
+  u32 exponent = max(clamped & 0x7f800000u, smallest);
+  // Counted in the format's steps around it.
+  float steps =
+      __fmul_rn(__uint_as_float(clamped), __uint_as_float(((254u + mantissa) << 23) - exponent));
+  int whole = __float2int_rz(steps);
+  int way = __float2int_rz(__fmul_rn(__fsub_rn(steps, (float)whole), 16777216.0f));
+  u32 up = (int)(random >> 8) < way;
+  u32 code = ((u32)whole + up + ((exponent - smallest) >> (23 - mantissa))) | (bits >> 24 & 0x80u);
+  return magnitude > 0x7f800000u ? 0x7fu : code;
+}
+
+/// The codes of four neighbours at a multiple of four, in the whole tensor too.
+DEVICE u32 encode_four(const AdamWArgs &a, const AdamWEntry &t, u32 step, u64 i,
+                       const float (&v)[4], float q) {
+  float x[4];
+#pragma unroll
+  for (int j = 0; j < 4; j++) x[j] = __fmul_rn(v[j], q);
+  if (!(a.flags & STOCHASTIC)) return pair_of(t, x[0], x[1]) | pair_of(t, x[2], x[3]) << 16;
+  u32 words[4], codes = 0;
+  philox((t.offset + i) >> 2, t.stream, step, a.seed, words);
+#pragma unroll
+  for (int j = 0; j < 4; j++) codes |= encode_stochastic(t, x[j], words[j]) << (8 * j);
+  return codes;
+}
+
+DEVICE u8 encode_one(const AdamWArgs &a, const AdamWEntry &t, u32 step, u64 i, float v, float q) {
+  float x = __fmul_rn(v, q);
+  if (!(a.flags & STOCHASTIC)) return (u8)pair_of(t, x, 0.0f);
+  return (u8)encode_stochastic(t, x, word_of(t.offset + i, t.stream, step, a.seed));
+}
+
+/// What four neighbours are updated from.
+struct Four {
+  uint4 grad, exp_avg, exp_avg_sq, weight;
+};
+
+/// `kind` is the parameter's.
+DEVICE Four load(const AdamWEntry &t, u64 i, u32 kind) {
+  Four d;
+  d.grad = load_four(t.grad, i, grad_kind(t));
+  d.exp_avg = load_four(t.exp_avg, i, moment_kind(t));
+  d.exp_avg_sq = load_four(t.exp_avg_sq, i, moment_kind(t));
+  d.weight = t.master ? load_four(t.master, i, F32) : load_four(t.param, i, kind);
+  return d;
+}
+
+/// The step of one element.
+DEVICE void advance(const Factors &f, float g, float &m, float &v, float &w) {
+  float grad = __fmul_rn(g, f.grad);
+  float weight = __fmul_rn(w, f.decay);
+  float start = f.from_grad ? grad : m;
+  m = __fadd_rn(start, __fmul_rn(__fsub_rn(grad, m), f.lerp));
+  v = __fadd_rn(__fmul_rn(v, f.beta2), __fmul_rn(__fmul_rn(f.rest, grad), grad));
+  float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), f.root), f.eps);
+  w = __fsub_rn(weight, __fdiv_rn(__fmul_rn(f.size, m), denominator));
+}
+
+/// The new values; with `keep` moments and master are stored.
+DEVICE void update(const AdamWEntry &t, const Factors &f, const Four &d, u32 kind, float scale,
+                   u64 i, bool keep, float (&w)[4]) {
+  float g[4], m[4], v[4];
+  widen_four(d.grad, grad_kind(t), g);
+  widen_four(d.exp_avg, moment_kind(t), m);
+  widen_four(d.exp_avg_sq, moment_kind(t), v);
+  if (t.master || kind != CODES) {
+    widen_four(d.weight, t.master ? F32 : kind, w);
+  } else {
+    u32 low = halves_of(t, d.weight.x), high = halves_of(t, d.weight.x >> 16);
+    w[0] = __fmul_rn(InF16::get(low, 0), scale), w[1] = __fmul_rn(InF16::get(low, 1), scale);
+    w[2] = __fmul_rn(InF16::get(high, 0), scale), w[3] = __fmul_rn(InF16::get(high, 1), scale);
+  }
+#pragma unroll
+  for (int j = 0; j < 4; j++) advance(f, g[j], m[j], v[j], w[j]);
+  if (!keep) return;
+  store_four(t.exp_avg, i, moment_kind(t), m);
+  store_four(t.exp_avg_sq, i, moment_kind(t), v);
+  if (t.master) store_four(t.master, i, F32, w);
+}
+
+/// The same of one element.
+DEVICE float update_one(const AdamWEntry &t, const Factors &f, u32 kind, float scale, u64 i,
+                        bool keep) {
+  u32 moments = moment_kind(t);
+  float g = load_one(t.grad, i, grad_kind(t));
+  float m = load_one(t.exp_avg, i, moments), v = load_one(t.exp_avg_sq, i, moments), w;
+  if (t.master || kind != CODES) w = load_one(t.master ? t.master : t.param, i, t.master ? F32 : kind);
+  else w = __fmul_rn(InF16::get(halves_of(t, ((const u8 *)t.param)[i]), 0), scale);
+  advance(f, g, m, v, w);
+  if (keep) {
+    store_one(t.exp_avg, i, moments, m);
+    store_one(t.exp_avg_sq, i, moments, v);
+    if (t.master) store_one(t.master, i, F32, w);
+  }
+  return w;
+}
+
+DEVICE u32 larger(u32 before, float w) { return max_u32(before, __float_as_uint(w) & 0x7fffffffu); }
+DEVICE u32 larger(u32 before, const float (&w)[4]) {
+  return larger(larger(larger(larger(before, w[0]), w[1]), w[2]), w[3]);
+}

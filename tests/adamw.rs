@@ -1,0 +1,443 @@
+//! The optimizer's step and random numbers on the CPU: the bytes of the definition, element by element, on every
+//! instruction set, for every kind of parameter; and what is refused.
+
+mod common;
+
+use common::{Layout, Owned, on_each_level};
+use fp8rs::format::adamw::Hyper;
+use fp8rs::format::e8m0::{self, Rounding};
+use fp8rs::format::random::{Words, between};
+use fp8rs::format::wide::{self, NAN_BITS, Wide};
+use fp8rs::ops::{AdamW, AdamWTensor, BlockScale, Target};
+use fp8rs::{Block, DType, Error, ScaleRule, Stream, View, ops};
+use half::{bf16, f16};
+use proptest::prelude::*;
+
+/// One tensor of a call, with its memory.
+#[derive(Debug, Clone)]
+struct Tensor {
+    grad: Owned,
+    moments: [Owned; 2],
+    param: Owned,
+    master: Option<Owned>,
+    step: f32,
+    scale: Option<Owned>,
+    new_scale: Option<f32>,
+    amax: Option<Owned>,
+    offset: u64,
+    stream: u32,
+}
+
+fn put(to: &mut Owned, row: usize, col: usize, value: f32) {
+    match to.dtype {
+        DType::F32 => to.set(row, col, <f32 as Wide>::from_f32(value)),
+        DType::Bf16 => to.set(row, col, <bf16 as Wide>::from_f32(value)),
+        DType::F16 => to.set(row, col, <f16 as Wide>::from_f32(value)),
+        other => unreachable!("{other}"),
+    }
+}
+
+/// The call, from the definition alone.
+fn defined(shared: &Shared, target: Target, tensors: &mut [Tensor]) {
+    if shared.found_inf.is_some_and(|found| found != 0.0) {
+        return;
+    }
+    for tensor in tensors {
+        let lr = shared.lr.map_or(shared.hyper.lr, f64::from);
+        let factors = Hyper { lr, ..shared.hyper }.factors(tensor.step, shared.grad_scale);
+        let format = tensor.param.dtype.fp8();
+        let words = shared.seed.map(|seed| Words { seed, stream: tensor.stream, step: tensor.step as u32 });
+        let block = if let Target::Blocks(block, _) = target { block } else { Block::TENSOR };
+        let (rows, cols) = tensor.param.shape;
+        let before = tensor.clone();
+        let scale_of = |row: usize, col: usize| {
+            before.scale.as_ref().map_or(1.0, |scale| scale.value(row / block.rows, col / block.cols))
+        };
+        let mut values = Vec::new();
+        for (row, col) in tensor.param.cells() {
+            let start = match &before.master {
+                Some(master) => master.value(row, col),
+                None => before.param.value(row, col) * scale_of(row, col),
+            };
+            let [m, v] = [0, 1].map(|i| before.moments[i].value(row, col));
+            let (m, v, w) = factors.update(before.grad.value(row, col), m, v, start);
+            values.push(w);
+            if target == Target::Measure {
+                continue;
+            }
+            put(&mut tensor.moments[0], row, col, m);
+            put(&mut tensor.moments[1], row, col, v);
+            if let Some(master) = &mut tensor.master {
+                put(master, row, col, w);
+            }
+            if target == Target::Plain {
+                put(&mut tensor.param, row, col, w);
+            }
+        }
+        let at = |row: usize, col: usize| values[row * cols + col];
+        let mut encode = |row: usize, col: usize, q: f32| {
+            let (value, index) = (at(row, col) * q, tensor.offset + (row * cols + col) as u64);
+            let code = match (format, words) {
+                (Some(format), Some(words)) => format.encode_stochastic(value, words.of(index)),
+                (Some(format), None) => format.encode(value),
+                (None, _) => unreachable!(),
+            };
+            tensor.param.set(row, col, code);
+        };
+        match target {
+            Target::Plain | Target::Measure => {
+                if let Some(amax) = &mut tensor.amax {
+                    amax.set(0, 0, wide::amax(values.iter().copied()));
+                }
+            }
+            Target::Tensor => {
+                let new = before.new_scale.unwrap();
+                (0..rows).for_each(|row| (0..cols).for_each(|col| encode(row, col, 1.0 / new)));
+                let found = wide::amax(values.iter().copied());
+                if let Some(amax) = &mut tensor.amax
+                    && found.is_finite()
+                {
+                    let was = amax.value(0, 0);
+                    amax.set(0, 0, if was > found { was } else { found });
+                }
+                let used = if found.is_finite() { new } else { f32::from_bits(NAN_BITS) };
+                tensor.scale.as_mut().unwrap().set(0, 0, used);
+            }
+            Target::Blocks(block, kind) => {
+                let (down, across) = block.grid(rows, cols);
+                for (r, c) in (0..down).flat_map(|r| (0..across).map(move |c| (r, c))) {
+                    let of = |i: usize, size: usize, n: usize| {
+                        i.saturating_mul(size)..(i + 1).saturating_mul(size).min(n)
+                    };
+                    let (in_rows, in_cols) = (of(r, block.rows, rows), of(c, block.cols, cols));
+                    let cells: Vec<_> =
+                        in_rows.flat_map(|row| in_cols.clone().map(move |col| (row, col))).collect();
+                    let amax = wide::amax(cells.iter().map(|(row, col)| at(*row, *col)));
+                    let scales = tensor.scale.as_mut().unwrap();
+                    let q = match kind {
+                        BlockScale::F32(rule) => {
+                            let scale = rule.scale(amax, format.unwrap());
+                            scales.set(r, c, scale);
+                            1.0 / scale
+                        }
+                        BlockScale::E8m0(rounding) => {
+                            let byte = e8m0::from_amax(amax, format.unwrap(), rounding);
+                            scales.set(r, c, byte);
+                            e8m0::reciprocal(byte)
+                        }
+                    };
+                    cells.iter().for_each(|(row, col)| encode(*row, *col, q));
+                }
+            }
+        }
+    }
+}
+
+/// What all tensors share, with its memory.
+#[derive(Debug, Clone, Copy)]
+struct Shared {
+    hyper: Hyper,
+    lr: Option<f32>,
+    grad_scale: Option<f32>,
+    found_inf: Option<f32>,
+    seed: Option<u64>,
+}
+
+fn one(value: &f32) -> View<'_> {
+    View::from_slice(std::slice::from_ref(value), 1, 1).unwrap()
+}
+
+fn run(shared: &Shared, target: Target, tensors: &mut [Tensor]) -> Result<(), Error> {
+    let call = AdamW {
+        hyper: shared.hyper,
+        lr: shared.lr.as_ref().map(one),
+        grad_scale: shared.grad_scale.as_ref().map(one),
+        found_inf: shared.found_inf.as_ref().map(one),
+        stochastic: shared.seed,
+        target,
+    };
+    let tensors = tensors.iter_mut().map(|tensor| {
+        let [exp_avg, exp_avg_sq] = &mut tensor.moments;
+        AdamWTensor {
+            grad: tensor.grad.view(),
+            exp_avg: exp_avg.view_mut(),
+            exp_avg_sq: exp_avg_sq.view_mut(),
+            param: tensor.param.view_mut(),
+            master: tensor.master.as_mut().map(Owned::view_mut),
+            step: one(&tensor.step),
+            scale: tensor.scale.as_mut().map(Owned::view_mut),
+            new_scale: tensor.new_scale.as_ref().map(one),
+            amax: tensor.amax.as_mut().map(Owned::view_mut),
+            offset: tensor.offset,
+            stream: tensor.stream,
+        }
+    });
+    ops::adamw(call, tensors.collect(), Stream::default())
+}
+
+fn memory(tensors: &[Tensor]) -> Vec<Vec<u64>> {
+    let of = |tensor: &Tensor| {
+        let parts = [&tensor.grad, &tensor.param, &tensor.moments[0], &tensor.moments[1]];
+        let others = [&tensor.master, &tensor.scale, &tensor.amax].into_iter().flatten();
+        parts.into_iter().chain(others).map(|owned| owned.bytes.clone()).collect::<Vec<_>>()
+    };
+    tensors.iter().flat_map(of).collect()
+}
+
+fn target() -> impl Strategy<Value = Target> {
+    let rule = (any::<bool>(), prop_oneof![Just(0.0_f32), Just(3.0)])
+        .prop_map(|(power_of_2, amax_epsilon)| ScaleRule { power_of_2, amax_epsilon, margin: 0 });
+    let square = Block { rows: 128, cols: 128 };
+    let f32_blocks = (rule, any::<bool>()).prop_map(move |(rule, row)| {
+        Target::Blocks(if row { Block::ROW } else { square }, BlockScale::F32(rule))
+    });
+    let mx = any::<bool>().prop_map(|ceil| {
+        let rounding = if ceil { Rounding::Ceil } else { Rounding::Floor };
+        Target::Blocks(Block { rows: 32, cols: 32 }, BlockScale::E8m0(rounding))
+    });
+    prop_oneof![Just(Target::Plain), Just(Target::Measure), Just(Target::Tensor), f32_blocks, mx]
+}
+
+fn shared() -> impl Strategy<Value = Shared> {
+    let hyper = (0.0_f64..2.0, prop_oneof![Just(0.9), Just(0.3), Just(0.0)], 0.0_f64..2.0, any::<bool>())
+        .prop_map(|(lr, beta1, weight_decay, maximize)| Hyper {
+            lr,
+            beta1,
+            beta2: 0.999,
+            eps: 1e-8,
+            weight_decay,
+            maximize,
+        });
+    let scales = (prop::option::of(0.0_f32..1.0), prop::option::of(0.01_f32..3000.0));
+    let found = prop_oneof![3 => Just(None), 1 => Just(Some(0.0_f32)), 1 => Just(Some(1.0))];
+    (hyper, scales, found, any::<Option<u64>>()).prop_map(|(hyper, (lr, grad_scale), found_inf, seed)| {
+        Shared { hyper, lr, grad_scale, found_inf, seed }
+    })
+}
+
+fn tensors(target: Target) -> impl Strategy<Value = Vec<Tensor>> {
+    let tensor = (
+        (common::shape(), common::wide_dtype(), any::<bool>(), common::wide_dtype(), common::fp8_dtype()),
+        (common::scale(), any::<u64>(), 0_u32..9, any::<u32>(), 0_usize..3),
+    );
+    let list = prop::collection::vec(tensor, 0..4);
+    (list, any::<bool>(), any::<bool>()).prop_map(move |(list, master, amax)| {
+        let make = |((shape, grad, bf16_state, plain, codes), (number, seed, step, stream, start)): (
+            (_, DType, bool, DType, DType),
+            (f32, u64, u32, u32, usize),
+        )| {
+            let owned = |dtype, salt| Owned::new(dtype, shape, Layout::Dense, start).random(seed ^ salt);
+            let state = if bf16_state { DType::Bf16 } else { DType::F32 };
+            let is_plain = target == Target::Plain;
+            let scale = match target {
+                Target::Plain => None,
+                Target::Blocks(block, kind) => {
+                    let mut scales =
+                        Owned::dense(kind.dtype(), block.grid(shape.0, shape.1)).random(seed ^ 9);
+                    if scales.dtype == DType::E8m0 {
+                        scales.cells().for_each(|(r, c)| {
+                            let byte: u8 = scales.get(r, c);
+                            scales.set(r, c, if byte == 255 { 255 } else { 110 + byte % 30 });
+                        });
+                    }
+                    Some(scales)
+                }
+                _ => {
+                    let mut one = Owned::dense(DType::F32, (1, 1));
+                    one.set(0, 0, number);
+                    Some(one)
+                }
+            };
+            Tensor {
+                grad: owned(grad, 1),
+                moments: [owned(state, 2), owned(state, 3)],
+                param: owned(if is_plain { plain } else { codes }, 4),
+                master: master.then(|| owned(DType::F32, 5)),
+                step: step as f32 + 1.0,
+                scale,
+                new_scale: (target == Target::Tensor).then_some(number * 1.25),
+                amax: (target == Target::Measure || amax && !matches!(target, Target::Blocks(..)))
+                    .then(|| Owned::dense(DType::F32, (1, 1)).random(seed ^ 6)),
+                offset: seed >> 3,
+                stream,
+            }
+        };
+        list.into_iter().map(make).collect()
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn a_step_writes_the_bytes_of_the_definition_and_nothing_else(
+        shared in shared(),
+        (target, tensors) in target().prop_flat_map(|target| (Just(target), tensors(target))),
+    ) {
+        let mut expected = tensors.clone();
+        defined(&shared, target, &mut expected);
+        on_each_level(|| {
+            let mut got = tensors.clone();
+            run(&shared, target, &mut got).unwrap();
+            assert_eq!(memory(&got), memory(&expected));
+        });
+    }
+
+    #[test]
+    fn random_numbers_are_those_of_their_places(
+        (dtype, shape, layout) in (common::wide_dtype(), common::shape(), common::output_layout()),
+        (seed, offset) in (any::<u64>(), 0..u64::MAX / 2),
+        (low, range) in (-100.0_f32..100.0, 0.0_f32..100.0),
+    ) {
+        let x = Owned::new(dtype, shape, layout, 1);
+        let mut expected = x.clone();
+        let words = Words { seed, stream: 0, step: 0 };
+        for (i, (row, col)) in x.cells().enumerate() {
+            put(&mut expected, row, col, between(words.of(offset + i as u64), low, low + range));
+        }
+        on_each_level(|| {
+            let mut got = x.clone();
+            ops::random_uniform(got.view_mut(), seed, offset, low, low + range, Stream::default()).unwrap();
+            assert_eq!(&got.bytes, &expected.bytes);
+        });
+    }
+}
+
+/// Long enough for threads, and for a moment's buffer to be filled more than once.
+#[test]
+fn large_tensors_are_as_small_ones() {
+    let rule = BlockScale::F32(ScaleRule::default());
+    for target in [Target::Plain, Target::Tensor, Target::Blocks(Block::ROW, rule)] {
+        let shape = (130, 3001);
+        let owned = |dtype, seed| Owned::dense(dtype, shape).random(seed);
+        let codes = target != Target::Plain;
+        let scales = if let Target::Blocks(..) = target { (130, 1) } else { (1, 1) };
+        let tensor = Tensor {
+            grad: owned(DType::Bf16, 1),
+            moments: [owned(DType::F32, 2), owned(DType::F32, 3)],
+            param: owned(if codes { DType::E4m3 } else { DType::Bf16 }, 4),
+            master: None,
+            step: 3.0,
+            scale: codes.then(|| Owned::dense(DType::F32, scales).random(5)),
+            new_scale: (target == Target::Tensor).then_some(0.5),
+            amax: None,
+            offset: 3,
+            stream: 7,
+        };
+        let hyper = Hyper { lr: 0.1, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, maximize: false };
+        let shared = Shared { hyper, lr: None, grad_scale: None, found_inf: None, seed: Some(5) };
+        let (mut got, mut expected) = (vec![tensor.clone()], vec![tensor]);
+        run(&shared, target, &mut got).unwrap();
+        defined(&shared, target, &mut expected);
+        assert!(memory(&got) == memory(&expected), "{target:?}");
+    }
+}
+
+const HYPER: Hyper =
+    Hyper { lr: 0.1, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, maximize: false };
+const SHARED: Shared = Shared { hyper: HYPER, lr: None, grad_scale: None, found_inf: None, seed: None };
+
+fn plain() -> Tensor {
+    let owned = |seed| Owned::dense(DType::F32, (4, 8)).random(seed);
+    Tensor {
+        grad: owned(1),
+        moments: [owned(2), owned(3)],
+        param: owned(4),
+        master: None,
+        step: 1.0,
+        scale: None,
+        new_scale: None,
+        amax: None,
+        offset: 0,
+        stream: 0,
+    }
+}
+
+#[track_caller]
+fn refused(shared: Shared, target: Target, change: impl Fn(&mut Tensor), message: &str) {
+    let mut tensors = vec![plain(), plain()];
+    change(&mut tensors[1]);
+    let before = memory(&tensors);
+    let error = run(&shared, target, &mut tensors).expect_err("the call should have been refused");
+    assert_eq!(error.to_string(), message);
+    assert_eq!(memory(&tensors), before);
+}
+
+#[test]
+fn bad_calls_are_refused_before_anything_is_written() {
+    let wide = |dtype| Owned::dense(dtype, (4, 8));
+    refused(
+        SHARED,
+        Target::Plain,
+        |t| t.grad = wide(DType::E4m3),
+        "grads[1] has dtype float8_e4m3fn; it must be float32, bfloat16 or float16",
+    );
+    refused(
+        SHARED,
+        Target::Plain,
+        |t| t.moments[1] = wide(DType::Bf16),
+        "exp_avg_sqs[1] has dtype bfloat16; it must be float32",
+    );
+    refused(
+        SHARED,
+        Target::Plain,
+        |t| t.moments[0] = wide(DType::F16),
+        "exp_avgs[1] has dtype float16; it must be float32",
+    );
+    refused(
+        SHARED,
+        Target::Plain,
+        |t| t.master = Some(wide(DType::F32)),
+        "masters[1] is given; it must be what the first tensor has",
+    );
+    refused(
+        SHARED,
+        Target::Plain,
+        |t| t.param = Owned::dense(DType::F32, (8, 4)),
+        "grads[1] has shape (4, 8) as a 2-d view; it must be (8, 4), the shape of params[1]",
+    );
+    refused(
+        SHARED,
+        Target::Plain,
+        |t| t.param = Owned::new(DType::F32, (4, 8), Layout::Padded, 0),
+        "params[1] is strided; it must be contiguous",
+    );
+    refused(
+        SHARED,
+        Target::Plain,
+        |t| t.grad = Owned::new(DType::F32, (4, 8), Layout::Transposed, 0),
+        "grads[1] is strided; it must be contiguous",
+    );
+    refused(
+        SHARED,
+        Target::Plain,
+        |t| t.scale = Some(wide(DType::F32)),
+        "scales[1] is given; it must be present for codes, and only for them",
+    );
+    refused(
+        SHARED,
+        Target::Plain,
+        |t| t.param = wide(DType::E4m3),
+        "params[1] has dtype float8_e4m3fn; it must be float32, bfloat16 or float16",
+    );
+    refused(
+        SHARED,
+        Target::Tensor,
+        |_| (),
+        "params[0] has dtype float32; it must be float8_e4m3fn or float8_e5m2",
+    );
+    let beta = Shared { hyper: Hyper { beta2: 1.0, ..HYPER }, ..SHARED };
+    refused(beta, Target::Plain, |_| (), "beta2 is 1; it must be at least 0 and below 1");
+    let lr = Shared { hyper: Hyper { lr: -1.0, ..HYPER }, ..SHARED };
+    refused(lr, Target::Plain, |_| (), "lr is -1; it must be finite and at least 0");
+    let bad = Target::Blocks(Block { rows: 1, cols: 128 }, BlockScale::F32(ScaleRule::default()));
+    refused(SHARED, bad, |_| (), "block is (1, 128); it must be (1, all) or (128, 128) with float32 scales");
+    let mut x = Owned::dense(DType::F32, (2, 2));
+    for (low, high, message) in [
+        (f32::NAN, 1.0, "low is NaN; it must be finite"),
+        (1.0, 0.0, "high is 0; it must be at least low, 1, and at a finite distance from it"),
+    ] {
+        let error = ops::random_uniform(x.view_mut(), 0, 0, low, high, Stream::default()).unwrap_err();
+        assert_eq!(error.to_string(), message);
+    }
+}

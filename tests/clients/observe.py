@@ -1,0 +1,136 @@
+"""One rank of a client's run: ``observe.py FOLDER FILE [ARGUMENTS]`` under torchrun.
+
+Calls ``main(ARGUMENTS)`` of FILE and writes to FOLDER/RANK.json what it returned, what the rank's
+collectives gathered, and which parameters moved. See `harness`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+#: Every operator behind torch.distributed's all-gathers, with the position of its gathered output.
+GATHERS = {
+    "c10d::_allgather_base_": 0,
+    "c10d::allgather_": 0,
+    "c10d::allgather_coalesced_": 0,
+    "c10d::allgather_into_tensor_coalesced_": 0,
+    "c10d::all_gather_single": 0,
+    "_c10d_functional::all_gather_into_tensor": None,
+    "_c10d_functional::all_gather_into_tensor_out": None,
+    "_c10d_functional::all_gather_into_tensor_coalesced": None,
+}
+
+
+class Gathers(TorchDispatchMode):
+    """Counts what all-gathers hold when they are done, in bytes by dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name in GATHERS:
+            position = GATHERS[name]
+            self._count(result if position is None else args[position])
+        return result
+
+    def _count(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self.nbytes[str(value.dtype).removeprefix("torch.")] += value.nbytes
+        elif isinstance(value, list | tuple):
+            for item in value:
+                self._count(item)
+
+
+class Watch:
+    """Notes the first module whose forward runs with gradients, and its parameters as they were."""
+
+    def __init__(self) -> None:
+        self.root: nn.Module | None = None
+        self.before: dict[str, torch.Tensor] = {}
+        self._hook = nn.modules.module.register_module_forward_pre_hook(self._note)
+
+    def _note(self, module: nn.Module, args: Any) -> None:
+        if not torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters()):
+            return
+        self._hook.remove()
+        self.root = module
+        self.before = {n: local(p).clone() for n, p in module.named_parameters()}
+
+    def parameters(self) -> dict[str, dict[str, bool]]:
+        """By name: whether it is trainable, and whether this rank's part of it has changed."""
+        if self.root is None:
+            return {}
+        return {
+            n: {"trainable": p.requires_grad, "moved": not torch.equal(local(p), self.before[n])}
+            for n, p in self.root.named_parameters()
+        }
+
+    def converted(self) -> dict[str, int]:
+        """Converted layers, with the elements of their gathered weight, padding included."""
+        from fp8rs.nn.linear import Float8Linear
+
+        ranks = int(os.environ["WORLD_SIZE"])
+        return {
+            n: -(-m.weight.shape[0] // ranks) * ranks * m.weight.shape[1:].numel()
+            for n, m in (self.root.named_modules() if self.root is not None else ())
+            if isinstance(m, Float8Linear)
+        }
+
+
+def local(p: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a parameter."""
+    p = p.detach()
+    return p.to_local() if hasattr(p, "to_local") else p
+
+
+def main() -> None:
+    folder, path, *arguments = sys.argv[1:]
+    try:
+        found = observed(path, arguments)
+    except BaseException:
+        Path(folder, f"{os.environ['RANK']}.error").write_text(traceback.format_exc())
+        raise
+    Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def observed(path: str, arguments: list[str]) -> dict[str, Any]:
+    """Calls ``main`` of a file; what `harness.Run` is made of."""
+    warnings.filterwarnings("error", module="fp8rs")
+    torch.set_num_threads(1)
+    sys.argv = [path, *arguments]
+    spec = importlib.util.spec_from_file_location("example", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # By its name classes of the file are pickled and data loaders' workers find it.
+    sys.modules["example"] = module
+    spec.loader.exec_module(module)
+    watch = Watch()
+    with Gathers() as gathers:
+        returned = module.main(arguments)
+    return {
+        "returned": returned,
+        "gathered": dict(gathers.nbytes),
+        "parameters": watch.parameters(),
+        "converted": watch.converted(),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""axolotl's plugin manager and config with ``fp8rs.integrations.axolotl.Float8Plugin``.
+
+axolotl's model loader and trainer import a dozen packages with CUDA in them, so that what runs here
+is its PluginManager and BasePlugin, its config classes merged with the plugin's keys, and the hooks
+in the order of its loader, on a model of transformers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from harness import ROOT, need
+
+need("axolotl", "0.19")
+need("transformers", "5.0")
+pytest.importorskip("axolotl.integrations.base")
+
+from axolotl.integrations.base import BasePlugin, PluginManager  # noqa: E402
+from axolotl.utils.dict import DictDefault  # noqa: E402
+
+NAME = "fp8rs.integrations.axolotl.Float8Plugin"
+
+
+@pytest.fixture
+def manager():
+    manager = PluginManager.get_instance()
+    manager.plugins.clear()
+    manager.register(NAME)
+    yield manager
+    manager.plugins.clear()
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_attention_heads=4, **sizes))
+
+
+def converted(model):
+    from fp8rs.nn.linear import Float8Linear
+
+    return {n: m.recipe.name for n, m in model.named_modules() if isinstance(m, Float8Linear)}
+
+
+def test_the_example_converts_a_model(manager):
+    cfg = DictDefault(yaml.safe_load(Path(ROOT, "examples/axolotl_plugin.yaml").read_text()))
+    assert cfg.plugins == [NAME]
+    assert isinstance(manager.plugins[NAME], BasePlugin)
+    model = llama()
+    manager.pre_model_load(cfg)
+    manager.post_model_build(cfg, model)
+    assert len(converted(model)) == 7
+    assert set(converted(model).values()) == {cfg.fp8rs_recipe}
+    manager.pre_lora_load(cfg, model)
+    manager.post_model_load(cfg, model)
+
+
+def test_its_keys_are_keys_of_axolotls_config(manager):
+    from axolotl.integrations.config import merge_input_args
+
+    for kind in merge_input_args():
+        assert kind.model_fields["fp8rs_recipe"].default == "current"
+        assert "fp8rs_filter_fqns" in kind.model_fields
+
+
+def test_keys_are_followed(manager):
+    model = llama()
+    cfg = DictDefault({"fp8rs_recipe": "mxfp8", "fp8rs_filter_fqns": ["lm_head", "mlp"]})
+    manager.post_model_build(cfg, model)
+    assert len(converted(model)) == 4
+    assert set(converted(model).values()) == {"mxfp8"}
+
+
+def test_adapters_come_after_the_conversion(manager):
+    from peft import LoraConfig, get_peft_model
+
+    model = llama()
+    manager.post_model_build(DictDefault({}), model)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=4))
+    assert [n for n in converted(adapted) if "q_proj" in n] == [
+        "base_model.model.model.layers.0.self_attn.q_proj.base_layer"
+    ]
+
+
+@pytest.mark.parametrize("key", ["fp8", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"])
+def test_keys_that_contradict_it_are_errors(manager, key):
+    with pytest.raises(ValueError, match=f"{key}: true does not go with Float8Plugin"):
+        manager.pre_model_load(DictDefault({key: True}))
+
+
+def test_an_unknown_recipe_is_an_error_of_the_config(manager):
+    from fp8rs.integrations.axolotl import Float8Args
+
+    with pytest.raises(ValueError, match="'fp4' is not known; the names are"):
+        Float8Args(fp8rs_recipe="fp4")

@@ -1,0 +1,65 @@
+"""Lightning's Trainer with FSDP2, as in ``examples/lightning_fsdp2.py``."""
+
+from __future__ import annotations
+
+import pytest
+from harness import assert_gathers_are_fp8, need, run_example
+
+need("lightning", "2.6")
+need("transformers", "5.0")
+
+STEPS = 4
+
+
+def run(folder, recipe, steps=STEPS):
+    return run_example(
+        "lightning_fsdp2", "--recipe", recipe, "--steps", str(steps), "--checkpoint", str(folder)
+    )
+
+
+def test_it_trains_resumes_and_evaluates_as_bf16_does(tmp_path):
+    reference, found = run(tmp_path / "bf16", "bf16"), run(tmp_path / "fp8", "current")
+    expected = reference.returned["losses"]
+    assert expected[-1] < 0.95 * expected[0]
+    assert found.returned["losses"] == pytest.approx(expected, rel=0.01)
+    assert found.returned["evaluated"] == pytest.approx(reference.returned["evaluated"], rel=0.01)
+    assert not found.still
+    assert len(found.converted) == 2 * 7
+    # A forward and a backward for each step, and the two batches of the evaluation.
+    assert_gathers_are_fp8(found, reference, passes=2 * STEPS + 2)
+
+    again = run(tmp_path / "fp8", "current")  # nothing is left to train
+    assert again.returned["losses"] == []
+    assert again.returned["evaluated"] == found.returned["evaluated"]
+    more = run(tmp_path / "fp8", "current", STEPS + 2)
+    more_reference = run(tmp_path / "bf16", "bf16", STEPS + 2)
+    assert len(more.returned["losses"]) == 2
+    assert more.returned["losses"] == pytest.approx(more_reference.returned["losses"], rel=0.01)
+
+
+def test_a_part_that_is_not_there_is_an_error():
+    import lightning
+    from torch import nn
+
+    from fp8rs.integrations.lightning import Float8Callback
+
+    module = lightning.LightningModule()
+    with pytest.raises(ValueError, match=r"LightningModule\.model is missing, .* configure_model"):
+        Float8Callback().setup(None, module, "fit")
+    module.net = nn.LayerNorm(8)
+    with pytest.raises(ValueError, match=r"LightningModule\.net is a LayerNorm, .* module="):
+        Float8Callback(module="net").setup(None, module, "fit")
+
+
+def test_fabrics_parallelize_fn_is_given_the_converted_model():
+    from torch import nn
+
+    from fp8rs.integrations.lightning import converting
+    from fp8rs.nn.linear import Float8Linear
+
+    model, seen = nn.Sequential(nn.Linear(16, 16)), []
+    parallelize = converting(lambda model, mesh: seen.append((model, mesh)) or model, "rowwise")
+    assert parallelize(model, "mesh") is model
+    assert seen == [(model, "mesh")]
+    assert isinstance(model[0], Float8Linear)
+    assert model[0].recipe.name == "rowwise"

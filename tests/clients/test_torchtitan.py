@@ -1,0 +1,98 @@
+"""torchtitan's Trainer, as in ``examples/torchtitan_llama.py``, by ``torchtitan_on_cpu.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import Run, assert_gathers_are_fp8, need, run_file
+
+need("torchtitan", "0.3")
+
+JOB = Path(__file__).with_name("torchtitan_on_cpu.py")
+STEPS = 4
+_runs: dict[tuple, Run] = {}
+
+
+def run(folder: Path, *arguments: str, steps: int = STEPS, ranks: int = 2, **environment: str):
+    return run_file(
+        JOB,
+        *("--folder", str(folder), "--steps", str(steps), *arguments),
+        ranks=ranks,
+        environment=environment,
+    )
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The run in bf16 with the same options, once for each."""
+
+    def known(*arguments: str, ranks: int = 2) -> Run:
+        key = (*arguments, ranks)
+        if key not in _runs:
+            folder = tmp_path_factory.mktemp("bf16")
+            _runs[key] = run(folder, "--recipe", "bf16", *arguments, ranks=ranks)
+        return _runs[key]
+
+    return known
+
+
+def losses(run: Run) -> list[float]:
+    """The global losses: each rank has its own tokens' part."""
+    return [sum(part) for part in zip(*(r["losses"] for r in run.by_rank), strict=True)]
+
+
+def assert_agree(run: Run, reference: Run) -> None:
+    """The model learns, as it does in bf16, and all of it."""
+    expected = losses(reference)
+    assert expected[-1] < 0.9 * expected[0]
+    assert losses(run) == pytest.approx(expected, rel=0.01)
+    assert run.returned["evaluated"] == pytest.approx(reference.returned["evaluated"], rel=0.02)
+    assert not run.still
+    assert run.moved == reference.moved
+    assert len(run.converted) == 2 * 5, "wqkv, wo, w1, w2 and w3 of two layers, not the head"
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
+def test_it_trains_with_selective_checkpointing_and_the_chunked_loss(recipe, reference, tmp_path):
+    found = run(tmp_path, "--recipe", recipe)
+    assert_agree(found, reference())
+    if recipe == "current":
+        # A checkpointed block is gathered for its forward and its backward; the evaluation's
+        # forward gathers once more.
+        assert_gathers_are_fp8(found, reference(), passes=2 * STEPS + 1)
+
+
+def test_it_compiles_with_fullgraph(reference, tmp_path):
+    """With backend aot_eager: it is Dynamo that fullgraph=True is about."""
+    compiled = run(tmp_path / "compiled", "--compile")
+    assert "Compiling each TransformerBlock" in compiled.output
+    # Tracing decides nothing else: the losses are eager's but for rounding in fused norms.
+    eager = run(tmp_path / "eager")
+    assert losses(compiled) == pytest.approx(losses(eager), rel=1e-3)
+    assert_agree(compiled, reference())
+
+
+@pytest.mark.parametrize("backend", ["spmd_types", "partial_dtensor"])
+def test_tensor_parallelism(backend, reference, tmp_path):
+    """Plain local tensors with spmd_types, torchtitan's default; DTensors with the other."""
+    found = run(tmp_path, "--tp", "2", TEST_SPMD_BACKEND=backend)
+    assert_agree(found, reference("--tp", "2"))
+
+
+def test_hsdp_and_tensor_parallelism_with_fsdp(reference, tmp_path):
+    for options in (("--replicas", "2"), ("--tp", "2")):
+        found = run(tmp_path / options[0], *options, ranks=4)
+        assert_agree(found, reference(*options, ranks=4))
+        assert found.gathered["uint8"] > 0
+
+
+def test_a_checkpoint_is_resumed(tmp_path):
+    whole = run(tmp_path / "whole", "--save-every", "2")
+    first = run(tmp_path / "parts", "--save-every", "2", steps=2)
+    second = run(tmp_path / "parts", "--save-every", "2")
+    assert second.returned["step"] == STEPS
+    # The learning rate's schedule knows how long training is: only the first steps are the same.
+    assert losses(first)[0] == losses(whole)[0]
+    assert len(losses(second)) == STEPS - 2
+    assert losses(second)[0] < losses(first)[-1]

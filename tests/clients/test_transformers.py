@@ -1,0 +1,73 @@
+"""transformers' Trainer with FSDP2, as in ``examples/transformers_trainer.py``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from harness import assert_gathers_are_fp8, need, run_example
+from test_accelerate import close
+
+need("transformers", "5.0")
+need("accelerate", "1.15")
+
+EXAMPLE = "transformers_trainer"
+STEPS = 6
+#: A forward and a backward a step. Evaluation: 64 rows, 8 a batch on each of two ranks.
+PASSES = 2 * STEPS + 4
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Runs by recipe, each with its folder of checkpoints."""
+    runs = {}
+    for recipe in ("bf16", "current"):
+        folder = tmp_path_factory.mktemp(recipe)
+        options = ("--recipe", recipe, "--steps", str(STEPS), "--output", str(folder))
+        runs[recipe] = (run_example(EXAMPLE, *options), folder)
+    return runs
+
+
+def test_losses_agree_with_bf16_and_every_parameter_moves(trained):
+    (reference, _), (run, _) = trained["bf16"], trained["current"]
+    close(run, reference)
+    assert not run.still
+    assert run.moved == reference.moved
+    assert len(run.converted) == 2 * 7
+
+
+def test_converted_weights_are_gathered_in_fp8(trained):
+    assert_gathers_are_fp8(trained["current"][0], trained["bf16"][0], PASSES)
+
+
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(trained, tmp_path):
+    whole, folder = trained["current"]
+    resume = str(folder / "checkpoint-3")
+    options = ("--steps", str(STEPS), "--output", str(tmp_path), "--resume", resume)
+    run = run_example(EXAMPLE, *options)
+    # log_history has the steps from before the checkpoint too.
+    assert run.returned == whole.returned
+    state = json.loads((folder / "checkpoint-3" / "trainer_state.json").read_text())
+    assert state["global_step"] == 3
+
+
+def test_checkpoints_are_those_of_the_unconverted_model(trained):
+    """`save_pretrained`'s file, which the Trainer writes: names, shapes and dtypes."""
+    from safetensors import safe_open
+
+    found = []
+    for recipe in ("bf16", "current"):
+        path = trained[recipe][1] / f"checkpoint-{STEPS}" / "model.safetensors"
+        with safe_open(path, "pt") as file:
+            tensors = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
+        found.append({n: (t.shape, t.dtype) for n, t in tensors.items()})
+        assert all(t.isfinite().all() for t in tensors.values())
+    assert found[0] == found[1]
+
+
+def test_gradients_accumulate(tmp_path):
+    options = ("--steps", "4", "--accumulate", "2", "--output", str(tmp_path))
+    reference, run = (run_example(EXAMPLE, "--recipe", r, *options) for r in ("bf16", "current"))
+    close(run, reference)
+    assert not run.still
+    assert_gathers_are_fp8(run, reference, passes=2 * 2 * 4 + 4)

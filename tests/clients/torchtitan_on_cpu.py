@@ -1,0 +1,149 @@
+"""Runs ``examples/torchtitan_llama.py`` on the CPU: ``torchtitan_on_cpu.py [its arguments]``.
+
+torchtitan's Trainer knows no CPU. What is replaced here: the device that it finds, its time-outs,
+memory statistics, attention (flex has no gradient on the CPU; torchtitan has an SDPA module too),
+CUDA graphs, gloo's missing PREMUL_SUM (by torch's switch for it), Inductor (by aot_eager), and data
+and tokenizer that would have to be downloaded. The rest is torchtitan's own Trainer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._utils
+
+torch._utils._get_available_device_type = lambda: "cpu"
+
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
+from torchtitan import trainer as titan  # noqa: E402
+from torchtitan.components import metrics  # noqa: E402
+from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
+from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
+from torchtitan.models.common.attention import (  # noqa: E402
+    FlexAttention,
+    ScaledDotProductAttention,
+)
+
+LENGTH = 64
+
+
+class NoMemory:
+    """Memory statistics of a device that has none."""
+
+    device_name = "cpu"
+
+    def get_peak_stats(self) -> Any:
+        return metrics.DeviceMemStats(*[0] * len(metrics.DeviceMemStats._fields))
+
+    def reset_peak_stats(self) -> None:
+        pass
+
+
+class Counting(torch.utils.data.IterableDataset):
+    """Sequences that count modulo 64, from a random start."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Any:
+        generator = torch.Generator().manual_seed(self.rank)
+        positions = torch.arange(LENGTH)
+        while True:
+            tokens = (torch.randint(64, (1,), generator=generator) + torch.arange(LENGTH + 1)) % 64
+            yield {"input": tokens[:-1], "positions": positions}, tokens[1:]
+
+
+class Data(ParallelAwareDataloader):
+    @dataclass(kw_only=True, slots=True)
+    class Config(ParallelAwareDataloader.Config):
+        pass
+
+    def __init__(self, config: Config, *, dp_rank: int, dp_world_size: int, **_: Any) -> None:
+        super().__init__(Counting(dp_rank), dp_rank, dp_world_size, batch_size=2)
+
+
+class NoTokenizer(BaseTokenizer):
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        pass
+
+    def __init__(self, config: Config, **_: Any) -> None:
+        pass
+
+    def encode(self, *_: Any, **__: Any) -> list[int]:
+        raise NotImplementedError
+
+    def decode(self, *_: Any, **__: Any) -> str:
+        raise NotImplementedError
+
+    def get_vocab_size(self) -> int:
+        return 2048
+
+
+def adapt(config: titan.Trainer.Config) -> None:
+    """What the CPU cannot do, and sizes that it does in seconds."""
+    model: Any = config.model_spec.model
+    model.layers = model.layers[:2]
+    for _, _, parent, name in list(model.traverse(FlexAttention.Config)):
+        setattr(parent, name, ScaledDotProductAttention.Config())
+    config.training.local_batch_size = 2
+    config.training.seq_len = LENGTH
+    config.training.disable_cuda_graphs = True
+    config.compile.backend = "aot_eager"
+    config.dataloader, config.tokenizer = Data.Config(), NoTokenizer.Config()
+    config.validator.enable = False
+    config.debug.enable_structured_logging = False
+    if backend := os.environ.get("TEST_SPMD_BACKEND"):
+        config.parallelism.spmd_backend = backend  # type: ignore[assignment]
+
+
+losses: list[float] = []
+trainers: list[titan.Trainer] = []
+
+
+class CpuTrainer(titan.Trainer):
+    @dataclass(kw_only=True, slots=True)
+    class Config(titan.Trainer.Config):
+        pass
+
+    def __init__(self, config: Any) -> None:
+        adapt(config)
+        super().__init__(config)
+        for module in self.model_parts[0].modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+        trainers.append(self)
+
+    def forward_backward_step(self, **kwargs: Any) -> torch.Tensor:
+        loss = super().forward_backward_step(**kwargs)
+        losses.append(loss.item())
+        return loss
+
+
+def evaluate(model: Any) -> float:
+    """The sum of the logits' absolute values for a fixed batch."""
+    model._skip_lm_head = False  # the chunked loss calls the head by itself
+    tokens = torch.arange(LENGTH)[None]
+    with torch.no_grad():
+        out = model.eval()(tokens, positions=tokens)
+    return float((out.to_local() if hasattr(out, "to_local") else out).float().abs().sum())
+
+
+def main(argv: list[str]) -> dict[str, Any]:
+    metrics.build_device_memory_monitor = NoMemory
+    titan.dist_utils.set_pg_timeouts = lambda **_: None  # by a barrier with device numbers
+    titan.Trainer.Config._owner = CpuTrainer  # what `config.build()` makes
+    path = Path(__file__).resolve().parents[2] / "examples" / "torchtitan_llama.py"
+    spec = importlib.util.spec_from_file_location("torchtitan_llama", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    example.main(argv)
+    trainer = trainers[0]
+    with trainer.train_context():
+        evaluated = evaluate(trainer.model_parts[0])
+    return {"losses": losses, "step": trainer.step, "evaluated": evaluated}

@@ -1,0 +1,782 @@
+"""fp8rs.optim.AdamW: against torch's, against the quantizers, and against another device."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+from fp8rs import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+    QuantizedTensor,
+)
+from fp8rs.optim import AdamW, weights
+
+ops = torch.ops.fp8rs
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+EPS32 = 2.0**-23
+
+#: A quantizer of weights, with one plane at rest, for every way in which codes are made.
+QUANTIZERS = {
+    "current": lambda f, d: Float8CurrentScalingQuantizer(f, columnwise=False),
+    "current, powers of two": lambda f, d: Float8CurrentScalingQuantizer(
+        f, columnwise=False, power_2_scale=True, amax_epsilon=0.5
+    ),
+    "delayed": lambda f, d: Float8Quantizer(
+        torch.tensor(0.01, device=d), torch.zeros((), device=d), f, columnwise=False
+    ),
+    "rows": lambda f, d: Float8BlockQuantizer(f, columnwise=False, block=(1, -1)),
+    "128x128": lambda f, d: Float8BlockQuantizer(f, columnwise=False, block=(128, 128)),
+    "128x128, powers of two": lambda f, d: Float8BlockQuantizer(
+        f, columnwise=False, block=(128, 128), power_2_scale=True, amax_epsilon=0.5
+    ),
+    "32x32": lambda f, d: MXFP8Quantizer(f, columnwise=False, block=(32, 32)),
+    "32x32, floor": lambda f, d: MXFP8Quantizer(
+        f, columnwise=False, block=(32, 32), scale_rounding="floor"
+    ),
+    "1x32": lambda f, d: MXFP8Quantizer(f, block=(1, 32)),
+    "1x128": lambda f, d: Float8BlockQuantizer(f, columnwise=False, block=(1, 128)),
+}
+#: Those whose codes the kernel of the update writes.
+IN_ONE_PASS = [name for name in QUANTIZERS if name not in ("1x32", "1x128")]
+#: Larger than a block of every kind, not made of whole ones; a row; one element; none.
+SHAPES = [(300, 132), (70, 33), (1, 5), (), (0, 8), (3, 40, 36)]
+
+each_quantizer = pytest.mark.parametrize("name", QUANTIZERS)
+each_format = pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+with_and_without_masters = pytest.mark.parametrize("masters", [True, False])
+
+
+def normal(shape, seed, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def parameter(values):
+    return torch.nn.Parameter(values)
+
+
+def bytes_of(*tensors):
+    """All bytes of tensors, also of quantized ones."""
+    parts = []
+    for t in tensors:
+        t = t.detach()
+        if isinstance(t, QuantizedTensor):
+            parts += [x for p in t.planes if p is not None for x in (p.data, p.scale)]
+            parts += t._store.delayed or ()
+        else:
+            parts.append(t)
+    return [p.cpu().contiguous().reshape(-1).view(torch.uint8).clone() for p in parts]
+
+
+def assert_same(got, want):
+    assert len(got) == len(want)
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert torch.equal(a, b), f"tensor {i} differs in {(a != b).sum()} of {a.numel()} bytes"
+
+
+def everything(optimizer):
+    """The bytes of all parameters and states."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [optimizer.state[p][k] for p in params for k in sorted(optimizer.state[p])]
+    return bytes_of(*params, *states)
+
+
+def train(optimizer, steps, grad_dtype=torch.float32, seed=0):
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for step in range(steps):
+        for i, p in enumerate(params):
+            grad = normal(p.shape, 1000 * seed + 100 * step + i, grad_dtype)
+            # Autograd would refuse another dtype than the parameter's; FSDP2 reduces in one.
+            p.grad = None
+            p.grad_dtype = grad_dtype
+            p.grad = grad.to(p.device)
+        optimizer.step()
+
+
+# --- against torch ------------------------------------------------------------------------------
+
+
+def exact(group, p, g, m, v, step):
+    """A step in float64, and how far float32 may be from it: half an ulp for each rounding.
+
+    The weight: its factor, the product and the difference. The update: its numerator has four
+    roundings of at most |m| + |g|; the denominator ten less, of which none cancels.
+    """
+    p, g, m, v = (t.double() for t in (p, g, m, v))
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    g = -g if group["maximize"] else g
+    largest = m.abs() + g.abs()
+    w = p * (1 - lr * group["weight_decay"])
+    m = m + (g - m) * (1 - beta1)
+    v = v * beta2 + (1 - beta2) * g * g
+    size, denominator = lr / (1 - beta1**step), (v / (1 - beta2**step)).sqrt() + group["eps"]
+    bound = EPS32 / 2 * (3 * w.abs() + 15 * size * largest / denominator)
+    return w - size * m / denominator, m, v, bound, EPS32 / 2 * 4 * largest
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.3, 0.95), (0.0, 0.5)])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_plain_float32_is_as_near_to_exact_as_its_roundings_and_torch_is_no_nearer_than_that(
+    maximize, betas, weight_decay
+):
+    options = {"lr": 1e-2, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+    ours, theirs = parameter(normal((64, 33), 1)), parameter(normal((64, 33), 1))
+    a, b = AdamW([ours], **options), torch.optim.AdamW([theirs], **options)
+    group = a.param_groups[0]
+    m, v = torch.zeros(2, 64, 33)
+    for step in range(1, 8):
+        ours.grad = normal((64, 33), 50 + step)
+        theirs.grad = ours.grad.clone()
+        w, m, v, bound, m_bound = exact(group, ours.detach(), ours.grad, m, v, step)
+        a.step()
+        b.step()
+        assert ((ours.detach().double() - w).abs() <= bound).all()
+        assert ((theirs.detach().double() - w).abs() <= bound).all()
+        state = a.state[ours]
+        assert ((state["exp_avg"].double() - m).abs() <= m_bound).all()
+        assert ((state["exp_avg_sq"].double() - v).abs() <= 3 * EPS32 * v).all()
+        # From the same place again, so that nothing adds up.
+        theirs.data.copy_(ours.detach())
+        m, v = state["exp_avg"].clone(), state["exp_avg_sq"].clone()
+        b.state[theirs]["exp_avg"].copy_(m)
+        b.state[theirs]["exp_avg_sq"].copy_(v)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+@with_and_without_masters
+def test_low_precision_parameters_are_the_rounded_float32_step(dtype, grad_dtype, masters):
+    start = normal((40, 33), 1).to(dtype)
+    low, high = parameter(start.clone()), parameter(start.float())
+    a = AdamW([low], lr=1e-2, master_weights=masters)
+    b = AdamW([high], lr=1e-2)
+    for step in range(4):
+        train(a, 1, grad_dtype, step)
+        train(b, 1, grad_dtype, step)
+        assert torch.equal(low.detach(), high.detach().to(dtype))
+        if masters:
+            assert torch.equal(a.state[low]["master"], high.detach())
+        else:
+            high.data.copy_(low.detach())
+    assert ("master" in a.state[low]) == masters
+
+
+def test_bfloat16_moments_are_rounded_float32_ones_and_steps_use_them_unrounded():
+    p, q = parameter(normal((40, 33), 1)), parameter(normal((40, 33), 1))
+    a, b = AdamW([p], state_dtype=torch.bfloat16), AdamW([q])
+    for step in range(4):
+        train(a, 1, seed=step)
+        train(b, 1, seed=step)
+        assert torch.equal(p, q)
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert a.state[p][name].dtype == torch.bfloat16
+            assert torch.equal(a.state[p][name], b.state[q][name].bfloat16())
+            b.state[q][name].copy_(a.state[p][name])
+
+
+# --- FP8 weights --------------------------------------------------------------------------------
+
+
+@each_quantizer
+@each_format
+@with_and_without_masters
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_fp8_weights_are_what_the_quantizer_makes_of_the_float32_step(
+    name, fp8_dtype, masters, state_dtype, grad_dtype, shape
+):
+    quantizer = QUANTIZERS[name](fp8_dtype, "cpu")
+    weight = parameter(quantizer(normal(shape, 1)))
+    other = QUANTIZERS[name](fp8_dtype, "cpu")
+    values = parameter(weight.detach().dequantize(torch.float32))
+    options = {"lr": 3e-2, "state_dtype": state_dtype}
+    a = AdamW([weight], master_weights=masters, stochastic_rounding=False, **options)
+    b = AdamW([values], **options)
+    for step in range(3):
+        train(a, 1, grad_dtype, step)
+        train(b, 1, grad_dtype, step)
+        want = other(values.detach())
+        assert_same(bytes_of(*weight._store.tensors()), bytes_of(*want._store.tensors()))
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert_same(bytes_of(a.state[weight][key]), bytes_of(b.state[values][key]))
+        if masters:
+            assert torch.equal(a.state[weight]["master"], values.detach())
+        else:
+            values.data.copy_(want.dequantize(torch.float32))
+    if name == "delayed":
+        # The first cast, of the initial values, counted in one of the two.
+        seen = max(other.amax, normal(shape, 1).abs().max()) if weight.numel() else other.amax
+        assert torch.equal(quantizer.amax, seen)
+
+
+@pytest.mark.parametrize("name", IN_ONE_PASS)
+@pytest.mark.parametrize("offset", [1, 2])
+@with_and_without_masters
+def test_strided_and_misaligned_tensors_are_as_any(name, offset, masters):
+    """A gradient that is a view of a buffer, as FSDP2's are, or transposed."""
+    weights_, optimizers = [], []
+    for _ in range(3):
+        weights_.append(parameter(QUANTIZERS[name](E4M3, "cpu")(normal((70, 36), 1))))
+        optimizers.append(AdamW([weights_[-1]], lr=3e-2, master_weights=masters))
+    grad = normal((70, 36), 2)
+    buffer = torch.zeros(70 * 36 + offset)
+    view = buffer[offset:].view(70, 36).copy_(grad)
+    for w, g, optimizer in zip(
+        weights_, (grad, view, grad.t().contiguous().t()), optimizers, strict=True
+    ):
+        w.grad = g
+        optimizer.step()
+    assert_same(everything(optimizers[1]), everything(optimizers[0]))
+    assert_same(everything(optimizers[2]), everything(optimizers[0]))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda t: t.t().contiguous().t(),
+        lambda t: torch.zeros(6, 5, 14).copy_(0)[:, :, ::2].copy_(t.view(6, 5, 7)),
+        lambda t: t.view(2, 3, 5, 7).contiguous(memory_format=torch.channels_last),
+    ],
+    ids=["transposed", "with gaps", "channels last"],
+)
+def test_plain_parameters_of_any_strides_are_updated_in_place(make):
+    values = normal((30, 7), 1)
+    strided = parameter(make(values))
+    dense = parameter(values.view(strided.shape).clone())
+    assert not strided.is_contiguous()
+    a, b = AdamW([strided]), AdamW([dense])
+    pointer = strided.data_ptr()
+    train(a, 3)
+    train(b, 3)
+    assert torch.equal(strided, dense) and strided.data_ptr() == pointer
+    assert torch.equal(a.state[strided]["exp_avg_sq"], b.state[dense]["exp_avg_sq"])
+
+
+def test_plain_and_fp8_parameters_of_several_groups_step_together():
+    def model():
+        params = [
+            parameter(QUANTIZERS[n](E4M3, "cpu")(normal((70, 33), i)))
+            for i, n in enumerate(QUANTIZERS)
+        ]
+        params += [parameter(normal((5, 7), 90)), parameter(normal((9,), 91, torch.bfloat16))]
+        return params
+
+    together, alone = model(), model()
+    optimizer = AdamW(
+        [
+            {"params": together[::2]},
+            {"params": together[1::2], "lr": 3e-3, "betas": (0.8, 0.9), "maximize": True},
+        ],
+        lr=1e-2,
+        master_weights=False,
+        stochastic_rounding=False,
+    )
+    train(optimizer, 2)
+    order = [*together[::2], *together[1::2]]
+    own = [*alone[::2], *alone[1::2]]
+    for i, (a, b) in enumerate(zip(order, own, strict=True)):
+        options = {"lr": 1e-2}
+        if i >= len(together[::2]):
+            options = {"lr": 3e-3, "betas": (0.8, 0.9), "maximize": True}
+        single = AdamW([b], master_weights=False, stochastic_rounding=False, **options)
+        for step in range(2):
+            b.grad_dtype = torch.float32
+            b.grad = normal(b.shape, 100 * step + i)
+            single.step()
+        assert_same(bytes_of(a), bytes_of(b))
+
+
+def test_a_parameter_without_a_gradient_is_left_alone():
+    a, b = (parameter(QUANTIZERS["current"](E4M3, "cpu")(normal((8, 8), i))) for i in range(2))
+    optimizer = AdamW([a, b])
+    before = bytes_of(a)
+    b.grad = normal((8, 8), 3)
+    optimizer.step()
+    assert_same(bytes_of(a), before)
+    assert a not in optimizer.state
+
+
+def test_not_finite_values_make_the_scale_nan_and_stay_out_of_the_history():
+    quantizer = QUANTIZERS["delayed"](E4M3, "cpu")
+    weight = parameter(quantizer(normal((8, 8), 1)))
+    other = parameter(QUANTIZERS["current"](E4M3, "cpu")(normal((8, 8), 1)))
+    amax = quantizer.amax.clone()
+    optimizer = AdamW([weight, other])
+    for p in (weight, other):
+        p.grad = normal((8, 8), 2)
+        p.grad[3, 4] = torch.inf
+    optimizer.step()
+    assert torch.equal(quantizer.amax, amax)
+    assert weight.rowwise.scale.isnan() and other.rowwise.scale.isnan()
+    assert (other.rowwise.data.view(torch.uint8) == 0x7F).all()
+
+
+# --- masters ------------------------------------------------------------------------------------
+
+
+@each_quantizer
+def test_masters_start_from_the_kept_values_which_are_then_dropped(name):
+    start = normal((40, 33), 1)
+    kept = parameter(QUANTIZERS[name](E4M3, "cpu")(start))
+    setattr(weights.local(kept), weights.KEPT_INIT, start.clone())
+    plain = parameter(start.clone())
+    a, b = AdamW([kept]), AdamW([plain])
+    train(a, 2)
+    train(b, 2)
+    assert torch.equal(a.state[kept]["master"], plain)
+    assert weights.kept_init(kept) is None
+
+
+def test_small_steps_are_lost_without_masters_to_nearest_and_kept_in_the_mean_otherwise():
+    """Two hundred steps of a sixtieth of the way to the next code."""
+    moved = {}
+    for masters, stochastic in ((True, None), (False, True), (False, False)):
+        weight = parameter(
+            Float8Quantizer(torch.ones(()), torch.zeros(()), E4M3, columnwise=False)(
+                torch.ones(64, 64)
+            )
+        )
+        optimizer = AdamW(
+            [weight],
+            lr=1e-3,
+            weight_decay=0,
+            master_weights=masters,
+            stochastic_rounding=stochastic,
+        )
+        for _ in range(200):
+            weight.grad = torch.ones(64, 64)
+            optimizer.step()
+        moved[masters, stochastic] = 1 - weight.detach().dequantize().mean().item()
+    assert moved[False, False] == 0
+    # A constant gradient moves each weight by lr a step; the last code is within half a spacing.
+    assert abs(moved[True, None] - 0.2) <= 2**-4 / 2 + 1e-3
+    # Each step rounds on its own, with a variance of at most a quarter of the spacing squared (1/16
+    # below 1): 200 steps and 4096 elements.
+    deviation = (200 * (1 / 16) ** 2 / 4 / 64**2) ** 0.5
+    assert abs(moved[False, True] - 0.2) <= 5 * deviation
+
+
+# --- stochastic rounding ------------------------------------------------------------------------
+
+
+@each_format
+@pytest.mark.parametrize("way", [0.0625, 0.3, 0.5, 0.9])
+def test_stochastic_rounding_is_right_in_the_mean(fp8_dtype, way):
+    """Of n elements ``way`` of a spacing below 1, n * way go down, within five deviations."""
+    spacing = {E4M3: 2.0**-4, E5M2: 2.0**-3}[fp8_dtype]
+    quantizer = Float8Quantizer(torch.ones(()), torch.zeros(()), fp8_dtype, columnwise=False)
+    weight = parameter(quantizer(torch.ones(256, 256)))
+    # A first step is as long as the learning rate, whatever the gradient.
+    optimizer = AdamW([weight], lr=way * spacing, eps=0.0, weight_decay=0, master_weights=False)
+    weight.grad = normal((256, 256), 1).abs() + 0.1
+    optimizer.step()
+    values = weight.detach().dequantize()
+    assert set(values.unique().tolist()) == {1.0, 1 - spacing}
+    down, n = (values < 1).sum().item(), values.numel()
+    assert abs(down - n * way) <= 5 * (n * way * (1 - way)) ** 0.5
+
+
+def launch(codes, scales, parts, seed=3, block=(), step=5.0, stream=2):
+    """One step of rows ``parts`` of a weight, each a shard."""
+    rows, cols = codes.shape
+    size = block[0] if block else None
+    outs = []
+    for start, end in parts:
+        own = codes[start:end].clone()
+        if block:
+            scale = scales[start // size : -(-end // size)].clone()
+        else:
+            scale = scales.clone()
+        grad = normal((rows, cols), 7)[start:end]
+        m, v = torch.zeros(2, end - start, cols)
+        ops.adamw_(
+            [grad], [m], [v], [own], [], [torch.tensor(step)], [scale],
+            [] if block else [torch.tensor(0.02)], [], [start * cols], [stream],
+            lr=0.05, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, maximize=False,
+            seed=seed, block=list(block),
+        )  # fmt: skip
+        outs.append(own.view(torch.uint8))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("cols", [64, 33])
+@pytest.mark.parametrize(
+    "name, block, cuts",
+    [
+        ("delayed", (), [0, 1, 7, 7, 100]),
+        ("rows", (1, -1), [0, 1, 7, 7, 100]),
+        ("32x32", (32, 32), [0, 32, 96, 100]),
+        ("128x128", (128, 128), [0, 100]),
+    ],
+)
+def test_shards_round_as_the_whole_does(cols, name, block, cuts):
+    weight = QUANTIZERS[name](E4M3, "cpu")(normal((100, cols), 1))
+    arguments = weight.rowwise.data, weight.rowwise.scale
+    whole = launch(*arguments, [(0, 100)], block=block)
+    parts = list(itertools.pairwise(cuts))
+    assert torch.equal(launch(*arguments, parts, block=block), whole)
+    others = [{"seed": 4}, {"step": 6.0}, {"stream": 3}]
+    for other in others:
+        assert not torch.equal(launch(*arguments, [(0, 100)], block=block, **other), whole)
+
+
+def test_a_seed_says_everything():
+    def run(seed):
+        weight = parameter(QUANTIZERS["current"](E4M3, "cpu")(normal((64, 64), 1)))
+        optimizer = AdamW([weight], master_weights=False, seed=seed)
+        train(optimizer, 3)
+        return bytes_of(weight)
+
+    assert_same(run(5), run(5))
+    assert not torch.equal(run(5)[0], run(6)[0])
+    run(2**64 - 1)
+
+
+# --- an optimizer as any ------------------------------------------------------------------------
+
+
+def mixed(device="cpu", fp8_dtype=E4M3):
+    """A parameter of every kind."""
+    params = [
+        parameter(QUANTIZERS[name](fp8_dtype, device)(normal((70, 36), i).to(device)))
+        for i, name in enumerate(QUANTIZERS)
+    ]
+    params.append(parameter(normal((9, 4), 20).to(device)))
+    params.append(parameter(normal((9, 4), 21, torch.bfloat16).to(device)))
+    params.append(parameter(normal((37,), 22, torch.float16).to(device)))
+    return params
+
+
+@with_and_without_masters
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_state_goes_on_as_if_nothing_had_been(tmp_path, masters, state_dtype):
+    options = {"master_weights": masters, "state_dtype": state_dtype, "seed": 9}
+    first = AdamW(mixed(), **options)
+    train(first, 2)
+    torch.save((first.state_dict(), first.param_groups[0]["params"]), tmp_path / "saved")
+    state, params = torch.load(tmp_path / "saved", weights_only=True)
+    second = AdamW(params, lr=0.5)
+    second.load_state_dict(state)
+    for p in params:
+        for name, value in second.state[p].items():
+            kept = {"step": torch.float32, "master": torch.float32}.get(name, state_dtype)
+            assert value.dtype == kept
+    # A pickled delayed scale and amax are copies of their own, as they are in any checkpoint.
+    train(first, 2, seed=1)
+    train(second, 2, seed=1)
+    assert_same(everything(second), everything(first))
+
+
+@with_and_without_masters
+def test_what_a_grad_scaler_skips_changes_no_byte(masters):
+    params = mixed()
+    optimizer = AdamW(params, master_weights=masters)
+    reference = AdamW(copy.deepcopy(params), master_weights=masters)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.zeros(()))  # makes its scale
+    train(optimizer, 1)
+    train(reference, 1)
+    before = everything(optimizer)
+    for p in params:
+        p.grad = torch.full_like(p.grad, torch.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    assert_same(everything(optimizer), before)
+    assert scaler.get_scale() == 512.0
+    # The next step is as if that one had not been.
+    for i, (p, q) in enumerate(zip(params, reference.param_groups[0]["params"], strict=True)):
+        q.grad = normal(p.shape, i).to(q.grad.dtype)
+        p.grad = q.grad * 512
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    reference.step()
+    assert_same(everything(optimizer), everything(reference))
+
+
+def test_schedulers_clipping_and_closures_work():
+    params = mixed()
+    optimizer = AdamW(params, lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    train(optimizer, 1)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    norm = torch.nn.utils.clip_grad_norm_(params, 0.1)
+    assert norm > 0.1
+    assert abs(torch.nn.utils.get_total_norm([p.grad.float() for p in params]) - 0.1) < 1e-3
+
+    def closure():
+        assert torch.is_grad_enabled()
+        return 3.0
+
+    assert optimizer.step(closure) == 3.0
+
+
+def test_a_learning_rate_may_be_a_tensor():
+    for capturable in (False, True):
+        a, b = mixed(), mixed()
+        lr = torch.tensor(3e-3)
+        first = AdamW(a, lr=lr, capturable=capturable)
+        second = AdamW(b, lr=float(lr))
+        train(first, 2)
+        train(second, 2)
+        lr.fill_(1e-2)
+        second.param_groups[0]["lr"] = float(lr)
+        train(first, 1, seed=1)
+        train(second, 1, seed=1)
+        assert_same(everything(first), everything(second))
+
+
+def test_versions_tell_autograd_of_the_writes():
+    for p in mixed():
+        optimizer = AdamW([p])
+        before = p._version
+        train(optimizer, 1)
+        assert p._version > before
+
+
+@pytest.fixture
+def one_rank():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_states_of_dtensors_are_dtensors_as_torchs_own_are(one_rank):
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    models = [torch.nn.Linear(12, 5), torch.nn.Linear(12, 5)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        fully_shard(model)
+    ours = AdamW(models[0].parameters(), state_dtype=torch.float32)
+    theirs = torch.optim.AdamW(models[1].parameters(), weight_decay=1e-2)
+    for model, optimizer in zip(models, (ours, theirs), strict=True):
+        model(normal((4, 12), 1)).square().sum().backward()
+        optimizer.step()
+    for p, q in zip(*(m.parameters() for m in models), strict=True):
+        # One step from nothing: each is within the bound of the exact one, of about 1e-7.
+        assert (p.full_tensor() - q.full_tensor()).abs().max() < 1e-6
+        for name in ("exp_avg", "exp_avg_sq"):
+            a, b = ours.state[p][name], theirs.state[q][name]
+            assert isinstance(a, DTensor) and isinstance(b, DTensor)
+            assert (a.placements, a.shape, a.device_mesh) == (b.placements, b.shape, b.device_mesh)
+
+
+@with_and_without_masters
+def test_opcheck(device, masters):
+    """Schema, fake kernel, functionalization and compilation, of every kind of call."""
+
+    def f32(*shape):
+        return torch.rand(shape, device=device)
+
+    for kind in ("plain", "measure", "known", "rows"):
+        shape = (5, 7)
+        param = f32(*shape) if kind == "plain" else f32(*shape).to(E4M3)
+        scales = {"plain": [], "rows": [f32(5, 1)]}.get(kind, [f32()])
+        arguments = (
+            [f32(*shape)], [f32(*shape)], [f32(*shape)], [param], [f32(*shape)] if masters else [],
+            [torch.ones((), device=device)], scales, [f32()] if kind == "known" else [],
+            [f32()] if kind == "measure" else [], [3], [1], f32(), f32() + 1, None,
+        )  # fmt: skip
+        options = {
+            "lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1,
+            "maximize": False, "seed": 5, "block": [1, -1] if kind == "rows" else [],
+        }  # fmt: skip
+        # torch's schema check multiplies its inputs, which torch cannot do with FP8.
+        schema = ["test_schema"] if kind == "plain" else []
+        utils = (
+            *schema,
+            "test_autograd_registration",
+            "test_faketensor",
+            "test_aot_dispatch_dynamic",
+        )
+        torch.library.opcheck(ops.adamw_.default, arguments, options, test_utils=utils)
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"lr": -1.0}, ValueError, "lr is -1.0; it must be finite and at least 0"),
+        ({"lr": torch.ones(2)}, ValueError, r"lr is a tensor of shape \(2,\); it must have one"),
+        ({"eps": -1.0}, ValueError, "eps is -1.0; it must be"),
+        ({"weight_decay": float("nan")}, ValueError, "weight_decay is nan; it must be"),
+        ({"betas": (0.9, 1.0)}, ValueError, r"betas is \(0.9, 1.0\); it must be two numbers"),
+        ({"betas": (0.9,)}, ValueError, r"betas is \(0.9,\); it must be two numbers"),
+        ({"state_dtype": torch.float16}, TypeError, "state_dtype is torch.float16; it must be"),
+        ({"seed": 2**64}, ValueError, "seed is 18446744073709551616; it must be of 64 bits"),
+    ],
+)
+def test_bad_options_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        AdamW([parameter(torch.ones(2))], **options)
+
+
+@pytest.mark.parametrize(
+    "dtype, grad, error, message",
+    [
+        (
+            torch.float64,
+            torch.ones(4, 4).double(),
+            TypeError,
+            "a parameter has dtype torch.float64",
+        ),
+        (torch.float32, torch.ones(4, 4).to_sparse(), TypeError, "layout torch.sparse_coo"),
+        (torch.float32, torch.ones(4, 4).double(), TypeError, "a gradient has dtype torch.float64"),
+    ],
+)
+def test_gradients_that_do_not_fit_are_refused_before_anything_is_written(
+    dtype, grad, error, message
+):
+    params = mixed()
+    bad = parameter(torch.ones(4, 4, dtype=dtype))
+    optimizer = AdamW([*params, bad])
+    for p in params:
+        p.grad = torch.ones(p.shape, dtype=p.dtype)
+    bad.grad_dtype = None
+    bad.grad = grad
+    before = bytes_of(*params)
+    with pytest.raises(error, match=message):
+        optimizer.step()
+    assert_same(bytes_of(*params), before)
+
+
+# --- CUDA ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@each_format
+@with_and_without_masters
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.3, 0.9)])
+@pytest.mark.parametrize("name", [*QUANTIZERS, "plain"])
+def test_cuda_writes_the_bytes_of_the_cpu(
+    name, fp8_dtype, masters, stochastic, state_dtype, grad_dtype, betas
+):
+    shapes = [
+        *SHAPES,
+        (130, 4096),
+        (33, 4100),
+        (9, 16384),
+        (3, 17000),
+        (5, 16388),
+        (257, 260),
+        (1, 1),
+    ]
+    optimizers = []
+    for device in ("cpu", "cuda"):
+        params = []
+        for i, shape in enumerate(shapes):
+            values = normal(shape, i).to(device)
+            if name == "plain":
+                dtype = (torch.float32, torch.bfloat16, torch.float16)[i % 3]
+                params.append(parameter(values.to(dtype)))
+            else:
+                params.append(parameter(QUANTIZERS[name](fp8_dtype, device)(values)))
+        optimizers.append(
+            AdamW(
+                params,
+                lr=3e-2,
+                betas=betas,
+                master_weights=masters,
+                stochastic_rounding=stochastic,
+                state_dtype=state_dtype,
+                seed=77,
+            )
+        )
+        train(optimizers[-1], 3, grad_dtype)
+    assert_same(everything(optimizers[1]), everything(optimizers[0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [1, 2, 4])
+@pytest.mark.parametrize("name", IN_ONE_PASS)
+def test_cuda_takes_misaligned_shards(name, offset):
+    """Gradients inside a buffer, and rows that begin at any element of the whole weight."""
+    results = []
+    for device in ("cpu", "cuda"):
+        weight = parameter(QUANTIZERS[name](E4M3, device)(normal((70, 36), 1).to(device)))
+        optimizer = AdamW([weight], lr=3e-2, master_weights=False)
+        buffer = torch.zeros(70 * 36 + offset, device=device)
+        weight.grad = buffer[offset:].view(70, 36).copy_(normal((70, 36), 2))
+        optimizer.step()
+        results.append(everything(optimizer))
+    assert_same(*results)
+    cpu, cuda = (
+        launch_at(QUANTIZERS["delayed"](E4M3, d)(normal((70, 36), 1).to(d)), offset, d)
+        for d in ("cpu", "cuda")
+    )
+    assert torch.equal(cpu, cuda.cpu())
+
+
+def launch_at(weight, offset, device):
+    """A step of a whole tensor whose first element is ``offset`` of another."""
+    codes = weight.rowwise.data
+    m, v = torch.zeros(2, *codes.shape, device=device)
+    ops.adamw_(
+        [normal(codes.shape, 7).to(device)], [m], [v], [codes], [],
+        [torch.tensor(5.0, device=device)], [weight.rowwise.scale],
+        [torch.tensor(0.02, device=device)], [], [offset], [2],
+        lr=0.05, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, maximize=False, seed=1,
+        block=[],
+    )  # fmt: skip
+    return codes.view(torch.uint8)
+
+
+@pytest.mark.gpu
+@with_and_without_masters
+def test_cuda_skips_what_a_grad_scaler_found(masters):
+    params = mixed("cuda")
+    optimizer = AdamW(params, master_weights=masters)
+    train(optimizer, 1)
+    before = everything(optimizer)
+    optimizer.grad_scale = torch.tensor(8.0, device="cuda")
+    optimizer.found_inf = torch.ones(1, device="cuda")
+    train(optimizer, 1, seed=1)
+    assert_same(everything(optimizer), before)
+
+
+@pytest.mark.gpu
+@with_and_without_masters
+def test_a_captured_step_is_replayed_with_new_gradients_rates_and_steps(masters):
+    """The graph reads the step, the learning rate and the gradients where they are."""
+    eager, graphed = mixed("cuda"), mixed("cuda")
+    rates = [torch.tensor(3e-3, device="cuda") for _ in range(2)]
+    options = {"master_weights": masters, "capturable": True}
+    a, b = AdamW(eager, lr=rates[0], **options), AdamW(graphed, lr=rates[1], **options)
+    train(a, 1)
+    train(b, 1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        b.step()
+    for seed in range(1, 4):
+        rates[0].fill_(1e-3 * seed)
+        rates[1].fill_(1e-3 * seed)
+        train(a, 1, seed=seed)
+        for i, p in enumerate(graphed):
+            p.grad.copy_(normal(p.shape, 1000 * seed + i))
+        graph.replay()
+        assert_same(everything(b), everything(a))
+
+
+@pytest.mark.gpu
+def test_a_step_waits_for_nothing():
+    params = mixed("cuda")
+    optimizer = AdamW(params, lr=torch.tensor(1e-3, device="cuda"), capturable=True)
+    train(optimizer, 1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,56 @@
+"""The site: what `make docs` cannot see from its own sources. (It checks links and docstrings.)"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fp8rs
+
+ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "docs" / "reference"
+
+#: Public names that are no objects with a docstring: a version, and packages.
+NO_OBJECTS = {"__version__", "nn", "ops"}
+
+
+def documented() -> list[str]:
+    pages = sorted(REFERENCE.glob("*.md"))
+    return [n for page in pages for n in re.findall(r"^::: (\S+)$", page.read_text(), re.M)]
+
+
+def objects() -> Iterator[tuple[str, Any]]:
+    """What is documented, but for integrations: their clients need not be here."""
+    for name in documented():
+        module, _, attribute = name.rpartition(".")
+        if not module.startswith("fp8rs.integrations"):
+            yield name, getattr(importlib.import_module(module), attribute)
+
+
+@pytest.mark.newest_torch
+def test_every_public_name_is_in_the_reference_once() -> None:
+    names = documented()
+    assert len(set(names)) == len(names)
+    public = {f"fp8rs.{name}" for name in set(fp8rs.__all__) - NO_OBJECTS}
+    public |= {f"fp8rs.nn.{name}" for name in fp8rs.nn.__all__}
+    assert public <= set(names)
+
+
+@pytest.mark.newest_torch
+def test_the_reference_names_what_there_is() -> None:
+    for name, found in objects():
+        assert found.__doc__ or issubclass(found, RuntimeError), name
+
+
+@pytest.mark.newest_torch
+def test_docstrings_are_written_for_markdown() -> None:
+    """Roles of reStructuredText would be printed as they are."""
+    for name, found in objects():
+        members = vars(found).values() if isinstance(found, type) else ()
+        for member in (found, *members):
+            assert not re.search(r":\w+:`", getattr(member, "__doc__", None) or ""), (name, member)

@@ -1,0 +1,127 @@
+"""The report's bytes are those that a step really sends and holds."""
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import fp8rs
+from distributed import ranks
+from distributed.collectives import Collectives
+from distributed.models import (
+    EMPTY,
+    EVEN,
+    RECIPES,
+    UNEVEN,
+    batch,
+    make,
+    shard,
+)
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def sent(model, rig):
+    """Bytes that a step gathers and reduces."""
+    with Collectives() as seen:
+        model(batch(rig)).float().square().mean().backward()
+    return seen.nbytes("gather"), seen.nbytes("scatter")
+
+
+def storages(tensors):
+    """Bytes of what tensors are views of, each once."""
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(found.values())
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("recipe", [*RECIPES, None])
+@pytest.mark.parametrize("hidden", [EVEN, UNEVEN, EMPTY])
+def test_bytes_are_those_of_the_collectives(rig, recipe, hidden):
+    """Of each model twice: before it is converted and sharded, and as it is then."""
+    plain = make(hidden, recipe=None)
+    planned = fp8rs.report(plain, recipe=RECIPES.get(recipe), world_size=rig.world_size)
+    model = make(hidden, recipe=RECIPES.get(recipe), device=rig.device)
+    shard(model, rig, mp_policy=BF16)
+    gathered, scattered = sent(model, rig)
+    expected = planned.gathered if recipe else planned.gathered_high_precision
+    assert (expected, planned.scattered) == (gathered, scattered)
+    found = fp8rs.report(model)
+    assert (found.gathered, found.scattered) == (gathered, scattered)
+    assert found.world_size == rig.world_size
+    assert len(found.converted) == (5 if recipe else 0)
+
+
+@ranks(2)
+@pytest.mark.parametrize("reshard", [True, False, None])
+@pytest.mark.parametrize("policy", ["bf16", "stored", "bf16 alone"])
+def test_bytes_follow_policy_and_resharding(rig, reshard, policy):
+    """Also where a gather has codes and fp32 in it, and where a group is frozen but for one."""
+    param_dtype = None if policy == "stored" else torch.bfloat16
+    reduce_dtype = torch.float32 if policy == "bf16" else None
+    options = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+    model = make(UNEVEN, device=rig.device)
+    model.blocks[1].up.weight.requires_grad_(False)
+    planned = fp8rs.report(model, world_size=2, reshard_after_forward=reshard, **options)
+    mp_policy = MixedPrecisionPolicy(**options)
+    shard(model, rig, mp_policy=mp_policy, reshard_after_forward=reshard)
+    assert (planned.gathered, planned.scattered) == sent(model, rig)
+
+
+@ranks(4)
+def test_bytes_with_replicas_and_other_units(rig):
+    def units(module, name):
+        return name.endswith((".up", "blocks.0"))
+
+    model = make(EVEN, device=rig.device)
+    planned = fp8rs.report(model, world_size=2, fsdp_unit_fn=units)
+    assert set(planned.units) == {"", "blocks.0", "blocks.0.up", "blocks.1.up"}
+    mesh = rig.mesh(2, 2)
+    for part in (*(b.up for b in model.blocks), model.blocks[0], model):
+        fully_shard(part, mesh=mesh, mp_policy=BF16)
+    gathered, scattered = sent(model, rig)
+    assert (planned.gathered, planned.scattered) == (gathered, scattered)
+    found = fp8rs.report(model)
+    assert (found.gathered, set(found.units)) == (gathered, set(planned.units))
+    with pytest.raises(ValueError, match="world_size is 4, but the model is sharded over 2 ranks"):
+        fp8rs.report(model, world_size=4)
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", [*RECIPES])
+def test_memory_is_what_a_step_leaves(rig, recipe):
+    """Shards, their codes, gradients and states, from the tensors that are there."""
+    model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
+    planned = fp8rs.report(model, world_size=2).memory
+    shard(model, rig, mp_policy=BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    model(batch(rig)).float().square().mean().backward()
+    optimizer.step()
+    shards = [p._local_tensor for p in model.parameters()]
+    assert storages(s.detach() for s in shards) == planned.parameters
+    grads = [p.grad._local_tensor for p in model.parameters()]
+    assert storages(grads) == planned.gradients
+    state = fp8rs.fsdp.passes.of(model.head._fp8_state)
+    codes = [t for g in state.latest.values() for t in g.inputs]
+    assert sum(t.nbytes for t in codes) == planned.codes
+    if rig.rank == 0:  # whose shards are the longest; states have no padding
+        states = [s for p in model.parameters() for s in optimizer.state[p].values()]
+        held = sum(s._local_tensor.nbytes for s in states if s.dim())
+        assert held == planned.optimizer
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block"])
+def test_gathered_memory_is_that_of_the_whole_weights(rig, recipe):
+    """Where scales are read in place: else they are picked out of what was gathered."""
+    model = make(EVEN, recipe=RECIPES[recipe], device=rig.device)
+    planned = fp8rs.report(model, world_size=2, reshard_after_forward=False).memory
+    shard(model, rig, mp_policy=BF16, reshard_after_forward=False)
+    model(batch(rig))
+    held = []
+    for parameter in model.parameters():
+        if hasattr(parameter, "rowwise"):
+            planes = [p for p in (parameter.rowwise, parameter.columnwise) if p is not None]
+            held += [t for p in planes for t in (p.data, p.scale) if t.dim()]
+        else:
+            held.append(parameter.detach())
+    assert storages(held) == planned.gathered

@@ -1,0 +1,111 @@
+"""fp8rs.random_uniform_: numbers that depend on a seed and on an element's place alone."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import fp8rs  # noqa: F401  (registers the operators)
+
+ops = torch.ops.fp8rs
+WIDE = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def philox(counter, key):
+    """Philox4x32-10 (Salmon et al., SC 2011) in Python's integers."""
+    a, b, c, d = counter
+    k, l = key  # noqa: E741
+    for _ in range(10):
+        x, y = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b, c, d = (y >> 32) ^ b ^ k, y & 0xFFFFFFFF, (x >> 32) ^ d ^ l, x & 0xFFFFFFFF
+        k, l = (k + 0x9E3779B9) & 0xFFFFFFFF, (l + 0xBB67AE85) & 0xFFFFFFFF  # noqa: E741
+    return a, b, c, d
+
+
+def expected(n, seed, offset, low, high):
+    """What the words of the docstring say."""
+    key = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+    words = []
+    for i in range(offset, offset + n):
+        block = i >> 2
+        words.append(philox((block & 0xFFFFFFFF, block >> 32, 0, 0), key)[i & 3] >> 8)
+    low, high = torch.tensor(low), torch.tensor(high)
+    return low + torch.tensor(words).float() * 2.0**-24 * (high - low)
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("offset", [0, 1, 2, 3, 4, 2**34 + 7, 2**62])
+def test_numbers_are_philox_of_the_place(device, dtype, offset):
+    for seed in (0, 1, 2**63 - 1, -1):
+        x = torch.empty(37, dtype=dtype, device=device)
+        ops.random_uniform_(x, seed, offset, -2.0, 3.0)
+        assert torch.equal(x.cpu(), expected(37, seed % 2**64, offset, -2.0, 3.0).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+def test_parts_are_filled_as_the_whole(device, dtype):
+    whole = torch.empty(1001, 131, dtype=dtype, device=device)
+    ops.random_uniform_(whole, 7)
+    parts = torch.empty_like(whole)
+    for start, end in ((0, 1), (1, 500), (500, 500), (500, 1001)):
+        ops.random_uniform_(parts[start:end], 7, start * 131)
+    assert torch.equal(parts, whole)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 5), (1,), (3, 5, 7)], ids=str)
+def test_shapes_and_strides_are_free(device, shape):
+    x = torch.empty(shape, device=device)
+    ops.random_uniform_(x, 3)
+    flat = torch.empty(x.numel(), device=device)
+    ops.random_uniform_(flat, 3)
+    assert torch.equal(x.reshape(-1), flat)
+    buffer = torch.zeros(40, 50, device=device)
+    view = buffer[::2, 3:30:3]
+    ops.random_uniform_(view, 3)
+    flat = torch.empty(view.numel(), device=device)
+    ops.random_uniform_(flat, 3)
+    assert torch.equal(view.reshape(-1), flat)
+    view.zero_()
+    assert not buffer.any()
+    turned = torch.empty(9, 20, device=device).t()
+    ops.random_uniform_(turned, 3)
+    assert torch.equal(turned.reshape(-1), flat)
+
+
+def test_numbers_are_uniform(device):
+    """Mean, variance and sixteen equal bins of a million, each within five deviations."""
+    n = 1 << 20
+    x = torch.empty(n, device=device)
+    ops.random_uniform_(x, 12)
+    x = x.cpu().double()
+    assert x.min() >= 0 and x.max() < 1
+    assert abs(x.mean() - 1 / 2) <= 5 * (1 / 12 / n) ** 0.5
+    # The variance of (x - 1/2)^2 is 1/80 - 1/144.
+    assert abs((x - 1 / 2).square().mean() - 1 / 12) <= 5 * ((1 / 80 - 1 / 144) / n) ** 0.5
+    counts = torch.histc(x, 16, 0, 1)
+    assert ((counts - n / 16).abs() <= 5 * (n / 16 * 15 / 16) ** 0.5).all()
+    # Neighbours do not know of each other: their products' mean is a quarter.
+    centred = x - 1 / 2
+    for lag in (1, 2, 3, 4):
+        product = (centred[:-lag] * centred[lag:]).mean()
+        assert abs(product) <= 5 * (1 / 12) / (n - lag) ** 0.5
+
+
+def test_opcheck(device):
+    opcheck(ops.random_uniform_.default, (torch.zeros(5, 7, device=device), 3, 1, -1.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    "x, options, error, message",
+    [
+        (torch.zeros(3, dtype=torch.int32), {}, TypeError, "x has dtype int32"),
+        (torch.zeros(3), {"offset": -1}, ValueError, "offset is -1; it must be at least 0"),
+        (torch.zeros(3), {"low": 2.0}, ValueError, "high is 1; it must be at least low, 2"),
+        (torch.zeros(3), {"high": float("inf")}, ValueError, "high is inf; it must be finite"),
+        (torch.zeros(1).expand(3), {}, ValueError, "x has strides"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_written(x, options, error, message):
+    before = x.clone()
+    with pytest.raises(error, match=message):
+        ops.random_uniform_(x, 1, **options)
+    assert torch.equal(x, before)

@@ -1,0 +1,273 @@
+"""The report: what it counts of a model that is not there yet, and what the command line prints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fp8rs
+from distributed.models import Stack
+from fp8rs.__main__ import main
+
+
+class Experts(nn.Module):
+    """Experts of a mixture as one parameter, a router and a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 256)
+        self.router = nn.Linear(256, 4, bias=False)
+        self.experts = nn.Parameter(torch.empty(4, 1024, 256))
+        self.head = nn.Linear(256, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def stack(hidden: tuple[int, ...] = (64, 48)) -> Stack:
+    with torch.device("meta"):
+        return Stack(hidden)
+
+
+def shares(found: fp8rs.convert.report.Report) -> dict[str, int]:
+    return {left.reason: left.parameters for left in found.left}
+
+
+def test_nothing_in_the_model_changes() -> None:
+    model = stack()
+    before = {n: (type(m), dict(m._parameters)) for n, m in model.named_modules()}
+    hooks = [m._forward_pre_hooks for m in model.modules()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fp8rs.report(model, filter_fqns=["no such layer"])
+    assert {n: (type(m), dict(m._parameters)) for n, m in model.named_modules()} == before
+    assert not any(hooks)
+
+
+def test_it_names_the_layers_that_a_conversion_converts() -> None:
+    options = {"filter_fqns": ["head"], "module_filter_fn": lambda m, name: "0.up" not in name}
+    planned = fp8rs.report(stack(), **options)
+    model = stack()
+    fp8rs.convert_to_float8_training(model, **options)
+    converted = [n for n, m in model.named_modules() if isinstance(m, fp8rs.nn.Linear)]
+    assert list(planned.converted) == converted == ["blocks.0.down", "blocks.1.up", "blocks.1.down"]
+    after = fp8rs.report(model, **options)
+    assert after == planned
+    assert planned.converted_parameters == 32 * (64 + 48 + 48)
+
+
+def test_every_parameter_is_counted_once_with_a_reason() -> None:
+    with torch.device("meta"):
+        model = Experts()
+    found = fp8rs.report(model)
+    assert found.converted == ("router",)
+    assert shares(found) == {
+        "its weight is tied to another module's": 64 * 256,
+        "3-D parameters (experts?) are not converted": 4 * 1024 * 256,
+    }
+    assert found.converted_parameters + sum(shares(found).values()) == found.parameters
+    assert "experts" in str(found)
+    total = fp8rs.report(stack(), filter_fqns=["head"])
+    assert total.converted_parameters + sum(shares(total).values()) == total.parameters
+    assert shares(total)["named by filter_fqns"] == 32 * 32 + 32
+
+
+def test_a_converted_model_has_its_own_recipe() -> None:
+    model = fp8rs.convert_to_float8_training(stack(), recipe="mxfp8")
+    assert fp8rs.report(model).recipe == fp8rs.MXFP8BlockScaling()
+    with pytest.raises(ValueError, match="is an FP8 layer already, with recipe MXFP8"):
+        fp8rs.report(model, recipe="block")
+
+
+@pytest.mark.parametrize("way", ["an argument", "converted"])
+def test_without_an_fp8_gather_no_byte_is_saved(way: str) -> None:
+    model, options = stack(), {}
+    if way == "converted":
+        fp8rs.convert_to_float8_training(model, enable_fsdp_float8_all_gather=False)
+    else:
+        options = {"enable_fsdp_float8_all_gather": False}
+    found = fp8rs.report(model, **options)
+    assert len(found.converted) == 5
+    assert found.gathered == found.gathered_high_precision > 0
+    assert found.memory == found.memory_high_precision
+
+
+def test_units_are_blocks_and_the_root() -> None:
+    assert fp8rs.report(stack()).units == ("", "blocks.0", "blocks.1")
+    alone = fp8rs.report(stack(), fsdp_unit_fn=lambda m, name: False)
+    assert alone.units == ("",)
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    with torch.device("meta"):
+        llama = transformers.LlamaForCausalLM(config)
+    assert fp8rs.report(llama).units == ("", "model.layers.0", "model.layers.1")
+
+
+def test_memory_by_hand() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.LayerNorm(512))
+    found = fp8rs.report(model, world_size=4, recipe="block", optimizer="adamw")
+    weight, norm = 512 * 256, 2 * 512
+    blocks = 4  # one row of two 128x128 blocks a rank, four bytes each
+    memory = found.memory
+    assert memory.parameters == memory.gradients == (weight + norm) * 4 // 4
+    assert memory.optimizer == 2 * memory.parameters
+    assert memory.codes == weight // 4 + 2 * 4
+    assert memory.gathered == weight + blocks * 2 * 4 + norm * 2
+    assert memory.reduced == (weight + norm) * (2 + 4)
+    assert memory.total == sum(
+        (memory.parameters, memory.codes, memory.gradients, memory.optimizer, memory.gathered)
+    ) + memory.reduced  # fmt: skip
+    at_rest = fp8rs.report(model, world_size=4, recipe="block", fp8_weights=True).memory
+    assert at_rest.codes == 0
+    assert at_rest.parameters == memory.codes + norm * 4 // 4
+    assert at_rest.gradients == weight * 2 // 4 + norm * 4 // 4
+    assert fp8rs.report(model, world_size=4, optimizer=0.5).memory.optimizer == (
+        memory.parameters // 2
+    )
+
+
+def test_frozen_parameters_have_no_gradients() -> None:
+    model = stack().requires_grad_(False)
+    model.head.requires_grad_(True)
+    found = fp8rs.report(model, world_size=2)
+    assert found.scattered == (32 * 32 + 32) * 4
+    assert found.memory.gradients == (32 * 32 + 32) * 4 // 2
+    assert found.memory.reduced == (32 * 32 + 32) * (2 + 4)
+
+
+def test_when_the_gather_is_worth_it() -> None:
+    with torch.device("meta"):
+        model = nn.ModuleList([nn.Linear(1024, 1024, bias=False)])
+    elements, link, flops = 1 << 20, 1e9, 1e12
+    found = fp8rs.report(
+        model, world_size=2, link_bandwidth=link, gpu_flops=flops, tokens=1000
+    ).gather  # fmt: skip
+    # Half of what is gathered comes from the other rank; the backward gathers and reduces.
+    bf16, fp8, grads = elements, elements / 2, elements * 2
+    token = 2 * elements / flops
+    assert found.hidden_high_precision == round((bf16 + grads) / link / (2 * token))
+    assert found.hidden_fp8 == round((fp8 + grads) / link / (2 * token))
+    forward, backward = 1000 * token, 2 * 1000 * token
+    assert found.seconds_fp8 == pytest.approx(
+        max(fp8 / link, forward) + max((fp8 + grads) / link, backward)
+    )
+    # A link that is never waited for: the smaller gather gains nothing.
+    fast = fp8rs.report(model, link_bandwidth=1e15, gpu_flops=flops, tokens=1000).gather
+    assert fast.seconds_fp8 == fast.seconds_high_precision == pytest.approx(3 * forward)
+    assert fast.hidden_high_precision == 0
+
+
+def test_one_rank_sends_nothing() -> None:
+    found = fp8rs.report(stack(), world_size=1)
+    assert found.gathered == found.gathered_high_precision == found.scattered == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"recipe": "fp4"}, ValueError, "recipe 'fp4' is not known"),
+        ({"filter_fqns": "head"}, TypeError, "filter_fqns must be a collection"),
+        ({"world_size": 0}, ValueError, "world_size must be at least 1, not 0"),
+        ({"world_size": 2.0}, TypeError, "world_size must be an int, not 2.0"),
+        ({"optimizer": "sophia"}, ValueError, "optimizer 'sophia' is not known"),
+        ({"optimizer": -1}, ValueError, "optimizer must be finite and not negative"),
+        ({"optimizer": True}, TypeError, "optimizer must be a name or a number"),
+        ({"link_bandwidth": 1e9}, ValueError, "gpu_flops must be given too"),
+        ({"tokens": 8}, ValueError, "link_bandwidth and gpu_flops must be given too"),
+        ({"link_bandwidth": 0, "gpu_flops": 1}, ValueError, "link_bandwidth must be positive"),
+    ],
+)
+def test_bad_arguments_are_named(options: dict, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        fp8rs.report(stack(), **options)
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, not str"):
+        fp8rs.report("model")
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+SCRIPT = """
+import torch
+from torch import nn
+from beside import WIDTH
+
+
+def model():
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 8))
+
+
+def huge():
+    return nn.Linear(1 << 20, 1 << 20)
+
+
+def number():
+    return 3
+
+
+if __name__ == "__main__":
+    raise AssertionError("the script's training ran")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "beside.py").write_text("WIDTH = 512\n")
+    path = tmp_path / "train_it.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_the_doctor_reports_on_a_script(script: Path) -> None:
+    command = [sys.executable, "-m", "fp8rs", "doctor", f"{script}", "--leave-out", "2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    found = json.loads(done.stdout)
+    assert found["converted"] == ["0"]
+    assert found["world_size"] == 8
+    assert found["param_dtype"] == "bfloat16"
+    assert found["gathered"] == (512 * 512) + 2 * (512 + 2 * 512 + 512 * 8 + 8)
+
+
+def test_a_model_larger_than_memory_is_reported(
+    script: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    arguments = [f"{script}:huge", "--recipe", "mxfp8", "--ranks", "64"]
+    figures = ["--link", "50", "--tflops", "600", "--tokens", "8192"]
+    assert main(["doctor", *arguments, *figures]) == 0
+    printed = capsys.readouterr().out
+    assert "recipe mxfp8; 64 ranks" in printed
+    assert "with the FP8 gather" in printed
+
+
+@pytest.mark.parametrize(
+    ("script_name", "text"),
+    [
+        ("{}:nothing", "Name one of its own after a colon: model, huge, number"),
+        ("{}:number", r"number\(\) gives int, not a torch.nn.Module"),
+        ("nowhere.py", "there is no file nowhere.py"),
+    ],
+)
+def test_a_script_that_cannot_be_used_is_an_error_that_says_why(
+    script: Path,
+    script_name: str,
+    text: str,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["doctor", script_name.format(script)]) == 2
+    import re
+
+    assert re.search(text, capsys.readouterr().err)

@@ -1,0 +1,298 @@
+"""What others do with a converted model, with nothing but torch and transformers installed.
+
+Rows of docs/clients.md; those that need a client are in ``tests/clients``. "Plain" is the
+unconverted model in the same scenario.
+"""
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
+
+import fp8rs
+from distributed import ranks
+from distributed.models import (
+    EVEN,
+    RECIPES,
+    UNEVEN,
+    batch,
+    full_weights,
+    make,
+    same_bytes,
+    shard,
+    train,
+)
+
+recipes = pytest.mark.parametrize("recipe", list(RECIPES))
+
+
+def converted(recipe="current", device="cpu", hidden=UNEVEN):
+    return make(hidden, recipe=RECIPES[recipe], device=device)
+
+
+def inputs(device="cpu", rows=16):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 32, generator=generator).to(device)
+
+
+# --- several ranks, without FSDP -----------------------------------------------------------------
+
+
+@ranks(2)
+@recipes
+def test_ddp_keeps_ranks_equal_and_trains(rig, recipe):
+    model = converted(recipe, rig.device)
+    parallel = DistributedDataParallel(model)
+    before = full_weights(model)
+    losses = train(parallel, torch.optim.SGD(model.parameters(), 0.1), [batch(rig)] * 4)
+    assert losses[-1] < losses[0]
+    after = full_weights(model)
+    for name, weight in after.items():
+        assert not torch.equal(weight, before[name]), name
+        others = [torch.empty_like(weight) for _ in range(rig.world_size)]
+        torch.distributed.all_gather(others, weight)
+        assert all(same_bytes(weight, other) for other in others), name
+
+
+@ranks(2)
+@recipes
+def test_zero_1_steps_as_the_optimizer_that_it_shards(rig, recipe):
+    """Steps of one rank's share of the parameters, broadcast: the weights are AdamW's own."""
+    found = []
+    for zero in (True, False):
+        model = converted(recipe, rig.device)
+        if zero:
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        before = full_weights(model)
+        train(DistributedDataParallel(model), optimizer, [batch(rig)] * 3)
+        found.append(full_weights(model))
+        assert all(not torch.equal(before[n], w) for n, w in found[-1].items())
+    assert all(same_bytes(found[0][n], found[1][n]) for n in found[0])
+
+
+# --- optimizers ----------------------------------------------------------------------------------
+
+
+@recipes
+def test_muon_moves_every_weight(device, recipe):
+    model = converted(recipe, device)
+    weights = [p for p in model.parameters() if p.dim() == 2]
+    before = full_weights(model)
+    losses = train(model, torch.optim.Muon(weights, lr=0.02), [inputs(device)] * 6)
+    assert losses[-1] < losses[0]
+    assert all(not torch.equal(before[n], w) for n, w in full_weights(model).items())
+
+
+# --- copies and files ----------------------------------------------------------------------------
+
+
+@recipes
+def test_an_average_by_deepcopy_is_apart_from_the_model(device, recipe):
+    model = converted(recipe, device)
+    average = copy.deepcopy(model)
+    start = full_weights(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    train(model, optimizer, [inputs(device)] * 2)
+    assert all(same_bytes(start[n], w) for n, w in full_weights(average).items())
+    with torch.no_grad():
+        for mean, p in zip(average.parameters(), model.parameters(), strict=True):
+            mean.lerp_(p, 0.5)
+    expected = {n: start[n].lerp(w, 0.5) for n, w in full_weights(model).items()}
+    assert all(same_bytes(expected[n], w) for n, w in full_weights(average).items())
+    # It computes with the averages: a model made with them gives the same.
+    other = converted(recipe, device)
+    other.load_state_dict(average.state_dict())
+    with torch.no_grad():
+        assert torch.equal(average.eval()(inputs(device)), other.eval()(inputs(device)))
+
+
+@recipes
+def test_named_parameters_go_to_safetensors(device, recipe, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = converted(recipe, device)
+    path = str(tmp_path / "model.safetensors")
+    safetensors.save_file(dict(model.named_parameters()), path)
+    loaded = safetensors.load_file(path, device=str(device))
+    expected = dict(model.named_parameters())
+    assert loaded.keys() == expected.keys()
+    assert all(same_bytes(loaded[n], p.detach()) for n, p in expected.items())
+    plain = make(UNEVEN, recipe=None, device=device, seed=1)
+    plain.load_state_dict(loaded)
+    assert same_bytes(plain.head.weight.detach(), model.head.weight.detach())
+
+
+@ranks(2, cuda=False)
+def test_shards_go_to_safetensors_whole(rig):
+    """`full_tensor()` of each parameter; a DTensor itself is refused, plain ones too."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    found = []
+    for recipe in (None, "current"):
+        model = shard(make(UNEVEN, recipe=recipe, device=rig.device), rig)
+        whole = {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+        found.append(safetensors.load(safetensors.save(whole)))
+    assert found[0].keys() == found[1].keys()
+    assert all(same_bytes(found[0][n], found[1][n]) for n in found[0])
+
+
+# --- without data --------------------------------------------------------------------------------
+
+
+@recipes
+def test_an_exported_model_computes_what_the_model_does(device, recipe):
+    model = converted(recipe, device).eval()
+    x = inputs(device)
+    with torch.no_grad():
+        expected = model(x)
+        program = torch.export.export(model, (x,))
+        assert torch.equal(program.module()(x), expected)
+    named = {"fp8rs" in str(node.target) for node in program.graph.nodes}
+    assert named == {True, False}
+
+
+@recipes
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_model_on_meta_gives_shapes_dtypes_and_flops(recipe, autocast):
+    """What memory estimators and FLOP counters run: no data, the sizes of all."""
+    found = []
+    for chosen in (None, RECIPES[recipe]):
+        model = make(UNEVEN, recipe=chosen).to("meta")
+        x = torch.empty(16, 32, device="meta", requires_grad=True)
+        with FlopCounterMode(display=False) as flops, torch.autocast("cpu", enabled=autocast):
+            y = model(x)
+            y.sum().backward()
+        gradients = {n: (p.grad.shape, p.grad.device.type) for n, p in model.named_parameters()}
+        found.append((y.shape, y.dtype, y.device.type, gradients, flops.get_total_flops()))
+    assert found[0] == found[1]
+    assert found[0][-1] > 0
+
+
+# --- transformers --------------------------------------------------------------------------------
+
+
+def llama(device, **options):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(vocab_size=64, num_attention_heads=4, **sizes, **options)
+    return transformers.LlamaForCausalLM(config).to(device)
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
+def test_save_pretrained_writes_the_unconverted_model(device, recipe, tmp_path):
+    model = llama(device)
+    expected = {n: p.detach().clone() for n, p in model.named_parameters()}
+    fp8rs.convert_to_float8_training(model, recipe=recipe, filter_fqns=["lm_head"])
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert not any(isinstance(m, fp8rs.nn.Linear) for m in loaded.modules())
+    found = dict(loaded.named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(same_bytes(found[n].cpu(), p.cpu()) for n, p in expected.items())
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
+def test_generate_gives_tokens_of_the_model(device, recipe):
+    model = llama(device).eval()
+    fp8rs.convert_to_float8_training(model, recipe=recipe, filter_fqns=["lm_head"])
+    prompt = torch.arange(8, device=device)[None]
+    tokens = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert tokens.shape == (1, 12)
+    assert torch.equal(tokens[:, :8], prompt)
+    # The first new token is the forward's own choice.
+    with torch.no_grad():
+        logits = model(input_ids=prompt).logits
+    assert tokens[0, 8] == logits[0, -1].argmax()
+
+
+def test_experts_that_are_3d_parameters_are_named_in_the_report(caplog):
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 1}
+    config = transformers.MixtralConfig(
+        vocab_size=64, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, **sizes
+    )
+    model = transformers.MixtralForCausalLM(config)
+    large = [n for n, p in model.named_parameters() if p.dim() == 3]
+    assert large
+    with caplog.at_level(logging.INFO, "fp8rs"):
+        fp8rs.convert_to_float8_training(model, filter_fqns=["lm_head"])
+    (report,) = [r.message for r in caplog.records if r.name == "fp8rs"]
+    assert "3-D parameters (experts?) are not converted" in report
+    assert all(name in report for name in large)
+    share = sum(m.weight.numel() for m in model.modules() if isinstance(m, fp8rs.nn.Linear))
+    assert f"{share / sum(p.numel() for p in model.parameters()):.1%}" in report
+
+
+def test_a_mixture_of_experts_trains(device):
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = transformers.MixtralConfig(
+        vocab_size=64, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, **sizes
+    )
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(config).to(device)
+    fp8rs.convert_to_float8_training(model, filter_fqns=["lm_head"])
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    tokens = torch.arange(64, device=device).view(2, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses = []
+    for _ in range(8):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    assert all(not torch.equal(before[n], p) for n, p in model.named_parameters())
+
+
+@ranks(2)
+def test_muon_moves_every_shard(rig):
+    """As it does plain ones: where torch's Muon takes no DTensors, both raise the same."""
+    found = []
+    for recipe in (None, "current"):
+        model = shard(make(EVEN, recipe=recipe, device=rig.device), rig)
+        optimizer = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.02)
+        before = full_weights(model)
+        try:
+            train(model, optimizer, [batch(rig)] * 2)
+        except RuntimeError as error:
+            found.append(str(error).splitlines()[0])
+            continue
+        after = full_weights(model)
+        found.append(sorted(n for n in before if not torch.equal(before[n], after[n])))
+    assert found[0] == found[1]
+
+
+def step_of(p, update):
+    """A part of an optimizer's step, as torchao compiles it."""
+    p.copy_(p.float() - 0.5 * update)
+
+
+@ranks(2, seconds=240)
+def test_a_compiled_step_writes_every_shard_by_one_graph(rig):
+    """torchao's optimizers compile their step for each parameter: whose weight a shard is must not
+    make another graph, or a large model's first step compiles for an hour."""
+    model = shard(make((64, 64), recipe="current", device=rig.device), rig)
+    weights = [block.up.weight for block in model.blocks]
+    before = full_weights(model)
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(step_of, backend=graphs, fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        for p in weights:
+            compiled(p.detach(), torch.ones_like(p))
+    assert graphs.frame_count == 1
+    after = full_weights(model)
+    for i in range(2):
+        name = f"blocks.{i}.up"
+        assert same_bytes(after[name], before[name] - 0.5)
+        assert type(weights[i].to_local()).__name__ == "MasterWeight"
+    # The next forward's bytes are those of what was written.
+    assert model(batch(rig)).isfinite().all()

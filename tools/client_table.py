@@ -1,0 +1,234 @@
+#!/usr/bin/env python3
+"""Runs the tests with clients, and writes docs/clients.md's table from what they gave.
+
+    .venv-clients/bin/python tools/client_table.py            # runs the tests, writes the table
+    .venv-clients/bin/python tools/client_table.py --check    # runs them, compares with the page
+    .venv-clients/bin/python tools/client_table.py --only torchao peft    # their rows alone
+
+A row is a claim; its tests are named in ROWS and must all pass. fp8rs must be importable. It
+takes a quarter of an hour on two cores. Rows of a file that is not there, or whose client is not
+installed, are left as the page has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "clients.md"
+BEGIN, END = "<!-- tools/client_table.py writes from here -->", "<!-- to here -->"
+
+#: Shorter names of the files.
+PARTIES, PARAMETERS, CONVERT = "test_third_parties", "test_parameters", "test_convert"
+ACCELERATE, TRAINER, PEFT, OPTIMIZERS = (
+    f"clients/test_{n}" for n in ("accelerate", "transformers", "peft", "optimizers")
+)
+
+#: The client, what is claimed, and the tests that say so: (file, the start of their names).
+ROWS: list[tuple[str, str, list[tuple[str, str]]]] = [
+    (
+        "accelerate",
+        "FSDP2: losses as bf16's, every parameter moves, weights gathered at 1 byte an element",
+        [(ACCELERATE, "test_losses_agree")],
+    ),
+    ("accelerate", "`save_state`, `load_state`", [(ACCELERATE, "test_a_run_that_is_saved")]),
+    ("accelerate", "an unconverted model resumes", [(ACCELERATE, "test_sharded_state_dicts")]),
+    ("accelerate", "accumulation and clipping", [(ACCELERATE, "test_gradients_accumulate")]),
+    ("accelerate", "`cpu_ram_efficient_loading`", [(ACCELERATE, "test_cpu_ram_efficient")]),
+    (
+        "accelerate",
+        '`mixed_precision="fp8"`, by `use_fp8rs`; an optimizer from before the conversion',
+        [(ACCELERATE, "test_mixed_precision_fp8"), (ACCELERATE, "test_the_shim")],
+    ),
+    (
+        "transformers",
+        "Trainer with FSDP2: losses as bf16's, every parameter moves, FP8 gathers, evaluation",
+        [(TRAINER, "test_losses_agree"), (TRAINER, "test_converted_weights_are_gathered")],
+    ),
+    (
+        "transformers",
+        "Trainer: resumed from a checkpoint; checkpoints of the unconverted model's form",
+        [(TRAINER, "test_a_resumed_run"), (TRAINER, "test_checkpoints_are")],
+    ),
+    ("transformers", "Trainer: accumulation and clipping", [(TRAINER, "test_gradients")]),
+    (
+        "transformers",
+        "`save_pretrained`, `generate`",
+        [(PARTIES, "test_save_pretrained"), (PARTIES, "test_generate")],
+    ),
+    (
+        "transformers",
+        "Mixtral trains; its experts, 3-D parameters, stay in high precision and are named",
+        [(PARTIES, "test_experts_that_are_3d"), (PARTIES, "test_a_mixture_of_experts")],
+    ),
+    (
+        "peft",
+        "LoRA and DoRA, converted before or after, FSDP2: adapters alone move, FP8 gathers",
+        [(PEFT, "test_adapters_train")],
+    ),
+    (
+        "peft",
+        "adapters saved, and merged into converted layers",
+        [(PEFT, "test_adapters_are_saved"), (PEFT, "test_merged_adapters")],
+    ),
+    ("torchao", "8-bit AdamW, on one device", [(OPTIMIZERS, "test_torchaos_8_bit_adamw_trains[")]),
+    (
+        "torchao",
+        "8-bit AdamW on FSDP2's shards",
+        [(OPTIMIZERS, "test_torchaos_8_bit_adamw_trains_s")],
+    ),
+    ("schedulefree", "AdamW, on one device and on shards", [(OPTIMIZERS, "test_schedule_free")]),
+    (
+        "torch",
+        "an optimizer built before converting; its parameters mapped by `data_ptr`",
+        [
+            (PARAMETERS, "test_an_optimizer_from_before"),
+            (PARAMETERS, "test_optimizers_mapped_by_pointer"),
+        ],
+    ),
+    (
+        "torch",
+        "FSDP1, `use_orig_params` True and False: trains, gathers bf16 and warns of it",
+        [(PARAMETERS, "test_fsdp1")],
+    ),
+    ("torch", "DDP", [(PARTIES, "test_ddp")]),
+    ("torch", "ZeRO-1 (`ZeroRedundancyOptimizer`)", [(PARTIES, "test_zero_1")]),
+    (
+        "torch",
+        "`torch.optim.Muon`; on shards it does what it does with plain ones",
+        [(PARTIES, "test_muon")],
+    ),
+    (
+        "torch",
+        "averages: `AveragedModel`, `copy.deepcopy`",
+        [(PARTIES, "test_an_average"), (PARAMETERS, "test_an_average")],
+    ),
+    ("torch", "`torch.export`", [(PARTIES, "test_an_exported_model")]),
+    ("torch", "forward and backward on meta, FLOP counts", [(PARTIES, "test_a_model_on_meta")]),
+    (
+        "safetensors",
+        "`save_file(dict(model.named_parameters()))`, and shards by `full_tensor()`",
+        [(PARTIES, "test_named_parameters_go"), (PARTIES, "test_shards_go_to_safetensors")],
+    ),
+]
+
+
+@dataclass(eq=False)
+class Results:
+    """A pytest plugin: what became of each test, by file and name."""
+
+    wanted: list[tuple[str, str]]
+    seen: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
+        report = yield
+        if report.when == "call" or not report.passed:
+            file = Path(item.path).relative_to(ROOT / "tests").with_suffix("").as_posix()
+            word = "passed" if report.passed else "skipped" if report.skipped else "failed"
+            self.seen[file, item.name] = word
+        return report
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
+        # Of the tests of one device or of several only those of a row, on the CPU.
+        wanted = [
+            item
+            for item in items
+            if item.get_closest_marker("gpu") is None
+            and any(self._is(item, file, name) for file, name in self.wanted)
+        ]
+        items[:] = wanted
+
+    @staticmethod
+    def _is(item: Any, file: str, name: str) -> bool:
+        return item.path == ROOT / "tests" / f"{file}.py" and item.name.startswith(name)
+
+    def row(self, tests: list[tuple[str, str]]) -> tuple[str, int]:
+        """works, **no**, or nothing where a test of the row did not run; and the cases."""
+        words = []
+        for file, name in tests:
+            mine = [w for (f, n), w in self.seen.items() if f == file and n.startswith(name)]
+            if not mine or "skipped" in mine:
+                return "", 0
+            words += mine
+        return ("**no**" if "failed" in words else "works"), len(words)
+
+
+def version(client: str) -> str:
+    """Of an installed client; empty where it is not."""
+    try:
+        found = importlib.metadata.version(client)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    return found.partition("+")[0]
+
+
+def lines(results: Results, old: dict[str, str]) -> list[str]:
+    """The table. Rows that did not run are the page's own."""
+    found = ["| client | what | today | cases |", "|---|---|---|---|"]
+    for client, what, tests in ROWS:
+        word, cases = results.row(tests)
+        if word:
+            found.append(f"| {client} {version(client)} | {what} | {word} | {cases} |")
+        else:
+            found.append(old.get(what, f"| {client} | {what} | not run | 0 |"))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare with the page, write nothing")
+    clients = sorted({client for client, _, _ in ROWS})
+    parser.add_argument("--only", nargs="+", choices=clients, default=clients, metavar="CLIENT")
+    options = parser.parse_args()
+    check = options.check
+
+    wanted = [test for client, _, tests in ROWS if client in options.only for test in tests]
+    files = sorted({f"tests/{file}.py" for file, _ in wanted})
+    results = Results(wanted)
+    present = [str(ROOT / f) for f in files if (ROOT / f).exists()]
+    status = pytest.main(
+        ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *present], plugins=[results]
+    )
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        return int(status)
+
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    body, end, after = rest.partition(END)
+    if not end:
+        raise SystemExit(f"{PAGE} has no {BEGIN!r} with {END!r} after it")
+    old = {line.split(" | ")[1]: line for line in body.splitlines() if line.count(" | ") == 3}
+    table = lines(results, old)
+    # Versions may differ from the page's, and how many cases; what works may not.
+    differ = [
+        line
+        for line in table
+        if line.count(" | ") == 3
+        and words(line) != words(old.get(line.split(" | ")[1], line + "?"))
+    ]
+    print(*differ, sep="\n")
+    if check:
+        return int(bool(differ))
+    heading = f"torch {torch.__version__.partition('+')[0]}, CPU, gloo; two ranks where sharded."
+    PAGE.write_text(f"{before}{BEGIN}\n\n" + "\n".join([heading, "", *table]) + f"\n\n{END}{after}")
+    return 0
+
+
+def words(line: str) -> list[str]:
+    """What a row claims, without versions and counts."""
+    client, what, today, _ = line.strip("| ").split(" | ")
+    return [re.sub(r" [\d.a-z]+$", "", client), what, today]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
