@@ -2,10 +2,17 @@
 
 Workload: Llama-3-8B's layer shapes, 16 layers, vocabulary 32000, sequence 8192, batch 1 a GPU, fp32
 masters, AdamW, head and embedding in bf16, reduce-scatter in fp32, no activation checkpointing.
-The loss is taken after 12 steps on one fixed random batch.
+The loss is taken after 12 steps on one fixed random batch. Variants that end in -fp8 keep the
+converted weights in FP8 at rest and train them with fp8rs.optim.AdamW.
+
+A variant may be followed by settings of its own, each after a +, which come before the options of
+the same names: no-masters, masters (of fp8rs.optim.AdamW), bf16-state, fp32-state (its moments),
+bf16-reduce, fp32-reduce (the reduce-scatter), bf16-params, fp32-params (the dtype of parameters at
+rest, which sharded gradients have too; FP8 weights have it in name only).
 
     python benches/end_to_end.py                       # every variant on every GPU
     python benches/end_to_end.py --ranks 2 --variants bf16,current
+    python benches/end_to_end.py --variants bf16,current-fp8,current-fp8+no-masters+bf16-reduce
     python benches/end_to_end.py --device cpu --ranks 2 --dim 256 --layers 2 --sequence 64 \
         --vocabulary 512 --steps 2                     # a smoke run without a GPU
 
@@ -36,12 +43,23 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fp8rs.demo.launch import Job, RankFailed, launch
+from fp8rs.demo.memory import Meter
 from fp8rs.demo.model import Llama, LlamaConfig, parameter_count
 from fp8rs.demo.traffic import converted_share, counted
-from fp8rs.demo.train import convert, linear_weights, peak_memory, shard
+from fp8rs.demo.train import (
+    Weights,
+    convert,
+    fp8_adamw,
+    linear_weights,
+    peak_memory,
+    shard,
+)
 from fp8rs.quantize.recipes import RECIPES, resolve_recipe
 
 LEARNING_RATE = 3e-4
+
+#: By the names that options have.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -51,26 +69,64 @@ class Variant:
     library: str
     recipe: str | None
     compiled: bool
+    fp8_weights: bool = False
 
 
-VARIANTS = {
-    "bf16": Variant("torch", None, False),
-    "bf16-compiled": Variant("torch", None, True),
-    **{name: Variant("fp8rs", name, False) for name in RECIPES if name != "tensorwise"},
+def _variants() -> dict[str, Variant]:
+    found = {"bf16": Variant("torch", None, False)}
+    for recipe in RECIPES:
+        if recipe != "tensorwise":
+            found[recipe] = Variant("fp8rs", recipe, False)
+            found[f"{recipe}-fp8"] = Variant("fp8rs", recipe, False, fp8_weights=True)
+    found["torchao"] = Variant("torchao", "tensorwise", False)
+    compiled = {f"{k}-compiled": dataclasses.replace(v, compiled=True) for k, v in found.items()}
+    return {**found, **compiled}
+
+
+VARIANTS = _variants()
+
+#: What may follow a variant's name after a +: the option that it sets, and to what.
+MODIFIERS: dict[str, tuple[str, Any]] = {
+    "masters": ("masters", True),
+    "no-masters": ("masters", False),
     **{
-        f"{name}-compiled": Variant("fp8rs", name, True) for name in RECIPES if name != "tensorwise"
+        f"{dtype}-{kind}": (option, dtype)
+        for dtype in DTYPES
+        for kind, option in (
+            ("reduce", "reduce_dtype"),
+            ("state", "state_dtype"),
+            ("params", "param_dtype"),
+        )
     },
-    "torchao": Variant("torchao", "tensorwise", False),
-    "torchao-compiled": Variant("torchao", "tensorwise", True),
 }
+
+
+def parsed(name: str) -> tuple[Variant, dict[str, Any]]:
+    """A variant and its own settings.
+
+    Raises:
+        ValueError: there is no such variant or setting.
+    """
+    base, *modifiers = name.split("+")
+    if base not in VARIANTS:
+        raise ValueError(f"no such variant: {base}; there are {', '.join(VARIANTS)}")
+    unknown = [modifier for modifier in modifiers if modifier not in MODIFIERS]
+    if unknown:
+        raise ValueError(f"{name}: no setting {unknown[0]}; there are {', '.join(MODIFIERS)}")
+    own = dict(MODIFIERS[modifier] for modifier in modifiers)
+    if not VARIANTS[base].fp8_weights and not {"masters", "state_dtype"}.isdisjoint(own):
+        raise ValueError(f"{name}: masters and state are fp8rs.optim.AdamW's, of -fp8 variants")
+    return VARIANTS[base], own
 
 
 def main() -> int:
     """Measures the variants one after the other."""
     options = _options()
-    missing = [name for name in options.variants if name not in VARIANTS]
-    if missing:
-        print(f"no such variant: {', '.join(missing)}; there are {', '.join(VARIANTS)}")
+    try:
+        for name in options.variants:
+            parsed(name)
+    except ValueError as error:
+        print(error)
         return 2
     # The ranks import this file by name.
     here = str(Path(__file__).resolve().parent)
@@ -89,7 +145,7 @@ def main() -> int:
 
 
 def _measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    variant = VARIANTS[name]
+    variant, own = parsed(name)
     if variant.library == "torchao" and importlib.util.find_spec("torchao") is None:
         reason = "torchao cannot be imported: put a folder that holds it in PYTHONPATH"
         print(f"{name}: skipped: {reason}", flush=True)
@@ -99,7 +155,7 @@ def _measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
     def show(event: dict[str, Any]) -> None:
         print(f"{name}: {time.perf_counter() - start:6.1f} s  {event['what']}", flush=True)
 
-    job = Job("end_to_end:rank", {"variant": name, **_workload(options)}, options.device)
+    job = Job("end_to_end:rank", {"variant": name, **_workload(options), **own}, options.device)
     try:
         results = launch(job, options.ranks, show, options.limit)
     except (RankFailed, TimeoutError) as error:
@@ -112,20 +168,25 @@ def _measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
     """What each rank runs."""
-    variant, ranks = VARIANTS[arguments["variant"]], dist.get_world_size()
+    (variant, _), ranks = parsed(arguments["variant"]), dist.get_world_size()
     device = torch.device("cuda", dist.get_rank()) if torch.cuda.is_available() else "cpu"
     device = torch.device(device if arguments["device"] == "cuda" else "cpu")
     config = LlamaConfig(**arguments["model"])
+    batch = _batch(arguments, device)
+    meter = Meter()
     with device:
         model = Llama(config)
     # The same on all ranks: they shard one model.
     model.init_weights(torch.Generator(device).manual_seed(0))
+    model.to(DTYPES[arguments["param_dtype"]])
     params, weights = parameter_count(model), linear_weights(model)
+    kept = Weights(
+        "fp8" if variant.fp8_weights else "master", arguments["masters"], arguments["state_dtype"]
+    )
     saving = arguments["save_input"], arguments["recompute"]
-    after_step = _prepare(model, variant, device.type, *saving)
-    shard(model, device.type, ranks)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    batch = _batch(arguments, device)
+    after_step = _prepare(model, variant, kept, device.type, *saving)
+    shard(model, device.type, ranks, DTYPES[arguments["reduce_dtype"]])
+    optimizer = _optimizer(model, kept)
     report({"what": f"{params / 1e9:.2f} G parameters"})
 
     def step() -> torch.Tensor:
@@ -151,6 +212,8 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
         report({"what": _profiled(step)})
     with counted(model, ranks) as traffic:
         step()
+    model.reshard()  # type: ignore[operator]
+    at_rest = meter.at_rest(model, optimizer, weights)
     hooked = variant.library != "torch"
     return {
         "params": params,
@@ -158,6 +221,9 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
         "step_seconds": seconds,
         "tokens_per_second": arguments["sequence"] / statistics.median(seconds),
         "peak_memory": peak,
+        "at_rest": dataclasses.asdict(at_rest),
+        "reduce_scatter_bytes": sum(traffic.scatters),
+        "all_reduces": len(traffic.all_reduces),
         "allgather_bytes": traffic.total,
         "weight_bytes": traffic.handed_over
         if hooked
@@ -168,7 +234,15 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
 _ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
-def _prepare(model: Llama, variant: Variant, device: str, save_input: bool, recompute: bool) -> Any:
+def _optimizer(model: Llama, kept: Weights) -> torch.optim.Optimizer:
+    if kept.at_rest:
+        return fp8_adamw(model, kept, lr=LEARNING_RATE)
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+
+def _prepare(
+    model: Llama, variant: Variant, kept: Weights, device: str, save_input: bool, recompute: bool
+) -> Any:
     """Converts and compiles the model; returns what is called after each optimizer step."""
 
     def nothing(model: Llama) -> None:
@@ -178,7 +252,7 @@ def _prepare(model: Llama, variant: Variant, device: str, save_input: bool, reco
     if variant.library == "fp8rs":
         assert variant.recipe is not None
         recipe = dataclasses.replace(resolve_recipe(variant.recipe), save_input=save_input)
-        convert(model, recipe)
+        convert(model, recipe, kept)
     elif variant.library == "torchao":
         from torchao import float8 as peer
 
@@ -246,21 +320,26 @@ def table(report: dict[str, Any]) -> str:
     """The variants as a Markdown table; ratios are to bf16 of the same kind, eager or compiled."""
     variants = report["variants"]
     lines = [
-        "| variant | tokens/s/GPU | vs bf16 of its kind | peak GB | gathered GB a step | "
-        "of it converted weights | loss |",
-        "|---|---|---|---|---|---|---|",
+        "| variant | tokens/s/GPU | vs bf16 of its kind | peak GB | at rest, B a parameter: "
+        "weights + optimizer | gathered GB a step | of it converted weights | reduced GB | "
+        "all-reduces | loss |",
+        "|---" * 10 + "|",
     ]
     for name, found in variants.items():
         if "error" in found:
-            lines.append(f"| {name} | {found['error'].strip().splitlines()[-1]} | | | | | |")
+            lines.append(f"| {name} | {found['error'].strip().splitlines()[-1]} |{' |' * 8}")
             continue
-        kind = "bf16-compiled" if VARIANTS[name].compiled else "bf16"
+        kind = "bf16-compiled" if parsed(name)[0].compiled else "bf16"
+        rest = found["at_rest"]
         base = variants.get(kind, {}).get("tokens_per_second")
         ratio = f"{found['tokens_per_second'] / base:.3f}" if base else ""
         lines.append(
             f"| {name} | {found['tokens_per_second']:,.0f} | {ratio} "
-            f"| {found['peak_memory'] / 1e9:.1f} | {found['allgather_bytes'] / 1e9:.2f} "
-            f"| {found['weight_bytes'] / 1e9:.2f} | {found['loss']:.4f} |"
+            f"| {found['peak_memory'] / 1e9:.1f} "
+            f"| {rest['weights']:.2f} + {rest['optimizer']:.2f} "
+            f"| {found['allgather_bytes'] / 1e9:.2f} | {found['weight_bytes'] / 1e9:.2f} "
+            f"| {found['reduce_scatter_bytes'] / 1e9:.2f} | {found['all_reduces']} "
+            f"| {found['loss']:.4f} |"
         )
     return "\n".join(lines)
 
@@ -303,6 +382,10 @@ def _workload(options: argparse.Namespace) -> dict[str, Any]:
         "steps": options.steps,
         "warm_up": options.warm_up,
         "save_input": options.save_input,
+        "masters": options.masters,
+        "state_dtype": options.state_dtype,
+        "reduce_dtype": options.reduce_dtype,
+        "param_dtype": options.param_dtype,
         "recompute": options.recompute or options.save_input,
         "profile": options.profile,
     }
@@ -334,6 +417,18 @@ def _options() -> argparse.Namespace:
         action="store_true",
         help="let compiled backwards make again what an operator reads, as --save-input does",
     )
+    parser.add_argument(
+        "--masters",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="of fp8rs.optim.AdamW, in -fp8 variants",
+    )
+    for name, what in (
+        ("state", "of the moments of fp8rs.optim.AdamW"),
+        ("reduce", "of the reduce-scatter"),
+        ("param", "of parameters at rest, and of their gradients after the reduce-scatter"),
+    ):
+        parser.add_argument(f"--{name}-dtype", choices=DTYPES, default="fp32", help=what)
     parser.add_argument("--limit", type=float, default=240, help="seconds for one variant")
     parser.add_argument("--out", type=Path, default=Path("end_to_end.json"))
     parser.add_argument("--plot", type=Path, metavar="FILE")

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 import fp8rs
-from fp8rs.demo.model import Llama, LlamaConfig
+from fp8rs.demo.model import Llama, LlamaConfig, parameter_count
+from fp8rs.demo.traffic import counted
+from fp8rs.demo.train import Weights, convert, fp8_adamw, linear_weights, shard
 
 
 def add(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
@@ -60,3 +62,54 @@ def quick_start(arguments: dict[str, Any], report: Any) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def page(arguments: dict[str, Any], report: Any) -> list[list[float]]:
+    """Runs a page's blocks of code, each with a model of its own; bytes at rest that they leave."""
+    config = LlamaConfig(vocabulary=64, dim=64, layers=2, heads=2, kv_heads=1, hidden=128)
+    left = []
+    for code in arguments["blocks"]:
+        model = Llama(config)
+        model.init_weights(torch.Generator().manual_seed(0))
+        tokens = torch.arange(2 * 33).reshape(2, 33) % 64
+        names: dict[str, Any] = {
+            "model": model.to(arguments["device"]),
+            "tokens": tokens.to(arguments["device"]),
+        }
+        exec(compile(code, "<page>", "exec", dont_inherit=True), names)
+        left.append([_bytes_at_rest(p) for p in names["model"].parameters() if _is_quantized(p)])
+    return left
+
+
+def _is_quantized(parameter: Any) -> bool:
+    return isinstance(getattr(parameter, "_local_tensor", parameter), fp8rs.QuantizedTensor)
+
+
+def _bytes_at_rest(parameter: Any) -> float:
+    part = getattr(parameter, "_local_tensor", parameter)
+    return sum(t.nbytes for plane in part.planes if plane for t in (plane.data, plane.scale)) / (
+        part.numel()
+    )
+
+
+def traffic(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
+    """What one step of FP8 weights gathers and reduces, and what there is to reduce."""
+    config = LlamaConfig(vocabulary=64, dim=64, layers=2, heads=2, kv_heads=1, hidden=128)
+    model = Llama(config)
+    model.init_weights(torch.Generator().manual_seed(0))
+    names, elements = linear_weights(model), parameter_count(model)
+    converted = sum(p.numel() for n, p in model.named_parameters() if n in names)
+    convert(model, "current", Weights("fp8"))
+    shard(model, "cpu", dist.get_world_size())
+    optimizer = fp8_adamw(model, Weights("fp8"), lr=1e-3)
+    with counted(model, dist.get_world_size()) as found:
+        model.loss(torch.arange(66).reshape(2, 33) % 64).backward()
+        optimizer.step()
+    return {
+        "elements": elements,
+        "converted": converted,
+        "weights": len(names),
+        "handed_over": found.handed_over,
+        "scatters": sum(found.scatters),
+        "all_reduces": found.all_reduces,
+    }

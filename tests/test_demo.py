@@ -20,8 +20,16 @@ from fp8rs.demo import launch as launch_module
 from fp8rs.demo import report
 from fp8rs.demo.data import load_corpus
 from fp8rs.demo.launch import Job, RankFailed, launch, threads_per_rank
+from fp8rs.demo.memory import Meter
 from fp8rs.demo.model import Llama, LlamaConfig
-from fp8rs.demo.train import Settings, learning_rate
+from fp8rs.demo.train import (
+    Settings,
+    Weights,
+    convert,
+    learning_rate,
+    linear_weights,
+    make_optimizer,
+)
 
 FIELDS = [
     "ranks",
@@ -37,6 +45,7 @@ FIELDS = [
     "weight_bytes_fp8",
     "seconds",
 ]
+AT_REST_FIELDS = ["weights", "masters", "state_dtype", "at_rest_reference", "at_rest_fp8"]
 TINY = LlamaConfig(vocabulary=256, dim=32, layers=2, heads=4, kv_heads=2, hidden=64)
 
 
@@ -304,9 +313,69 @@ def test_demo_takes_every_recipe(recipe: str, tmp_path: Path) -> None:
     assert 0.49 < result["weight_bytes_fp8"] / result["weight_bytes_reference"] <= 0.52
 
 
+# Bytes a parameter: of the weights, and of the optimizer for them.
+AT_REST = [
+    ("current", ["--no-masters", "--state-dtype", "bf16"], 1.0, 4.0),
+    ("mxfp8", [], 1 + 1 / 1024, 12.0),
+]
+
+
+@pytest.mark.parametrize(("recipe", "options", "weights", "optimizer"), AT_REST)
+def test_demo_trains_fp8_weights(
+    recipe: str, options: list[str], weights: float, optimizer: float, tmp_path: Path
+) -> None:
+    path = tmp_path / "result.json"
+    files = ["--json", str(path)]
+    done = demo(
+        "--device", "cpu", "--recipe", recipe, "--weights", "fp8", "--steps", "3", *options, *files
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(path.read_text())
+    assert list(result) == [*FIELDS, *AT_REST_FIELDS]
+    assert result["loss_fp8"] == pytest.approx(result["loss_reference"], rel=1e-2)
+    assert 0.49 < result["weight_bytes_fp8"] / result["weight_bytes_reference"] <= 0.52
+    assert result["at_rest_reference"] == pytest.approx({"weights": 4, "optimizer": 8}, rel=0.01)
+    found = result["at_rest_fp8"]
+    # A few bytes a tensor beside them: scales, counters of steps.
+    assert weights <= found["weights"] <= weights + 0.01
+    assert optimizer <= found["optimizer"] <= optimizer + 0.01
+    assert f"{found['weights']:.2f} B" in done.stdout
+
+
+def test_a_step_of_fp8_weights_is_counted() -> None:
+    found, other = launch(job("traffic"), 2, lambda _: None)
+    assert found == other
+    assert found["handed_over"] == 2 * found["converted"]  # a byte each, forward and backward
+    assert found["scatters"] == 4 * found["elements"]
+    assert found["all_reduces"] == [4 * found["weights"]]
+
+
+def test_bytes_at_rest_see_a_copy_that_somebody_keeps() -> None:
+    meter = Meter()
+    model = Llama(TINY)
+    model.init_weights(torch.Generator().manual_seed(0))
+    names = linear_weights(model)
+    elements = sum(p.numel() for n, p in model.named_parameters() if n in names)
+    convert(model, "current", Weights("fp8"))
+    settings = Settings.choose("cpu", 1)
+    optimizer = make_optimizer(model, settings, Weights("fp8"))
+    # The values before the rounding are there until the masters begin with them.
+    assert meter.at_rest(model, optimizer, names).weights == pytest.approx(5, rel=0.01)
+    model.loss(torch.zeros(1, 9, dtype=torch.int64)).backward()
+    optimizer.step()
+    found = meter.at_rest(model, optimizer, names)
+    assert found.weights == pytest.approx(1, rel=0.01)
+    assert found.optimizer == pytest.approx(12, rel=0.01)
+    kept = torch.zeros(elements)
+    assert meter.at_rest(model, optimizer, names).weights == pytest.approx(5, rel=0.01)
+    assert kept.numel() == elements
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--no-masters"], "--no-masters is for --weights fp8"),
+        (["--state-dtype", "bf16"], "--state-dtype bf16 is for --weights fp8"),
         (["--recipe", "none"], "--recipe none: "),
         (["--json", "/nowhere/result.json"], "there is no folder /nowhere"),
         (["--plot", "loss.txt"], "must end in .png, .svg or .pdf"),
@@ -355,6 +424,7 @@ def outcome() -> report.Outcome:
             "allgather_bytes": weights + 8,
             "weight_bytes": weights,
             "peak_memory": 1,
+            "at_rest": {"weights": weights / 100, "optimizer": 8.0},
             "seconds": 1.0,
         }
 
@@ -365,6 +435,7 @@ def test_table_gives_ratios(outcome: report.Outcome) -> None:
     text = report.table(outcome)
     assert "1.010" in text
     assert "0.500" in text
+    assert "0.50 B" in text
 
 
 def test_table_of_one_rank_has_no_gathers(outcome: report.Outcome) -> None:

@@ -38,6 +38,24 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--recipe", default="current", help=recipes)
     demo.add_argument("--steps", type=_positive, help="training steps of each run")
     demo.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    demo.add_argument(
+        "--weights",
+        choices=("fp8", "master"),
+        default="master",
+        help="of the FP8 run, between steps: fp32 masters, or FP8 alone (default: master)",
+    )
+    demo.add_argument(
+        "--masters",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="with --weights fp8: fp32 masters in the optimizer, or stochastic rounding",
+    )
+    demo.add_argument(
+        "--state-dtype",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="with --weights fp8: of the optimizer's moments (default: fp32)",
+    )
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the result's fields")
     demo.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves (PNG, SVG, PDF)")
     demo.set_defaults(run=_demo)
@@ -77,10 +95,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _demo(options: argparse.Namespace) -> int:
     from .demo.run import DemoError, run
+    from .demo.train import Weights
 
     try:
         run(
-            options.ranks, options.recipe, options.steps, options.device, options.json, options.plot
+            options.ranks,
+            options.recipe,
+            options.steps,
+            options.device,
+            options.json,
+            options.plot,
+            Weights(options.weights, options.masters, options.state_dtype),
         )
     except DemoError as error:
         print(f"fp8rs demo: {error}", file=sys.stderr)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from .train import MASTER, Weights
+
 MISSING_MATPLOTLIB = "no plot: matplotlib is not installed (pip install 'fp8rs[demo]')"
 
 
@@ -23,10 +25,22 @@ class Outcome:
     reference: list[dict[str, Any]]
     fp8: list[dict[str, Any]]
     seconds: float
+    weights: Weights = MASTER
 
     def fields(self) -> dict[str, Any]:
-        """The fields of the JSON file. Byte counts are a rank's, for one training step."""
+        """The fields of the JSON file. Byte counts are a rank's, for one training step.
+
+        With FP8 weights also how they are trained, and the bytes a parameter that rank 0 keeps of
+        the converted weights: see `memory.AtRest`.
+        """
         reference, fp8 = self.reference[0], self.fp8[0]
+        at_rest = {
+            "weights": self.weights.kind,
+            "masters": self.weights.masters,
+            "state_dtype": self.weights.state_dtype,
+            "at_rest_reference": reference["at_rest"],
+            "at_rest_fp8": fp8["at_rest"],
+        }
         return {
             "ranks": self.ranks,
             "device": self.device,
@@ -40,6 +54,7 @@ class Outcome:
             "weight_bytes_reference": reference["weight_bytes"],
             "weight_bytes_fp8": fp8["weight_bytes"],
             "seconds": round(self.seconds, 2),
+            **(at_rest if self.weights.at_rest else {}),
         }
 
 
@@ -84,6 +99,9 @@ def table(outcome: Outcome) -> str:
         _bytes_row("gathered in a step", f["allgather_bytes_reference"], f["allgather_bytes_fp8"]),
         _bytes_row("  converted weights", f["weight_bytes_reference"], f["weight_bytes_fp8"]),
         _bytes_row("peak memory of a rank", *map(_memory, (outcome.reference, outcome.fp8))),
+        ("at rest, a parameter", "", "", ""),
+        _at_rest_row("  converted weights", outcome, "weights"),
+        _at_rest_row("  optimizer for them", outcome, "optimizer"),
         (
             "training, seconds",
             f"{outcome.reference[0]['seconds']:.1f}",
@@ -159,3 +177,9 @@ def _memory(results: list[dict[str, Any]]) -> int:
 def _bytes_row(name: str, reference: int, fp8: int) -> tuple[str, str, str, str]:
     ratio = f"{fp8 / reference:.3f}" if reference else ""
     return name, f"{reference / 1e6:.2f} MB", f"{fp8 / 1e6:.2f} MB", ratio
+
+
+def _at_rest_row(name: str, outcome: Outcome, key: str) -> tuple[str, str, str, str]:
+    reference, fp8 = (float(r[0]["at_rest"][key]) for r in (outcome.reference, outcome.fp8))
+    ratio = f"{fp8 / reference:.3f}" if reference else ""
+    return name, f"{reference:.2f} B", f"{fp8:.2f} B", ratio

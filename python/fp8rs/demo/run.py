@@ -13,7 +13,7 @@ import torch
 from . import report
 from .launch import Job, RankFailed, launch
 from .model import LlamaConfig
-from .train import Progress, Settings, train_under_fsdp
+from .train import MASTER, Progress, Settings, Weights, train_under_fsdp
 
 
 class DemoError(Exception):
@@ -31,6 +31,7 @@ def run(
     device: str | None,
     json_path: Path | None,
     plot_path: Path | None,
+    weights: Weights = MASTER,
 ) -> report.Outcome:
     """Trains both models, prints the comparison and writes the files.
 
@@ -40,12 +41,11 @@ def run(
     start = time.perf_counter()
     device, ranks = _place(device, ranks)
     _check(recipe, device, ranks, json_path, plot_path)
+    _check_weights(weights)
     settings = Settings.choose(device, ranks, steps)
     results = {}
-    for title, chosen in (("bf16", None), (recipe, recipe)):
-        job = Job(
-            "fp8rs.demo.run:rank", {"settings": asdict(settings), "recipe": chosen}, settings.device
-        )
+    for title, chosen, kept in (("bf16", None, MASTER), (recipe, recipe, weights)):
+        job = job_of(settings, chosen, kept)
         progress = report.Progress(f"{title:>9}", settings.steps, sys.stdout)
         try:
             results[chosen] = launch(job, ranks, progress)
@@ -59,16 +59,24 @@ def run(
         results[None],
         results[recipe],
         time.perf_counter() - start,
+        weights,
     )
     report.show(outcome, json_path, plot_path)
     return outcome
+
+
+def job_of(settings: Settings, recipe: str | None, weights: Weights = MASTER) -> Job:
+    """One training run; a rank's result is `train.Result` as a dictionary."""
+    arguments = {"settings": asdict(settings), "recipe": recipe, "weights": asdict(weights)}
+    return Job("fp8rs.demo.run:rank", arguments, settings.device)
 
 
 def rank(arguments: dict[str, Any], progress: Progress) -> dict[str, Any]:
     """What each rank runs."""
     settings = dict(arguments["settings"])
     settings["model"] = LlamaConfig(**settings["model"])
-    return asdict(train_under_fsdp(Settings(**settings), arguments["recipe"], progress))
+    weights = Weights(**arguments["weights"])
+    return asdict(train_under_fsdp(Settings(**settings), arguments["recipe"], progress, weights))
 
 
 def _place(device: str | None, ranks: int | None) -> tuple[str, int]:
@@ -106,3 +114,18 @@ def _check(
             raise DemoError(f"{path}: there is no folder {path.resolve().parent}", code=2)
     if plot_path is not None and plot_path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise DemoError(f"--plot {plot_path}: its name must end in .png, .svg or .pdf", code=2)
+
+
+def _check_weights(weights: Weights) -> None:
+    if weights.at_rest:
+        return
+    for option, given in (
+        ("--no-masters", not weights.masters),
+        ("--state-dtype bf16", weights.state_dtype != MASTER.state_dtype),
+    ):
+        if given:
+            raise DemoError(
+                f"{option} is for --weights fp8: master weights are the optimizer's masters, and "
+                "torch's AdamW trains them",
+                code=2,
+            )

@@ -1,4 +1,4 @@
-"""Counts the bytes that a training step really gathers.
+"""Counts the bytes that a training step really gathers, and its reductions.
 
 The total comes from the collectives themselves, seen by a dispatch mode as they are issued. The
 converted weights' part comes from what their pre-all-gather hooks hand to FSDP2; in the reference
@@ -32,14 +32,29 @@ _GATHERS = {
     "_c10d_functional::all_gather_into_tensor_out": None,
     "_c10d_functional::all_gather_into_tensor_coalesced": None,
 }
+#: The same of reduce-scatters, with the position of what is reduced.
+_SCATTERS = {
+    "c10d::_reduce_scatter_base_": 1,
+    "c10d::reduce_scatter_": 1,
+    "c10d::reduce_scatter_tensor_coalesced_": 1,
+    "_c10d_functional::reduce_scatter_tensor": 0,
+    "_c10d_functional::reduce_scatter_tensor_out": 0,
+}
+_ALL_REDUCES = {
+    "c10d::allreduce_": 0,
+    "_c10d_functional::all_reduce": 0,
+    "_c10d_functional::all_reduce_": 0,
+}
 
 
 @dataclass
 class Traffic:
-    """What one step gathered, in bytes a rank."""
+    """What one step gathered and reduced, in bytes a rank."""
 
     gathers: list[int] = field(default_factory=list)
     handed_over: int = 0
+    scatters: list[int] = field(default_factory=list)
+    all_reduces: list[int] = field(default_factory=list)
 
     @property
     def total(self) -> int:
@@ -55,7 +70,7 @@ def counted(model: nn.Module, ranks: int) -> Iterator[Traffic]:
         for kind in _hooked_types(model):
             hook = _counting_hook(kind.fsdp_pre_all_gather, traffic, ranks)
             stack.enter_context(mock.patch.object(kind, "fsdp_pre_all_gather", hook))
-        stack.enter_context(_GatherCounter(traffic))
+        stack.enter_context(_Counter(traffic))
         yield traffic
 
 
@@ -81,7 +96,7 @@ def converted_share(
     return total
 
 
-class _GatherCounter(TorchDispatchMode):
+class _Counter(TorchDispatchMode):
     def __init__(self, traffic: Traffic) -> None:
         super().__init__()
         self._traffic = traffic
@@ -98,6 +113,10 @@ class _GatherCounter(TorchDispatchMode):
         if name in _GATHERS:
             position = _GATHERS[name]
             self._traffic.gathers.append(_bytes(result if position is None else args[position]))
+        elif name in _SCATTERS:
+            self._traffic.scatters.append(_bytes(args[_SCATTERS[name]]))
+        elif name in _ALL_REDUCES:
+            self._traffic.all_reduces.append(_bytes(args[_ALL_REDUCES[name]]))
         return result
 
 

@@ -1,7 +1,8 @@
 """Trains the demo's model on one rank, in high precision or in FP8.
 
 The two runs differ in one call, `fp8rs.convert_to_float8_training`: seeds, batches, optimizer and
-FSDP2 settings are the same.
+FSDP2 settings are the same. With weights that are FP8 at rest the optimizer is
+`fp8rs.optim.AdamW`, of the same arithmetic.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from fp8rs.quantize.recipes import Recipe
 
 from .data import VOCABULARY, Corpus, load_corpus
+from .memory import Meter
 from .model import Llama, LlamaConfig, parameter_count
 from .traffic import converted_share, counted
 
@@ -59,15 +61,52 @@ class Settings:
         return replace(settings, rows=rows, steps=settings.steps if steps is None else steps)
 
 
+#: Dtypes of the moments, by the names that options have.
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How the converted weights are kept, and what their optimizer does.
+
+    Attributes:
+        kind: "master", in fp32 and quantized for each forward; or "fp8", in FP8 at rest. All that
+            follows is for the second.
+        masters: the optimizer keeps fp32 masters.
+        state_dtype: of its moments, a key of `STATE_DTYPES`.
+        stochastic_rounding: how it rounds codes; None is its default, stochastically without
+            masters.
+    """
+
+    kind: str = "master"
+    masters: bool = True
+    state_dtype: str = "fp32"
+    stochastic_rounding: bool | None = None
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether they are FP8 at rest."""
+        return self.kind == "fp8"
+
+
+#: fp32 masters that are quantized for each forward.
+MASTER = Weights()
+
+
 @dataclass
 class Result:
-    """What one rank's training run found."""
+    """What one rank's training run found.
+
+    ``weight_bytes`` is the converted weights' part of ``allgather_bytes``; ``at_rest`` as in
+    `memory.AtRest`.
+    """
 
     params: int
     held_out: list[tuple[int, float]] = field(default_factory=list)
     allgather_bytes: int = 0
     weight_bytes: int = 0
     peak_memory: int = 0
+    at_rest: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
 
 
@@ -82,17 +121,44 @@ def build_model(settings: Settings) -> Llama:
     return model.to(settings.device)
 
 
-def convert(model: nn.Module, recipe: Recipe | str) -> nn.Module:
+def convert(model: nn.Module, recipe: Recipe | str, weights: Weights = MASTER) -> nn.Module:
     """Converts the model's linear layers for FP8 training with a recipe or that of a short name."""
     from fp8rs import convert_to_float8_training
 
-    return convert_to_float8_training(model, recipe=recipe, filter_fqns=HIGH_PRECISION)
+    return convert_to_float8_training(
+        model,
+        recipe=recipe,
+        filter_fqns=HIGH_PRECISION,
+        fp8_weights=weights.at_rest,
+        # What masters begin with.
+        preserve_high_precision_init_val=weights.at_rest and weights.masters,
+    )
 
 
-def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
+def make_optimizer(
+    model: nn.Module, settings: Settings, weights: Weights = MASTER
+) -> torch.optim.Optimizer:
     """AdamW; the learning rate follows `learning_rate`."""
-    return torch.optim.AdamW(
-        model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
+    options: dict[str, Any] = {
+        "lr": settings.learning_rate,
+        "betas": (0.9, 0.95),
+        "weight_decay": 0.1,
+    }
+    if not weights.at_rest:
+        return torch.optim.AdamW(model.parameters(), **options)
+    return fp8_adamw(model, weights, **options)
+
+
+def fp8_adamw(model: nn.Module, weights: Weights, **options: Any) -> torch.optim.Optimizer:
+    """`fp8rs.optim.AdamW` as ``weights`` say; ``options`` are those of any AdamW."""
+    from fp8rs.optim import AdamW
+
+    return AdamW(
+        model.parameters(),
+        state_dtype=STATE_DTYPES[weights.state_dtype],
+        master_weights=weights.masters,
+        stochastic_rounding=weights.stochastic_rounding,
+        **options,
     )
 
 
@@ -117,23 +183,27 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
 
 
-def train_under_fsdp(settings: Settings, recipe: str | None, report: Progress) -> Result:
+def train_under_fsdp(
+    settings: Settings, recipe: str | None, report: Progress, weights: Weights = MASTER
+) -> Result:
     """Trains on this rank of the default process group.
 
     Args:
         settings: the same on all ranks.
         recipe: a recipe's short name, or None for the high-precision reference.
         report: called with a progress event after each evaluation and now and then between.
+        weights: how the converted weights are kept.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     corpus = load_corpus()
+    meter = Meter()
     model = build_model(settings)
     result = Result(parameter_count(model))
     converted = linear_weights(model)
     if recipe is not None:
-        convert(model, recipe)
+        convert(model, recipe, weights)
     shard(model, settings.device, ranks)
-    optimizer = make_optimizer(model, settings)
+    optimizer = make_optimizer(model, settings, weights)
     marks = _evaluation_steps(settings)
     start = time.perf_counter()
     for step in range(settings.steps + 1):
@@ -157,6 +227,9 @@ def train_under_fsdp(settings: Settings, recipe: str | None, report: Progress) -
             )
     result.seconds = time.perf_counter() - start
     result.peak_memory = peak_memory(settings.device)
+    del batch
+    model.reshard()  # type: ignore[operator]
+    result.at_rest = asdict(meter.at_rest(model, optimizer, converted))
     return result
 
 
@@ -187,10 +260,10 @@ def linear_weights(model: nn.Module) -> set[str]:
     }
 
 
-def shard(model: Llama, device: str, ranks: int) -> None:
-    """Shards each block, then the rest: fp32 masters, bf16 compute, gradients reduced in fp32."""
+def shard(model: Llama, device: str, ranks: int, reduce_dtype: torch.dtype = torch.float32) -> None:
+    """Shards each block, then the rest: bf16 compute, gradients reduced in fp32 or as told."""
     mesh = init_device_mesh(device, (ranks,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -1,0 +1,96 @@
+"""What FP8 weights cost in training: the demo's held-out loss, beside master weights.
+
+For each recipe the demo's model is trained with master weights (torch's AdamW), then with FP8
+weights (fp8rs.optim.AdamW): with fp32 masters in the optimizer, without them and codes rounded
+stochastically, and without them and rounded to nearest. The model, seeds and batches are the same.
+
+    python benches/fp8_weights.py [--recipes current,delayed] [--kinds master,masters] [--out FILE]
+
+The JSON file is rewritten after each run; runs that it has already are not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from fp8rs.demo.launch import launch
+from fp8rs.demo.report import Progress
+from fp8rs.demo.run import job_of
+from fp8rs.demo.train import MASTER, Settings, Weights
+from fp8rs.quantize.recipes import RECIPES
+
+KINDS = {
+    "master": MASTER,
+    "masters": Weights("fp8"),
+    "stochastic": Weights("fp8", masters=False),
+    "nearest": Weights("fp8", masters=False, stochastic_rounding=False),
+}
+TITLES = {
+    "master": "master weights",
+    "masters": "FP8, masters in the optimizer",
+    "stochastic": "FP8, no masters",
+    "nearest": "FP8, no masters, rounded to nearest",
+}
+
+
+def main() -> int:
+    """Trains what the file does not have, and prints the table."""
+    options = _options()
+    found: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    settings = Settings.choose(options.device, options.ranks, options.steps)
+    for recipe in options.recipes:
+        for kind in options.kinds:
+            if kind in found.setdefault(recipe, {}):
+                continue
+            progress = Progress(f"{recipe} {kind}", settings.steps, sys.stdout)
+            job = job_of(settings, recipe, KINDS[kind])
+            found[recipe][kind] = launch(job, options.ranks, progress)[0]
+            options.out.write_text(json.dumps(found, indent=2) + "\n")
+    print(table(found))
+    return 0
+
+
+def table(found: dict[str, Any]) -> str:
+    """The last held-out losses, those of FP8 weights with their ratio to master weights'."""
+    kinds = [kind for kind in KINDS if any(kind in runs for runs in found.values())]
+    lines = [
+        "| recipe | " + " | ".join(TITLES[kind] for kind in kinds) + " |",
+        "|---" * (len(kinds) + 1) + "|",
+    ]
+    for recipe, runs in found.items():
+        base = runs["master"]["held_out"][-1][1] if "master" in runs else None
+        cells = []
+        for kind in kinds:
+            if kind not in runs:
+                cells.append("")
+                continue
+            loss, rest = runs[kind]["held_out"][-1][1], runs[kind]["at_rest"]
+            ratio = f" ({loss / base:.3f})" if base and kind != "master" else ""
+            cells.append(f"{loss:.4f}{ratio}, {rest['weights']:.2f} + {rest['optimizer']:.2f} B")
+        lines.append(f"| {recipe} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _options() -> argparse.Namespace:
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
+    recipes = [name for name in RECIPES if name != "tensorwise"]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--recipes", type=names, default=recipes)
+    parser.add_argument("--kinds", type=names, default=list(KINDS), help=", ".join(KINDS))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--out", type=Path, default=Path("fp8_weights.json"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
