@@ -8,6 +8,7 @@ VENV ?= .venv
 OLDEST ?= .venv-oldest
 OLDEST_TORCH ?= 2.11.0
 DEMO ?=
+MATRIX ?=
 # Two processes, each with a file at a time: files start ranks of their own, which wait for each other
 # as much as they compute.
 PYTEST ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15
@@ -19,7 +20,7 @@ OLDEST_BIN := $(OLDEST)/bin
 # What the extension module is built from.
 SOURCES := $(shell find src -type f 2>/dev/null) Cargo.toml Cargo.lock pyproject.toml
 
-.PHONY: help environments demo test test-oldest test-all lint lint-rust lint-python lint-ptx rust-test python-test bench wheel clean
+.PHONY: help environments demo test test-oldest test-all lint lint-rust lint-python lint-ptx rust-test python-test matrix bench wheel clean
 .DELETE_ON_ERROR:
 
 help:
@@ -28,6 +29,7 @@ help:
 	@echo "make test-oldest  Python tests with torch $(OLDEST_TORCH)"
 	@echo "make test-all     both with every combination of parameters, where the others take pairs"
 	@echo "make lint         formatting, clippy, ruff, mypy, imports, the checked-in PTX"
+	@echo "make matrix       the tables of docs/fsdp2-matrix.md (MATRIX=--full: every combination)"
 	@echo "make bench        kernel benchmarks on the CPU, and on a GPU where there is one"
 	@echo "make wheel        the release wheel, in dist/"
 	@echo "make clean        remove what these made"
@@ -77,6 +79,9 @@ python-test: $(VENV)/.built
 # Python tests alone: what Rust does has no torch in it.
 test-oldest: $(OLDEST)/.built
 	$(OLDEST_BIN)/python -m pytest tests $(PYTEST) $(OLDEST_PYTEST)
+
+matrix: $(VENV)/.built
+	$(BIN)/python tools/matrix_table.py $(MATRIX)
 
 bench:
 	cargo bench
