@@ -10,6 +10,7 @@ OLDEST_TORCH ?= 2.11.0
 DOCS ?= .venv-docs
 CLIENTS ?= .venv-clients
 DEMO ?=
+MATRIX ?=
 # Two processes, each with a file at a time: files start ranks of their own, which wait for each other
 # as much as they compute.
 PYTEST ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15
@@ -22,17 +23,18 @@ CLIENTS_BIN := $(CLIENTS)/bin
 # What the extension module is built from.
 SOURCES := $(shell find src -type f 2>/dev/null) Cargo.toml Cargo.lock pyproject.toml
 
-.PHONY: help environments demo test test-oldest test-clients test-all lint lint-rust lint-python lint-ptx rust-test python-test docs bench wheel clean
+.PHONY: help environments demo test test-oldest test-clients test-all lint lint-rust lint-python lint-ptx rust-test python-test docs matrix bench wheel clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo         train a small Llama in bf16 and in FP8 on this machine (DEMO='--ranks 4 ...')"
 	@echo "make test         lint, Rust tests, Python tests with the newest torch"
 	@echo "make test-oldest  Python tests with torch $(OLDEST_TORCH)"
-	@echo "make test-clients  tests with the libraries that people train with (accelerate, PEFT, ...)"
+	@echo "make test-clients tests with the libraries that people train with (accelerate, PEFT, ...)"
 	@echo "make test-all     both with every combination of parameters, where the others take pairs"
 	@echo "make lint         formatting, clippy, ruff, mypy, imports, the checked-in PTX"
 	@echo "make docs         the documentation site, in site/; warnings and dead links are errors"
+	@echo "make matrix       the tables of docs/fsdp2-matrix.md (MATRIX=--full: every combination)"
 	@echo "make bench        kernel benchmarks on the CPU, and on a GPU where there is one"
 	@echo "make wheel        the release wheel, in dist/"
 	@echo "make clean        remove what these made"
@@ -91,6 +93,9 @@ docs: $(DOCS)/.installed
 # Two ranks a test, minutes in all. Not part of `make test`.
 test-clients: $(CLIENTS)/.installed $(VENV)/.built
 	$(CLIENTS_BIN)/python -m pytest tests/clients --durations 15
+
+matrix: $(VENV)/.built
+	$(BIN)/python tools/matrix_table.py $(MATRIX)
 
 bench:
 	cargo bench

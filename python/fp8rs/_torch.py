@@ -5,6 +5,7 @@ Each has the reason why nothing public serves.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -157,6 +158,21 @@ def reduces_in_stored_dtype() -> bool:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     return hasattr(FSDPParamGroup, "_get_reduce_dtype")
+
+
+def in_fully_shard() -> bool:
+    """Whether what runs was called by FSDP2 where it makes a parameter's shard.
+
+    Nothing tells a tensor so: its ``new_zeros`` may be anybody's. For what is called rarely.
+    """
+    frame = sys._getframe(1)
+    for _ in range(8):
+        if frame.f_code.co_name == "_init_sharded_param":
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
 
 
 def is_gathered_for_forward(root: Any, module: Any) -> bool:

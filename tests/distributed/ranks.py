@@ -14,11 +14,17 @@ SECONDS = 60.0
 """A case's time-out; the slowest takes a few seconds on two busy cores."""
 
 
-def ranks(*world_sizes: int, cuda: bool = True, seconds: float = SECONDS) -> Callable:
+def ranks(
+    *world_sizes: int,
+    cuda: bool = True,
+    seconds: float = SECONDS,
+    by: Callable[..., int] | None = None,
+) -> Callable:
     """Run the decorated function on every rank of each of these world sizes.
 
-    `cuda=False` keeps a case on the CPU. `seconds` is its time-out on the CPU. What the
-    function returns (by rank) goes to its `check` attribute, if it is given one.
+    `cuda=False` keeps a case on the CPU. `seconds` is its time-out on the CPU. `by` gives the one
+    world size that a case has, of its `device_type` and its other arguments. What the function
+    returns (by rank) goes to its `check` attribute, if it is given one.
     """
     for world_size in world_sizes:
         if not 1 <= world_size <= WORKERS:
@@ -27,7 +33,9 @@ def ranks(*world_sizes: int, cuda: bool = True, seconds: float = SECONDS) -> Cal
     def decorate(case: Callable) -> Callable:
         parameters = [p for p in inspect.signature(case).parameters.values() if p.name != "rig"]
 
-        def test(*, world_size: int, device_type: str, **arguments: Any) -> None:
+        def test(*, device_type: str, world_size: int = 0, **arguments: Any) -> None:
+            if by is not None:
+                world_size = by(device_type=device_type, **arguments)
             if device_type == "cuda":
                 need_gpus(world_size)
             pool().run(case.__module__, case.__name__, world_size, device_type, arguments, seconds)
@@ -37,7 +45,7 @@ def ranks(*world_sizes: int, cuda: bool = True, seconds: float = SECONDS) -> Cal
         test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [
                 *(p.replace(kind=keyword) for p in parameters),
-                inspect.Parameter("world_size", keyword),
+                *([] if by else [inspect.Parameter("world_size", keyword)]),
                 inspect.Parameter("device_type", keyword),
             ]
         )
@@ -51,9 +59,9 @@ def ranks(*world_sizes: int, cuda: bool = True, seconds: float = SECONDS) -> Cal
         if cuda:
             devices.append(pytest.param("cuda", marks=pytest.mark.gpu))
         parametrize = pytest.mark.parametrize
-        return parametrize("device_type", devices)(
-            parametrize("world_size", world_sizes, ids=lambda n: f"{n}ranks")(test)
-        )
+        if by is None:
+            test = parametrize("world_size", world_sizes, ids=lambda n: f"{n}ranks")(test)
+        return parametrize("device_type", devices)(test)
 
     return decorate
 

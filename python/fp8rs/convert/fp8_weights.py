@@ -27,11 +27,12 @@ def quantize_weight(layer: nn.Linear, recipe: Recipe, keep_init: bool) -> None:
     """
     weight = layer.weight
     if isinstance(weight, QuantizedTensor):
-        own(layer, "weight")
+        own(layer, "weight").begin_history(weight.dequantize())
         return
     values = weight.detach()
     quantized = new_weight(values, recipe)
     init_value = values.to("cpu", copy=True) if keep_init and not values.is_meta else None
+    largest = values.detach().abs().amax() if values.numel() else values.new_zeros(())
     del values
     try:
         become(weight, quantized)
@@ -43,6 +44,7 @@ def quantize_weight(layer: nn.Linear, recipe: Recipe, keep_init: bool) -> None:
         ) from error
     owner = own(layer, "weight")
     owner.keep_init, owner.init_value = keep_init, init_value
+    owner.begin_history(largest)
 
 
 def own(layer: nn.Module, name: str) -> Any:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fp8rs._torch import local_tensor, set_local_tensor
+from fp8rs.nn.linear import keep_marks
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from . import passes, state_dicts
@@ -38,9 +39,12 @@ def adopt(module: nn.Module, name: str, parameter: Any) -> None:
     Args:
         module: a converted layer.
         name: of the parameter; only "weight" is quantized.
-        parameter: the DTensor.
+        parameter: the DTensor; of a whole FP8 weight, itself, which is then owned.
     """
     if name != "weight":
+        return
+    if isinstance(parameter, QuantizedTensor):
+        own(module, name)
         return
     local = local_tensor(parameter)
     state: Any = module._fp8_state
@@ -55,6 +59,7 @@ def adopt(module: nn.Module, name: str, parameter: Any) -> None:
         return
     if not quantized and not state.fp8_gather:
         return
+    state.has(module)
     weight = Weight(module, name)
     weight.written = True
     if quantized:
@@ -67,7 +72,9 @@ def adopt(module: nn.Module, name: str, parameter: Any) -> None:
         passes.of(state)
     else:
         set_local_tensor(parameter, MasterWeight(local, weight))
-    keep_marks(module._parameters.get(name), parameter)
+    before_it = module._parameters.get(name)
+    if before_it is not None:
+        keep_marks(before_it.__dict__, parameter)
     if not getattr(module, "_fp8_plain_state_dict", False):
         state_dicts.register(module)
         module._fp8_plain_state_dict = True  # type: ignore[assignment]
@@ -80,16 +87,3 @@ def local_part(values: Tensor, parameter: DTensor) -> Tensor:
     placement = place(parameter)
     length = local_tensor(parameter).shape[placement.dim]
     return values.narrow(placement.dim, placement.offset, length).clone()
-
-
-def keep_marks(before: Any, parameter: Any) -> None:
-    """Carry over to a sharded parameter what a user has set on the one that it was made of."""
-    if before is None or before is parameter:
-        return
-    for mark, value in before.__dict__.items():
-        if mark not in OWN and mark not in parameter.__dict__:
-            setattr(parameter, mark, value)
-
-
-#: What this library and torch keep on tensors.
-OWN = frozenset(("_store", "_window", "_shown", "_data", "_weight", "_local_tensor", "_spec"))

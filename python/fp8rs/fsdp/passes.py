@@ -256,14 +256,30 @@ class WeightPasses:
 
     def write(self, weight: Weight, tensor: QuantizedTensor, values: Tensor) -> bool:
         """Quantize ``values`` into a whole shard with all ranks; False if these may not do so."""
-        parameter = weight.parameter
-        local: Any = local_of(parameter)
-        if not self._together or not isinstance(local, QuantizedTensor):
-            return False
-        if local._store is not tensor._store or local.shape != tensor.shape:
+        if not self._is_whole(weight, tensor):
             return False
         self.write_all([weight], [values])
         return True
+
+    def take(self, weight: Weight, tensor: QuantizedTensor, src: QuantizedTensor) -> bool:
+        """Take over another shard's codes and scales; False if all ranks may not be doing so.
+
+        Whether they can be taken over is decided by what is equal on all ranks, and not by how
+        much of this rank's shard is padding.
+        """
+        if src._store.has != tensor._store.has or not self._is_whole(weight, tensor):
+            return False
+        with torch.inference_mode(False), torch.no_grad():
+            at_rest.put(tensor, at_rest.planes_of(src))
+            weight.wrote()
+        return True
+
+    def _is_whole(self, weight: Weight, tensor: QuantizedTensor) -> bool:
+        """Whether a tensor is a whole shard, and all ranks are about to write theirs."""
+        local: Any = local_of(weight.parameter)
+        if not self._together or not isinstance(local, QuantizedTensor):
+            return False
+        return local._store is tensor._store and local.shape == tensor.shape
 
     def write_all(self, weights: Sequence[Weight], values: Sequence[Tensor]) -> None:
         """Quantize values into whole sharded FP8 weights, on all ranks: one all-reduce."""

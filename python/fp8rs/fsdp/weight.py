@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
 from fp8rs._torch import local_tensor
@@ -91,9 +92,9 @@ class Weight:
     @property
     def slots(self) -> tuple[Tensor, Tensor] | None:
         """Of delayed scaling: the next scale (0: none yet), and where amaxes are noted."""
-        if self.state.histories is None:
-            return None
         module: Any = self.module
+        if getattr(module, "_fp8_state", None) is None or self.state.histories is None:
+            return None
         return module.fp8_scale[0, 0], module.fp8_amax[0, 0]
 
     @property
@@ -112,7 +113,32 @@ class Weight:
         if self.keep_init and self.init_value is None and whole and not values.is_meta:
             self.init_value = values.detach().to("cpu", copy=True)
         passes = getattr(self.module, "_fp8_state", None) and self.state.fsdp
-        return passes is not None and bool(passes.write(self, tensor, values))
+        if passes is not None and passes.write(self, tensor, values):
+            return True
+        if whole and self.shards is None:
+            self.begin_history(values)
+        return False
+
+    def begin_history(self, values: Tensor) -> None:
+        """Values of a whole FP8 weight are quantized by their own amax.
+
+        Of delayed scaling the next scale is that one, and the history begins with that amax, as of
+        shards.
+        """
+        slots = self.slots
+        if slots is None or values.is_meta or not values.numel():
+            return
+        with torch.no_grad():
+            low, high = values.detach().aminmax()
+            amax = torch.maximum(-low, high).float()
+            scale = cast(QuantizedTensor, self.parameter_part).spec.scale_from_amax(amax)
+            for slot, value in zip(slots, (scale, amax), strict=True):
+                slot.copy_(torch.where(amax.isfinite(), value.view(()), slot))
+
+    def take(self, tensor: QuantizedTensor, src: QuantizedTensor) -> bool:
+        """As `write`, of codes and scales as they are."""
+        passes = getattr(self.module, "_fp8_state", None) and self.state.fsdp
+        return passes is not None and bool(passes.take(self, tensor, src))
 
     @property
     def parameter_part(self) -> Tensor:

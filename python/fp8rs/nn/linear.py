@@ -19,8 +19,24 @@ from .init import is_sharded, reset_linear
 from .registry import ModelState
 
 #: Called with a layer, the name of a parameter and its sharded value, a DTensor that FSDP2 is
-#: putting in its place.
+#: putting in its place; or an FP8 weight that has come out of a pickle.
 OnShard = Callable[["Float8Linear", str, Any], None]
+
+
+#: What this library and torch keep on tensors.
+OWN = frozenset(("_store", "_window", "_shown", "_data", "_weight", "_local_tensor", "_spec"))
+
+
+def keep_marks(before: dict[str, Any], parameter: Any) -> None:
+    """Carry over to a parameter what a user has set on the one whose place it takes."""
+    for mark, value in before.items():
+        if mark not in OWN and mark not in parameter.__dict__:
+            setattr(parameter, mark, value)
+
+
+def is_fp8(weight: Any) -> bool:
+    """Whether a parameter, sharded or not, is FP8 at rest."""
+    return isinstance(getattr(weight, "_local_tensor", weight), QuantizedTensor)
 
 
 def slots(scale: Tensor, amax: Tensor) -> Slots:
@@ -163,26 +179,61 @@ class Float8Linear(nn.Linear):
             else:
                 reset_linear(self)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
+    ) -> None:
         with self._fp8_state.together():
-            super()._load_from_state_dict(*args, **kwargs)
+            if local_metadata.get("assign_to_params_buffers", False):
+                state_dict = self._instead_of_assigned(state_dict, prefix + "weight")
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+
+    def _instead_of_assigned(self, state_dict: Any, key: str) -> Any:
+        """Of ``load_state_dict(assign=True)``: what is assigned to an FP8 weight is written to it.
+
+        Else the weight would be a plain one from then on, without a word.
+        """
+        weight: Any = self._parameters["weight"]
+        value = state_dict.get(key)
+        if not is_fp8(weight) or value is None or value.shape != weight.shape:
+            return state_dict  # of a wrong shape torch speaks
+        if weight.is_meta and not value.is_meta:
+            empty = torch.empty_like(weight.detach(), device=value.device)
+            self.weight = nn.Parameter(empty, weight.requires_grad)
+            weight = self.weight
+            self._begin_buffers(value.device)
+        with torch.no_grad():
+            weight.copy_(value)
+        return {**state_dict, key: weight}
+
+    def _begin_buffers(self, device: torch.device) -> None:
+        """Give the histories' buffers memory, which no state dict has for them."""
+        for name in BUFFERS:
+            buffer = self._buffers.get(name)
+            if buffer is not None and buffer.is_meta:
+                self._buffers[name] = torch.zeros_like(buffer, device=device)
+                assert self._fp8_state.histories is not None
+                self._fp8_state.histories.moved()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         before = {name: self._buffers[name] for name in BUFFERS if name in self._buffers}
+        weight = self._parameters["weight"]
+        marks = {} if weight is None else dict(weight.__dict__)  # torch may swap them with the rest
         out = super()._apply(fn, recurse)
         weight = self._parameters["weight"]
+        if is_fp8(weight):
+            keep_marks(marks, weight)
         if self._fp8_on_shard is not None and hasattr(weight, "_local_tensor"):
             self._fp8_on_shard(self, "weight", weight)  # which may be another tensor now
         if self._fp8_state.histories is not None:
             self._fp8_state.histories.moved()
         with torch.no_grad():
-            for name, old in before.items():
+            for name, was in before.items():
                 new = self._buffers[name]
-                assert old is not None and new is not None
-                if old.is_meta and not new.is_meta:
+                assert was is not None and new is not None
+                if was.is_meta and not new.is_meta:
                     new.zero_()  # to_empty gives memory as it is
                 if new.dtype != torch.float32:  # a cast of the model is one of its parameters
-                    self._buffers[name] = old.to(new.device)
+                    self._buffers[name] = was.to(new.device)
         return out
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -198,6 +249,11 @@ class Float8Linear(nn.Linear):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         allow_in_graph(linear)
+        weight: Any = self._parameters.get("weight")
+        if isinstance(weight, QuantizedTensor) and weight._store.owner is None:
+            on_shard = self._fp8_on_shard
+            if on_shard is not None:
+                on_shard(self, "weight", weight)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={describe(self.recipe)}"

@@ -150,6 +150,19 @@ class ModelState:
         if root is not None and not self.linears:
             self._link(root)
 
+    def has(self, layer: nn.Module) -> None:
+        """A layer of this state tells of itself.
+
+        A copy's layers are found below its root, which may have stayed behind: adapters wrap layers
+        into modules of their own.
+        """
+        self.linked()
+        index = cast(int, cast(Any, layer)._fp8_index)
+        while len(self.linears) <= index:
+            self.linears.append(lambda: None)  # type: ignore[arg-type]
+        if self.linears[index]() is None:
+            self.linears[index] = weakref.ref(layer)
+
     def keep_first(self) -> None:
         """Move the root's pre-hook before hooks that were prepended later, FSDP's for one."""
         root = self.root

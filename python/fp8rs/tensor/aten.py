@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8rs._torch import in_fully_shard
 from fp8rs.tensor import collectives, views
 from fp8rs.tensor.fallback import dequantized_call, each_member
 from fp8rs.tensor.formats import INPUT_DTYPES
@@ -136,6 +137,13 @@ def _new_part(
     device: Any = None,
     **kwargs: Any,
 ) -> Any:
+    if t._store.owner is None and isinstance(t, torch.nn.Parameter) and in_fully_shard():
+        raise TypeError(
+            f"fully_shard was given a quantized parameter of shape {tuple(t.shape)} that is no "
+            "layer's: it can shard only the weights of layers that fp8rs has converted "
+            "(convert_to_float8_training(..., fp8_weights=True), quantized_init). Dequantize "
+            "it first, or keep it as a buffer"
+        )
     if t._store.owner is None or dtype not in (None, t.dtype) or len(size) != 2:
         return _new(func, t, size, dtype=dtype, device=device, **kwargs)
     return t.blank(size, device)

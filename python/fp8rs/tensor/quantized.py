@@ -54,6 +54,9 @@ class Owner(Protocol):
         Called on every rank that writes, on those with an empty shard too.
         """
 
+    def take(self, tensor: QuantizedTensor, src: QuantizedTensor) -> bool:
+        """As `write`, of the codes and scales of another tensor of this format and shape."""
+
     def wrote(self, agreed: bool = False) -> None:
         """Codes or scales have been written; ``agreed``: with the scales of all ranks."""
 
@@ -553,6 +556,8 @@ class QuantizedTensor(Tensor):
         store = self._store
         if store.blank:
             return self._begin_with(src)
+        if store.owner is not None and store.owner.take(self, src):
+            return True
         if store.lead != src._store.lead:
             return False
         matrix = store.matrix

@@ -1,0 +1,607 @@
+"""What FSDP2's users do with sharded FP8 weights; the unsharded model says what comes of it.
+
+All ranks have the same batch, so that gradients, their mean over ranks and the steps are those of
+one process, to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import fp8rs
+from distributed import ranks
+from distributed.models import (
+    RECIPES,
+    UNEVEN,
+    WIDTH,
+    linears,
+    make,
+    same_bytes,
+    shard,
+    train,
+)
+from fp8rs.fsdp import MasterWeight
+from fp8rs.optim import AdamW
+from fp8rs.tensor.quantized import QuantizedTensor
+
+recipes = pytest.mark.parametrize("recipe", list(RECIPES))
+
+
+def batch(rig, step=0):
+    """The same on all ranks."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    return torch.randn(16, WIDTH, generator=generator).to(rig.device)
+
+
+def pair(rig, recipe, hidden=UNEVEN, **options):
+    """A model with FP8 weights, and a sharded copy of it."""
+    whole = make(hidden, recipe=RECIPES[recipe], device=rig.device, fp8_weights=True)
+    return whole, shard(copy.deepcopy(whole), rig, **options)
+
+
+def optimizers(*models):
+    return [AdamW(m.parameters(), lr=1e-2) for m in models]
+
+
+def shards(model):
+    """The local tensors of the sharded weights, by name."""
+    return {name: layer.weight._local_tensor for name, layer in linears(model).items()}
+
+
+def contents(model):
+    """Copies of the bytes of all FP8 weights, sharded or not."""
+    found = []
+    for layer in linears(model).values():
+        local = getattr(layer.weight, "_local_tensor", layer.weight)
+        if isinstance(local, QuantizedTensor):
+            found += [t.clone() for t in local._store.tensors()]
+    assert found
+    return found
+
+
+def same(left, right):
+    return all(same_bytes(a, b) for a, b in zip(left, right, strict=True))
+
+
+def full(parameter):
+    """The values of a whole parameter."""
+    if not isinstance(parameter, DTensor):
+        return parameter.detach().dequantize() if quantized(parameter) else parameter.detach()
+    local = parameter._local_tensor
+    return DTensor.from_local(
+        local.dequantize() if quantized(local) else local.detach(),
+        parameter.device_mesh,
+        parameter.placements,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    ).full_tensor()
+
+
+def quantized(tensor):
+    return isinstance(tensor, QuantizedTensor)
+
+
+def assert_equal(model, whole):
+    wanted = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert same_bytes(full(parameter), full(wanted[name])), name
+
+
+def assert_fp8(model):
+    for name, local in shards(model).items():
+        assert quantized(local), name
+        assert local._weight.module is linears(model)[name]
+
+
+def loss_of(model, x):
+    return model(x).square().mean()
+
+
+def assert_same_training(rig, model, whole, steps=2, forward=loss_of):
+    """Two models train alike, and end in the same weights."""
+    both = (whole, model)
+    steppers = optimizers(*both)
+    for n in range(steps):
+        losses = [f(m, batch(rig, n)) for f, m in zip((loss_of, forward), both, strict=True)]
+        assert same_bytes(losses[0].detach(), losses[1].detach()), n
+        for loss, stepper in zip(losses, steppers, strict=True):
+            loss.backward()
+            stepper.step()
+            stepper.zero_grad()
+    assert_equal(model, whole)
+
+
+# --- ways to train -------------------------------------------------------------------------------
+
+
+@ranks(2)
+@recipes
+@pytest.mark.parametrize("reshard", [True, False])
+def test_micro_batches(rig, recipe, reshard):
+    whole, model = pair(rig, recipe, reshard_after_forward=reshard)
+    both = optimizers(whole, model)
+    for n in range(2):
+        before = contents(model)
+        for part in range(3):
+            x = batch(rig, 10 * n + part)
+            loss_of(whole, x).backward()
+            model.set_requires_gradient_sync(part == 2)
+            loss_of(model, x).backward()
+        model.reshard()
+        assert same(contents(model), before)
+        for name, parameter in model.named_parameters():
+            wanted = dict(whole.named_parameters())[name].grad
+            assert torch.equal(parameter.grad.full_tensor(), wanted), name
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal(model, whole)
+
+
+def save_products(context, op, *args, **kwargs):
+    keep = op in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@ranks(2)
+@recipes
+@pytest.mark.parametrize("kind", ["plain", "selective", "reentrant"])
+def test_activation_checkpointing(rig, recipe, kind):
+    whole, model = pair(rig, recipe)
+    options = {"use_reentrant": kind == "reentrant"}
+    if kind == "selective":
+        options["context_fn"] = lambda: create_selective_checkpoint_contexts(save_products)
+
+    class Checkpointed(nn.Module):
+        def __init__(self, block):
+            super().__init__()
+            self.block = block
+
+        def forward(self, x):
+            return checkpoint(self.block, x, **options)
+
+    names = [name for name, _ in model.named_parameters()]
+    model.blocks = nn.ModuleList(Checkpointed(b) for b in model.blocks)
+    both = optimizers(whole, model)
+    for n in range(3):
+        for m, optimizer in zip((whole, model), both, strict=True):
+            loss_of(m, batch(rig, n).requires_grad_()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        wanted = dict(whole.named_parameters())
+        for name, parameter in zip(names, model.parameters(), strict=True):
+            assert same_bytes(full(parameter), full(wanted[name])), (name, n)
+
+
+@ranks(2)
+@recipes
+def test_evaluation_between_steps_changes_nothing(rig, recipe):
+    whole, model = pair(rig, recipe)
+
+    def evaluate(model, x):
+        model.eval()
+        with torch.no_grad():
+            model(batch(rig, 77))
+        model.train()
+        return loss_of(model, x)
+
+    assert_same_training(rig, model, whole, forward=evaluate)
+
+
+@ranks(2)
+@recipes
+@pytest.mark.parametrize("assign", [True, False])
+def test_a_state_dict_before_the_first_forward(rig, recipe, assign):
+    whole, _ = pair(rig, recipe)
+    trained, _ = pair(rig, recipe)
+    train(trained, AdamW(trained.parameters(), lr=1e-2), [batch(rig)])
+    model = shard(copy.deepcopy(whole), rig)
+    # Codes of an unsharded model are loaded as what they stand for.
+    plain = make(UNEVEN, recipe=None, device=rig.device)
+    plain.load_state_dict({n: full(p) for n, p in trained.named_parameters()})
+    state = shard(plain, rig).state_dict()
+    model.load_state_dict(state, assign=assign)
+    assert_fp8(model)
+    whole.load_state_dict({n: full(p) for n, p in trained.named_parameters()}, assign=assign)
+    assert all(quantized(layer.weight) for layer in linears(whole).values())
+    assert_equal(model, whole)
+    assert_same_training(rig, model, whole)
+
+
+@ranks(2)
+def test_two_models_in_one_process(rig):
+    pairs = [pair(rig, name) for name in ("current", "mxfp8")]
+    steppers = [optimizers(*both) for both in pairs]
+    for n in range(3):
+        losses = [[loss_of(m, batch(rig, n)) for m in both] for both in pairs]
+        for both, found, own in zip(pairs, losses, steppers, strict=True):
+            assert same_bytes(found[0].detach(), found[1].detach())
+            for loss, stepper in zip(found, own, strict=True):
+                loss.backward()
+                stepper.step()
+                stepper.zero_grad()
+            assert_equal(both[1], both[0])
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(20, WIDTH)
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 20, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(self.body(self.embedding(x)))
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", ["convert", "quantized_init"])
+def test_a_tied_head_stays_in_high_precision(rig, how):
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*tied to")
+        if how == "convert":
+            model = Tied().to(rig.device)
+            fp8rs.convert_to_float8_training(model, fp8_weights=True)
+        else:
+            with fp8rs.quantized_init("current"), torch.device(rig.device):
+                model = Tied()
+    assert model.head.weight is model.embedding.weight
+    assert type(model.head.weight) is nn.Parameter
+    assert quantized(model.body.weight)
+    whole = copy.deepcopy(model)
+    fully_shard(model, mesh=rig.mesh())
+    assert model.head.weight is model.embedding.weight
+    tokens = torch.arange(16, device=rig.device) % 20
+    both = optimizers(whole, model)
+    for _ in range(2):
+        for m, optimizer in zip((whole, model), both, strict=True):
+            m(tokens).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(model, whole)
+
+
+@ranks(2)
+@recipes
+def test_cpu_offload(rig, recipe):
+    policy = CPUOffloadPolicy(pin_memory=rig.device_type == "cuda")
+    whole, model = pair(rig, recipe, offload_policy=policy)
+    assert all(local.device.type == "cpu" for local in shards(model).values())
+    assert_same_training(rig, model, whole)
+    assert_fp8(model)
+    assert all(local.device.type == "cpu" for local in shards(model).values())
+
+
+@ranks(2)
+@recipes
+def test_shards_of_columns(rig, recipe):
+    """With one scale a tensor any cut will do; other formats refuse it at `fully_shard`."""
+    whole = make((64, 48), recipe=RECIPES[recipe], device=rig.device, fp8_weights=True)
+    model = copy.deepcopy(whole)
+    options = {"shard_placement_fn": lambda p: Shard(p.dim() - 1)}
+    if recipe in ("current", "delayed"):
+        shard(model, rig, **options)
+        assert model.head.weight.placements == (Shard(1),)
+        assert_same_training(rig, model, whole)
+    else:
+        with pytest.raises(ValueError, match="sharded by rows only: have shard_placement_fn"):
+            shard(model, rig, **options)
+
+
+@ranks(2)
+@recipes
+def test_clipping(rig, recipe):
+    whole, model = pair(rig, recipe)
+    both = optimizers(whole, model)
+    for m in (whole, model):
+        loss_of(m, batch(rig)).backward()
+    norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.01) for m in (whole, model)]
+    # Sums of the same squares in another order.
+    torch.testing.assert_close(norms[1].full_tensor(), norms[0], rtol=1e-5, atol=0)
+    assert norms[0] > 0.01
+    before = contents(model)
+    for m, optimizer in zip((whole, model), both, strict=True):
+        after = torch.nn.utils.get_total_norm(p.grad for p in m.parameters())
+        after = after.full_tensor() if isinstance(after, DTensor) else after
+        assert abs(after - 0.01) < 1e-5
+        optimizer.step()
+    assert not same(contents(model), before)
+
+
+@ranks(2)
+@recipes
+def test_gathers_that_the_user_orders(rig, recipe):
+    for how in ("unshard", "unshard async", "prefetch", "async op"):
+        check_ordered(rig, recipe, how)
+
+
+def check_ordered(rig, recipe, how):
+    whole, model = pair(rig, recipe)
+    first, second = model.blocks
+    if how == "prefetch":
+        model.set_modules_to_forward_prefetch([first])
+        first.set_modules_to_forward_prefetch([second])
+        second.set_modules_to_backward_prefetch([first])
+    elif how == "async op":
+        model._set_unshard_async_op(True)
+
+    def forward(model, x):
+        before = contents(model) if how.startswith("unshard") else None
+        if how == "unshard":
+            model.unshard()
+            for block in model.blocks:
+                block.unshard()
+                block.reshard()
+                block.unshard()
+        elif how == "unshard async":
+            handles = [part.unshard(async_op=True) for part in (model, *model.blocks)]
+            for handle in handles:
+                handle.wait()
+        loss = loss_of(model, x)
+        if before is not None:
+            model.reshard()
+            for block in model.blocks:
+                block.reshard()
+            assert same(contents(model), before)
+        return loss
+
+    assert_same_training(rig, model, whole, forward=forward)
+
+
+@ranks(2)
+@recipes
+def test_some_layers_fp8_weights_and_some_masters(rig, recipe):
+    whole = make(UNEVEN, recipe=None, device=rig.device)
+    fp8rs.convert_to_float8_training(
+        whole, recipe=RECIPES[recipe], filter_fqns=["down"], fp8_weights=True
+    )
+    fp8rs.convert_to_float8_training(
+        whole, recipe="rowwise" if recipe == "current" else "current", filter_fqns=["up", "head"]
+    )
+    model = shard(copy.deepcopy(whole), rig)
+    for name, local in shards(model).items():
+        assert isinstance(local, MasterWeight) if "down" in name else quantized(local), name
+    assert_same_training(rig, model, whole)
+
+
+# --- what is seen of a shard ---------------------------------------------------------------------
+
+
+@ranks(1, 2, 4)
+@recipes
+def test_unshard_gathers_what_the_shards_dequantize_to(rig, recipe):
+    _, model = pair(rig, recipe)
+    before, wanted = contents(model), {n: full(m.weight) for n, m in linears(model).items()}
+    for part in (*model.blocks, model):
+        part.unshard()
+    for name, layer in linears(model).items():
+        assert type(layer.weight).__name__ in ("Float8Tensor", "MXFP8Tensor")
+        assert same_bytes(layer.weight.dequantize(), wanted[name]), name
+    for part in (*model.blocks, model):
+        part.reshard()
+    assert same(contents(model), before)
+
+
+@ranks(2)
+@recipes
+@pytest.mark.parametrize("meta", [True, False])
+def test_marks_on_a_parameter_stay(rig, recipe, meta):
+    model = make(
+        UNEVEN, recipe=RECIPES[recipe], device="meta" if meta else rig.device, fp8_weights=True
+    )
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            parameter.of_the_user = name
+    shard(model, rig)
+    if meta:
+        model.to_empty(device=rig.device)
+        for layer in linears(model).values():
+            layer.reset_parameters()
+    loss_of(model, batch(rig)).backward()
+    model.load_state_dict(model.state_dict())
+    model.reshard()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            assert parameter.of_the_user == name
+    assert copy.deepcopy(model.head.weight).of_the_user == "head.weight"
+
+
+#: Views that FSDP2, DCP and users take of a shard of 14 rows or more and 32 columns.
+VIEWS = {
+    "view(-1)": lambda t: t.view(-1),
+    "part of view(-1)": lambda t: t.view(-1)[37:101],
+    "rows": lambda t: t[3:9],
+    "narrow": lambda t: t.narrow(0, 2, 5).detach(),
+    "columns": lambda t: t[:, 5:19],
+    "narrow of columns": lambda t: t.narrow(1, 8, 16),
+    "a row": lambda t: t[4],
+    "a column": lambda t: t[:, 7],
+    "rows of columns": lambda t: t[2:6].narrow(1, 3, 20),
+}
+
+
+@ranks(2)
+@recipes
+def test_views_of_a_shard_are_views(rig, recipe):
+    """What is written through them lands, and nothing else moves by more than a rounding."""
+    _, model = pair(rig, recipe)
+    name, local = next((n, t) for n, t in shards(model).items() if len(t) >= 14)
+    for view, take in VIEWS.items():
+        part, wanted = take(local), local.dequantize()
+        assert quantized(part) and part._store is local._store, view
+        new = torch.randn(part.shape, device=rig.device) * 0.1
+        with torch.no_grad():
+            part.copy_(new)
+        take(wanted).copy_(new)
+        found = local.dequantize()
+        assert same_bytes(take(found).contiguous(), part.dequantize()), view
+        # A step of 3 bits of mantissa, of a code that is rounded again because a neighbour's scale
+        # has changed, or of the smallest code of the largest scale.
+        allowed = wanted.abs() * 2.0**-4 * 1.07 + wanted.abs().amax() / 448 * 2.0**-10
+        assert torch.all((found - wanted).abs() <= allowed), view
+    model.state_dict()  # whoever writes to a part has it from here
+    model(batch(rig))  # which brings the ranks' scales together
+    model.reshard()
+    gathered = full(linears(model)[name].weight)
+    part = full(linears(model)[name].weight)[: len(local)]
+    assert gathered.isfinite().all() and part.shape == local.shape
+
+
+# --- copies, inference ---------------------------------------------------------------------------
+
+
+@ranks(2)
+@recipes
+def test_copies_of_parameters(rig, recipe):
+    """Of a whole sharded model torch makes none."""
+    _, model = pair(rig, recipe)
+    before = contents(model)
+    for layer in linears(model).values():
+        twin = copy.deepcopy(layer.weight)
+        assert type(twin) is type(layer.weight) and quantized(twin._local_tensor)
+        with torch.no_grad():
+            twin._local_tensor.zero_()
+        assert not full(twin).any()
+    assert same(contents(model), before)
+    model(batch(rig)).sum().backward()
+    model.reshard()
+    assert same(contents(model), before)
+
+
+@ranks(2)
+@recipes
+def test_pickles_of_shards(rig, recipe):
+    _, model = pair(rig, recipe)
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    state = torch.load(buffer, weights_only=True)
+    before = contents(model)
+    other = shard(
+        make(UNEVEN, recipe=RECIPES[recipe], device=rig.device, seed=3, fp8_weights=True), rig
+    )
+    assert not same(contents(other), before)
+    other.load_state_dict(state)
+    assert_fp8(other)
+    assert same(contents(other), before)
+
+
+@ranks(1, 2)
+@recipes
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_inference(rig, recipe, mode):
+    whole, model = pair(rig, recipe)
+    before = contents(model)
+    for m in (whole.eval(), model.eval()):
+        m.requires_grad_(False)
+    with torch.no_grad():
+        # Of plain parameters, what FSDP2 makes at a first gather in inference mode serves no other.
+        model(batch(rig))
+    for n in range(2):
+        with getattr(torch, mode)():
+            assert same_bytes(whole(batch(rig, n)), model(batch(rig, n)))
+    model.reshard()
+    assert same(contents(model), before)
+    for m in (whole.train(), model.train()):
+        m.requires_grad_(True)
+    assert_same_training(rig, model, whole)
+
+
+# --- adapters over a frozen base -----------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A layer, frozen, and a product of two small ones beside it (Hu et al., LoRA, 2021)."""
+
+    def __init__(self, base, rank=4):
+        super().__init__()
+        rows, cols = base.weight.shape
+        options = {"bias": False, "dtype": torch.bfloat16, "device": base.weight.device}
+        self.base = base
+        self.a, self.b = nn.Linear(cols, rank, **options), nn.Linear(rank, rows, **options)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(x))
+
+
+@ranks(1, 2)
+@recipes
+def test_adapters_over_a_frozen_base(rig, recipe):
+    torch.manual_seed(0)
+    kinds = {"bias": False, "dtype": torch.bfloat16}
+    layers = [nn.Linear(WIDTH, 96, **kinds), nn.Linear(96, WIDTH, **kinds)]
+    whole = nn.Sequential(*layers).to(rig.device)
+    fp8rs.convert_to_float8_training(whole, recipe=RECIPES[recipe], fp8_weights=True)
+    whole.requires_grad_(False)
+    whole = nn.Sequential(*(Adapted(base) for base in whole))
+    model = copy.deepcopy(whole)
+    for part in model:
+        fully_shard(part, mesh=rig.mesh())
+    fully_shard(model, mesh=rig.mesh())
+    bases = [part.base.weight for part in model]
+    before = [[t.clone() for t in b._local_tensor._store.tensors()] for b in bases]
+    for base in bases:
+        assert not base.requires_grad and quantized(base._local_tensor)
+        codes = base._local_tensor._store.rowwise.data
+        assert codes.untyped_storage().nbytes() == codes.numel() == base.numel() // rig.world_size
+    both = [
+        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.5) for m in (whole, model)
+    ]
+    losses = []
+    for n in range(4):
+        x = batch(rig, 0).bfloat16()
+        for m, optimizer in zip((whole, model), both, strict=True):
+            loss = (m(x) - x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[-1] == losses[-2], n
+    assert losses[-1] < losses[0]
+    assert all(p.base.weight.grad is None for p in model)
+    model.reshard()
+    for part, bytes_before in zip(model, before, strict=True):
+        after = part.base.weight._local_tensor._store.tensors()
+        assert same(after, bytes_before)
+
+
+# --- what cannot be ------------------------------------------------------------------------------
+
+
+@ranks(1, 2)
+@recipes
+def test_a_quantized_parameter_that_is_no_layers_is_refused(rig, recipe):
+    """Shards of it would be plain: nobody would know what they stand for."""
+
+    class Other(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layer = make(recipe=RECIPES[recipe], device=rig.device, fp8_weights=True).head
+            row, col = layer.weight.planes
+            spec = layer.weight.spec
+            self.weight = nn.Parameter(
+                type(layer.weight)(
+                    row, col, shape=layer.weight.shape, dtype=torch.float32, spec=spec
+                )
+            )
+
+    model = Other()
+    with pytest.raises(TypeError, match="only the weights of layers that fp8rs has"):
+        fully_shard(model, mesh=rig.mesh())
+    # A tensor of other values is made of it all the same.
+    assert type(model.weight.new_zeros(3, 4)) is torch.Tensor

@@ -1,0 +1,223 @@
+"""Every recipe under FSDP2, and all that it meets there: trained as the unsharded model is.
+
+A cell of the matrix is one training. The unsharded model, eager, is what it is compared with, to
+the bit: one rank alone has a gradient, times the number of ranks, so that the mean over ranks is
+exact, and wrong where a rank or a replica is left out.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+import torch._dynamo as dynamo
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.tensor import DTensor
+
+from distributed import ranks
+from distributed.models import RECIPES, WIDTH, linears, make, same_bytes, shard
+from fp8rs.fsdp import MasterWeight
+from fp8rs.fsdp.placement import place
+from fp8rs.optim import AdamW
+from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.spec import quantize_planes
+
+#: Shapes of meshes, replicas first, by where they are: 2 GPUs are no 2 replicas of 2 shards.
+MESHES = {
+    "1-D": {"cpu": (4,), "cuda": (2,)},
+    "HSDP": {"cpu": (2, 2), "cuda": (1, 2)},
+    "HSDP, shard size 1": {"cpu": (2, 1), "cuda": (2, 1)},
+    "world size 1": {"cpu": (1,), "cuda": (1,)},
+}
+#: Rows of a block's first layer, by the number of shards. 27 and 5 cut blocks of 32 and 128 too.
+HIDDEN = {
+    "even": {1: 64, 2: 64, 4: 64},
+    "uneven": {2: 27, 4: 50},
+    "empty": {2: 1, 4: 5},
+}
+#: Pairs of a mesh and shards of which there are no cells, and why.
+LEFT_OUT = {
+    (mesh, shards): "one shard is the whole weight, and so neither uneven nor empty"
+    for mesh in ("HSDP, shard size 1", "world size 1")
+    for shards in ("uneven", "empty")
+}
+#: All others: what is sharded, over what, and how. Each meets each recipe; what else there is meets
+#: each of these in some cell, and in all of them with --full.
+SHARDED = [
+    (weights, mesh, shards)
+    for weights in ("master", "fp8")
+    for mesh in MESHES
+    for shards in HIDDEN
+    if (mesh, shards) not in LEFT_OUT
+]
+PARAMETERS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def size(device_type, mesh, **cell):
+    """The number of ranks of a cell."""
+    return math.prod(MESHES[mesh][device_type])
+
+
+@ranks(by=size, seconds=240)  # a first compilation on a busy machine takes a minute
+@pytest.mark.parametrize("recipe", list(RECIPES))
+@pytest.mark.parametrize(("weights", "mesh", "shards"), SHARDED)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("init", ["real", "meta"])
+@pytest.mark.parametrize("parameters", list(PARAMETERS))
+@pytest.mark.parametrize("blocks", ["eager", "compiled"])
+def test_it_trains_as_the_whole_model(
+    rig, recipe, weights, mesh, shards, reshard, init, parameters, blocks
+):
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # of compiled code
+    shape = MESHES[mesh][rig.device_type]
+    hidden = (HIDDEN[shards][shape[-1]],) * 2
+    options = {"dtype": PARAMETERS[parameters], "device": rig.device}
+    converted = {"recipe": RECIPES[recipe], "fp8_weights": weights == "fp8"}
+    sharding = {"mesh": rig.mesh(*shape), "reshard_after_forward": reshard}
+    whole = make(hidden, **options, **converted)
+    if init == "real":
+        model = shard(copy.deepcopy(whole), **sharding)
+    else:
+        model = shard(make(hidden, **{**options, "device": "meta"}, **converted), **sharding)
+        model.to_empty(device=rig.device)
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        model.load_state_dict(shard(make(hidden, recipe=None, **options), **sharding).state_dict())
+    check_shards(model, weights, shards)
+
+    backend = CompileCounterWithBackend("aot_eager")
+    if blocks == "compiled":
+        dynamo.reset()
+        for block in model.blocks:
+            block.compile(backend=backend, fullgraph=True)
+    kind = AdamW if weights == "fp8" else torch.optim.AdamW
+    optimizers = [kind(m.parameters(), lr=1e-2) for m in (whole, model)]
+    for step in range(3):
+        # It has a gradient as the second block's input does: the blocks are one graph.
+        x = batch(rig, step, PARAMETERS[parameters]).requires_grad_()
+        before = shard_bytes(model)
+        wanted, found = (m(x).float().square().mean() for m in (whole, model))
+        gathered = [not isinstance(b.up.weight, DTensor) for b in model.blocks]
+        assert gathered == [not reshard] * 2
+        assert same_bytes(found.detach(), wanted.detach()), step
+        wanted.backward()
+        (found * (rig.world_size if rig.rank == rig.world_size - 1 else 0)).backward()
+        model.reshard()
+        assert same(shard_bytes(model), before), "a step's gathers wrote to the shards"
+        wholes = dict(whole.named_parameters())
+        for name, parameter in model.named_parameters():
+            grad = parameter.grad.full_tensor()
+            assert grad.dtype == wholes[name].grad.dtype
+            assert torch.equal(grad, wholes[name].grad), (name, step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        compare(model, whole, weights, step)
+        check_scales(model, rig)
+    check_gathered(model, whole, weights, recipe)
+    graphs = 2 if recipe == "delayed" else 1  # of delayed scaling one finds the first scales
+    assert backend.frame_count == (graphs if blocks == "compiled" else 0)
+    dynamo.reset()
+
+
+def batch(rig, step, dtype):
+    """The same on all ranks: their activations are the whole model's."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    return torch.randn(16, WIDTH, generator=generator).to(rig.device, dtype)
+
+
+def check_shards(model, weights, shards):
+    """The cell is what its name says."""
+    kind = QuantizedTensor if weights == "fp8" else MasterWeight
+    sizes = []
+    for layer in linears(model).values():
+        assert isinstance(layer.weight, DTensor)
+        assert isinstance(layer.weight._local_tensor, kind)
+        placement = place(layer.weight)
+        rows = placement.whole[0]
+        last = rows - min((placement.ranks - 1) * placement.padded, rows)
+        sizes.append("empty" if not last else "even" if last == placement.padded else "uneven")
+    assert shards in sizes
+    assert not {"even": {"uneven", "empty"}, "uneven": {"empty"}}.get(shards, set()) & set(sizes)
+
+
+def shard_bytes(model):
+    """Copies of all bytes that the shards are made of."""
+    found = []
+    for layer in linears(model).values():
+        local = layer.weight._local_tensor
+        if isinstance(local, QuantizedTensor):
+            found += [t.clone() for t in local._store.tensors()]
+        else:
+            found.append(local.high_precision.clone())
+    return found
+
+
+def same(left, right):
+    return all(same_bytes(a, b) for a, b in zip(left, right, strict=True))
+
+
+def compare(model, whole, weights, step):
+    """The parameters are those of the unsharded model."""
+    wholes = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        wanted, found = wholes[name].detach(), parameter.detach()
+        if isinstance(wanted, QuantizedTensor):
+            wanted = wanted.dequantize()
+            found = DTensor.from_local(
+                parameter._local_tensor.dequantize(),
+                parameter.device_mesh,
+                parameter.placements,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+        assert same_bytes(found.full_tensor(), wanted), (name, step)
+
+
+def check_scales(model, rig):
+    """Where all of a weight has one scale, every rank has the same one."""
+    for name, layer in linears(model).items():
+        local = layer.weight._local_tensor
+        if isinstance(local, QuantizedTensor) and local.format.per_tensor:
+            scale = local._store.any_plane.scale.reshape(1).clone()
+            scales = [torch.empty_like(scale) for _ in range(rig.world_size)]
+            torch.distributed.all_gather(scales, scale)
+            assert all(same_bytes(s, scale) for s in scales), name
+
+
+def check_gathered(model, whole, weights, recipe):
+    """What is gathered has the bytes of the whole weight, quantized."""
+    parts = [(f"blocks.{i}.", block) for i, block in enumerate(model.blocks)]
+    wholes = linears(whole)
+    for prefix, part in [*parts, ("", model)]:
+        before = shard_bytes(model)
+        part.unshard()
+        mine = linears(part) if prefix else {"head": model.head}
+        for name, layer in mine.items():
+            weight, wanted = layer.weight, wholes[prefix + name].weight
+            assert isinstance(weight, QuantizedTensor)
+            if weights == "fp8":
+                planes = wanted.planes
+            else:
+                planes = quantized(wanted.detach(), weight, recipe)
+            for a, b in zip(weight.planes, planes, strict=True):
+                if a is not None:
+                    assert a.format is b.format
+                    assert same_bytes(a.data, b.data), (prefix, name)
+                    assert same_bytes(a.scale, b.scale), (prefix, name)
+        part.reshard()
+        assert same(shard_bytes(model), before)
+
+
+def quantized(values, weight, recipe):
+    """The planes of a whole weight; of delayed scaling with the scale that is used."""
+    if recipe == "delayed":
+        scale = weight.rowwise.scale
+        codes = torch.ops.fp8rs.quantize(values, scale, weight.fp8_dtype, True, False, None)[0]
+        return Plane(codes, scale, weight.format), None
+    return quantize_planes(weight.spec, values, True, weight.columnwise is not None)

@@ -1,0 +1,168 @@
+#!/usr/bin/env python3
+"""Write the tables of docs/fsdp2-matrix.md: what trains under FSDP2, as the tests have it.
+
+    python tools/matrix_table.py [--full] [--check]
+
+Runs tests/test_fsdp_matrix.py and writes one table a device between the markers in the page; those
+of other torch versions and devices stay as they are. Without ``--full`` a cover of all pairs of
+parameters runs, and each cell says how many of its trainings that was. ``--check`` writes nothing
+and fails if a cell differs from the page's in what it says.
+
+Run it where fp8rs is installed or on PYTHONPATH; each torch writes its own tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "fsdp2-matrix.md"
+TEST = ROOT / "tests" / "test_fsdp_matrix.py"
+BEGIN, END = "<!-- tools/matrix_table.py writes from here -->", "<!-- to here -->"
+WEIGHTS = {"master": "master weights", "fp8": "FP8 weights"}
+#: The parameters that choose a row; the recipe chooses the column.
+ROW = ("weights", "mesh", "shards")
+
+Key = tuple[str, tuple[str, ...], str]
+
+
+@dataclass
+class Results:
+    """A pytest plugin: what became of the trainings, by device, row and recipe."""
+
+    ran: Counter[Key] = field(default_factory=Counter)
+    all: Counter[Key] = field(default_factory=Counter)
+    failed: dict[Key, str] = field(default_factory=dict)
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Before the cover is chosen: all cells that there are."""
+        self.all.update(key_of(item) for item in items)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
+        report = yield
+        key = key_of(item)
+        if report.skipped:
+            self.skipped[key[0]] += 1
+        elif report.failed:
+            lines = call.excinfo.exconly().strip().splitlines()
+            self.failed.setdefault(key, lines[-1][:160])
+        elif report.when == "call":
+            self.ran[key] += 1
+        return report
+
+    def table(self, device: str) -> str | None:
+        """The table of a device; None if every case was skipped: there is no such device."""
+        mine = [key for key in self.all if key[0] == device]
+        if self.skipped[device]:
+            return None
+        rows = list(dict.fromkeys(key[1] for key in mine))
+        recipes = list(dict.fromkeys(key[2] for key in mine))
+        lines = [f"| | {' | '.join(recipes)} |", "|---" * (len(recipes) + 1) + "|"]
+        reasons: dict[str, int] = {}
+        for row in rows:
+            cells = []
+            for recipe in recipes:
+                key = device, row, recipe
+                if key in self.failed:
+                    number = reasons.setdefault(self.failed[key], len(reasons) + 1)
+                    cells.append(f"**no** ({number})")
+                elif self.ran[key]:
+                    cells.append(f"yes, {self.ran[key]} of {self.all[key]}")
+                else:
+                    cells.append("not run")
+            weights, mesh, shards = row
+            lines.append(f"| {WEIGHTS[weights]}, {mesh}, {shards} | {' | '.join(cells)} |")
+        notes = [f"({number}) {reason}" for reason, number in reasons.items()]
+        return "\n".join([*lines, "", *notes]).strip()
+
+
+def key_of(item: Any) -> Key:
+    params = item.callspec.params
+    return params["device_type"], tuple(params[name] for name in ROW), params["recipe"]
+
+
+def left_out() -> str:
+    """The cells that there are not, and why."""
+    sys.path.insert(0, str(TEST.parent))
+    from test_fsdp_matrix import LEFT_OUT
+
+    reasons: dict[str, list[str]] = {}
+    for cell, reason in LEFT_OUT.items():
+        reasons.setdefault(reason, []).append(" with ".join(f"`{value}`" for value in cell))
+    return "\n".join(f"- {', '.join(cells)}: {reason}." for reason, cells in reasons.items())
+
+
+def name_of(device: str) -> str:
+    """What a table is of; by this name it is found in the page."""
+    version = ".".join(torch.__version__.split(".")[:2])
+    where = f"2 x {torch.cuda.get_device_name()}, NCCL" if device == "cuda" else "CPU, gloo"
+    return f"torch {version}, {where}"
+
+
+def split(page: str) -> tuple[str, dict[str, str], str]:
+    """What is before the tables, the parts by their names, and what is after."""
+    before, _, rest = page.partition(BEGIN)
+    body, end, after = rest.partition(END)
+    if not end:
+        raise SystemExit(f"{PAGE} has no {BEGIN!r} with {END!r} after it")
+    parts = re.split(r"^### (.+)$", body, flags=re.MULTILINE)
+    return before, dict(zip(parts[1::2], (p.strip() for p in parts[2::2]), strict=True)), after
+
+
+def words(table: str) -> list[list[str]]:
+    """What the cells say: not how many trainings ran, nor how a reason is worded."""
+    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")]
+    return [[row[0].strip(), *(cell.split(",")[0].split("(")[0].strip() for cell in row[1:])]
+            for row in rows]  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--full", action="store_true", help="every training, not a cover of pairs")
+    parser.add_argument("--check", action="store_true", help="compare with the page, write nothing")
+    chosen = parser.parse_args()
+
+    results = Results()
+    options = ["--full"] if chosen.full else []
+    status = pytest.main(["-q", *options, "--rootdir", str(ROOT), str(TEST)], plugins=[results])
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        return int(status)
+
+    before, tables, after = split(PAGE.read_text())
+    reasons = left_out()
+    tables.pop("Left out", None)
+    differ = False
+    for device in ("cpu", "cuda"):
+        table = results.table(device)
+        if table is None:
+            continue
+        if "not run" in table:
+            print(f"cells without a training:\n{table}")
+            return 2
+        name = name_of(device)
+        if words(tables.get(name, "")) != words(table):
+            differ = True
+            print(f"{name}: {'differs from' if name in tables else 'is not in'} the page\n{table}")
+        tables[name] = table
+    if chosen.check:
+        return int(differ)
+    body = "".join(f"\n### {name}\n\n{tables[name]}\n" for name in sorted(tables, reverse=True))
+    body += f"\n### Left out\n\n{reasons}\n"
+    PAGE.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
