@@ -85,6 +85,10 @@ def pytest_sessionfinish(session):
         session.config.workeroutput["cover"] = session.config.stash.get(COVER, None)
 
 
+def _is_gpu(report):
+    return "gpu" in getattr(report, "keywords", ())  # a file that is skipped whole has none
+
+
 def pytest_terminal_summary(terminalreporter, config):
     """Counts in place of lists: what is skipped is hundreds of tests for a few reasons."""
     ran, collected = config.stash.get(COVER, (0, 0))
@@ -93,10 +97,10 @@ def pytest_terminal_summary(terminalreporter, config):
             f"tests: {ran} of {collected}, a cover of each pair of parameters (all: --full)"
         )
     skipped = terminalreporter.stats.get("skipped", [])
-    other = Counter(_reason(report) for report in skipped if "gpu" not in report.keywords)
+    other = Counter(_reason(report) for report in skipped if not _is_gpu(report))
     for reason, count in sorted(other.items()):
         terminalreporter.line(f"skipped: {count}: {reason}")
-    count = sum("gpu" in report.keywords for report in skipped)
+    count = sum(map(_is_gpu, skipped))
     terminalreporter.line(f"gpu tests skipped: {count}")
 
 

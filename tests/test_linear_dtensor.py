@@ -29,12 +29,12 @@ def test_column_and_row_parallel_layers_compute_the_whole(rig, recipe):
     )
 
     torch.manual_seed(0)
-    whole = fp8rs.convert_to_float8_training(Pair(), recipe=recipe)
-    plain, split = Pair(), copy.deepcopy(whole)
+    whole = fp8rs.convert_to_float8_training(Pair().to(rig.device), recipe=recipe)
+    plain, split = Pair().to(rig.device), copy.deepcopy(whole)
     plain.load_state_dict(whole.state_dict())
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     parallelize_module(split, rig.mesh(names=("tp",)), plan)
-    x = torch.randn(8, 64)
+    x = torch.randn(8, 64).to(rig.device)
     results = {}
     for name, model in (("plain", plain), ("whole", whole), ("split", split)):
         y = model(x)

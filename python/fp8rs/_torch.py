@@ -129,6 +129,23 @@ def local_shape_and_offset(
     return tuple(size), tuple(offset)
 
 
+def dtensor_like(parameter: Any, local: Tensor) -> Tensor:
+    """A DTensor that is laid out as a parameter is, over another local tensor.
+
+    ``DTensor.from_local`` would copy what is offloaded to the mesh's device.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    spec: Any = parameter._spec
+    if local.dtype != spec.tensor_meta.dtype:
+        meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
+        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    make: Any = DTensor
+    made: Tensor = make(local, spec, requires_grad=False)
+    return made
+
+
 def spec(parameter: Any) -> Any:
     """A DTensor's specification: the same object for as long as its sharding is the same."""
     return parameter._spec

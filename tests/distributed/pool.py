@@ -56,6 +56,12 @@ class Rig:
 
         shape = shape or (self.world_size,)
         names = names or ("replicate", "shard")[-len(shape) :]
+        if self.device_type == "cuda" and len(shape) > 1:
+            # torch 2.11 ends the process where it splits a group of gloo and NCCL, which it does
+            # where the group is bound to a device.
+            from torch import distributed as dist
+
+            dist.group.WORLD.bound_device_id = None
         return init_device_mesh(self.device_type, shape, mesh_dim_names=names)
 
 

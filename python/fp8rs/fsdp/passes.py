@@ -212,6 +212,7 @@ class WeightPasses:
         clock, grad = self.state.clock, torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad():
             weights = [s.weight for s in shards]
+            wait_for_writes(weights)
             for weight in weights:
                 self.latest.pop(weight, None)  # its memory serves the new bytes
             modules = [weight.module for weight in weights]
@@ -455,6 +456,17 @@ class WeightPasses:
             return None
         made_on.used_here()
         return found
+
+
+def wait_for_writes(weights: Sequence[Weight]) -> None:
+    """Have the current stream see what other streams have written to the weights."""
+    streams = {weight.stream for weight in weights if weight.stream is not None}
+    for stream in streams:
+        current = torch.cuda.current_stream(stream.device)
+        if current != stream:
+            current.wait_stream(stream)
+    for weight in weights:
+        weight.stream = None
 
 
 def made_of(shard: Shard) -> list[Tensor]:

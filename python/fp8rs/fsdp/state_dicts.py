@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fp8rs._torch import local_tensor
+from fp8rs._torch import dtensor_like, local_tensor
 
 from .float8_weight import Sharded
 from .weight import local_of
@@ -46,12 +46,5 @@ def plain(value: Tensor) -> Tensor:
     if isinstance(value, DTensor):
         local = getattr(local_tensor(value), "high_precision", None)
         if local is not None:
-            return DTensor.from_local(
-                local,
-                value.device_mesh,
-                value.placements,
-                run_check=False,
-                shape=value.shape,
-                stride=value.stride(),
-            )
+            return dtensor_like(value, local)
     return value

@@ -30,6 +30,7 @@ class Weight:
         unagreed: of an FP8 weight: scales that shards share may differ between ranks.
         keep_init: of an FP8 weight: its first values are kept from before they are rounded.
         init_value: those, of the shard or the whole, on the CPU.
+        stream: the CUDA stream that the shard was last written on, since it was last quantized.
     """
 
     __slots__ = (
@@ -39,6 +40,7 @@ class Weight:
         "keep_init",
         "moved",
         "name",
+        "stream",
         "unagreed",
         "written",
     )
@@ -49,6 +51,7 @@ class Weight:
         self.written = self.moved = self.unagreed = False
         self.keep_init = False
         self.init_value: Tensor | None = None
+        self.stream: Any = None
 
     @property
     def module(self) -> nn.Module:
@@ -82,6 +85,10 @@ class Weight:
         """The shard is being written, by this rank for itself unless ``agreed``."""
         self.written = self.moved = True
         self.unagreed = not agreed
+        if torch.cuda.is_initialized():
+            # FSDP2 gathers on a stream of its own, which waits for this one only when a forward
+            # of its root begins.
+            self.stream = torch.cuda.current_stream()
         if agreed and self.state.histories is not None and self.state.fsdp is not None:
             self.state.fsdp.shared = False
 

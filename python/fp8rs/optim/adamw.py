@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8rs._torch import check_graph_capture
+from fp8rs._torch import check_graph_capture, dtensor_like
 from fp8rs.optim import weights
 from fp8rs.optim.lists import Item, Options, Step
 from fp8rs.tensor.formats import INPUT_DTYPES
@@ -286,13 +286,4 @@ def distributed_like(param: Any, part: Tensor) -> Tensor:
     """``part`` as the local part of a tensor that is distributed as ``param`` is."""
     if not hasattr(param, "_local_tensor"):
         return part
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        part,
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
+    return dtensor_like(param, part)

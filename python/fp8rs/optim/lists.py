@@ -246,13 +246,14 @@ class Step:
                     offset = weights.global_offset(item.param)
                     lists.add(item, codes(weight), None, scale(weight), None, amax, offset)
         slots = weights.known_scales([item.param for _, item, _ in self._known])
-        for (options, item, weight), (new, amax) in zip(self._known, slots, strict=True):
+        for (options, item, weight), (new, amax, _) in zip(self._known, slots, strict=True):
             offset = weights.global_offset(item.param)
             self._lists(("known", id(options), item.master is None), options).add(
                 item, codes(weight), item.master, scale(weight), new, amax, offset
             )
         for options, spec, lists in self._calls.values():
             lists.run(options, spec)
+        weights.pass_on(slots)
         if self._other:
             weights.write_all_(
                 [item.param for item, _ in self._other], [values for _, values in self._other]

@@ -88,8 +88,12 @@ def known(param: Tensor) -> bool:
     return weight._store.delayed is not None or (of is not None and of.slots is not None)
 
 
-def known_scales(params: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """For each such weight the scale to write with, and where its amax goes."""
+def known_scales(params: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """For each such weight the scale to write with, where its amax goes, and on from there.
+
+    The last is None but for weights on another device than what delayed scaling keeps (offloaded
+    ones): :func:`pass_on` takes the amax there.
+    """
     found: list[Any] = []
     codes = []
     for param in params:
@@ -101,10 +105,25 @@ def known_scales(params: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         codes.append(plane(weight).scale.view(()))
     if not found:
         return []
-    scales = torch.stack([scale.view(()) for scale, _ in found])
     first = torch.stack(codes)  # where no step has passed yet: the scale that the codes have
+    scales = torch.stack([scale.view(()) for scale, _ in found]).to(first.device)
     scales = torch.where(scales > 0, scales, first)
-    return [(scale, amax) for scale, (_, amax) in zip(scales.unbind(), found, strict=True)]
+    if found[0][1].device == first.device:
+        return [
+            (scale, slot, None) for scale, (_, slot) in zip(scales.unbind(), found, strict=True)
+        ]
+    here = torch.zeros_like(scales).unbind()
+    return [
+        (scale, amax, slot)
+        for scale, amax, (_, slot) in zip(scales.unbind(), here, found, strict=True)
+    ]
+
+
+def pass_on(slots: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> None:
+    """Raise what delayed scaling keeps elsewhere to the amaxes that a step has found."""
+    for _, amax, slot in slots:
+        if slot is not None:
+            slot.copy_(slot.maximum(amax.to(slot.device)))
 
 
 def by_shards(params: Sequence[Tensor]) -> list[tuple[Any, list[int]]]:

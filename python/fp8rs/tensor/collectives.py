@@ -76,4 +76,6 @@ def _wait(out: Any) -> None:
 
     for value in out if isinstance(out, tuple) else (out,):
         if not isinstance(value, (Tensor, list)):
-            Work.unbox(value).wait()
+            work = Work.unbox(value)
+            if work is not None:  # NCCL has none where the current stream has it in order
+                work.wait()
