@@ -275,6 +275,9 @@ def step_of(p, update):
     p.copy_(p.float() - 0.5 * update)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 cannot trace a subclass that has a storage"
+)
 @ranks(2, seconds=240)
 def test_a_compiled_step_writes_every_shard_by_one_graph(rig):
     """torchao's optimizers compile their step for each parameter: whose weight a shard is must not
