@@ -146,7 +146,7 @@ ROWS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         "torch",
-        "averages: `AveragedModel`, `copy.deepcopy`",
+        "averages: `copy.deepcopy`, `AveragedModel` (after converting, with delayed scaling)",
         [(PARTIES, "test_an_average"), (PARAMETERS, "test_an_average")],
     ),
     ("torch", "`torch.export`", [(PARTIES, "test_an_exported_model")]),
