@@ -133,11 +133,13 @@ $(DOCS)/.installed: requirements-docs.txt
 	touch $@
 
 # torch, pytest and all else are the development environment's, by a path file: clients are installed
-# without what they depend on, so that none brings another torch.
-$(CLIENTS)/.installed: requirements-clients.txt $(VENV)/.installed
+# without what they depend on, so that none brings another torch. What they import beside it, which
+# does not ask for torch, comes first: pip would list each pin of theirs that is not followed.
+$(CLIENTS)/.installed: requirements-clients.txt requirements-clients-deps.txt $(VENV)/.installed
 	$(call environment,$(CLIENTS))
 	$(BIN)/python -c 'import sysconfig; print("$(CURDIR)/python", sysconfig.get_path("purelib"), sep="\n")' > \
 		"$$($(CLIENTS_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/development.pth"
+	$(CLIENTS_BIN)/python -m pip install --quiet -r requirements-clients-deps.txt
 	$(CLIENTS_BIN)/python -m pip install --quiet --no-deps -r requirements-clients.txt
 	touch $@
 

@@ -48,6 +48,7 @@ def main(argv=None):
     ranks = int(os.environ["WORLD_SIZE"])
     strategy = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
     options = {"max_steps": args.steps, "limit_val_batches": 2, "logger": False}
+    options["enable_checkpointing"] = False  # by itself it would write to ./checkpoints
     trainer = lightning.Trainer(strategy=strategy, devices=ranks, callbacks=convert, **options)
     resumed = args.checkpoint if os.path.exists(args.checkpoint) else None
     trainer.fit(module := Llama(), data, ckpt_path=resumed)

@@ -6,8 +6,9 @@
     .venv-clients/bin/python tools/client_table.py --only torchao peft    # their rows alone
 
 A row is a claim; its tests are named in ROWS and must all pass. fp8rs must be importable. It
-takes a quarter of an hour on two cores. Rows of a file that is not there, or whose client is not
-installed, are left as the page has them.
+takes half an hour on two cores. Rows of other clients than --only's, of a file that is not there
+or whose client is not installed, are left as the page has them: several runs, in environments that
+differ, fill one table.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ PARTIES, PARAMETERS, CONVERT = "test_third_parties", "test_parameters", "test_co
 ACCELERATE, TRAINER, PEFT, OPTIMIZERS = (
     f"clients/test_{n}" for n in ("accelerate", "transformers", "peft", "optimizers")
 )
+TITAN, LIGHTNING, AXOLOTL = (f"clients/test_{n}" for n in ("torchtitan", "lightning", "axolotl"))
 
 #: The client, what is claimed, and the tests that say so: (file, the start of their names).
 ROWS: list[tuple[str, str, list[tuple[str, str]]]] = [
@@ -80,6 +82,41 @@ ROWS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "adapters saved, and merged into converted layers",
         [(PEFT, "test_adapters_are_saved"), (PEFT, "test_merged_adapters")],
     ),
+    (
+        "torchtitan",
+        "Trainer with FSDP2, selective checkpointing and the chunked loss: losses as bf16's, every "
+        "parameter moves, FP8 gathers, evaluation; `current`, `delayed`, `mxfp8`",
+        [(TITAN, "test_it_trains")],
+    ),
+    (
+        "torchtitan",
+        "`compile` (`fullgraph=True` a block, backend `aot_eager`)",
+        [(TITAN, "test_it_compiles")],
+    ),
+    (
+        "torchtitan",
+        "tensor parallelism, by `spmd_types` and by `partial_dtensor`",
+        [(TITAN, "test_tensor_parallelism")],
+    ),
+    (
+        "torchtitan",
+        "four ranks: HSDP, and tensor parallelism with FSDP2",
+        [(TITAN, "test_hsdp")],
+    ),
+    ("torchtitan", "resumed from a checkpoint", [(TITAN, "test_a_checkpoint")]),
+    (
+        "lightning",
+        "Trainer with FSDP2: losses as bf16's, every parameter moves, FP8 gathers; resumed, "
+        "evaluated",
+        [(LIGHTNING, "test_it_trains")],
+    ),
+    ("lightning", "Fabric's `parallelize_fn`", [(LIGHTNING, "test_fabric")]),
+    (
+        "axolotl",
+        "plugin: its hooks in the loader's order, its keys in axolotl's config, adapters after it; "
+        "no training run (that needs a GPU)",
+        [(AXOLOTL, "test_")],
+    ),
     ("torchao", "8-bit AdamW, on one device", [(OPTIMIZERS, "test_torchaos_8_bit_adamw_trains[")]),
     (
         "torchao",
@@ -109,7 +146,7 @@ ROWS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         "torch",
-        "averages: `AveragedModel`, `copy.deepcopy`",
+        "averages: `copy.deepcopy`, `AveragedModel` (after converting, with delayed scaling)",
         [(PARTIES, "test_an_average"), (PARAMETERS, "test_an_average")],
     ),
     ("torch", "`torch.export`", [(PARTIES, "test_an_exported_model")]),
@@ -173,7 +210,7 @@ def version(client: str) -> str:
     return found.partition("+")[0]
 
 
-def lines(results: Results, old: dict[str, str]) -> list[str]:
+def lines(results: Results, old: dict[tuple[str, ...], str]) -> list[str]:
     """The table. Rows that did not run are the page's own."""
     found = ["| client | what | today | cases |", "|---|---|---|---|"]
     for client, what, tests in ROWS:
@@ -181,7 +218,7 @@ def lines(results: Results, old: dict[str, str]) -> list[str]:
         if word:
             found.append(f"| {client} {version(client)} | {what} | {word} | {cases} |")
         else:
-            found.append(old.get(what, f"| {client} | {what} | not run | 0 |"))
+            found.append(old.get((client, what), f"| {client} | {what} | not run | 0 |"))
     return found
 
 
@@ -207,14 +244,14 @@ def main() -> int:
     body, end, after = rest.partition(END)
     if not end:
         raise SystemExit(f"{PAGE} has no {BEGIN!r} with {END!r} after it")
-    old = {line.split(" | ")[1]: line for line in body.splitlines() if line.count(" | ") == 3}
+    old = {claim(line): line for line in body.splitlines() if line.count(" | ") == 3}
     table = lines(results, old)
     # Versions may differ from the page's, and how many cases; what works may not.
     differ = [
         line
         for line in table
         if line.count(" | ") == 3
-        and words(line) != words(old.get(line.split(" | ")[1], line + "?"))
+        and (claim(line) not in old or words(line) != words(old[claim(line)]))
     ]
     print(*differ, sep="\n")
     if check:
@@ -224,8 +261,13 @@ def main() -> int:
     return 0
 
 
+def claim(line: str) -> tuple[str, ...]:
+    """A row's client, without its version, and what is claimed of it."""
+    return tuple(words(line)[:2])
+
+
 def words(line: str) -> list[str]:
-    """What a row claims, without versions and counts."""
+    """A row without versions and counts."""
     client, what, today, _ = line.strip("| ").split(" | ")
     return [re.sub(r" [\d.a-z]+$", "", client), what, today]
 
