@@ -46,10 +46,9 @@ def main(argv=None):
     data = DataLoader((torch.arange(64) + torch.arange(400)[:, None]) % 256, batch_size=4)
     convert = [] if args.recipe == "bf16" else [Float8Callback(args.recipe, filter_fqns=["head"])]
     ranks = int(os.environ["WORLD_SIZE"])
-    strategy = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
     options = {"max_steps": args.steps, "limit_val_batches": 2, "logger": False}
-    options["enable_checkpointing"] = False  # by itself it would write to ./checkpoints
-    trainer = lightning.Trainer(strategy=strategy, devices=ranks, callbacks=convert, **options)
+    options |= {"enable_checkpointing": False, "callbacks": convert, "devices": ranks}
+    trainer = lightning.Trainer(strategy=ModelParallelStrategy(ranks, 1), **options)
     resumed = args.checkpoint if os.path.exists(args.checkpoint) else None
     trainer.fit(module := Llama(), data, ckpt_path=resumed)
     trainer.save_checkpoint(args.checkpoint)

@@ -4,6 +4,7 @@
     .venv-clients/bin/python tools/client_table.py            # runs the tests, writes the table
     .venv-clients/bin/python tools/client_table.py --check    # runs them, compares with the page
     .venv-clients/bin/python tools/client_table.py --only torchao peft    # their rows alone
+    .venv-clients/bin/python tools/client_table.py --claim resumed        # rows with this in them
 
 A row is a claim; its tests are named in ROWS and must all pass. fp8rs must be importable. It
 takes half an hour on two cores. Rows of other clients than --only's, of a file that is not there
@@ -227,10 +228,16 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare with the page, write nothing")
     clients = sorted({client for client, _, _ in ROWS})
     parser.add_argument("--only", nargs="+", choices=clients, default=clients, metavar="CLIENT")
+    parser.add_argument("--claim", default="", help="of those rows the ones that have this in them")
     options = parser.parse_args()
     check = options.check
 
-    wanted = [test for client, _, tests in ROWS if client in options.only for test in tests]
+    wanted = [
+        test
+        for client, what, tests in ROWS
+        if client in options.only and options.claim in what
+        for test in tests
+    ]
     files = sorted({f"tests/{file}.py" for file, _ in wanted})
     results = Results(wanted)
     present = [str(ROOT / f) for f in files if (ROOT / f).exists()]

@@ -52,7 +52,8 @@ class Run:
     returned: dict[str, Any]
     #: The same of every rank.
     by_rank: list[dict[str, Any]]
-    #: Bytes that rank 0 held after its all-gathers, in the whole run, by dtype.
+    #: Bytes that rank 0 held after its all-gathers, in the whole run, by dtype. Empty where the
+    #: environment had OBSERVE_GATHERS=0.
     gathered: dict[str, int]
     #: Trainable parameters that some rank's shard of changed.
     moved: set[str]

@@ -1,11 +1,13 @@
 """One rank of a client's run: ``observe.py FOLDER FILE [ARGUMENTS]`` under torchrun.
 
 Calls ``main(ARGUMENTS)`` of FILE and writes to FOLDER/RANK.json what it returned, what the rank's
-collectives gathered, and which parameters moved. See `harness`.
+collectives gathered, and which parameters moved. See `harness`. With OBSERVE_GATHERS=0 gathers are
+not counted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -34,7 +36,10 @@ GATHERS = {
 
 
 class Gathers(TorchDispatchMode):
-    """Counts what all-gathers hold when they are done, in bytes by dtype."""
+    """Counts what all-gathers hold when they are done, in bytes by dtype.
+
+    Not for a job that compiles: under a dispatch mode Dynamo compiles nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,8 +126,8 @@ def observed(path: str, arguments: list[str]) -> dict[str, Any]:
     # By its name classes of the file are pickled and data loaders' workers find it.
     sys.modules["example"] = module
     spec.loader.exec_module(module)
-    watch = Watch()
-    with Gathers() as gathers:
+    watch, gathers = Watch(), Gathers()
+    with gathers if os.environ.get("OBSERVE_GATHERS") != "0" else contextlib.nullcontext():
         returned = module.main(arguments)
     return {
         "returned": returned,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo.utils
 import torch._utils
 
 torch._utils._get_available_device_type = lambda: "cpu"
@@ -146,4 +147,5 @@ def main(argv: list[str]) -> dict[str, Any]:
     trainer = trainers[0]
     with trainer.train_context():
         evaluated = evaluate(trainer.model_parts[0])
-    return {"losses": losses, "step": trainer.step, "evaluated": evaluated}
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return {"losses": losses, "step": trainer.step, "evaluated": evaluated, "graphs": graphs}
