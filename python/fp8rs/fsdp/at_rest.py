@@ -55,7 +55,17 @@ def lay_out(codec: Codec, shards: Sequence[Shard]) -> None:
 
 def inputs(codec: Codec, local: Any, placement: Placement) -> tuple[Tensor, ...]:
     """The tensors to gather of a shard."""
-    return codec.encode(planes_of(local), placement)
+    row, col = planes_of(local)
+    store = local._store
+    if local.numel() and local.shape[0] < placement.padded and placement.dim == 0:
+        # FSDP2 keeps short shards padded, with codes of 0: what is gathered lies there already.
+        row, col = (
+            Plane(whole.data, plane.scale, plane.format, plane.lead)
+            if plane is not None and whole.matrix.shape[dim] == placement.padded
+            else plane
+            for plane, whole, dim in ((row, store.rowwise, 0), (col, store.columnwise, 1))
+        )
+    return codec.encode((row, col), placement)
 
 
 def scale_of(shard: Shard) -> Tensor:

@@ -287,7 +287,7 @@ class WeightPasses:
         shards = []
         for weight, value in zip(weights, values, strict=True):
             placement = self._place(weight)
-            shard = Shard(weight, value, placement, value.device)
+            shard = Shard(weight, value, placement, on_mesh(value.device, placement))
             self.maker.check(shard)
             shards.append(shard)
         with torch.inference_mode(False), torch.no_grad():
@@ -307,10 +307,12 @@ class WeightPasses:
 
     def reduce_(self, weights: Sequence[Weight], amaxes: Tensor) -> None:
         """Make shards' maxima (n,), fp32, those of the whole weights, in place."""
-        reduce_packed_(
-            amaxes,
-            ((range(i, i + 1), self._place(weight).groups) for i, weight in enumerate(weights)),
-        )
+        placed = [self._place(weight) for weight in weights]
+        # A group need not have a backend for where weights are offloaded to.
+        values = amaxes.to(on_mesh(amaxes.device, placed[0]))
+        reduce_packed_(values, ((range(i, i + 1), p.groups) for i, p in enumerate(placed)))
+        if values is not amaxes:
+            amaxes.copy_(values)
 
     def used_scales(self) -> tuple[list[int], list[Tensor]]:
         """The layers whose FP8 weights were written with scales known beforehand, and these.
@@ -419,10 +421,7 @@ class WeightPasses:
         placement = self._place(weight)
         # The module's own shard: the one at hand is a copy of it where FSDP2 offloads.
         data = local_of(weight.parameter).shard
-        device = data.device
-        if device.type != placement.device_type:
-            accelerator = torch.get_device_module(placement.device_type)
-            device = torch.device(placement.device_type, accelerator.current_device())
+        device = on_mesh(data.device, placement)
         shard = Shard(weight, data, placement, device)
         self.maker.check(shard)
         return shard
@@ -456,6 +455,14 @@ class WeightPasses:
             return None
         made_on.used_here()
         return found
+
+
+def on_mesh(device: torch.device, placement: Placement) -> torch.device:
+    """The device of a shard's mesh: the shard's own, unless that is offloaded."""
+    if device.type == placement.device_type:
+        return device
+    accelerator = torch.get_device_module(placement.device_type)
+    return torch.device(placement.device_type, accelerator.current_device())
 
 
 def wait_for_writes(weights: Sequence[Weight]) -> None:

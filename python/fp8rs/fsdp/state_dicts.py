@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from fp8rs._torch import dtensor_like, local_tensor
 
 from .float8_weight import Sharded
-from .weight import local_of
 
 
 def register(linear: nn.Module) -> None:
@@ -33,10 +32,9 @@ def make_plain(
     """
     key = prefix + "weight"
     value = state_dict.get(key)
-    if isinstance(value, Sharded) or isinstance(getattr(value, "_local_tensor", None), Sharded):
-        # Whoever reads a checkpoint into this tensor writes on the ranks that have a part of it.
-        local_of(value)._weight.unagreed = True
-    elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+    if isinstance(getattr(value, "_local_tensor", value), Sharded):
+        return
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         state_dict[key] = plain(value)
 
 

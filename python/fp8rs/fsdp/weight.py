@@ -116,9 +116,8 @@ class Weight:
             False, with nothing written, where other ranks may not be writing: see
             `WeightPasses.together`.
         """
-        whole = tensor.shape == self.parameter_part.shape
-        if self.keep_init and self.init_value is None and whole and not values.is_meta:
-            self.init_value = values.detach().to("cpu", copy=True)
+        whole = self.has_whole(tensor)
+        self._keep(values if whole else None)
         passes = getattr(self.module, "_fp8_state", None) and self.state.fsdp
         if passes is not None and passes.write(self, tensor, values):
             return True
@@ -144,8 +143,35 @@ class Weight:
 
     def take(self, tensor: QuantizedTensor, src: QuantizedTensor) -> bool:
         """As `write`, of codes and scales as they are."""
+        self._keep(None)
         passes = getattr(self.module, "_fp8_state", None) and self.state.fsdp
         return passes is not None and bool(passes.take(self, tensor, src))
+
+    def _keep(self, values: Tensor | None) -> None:
+        """Keep values from before they are rounded, where that is asked for; None: there are none.
+
+        Of every write until an optimizer has had them: what was kept before it is not the weight's.
+        """
+        if self.keep_init:
+            kept = values is not None and not values.is_meta
+            self.init_value = values.detach().to("cpu", copy=True) if kept else None  # type: ignore[union-attr]
+
+    def has(self, store: Any) -> bool:
+        """Whether these are the planes of the weight, and not those of a copy.
+
+        While FSDP2 has the whole weight in the shard's place, the shard's are not known: they may
+        be.
+        """
+        module = self._module()
+        if module is None:
+            return False
+        part: Any = self.parameter_part if self.name in module._parameters else None
+        known = getattr(part, "_store", None)
+        return known is None or known.owner is not self or known is store
+
+    def has_whole(self, tensor: QuantizedTensor) -> bool:
+        """Whether a tensor over the weight's planes shows all of this rank's part."""
+        return tensor.shape == self.parameter_part.shape
 
     @property
     def parameter_part(self) -> Tensor:

@@ -107,7 +107,8 @@ class AdamW(Optimizer):
                 "weight_decay": weight_decay,
                 "maximize": maximize,
                 "capturable": capturable,
-                "state_dtype": state_dtype,
+                # A name: tools that gather state dicts take no dtypes.
+                "state_dtype": str(state_dtype).removeprefix("torch."),
                 "master_weights": master_weights,
                 "stochastic_rounding": stochastic_rounding,
                 "seed": seed,
@@ -203,10 +204,11 @@ class AdamW(Optimizer):
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
             for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = state_like(param, weight, group["state_dtype"])
+                state[name] = state_like(param, weight, getattr(torch, group["state_dtype"]))
         exact = weight.dtype == torch.float32 and weights.quantized(param) is None
         if group["master_weights"] and not exact and "master" not in state:
             state["master"] = new_master(param, weight)
+        weights.drop_init(param)  # also where masters came from a checkpoint
         exp_avg, exp_avg_sq = (weights.local(state[name]) for name in ("exp_avg", "exp_avg_sq"))
         master = state.get("master")
         master = None if master is None else weights.local(master)

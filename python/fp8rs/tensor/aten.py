@@ -118,7 +118,8 @@ def _empty_like(
     device = t.device if device is None else device
 
     def empty(x: Tensor) -> Tensor:
-        return torch.empty(x.shape, dtype=torch.uint8, device=device).view(x.dtype)
+        # Zeros: a write of some rows reads the others, and a code of chance may be NaN.
+        return torch.zeros(x.shape, dtype=torch.uint8, device=device).view(x.dtype)
 
     def scale(x: Tensor) -> Tensor:
         values = torch.zeros([*x.shape, x.itemsize], dtype=torch.uint8, device=device)

@@ -57,6 +57,12 @@ class Owner(Protocol):
     def take(self, tensor: QuantizedTensor, src: QuantizedTensor) -> bool:
         """As `write`, of the codes and scales of another tensor of this format and shape."""
 
+    def has(self, store: Store) -> bool:
+        """Whether these are the planes of the weight, or may be: not those of a copy."""
+
+    def has_whole(self, tensor: QuantizedTensor) -> bool:
+        """Whether a tensor over the weight's planes shows all of this rank's part."""
+
     def wrote(self, agreed: bool = False) -> None:
         """Codes or scales have been written; ``agreed``: with the scales of all ranks."""
 
@@ -114,6 +120,12 @@ class Store:
         self.delayed = delayed
         self.owner: Owner | None = None
         self.blank = False
+
+    @property
+    def told(self) -> Owner | None:
+        """The owner, if these planes are its weight's and not those of a copy."""
+        owner = self.owner
+        return owner if owner is not None and owner.has(self) else None
 
     @property
     def lead(self) -> int:
@@ -503,7 +515,8 @@ class QuantizedTensor(Tensor):
         if src.requires_grad:
             src = src.detach()
         store, window = self._store, self._window
-        if store.owner is not None and store.owner.write(self, src):
+        owner = store.told
+        if owner is not None and owner.write(self, src):
             return
         store.any_plane.check_live("this quantized tensor")
         matrix = store.matrix
@@ -511,8 +524,8 @@ class QuantizedTensor(Tensor):
         if window is None or _covers(window, matrix):
             values = src.reshape(matrix)
         elif window.numel == 0:
-            if store.owner is not None:
-                store.owner.wrote()
+            if owner is not None:
+                owner.wrote()
             if spec.group is None:
                 return
             # The ranks of the group quantize together: this one has to take part.
@@ -540,8 +553,8 @@ class QuantizedTensor(Tensor):
             spec, values, row, col, scale=scale, amax=amax, declared=True, lead=lead
         )
         store.put(made, box)
-        if store.owner is not None:
-            store.owner.wrote()
+        if owner is not None:
+            owner.wrote()
 
     def copy_planes_(self, src: QuantizedTensor, *, non_blocking: bool = False) -> bool:
         """Take over the codes and scales of ``src`` (same shape) as they are.
@@ -556,13 +569,18 @@ class QuantizedTensor(Tensor):
         store = self._store
         if store.blank:
             return self._begin_with(src)
-        if store.owner is not None and store.owner.take(self, src):
+        owner = store.told
+        if owner is not None and owner.take(self, src):
             return True
         if store.lead != src._store.lead:
             return False
         matrix = store.matrix
         box: Rectangle | None = None
-        if (
+        if owner is not None and self._window is not None and owner.has_whole(self):
+            # All but padding, whose codes are 0.
+            box = Rectangle(Span(0, self.shape[0]), Span(0, matrix[1]))
+            row, col = src.planes
+        elif (
             _covers(self._window, matrix)
             and _covers(src._window, matrix)
             and src._store.matrix == matrix
@@ -592,8 +610,8 @@ class QuantizedTensor(Tensor):
             assert row is not None
             col = row.transposed("columnwise", "copy_")
         store.put((row, col), box, non_blocking)
-        if store.owner is not None:
-            store.owner.wrote()
+        if owner is not None:
+            owner.wrote()
         return True
 
     def _arranged(self, src: QuantizedTensor) -> Plane | None:
