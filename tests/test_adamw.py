@@ -330,6 +330,9 @@ class Keeper:
     def forget_init(self):
         self.init_value = None
 
+    def has(self, store):
+        return True
+
     def write(self, tensor, values):
         return False
 

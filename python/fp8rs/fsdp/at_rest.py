@@ -140,6 +140,7 @@ def _agree_on_tensors(shards: Sequence[Shard], reduce: Reduce) -> None:
             values = local.dequantize(torch.float32)
             codes = _quantize(values, scale, row.data.dtype, True, False, None)[0]
             put(local, (Plane(codes, scale, row.format), None))
+            shard.weight.follow(scale)
 
 
 def _agree_on_cut_blocks(codec: Codec, shards: Sequence[Shard], reduce: Reduce) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8rs._torch import local_tensor
+from fp8rs.tensor.formats import FP8_MAX
 from fp8rs.tensor.quantized import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -89,8 +90,14 @@ class Weight:
             # FSDP2 gathers on a stream of its own, which waits for this one only when a forward
             # of its root begins.
             self.stream = torch.cuda.current_stream()
-        if agreed and self.state.histories is not None and self.state.fsdp is not None:
-            self.state.fsdp.shared = False
+        state = getattr(self._module(), "_fp8_state", None)
+        if state is None or state.histories is None:
+            return
+        if not agreed:
+            if isinstance(self.parameter_part, QuantizedTensor) and self.shards is None:
+                self.follow(self.parameter_part._store.any_plane.scale)
+        elif state.fsdp is not None:
+            state.fsdp.shared = False
 
     def forget_init(self) -> None:
         """Free the values from before the first rounding, and keep no others."""
@@ -124,6 +131,23 @@ class Weight:
         if whole and self.shards is None:
             self.begin_history(values)
         return False
+
+    def follow(self, scale: Tensor) -> None:
+        """Of delayed scaling: values were written with this scale, past the history.
+
+        What is written next must not saturate for the sake of the values before.
+        """
+        slots = self.slots
+        if slots is None or scale.is_meta:
+            return
+        spec = cast(QuantizedTensor, self.parameter_part).spec
+        with torch.no_grad():
+            known, amax = slots
+            scale = scale.to(known.device).view(())
+            finite = scale.isfinite()
+            known.copy_(torch.where(finite, scale, known))
+            largest = scale * (FP8_MAX[spec.fp8_dtype] / 2**spec.margin)
+            amax.copy_(torch.where(finite, amax.maximum(largest), amax))
 
     def begin_history(self, values: Tensor) -> None:
         """Values of a whole FP8 weight are quantized by their own amax.

@@ -1,0 +1,162 @@
+"""FP8 weights keep what they are given: first values, copies of them, codes that come back."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+import fp8rs
+from distributed import ranks
+from distributed.models import EMPTY, EVEN, RECIPES, UNEVEN, batch, linears, make, same_bytes, shard
+from fp8rs.fsdp import at_rest
+from fp8rs.fsdp.placement import place
+from fp8rs.optim import AdamW
+
+HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
+shardings = pytest.mark.parametrize("hidden", list(HIDDEN))
+recipes = pytest.mark.parametrize("recipe", list(RECIPES))
+
+
+def make_fp8(hidden, recipe, rig, **options):
+    return make(
+        HIDDEN[hidden], recipe=RECIPES[recipe], device=rig.device, fp8_weights=True, **options
+    )
+
+
+def layer_of(recipe):
+    with fp8rs.quantized_init(RECIPES[recipe], preserve_high_precision_init_val=True):
+        return torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False))
+
+
+def bytes_of(weight):
+    return [t.clone() for t in weight._store.tensors()]
+
+
+def assert_step_of_nothing_changes_nothing(model, weight):
+    """Masters that are seeded are the weight's own values."""
+    before = bytes_of(weight)[:2]  # of 1x32, whose second plane is rounded by itself, the first
+    optimizer = AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    for p in model.parameters():
+        p.grad = torch.zeros(p.shape)
+    optimizer.step()
+    assert all(same_bytes(a, b) for a, b in zip(bytes_of(weight)[:2], before, strict=True))
+
+
+@recipes
+def test_an_initialization_after_construction_is_what_masters_begin_with(recipe):
+    model = layer_of(recipe)
+    weight = model[0].weight
+    torch.nn.init.normal_(weight, std=5.0)
+    assert 4 < weight.get_high_precision_init_val().std() < 6
+    assert_step_of_nothing_changes_nothing(model, weight)
+    assert weight.get_high_precision_init_val() is None
+
+
+@recipes
+def test_loaded_values_are_what_masters_begin_with(recipe):
+    model = layer_of(recipe)
+    model.load_state_dict({"0.weight": torch.full((64, 64), 0.3)})
+    assert torch.all(model[0].weight.get_high_precision_init_val() == 0.3)
+    assert_step_of_nothing_changes_nothing(model, model[0].weight)
+
+
+@recipes
+def test_values_written_in_part_are_not_forgotten_for_the_kept_ones(recipe):
+    model = layer_of(recipe)
+    with torch.no_grad():
+        model[0].weight[:32] = 7.0
+    assert model[0].weight.get_high_precision_init_val() is None
+    assert_step_of_nothing_changes_nothing(model, model[0].weight)
+
+
+@recipes
+def test_writing_a_copy_leaves_the_layer_as_it_is(recipe):
+    layer = layer_of(recipe)[0]
+    kept = layer.weight.get_high_precision_init_val().clone()
+    slots = [t.clone() for t in layer._buffers.values()]
+    with torch.no_grad():
+        layer.weight.detach().clone().copy_(100 * torch.randn(64, 64))
+        copy.deepcopy(layer.weight).data.fill_(3.0)
+    assert torch.equal(layer.weight.get_high_precision_init_val(), kept)
+    assert all(torch.equal(a, b) for a, b in zip(layer._buffers.values(), slots, strict=True))
+
+
+def test_a_state_dict_outlives_its_model():
+    state = layer_of("current").state_dict()
+    state["0.weight"].copy_(torch.ones(64, 64))
+    assert torch.all(state["0.weight"].dequantize() == 1)
+
+
+@recipes
+def test_rows_written_after_to_empty_are_what_they_are(recipe):
+    layer = layer_of(recipe)[0]
+    layer.to_empty(device="cpu")
+    with torch.no_grad():
+        layer.weight.narrow(0, 0, 32).copy_(torch.ones(32, 64))
+        layer.weight.narrow(0, 32, 32).copy_(torch.ones(32, 64))
+    assert torch.all(layer.weight.dequantize() == 1)
+
+
+@ranks(2, 4)
+@shardings
+@recipes
+def test_codes_that_come_back_are_as_they_were(rig, hidden, recipe):
+    """As a checkpoint of the shards is read: to the bit, padded shards too."""
+    model = shard(make_fp8(hidden, recipe, rig), rig)
+    for layer in linears(model).values():
+        local = layer.weight._local_tensor
+        before = [t.clone() for t in at_rest.planes_of(local)[0].data.view(torch.uint8).unbind(0)]
+        if not local.numel():
+            continue
+        saved = local.detach().clone()
+        with torch.no_grad():
+            local.narrow(0, 0, local.shape[0]).detach().copy_(saved)
+        after = at_rest.planes_of(local)[0].data.view(torch.uint8).unbind(0)
+        assert all(map(torch.equal, before, after))
+
+
+@ranks(2)
+@shardings
+def test_one_rank_alone_asks_for_a_state_dict_and_writes_a_copy(rig, hidden):
+    model = shard(make_fp8(hidden, "current", rig), rig)
+    x = batch(rig)
+    model(x).sum().backward()
+    if rig.rank == 0:
+        assert model.state_dict()
+        with torch.no_grad():
+            for layer in linears(model).values():
+                layer.weight._local_tensor.detach().clone().mul_(0.9)
+    assert model(x).isfinite().all()
+
+
+@ranks(2)
+@recipes
+def test_a_padded_shard_is_gathered_from_where_it_lies(rig, recipe):
+    model = shard(make_fp8("uneven", recipe, rig), rig)
+    model(batch(rig))
+    for layer in linears(model).values():
+        passes = layer._fp8_state.fsdp
+        for weight, gathered in passes.latest.items():
+            if weight.module is layer and gathered.shard.data.numel():
+                stored = gathered.shard.data._store.rowwise.data
+                assert gathered.inputs[0].data_ptr() == stored.data_ptr()
+                assert gathered.inputs[0].numel() >= stored.numel()
+
+
+@ranks(2)
+@shardings
+def test_optimizer_states_are_gathered(rig, hidden):
+    model = shard(make_fp8(hidden, "current", rig), rig)
+    optimizer = AdamW(model.parameters(), state_dtype=torch.bfloat16)
+    model(batch(rig)).square().mean().backward()
+    optimizer.step()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    found = get_optimizer_state_dict(model, optimizer, options=options)
+    if rig.rank == 0:
+        state = found["state"]["blocks.0.up.weight"]
+        assert state["master"].shape == model.blocks[0].up.weight.shape
+        assert state["exp_avg"].dtype == torch.bfloat16
+    assert place(model.blocks[0].up.weight).ranks == 2
