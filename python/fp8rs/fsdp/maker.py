@@ -407,7 +407,11 @@ class BlockMaker(Maker):
     def planes(self, shards: Sequence[Shard], reduce: ReduceShards) -> list[Planes]:
         measured = self.measure(shards)
         self._complete(shards, None if measured is None else reduce(shards, measured))
-        return [self._planes(shard.data, shard.placement, shard.amaxes) for shard in shards]
+        made = []
+        for shard in shards:
+            amax = None if shard.amaxes is None else shard.amaxes.to(shard.data.device)
+            made.append(self._planes(shard.data, shard.placement, amax))
+        return made
 
     def make_offloaded(self, data: Tensor, shard: Shard) -> tuple[Tensor, ...]:
         return self._bytes(data, shard.placement, shard.amaxes)

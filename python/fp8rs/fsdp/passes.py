@@ -331,7 +331,8 @@ class WeightPasses:
         self.shared = True
         shards = [s for s in self._shards() if at_rest.is_at_rest(s)]
         scales = [at_rest.scale_of(s) for s in shards]
-        reduced = self._reduce(shards, Measured(torch.stack(scales), [1] * len(scales)))
+        values = torch.stack(scales).to(shards[0].device)
+        reduced = self._reduce(shards, Measured(values, [1] * len(scales)))
         torch._foreach_copy_(scales, list(reduced.unbind()))
 
     def agree(self) -> None:
