@@ -1,3 +1,5 @@
 """Optimizers for weights that are FP8 at rest, and for plain ones beside them."""
 
-from fp8rs.optim.adamw import AdamW as AdamW
+from fp8rs.optim.adamw import AdamW
+
+__all__ = ["AdamW"]
