@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
 
 from . import passes
 from .weight import Local
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def pre_all_gather(local: Local) -> tuple[tuple[Tensor, ...], Any]:
@@ -49,6 +53,35 @@ def post_all_gather(
             outputs, inner, placement, gathered.scale, local.shape
         )
     return None
+
+
+class Hooked:
+    """What FSDP2 calls of a sharded parameter's local tensor, of either kind."""
+
+    __slots__ = ()
+
+    # The one-argument form lets data and scales have sizes of their own.
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
+        """The shard's bytes (flat uint8 tensors, equally long on all ranks) and metadata."""
+        return pre_all_gather(cast(Local, self))
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> Any:
+        """The quantized weight over the gathered bytes; later calls refresh ``out``."""
+        return post_all_gather(all_gather_outputs, metadata, param_dtype, out)
+
+
+# FSDP2 asks for the signature at every gather; found anew each time it costs more than the hook.
+Hooked.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+    Hooked.fsdp_pre_all_gather
+)
 
 
 class GatheredBytes(Tensor):

@@ -266,16 +266,8 @@ class TensorMaker(Maker):
             codes = _quantize(shard.data, scale, self.spec.fp8_dtype, True, False, None)[0]
             made.append((Plane(codes, scale, self.spec.format), None))
             if self._histories is not None:
-                self._begin_history(shard, amax[i], scale)
+                shard.weight.begin_with(scale, amax[i])
         return made
-
-    def _begin_history(self, shard: Shard, amax: Tensor, scale: Tensor) -> None:
-        """Data have been quantized by their own amax: the next scale is that, if it is finite."""
-        slots = shard.weight.slots
-        assert slots is not None
-        finite = amax.isfinite()
-        for slot, value in zip(slots, (scale, amax), strict=True):
-            slot.copy_(torch.where(finite, value.to(slot.device), slot))
 
     def make_offloaded(self, data: Tensor, shard: Shard) -> tuple[Tensor, ...]:
         scale = shard.scale

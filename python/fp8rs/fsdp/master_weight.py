@@ -9,9 +9,8 @@ because FSDP2 replaces the object on some ranks and not on others.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,13 +26,10 @@ from fp8rs._torch import (
 from . import hooks
 from .weight import Weight
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 aten = torch.ops.aten
 
 
-class MasterWeight(Tensor):
+class MasterWeight(hooks.Hooked, Tensor):
     """A high-precision shard that is gathered in FP8.
 
     Args:
@@ -145,28 +141,6 @@ class MasterWeight(Tensor):
         handler = HANDLERS.get(func, on_plain)
         return handler(func, args, kwargs)
 
-    # What FSDP2 calls. The one-argument form lets data and scales have sizes of their own.
-
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
-        """The shard's bytes (flat uint8 tensors, equally long on all ranks) and metadata."""
-        return hooks.pre_all_gather(self)
-
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[Tensor, ...],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: Tensor | None = None,
-    ) -> Any:
-        """The quantized weight over the gathered bytes; later calls refresh ``out``."""
-        return hooks.post_all_gather(all_gather_outputs, metadata, param_dtype, out)
-
-
-# FSDP2 asks for the signature at every gather; found anew each time it costs more than the hook.
-MasterWeight.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
-    MasterWeight.fsdp_pre_all_gather
-)
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 

@@ -321,15 +321,19 @@ class WeightPasses:
         """
         if self.shared:
             return [], []
-        shards = [s for s in self._shards() if at_rest.is_at_rest(s)]
+        shards = self._resting()
         return [s.weight.index for s in shards], [at_rest.scale_of(s) for s in shards]
+
+    def _resting(self) -> list[Shard]:
+        """The shards of all FP8 weights."""
+        return [s for s in self._shards() if at_rest.is_at_rest(s)]
 
     def share(self) -> None:
         """Have scales known beforehand be NaN on all ranks where they are so on one."""
         if self.shared:
             return
         self.shared = True
-        shards = [s for s in self._shards() if at_rest.is_at_rest(s)]
+        shards = self._resting()
         scales = [at_rest.scale_of(s) for s in shards]
         values = torch.stack(scales).to(shards[0].device)
         reduced = self._reduce(shards, Measured(values, [1] * len(scales)))
@@ -338,7 +342,7 @@ class WeightPasses:
     def agree(self) -> None:
         """Have all FP8 weights' scales agree, where a rank may have written some by itself."""
         with torch.inference_mode(False), torch.no_grad():
-            self._agree([s for s in self._shards() if at_rest.is_at_rest(s)])
+            self._agree(self._resting())
 
     def _agree(self, shards: Sequence[Shard]) -> None:
         if any(s.weight.unagreed for s in shards):

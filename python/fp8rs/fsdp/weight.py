@@ -162,8 +162,13 @@ class Weight:
             low, high = values.detach().aminmax()
             amax = torch.maximum(-low, high).float()
             scale = cast(QuantizedTensor, self.parameter_part).spec.scale_from_amax(amax)
-            for slot, value in zip(slots, (scale, amax), strict=True):
-                slot.copy_(torch.where(amax.isfinite(), value.view(()), slot))
+            self.begin_with(scale, amax)
+
+    def begin_with(self, scale: Tensor, amax: Tensor) -> None:
+        """The same, of a scale and an amax that are known; where that is finite."""
+        finite = amax.isfinite()
+        for slot, value in zip(self.slots or (), (scale, amax), strict=False):
+            slot.copy_(torch.where(finite, value.to(slot.device).view(()), slot))
 
     def take(self, tensor: QuantizedTensor, src: QuantizedTensor) -> bool:
         """As `write`, of codes and scales as they are."""
