@@ -206,6 +206,19 @@ pub struct AdamW<'a> {
     pub target: Target,
 }
 
+/// Which random numbers elements get: those of [`crate::format::random::Words`].
+#[derive(Debug, Clone, Copy)]
+pub struct Numbers<'a> {
+    /// The seed.
+    pub seed: u64,
+    /// The index of the first element.
+    pub offset: u64,
+    /// The number of the tensor.
+    pub stream: u32,
+    /// The step, without a fraction; fp32, one element. 0 without.
+    pub step: Option<View<'a>>,
+}
+
 /// A validated call of `ops::adamw`.
 pub(crate) struct AdamWCall<'a> {
     pub(crate) shared: AdamW<'a>,

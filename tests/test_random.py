@@ -21,13 +21,13 @@ def philox(counter, key):
     return a, b, c, d
 
 
-def expected(n, seed, offset, low, high):
+def expected(n, seed, offset, low, high, stream=0, step=0):
     """What the words of the docstring say."""
     key = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
     words = []
     for i in range(offset, offset + n):
         block = i >> 2
-        words.append(philox((block & 0xFFFFFFFF, block >> 32, 0, 0), key)[i & 3] >> 8)
+        words.append(philox((block & 0xFFFFFFFF, block >> 32, stream, step), key)[i & 3] >> 8)
     low, high = torch.tensor(low), torch.tensor(high)
     return low + torch.tensor(words).float() * 2.0**-24 * (high - low)
 
@@ -90,6 +90,13 @@ def test_numbers_are_uniform(device):
         assert abs(product) <= 5 * (1 / 12) / (n - lag) ** 0.5
 
 
+def test_streams_and_steps_are_words_of_the_counter(device):
+    x = torch.empty(23, device=device)
+    for stream, step in ((0, 0), (1, 0), (0, 1), (2**32 - 1, 2**24)):
+        ops.random_uniform_(x, 5, 2, stream=stream, step=torch.tensor(float(step), device=device))
+        assert torch.equal(x.cpu(), expected(23, 5, 2, 0.0, 1.0, stream, step))
+
+
 def test_opcheck(device):
     opcheck(ops.random_uniform_.default, (torch.zeros(5, 7, device=device), 3, 1, -1.0, 1.0))
 
@@ -99,6 +106,10 @@ def test_opcheck(device):
     [
         (torch.zeros(3, dtype=torch.int32), {}, TypeError, "x has dtype int32"),
         (torch.zeros(3), {"offset": -1}, ValueError, "offset is -1; it must be at least 0"),
+        (torch.zeros(3), {"stream": -1}, ValueError, "stream is -1; it must be"),
+        (torch.zeros(3), {"stream": 2**32}, ValueError, "stream is 4294967296; it must"),
+        (torch.zeros(3), {"step": torch.zeros(2)}, ValueError, "step has shape"),
+        (torch.zeros(3), {"step": torch.tensor(1)}, TypeError, "step has dtype int64"),
         (torch.zeros(3), {"low": 2.0}, ValueError, "high is 1; it must be at least low, 2"),
         (torch.zeros(3), {"high": float("inf")}, ValueError, "high is inf; it must be finite"),
         (torch.zeros(1).expand(3), {}, ValueError, "x has strides"),

@@ -7,6 +7,7 @@ use super::tensorwise::{PARALLEL, PIECE};
 use super::types::with_element;
 use crate::format::random::{Words, between};
 use crate::layout::{Matrix, ViewMut};
+use crate::spec::Numbers;
 
 /// Elements whose words are made together.
 const CHUNK: usize = 512;
@@ -59,7 +60,7 @@ impl<T: Element> Kernel for Fill<T> {
     }
 }
 
-pub(crate) fn random_uniform(x: ViewMut, seed: u64, offset: u64, low: f32, high: f32) {
+pub(crate) fn random_uniform(x: ViewMut, numbers: Numbers, range: (f32, f32)) {
     let _env = super::float_env::DefaultFloatEnv::enter();
     let whole = x.matrix();
     let x = if whole.is_contiguous() { whole.flat() } else { whole };
@@ -67,13 +68,16 @@ pub(crate) fn random_uniform(x: ViewMut, seed: u64, offset: u64, low: f32, high:
         return;
     }
     let per_row = x.cols.div_ceil(PIECE);
-    let words = Words { seed, stream: 0, step: 0 };
+    let Numbers { seed, offset, stream, step } = numbers;
+    // SAFETY: a step has one element of fp32.
+    let step = step.map_or(0.0, |step| unsafe { step.matrix().read::<f32>(0, 0) });
+    let words = Words { seed, stream, step: step as u32 };
     pool::for_each(x.rows * per_row, x.numel() >= PARALLEL, |i| {
         let (row, start) = (i / per_row, i % per_row * PIECE);
         let cols = start..(start + PIECE).min(x.cols);
         with_element!(x.dtype, T => {
             let dtype = std::marker::PhantomData::<T>;
-            dispatch(Fill { x, row, cols, words, offset, range: (low, high), dtype });
+            dispatch(Fill { x, row, cols, words, offset, range, dtype });
         });
     });
 }

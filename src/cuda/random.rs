@@ -5,7 +5,7 @@ use super::table::{ByInput, by_input, input_index};
 use super::views::ordinal;
 use crate::error::Error;
 use crate::layout::ViewMut;
-use crate::spec::Stream;
+use crate::spec::{Numbers, Stream};
 
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -15,12 +15,13 @@ struct RandomArgs {
     cols: u64,
     x_rs: i64,
     x_cs: i64,
+    step: *const u8,
     seed: u64,
     offset: u64,
     low: f32,
     high: f32,
     contiguous: u32,
-    unused: u32,
+    stream: u32,
 }
 
 // SAFETY: it is `repr(C)` and mirrors the struct of that name in the kernels; its size is tested.
@@ -35,10 +36,8 @@ pub(super) fn kernels() -> Vec<&'static super::table::Kernel> {
 
 pub(crate) fn random_uniform(
     x: ViewMut,
-    seed: u64,
-    offset: u64,
-    low: f32,
-    high: f32,
+    numbers: Numbers,
+    (low, high): (f32, f32),
     stream: Stream,
 ) -> Result<(), Error> {
     if x.numel() == 0 {
@@ -50,15 +49,16 @@ pub(crate) fn random_uniform(
         cols: x.cols() as u64,
         x_rs: x.row_stride() as i64,
         x_cs: x.col_stride() as i64,
-        seed,
-        offset,
+        step: numbers.step.map_or(std::ptr::null(), |step| step.ptr()),
+        seed: numbers.seed,
+        offset: numbers.offset,
         low,
         high,
         contiguous: u32::from(x.is_contiguous()),
-        unused: 0,
+        stream: numbers.stream,
     };
     // A thread has the words of four elements, of which the first and the last may have fewer.
-    let words = (offset & 3) + x.numel() as u64;
+    let words = (numbers.offset & 3) + x.numel() as u64;
     let grid = Grid { blocks: words.div_ceil(4 * 256), threads: 256 };
     launch(ordinal(x.device()), stream, &RANDOM[input_index(x.dtype())], grid, &args)
 }

@@ -33,7 +33,8 @@ mod tensorwise;
 mod validate;
 
 pub use crate::spec::{
-    AdamW, AdamWTensor, Axis, BlockPlane, BlockScale, BlockSpec, Given, Hyper, ScaleRule, Stream, Target,
+    AdamW, AdamWTensor, Axis, BlockPlane, BlockScale, BlockSpec, Given, Hyper, Numbers, ScaleRule, Stream,
+    Target,
 };
 pub use adamw::*;
 pub use blocks::*;

@@ -3,21 +3,22 @@
 use super::validate::{Call, Kind};
 use crate::error::Error;
 use crate::layout::ViewMut;
-use crate::spec::Stream;
+use crate::spec::{Numbers, Stream};
 use crate::{cpu, cuda};
 
 /// Fills `x` with random numbers between `low` and `high` ([`crate::format::random::between`], rounded to the dtype of
-/// `x`): element i, counted row by row, gets that of index `offset` + i of stream 0 and step 0.
+/// `x`): element i, counted row by row, gets that of index `numbers.offset` + i.
 pub fn random_uniform(
     x: ViewMut,
-    seed: u64,
-    offset: u64,
-    low: f32,
-    high: f32,
+    numbers: Numbers,
+    (low, high): (f32, f32),
     stream: Stream,
 ) -> Result<(), Error> {
     let mut call = Call::default();
     call.output("x", &x, Kind::Wide)?;
+    if let Some(step) = &numbers.step {
+        call.one_input("step", step)?;
+    }
     for (arg, value) in [("low", low), ("high", high)] {
         if !value.is_finite() {
             let got = value.to_string();
@@ -28,5 +29,5 @@ pub fn random_uniform(
         let expected = format!("at least low, {low}, and at a finite distance from it").into();
         return Err(Error::Value { arg: "high".into(), got: high.to_string(), expected });
     }
-    on!(call.finish()?, stream, cpu: cpu::random_uniform(x, seed, offset, low, high), cuda: cuda::random_uniform(x, seed, offset, low, high, stream))
+    on!(call.finish()?, stream, cpu: cpu::random_uniform(x, numbers, (low, high)), cuda: cuda::random_uniform(x, numbers, (low, high), stream))
 }

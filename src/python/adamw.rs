@@ -7,7 +7,7 @@ use super::parse;
 use super::tensors::Arguments;
 use crate::error::Error;
 use crate::layout::{DType, ViewMut};
-use crate::ops::{self, AdamW, AdamWTensor, BlockScale, Hyper, ScaleRule, Target};
+use crate::ops::{self, AdamW, AdamWTensor, BlockScale, Hyper, Numbers, ScaleRule, Target};
 
 functions!(adamw, random_uniform);
 
@@ -123,7 +123,7 @@ fn adamw<'py>(
             new_scale: new_scales.next(),
             amax: amaxes.next(),
             offset: parse::count("offsets", offsets[i])? as u64,
-            stream: parse::count("streams", streams[i])? as u32,
+            stream: parse::number("streams", streams[i])?,
         });
     }
     args.run(|stream| ops::adamw(shared, tensors, stream))
@@ -138,9 +138,14 @@ fn random_uniform<'py>(
     offset: i64,
     low: f64,
     high: f64,
+    number: i64,
+    step: Optional<'_, 'py>,
 ) -> PyResult<()> {
     let offset = parse::count("offset", offset)? as u64;
+    let number = parse::number("stream", number)?;
     let args = Arguments::new(py);
     let x = args.output("x", x)?;
-    args.run(|stream| ops::random_uniform(x, seed as u64, offset, low as f32, high as f32, stream))
+    let step = args.optional_input("step", step)?;
+    let numbers = Numbers { seed: seed as u64, offset, stream: number, step };
+    args.run(|stream| ops::random_uniform(x, numbers, (low as f32, high as f32), stream))
 }

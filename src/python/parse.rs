@@ -44,6 +44,12 @@ pub(super) fn count(name: &str, value: i64) -> Result<usize, Refused> {
     usize::try_from(value).map_err(|_| Refused(format!("{name} is {value}; it must be at least 0")))
 }
 
+/// A number of 32 bits.
+pub(super) fn number(name: &str, value: i64) -> Result<u32, Refused> {
+    let expected = "it must be at least 0 and below 4294967296";
+    u32::try_from(value).map_err(|_| Refused(format!("{name} is {value}; {expected}")))
+}
+
 /// How E8M0 scales are rounded.
 pub(super) fn rounding(rounding: &str) -> Result<Rounding, Refused> {
     match rounding {

@@ -113,10 +113,17 @@ def adamw_(
 
 
 @operator(
-    "random_uniform_(Tensor(a!) x, int seed, int offset=0, float low=0.0, float high=1.0) -> ()"
+    "random_uniform_(Tensor(a!) x, int seed, int offset=0, float low=0.0, float high=1.0,"
+    " int stream=0, Tensor? step=None) -> ()"
 )
 def random_uniform_(
-    x: Tensor, seed: int, offset: int = 0, low: float = 0.0, high: float = 1.0
+    x: Tensor,
+    seed: int,
+    offset: int = 0,
+    low: float = 0.0,
+    high: float = 1.0,
+    stream: int = 0,
+    step: Tensor | None = None,
 ) -> Operation:
     """Fill ``x`` with numbers from ``low`` to ``high`` that depend on seed and position alone.
 
@@ -130,5 +137,8 @@ def random_uniform_(
         seed: 64 bits.
         offset: the counter of the first element.
         low, high: finite, ``low`` at most ``high``.
+        stream: other numbers for each, 32 bits: the place of a weight among those of ``adamw_``.
+        step: other numbers for each, float32 of one element without a fraction. With all of these
+            a number of [0, 1) is the one that ``adamw_`` rounds an element with.
     """
-    return None, lambda: _core.random_uniform(x, seed, offset, low, high)
+    return None, lambda: _core.random_uniform(x, seed, offset, low, high, stream, step)

@@ -187,7 +187,7 @@ class Step:
         self._calls: dict[Any, tuple[Options, QuantSpec | None, Lists]] = {}
         self._current: list[tuple[Options, Item, QuantizedTensor]] = []
         self._known: list[tuple[Options, Item, QuantizedTensor]] = []
-        self._other: list[tuple[Item, Tensor]] = []
+        self._other: list[tuple[Options, Item, Tensor]] = []
 
     def add(self, options: Options, item: Item) -> None:
         """Take a parameter in; nothing is computed."""
@@ -205,7 +205,7 @@ class Step:
             assert isinstance(weight, QuantizedTensor)
             values = weight.dequantize(torch.float32) if master is None else master
             self._lists(("plain", id(options), True), options).add(item, values)
-            self._other.append((item, values))
+            self._other.append((options, item, values))
         else:
             assert isinstance(weight, QuantizedTensor)
             spec = weight.spec
@@ -256,8 +256,11 @@ class Step:
         weights.pass_on(slots)
         if self._other:
             weights.write_all_(
-                [item.param for item, _ in self._other], [values for _, values in self._other]
+                [item.param for _, item, _ in self._other], [values for _, _, values in self._other]
             )
+        for options, item, values in self._other:
+            if options.seed is not None:
+                weights.round_(item.param, values, options.seed, item.index, item.step)
         return amaxes
 
     def second(self, amaxes: Tensor) -> None:

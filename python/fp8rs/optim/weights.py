@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import increment_version
+from fp8rs.tensor import stochastic
+from fp8rs.tensor.formats import matrix_shape
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import reduce_amax
@@ -177,6 +179,27 @@ def write_all_(params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
             weight = quantized(params[i])
             assert weight is not None
             weight.quantize_(values[i].view(weight.shape))
+
+
+def round_(param: Tensor, values: Tensor, seed: int, stream: int, step: Tensor) -> None:
+    """Write a weight's codes anew, rounded stochastically to the scales that it has.
+
+    Args:
+        param: a weight that has just been written.
+        values: of the local part, fp32: what was written.
+        seed, stream, step: which random numbers; they go by the place in the whole weight.
+    """
+    weight = quantized(param)
+    assert weight is not None
+    if not weight.numel():
+        return
+    values = values.view(matrix_shape(weight.shape))
+    numbers = stochastic.units(values, seed, stream, step, global_offset(param))
+    row, col = weight.planes
+    if row is not None:
+        stochastic.encode_(row, values, numbers)
+    if col is not None:
+        stochastic.encode_(col, values.t(), numbers.t())
 
 
 def wrote(params: Sequence[Tensor]) -> None:

@@ -6,10 +6,10 @@ struct RandomArgs {
   void *x;
   u64 rows, cols;
   i64 x_rs, x_cs;
+  const float *step;     // may be null: step 0
   u64 seed, offset;
   float low, high;
-  u32 contiguous;
-  u32 unused;            // the struct ends on 8 bytes
+  u32 contiguous, stream;
 };
 
 /// A thread makes the elements of one block of words: four neighbours, or the first or last few.
@@ -17,8 +17,8 @@ template <class O> DEVICE void random_uniform(const RandomArgs &a) {
   u64 n = a.rows * a.cols, block = (u64)blockIdx.x * 256 + threadIdx.x;
   i64 first = (i64)(block * 4) - (i64)(a.offset & 3u);
   if (first >= (i64)n) return;
-  u32 words[4];
-  philox((a.offset >> 2) + block, 0, 0, a.seed, words);
+  u32 words[4], step = a.step ? __float2uint_rz(*a.step) : 0u;
+  philox((a.offset >> 2) + block, a.stream, step, a.seed, words);
   float range = __fsub_rn(a.high, a.low);
 #pragma unroll
   for (int j = 0; j < 4; j++) {

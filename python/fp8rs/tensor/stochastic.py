@@ -1,0 +1,68 @@
+"""Codes rounded up or down at random, right in the mean.
+
+The definition of `format/fp8.rs` in torch's operators, for the formats and the shards whose codes
+``adamw_`` does not write itself. All of it is exact, so that every device gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8rs.tensor.formats import E4M3, E5M2, FP8_MAX
+from fp8rs.tensor.planes import Plane
+
+_random_uniform = torch.ops.fp8rs.random_uniform_.default
+
+#: Mantissa bits, and the exponent of the smallest normal number.
+_SIZES = {E4M3: (3, -6), E5M2: (2, -14)}
+
+_EXPONENT = 0x7F800000
+
+
+def units(values: Tensor, seed: int, stream: int, step: Tensor, offset: int) -> Tensor:
+    """A number of [0, 1) for each element: the one that ``adamw_`` rounds it with.
+
+    Args:
+        values: of a local part, row by row.
+        seed, stream, step: see ``random_uniform_``.
+        offset: the index of the first element in the whole weight.
+    """
+    numbers = torch.empty(values.shape, dtype=torch.float32, device=values.device)
+    _random_uniform(numbers, seed, offset, 0.0, 1.0, stream, step)
+    return numbers
+
+
+def encode_(plane: Plane, values: Tensor, numbers: Tensor) -> None:
+    """Write the codes of ``values`` into a plane, at the scales that it has.
+
+    Args:
+        plane: whose scales are those of the values: none lies beyond the largest code but by
+            rounding.
+        values: fp32, the matrix of the plane.
+        numbers: one of [0, 1) for each.
+    """
+    dtype = plane.data.dtype
+    mantissa, smallest = _SIZES[dtype]
+    scaled = values * (1.0 / _spread(plane))
+    magnitude = scaled.abs().clamp(max=FP8_MAX[dtype])
+    # Counted in the format's steps around it: a whole number of them is a code's value.
+    exponent = (magnitude.view(torch.int32) & _EXPONENT).clamp(min=(smallest + 127) << 23)
+    step = (exponent - (mantissa << 23)).view(torch.float32)
+    counted = magnitude / step
+    whole = counted.floor()
+    way = ((counted - whole) * 2.0**24).floor()
+    up = (numbers * 2.0**24 < way).to(torch.float32)
+    rounded = ((whole + up) * step).copysign(scaled)
+    rounded = torch.where(scaled.isnan(), torch.nan, rounded)
+    plane.matrix.copy_(rounded.to(dtype))
+
+
+def _spread(plane: Plane) -> Tensor:
+    """The scale of each element."""
+    scale = plane.scale.to(torch.float32)
+    for dim, (block, lead) in enumerate(zip(plane.format.block, plane.lead, strict=True)):
+        if block > 1:
+            length = plane.matrix.shape[dim]
+            scale = scale.repeat_interleave(block, dim).narrow(dim, lead, length)
+    return scale
