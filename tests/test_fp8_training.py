@@ -25,6 +25,7 @@ from distributed.models import (
     shard,
 )
 from fp8rs.optim import AdamW
+from fp8rs.optim import weights as optim_weights
 from fp8rs.tensor.quantized import QuantizedTensor
 
 HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
@@ -96,6 +97,69 @@ def test_steps_are_those_of_the_whole_model(rig, hidden, recipe, masters):
         wanted, found = whole_values(whole), whole_values(model)
         for name, value in wanted.items():
             assert same_bytes(found[name], value), (name, n)
+
+
+@ranks(2)
+@shardings
+@recipes
+@pytest.mark.parametrize("first", ["weights", "masters"])
+def test_a_checkpoint_is_loaded_in_either_order(rig, hidden, recipe, first):
+    """Masters follow weights that they do not round to, and those of a checkpoint do."""
+
+    def begin(seed):
+        model = shard(make_fp8(hidden, recipe, rig, seed=seed), rig)
+        return model, AdamW(model.parameters(), lr=1e-2)
+
+    def train(model, optimizer, start):
+        for n in (start, start + 1):
+            model(batch(rig, n)).sum().backward()
+            step(model, optimizer, rig, n)
+
+    model, optimizer = begin(0)
+    train(model, optimizer, 0)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    other, resumed = begin(1)
+    train(other, resumed, 4)
+    loads = [lambda: other.load_state_dict(saved[0]), lambda: resumed.load_state_dict(saved[1])]
+    for load in loads if first == "weights" else reversed(loads):
+        load()
+    for m, o in ((model, optimizer), (other, resumed)):
+        m(batch(rig, 0)).sum()
+        step(m, o, rig, 8)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        if "master" in optimizer.state[p]:
+            masters = (o.state[x]["master"] for o, x in ((optimizer, p), (resumed, q)))
+            assert same_bytes(*(getattr(m, "_local_tensor", m) for m in masters))
+
+
+@ranks(2)
+@shardings
+@recipes
+@pytest.mark.parametrize("fp8_weights", [True, False], ids=["FP8 weights", "bf16"])
+def test_masters_are_looked_at_only_where_others_wrote(rig, hidden, recipe, fp8_weights):
+    """Training alone writes nothing that masters would have to follow; a loaded model does."""
+    options = {} if fp8_weights else {"dtype": torch.bfloat16}
+    model = make(
+        HIDDEN[hidden], recipe=RECIPES[recipe], device=rig.device, fp8_weights=fp8_weights,
+        **options,
+    )  # fmt: skip
+    shard(model, rig)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    followed = []
+    follow = optim_weights.follow
+    optim_weights.follow = lambda *args: followed.append(args) or follow(*args)
+    try:
+        for n in range(3):
+            model(batch(rig, n).to(model.head.bias.dtype)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not followed
+        model.load_state_dict(copy.deepcopy(model.state_dict()))
+        set_gradients(model, rig, 3)
+        optimizer.step()
+    finally:
+        optim_weights.follow = follow
+    assert len(followed) == sum("master" in state for state in optimizer.state.values()) > 3
 
 
 @ranks(2)

@@ -27,6 +27,7 @@ class Weight:
         name: of the parameter in its module.
         written: the shard was written since it was last quantized. Every rank sees the writes that
             all ranks make, those to an empty shard too.
+        writes: how many times the shard was written.
         moved: the shard was written since the histories of delayed scaling were last rolled.
         unagreed: of an FP8 weight: scales that shards share may differ between ranks.
         keep_init: of an FP8 weight: its first values are kept from before they are rounded.
@@ -43,6 +44,7 @@ class Weight:
         "name",
         "stream",
         "unagreed",
+        "writes",
         "written",
     )
 
@@ -51,6 +53,7 @@ class Weight:
         self.name = name
         self.written = self.moved = self.unagreed = False
         self.keep_init = False
+        self.writes = 0
         self.init_value: Tensor | None = None
         self.stream: Any = None
 
@@ -85,6 +88,7 @@ class Weight:
     def wrote(self, agreed: bool = False) -> None:
         """The shard is being written, by this rank for itself unless ``agreed``."""
         self.written = self.moved = True
+        self.writes += 1
         self.unagreed = not agreed
         if torch.cuda.is_initialized():
             # FSDP2 gathers on a stream of its own, which waits for this one only when a forward

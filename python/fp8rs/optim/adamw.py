@@ -50,7 +50,9 @@ class AdamW(Optimizer):
         state_dtype: of the moments, torch.float32 or torch.bfloat16.
         master_weights: keep a float32 master of each parameter that is not float32, in the state
             under "master". It starts from the values that a weight was initialized with, where
-            those were kept, else from the weight.
+            those were kept, else from the weight. Where others write the parameter between steps
+            (an average is swapped in, a checkpoint is loaded), it becomes what they wrote, but
+            for the elements that are still its rounding.
         stochastic_rounding: how codes are rounded; None is stochastically where there are no
             masters, and to nearest where there are.
         seed: of the random numbers, 64 bits. All ranks must have the same.
@@ -98,6 +100,8 @@ class AdamW(Optimizer):
             )
         if not -(2**63) <= seed < 2**64:
             raise ValueError(f"seed is {seed}; it must be of 64 bits")
+        #: Of parameters with masters, which of their writes was the last to reach those.
+        self._followed: dict[Tensor, tuple[int, int]] = {}
         super().__init__(
             params,
             {
@@ -117,6 +121,7 @@ class AdamW(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._followed = {}
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -170,6 +175,9 @@ class AdamW(Optimizer):
                 found = found_inf.to(device, non_blocking=True).view(())
                 torch._foreach_sub_(counters, [found] * len(counters))
         weights.wrote([item.param for item in items])
+        for item in items:
+            if item.master is not None:
+                self._followed[item.param] = weights.writes(item.param)
 
     def _options(self, group: dict[str, Any], device: torch.device) -> Options:
         lr = group["lr"]
@@ -211,12 +219,20 @@ class AdamW(Optimizer):
         weights.drop_init(param)  # also where masters came from a checkpoint
         exp_avg, exp_avg_sq = (weights.local(state[name]) for name in ("exp_avg", "exp_avg_sq"))
         master = state.get("master")
-        master = None if master is None else weights.local(master)
+        if master is not None:
+            master = weights.local(master)
+            writes = weights.writes(param)
+            if self._followed.get(param, writes) != writes:
+                weights.follow(param, master, bool(group["stochastic_rounding"]))
         return Item(param, weight, grad, exp_avg, exp_avg_sq, state["step"], master, index)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As ``torch.optim``'s, but moments and masters keep the dtypes that they were saved in."""
+        """As ``torch.optim``'s, but moments and masters keep the dtypes that they were saved in.
+
+        Masters are taken as they are, whatever the parameters are at the moment.
+        """
         super().load_state_dict(state_dict)
+        self._followed = {}
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         own = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, param in zip(saved, own, strict=True):

@@ -197,9 +197,42 @@ def round_(param: Tensor, values: Tensor, seed: int, stream: int, step: Tensor) 
     numbers = stochastic.units(values, seed, stream, step, global_offset(param))
     row, col = weight.planes
     if row is not None:
-        stochastic.encode_(row, values, numbers)
+        row.matrix.copy_(stochastic.encode(row, values, numbers))
     if col is not None:
-        stochastic.encode_(col, values.t(), numbers.t())
+        col.matrix.copy_(stochastic.encode(col, values.t(), numbers.t()))
+
+
+def writes(param: Tensor) -> tuple[int, int]:
+    """What every write to a parameter changes, whoever makes it."""
+    of = owner(param)
+    return param._version, 0 if of is None else of.writes
+
+
+def follow(param: Tensor, master: Tensor, stochastically: bool) -> None:
+    """Have a master follow a parameter that was written by others than its optimizer.
+
+    What is no longer the rounded master is what was written, and the master becomes it; the rest
+    of the master is kept, with all that it is more exact.
+
+    Args:
+        param: what was written.
+        master: of the local part, fp32.
+        stochastically: how the optimizer rounds.
+    """
+    weight, part = quantized(param), local(param)
+    if not part.numel():
+        return
+    if weight is None:
+        master.copy_(torch.where(master.to(part.dtype) == part, master, part.float()))
+        return
+    row, col = weight.planes
+    values = master.view(matrix_shape(weight.shape))
+    if row is not None:
+        same = stochastic.is_of(row, values, stochastically)
+    else:
+        assert col is not None
+        same = stochastic.is_of(col, values.t(), stochastically).t()
+    master.copy_(torch.where(same.view(master.shape), master, weight.dequantize(torch.float32)))
 
 
 def wrote(params: Sequence[Tensor]) -> None:

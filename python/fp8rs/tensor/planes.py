@@ -75,7 +75,11 @@ class Plane:
         above, before = self.lead
         codes = functional.pad(self.matrix.view(torch.uint8), (before, 0, above, 0))
         whole = _dequantize(codes.view(data.dtype), self.scale, list(self.format.block), dtype)
-        return cast(Tensor, whole[above:, before:].contiguous().view(data.shape))
+        # Not a part of the padded matrix, which it would keep alive.
+        return cast(
+            Tensor,
+            whole[above:, before:].clone(memory_format=torch.contiguous_format).view(data.shape),
+        )
 
     @property
     def live(self) -> bool:

@@ -44,9 +44,11 @@ class Owner(Protocol):
 
     Attributes:
         init_value: the values before the first rounding, on the CPU, where they are kept.
+        writes: how many times the planes were written.
     """
 
     init_value: Tensor | None
+    writes: int
 
     def write(self, tensor: QuantizedTensor, values: Tensor) -> bool:
         """``values`` are about to be written; True if they have been, with other ranks' shards.

@@ -6,6 +6,8 @@ The definition of `format/fp8.rs` in torch's operators, for the formats and the 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -33,14 +35,14 @@ def units(values: Tensor, seed: int, stream: int, step: Tensor, offset: int) -> 
     return numbers
 
 
-def encode_(plane: Plane, values: Tensor, numbers: Tensor) -> None:
-    """Write the codes of ``values`` into a plane, at the scales that it has.
+def encode(plane: Plane, values: Tensor, numbers: Tensor | float) -> Tensor:
+    """The codes of ``values`` at the scales of a plane.
 
     Args:
-        plane: whose scales are those of the values: none lies beyond the largest code but by
-            rounding.
+        plane: what is beyond its largest code is cut to that.
         values: fp32, the matrix of the plane.
-        numbers: one of [0, 1) for each.
+        numbers: of [0, 1), one for each: values go up where these are less than how far they are on
+            the way there.
     """
     dtype = plane.data.dtype
     mantissa, smallest = _SIZES[dtype]
@@ -55,7 +57,25 @@ def encode_(plane: Plane, values: Tensor, numbers: Tensor) -> None:
     up = (numbers * 2.0**24 < way).to(torch.float32)
     rounded = ((whole + up) * step).copysign(scaled)
     rounded = torch.where(scaled.isnan(), torch.nan, rounded)
-    plane.matrix.copy_(rounded.to(dtype))
+    return rounded.to(dtype)
+
+
+def is_of(plane: Plane, values: Tensor, stochastic: bool) -> Tensor:
+    """Where a plane's codes are those of ``values``: to nearest, or one of the two around them.
+
+    What is beyond the largest code is of it up to the next power of two, which is what scales that
+    are rounded down leave out.
+    """
+    codes = plane.matrix.view(torch.uint8)
+    dtype = plane.data.dtype
+    largest = FP8_MAX[dtype]
+    scaled = values * (1.0 / _spread(plane))
+    if stochastic:
+        down, up = (encode(plane, values, number).view(torch.uint8) for number in (1.0, 0.0))
+        same = (codes == down) | (codes == up)
+    else:
+        same = codes == scaled.clamp(-largest, largest).to(dtype).view(torch.uint8)
+    return same & (scaled.abs() < 2.0 ** math.ceil(math.log2(largest)))
 
 
 def _spread(plane: Plane) -> Tensor:
