@@ -8,7 +8,7 @@ use fp8rs::format::adamw::Hyper;
 use fp8rs::format::e8m0::{self, Rounding};
 use fp8rs::format::random::{Words, between};
 use fp8rs::format::wide::{self, NAN_BITS, Wide};
-use fp8rs::ops::{AdamW, AdamWTensor, BlockScale, Numbers, Target};
+use fp8rs::ops::{AdamW, AdamWTensor, BlockScale, Target};
 use fp8rs::{Block, DType, Error, ScaleRule, Stream, View, ops};
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -35,12 +35,6 @@ fn put(to: &mut Owned, row: usize, col: usize, value: f32) {
         DType::F16 => to.set(row, col, <f16 as Wide>::from_f32(value)),
         other => unreachable!("{other}"),
     }
-}
-
-fn one(value: f32) -> Owned {
-    let mut one = Owned::dense(DType::F32, (1, 1));
-    one.set(0, 0, value);
-    one
 }
 
 /// The call, from the definition alone.
@@ -254,7 +248,11 @@ fn tensors(target: Target) -> impl Strategy<Value = Vec<Tensor>> {
                     }
                     Some(scales)
                 }
-                _ => Some(one(number)),
+                _ => {
+                    let mut one = Owned::dense(DType::F32, (1, 1));
+                    one.set(0, 0, number);
+                    Some(one)
+                }
             };
             Tensor {
                 grad: owned(grad, 1),
@@ -301,13 +299,13 @@ proptest! {
         let x = Owned::new(dtype, shape, layout, 1);
         let mut expected = x.clone();
         let words = Words { seed, stream, step: step.unwrap_or(0) };
-        let step = step.map(|step| one(step as f32));
+        let step = step.map(|step| step as f32);
         for (i, (row, col)) in x.cells().enumerate() {
             put(&mut expected, row, col, between(words.of(offset + i as u64), low, low + range));
         }
         on_each_level(|| {
             let mut got = x.clone();
-            let numbers = Numbers { seed, offset, stream, step: step.as_ref().map(Owned::view) };
+            let numbers = ops::Numbers { seed, offset, stream, step: step.as_ref().map(one) };
             ops::random_uniform(got.view_mut(), numbers, (low, low + range), Stream::default()).unwrap();
             assert_eq!(&got.bytes, &expected.bytes);
         });
@@ -448,7 +446,7 @@ fn bad_calls_are_refused_before_anything_is_written() {
         (f32::NAN, 1.0, "low is NaN; it must be finite"),
         (1.0, 0.0, "high is 0; it must be at least low, 1, and at a finite distance from it"),
     ] {
-        let numbers = Numbers { seed: 0, offset: 0, stream: 0, step: None };
+        let numbers = ops::Numbers { seed: 0, offset: 0, stream: 0, step: None };
         let error = ops::random_uniform(x.view_mut(), numbers, (low, high), Stream::default()).unwrap_err();
         assert_eq!(error.to_string(), message);
     }

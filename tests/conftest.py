@@ -14,7 +14,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--full",
         action="store_true",
-        help="run the full product of stacked parameters, not a cover of their pairs",
+        help="long tests too, and whole products of stacked parameters, not a cover of pairs",
     )
 
 
@@ -23,7 +23,8 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("full"):
         collected = len(items)
-        kept = set(map(id, _cover(items)))
+        short = [item for item in items if not item.get_closest_marker("long")]
+        kept = set(map(id, _cover(short)))
         left_out = [item for item in items if id(item) not in kept]
         items[:] = [item for item in items if id(item) in kept]
         if left_out:

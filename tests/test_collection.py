@@ -37,6 +37,10 @@ def test_all(block, kind, size, flag): pass
 def test_fixture(block, kind, size, device): pass
 
 @flag
+@pytest.mark.long
+def test_takes_minutes(flag): pass
+
+@flag
 def test_skips(flag):
     pytest.skip("it is Monday")
 
@@ -69,6 +73,11 @@ def run(tmp_path_factory):
     return run
 
 
+def test_long_tests_are_an_option(run, usual):
+    assert "test_takes_minutes" not in usual
+    assert run("-q", "--full", "--collect-only").count("::test_takes_minutes[") == 2
+
+
 @pytest.fixture(scope="module")
 def usual(run):
     return run("-v")
@@ -78,7 +87,7 @@ def test_products_are_covered_in_pairs(usual):
     # 3 blocks of two names x 3 sizes need 9 of 18; the others keep every case.
     for name, count in {"three": 9, "two": 9, "all": 18, "fixture": 9}.items():
         assert usual.count(f"::test_{name}[") == count
-    assert "tests: 56 of 65, a cover of each pair of parameters (all: --full)" in usual
+    assert "tests: 56 of 67, a cover of each pair of parameters (all: --full)" in usual
 
 
 def test_skips_are_counted_by_reason_and_not_listed(usual):

@@ -46,7 +46,7 @@ def train(model, run, rig, steps=4):
     return seen
 
 
-@ranks(2, seconds=240)  # a first compilation on a busy machine takes a minute
+@ranks(2)
 @every_recipe
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = ["docs/fp8-weights.md"]
 RANKS = 2
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.newest_torch]
 
 
 def blocks(page: str) -> list[str]:
