@@ -255,13 +255,25 @@ class Step:
             lists.run(options, spec)
         weights.pass_on(slots)
         if self._other:
-            weights.write_all_(
-                [item.param for _, item, _ in self._other], [values for _, _, values in self._other]
-            )
+            self._write_others()
+        return amaxes
+
+    def _write_others(self) -> None:
+        before = [
+            (options.found_inf, t, t.clone())
+            for options, item, _ in self._other
+            if options.found_inf is not None and item.master is None
+            for t in weights.stored(item.param)
+        ]
+        weights.write_all_(
+            [item.param for _, item, _ in self._other], [values for _, _, values in self._other]
+        )
         for options, item, values in self._other:
             if options.seed is not None:
                 weights.round_(item.param, values, options.seed, item.index, item.step)
-        return amaxes
+        # A skipped step has written what the codes said, whose scale may come out an ulp away.
+        for found_inf, t, old in before:
+            t.copy_(torch.where(found_inf.view(()) != 0, old, t))
 
     def second(self, amaxes: Tensor) -> None:
         """Write the codes of the weights that were measured, with the scales of these maxima."""

@@ -56,6 +56,18 @@ def plane(weight: QuantizedTensor) -> Plane:
     return row
 
 
+def stored(param: Tensor) -> list[Tensor]:
+    """The memory of a weight's local part: bytes of codes, and scales."""
+    weight = quantized(param)
+    assert weight is not None
+    return [
+        t.view(torch.uint8) if t.element_size() == 1 else t
+        for plane in weight.planes
+        if plane is not None
+        for t in (plane.data, plane.scale)
+    ]
+
+
 def kept_init(param: Tensor) -> Tensor | None:
     """The values that the local part was initialized with, on any device; None if not kept."""
     of = owner(param)
