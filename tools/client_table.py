@@ -24,10 +24,10 @@ from typing import Any
 
 import pytest
 import torch
+import written
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "clients.md"
-BEGIN, END = "<!-- tools/client_table.py writes from here -->", "<!-- to here -->"
+PAGE = written.Page(ROOT / "docs" / "clients.md", "client_table")
 
 #: Shorter names of the files.
 PARTIES, PARAMETERS, CONVERT = "test_third_parties", "test_parameters", "test_convert"
@@ -247,11 +247,7 @@ def main() -> int:
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return int(status)
 
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    body, end, after = rest.partition(END)
-    if not end:
-        raise SystemExit(f"{PAGE} has no {BEGIN!r} with {END!r} after it")
-    old = {claim(line): line for line in body.splitlines() if line.count(" | ") == 3}
+    old = {claim(line): line for line in PAGE.body().splitlines() if line.count(" | ") == 3}
     table = lines(results, old)
     # Versions may differ from the page's, and how many cases; what works may not.
     differ = [
@@ -264,7 +260,7 @@ def main() -> int:
     if check:
         return int(bool(differ))
     heading = f"torch {torch.__version__.partition('+')[0]}, CPU, gloo; two ranks where sharded."
-    PAGE.write_text(f"{before}{BEGIN}\n\n" + "\n".join([heading, "", *table]) + f"\n\n{END}{after}")
+    PAGE.write("\n".join(["", heading, "", *table, ""]))
     return 0
 
 

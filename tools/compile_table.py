@@ -23,11 +23,11 @@ from typing import Any
 
 import pytest
 import torch
+import written
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "compile.md"
+PAGE = written.Page(ROOT / "docs" / "compile.md", "compile_table")
 FILES = ["tests/test_compile.py", "tests/test_fsdp_compile.py"]
-BEGIN, END = "<!-- tools/compile_table.py writes from here -->", "<!-- to here -->"
 
 LAYER, MODEL, BLOCKS = (
     "test_a_layer_is_one_graph",
@@ -126,27 +126,9 @@ class Results:
         return "\n".join([*lines, "", *notes]).strip()
 
 
-def name_of(device: str) -> str:
-    """What a table is of; by this name it is found in the page."""
-    version = ".".join(torch.__version__.split(".")[:2])
-    where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    return f"torch {version}, {where}"
-
-
-def split(page: str) -> tuple[str, dict[str, str], str]:
-    """What is before the tables, the tables by their names, and what is after."""
-    before, _, rest = page.partition(BEGIN)
-    body, end, after = rest.partition(END)
-    if not end:
-        raise SystemExit(f"{PAGE} has no {BEGIN!r} with {END!r} after it")
-    parts = re.split(r"^### (.+)$", body, flags=re.MULTILINE)
-    return before, dict(zip(parts[1::2], (p.strip() for p in parts[2::2]), strict=True)), after
-
-
 def cells(table: str) -> list[list[str]]:
-    """The cells alone: how a reason is worded may differ."""
-    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")]
-    return [[re.sub(r"\(\d+\)$", "", cell.strip()).strip() for cell in row] for row in rows]
+    """What the cells say: how a reason is worded may differ."""
+    return [[re.sub(r"\(\d+\)$", "", cell).strip() for cell in row] for row in written.rows(table)]
 
 
 def main() -> int:
@@ -164,25 +146,13 @@ def main() -> int:
         print("no row (or more than one) for:", *results.unknown, sep="\n  ")
         return 2
 
-    before, tables, after = split(PAGE.read_text())
-    differ = False
+    tables = {}
     for device in ("cpu", "cuda"):
         table = results.table(device)
-        if table is None:
-            continue
-        if "not run" in table:
-            print(f"rows without a test:\n{table}")
-            return 2
-        name = name_of(device)
-        if cells(tables.get(name, "")) != cells(table):
-            differ = True
-            print(f"{name}: {'differs from' if name in tables else 'is not in'} the page\n{table}")
-        tables[name] = table
-    if check:
-        return int(differ)
-    body = "".join(f"\n### {name}\n\n{tables[name]}\n" for name in sorted(tables, reverse=True))
-    PAGE.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}")
-    return 0
+        if table is not None:
+            place = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+            tables[written.name_of(place)] = table
+    return written.update(PAGE, tables, cells, check)
 
 
 if __name__ == "__main__":

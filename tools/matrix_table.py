@@ -14,7 +14,6 @@ Run it where fp8rs is installed or on PYTHONPATH; each torch writes its own tabl
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
@@ -23,11 +22,11 @@ from typing import Any
 
 import pytest
 import torch
+import written
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "fsdp2-matrix.md"
+PAGE = written.Page(ROOT / "docs" / "fsdp2-matrix.md", "matrix_table")
 TEST = ROOT / "tests" / "test_fsdp_matrix.py"
-BEGIN, END = "<!-- tools/matrix_table.py writes from here -->", "<!-- to here -->"
 WEIGHTS = {"master": "master weights", "fp8": "FP8 weights"}
 #: The parameters that choose a row; the recipe chooses the column.
 ROW = ("weights", "mesh", "shards")
@@ -104,28 +103,12 @@ def left_out() -> str:
     return "\n".join(f"- {', '.join(cells)}: {reason}." for reason, cells in reasons.items())
 
 
-def name_of(device: str) -> str:
-    """What a table is of; by this name it is found in the page."""
-    version = ".".join(torch.__version__.split(".")[:2])
-    where = f"2 x {torch.cuda.get_device_name()}, NCCL" if device == "cuda" else "CPU, gloo"
-    return f"torch {version}, {where}"
-
-
-def split(page: str) -> tuple[str, dict[str, str], str]:
-    """What is before the tables, the parts by their names, and what is after."""
-    before, _, rest = page.partition(BEGIN)
-    body, end, after = rest.partition(END)
-    if not end:
-        raise SystemExit(f"{PAGE} has no {BEGIN!r} with {END!r} after it")
-    parts = re.split(r"^### (.+)$", body, flags=re.MULTILINE)
-    return before, dict(zip(parts[1::2], (p.strip() for p in parts[2::2]), strict=True)), after
-
-
 def words(table: str) -> list[list[str]]:
     """What the cells say: not how many trainings ran, nor how a reason is worded."""
-    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")]
-    return [[row[0].strip(), *(cell.split(",")[0].split("(")[0].strip() for cell in row[1:])]
-            for row in rows]  # fmt: skip
+    return [
+        [row[0], *(cell.split(",")[0].split("(")[0].strip() for cell in row[1:])]
+        for row in written.rows(table)
+    ]
 
 
 def main() -> int:
@@ -140,28 +123,14 @@ def main() -> int:
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return int(status)
 
-    before, tables, after = split(PAGE.read_text())
-    reasons = left_out()
-    tables.pop("Left out", None)
-    differ = False
+    tables = {}
     for device in ("cpu", "cuda"):
         table = results.table(device)
-        if table is None:
-            continue
-        if "not run" in table:
-            print(f"cells without a training:\n{table}")
-            return 2
-        name = name_of(device)
-        if words(tables.get(name, "")) != words(table):
-            differ = True
-            print(f"{name}: {'differs from' if name in tables else 'is not in'} the page\n{table}")
-        tables[name] = table
-    if chosen.check:
-        return int(differ)
-    body = "".join(f"\n### {name}\n\n{tables[name]}\n" for name in sorted(tables, reverse=True))
-    body += f"\n### Left out\n\n{reasons}\n"
-    PAGE.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}")
-    return 0
+        if table is not None:
+            gpus = device == "cuda"
+            place = f"2 x {torch.cuda.get_device_name()}, NCCL" if gpus else "CPU, gloo"
+            tables[written.name_of(place)] = table
+    return written.update(PAGE, tables, words, chosen.check, {"Left out": left_out()})
 
 
 if __name__ == "__main__":
