@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ from typing import Any
 import pytest
 
 import fp8rs
+
+#: What a call gives back, whose docstring says so.
+NOT_FOR_USERS = {"Replaced"}
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"
@@ -40,6 +44,18 @@ def test_every_public_name_is_in_the_reference_once() -> None:
     for module in ("nn", "optim"):
         public |= {f"fp8rs.{module}.{name}" for name in getattr(fp8rs, module).__all__}
     assert public <= set(names)
+
+
+@pytest.mark.newest_torch
+def test_every_integration_is_in_the_reference() -> None:
+    """By the sources: their clients need not be here."""
+    for source in sorted((ROOT / "python" / "fp8rs" / "integrations").glob("[a-z]*.py")):
+        tree = ast.parse(source.read_text())
+        defined = (ast.FunctionDef, ast.ClassDef)
+        public = [n.name for n in tree.body if isinstance(n, defined) and n.name[0] != "_"]
+        named = {n.rpartition(".")[2] for n in documented() if f".{source.stem}." in n}
+        assert set(public) & named, source
+        assert set(public) - named <= NOT_FOR_USERS, source
 
 
 @pytest.mark.newest_torch

@@ -34,7 +34,8 @@ class Float8Callback(Callback):
             and have linear layers: the module whose ``forward`` a training step calls. Not the
             LightningModule itself: its ``forward`` does not run in training, and the converted
             layers are told of a forward by that of the module that was converted.
-        filter_fqns, enable_fsdp_float8_all_gather: see ``convert_to_float8_training``.
+        filter_fqns: see ``convert_to_float8_training``.
+        enable_fsdp_float8_all_gather: see there.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ class AdamW(Optimizer):
         seed: of the random numbers, 64 bits. All ranks must have the same.
 
     A ``torch.amp.GradScaler`` hands over its scale and what it found: a step that it skips changes
-    no byte but nothing is unscaled in ``.grad``.
+    no byte. Nothing is unscaled in ``.grad``.
 
     Raises:
         TypeError, ValueError: an argument is none of those; at a step, a gradient does not fit its
