@@ -308,11 +308,8 @@ def test_demo_shows_progress_a_table_and_a_plot(demo_run: Run) -> None:
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.newest_torch
-@pytest.mark.parametrize(
-    "recipe",
-    ["block", *(pytest.param(r, marks=pytest.mark.long) for r in ("delayed", "rowwise", "mxfp8"))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block", "mxfp8"])
 def test_demo_takes_every_recipe(recipe: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     done = demo("--device", "cpu", "--recipe", recipe, "--steps", "3", "--json", str(path))
@@ -326,7 +323,7 @@ def test_demo_takes_every_recipe(recipe: str, tmp_path: Path) -> None:
 AT_REST = [
     pytest.param(
         *("delayed", ["--no-masters", "--state-dtype", "bf16"], 1.0, 4.0),
-        marks=pytest.mark.newest_torch,
+        marks=pytest.mark.long,
     ),
     pytest.param("mxfp8", [], 1 + 1 / 1024, 12.0),
 ]

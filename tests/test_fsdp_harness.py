@@ -8,6 +8,7 @@ from torch import distributed as dist
 
 from distributed import ranks
 from distributed.pool import RankFailure, pool
+from distributed.ranks import SECONDS
 
 
 @ranks(1, 2, 4)
@@ -23,7 +24,7 @@ def name_itself(rig, value):
 
 @pytest.mark.parametrize("value", [3, "four"])
 def test_arguments_reach_the_ranks_and_results_come_back_by_rank(value):
-    results = pool().run(__name__, "name_itself", 2, "cpu", {"value": value}, seconds=20)
+    results = pool().run(__name__, "name_itself", 2, "cpu", {"value": value}, SECONDS)
     assert results == [(0, 2, value), (1, 2, value)]
 
 
@@ -53,9 +54,9 @@ def hang_on_rank_0(rig):
 
 def test_a_failing_rank_is_reported_with_its_traceback():
     with pytest.raises(RankFailure, match=r"(?s)rank \[1\].*fail_on_rank_1.*the reason"):
-        pool().run(__name__, "fail_on_rank_1", 2, "cpu", {}, seconds=20)
+        pool().run(__name__, "fail_on_rank_1", 2, "cpu", {}, SECONDS)
 
 
 def test_a_hang_is_reported_with_the_stacks():
     with pytest.raises(RankFailure, match=r"(?s)hung.*rank 0 is at.*hang_on_rank_0"):
-        pool().run(__name__, "hang_on_rank_0", 2, "cpu", {}, seconds=2)
+        pool().run(__name__, "hang_on_rank_0", 2, "cpu", {}, seconds=5)

@@ -16,6 +16,7 @@ import importlib
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -69,18 +70,23 @@ class RankFailure(AssertionError):
     """A case failed on one or more ranks; the message holds their tracebacks."""
 
 
-def serve(rank: int, pipe: Connection, paths: list[str], log: str) -> None:
-    """A worker's life: take cases from the pipe until it closes."""
+def serve(rank: int, pipe: Connection, paths: list[str], log: str, port: int) -> None:
+    """A worker's life: take cases from the pipe until it closes. Ranks meet at the port."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("RAYON_NUM_THREADS", "1")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic algorithms
     stderr = open(log, "w", buffering=1)  # noqa: SIM115 - lives as long as the process
     faulthandler.register(signal.SIGUSR1, file=stderr, all_threads=True)
     sys.path[:] = paths
+    # Else gloo resolves the host's own name, for which some machines ask others.
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
+    from torch.distributed import TCPStore
 
     warnings.filterwarnings("error", module="fp8rs")
     torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port)
     pipe.send("ready")
     while True:
         try:
@@ -88,18 +94,19 @@ def serve(rank: int, pipe: Connection, paths: list[str], log: str) -> None:
         except (EOFError, OSError):
             return
         try:
-            pipe.send((True, run_case(rank, *case)))
+            pipe.send((True, run_case(rank, store, *case)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
 
 
 def run_case(
     rank: int,
+    store: Any,
+    number: int,
     module: str,
     name: str,
     world_size: int,
     device_type: str,
-    rendezvous: str,
     arguments: dict[str, Any],
 ) -> Any:
     """Run one case on this rank, in process groups that live as long as it does."""
@@ -115,7 +122,7 @@ def run_case(
         options["device_id"] = rig.device
     dist.init_process_group(
         "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl",
-        init_method=f"file://{rendezvous}",
+        store=dist.PrefixStore(f"case {number}", store),
         rank=rank,
         world_size=world_size,
         **options,
@@ -142,18 +149,25 @@ class Pool:
         self.folder = tempfile.TemporaryDirectory(prefix="fp8rs-ranks-")
         self.workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
         self.cases = 0
+        self.store: Any = None
         atexit.register(self.stop)
 
     def start(self) -> None:
         """Start the workers if none run."""
         if self.workers:
             return
+        from torch.distributed import TCPStore
+
+        # Its server runs here, beside the tests.
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed.fsdp"])
         for rank in range(WORKERS):
             here, there = context.Pipe()
             process = context.Process(
-                target=serve, args=(rank, there, list(sys.path), str(self.log(rank))), daemon=True
+                target=serve,
+                args=(rank, there, list(sys.path), str(self.log(rank)), self.store.port),
+                daemon=True,
             )
             process.start()
             there.close()
@@ -192,10 +206,9 @@ class Pool:
         """
         self.start()
         self.cases += 1
-        rendezvous = Path(self.folder.name) / f"rendezvous{self.cases}"
         workers = self.workers[:world_size]
         for _, pipe in workers:
-            pipe.send((module, name, world_size, device_type, str(rendezvous), arguments))
+            pipe.send((self.cases, module, name, world_size, device_type, arguments))
         died = False
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
@@ -206,8 +219,9 @@ class Pool:
             if not ready:
                 stacks = self.stacks(sorted(pending.values()))
                 self.stop()
-                head = report(failures) if failures else ""
-                raise RankFailure(f"{name} hung for {seconds:.0f} s\n{head}{stacks}")
+                if failures:
+                    raise RankFailure(f"{report(failures)}{stacks}")
+                raise RankFailure(f"{name} hung for {seconds:.0f} s\n{stacks}")
             for pipe in ready:
                 rank = pending.pop(pipe)
                 try:
@@ -221,7 +235,6 @@ class Pool:
                     failures[rank] = value
                     # Peers may wait for this rank in a collective: do not wait long for them.
                     deadline = min(deadline, time.monotonic() + 3)
-        rendezvous.unlink(missing_ok=True)
         if died:
             self.stop()
         if failures:
