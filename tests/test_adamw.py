@@ -385,6 +385,18 @@ def test_masters_follow_what_others_write(kind, stochastic):
 
 
 @each_parameter
+def test_masters_follow_what_is_written_after_they_were_loaded(kind):
+    weight = parameter(PARAMETERS[kind](normal((140, 150), 1)))
+    optimizer = AdamW([weight], lr=0.0)
+    train(optimizer, 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    with torch.no_grad():
+        weight.copy_(torch.full((140, 150), 3.0))
+    train(optimizer, 1)
+    assert ((optimizer.state[weight]["master"] - 3).abs() <= 3 / 16).all()
+
+
+@each_parameter
 @each_rounding
 def test_masters_stay_where_weights_are_exchanged_and_come_back(kind, stochastic):
     """As in an evaluation with averaged weights: no byte of the training knows of it.
@@ -613,6 +625,69 @@ def test_a_skipped_step_keeps_codes_whose_scales_are_not_their_maxima(name, devi
     before = bytes_of(weight)
     train(optimizer, 1)
     assert_same(bytes_of(weight), before)
+
+
+@pytest.mark.parametrize("name", ["1x32", "1x128"])
+def test_a_skipped_step_rounds_no_master_anew(name):
+    weight = parameter(QUANTIZERS[name](E4M3, "cpu")(normal((70, 36), 1)))
+    optimizer = AdamW([weight], stochastic_rounding=True)
+    train(optimizer, 1)
+    before = everything(optimizer)
+    optimizer.found_inf = torch.ones(1)
+    train(optimizer, 1)
+    assert_same(everything(optimizer), before)
+
+
+@each_quantizer
+def test_masters_are_rounded_stochastically_where_that_is_asked_for(name):
+    """Of values that lie between two codes some go up and some down."""
+    weight = parameter(QUANTIZERS[name](E4M3, "cpu")(torch.ones(64, 128)))
+    weight.detach()[:, ::32].fill_(4.0)  # which makes the scales, in every format
+    optimizer = AdamW([weight], lr=1 / 32, weight_decay=0, stochastic_rounding=True)
+    weight.grad = torch.ones(64, 128) * (torch.arange(128) % 32 != 0)
+    optimizer.step()
+    moved = weight.detach().dequantize()[:, 1:32]
+    assert optimizer.state[weight]["master"][:, 1:32].unique().numel() == 1
+    assert moved.unique().numel() == 2
+
+
+def test_groups_have_options_of_their_own_which_are_checked():
+    first, second = (parameter(torch.ones(4).bfloat16()) for _ in range(2))
+    optimizer = AdamW([{"params": [first], "state_dtype": torch.bfloat16}])
+    optimizer.add_param_group({"params": [second], "master_weights": False, "lr": 0.5})
+    train(optimizer, 1)
+    assert optimizer.state[first]["exp_avg"].dtype == torch.bfloat16
+    assert optimizer.state[second]["exp_avg"].dtype == torch.float32
+    assert "master" in optimizer.state[first] and "master" not in optimizer.state[second]
+    for option, error in (
+        ({"betas": (0.9, 1.5)}, ValueError),
+        ({"lr": -1.0}, ValueError),
+        ({"state_dtype": torch.float16}, TypeError),
+    ):
+        with pytest.raises(error, match=next(iter(option))):
+            optimizer.add_param_group({"params": [parameter(torch.ones(2))], **option})
+    assert len(optimizer.param_groups) == 2
+
+
+def test_hooks_see_and_change_the_state_that_is_loaded():
+    weight = parameter(normal((8, 4), 1).bfloat16())
+    optimizer = AdamW([weight])
+    train(optimizer, 1)
+    saved = optimizer.state_dict()
+    seen = []
+
+    def halve(_, state_dict):
+        state = {k: {**v, "exp_avg": v["exp_avg"] / 2} for k, v in state_dict["state"].items()}
+        return {**state_dict, "state": state}
+
+    optimizer.register_load_state_dict_pre_hook(halve)
+    optimizer.register_load_state_dict_post_hook(
+        lambda o: seen.append(o.state[weight]["exp_avg"].clone())
+    )
+    wanted = optimizer.state[weight]["exp_avg"] / 2
+    optimizer.load_state_dict(saved)
+    assert torch.equal(optimizer.state[weight]["exp_avg"], wanted)
+    assert torch.equal(seen[0], wanted)
 
 
 def test_schedulers_clipping_and_closures_work():

@@ -102,6 +102,77 @@ def test_steps_are_those_of_the_whole_model(rig, hidden, recipe, masters):
 @ranks(2)
 @shardings
 @recipes
+@kinds
+def test_a_step_while_weights_are_gathered_is_as_any_other(rig, hidden, recipe, masters):
+    """After an evaluation between backward and step: FSDP2 leaves the root's weights whole."""
+    found = []
+    for evaluates in (False, True):
+        model = shard(make_fp8(hidden, recipe, rig), rig)
+        optimizer = AdamW(model.parameters(), lr=1e-2, master_weights=masters)
+        for n in range(3):
+            model(batch(rig, n)).square().mean().backward()
+            if evaluates:
+                with torch.no_grad():
+                    model.eval()(batch(rig, 9))
+                model.train()
+                assert not isinstance(model.head.weight, DTensor)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([whole_values(model), model(batch(rig, 9)).detach()])
+    (wanted, output), (got, same) = found
+    assert same_bytes(same, output)
+    for name, value in wanted.items():
+        assert same_bytes(got[name], value), name
+
+
+WRITES = {
+    "parameter": lambda p, name, model: p.fill_(3.0),
+    "local tensor": lambda p, name, model: p.to_local().fill_(3.0),
+    "data": lambda p, name, model: p.data.fill_(3.0),
+    "state dict": lambda p, name, model: model.state_dict()[name].fill_(3.0),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("way", list(WRITES))
+@pytest.mark.parametrize("fp8_weights", [True, False], ids=["FP8 weights", "bf16"])
+def test_masters_follow_what_is_written_to_shards(rig, way, fp8_weights):
+    """But for what is written into a state dict of plain tensors, which tell nobody."""
+    model = make(EVEN, device=rig.device, dtype=torch.bfloat16, fp8_weights=fp8_weights)
+    shard(model, rig)
+    optimizer = AdamW(model.parameters(), lr=0.0)
+    step(model, optimizer, rig, 0)
+    names = [f"{name}.weight" for name in linears(model)]
+    for name, parameter in model.named_parameters():
+        if name in names:
+            with torch.no_grad():
+                WRITES[way](parameter, name, model)
+    step(model, optimizer, rig, 1)
+    for name in names:
+        master = optimizer.state[model.get_parameter(name)]["master"].full_tensor()
+        followed = ((master - 3).abs() <= 3 / 16).all()
+        assert followed == (fp8_weights or way != "state dict"), name
+
+
+@ranks(2)
+@kinds
+def test_larger_weights_that_are_loaded_are_not_cut_to_the_scales_before(rig, masters):
+    """By delayed scaling: also where a step of the optimizer comes before the next forward."""
+    model, other = (shard(make_fp8("even", "delayed", rig), rig) for _ in range(2))
+    with torch.no_grad():
+        for layer in linears(model).values():
+            layer.weight.mul_(4)
+    optimizer = AdamW(other.parameters(), lr=0.0, master_weights=masters)
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    set_gradients(other, rig, 0)
+    optimizer.step()
+    for name, value in whole_values(model).items():
+        assert torch.allclose(whole_values(other)[name], value, rtol=2**-3, atol=1e-3), name
+
+
+@ranks(2)
+@shardings
+@recipes
 @pytest.mark.parametrize("first", ["weights", "masters"])
 def test_a_checkpoint_is_loaded_in_either_order(rig, hidden, recipe, first):
     """Masters follow weights that they do not round to, and those of a checkpoint do."""

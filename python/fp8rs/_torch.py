@@ -167,6 +167,14 @@ def fsdp_place(fsdp_param: Any) -> tuple[Any, str, Any]:
     return place.module, place.param_name, fsdp_param.sharded_param
 
 
+def sharded_parameters(root: Any) -> list[Any]:
+    """What FSDP2 has sharded below ``root``, whatever stands in the modules at the moment."""
+    from torch.distributed.fsdp import FSDPModule
+
+    groups = (fsdp_param_groups(m) for m in root.modules() if isinstance(m, FSDPModule))
+    return [p.sharded_param for of in groups for group in of for p in group.fsdp_params]
+
+
 def reduces_in_stored_dtype() -> bool:
     """Whether FSDP2 without a ``reduce_dtype`` reduces gradients in the parameters' own dtype.
 

@@ -103,6 +103,20 @@ class Weight:
         elif state.fsdp is not None:
             state.fsdp.shared = False
 
+    def reshard(self) -> None:
+        """Have modules hold their shards again, where FSDP2 has this weight whole in its place.
+
+        What it has gathered is from before a write that is about to come.
+        """
+        if hasattr(self.parameter, "_local_tensor"):
+            return
+        from torch.distributed.fsdp import FSDPModule
+
+        root = self.state.root
+        for part in () if root is None else root.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
     def forget_init(self) -> None:
         """Free the values from before the first rounding, and keep no others."""
         self.init_value, self.keep_init = None, False

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8rs._torch import in_backward, is_view_of_flat_parameter
+from fp8rs._torch import in_backward, is_view_of_flat_parameter, sharded_parameters
 from fp8rs.quantize.quantizers import reduce_amax_
 from fp8rs.quantize.recipes import DelayedScaling, Recipe, resolve_recipe
 from fp8rs.quantize.spec import quant_spec
@@ -222,7 +222,8 @@ class ModelState:
         """Whether a parameter of this model is among those of these ids."""
         root = self.root
         if root is not None:
-            return any(id(p) in parameters for p in root.parameters())
+            # FSDP2 has whole parameters in the place of those that an optimizer has, for a while.
+            return any(id(p) in parameters for p in (*root.parameters(), *sharded_parameters(root)))
         layers = (layer for layer in self.layers() if layer is not None)
         return any(id(p) in parameters for layer in layers for p in layer.parameters())
 

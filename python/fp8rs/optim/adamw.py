@@ -82,26 +82,8 @@ class AdamW(Optimizer):
         stochastic_rounding: bool | None = None,
         seed: int = 0,
     ) -> None:
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError(f"lr is a tensor of shape {tuple(lr.shape)}; it must have one element")
-        for name, value, works in (
-            # Of a tensor on a device nothing is read.
-            ("lr", lr, isinstance(lr, Tensor) or 0 <= lr < float("inf")),
-            ("eps", eps, 0 <= eps < float("inf")),
-            ("weight_decay", weight_decay, 0 <= weight_decay < float("inf")),
-        ):
-            if not works:
-                raise ValueError(f"{name} is {value}; it must be finite and at least 0")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas is {betas}; it must be two numbers, at least 0 and below 1")
-        if state_dtype not in STATE_DTYPES:
-            raise TypeError(
-                f"state_dtype is {state_dtype}; it must be torch.float32 or torch.bfloat16"
-            )
-        if not -(2**63) <= seed < 2**64:
-            raise ValueError(f"seed is {seed}; it must be of 64 bits")
         #: Of parameters with masters, which of their writes was the last to reach those.
-        self._followed: dict[Tensor, tuple[int, int]] = {}
+        self._followed: dict[Tensor, tuple[int, int, int]] = {}
         super().__init__(
             params,
             {
@@ -111,13 +93,23 @@ class AdamW(Optimizer):
                 "weight_decay": weight_decay,
                 "maximize": maximize,
                 "capturable": capturable,
-                # A name: tools that gather state dicts take no dtypes.
-                "state_dtype": str(state_dtype).removeprefix("torch."),
+                "state_dtype": state_dtype,
                 "master_weights": master_weights,
                 "stochastic_rounding": stochastic_rounding,
                 "seed": seed,
             },
         )
+        self.defaults["state_dtype"] = name_of(state_dtype)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As ``torch.optim``'s; the group may have any of the constructor's options.
+
+        Raises:
+            TypeError, ValueError: as the constructor.
+        """
+        group = {**self.defaults, **param_group}
+        check_options(group)
+        super().add_param_group({**param_group, "state_dtype": name_of(group["state_dtype"])})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -138,6 +130,7 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        weights.prepare([p for group in self.param_groups for p in group["params"]])
         steps: dict[torch.device, Step] = {}
         items: list[Item] = []
         index = 0
@@ -229,9 +222,28 @@ class AdamW(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ``torch.optim``'s, but moments and masters keep the dtypes that they were saved in.
 
-        Masters are taken as they are, whatever the parameters are at the moment.
+        Masters are taken as they are, whatever the parameters are at the moment; what is written to
+        these afterwards they follow.
         """
-        super().load_state_dict(state_dict)
+        loaded: list[dict[str, Any]] = []
+
+        def last(_: Optimizer, state_dict: dict[str, Any]) -> None:
+            loaded.append(state_dict)  # as other hooks have left it
+
+        def first(_: Optimizer) -> None:
+            self._take_state(loaded[-1])
+
+        hooks = (
+            self.register_load_state_dict_pre_hook(last),
+            self.register_load_state_dict_post_hook(first, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _take_state(self, state_dict: dict[str, Any]) -> None:
         self._followed = {}
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         own = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -243,6 +255,33 @@ class AdamW(Optimizer):
                     else value
                     for name, value in state_dict["state"][key].items()
                 }
+                if "master" in self.state[param]:
+                    self._followed[param] = weights.writes(param)
+
+
+def name_of(dtype: torch.dtype | str) -> str:
+    """A dtype's name: tools that gather state dicts take no dtypes."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_options(group: dict[str, Any]) -> None:
+    """Raise for what no group can have."""
+    lr, betas, seed = group["lr"], group["betas"], group["seed"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr is a tensor of shape {tuple(lr.shape)}; it must have one element")
+    for name in ("lr", "eps", "weight_decay"):
+        value = group[name]
+        # Of a tensor on a device nothing is read.
+        if not (name == "lr" and isinstance(lr, Tensor)) and not 0 <= value < float("inf"):
+            raise ValueError(f"{name} is {value}; it must be finite and at least 0")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas is {betas}; it must be two numbers, at least 0 and below 1")
+    if name_of(group["state_dtype"]) not in map(name_of, STATE_DTYPES):
+        raise TypeError(
+            f"state_dtype is {group['state_dtype']}; it must be torch.float32 or torch.bfloat16"
+        )
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed is {seed}; it must be of 64 bits")
 
 
 def checked(param: Tensor) -> tuple[Tensor, Tensor]:

@@ -193,6 +193,8 @@ class Step:
         """Take a parameter in; nothing is computed."""
         weight, master = item.weight, item.master
         how = kind(item.param, weight)
+        if how == "current" and master is not None and options.seed is not None:
+            how = "other"  # masters are cast by what rounds to nearest
         if how in ("current", "known"):
             assert isinstance(weight, QuantizedTensor)
             entries = self._current if how == "current" else self._known
@@ -262,7 +264,7 @@ class Step:
         before = [
             (options.found_inf, t, t.clone())
             for options, item, _ in self._other
-            if options.found_inf is not None and item.master is None
+            if options.found_inf is not None
             for t in weights.stored(item.param)
         ]
         weights.write_all_(
@@ -271,7 +273,7 @@ class Step:
         for options, item, values in self._other:
             if options.seed is not None:
                 weights.round_(item.param, values, options.seed, item.index, item.step)
-        # A skipped step has written what the codes said, whose scale may come out an ulp away.
+        # A skipped step has written what the codes or the masters say, rounded anew.
         for found_inf, t, old in before:
             t.copy_(torch.where(found_inf.view(()) != 0, old, t))
 

@@ -43,6 +43,19 @@ def shards(param: Tensor) -> Any:
     return None if of is None else of.shards
 
 
+def prepare(params: Sequence[Tensor]) -> None:
+    """Have modules hold the shards that a step is to write, with scales that all ranks agree on."""
+    found: dict[int, Any] = {}
+    for param in params:
+        of = owner(param) if hasattr(param, "_local_tensor") else None
+        if of is not None:
+            of.reshard()
+            if of.unagreed:
+                found[id(of.shards)] = of.shards
+    for sharded in found.values():
+        sharded.agree()
+
+
 def plane(weight: QuantizedTensor) -> Plane:
     """The rowwise plane of a local part, which may be empty."""
     row = weight.rowwise
@@ -214,10 +227,16 @@ def round_(param: Tensor, values: Tensor, seed: int, stream: int, step: Tensor) 
         col.matrix.copy_(stochastic.encode(col, values.t(), numbers.t()))
 
 
-def writes(param: Tensor) -> tuple[int, int]:
-    """What every write to a parameter changes, whoever makes it."""
-    of = owner(param)
-    return param._version, 0 if of is None else of.writes
+def writes(param: Tensor) -> tuple[int, int, int]:
+    """What every write to a parameter changes, whoever makes it.
+
+    But for those that nothing tells of: through ``.data`` of a plain parameter, or into the plain
+    tensors of a state dict.
+    """
+    part: Any = local(param)
+    of = owner(param) or getattr(part, "_weight", None)  # of FP8 weights, of master weights
+    plain: Tensor = getattr(part, "shard", part)
+    return param._version, plain._version, 0 if of is None else of.writes
 
 
 def follow(param: Tensor, master: Tensor, stochastically: bool) -> None:

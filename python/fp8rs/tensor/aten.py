@@ -193,6 +193,15 @@ def classify(func: Any) -> Handler:
     return each_member if name.startswith("_foreach") else dequantized_call
 
 
+@implements(aten.erfinv_.default)
+def _erfinv_(func: Any, t: QuantizedTensor) -> Any:
+    raise NotImplementedError(
+        "erfinv_ of a quantized tensor: it would turn numbers that were rounded to the ends of "
+        "(-1, 1) to infinity. Older torch's nn.init.trunc_normal_ does that: draw into a plain "
+        "tensor and copy_() it, or initialize before converting"
+    )
+
+
 #: What gives a tensor another shape or storage in place, beside what torch tags so.
 _RESHAPING = ("set_", "resize_", "resize_as_", "_resize_output_", "as_strided_", "set_data")
 

@@ -45,10 +45,12 @@ class Owner(Protocol):
     Attributes:
         init_value: the values before the first rounding, on the CPU, where they are kept.
         writes: how many times the planes were written.
+        unagreed: scales that shards share may differ between ranks.
     """
 
     init_value: Tensor | None
     writes: int
+    unagreed: bool
 
     def write(self, tensor: QuantizedTensor, values: Tensor) -> bool:
         """``values`` are about to be written; True if they have been, with other ranks' shards.
@@ -67,6 +69,9 @@ class Owner(Protocol):
 
     def wrote(self, agreed: bool = False) -> None:
         """Codes or scales have been written; ``agreed``: with the scales of all ranks."""
+
+    def reshard(self) -> None:
+        """Have modules hold their shards, where a sharded weight is there whole."""
 
     def forget_init(self) -> None:
         """Free the values from before the first rounding, and keep no others."""
@@ -94,6 +99,9 @@ class Shards(Protocol):
 
     def write_all(self, weights: Sequence[Any], values: Sequence[Tensor]) -> None:
         """Quantize values into whole shards, as those of the whole weights."""
+
+    def agree(self) -> None:
+        """Have the scales of all weights agree."""
 
 
 class Store:

@@ -63,8 +63,8 @@ def encode(plane: Plane, values: Tensor, numbers: Tensor | float) -> Tensor:
 def is_of(plane: Plane, values: Tensor, stochastic: bool) -> Tensor:
     """Where a plane's codes are those of ``values``: to nearest, or one of the two around them.
 
-    What is beyond the largest code is of it up to the next power of two, which is what scales that
-    are rounded down leave out.
+    What is beyond the largest code is of it by half a step at most; in microscaled formats up to
+    the next power of two, which is what scales that are rounded down leave out.
     """
     codes = plane.matrix.view(torch.uint8)
     dtype = plane.data.dtype
@@ -75,7 +75,11 @@ def is_of(plane: Plane, values: Tensor, stochastic: bool) -> Tensor:
         same = (codes == down) | (codes == up)
     else:
         same = codes == scaled.clamp(-largest, largest).to(dtype).view(torch.uint8)
-    return same & (scaled.abs() < 2.0 ** math.ceil(math.log2(largest)))
+    exponent = math.floor(math.log2(largest))
+    beyond = 2.0 ** (exponent + 1)
+    if not plane.format.microscaled:
+        beyond = largest + 2.0 ** (exponent - _SIZES[dtype][0] - 1)
+    return same & (scaled.abs() < beyond)
 
 
 def _spread(plane: Plane) -> Tensor:
