@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fp8rs
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import (
+    ADAMWS,
     EMPTY,
     EVEN,
     RECIPES,
@@ -107,6 +109,42 @@ def test_memory_is_what_a_step_leaves(rig, recipe):
         states = [s for p in model.parameters() for s in optimizer.state[p].values()]
         held = sum(s._local_tensor.nbytes for s in states if s.dim())
         assert held == planned.optimizer
+
+
+@ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", [*RECIPES])
+def test_memory_of_fp8_weights_is_what_a_step_leaves(rig, recipe, dtype):
+    """Codes and scales, gradients and states, with masters and without."""
+    plain = make(UNEVEN, recipe=None, dtype=dtype)
+    for name, options in ADAMWS.items():
+        given = {"recipe": RECIPES[recipe], "fp8_weights": True}
+        planned = fp8rs.report(plain, world_size=2, optimizer=name, **given)
+        model = make(UNEVEN, device=rig.device, dtype=dtype, **given)
+        shard(model, rig, mp_policy=BF16)
+        optimizer = fp8rs.optim.AdamW(model.parameters(), **options)
+        model(batch(rig)).float().square().mean().backward()
+        optimizer.step()
+        assert fp8rs.report(model, optimizer=name) == planned
+        assert planned.memory.codes == 0
+        grads = [p.grad._local_tensor for p in model.parameters()]
+        assert storages(grads) == planned.memory.gradients
+        # Cut blocks have a scale on each rank that has a part: a plan is of the largest shards.
+        held = torch.tensor([stored(p._local_tensor) for p in model.parameters()])
+        dist.all_reduce(held, dist.ReduceOp.MAX)
+        assert held.sum() == planned.memory.parameters
+        if rig.rank == 0:
+            states = [s for p in model.parameters() for s in optimizer.state[p].values()]
+            kept = sum(s._local_tensor.nbytes for s in states if s.dim())
+            assert kept == planned.memory.optimizer
+
+
+def stored(local):
+    """Bytes of a shard's storages: of codes and scales where it is FP8 at rest."""
+    if not isinstance(local, fp8rs.QuantizedTensor):
+        return storages([local.detach()])
+    planes = [p for p in (local._store.rowwise, local._store.columnwise) if p is not None]
+    return storages(t for p in planes for t in (p.data, p.scale))
 
 
 @ranks(2)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fp8rs
-from distributed.models import Stack
+from distributed.models import ADAMWS, RECIPES, Stack
 from fp8rs.__main__ import main
 
 
@@ -132,10 +132,81 @@ def test_memory_by_hand() -> None:
     at_rest = fp8rs.report(model, world_size=4, recipe="block", fp8_weights=True).memory
     assert at_rest.codes == 0
     assert at_rest.parameters == memory.codes + norm * 4 // 4
-    assert at_rest.gradients == weight * 2 // 4 + norm * 4 // 4
+    assert at_rest.gradients == memory.gradients
+    assert at_rest.optimizer == (weight * 12 + norm * 8) // 4
     assert fp8rs.report(model, world_size=4, optimizer=0.5).memory.optimizer == (
         memory.parameters // 2
     )
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("way", ["converted", "quantized_init"])
+def test_fp8_weights_are_seen_in_the_model(recipe: str, device: str, way: str) -> None:
+    """And with masters' layers beside them, each counts as what it is."""
+    options = {"recipe": RECIPES[recipe], "filter_fqns": ["head"]}
+    with torch.device(device):
+        if way == "quantized_init":
+            with fp8rs.quantized_init(**options):
+                model = Stack()
+        else:
+            model = fp8rs.convert_to_float8_training(Stack(), fp8_weights=True, **options)
+    planned = fp8rs.report(stack((64, 64)), fp8_weights=True, **options)
+    found = fp8rs.report(model, filter_fqns=["head"])
+    assert found == planned
+    assert found.memory.codes == 0
+    assert found.optimizer == "fp8rs-adamw"
+    masters = fp8rs.report(stack((64, 64)), optimizer="fp8rs-adamw", **options)
+    scales = 4 * 4 if recipe in ("current", "delayed") else 0
+    weights = 4 * 32 * 64 * 4 // 8
+    assert found.memory.parameters == (
+        masters.memory.parameters - weights + masters.memory.codes + scales
+    )
+    assert found.memory.gradients == masters.memory.gradients
+    assert found.memory_high_precision == masters.memory_high_precision
+
+    model.head.to_empty(device=device)
+    fp8rs.convert_to_float8_training(model.head, recipe=RECIPES[recipe])
+    mixed = fp8rs.report(model)
+    alone = fp8rs.report(stack((64, 64)).head, recipe=RECIPES[recipe], world_size=8)
+    assert mixed.memory.codes == alone.memory.codes > 0
+    assert mixed.memory.parameters == found.memory.parameters
+
+    for block in model.blocks:
+        block.requires_grad_(False)
+    frozen = fp8rs.report(model)
+    assert frozen.optimizer == "adamw"
+    assert frozen.memory.gradients == (32 * 32 + 32) * 4 // 8
+    assert frozen.memory.parameters == found.memory.parameters
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fp8_weights", [True, False])
+@pytest.mark.parametrize("name", [*ADAMWS, "adamw", "momentum"])
+def test_named_optimizers_keep_what_is_planned(
+    name: str, fp8_weights: bool, dtype: torch.dtype
+) -> None:
+    model = Stack().to(dtype)
+    fp8rs.convert_to_float8_training(model, fp8_weights=fp8_weights)
+    planned = fp8rs.report(model, world_size=1, optimizer=name)
+    if name in ADAMWS:
+        optimizer = fp8rs.optim.AdamW(model.parameters(), **ADAMWS[name])
+    elif name == "adamw":
+        optimizer = torch.optim.AdamW(model.parameters())
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.randn(16, 32, dtype=dtype)).square().mean().backward()
+    optimizer.step()
+    assert planned.memory.gradients == sum(p.grad.nbytes for p in model.parameters())
+    states = [s for state in optimizer.state.values() for s in state.values()]
+    assert planned.memory.optimizer == sum(s.nbytes for s in states if s.dim())
+
+
+def test_the_table_has_room_for_long_names() -> None:
+    text = str(fp8rs.report(stack(), optimizer="fp8rs-adamw-bf16-no-masters")).splitlines()
+    start = next(i for i, line in enumerate(text) if line.startswith("bytes of a rank"))
+    whole = len(text[start])
+    assert {len(line) for line in text[start:-1]} == {whole, whole - len("   ratio")}
 
 
 def test_frozen_parameters_have_no_gradients() -> None:
@@ -183,6 +254,11 @@ def test_one_rank_sends_nothing() -> None:
         ({"world_size": 2.0}, TypeError, "world_size must be an int, not 2.0"),
         ({"optimizer": "sophia"}, ValueError, "optimizer 'sophia' is not known"),
         ({"optimizer": -1}, ValueError, "optimizer must be finite and not negative"),
+        (
+            {"fp8_weights": True, "enable_fsdp_float8_all_gather": False},
+            ValueError,
+            "does not go with fp8_weights=True",
+        ),
         ({"optimizer": True}, TypeError, "optimizer must be a name or a number"),
         ({"link_bandwidth": 1e9}, ValueError, "gpu_flops must be given too"),
         ({"tokens": 8}, ValueError, "link_bandwidth and gpu_flops must be given too"),
@@ -249,6 +325,21 @@ def test_a_model_larger_than_memory_is_reported(
     printed = capsys.readouterr().out
     assert "recipe mxfp8; 64 ranks" in printed
     assert "with the FP8 gather" in printed
+
+
+def test_the_doctor_reports_on_fp8_weights(
+    script: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    arguments = ["doctor", f"{script}:huge", "--ranks", "64", "--weights", "fp8", "--json"]
+    optimizers = {"": 12, "fp8rs-adamw-no-masters": 8, "fp8rs-adamw-bf16-no-masters": 4}
+    for name, size in optimizers.items():
+        assert main([*arguments, *(["--optimizer", name] if name else [])]) == 0
+        memory = json.loads(capsys.readouterr().out)["memory"]
+        weight, bias = (1 << 40) // 64, (1 << 20) // 64
+        assert memory["parameters"] == weight + 4 + 4 * bias
+        assert memory["codes"] == 0
+        assert memory["optimizer"] == size * weight + min(size, 8) * bias
 
 
 @pytest.mark.parametrize(

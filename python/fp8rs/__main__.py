@@ -85,7 +85,18 @@ def _parser() -> argparse.ArgumentParser:
         help="leave out layers with this in their name (filter_fqns); may be repeated",
     )
     model.add_argument("--ranks", type=_positive, default=8, help="that shard it; default: 8")
-    model.add_argument("--optimizer", default="adamw", help="default: adamw")
+    model.add_argument(
+        "--weights",
+        choices=("fp8", "master"),
+        default="master",
+        help="what is stored of converted weights (fp8_weights); default: master",
+    )
+    model.add_argument(
+        "--optimizer",
+        metavar="NAME",
+        help="torch's adam, adamw, lion, momentum, muon or sgd; or fp8rs-adamw[-bf16][-no-masters]"
+        "; default: adamw, fp8rs-adamw where FP8 weights are trained",
+    )
     model.add_argument("--link", type=float, metavar="GB/S", help="what a rank takes in by link")
     model.add_argument("--tflops", type=float, help="what a GPU reaches in this model's GEMMs")
     model.add_argument("--tokens", type=_positive, help="a rank and step")
@@ -133,6 +144,7 @@ def _doctor_of_a_model(options: argparse.Namespace) -> int:
             filter_fqns=options.leave_out,
             world_size=options.ranks,
             optimizer=options.optimizer,
+            fp8_weights=options.weights == "fp8",
             link_bandwidth=None if options.link is None else options.link * 1e9,
             gpu_flops=None if options.tflops is None else options.tflops * 1e12,
             tokens=options.tokens,

@@ -58,6 +58,14 @@ RECIPES = {"current": "current", "delayed": "delayed", **BLOCKS}
 EVEN, UNEVEN, EMPTY = (64, 48), (50, 27), (5, 3)
 """Hidden sizes whose shards are even, uneven and partly empty on 2 and 4 ranks."""
 
+ADAMWS = {
+    "fp8rs-adamw": {},
+    "fp8rs-adamw-no-masters": {"master_weights": False},
+    "fp8rs-adamw-bf16": {"state_dtype": torch.bfloat16},
+    "fp8rs-adamw-bf16-no-masters": {"state_dtype": torch.bfloat16, "master_weights": False},
+}
+"""Arguments of fp8rs.optim.AdamW by the names that it has in a report."""
+
 
 def make(
     hidden: Iterable[int] = EVEN,

@@ -75,18 +75,15 @@ def convert_to_float8_training(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
-    recipe, enable_fsdp_float8_all_gather = settle(recipe, config, enable_fsdp_float8_all_gather)
+    recipe, enable_fsdp_float8_all_gather = settle(
+        recipe, config, enable_fsdp_float8_all_gather, fp8_weights
+    )
     if amax_reduction_group is not None and not isinstance(amax_reduction_group, ProcessGroup):
         raise TypeError(
             "amax_reduction_group must be a torch.distributed.ProcessGroup, "
             f"not {type(amax_reduction_group).__name__}"
         )
 
-    if fp8_weights and not enable_fsdp_float8_all_gather:
-        raise ValueError(
-            "enable_fsdp_float8_all_gather=False does not go with fp8_weights=True: there is no "
-            "high-precision weight to gather"
-        )
     if preserve_high_precision_init_val and not fp8_weights:
         raise ValueError(
             "preserve_high_precision_init_val=True is for fp8_weights=True: other weights keep "
@@ -125,12 +122,12 @@ def convert_to_float8_training(
     return module
 
 
-def settle(recipe: Any, config: Any, gather: bool | None) -> tuple[Recipe, bool]:
+def settle(recipe: Any, config: Any, gather: bool | None, fp8_weights: bool) -> tuple[Recipe, bool]:
     """The recipe, and whether weights are quantized before they are gathered.
 
     Args:
-        recipe, config, gather: what a caller gave as ``recipe``, ``config`` and
-            ``enable_fsdp_float8_all_gather``.
+        recipe, config, gather, fp8_weights: what a caller gave as ``recipe``, ``config``,
+            ``enable_fsdp_float8_all_gather`` and ``fp8_weights``.
 
     Raises:
         TypeError, ValueError: they are wrong or contradict each other.
@@ -144,11 +141,19 @@ def settle(recipe: Any, config: Any, gather: bool | None) -> tuple[Recipe, bool]
                 f"enable_fsdp_float8_all_gather={gather} contradicts "
                 f"config.enable_fsdp_float8_all_gather={said}: give one of them"
             )
-        return recipe, said
-    if is_te_recipe(recipe):
-        recipe = from_te_recipe(recipe)
-    refuse_high_precision_name(recipe)
-    return resolve_recipe("current" if recipe is None else recipe), gather is None or gather
+        gather = said
+    else:
+        if is_te_recipe(recipe):
+            recipe = from_te_recipe(recipe)
+        refuse_high_precision_name(recipe)
+        recipe = resolve_recipe("current" if recipe is None else recipe)
+        gather = gather is None or gather
+    if fp8_weights and not gather:
+        raise ValueError(
+            "enable_fsdp_float8_all_gather=False does not go with fp8_weights=True: there is no "
+            "high-precision weight to gather"
+        )
+    return recipe, gather
 
 
 def _report(root: nn.Module, recipe: Recipe, left: dict[str, str]) -> str:

@@ -14,15 +14,12 @@ from torch.distributed.tensor import DTensor
 from fp8rs.convert.convert import settle
 from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
 from fp8rs.fsdp.codec import Codec
-from fp8rs.fsdp.sizes import Group, Memory, groups_of, memory_of
+from fp8rs.fsdp.sizes import STATES, Group, Memory, States, groups_of, memory_of
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import Recipe, describe
 from fp8rs.quantize.spec import quant_spec
 
 __all__ = ["Gather", "Left", "Memory", "Report", "report"]
-
-#: Optimizers, and how many tensors of a parameter's size and dtype each keeps for it.
-STATES = {"adam": 2, "adamw": 2, "lion": 1, "muon": 1, "momentum": 1, "sgd": 0}
 
 #: The ranks of a report on a model that is not sharded, in a process that is not distributed.
 USUAL_RANKS = 8
@@ -80,7 +77,8 @@ class Report:
     Attributes:
         recipe: the recipe.
         world_size: ranks that shard the model. Replicas gather nothing.
-        param_dtype, reduce_dtype, optimizer: as given.
+        param_dtype, reduce_dtype: as given.
+        optimizer: as given, or which one it is by default.
         converted: names of the layers that are converted, or would be.
         converted_parameters: elements of their weights.
         parameters: elements of all parameters.
@@ -135,7 +133,7 @@ def report(
     reduce_dtype: torch.dtype | None = torch.float32,
     reshard_after_forward: bool | None = None,
     fsdp_unit_fn: Callable[[nn.Module, str], bool] | None = None,
-    optimizer: str | float = "adamw",
+    optimizer: str | float | None = None,
     fp8_weights: bool = False,
     link_bandwidth: float | None = None,
     gpu_flops: float | None = None,
@@ -163,11 +161,15 @@ def report(
         fsdp_unit_fn: called with each module and its name: whether ``fully_shard`` is called on
             it. By default on the classes that a transformers model names in ``_no_split_modules``,
             else on the members of each outermost nn.ModuleList; and on the root in any case.
-        optimizer: "adam", "adamw", "lion", "momentum" (SGD's), "muon", "sgd"; or how many tensors
-            of a parameter's size and dtype it keeps, such as 0.5 for two states of one byte each
-            and fp32 parameters.
-        fp8_weights: count the memory of converted weights that are stored as FP8 alone, without
-            master weights.
+        optimizer: torch's by "adam", "adamw", "lion", "momentum" (SGD's), "muon", "sgd";
+            ``fp8rs.optim.AdamW`` by "fp8rs-adamw" (8 bytes an element of fp32 moments, and 4 of a
+            master where the parameter is not plain fp32), "fp8rs-adamw-bf16" (4 of moments, and the
+            master), "fp8rs-adamw-no-masters" (8), "fp8rs-adamw-bf16-no-masters" (4); or how many
+            tensors of a parameter's size and dtype it keeps, such as 0.5 for two states of one byte
+            each and fp32 parameters. By default "fp8rs-adamw" where FP8 weights are trained, else
+            "adamw".
+        fp8_weights: count converted weights as stored in FP8 alone, without master weights. Those
+            of a model that has such weights already are counted so in any case.
         link_bandwidth: bytes a second that a rank takes in during an all-gather.
         gpu_flops: floating-point operations a second that a GPU reaches in this model's GEMMs.
         tokens: a rank and step, for the seconds in ``Report.gather``.
@@ -180,8 +182,7 @@ def report(
     layers = {n: m for n, m in model.named_modules() if isinstance(m, Float8Linear)}
     if recipe is None and config is None and layers:
         recipe = next(iter(layers.values())).recipe
-    recipe, fp8_gather = settle(recipe, config, enable_fsdp_float8_all_gather)
-    states = _states(optimizer)
+    recipe, fp8_gather = settle(recipe, config, enable_fsdp_float8_all_gather, fp8_weights)
     world_size = _ranks(world_size, model)
     selected = select(model, module_filter_fn, filter_fqns, recipe)
     chosen: dict[str, nn.Linear] = {
@@ -196,19 +197,22 @@ def report(
         for m in chosen.values()
         if (m._fp8_state.fp8_gather if isinstance(m, Float8Linear) else fp8_gather)
     }
-    both: list[tuple[list[Group], Memory]] = []
-    for which, at_rest in ((codecs, fp8_weights), ({}, False)):
-        groups = groups_of(
+    fp8, plain = (
+        groups_of(
             model,
             which,
             world_size=world_size,
             param_dtype=param_dtype,
             reshard_after_forward=reshard_after_forward,
             unit_fn=fsdp_unit_fn,
+            fp8_weights=fp8_weights,
         )
-        memory = memory_of(groups, reduce_dtype=reduce_dtype, states=states, fp8_weights=at_rest)
-        both.append((groups, memory))
-    (fp8, memory), (plain, plain_memory) = both
+        for which in (codecs, {})
+    )
+    if optimizer is None:
+        ours = any(p.at_rest and p.trained for group in fp8 for p in group.parameters)
+        optimizer = "fp8rs-adamw" if ours else "adamw"
+    states = _states(optimizer)
     return Report(
         recipe=recipe,
         world_size=world_size,
@@ -223,8 +227,8 @@ def report(
         gathered=_gathered(fp8),
         gathered_high_precision=_gathered(plain),
         scattered=sum(group.scattered_bytes(reduce_dtype) for group in fp8),
-        memory=memory,
-        memory_high_precision=plain_memory,
+        memory=memory_of(fp8, reduce_dtype=reduce_dtype, states=states),
+        memory_high_precision=memory_of(plain, reduce_dtype=reduce_dtype, states=states),
         gather=_gather(model, fp8, plain, reduce_dtype, link_bandwidth, gpu_flops, tokens),
     )
 
@@ -232,7 +236,7 @@ def report(
 # --- arguments -----------------------------------------------------------------------------------
 
 
-def _states(optimizer: str | float) -> float:
+def _states(optimizer: str | float) -> States:
     if isinstance(optimizer, str):
         try:
             return STATES[optimizer]
@@ -246,7 +250,7 @@ def _states(optimizer: str | float) -> float:
         raise TypeError(f"optimizer must be a name or a number, not {optimizer!r}")
     if not 0 <= optimizer < float("inf"):
         raise ValueError(f"optimizer must be finite and not negative, not {optimizer!r}")
-    return optimizer
+    return States(optimizer)
 
 
 def _ranks(world_size: int | None, model: nn.Module) -> int:
@@ -371,20 +375,24 @@ def _text(r: Report) -> str:
     for what, elements, names in rows:
         share = elements / max(r.parameters, 1)
         lines.append(f"  {what:<{width}}{elements:>18,}{share:>8.1%}  {names}".rstrip())
-    lines += ["", f"{'bytes of a rank':<42}{high:>14}{'FP8':>14}{'ratio':>8}"]
-    lines.append(_bytes("a step all-gathers", r.gathered_high_precision, r.gathered))
-    lines.append(_bytes("a step reduce-scatters", r.scattered, r.scattered))
     plain, fp8 = r.memory_high_precision, r.memory
-    lines += [
-        _bytes("memory", plain.total, fp8.total),
-        _bytes("  shards of parameters", plain.parameters, fp8.parameters),
-        _bytes("  their FP8 codes", plain.codes, fp8.codes),
-        _bytes("  gradients", plain.gradients, fp8.gradients),
-        _bytes(f"  optimizer states ({r.optimizer})", plain.optimizer, fp8.optimizer),
-        _bytes("  gathered: root and two largest units", plain.gathered, fp8.gathered),
-        _bytes("  gradients that are being reduced", plain.reduced, fp8.reduced),
-        f"Not counted: {NOT_COUNTED}.",
+    sizes = [
+        ("a step all-gathers", r.gathered_high_precision, r.gathered),
+        ("a step reduce-scatters", r.scattered, r.scattered),
+        ("memory", plain.total, fp8.total),
+        ("  shards of parameters", plain.parameters, fp8.parameters),
+        ("  their FP8 codes", plain.codes, fp8.codes),
+        ("  gradients", plain.gradients, fp8.gradients),
+        (f"  optimizer states ({r.optimizer})", plain.optimizer, fp8.optimizer),
+        ("  gathered: root and two largest units", plain.gathered, fp8.gathered),
+        ("  gradients that are being reduced", plain.reduced, fp8.reduced),
     ]
+    width = max(40, *(len(row[0]) for row in sizes))
+    lines += ["", f"{'bytes of a rank':<{width + 2}}{high:>14}{'FP8':>14}{'ratio':>8}"]
+    for what, before, after in sizes:
+        ratio = f"{after / before:>8.3f}" if before else ""
+        lines.append(f"  {what:<{width}}{_size(before):>14}{_size(after):>14}{ratio}")
+    lines.append(f"Not counted: {NOT_COUNTED}.")
     if r.gather is not None:
         g = r.gather
         lines += [
@@ -403,11 +411,6 @@ def _text(r: Report) -> str:
 
 def _dtype(dtype: torch.dtype | None) -> str:
     return "stored dtype" if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _bytes(what: str, plain: int, fp8: int) -> str:
-    ratio = f"{fp8 / plain:>8.3f}" if plain else ""
-    return f"  {what:<40}{_size(plain):>14}{_size(fp8):>14}{ratio}"
 
 
 def _size(size: int) -> str:

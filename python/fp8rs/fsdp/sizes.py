@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fp8rs._torch import fsdp_param_groups, fsdp_place, reduces_in_stored_dtype
+from fp8rs.tensor.quantized import QuantizedTensor
 
 from .codec import Codec
 from .placement import Placement, place
@@ -32,12 +33,14 @@ class Sharded:
         placement: of rank 0's shard, the longest.
         gathered_dtype: what FSDP2 gathers, and what its gradient has, where it has no codec.
         codec: of a weight that is quantized before it is gathered.
+        at_rest: whether the codes and scales of a weight with a codec are all that is stored.
     """
 
     parameter: nn.Parameter
     placement: Placement
     gathered_dtype: torch.dtype
     codec: Codec | None
+    at_rest: bool
 
     @property
     def trained(self) -> bool:
@@ -47,12 +50,23 @@ class Sharded:
     @property
     def shard_bytes(self) -> int:
         """Bytes of the stored shard."""
+        if self.codec is None or not self.at_rest:
+            return self.plain_bytes
+        format = self.codec.format
+        scale = format.scale_dtype.itemsize if format.per_tensor else 0  # which is not gathered
+        return self.codec.nbytes(self.placement) + scale
+
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of the shard in the parameter's dtype: FSDP2 leaves gradients of it in that."""
         return self.placement.padded_numel * self.parameter.dtype.itemsize
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of the shard's codes and scales; 0 without a codec."""
-        return 0 if self.codec is None else self.codec.nbytes(self.placement)
+        """Bytes of the codes and scales that are kept beside the stored shard."""
+        if self.codec is None or self.at_rest:
+            return 0
+        return self.codec.nbytes(self.placement)
 
     @property
     def gathered_bytes(self) -> int:
@@ -119,6 +133,7 @@ def groups_of(
     param_dtype: torch.dtype | None,
     reshard_after_forward: bool | None = None,
     unit_fn: UnitFn | None = None,
+    fp8_weights: bool = False,
 ) -> list[Group]:
     """The groups of a model: FSDP2's own where it is sharded, else those that are to be.
 
@@ -131,6 +146,7 @@ def groups_of(
             forward to the backward, and no others.
         unit_fn: called with each module and its name: whether ``fully_shard`` is called on it. By
             default on :func:`usual_units`. The root always is one.
+        fp8_weights: all weights with a codec are to be FP8 at rest, not only those that are.
     """
 
     def sharded(module: nn.Module, name: str, parameter: nn.Parameter) -> Sharded:
@@ -142,7 +158,9 @@ def groups_of(
         stored = parameter.dtype
         gathered = param_dtype if param_dtype and stored.is_floating_point else stored
         codec = codecs.get(id(module)) if name == "weight" else None
-        return Sharded(parameter, placement, gathered, codec)
+        local = getattr(parameter, "_local_tensor", parameter)
+        at_rest = codec is not None and (fp8_weights or isinstance(local, QuantizedTensor))
+        return Sharded(parameter, placement, gathered, codec, at_rest)
 
     groups = []
     for unit, parameters in _owned(root, unit_fn):
@@ -213,12 +231,48 @@ def _fsdp_groups(root: nn.Module) -> list[tuple[str, list[_Place]]]:
 
 
 @dataclass(frozen=True)
+class States:
+    """What an optimizer keeps for a parameter.
+
+    Attributes:
+        alike: how many tensors of its size and dtype; an FP8 weight's is that which it stands for.
+        own: bytes an element of tensors whose dtype is the optimizer's choice.
+        masters: whether there is an fp32 copy of all that is not plain fp32.
+    """
+
+    alike: float = 0
+    own: int = 0
+    masters: bool = False
+
+    def nbytes(self, p: Sharded) -> float:
+        """Bytes for a shard."""
+        exact = p.parameter.dtype == torch.float32 and not p.at_rest
+        own = self.own + (4 if self.masters and not exact else 0)
+        return self.alike * p.plain_bytes + own * p.placement.padded_numel
+
+
+#: torch's optimizers, and fp8rs.optim.AdamW by its ``state_dtype`` and ``master_weights``.
+STATES = {
+    "adam": States(2),
+    "adamw": States(2),
+    "lion": States(1),
+    "muon": States(1),
+    "momentum": States(1),
+    "sgd": States(),
+    "fp8rs-adamw": States(own=8, masters=True),
+    "fp8rs-adamw-bf16": States(own=4, masters=True),
+    "fp8rs-adamw-no-masters": States(own=8),
+    "fp8rs-adamw-bf16-no-masters": States(own=4),
+}
+
+
+@dataclass(frozen=True)
 class Memory:
     """What a rank needs for a model's parameters, in bytes.
 
     Attributes:
-        parameters: the shards, as they are stored.
-        codes: FP8 codes and scales of the shards, kept from a forward to the next.
+        parameters: the shards, as they are stored: of FP8 weights codes and scales.
+        codes: FP8 codes and scales beside masters, kept from a forward to the next.
         gradients: of the shards, in the dtype of the parameters.
         optimizer: its states.
         gathered: the root's group and the two largest others, of which one computes while the next
@@ -250,31 +304,23 @@ def memory_of(
     groups: Sequence[Group],
     *,
     reduce_dtype: torch.dtype | None,
-    states: float,
-    fp8_weights: bool = False,
+    states: States,
 ) -> Memory:
     """What a rank needs for groups.
 
     Args:
         groups: those of the model.
         reduce_dtype: the mixed-precision policy's.
-        states: how many tensors of a parameter's size and dtype the optimizer keeps for it.
-        fp8_weights: what is stored of weights with a codec are their codes and scales alone; their
-            gradients and states have the dtype that they are gathered for.
+        states: what the optimizer keeps.
     """
     parameters = codes = gradients = 0
     optimizer = 0.0
     for p in (p for group in groups for p in group.parameters):
-        shard = p.shard_bytes
-        if fp8_weights and p.codec is not None:
-            parameters += p.code_bytes
-            shard = p.placement.padded_numel * p.gathered_dtype.itemsize
-        else:
-            parameters += shard
-            codes += p.code_bytes
+        parameters += p.shard_bytes
+        codes += p.code_bytes
         if p.trained:
-            gradients += shard
-            optimizer += states * shard
+            gradients += p.plain_bytes
+            optimizer += states.nbytes(p)
     whole = {group.name: 0 for group in groups}
     for group in groups:
         whole[group.name] += group.whole_bytes
