@@ -258,11 +258,12 @@ def follow(param: Tensor, master: Tensor, stochastically: bool) -> None:
         return
     row, col = weight.planes
     values = master.view(matrix_shape(weight.shape))
+    saturates = known(param) or weight.format.microscaled
     if row is not None:
-        same = stochastic.is_of(row, values, stochastically)
+        same = stochastic.is_of(row, values, stochastically, saturates)
     else:
         assert col is not None
-        same = stochastic.is_of(col, values.t(), stochastically).t()
+        same = stochastic.is_of(col, values.t(), stochastically, saturates).t()
     master.copy_(torch.where(same.view(master.shape), master, weight.dequantize(torch.float32)))
 
 

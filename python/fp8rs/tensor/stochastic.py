@@ -60,11 +60,16 @@ def encode(plane: Plane, values: Tensor, numbers: Tensor | float) -> Tensor:
     return rounded.to(dtype)
 
 
-def is_of(plane: Plane, values: Tensor, stochastic: bool) -> Tensor:
+def is_of(plane: Plane, values: Tensor, stochastic: bool, saturates: bool) -> Tensor:
     """Where a plane's codes are those of ``values``: to nearest, or one of the two around them.
 
-    What is beyond the largest code is of it by half a step at most; in microscaled formats up to
-    the next power of two, which is what scales that are rounded down leave out.
+    Args:
+        plane: the codes.
+        values: fp32, the matrix of the plane.
+        stochastic: whether codes are rounded up or down at random.
+        saturates: whether scales may be too small for their values (those of delayed scaling, and
+            those that are rounded down). The largest code is then that of values up to the next
+            power of two, else of those that are half a step beyond it at most.
     """
     codes = plane.matrix.view(torch.uint8)
     dtype = plane.data.dtype
@@ -77,7 +82,7 @@ def is_of(plane: Plane, values: Tensor, stochastic: bool) -> Tensor:
         same = codes == scaled.clamp(-largest, largest).to(dtype).view(torch.uint8)
     exponent = math.floor(math.log2(largest))
     beyond = 2.0 ** (exponent + 1)
-    if not plane.format.microscaled:
+    if not saturates:
         beyond = largest + 2.0 ** (exponent - _SIZES[dtype][0] - 1)
     return same & (scaled.abs() < beyond)
 
