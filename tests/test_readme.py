@@ -38,11 +38,15 @@ def test_quick_start_trains(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_targets_and_files_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"(?:`|^    )make ([a-z-]+)", README, re.MULTILINE):
+    targets = re.findall(r"(?:`|^    )make ([a-z-]+)", README, re.MULTILINE)
+    links = re.findall(r"\]\(([^)#:]+)\)", README)
+    scripts = re.findall(r"python (benches/\S+)", README)
+    assert targets and links and scripts
+    for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-    for link in re.findall(r"\]\(([^)#:]+)\)", README):
+    for link in links:
         assert (ROOT / link).is_file(), link
-    for script in re.findall(r"python (benches/\S+)", README):
+    for script in scripts:
         assert (ROOT / script).is_file(), script
 
 
