@@ -78,9 +78,9 @@ def test_the_compile_tables_have_the_rows_of_the_tests(monkeypatch: pytest.Monke
     tests = "".join((ROOT / name).read_text() for name in tool.FILES)
     of_recipes = re.findall(r"^def (test_\w+)\(.*\brecipe\b", tests, re.MULTILINE)
     assert {name for _, name, _ in tool.ROWS} == set(of_recipes)
-    _, tables, _ = tool.split(tool.PAGE.read_text())
+    _, *tables = re.split(r"^### .+$", tool.PAGE.body(), flags=re.MULTILINE)
     assert tables
-    for table in tables.values():
+    for table in tables:
         head, _, *rows = tool.cells(table)
         assert [row[0] for row in rows] == [text for text, _, _ in tool.ROWS]
         assert all(len(row) == len(head) for row in rows)
