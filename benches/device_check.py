@@ -281,7 +281,7 @@ def run(command: list[str], seconds: float, **environment: str) -> tuple[int, st
 
 
 def tests(device: str) -> dict[str, Any]:
-    # This machine's pytest may lack plugins that the project's settings name.
+    # A GPU machine's pytest may lack plugins that the project's settings name.
     base = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-o", "filterwarnings=default"]
     base += ["-p", "no:cacheprovider", "--tb=short"]
     files = ["tests/test_cuda_launches.py", "tests/test_blocks_cuda.py"]

@@ -1,5 +1,6 @@
 """fp8rs.nn.Linear with a scale for each row or block, against the same rounding in plain torch."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from fp8rs.gemm.table import scaled_mm
 from fp8rs.nn.registry import ModelState
 from fp8rs.quantize.recipes import RECIPES
 from simulation import E4M3, E5M2, relative, tensor_core_error, tensor_core_sums
+from test_linear import Calls
 
 NAMES = ["rowwise", "block", "mxfp8"]
 every_recipe = pytest.mark.parametrize("name", NAMES)
@@ -140,7 +142,7 @@ def test_gradients_approximate_high_precision(device, name):
 
 @every_recipe
 def test_siblings_share_their_input(device, name):
-    """The second layer gets the first one's planes, and both gradients are those of one alone."""
+    """The second layer gets the first one's planes; gradients are those of each alone."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.Linear(64, 48)).to(device)
 
@@ -154,18 +156,20 @@ def test_siblings_share_their_input(device, name):
 
     two = fp8rs.convert_to_float8_training(Two(), recipe=name)
     x = data(device, 40, 64).requires_grad_()
-    two(x).backward()
+    with Calls() as calls:
+        loss = two(x)
+    assert calls.quantizations == 3, "two weights and one input"
+    loss.backward()
+    of_both = x.detach().clone().requires_grad_()
     for module in two.layers:
         alone = fp8rs.nn.Linear.from_linear(nn.Linear(64, module.out_features), recipe=name)
-        alone.weight, alone.bias = (nn.Parameter(p.detach().clone()) for p in _plain(module))
-        y = alone(x.detach())
+        alone.weight = nn.Parameter(module.weight.detach().clone())
+        alone.bias = nn.Parameter(module.bias.detach().clone())
+        y = alone(of_both)
         (y.sum() if module is two.layers[0] else y.square().sum()).backward()
-        assert torch.equal(alone.weight.grad, module.weight.grad.view_as(alone.weight))
-
-
-def _plain(module):
-    weight = module.weight
-    return getattr(weight, "high_precision", weight), module.bias
+        assert torch.equal(alone.weight.grad, module.weight.grad)
+        assert torch.equal(alone.bias.grad, module.bias.grad)
+    assert torch.equal(of_both.grad, x.grad)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +196,13 @@ def test_state_dicts_are_plain_and_modules_copy(device, name):
         "bias": torch.Tensor,
     }
     assert f"recipe={name}" in repr(module)
+    twin = copy.deepcopy(module)
+    x = data(device, 8, 32)
+    assert torch.equal(twin(x), module(x))
+    before = module(x)
+    with torch.no_grad():
+        twin.weight.mul_(2)
+    assert torch.equal(module(x), before) and not torch.equal(twin(x), before)
 
 
 def test_groups_are_for_one_scale_a_tensor(device):

@@ -290,6 +290,9 @@ def test_shards_with_exchanged_maxima_give_the_whole_matrix_bytes(
         assert torch.equal(
             bits(got[1]), bits(whole[1])[touched] if got[1].numel() else bits(got[1])
         )
+        if rows:
+            # Those of columnwise blocks that the part has a part in, whole ones.
+            assert torch.equal(bits(got[3]), bits(whole[3][:, across]))
         parts.append(bits(got[0]))
         parts_t.append(bits(got[2]))
         start = end

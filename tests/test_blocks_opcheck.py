@@ -1,28 +1,44 @@
 """torch's own checks of the block operators: schemas, fake kernels, compilation."""
 
 import torch
+from torch.library import opcheck
 
-from test_blocks import E4M3, E8M0, data, every_format, ops
+from test_blocks import E4M3, E8M0, FORMATS, data, every_format, ops
+from test_opcheck import BLOCK_NAMES, EVERYTHING, WITHOUT_SCHEMA, check_writes, tensors
+
+
+def samples(device, block, scale_dtype):
+    """(operator's name, arguments, keywords) for every operator of this format."""
+    x = data(device, 70, 90, dtype=torch.bfloat16)
+    arguments = (x, E4M3, list(block), scale_dtype, True, True)
+    yield "quantize_blocks", arguments, {}
+    yield "block_amax", (x, list(block), 3), {}
+    if scale_dtype is not E8M0:
+        return
+    yield "quantize_blocks", arguments, {"packed": True, "rounding": "floor"}
+    codes, scale, _, _ = ops.quantize_blocks(x, E4M3, block, E8M0)
+    for axis in (0, 1):
+        yield "rebase", (codes, scale, list(block), axis), {}
+    yield "pack_scales", (scale, 70, block[0]), {}
+    packed = ops.pack_scales(scale, 70, block[0])
+    yield "unpack_scales", (packed, 70, 3, block[0]), {}
 
 
 @every_format
 def test_opcheck(device, block, scale_dtype):
-    x = data(device, 70, 90, dtype=torch.bfloat16)
-    arguments = (x, E4M3, list(block), scale_dtype, True, True)
-    torch.library.opcheck(ops.quantize_blocks.default, arguments)
-    torch.library.opcheck(ops.block_amax.default, (x, list(block), 3))
-    if scale_dtype is E8M0:
+    for name, arguments, keywords in samples(device, block, scale_dtype):
         # The schema test multiplies inputs, which torch cannot do with codes and scales.
-        utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-        keywords = {"packed": True, "rounding": "floor"}
-        torch.library.opcheck(ops.quantize_blocks.default, arguments, keywords)
-        codes, scale, _, _ = ops.quantize_blocks(x, E4M3, block, E8M0)
-        for axis in (0, 1):
-            torch.library.opcheck(
-                ops.rebase.default, (codes, scale, list(block), axis), test_utils=utils
-            )
-        torch.library.opcheck(ops.pack_scales.default, (scale, 70, block[0]), test_utils=utils)
-        packed = ops.pack_scales(scale, 70, block[0])
-        torch.library.opcheck(
-            ops.unpack_scales.default, (packed, 70, 3, block[0]), test_utils=utils
-        )
+        fp8 = any(t.dtype.itemsize == 1 for t in tensors(arguments))
+        utils = WITHOUT_SCHEMA if fp8 else EVERYTHING
+        opcheck(getattr(ops, name).default, arguments, keywords, test_utils=utils)
+
+
+@every_format
+def test_schema_says_what_is_written(device, block, scale_dtype):
+    for name, arguments, keywords in samples(device, block, scale_dtype):
+        check_writes(name, arguments, keywords)
+
+
+def test_every_operator_has_samples():
+    names = {name for form in FORMATS for name, _, _ in samples("cpu", *form)}
+    assert names == set(BLOCK_NAMES)

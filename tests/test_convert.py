@@ -526,22 +526,6 @@ def test_a_recipe_name_is_no_config(name):
         convert_to_float8_training(Model(), config=name)
 
 
-def test_the_names_are_those_of_torchao():
-    """With torchao itself, where it is installed."""
-    torchao = pytest.importorskip("torchao.float8")
-    names = {name.value for name in torchao.config.Float8LinearRecipeName}
-    assert names == set(NAMED)
-    for name in ("tensorwise", "rowwise"):
-        theirs = torchao.Float8LinearConfig.from_recipe_name(name)
-        model = convert_to_float8_training(Model(), config=theirs)
-        again = convert_to_float8_training(Model(), config=NAMED[name])
-        assert model.head.recipe == again.head.recipe
-    with pytest.raises(ValueError, match="one GEMM in high precision"):
-        convert_to_float8_training(
-            Model(), config=torchao.Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
-        )
-
-
 # --- a model from transformers ---------------------------------------------------------------
 
 

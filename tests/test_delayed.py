@@ -138,7 +138,7 @@ def test_a_step_is_one_roll_whatever_the_micro_batches(device):
     assert not state.history[1:].any()
 
 
-def test_two_optimizers_are_one_roll(device):
+def test_two_optimizers_record_once(device):
     model, state = build(device)
     model(batch(device)).sum().backward()
     for parameter in model.parameters():
@@ -147,16 +147,62 @@ def test_two_optimizers_are_one_roll(device):
     assert (state.history[:, X_A] > 0).sum().item() == 1
 
 
-def test_optimizer_steps_without_a_forward_roll_nothing(device):
-    model, state = build(device)
+@pytest.fixture
+def rolls(monkeypatch):
+    """The rolls of the test, one item each."""
+    found = []
+    roll = Histories.roll
+    monkeypatch.setattr(Histories, "roll", lambda *args: found.append(args) or roll(*args))
+    return found
+
+
+#: A defect: the history holds half as many steps, and each has two all-reduces.
+rolls_again = pytest.mark.xfail(
+    strict=True,
+    reason="a second step after one forward is taken for that of a model compiled whole, and rolls",
+)
+
+
+@rolls_again
+def test_two_optimizers_are_one_roll(device, rolls):
+    model, _ = build(device)
+    optimizers = [torch.optim.SGD([parameter], 0.0) for parameter in model.parameters()]
+    for _ in range(3):
+        model(batch(device)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert len(rolls) == 3
+
+
+@rolls_again
+def test_optimizer_steps_without_a_forward_roll_nothing(device, rolls):
+    model, _ = build(device)
     model(batch(device)).sum().backward()
     for _ in range(3):
         step(model)
-        model(batch(device)) if _ == 0 else None
+    assert len(rolls) == 1
+
+
+def test_optimizer_steps_without_a_forward_leave_the_scales(device):
+    model, state = build(device, amax_compute_algo="most_recent")
+    model(batch(device)).sum().backward()
     step(model)
+    assert torch.equal(state.scale[X_A], scale_of(amax(batch(device)), E4M3))
     scale = state.scale.clone()
+    for _ in range(3):
+        step(model)
     model(batch(device))
-    assert state.scale[X_A] == scale[X_A]
+    assert torch.equal(state.scale, scale)
+
+
+def test_a_step_after_an_evaluation_rolls_nothing(device, rolls):
+    model, _ = build(device)
+    model(batch(device)).sum().backward()
+    step(model)
+    with torch.no_grad():
+        model.eval()(batch(device, 100.0))
+    step(model)
+    assert len(rolls) == 1
 
 
 def test_the_history_forgets_after_its_length(device):

@@ -201,6 +201,12 @@ def test_a_checkpoint_is_loaded_in_either_order(rig, hidden, recipe, first):
         if "master" in optimizer.state[p]:
             masters = (o.state[x]["master"] for o, x in ((optimizer, p), (resumed, q)))
             assert same_bytes(*(getattr(m, "_local_tensor", m) for m in masters))
+    wanted, found = whole_values(model), whole_values(other)
+    assert wanted.keys() == found.keys()
+    for name, value in wanted.items():
+        # Histories, of which delayed scales come, are in no state dict.
+        if recipe != "delayed" or value.dim() == 1:
+            assert same_bytes(found[name], value), name
 
 
 @ranks(2)
@@ -260,7 +266,7 @@ def test_one_all_reduce_a_step(rig, recipe, masters):
 @ranks(2, 4)
 @recipes
 def test_bytes_gathered(rig, recipe):
-    """A byte a parameter, and scales; in the backward the same again."""
+    """A byte a parameter, and scales; in the backward the same again, but for the root's."""
     model = shard(make_fp8("even", recipe, rig), rig)
     with Collectives() as forward:
         loss = model(batch(rig)).square().mean()
@@ -282,8 +288,12 @@ def test_bytes_gathered(rig, recipe):
         assert 2 * weights < of_weights <= 2 * weights * (1 + 4 / 32)
     else:
         assert weights < of_weights <= weights * 1.1
-    head = 4 * (2 * WIDTH) + WIDTH * WIDTH  # of the root, which is not resharded
-    assert gathered[1] < gathered[0] and gathered[1] > gathered[0] - 3 * head
+    # The root's own, which are not resharded: each rank's part, and a bias of fp32.
+    local = model.head.weight.to_local()
+    part = sum(p.data.numel() for p in local.planes if p is not None)
+    if not local.format.per_tensor:
+        part += sum(p.scale.nbytes for p in local.planes if p is not None)
+    assert gathered[0] - gathered[1] == rig.world_size * part + 4 * WIDTH
 
 
 @ranks(1, 2)
@@ -370,10 +380,12 @@ def test_training_lowers_the_loss(rig):
         reference = make(EVEN, recipe=RECIPES[recipe], device=rig.device)
         losses = []
         for m in (shard(model, rig), shard(reference, rig)):
-            optimizer = AdamW(m.parameters(), lr=3e-3)
-            losses.append(train(m, optimizer, [batch(rig, n) for n in range(8)]))
+            optimizer = AdamW(m.parameters(), lr=1e-2)
+            losses.append(train(m, optimizer, [batch(rig, n % 7) for n in range(8)]))
+        # Of the first batch, before any step and after seven.
+        assert losses[0][-1] < 0.85 * losses[0][0], losses
         for a, b in zip(*losses, strict=True):
-            assert abs(a - b) <= 0.02 * b, losses
+            assert abs(a - b) <= 1e-3 * b, losses
 
 
 def test_it_is_a_module_like_any_other():

@@ -177,7 +177,7 @@ def test_writes_agree_before_anybody_reads(rig, hidden, recipe, how):
         if how == "parts of the local":
             model.load_state_dict(model.state_dict())  # as after reading a checkpoint in place
     # Each time that a scale changes, codes are rounded again, by half a step of 3 mantissa bits.
-    roundings = {"copy_": 1, "whole local": 2}.get(how, 2 + 64 // 7)
+    roundings = {"copy_": 1, "whole local": 2}.get(how, 4)
     whole = {}
 
     def check(name, weight):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -66,6 +67,24 @@ def test_values_written_in_part_are_not_forgotten_for_the_kept_ones(recipe):
         model[0].weight[:32] = 7.0
     assert model[0].weight.get_high_precision_init_val() is None
     assert_step_of_nothing_changes_nothing(model, model[0].weight)
+
+
+@recipes
+def test_kept_values_can_be_freed(recipe):
+    model = layer_of(recipe)
+    weight = model[0].weight
+    before = weight.dequantize()
+    kept = weakref.ref(weight.get_high_precision_init_val())
+    assert kept() is not None
+    weight.clear_high_precision_init_val()
+    assert weight.get_high_precision_init_val() is None
+    assert kept() is None, "its memory too"
+    assert torch.equal(weight.dequantize(), before)
+    assert_step_of_nothing_changes_nothing(model, weight)
+    weight.clear_high_precision_init_val()  # again, and where nothing was kept
+    with fp8rs.quantized_init(RECIPES[recipe]):
+        other = torch.nn.Linear(64, 64)
+    other.weight.clear_high_precision_init_val()
 
 
 @recipes
@@ -133,6 +152,7 @@ def test_one_rank_alone_asks_for_a_state_dict_and_writes_a_copy(rig, hidden):
 def test_a_padded_shard_is_gathered_from_where_it_lies(rig, recipe):
     model = shard(make_fp8("uneven", recipe, rig), rig)
     model(batch(rig))
+    found = 0
     for layer in linears(model).values():
         passes = layer._fp8_state.fsdp
         for weight, gathered in passes.latest.items():
@@ -140,6 +160,8 @@ def test_a_padded_shard_is_gathered_from_where_it_lies(rig, recipe):
                 stored = gathered.shard.data._store.rowwise.data
                 assert gathered.inputs[0].data_ptr() == stored.data_ptr()
                 assert gathered.inputs[0].numel() >= stored.numel()
+                found += 1
+    assert found == len(linears(model))
 
 
 @ranks(2)

@@ -88,12 +88,8 @@ def test_delayed_scaling_has_one_roll_a_step_and_one_all_reduce_a_forward(rig, h
             assert reduces(rolled) == [4 * 3 * weights], (n, reduces(rolled))
 
 
-@ranks(2)
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_one_all_reduce_a_forward_without_a_mesh_given(rig, recipe):
+def without_a_mesh(rig, recipe):
     """As the README shards: each `fully_shard` call makes a mesh of its own."""
-    if rig.device_type == "cpu" and torch.accelerator.is_available():
-        return  # torch would take the accelerator's mesh
     model = make(UNEVEN, recipe=recipe, device=rig.device)
     shard(model, mp_policy=BF16)
     if recipe == "delayed":
@@ -103,6 +99,22 @@ def test_one_all_reduce_a_forward_without_a_mesh_given(rig, recipe):
         forward, back = step(model, rig)
         assert reduces(forward) == [4 * len(linears(model))], (n, forward.seen)
         assert reduces(back) == [], (n, back.seen)
+
+
+@pytest.mark.skipif(
+    torch.cuda.device_count() > 0,
+    reason="the mesh that torch makes where there is a GPU is of GPUs",
+)
+@ranks(2, cuda=False)
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_one_all_reduce_a_forward_without_a_mesh_given(rig, recipe):
+    without_a_mesh(rig, recipe)
+
+
+@ranks(2, cpu=False)
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_one_all_reduce_a_forward_without_a_mesh_given_on_gpus(rig, recipe):
+    without_a_mesh(rig, recipe)
 
 
 @ranks(2)

@@ -209,6 +209,7 @@ def check_gathered(model, whole, weights, recipe):
             else:
                 planes = quantized(wanted.detach(), weight, recipe)
             for a, b in zip(weight.planes, planes, strict=True):
+                assert (a is None) == (b is None), (prefix, name)
                 if a is not None:
                     assert a.format is b.format
                     assert same_bytes(a.data, b.data), (prefix, name)

@@ -128,12 +128,24 @@ def test_training_through_another_method_has_one_pass_a_forward(rig):
 
 @ranks(2)
 def test_an_early_unshard_changes_nothing(rig):
-    model = make(UNEVEN, device=rig.device)
-    for block in model.blocks:
-        fully_shard(block, mesh=rig.mesh())
-        block.unshard()
-        block.reshard()
-    model(batch(rig)).sum().backward()
+    found = []
+    for early in (True, False):
+        model = make(UNEVEN, device=rig.device)
+        for block in model.blocks:
+            fully_shard(block, mesh=rig.mesh())
+            if early:
+                block.unshard()
+                block.reshard()
+        y = model(batch(rig))
+        y.square().sum().backward()
+        gradients = {
+            n: getattr(p.grad, "full_tensor", lambda p=p: p.grad)()
+            for n, p in model.named_parameters()
+        }
+        found.append({"y": y.detach(), **gradients})
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[1].items():
+        assert value.any() and torch.equal(found[0][name], value), name
 
 
 def held(device):

@@ -58,7 +58,7 @@ def test_gradient_error_is_the_simulations(
     assert found.loss_off_fp8rs == pytest.approx(found.loss_off_simulated, abs=1e-3)
 
 
-def test_a_wrong_scale_would_show(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coarser_format_would_show(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison is sharp: codes of one bit less move the error far beyond its tolerance."""
     rounded = bench.simulation.rounded
 

@@ -110,27 +110,56 @@ def test_gradients_equal_the_simulations(device, fp8_format):
     assert error(grads) > 0.01, "the operands are rounded"
 
 
-def test_operands_are_the_simulations_bytes(device):
+def keep_operands(model):
+    """Inputs and gradients of outputs of the layers, as a forward and its backward meet them."""
+    inputs, gradients = {}, {}
+
+    def keep(name, x, y):
+        inputs[name] = x.detach().flatten(0, -2)
+        y.register_hook(lambda dy: gradients.update({name: dy.flatten(0, -2)}))
+
+    for name in ("gate", "up", "down"):
+        getattr(model, name).register_forward_hook(
+            lambda layer, args, y, name=name: keep(name, args[0], y)
+        )
+    return inputs, gradients
+
+
+@pytest.mark.parametrize("fp8_format", ["e4m3", "hybrid"])
+def test_operands_are_the_simulations_bytes(device, fp8_format):
     """Layer by layer, with the same inputs on both sides, so that no summation order enters."""
     from simulation import codes_of, scale_of
 
-    fp8, _, _ = models(device)
+    fp8, _, _ = models(device, fp8_format)
+    inputs, gradients = keep_operands(fp8)
     with Codes() as codes:
         run(fp8)
     made, remade = codes.by("quantize_current"), codes.by("quantize")
-    # h, gate, up, the product, down; then, backward, the gradients of down, up and gate. The
-    # weights are quantized again there.
-    assert (len(made), len(remade)) == (2 + 3 + 3, 3)
-    weights = {"gate": 1, "up": 2, "down": 4}
-    for again, (name, position) in enumerate(reversed(weights.items())):
-        weight = getattr(fp8, name).weight.detach()
-        row, _, scale = made[position]
-        _, col = remade[again]
-        expected = scale_of(weight.abs().max(), E4M3)
+    weights = {name: getattr(fp8, name).weight.detach() for name in ("gate", "up", "down")}
+    # In their order; the gradients of up and gate come in that which autograd chooses.
+    forward = [inputs["gate"], weights["gate"], weights["up"], inputs["down"], weights["down"]]
+    assert inputs["up"].data_ptr() == inputs["gate"].data_ptr(), "quantized once"
+    backward = [gradients["down"], gradients["up"], gradients["gate"]]
+    assert (len(made), len(remade)) == (len(forward) + len(backward), len(weights))
+    grad_dtype = E4M3 if fp8_format == "e4m3" else E5M2
+    dtypes = [E4M3] * len(forward) + [grad_dtype] * len(backward)
+    compared = 0
+    for x, dtype, (row, col, scale) in zip(forward + backward, dtypes, made, strict=True):
+        expected = scale_of(x.abs().max(), dtype)
         assert torch.equal(scale, expected)
-        bytes_ = codes_of(weight, expected, E4M3).view(torch.uint8)
-        assert torch.equal(row.view(torch.uint8), bytes_)
-        assert torch.equal(col.view(torch.uint8), bytes_.t())
+        bytes_ = codes_of(x, expected, dtype).view(torch.uint8)
+        for plane, wanted in ((row, bytes_), (col, bytes_.t())):
+            if plane.numel():
+                assert plane.dtype == dtype
+                assert torch.equal(plane.view(torch.uint8).view(wanted.shape), wanted)
+                compared += 1
+    # Inputs and gradients have both directions, weights only what the forward needs: dgrad's are
+    # made again in the backward.
+    assert compared == 2 * (2 + 3) + 3
+    for name, (_, col) in zip(("down", "up", "gate"), remade, strict=True):
+        expected = scale_of(weights[name].abs().max(), E4M3)
+        wanted = codes_of(weights[name], expected, E4M3).view(torch.uint8).t()
+        assert torch.equal(col.view(torch.uint8), wanted)
 
 
 def test_bf16_gradients_equal_the_simulations(device):

@@ -10,6 +10,7 @@ import fp8rs
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import RECIPES, batch, reduces, same_bytes, train, whole_planes
+from simulation import relative
 
 recipes = pytest.mark.parametrize("recipe", list(RECIPES))
 
@@ -96,10 +97,7 @@ def test_a_weight_computed_from_after_the_conversion(device, way, recipe):
 @pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
 @pytest.mark.parametrize("way", [w.__name__ for w in WAYS])
 def test_and_then_fully_shard(rig, way, recipe):
-    """The losses are the unsharded model's: both ranks have the same batch.
-
-    What plain nn.Linears raise in this is FSDP2's, and stays.
-    """
+    """The losses are the unsharded model's: both ranks have the same batch."""
     x = same_batch(rig.device)
 
     def losses_of(model, sharded):
@@ -108,13 +106,6 @@ def test_and_then_fully_shard(rig, way, recipe):
             shard_all(model, rig)
         return train(model, torch.optim.SGD(model.parameters(), 0.05), [x] * 4)
 
-    torch.manual_seed(0)
-    try:
-        losses_of(Two().to(rig.device), True)
-    except (RuntimeError, AssertionError, ValueError, NotImplementedError) as error:
-        with pytest.raises(type(error)):
-            losses_of(two(rig.device, recipe), True)
-        return
     expected = losses_of(two(rig.device, recipe), False)
     losses = losses_of(two(rig.device, recipe), True)
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
@@ -243,7 +234,7 @@ def test_a_weight_replaced_by_a_smaller_one_sets_the_sizes(device, shape, recipe
     assert layer.weight.grad.shape == (16, 32)
     assert x.grad.shape == x.shape
     reference = nn.functional.linear(x, layer.weight, layer.bias)
-    torch.testing.assert_close(y, reference, rtol=0.2, atol=0.2)
+    assert relative(y, reference) < 0.05
 
 
 @recipes

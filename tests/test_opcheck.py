@@ -51,7 +51,7 @@ NAMES = [
     "scale_from_amax",
     "transpose",
 ]
-#: The same for these in test_blocks.py.
+#: The same for these in test_blocks_opcheck.py.
 BLOCK_NAMES = ["block_amax", "pack_scales", "quantize_blocks", "rebase", "unpack_scales"]
 #: In test_adamw.py and test_random.py.
 OTHER_NAMES = ["adamw_", "random_uniform_"]
@@ -85,23 +85,27 @@ def test_opcheck(device, name):
         opcheck(getattr(ops, name).default, arguments, test_utils=utils)
 
 
+def check_writes(name, arguments, keywords=None):
+    """An operator writes what its schema says, and nothing that it returns is an argument's."""
+    overload = getattr(ops, name).default
+    before = [[t.clone() for t in tensors([a])] for a in arguments]
+    results = overload(*arguments, **(keywords or {}))
+    written = [
+        (a.alias_info is not None and a.alias_info.is_write) or a.name in UNDECLARED.get(name, ())
+        for a in overload._schema.arguments
+    ]
+    for argument, copies, may_change in zip(arguments, before, written, strict=False):
+        unchanged = map(same, tensors([argument]), copies)
+        assert may_change or all(unchanged), name
+    inputs = {t.untyped_storage().data_ptr() for t in tensors(arguments) if t.numel()}
+    results = [results] if isinstance(results, torch.Tensor) else list(results or ())
+    assert inputs.isdisjoint(t.untyped_storage().data_ptr() for t in results if t.numel())
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_schema_says_what_is_written(device, name):
-    overload = getattr(ops, name).default
     for arguments in samples_of(name, device):
-        before = [[t.clone() for t in tensors([a])] for a in arguments]
-        results = overload(*arguments)
-        written = [
-            (a.alias_info is not None and a.alias_info.is_write)
-            or a.name in UNDECLARED.get(name, ())
-            for a in overload._schema.arguments
-        ]
-        for argument, copies, may_change in zip(arguments, before, written, strict=False):
-            unchanged = map(same, tensors([argument]), copies)
-            assert may_change or all(unchanged), name
-        inputs = {t.untyped_storage().data_ptr() for t in tensors(arguments) if t.numel()}
-        results = [results] if isinstance(results, torch.Tensor) else list(results or ())
-        assert inputs.isdisjoint(t.untyped_storage().data_ptr() for t in results if t.numel())
+        check_writes(name, arguments)
 
 
 def test_every_operator_is_checked():

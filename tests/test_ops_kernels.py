@@ -66,7 +66,7 @@ def test_errors_are_raised_in_threads_and_leave_nothing_behind():
 
 
 def test_kernels_do_not_hold_the_interpreter():
-    """A call that computes for long lets other threads run Python."""
+    """A call that computes for long lets other threads run Python, while it computes."""
     import threading
 
     x, ticks, done = torch.randn(1 << 12, 1 << 12), [], threading.Event()
@@ -78,12 +78,17 @@ def test_kernels_do_not_hold_the_interpreter():
 
     thread = threading.Thread(target=tick)
     thread.start()
-    before = len(ticks)
-    for _ in range(5):
-        ops.quantize_current(x, E4M3, True, True)
-    assert len(ticks) > before
-    done.set()
-    thread.join()
+    during = []
+    try:
+        for _ in range(5):
+            before = len(ticks)
+            ops.quantize_current(x, E4M3, True, True)
+            during.append(len(ticks) - before)
+    finally:
+        done.set()
+        thread.join()
+    # A call that held it would let a tick pass at its start and one at its end.
+    assert max(during) > 3, during
 
 
 FALLBACK = """

@@ -7,6 +7,7 @@ import copy
 import io
 import itertools
 import warnings
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ from distributed.models import (
     watch_weights,
     whole_planes,
 )
+from simulation import relative
 
 recipes = pytest.mark.parametrize("recipe", list(RECIPES))
 
@@ -191,7 +193,7 @@ def test_gradients_from_before_the_conversion_accumulate(device):
     for n, p in model.named_parameters():
         assert p.grad is before[n]
         if p.dim() == 2:
-            torch.testing.assert_close(p.grad, 2 * values[n], rtol=0.3, atol=2.0)
+            assert relative(p.grad, 2 * values[n]) < 0.1
             assert not torch.equal(p.grad, values[n])
 
 
@@ -216,8 +218,10 @@ def by_tolist(p):
 
 
 def by_safetensors(p):
-    save = pytest.importorskip("safetensors.torch")
-    return save.load(save.save({"p": p.detach()}))["p"].tolist()
+    import safetensors.torch
+
+    saved = safetensors.torch.save({"p": p.detach()})
+    return safetensors.torch.load(saved)["p"].tolist()
 
 
 def by_torch_save(p):
@@ -236,19 +240,33 @@ def by_deepcopy(p):
     return copy.deepcopy(p).detach().tolist()
 
 
-USES = [by_numpy, by_tolist, by_safetensors, by_torch_save, by_untyped_storage, by_deepcopy]
+#: By name: a skip on a rank would be a failure, so that marks say what each needs.
+USES = [
+    "by_numpy",
+    "by_tolist",
+    pytest.param(
+        "by_safetensors",
+        marks=pytest.mark.skipif(
+            find_spec("safetensors") is None, reason="safetensors is not installed"
+        ),
+    ),
+    "by_torch_save",
+    "by_untyped_storage",
+    "by_deepcopy",
+]
 
 
 @recipes
 @pytest.mark.parametrize("use", USES)
 def test_what_a_plain_parameter_does_a_converted_one_does(device, use, recipe):
+    use = globals()[use]
     weight = plain(device).head.weight
     expected = use(weight)
     assert use(convert(plain(device), recipe).head.weight) == expected
 
 
 @ranks(2)
-@pytest.mark.parametrize("use", [u.__name__ for u in USES])
+@pytest.mark.parametrize("use", USES)
 def test_what_a_plain_shard_does_a_converted_one_does(rig, use):
     """The local tensor, which accelerate, safetensors and optimizers in C++ work on."""
     found = []

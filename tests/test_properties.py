@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import block_reference
@@ -180,8 +180,7 @@ def test_quantize_blocks_is_the_reference(device, x, fp8_dtype, form, rounding, 
     mx = scale_dtype is torch.float8_e8m0fnu
     # The reference is of finite matrices; the bytes of others are in test_blocks.
     x = x.on(device)
-    if x.numel() == 0:
-        return
+    assume(x.numel() > 0)
     got = ops.quantize_blocks(
         x,
         fp8_dtype,

@@ -38,11 +38,15 @@ def test_quick_start_trains(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_targets_and_files_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"(?:`|^    )make ([a-z-]+)", README, re.MULTILINE):
+    targets = re.findall(r"(?:`|^    )make ([a-z-]+)", README, re.MULTILINE)
+    links = re.findall(r"\]\(([^)#:]+)\)", README)
+    scripts = re.findall(r"python (benches/\S+)", README)
+    assert targets and links and scripts
+    for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-    for link in re.findall(r"\]\(([^)#:]+)\)", README):
+    for link in links:
         assert (ROOT / link).is_file(), link
-    for script in re.findall(r"python (benches/\S+)", README):
+    for script in scripts:
         assert (ROOT / script).is_file(), script
 
 
@@ -74,9 +78,9 @@ def test_the_compile_tables_have_the_rows_of_the_tests(monkeypatch: pytest.Monke
     tests = "".join((ROOT / name).read_text() for name in tool.FILES)
     of_recipes = re.findall(r"^def (test_\w+)\(.*\brecipe\b", tests, re.MULTILINE)
     assert {name for _, name, _ in tool.ROWS} == set(of_recipes)
-    _, tables, _ = tool.split(tool.PAGE.read_text())
+    _, *tables = re.split(r"^### .+$", tool.PAGE.body(), flags=re.MULTILINE)
     assert tables
-    for table in tables.values():
+    for table in tables:
         head, _, *rows = tool.cells(table)
         assert [row[0] for row in rows] == [text for text, _, _ in tool.ROWS]
         assert all(len(row) == len(head) for row in rows)

@@ -248,7 +248,10 @@ def test_our_own_recipes_are_not_theirs():
 
 
 def test_every_field_of_the_published_recipes_is_known():
-    """With TransformerEngine itself, where it is installed."""
+    """With TransformerEngine itself, which no environment of the Makefile has: it loads CUDA.
+
+    To run it, on a machine with CUDA: ``pip install transformer_engine[pytorch]``, and this file.
+    """
     published = pytest.importorskip("transformer_engine.common.recipe")
     for name in ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"):
         assert isinstance(from_te_recipe(getattr(published, name)()), getattr(fp8rs, name))

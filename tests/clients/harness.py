@@ -74,13 +74,27 @@ class Run:
 
 def need(distribution: str, at_least: str) -> str:
     """The version of an installed client; skips the caller where there is none or an older one."""
+    reason = _lacking(distribution, at_least)
+    if reason:
+        pytest.skip(reason, allow_module_level=True)
+    return importlib.metadata.version(distribution)
+
+
+def needs(distribution: str, at_least: str) -> pytest.MarkDecorator:
+    """`need` as a mark, for a case that runs on ranks: a skip there would be a failure."""
+    reason = _lacking(distribution, at_least)
+    return pytest.mark.skipif(bool(reason), reason=reason)
+
+
+def _lacking(distribution: str, at_least: str) -> str:
+    """Why an installed client does not serve, or nothing."""
     try:
         version = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        pytest.skip(f"{distribution} is not installed", allow_module_level=True)
+        return f"{distribution} is not installed"
     if Version(version) < Version(at_least):
-        pytest.skip(f"{distribution} {version} is older than {at_least}", allow_module_level=True)
-    return version
+        return f"{distribution} {version} is older than {at_least}"
+    return ""
 
 
 def run_example(name: str, *arguments: str, **options: Any) -> Run:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import need
+from harness import needs
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -17,6 +17,10 @@ WIDTH = 128
 
 # Compiled by torchao itself, on the CPU by Inductor, which warns of much.
 pytestmark = pytest.mark.filterwarnings("default")
+
+
+torchao = needs("torchao", "0.18")
+schedulefree = needs("schedulefree", "1.4")
 
 
 def model_for(recipe, device="cpu"):
@@ -41,9 +45,9 @@ def check(model, optimizer, x, steps=4):
     return losses
 
 
+@torchao
 @pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
 def test_torchaos_8_bit_adamw_trains(recipe):
-    need("torchao", "0.18")
     from torchao.optim import AdamW8bit
 
     losses = []
@@ -57,10 +61,10 @@ def test_torchaos_8_bit_adamw_trains(recipe):
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
+@torchao
 @ranks(2, cuda=False, seconds=240)
 @pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
 def test_torchaos_8_bit_adamw_trains_shards(rig, recipe):
-    need("torchao", "0.18")
     from torchao.optim import AdamW8bit
 
     losses = []
@@ -98,17 +102,17 @@ def schedule_free(model, x):
     return losses
 
 
+@schedulefree
 @pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
 def test_schedule_free_trains_and_evaluates(recipe):
-    need("schedulefree", "1.4")
     losses = [schedule_free(model_for(chosen), inputs()) for chosen in (None, recipe)]
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
+@schedulefree
 @ranks(2, cuda=False)
 @pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
 def test_schedule_free_trains_and_evaluates_shards(rig, recipe):
-    need("schedulefree", "1.4")
     losses = []
     for chosen in (None, recipe):
         model = model_for(chosen)

@@ -17,15 +17,16 @@ after a minute."""
 
 def ranks(
     *world_sizes: int,
+    cpu: bool = True,
     cuda: bool = True,
     seconds: float = SECONDS,
     by: Callable[..., int] | None = None,
 ) -> Callable:
     """Run the decorated function on every rank of each of these world sizes.
 
-    `cuda=False` keeps a case on the CPU. `seconds` is its time-out on the CPU. `by` gives the one
-    world size that a case has, of its `device_type` and its other arguments. What the function
-    returns (by rank) goes to its `check` attribute, if it is given one.
+    `cuda=False` keeps a case on the CPU, `cpu=False` off it. `seconds` is its time-out on the CPU.
+    `by` gives the one world size that a case has, of its `device_type` and its other arguments.
+    What the function returns (by rank) goes to its `check` attribute, if it is given one.
     """
     for world_size in world_sizes:
         if not 1 <= world_size <= WORKERS:
@@ -56,7 +57,7 @@ def ranks(
         test.__doc__ = case.__doc__
         test.case = case  # type: ignore[attr-defined]
         test.pytestmark = list(getattr(case, "pytestmark", []))  # type: ignore[attr-defined]
-        devices = ["cpu"]
+        devices: list[Any] = ["cpu"] if cpu else []
         if cuda:
             devices.append(pytest.param("cuda", marks=pytest.mark.gpu))
         parametrize = pytest.mark.parametrize

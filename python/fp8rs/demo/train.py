@@ -194,7 +194,7 @@ def train_under_fsdp(
         report: called with a progress event after each evaluation and now and then between.
         weights: how the converted weights are kept.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    ranks = dist.get_world_size()
     corpus = load_corpus()
     meter = Meter()
     model = build_model(settings)
@@ -208,7 +208,7 @@ def train_under_fsdp(
     start = time.perf_counter()
     for step in range(settings.steps + 1):
         if step in marks:
-            loss = _held_out_loss(model, corpus, settings, rank, ranks)
+            loss = _held_out_loss(model, corpus, settings, ranks)
             result.held_out.append((step, loss))
         if step in marks or step % max(1, settings.steps // 100) == 0:
             report({"step": step, "loss": result.held_out[-1][1]})
@@ -279,9 +279,7 @@ def _local(batch: torch.Tensor, settings: Settings) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _held_out_loss(
-    model: Llama, corpus: Corpus, settings: Settings, rank: int, ranks: int
-) -> float:
+def _held_out_loss(model: Llama, corpus: Corpus, settings: Settings, ranks: int) -> float:
     total = torch.zeros((), device=settings.device)
     for index in range(settings.held_out_batches):
         batch = corpus.held_out_batch(index, settings.rows, settings.length)

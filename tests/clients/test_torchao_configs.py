@@ -1,0 +1,39 @@
+"""torchao's own configs: their names and fields are those that test_convert writes down."""
+
+from __future__ import annotations
+
+import pytest
+from harness import need
+from torch import nn
+
+from fp8rs import convert_to_float8_training
+from test_convert import NAMED
+
+need("torchao", "0.18")
+
+# What torchao imports warns of much.
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+def recipe_of(config):
+    return convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)), config=config)[0].recipe
+
+
+def test_recipe_names_are_those_of_torchao():
+    from torchao import float8
+
+    assert {name.value for name in float8.config.Float8LinearRecipeName} == set(NAMED)
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+def test_a_config_is_what_is_written_down(name):
+    from torchao.float8 import Float8LinearConfig
+
+    assert recipe_of(Float8LinearConfig.from_recipe_name(name)) == recipe_of(NAMED[name])
+
+
+def test_a_gemm_in_high_precision_is_refused():
+    from torchao.float8 import Float8LinearConfig
+
+    with pytest.raises(ValueError, match="one GEMM in high precision"):
+        recipe_of(Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"))
