@@ -76,3 +76,17 @@ def test_a_roll_is_due_once_a_step_and_only_if_there_is_something_to_roll():
     assert clock.roll_is_due
     clock.rolled()
     assert not clock.roll_is_due, "two steps are one roll"
+
+
+def test_steps_follow_forwards_that_nobody_announces_where_some_are_silent():
+    clock = Clock()
+    clock.stepped()
+    assert not clock.unannounced, "a step without a forward"
+    clock.stepped(silent=True)
+    assert clock.unannounced
+    clock.begin_forward(training=True, grad=True, in_backward=False)
+    clock.end_forward()
+    clock.stepped(silent=True)
+    assert not clock.unannounced
+    clock.stepped(silent=True)
+    assert clock.unannounced

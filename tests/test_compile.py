@@ -174,6 +174,16 @@ def test_checkpointing_inside(device, recipe, wrap):
         assert backend.frame_count == graphs(recipe, 1)
 
 
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_a_checkpoint_of_the_whole_model_compiles(device, recipe):
+    """And histories roll, though no hook of the root runs."""
+    eager, model = build(recipe, device), build(recipe, device)
+    compiled = torch.compile(
+        lambda x: checkpoint(model, x, use_reentrant=False), fullgraph=True, backend="aot_eager"
+    )
+    assert_equal(train(eager, eager, device), train(model, compiled, device))
+
+
 @every_recipe
 def test_evaluation_and_training(device, recipe):
     """Two graphs, which neither an evaluation nor a step compiles again."""

@@ -156,14 +156,6 @@ def rolls(monkeypatch):
     return found
 
 
-#: A defect: the history holds half as many steps, and each has two all-reduces.
-rolls_again = pytest.mark.xfail(
-    strict=True,
-    reason="a second step after one forward is taken for that of a model compiled whole, and rolls",
-)
-
-
-@rolls_again
 def test_two_optimizers_are_one_roll(device, rolls):
     model, _ = build(device)
     optimizers = [torch.optim.SGD([parameter], 0.0) for parameter in model.parameters()]
@@ -174,7 +166,6 @@ def test_two_optimizers_are_one_roll(device, rolls):
     assert len(rolls) == 3
 
 
-@rolls_again
 def test_optimizer_steps_without_a_forward_roll_nothing(device, rolls):
     model, _ = build(device)
     model(batch(device)).sum().backward()

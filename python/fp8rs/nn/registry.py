@@ -174,7 +174,8 @@ class ModelState:
     def begin_forward(self, module: nn.Module, args: Any) -> None:
         """The root's forward pre-hook."""
         if torch.compiler.is_compiling():
-            return  # the forward is compiled whole, and begins unannounced
+            compiled_whole(self.key)
+            return
         if self._root is None or not self.linears:
             self._link(module)
         new = self.clock.begin_forward(
@@ -237,9 +238,9 @@ class ModelState:
         if self.fsdp is not None:
             self.fsdp.agree()
         clock = self.clock
-        clock.stepped()
+        clock.stepped(silent=self.key in _compiled_whole)
         if clock.unannounced:
-            clock.recorded()  # the whole model, hooks and all, is compiled
+            clock.recorded()
         self._roll_if_due()
         if self.fsdp is not None:
             self.fsdp.share()
@@ -371,6 +372,21 @@ class ModelState:
             self.clock.recorded()
         if due:
             self.clock.stepped()
+
+
+#: Keys of recipes: forwards of a model with one have been compiled with all hooks, and begin
+#: unannounced.
+_compiled_whole: set[str] = set()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def compiled_whole(key: str) -> bool:
+    """Note that such a forward is being compiled. Run while it is traced, not where it runs.
+
+    (An attribute of the model cannot tell: within an activation checkpoint Dynamo sets none.)
+    """
+    _compiled_whole.add(key)
+    return True
 
 
 class RootHook:

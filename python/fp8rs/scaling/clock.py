@@ -42,7 +42,7 @@ class Clock:
         #: A forward of the model is running again inside a backward.
         self.recomputing = False
         self._steps = 0
-        #: No forward was announced between the last two steps: perhaps it is compiled away.
+        #: The last step followed a forward that was not announced.
         self.unannounced = False
         self._stepped_at = 0
         #: The step that histories were last rolled for.
@@ -81,10 +81,14 @@ class Clock:
         """Amaxes are being written."""
         self._recorded = True
 
-    def stepped(self) -> None:
-        """An optimizer that owns parameters of this model has stepped."""
+    def stepped(self, silent: bool = False) -> None:
+        """An optimizer that owns parameters of this model has stepped.
+
+        Args:
+            silent: forwards have been compiled with all hooks, so that some are not announced.
+        """
         self._steps += 1
-        self.unannounced = self._stepped_at == self.forward
+        self.unannounced = silent and self._stepped_at == self.forward
         self._stepped_at = self.forward
 
     @property
