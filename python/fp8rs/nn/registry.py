@@ -223,8 +223,10 @@ class ModelState:
         """Whether a parameter of this model is among those of these ids."""
         root = self.root
         if root is not None:
-            # FSDP2 has whole parameters in the place of those that an optimizer has, for a while.
-            return any(id(p) in parameters for p in (*root.parameters(), *sharded_parameters(root)))
+            # For a while FSDP2 has whole parameters in the place of those that an optimizer has.
+            return any(id(p) in parameters for p in root.parameters()) or any(
+                id(p) in parameters for p in sharded_parameters(root)
+            )
         layers = (layer for layer in self.layers() if layer is not None)
         return any(id(p) in parameters for layer in layers for p in layer.parameters())
 
