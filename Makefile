@@ -23,7 +23,7 @@ CLIENTS_BIN := $(CLIENTS)/bin
 # What the extension module is built from.
 SOURCES := $(shell find src -type f 2>/dev/null) Cargo.toml Cargo.lock pyproject.toml
 
-.PHONY: help environments demo test test-oldest test-clients test-all lint lint-rust lint-python lint-ptx rust-test python-test docs matrix bench wheel clean
+.PHONY: help demo test test-oldest test-clients test-all lint lint-rust lint-python lint-ptx rust-test python-test docs matrix bench wheel clean
 .DELETE_ON_ERROR:
 
 help:
@@ -38,8 +38,6 @@ help:
 	@echo "make bench        kernel benchmarks on the CPU, and on a GPU where there is one"
 	@echo "make wheel        the release wheel, in dist/"
 	@echo "make clean        remove what these made"
-
-environments: $(VENV)/.installed $(OLDEST)/.installed $(DOCS)/.installed
 
 demo: $(VENV)/.built
 	$(BIN)/python -m fp8rs demo --plot demo-loss.png --json demo-result.json $(DEMO)
