@@ -47,6 +47,7 @@ def test_blocks_of_code_run(page: str, device: str, monkeypatch: pytest.MonkeyPa
             assert all(1 <= each < 1.07 for each in at_rest)
 
 
+@pytest.mark.long
 def test_the_example_of_fp8_weights_trains(device: str) -> None:
     script = ROOT / "examples" / "fp8_weights.py"
     assert len(script.read_text().splitlines()) <= 60

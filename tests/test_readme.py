@@ -23,7 +23,7 @@ def test_quick_start_is_ten_lines() -> None:
     assert len(quick_start().split("\n\n", 1)[1].splitlines()) + 3 <= 10
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_quick_start_trains(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
     device = "cpu"
