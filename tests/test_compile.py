@@ -174,10 +174,10 @@ def test_checkpointing_inside(device, recipe, wrap):
         assert backend.frame_count == graphs(recipe, 1)
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_a_checkpoint_of_the_whole_model_compiles(device, recipe):
+@pytest.mark.parametrize("scaling", ["current", "delayed"])
+def test_a_checkpoint_of_the_whole_model_compiles(device, scaling):
     """And histories roll, though no hook of the root runs."""
-    eager, model = build(recipe, device), build(recipe, device)
+    eager, model = build(scaling, device), build(scaling, device)
     compiled = torch.compile(
         lambda x: checkpoint(model, x, use_reentrant=False), fullgraph=True, backend="aot_eager"
     )

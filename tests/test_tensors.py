@@ -815,3 +815,12 @@ def test_compiled_for_any_shape(make):
         t = make("both", rows, 8)
         same(compiled(t).contiguous(), call(t).contiguous())
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+def test_draws_that_would_become_infinite_say_how_to_draw(make):
+    """As older torch's nn.init.trunc_normal_ makes them: of numbers that are rounded to 1."""
+    t = make("both", 6, 8)
+    before = t.dequantize()
+    with pytest.raises(NotImplementedError, match=r"draw into a plain tensor and copy_\(\) it"):
+        t.erfinv_()
+    same(t.dequantize(), before)

@@ -373,6 +373,7 @@ def test_every_view_operator_of_aten_has_a_handler():
                     fallback.each_member,
                     aten._refuse,
                     aten._detach_,
+                    aten._erfinv_,
                     aten._copy,
                     aten._foreach_copy,
                     aten._record_stream,
