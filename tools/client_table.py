@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = written.Page(ROOT / "docs" / "clients.md", "client_table")
 
 #: Shorter names of the files.
-PARTIES, PARAMETERS, CONVERT = "test_third_parties", "test_parameters", "test_convert"
+PARTIES, PARAMETERS = "test_third_parties", "test_parameters"
 ACCELERATE, TRAINER, PEFT, OPTIMIZERS = (
     f"clients/test_{n}" for n in ("accelerate", "transformers", "peft", "optimizers")
 )
