@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 import pytest
 import torch
 
-from pairwise import pairwise
+from covering import covering
 
 NO_GPU = "needs a CUDA GPU"
 
@@ -16,6 +16,13 @@ def pytest_addoption(parser):
         action="store_true",
         help="long tests too, and whole products of stacked parameters, not a cover of pairs",
     )
+    parser.addoption(
+        "--strength",
+        type=int,
+        choices=[1, 2],
+        default=2,
+        help="what a cover holds of stacked parameters: each pair of their values (2), or each value",
+    )
 
 
 # Last, when -k and -m have chosen: a cover of what they leave.
@@ -24,7 +31,7 @@ def pytest_collection_modifyitems(config, items):
     if not config.getoption("full"):
         collected = len(items)
         short = [item for item in items if not item.get_closest_marker("long")]
-        kept = set(map(id, _cover(short)))
+        kept = set(map(id, _cover(short, config.getoption("strength"))))
         left_out = [item for item in items if id(item) not in kept]
         items[:] = [item for item in items if id(item) in kept]
         if left_out:
@@ -41,11 +48,11 @@ def pytest_collection_modifyitems(config, items):
 COVER = pytest.StashKey[tuple[int, int]]()
 
 
-def _cover(items):
-    """Of each test function the cases in which any two of its parameters' values meet.
+def _cover(items, strength):
+    """Of each test function the cases in which all meets that meets in so many of its parameters.
 
-    A test of one parameter, or of two, keeps all cases, as does one marked ``whole_product``. Cases
-    for a GPU are covered on their own: where there is none they cover nothing.
+    A test of no more parameters than that keeps all cases, as does one marked ``whole_product``.
+    Cases for a GPU are covered on their own: where there is none they cover nothing.
     """
     functions = defaultdict(list)
     for item in items:
@@ -55,7 +62,7 @@ def _cover(items):
             gpu = item.get_closest_marker("gpu") is not None
             functions[item.parent.nodeid, item.originalname, gpu].append(item)
     for cases in functions.values():
-        for index in pairwise([_choices(item) for item in cases]):
+        for index in covering([_choices(item) for item in cases], strength):
             yield cases[index]
 
 
@@ -94,8 +101,9 @@ def pytest_terminal_summary(terminalreporter, config):
     """Counts in place of lists: what is skipped is hundreds of tests for a few reasons."""
     ran, collected = config.stash.get(COVER, (0, 0))
     if ran:
+        what = {1: "each value", 2: "each pair"}[config.getoption("strength")]
         terminalreporter.line(
-            f"tests: {ran} of {collected}, a cover of each pair of parameters (all: --full)"
+            f"tests: {ran} of {collected}, a cover of {what} of parameters (all: --full)"
         )
     skipped = terminalreporter.stats.get("skipped", [])
     other = Counter(_reason(report) for report in skipped if not _is_gpu(report))

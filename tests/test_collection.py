@@ -90,6 +90,13 @@ def test_products_are_covered_in_pairs(usual):
     assert "tests: 56 of 67, a cover of each pair of parameters (all: --full)" in usual
 
 
+def test_products_are_covered_in_values(run):
+    out = run("-v", "--strength", "1")
+    for name, count in {"three": 3, "two": 3, "all": 18, "fixture": 3}.items():
+        assert out.count(f"::test_{name}[") == count
+    assert "a cover of each value of parameters (all: --full)" in out
+
+
 def test_skips_are_counted_by_reason_and_not_listed(usual):
     assert usual.count("it is Monday") == 1
     assert "skipped: 2: it is Monday" in usual
