@@ -134,6 +134,7 @@ def test_every_rank_takes_as_many_rows(ranks: int) -> None:
 # Ranks
 
 
+@pytest.mark.newest_torch
 def test_launch_returns_results_in_rank_order_and_passes_events_on() -> None:
     events: list[dict[str, Any]] = []
     results = launch(job("add", given="this"), 2, events.append)
@@ -141,6 +142,7 @@ def test_launch_returns_results_in_rank_order_and_passes_events_on() -> None:
     assert events == [{"step": 1}, {"step": 2}]
 
 
+@pytest.mark.newest_torch
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failing_rank_is_named_with_its_traceback(rank: int) -> None:
     with pytest.raises(RankFailed, match=f"rank {rank} failed") as caught:
@@ -150,11 +152,13 @@ def test_a_failing_rank_is_named_with_its_traceback(rank: int) -> None:
     assert "in fail_on_one" in str(caught.value)
 
 
+@pytest.mark.newest_torch
 def test_a_killed_rank_is_named() -> None:
     with pytest.raises(RankFailed, match=r"rank 1 failed:\nended by SIGKILL"):
         launch(job("die_on_one"), 2, lambda _: None)
 
 
+@pytest.mark.newest_torch
 def test_a_job_past_its_limit_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +181,7 @@ def test_a_job_past_its_limit_leaves_no_process(
     assert_ended(tmp_path)
 
 
+@pytest.mark.newest_torch
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_or_killed_launcher_leaves_no_process(
     tmp_path: Path, sign: signal.Signals
@@ -380,6 +385,7 @@ def test_bytes_at_rest_see_a_copy_that_somebody_keeps() -> None:
     assert kept.numel() == elements
 
 
+@pytest.mark.newest_torch
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -398,6 +404,7 @@ def test_options_that_cannot_work_start_nothing(arguments: list[str], message: s
     assert not done.stdout
 
 
+@pytest.mark.newest_torch
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_missing_gpu_is_said() -> None:
     done = demo("--device", "cuda", timeout=60)
