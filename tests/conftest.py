@@ -21,7 +21,7 @@ def pytest_addoption(parser):
         type=int,
         choices=[1, 2],
         default=2,
-        help="what a cover holds of stacked parameters: each pair of their values (2), or each value",
+        help="what a cover holds of stacked parameters: each pair of values (2), or each value (1)",
     )
 
 

@@ -19,8 +19,8 @@ def covering(rows: Sequence[Row], strength: int = 2) -> list[int]:
     """Indices, ascending, of rows that hold all that meets in ``strength`` columns of all rows.
 
     Strength 2 is a cover of all pairs of values, strength 1 one of all values. Greedy: the row with
-    the most meetings that are not covered yet, the first of several. What is left out of ``rows`` is
-    excluded, a row that repeats another is dropped, rows of no more columns than that give all
+    the most meetings that are not covered yet, the first of several. What is left out of ``rows``
+    is excluded, a row that repeats another is dropped, rows of no more columns than that give all
     rows. Equal rows give equal indices.
     """
     left = {index: _meetings(row, strength) for index, row in enumerate(rows)}

@@ -577,9 +577,10 @@ class QuantizedTensor(Tensor):
         if src.format is not self.format or src.fp8_dtype != self.fp8_dtype:
             return False
         store = self._store
-        if store.blank:
-            return self._begin_with(src)
         owner = store.told
+        # FSDP2 copies nothing into an empty shard: there it is the owner who hears of copies.
+        if store.blank and (owner is None or self.numel()):
+            return self._begin_with(src)
         if owner is not None and owner.take(self, src):
             return True
         if store.lead != src._store.lead:
