@@ -9,6 +9,9 @@ from covering import covering
 
 NO_GPU = "needs a CUDA GPU"
 
+#: What a cover holds of stacked parameters, by the number of them that meet.
+STRENGTHS = {1: "each value", 2: "each pair"}
+
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -19,7 +22,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--strength",
         type=int,
-        choices=[1, 2],
+        choices=list(STRENGTHS),
         default=2,
         help="what a cover holds of stacked parameters: each pair of values (2), or each value (1)",
     )
@@ -101,7 +104,7 @@ def pytest_terminal_summary(terminalreporter, config):
     """Counts in place of lists: what is skipped is hundreds of tests for a few reasons."""
     ran, collected = config.stash.get(COVER, (0, 0))
     if ran:
-        what = {1: "each value", 2: "each pair"}[config.getoption("strength")]
+        what = STRENGTHS[config.getoption("strength")]
         terminalreporter.line(
             f"tests: {ran} of {collected}, a cover of {what} of parameters (all: --full)"
         )

@@ -53,6 +53,13 @@ def assert_same_planes(found, wanted):
             assert same_bytes(a.scale, b.scale)
 
 
+def assert_ranks_have_one_scale(rig, shard):
+    scale = shard._store.any_plane.scale.reshape(1).clone()
+    scales = [torch.empty_like(scale) for _ in range(rig.world_size)]
+    torch.distributed.all_gather(scales, scale)
+    assert all(same_bytes(scale, other) for other in scales)
+
+
 def make_fp8(hidden, recipe, rig, **options):
     return make(
         HIDDEN[hidden], recipe=RECIPES[recipe], device=rig.device, fp8_weights=True, **options
@@ -215,11 +222,8 @@ def test_empty_shards_hear_of_a_checkpoint_that_is_read_in_place(rig, recipe):
     model.reshard()
     for layer in linears(model).values():
         if local(layer).format.per_tensor:
-            scale = local(layer)._store.any_plane.scale.view(1)
-            scales = [torch.empty_like(scale) for _ in range(rig.world_size)]
-            torch.distributed.all_gather(scales, scale)
-            assert all(same_bytes(scale, other) for other in scales)
-            assert scale * 448 > 29
+            assert_ranks_have_one_scale(rig, local(layer))
+            assert local(layer)._store.any_plane.scale * 448 > 29
     gathered = {}
     watch_weights(model, lambda name, weight: gathered.update({name: weight.dequantize()}))
     model(batch(rig))
@@ -249,10 +253,7 @@ def test_torch_optimizers_train_them(rig, hidden, recipe, kind):
             assert now.numel() == 0 or not torch.equal(now.dequantize(), before[name])
             assert now.dequantize().isfinite().all()
             if now.format.per_tensor:
-                scale = now._store.any_plane.scale.reshape(1).clone()
-                all_scales = [torch.empty_like(scale) for _ in range(rig.world_size)]
-                torch.distributed.all_gather(all_scales, scale)
-                assert all(same_bytes(scale, other) for other in all_scales)
+                assert_ranks_have_one_scale(rig, now)
 
 
 # --- memory --------------------------------------------------------------------------------------
