@@ -166,6 +166,19 @@ def test_two_optimizers_are_one_roll(device, rolls):
     assert len(rolls) == 3
 
 
+def test_a_model_that_is_compiled_whole_has_its_own_steps_alone(device, rolls):
+    compiled, _ = build(device)
+    torch.compile(compiled, backend="aot_eager")(batch(device)).sum().backward()
+    model, _ = build(device)
+    model(batch(device)).sum().backward()
+    for _ in range(3):
+        step(model)
+    assert len(rolls) == 1, "a forward that was announced, and two steps without one"
+    for _ in range(3):
+        step(compiled)
+    assert len(rolls) == 4, "nobody can tell that there was no forward"
+
+
 def test_optimizer_steps_without_a_forward_roll_nothing(device, rolls):
     model, _ = build(device)
     model(batch(device)).sum().backward()

@@ -7,6 +7,7 @@ the clock of the root's forwards. :mod:`fp8rs.fsdp` keeps what it needs for shar
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ class ModelState:
     Attributes:
         recipe: the recipe of every layer.
         key: names the recipe and the group in graphs (`fp8rs.nn.spec`).
+        mark: names the model in this process; a string, which compilers take as a constant.
         clock: the model's.
         linears: weak references to the layers, by index.
         names: their fully qualified names, for messages.
@@ -78,6 +80,7 @@ class ModelState:
         group = self._group
         by_tensor = group is not None and not self.recipe.delayed
         self.key = register(self.recipe, group.group_name if by_tensor else None)
+        self.mark = f"model {next(_marks)}"
         self.clock = Clock()
         self.histories: Histories | None = None
         if isinstance(self.recipe, DelayedScaling):
@@ -174,7 +177,8 @@ class ModelState:
     def begin_forward(self, module: nn.Module, args: Any) -> None:
         """The root's forward pre-hook."""
         if torch.compiler.is_compiling():
-            compiled_whole(self.key)
+            if self.histories is not None:
+                compiled_whole(self.mark)
             return
         if self._root is None or not self.linears:
             self._link(module)
@@ -240,7 +244,7 @@ class ModelState:
         if self.fsdp is not None:
             self.fsdp.agree()
         clock = self.clock
-        clock.stepped(silent=self.key in _compiled_whole)
+        clock.stepped(silent=self.mark in _compiled_whole)
         if clock.unannounced:
             clock.recorded()
         self._roll_if_due()
@@ -362,7 +366,7 @@ class ModelState:
             )
         state = {**self.__dict__, "linears": [], "weight_groups": {}}
         state.update(dict.fromkeys(("_root", "_group", "fsdp")))
-        del state["histories"], state["key"]
+        del state["histories"], state["key"], state["mark"]
         state["clock"] = (self.clock.roll_is_due, self.clock._recorded)
         return state
 
@@ -376,18 +380,18 @@ class ModelState:
             self.clock.stepped()
 
 
-#: Keys of recipes: forwards of a model with one have been compiled with all hooks, and begin
-#: unannounced.
+#: Marks of models: forwards of them have been compiled with all hooks, and begin unannounced.
 _compiled_whole: set[str] = set()
+_marks = itertools.count()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def compiled_whole(key: str) -> bool:
-    """Note that such a forward is being compiled. Run while it is traced, not where it runs.
+def compiled_whole(mark: str) -> bool:
+    """Note that a model's forward is being compiled. Run while it is traced, not where it runs.
 
     (An attribute of the model cannot tell: within an activation checkpoint Dynamo sets none.)
     """
-    _compiled_whole.add(key)
+    _compiled_whole.add(mark)
     return True
 
 
