@@ -122,11 +122,11 @@ fn way(tensor: &AdamWTensor, target: &Target, vectors: bool) -> Way {
     if let Target::Blocks(block, _) = target {
         return match (block.rows, vectors) {
             (1, true) if cols <= 4096 => (&ROW_4096, 512, rows as u64),
-            (1, true) if cols <= 16384 => (&ROW_16384, 512, rows as u64),
+            (1, true) if cols <= 16384 => (&ROW_16384, 1024, rows as u64),
             (1, _) => (&ROW_TWICE, 512, rows as u64),
-            (32, true) => (&SQUARE_32, 256, blocks(32).div_ceil(8)),
+            (32, true) => (&SQUARE_32, 512, blocks(32).div_ceil(4)),
             (32, false) => (&SQUARE_32_TWICE, 512, blocks(32)),
-            (_, true) => (&SQUARE_128, 512, blocks(128)),
+            (_, true) => (&SQUARE_128, 1024, blocks(128)),
             (_, false) => (&SQUARE_128_TWICE, 512, blocks(128)),
         };
     }

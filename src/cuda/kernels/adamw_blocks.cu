@@ -24,33 +24,30 @@ DEVICE float scale_after(const AdamWArgs &a, const AdamWEntry &t, u64 at, u32 bi
   return reciprocal(scale);
 }
 
-/// Largest of `bits` over the block; all threads get it.
-DEVICE u32 block_max_for_all(u32 bits) {
+/// Largest of `bits` over groups of WARPS warps, a power of two; all threads of a block come here.
+template <u32 WARPS> DEVICE u32 largest(u32 bits) {
   __shared__ u32 part[32];
   bits = __reduce_max_sync(0xffffffffu, bits);
-  int warps = blockDim.x >> 5;
-  if ((threadIdx.x & 31) == 0) part[threadIdx.x >> 5] = bits;
+  u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  if (lane == 0) part[warp] = bits;
   __syncthreads();
-  bits = (int)(threadIdx.x & 31) < warps ? part[threadIdx.x & 31] : 0u;
-  return __reduce_max_sync(0xffffffffu, bits);
+  return __reduce_max_sync(0xffffffffu, part[warp / WARPS * WARPS + lane % WARPS]);
 }
 
-DEVICE u32 warp_max(u32 bits) { return __reduce_max_sync(0xffffffffu, bits); }
-
-/// Rows and columns that share a scale; a part of a tensor whose rows are `pitch` long.
+/// Rows and columns of a tensor that share a scale.
 struct Rectangle {
   u64 start;               // the index of its first element
   u32 rows;
-  u64 cols, pitch;
+  u64 cols;
 };
 
 /// The block of a grid of `size` by `size`, or with 0 of whole rows.
 DEVICE Rectangle rectangle(const AdamWEntry &t, u64 number, u32 size) {
-  if (size == 0) return {number * t.cols, 1, t.cols, t.cols};
+  if (size == 0) return {number * t.cols, 1, t.cols};
   u64 across = (t.cols + size - 1) / size;
   u64 row = number / across * size, col = number % across * size;
   u64 rows = t.rows - row, cols = t.cols - col;
-  return {row * t.cols + col, (u32)(rows < size ? rows : size), cols < size ? cols : size, t.cols};
+  return {row * t.cols + col, (u32)(rows < size ? rows : size), cols < size ? cols : size};
 }
 
 /// The factors of the step, for all threads of a block.
@@ -59,78 +56,78 @@ DEVICE void share_factors(const AdamWArgs &a, const AdamWEntry &t, Factors &shar
   __syncthreads();
 }
 
-/// A rectangle in the registers of `THREADS` threads: HELD groups of four each, next to each other
-/// in a row, `across` groups a row.
-template <int HELD, int THREADS, class Reduce>
+/// A rectangle in the registers of THREADS threads of the block: HELD groups of four each, next to
+/// each other in a row, ACROSS groups a row. All threads come here, also those of a `p` without rows.
+/// Half of the threads that an SM can have hide what loads take: 64 registers each, and one group's
+/// loads at a time.
+template <int HELD, u32 THREADS, u32 ACROSS>
 DEVICE void held(const AdamWArgs &a, const AdamWEntry &t, const Factors &f, const Rectangle &p,
-                 u32 across, u32 thread, u64 number, Reduce reduce) {
+                 u64 number) {
+  u32 thread = threadIdx.x % THREADS;
   float scale = scale_before(t, number);
   float w[HELD][4];
-  u32 inside = 0;          // a bit for each group
   u32 groups = (u32)(p.cols / 4);
   auto place = [&](int k, u64 &i) {
-    u32 at = thread + k * THREADS, row = at / across, col = at - row * across;
-    i = p.start + row * p.pitch + col * 4;
+    u32 at = thread + k * THREADS, row = at / ACROSS, col = at % ACROSS;
+    i = p.start + row * t.cols + col * 4;
     return row < p.rows && col < groups;
   };
-  u64 i, next;
-  Four d, ahead;
-  if (place(0, i)) d = load(t, i, CODES), inside = 1;
+  u64 i;
   u32 found = 0;
 #pragma unroll
   for (int k = 0; k < HELD; k++) {
-    if (k + 1 < HELD && place(k + 1, next)) ahead = load(t, next, CODES), inside |= 2u << k;
-    if (inside >> k & 1) {
-      update(t, f, d, CODES, scale, i, true, w[k]);
+    if (place(k, i)) {
+      update(t, f, load(t, i, CODES), CODES, scale, i, true, w[k]);
       found = larger(found, w[k]);
     }
-    d = ahead, i = next;
   }
-  float q = scale_after(a, t, number, reduce(found), thread == 0);
+  float q = scale_after(a, t, number, largest<THREADS / 32>(found), thread == 0 && p.rows > 0);
 #pragma unroll
   for (int k = 0; k < HELD; k++)
     if (place(k, i)) *(u32 *)((u8 *)t.param + i) = encode_four(a, t, f.step, i, w[k], q);
 }
 
-template <int HELD> DEVICE void row_held(const AdamWArgs &a) {
+template <int HELD, u32 THREADS> DEVICE void row_held(const AdamWArgs &a) {
   __shared__ Factors shared;
   if (skipped(a)) return;
   const AdamWEntry &t = a.entries[entry_of(a, blockIdx.x)];
   u64 row = blockIdx.x - t.first_block;
   share_factors(a, t, shared);
   // One row: no group is beyond it.
-  held<HELD, 512>(a, t, shared, rectangle(t, row, 0), 1u << 30, threadIdx.x, row, block_max_for_all);
+  held<HELD, THREADS, 1u << 30>(a, t, shared, rectangle(t, row, 0), row);
 }
 
 /// A block of threads takes a row of up to 4096 columns.
-extern "C" __global__ void __launch_bounds__(512)
-    adamw_row_4096(const __grid_constant__ AdamWArgs a) { row_held<2>(a); }
+extern "C" __global__ void __launch_bounds__(512, 2)
+    adamw_row_4096(const __grid_constant__ AdamWArgs a) { row_held<2, 512>(a); }
 
 /// A block of threads takes a row of up to 16384 columns.
-extern "C" __global__ void __launch_bounds__(512)
-    adamw_row_16384(const __grid_constant__ AdamWArgs a) { row_held<8>(a); }
+extern "C" __global__ void __launch_bounds__(1024)
+    adamw_row_16384(const __grid_constant__ AdamWArgs a) { row_held<4, 1024>(a); }
 
 /// A block of threads takes a square.
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(1024)
     adamw_square_128(const __grid_constant__ AdamWArgs a) {
   __shared__ Factors shared;
   if (skipped(a)) return;
   const AdamWEntry &t = a.entries[entry_of(a, blockIdx.x)];
   u64 number = blockIdx.x - t.first_block;
   share_factors(a, t, shared);
-  held<8, 512>(a, t, shared, rectangle(t, number, 128), 32, threadIdx.x, number, block_max_for_all);
+  held<4, 1024, 32>(a, t, shared, rectangle(t, number, 128), number);
 }
 
-/// A warp takes a square.
-extern "C" __global__ void __launch_bounds__(256)
+/// 128 threads take a square, four squares a block.
+extern "C" __global__ void __launch_bounds__(512, 2)
     adamw_square_32(const __grid_constant__ AdamWArgs a) {
   __shared__ Factors shared;
   if (skipped(a)) return;
   const AdamWEntry &t = a.entries[entry_of(a, blockIdx.x)];
   share_factors(a, t, shared);
-  u64 number = (u64)(blockIdx.x - t.first_block) * 8 + (threadIdx.x >> 5);
-  if (number >= (t.rows + 31) / 32 * ((t.cols + 31) / 32)) return;
-  held<8, 32>(a, t, shared, rectangle(t, number, 32), 8, threadIdx.x & 31, number, warp_max);
+  u64 number = (u64)(blockIdx.x - t.first_block) * 4 + threadIdx.x / 128;
+  u64 last = (t.rows + 31) / 32 * ((t.cols + 31) / 32) - 1;
+  Rectangle p = rectangle(t, number < last ? number : last, 32);
+  if (number > last) p.rows = 0;
+  held<2, 128, 8>(a, t, shared, p, number < last ? number : last);
 }
 
 /// A block of threads takes a row of any length, or a square of 128 or 32, element by element and
@@ -144,26 +141,27 @@ template <int SIZE> DEVICE void twice(const AdamWArgs &a) {
   Factors f = shared;
   Rectangle p = rectangle(t, number, SIZE);
   float scale = scale_before(t, number);
+  u64 pitch = t.cols;
   constexpr u32 ACROSS = SIZE ? SIZE : 512, DOWN = 512 / ACROSS;
   u32 first_row = threadIdx.x / ACROSS, first_col = threadIdx.x % ACROSS;
   u32 found = 0;
   for (u32 row = first_row; row < p.rows; row += DOWN)
     for (u64 col = first_col; col < p.cols; col += ACROSS)
-      found = larger(found, update_one(t, f, CODES, scale, p.start + row * p.pitch + col, false));
-  found = block_max_for_all(found);
+      found = larger(found, update_one(t, f, CODES, scale, p.start + row * pitch + col, false));
+  found = largest<16>(found);
   float q = scale_after(a, t, number, found, threadIdx.x == 0);
   for (u32 row = first_row; row < p.rows; row += DOWN) {
     for (u64 col = first_col; col < p.cols; col += ACROSS) {
-      u64 i = p.start + row * p.pitch + col;
+      u64 i = p.start + row * pitch + col;
       float w = update_one(t, f, CODES, scale, i, true);
       ((u8 *)t.param)[i] = encode_one(a, t, f.step, i, w, q);
     }
   }
 }
 
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, 3)
     adamw_row_twice(const __grid_constant__ AdamWArgs a) { twice<0>(a); }
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, 3)
     adamw_square_128_twice(const __grid_constant__ AdamWArgs a) { twice<128>(a); }
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, 3)
     adamw_square_32_twice(const __grid_constant__ AdamWArgs a) { twice<32>(a); }
