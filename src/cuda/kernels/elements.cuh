@@ -60,6 +60,8 @@ struct InF32 {
   /// The fp32 bits of an `amax` result's magnitude.
   static DEVICE u32 amax_bits(u32 reg, int) { return reg & 0x7fffffffu; }
   static DEVICE u32 load(const void *p, i64 i) { return ((const u32 *)p)[i]; }
+  /// A register whose elements move down by one; the first of `next` comes in.
+  static DEVICE u32 shift_in(u32, u32 next) { return next; }
 };
 
 /// bf16 in: two elements a register, the first in the low half.
@@ -78,6 +80,7 @@ struct InBf16 {
     return half ? reg & 0x7fff0000u : (reg << 16) & 0x7fff0000u;
   }
   static DEVICE u32 load(const void *p, i64 i) { return ((const u16 *)p)[i]; }
+  static DEVICE u32 shift_in(u32 reg, u32 next) { return byte_permute(reg, next, 0x5432); }
 };
 
 /// fp16 in: as bf16.
@@ -99,6 +102,7 @@ struct InF16 {
     return __float_as_uint(get(reg, half)) & 0x7fffffffu;
   }
   static DEVICE u32 load(const void *p, i64 i) { return ((const u16 *)p)[i]; }
+  static DEVICE u32 shift_in(u32 reg, u32 next) { return byte_permute(reg, next, 0x5432); }
 };
 
 /// The bits that stand for a NaN in amaxes and scales: positive, quiet, without payload.

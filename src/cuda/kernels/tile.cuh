@@ -95,20 +95,24 @@ DEVICE void load_tile(const Args &a, const Place &p, u32 (&d)[16][4]) {
     }
     return;
   }
+  // Element by element, of all 16 rows at once: each enters its row's registers from above. One loop
+  // a row would take the driver's compiler twice as long as all the rest of a kernel.
 #pragma unroll
-  for (int r = 0; r < 16; r++) {
-    u64 low = 0, high = 0;
-    if (p.row + r >= 0 && p.row + r < a.rows) {
-      i64 at = (p.row + r) * a.x_rs + p.col * a.x_cs;
+  for (int r = 0; r < 16; r++) d[r][0] = d[r][1] = d[r][2] = d[r][3] = 0;
+  const char *at = (const char *)a.x + (p.row * a.x_rs + p.col * a.x_cs) * T::BYTES;
+  i64 step = a.x_rs * T::BYTES;
 #pragma unroll 1
-      for (int j = COLS - 1; j >= 0; j--) {
-        u64 v = p.col + j < a.cols ? T::load(a.x, at + j * a.x_cs) : 0u;
-        constexpr int BITS = 8 * T::BYTES;
-        high = high << BITS | low >> (64 - BITS);
-        low = low << BITS | v;
-      }
+  for (int j = 0; j < COLS; j++, at += a.x_cs * T::BYTES) {
+    bool inside = p.col + j < a.cols;
+#pragma unroll
+    for (int r = 0; r < 16; r++) {
+      u32 v = 0;
+      if (inside && p.row + r >= 0 && p.row + r < a.rows) v = T::load(at + r * step, 0);
+      d[r][0] = T::shift_in(d[r][0], d[r][1]);
+      d[r][1] = T::shift_in(d[r][1], d[r][2]);
+      d[r][2] = T::shift_in(d[r][2], d[r][3]);
+      d[r][3] = T::shift_in(d[r][3], v);
     }
-    d[r][0] = (u32)low, d[r][1] = (u32)(low >> 32), d[r][2] = (u32)high, d[r][3] = (u32)(high >> 32);
   }
 }
 
