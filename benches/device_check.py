@@ -8,7 +8,8 @@ first_use   seconds that a format's first call takes over its second, each in a 
             with machine code, and with CUDA_FORCE_PTX_JIT=1; the driver's cache is off
 times       kernels against a copy of the same bytes (cuda_blocks.py, cuda_kernels.py), with machine
             code and with what the driver compiles
-bytes       CPU and CUDA at full size
+bytes       CPU and CUDA at full size, the optimizer and random numbers; with machine code, and
+            with what the driver compiles
 tests       the GPU tests of launches and blocks, then those that take the GPU's memory
 sanitizer   memcheck, racecheck and initcheck over small calls of each kernel
 
@@ -216,8 +217,45 @@ def bytes_agree(device: str) -> dict[str, Any]:
                         count += 1
                         if not same_bytes(*pair):
                             wrong.append(f"rebase {rows}x{cols} {fp8} {block_rows} axis {axis}")
+    for name, (here, there) in optimized(device).items():
+        count += 1
+        if not same_bytes(here, there):
+            wrong.append(name)
     print(f"{count} comparisons, {len(wrong)} differ", *wrong, sep="\n")
     return {"comparisons": count, "differ": wrong}
+
+
+def optimized(device: str) -> dict[str, tuple[Any, Any]]:
+    """Random numbers, and weights and moments after two steps: on the CPU, and on the device."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for dtype in (F32, BF16, F16):
+        pair = [torch.empty(301, 1003, dtype=dtype, device=d) for d in ("cpu", device)]
+        for x in pair:
+            ops.random_uniform_(x, 1, 3)
+        found[f"random {dtype}"] = (pair[0], pair[1])
+    block, mx = fp8rs.Float8BlockQuantizer, fp8rs.MXFP8Quantizer
+    quantizers = {
+        "current": fp8rs.Float8CurrentScalingQuantizer(E4M3, columnwise=False),
+        "rows": block(E5M2, columnwise=False, block=(1, -1)),
+        "128x128": block(E4M3, columnwise=False, block=(128, 128)),
+        "32x32": mx(E4M3, columnwise=False, block=(32, 32)),
+    }
+    for name, quantizer in quantizers.items():
+        for masters in (True, False):
+            for shape in ((300, 1024), (67, 75), (5, 14336), (2, 16388)):
+                x, grads = torch.randn(shape), torch.randn(2, *shape)
+                ends = []
+                for d in ("cpu", device):
+                    weight = torch.nn.Parameter(quantizer(x.to(d)))
+                    optimizer = AdamW([weight], master_weights=masters)
+                    for grad in grads:
+                        weight.grad = grad.to(d)
+                        optimizer.step()
+                    plane = weight.rowwise
+                    state = [optimizer.state[weight][key] for key in ("exp_avg", "exp_avg_sq")]
+                    ends.append((plane.data, plane.scale, *state))
+                found[f"AdamW {name} {masters} {shape}"] = (ends[0], ends[1])
+    return found
 
 
 def drive(device: str) -> None:
@@ -330,6 +368,7 @@ PARTS: dict[str, Callable[[str], Any]] = {
     "times": times,
     "times_ptx": times,
     "bytes": bytes_agree,
+    "bytes_ptx": bytes_agree,
     "tests": tests,
     "sanitizer": sanitizer,
 }
@@ -350,8 +389,8 @@ def main() -> None:
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if arguments.part:
-        if arguments.part == "times_ptx":
-            torch.zeros(1, device=device)
+        if arguments.part.endswith("_ptx"):
+            torch.zeros(1, device=device)  # torch's kernels are loaded as machine code
             os.environ["CUDA_FORCE_PTX_JIT"] = "1"
         result = PARTS[arguments.part](device)
         (folder / f"{arguments.part}.json").write_text(json.dumps(result, indent=1))

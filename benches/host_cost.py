@@ -8,6 +8,10 @@ the mean over a round's calls. "ratio" is to nn.Linear's in the same run.
 
 With ``--features 512`` no operand of recipe block has to be padded, as in a model of real size.
 
+A backward on CUDA runs in a thread of autograd's. In the figure of one layer is what it takes to
+wake that up, and to fetch all Python that it runs into another core. "each of 8" is a layer's part
+of eight in a row, as in a model, where the thread wakes up once.
+
 "least" is what no layer of this kind gets below: an autograd.Function in Python that calls the bare
 operators of recipe current and torch._scaled_mm (on the CPU, what stands in for it: an empty
 tensor), with no checks and no choices; and one that calls nothing.
@@ -16,6 +20,7 @@ tensor), with no checks and no choices; and one that calls nothing.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import statistics
@@ -134,6 +139,12 @@ class Nothing(torch.autograd.Function):
         return x.detach(), weight.detach()
 
 
+BARE: dict[str | None, type[torch.autograd.Function]] = {
+    "least": Least,
+    "least, nothing called": Nothing,
+}
+
+
 class Bare(nn.Module):
     """A layer that is one function of its input and a weight."""
 
@@ -159,38 +170,52 @@ def gemms(device: str, features: int) -> Iterator[tuple[str, Callable[[], object
     yield "torch._scaled_mm, per row", lambda: product(a, b, rows, cols.t())
 
 
+#: Layers in a row, and how the names of their rows end; the figure is one layer's.
+DEEP = 8
+EACH = f"each of {DEEP}"
+
+
+def model_of(layers: int, recipe: str | None, device: str, features: int) -> nn.Sequential:
+    """Layers in a row: nn.Linear, or a recipe's, with scales that are known, or bare ones."""
+    made = {"device": device, "dtype": torch.bfloat16}
+    plain = [nn.Linear(features, features, bias=False, **made) for _ in range(layers)]
+    if recipe in BARE:
+        return nn.Sequential(*(Bare(BARE[recipe], layer.weight.detach()) for layer in plain))
+    model = nn.Sequential(*plain)
+    if recipe is not None:
+        fp8rs.convert_to_float8_training(model, recipe=recipe)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for _ in range(4):  # delayed scaling finds its scales
+            model(torch.randn(64, features, **made)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
 def linears(device: str, features: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """Forward, and forward with backward, of nn.Linear and of each recipe's."""
-    bare = {"least": Least, "least, nothing called": Nothing}
-    for recipe in (None, *bare, *RECIPES):
-        made = {"device": device, "dtype": torch.bfloat16}
-        x = torch.randn(64, features, **made, requires_grad=True)
-        model = nn.Sequential(nn.Linear(features, features, bias=False, **made))
-        if recipe in bare:
-            model = nn.Sequential(Bare(bare[recipe], model[0].weight.detach()))
-        elif recipe is not None:
-            fp8rs.convert_to_float8_training(model, recipe=recipe)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-            for _ in range(4):  # delayed scaling finds its scales
-                model(x).sum().backward()
-                optimizer.step()
-            model[0]._fp8_state.begin_forward(model, ())  # as in a forward of the whole model
+    x, gradient = (torch.randn(64, features, device=device, dtype=torch.bfloat16) for _ in "xg")
+
+    def forward(layer: nn.Module) -> torch.Tensor:
+        # A tensor of its own each time: layers share what one input was quantized to.
+        y: torch.Tensor = layer(x.detach().requires_grad_())
+        return y
+
+    def both(layer: nn.Module) -> None:
+        forward(layer).backward(gradient)
+        for parameter in layer.parameters():
+            parameter.grad = None
+
+    for recipe in (None, *BARE, *RECIPES):
         name = "nn.Linear" if recipe is None else f"Linear, {recipe}"
-        layer, gradient = model[0], torch.ones(64, features, **made)
-
-        def forward(layer: nn.Module = layer, x: torch.Tensor = x) -> torch.Tensor:
-            # A tensor of its own each time: layers share what one input was quantized to.
-            y: torch.Tensor = layer(x.detach().requires_grad_())
-            return y
-
-        def both(
-            layer: nn.Module = layer, x: torch.Tensor = x, gradient: torch.Tensor = gradient
-        ) -> None:
-            forward(layer, x).backward(gradient)
-            layer.weight.grad = None
-
-        yield f"{name}: forward", forward
-        yield f"{name}: forward + backward", both
+        model = model_of(1, recipe, device, features)
+        layer = model[0]
+        if recipe in RECIPES:
+            layer._fp8_state.begin_forward(model, ())  # as in a forward of the whole model
+        yield f"{name}: forward", functools.partial(forward, layer)
+        yield f"{name}: forward + backward", functools.partial(both, layer)
+        deep = model_of(DEEP, recipe, device, features)
+        yield f"{name}: forward + backward, {EACH}", functools.partial(both, deep)
 
 
 def main() -> None:
@@ -205,6 +230,8 @@ def main() -> None:
     parts = (operators(args.device), *(p(args.device, args.features) for p in (gemms, linears)))
     for name, call in itertools.chain(*parts):
         figures[name] = median_us(args.device, call, args.rounds)
+        if name.endswith(EACH):
+            figures[name] /= DEEP
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else "no GPU"
     print(f"torch {torch.__version__}, fp8rs {fp8rs.__version__}, {args.device} ({gpu})\n")
     print("| call | us | ratio |\n|---|---|---|")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write the table of docs/compile.md: what compiles, for each recipe, as the tests have it.
 
-    python tools/compile_table.py [--check]
+    python tools/compile_table.py [--check] [--device cpu|cuda]
 
 Runs tests/test_compile.py and tests/test_fsdp_compile.py, every combination of their parameters,
 and writes one table a device between the markers in the page; those of other torch versions and
@@ -108,7 +108,7 @@ class Results:
         self.cells[key] = new if old[0] == "yes" else old
 
     def table(self, device: str) -> str | None:
-        """The table of a device; None if every case was skipped: there is no such device."""
+        """The table of a device; None if no case ran: there is no such device, or not asked for."""
         mine = {k: cell for k, cell in self.cells.items() if k[0] == device}
         if all(cell[0] == "skipped" for cell in mine.values()):
             return None
@@ -134,12 +134,14 @@ def cells(table: str) -> list[list[str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare with the page, write nothing")
-    check = parser.parse_args().check
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="that one alone")
+    chosen = parser.parse_args()
 
     results = Results()
-    status = pytest.main(
-        ["-q", "--full", "--rootdir", str(ROOT), *(str(ROOT / f) for f in FILES)], plugins=[results]
-    )
+    options = ["-q", "--full", "--rootdir", str(ROOT)]
+    if chosen.device is not None:
+        options += ["-m", "gpu" if chosen.device == "cuda" else "not gpu"]
+    status = pytest.main([*options, *(str(ROOT / f) for f in FILES)], plugins=[results])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return int(status)
     if results.unknown:
@@ -152,7 +154,7 @@ def main() -> int:
         if table is not None:
             place = torch.cuda.get_device_name() if device == "cuda" else "CPU"
             tables[written.name_of(place)] = table
-    return written.update(PAGE, tables, cells, check)
+    return written.update(PAGE, tables, cells, chosen.check)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write the tables of docs/fsdp2-matrix.md: what trains under FSDP2, as the tests have it.
 
-    python tools/matrix_table.py [--full] [--check]
+    python tools/matrix_table.py [--full] [--check] [--device cpu|cuda]
 
 Runs tests/test_fsdp_matrix.py and writes one table a device between the markers in the page; those
 of other torch versions and devices stay as they are. Without ``--full`` a cover of all pairs of
@@ -62,9 +62,9 @@ class Results:
         return report
 
     def table(self, device: str) -> str | None:
-        """The table of a device; None if every case was skipped: there is no such device."""
+        """The table of a device; None if no case ran, or one was skipped: it has no such device."""
         mine = [key for key in self.all if key[0] == device]
-        if self.skipped[device]:
+        if self.skipped[device] or not any(self.ran[key] or key in self.failed for key in mine):
             return None
         rows = list(dict.fromkeys(key[1] for key in mine))
         recipes = list(dict.fromkeys(key[2] for key in mine))
@@ -115,10 +115,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--full", action="store_true", help="every training, not a cover of pairs")
     parser.add_argument("--check", action="store_true", help="compare with the page, write nothing")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="that one alone")
     chosen = parser.parse_args()
 
     results = Results()
     options = ["--full"] if chosen.full else []
+    if chosen.device is not None:
+        options += ["-m", "gpu" if chosen.device == "cuda" else "not gpu"]
     status = pytest.main(["-q", *options, "--rootdir", str(ROOT), str(TEST)], plugins=[results])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return int(status)
