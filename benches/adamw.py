@@ -1,12 +1,13 @@
 """Time fp8rs.optim.AdamW on a GPU against a copy of the same bytes and against what others do.
 
-    python benches/adamw.py [--json FILE] [--rehearse]
+    python benches/adamw.py [--json FILE] [--rehearse] [--only TEXT ...]
 
 0.5 B parameters in 224 tensors: the matrices of 32 layers of Llama-3-8B, each a fourteenth of the
 rows. bf16 gradients. Device time is that of a CUDA graph of ``step()``, median of several replays;
 host time that of an eager ``step()`` call until it returns. *Bytes* are what a parameter must move;
 a row's *fraction* is the time of a device copy of as many bytes over the row's own. All in one run.
 
+``--only`` runs the rows whose names hold one of the texts: ``--only masters 128x128``.
 ``--rehearse`` runs every row once on the CPU over small tensors, and times nothing.
 """
 
@@ -17,7 +18,7 @@ import importlib.util
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,8 @@ def bytes_moved(name: str, masters: bool, state: torch.dtype) -> int:
 class Rows:
     """What is measured, one row after the other."""
 
-    def __init__(self, rehearse: bool) -> None:
-        self.rehearse = rehearse
+    def __init__(self, rehearse: bool, only: Sequence[str] = ()) -> None:
+        self.rehearse, self.only = rehearse, only
         self.device = "cpu" if rehearse else "cuda"
         self.kernels = beside("cuda_kernels")
         self.copies: dict[int, float] = {}
@@ -92,8 +93,14 @@ class Rows:
         new = [torch.empty(shape, dtype=dtype, device=self.device) for shape in self.shapes]
         return [x.normal_(0, scale) for x in new]
 
+    def wanted(self, name: str) -> bool:
+        """Whether a row of this name was asked for."""
+        return not self.only or any(text in name for text in self.only)
+
     def measure(self, name: str, per_parameter: int, step: Callable[[], Any]) -> None:
         """Time ``step`` as a graph, and its host."""
+        if not self.wanted(name):
+            return
         if self.rehearse:
             step()
             print(f"{name:44} {per_parameter:3} B  ran", flush=True)
@@ -127,6 +134,11 @@ class Rows:
 
     def ours(self, name: str, masters: bool, state: torch.dtype = torch.float32) -> None:
         """A step of fp8rs.optim.AdamW."""
+        words = f"fp8rs AdamW: {name}, {'masters' if masters else 'stochastic'}"
+        if state != torch.float32:
+            words += ", bf16 moments"
+        if not self.wanted(words):
+            return
         make = quantizers(self.device)[name]
         params = []
         for x, grad in zip(self.tensors(), self.tensors(torch.bfloat16), strict=True):
@@ -135,10 +147,7 @@ class Rows:
             p.grad = grad
             params.append(p)
         optimizer = AdamW(params, capturable=True, master_weights=masters, state_dtype=state)
-        words = f"{name}, {'masters' if masters else 'stochastic'}"
-        if state != torch.float32:
-            words += ", bf16 moments"
-        self.measure(f"fp8rs AdamW: {words}", bytes_moved(name, masters, state), optimizer.step)
+        self.measure(words, bytes_moved(name, masters, state), optimizer.step)
 
     def plain(self) -> None:
         """A step of fp8rs.optim.AdamW over plain fp32 parameters, with fp32 gradients."""
@@ -191,8 +200,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json")
     parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--only", nargs="+", default=(), metavar="TEXT")
     arguments = parser.parse_args()
-    rows = Rows(arguments.rehearse)
+    rows = Rows(arguments.rehearse, arguments.only)
     if not arguments.rehearse:
         print(torch.cuda.get_device_name(), "torch", torch.__version__)
     print(f"{len(rows.shapes)} tensors, {rows.n / 1e6:.1f} M parameters", flush=True)

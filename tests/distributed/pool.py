@@ -30,6 +30,11 @@ from typing import Any
 WORKERS = 4
 """Ranks of the largest case."""
 
+CASES = 120
+"""Cases that one set of workers runs. What keeps a mesh (torch remembers results by mesh in several
+places, a model that FSDP2 sharded is a cycle) keeps its groups, each with threads of gloo's that
+wake up a hundred times a second: after a thousand cases they take most of a processor."""
+
 START_SECONDS = 120
 """Longest wait for a worker's first sign of life; importing torch on a busy machine is slow."""
 
@@ -204,6 +209,8 @@ class Pool:
         Raises RankFailure with each failing rank's traceback, or with every rank's stack
         when the case takes longer than `seconds`.
         """
+        if self.cases % CASES == 0:
+            self.stop()
         self.start()
         self.cases += 1
         workers = self.workers[:world_size]
