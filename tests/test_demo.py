@@ -334,6 +334,7 @@ AT_REST = [
 ]
 
 
+@pytest.mark.newest_torch
 @pytest.mark.parametrize(("recipe", "options", "weights", "optimizer"), AT_REST)
 def test_demo_trains_fp8_weights(
     recipe: str, options: list[str], weights: float, optimizer: float, tmp_path: Path
