@@ -43,7 +43,7 @@ QUANTIZERS = {
 #: Those whose codes the kernel of the update writes.
 IN_ONE_PASS = [name for name in QUANTIZERS if name not in ("1x32", "1x128")]
 #: Larger than a block of every kind, not made of whole ones; a row; one element; none.
-SHAPES = [(300, 132), (70, 33), (1, 5), (), (0, 8), (3, 40, 36)]
+SHAPES = [(300, 132), (70, 33), (1, 5), (), (0, 8), (8, 0), (3, 40, 36)]
 
 each_quantizer = pytest.mark.parametrize("name", QUANTIZERS)
 each_format = pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -289,6 +289,30 @@ def test_plain_and_fp8_parameters_of_several_groups_step_together():
             b.grad = normal(b.shape, 100 * step + i)
             single.step()
         assert_same(bytes_of(a), bytes_of(b))
+
+
+@pytest.mark.parametrize("masters", [True, False])
+@pytest.mark.parametrize("name", ["current", "32x32"])
+def test_a_compiled_step_is_an_eager_one(name, masters):
+    def model():
+        shapes = [(64, 64), (64, 64), (160, 64)]
+        params = [
+            parameter(QUANTIZERS[name](E4M3, "cpu")(normal(shape, i)))
+            for i, shape in enumerate(shapes)
+        ]
+        return [*params, parameter(normal((160,), 9))]
+
+    torch._dynamo.reset()
+    eager, compiled = (AdamW(model(), lr=1e-2, master_weights=masters) for _ in range(2))
+    step = torch.compile(compiled.step, backend="eager")
+    for seed in range(3):
+        for optimizer in (eager, compiled):
+            for i, p in enumerate(optimizer.param_groups[0]["params"]):
+                p.grad = normal(p.shape, 10 * seed + i)
+        eager.step()
+        step()
+        assert_same(everything(compiled), everything(eager))
+    torch._dynamo.reset()
 
 
 def test_a_parameter_without_a_gradient_is_left_alone():

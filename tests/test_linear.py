@@ -642,3 +642,20 @@ def test_a_saved_input_gives_the_gradients_of_saved_codes(device, recipe):
         assert any(t.shape == (32, 64) and t.dtype == torch.float32 for t in saved) == save_input
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("lead", [(4,), (2, 3), ()])
+@pytest.mark.parametrize("sizes", [(16, 0), (0, 16)], ids=["none out", "none in"])
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "block", "mxfp8"])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_features_may_be_none(recipe, sizes, lead, bias):
+    plain = nn.Linear(*sizes, bias=bias)
+    tested = fp8nn.Linear.from_linear(copy.deepcopy(plain), recipe=recipe)
+    x = torch.ones(*lead, sizes[0])
+    for module in (plain, tested):
+        y = module(x.requires_grad_())
+        y.sum().backward()
+        assert y.shape == (*lead, sizes[1])
+    for a, b in zip(plain.parameters(), tested.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)

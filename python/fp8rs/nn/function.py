@@ -299,7 +299,8 @@ class _Linear(torch.autograd.Function):
                 emulate=spec.emulate,
             )
         if needs_bias:
-            db = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=bias_dtype)
+            rows = dy.flatten(0, -2) if dy.dim() > 1 else dy.unsqueeze(0)
+            db = rows.sum(0, dtype=bias_dtype)
         return dx, dw, db, None
 
 

@@ -122,6 +122,8 @@ class AdamW(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
 
+        A compiled ``step`` runs as an eager one: there is nothing in it to fuse.
+
         Args:
             closure: computes the loss anew; its result is given back.
         """
@@ -130,6 +132,12 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._update()
+        return loss
+
+    # Traced, a parameter's state was given to another parameter.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _update(self) -> None:
         weights.prepare([p for group in self.param_groups for p in group["params"]])
         steps: dict[torch.device, Step] = {}
         items: list[Item] = []
@@ -149,7 +157,6 @@ class AdamW(Optimizer):
                 steps.setdefault(device, Step()).add(options[device], item)
         if items:
             self._run(steps, items)
-        return loss
 
     def _run(self, steps: dict[torch.device, Step], items: list[Item]) -> None:
         by_device: dict[torch.device, list[Tensor]] = {}

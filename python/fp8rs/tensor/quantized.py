@@ -763,10 +763,12 @@ class QuantizedTensor(Tensor):
 
     def _set_data(self, value: Any) -> None:
         if type(value) is not type(self):
+            why = "it would have to share the storage of what is assigned"
+            if isinstance(value, Tensor) and value.dtype == torch.float64:
+                why = "values of float64, as model.double() assigns them, are not held quantized"
             raise TypeError(
                 f".data of a {type(self).__name__} must be one too, not a {type(value).__name__}: "
-                "it would have to share the storage of what is assigned. Write values by copy_() "
-                "or quantize_()"
+                f"{why}. Write values by copy_() or quantize_()"
             )
         _plain_data.__set__(self, value)
         self._store, self._window, self._shown = value._store, value._window, None
