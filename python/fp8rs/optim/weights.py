@@ -61,8 +61,7 @@ def plane(weight: QuantizedTensor) -> Plane:
     row = weight.rowwise
     if row is None or not weight.numel():
         whole = weight._store.any_plane
-        shape = weight.shape
-        size = (shape[0] if len(shape) == 2 else 0, shape[-1])
+        size = matrix_shape(weight.shape)
         scale = whole.scale
         if not whole.format.per_tensor:
             scale = scale.new_empty(whole.format.scale_shape(*size))
