@@ -225,6 +225,17 @@ def bytes_agree(device: str) -> dict[str, Any]:
     return {"comparisons": count, "differ": wrong}
 
 
+def quantizers() -> dict[str, Any]:
+    """What makes the weights that the optimizer has kernels for."""
+    block, mx = fp8rs.Float8BlockQuantizer, fp8rs.MXFP8Quantizer
+    return {
+        "current": fp8rs.Float8CurrentScalingQuantizer(E4M3, columnwise=False),
+        "rows": block(E5M2, columnwise=False, block=(1, -1)),
+        "128x128": block(E4M3, columnwise=False, block=(128, 128)),
+        "32x32": mx(E4M3, columnwise=False, block=(32, 32)),
+    }
+
+
 def optimized(device: str) -> dict[str, tuple[Any, Any]]:
     """Random numbers, and weights and moments after two steps: on the CPU, and on the device."""
     found: dict[str, tuple[Any, Any]] = {}
@@ -233,14 +244,7 @@ def optimized(device: str) -> dict[str, tuple[Any, Any]]:
         for x in pair:
             ops.random_uniform_(x, 1, 3)
         found[f"random {dtype}"] = (pair[0], pair[1])
-    block, mx = fp8rs.Float8BlockQuantizer, fp8rs.MXFP8Quantizer
-    quantizers = {
-        "current": fp8rs.Float8CurrentScalingQuantizer(E4M3, columnwise=False),
-        "rows": block(E5M2, columnwise=False, block=(1, -1)),
-        "128x128": block(E4M3, columnwise=False, block=(128, 128)),
-        "32x32": mx(E4M3, columnwise=False, block=(32, 32)),
-    }
-    for name, quantizer in quantizers.items():
+    for name, quantizer in quantizers().items():
         for masters in (True, False):
             for shape in ((300, 1024), (67, 75), (5, 14336), (2, 16388)):
                 x, grads = torch.randn(shape), torch.randn(2, *shape)
@@ -277,18 +281,11 @@ def drive(device: str) -> None:
 
 def optimize(device: str) -> None:
     """Each kernel of the optimizer, and random numbers."""
-    block, mx = fp8rs.Float8BlockQuantizer, fp8rs.MXFP8Quantizer
-    quantizers = [
-        fp8rs.Float8CurrentScalingQuantizer(E4M3, columnwise=False),
-        block(E5M2, columnwise=False, block=(1, -1)),
-        block(E4M3, columnwise=False, block=(128, 128)),
-        mx(E4M3, columnwise=False, block=(32, 32)),
-    ]
     for masters in (True, False):
         for state_dtype in (F32, BF16):
             params = [
                 torch.nn.Parameter(quantizer(torch.randn(shape, device=device)))
-                for quantizer in quantizers
+                for quantizer in quantizers().values()
                 for shape in ((130, 256), (67, 75), (2, 8192), (2, 16388))
             ]
             plain = torch.randn(9, 67, device=device)

@@ -139,8 +139,7 @@ def main() -> int:
 
     results = Results()
     options = ["-q", "--full", "--rootdir", str(ROOT)]
-    if chosen.device is not None:
-        options += ["-m", "gpu" if chosen.device == "cuda" else "not gpu"]
+    options += written.on_device(chosen.device)
     status = pytest.main([*options, *(str(ROOT / f) for f in FILES)], plugins=[results])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return int(status)

@@ -120,8 +120,7 @@ def main() -> int:
 
     results = Results()
     options = ["--full"] if chosen.full else []
-    if chosen.device is not None:
-        options += ["-m", "gpu" if chosen.device == "cuda" else "not gpu"]
+    options += written.on_device(chosen.device)
     status = pytest.main(["-q", *options, "--rootdir", str(ROOT), str(TEST)], plugins=[results])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return int(status)

@@ -41,6 +41,11 @@ class Page:
         return before, body, after
 
 
+def on_device(device: str | None) -> list[str]:
+    """pytest's options for the tests of one device, "cpu" or "cuda"; of None for all."""
+    return [] if device is None else ["-m", "gpu" if device == "cuda" else "not gpu"]
+
+
 def name_of(place: str) -> str:
     """What a table is of; by this name it is found in the page."""
     return f"torch {'.'.join(torch.__version__.split('.')[:2])}, {place}"
