@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write the table of docs/compile.md: what compiles, for each recipe, as the tests have it.
 
-    python tools/compile_table.py [--check] [--device cpu|cuda]
+    python tools/compile_table.py [--check] [--device cpu|cuda] [-n PROCESSES]
 
 Runs tests/test_compile.py and tests/test_fsdp_compile.py, every combination of their parameters,
 and writes one table a device between the markers in the page; those of other torch versions and
@@ -15,6 +15,7 @@ Run it where fp8rs is installed or on PYTHONPATH; each torch writes its own tabl
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from dataclasses import dataclass, field
@@ -62,48 +63,56 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: Any, call: Any) -> Any:
+    """Tell what became of a case. pytest's processes load this module as a plugin (`-p`)."""
+    report = yield
+    callspec = getattr(item, "callspec", None)
+    if callspec is None or "recipe" not in callspec.params:
+        return report
+    if report.when == "call" or not report.passed:
+        params = {k: getattr(v, "__name__", v) for k, v in callspec.params.items()}
+        error = "" if call.excinfo is None else call.excinfo.exconly().splitlines()[0][:160]
+        case = {"test": item.originalname, "name": item.name, "params": params, "error": error}
+        case["column"] = callspec.indices["recipe"]
+        report.user_properties.append(("case", json.dumps(case, default=str)))
+    return report
+
+
 @dataclass
 class Results:
     """A pytest plugin: what became of each case, by device, row and recipe."""
 
     cells: dict[tuple[str, str, str], tuple[str, str]] = field(default_factory=dict)
-    recipes: dict[str, None] = field(default_factory=dict)
+    columns: dict[str, int] = field(default_factory=dict)
     unknown: dict[str, None] = field(default_factory=dict)
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
-        report = yield
-        if report.when == "call" or not report.passed:
-            self._note(item, call, report)
-        return report
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        case = dict(report.user_properties).get("case")
+        if case is not None and (report.when == "call" or not report.passed):
+            self._note(report, json.loads(case))
 
-    def _note(self, item: Any, call: Any, report: Any) -> None:
-        callspec = getattr(item, "callspec", None)
-        if callspec is None or "recipe" not in callspec.params:
-            return
-        params = {k: getattr(v, "__name__", v) for k, v in callspec.params.items()}
-        device = str(params.get("device", params.get("device_type")))
-        recipe = params["recipe"]
+    def _note(self, report: Any, case: dict[str, Any]) -> None:
+        params = case["params"]
         rows = [
             text
             for text, name, chosen in ROWS
-            if name == item.originalname and all(params[k] == v for k, v in chosen.items())
+            if name == case["test"] and all(params[k] == v for k, v in chosen.items())
         ]
         if len(rows) != 1:
-            self.unknown[item.name] = None
+            self.unknown[case["name"]] = None
             return
-        self.recipes[recipe] = None
+        self.columns[params["recipe"]] = case["column"]
         if hasattr(report, "wasxfail"):
             new = ("**no**", report.wasxfail)
         elif report.skipped:
-            reason = report.longrepr[2].removeprefix("Skipped: ")
-            new = ("skipped", reason)
+            new = ("skipped", report.longrepr[2].removeprefix("Skipped: "))
         elif report.passed:
             new = ("yes", "")
         else:
-            new = ("**no**", call.excinfo.exconly().splitlines()[0][:160])
+            new = ("**no**", case["error"])
         # Several cases in one cell: all must pass.
-        key = (device, rows[0], recipe)
+        key = (params.get("device", params.get("device_type")), rows[0], params["recipe"])
         old = self.cells.get(key, ("yes", ""))
         self.cells[key] = new if old[0] == "yes" else old
 
@@ -112,11 +121,12 @@ class Results:
         mine = {k: cell for k, cell in self.cells.items() if k[0] == device}
         if all(cell[0] == "skipped" for cell in mine.values()):
             return None
+        recipes = sorted(self.columns, key=self.columns.__getitem__)
         reasons: dict[str, int] = {}
-        lines = [f"| | {' | '.join(self.recipes)} |", "|---" * (len(self.recipes) + 1) + "|"]
+        lines = [f"| | {' | '.join(recipes)} |", "|---" * (len(recipes) + 1) + "|"]
         for text, _, _ in ROWS:
             cells = []
-            for recipe in self.recipes:
+            for recipe in recipes:
                 word, reason = mine.get((device, text, recipe), ("not run", ""))
                 if reason:
                     word += f" ({reasons.setdefault(reason, len(reasons) + 1)})"
@@ -135,11 +145,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare with the page, write nothing")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="that one alone")
+    parser.add_argument("-n", metavar="PROCESSES", help="run in so many, by pytest-xdist")
     chosen = parser.parse_args()
 
     results = Results()
-    options = ["-q", "--full", "--rootdir", str(ROOT)]
+    options = ["-q", "--full", "--rootdir", str(ROOT), "-p", "compile_table"]
     options += written.on_device(chosen.device)
+    if chosen.n:
+        options += ["-n", chosen.n, "--dist", "load"]
     status = pytest.main([*options, *(str(ROOT / f) for f in FILES)], plugins=[results])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return int(status)
