@@ -8,7 +8,8 @@ converted weights in FP8 at rest and train them with fp8rs.optim.AdamW.
 A variant may be followed by settings of its own, each after a +, which come before the options of
 the same names: no-masters, masters (of fp8rs.optim.AdamW), bf16-state, fp32-state (its moments),
 bf16-reduce, fp32-reduce (the reduce-scatter), bf16-params, fp32-params (the dtype of parameters at
-rest, which sharded gradients have too; FP8 weights have it in name only).
+rest, which sharded gradients have too; FP8 weights have it in name only), save-input, squares
+(wgrad_input_block=(128, 128), of block variants).
 
     python benches/end_to_end.py                       # every variant on every GPU
     python benches/end_to_end.py --ranks 2 --variants bf16,current
@@ -89,6 +90,8 @@ VARIANTS = _variants()
 MODIFIERS: dict[str, tuple[str, Any]] = {
     "masters": ("masters", True),
     "no-masters": ("masters", False),
+    "save-input": ("save_input", True),
+    "squares": ("squares", True),
     **{
         f"{dtype}-{kind}": (option, dtype)
         for dtype in DTYPES
@@ -116,6 +119,8 @@ def parsed(name: str) -> tuple[Variant, dict[str, Any]]:
     own = dict(MODIFIERS[modifier] for modifier in modifiers)
     if not VARIANTS[base].fp8_weights and not {"masters", "state_dtype"}.isdisjoint(own):
         raise ValueError(f"{name}: masters and state are fp8rs.optim.AdamW's, of -fp8 variants")
+    if VARIANTS[base].recipe != "block" and "squares" in own:
+        raise ValueError(f"{name}: squares are an option of block variants")
     return VARIANTS[base], own
 
 
@@ -183,8 +188,11 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
     kept = Weights(
         "fp8" if variant.fp8_weights else "master", arguments["masters"], arguments["state_dtype"]
     )
-    saving = arguments["save_input"], arguments["recompute"]
-    after_step = _prepare(model, variant, kept, device.type, *saving)
+    options = {"save_input": arguments["save_input"]}
+    if arguments.get("squares"):
+        options["wgrad_input_block"] = (128, 128)
+    recompute = arguments["recompute"] or arguments["save_input"]
+    after_step = _prepare(model, variant, kept, device.type, options, recompute)
     shard(model, device.type, ranks, DTYPES[arguments["reduce_dtype"]])
     optimizer = _optimizer(model, kept)
     report({"what": f"{params / 1e9:.2f} G parameters"})
@@ -241,9 +249,17 @@ def _optimizer(model: Llama, kept: Weights) -> torch.optim.Optimizer:
 
 
 def _prepare(
-    model: Llama, variant: Variant, kept: Weights, device: str, save_input: bool, recompute: bool
+    model: Llama,
+    variant: Variant,
+    kept: Weights,
+    device: str,
+    options: dict[str, Any],
+    recompute: bool,
 ) -> Any:
-    """Converts and compiles the model; returns what is called after each optimizer step."""
+    """Converts and compiles the model; returns what is called after each optimizer step.
+
+    ``options`` are the recipe's that are not its defaults.
+    """
 
     def nothing(model: Llama) -> None:
         pass
@@ -251,7 +267,7 @@ def _prepare(
     after_step: Any = nothing
     if variant.library == "fp8rs":
         assert variant.recipe is not None
-        recipe = dataclasses.replace(resolve_recipe(variant.recipe), save_input=save_input)
+        recipe = dataclasses.replace(resolve_recipe(variant.recipe), **options)
         convert(model, recipe, kept)
     elif variant.library == "torchao":
         from torchao import float8 as peer
@@ -386,7 +402,7 @@ def _workload(options: argparse.Namespace) -> dict[str, Any]:
         "state_dtype": options.state_dtype,
         "reduce_dtype": options.reduce_dtype,
         "param_dtype": options.param_dtype,
-        "recompute": options.recompute or options.save_input,
+        "recompute": options.recompute,
         "profile": options.profile,
     }
 

@@ -25,11 +25,28 @@ from torch import nn
 from fp8rs.demo.data import Corpus, load_corpus
 from fp8rs.demo.model import Llama
 from fp8rs.demo.train import Settings, convert, linear_weights, train_alone
-from fp8rs.quantize.recipes import RECIPES, Recipe, resolve_recipe
+from fp8rs.quantize.recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import block_simulation
 import simulation
+
+#: What is compared: recipes by their short names, and options that change what is rounded.
+CHOSEN: dict[str, Recipe] = {
+    "current": Float8CurrentScaling(),
+    "delayed": DelayedScaling(),
+    "rowwise": Float8RowwiseScaling(),
+    "block": Float8BlockScaling(),
+    "block of squares": Float8BlockScaling(wgrad_input_block=(128, 128)),
+    "mxfp8": MXFP8BlockScaling(),
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +69,7 @@ class GradientError:
 def gradient_error(
     trained: Llama,
     batch: torch.Tensor,
-    recipe: str,
+    name: str,
     dtype: torch.dtype = torch.float32,
     fast_accumulation: bool = False,
 ) -> GradientError:
@@ -61,20 +78,20 @@ def gradient_error(
     Args:
         trained: fp32 model; left as it is.
         batch: int64 (rows, length + 1) on the model's device.
-        recipe: a recipe's short name.
+        name: a recipe, of `CHOSEN`.
         dtype: float32 or bfloat16. Weights are rounded to it for the exact gradients too, so that
             the error is that of the computation.
         fast_accumulation: let the forward GEMMs on CUDA accumulate with reduced precision, as
             recipes do by default. The simulation never does.
     """
-    chosen = replace(resolve_recipe(recipe), fast_accumulation=(fast_accumulation, False, False))
+    chosen = replace(CHOSEN[name], fast_accumulation=(fast_accumulation, False, False))
     exact_model = copy.deepcopy(trained).to(dtype).float()
     exact_loss, exact = _gradients(exact_model, batch)
     compute = copy.deepcopy(trained).to(dtype)
     fp8_loss, fp8 = _gradients(convert(copy.deepcopy(compute), chosen), batch)
-    simulated_loss, simulated = _gradients(simulate(compute, chosen), batch)
+    simulated_loss, simulated = _gradients(simulate(compute, name, chosen), batch)
     return GradientError(
-        recipe,
+        name,
         str(dtype).removeprefix("torch."),
         simulation.relative(fp8, exact),
         simulation.relative(simulated, exact),
@@ -83,19 +100,22 @@ def gradient_error(
     )
 
 
-def simulate(model: Llama, recipe: Recipe) -> Llama:
+def simulate(model: Llama, name: str, recipe: Recipe) -> Llama:
     """A copy whose linear layers round their operands in plain torch, as the recipe says."""
     model = copy.deepcopy(model)
-    names = linear_weights(model)
-    for name, module in model.named_modules():
-        if f"{name}.weight" in names:
+    weights = linear_weights(model)
+    blocks = block_simulation.RECIPES.get(name)
+    for where, module in model.named_modules():
+        if f"{where}.weight" in weights:
             assert isinstance(module, nn.Linear)
-            module.forward = _simulated_forward(module, recipe)  # type: ignore[method-assign]
+            forward = _simulated_forward(module, recipe, blocks)
+            module.forward = forward  # type: ignore[method-assign]
     return model
 
 
-def _simulated_forward(module: nn.Linear, recipe: Recipe) -> Callable[[torch.Tensor], torch.Tensor]:
-    blocks = block_simulation.RECIPES.get(recipe.name)
+def _simulated_forward(
+    module: nn.Linear, recipe: Recipe, blocks: block_simulation.Blocks | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         if blocks is not None:
@@ -158,9 +178,8 @@ def _options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    recipes = [name for name in RECIPES if name != "tensorwise"]
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
-    parser.add_argument("--recipes", type=names, default=recipes)
+    parser.add_argument("--recipes", type=names, default=list(CHOSEN))
     parser.add_argument("--dtypes", type=names, default=["float32", "bfloat16"])
     parser.add_argument("--steps", type=int, help="training steps")
     parser.add_argument("--fast-accumulation", action="store_true", help="in the forward, on CUDA")

@@ -6,7 +6,7 @@ for it: weights rewritten for one power of two a row, activations rounded straig
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,17 +20,22 @@ Block = tuple[int, int]
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a recipe; ``rounding`` says that the scales are E8M0."""
+    """The blocks of a recipe; ``rounding`` says that the scales are E8M0.
+
+    ``wgrad_input`` is the block of the input's transpose, where it is not ``input``.
+    """
 
     input: Block
     weight: Block
     rounding: str | None = None
     power_of_2: bool = False
+    wgrad_input: Block | None = None
 
 
 RECIPES = {
     "rowwise": Blocks((1, -1), (1, -1)),
     "block": Blocks((1, 128), (128, 128)),
+    "block of squares": Blocks((1, 128), (128, 128), wgrad_input=(128, 128)),
     "mxfp8": Blocks((1, 32), (32, 32), "ceil"),
 }
 
@@ -73,7 +78,8 @@ class _Linear(torch.autograd.Function):
             w = _weight(weight.t(), blocks, rebased).t()
             dx = _operand(dy2, grad_dtype, blocks, rebased) @ w
         left = _operand(dy2.t(), grad_dtype, blocks, rebased)
-        dw = left @ _operand(x2.t(), E4M3, blocks, rebased).t()
+        squares = replace(blocks, input=blocks.wgrad_input or blocks.input)
+        dw = left @ _operand(x2.t(), E4M3, squares, rebased).t()
         db = None if b_dtype is None else dy2.sum(0, dtype=b_dtype)
         return dx.to(x2.dtype).view(shape), dw.to(weight.dtype), db, None, None, None
 

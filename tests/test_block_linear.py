@@ -16,7 +16,14 @@ from fp8rs.quantize.recipes import RECIPES
 from simulation import E4M3, E5M2, relative, tensor_core_error, tensor_core_sums
 from test_linear import Calls
 
-NAMES = ["rowwise", "block", "mxfp8"]
+#: By the names of `simulation.RECIPES`.
+CHOSEN = {
+    "rowwise": RECIPES["rowwise"](),
+    "block": RECIPES["block"](),
+    "block of squares": fp8rs.Float8BlockScaling(wgrad_input_block=(128, 128)),
+    "mxfp8": RECIPES["mxfp8"](),
+}
+NAMES = list(CHOSEN)
 every_recipe = pytest.mark.parametrize("name", NAMES)
 
 #: (leading dims, in_features, out_features): aligned, ragged, tiny, many blocks, 1-D, empty.
@@ -34,7 +41,11 @@ SHAPES = [
 @pytest.fixture(autouse=True)
 def _supported(request, device):
     name = request.node.callspec.params.get("name")
-    if name == "block" and device.type == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+    if (
+        "block" in str(name)
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability()[0] != 9
+    ):
         pytest.skip("1x128 scales need Hopper")
 
 
@@ -88,7 +99,7 @@ def compare(device, module, blocks, x, dy, grad_dtype=E4M3):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_shape(device, name, shape, bias, dtype):
     lead, ins, outs = shape
-    module = layer(device, ins, outs, name, dtype, bias)
+    module = layer(device, ins, outs, CHOSEN[name], dtype, bias)
     x, dy = data(device, *lead, ins, dtype=dtype), data(device, *lead, outs, dtype=dtype, seed=2)
     compare(device, module, simulation.RECIPES[name], x, dy)
 
@@ -107,15 +118,15 @@ def test_the_limit_on_tensor_cores_is_that_of_their_additions(k, power_of_2):
 
 @every_recipe
 def test_hybrid(device, name):
-    recipe = type(RECIPES[name]())(fp8_format="hybrid")
+    recipe = replace(CHOSEN[name], fp8_format="hybrid")
     module = layer(device, 72, 48, recipe)
     x, dy = data(device, 50, 72), data(device, 50, 48, seed=2)
     compare(device, module, simulation.RECIPES[name], x, dy, E5M2)
 
 
-@pytest.mark.parametrize("name", ["rowwise", "block"])
+@pytest.mark.parametrize("name", ["rowwise", "block", "block of squares"])
 def test_power_of_2_scales(device, name):
-    module = layer(device, 72, 48, type(RECIPES[name]())(power_2_scale=True))
+    module = layer(device, 72, 48, replace(CHOSEN[name], power_2_scale=True))
     blocks = replace(simulation.RECIPES[name], power_of_2=True)
     compare(device, module, blocks, data(device, 50, 72), data(device, 50, 48, seed=2))
 
@@ -131,7 +142,7 @@ def test_mxfp8_options(device, rounding, block):
 
 @every_recipe
 def test_gradients_approximate_high_precision(device, name):
-    module = layer(device, 256, 128, name)
+    module = layer(device, 256, 128, CHOSEN[name])
     x, dy = data(device, 512, 256), data(device, 512, 128, seed=2)
     w, b = module.weight, module.bias
     got = results(module, x, w, b, dy)
@@ -154,15 +165,16 @@ def test_siblings_share_their_input(device, name):
         def forward(self, x):
             return self.layers[0](x).sum() + self.layers[1](x).square().sum()
 
-    two = fp8rs.convert_to_float8_training(Two(), recipe=name)
+    two = fp8rs.convert_to_float8_training(Two(), recipe=CHOSEN[name])
     x = data(device, 40, 64).requires_grad_()
     with Calls() as calls:
         loss = two(x)
-    assert calls.quantizations == 3, "two weights and one input"
+    of_input = 2 if name == "block of squares" else 1
+    assert calls.quantizations == 2 + of_input, "two weights and one input"
     loss.backward()
     of_both = x.detach().clone().requires_grad_()
     for module in two.layers:
-        alone = fp8rs.nn.Linear.from_linear(nn.Linear(64, module.out_features), recipe=name)
+        alone = fp8rs.nn.Linear.from_linear(nn.Linear(64, module.out_features), recipe=CHOSEN[name])
         alone.weight = nn.Parameter(module.weight.detach().clone())
         alone.bias = nn.Parameter(module.bias.detach().clone())
         y = alone(of_both)
@@ -190,12 +202,12 @@ def test_quality_of_mxfp8_products(device, rounding, least, block):
 
 @every_recipe
 def test_state_dicts_are_plain_and_modules_copy(device, name):
-    module = layer(device, 32, 16, name)
+    module = layer(device, 32, 16, CHOSEN[name])
     assert {k: type(v) for k, v in module.state_dict().items()} == {
         "weight": torch.Tensor,
         "bias": torch.Tensor,
     }
-    assert f"recipe={name}" in repr(module)
+    assert f"recipe={CHOSEN[name].name}" in repr(module)
     twin = copy.deepcopy(module)
     x = data(device, 8, 32)
     assert torch.equal(twin(x), module(x))

@@ -65,10 +65,11 @@ class Model(nn.Module):
 
 
 def build(recipe, device, wrap=None, gather=True):
+    """Converted by a recipe, or one of `RECIPES` by its name."""
     torch.manual_seed(0)
     model = Model(wrap).to(device)
     return fp8rs.convert_to_float8_training(
-        model, recipe=RECIPES[recipe], enable_fsdp_float8_all_gather=gather
+        model, recipe=RECIPES.get(recipe, recipe), enable_fsdp_float8_all_gather=gather
     )
 
 
@@ -143,6 +144,17 @@ def test_a_layer_is_one_graph(device, recipe):
         model.head.compile(fullgraph=True, backend=backend)
         assert_equal(train(eager, eager, device), train(model, model, device))
         assert backend.frame_count == graphs(recipe, 1)
+
+
+def test_an_input_quantized_in_two_ways_is_one_graph(device):
+    if device.type == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("1x128 scales need Hopper")
+    recipe = fp8rs.Float8BlockScaling(wgrad_input_block=(128, 128))
+    eager, model = build(recipe, device), build(recipe, device)
+    with counting() as backend:
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        assert_equal(train(eager, eager, device), train(model, compiled, device))
+        assert backend.frame_count == 1
 
 
 def selective(block, x):

@@ -47,7 +47,7 @@ def limits(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block", "mxfp8"])
+@pytest.mark.parametrize("recipe", list(bench.CHOSEN))
 def test_gradient_error_is_the_simulations(
     trained: Trained, recipe: str, dtype: torch.dtype
 ) -> None:

@@ -17,7 +17,12 @@ from fp8rs import nn as fp8nn
 from fp8rs.gemm.table import capability as capability_of
 from fp8rs.gemm.table import check_cuda, scaled_mm
 from fp8rs.quantize.quantizers import Float8CurrentScalingQuantizer, quantizer_for
-from fp8rs.quantize.recipes import DelayedScaling, Float8CurrentScaling, resolve_recipe
+from fp8rs.quantize.recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    resolve_recipe,
+)
 from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.quantized import Plane
 from simulation import E4M3, linear, relative, tensor_core_error
@@ -627,10 +632,17 @@ def test_no_warnings(device):
         gradients(layer(device), data(device, 8, 16), data(device, 8, 32))
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block", "mxfp8"])
+SQUARES = Float8BlockScaling(wgrad_input_block=(128, 128))
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block", SQUARES, "mxfp8"])
 def test_a_saved_input_gives_the_gradients_of_saved_codes(device, recipe):
     """The input's bytes in place of its codes: what the backward makes of them is equal."""
-    if recipe == "block" and device.type == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+    if (
+        recipe in ("block", SQUARES)
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability()[0] != 9
+    ):
         pytest.skip("1x128 scales need Hopper")
     results = []
     for save_input in (False, True):

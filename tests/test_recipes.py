@@ -115,6 +115,7 @@ def test_lists_of_fast_accumulation_become_tuples():
         (lambda: DelayedScaling(amax_compute_algo="mean"), ValueError, "amax_compute_algo"),
         (lambda: MXFP8BlockScaling(weight_block=(1, 128)), ValueError, "weight_block"),
         (lambda: MXFP8BlockScaling(weight_block=32), ValueError, "weight_block"),
+        (lambda: Float8BlockScaling(wgrad_input_block=(128, 1)), ValueError, "wgrad_input_block"),
         (lambda: MXFP8BlockScaling(scale_rounding="up"), ValueError, "scale_rounding"),
         (lambda: MXFP8BlockScaling(amax_epsilon=1e-3), ValueError, "amax_epsilon"),
         (lambda: resolve_recipe("tensorwide"), ValueError, "recipe"),

@@ -164,7 +164,7 @@ def _input_planes(
         if not columnwise:
             return row, None
         return row, x.columnwise or row.transposed("columnwise", "wgrad")
-    key = (spec.input, None if delayed is None else delayed.record)
+    key = (spec.input, spec.wgrad_input, None if delayed is None else delayed.record)
     shared = getattr(x, "_fp8_shared", None)
     if shared is not None and shared.serves(x, key, user):
         row, col = shared.planes
@@ -178,7 +178,10 @@ def _input_planes(
                 scale = _note_amax(row.scale, shared.amax, delayed.amax(INPUT))
                 row = Plane(row.data, scale, row.format)
             return row, col if columnwise else None
-    planes = _quantize(spec.input, INPUT, x, True, columnwise, delayed)
+    one_read = columnwise and spec.wgrad_input == spec.input
+    planes = _quantize(spec.input, INPUT, x, True, one_read, delayed)
+    if columnwise and not one_read:
+        planes = planes[0], _quantize(spec.wgrad_input, INPUT, x, False, True, delayed)[1]
     if not x.is_inference():  # such tensors have no version: a write would go unnoticed
         amax = None if delayed is None else delayed.amax(INPUT)
         _Shared(x, key, planes, amax, user)
@@ -288,7 +291,7 @@ class _Linear(torch.autograd.Function):
                 x_col = Plane(saved_x, x_scale, x_format)
             else:
                 _, again = quantize_planes(
-                    spec.input, saved_x, False, True, scale=x_scale, after=dy
+                    spec.wgrad_input, saved_x, False, True, scale=x_scale, after=dy
                 )
                 x_col = cast(Plane, again)
             dw = scaled_mm(

@@ -14,6 +14,7 @@ import torch
 from fp8rs.gemm.blocks import operand_format
 from fp8rs.quantize.recipes import Recipe, Role
 from fp8rs.quantize.spec import quant_spec
+from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.spec import QuantSpec
 
 #: The operands of a layer, in the order of their slots in the buffers of delayed scaling.
@@ -27,6 +28,7 @@ class LinearSpec:
 
     Args:
         weight, input, grad: each operand's quantization.
+        wgrad_input: that of the input's transpose, for wgrad.
         fast_accumulation: for forward, dgrad and wgrad.
         emulate: multiply dequantized operands.
         delayed: scales are handed over, with slots for the amaxes.
@@ -36,6 +38,7 @@ class LinearSpec:
     weight: QuantSpec
     input: QuantSpec
     grad: QuantSpec
+    wgrad_input: QuantSpec
     fast_accumulation: tuple[bool, bool, bool]
     emulate: bool
     delayed: bool
@@ -58,15 +61,15 @@ def spec_for(key: str, device: torch.device) -> LinearSpec:
     """What a key means on a device."""
     recipe, group = _RECIPES[key]
 
-    def operand(role: Role) -> QuantSpec:
+    def operand(role: Role, format: BlockFormat) -> QuantSpec:
         # MXFP8 on a GPU without such GEMMs: its powers of two, one a row.
-        format = operand_format(recipe.block_format(role), device, recipe.emulate)
-        return quant_spec(recipe, role, group, format)
+        return quant_spec(recipe, role, group, operand_format(format, device, recipe.emulate))
 
     return LinearSpec(
         quant_spec(recipe, "weight"),
-        operand("input"),
-        operand("grad"),
+        operand("input", recipe.block_format("input")),
+        operand("grad", recipe.block_format("grad")),
+        operand("input", recipe.wgrad_input_format),
         recipe.fast_accumulation,
         recipe.emulate,
         recipe.delayed,

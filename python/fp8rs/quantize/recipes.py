@@ -79,6 +79,20 @@ class Recipe:
         """The format that an operand is quantized in."""
         return formats.TENSOR
 
+    @property
+    def wgrad_input_format(self) -> BlockFormat:
+        """The format of the input's transpose, which wgrad multiplies."""
+        return self.block_format("input")
+
+
+def _check_block(recipe: Recipe, name: str, *known: tuple[int, int]) -> None:
+    """ValueError unless a field is one of these blocks; a list becomes a tuple."""
+    block = getattr(recipe, name)
+    if not isinstance(block, (tuple, list)) or tuple(block) not in known:
+        choices = " or ".join(str(one) for one in known)
+        raise ValueError(f"{name} must be {choices}, not {block!r}")
+    object.__setattr__(recipe, name, tuple(block))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Float8CurrentScaling(Recipe):
@@ -142,13 +156,28 @@ class Float8RowwiseScaling(Recipe):
 class Float8BlockScaling(Recipe):
     """One scale for each 1x128 of activations and gradients, and each 128x128 of weights.
 
+    Args:
+        wgrad_input_block: of the input's transpose in wgrad: (1, 128), or (128, 128), whose GEMM
+            takes three quarters of the time on Hopper. Forward and dgrad stay as they are.
+
     (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.)
     """
 
     name: ClassVar[str] = "block"
 
+    wgrad_input_block: tuple[int, int] = (1, 128)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_block(self, "wgrad_input_block", (1, 128), (128, 128))
+
     def block_format(self, role: Role) -> BlockFormat:
         return formats.BLOCK_128X128 if role == "weight" else formats.BLOCK_1X128
+
+    @property
+    def wgrad_input_format(self) -> BlockFormat:
+        square = self.wgrad_input_block == (128, 128)
+        return formats.BLOCK_128X128 if square else formats.BLOCK_1X128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,10 +202,7 @@ class MXFP8BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        block = self.weight_block
-        if not isinstance(block, (tuple, list)) or tuple(block) not in ((32, 32), (1, 32)):
-            raise ValueError(f"weight_block must be (32, 32) or (1, 32), not {block!r}")
-        object.__setattr__(self, "weight_block", tuple(block))
+        _check_block(self, "weight_block", (32, 32), (1, 32))
         if self.scale_rounding not in ("ceil", "floor"):
             raise ValueError(
                 f'scale_rounding must be "ceil" or "floor", not {self.scale_rounding!r}'
