@@ -84,7 +84,47 @@ def captured(operate):
     return graph, outputs
 
 
-@pytest.mark.parametrize("shape", [BIG, (67, 35)], ids=str)
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("shape", [(16, 8), (1040, 4104), (4096, 4096), (8192, 14352)], ids=str)
+def test_current_scaling_in_one_launch(shape, dtype, columnwise):
+    """Of one piece, of some, of all that blocks hold on chip, and of more than they remember."""
+    x = torch.randn(shape, device="cuda", dtype=dtype)
+    for row, column, value in ((0, 0, 7.0), (-1, -1, -9.0), (shape[0] // 2, 3, float("nan"))):
+        x[row, column] = value
+        got = ops.quantize_current(x, E4M3, True, columnwise)
+        scale = ops.scale_from_amax(ops.amax(x), E4M3)
+        want = *ops.quantize(x, scale, E4M3, True, columnwise), scale
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, want, strict=True))
+
+
+def bits(t):
+    return t.view(torch.int32 if t.dtype == torch.float32 else torch.uint8)
+
+
+def test_current_scaling_of_many_streams_at_once():
+    """Each launch finds room for a part of its blocks only, and none waits for blocks without."""
+    streams = [torch.cuda.Stream() for _ in range(6)]
+    xs = [torch.randn(4096 + 128 * i, 4096, device="cuda").bfloat16() for i in range(6)]
+    wants = []
+    for x in xs:
+        scale = ops.scale_from_amax(ops.amax(x), E4M3)
+        wants.append([*ops.quantize(x, scale, E4M3, True, True), scale])
+    torch.cuda.synchronize()
+    got = [[] for _ in xs]
+    for n in range(40):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found = ops.quantize_current(xs[i], E4M3, True, True)
+            if n % 13 == 0:
+                got[i].append(found)
+    torch.cuda.synchronize()
+    for results, want in zip(got, wants, strict=True):
+        for found in results:
+            assert all(torch.equal(bits(a), bits(b)) for a, b in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("shape", [BIG, (3008, 1104), (67, 35)], ids=str)
 def test_every_operator_is_captured_and_replays(shape):
     """A replay sees the input as it is then, and shares nothing with eager calls around it."""
     x = data("cuda", *shape, dtype=torch.bfloat16)

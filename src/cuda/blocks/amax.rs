@@ -4,12 +4,14 @@ use std::ptr;
 
 use super::{Job, blocks_of, each};
 use crate::cuda::driver::{Args, launch};
-use crate::cuda::table::{ByInput, Kernel, by_input, format_index, input_index, kernel};
-use crate::cuda::tensorwise::Rule;
+use crate::cuda::table::{ByInput, Kernel, by_input, input_index, kernel};
 use crate::cuda::views::{ordinal, rows_aligned};
 use crate::error::Error;
 use crate::layout::{Block, DType, Matrix, View, ViewMut};
-use crate::spec::{ScaleRule, Stream};
+use crate::spec::Stream;
+
+/// In `kernels/tile.cuh`.
+const MAXIMUM: u32 = 1 << 31;
 
 /// Two vectors of fp32, either of which may be absent.
 #[derive(Clone, Copy)]
@@ -21,8 +23,8 @@ pub(super) struct LinesArgs {
     second_stride: i64,
     first_count: i64,
     second_count: i64,
-    rule: Rule,
     value: f32,
+    unused: u32,
 }
 
 #[derive(Clone, Copy)]
@@ -41,7 +43,7 @@ struct LineAmaxArgs {
     cols: i64,
     tiles_across: i64,
     flags: u32,
-    unused: u32,
+    mark: u32,
 }
 
 #[derive(Clone, Copy)]
@@ -71,8 +73,6 @@ unsafe impl Args for LineAmaxArgs {}
 unsafe impl Args for BlockAmaxArgs {}
 
 static FILL_LINES: Kernel = kernel!(BlockAmax, "fill_lines", LinesArgs);
-static FINISH_LINES: [Kernel; 2] =
-    [kernel!(BlockAmax, "finish_lines_e4m3", LinesArgs), kernel!(BlockAmax, "finish_lines_e5m2", LinesArgs)];
 static FILL_GRID: Kernel = kernel!(BlockAmax, "fill_grid", BlockAmaxArgs);
 static LINE_AMAX: ByInput = by_input!(BlockAmax, "line_amax", LineAmaxArgs);
 static TALL_AMAX: ByInput = by_input!(BlockAmax, "tall_amax", BlockAmaxArgs);
@@ -80,18 +80,12 @@ static BLOCK_AMAX: ByInput = by_input!(BlockAmax, "block_amax", BlockAmaxArgs);
 
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static Kernel> {
-    [&FILL_LINES, &FILL_GRID]
-        .into_iter()
-        .chain(&FINISH_LINES)
-        .chain(&LINE_AMAX)
-        .chain(&TALL_AMAX)
-        .chain(&BLOCK_AMAX)
-        .collect()
+    [&FILL_LINES, &FILL_GRID].into_iter().chain(&LINE_AMAX).chain(&TALL_AMAX).chain(&BLOCK_AMAX).collect()
 }
 
 impl LinesArgs {
     /// Vectors are (n, 1).
-    pub(super) fn new(first: Option<&Matrix>, second: Option<&Matrix>, rule: ScaleRule, value: f32) -> Self {
+    pub(super) fn new(first: Option<&Matrix>, second: Option<&Matrix>, value: f32) -> Self {
         let ptr = |m: Option<&Matrix>| m.map_or(ptr::null_mut(), |m| m.ptr);
         let stride = |m: Option<&Matrix>| m.map_or(0, |m| m.row_stride as i64);
         let count = |m: Option<&Matrix>| m.map_or(0, |m| m.rows as i64);
@@ -102,8 +96,8 @@ impl LinesArgs {
             second_stride: stride(second),
             first_count: count(first),
             second_count: count(second),
-            rule: rule.into(),
             value,
+            unused: 0,
         }
     }
 
@@ -117,19 +111,10 @@ pub(super) fn fill(device: i32, stream: Stream, lines: &LinesArgs) -> Result<(),
     launch(device, stream, &FILL_LINES, each(lines.longest()), lines)
 }
 
-pub(super) fn fill_lines(job: &Job, lines: &LinesArgs) -> Result<(), Error> {
-    fill(job.device, job.stream, lines)
-}
-
-/// Turns the maxima in both vectors into scales.
-pub(super) fn finish_lines(job: &Job, lines: &LinesArgs) -> Result<(), Error> {
-    launch(job.device, job.stream, &FINISH_LINES[format_index(job.format)], each(lines.longest()), lines)
-}
-
-/// Raises the elements of `row` (rows, 1) and `col` (cols, 1) to the maxima of the rows (of x * fold) and
-/// columns.
+/// Raises the elements of `row` (rows, 1) and `col` (cols, 1), which are 0, to the maxima of the rows (of x * fold) and
+/// columns, marked as such.
 pub(super) fn line_amax(job: &Job, row: Option<&Matrix>, col: Option<&Matrix>) -> Result<(), Error> {
-    run_lines(&job.x, job.fold.as_ref(), row, col, job.device, job.stream)
+    run_lines(&job.x, job.fold.as_ref(), row, col, MAXIMUM, job.device, job.stream)
 }
 
 fn run_lines(
@@ -137,6 +122,7 @@ fn run_lines(
     fold: Option<&Matrix>,
     row: Option<&Matrix>,
     col: Option<&Matrix>,
+    mark: u32,
     device: i32,
     stream: Stream,
 ) -> Result<(), Error> {
@@ -145,7 +131,7 @@ fn run_lines(
     }
     // A block takes 128 rows of 32 16-byte vectors.
     let tiles_across = x.cols.div_ceil(32 * 16 / x.dtype.size());
-    let lines = LinesArgs::new(row, col, ScaleRule::default(), 0.0);
+    let lines = LinesArgs::new(row, col, 0.0);
     let args = LineAmaxArgs {
         x: x.ptr,
         row: lines.first,
@@ -160,7 +146,7 @@ fn run_lines(
         cols: x.cols as i64,
         tiles_across: tiles_across as i64,
         flags: u32::from(x.col_stride == 1 && rows_aligned(x, 16)),
-        unused: 0,
+        mark,
     };
     let grid = blocks_of(x.rows.div_ceil(128) * tiles_across, 256);
     launch(device, stream, &LINE_AMAX[input_index(x.dtype)], grid, &args)
@@ -203,10 +189,10 @@ pub(crate) fn block_amax(
     }
     debug_assert_eq!(out.dtype, DType::F32);
     if block == Block::ROW {
-        return run_lines(&x, None, Some(&out), None, device, stream);
+        return run_lines(&x, None, Some(&out), None, 0, device, stream);
     }
     if block == Block::ROW.transposed() {
-        return run_lines(&x, None, None, Some(&out.transposed()), device, stream);
+        return run_lines(&x, None, None, Some(&out.transposed()), 0, device, stream);
     }
     if block.rows >= 32 {
         let tiles_across = x.cols.div_ceil(128);

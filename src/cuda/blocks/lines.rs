@@ -2,7 +2,7 @@
 
 use std::ptr;
 
-use super::amax::{LinesArgs, fill_lines, finish_lines, line_amax};
+use super::amax::{LinesArgs, fill, line_amax};
 use super::{Job, blocks_of, tile};
 use crate::cuda::driver::{Args, launch};
 use crate::cuda::table::{ByTypes, by_types, format_index, input_index};
@@ -128,11 +128,12 @@ pub(super) fn quantize(job: &Job, rule: ScaleRule) -> Result<(), Error> {
     if job.x.numel() > 0 && sides.iter().flatten().all(|side| side.amax.is_some()) {
         return tile::quantize_lines(job, false);
     }
-    // Maxima, where they are not given, are gathered in the place of the scales, and become them.
+    // Maxima, where they are not given, are gathered in the places of the scales, and become them.
     let found = sides.map(|side| side.filter(|side| side.amax.is_none()).map(|side| side.scales));
-    let lines = LinesArgs::new(found[0].as_ref(), found[1].as_ref(), rule, 0.0);
-    fill_lines(job, &lines)?;
-    if job.x.numel() > 0 {
+    let empty = job.x.numel() == 0;
+    let first = if empty { rule.scale(0.0, job.format) } else { 0.0 };
+    fill(job.device, job.stream, &LinesArgs::new(found[0].as_ref(), found[1].as_ref(), first))?;
+    if !empty {
         line_amax(job, found[0].as_ref(), found[1].as_ref())?;
     }
     for side in sides.into_iter().flatten() {
@@ -140,11 +141,7 @@ pub(super) fn quantize(job: &Job, rule: ScaleRule) -> Result<(), Error> {
             crate::cuda::tensorwise::scales(amax, job.format, rule, &side.scales, job.stream)?;
         }
     }
-    finish_lines(job, &lines)?;
-    if job.x.numel() == 0 {
-        return Ok(());
-    }
-    tile::quantize_lines(job, true)
+    if empty { Ok(()) } else { tile::quantize_lines(job, true) }
 }
 
 /// Rowwise output alone, with the rows in registers; whether the views lie so.

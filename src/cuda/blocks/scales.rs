@@ -7,7 +7,7 @@ use crate::cuda::table::{Kernel, format_index, kernel};
 use crate::cuda::views::{aligned, ordinal, rows_aligned};
 use crate::error::Error;
 use crate::layout::{Block, Matrix, View, ViewMut, packed};
-use crate::spec::{Axis, ScaleRule, Stream};
+use crate::spec::{Axis, Stream};
 
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -158,7 +158,7 @@ pub(crate) fn rebase(
     match axis {
         Axis::Rows => launch(device, stream, &REBASE_ROWS[at], blocks_of(codes.rows, 256), &args),
         Axis::Columns => {
-            let ones = LinesArgs::new(Some(&scale_out), None, ScaleRule::default(), 1.0);
+            let ones = LinesArgs::new(Some(&scale_out), None, 1.0);
             fill(device, stream, &ones)?;
             let grid = blocks_of(codes.rows.div_ceil(128) * tiles_across, 128);
             launch(device, stream, &REBASE_COLS[at], grid, &args)

@@ -21,7 +21,7 @@ const PACKED: u32 = 8;
 const FLOOR_RULE: u32 = 16;
 const ROW_SCALE_WORDS: u32 = 32;
 const COL_SCALE_WORDS: u32 = 64;
-const AMAX_IS_SCALE: u32 = 128;
+const FOUND: u32 = 128;
 
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -92,16 +92,17 @@ pub(super) fn quantize(job: &Job) -> Result<(), Error> {
     run(job, kernels, false)
 }
 
-/// A scale a row and a column: from the sides' maxima, or, with `known`, from their scales.
-pub(super) fn quantize_lines(job: &Job, known: bool) -> Result<(), Error> {
-    run(job, &ROW_BOTH, known)
+/// A scale a row and a column: from the sides' maxima, or, with `found`, from what stands in the places of their
+/// scales: maxima that `line_amax` marked, or scales.
+pub(super) fn quantize_lines(job: &Job, found: bool) -> Result<(), Error> {
+    run(job, &ROW_BOTH, found)
 }
 
-fn run(job: &Job, kernels: &'static ByTypes, known: bool) -> Result<(), Error> {
+fn run(job: &Job, kernels: &'static ByTypes, found: bool) -> Result<(), Error> {
     let Job { x, spec, lead, .. } = job;
     let codes = |side: &Option<Side>| side.map(|side| side.codes);
     let scales = |side: &Option<Side>| side.map(|side| side.scales);
-    let amax = |side: &Option<Side>| side.and_then(|s| if known { Some(s.scales) } else { s.amax });
+    let amax = |side: &Option<Side>| side.and_then(|s| if found { Some(s.scales) } else { s.amax });
     let (row, col) = (codes(&job.row), codes(&job.col));
     let (row_scale, col_scale) = (scales(&job.row), scales(&job.col));
     let row_amax = if spec.block.is_square() { job.square_amax } else { amax(&job.row) };
@@ -119,7 +120,7 @@ fn run(job: &Job, kernels: &'static ByTypes, known: bool) -> Result<(), Error> {
         (FLOOR_RULE, floor),
         (ROW_SCALE_WORDS, row_scale.is_some_and(|m| words(&m))),
         (COL_SCALE_WORDS, col_scale.is_some_and(|m| words(&m))),
-        (AMAX_IS_SCALE, known),
+        (FOUND, found),
     ];
     let flags = flags.into_iter().filter(|(_, on)| *on).map(|(flag, _)| flag).sum();
 
@@ -163,7 +164,7 @@ fn run(job: &Job, kernels: &'static ByTypes, known: bool) -> Result<(), Error> {
         flags,
     };
     debug_assert!(!spec.packed || [row_scale, col_scale].iter().all(|p| p.addr().is_multiple_of(16)));
-    debug_assert!(spec.block == Block::ROW || !known);
+    debug_assert!(spec.block == Block::ROW || !found);
     let threads = if x.dtype == DType::F32 { 256 } else { 128 };
     let grid = blocks_of((x.rows + lead).div_ceil(TILE) * tiles_across, threads);
     let kernel = &kernels[input_index(x.dtype)][format_index(job.format)];

@@ -8,8 +8,8 @@
 struct LinesArgs {
   float *first, *second;
   i64 first_stride, second_stride, first_count, second_count;
-  Rule rule;
   float value;
+  u32 unused;            // the struct ends on 8 bytes
 };
 
 /// Sets both vectors to `value`.
@@ -19,26 +19,6 @@ extern "C" __global__ void fill_lines(const __grid_constant__ LinesArgs a) {
   if (a.second && i < a.second_count) a.second[i * a.second_stride] = a.value;
 }
 
-template <class F> DEVICE void finish_lines(const LinesArgs &a) {
-  i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-  if (a.first && i < a.first_count) {
-    float *p = a.first + i * a.first_stride;
-    *p = scale_of<F>(__float_as_uint(*p), a.rule);
-  }
-  if (a.second && i < a.second_count) {
-    float *p = a.second + i * a.second_stride;
-    *p = scale_of<F>(__float_as_uint(*p), a.rule);
-  }
-}
-
-/// Turns maxima into scales in place.
-extern "C" __global__ void finish_lines_e4m3(const __grid_constant__ LinesArgs a) {
-  finish_lines<E4m3>(a);
-}
-extern "C" __global__ void finish_lines_e5m2(const __grid_constant__ LinesArgs a) {
-  finish_lines<E5m2>(a);
-}
-
 struct LineAmaxArgs {
   const void *x;
   float *row, *col;      // maxima of each row (folded) and column; either may be null
@@ -46,7 +26,7 @@ struct LineAmaxArgs {
   i64 x_rs, x_cs, row_stride, col_stride, fold_cs;
   i64 rows, cols, tiles_across;
   u32 flags;             // X_VECTORS
-  u32 unused;            // the struct ends on 8 bytes
+  u32 mark;              // 0, or MAXIMUM: that a quantizer turns into a scale
 };
 
 template <class T> struct LinePlace {
@@ -96,7 +76,7 @@ template <class T> DEVICE void line_amax(const LineAmaxArgs &a) {
     }
     u32 bits = InF32::amax(unit[0], shuffle_xor(unit[0], 16)) & 0x7fffffffu;
     if (p.lane < 16 && p.row + first < a.rows)
-      atomicMax((u32 *)(a.row + (p.row + first) * a.row_stride), canonical(bits));
+      atomicMax((u32 *)(a.row + (p.row + first) * a.row_stride), canonical(bits) | a.mark);
   } else if (a.row) {
     u32 unit[UNITS];
     row_maxima<T>(d, unit);
@@ -114,7 +94,8 @@ template <class T> DEVICE void line_amax(const LineAmaxArgs &a) {
     for (int h = 0; h < T::PER_REG; h++) {
       i64 r = p.row + first * T::PER_REG + h;
       if (p.lane < UNITS && r < a.rows)
-        atomicMax((u32 *)(a.row + r * a.row_stride), canonical(T::amax_bits(unit[0], h)));
+        atomicMax((u32 *)(a.row + r * a.row_stride),
+                  canonical(T::amax_bits(unit[0], h)) | a.mark);
     }
   }
   if (a.col) {
@@ -131,7 +112,7 @@ template <class T> DEVICE void line_amax(const LineAmaxArgs &a) {
       for (int h = 0; h < T::PER_REG; h++) {
         i64 c = tile_col * 32 * COLS + threadIdx.x * T::PER_REG + h;
         if (c < a.cols)
-          atomicMax((u32 *)(a.col + c * a.col_stride), canonical(T::amax_bits(m, h)));
+          atomicMax((u32 *)(a.col + c * a.col_stride), canonical(T::amax_bits(m, h)) | a.mark);
       }
     }
   }

@@ -1,8 +1,8 @@
-// Quantize a contiguous tensor with a known scale, one direction.
+// Quantize a contiguous tensor, one direction.
 //
-// One-shot blocks of 256; a thread takes 16 neighbours: 16-byte loads side by side and one 16-byte
-// store, so that a warp writes 512 contiguous bytes.
-#include "elements.cuh"
+// With a known scale in one-shot blocks of 256; a thread takes 16 neighbours: 16-byte loads side by
+// side and one 16-byte store, so that a warp writes 512 contiguous bytes.
+#include "current.cuh"
 
 struct CastArgs {
   const void *x;
@@ -10,58 +10,84 @@ struct CastArgs {
   u64 n;                 // elements; x and codes are 16-byte aligned
   const float *scale;
   Delayed delayed;       // where amaxes are followed
-  u32 backwards;         // take the end first: a pass before this one left it in the L2
+};
+
+/// What a block holds at once: each thread GROUPS times 16 elements, 4096 apart.
+template <class T, int GROUPS> struct Run {
+  static constexpr int THREADS = 256, VECTORS = T::BYTES;
+  uint4 v[GROUPS * VECTORS];
+
+  DEVICE u64 at(u64 index, int g) const {
+    return (index * GROUPS * 256 + threadIdx.x) * 16 + g * 4096;
+  }
+
+  DEVICE void load(const CastArgs &a, u64 index) {
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+      const uint4 *from = (const uint4 *)((const char *)a.x + at(index, g) * T::BYTES);
+#pragma unroll
+      for (int i = 0; i < VECTORS; i++)
+        v[g * VECTORS + i] = at(index, g) + 16 <= a.n ? from[i] : make_uint4(0, 0, 0, 0);
+    }
+  }
+
+  DEVICE u32 amax(const CastArgs &a, u64 index) const {
+    u32 r = 0, m = 0;
+#pragma unroll
+    for (int i = 0; i < GROUPS * VECTORS; i++)
+      r = T::amax(r, T::amax(T::amax(v[i].x, v[i].y), T::amax(v[i].z, v[i].w)));
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++)
+      if (at(index, g) + 16 > a.n)
+        for (u64 i = at(index, g); i < a.n; i++) m = max_u32(m, T::amax_bits(T::load(a.x, i), 0));
+    return max_u32(m, magnitude<T>(r));
+  }
+
+  template <class F> DEVICE void store(const CastArgs &a, u64 index, float q) const {
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+      u64 to = at(index, g);
+      if (to + 16 <= a.n) {
+        u32 w[4 * VECTORS], out[4];
+#pragma unroll
+        for (int i = 0; i < VECTORS; i++) {
+          uint4 d = v[g * VECTORS + i];
+          w[4 * i] = d.x, w[4 * i + 1] = d.y, w[4 * i + 2] = d.z, w[4 * i + 3] = d.w;
+        }
+        encode_words<T, F>(w, q, out);
+        *(uint4 *)(a.codes + to) = make_uint4(out[0], out[1], out[2], out[3]);
+      } else {
+        for (u64 i = to; i < a.n; i++)
+          a.codes[i] = encode<F>(__fmul_rn(T::get(T::load(a.x, i), 0), q));
+      }
+    }
+  }
 };
 
 template <class T, class F, bool DELAYED> DEVICE void cast(const CastArgs &a) {
-  constexpr int WORDS = 16 / T::PER_REG, VECTORS = WORDS / 4;
   // Blocks that follow the amax meet at its end: fewer of them queue less.
-  constexpr int GROUPS = DELAYED ? 4 : 1;
-  u64 block = a.backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  u64 base = (block * GROUPS * 256 + threadIdx.x) * 16;
-  u32 m = 0;
-  float scale = *a.scale, q = reciprocal(scale);
-  u32 w[GROUPS][WORDS];
-#pragma unroll
-  for (int g = 0; g < GROUPS; g++) {
-    u64 at = base + g * 4096;
-    const uint4 *from = (const uint4 *)((const char *)a.x + at * T::BYTES);
-#pragma unroll
-    for (int v = 0; v < VECTORS; v++) {
-      uint4 d = at + 16 <= a.n ? from[v] : make_uint4(0, 0, 0, 0);
-      w[g][4 * v] = d.x, w[g][4 * v + 1] = d.y, w[g][4 * v + 2] = d.z, w[g][4 * v + 3] = d.w;
-    }
-  }
-#pragma unroll
-  for (int g = 0; g < GROUPS; g++) {
-    u64 at = base + g * 4096;
-    if (at + 16 <= a.n) {
-      u32 out[4];
-      encode_words<T, F>(w[g], q, out);
-      *(uint4 *)(a.codes + at) = make_uint4(out[0], out[1], out[2], out[3]);
-      if (DELAYED) {
-        u32 r = 0;
-#pragma unroll
-        for (int i = 0; i < WORDS; i++) r = T::amax(r, w[g][i]);
-        m = max_u32(m, magnitude<T>(r));
-      }
-    } else {
-      for (u64 i = at; i < a.n; i++) {
-        u32 x = T::load(a.x, i);
-        a.codes[i] = encode<F>(__fmul_rn(T::get(x, 0), q));
-        if (DELAYED) m = max_u32(m, T::amax_bits(x, 0));
-      }
-    }
-  }
+  Run<T, DELAYED ? 4 : 1> run;
+  float scale = *a.scale;
+  run.load(a, blockIdx.x);
+  run.template store<F>(a, blockIdx.x, reciprocal(scale));
   if (DELAYED) {
-    m = block_max(m);
+    u32 m = block_max(run.amax(a, blockIdx.x));
     if (last_of(a.delayed.meeting, gridDim.x, m)) finish_delayed(a.delayed, scale, m);
   }
 }
+
+struct CurrentCastArgs {
+  CastArgs cast;         // whose scale is not read
+  Current current;
+};
 
 #define CAST(NAME, T, F)                                                                           \
   extern "C" __global__ void __launch_bounds__(256)                                                \
       cast_##NAME(const __grid_constant__ CastArgs a) { cast<T, F, false>(a); }                    \
   extern "C" __global__ void __launch_bounds__(256)                                                \
-      cast_delayed_##NAME(const __grid_constant__ CastArgs a) { cast<T, F, true>(a); }
+      cast_delayed_##NAME(const __grid_constant__ CastArgs a) { cast<T, F, true>(a); }             \
+  extern "C" __global__ void __launch_bounds__(256, 4)                                             \
+      cast_current_##NAME(const __grid_constant__ CurrentCastArgs a) {                             \
+    quantize_current<F, Run<T, 8 / T::BYTES>>(a.cast, a.current);                                  \
+  }
 FOR_TYPES(CAST)

@@ -1,10 +1,10 @@
-// Quantize with a known scale and write both directions from one read (or the transpose alone).
+// Quantize with one scale and write both directions from one read (or the transpose alone).
 //
 // Registers only. A thread holds 8 columns of 16 rows (8 rows of fp32), read by 16-byte loads; a
 // warp is 8 lanes across and 4 down, four warps make a tile. Rowwise codes leave as 8-byte stores
 // of 64 contiguous bytes a row; a column's 16 rows are converted again rather than permuted, and
 // leave as one 16-byte store.
-#include "elements.cuh"
+#include "current.cuh"
 
 struct CastTransposeArgs {
   const void *x;         // 16-byte aligned rows
@@ -15,71 +15,104 @@ struct CastTransposeArgs {
   i64 tiles_across;
   const float *scale;
   Delayed delayed;
-  u32 backwards;
 };
 
-template <class T> struct Patch { static constexpr int ROWS = 16; };
-template <> struct Patch<InF32> { static constexpr int ROWS = 8; };
+/// What a thread holds: the vectors of its ROWS rows, one after the other.
+template <class T> struct Patch {
+  static constexpr int THREADS = 128, ROWS = T::BYTES == 4 ? 8 : 16, VECTORS = T::BYTES / 2;
+  uint4 v[ROWS * VECTORS];
 
-template <class T, class F, bool DELAYED> DEVICE void cast_transpose(const CastTransposeArgs &a) {
-  constexpr int ROWS = Patch<T>::ROWS, WORDS = 8 / T::PER_REG;
-  i64 block = a.backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  i64 tile_row = block / a.tiles_across, tile_col = block - tile_row * a.tiles_across;
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  i64 r = (tile_row * 2 + (warp >> 1)) * 4 * ROWS + (lane >> 3) * ROWS;
-  i64 c = tile_col * 128 + (warp & 1) * 64 + (lane & 7) * 8;
-  float scale = *a.scale, q = reciprocal(scale);
-  u32 m = 0;
-  if (r < a.rows && c < a.cols) {
-    u32 w[ROWS][WORDS];
+  /// The thread's first element; false if it has none.
+  DEVICE bool place(const CastTransposeArgs &a, i64 tile, i64 &r, i64 &c) const {
+    i64 tile_row = tile / a.tiles_across, tile_col = tile - tile_row * a.tiles_across;
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    r = (tile_row * 2 + (warp >> 1)) * 4 * ROWS + (lane >> 3) * ROWS;
+    c = tile_col * 128 + (warp & 1) * 64 + (lane & 7) * 8;
+    return r < a.rows && c < a.cols;
+  }
+
+  DEVICE void load(const CastTransposeArgs &a, i64 tile) {
+    i64 r, c;
+    if (!place(a, tile, r, c)) return;
     const char *from = (const char *)a.x + (r * a.x_rs + c) * T::BYTES;
+    i64 row = a.x_rs * T::BYTES;
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
 #pragma unroll
-      for (int v = 0; v < WORDS / 4; v++) {
-        uint4 d = ((const uint4 *)(from + i * a.x_rs * T::BYTES))[v];
-        w[i][4 * v] = d.x, w[i][4 * v + 1] = d.y, w[i][4 * v + 2] = d.z, w[i][4 * v + 3] = d.w;
-      }
-    if (DELAYED) {
-      u32 n = 0;
+      for (int k = 0; k < VECTORS; k++)
+        v[i * VECTORS + k] = ((const uint4 *)(from + i * row))[k];
+  }
+
+  DEVICE u32 amax(const CastTransposeArgs &a, i64 tile) const {
+    i64 r, c;
+    if (!place(a, tile, r, c)) return 0;
+    u32 m = 0;
 #pragma unroll
-      for (int i = 0; i < ROWS; i++)
-#pragma unroll
-        for (int j = 0; j < WORDS; j++) n = T::amax(n, w[i][j]);
-      m = magnitude<T>(n);
-    }
+    for (int i = 0; i < ROWS * VECTORS; i++)
+      m = T::amax(m, T::amax(T::amax(v[i].x, v[i].y), T::amax(v[i].z, v[i].w)));
+    return magnitude<T>(m);
+  }
+
+  /// The register with element j of row i.
+  DEVICE u32 word(int i, int j) const {
+    int w = j / T::PER_REG;
+    const uint4 &d = v[i * VECTORS + w / 4];
+    return w % 4 == 0 ? d.x : w % 4 == 1 ? d.y : w % 4 == 2 ? d.z : d.w;
+  }
+
+  template <class F> DEVICE void store(const CastTransposeArgs &a, i64 tile, float q) const {
+    i64 r, c;
+    if (!place(a, tile, r, c)) return;
     if (a.rowwise) {
+      u8 *to = a.rowwise + r * a.rowwise_rs + c;
+      i64 row = a.rowwise_rs;
 #pragma unroll
       for (int i = 0; i < ROWS; i++) {
-        u32 out[2];
-        encode_words<T, F>(w[i], q, out);
-        *(uint2 *)(a.rowwise + (r + i) * a.rowwise_rs + c) = make_uint2(out[0], out[1]);
+        u32 in[4 * VECTORS], out[2];
+#pragma unroll
+        for (int w = 0; w < 4 * VECTORS; w++) in[w] = word(i, w * T::PER_REG);
+        encode_words<T, F>(in, q, out);
+        *(uint2 *)(to + i * row) = make_uint2(out[0], out[1]);
       }
     }
     u8 *to = a.columnwise + c * a.rows + r;
+    i64 column = a.rows;
 #pragma unroll
     for (int j = 0; j < 8; j++) {
       u32 out[ROWS / 4];
 #pragma unroll
       for (int i = 0; i < ROWS / 4; i++) {
-        float v[4];
+        float e[4];
 #pragma unroll
         for (int k = 0; k < 4; k++)
-          v[k] = __fmul_rn(T::get(w[4 * i + k][j / T::PER_REG], j % T::PER_REG), q);
-        out[i] = F::pair(v[0], v[1]) | (u32)F::pair(v[2], v[3]) << 16;
+          e[k] = __fmul_rn(T::get_again(word(4 * i + k, j), j % T::PER_REG), q);
+        out[i] = F::pair(e[0], e[1]) | (u32)F::pair(e[2], e[3]) << 16;
       }
       if (ROWS == 16)
-        *(uint4 *)(to + j * a.rows) =
+        *(uint4 *)(to + j * column) =
             make_uint4(out[0], out[1], out[2 % (ROWS / 4)], out[3 % (ROWS / 4)]);
       else
-        *(uint2 *)(to + j * a.rows) = make_uint2(out[0], out[1]);
+        *(uint2 *)(to + j * column) = make_uint2(out[0], out[1]);
     }
   }
+};
+
+template <class T, class F, bool DELAYED> DEVICE void cast_transpose(const CastTransposeArgs &a) {
+  Patch<T> patch;
+  float scale = *a.scale;
+  patch.load(a, blockIdx.x);
+  u32 m = DELAYED ? patch.amax(a, blockIdx.x) : 0;
+  patch.template store<F>(a, blockIdx.x, reciprocal(scale));
   if (DELAYED) {
     m = block_max(m);
     if (last_of(a.delayed.meeting, gridDim.x, m)) finish_delayed(a.delayed, scale, m);
   }
 }
+
+struct CurrentCastTransposeArgs {
+  CastTransposeArgs cast;  // whose scale is not read
+  Current current;
+};
 
 #define CAST_TRANSPOSE(NAME, T, F)                                                                 \
   extern "C" __global__ void __launch_bounds__(128)                                                \
@@ -89,5 +122,9 @@ template <class T, class F, bool DELAYED> DEVICE void cast_transpose(const CastT
   extern "C" __global__ void __launch_bounds__(128)                                                \
       cast_transpose_delayed_##NAME(const __grid_constant__ CastTransposeArgs a) {                 \
     cast_transpose<T, F, true>(a);                                                                 \
+  }                                                                                                \
+  extern "C" __global__ void __launch_bounds__(128, 4)                                              \
+      cast_transpose_current_##NAME(const __grid_constant__ CurrentCastTransposeArgs a) {          \
+    quantize_current<F, Patch<T>>(a.cast, a.current);                                              \
   }
 FOR_TYPES(CAST_TRANSPOSE)

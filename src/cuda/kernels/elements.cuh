@@ -49,6 +49,9 @@ struct InF32 {
   static constexpr int PER_REG = 1;
   static constexpr int BYTES = 4;
   static DEVICE float get(u32 reg, int) { return __uint_as_float(reg); }
+  /// The same by another instruction, for a second use: results of equal ones would be kept in
+  /// registers that there are not.
+  static DEVICE float get_again(u32 reg, int) { return __uint_as_float(reg); }
   /// The larger magnitude, NaN if either is; its sign means nothing.
   static DEVICE u32 amax(u32 a, u32 b) {
     float d;
@@ -70,6 +73,9 @@ struct InBf16 {
   static constexpr int BYTES = 2;
   static DEVICE float get(u32 reg, int half) {
     return __uint_as_float(half ? reg & 0xffff0000u : reg << 16);
+  }
+  static DEVICE float get_again(u32 reg, int half) {
+    return __uint_as_float(byte_permute(reg, 0, half ? 0x3244 : 0x1044));
   }
   static DEVICE u32 amax(u32 a, u32 b) {
     u32 d;
@@ -93,6 +99,7 @@ struct InF16 {
     asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(h));
     return d;
   }
+  static DEVICE float get_again(u32 reg, int half) { return get(reg, half); }
   static DEVICE u32 amax(u32 a, u32 b) {
     u32 d;
     asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));

@@ -16,8 +16,8 @@ template <class T, class F, Blocks KIND> DEVICE void scaled_tile(const TileArgs 
   __shared__ u32 col_part[2][128];
   __shared__ __align__(16) float row_factor[128];
   __shared__ __align__(16) float col_factor[128];
-  bool backwards = KIND == WHOLE_LINES && (a.flags & AMAX_IS_SCALE);
-  TilePlace<T> p(a, backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+  bool found = KIND == WHOLE_LINES && (a.flags & FOUND);
+  TilePlace<T> p(a, found ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
   u32 d[16][4];
   load_tile<T>(a, p, d);
 
@@ -85,12 +85,12 @@ template <class T, class F, Blocks KIND> DEVICE void scaled_tile(const TileArgs 
       float given = 0.0f;
       if (a.row_amax) {
         given = a.row_amax[r * a.row_amax_rs + k * a.row_amax_cs];
-        bits = given_bits(given);
+        bits = given_bits(found ? -given : given);
       } else {
 #pragma unroll
         for (int i = 0; i < S::WARPS_ACROSS; i++) bits = max(bits, row_part[i][t]);
       }
-      bool known = KIND == WHOLE_LINES && (a.flags & AMAX_IS_SCALE);
+      bool known = found && !(__float_as_uint(given) & MAXIMUM);
       float scale = known ? given : scale_of<F>(bits, a.rule);
       row_factor[t] = reciprocal(scale);
       if (!known && (KIND != WHOLE_LINES || p.tile_col == 0))
@@ -102,11 +102,11 @@ template <class T, class F, Blocks KIND> DEVICE void scaled_tile(const TileArgs 
       float given = 0.0f;
       if (a.col_amax) {
         given = a.col_amax[c * a.col_amax_rs + k * a.col_amax_cs];
-        bits = given_bits(given);
+        bits = given_bits(found ? -given : given);
       } else {
         bits = max(col_part[0][t], col_part[1][t]);
       }
-      bool known = KIND == WHOLE_LINES && (a.flags & AMAX_IS_SCALE);
+      bool known = found && !(__float_as_uint(given) & MAXIMUM);
       float scale = known ? given : scale_of<F>(bits, a.rule);
       col_factor[t] = reciprocal(scale);
       if (!known && (KIND != WHOLE_LINES || p.tile_row == 0))

@@ -38,9 +38,13 @@ enum : u32 {
   FLOOR_RULE = 16,
   ROW_SCALE_WORDS = 32,  // four neighbouring scale bytes can be stored as one word
   COL_SCALE_WORDS = 64,
-  AMAX_IS_SCALE = 128,   // row_amax and col_amax already hold fp32 scales: what found them has
-                         // left the end of x in the L2, which is taken first
+  FOUND = 128,           // row_amax and col_amax are row_scale and col_scale: they hold maxima with
+                         // the bit MAXIMUM, or what other tiles have made of these. What found them
+                         // has left the end of x in the L2, which is taken first
 };
+
+/// Marks what stands in the place of a scale, which is positive: a maximum.
+#define MAXIMUM 0x80000000u
 
 template <class T> struct TileShape {
   static constexpr int COLS = 4 * T::PER_REG;       // of a thread

@@ -36,6 +36,31 @@ impl Delayed {
 
 #[derive(Clone, Copy)]
 #[repr(C)]
+pub(super) struct Current {
+    pub(super) scale: *mut u8,
+    pub(super) gathering: *mut u8,
+    pub(super) rule: Rule,
+    pub(super) pieces: u32,
+    pub(super) shared: u32,
+}
+
+impl Current {
+    /// Meetings (`struct Meeting`) in the place of one gathering (`struct Gathering`).
+    pub(super) const MEETINGS: usize = 3;
+    /// In `kernels/current.cuh`.
+    const MOST_OWN: u64 = 2048;
+
+    /// A launch of so many blocks over so many pieces. A block has room for two that it keeps.
+    pub(super) fn new(rule: ScaleRule, scale: *mut u8, gathering: *mut u8, pieces: u64, blocks: u64) -> Self {
+        let shared = pieces.saturating_sub((2 * blocks).min(Self::MOST_OWN));
+        // 2^32 pieces are 2^46 elements: more than any device holds.
+        let [pieces, shared] = [pieces, shared].map(|count| count as u32);
+        Self { scale, gathering, rule: rule.into(), pieces, shared }
+    }
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
 pub(super) struct AmaxArgs {
     pub(super) x: *const u8,
     pub(super) n: u64,
@@ -79,7 +104,13 @@ pub(super) struct CastArgs {
     pub(super) n: u64,
     pub(super) scale: *const u8,
     pub(super) delayed: Delayed,
-    pub(super) backwards: u32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct CurrentCastArgs {
+    pub(super) cast: CastArgs,
+    pub(super) current: Current,
 }
 
 #[derive(Clone, Copy)]
@@ -95,7 +126,13 @@ pub(super) struct CastTransposeArgs {
     pub(super) tiles_across: i64,
     pub(super) scale: *const u8,
     pub(super) delayed: Delayed,
-    pub(super) backwards: u32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct CurrentCastTransposeArgs {
+    pub(super) cast: CastTransposeArgs,
+    pub(super) current: Current,
 }
 
 #[derive(Clone, Copy)]
@@ -149,6 +186,10 @@ unsafe impl Args for ScaleArgs {}
 unsafe impl Args for CastArgs {}
 // SAFETY: the same.
 unsafe impl Args for CastTransposeArgs {}
+// SAFETY: the same.
+unsafe impl Args for CurrentCastArgs {}
+// SAFETY: the same.
+unsafe impl Args for CurrentCastTransposeArgs {}
 // SAFETY: the same.
 unsafe impl Args for StridedArgs {}
 // SAFETY: the same.

@@ -1,7 +1,7 @@
 //! Lists of tensors, in as few launches as their types allow.
 
 use super::args::{Delayed, Entry, MultiArgs};
-use super::{AMAX, STRIDED_AMAX, cast, find_amax};
+use super::{AMAX, Cast, STRIDED_AMAX, cast, find_amax};
 use crate::cuda::driver::{self, Grid, launch};
 use crate::cuda::table::{ByInput, ByTypes, Kernel, by_input, by_types, format_index, input_index};
 use crate::cuda::views::{aligned, contiguous_and_aligned, ordinal};
@@ -192,16 +192,19 @@ fn multi_cast(
             }
             continue;
         }
-        let delayed = match follow {
-            None => None,
-            Some(f) => Some(Delayed {
-                amax: element(f.amaxes.ptr, f.amaxes.step, i),
-                scale_used: element(f.scales_used.ptr, f.scales_used.step, i),
-                meeting: meetings(device, stream, 1)?,
-            }),
+        let scale = element(scales.ptr().cast_mut(), step, i).cast_const();
+        let how = match follow {
+            None => Cast::Known(scale),
+            Some(f) => {
+                let delayed = Delayed {
+                    amax: element(f.amaxes.ptr, f.amaxes.step, i),
+                    scale_used: element(f.scales_used.ptr, f.scales_used.step, i),
+                    meeting: meetings(device, stream, 1)?,
+                };
+                Cast::Delayed { scale, delayed }
+            }
         };
-        let scale = element(scales.ptr().cast_mut(), step, i);
-        cast(x, scale, Some(out), None, delayed, false, stream)?;
+        cast(x, how, format, Some(out), None, stream)?;
     }
     let least = u64::from(follow.is_some());
     for_each_launch(

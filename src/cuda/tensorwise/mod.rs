@@ -5,7 +5,10 @@
 mod args;
 mod lists;
 
-use args::{AmaxArgs, CastArgs, CastTransposeArgs, Delayed, ScaleArgs, StridedAmaxArgs, StridedArgs};
+use args::{
+    AmaxArgs, CastArgs, CastTransposeArgs, Current, CurrentCastArgs, CurrentCastTransposeArgs, Delayed,
+    ScaleArgs, StridedAmaxArgs, StridedArgs,
+};
 
 use super::driver::{self, Grid, launch};
 use super::table::{ByInput, ByTypes, Kernel, by_input, by_types, format_index, input_index, kernel};
@@ -20,16 +23,19 @@ pub(super) use args::Rule;
 pub(crate) use lists::{multi_amax, multi_quantize, multi_quantize_delayed};
 
 static AMAX: ByInput = by_input!(Amax, "amax", AmaxArgs);
-static CURRENT_SCALE: ByTypes = by_types!(Amax, "current_scale", AmaxArgs);
 static SCALE: [Kernel; 2] = [kernel!(Amax, "scale_e4m3", ScaleArgs), kernel!(Amax, "scale_e5m2", ScaleArgs)];
+static CURRENT_SCALE: ByTypes = by_types!(Amax, "current_scale", AmaxArgs);
 static STRIDED_AMAX: ByInput = by_input!(Strided, "strided_amax", StridedAmaxArgs);
 static STRIDED_SCALE: ByTypes = by_types!(Strided, "strided_current_scale", StridedAmaxArgs);
 static STRIDED_CAST: ByTypes = by_types!(Strided, "strided_cast", StridedArgs);
 static CAST: ByTypes = by_types!(Cast, "cast", CastArgs);
 static CAST_DELAYED: ByTypes = by_types!(Cast, "cast_delayed", CastArgs);
+static CAST_CURRENT: ByTypes = by_types!(Cast, "cast_current", CurrentCastArgs);
 static CAST_TRANSPOSE: ByTypes = by_types!(CastTranspose, "cast_transpose", CastTransposeArgs);
 static CAST_TRANSPOSE_DELAYED: ByTypes =
     by_types!(CastTranspose, "cast_transpose_delayed", CastTransposeArgs);
+static CAST_TRANSPOSE_CURRENT: ByTypes =
+    by_types!(CastTranspose, "cast_transpose_current", CurrentCastTransposeArgs);
 
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static Kernel> {
@@ -39,8 +45,10 @@ pub(super) fn kernels() -> Vec<&'static Kernel> {
         &STRIDED_CAST,
         &CAST,
         &CAST_DELAYED,
+        &CAST_CURRENT,
         &CAST_TRANSPOSE,
         &CAST_TRANSPOSE_DELAYED,
+        &CAST_TRANSPOSE_CURRENT,
     ];
     let mut all: Vec<_> = [&AMAX, &STRIDED_AMAX].into_iter().flatten().chain(&SCALE).collect();
     all.extend(by_types.into_iter().flatten().flatten());
@@ -126,47 +134,53 @@ pub(super) fn scales(
     launch(ordinal(amax.device), stream, &SCALE[format_index(format)], grid, &args)
 }
 
+/// Where the scale of a cast comes from, and what is left behind.
+#[derive(Clone, Copy)]
+enum Cast {
+    Known(*const u8),
+    Delayed { scale: *const u8, delayed: Delayed },
+    Current { rule: ScaleRule, scale: *mut u8 },
+}
+
 /// See `ops::quantize`, `ops::quantize_delayed` and `ops::quantize_current`.
-///
-/// Current scaling takes two launches: the scale, then the cast, which takes the tensor's end first, because the L2
-/// still holds that. One launch with a barrier between its halves is faster alone (1.25 times the cast), but all its
-/// blocks must run at once: beside a collective that holds multiprocessors it would wait for that to end.
 pub(crate) fn quantize(call: TensorCall, stream: Stream) -> Result<(), Error> {
     let TensorCall { x, scaling, format, rowwise, columnwise } = call;
-    let (scale, delayed, backwards) = match &scaling {
-        Scaling::Known(scale) => (scale.ptr(), None, false),
+    let how = match &scaling {
+        Scaling::Known(scale) => Cast::Known(scale.ptr()),
         Scaling::Delayed { scale, amax, scale_used } => {
             let meeting = meetings(ordinal(x.device()), stream, 1)?;
             let delayed = Delayed { amax: amax.ptr(), scale_used: scale_used.ptr(), meeting };
-            (scale.ptr(), Some(delayed), false)
+            Cast::Delayed { scale: scale.ptr(), delayed }
         }
-        Scaling::Current { rule, scale_out } => {
-            let (i, j) = (input_index(x.dtype()), format_index(format));
-            find_amax(&x, scale_out.ptr(), &CURRENT_SCALE[i][j], &STRIDED_SCALE[i][j], *rule, stream)?;
-            (scale_out.ptr().cast_const(), None, true)
-        }
+        Scaling::Current { rule, scale_out } => Cast::Current { rule: *rule, scale: scale_out.ptr() },
     };
-    cast(&x, scale, rowwise.as_ref(), columnwise.as_ref(), delayed, backwards, stream)
+    cast(&x, how, format, rowwise.as_ref(), columnwise.as_ref(), stream)
 }
 
+/// Launches the cast of a format. Current scaling is one launch where the views lie well, else two: the scale, then
+/// the cast.
 fn cast(
     x: &View,
-    scale: *const u8,
+    how: Cast,
+    format: Fp8Format,
     rowwise: Option<&ViewMut>,
     columnwise: Option<&ViewMut>,
-    delayed: Option<Delayed>,
-    backwards: bool,
     stream: Stream,
 ) -> Result<(), Error> {
-    let Some(format) = rowwise.or(columnwise).and_then(|out| out.dtype().fp8()) else { return Ok(()) };
     let device = ordinal(x.device());
     let (rows, cols) = x.shape();
     let (i, j) = (input_index(x.dtype()), format_index(format));
-    let follows = delayed.is_some();
-    let delayed = delayed.unwrap_or(Delayed::NONE);
-    // An empty tensor still leaves its scale behind.
-    let least = u64::from(follows);
-    let backwards = u32::from(backwards);
+    let (scale, delayed) = match how {
+        Cast::Known(scale) => (scale, Delayed::NONE),
+        Cast::Delayed { scale, delayed } => (scale, delayed),
+        Cast::Current { scale, .. } => (scale.cast_const(), Delayed::NONE),
+    };
+    // Current scaling: a place to meet, and four blocks a multiprocessor, which the kernels' registers are made for.
+    let current = |rule: ScaleRule, pieces: u64| -> Result<(Current, u64), Error> {
+        let gathering = meetings(device, stream, Current::MEETINGS)?;
+        let blocks = pieces.clamp(1, 4 * u64::from(driver::device(device)?.multiprocessors));
+        Ok((Current::new(rule, scale.cast_mut(), gathering, pieces, blocks), blocks))
+    };
 
     if let (Some(row), None) = (rowwise, columnwise)
         && contiguous_and_aligned(x)
@@ -174,11 +188,23 @@ fn cast(
         && aligned(row.ptr(), 16)
     {
         let n = x.numel() as u64;
-        let per_block = if follows { 4 * 4096 } else { 4096 };
-        let grid = Grid { blocks: n.div_ceil(per_block).max(least), threads: 256 };
-        let args = CastArgs { x: x.ptr(), codes: row.ptr(), n, scale, delayed, backwards };
-        let kernels = if follows { &CAST_DELAYED } else { &CAST };
-        return launch(device, stream, &kernels[i][j], grid, &args);
+        let threads = 256;
+        let cast = CastArgs { x: x.ptr(), codes: row.ptr(), n, scale, delayed };
+        return match how {
+            Cast::Known(_) => {
+                launch(device, stream, &CAST[i][j], Grid { blocks: n.div_ceil(4096), threads }, &cast)
+            }
+            Cast::Delayed { .. } => {
+                let grid = Grid { blocks: n.div_ceil(4 * 4096).max(1), threads };
+                launch(device, stream, &CAST_DELAYED[i][j], grid, &cast)
+            }
+            Cast::Current { rule, .. } => {
+                // 32 KiB of x at once.
+                let (current, blocks) = current(rule, n.div_ceil((32 << 10) / x.dtype().size() as u64))?;
+                let args = CurrentCastArgs { cast, current };
+                launch(device, stream, &CAST_CURRENT[i][j], Grid { blocks, threads: 256 }, &args)
+            }
+        };
     }
 
     let size = x.dtype().size();
@@ -201,8 +227,8 @@ fn cast(
         })
     {
         let tiles_across = cols.div_ceil(128);
-        let blocks = (rows.div_ceil(8 * patch_rows) * tiles_across) as u64;
-        let args = CastTransposeArgs {
+        let tiles = (rows.div_ceil(8 * patch_rows) * tiles_across) as u64;
+        let cast = CastTransposeArgs {
             x: x.ptr(),
             rowwise: rowwise.map_or(std::ptr::null_mut(), ViewMut::ptr),
             columnwise: column.ptr(),
@@ -213,14 +239,41 @@ fn cast(
             tiles_across: tiles_across as i64,
             scale,
             delayed,
-            backwards,
         };
-        let kernels = if follows { &CAST_TRANSPOSE_DELAYED } else { &CAST_TRANSPOSE };
-        return launch(device, stream, &kernels[i][j], Grid { blocks, threads: 128 }, &args);
+        let one_each = Grid { blocks: tiles, threads: 128 };
+        return match how {
+            Cast::Known(_) => launch(device, stream, &CAST_TRANSPOSE[i][j], one_each, &cast),
+            Cast::Delayed { .. } => launch(device, stream, &CAST_TRANSPOSE_DELAYED[i][j], one_each, &cast),
+            Cast::Current { rule, .. } => {
+                let (current, blocks) = current(rule, tiles)?;
+                let args = CurrentCastTransposeArgs { cast, current };
+                launch(device, stream, &CAST_TRANSPOSE_CURRENT[i][j], Grid { blocks, threads: 128 }, &args)
+            }
+        };
     }
 
+    if let Cast::Current { rule, scale } = how {
+        find_amax(x, scale, &CURRENT_SCALE[i][j], &STRIDED_SCALE[i][j], rule, stream)?;
+    }
+    // An empty tensor still leaves its delayed scale behind.
+    let least = u64::from(matches!(how, Cast::Delayed { .. }));
+    strided_cast(x, scale, delayed, least, &STRIDED_CAST[i][j], [rowwise, columnwise], stream)
+}
+
+/// Launches the cast that takes any views.
+fn strided_cast(
+    x: &View,
+    scale: *const u8,
+    delayed: Delayed,
+    least: u64,
+    kernel: &'static Kernel,
+    outs: [Option<&ViewMut>; 2],
+    stream: Stream,
+) -> Result<(), Error> {
+    let (rows, cols) = x.shape();
     let tiles_across = cols.div_ceil(32).max(1);
-    let blocks = ((rows.div_ceil(32) * tiles_across) as u64).max(least);
+    let blocks = (rows.div_ceil(32) * tiles_across) as u64;
+    let [rowwise, columnwise] = outs;
     let args = StridedArgs {
         x: x.ptr(),
         rowwise: rowwise.map_or(std::ptr::null_mut(), ViewMut::ptr),
@@ -238,5 +291,5 @@ fn cast(
         delayed,
     };
     let blocks = if x.numel() == 0 { least } else { blocks };
-    launch(device, stream, &STRIDED_CAST[i][j], Grid { blocks, threads: 256 }, &args)
+    launch(ordinal(x.device()), stream, kernel, Grid { blocks, threads: 256 }, &args)
 }
