@@ -11,7 +11,7 @@
 /// Where the blocks of such a launch meet: zero before and after it; as large as three `Meeting`s.
 struct Gathering {
   u32 max_bits;
-  u32 done;              // pieces that were read; found together with the maximum
+  u32 done;              // pieces that were read
   u32 read;              // pieces claimed for reading
   u32 cast;              // pieces claimed for casting
   u32 arrived;
@@ -23,20 +23,16 @@ struct Current {
   Gathering *gathering;
   Rule rule;
   u32 pieces;
-  u32 shared;            // of them: the first ones, which are cast by whoever is free
+  u32 common;            // of them: the first ones, which are cast by whoever is free
 };
 
-/// The pieces that are not shared are at most so many: one block may come to have them all.
+/// The pieces that are not common are at most so many: one block may come to have them all.
 #define MOST_OWN 2048
 
-/// The bits of the maximum, once all pieces are read.
-DEVICE u32 wait_for_maximum(const Gathering *at, u32 pieces) {
-  for (;;) {
-    u64 both;
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(both) : "l"(at) : "memory");
-    if ((u32)(both >> 32) == pieces) return (u32)both;
-    __nanosleep(20);
-  }
+DEVICE u32 load_acquire(const u32 *at) {
+  u32 d;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(d) : "l"(at) : "memory");
+  return d;
 }
 
 /// Numbers from a counter, each to one block; the next is asked for while the block is at work.
@@ -74,12 +70,12 @@ DEVICE void quantize_current(const Args &a, const Current &c) {
   u32 m = 0, count = 0, owned = 0;
   Claims reads(&at->read);
   for (u32 piece; (piece = reads.take(slots)) < c.pieces; count++) {
-    if (piece >= c.shared) {
+    if (piece >= c.common) {
       if (owned > 0) {
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) kept[i][threadIdx.x] = p.v[i];
       }
-      if (threadIdx.x == 0) own[owned] = (u16)(piece - c.shared);
+      if (threadIdx.x == 0) own[owned] = (u16)(piece - c.common);
       owned++;
     }
     p.load(a, piece);
@@ -91,30 +87,31 @@ DEVICE void quantize_current(const Args &a, const Current &c) {
     atomicMax(&at->max_bits, canonical(m));
     __threadfence();
     atomicAdd(&at->done, count);
-    factor = reciprocal(scale_of<F>(wait_for_maximum(at, c.pieces), c.rule));
+    while (load_acquire(&at->done) != c.pieces) __nanosleep(20);
+    factor = reciprocal(scale_of<F>(load_acquire(&at->max_bits), c.rule));
   }
   __syncthreads();
 
   float q = factor;
   Claims casts(&at->cast);
-  bool in_registers = owned > 0, in_shared = owned > 1, more = c.shared > 0;
+  bool in_registers = owned > 0, in_memory = owned > 1, more = c.common > 0;
   for (;;) {
     u32 piece;
     if (in_registers) {
       in_registers = false;
-      piece = c.shared + own[--owned];
+      piece = c.common + own[--owned];
     } else {
       bool restored = false;
       if (more) {
         u32 claimed = casts.take(slots);
-        more = claimed < c.shared;
-        piece = c.shared - 1 - claimed;
+        more = claimed < c.common;
+        piece = c.common - 1 - claimed;
       }
       if (!more) {
         if (owned == 0) break;
-        piece = c.shared + own[--owned];
-        restored = in_shared;
-        in_shared = false;
+        piece = c.common + own[--owned];
+        restored = in_memory;
+        in_memory = false;
       }
       if (restored) {
 #pragma unroll

@@ -41,7 +41,7 @@ pub(super) struct Current {
     pub(super) gathering: *mut u8,
     pub(super) rule: Rule,
     pub(super) pieces: u32,
-    pub(super) shared: u32,
+    pub(super) common: u32,
 }
 
 impl Current {
@@ -52,10 +52,10 @@ impl Current {
 
     /// A launch of so many blocks over so many pieces. A block has room for two that it keeps.
     pub(super) fn new(rule: ScaleRule, scale: *mut u8, gathering: *mut u8, pieces: u64, blocks: u64) -> Self {
-        let shared = pieces.saturating_sub((2 * blocks).min(Self::MOST_OWN));
+        let common = pieces.saturating_sub((2 * blocks).min(Self::MOST_OWN));
         // 2^32 pieces are 2^46 elements: more than any device holds.
-        let [pieces, shared] = [pieces, shared].map(|count| count as u32);
-        Self { scale, gathering, rule: rule.into(), pieces, shared }
+        let [pieces, common] = [pieces, common].map(|count| count as u32);
+        Self { scale, gathering, rule: rule.into(), pieces, common }
     }
 }
 
