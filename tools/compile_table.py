@@ -152,7 +152,7 @@ def main() -> int:
     options = ["-q", "--full", "--rootdir", str(ROOT), "-p", "compile_table"]
     options += written.on_device(chosen.device)
     if chosen.n:
-        options += ["-n", chosen.n, "--dist", "load"]
+        options += ["-n", chosen.n, "--dist", "worksteal"]
     status = pytest.main([*options, *(str(ROOT / f) for f in FILES)], plugins=[results])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return int(status)
