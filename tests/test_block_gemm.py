@@ -7,6 +7,9 @@ hardware agrees is for the tests that run on it.
 
 import pytest
 import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fp8rs
 from block_reference import expand, swizzle
@@ -191,3 +194,18 @@ def test_blocks_of_128_need_hopper(on):
     a = quantized(torch.randn(16, 128), formats.BLOCK_1X128)
     with pytest.raises(fp8rs.UnsupportedError, match="mxfp8"):
         gemm.GEMMS["cuda", "1x128", "1x128"](a, a, None, torch.bfloat16, False)
+
+
+def test_padding_adds_nothing_to_a_size_that_lacks_nothing():
+    """To a compiler for any size either; else sizes would be longer sums in each layer."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=False)
+    codes = mode.from_tensor(torch.zeros(272, 40, dtype=torch.uint8))
+    with mode, enable_python_dispatcher():
+        codes = codes.view(E4M3)
+        for padded, cols in (
+            (gemm_blocks._padded(codes, 16, 128), 128),
+            (gemm.aligned(codes, rows=True), 48),
+        ):
+            assert padded.shape[0].node.expr == codes.shape[0].node.expr
+            assert padded.shape[1] == cols
+        assert gemm_blocks._padded(codes, 8, 8).shape[1].node.expr == codes.shape[1].node.expr

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from fp8rs.gemm import table as gemm
 from fp8rs.gemm.devices import gpu_path
-from fp8rs.gemm.table import aligned, check_cuda, gemm_for, run
+from fp8rs.gemm.table import aligned, check_cuda, gemm_for, missing, padded, run
 from fp8rs.tensor import formats
 from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.quantized import Plane
@@ -145,9 +145,7 @@ def _outer_contiguous(scale: Tensor) -> Tensor:
 def _padded(codes: Tensor, rows: int, cols: int) -> Tensor:
     """Contiguous codes padded by zeros to multiples of ``rows`` and ``cols``."""
     m, k = codes.shape
-    if m % rows or k % cols:
-        return pad(codes.view(torch.uint8), (0, -k % cols, 0, -m % rows)).view(codes.dtype)
-    return codes.contiguous()
+    return padded(codes, missing(m, rows), missing(k, cols))
 
 
 def _padded_scale(scale: Tensor, rows: int, cols: int) -> Tensor:

@@ -177,9 +177,23 @@ _MULTIPLE = 16
 def aligned(codes: Tensor, *, rows: bool) -> Tensor:
     """Contiguous codes with the last dim, and the rows if asked, padded by zeros."""
     m, k = codes.shape
-    if k % _MULTIPLE or (rows and m % _MULTIPLE):
-        pad_m, pad_k = -m % _MULTIPLE if rows else 0, -k % _MULTIPLE
-        padded = torch.nn.functional.pad(codes.view(torch.uint8), (0, pad_k, 0, pad_m))
+    return padded(codes, missing(m, _MULTIPLE) if rows else 0, missing(k, _MULTIPLE))
+
+
+def missing(n: int, multiple: int) -> int:
+    """What n lacks to a multiple.
+
+    To a compiler for any size, what lacks nothing is 0, not an expression: sizes made of that one
+    would grow from layer to layer.
+    """
+    rest = n % multiple
+    return multiple - rest if rest else 0
+
+
+def padded(codes: Tensor, rows: int, cols: int) -> Tensor:
+    """Contiguous codes with so many rows and columns of zeros after them."""
+    if rows or cols:
+        padded = torch.nn.functional.pad(codes.view(torch.uint8), (0, cols, 0, rows))
         return padded.view(codes.dtype)
     return codes if codes.is_contiguous() else codes.contiguous()
 
