@@ -25,14 +25,7 @@ from torch import nn
 from fp8rs.demo.data import Corpus, load_corpus
 from fp8rs.demo.model import Llama
 from fp8rs.demo.train import Settings, convert, linear_weights, train_alone
-from fp8rs.quantize.recipes import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    MXFP8BlockScaling,
-    Recipe,
-)
+from fp8rs.quantize.recipes import RECIPES, Float8BlockScaling, Recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import block_simulation
@@ -40,12 +33,8 @@ import simulation
 
 #: What is compared: recipes by their short names, and options that change what is rounded.
 CHOSEN: dict[str, Recipe] = {
-    "current": Float8CurrentScaling(),
-    "delayed": DelayedScaling(),
-    "rowwise": Float8RowwiseScaling(),
-    "block": Float8BlockScaling(),
+    **{name: make() for name, make in RECIPES.items() if name != "tensorwise"},
     "block of squares": Float8BlockScaling(wgrad_input_block=(128, 128)),
-    "mxfp8": MXFP8BlockScaling(),
 }
 
 
