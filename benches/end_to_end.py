@@ -402,7 +402,7 @@ def _workload(options: argparse.Namespace) -> dict[str, Any]:
         "state_dtype": options.state_dtype,
         "reduce_dtype": options.reduce_dtype,
         "param_dtype": options.param_dtype,
-        "recompute": options.recompute,
+        "recompute": options.recompute or options.save_input,
         "profile": options.profile,
     }
 

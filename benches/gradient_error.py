@@ -173,7 +173,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="training steps")
     parser.add_argument("--fast-accumulation", action="store_true", help="in the forward, on CUDA")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    return parser.parse_args()
+    options = parser.parse_args()
+    unknown = [name for name in options.recipes if name not in CHOSEN]
+    if unknown:
+        parser.error(f"no recipe {unknown[0]!r}; there are {', '.join(CHOSEN)}")
+    return options
 
 
 if __name__ == "__main__":

@@ -92,6 +92,23 @@ fn launches_pass_what_kernels_take() {
     }
 }
 
+/// The number behind a constant's name in a text.
+fn constant(text: &str, declared: &str) -> u64 {
+    let number = text.split_once(declared).unwrap_or_else(|| panic!("no {declared}")).1.trim();
+    let number = number.split(|c: char| !(c.is_alphanumeric() || c == '_')).next().unwrap();
+    let digits = number.trim_end_matches('u').replace('_', "");
+    let parsed = digits.strip_prefix("0x").map_or(digits.parse(), |hex| u64::from_str_radix(hex, 16));
+    parsed.unwrap_or_else(|_| panic!("{declared} {number}"))
+}
+
+#[test]
+fn launches_and_kernels_have_the_same_limits() {
+    let (rust, cuda) = (text("src/cuda", &["rs"]), text("src/cuda/kernels", &["cu", "cuh"]));
+    assert_eq!(constant(&rust, "const MOST_OWN: u64 ="), constant(&cuda, "#define MOST_OWN"));
+    assert_eq!(constant(&rust, "const MAXIMUM: u32 ="), constant(&cuda, "#define MAXIMUM"));
+    assert_eq!(constant(&rust, "const FOUND: u32 ="), constant(&cuda, "FOUND ="));
+}
+
 #[test]
 fn two_swapped_fields_are_noticed() {
     let cuda = "struct Args {\n  const void *x;\n  i64 rows, cols;\n  float rule;\n  Entry entries[N];\n};";

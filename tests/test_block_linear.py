@@ -208,6 +208,7 @@ def test_state_dicts_are_plain_and_modules_copy(device, name):
         "bias": torch.Tensor,
     }
     assert f"recipe={CHOSEN[name].name}" in repr(module)
+    assert ("wgrad_input_block=(128, 128)" in repr(module)) == (name == "block of squares")
     twin = copy.deepcopy(module)
     x = data(device, 8, 32)
     assert torch.equal(twin(x), module(x))

@@ -38,9 +38,17 @@ def test_defaults():
 )
 def test_formats(recipe, input, weight):
     assert recipe.block_format("weight") == weight
+    assert recipe.wgrad_input_format == input
     assert recipe.block_format("input") == recipe.block_format("grad") == input
     assert recipe.fp8_format == "e4m3"
     assert hash(recipe) == hash(dataclasses.replace(recipe))
+
+
+def test_the_inputs_transpose_may_have_square_blocks():
+    recipe = Float8BlockScaling(wgrad_input_block=[128, 128])
+    assert recipe == Float8BlockScaling(wgrad_input_block=(128, 128)) != Float8BlockScaling()
+    assert recipe.wgrad_input_format == formats.BLOCK_128X128
+    assert recipe.block_format("input") == recipe.block_format("grad") == formats.BLOCK_1X128
 
 
 @pytest.mark.parametrize(
@@ -116,6 +124,7 @@ def test_lists_of_fast_accumulation_become_tuples():
         (lambda: MXFP8BlockScaling(weight_block=(1, 128)), ValueError, "weight_block"),
         (lambda: MXFP8BlockScaling(weight_block=32), ValueError, "weight_block"),
         (lambda: Float8BlockScaling(wgrad_input_block=(128, 1)), ValueError, "wgrad_input_block"),
+        (lambda: Float8BlockScaling(wgrad_input_block=128), ValueError, "wgrad_input_block"),
         (lambda: MXFP8BlockScaling(scale_rounding="up"), ValueError, "scale_rounding"),
         (lambda: MXFP8BlockScaling(amax_epsilon=1e-3), ValueError, "amax_epsilon"),
         (lambda: resolve_recipe("tensorwide"), ValueError, "recipe"),

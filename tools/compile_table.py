@@ -86,11 +86,15 @@ class Results:
     cells: dict[tuple[str, str, str], tuple[str, str]] = field(default_factory=dict)
     columns: dict[str, int] = field(default_factory=dict)
     unknown: dict[str, None] = field(default_factory=dict)
+    #: What failed and is no cell: a test without recipes, a process that died.
+    failed: dict[str, None] = field(default_factory=dict)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         case = dict(report.user_properties).get("case")
         if case is not None and (report.when == "call" or not report.passed):
             self._note(report, json.loads(case))
+        elif case is None and report.failed:
+            self.failed[report.nodeid] = None
 
     def _note(self, report: Any, case: dict[str, Any]) -> None:
         params = case["params"]
@@ -156,6 +160,9 @@ def main() -> int:
     status = pytest.main([*options, *(str(ROOT / f) for f in FILES)], plugins=[results])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return int(status)
+    if results.failed:
+        print("failed, and in no cell:", *results.failed, sep="\n  ")
+        return 2
     if results.unknown:
         print("no row (or more than one) for:", *results.unknown, sep="\n  ")
         return 2

@@ -3,6 +3,9 @@
 //! Launches on one stream follow each other, so they share one place; each stream has its own. A launch that
 //! is captured in a graph gets a place that nobody else has while the graph lives, because its replays may run
 //! beside anything; the graph's end gives it back.
+//!
+//! Two launches that share a place at once would wait for each other's blocks. So a graph must not run twice at once,
+//! and a stream's handle must mean one stream: not the driver's per-thread default (torch launches on none).
 
 use std::collections::HashMap;
 use std::ffi::c_void;

@@ -178,9 +178,9 @@ def _input_planes(
                 scale = _note_amax(row.scale, shared.amax, delayed.amax(INPUT))
                 row = Plane(row.data, scale, row.format)
             return row, col if columnwise else None
-    one_read = columnwise and spec.wgrad_input == spec.input
-    planes = _quantize(spec.input, INPUT, x, True, one_read, delayed)
-    if columnwise and not one_read:
+    both = columnwise and spec.wgrad_input is None
+    planes = _quantize(spec.input, INPUT, x, True, both, delayed)
+    if columnwise and spec.wgrad_input is not None:
         planes = planes[0], _quantize(spec.wgrad_input, INPUT, x, False, True, delayed)[1]
     if not x.is_inference():  # such tensors have no version: a write would go unnoticed
         amax = None if delayed is None else delayed.amax(INPUT)
@@ -291,7 +291,7 @@ class _Linear(torch.autograd.Function):
                 x_col = Plane(saved_x, x_scale, x_format)
             else:
                 _, again = quantize_planes(
-                    spec.wgrad_input, saved_x, False, True, scale=x_scale, after=dy
+                    spec.wgrad_input or spec.input, saved_x, False, True, scale=x_scale, after=dy
                 )
                 x_col = cast(Plane, again)
             dw = scaled_mm(

@@ -28,7 +28,7 @@ class LinearSpec:
 
     Args:
         weight, input, grad: each operand's quantization.
-        wgrad_input: that of the input's transpose, for wgrad.
+        wgrad_input: that of the input's transpose for wgrad, or None where it is the input's.
         fast_accumulation: for forward, dgrad and wgrad.
         emulate: multiply dequantized operands.
         delayed: scales are handed over, with slots for the amaxes.
@@ -38,7 +38,7 @@ class LinearSpec:
     weight: QuantSpec
     input: QuantSpec
     grad: QuantSpec
-    wgrad_input: QuantSpec
+    wgrad_input: QuantSpec | None
     fast_accumulation: tuple[bool, bool, bool]
     emulate: bool
     delayed: bool
@@ -65,11 +65,12 @@ def spec_for(key: str, device: torch.device) -> LinearSpec:
         # MXFP8 on a GPU without such GEMMs: its powers of two, one a row.
         return quant_spec(recipe, role, group, operand_format(format, device, recipe.emulate))
 
+    input, wgrad_input = recipe.block_format("input"), recipe.wgrad_input_format
     return LinearSpec(
         quant_spec(recipe, "weight"),
-        operand("input", recipe.block_format("input")),
+        operand("input", input),
         operand("grad", recipe.block_format("grad")),
-        operand("input", recipe.wgrad_input_format),
+        None if wgrad_input == input else operand("input", wgrad_input),
         recipe.fast_accumulation,
         recipe.emulate,
         recipe.delayed,

@@ -158,7 +158,7 @@ class Float8BlockScaling(Recipe):
 
     Args:
         wgrad_input_block: of the input's transpose in wgrad: (1, 128), or (128, 128), whose GEMM
-            takes three quarters of the time on Hopper. Forward and dgrad stay as they are.
+            is faster on Hopper, with coarser scales. Forward and dgrad stay as they are.
 
     (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.)
     """

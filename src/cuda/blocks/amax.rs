@@ -11,7 +11,7 @@ use crate::layout::{Block, DType, Matrix, View, ViewMut};
 use crate::spec::Stream;
 
 /// In `kernels/tile.cuh`.
-const MAXIMUM: u32 = 1 << 31;
+const MAXIMUM: u32 = 0x8000_0000;
 
 /// Two vectors of fp32, either of which may be absent.
 #[derive(Clone, Copy)]

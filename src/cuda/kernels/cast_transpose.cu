@@ -1,6 +1,6 @@
 // Quantize with one scale and write both directions from one read (or the transpose alone).
 //
-// Registers only. A thread holds 8 columns of 16 rows (8 rows of fp32), read by 16-byte loads; a
+// By registers. A thread holds 8 columns of 16 rows (8 rows of fp32), read by 16-byte loads; a
 // warp is 8 lanes across and 4 down, four warps make a tile. Rowwise codes leave as 8-byte stores
 // of 64 contiguous bytes a row; a column's 16 rows are converted again rather than permuted, and
 // leave as one 16-byte store.

@@ -18,6 +18,8 @@ struct Gathering {
   u32 unused;
 };
 
+static_assert(sizeof(Gathering) == 3 * sizeof(Meeting), "MEETINGS in the launch code");
+
 struct Current {
   float *scale;          // is written
   Gathering *gathering;

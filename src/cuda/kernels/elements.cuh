@@ -49,8 +49,8 @@ struct InF32 {
   static constexpr int PER_REG = 1;
   static constexpr int BYTES = 4;
   static DEVICE float get(u32 reg, int) { return __uint_as_float(reg); }
-  /// The same by another instruction, for a second use: results of equal ones would be kept in
-  /// registers that there are not.
+  /// The same for a second use; of two elements a register by another instruction, where there is
+  /// one: results of equal ones would be kept in registers that there are not.
   static DEVICE float get_again(u32 reg, int) { return __uint_as_float(reg); }
   /// The larger magnitude, NaN if either is; its sign means nothing.
   static DEVICE u32 amax(u32 a, u32 b) {
