@@ -182,7 +182,7 @@ def same_bytes(a: Any, b: Any) -> bool:
 
 
 def bytes_agree(device: str) -> dict[str, Any]:
-    wrong, count = [], 0
+    compared: dict[str, bool] = {}
     shapes = ((2048, 3072), (4096, 14336), (8192, 8192)) if device == "cuda" else ((200, 300),)
     for rows, cols in shapes:
         for dtype in (BF16,) if rows > 2048 else (F32, BF16, F16):
@@ -192,6 +192,8 @@ def bytes_agree(device: str) -> dict[str, Any]:
             codes = torch.randint(0, 256, (rows, cols), dtype=torch.uint8)
             codes[:, ::5] = 0
             there = x.to(device)
+            finite = x.nan_to_num(1.0, 2.0, 3.0)  # else every code of current scaling is NaN's
+            finite_there = finite.to(device)
             fold = torch.rand(cols)
             for fp8 in (E4M3, E5M2):
                 for options in ({}, {"fold": fold}, {"power_2_scale": True}):
@@ -200,10 +202,11 @@ def bytes_agree(device: str) -> dict[str, Any]:
                         for k, v in options.items()
                     }
                     arguments = (fp8, (1, -1), F32, True, True)
-                    here = ops.quantize_blocks(x, *arguments, **options)
-                    count += 1
-                    if not same_bytes(here, ops.quantize_blocks(there, *arguments, **moved)):
-                        wrong.append(f"per row both {rows}x{cols} {dtype} {fp8} {list(options)}")
+                    name = f"per row both {rows}x{cols} {dtype} {fp8} {list(options)}"
+                    compared[name] = same_bytes(
+                        ops.quantize_blocks(x, *arguments, **options),
+                        ops.quantize_blocks(there, *arguments, **moved),
+                    )
                 for block_rows in (1, 32):
                     grid = (-(-rows // block_rows), -(-cols // 32))
                     scale = torch.randint(90, 140, grid, dtype=torch.uint8)
@@ -214,24 +217,21 @@ def bytes_agree(device: str) -> dict[str, Any]:
                             ops.rebase(*(t.to(d) for t in plane), (block_rows, 32), axis)
                             for d in ("cpu", device)
                         ]
-                        count += 1
-                        if not same_bytes(*pair):
-                            wrong.append(f"rebase {rows}x{cols} {fp8} {block_rows} axis {axis}")
+                        name = f"rebase {rows}x{cols} {dtype} {fp8} {block_rows} axis {axis}"
+                        compared[name] = same_bytes(*pair)
                 for columnwise in (False, True):
-                    finite = x.nan_to_num(1.0, 2.0, 3.0)  # else every code is NaN's
-                    pair = [
-                        ops.quantize_current(t, fp8, True, columnwise)
-                        for t in (finite, finite.to(device))
-                    ]
-                    count += 1
-                    if not same_bytes(*pair):
-                        wrong.append(f"current {rows}x{cols} {dtype} {fp8} both: {columnwise}")
-    for name, (here, there) in optimized(device).items():
-        count += 1
-        if not same_bytes(here, there):
-            wrong.append(name)
-    print(f"{count} comparisons, {len(wrong)} differ", *wrong, sep="\n")
-    return {"comparisons": count, "differ": wrong}
+                    name = f"current {rows}x{cols} {dtype} {fp8} both: {columnwise}"
+                    compared[name] = same_bytes(
+                        *(
+                            ops.quantize_current(t, fp8, True, columnwise)
+                            for t in (finite, finite_there)
+                        )
+                    )
+    for name, pair in optimized(device).items():
+        compared[name] = same_bytes(*pair)
+    wrong = [name for name, same in compared.items() if not same]
+    print(f"{len(compared)} comparisons, {len(wrong)} differ", *wrong, sep="\n")
+    return {"comparisons": len(compared), "differ": wrong}
 
 
 def quantizers() -> dict[str, Any]:

@@ -86,14 +86,14 @@ def _variants() -> dict[str, Variant]:
 
 VARIANTS = _variants()
 
-#: What may follow a variant's name after a +: the option that it sets, and to what.
-MODIFIERS: dict[str, tuple[str, Any]] = {
-    "masters": ("masters", True),
-    "no-masters": ("masters", False),
-    "save-input": ("save_input", True),
-    "squares": ("squares", True),
+#: What may follow a variant's name after a +: the options that it sets, and to what.
+MODIFIERS: dict[str, dict[str, Any]] = {
+    "masters": {"masters": True},
+    "no-masters": {"masters": False},
+    "save-input": {"save_input": True, "recompute": True},
+    "squares": {"squares": True},
     **{
-        f"{dtype}-{kind}": (option, dtype)
+        f"{dtype}-{kind}": {option: dtype}
         for dtype in DTYPES
         for kind, option in (
             ("reduce", "reduce_dtype"),
@@ -116,7 +116,7 @@ def parsed(name: str) -> tuple[Variant, dict[str, Any]]:
     unknown = [modifier for modifier in modifiers if modifier not in MODIFIERS]
     if unknown:
         raise ValueError(f"{name}: no setting {unknown[0]}; there are {', '.join(MODIFIERS)}")
-    own = dict(MODIFIERS[modifier] for modifier in modifiers)
+    own = {name: value for modifier in modifiers for name, value in MODIFIERS[modifier].items()}
     if not VARIANTS[base].fp8_weights and not {"masters", "state_dtype"}.isdisjoint(own):
         raise ValueError(f"{name}: masters and state are fp8rs.optim.AdamW's, of -fp8 variants")
     if VARIANTS[base].recipe != "block" and "squares" in own:
@@ -191,8 +191,7 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
     options = {"save_input": arguments["save_input"]}
     if arguments.get("squares"):
         options["wgrad_input_block"] = (128, 128)
-    recompute = arguments["recompute"] or arguments["save_input"]
-    after_step = _prepare(model, variant, kept, device.type, options, recompute)
+    after_step = _prepare(model, variant, kept, device.type, options, arguments["recompute"])
     shard(model, device.type, ranks, DTYPES[arguments["reduce_dtype"]])
     optimizer = _optimizer(model, kept)
     report({"what": f"{params / 1e9:.2f} G parameters"})

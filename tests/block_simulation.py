@@ -78,8 +78,8 @@ class _Linear(torch.autograd.Function):
             w = _weight(weight.t(), blocks, rebased).t()
             dx = _operand(dy2, grad_dtype, blocks, rebased) @ w
         left = _operand(dy2.t(), grad_dtype, blocks, rebased)
-        squares = replace(blocks, input=blocks.wgrad_input or blocks.input)
-        dw = left @ _operand(x2.t(), E4M3, squares, rebased).t()
+        transposed = replace(blocks, input=blocks.wgrad_input or blocks.input)
+        dw = left @ _operand(x2.t(), E4M3, transposed, rebased).t()
         db = None if b_dtype is None else dy2.sum(0, dtype=b_dtype)
         return dx.to(x2.dtype).view(shape), dw.to(weight.dtype), db, None, None, None
 

@@ -66,6 +66,12 @@ def data(device, *shape, dtype=torch.float32, seed=0):
     return x.to(device, dtype)
 
 
+def skip_without_block_gemms(device):
+    """Skip on a GPU without GEMMs for 1x128 scales."""
+    if device.type == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("1x128 scales need Hopper")
+
+
 def scalar(value, device):
     return torch.tensor(value, dtype=torch.float32, device=device)
 

@@ -203,9 +203,9 @@ def test_padding_adds_nothing_to_a_size_that_lacks_nothing():
     with mode, enable_python_dispatcher():
         codes = codes.view(E4M3)
         for padded, cols in (
-            (gemm_blocks._padded(codes, 16, 128), 128),
+            (gemm.padded(codes, 16, 128), 128),
             (gemm.aligned(codes, rows=True), 48),
         ):
             assert padded.shape[0].node.expr == codes.shape[0].node.expr
             assert padded.shape[1] == cols
-        assert gemm_blocks._padded(codes, 8, 8).shape[1].node.expr == codes.shape[1].node.expr
+        assert gemm.padded(codes, 8, 8).shape[1].node.expr == codes.shape[1].node.expr

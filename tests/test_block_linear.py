@@ -10,6 +10,7 @@ from torch import nn
 import block_simulation as simulation
 import fp8rs
 from block_reference import quantize
+from cases import skip_without_block_gemms
 from fp8rs.gemm.table import scaled_mm
 from fp8rs.nn.registry import ModelState
 from fp8rs.quantize.recipes import RECIPES
@@ -40,13 +41,8 @@ SHAPES = [
 
 @pytest.fixture(autouse=True)
 def _supported(request, device):
-    name = request.node.callspec.params.get("name")
-    if (
-        "block" in str(name)
-        and device.type == "cuda"
-        and torch.cuda.get_device_capability()[0] != 9
-    ):
-        pytest.skip("1x128 scales need Hopper")
+    if "block" in str(request.node.callspec.params.get("name")):
+        skip_without_block_gemms(device)
 
 
 def data(device, *shape, dtype=torch.float32, seed=1):

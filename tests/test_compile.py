@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 import fp8rs
+from cases import skip_without_block_gemms
 
 RECIPES = {
     "current": "current",
@@ -112,9 +113,8 @@ def assert_equal(a, b):
 
 @pytest.fixture(autouse=True)
 def _supported(request, device):
-    block = request.node.callspec.params.get("recipe") == "block" and device.type == "cuda"
-    if block and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("1x128 scales need Hopper")
+    if request.node.callspec.params.get("recipe") == "block":
+        skip_without_block_gemms(device)
 
 
 @every_recipe
@@ -147,8 +147,7 @@ def test_a_layer_is_one_graph(device, recipe):
 
 
 def test_an_input_quantized_in_two_ways_is_one_graph(device):
-    if device.type == "cuda" and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("1x128 scales need Hopper")
+    skip_without_block_gemms(device)
     recipe = fp8rs.Float8BlockScaling(wgrad_input_block=(128, 128))
     eager, model = build(recipe, device), build(recipe, device)
     with counting() as backend:

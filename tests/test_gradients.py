@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cases import skip_without_block_gemms
 from fp8rs.convert.convert import convert_to_float8_training
 from fp8rs.quantize.recipes import Float8CurrentScaling
 from simulation import E4M3, E5M2, linear, relative
@@ -205,8 +206,8 @@ OPERATORS = {
 @pytest.mark.parametrize("recipe", list(OPERATORS))
 def test_two_runs_with_one_seed_give_the_same_bytes(device, recipe):
     """Of activations, weights and gradients: everything that an operator quantizes."""
-    if recipe == "block" and device.type == "cuda" and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("1x128 scales need Hopper")
+    if recipe == "block":
+        skip_without_block_gemms(device)
 
     def train():
         torch.manual_seed(0)

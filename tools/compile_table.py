@@ -91,9 +91,9 @@ class Results:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         case = dict(report.user_properties).get("case")
-        if case is not None and (report.when == "call" or not report.passed):
+        if case is not None:
             self._note(report, json.loads(case))
-        elif case is None and report.failed:
+        elif report.failed:
             self.failed[report.nodeid] = None
 
     def _note(self, report: Any, case: dict[str, Any]) -> None:

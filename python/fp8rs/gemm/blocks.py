@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from fp8rs.gemm import table as gemm
 from fp8rs.gemm.devices import gpu_path
-from fp8rs.gemm.table import aligned, check_cuda, gemm_for, missing, padded, run
+from fp8rs.gemm.table import aligned, check_cuda, gemm_for, padded, run
 from fp8rs.tensor import formats
 from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.quantized import Plane
@@ -109,7 +109,7 @@ def _blockwise(
     # cuBLAS reads 128x128 scales along the contracted dim in fours. One block alone would look
     # like one scale a row to torch.
     cols = 512 if square else 256 if b.matrix.shape[1] <= 128 else 128
-    a_codes, b_codes = _padded(a.matrix, 16, cols), _padded(b.matrix, 16, cols)
+    a_codes, b_codes = padded(a.matrix, 16, cols), padded(b.matrix, 16, cols)
     blocks = a_codes.shape[1] // 128
     a_scale = _outer_contiguous(_padded_scale(a.scale, a_codes.shape[0], blocks))
     if square:
@@ -142,12 +142,6 @@ def _outer_contiguous(scale: Tensor) -> Tensor:
     return scale if scale.stride() == (1, scale.shape[0]) else scale.t().contiguous().t()
 
 
-def _padded(codes: Tensor, rows: int, cols: int) -> Tensor:
-    """Contiguous codes padded by zeros to multiples of ``rows`` and ``cols``."""
-    m, k = codes.shape
-    return padded(codes, missing(m, rows), missing(k, cols))
-
-
 def _padded_scale(scale: Tensor, rows: int, cols: int) -> Tensor:
     """Scales padded by 1 to (rows, cols)."""
     m, k = scale.shape
@@ -165,7 +159,7 @@ def _microscaled(
     if _rebases(a.data.device, False):
         return _rowwise(_rebased(a), _rebased(b), bias, out_dtype, use_fast_accum)
     n = b.matrix.shape[0]
-    a_codes, b_codes = _padded(a.matrix, 1, 32), _padded(b.matrix, 16, 32)
+    a_codes, b_codes = padded(a.matrix, 1, 32), padded(b.matrix, 16, 32)
     return _run_plain(a_codes, b_codes, packed(a), packed(b), n, bias, out_dtype)
 
 

@@ -176,11 +176,20 @@ _MULTIPLE = 16
 
 def aligned(codes: Tensor, *, rows: bool) -> Tensor:
     """Contiguous codes with the last dim, and the rows if asked, padded by zeros."""
+    return padded(codes, _MULTIPLE if rows else 1, _MULTIPLE)
+
+
+def padded(codes: Tensor, rows: int, cols: int) -> Tensor:
+    """Contiguous codes padded by zeros to multiples of ``rows`` and ``cols``."""
     m, k = codes.shape
-    return padded(codes, missing(m, _MULTIPLE) if rows else 0, missing(k, _MULTIPLE))
+    pad_m, pad_k = _missing(m, rows), _missing(k, cols)
+    if pad_m or pad_k:
+        wider = torch.nn.functional.pad(codes.view(torch.uint8), (0, pad_k, 0, pad_m))
+        return wider.view(codes.dtype)
+    return codes if codes.is_contiguous() else codes.contiguous()
 
 
-def missing(n: int, multiple: int) -> int:
+def _missing(n: int, multiple: int) -> int:
     """What n lacks to a multiple.
 
     To a compiler for any size, what lacks nothing is 0, not an expression: sizes made of that one
@@ -188,14 +197,6 @@ def missing(n: int, multiple: int) -> int:
     """
     rest = n % multiple
     return multiple - rest if rest else 0
-
-
-def padded(codes: Tensor, rows: int, cols: int) -> Tensor:
-    """Contiguous codes with so many rows and columns of zeros after them."""
-    if rows or cols:
-        padded = torch.nn.functional.pad(codes.view(torch.uint8), (0, cols, 0, rows))
-        return padded.view(codes.dtype)
-    return codes if codes.is_contiguous() else codes.contiguous()
 
 
 def _aligned_scale(scale: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ pub(super) use args::Rule;
 pub(crate) use lists::{multi_amax, multi_quantize, multi_quantize_delayed};
 
 static AMAX: ByInput = by_input!(Amax, "amax", AmaxArgs);
-static SCALE: [Kernel; 2] = [kernel!(Amax, "scale_e4m3", ScaleArgs), kernel!(Amax, "scale_e5m2", ScaleArgs)];
 static CURRENT_SCALE: ByTypes = by_types!(Amax, "current_scale", AmaxArgs);
+static SCALE: [Kernel; 2] = [kernel!(Amax, "scale_e4m3", ScaleArgs), kernel!(Amax, "scale_e5m2", ScaleArgs)];
 static STRIDED_AMAX: ByInput = by_input!(Strided, "strided_amax", StridedAmaxArgs);
 static STRIDED_SCALE: ByTypes = by_types!(Strided, "strided_current_scale", StridedAmaxArgs);
 static STRIDED_CAST: ByTypes = by_types!(Strided, "strided_cast", StridedArgs);
@@ -202,7 +202,7 @@ fn cast(
                 // 32 KiB of x at once.
                 let (current, blocks) = current(rule, n.div_ceil((32 << 10) / x.dtype().size() as u64))?;
                 let args = CurrentCastArgs { cast, current };
-                launch(device, stream, &CAST_CURRENT[i][j], Grid { blocks, threads: 256 }, &args)
+                launch(device, stream, &CAST_CURRENT[i][j], Grid { blocks, threads }, &args)
             }
         };
     }
@@ -240,14 +240,15 @@ fn cast(
             scale,
             delayed,
         };
-        let one_each = Grid { blocks: tiles, threads: 128 };
+        let threads = 128;
+        let one_each = Grid { blocks: tiles, threads };
         return match how {
             Cast::Known(_) => launch(device, stream, &CAST_TRANSPOSE[i][j], one_each, &cast),
             Cast::Delayed { .. } => launch(device, stream, &CAST_TRANSPOSE_DELAYED[i][j], one_each, &cast),
             Cast::Current { rule, .. } => {
                 let (current, blocks) = current(rule, tiles)?;
                 let args = CurrentCastTransposeArgs { cast, current };
-                launch(device, stream, &CAST_TRANSPOSE_CURRENT[i][j], Grid { blocks, threads: 128 }, &args)
+                launch(device, stream, &CAST_TRANSPOSE_CURRENT[i][j], Grid { blocks, threads }, &args)
             }
         };
     }
@@ -272,7 +273,7 @@ fn strided_cast(
 ) -> Result<(), Error> {
     let (rows, cols) = x.shape();
     let tiles_across = cols.div_ceil(32).max(1);
-    let blocks = (rows.div_ceil(32) * tiles_across) as u64;
+    let blocks = if x.numel() == 0 { least } else { (rows.div_ceil(32) * tiles_across) as u64 };
     let [rowwise, columnwise] = outs;
     let args = StridedArgs {
         x: x.ptr(),
@@ -290,6 +291,5 @@ fn strided_cast(
         scale,
         delayed,
     };
-    let blocks = if x.numel() == 0 { least } else { blocks };
     launch(ordinal(x.device()), stream, kernel, Grid { blocks, threads: 256 }, &args)
 }
