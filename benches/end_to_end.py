@@ -90,7 +90,9 @@ VARIANTS = _variants()
 MODIFIERS: dict[str, dict[str, Any]] = {
     "masters": {"masters": True},
     "no-masters": {"masters": False},
-    "save-input": {"save_input": True, "recompute": True},
+    "save-input": {"save_input": True},
+    "save-codes": {"save_input": False},
+    "recompute": {"recompute": True},
     "squares": {"squares": True},
     **{
         f"{dtype}-{kind}": {option: dtype}
@@ -281,7 +283,6 @@ def _prepare(
         after_step = peer.precompute_float8_dynamic_scale_for_fsdp
     if variant.compiled:
         if recompute:
-            # Else a compiler keeps what an operator of ours reads in the backward.
             torch._functorch.config.ban_recompute_materialized_backward = False
         for block in model.blocks:
             block.compile()
@@ -401,7 +402,7 @@ def _workload(options: argparse.Namespace) -> dict[str, Any]:
         "state_dtype": options.state_dtype,
         "reduce_dtype": options.reduce_dtype,
         "param_dtype": options.param_dtype,
-        "recompute": options.recompute or options.save_input,
+        "recompute": options.recompute,
         "profile": options.profile,
     }
 
@@ -426,11 +427,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="timed steps")
     parser.add_argument("--warm-up", type=int, default=12, help="steps before the loss is read")
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes")
-    parser.add_argument("--save-input", action="store_true", help="recipes save inputs, not codes")
+    parser.add_argument(
+        "--save-input",
+        action=argparse.BooleanOptionalAction,
+        help="recipes save inputs, or codes (left out: inputs where compiled)",
+    )
     parser.add_argument(
         "--recompute",
         action="store_true",
-        help="let compiled backwards make again what an operator reads, as --save-input does",
+        help="let compiled backwards make again what a GEMM reads, which torch's default keeps",
     )
     parser.add_argument(
         "--masters",

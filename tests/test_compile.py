@@ -6,6 +6,7 @@ The table in docs/compile.md is of these tests (tools/compile_table.py runs them
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import contextmanager
 from functools import partial
 
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import (
 
 import fp8rs
 from cases import skip_without_block_gemms
+from fp8rs.quantize.recipes import resolve_recipe
 
 RECIPES = {
     "current": "current",
@@ -319,3 +321,84 @@ def test_siblings_are_quantized_once(device, recipe):
     # Equal calls are merged by the compiler's passes; delayed scaling's siblings share when traced.
     different = {(str(n.target), str(n.args), str(n.kwargs)) for n in inputs}
     assert len(different) == 2, "that of q, k and v, and that of o"
+
+
+class Gated(nn.Module):
+    """A norm in front of two siblings, and their product in front of a third layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.w1, self.w3 = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.w2(torch.nn.functional.silu(self.w1(h)) * self.w3(h))
+
+
+def divided(model, x):
+    """What a compiler saves of a forward, and the operators of the backward, as Inductor cuts."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    backward = []
+
+    def keep(graph, inputs):
+        backward.extend(str(n.target) for n in graph.graph.nodes if n.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
+        bw_compiler=keep,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table,
+    )
+    dynamo.reset()
+    saved = Saved(torch.compile(model, fullgraph=True, backend=backend), x)
+    saved.y.sum().backward()
+    dynamo.reset()
+    return saved.tensors, [name for name in backward if name.startswith("fp8rs.")]
+
+
+@every_recipe
+def test_inputs_are_made_again_and_quantized_once(device, recipe):
+    """By default a compiler keeps neither inputs nor codes: a norm's output, a product."""
+    kind = resolve_recipe(RECIPES[recipe])
+    tokens, counts, results = 128, {}, {}
+    for save_input in (False, None):
+        torch.manual_seed(0)
+        model = Gated().to(device)
+        fp8rs.convert_to_float8_training(
+            model, recipe=dataclasses.replace(kind, save_input=save_input)
+        )
+        if kind.delayed:
+            train(model, model, device, steps=3)
+        x = torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(1))
+        x = x.to(device).requires_grad_()
+        saved, operators = divided(model, x)
+        counts[save_input] = sum("quantize" in n and "dequantize" not in n for n in operators)
+        results[save_input] = [x.grad, *(p.grad for p in model.parameters())]
+        masters = {p.data_ptr() for p in (*model.parameters(), x)}
+        kept = [t for t in saved if t.numel() >= tokens * WIDTH and t.data_ptr() not in masters]
+        codes = [t for t in kept if t.dtype.itemsize == 1]
+        if save_input is None:
+            # The outputs of w1 and w3, for silu and the product; no codes, no norm's output.
+            assert sorted(tuple(t.shape) for t in kept) == [(tokens, 2 * WIDTH)] * 2
+        else:
+            assert sorted(t.numel() for t in codes) == [tokens * WIDTH, tokens * 2 * WIDTH]
+    # A norm's output for both siblings, and the product.
+    assert counts[None] == counts[False] + 2
+    for a, b in zip(results[False], results[None], strict=True):
+        assert torch.equal(a, b)
+
+
+@every_recipe
+def test_codes_may_be_saved(device, recipe):
+    kind = dataclasses.replace(resolve_recipe(RECIPES[recipe]), save_input=False)
+    eager, model = build(kind, device), build(kind, device)
+    with counting() as backend:
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        assert_equal(train(eager, eager, device), train(model, compiled, device))
+        assert backend.frame_count == graphs(recipe, 1)

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 import fp8rs
+import fp8rs.fsdp.gathered
 import fp8rs.fsdp.maker
 from distributed import ranks
 from distributed.collectives import Collectives
@@ -18,6 +19,7 @@ from distributed.models import (
     UNEVEN,
     Stack,
     batch,
+    bits,
     expected,
     full_weights,
     linears,
@@ -186,6 +188,53 @@ def test_a_weights_bytes_are_held_once(rig, recipe):
         model.reshard()
         step()
     assert held(rig.device) - before == once
+
+
+@contextmanager
+def as_if_large(limit=0):
+    """Casts are launched as those of a large model are."""
+    before, fp8rs.fsdp.gathered.LARGE = fp8rs.fsdp.gathered.LARGE, limit
+    try:
+        yield
+    finally:
+        fp8rs.fsdp.gathered.LARGE = before
+
+
+@ranks(2)
+@shardings
+@recipes
+def test_of_a_large_model_each_gather_makes_what_it_gathers(rig, hidden, recipe):
+    """No layer waits for the others' casts, there is one all-reduce, and the bytes are the same."""
+    found = {}
+    for limit in (0, 1 << 26):
+        model = make(HIDDEN[hidden], recipe=RECIPES[recipe], device=rig.device)
+        shard(model, rig)
+        latest = fp8rs.fsdp.passes.of(model.head._fp8_state).latest
+        unmade, seen = [], {}
+
+        def watch(name, weight, latest=latest, unmade=unmade, seen=seen):
+            unmade.append(sum(g.unmade is not None for g in latest.values()))
+            seen[name] = [bits(t).clone() for t in (weight.rowwise.data, weight.rowwise.scale)]
+
+        watch_weights(model, watch)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        results = []
+        with as_if_large(limit):
+            for step in range(3):
+                with Collectives() as forward:
+                    y = model(batch(rig, step))
+                assert len(reduces(forward)) <= 1
+                y.square().mean().backward()
+                optimizer.step()
+                grads = [bits(p.grad.full_tensor()) for p in model.parameters()]
+                results += [bits(y), *grads, *(t for planes in seen.values() for t in planes)]
+                optimizer.zero_grad()
+        # The root has gathered the head; then each block gathers its two layers, which run.
+        steps = [2, 2, 0, 0, 0] if limit == 0 and recipe != "delayed" else [0] * 5
+        assert unmade == 3 * steps
+        found[limit] = results
+    for a, b in zip(*found.values(), strict=True):
+        assert torch.equal(a, b)
 
 
 @ranks(2)

@@ -29,6 +29,7 @@ from distributed.models import (
     watch_weights,
     whole_planes,
 )
+from fp8rs.fsdp.weight import Weight, mark_writes, wait_for_writes
 
 HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
 shardings = pytest.mark.parametrize("hidden", list(HIDDEN))
@@ -382,3 +383,31 @@ def test_writes_in_any_order(rig, script, all_reduces, hidden, recipe):
     with torch.no_grad():
         model(batch(rig))
     assert fresh.checked == 2 * script.count("r")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_gather_waits_for_what_was_written_before_the_forward(marked):
+    """And, where that was marked, for nothing that the writer's stream does afterwards."""
+    weight = Weight(nn.Linear(1, 1), "weight")
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    written = torch.zeros(1 << 24, device="cuda")
+    side.wait_stream(main)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(100_000_000)  # some hundredths of a second
+    written.fill_(1)
+    weight.wrote()
+    if marked:
+        mark_writes([weight])
+    torch.cuda._sleep(2_000_000_000)  # a second, and more
+    with torch.cuda.stream(side):
+        wait_for_writes([weight])
+        read = written.sum()
+        done = torch.cuda.Event()
+        done.record()
+    done.synchronize()
+    assert main.query() != marked
+    assert read.item() == written.numel()
+    assert weight.written_on is None
+    written.record_stream(side)
+    torch.cuda.synchronize()

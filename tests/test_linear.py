@@ -293,6 +293,15 @@ def test_siblings_share_one_quantization(device, recipe):
     assert len(set(columnwise)) == 2, "q, k and v save the same plane"
 
 
+@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "mxfp8"])
+def test_siblings_quantize_a_saved_input_once(device, recipe):
+    model = attention(device, dataclasses.replace(resolve_recipe(recipe), save_input=True))
+    y = model(data(device, 8, 16).requires_grad_())
+    with Calls() as calls:
+        y.sum().backward()
+    assert calls.quantizations == 4 + 4 + 2, "gradients, weights, the shared input and that of o"
+
+
 def test_siblings_of_a_frozen_layer_get_their_columnwise_plane(device):
     model = attention(device, frozen_q=True)
     with Calls() as calls:

@@ -55,6 +55,12 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
     ("a compiled loss", "test_a_compiled_loss_rolls_the_histories", {}),
     ("nothing of a weight's size is saved", "test_nothing_of_a_weights_size_is_saved", {}),
     ("siblings' input is quantized once", "test_siblings_are_quantized_once", {}),
+    (
+        "inputs are made again for the backward, and quantized once",
+        "test_inputs_are_made_again_and_quantized_once",
+        {},
+    ),
+    ("codes are saved in their place (`save_input=False`)", "test_codes_may_be_saved", {}),
     *(
         (f"FSDP2, {gathered} gather: {text}", SHARDED, {"how": how, "gather": gather})
         for gather, gathered in ((True, "FP8"), (False, "high-precision"))

@@ -205,12 +205,24 @@ def is_gathered_for_forward(root: Any, module: Any) -> bool:
 
     That a backward is running does not tell: it may run forwards, of a teacher for one.
     """
+    group = _group_of(root, module)
+    return group is not None and bool(group._training_state.name == "FORWARD")
+
+
+def gathered_with(root: Any, module: Any) -> list[Any]:
+    """The modules below ``root`` whose parameters FSDP2 gathers with those of ``module``."""
+    group = _group_of(root, module)
+    return [] if group is None else [p._module_info.module for p in group.fsdp_params]
+
+
+def _group_of(root: Any, module: Any) -> Any:
+    """FSDP2's group of parameters that a module's are in, below ``root``; None if in none."""
     for part in root.modules():
         if hasattr(part, "_get_fsdp_state"):
             for group in fsdp_param_groups(part):
                 if any(p._module_info.module is module for p in group.fsdp_params):
-                    return bool(group._training_state.name == "FORWARD")
-    return False
+                    return group
+    return None
 
 
 def check_graph_capture(optimizer: Any) -> None:

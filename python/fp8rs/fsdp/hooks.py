@@ -13,6 +13,7 @@ from fp8rs._torch import disabled_torch_function, local_tensor
 from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
 
 from . import passes
+from .gathered import Gathered
 from .weight import Local
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def pre_all_gather(local: Local) -> tuple[tuple[Tensor, ...], Any]:
 
 def post_all_gather(
     outputs: tuple[Tensor, ...],
-    gathered: passes.Gathered,
+    gathered: Gathered,
     param_dtype: torch.dtype,
     out: Tensor | None,
 ) -> Any:
@@ -96,7 +97,7 @@ class GatheredBytes(Tensor):
         cls,
         outputs: tuple[Tensor, ...],
         inner: list[Tensor],
-        gathered: passes.Gathered,
+        gathered: Gathered,
         param_dtype: torch.dtype,
     ) -> GatheredBytes:
         self: GatheredBytes = torch.Tensor._make_wrapper_subclass(
@@ -105,7 +106,7 @@ class GatheredBytes(Tensor):
         self._parts = (outputs, inner, gathered, param_dtype)
         return self
 
-    _parts: tuple[tuple[Tensor, ...], list[Tensor], passes.Gathered, torch.dtype]
+    _parts: tuple[tuple[Tensor, ...], list[Tensor], Gathered, torch.dtype]
 
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 

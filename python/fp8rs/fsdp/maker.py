@@ -76,6 +76,10 @@ class Measured:
 #: Reduces maxima (n,), one a shard, over the shards' ranks.
 Reduce = Callable[[Tensor], Tensor]
 
+#: Makes the bytes of some of the shards that a maker was given, by their places; needs no other
+#: rank.
+Launch = Callable[[Sequence[int]], None]
+
 #: Reduces what was measured of shards over the shards' ranks.
 ReduceShards = Callable[[Sequence[Shard], Measured], Tensor]
 
@@ -118,7 +122,7 @@ class Maker:
         precomputed: Any,
         record: bool,
         reduce: Reduce,
-    ) -> None:
+    ) -> Launch | None:
         """Quantize the shards: set their ``inputs``, and what is needed to read them.
 
         Args:
@@ -127,6 +131,9 @@ class Maker:
             precomputed: what `precompute` gave, instead.
             record: whether amaxes enter the histories of delayed scaling.
             reduce: reduces a tensor (n,), one element a shard, by maximum over its ranks.
+
+        Returns:
+            What is left to do, for each shard before it is gathered; None if nothing is.
         """
         raise NotImplementedError
 
@@ -184,16 +191,19 @@ class TensorMaker(Maker):
         precomputed: Any,
         record: bool,
         reduce: Reduce,
-    ) -> None:
+    ) -> Launch | None:
         self._allocate(shards)
         scales: Any
         if self._histories is not None:
+            # Other ranks must hear what a cast has seen of NaN and Inf: all casts are now.
             scales = self._make_delayed(self._histories, shards, measured, record, reduce)
         else:
             scales = precomputed if measured is None else self.precompute(measured)
-            self._cast(shards, scales)
         for shard, scale in zip(shards, apart(scales), strict=True):
             shard.scale = scale
+        if self._histories is not None:
+            return None
+        return lambda places: self._cast(shards, scales, places)
 
     def _allocate(self, shards: Sequence[Shard]) -> None:
         """Give the shards room for their bytes, in one buffer."""
@@ -209,8 +219,10 @@ class TensorMaker(Maker):
     def _codes(self, shards: Sequence[Shard]) -> list[Tensor]:
         return [self.codec.room(s.inputs[0], s.data.shape) for s in shards]
 
-    def _cast(self, shards: Sequence[Shard], scales: Any) -> None:
-        for start, part in runs(shards):
+    def _cast(
+        self, shards: Sequence[Shard], scales: Any, places: Sequence[int] | None = None
+    ) -> None:
+        for start, part in runs(shards, places):
             if not part[0].offloaded:
                 values = [s.data for s in part]
                 _multi_quantize(values, scales[start : start + len(part)], self._codes(part))
@@ -289,14 +301,21 @@ def apart(scales: Tensor) -> tuple[Tensor, ...]:
     return room[:, 0].unbind()
 
 
-def runs(shards: Sequence[Shard]) -> list[tuple[int, Sequence[Shard]]]:
-    """The shards in runs that one launch can take, those on one device, with their starts."""
-    found = []
-    start = 0
-    for i in range(1, len(shards) + 1):
-        if i == len(shards) or shards[i].data.device != shards[start].data.device:
-            found.append((start, shards[start:i]))
-            start = i
+def runs(
+    shards: Sequence[Shard], places: Sequence[int] | None = None
+) -> list[tuple[int, list[Shard]]]:
+    """The shards, or those at ascending ``places``, in runs that one launch can take.
+
+    These are neighbours on one device; each run comes with the place of its first shard.
+    """
+    found: list[tuple[int, list[Shard]]] = []
+    for i in range(len(shards)) if places is None else places:
+        if found:
+            start, run = found[-1]
+            if i == start + len(run) and shards[i].data.device == run[0].data.device:
+                run.append(shards[i])
+                continue
+        found.append((i, [shards[i]]))
     return found
 
 
@@ -375,11 +394,15 @@ class BlockMaker(Maker):
         precomputed: Any,
         record: bool,
         reduce: Reduce,
-    ) -> None:
+    ) -> Launch | None:
         self._complete(shards, measured)
-        for shard in shards:
-            if not shard.offloaded:
-                shard.inputs = self._bytes(shard.data, shard.placement, shard.amaxes)
+
+        def launch(places: Sequence[int]) -> None:
+            for shard in (shards[place] for place in places):
+                if not shard.offloaded:
+                    shard.inputs = self._bytes(shard.data, shard.placement, shard.amaxes)
+
+        return launch
 
     def _complete(self, shards: Sequence[Shard], measured: Tensor | None) -> None:
         """Put the reduced amaxes of cut blocks among those of the shards."""

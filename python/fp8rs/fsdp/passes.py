@@ -2,7 +2,8 @@
 
 The first gather of a forward quantizes every sharded weight of the model: one launch for the
 amaxes, one all-reduce, one launch for the casts. Later gathers of that forward and of its backward
-take the bytes that it left.
+take the bytes that it left. (Of a large model each gather launches the casts of what it gathers, so
+that the first need not wait for all.)
 
 A gather outside a backward begins a new pass where the weight has none in this forward, or has
 taken its bytes of this pass already: forwards that nobody announces (a method other than `forward`,
@@ -20,16 +21,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fp8rs._torch import in_backward, is_gathered_for_forward, spec
+from fp8rs._torch import gathered_with, in_backward, is_gathered_for_forward, spec
 from fp8rs.nn.registry import ModelState
 from fp8rs.quantize.spec import quant_spec
 from fp8rs.scaling.reductions import reduce_packed_
@@ -38,76 +38,10 @@ from fp8rs.tensor.quantized import QuantizedTensor
 from . import at_rest
 from .checks import refuse_partial_reshard
 from .cuts import cut_rows
-from .maker import Measured, Shard, maker_for
+from .gathered import Gathered, MadeOn, Unmade, made_of
+from .maker import Launch, Measured, Shard, maker_for
 from .placement import Placement, place
-from .weight import Local, Weight, local_of
-
-if TYPE_CHECKING:
-    from .codec import Codec
-
-
-class MadeOn:
-    """When and on which stream tensors were made, for streams that are about to read them."""
-
-    def __init__(self, device: torch.device, made: Sequence[Tensor]) -> None:
-        self.stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self.stream = torch.cuda.current_stream(device)
-            self.event = torch.cuda.Event()
-            self.event.record(self.stream)
-            # Most are views of one buffer, which is kept as a whole.
-            self.made = list({t.untyped_storage().data_ptr(): t for t in made}.values())
-            self.users = {self.stream.cuda_stream}
-
-    def used_here(self) -> None:
-        """The current stream is about to read them: wait, and keep their memory for it."""
-        if self.stream is None:
-            return
-        current = torch.cuda.current_stream(self.stream.device)
-        if current.cuda_stream in self.users:
-            return
-        self.users.add(current.cuda_stream)
-        current.wait_event(self.event)
-        for tensor in self.made:
-            tensor.record_stream(current)
-
-
-@dataclass(eq=False, slots=True)
-class Gathered:
-    """What a weight was last quantized to: the metadata of its gathers.
-
-    Attributes:
-        codec: reads the gathered tensors.
-        shard: with the tensors to gather, and what is needed to read them.
-        made_on: when they are there.
-        number: of the pass that made it.
-        taken: a gather outside a backward has had it.
-        differentiable: a backward may come that gathers the weight again, for this forward.
-        offloaded: the bytes are still to be made, of the copy that FSDP2 makes of the shard.
-    """
-
-    codec: Codec
-    shard: Shard
-    made_on: MadeOn
-    number: int
-    taken: bool
-    differentiable: bool
-    offloaded: bool
-
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """The tensors to gather."""
-        return self.shard.inputs
-
-    @property
-    def placement(self) -> Placement:
-        """Where the shard lies."""
-        return self.shard.placement
-
-    @property
-    def scale(self) -> Tensor | None:
-        """The scale, of formats with one a tensor."""
-        return self.shard.scale
+from .weight import Local, Weight, local_of, mark_writes, wait_for_writes
 
 
 class WeightPasses:
@@ -127,6 +61,7 @@ class WeightPasses:
         self._placed: dict[Weight, tuple[Any, Placement]] = {}
         self._meshes: dict[Any, None] = {}
         self._checked = False
+        self._units: dict[Weight, frozenset[Weight]] = {}
         self._together = False
         #: Scales known beforehand, that FP8 weights were written with, have been compared.
         self.shared = True
@@ -157,6 +92,8 @@ class WeightPasses:
                 )
             found = self.latest[weight]
             found.taken = True
+            if found.unmade is not None:
+                found.unmade.make(self._unit(weight))
         found.made_on.used_here()
         if found.offloaded:
             # At the forward's gather, whose copy of the shard is at hand; the backward's takes
@@ -207,8 +144,16 @@ class WeightPasses:
         shards = self._shards(None if whole else own)
         self._quantize(shards, whole=True)
 
+    def forward_begins(self) -> None:
+        """A forward of the model begins: what it gathers need not wait for more than was written.
+
+        Else it would wait for what FSDP2 gathers first, its root's own parameters, and for what is
+        computed with them.
+        """
+        mark_writes(self.latest)
+
     def _quantize(self, shards: list[Shard], whole: bool = False) -> None:
-        """Quantize shards; ``whole``: for a pass that begins."""
+        """Quantize shards; ``whole``: for a pass, where each has time until its own gather."""
         clock, grad = self.state.clock, torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad():
             weights = [s.weight for s in shards]
@@ -219,8 +164,7 @@ class WeightPasses:
             training = clock.training if clock.in_forward else any(m.training for m in modules)
             resting = [s for s in shards if at_rest.is_at_rest(s)]
             masters = [s for s in shards if not at_rest.is_at_rest(s)] if resting else shards
-            if masters:
-                self._make(masters, training, whole)
+            launch = self._make(masters, training, whole) if masters else None
             if resting:
                 self._agree(resting)
                 at_rest.lay_out(self.maker.codec, resting)
@@ -231,18 +175,32 @@ class WeightPasses:
                 self.latest[s.weight] = Gathered(
                     self.maker.codec, s, made_on, self._number, False, differentiable, s.offloaded
                 )
+            if launch is not None:
+                unmade = Unmade(launch, [self.latest[s.weight] for s in masters], made_on)
+                if not whole:
+                    unmade.make()
 
-    def _make(self, shards: Sequence[Shard], training: bool, whole: bool) -> None:
-        """Quantize master weights' shards."""
+    def _make(self, shards: Sequence[Shard], training: bool, whole: bool) -> Launch | None:
+        """Quantize master weights' shards: see `Maker.make`."""
         precomputed = self._take_precomputed([s.weight for s in shards]) if whole else None
         measured = None if precomputed is not None else self._measure(shards)
-        self.maker.make(
+        return self.maker.make(
             shards,
             measured,
             precomputed,
             training,
             lambda values: self._reduce(shards, Measured(values, [1] * len(shards))),
         )
+
+    def _unit(self, weight: Weight) -> frozenset[Weight]:
+        """The weights that FSDP2 gathers together with this one."""
+        known = self._units.get(weight)
+        if known is None:
+            root = self.state.root
+            modules = [] if root is None else gathered_with(root, weight.module)
+            own = {w for w in self._weights() if any(w.module is m for m in modules)}
+            known = self._units[weight] = frozenset({weight, *own})
+        return known
 
     # --- FP8 weights -----------------------------------------------------------------------------
 
@@ -468,22 +426,6 @@ def on_mesh(device: torch.device, placement: Placement) -> torch.device:
         return device
     accelerator = torch.get_device_module(placement.device_type)
     return torch.device(placement.device_type, accelerator.current_device())
-
-
-def wait_for_writes(weights: Sequence[Weight]) -> None:
-    """Have the current stream see what other streams have written to the weights."""
-    streams = {weight.stream for weight in weights if weight.stream is not None}
-    for stream in streams:
-        current = torch.cuda.current_stream(stream.device)
-        if current != stream:
-            current.wait_stream(stream)
-    for weight in weights:
-        weight.stream = None
-
-
-def made_of(shard: Shard) -> list[Tensor]:
-    """The tensors that a gather reads."""
-    return [*shard.inputs, *(t for t in (shard.scale, shard.amaxes) if t is not None)]
 
 
 def of(state: ModelState) -> WeightPasses:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -32,7 +33,8 @@ class Weight:
         unagreed: of an FP8 weight: scales that shards share may differ between ranks.
         keep_init: of an FP8 weight: its first values are kept from before they are rounded.
         init_value: those, of the shard or the whole, on the CPU.
-        stream: the CUDA stream that the shard was last written on, since it was last quantized.
+        written_on: since it was last quantized, the CUDA stream that the shard was last written on,
+            or the event on that stream before which it was.
     """
 
     __slots__ = (
@@ -42,10 +44,10 @@ class Weight:
         "keep_init",
         "moved",
         "name",
-        "stream",
         "unagreed",
         "writes",
         "written",
+        "written_on",
     )
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -55,7 +57,7 @@ class Weight:
         self.keep_init = False
         self.writes = 0
         self.init_value: Tensor | None = None
-        self.stream: Any = None
+        self.written_on: torch.cuda.Stream | torch.cuda.Event | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -93,7 +95,7 @@ class Weight:
         if torch.cuda.is_initialized():
             # FSDP2 gathers on a stream of its own, which waits for this one only when a forward
             # of its root begins.
-            self.stream = torch.cuda.current_stream()
+            self.written_on = torch.cuda.current_stream()
         state = getattr(self._module(), "_fp8_state", None)
         if state is None or state.histories is None:
             return
@@ -256,3 +258,28 @@ def local_of(parameter: Any) -> Any:
     """The local tensor behind a parameter that is gathered in FP8; None if it is another."""
     local = local_tensor(parameter) if hasattr(parameter, "_local_tensor") else parameter
     return local if isinstance(getattr(local, "_weight", None), Weight) else None
+
+
+def wait_for_writes(weights: Sequence[Weight]) -> None:
+    """Have the current stream see what other streams have written to the weights."""
+    for on in {weight.written_on for weight in weights} - {None}:
+        assert on is not None
+        current = torch.cuda.current_stream(on.device)
+        if isinstance(on, torch.cuda.Event):
+            current.wait_event(on)
+        elif current != on:
+            current.wait_stream(on)
+    for weight in weights:
+        weight.written_on = None
+
+
+def mark_writes(weights: Iterable[Weight]) -> None:
+    """Have streams that wait for what was written to the weights wait for nothing after now."""
+    events: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+    for weight in weights:
+        stream = weight.written_on
+        if isinstance(stream, torch.cuda.Stream):
+            if stream not in events:
+                events[stream] = torch.cuda.Event()
+                events[stream].record(stream)
+            weight.written_on = events[stream]

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fp8rs._torch import current_stream_id
+from fp8rs._torch import current_stream_id, is_traced
 from fp8rs.gemm.blocks import dgrad_fold, dgrad_operand
 from fp8rs.gemm.table import scaled_mm
 from fp8rs.tensor.planes import Plane
@@ -146,38 +146,48 @@ class _Shared:
         _last.tensor = weakref.ref(x)
         x._fp8_shared = self  # type: ignore[attr-defined]
 
-    def serves(self, x: Tensor, key: Any, user: int) -> bool:
-        return (
-            self.key == key
-            and self.version == x._version
-            and user not in self.users
-            and self.stream == current_stream_id(x)
-        )
+    @staticmethod
+    def serving(x: Tensor, key: Any, user: int) -> _Shared | None:
+        """What a sibling has left for this weight."""
+        found: _Shared | None = getattr(x, "_fp8_shared", None)
+        if (
+            found is not None
+            and found.key == key
+            and found.version == x._version
+            and user not in found.users
+            and found.stream == current_stream_id(x)
+        ):
+            return found
+        return None
 
 
 def _input_planes(
     spec: LinearSpec, x: Tensor, user: int, columnwise: bool, delayed: _Delayed | None
-) -> Planes:
-    """The planes of the input: rowwise, and columnwise if asked for."""
+) -> tuple[Planes, Tensor]:
+    """The planes of the input, rowwise and columnwise if asked for; and the scale it was given.
+
+    That is the rowwise plane's, but a sibling's plane has it from an operator of its own.
+    """
     if isinstance(x, QuantizedTensor):
-        row = x.plane("rowwise", "a linear layer's forward")
+        given = x.plane("rowwise", "a linear layer's forward")
         if not columnwise:
-            return row, None
-        return row, x.columnwise or row.transposed("columnwise", "wgrad")
+            return (given, None), given.scale
+        return (given, x.columnwise or given.transposed("columnwise", "wgrad")), given.scale
     key = (spec.input, spec.wgrad_input, None if delayed is None else delayed.record)
-    shared = getattr(x, "_fp8_shared", None)
-    if shared is not None and shared.serves(x, key, user):
+    shared = _Shared.serving(x, key, user)
+    if shared is not None:
         row, col = shared.planes
         if row is not None and (not columnwise or col is not None or row.format.square):
             if columnwise and col is None:
                 col = row.transposed("columnwise", "wgrad")
                 shared.planes = row, col
             shared.users.add(user)
+            scale = row.scale
             if delayed is not None and delayed.record:
                 # This layer's history sees what the layer's that quantized for it has seen.
-                scale = _note_amax(row.scale, shared.amax, delayed.amax(INPUT))
-                row = Plane(row.data, scale, row.format)
-            return row, col if columnwise else None
+                noted = _note_amax(scale, shared.amax, delayed.amax(INPUT))
+                row = Plane(row.data, noted, row.format)
+            return (row, col if columnwise else None), scale
     both = columnwise and spec.wgrad_input is None
     planes = _quantize(spec.input, INPUT, x, True, both, delayed)
     if columnwise and spec.wgrad_input is not None:
@@ -185,7 +195,37 @@ def _input_planes(
     if not x.is_inference():  # such tensors have no version: a write would go unnoticed
         amax = None if delayed is None else delayed.amax(INPUT)
         _Shared(x, key, planes, amax, user)
-    return planes
+    return planes, cast(Plane, planes[0]).scale
+
+
+def _input_again(spec: LinearSpec, x: Tensor, scale: Tensor | None, user: int, dy: Tensor) -> Plane:
+    """The columnwise plane of an input that was saved, with the forward's scale if that is one.
+
+    As in the forward, siblings quantize their input once.
+    """
+    quant = spec.wgrad_input or spec.input
+    key = (quant, None if scale is None else id(scale))
+    shared = _Shared.serving(x, key, user)
+    if shared is not None:
+        shared.users.add(user)
+        return cast(Plane, shared.planes[1])
+    values = _in_backward(x, dy) if is_traced(x) else x
+    planes = quantize_planes(quant, values, False, True, scale=scale)
+    _Shared(x, key, planes, None, user)
+    return cast(Plane, planes[1])
+
+
+def _in_backward(x: Tensor, dy: Tensor) -> Tensor:
+    """``x``, as a compiler may have it made again in the backward, once ``dy`` is there.
+
+    An operator's argument must lie in memory, and what must do so in the backward a compiler keeps
+    from the forward, lest it be made twice. Here it meets, before the operator, a choice between it
+    and itself by ``dy``: arithmetic that it fuses into what makes ``x``.
+    """
+    if dy.shape[-1] == 0:
+        return x
+    known = dy[..., :1]
+    return torch.where(known == known, x, x)
 
 
 # --- the GEMMs -----------------------------------------------------------------------------------
@@ -199,9 +239,9 @@ def _forward(
     out_dtype: torch.dtype,
     delayed: _Delayed | None,
     columnwise: bool,
-) -> tuple[Tensor, Planes, Tensor]:
-    """The output, the input's planes (columnwise if asked for), and the weight's scale."""
-    x_planes = _input_planes(spec, x, id(weight), columnwise, delayed)
+) -> tuple[Tensor, Planes, tuple[Tensor, Tensor]]:
+    """The output, the input's planes (columnwise if asked for), and both operands' scales."""
+    x_planes, x_scale = _input_planes(spec, x, id(weight), columnwise, delayed)
     if isinstance(weight, QuantizedTensor):
         w_row = weight.plane("rowwise", "a linear layer's forward")
         _check_live(weight, w_row)
@@ -219,7 +259,7 @@ def _forward(
     if len(shape) != 2:
         # No view to autograd, which forbids in-place operations on views that functions return.
         y = _unsafe_view(y, [*shape[:-1], w_row.data.shape[0]])
-    return y, x_planes, w_row.scale
+    return y, x_planes, (x_scale, w_row.scale)
 
 
 def _check_live(weight: QuantizedTensor, plane: Plane) -> None:
@@ -238,9 +278,13 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         spec, out_dtype, delayed = how
         needs_x, needs_w = ctx.needs_input_grad[:2]
-        save_input = spec.save_input and not isinstance(x, QuantizedTensor)
-        columnwise = needs_w and not save_input
-        y, (x_row, x_col), w_scale = _forward(spec, x, weight, bias, out_dtype, delayed, columnwise)
+        save_input = spec.save_input
+        if save_input is None:
+            save_input = is_traced(x)
+        columnwise = needs_w and not (save_input and not isinstance(x, QuantizedTensor))
+        y, (x_row, x_col), (row_scale, w_scale) = _forward(
+            spec, x, weight, bias, out_dtype, delayed, columnwise
+        )
         # Saved are plain tensors, as checkpointing and offloading hooks know them. A gathered
         # weight is not among them: FSDP frees and refills its planes, and only it may keep them.
         gathered = weight if isinstance(weight, QuantizedTensor) else None
@@ -250,12 +294,13 @@ class _Linear(torch.autograd.Function):
             saved_x, x_scale, x_format = x_col.data, x_col.scale, x_col.format
         elif needs_w:
             assert x_row is not None
-            saved_x, x_scale = x, x_row.scale if x_row.format.per_tensor else None
+            saved_x, x_scale = x, row_scale if x_row.format.per_tensor else None
         if needs_x and gathered is None:
             saved_w, saved_w_scale = weight, w_scale
         ctx.save_for_backward(saved_x, x_scale, saved_w, saved_w_scale)
         bias_dtype = None if bias is None else bias.dtype
-        ctx.rest = spec, delayed, gathered, x_format, x.shape, (x.dtype, weight.dtype, bias_dtype)
+        dtypes = x.dtype, weight.dtype, bias_dtype
+        ctx.rest = spec, delayed, gathered, x_format, x.shape, dtypes, id(weight)
         return y
 
     @staticmethod
@@ -266,7 +311,8 @@ class _Linear(torch.autograd.Function):
                 "call backward or torch.autograd.grad without create_graph=True"
             )
         spec: LinearSpec
-        spec, delayed, gathered, x_format, x_shape, (x_dtype, weight_dtype, bias_dtype) = ctx.rest
+        spec, delayed, gathered, x_format, x_shape, dtypes, user = ctx.rest
+        x_dtype, weight_dtype, bias_dtype = dtypes
         saved_x, x_scale, weight, w_scale = ctx.saved_tensors
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         dx = dw = db = None
@@ -290,10 +336,7 @@ class _Linear(torch.autograd.Function):
             if x_format is not None:
                 x_col = Plane(saved_x, x_scale, x_format)
             else:
-                _, again = quantize_planes(
-                    spec.wgrad_input or spec.input, saved_x, False, True, scale=x_scale, after=dy
-                )
-                x_col = cast(Plane, again)
+                x_col = _input_again(spec, saved_x, x_scale, user, dy)
             dw = scaled_mm(
                 col,
                 x_col,

@@ -32,7 +32,8 @@ class LinearSpec:
         fast_accumulation: for forward, dgrad and wgrad.
         emulate: multiply dequantized operands.
         delayed: scales are handed over, with slots for the amaxes.
-        save_input: the backward quantizes the input again, instead of saving its codes.
+        save_input: the backward quantizes the input again, instead of saving its codes; None: where
+            it is traced.
     """
 
     weight: QuantSpec
@@ -42,7 +43,7 @@ class LinearSpec:
     fast_accumulation: tuple[bool, bool, bool]
     emulate: bool
     delayed: bool
-    save_input: bool
+    save_input: bool | None
 
 
 #: Key -> the recipe, and the name of the group that per-tensor amaxes are reduced over.

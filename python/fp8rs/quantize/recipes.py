@@ -28,8 +28,9 @@ class Recipe:
             with reduced precision.
         power_2_scale: round scales up to powers of two.
         amax_epsilon: lower bound of the amax that a scale is computed from.
-        save_input: save a layer's input for its backward, which quantizes it again, instead of its
-            FP8 codes: less memory where the input is kept anyway, more where it is not.
+        save_input: save a layer's input for its backward, which quantizes it again (True), or its
+            FP8 codes (False). None: codes in eager layers, and the input in compiled ones, where
+            the compiler can make most inputs again of what it keeps anyway.
         emulate: run the GEMMs on dequantized operands, as the CPU always does. Quantizing takes
             an NVIDIA GPU of compute capability 8.9 all the same.
     """
@@ -42,7 +43,7 @@ class Recipe:
     fast_accumulation: tuple[bool, bool, bool] = (True, False, False)
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
-    save_input: bool = False
+    save_input: bool | None = None
     emulate: bool = False
 
     def __post_init__(self) -> None:
@@ -59,9 +60,11 @@ class Recipe:
                 f"not {accumulation!r}"
             )
         object.__setattr__(self, "fast_accumulation", tuple(accumulation))
-        for name in ("power_2_scale", "save_input", "emulate"):
+        for name in ("power_2_scale", "emulate"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, not {getattr(self, name)!r}")
+        if self.save_input is not None and not isinstance(self.save_input, bool):
+            raise TypeError(f"save_input must be a bool or None, not {self.save_input!r}")
         epsilon = self.amax_epsilon
         if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)):
             raise TypeError(f"amax_epsilon must be a float, not {epsilon!r}")
