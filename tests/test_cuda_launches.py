@@ -1,5 +1,6 @@
 """Where and when kernels run: another GPU, another thread, two streams, graphs, first uses."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -344,3 +345,59 @@ def test_a_delayed_scale_that_is_nan_makes_every_code_nan(bits):
     assert {c for t in (row, col) for c in t.view(torch.uint8).unique().tolist()} == {0x7F}
     assert used.view(torch.int32).item() == bits
     assert amax.item() == 3.0
+
+
+def kernels(call):
+    """How many kernels a call launches: the nodes of that kind in a graph that has captured it."""
+    call()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        kept = call()
+    driver = ctypes.CDLL("libcuda.so.1")
+    captured, count, kind = (
+        ctypes.c_void_p(graph.raw_cuda_graph()),
+        ctypes.c_size_t(),
+        ctypes.c_int(),
+    )
+    assert driver.cuGraphGetNodes(captured, None, ctypes.byref(count)) == 0
+    nodes = (ctypes.c_void_p * count.value)()
+    assert driver.cuGraphGetNodes(captured, nodes, ctypes.byref(count)) == 0
+    kinds = []
+    for node in nodes:
+        assert driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)) == 0
+        kinds.append(kind.value)
+    del kept
+    return kinds.count(0)  # CU_GRAPH_NODE_TYPE_KERNEL
+
+
+LAUNCHES = {
+    "cast": (1, lambda x, s, a: ops.quantize(x, s, E4M3, True, False)),
+    "cast, both": (1, lambda x, s, a: ops.quantize(x, s, E4M3, True, True)),
+    "current": (1, lambda x, s, a: ops.quantize_current(x, E4M3, True, False)),
+    "current, both": (1, lambda x, s, a: ops.quantize_current(x, E4M3, True, True)),
+    "delayed": (1, lambda x, s, a: ops.quantize_delayed(x, s, a, E4M3, True, False)),
+    "delayed, both": (1, lambda x, s, a: ops.quantize_delayed(x, s, a, E4M3, True, True)),
+    "amax": (1, lambda x, s, a: ops.amax(x)),
+    "amaxes of a list": (1, lambda x, s, a: ops.multi_amax([x, x[:7], x[7:]])),
+    "MX, both": (1, lambda x, s, a: blocks(x, (1, 32), torch.float8_e8m0fnu)),
+    "MX of 32x32, both": (1, lambda x, s, a: blocks(x, (32, 32), torch.float8_e8m0fnu)),
+    "1x128, both": (1, lambda x, s, a: blocks(x, (1, 128), torch.float32)),
+    "128x128, both": (1, lambda x, s, a: blocks(x, (128, 128), torch.float32)),
+    "per row": (1, lambda x, s, a: blocks(x, (1, -1), torch.float32, False)),
+    # Maxima of rows and columns, which of them have been met first, and the cast.
+    "per row, both": (3, lambda x, s, a: blocks(x, (1, -1), torch.float32)),
+}
+
+
+def blocks(x, block, scale_dtype, columnwise=True):
+    return ops.quantize_blocks(x, E4M3, block, scale_dtype, True, columnwise)
+
+
+# Shapes of whole vectors: others may take a launch more.
+@pytest.mark.parametrize("shape", [(256, 512), (4096, 4096)])
+@pytest.mark.parametrize("name", list(LAUNCHES))
+def test_an_operator_launches_as_few_kernels_as_it_says(name, shape):
+    expected, call = LAUNCHES[name]
+    x = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+    scale, amax = scalar(0.5, "cuda"), scalar(0.0, "cuda")
+    assert kernels(lambda: call(x, scale, amax)) == expected

@@ -53,6 +53,11 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
     ("evaluation and training in turn", "test_evaluation_and_training", {}),
     ("sequence lengths that differ (`dynamic=True`)", "test_sequence_lengths_do_not_recompile", {}),
     ("a compiled loss", "test_a_compiled_loss_rolls_the_histories", {}),
+    (
+        'CUDA graphs (`mode="reduce-overhead"`)',
+        "test_cuda_graphs_of_a_compiled_model",
+        {},
+    ),
     ("nothing of a weight's size is saved", "test_nothing_of_a_weights_size_is_saved", {}),
     ("siblings' input is quantized once", "test_siblings_are_quantized_once", {}),
     (
