@@ -218,7 +218,9 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
     seconds = _timed(step, arguments["steps"], device)
     peak = peak_memory(device.type)
     if arguments["profile"]:
-        report({"what": _profiled(step)})
+        trace = arguments["trace"] if dist.get_rank() == 0 else None
+        name = None if trace is None else Path(trace) / f"{arguments['variant']}.json.gz"
+        report({"what": _profiled(step, name)})
     with counted(model, ranks) as traffic:
         step()
     model.reshard()  # type: ignore[operator]
@@ -309,13 +311,16 @@ def _timed(step: Any, steps: int, device: torch.device) -> list[float]:
     return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
 
 
-def _profiled(step: Any) -> str:
-    """The kernels of two steps, by the time that they take on the device."""
+def _profiled(step: Any, trace: Path | None) -> str:
+    """The kernels of two steps, by the time that they take; ``trace``: a file for when they ran."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
         for _ in range(2):
             step()
+    if trace is not None:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        found.export_chrome_trace(str(trace))
     kernels = [e for e in found.key_averages() if e.self_device_time_total]
     kernels.sort(key=lambda e: -e.self_device_time_total)
     lines = [
@@ -403,7 +408,8 @@ def _workload(options: argparse.Namespace) -> dict[str, Any]:
         "reduce_dtype": options.reduce_dtype,
         "param_dtype": options.param_dtype,
         "recompute": options.recompute,
-        "profile": options.profile,
+        "profile": options.profile or options.trace is not None,
+        "trace": None if options.trace is None else str(options.trace.resolve()),
     }
 
 
@@ -427,6 +433,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="timed steps")
     parser.add_argument("--warm-up", type=int, default=12, help="steps before the loss is read")
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FOLDER", help="and write there when each kernel ran"
+    )
     parser.add_argument(
         "--save-input",
         action=argparse.BooleanOptionalAction,
