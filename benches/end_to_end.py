@@ -8,8 +8,9 @@ converted weights in FP8 at rest and train them with fp8rs.optim.AdamW.
 A variant may be followed by settings of its own, each after a +, which come before the options of
 the same names: no-masters, masters (of fp8rs.optim.AdamW), bf16-state, fp32-state (its moments),
 bf16-reduce, fp32-reduce (the reduce-scatter), bf16-params, fp32-params (the dtype of parameters at
-rest, which sharded gradients have too; FP8 weights have it in name only), save-input, squares
-(wgrad_input_block=(128, 128), of block variants).
+rest, which sharded gradients have too; FP8 weights have it in name only), save-input, save-codes
+(what layers keep for the backward), recompute (as --recompute), squares (wgrad_input_block=(128,
+128), of block variants).
 
     python benches/end_to_end.py                       # every variant on every GPU
     python benches/end_to_end.py --ranks 2 --variants bf16,current

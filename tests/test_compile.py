@@ -410,6 +410,8 @@ def test_cuda_graphs_of_a_compiled_model(device, recipe):
     """`mode="reduce-overhead"`: replays read the parameters and write the amaxes that are there."""
     if device.type != "cuda":
         pytest.skip("CUDA graphs are of CUDA")
+    from torch._inductor.cudagraph_trees import get_manager
+
     eager, model = build(recipe, device), build(recipe, device)
     dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
@@ -419,6 +421,7 @@ def test_cuda_graphs_of_a_compiled_model(device, recipe):
         return compiled(x)
 
     steps = train(eager, eager, device, steps=8), train(model, run, device, steps=8)
+    assert get_manager(0, create_if_none_exists=False) is not None, "no graph was captured"
     for (expected, *_), (got, *_) in zip(*steps, strict=True):
         # Inductor's norm rounds otherwise than eager's, and so may a code here and there.
         torch.testing.assert_close(got, expected, rtol=1e-2, atol=0)

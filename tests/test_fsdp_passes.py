@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 import fp8rs
 import fp8rs.fsdp.gathered
 import fp8rs.fsdp.maker
+import fp8rs.fsdp.passes
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import (
@@ -18,10 +19,12 @@ from distributed.models import (
     RECIPES,
     UNEVEN,
     Stack,
+    as_if_large,
     batch,
     bits,
     expected,
     full_weights,
+    large_too,
     linears,
     make,
     reduces,
@@ -39,6 +42,7 @@ recipes = pytest.mark.parametrize("recipe", list(RECIPES))
 
 
 @ranks(2)
+@large_too
 def test_unshard_outside_a_forward(rig):
     model = make(UNEVEN, device=rig.device)
     shard(model, rig)
@@ -55,6 +59,7 @@ def test_unshard_outside_a_forward(rig):
 
 @ranks(2)
 @recipes
+@large_too
 def test_a_submodule_called_by_itself(rig, recipe):
     model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
     for block in model.blocks:
@@ -129,6 +134,7 @@ def test_training_through_another_method_has_one_pass_a_forward(rig):
 
 
 @ranks(2)
+@large_too
 def test_an_early_unshard_changes_nothing(rig):
     found = []
     for early in (True, False):
@@ -150,6 +156,55 @@ def test_an_early_unshard_changes_nothing(rig):
         assert value.any() and torch.equal(found[0][name], value), name
 
 
+@ranks(2)
+@recipes
+def test_a_pass_that_was_not_used_up_is_freed_at_once(rig, recipe):
+    """Of a large model, some of whose layers no forward runs. Nothing waits for the collector."""
+
+    class Part(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stack = make(UNEVEN, recipe=None)
+
+        def forward(self, x):
+            return self.stack.blocks[0](x)
+
+    model = Part().to(rig.device)
+    fp8rs.convert_to_float8_training(model, recipe=RECIPES[recipe])
+    shard(model.stack, rig)
+    state = model.stack.head._fp8_state
+    gc.collect()
+    gc.disable()
+    try:
+        with as_if_large():
+            for _ in range(4):
+                model(batch(rig)).sum().backward()
+        mine = [
+            found
+            for found in gc.get_objects()
+            if type(found) is fp8rs.fsdp.gathered.Gathered and found.shard.weight.state is state
+        ]
+        assert len(mine) == 5
+    finally:
+        gc.enable()
+
+
+@ranks(2)
+def test_writes_are_marked_where_a_forward_begins(rig):
+    """What gathers wait for is what was written before, not what the forward has launched."""
+    marked = []
+    real = fp8rs.fsdp.passes.mark_writes
+    fp8rs.fsdp.passes.mark_writes = lambda weights: marked.append(len(list(weights)))
+    try:
+        model = make(UNEVEN, device=rig.device)
+        shard(model, rig)
+        for _ in range(3):
+            model(batch(rig)).sum().backward()
+    finally:
+        fp8rs.fsdp.passes.mark_writes = real
+    assert marked == [5, 5], "from the second forward on, all weights"
+
+
 def held(device):
     """Bytes of all uint8 tensors that live: those at hand for gathers, once FSDP2 has freed its."""
     gc.collect()
@@ -163,6 +218,7 @@ def held(device):
 
 @ranks(1, 2)
 @recipes
+@large_too
 def test_a_weights_bytes_are_held_once(rig, recipe):
     """Whatever is gathered apart from the others: by itself, or left gathered by an evaluation."""
     before = held(rig.device)
@@ -190,21 +246,11 @@ def test_a_weights_bytes_are_held_once(rig, recipe):
     assert held(rig.device) - before == once
 
 
-@contextmanager
-def as_if_large(limit=0):
-    """Casts are launched as those of a large model are."""
-    before, fp8rs.fsdp.gathered.LARGE = fp8rs.fsdp.gathered.LARGE, limit
-    try:
-        yield
-    finally:
-        fp8rs.fsdp.gathered.LARGE = before
-
-
 @ranks(2)
 @shardings
 @recipes
 def test_of_a_large_model_each_gather_makes_what_it_gathers(rig, hidden, recipe):
-    """No layer waits for the others' casts, there is one all-reduce, and the bytes are the same."""
+    """No layer waits for the others' casts; there are as many all-reduces, and the same bytes."""
     found = {}
     for limit in (0, 1 << 26):
         model = make(HIDDEN[hidden], recipe=RECIPES[recipe], device=rig.device)
@@ -218,12 +264,13 @@ def test_of_a_large_model_each_gather_makes_what_it_gathers(rig, hidden, recipe)
 
         watch_weights(model, watch)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        results = []
+        results, counts = [], []
         with as_if_large(limit):
             for step in range(3):
                 with Collectives() as forward:
                     y = model(batch(rig, step))
-                assert len(reduces(forward)) <= 1
+                counts.append(len(reduces(forward)))
+                assert counts[-1] == 1 or recipe != "current", forward.seen
                 y.square().mean().backward()
                 optimizer.step()
                 grads = [bits(p.grad.full_tensor()) for p in model.parameters()]
@@ -232,12 +279,15 @@ def test_of_a_large_model_each_gather_makes_what_it_gathers(rig, hidden, recipe)
         # The root has gathered the head; then each block gathers its two layers, which run.
         steps = [2, 2, 0, 0, 0] if limit == 0 and recipe != "delayed" else [0] * 5
         assert unmade == 3 * steps
-        found[limit] = results
-    for a, b in zip(*found.values(), strict=True):
+        found[limit] = results, counts
+    (large, large_counts), (small, small_counts) = found.values()
+    assert large_counts == small_counts
+    for a, b in zip(large, small, strict=True):
         assert torch.equal(a, b)
 
 
 @ranks(2)
+@large_too
 def test_a_layer_called_twice_in_one_forward(rig):
     class Twice(torch.nn.Module):
         def __init__(self):
@@ -278,6 +328,7 @@ def offload_on_the_cpu():
 @ranks(2)
 @recipes
 @pytest.mark.parametrize("histories", [True, False])
+@large_too
 def test_the_path_of_offloaded_weights(rig, recipe, histories):
     """The forward's gather quantizes the copy that FSDP2 made; the backward's takes those bytes."""
     with offload_on_the_cpu():

@@ -21,6 +21,7 @@ from distributed.models import (
     Stack,
     batch,
     full_weights,
+    large_too,
     linears,
     make,
     reduces,
@@ -145,6 +146,7 @@ def shard_encoders(model, rig):
 @recipes
 @shardings
 @pytest.mark.parametrize("before", [True, False], ids=["before", "between"])
+@large_too
 def test_a_target_that_the_forward_moves_is_gathered_as_it_is_then(rig, before, hidden, recipe):
     model = build(Moving, rig, recipe, hidden)
     model.before = before
@@ -206,6 +208,7 @@ class Clipped(nn.Module):
 @ranks(2)
 @recipes
 @shardings
+@large_too
 def test_weights_that_the_forward_clips(rig, hidden, recipe):
     model = sharded(build(Clipped, rig, recipe, hidden), rig)
     fresh = Fresh(model, recipe)
@@ -244,6 +247,7 @@ def step_in_forwards(model, x, forwards, steps):
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "block", "mxfp8", "mxfp8 of 1x32"])
 @shardings
 @pytest.mark.parametrize("steps", [1, 3])
+@large_too
 def test_steps_in_a_forward_are_those_of_the_unsharded_model(rig, steps, hidden, recipe):
     """Both ranks have the same batch: the mean of their gradients is each one's own."""
     x = batch(rig).new_ones(8, 32) * torch.linspace(-1, 1, 32, device=rig.device)
@@ -312,6 +316,7 @@ def test_a_teacher_in_a_hook_of_its_students_backward(rig, grad, whole, recipe):
 @recipes
 @shardings
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@large_too
 def test_a_forward_after_one_that_was_broken_off(rig, error, hidden, recipe):
     model = make(HIDDEN[hidden], recipe=BLOCKS.get(recipe, recipe), device=rig.device)
     shard(model, rig, reshard_after_forward=True)
@@ -371,6 +376,7 @@ class Script(nn.Module):
         ("r0r1r0r1", 2),
     ],
 )
+@large_too
 def test_writes_in_any_order(rig, script, all_reduces, hidden, recipe):
     model = sharded(build(Script, rig, recipe, hidden), rig)
     model.script = script

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from .weight import Weight
 
 
-#: Elements of shards that are worth a launch of their own: fewer are cast in less time.
+#: Elements of a rank's shards from which on what a gather has no need of is left to other gathers:
+#: fewer are cast in less time than another launch takes.
 LARGE = 1 << 26
 
 
@@ -94,36 +95,39 @@ class Gathered:
 class Unmade:
     """Weights of a pass whose bytes are made when they are gathered, each gather's at once.
 
-    Were all made first, the first layers would wait for all. What is left, if it is small, is made
-    with what is gathered, to save launches.
+    Were all made first, the first layers would wait for all. What is left besides, if it is small,
+    is made with what is gathered, to save launches.
 
     Args:
         launch: makes bytes.
         gathered: of the shards that it makes, in their order.
-        begun: when and where their scales, and the room for codes, were made.
+        begun: when and where all that it reads was made.
     """
 
     def __init__(self, launch: Launch, gathered: Sequence[Gathered], begun: MadeOn) -> None:
-        self._launch, self._gathered, self._begun = launch, gathered, begun
+        self._launch, self._begun = launch, begun
+        self._left = dict(enumerate(gathered))
         for found in gathered:
             found.unmade = self
 
     def make(self, weights: Collection[Weight] | None = None) -> None:
         """Make the bytes of these weights, or of all, on the current stream."""
-        left = [i for i, found in enumerate(self._gathered) if found.unmade is self]
-        if weights is None:
-            places = left
-        else:
-            places = [i for i in left if self._gathered[i].shard.weight in weights]
-            others = sum(self._gathered[i].shard.data.numel() for i in {*left} - {*places})
-            places = left if others < LARGE else places
+        # Without those that have been quantized anew since.
+        left = {i: found for i, found in self._left.items() if found.unmade is self}
+        chosen = left
+        if weights is not None:
+            chosen = {i: found for i, found in left.items() if found.shard.weight in weights}
+            others = (found.shard.data.numel() for i, found in left.items() if i not in chosen)
+            if sum(others) < LARGE:
+                chosen = left
         self._begun.used_here()
         with torch.inference_mode(False), torch.no_grad():
-            self._launch(places)
-        made = [self._gathered[i] for i in places]
-        made_on = MadeOn(made[0].shard.device, [t for found in made for t in made_of(found.shard)])
-        for found in made:
+            self._launch.make(list(chosen))
+        shards = [found.shard for found in chosen.values()]
+        made_on = MadeOn(shards[0].device, [t for shard in shards for t in made_of(shard)])
+        for found in chosen.values():
             found.made_on, found.unmade = made_on, None
+        self._left = {i: found for i, found in left.items() if i not in chosen}
 
 
 def made_of(shard: Shard) -> list[Tensor]:

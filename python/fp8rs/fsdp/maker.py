@@ -73,12 +73,21 @@ class Measured:
     sizes: list[int] = field(default_factory=list)
 
 
+@dataclass(eq=False, slots=True)
+class Launch:
+    """What makes the bytes of shards that a maker was given; it needs no other rank.
+
+    Attributes:
+        make: makes those of the shards at these places.
+        reads: what was made for it, and must be kept for the stream that it runs on.
+    """
+
+    make: Callable[[Sequence[int]], None]
+    reads: Sequence[Tensor] = ()
+
+
 #: Reduces maxima (n,), one a shard, over the shards' ranks.
 Reduce = Callable[[Tensor], Tensor]
-
-#: Makes the bytes of some of the shards that a maker was given, by their places; needs no other
-#: rank.
-Launch = Callable[[Sequence[int]], None]
 
 #: Reduces what was measured of shards over the shards' ranks.
 ReduceShards = Callable[[Sequence[Shard], Measured], Tensor]
@@ -203,7 +212,7 @@ class TensorMaker(Maker):
             shard.scale = scale
         if self._histories is not None:
             return None
-        return lambda places: self._cast(shards, scales, places)
+        return Launch(lambda places: self._cast(shards, scales, places), [scales])
 
     def _allocate(self, shards: Sequence[Shard]) -> None:
         """Give the shards room for their bytes, in one buffer."""
@@ -397,12 +406,12 @@ class BlockMaker(Maker):
     ) -> Launch | None:
         self._complete(shards, measured)
 
-        def launch(places: Sequence[int]) -> None:
+        def make(places: Sequence[int]) -> None:
             for shard in (shards[place] for place in places):
                 if not shard.offloaded:
                     shard.inputs = self._bytes(shard.data, shard.placement, shard.amaxes)
 
-        return launch
+        return Launch(make)
 
     def _complete(self, shards: Sequence[Shard], measured: Tensor | None) -> None:
         """Put the reduced amaxes of cut blocks among those of the shards."""

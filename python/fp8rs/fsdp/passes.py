@@ -92,8 +92,8 @@ class WeightPasses:
                 )
             found = self.latest[weight]
             found.taken = True
-            if found.unmade is not None:
-                found.unmade.make(self._unit(weight))
+        if found.unmade is not None:
+            found.unmade.make(self._unit(weight))
         found.made_on.used_here()
         if found.offloaded:
             # At the forward's gather, whose copy of the shard is at hand; the backward's takes
@@ -159,7 +159,9 @@ class WeightPasses:
             weights = [s.weight for s in shards]
             wait_for_writes(weights)
             for weight in weights:
-                self.latest.pop(weight, None)  # its memory serves the new bytes
+                before = self.latest.pop(weight, None)  # its memory serves the new bytes
+                if before is not None:
+                    before.unmade = None
             modules = [weight.module for weight in weights]
             training = clock.training if clock.in_forward else any(m.training for m in modules)
             resting = [s for s in shards if at_rest.is_at_rest(s)]
@@ -168,7 +170,10 @@ class WeightPasses:
             if resting:
                 self._agree(resting)
                 at_rest.lay_out(self.maker.codec, resting)
-            made_on = MadeOn(shards[0].device, [t for s in shards for t in made_of(s)])
+            made = [t for s in shards for t in made_of(s)]
+            if launch is not None:
+                made.extend(launch.reads)
+            made_on = MadeOn(shards[0].device, made)
             differentiable = clock.differentiable if clock.in_forward else grad or training
             for s in shards:
                 s.weight.written = False
@@ -192,12 +197,14 @@ class WeightPasses:
             lambda values: self._reduce(shards, Measured(values, [1] * len(shards))),
         )
 
-    def _unit(self, weight: Weight) -> frozenset[Weight]:
-        """The weights that FSDP2 gathers together with this one."""
+    def _unit(self, weight: Weight) -> frozenset[Weight] | None:
+        """The weights that FSDP2 gathers together with this one; None if that is not known."""
         known = self._units.get(weight)
         if known is None:
             root = self.state.root
             modules = [] if root is None else gathered_with(root, weight.module)
+            if not modules:
+                return None  # what gathers it is above the converted root
             own = {w for w in self._weights() if any(w.module is m for m in modules)}
             known = self._units[weight] = frozenset({weight, *own})
         return known

@@ -201,7 +201,8 @@ def _input_planes(
 def _input_again(spec: LinearSpec, x: Tensor, scale: Tensor | None, user: int, dy: Tensor) -> Plane:
     """The columnwise plane of an input that was saved, with the forward's scale if that is one.
 
-    As in the forward, siblings quantize their input once.
+    As in the forward, siblings quantize their input once; but not where hooks on saved tensors
+    (checkpoints, offloading) give each a tensor of its own.
     """
     quant = spec.wgrad_input or spec.input
     key = (quant, None if scale is None else id(scale))

@@ -185,10 +185,10 @@ class ModelState:
         new = self.clock.begin_forward(
             training=module.training, grad=torch.is_grad_enabled(), in_backward=in_backward()
         )
-        if new and self.fsdp is not None:
-            self.fsdp.forward_begins()
         if new and module.training and self.histories is not None:
             self._record(self.histories)
+        if new and self.fsdp is not None:
+            self.fsdp.forward_begins()
 
     def end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """The root's forward hook; it runs after an exception too."""
