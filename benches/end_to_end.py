@@ -87,16 +87,16 @@ def _variants() -> dict[str, Variant]:
 
 VARIANTS = _variants()
 
-#: What may follow a variant's name after a +: the options that it sets, and to what.
-MODIFIERS: dict[str, dict[str, Any]] = {
-    "masters": {"masters": True},
-    "no-masters": {"masters": False},
-    "save-input": {"save_input": True},
-    "save-codes": {"save_input": False},
-    "recompute": {"recompute": True},
-    "squares": {"squares": True},
+#: What may follow a variant's name after a +: the option that it sets, and to what.
+MODIFIERS: dict[str, tuple[str, Any]] = {
+    "masters": ("masters", True),
+    "no-masters": ("masters", False),
+    "save-input": ("save_input", True),
+    "save-codes": ("save_input", False),
+    "recompute": ("recompute", True),
+    "squares": ("squares", True),
     **{
-        f"{dtype}-{kind}": {option: dtype}
+        f"{dtype}-{kind}": (option, dtype)
         for dtype in DTYPES
         for kind, option in (
             ("reduce", "reduce_dtype"),
@@ -119,7 +119,7 @@ def parsed(name: str) -> tuple[Variant, dict[str, Any]]:
     unknown = [modifier for modifier in modifiers if modifier not in MODIFIERS]
     if unknown:
         raise ValueError(f"{name}: no setting {unknown[0]}; there are {', '.join(MODIFIERS)}")
-    own = {name: value for modifier in modifiers for name, value in MODIFIERS[modifier].items()}
+    own = dict(MODIFIERS[modifier] for modifier in modifiers)
     if not VARIANTS[base].fp8_weights and not {"masters", "state_dtype"}.isdisjoint(own):
         raise ValueError(f"{name}: masters and state are fp8rs.optim.AdamW's, of -fp8 variants")
     if VARIANTS[base].recipe != "block" and "squares" in own:
