@@ -49,18 +49,27 @@ def current_stream_id(x: Tensor) -> int:
     return int(torch._C._cuda_getCurrentRawStream(x.device.index))
 
 
-def allow_in_graph(function: F) -> F:
+def allow_in_graph(function: F) -> None:
     """Have Dynamo put calls of ``function`` into its graphs without looking inside.
 
     It imports Dynamo, which takes two seconds: not to be called at import.
     """
-    if function not in _allowed:
-        torch.compiler.allow_in_graph(function)
-        _allowed.add(function)
-    return function
+    torch.compiler.allow_in_graph(function)
 
 
-_allowed: set[Callable[..., Any]] = set()
+def inductor_decomposition(operator: Any, function: Callable[..., Any]) -> None:
+    """Have Inductor trace ``function`` in the place of calls of ``operator``.
+
+    It has no public way to be told so. Where a torch has other tables nothing is told, and the
+    operator is called. It imports them, and Dynamo: not to be called at import.
+    """
+    try:
+        from torch._inductor.decomposition import decompositions, fast_random_decomps
+
+        decompositions[operator] = function
+        fast_random_decomps.cache_clear()  # a copy of the table, made at the first use
+    except (ImportError, AttributeError):
+        return
 
 
 def real_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool) -> Any:

@@ -9,6 +9,7 @@ GEMM, so that a compiler merges equal ones (siblings share their input).
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from typing import Any, cast
@@ -16,9 +17,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fp8rs._torch import current_stream_id, is_traced
+from fp8rs._torch import allow_in_graph, current_stream_id, is_traced
 from fp8rs.gemm.blocks import dgrad_fold, dgrad_operand
 from fp8rs.gemm.table import scaled_mm
+from fp8rs.ops.inductor import fuse_maxima
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes
@@ -74,6 +76,16 @@ def linear(
         y: Tensor = _Linear.apply(x, weight, bias, (spec, out_dtype, delayed))
         return y
     return _forward(spec, x, weight, bias, out_dtype, delayed, False)[0]
+
+
+@functools.cache
+def prepare_compilers() -> None:
+    """Have compilers put `linear` into their graphs, and Inductor fuse what it can of it.
+
+    Both are imported, which takes two seconds: for those who make a layer, not at import.
+    """
+    allow_in_graph(linear)
+    fuse_maxima()
 
 
 class _Delayed:

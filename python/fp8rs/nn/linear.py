@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import allow_in_graph
 from fp8rs.quantize.recipes import Recipe, describe
 from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, keep_local, new_buffers
 from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from .function import Slots, linear
+from .function import Slots, linear, prepare_compilers
 from .init import is_sharded, reset_linear
 from .registry import ModelState
 
@@ -71,7 +70,7 @@ class Float8Linear(nn.Linear):
             for buffer, value in buffers.items():
                 # Not in state dicts, which load into the unconverted model.
                 self.register_buffer(buffer, value, persistent=False)
-        allow_in_graph(linear)
+        prepare_compilers()
 
     @property
     def recipe(self) -> Recipe:
@@ -248,7 +247,7 @@ class Float8Linear(nn.Linear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        allow_in_graph(linear)
+        prepare_compilers()
         weight: Any = self._parameters.get("weight")
         if isinstance(weight, QuantizedTensor) and weight._store.owner is None:
             on_shard = self._fp8_on_shard

@@ -1,0 +1,76 @@
+"""What Inductor makes of current scaling: the amax is found where the input is made.
+
+In eager code ``quantize_current`` reads its input twice, for the amax and to cast it. What makes
+the input of a compiled layer (a norm, a product of activations, a residual) is Inductor's own
+code, which has each value in a register: here it is told to take the amax there. Bytes and scale
+are the operator's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8rs._torch import inductor_decomposition
+from fp8rs.ops import tensorwise  # noqa: F401  (defines the operators)
+
+_F32 = torch.float32
+_INTEGERS = {_F32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+_quantize = torch.ops.fp8rs.quantize.default
+_quantize_current = torch.ops.fp8rs.quantize_current.default
+_scale_from_amax = torch.ops.fp8rs.scale_from_amax.default
+
+
+def fuse_maxima() -> None:
+    """Tell Inductor, from now on. It imports Inductor's tables: not to be called at import."""
+    inductor_decomposition(_quantize_current, quantize_current)
+
+
+def quantize_current(
+    x: Tensor,
+    fp8_dtype: torch.dtype,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    power_2_scale: bool = False,
+    amax_epsilon: float = 0.0,
+) -> Any:
+    """The operator of that name, of operators that a compiler may fuse and one that casts.
+
+    Returns NotImplemented, which leaves the operator as it is, where there is nothing to fuse.
+    """
+    integer = _INTEGERS.get(x.dtype)
+    if integer is None or x.dim() == 0 or x.numel() == 0:
+        return NotImplemented
+    amax = _amax(x, integer)
+    if power_2_scale:
+        scale = _scale_from_amax(amax, fp8_dtype, power_2_scale, amax_epsilon)
+    else:
+        scale = _scale(amax, torch.finfo(fp8_dtype).max, amax_epsilon)
+    return (*_quantize(x, scale, fp8_dtype, rowwise, columnwise), scale)
+
+
+def _amax(x: Tensor, integer: torch.dtype) -> Tensor:
+    """The largest magnitude as float32, NaN above infinity.
+
+    Of the bits: Inductor would take the maximum of floats before it rounds them to ``x.dtype``, and
+    the codes are those of what is rounded. Along rows first, as norms reduce them.
+    """
+    magnitudes = x.view(integer) & torch.iinfo(integer).max
+    bits = magnitudes.amax(-1).amax()
+    return bits.view(x.dtype).to(_F32)
+
+
+def _scale(amax: Tensor, largest: float, epsilon: float) -> Tensor:
+    """``scale_from_amax`` to the bit, as arithmetic.
+
+    Inductor's float32 division is not IEEE's, and for a constant divisor it multiplies by the
+    reciprocal; so does torch on CUDA. In float64 either is exact once it is rounded to float32: the
+    quotient of a float32 by 7 * 2^k is no closer to the middle between two of them than 1/14 of
+    their distance.
+    """
+    raised = torch.clamp_min(amax, epsilon) if epsilon else amax
+    scale = torch.clamp_min(raised.to(torch.float64) / largest, 2.0**-126).to(_F32)
+    scale = torch.where(raised == 0, 1.0, scale)
+    return torch.where(amax < torch.inf, scale, torch.nan)
