@@ -133,7 +133,9 @@ pub(crate) fn rebase(
     let width = if axis == Axis::Rows { 16 } else { 8 };
     let tiles_across = codes.cols.div_ceil(128);
     let words = vectors(&scales, 4) && scales.cols.is_multiple_of(4);
-    let flags = [vectors(&codes, width), vectors(&out, 16), words && axis == Axis::Columns];
+    // Eight rows a block where that gives each multiprocessor one or two; else a block a row.
+    let whole_blocks = codes.rows < 8 * 256;
+    let flags = [vectors(&codes, width), vectors(&out, 16), words, whole_blocks];
     let flags = flags.iter().enumerate().map(|(bit, on)| u32::from(*on) << bit).sum();
     let args = RebaseArgs {
         codes: codes.ptr,
@@ -156,7 +158,10 @@ pub(crate) fn rebase(
     };
     let at = format_index(format);
     match axis {
-        Axis::Rows => launch(device, stream, &REBASE_ROWS[at], blocks_of(codes.rows, 256), &args),
+        Axis::Rows => {
+            let blocks = if whole_blocks { codes.rows } else { codes.rows.div_ceil(8) };
+            launch(device, stream, &REBASE_ROWS[at], blocks_of(blocks, 256), &args)
+        }
         Axis::Columns => {
             let ones = LinesArgs::new(Some(&scale_out), None, 1.0);
             fill(device, stream, &ones)?;

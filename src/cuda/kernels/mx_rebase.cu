@@ -14,110 +14,164 @@ struct RebaseArgs {
   i64 block_rows;        // 1 or 32
   i64 tiles_across;
   u32 flags;             // 1: `codes` in 16-byte (columns: 8-byte) vectors, 2: `out` in 16-byte
-                         // ones, 4: four scales are an aligned word
+                         // ones, 4: four scales are an aligned word, 8: a block a row
   u32 unused;            // the struct ends on 8 bytes
 };
 
-struct CodesE4m3 : E4m3 {
+// Codes are exact in fp16, and so is their product with a power of two: fp16 goes down to 2^-24,
+// and of what lies below 2^-14 (E4M3; E5M2: 2^-21) nothing is left whichever way it is rounded.
+// Two codes are rebased by three instructions.
+struct CodesE4m3 {
+  /// 448 * 2^-24 rounds to zero.
+  static constexpr u32 LARGEST_SHIFT = 24;
   static DEVICE u32 halves(u16 two) {
     u32 d;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(two));
     return d;
   }
+  static DEVICE u16 pair(u32 halves) {
+    u16 d;
+    asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(d) : "r"(halves));
+    return d;
+  }
 };
-struct CodesE5m2 : E5m2 {
+struct CodesE5m2 {
+  /// 57344 * 2^-40 rounds to zero.
+  static constexpr u32 LARGEST_SHIFT = 40;
   static DEVICE u32 halves(u16 two) {
     u32 d;
     asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(d) : "h"(two));
     return d;
   }
+  static DEVICE u16 pair(u32 halves) {
+    u16 d;
+    asm("cvt.rn.satfinite.e5m2x2.f16x2 %0, %1;" : "=h"(d) : "r"(halves));
+    return d;
+  }
 };
 
-DEVICE float half_at(u32 halves, int i) {
-  float d;
-  u16 h = i ? (u16)(halves >> 16) : (u16)halves;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(h));
+DEVICE u32 times(u32 halves, u32 factors) {
+  u32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(halves), "r"(factors));
   return d;
+}
+
+/// The larger of each two; the other of one that is NaN.
+DEVICE u32 larger(u32 a, u32 b) {
+  u32 d;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+/// 2^-shift in both halves, for a shift of at most 24.
+DEVICE u32 halves_of_power(u32 shift) {
+  u32 bits = shift <= 14 ? (15 - shift) << 10 : 1u << (24 - shift);
+  return bits | bits << 16;
 }
 
 /// Scale byte as an exponent that never wins: 255 says NaN, whose block does not count.
 DEVICE u32 countable(u32 byte) { return byte == 255u ? 0u : byte; }
 
-/// 2^(byte - base) for byte <= base; NaN for 255. Below 2^-64 every code is zero all the same.
-DEVICE float rebase_factor(u32 byte, u32 base) {
-  if (byte == 255u) return __uint_as_float(0x7fffffffu);
-  u32 shift = min(base - byte, 64u);
-  return __uint_as_float((127u - shift) << 23);
-}
+/// 2^(byte - base) for byte <= base, as one fp16 factor or two; NaN for 255.
+template <class F> struct Factor {
+  u32 first, second;
+  bool counts;                                       // no NaN block
+
+  DEVICE Factor(u32 byte, u32 base) {
+    counts = byte != 255u;
+    u32 shift = min(base - byte, F::LARGEST_SHIFT);
+    first = counts ? halves_of_power(min(shift, 24u)) : 0x7fff7fffu;
+    second = halves_of_power(shift - min(shift, 24u));
+  }
+
+  /// Two codes as halves, rebased; `seen` keeps their magnitudes, NaN codes and blocks left out.
+  DEVICE u16 apply(u32 halves, u32 &seen) const {
+    if (counts) seen = larger(seen, halves & 0x7fff7fffu);
+    u32 product = times(halves, first);
+    if (F::LARGEST_SHIFT > 24) product = times(product, second);
+    return F::pair(product);
+  }
+
+  /// Four codes, rebased.
+  DEVICE u32 word(u32 codes, u32 &seen_lo, u32 &seen_hi) const {
+    u32 lo = apply(F::halves((u16)codes), seen_lo);
+    return lo | (u32)apply(F::halves((u16)(codes >> 16)), seen_hi) << 16;
+  }
+};
 
 /// Scale of a line whose largest byte is `base` (at least 1, which is 2^-126).
 DEVICE float line_scale(u32 base) { return __uint_as_float(base << 23); }
 
-/// Four codes times `factor`; `seen` keeps the largest magnitude, NaN codes and blocks left out.
-template <class F> DEVICE u32 rebase_word(u32 word, float factor, float &seen) {
-  u32 lo = F::halves((u16)word), hi = F::halves((u16)(word >> 16));
-  float v[4] = {half_at(lo, 0), half_at(lo, 1), half_at(hi, 0), half_at(hi, 1)};
-  float m = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])));
-  if (factor == factor) seen = fmaxf(seen, m);
-  return F::pair(v[0] * factor, v[1] * factor) | (u32)F::pair(v[2] * factor, v[3] * factor) << 16;
-}
-
-/// Along rows: a block a row.
+/// Along rows: a warp a row, which needs no barrier, or where these would be few a block of 256. Its
+/// first codes are on their way while it looks for its largest scale.
 template <class F> DEVICE void rebase_rows(const RebaseArgs &a) {
+  constexpr int LOADS = 8;
   __shared__ u32 part[8];
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  i64 row = blockIdx.x;
-  const u8 *scale = a.scales + row / a.block_rows * a.scales_rs;
-  i64 blocks = (a.cols + 31) / 32;
-  u32 base = 1;
-  for (i64 k = threadIdx.x; k < blocks; k += 256) base = max(base, countable(scale[k * a.scales_cs]));
-  base = __reduce_max_sync(0xffffffffu, base);
-  if (lane == 0) part[warp] = base;
-  __syncthreads();
-#pragma unroll
-  for (int w = 0; w < 8; w++) base = max(base, part[w]);
-
+  bool whole = a.flags & 8;
+  int team = whole ? 256 : 32, thread = threadIdx.x & (team - 1), warp = threadIdx.x >> 5;
+  i64 row = whole ? blockIdx.x : (i64)blockIdx.x * 8 + warp;
+  if (row >= a.rows) return;
   const u8 *from = a.codes + row * a.codes_rs;
   u8 *to = a.out + row * a.out_rs;
-  float seen = 0.0f;
-  i64 vectors = a.flags == 3 ? a.cols / 16 : 0;
-  // Four loads in flight.
-  for (i64 first = threadIdx.x; first < vectors; first += 4 * 256) {
-    uint4 v[4];
-    u32 byte[4];
+  const u8 *scale = a.scales + row / a.block_rows * a.scales_rs;
+  i64 vectors = (a.flags & 3) == 3 ? a.cols / 16 : 0, blocks = (a.cols + 31) / 32;
+
+  uint4 v[LOADS];
+  auto load = [&](i64 first) {
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-      i64 i = first + k * 256;
-      if (i < vectors) {
-        v[k] = ((const uint4 *)from)[i];
-        byte[k] = scale[i / 2 * a.scales_cs];
-      }
+    for (int k = 0; k < LOADS; k++) {
+      i64 i = first + k * team;
+      if (i < vectors) v[k] = ((const uint4 *)from)[i];
     }
+  };
+  load(thread);
+  u32 base = 1;
+  if (a.flags & 4) {
+    for (i64 k = thread; k < blocks / 4; k += team) {
+      u32 word = ((const u32 *)scale)[k];
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-      i64 i = first + k * 256;
+      for (int j = 0; j < 4; j++) base = max(base, countable(word >> (8 * j) & 0xff));
+    }
+  } else {
+    for (i64 k = thread; k < blocks; k += team) base = max(base, countable(scale[k * a.scales_cs]));
+  }
+  base = __reduce_max_sync(0xffffffffu, base);
+  if (whole) {
+    if ((threadIdx.x & 31) == 0) part[warp] = base;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < 8; w++) base = max(base, part[w]);
+  }
+
+  u32 seen = 0;
+  for (i64 first = thread; first < vectors; first += LOADS * team) {
+    if (first != thread) load(first);
+#pragma unroll
+    for (int k = 0; k < LOADS; k++) {
+      i64 i = first + k * team;
       if (i >= vectors) break;
-      float f = rebase_factor(byte[k], base);
-      v[k].x = rebase_word<F>(v[k].x, f, seen), v[k].y = rebase_word<F>(v[k].y, f, seen);
-      v[k].z = rebase_word<F>(v[k].z, f, seen), v[k].w = rebase_word<F>(v[k].w, f, seen);
+      Factor<F> f(scale[i / 2 * a.scales_cs], base);
+      v[k].x = f.word(v[k].x, seen, seen), v[k].y = f.word(v[k].y, seen, seen);
+      v[k].z = f.word(v[k].z, seen, seen), v[k].w = f.word(v[k].w, seen, seen);
       ((uint4 *)to)[i] = v[k];
     }
   }
-  for (i64 c = vectors * 16 + threadIdx.x; c < a.cols; c += 256) {
-    float f = rebase_factor(scale[c / 32 * a.scales_cs], base);
-    to[c * a.out_cs] = (u8)rebase_word<F>(from[c * a.codes_cs], f, seen);
+  for (i64 c = vectors * 16 + thread; c < a.cols; c += team) {
+    Factor<F> f(scale[c / 32 * a.scales_cs], base);
+    to[c * a.out_cs] = (u8)f.word(from[c * a.codes_cs], seen, seen);
   }
-  bool any = __syncthreads_or(seen > 0.0f);
-  if (threadIdx.x == 0) a.out_scale[row * a.out_scale_rs] = any ? line_scale(base) : 1.0f;
+  bool any = whole ? __syncthreads_or(seen != 0) : __any_sync(0xffffffffu, seen != 0);
+  if (thread == 0) a.out_scale[row * a.out_scale_rs] = any ? line_scale(base) : 1.0f;
 }
 
-/// Along columns, transposed: a block of 128 takes a 128x128 tile, a thread 16 rows of 8 codes.
+/// Along columns, transposed: a block takes a tile of 128x128 codes, a thread 16 rows of 8.
 /// `out_scale` is all ones before; a column gets its scale from every tile with a non-zero code.
-/// Each tile reads its columns' scales anew, with square blocks rows / 8 bytes from the L2: launches
-/// that found them once, and gave columns of zeros their 1 at the end, took 58.6 us where this took
-/// 53.6 (8192x8192, H200, benches/RESULTS.md).
+/// Each tile reads its columns' scales anew, which is not what it waits for: without that search it
+/// is no faster, and launches that found them once, and gave columns of zeros their 1 at the end,
+/// were slower (benches/RESULTS.md).
 template <class F> DEVICE void rebase_cols(const RebaseArgs &a) {
-  __shared__ u32 part[4][4];
+  constexpr int WARPS = 4;
+  __shared__ u32 part[WARPS][4];
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   i64 tile_row = blockIdx.x / a.tiles_across;
   i64 tile_col = blockIdx.x - tile_row * a.tiles_across;
@@ -148,6 +202,12 @@ template <class F> DEVICE void rebase_cols(const RebaseArgs &a) {
     }
   }
 
+  // Its own scale is on its way too before any barrier.
+  int k = col_in_tile / 32;
+  const u8 *own = a.scales + row / a.block_rows * a.scales_rs + (tile_col * 4 + k) * a.scales_cs;
+  bool inside = row < a.rows && col < a.cols;
+  u32 byte = inside ? *own : 0;
+
   // The largest byte of the tile's four columns of blocks, over all rows.
   i64 row_blocks = (a.rows + a.block_rows - 1) / a.block_rows, blocks = (a.cols + 31) / 32;
   {
@@ -155,43 +215,38 @@ template <class F> DEVICE void rebase_cols(const RebaseArgs &a) {
     const u8 *from = a.scales + tile_col * 4 * a.scales_cs;
     if (a.flags & 4) {
 #pragma unroll 4
-      for (i64 r = threadIdx.x; r < row_blocks; r += 128) {
+      for (i64 r = threadIdx.x; r < row_blocks; r += 32 * WARPS) {
         u32 word = *(const u32 *)(from + r * a.scales_rs);
 #pragma unroll
-        for (int k = 0; k < 4; k++) base[k] = max(base[k], countable(word >> (8 * k) & 0xff));
+        for (int b = 0; b < 4; b++) base[b] = max(base[b], countable(word >> (8 * b) & 0xff));
       }
     } else {
-      for (i64 r = threadIdx.x; r < row_blocks; r += 128)
-        for (int k = 0; k < 4; k++)
-          if (tile_col * 4 + k < blocks)
-            base[k] = max(base[k], countable(from[r * a.scales_rs + k * a.scales_cs]));
+      for (i64 r = threadIdx.x; r < row_blocks; r += 32 * WARPS)
+        for (int b = 0; b < 4; b++)
+          if (tile_col * 4 + b < blocks)
+            base[b] = max(base[b], countable(from[r * a.scales_rs + b * a.scales_cs]));
     }
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-      u32 m = __reduce_max_sync(0xffffffffu, base[k]);
-      if (lane == 0) part[warp][k] = m;
+    for (int b = 0; b < 4; b++) {
+      u32 m = __reduce_max_sync(0xffffffffu, base[b]);
+      if (lane == 0) part[warp][b] = m;
     }
   }
   __syncthreads();
-  int k = col_in_tile / 32;
-  u32 base = max(max(part[0][k], part[1][k]), max(part[2][k], part[3][k]));
+  u32 base = part[0][k];
+#pragma unroll
+  for (int w = 1; w < WARPS; w++) base = max(base, part[w][k]);
 
-  const u8 *scale = a.scales + (tile_col * 4 + k) * a.scales_cs;
-  float seen[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-  float f = 0.0f;
+  u32 seen[4] = {0, 0, 0, 0};                        // two columns each
+  Factor<F> f(byte, base);
 #pragma unroll
   for (int r = 0; r < 16; r++) {
-    if ((r == 0 || a.block_rows == 1) && row + r < a.rows && col < a.cols)
-      f = rebase_factor(scale[(row + r) / a.block_rows * a.scales_rs], base);
-#pragma unroll
-    for (int w = 0; w < 2; w++) {
-      u32 lo = F::halves((u16)d[r][w]), hi = F::halves((u16)(d[r][w] >> 16));
-      float v[4] = {half_at(lo, 0), half_at(lo, 1), half_at(hi, 0), half_at(hi, 1)};
-#pragma unroll
-      for (int j = 0; j < 4; j++)
-        if (f == f) seen[4 * w + j] = fmaxf(seen[4 * w + j], fabsf(v[j]));
-      d[r][w] = F::pair(v[0] * f, v[1] * f) | (u32)F::pair(v[2] * f, v[3] * f) << 16;
+    if (r > 0 && a.block_rows == 1) {
+      own += a.scales_rs;
+      if (inside && row + r < a.rows) f = Factor<F>(*own, base);
     }
+#pragma unroll
+    for (int w = 0; w < 2; w++) d[r][w] = f.word(d[r][w], seen[2 * w], seen[2 * w + 1]);
   }
 
 #pragma unroll
@@ -225,7 +280,8 @@ template <class F> DEVICE void rebase_cols(const RebaseArgs &a) {
   }
 #pragma unroll
   for (int j = 0; j < 8; j++)
-    if (seen[j] > 0.0f && col + j < a.cols) a.out_scale[(col + j) * a.out_scale_rs] = line_scale(base);
+    if ((seen[j / 2] >> (j % 2 * 16) & 0xffff) && col + j < a.cols)
+      a.out_scale[(col + j) * a.out_scale_rs] = line_scale(base);
 }
 
 extern "C" __global__ void __launch_bounds__(256) mx_rebase_rows_e4m3(
@@ -236,11 +292,11 @@ extern "C" __global__ void __launch_bounds__(256) mx_rebase_rows_e5m2(
     const __grid_constant__ RebaseArgs a) {
   rebase_rows<CodesE5m2>(a);
 }
-extern "C" __global__ void __launch_bounds__(128) mx_rebase_cols_e4m3(
+extern "C" __global__ void __launch_bounds__(128, 7) mx_rebase_cols_e4m3(
     const __grid_constant__ RebaseArgs a) {
   rebase_cols<CodesE4m3>(a);
 }
-extern "C" __global__ void __launch_bounds__(128) mx_rebase_cols_e5m2(
+extern "C" __global__ void __launch_bounds__(128, 6) mx_rebase_cols_e5m2(
     const __grid_constant__ RebaseArgs a) {
   rebase_cols<CodesE5m2>(a);
 }
