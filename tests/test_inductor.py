@@ -6,7 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo import config as dynamo_config
 from torch._dynamo import reset
+from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 from torch.nn.functional import rms_norm, silu
 
@@ -19,6 +21,12 @@ INF, NAN = float("inf"), float("nan")
 SMALLEST = 2.0**-126
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 fp8_dtypes = pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2])
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu_too(monkeypatch):
+    """Where nothing is gained, the bytes must be right all the same."""
+    monkeypatch.setattr(inductor, "fuses", inductor.covers)
 
 
 def assert_same_bits(got, expected):
@@ -45,7 +53,7 @@ def test_the_scale_is_the_operators_to_the_bit(mantissa, exponent):
     around = torch.arange(mantissa, mantissa + 4096, dtype=torch.int32).clamp(max=2**23 - 1)
     amax = (around + exponent * 2**23).view(torch.float32)
     for fp8_dtype in (E4M3, E5M2):
-        scale = inductor._scale(amax, torch.finfo(fp8_dtype).max, 0.0)
+        scale = inductor.fused_scale(amax, torch.finfo(fp8_dtype).max, 0.0)
         assert_same_bits([scale], [ops.scale_from_amax(amax, fp8_dtype)])
 
 
@@ -55,9 +63,48 @@ def test_shapes_and_strides(device, dtype):
     for x in (wide, wide[1:, ::3], wide.transpose(0, 1), wide[0].t(), wide[0, 0], wide[:, :1, :1]):
         args = x, E4M3, True, True
         assert_same_bits(inductor.quantize_current(*args), ops.quantize_current(*args))
-    for x in (wide[0, 0, 0], wide[:0], wide[:, :, :0]):
-        assert inductor.quantize_current(x, E4M3) is NotImplemented
-    assert inductor.quantize_current(wide > 0, E4M3) is NotImplemented
+
+
+@dtypes
+def test_what_arithmetic_does_not_cover(device, dtype):
+    x = torch.randn(2, 3, 4, device=device).to(dtype)
+    for y in (x[0, 0, 0], x[:0], x[:, :, :0]):
+        assert not inductor.covers(y)
+        args = y, E4M3, True, True
+        assert_same_bits(inductor.quantize_current(*args), ops.quantize_current(*args))
+
+
+@pytest.mark.parametrize("amax_epsilon", [-1.0, INF, NAN, 1e39])
+def test_the_operators_refuse_what_they_refuse(device, amax_epsilon):
+    x = torch.ones(2, 2, device=device)
+    for function in (ops.quantize_current, inductor.quantize_current):
+        with pytest.raises(ValueError, match=r"^amax_epsilon is"):
+            function(x, E4M3, True, False, False, amax_epsilon)
+        with pytest.raises(TypeError, match=r"^x has dtype bool"):
+            function(x > 0, E4M3)
+        with pytest.raises(TypeError, match=r"^fp8_dtype is"):
+            function(x, torch.float16)
+
+
+def test_the_cpu_has_nothing_fused(monkeypatch):
+    monkeypatch.undo()
+    assert not inductor.fuses(torch.ones(2, 2))
+
+
+def test_sizes_that_depend_on_data(device):
+    """A tensor of which nobody knows whether it is empty goes to the operator."""
+    prepare_compilers()
+    reset()
+
+    def function(x, chosen):
+        return ops.quantize_current(x[chosen], E4M3, True, True)
+
+    x = torch.randn(8, 32, device=device)
+    chosen = torch.arange(8, device=device) % 3 == 0
+    with dynamo_config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(function, fullgraph=True)
+        for which in (chosen, chosen & False):
+            assert_same_bits(compiled(x, which), function(x, which))
 
 
 PRODUCERS = {
@@ -67,6 +114,7 @@ PRODUCERS = {
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch 2.11's
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("producer", list(PRODUCERS))
 def test_the_bytes_are_those_of_what_the_producer_gives(device, dtype, producer):
@@ -79,7 +127,8 @@ def test_the_bytes_are_those_of_what_the_producer_gives(device, dtype, producer)
 
     compiled = torch.compile(function, fullgraph=True)
     x, y = (torch.randn(64, 96, device=device).to(dtype) for _ in range(2))
-    (made, *got), code = run_and_get_code(compiled, x, y)
+    with inductor_config.patch(force_disable_caches=True):  # which do not know of decompositions
+        (made, *got), code = run_and_get_code(compiled, x, y)
     assert_same_bits(got, ops.quantize_current(made, E4M3, True, True))
     assert "fp8rs.quantize.default" in code[0] and "ops.fp8rs.quantize_current" not in code[0]
     x[3, 5] = NAN

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 #: For writes that autograd must not count: FSDP2 refills what it gathered while a graph holds it.
 preserve_version_counter = _unsafe_preserve_version_counter
@@ -49,7 +47,7 @@ def current_stream_id(x: Tensor) -> int:
     return int(torch._C._cuda_getCurrentRawStream(x.device.index))
 
 
-def allow_in_graph(function: F) -> None:
+def allow_in_graph(function: Callable[..., Any]) -> None:
     """Have Dynamo put calls of ``function`` into its graphs without looking inside.
 
     It imports Dynamo, which takes two seconds: not to be called at import.
@@ -60,16 +58,35 @@ def allow_in_graph(function: F) -> None:
 def inductor_decomposition(operator: Any, function: Callable[..., Any]) -> None:
     """Have Inductor trace ``function`` in the place of calls of ``operator``.
 
-    It has no public way to be told so. Where a torch has other tables nothing is told, and the
-    operator is called. It imports them, and Dynamo: not to be called at import.
+    Of all calls: it refuses to call an operator that is in its table. There is no public way to
+    tell it; a torch with another table calls the operator. The table is imported, and Dynamo: not
+    to be called at import.
     """
-    try:
-        from torch._inductor.decomposition import decompositions, fast_random_decomps
+    from torch._inductor import decomposition
 
-        decompositions[operator] = function
-        fast_random_decomps.cache_clear()  # a copy of the table, made at the first use
-    except (ImportError, AttributeError):
-        return
+    table = getattr(decomposition, "fast_random_decomps", None)
+    if table is not None:
+        table()[operator] = function
+
+
+def inductor_reads_memory(operator: Any) -> None:
+    """Have Inductor put what ``operator`` reads into memory before anything else reads it.
+
+    It learns so when it first meets the operator: what it met before that, of the same input, makes
+    the input again for itself, by other code. It imports Inductor: for when something is compiled.
+    """
+    from torch._inductor import lowering
+
+    known = getattr(lowering, "needs_realized_inputs", None)
+    if known is not None:
+        known.add(operator)
+
+
+def may_be_empty(x: Tensor) -> bool:
+    """Whether a tensor has no elements, or, in a trace, nobody can tell."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    return bool(guard_or_true(x.numel() == 0))
 
 
 def real_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool) -> Any:

@@ -8,16 +8,15 @@ are the operator's.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from fp8rs._torch import inductor_decomposition
+from fp8rs._torch import inductor_decomposition, inductor_reads_memory, may_be_empty
 from fp8rs.ops import tensorwise  # noqa: F401  (defines the operators)
 
 _F32 = torch.float32
 _INTEGERS = {_F32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+_amax = torch.ops.fp8rs.amax.default
 _quantize = torch.ops.fp8rs.quantize.default
 _quantize_current = torch.ops.fp8rs.quantize_current.default
 _scale_from_amax = torch.ops.fp8rs.scale_from_amax.default
@@ -35,34 +34,45 @@ def quantize_current(
     columnwise: bool = False,
     power_2_scale: bool = False,
     amax_epsilon: float = 0.0,
-) -> Any:
-    """The operator of that name, of operators that a compiler may fuse and one that casts.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator of that name, of arithmetic that a compiler may fuse and a cast.
 
-    Returns NotImplemented, which leaves the operator as it is, where there is nothing to fuse.
+    Where there is nothing to fuse or to gain, and for what arithmetic does not cover or operators
+    have to refuse, it is their sequence.
     """
-    integer = _INTEGERS.get(x.dtype)
-    if integer is None or x.dim() == 0 or x.numel() == 0:
-        return NotImplemented
-    amax = _amax(x, integer)
-    if power_2_scale:
-        scale = _scale_from_amax(amax, fp8_dtype, power_2_scale, amax_epsilon)
+    fused = fuses(x)
+    amax = fused_amax(x) if fused else _amax(x)
+    if fused and not power_2_scale and 0 <= amax_epsilon <= torch.finfo(_F32).max:
+        scale = fused_scale(amax, torch.finfo(fp8_dtype).max, amax_epsilon)
     else:
-        scale = _scale(amax, torch.finfo(fp8_dtype).max, amax_epsilon)
+        scale = _scale_from_amax(amax, fp8_dtype, power_2_scale, amax_epsilon)
+    inductor_reads_memory(_quantize)  # so that the amax is of the values that are cast
     return (*_quantize(x, scale, fp8_dtype, rowwise, columnwise), scale)
 
 
-def _amax(x: Tensor, integer: torch.dtype) -> Tensor:
+def fuses(x: Tensor) -> bool:
+    """Whether Inductor's code is faster; on the CPU it finds the maximum of integers one by one."""
+    return x.is_cuda and covers(x)
+
+
+def covers(x: Tensor) -> bool:
+    """Whether the maximum can be had as arithmetic."""
+    return x.dtype in _INTEGERS and x.dim() > 0 and not may_be_empty(x)
+
+
+def fused_amax(x: Tensor) -> Tensor:
     """The largest magnitude as float32, NaN above infinity.
 
     Of the bits: Inductor would take the maximum of floats before it rounds them to ``x.dtype``, and
     the codes are those of what is rounded. Along rows first, as norms reduce them.
     """
+    integer = _INTEGERS[x.dtype]
     magnitudes = x.view(integer) & torch.iinfo(integer).max
     bits = magnitudes.amax(-1).amax()
     return bits.view(x.dtype).to(_F32)
 
 
-def _scale(amax: Tensor, largest: float, epsilon: float) -> Tensor:
+def fused_scale(amax: Tensor, largest: float, epsilon: float) -> Tensor:
     """``scale_from_amax`` to the bit, as arithmetic.
 
     Inductor's float32 division is not IEEE's, and for a constant divisor it multiplies by the

@@ -68,8 +68,10 @@ class Recipe:
         epsilon = self.amax_epsilon
         if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)):
             raise TypeError(f"amax_epsilon must be a float, not {epsilon!r}")
-        if not 0.0 <= epsilon < float("inf"):
-            raise ValueError(f"amax_epsilon must be finite and not negative, not {epsilon!r}")
+        if not 0.0 <= epsilon <= torch.finfo(torch.float32).max:
+            raise ValueError(
+                f"amax_epsilon must be finite in float32 and not negative, not {epsilon!r}"
+            )
         object.__setattr__(self, "amax_epsilon", float(epsilon))
 
     def fp8_dtype(self, role: Role) -> torch.dtype:

@@ -133,7 +133,7 @@ pub(crate) fn rebase(
     let width = if axis == Axis::Rows { 16 } else { 8 };
     let tiles_across = codes.cols.div_ceil(128);
     let words = vectors(&scales, 4) && scales.cols.is_multiple_of(4);
-    // Eight rows a block where that gives each multiprocessor one or two; else a block a row.
+    // Eight rows a block, where that gives each multiprocessor (an H200 has 132) one or two blocks.
     let whole_blocks = codes.rows < 8 * 256;
     let flags = [vectors(&codes, width), vectors(&out, 16), words, whole_blocks];
     let flags = flags.iter().enumerate().map(|(bit, on)| u32::from(*on) << bit).sum();

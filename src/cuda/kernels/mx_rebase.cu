@@ -18,9 +18,9 @@ struct RebaseArgs {
   u32 unused;            // the struct ends on 8 bytes
 };
 
-// Codes are exact in fp16, and so is their product with a power of two: fp16 goes down to 2^-24,
-// and of what lies below 2^-14 (E4M3; E5M2: 2^-21) nothing is left whichever way it is rounded.
-// Two codes are rebased by three instructions.
+// Codes are exact in fp16, and so is their product with a power of two down to 2^-20 (E4M3, of 4
+// bits; E5M2: 2^-21), as fp16's last bit is 2^-24. Of what lies below that nothing is left whichever
+// way it is rounded: half the smallest code is 2^-10 (E5M2: 2^-17).
 struct CodesE4m3 {
   /// 448 * 2^-24 rounds to zero.
   static constexpr u32 LARGEST_SHIFT = 24;
