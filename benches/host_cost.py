@@ -170,6 +170,17 @@ def gemms(device: str, features: int) -> Iterator[tuple[str, Callable[[], object
     yield "torch._scaled_mm, per row", lambda: product(a, b, rows, cols.t())
 
 
+def calls_of_least(device: str, features: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The operators that "least" calls, each alone: what it takes beyond them is autograd's."""
+    x = torch.randn(64, features, device=device, dtype=torch.bfloat16)
+    w = torch.randn(features, features, device=device, dtype=torch.bfloat16)
+    scale = torch.ones((), device=device)
+    current, quantize = ops.quantize_current.default, ops.quantize.default
+    yield "a layer's input: quantize_current, both", lambda: current(x, E4M3, True, True)
+    yield "a layer's weight: quantize_current, one plane", lambda: current(w, E4M3)
+    yield "a layer's weight: quantize, columnwise", lambda: quantize(w, scale, E4M3, False, True)
+
+
 #: Layers in a row, and how the names of their rows end; the figure is one layer's.
 DEEP = 8
 EACH = f"each of {DEEP}"
@@ -227,7 +238,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     figures: dict[str, float] = {}
-    parts = (operators(args.device), *(p(args.device, args.features) for p in (gemms, linears)))
+    parts = (
+        operators(args.device),
+        *(p(args.device, args.features) for p in (gemms, calls_of_least, linears)),
+    )
     for name, call in itertools.chain(*parts):
         figures[name] = median_us(args.device, call, args.rounds)
         if name.endswith(EACH):
