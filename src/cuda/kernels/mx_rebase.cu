@@ -3,6 +3,7 @@
 // Every code is rewritten for the largest scale of its line: code' = cvt(code * 2^(e_block - e)).
 // Only codes pushed into the format's subnormals lose bits.
 #include "blocks.cuh"
+#include "values.cuh"
 
 struct RebaseArgs {
   const u8 *codes;       // (rows, cols)
@@ -21,28 +22,18 @@ struct RebaseArgs {
 // Codes are exact in fp16, and so is their product with a power of two down to 2^-20 (E4M3, of 4
 // bits; E5M2: 2^-21), as fp16's last bit is 2^-24. Of what lies below that nothing is left whichever
 // way it is rounded: half the smallest code is 2^-10 (E5M2: 2^-17).
-struct CodesE4m3 {
+struct CodesE4m3 : FromE4m3 {
   /// 448 * 2^-24 rounds to zero.
   static constexpr u32 LARGEST_SHIFT = 24;
-  static DEVICE u32 halves(u16 two) {
-    u32 d;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(two));
-    return d;
-  }
   static DEVICE u16 pair(u32 halves) {
     u16 d;
     asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(d) : "r"(halves));
     return d;
   }
 };
-struct CodesE5m2 {
+struct CodesE5m2 : FromE5m2 {
   /// 57344 * 2^-40 rounds to zero.
   static constexpr u32 LARGEST_SHIFT = 40;
-  static DEVICE u32 halves(u16 two) {
-    u32 d;
-    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(d) : "h"(two));
-    return d;
-  }
   static DEVICE u16 pair(u32 halves) {
     u16 d;
     asm("cvt.rn.satfinite.e5m2x2.f16x2 %0, %1;" : "=h"(d) : "r"(halves));
@@ -94,8 +85,8 @@ template <class F> struct Factor {
 
   /// Four codes, rebased.
   DEVICE u32 word(u32 codes, u32 &seen_lo, u32 &seen_hi) const {
-    u32 lo = apply(F::halves((u16)codes), seen_lo);
-    return lo | (u32)apply(F::halves((u16)(codes >> 16)), seen_hi) << 16;
+    u32 lo = apply(F::halves(codes), seen_lo);
+    return lo | (u32)apply(F::halves(codes >> 16), seen_hi) << 16;
   }
 };
 
