@@ -47,14 +47,6 @@ def current_stream_id(x: Tensor) -> int:
     return int(torch._C._cuda_getCurrentRawStream(x.device.index))
 
 
-def allow_in_graph(function: Callable[..., Any]) -> None:
-    """Have Dynamo put calls of ``function`` into its graphs without looking inside.
-
-    It imports Dynamo, which takes two seconds: not to be called at import.
-    """
-    torch.compiler.allow_in_graph(function)
-
-
 def inductor_decomposition(operator: Any, function: Callable[..., Any]) -> None:
     """Have Inductor trace ``function`` in the place of calls of ``operator``.
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fp8rs._torch import allow_in_graph, current_stream_id, is_traced
+from fp8rs._torch import current_stream_id, is_traced
 from fp8rs.gemm.blocks import dgrad_fold, dgrad_operand
 from fp8rs.gemm.table import scaled_mm
 from fp8rs.ops.inductor import fuse_maxima
@@ -84,7 +84,7 @@ def prepare_compilers() -> None:
 
     Both are imported, which takes two seconds: for those who make a layer, not at import.
     """
-    allow_in_graph(linear)
+    torch.compiler.allow_in_graph(linear)
     fuse_maxima()
 
 

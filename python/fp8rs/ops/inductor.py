@@ -41,12 +41,13 @@ def quantize_current(
     have to refuse, it is their sequence.
     """
     fused = fuses(x)
+    if fused:
+        inductor_reads_memory(_quantize)  # so that the amax is of the values that are cast
     amax = fused_amax(x) if fused else _amax(x)
     if fused and not power_2_scale and 0 <= amax_epsilon <= torch.finfo(_F32).max:
         scale = fused_scale(amax, torch.finfo(fp8_dtype).max, amax_epsilon)
     else:
         scale = _scale_from_amax(amax, fp8_dtype, power_2_scale, amax_epsilon)
-    inductor_reads_memory(_quantize)  # so that the amax is of the values that are cast
     return (*_quantize(x, scale, fp8_dtype, rowwise, columnwise), scale)
 
 
