@@ -238,6 +238,32 @@ def test_sequence_lengths_do_not_recompile(device, recipe):
 
 
 @every_recipe
+def test_tokens_that_data_selects(device, recipe):
+    """One graph for any number of them, as an expert has; none included."""
+    eager, model = build(recipe, device), build(recipe, device)
+    train(eager, eager, device, steps=3), train(model, model, device, steps=3)  # scales are there
+
+    def chosen(model, x, keep):
+        return model(x[keep])
+
+    def run(function, model, n, count):
+        x = batch(device, n, 80).flatten(0, 1).requires_grad_()
+        y = function(model, x, torch.arange(160, device=device) * 7 % 160 < count)
+        y.float().square().sum().backward()
+        seen = [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+        model.zero_grad()
+        return seen
+
+    with counting() as backend, dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(chosen, fullgraph=True, backend=backend)
+        for n, count in enumerate((140, 37, 1, 0)):
+            want, got = run(chosen, eager, n, count), run(compiled, model, n, count)
+            assert want[0].shape == (count, 48)
+            assert_equal([want], [got])
+        assert backend.frame_count == 1
+
+
+@every_recipe
 def test_a_compiled_loss_rolls_the_histories(device, recipe):
     """The root's hooks are compiled away with it: the optimizer's step does what they do."""
     model = build(recipe, device)

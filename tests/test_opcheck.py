@@ -32,6 +32,11 @@ def samples(device):
             yield ops.dequantize, (codes, scale, [-1, -1], dtype)
         yield ops.scale_from_amax, (data(device, *shape).abs(), E4M3, True, 0.0, 1)
     yield ops._note_amax, (scale, amax, scalar(0.5, device))
+    codes, _, scale = ops.quantize_current(data(device, 2, 3, 16), E4M3)
+    b = (data(device, 7, 16).to(E4M3), scalar(1.0, device), "tensor")
+    for a in (codes, codes[:0]):
+        for bias, dtype in ((None, torch.bfloat16), (torch.ones(7, device=device), torch.float32)):
+            yield ops._scaled_mm, (a, scale, "tensor", *b, bias, dtype, True, False)
     permuted = data(device, 3, 4, 5).permute(2, 0, 1)
     yield ops.quantize, (permuted, scale, E4M3, True, True)
     yield ops.scale_from_amax, (permuted.abs(), E5M2)
@@ -40,6 +45,7 @@ def samples(device):
 NAMES = [
     "_note_amax",
     "_quantize_delayed",
+    "_scaled_mm",
     "amax",
     "dequantize",
     "multi_amax",

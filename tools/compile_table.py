@@ -52,6 +52,7 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
     ("... that save matrix products (selective)", CHECKPOINT, {"wrap": "selective"}),
     ("evaluation and training in turn", "test_evaluation_and_training", {}),
     ("sequence lengths that differ (`dynamic=True`)", "test_sequence_lengths_do_not_recompile", {}),
+    ("tokens that data selects (`x[mask]`)", "test_tokens_that_data_selects", {}),
     ("a compiled loss", "test_a_compiled_loss_rolls_the_histories", {}),
     (
         'CUDA graphs (`mode="reduce-overhead"`)',

@@ -81,6 +81,16 @@ def may_be_empty(x: Tensor) -> bool:
     return bool(guard_or_true(x.numel() == 0))
 
 
+def depends_on_data(*sizes: int) -> bool:
+    """Whether traced sizes are those of what data selects (``x[mask]``): nothing is known of them.
+
+    Where one decides what is called, a trace ends with an error.
+    """
+    from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
+
+    return any(type(size) is not int and has_free_unbacked_symbols(size) for size in sizes)
+
+
 def real_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool) -> Any:
     """An instance of ``cls`` over the storage of ``data``: its pointer is real.
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from fp8rs._core import UnsupportedError
+from fp8rs._torch import depends_on_data
 from fp8rs.gemm.devices import gpu_path
 from fp8rs.tensor import formats
-from fp8rs.tensor.quantized import Plane
+from fp8rs.tensor.planes import Plane
 
 #: (a, b, bias, out_dtype, use_fast_accum) -> (rows of a, rows of b)
 Gemm = Callable[[Plane, Plane, "Tensor | None", torch.dtype, bool], Tensor]
@@ -66,6 +67,9 @@ def scaled_mm(
     n, k_b = formats.matrix_shape(b.data.shape)
     if k != k_b:
         raise ValueError(f"a is {(m, k)} and b is {(n, k_b)}: their last dims must be equal")
+    if not (type(m) is type(n) is type(k) is int) and depends_on_data(m, n, k):
+        given = (codes, a.scale, a.format.name, b.data, b.scale, b.format.name)
+        return cast(Tensor, _scaled_mm(*given, bias, out_dtype, use_fast_accum, emulate))
     if m == 0 or n == 0 or k == 0:
         out = torch.zeros((m, n), dtype=out_dtype, device=codes.device)
         return out if bias is None else out + bias.to(out_dtype)
@@ -80,6 +84,49 @@ def scaled_mm(
             f"{b.format.name!r}; a recipe with emulate=True runs on dequantized operands"
         )
     return gemm(a, b, bias, out_dtype, use_fast_accum)
+
+
+@torch.library.custom_op("fp8rs::_scaled_mm", mutates_args=())
+def _scaled_mm(
+    a: Tensor,
+    a_scale: Tensor,
+    a_format: str,
+    b: Tensor,
+    b_scale: Tensor,
+    b_format: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    emulate: bool,
+) -> Tensor:
+    """``scaled_mm`` as one operator, for sizes that a compiler does not know.
+
+    Whether operands are empty, and by how much they are padded, is found when it is called.
+    """
+    return scaled_mm(
+        Plane(a, a_scale, formats.format_named(a_format)),
+        Plane(b, b_scale, formats.format_named(b_format)),
+        bias=bias,
+        out_dtype=out_dtype,
+        use_fast_accum=use_fast_accum,
+        emulate=emulate,
+    )
+
+
+@_scaled_mm.register_fake
+def _(
+    a: Tensor,
+    a_scale: Tensor,
+    a_format: str,
+    b: Tensor,
+    b_scale: Tensor,
+    b_format: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    *_: bool,
+) -> Tensor:
+    rows, cols = formats.matrix_shape(a.shape)[0], formats.matrix_shape(b.shape)[0]
+    return a.new_empty((rows, cols), dtype=out_dtype)
 
 
 def _dequantized(

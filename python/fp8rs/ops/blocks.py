@@ -43,7 +43,10 @@ def _count(extent: int, size: int, offset: int = 0) -> int:
     """Blocks of ``size`` that ``extent`` elements from ``offset`` on touch."""
     if size == -1:
         return 1
-    return -(-(offset % size + extent) // size) if extent else 0
+    begin = offset % size
+    if begin and not extent:  # not asked of extents at large: a traced one may not be known
+        return 0
+    return -(-(begin + extent) // size)
 
 
 def _packed_size(rows: int, blocks: int) -> int:
