@@ -17,7 +17,7 @@ from fp8rs.gemm.devices import gpu_path
 from fp8rs.gemm.table import aligned, check_cuda, gemm_for, padded, run
 from fp8rs.tensor import formats
 from fp8rs.tensor.formats import BlockFormat
-from fp8rs.tensor.quantized import Plane
+from fp8rs.tensor.planes import Plane
 
 _pack_scales = torch.ops.fp8rs.pack_scales.default
 _rebase = torch.ops.fp8rs.rebase.default

@@ -19,9 +19,10 @@ from fp8rs.quantize.spec import quant_spec
 from fp8rs.tensor import formats
 from fp8rs.tensor.formats import INPUT_DTYPES, BlockFormat, check_fp8_dtype, matrix_shape
 from fp8rs.tensor.planes import Plane
-from fp8rs.tensor.quantized import TENSOR_TYPES, QuantizedTensor, Store, wrap_planes
+from fp8rs.tensor.quantized import TENSOR_TYPES, QuantizedTensor, wrap_planes
 from fp8rs.tensor.spec import Planes as Planes
 from fp8rs.tensor.spec import QuantSpec, quantize_planes
+from fp8rs.tensor.store import Store
 
 
 def reduce_amax_(amax: Tensor, group: Any = None) -> Tensor:

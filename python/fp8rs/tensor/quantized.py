@@ -4,9 +4,10 @@
 contiguously (what GEMMs that contract over the rows read: Hopper's FP8 GEMM takes only K-major
 operands).
 
-Planes belong to a :class:`Store`, as the bytes of a plain tensor belong to its storage: a tensor,
-its detached aliases and its views share one, so that what is written, made or dropped through one
-of them is so for all. A view has a :class:`~fp8rs.tensor.windows.Window` on it beside.
+Planes belong to a :class:`~fp8rs.tensor.store.Store`, as the bytes of a plain tensor belong to its
+storage: a tensor, its detached aliases and its views share one, so that what is written, made or
+dropped through one of them is so for all. A view has a :class:`~fp8rs.tensor.windows.Window` on it
+beside.
 
 What operators do is in :mod:`fp8rs.tensor.aten` and its neighbours.
 """
@@ -14,8 +15,8 @@ What operators do is in :mod:`fp8rs.tensor.aten` and its neighbours.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from fp8rs.tensor.formats import BlockFormat, matrix_shape
 from fp8rs.tensor.planes import Plane as Plane
 from fp8rs.tensor.planes import check_planes
 from fp8rs.tensor.spec import Planes, QuantSpec, default_spec, quantize_planes
+from fp8rs.tensor.store import Delayed, Store
 from fp8rs.tensor.table import HANDLERS
 from fp8rs.tensor.windows import Rectangle, Span, Window
 
@@ -34,181 +36,6 @@ from fp8rs.tensor.windows import Rectangle, Span, Window
 PLANES = ("rowwise", "columnwise")
 
 _plain_data: Any = torch.Tensor.data
-
-#: What a delayed scale is read from and the amax written to, each fp32 of one element.
-Delayed = tuple[Tensor, Tensor]
-
-
-class Owner(Protocol):
-    """Whom the planes of a weight belong to. It is told of writes, and may take them over.
-
-    Attributes:
-        init_value: the values before the first rounding, on the CPU, where they are kept.
-        writes: how many times the planes were written.
-        unagreed: scales that shards share may differ between ranks.
-    """
-
-    init_value: Tensor | None
-    writes: int
-    unagreed: bool
-
-    def write(self, tensor: QuantizedTensor, values: Tensor) -> bool:
-        """``values`` are about to be written; True if they have been, with other ranks' shards.
-
-        Called on every rank that writes, on those with an empty shard too.
-        """
-
-    def take(self, tensor: QuantizedTensor, src: QuantizedTensor) -> bool:
-        """As `write`, of the codes and scales of another tensor of this format and shape."""
-
-    def has(self, store: Store) -> bool:
-        """Whether these are the planes of the weight, or may be: not those of a copy."""
-
-    def has_whole(self, tensor: QuantizedTensor) -> bool:
-        """Whether a tensor over the weight's planes shows all of this rank's part."""
-
-    def wrote(self, agreed: bool = False) -> None:
-        """Codes or scales have been written; ``agreed``: with the scales of all ranks."""
-
-    def reshard(self) -> None:
-        """Have modules hold their shards, where a sharded weight is there whole."""
-
-    def forget_init(self) -> None:
-        """Free the values from before the first rounding, and keep no others."""
-
-    @property
-    def slots(self) -> Delayed | None:
-        """Of delayed scaling: the next scale (0: none yet), and where amaxes are noted."""
-
-    @property
-    def shards(self) -> Shards | None:
-        """What knows of the other ranks' shards; None of a weight that is whole."""
-
-
-class Shards(Protocol):
-    """The sharded weights of a model. What reduces runs on all ranks, with the same weights."""
-
-    def offset(self, weight: Any) -> int:
-        """The index, in a whole weight, of the first element of this rank's shard."""
-
-    def is_cut(self, weight: Any) -> bool:
-        """Whether some block of the weight has elements on several ranks."""
-
-    def reduce_(self, weights: Sequence[Any], amaxes: Tensor) -> None:
-        """Make shards' maxima (n,), fp32, those of the whole weights: one all-reduce a mesh."""
-
-    def write_all(self, weights: Sequence[Any], values: Sequence[Tensor]) -> None:
-        """Quantize values into whole shards, as those of the whole weights."""
-
-    def agree(self) -> None:
-        """Have the scales of all weights agree."""
-
-
-class Store:
-    """The planes that a tensor shares with its aliases and views.
-
-    Attributes:
-        rowwise, columnwise: the planes; one of them at least.
-        spec: how what is written is quantized; None is the planes' format without options.
-        delayed: for delayed scaling, the scale to read and the amax to write.
-        owner: of a parameter's planes; new tensors that stand for the parameter have it too.
-        blank: nothing has been written yet, and the first tensor that is gives the scales.
-    """
-
-    __slots__ = ("blank", "columnwise", "delayed", "owner", "rowwise", "spec")
-
-    def __init__(
-        self,
-        rowwise: Plane | None,
-        columnwise: Plane | None,
-        spec: QuantSpec | None = None,
-        delayed: Delayed | None = None,
-    ) -> None:
-        self.rowwise = rowwise
-        self.columnwise = columnwise
-        self.spec = spec
-        self.delayed = delayed
-        self.owner: Owner | None = None
-        self.blank = False
-
-    @property
-    def told(self) -> Owner | None:
-        """The owner, if these planes are its weight's and not those of a copy."""
-        owner = self.owner
-        return owner if owner is not None and owner.has(self) else None
-
-    @property
-    def lead(self) -> int:
-        """Rows that the first blocks have in front of the matrix."""
-        row, col = self.rowwise, self.columnwise
-        return max(row.lead[0] if row is not None else 0, col.lead[1] if col is not None else 0)
-
-    @property
-    def any_plane(self) -> Plane:
-        """The rowwise plane, or the columnwise one where there is no rowwise."""
-        plane = self.rowwise if self.rowwise is not None else self.columnwise
-        assert plane is not None
-        return plane
-
-    @property
-    def matrix(self) -> tuple[int, int]:
-        """Rows and columns of the 2-D view."""
-        if self.rowwise is not None:
-            return matrix_shape(self.rowwise.data.shape)
-        assert self.columnwise is not None
-        cols, rows = self.columnwise.data.shape
-        return rows, cols
-
-    @property
-    def has(self) -> tuple[bool, bool]:
-        """Whether there is a rowwise plane, and a columnwise one."""
-        return self.rowwise is not None, self.columnwise is not None
-
-    @property
-    def one_scale(self) -> bool:
-        """Whether both planes have one and the same scale tensor."""
-        row, col = self.rowwise, self.columnwise
-        return row is not None and col is not None and row.scale is col.scale
-
-    def tensors(self) -> list[Tensor]:
-        """The data and scales of all planes."""
-        planes = [p for p in (self.rowwise, self.columnwise) if p is not None]
-        return [t for p in planes for t in (p.data, p.scale)]
-
-    def read(self, box: Rectangle, dtype: torch.dtype) -> Tensor:
-        """The values of some rows and columns, which cut no block: a new contiguous matrix."""
-        if self.rowwise is not None:
-            found = windows.part(self.rowwise, box.rows, box.cols)
-            assert found is not None
-            return found.dequantize(dtype).view(box.rows.length, box.cols.length)
-        assert self.columnwise is not None
-        found = windows.part(self.columnwise, box.cols, box.rows)
-        assert found is not None
-        return found.dequantize(dtype).t().contiguous()
-
-    def put(self, planes: Planes, box: Rectangle | None = None, non_blocking: bool = False) -> None:
-        """Write planes of some rows and columns, which cut no block, or of all."""
-        for own, new, turned in (
-            (self.rowwise, planes[0], False),
-            (self.columnwise, planes[1], True),
-        ):
-            if own is None:
-                continue
-            assert new is not None
-            if box is not None:
-                rows, cols = (box.cols, box.rows) if turned else (box.rows, box.cols)
-                data = own.data
-                if data.dim() != 2:  # a view: of a copy the write would be lost
-                    matrix = data.view(matrix_shape(data.shape))
-                    own = Plane(matrix, own.scale, own.format, own.lead)
-                own = windows.part(own, rows, cols)
-                assert own is not None
-            data = new.data
-            if data.shape != own.data.shape:
-                data = data.reshape(own.data.shape)
-            own.data.copy_(data, non_blocking=non_blocking)
-            if not (turned and self.one_scale):
-                own.scale.copy_(new.scale, non_blocking=non_blocking)
 
 
 class QuantizedTensor(Tensor):
