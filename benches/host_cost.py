@@ -1,12 +1,15 @@
 """Host time of eager calls, in microseconds: operators, quantizers, and Linear beside nn.Linear.
 
-    python benches/host_cost.py [cpu|cuda] [--json FILE] [--rounds N] [--features N]
+    python benches/host_cost.py [cpu|cuda] [--json FILE] [--rounds N] [--features N] [--rows N]
 
 Tensors are tiny, so that what is timed is the way to the kernel: on CUDA nothing waits for the
-device inside the timing, which is idle before each round. Each figure is the median over rounds of
-the mean over a round's calls. "ratio" is to nn.Linear's in the same run.
+device inside the timing, which is idle before each. A round times each call in turn, as the mean of
+a hundred, so that a machine that is slow for a second is so for all calls of that round. "us" is
+the shortest of the rounds, what the code takes where nothing else has the core; "median" says how
+far from it the machine was. "ratio" is of the shortest, to nn.Linear's.
 
-With ``--features 512`` no operand of recipe block has to be padded, as in a model of real size.
+With ``--features 512 --rows 256`` no operand of recipe block has to be padded, as in a model of
+real size.
 
 A backward on CUDA runs in a thread of autograd's. In the figure of one layer is what it takes to
 wake that up, and to fetch all Python that it runs into another core. "each of 8" is a layer's part
@@ -40,19 +43,16 @@ E8M0 = torch.float8_e8m0fnu
 RECIPES = ("current", "delayed", "rowwise", "mxfp8", "block")
 
 
-def median_us(device: str, call: Callable[[], object], rounds: int, calls: int = 100) -> float:
-    """The median over rounds of a call's mean time on the host."""
-    for _ in range(20):
+def mean_us(device: str, call: Callable[[], object], calls: int = 100) -> float:
+    """A call's mean time on the host."""
+    for _ in range(10):
         call()
-    times = []
-    for _ in range(rounds):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        times.append((time.perf_counter() - start) / calls * 1e6)
-    return statistics.median(times)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls * 1e6
 
 
 def operators(device: str) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -156,23 +156,25 @@ class Bare(nn.Module):
         return self.function.apply(x, self.weight)
 
 
-def gemms(device: str, features: int) -> Iterator[tuple[str, Callable[[], object]]]:
+def gemms(device: str, rows: int, features: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """The GEMMs alone, where there is a GPU."""
     if device != "cuda":
         return
-    x = torch.randn(64, features, device=device, dtype=torch.bfloat16)
+    x = torch.randn(rows, features, device=device, dtype=torch.bfloat16)
     w = torch.randn(features, features, device=device, dtype=torch.bfloat16)
     one = torch.ones((), device=device)
     a, b = x.to(E4M3), w.to(E4M3)
-    rows, cols = torch.ones(64, 1, device=device), torch.ones(features, 1, device=device)
+    a_scale, b_scale = torch.ones(rows, 1, device=device), torch.ones(features, 1, device=device)
     yield "torch.mm", lambda: torch.mm(x, w.t())
     yield "torch._scaled_mm, per tensor", lambda: product(a, b, one, one)
-    yield "torch._scaled_mm, per row", lambda: product(a, b, rows, cols.t())
+    yield "torch._scaled_mm, per row", lambda: product(a, b, a_scale, b_scale.t())
 
 
-def calls_of_least(device: str, features: int) -> Iterator[tuple[str, Callable[[], object]]]:
+def calls_of_least(
+    device: str, rows: int, features: int
+) -> Iterator[tuple[str, Callable[[], object]]]:
     """The operators that "least" calls, each alone: what it takes beyond them is autograd's."""
-    x = torch.randn(64, features, device=device, dtype=torch.bfloat16)
+    x = torch.randn(rows, features, device=device, dtype=torch.bfloat16)
     w = torch.randn(features, features, device=device, dtype=torch.bfloat16)
     scale = torch.ones((), device=device)
     current, quantize = ops.quantize_current.default, ops.quantize.default
@@ -186,7 +188,9 @@ DEEP = 8
 EACH = f"each of {DEEP}"
 
 
-def model_of(layers: int, recipe: str | None, device: str, features: int) -> nn.Sequential:
+def model_of(
+    layers: int, recipe: str | None, device: str, rows: int, features: int
+) -> nn.Sequential:
     """Layers in a row: nn.Linear, or a recipe's, with scales that are known, or bare ones."""
     made = {"device": device, "dtype": torch.bfloat16}
     plain = [nn.Linear(features, features, bias=False, **made) for _ in range(layers)]
@@ -197,15 +201,15 @@ def model_of(layers: int, recipe: str | None, device: str, features: int) -> nn.
         fp8rs.convert_to_float8_training(model, recipe=recipe)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         for _ in range(4):  # delayed scaling finds its scales
-            model(torch.randn(64, features, **made)).sum().backward()
+            model(torch.randn(rows, features, **made)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
     return model
 
 
-def linears(device: str, features: int) -> Iterator[tuple[str, Callable[[], object]]]:
+def linears(device: str, rows: int, features: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """Forward, and forward with backward, of nn.Linear and of each recipe's."""
-    x, gradient = (torch.randn(64, features, device=device, dtype=torch.bfloat16) for _ in "xg")
+    x, gradient = (torch.randn(rows, features, device=device, dtype=torch.bfloat16) for _ in "xg")
 
     def forward(layer: nn.Module) -> torch.Tensor:
         # A tensor of its own each time: layers share what one input was quantized to.
@@ -219,13 +223,13 @@ def linears(device: str, features: int) -> Iterator[tuple[str, Callable[[], obje
 
     for recipe in (None, *BARE, *RECIPES):
         name = "nn.Linear" if recipe is None else f"Linear, {recipe}"
-        model = model_of(1, recipe, device, features)
+        model = model_of(1, recipe, device, rows, features)
         layer = model[0]
         if recipe in RECIPES:
             layer._fp8_state.begin_forward(model, ())  # as in a forward of the whole model
         yield f"{name}: forward", functools.partial(forward, layer)
         yield f"{name}: forward + backward", functools.partial(both, layer)
-        deep = model_of(DEEP, recipe, device, features)
+        deep = model_of(DEEP, recipe, device, rows, features)
         yield f"{name}: forward + backward, {EACH}", functools.partial(both, deep)
 
 
@@ -234,28 +238,34 @@ def main() -> None:
     parser.add_argument("device", nargs="?", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--features", type=int, default=128, help="of the layers; rows are 64")
+    parser.add_argument("--features", type=int, default=128, help="of the layers")
+    parser.add_argument("--rows", type=int, default=64, help="of the layers' inputs")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    figures: dict[str, float] = {}
     parts = (
         operators(args.device),
-        *(p(args.device, args.features) for p in (gemms, calls_of_least, linears)),
+        *(p(args.device, args.rows, args.features) for p in (gemms, calls_of_least, linears)),
     )
-    for name, call in itertools.chain(*parts):
-        figures[name] = median_us(args.device, call, args.rounds)
-        if name.endswith(EACH):
-            figures[name] /= DEEP
+    calls = dict(itertools.chain(*parts))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(args.rounds):
+        for name, call in calls.items():
+            layers = DEEP if name.endswith(EACH) else 1
+            times[name].append(mean_us(args.device, call) / layers)
+    shortest = {name: min(taken) for name, taken in times.items()}
+    median = {name: statistics.median(taken) for name, taken in times.items()}
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else "no GPU"
     print(f"torch {torch.__version__}, fp8rs {fp8rs.__version__}, {args.device} ({gpu})\n")
-    print("| call | us | ratio |\n|---|---|---|")
-    for name, us in figures.items():
+    print("| call | us | median | ratio |\n|---|---|---|---|")
+    for name, us in shortest.items():
         _, colon, kind = name.partition(": f")
-        plain = figures.get(f"nn.Linear: f{kind}") if colon else None
-        print(f"| {name} | {us:.1f} | {'' if plain is None else f'{us / plain:.1f}'} |")
+        plain = shortest.get(f"nn.Linear: f{kind}") if colon else None
+        ratio = "" if plain is None else f"{us / plain:.1f}"
+        print(f"| {name} | {us:.1f} | {median[name]:.1f} | {ratio} |")
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"torch": torch.__version__, "device": args.device, "us": figures}, file)
+            of_run = {"torch": torch.__version__, "device": args.device}
+            json.dump({**of_run, "us": shortest, "median_us": median}, file)
 
 
 if __name__ == "__main__":
