@@ -47,6 +47,34 @@ def current_stream_id(x: Tensor) -> int:
     return int(torch._C._cuda_getCurrentRawStream(x.device.index))
 
 
+def dispatch_mode() -> object:
+    """The innermost ``TorchDispatchMode`` that is entered, or None.
+
+    What torch has in public for it costs an import and some frames.
+    """
+    depth = torch._C._len_torch_dispatch_stack()
+    return torch._C._get_dispatch_stack_at(depth - 1) if depth else None
+
+
+def memory_of(x: Tensor) -> object:
+    """Where a tensor's values are, for `same_memory`: writes that move no version can change it.
+
+    Of a real one the address, which ``x.data = y`` changes; in a compiler's trace the value that
+    ``x`` stands for at present, which any write changes.
+    """
+    if isinstance(x, FunctionalTensor):
+        return x.from_functional()
+    try:
+        return x.data_ptr() if type(x) is not FakeTensor else None
+    except RuntimeError:  # of a transform (vmap)
+        return None
+
+
+def same_memory(a: object, b: object) -> bool:
+    """Whether `memory_of` gave the same twice."""
+    return a is b or (type(a) is int and a == b)
+
+
 def inductor_decomposition(operator: Any, function: Callable[..., Any]) -> None:
     """Have Inductor trace ``function`` in the place of calls of ``operator``.
 

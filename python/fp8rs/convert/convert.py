@@ -75,6 +75,18 @@ def convert_to_float8_training(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    for name, given in (
+        ("enable_fsdp_float8_all_gather", enable_fsdp_float8_all_gather or False),
+        ("fp8_weights", fp8_weights),
+        ("preserve_high_precision_init_val", preserve_high_precision_init_val),
+    ):
+        if not isinstance(given, bool):
+            raise TypeError(f"{name} must be True or False, not {given!r}")
+    if module_filter_fn is not None and not callable(module_filter_fn):
+        raise TypeError(
+            "module_filter_fn must be a function of a module and its name, "
+            f"not {module_filter_fn!r}"
+        )
     recipe, enable_fsdp_float8_all_gather = settle(
         recipe, config, enable_fsdp_float8_all_gather, fp8_weights
     )
@@ -160,7 +172,7 @@ def _report(root: nn.Module, recipe: Recipe, left: dict[str, str]) -> str:
     """What a conversion did, in a few lines."""
     converted = [m for m in root.modules() if isinstance(m, Float8Linear)]
     weights = sum(m.weight.numel() for m in converted)
-    parameters = sum(p.numel() for p in root.parameters())
+    parameters = sum(0 if nn.parameter.is_lazy(p) else p.numel() for p in root.parameters())
     lines = [
         f"recipe {recipe.name!r}: {len(converted)} linear layers converted, whose weights are "
         f"{weights / max(parameters, 1):.1%} of {parameters:,} parameters"

@@ -53,12 +53,19 @@ def select(
         fp8_weights: whether weights are to be FP8.
 
     Raises:
-        TypeError: ``filter_fqns`` is a str.
-        ValueError: a layer is on another recipe, or has high-precision weights for good.
+        TypeError: ``filter_fqns`` is no collection of str.
+        ValueError: one of its names is empty; a layer is on another recipe, or has high-precision
+            weights for good.
     """
-    if isinstance(filter_fqns, str):
-        raise TypeError(f"filter_fqns must be a collection of names, not the str {filter_fqns!r}")
+    if isinstance(filter_fqns, str) or not isinstance(filter_fqns, Iterable):
+        what = "the str " if isinstance(filter_fqns, str) else ""
+        raise TypeError(f"filter_fqns must be a collection of names, not {what}{filter_fqns!r}")
     filter_fqns = tuple(filter_fqns)
+    for part in filter_fqns:
+        if not isinstance(part, str):
+            raise TypeError(f"filter_fqns must be a collection of names, and has {part!r}")
+        if not part:
+            raise ValueError("filter_fqns has '', which is in every name and leaves out all layers")
     found = Selection()
     linears = [name for name, part in root.named_modules() if isinstance(part, nn.Linear)]
     unused = [part for part in filter_fqns if not any(part in name for name in linears)]
@@ -131,7 +138,8 @@ def select(
 def large_3d(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The parameters of three dimensions that are worth a word: experts of a mixture, say."""
     parameters = root.named_parameters()
-    return [(name, p) for name, p in parameters if p.dim() == 3 and p.numel() >= _LARGE]
+    sized = [(name, p) for name, p in parameters if not nn.parameter.is_lazy(p)]
+    return [(name, p) for name, p in sized if p.dim() == 3 and p.numel() >= _LARGE]
 
 
 def why_not(module: nn.Linear) -> str:

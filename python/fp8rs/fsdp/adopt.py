@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fp8rs._torch import local_tensor, set_local_tensor
-from fp8rs.nn.linear import keep_marks
+from fp8rs.nn.linear import Float8Linear, keep_marks
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from . import passes, state_dicts
@@ -60,6 +61,17 @@ def adopt(module: nn.Module, name: str, parameter: Any) -> None:
     if not quantized and not state.fp8_gather:
         return
     state.has(module)
+    if not quantized and (others := tied_to(module, name, parameter)):
+        warnings.warn(
+            f"the weight of {state.names[module._fp8_index] or 'the layer'} is gathered in high "
+            f"precision: it is tied to that of {', '.join(others)}, which would be given what it "
+            "was rounded to",
+            stacklevel=2,
+        )
+        module._fp8_on_shard = None  # type: ignore[assignment]
+        return
+    if state.fsdp is not None:
+        state.fsdp.replaced(module, name)
     weight = Weight(module, name)
     weight.written = True
     if quantized:
@@ -80,6 +92,18 @@ def adopt(module: nn.Module, name: str, parameter: Any) -> None:
         module._fp8_plain_state_dict = True  # type: ignore[assignment]
     # FSDP2 has just put its hooks before ours on the module.
     state.keep_first()
+
+
+def tied_to(module: nn.Module, name: str, parameter: Any) -> list[str]:
+    """The modules that have a layer's weight as theirs, and do not multiply by it in FP8."""
+    state: Any = module._fp8_state
+    mine = (parameter, module._parameters.get(name))  # not all are given their shard at once
+    return [
+        other or type(part).__name__
+        for other, part in (() if state.root is None else state.root.named_modules())
+        if not isinstance(part, Float8Linear)
+        and any(p is not None and any(p is one for one in mine) for p in part._parameters.values())
+    ]
 
 
 def local_part(values: Tensor, parameter: DTensor) -> Tensor:

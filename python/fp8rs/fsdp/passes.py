@@ -209,6 +209,16 @@ class WeightPasses:
             known = self._units[weight] = frozenset({weight, *own})
         return known
 
+    def replaced(self, module: nn.Module, name: str) -> None:
+        """Another tensor is put in the place of a parameter: free what was kept of the one before.
+
+        Not what is on its way: a backward still has the bytes that its forward had.
+        """
+        for known in (self.latest, self._placed, self._units):
+            for weight in [w for w in known if w._module() is module and w.name == name]:
+                del known[weight]
+        self._units.clear()
+
     # --- FP8 weights -----------------------------------------------------------------------------
 
     @contextmanager
@@ -338,8 +348,7 @@ class WeightPasses:
         local = local_of(parameter)
         if local is None:
             return False
-        moved, local._weight.moved = local._weight.moved, False
-        return bool(moved)
+        return bool(local._weight.take_moved())
 
     def mesh_groups(self) -> list[Any]:
         """The groups of the meshes that weights are sharded over, replicas' among them."""

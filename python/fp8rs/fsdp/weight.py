@@ -100,10 +100,17 @@ class Weight:
         if state is None or state.histories is None:
             return
         if not agreed:
-            if isinstance(self.parameter_part, QuantizedTensor) and self.shards is None:
-                self.follow(self.parameter_part._store.any_plane.scale)
+            part = self.parameter_part
+            # A whole FP8 weight, that is: what FSDP2 has gathered of a shard has no owner.
+            if isinstance(part, QuantizedTensor) and part._store.owner is self:
+                self.follow(part._store.any_plane.scale)
         elif state.fsdp is not None:
             state.fsdp.shared = False
+
+    def take_moved(self) -> bool:
+        """Whether it was written since this was asked last."""
+        moved, self.moved = self.moved, False
+        return moved
 
     def reshard(self) -> None:
         """Have modules hold their shards again, where FSDP2 has this weight whole in its place.

@@ -142,7 +142,7 @@ def _dequantized(
         with torch.autocast(device.type, enabled=False):
             return _dequantized(a, b, bias, out_dtype, use_fast_accum)
     if a.format.per_tensor and b.format.per_tensor:
-        one = torch.ones((), device=device)
+        one = torch.ones((), dtype=torch.float32, device=device)
         out = torch.mm(_values(a, one), _values(b, one).t())
         # One after the other: the product of two small scales can underflow. Out of place: what a
         # GEMM gave may be saved by selective checkpointing.

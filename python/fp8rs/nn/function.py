@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fp8rs._torch import current_stream_id, is_traced
+from fp8rs._torch import current_stream_id, dispatch_mode, is_traced, memory_of, same_memory
 from fp8rs.gemm.blocks import dgrad_fold, dgrad_operand
 from fp8rs.gemm.table import scaled_mm
 from fp8rs.ops.inductor import fuse_maxima
@@ -132,45 +132,69 @@ def _quantize(
 # --- siblings ------------------------------------------------------------------------------------
 
 
-_last = threading.local()
-
-
 class _Shared:
-    """The planes of a tensor, kept on it for the siblings (q, k and v; w1 and w3) that come next.
+    """The planes of a tensor, for the siblings (q, k and v; w1 and w3) that come next.
 
-    They serve a *different* weight at the same version of the tensor, on the same stream. A weight
-    that has been served is being called again, and what was written through ``.data`` meanwhile
-    has moved no version: it quantizes anew.
+    A thread has those of one tensor, for as long as that lives. They serve a *different* weight at
+    the same memory and version of the tensor, on the same stream. A weight that has been served is
+    being called again, and what was written past torch meanwhile (through ``.data``, by a
+    collective) has moved no version: it quantizes anew. So does what follows the beginning of a
+    model's forward (:func:`forget_inputs`), and what is run under another dispatch mode: one that
+    records operators for a checkpoint has to see in the recomputation what it has seen before.
     """
 
-    __slots__ = ("amax", "key", "planes", "stream", "users", "version")
+    __slots__ = ("amax", "key", "memory", "mode", "planes", "stream", "tensor", "users", "version")
 
-    def __init__(self, x: Tensor, key: Any, planes: Planes, amax: Tensor | None, user: int) -> None:
-        self.version, self.stream = x._version, current_stream_id(x)
-        self.key, self.planes, self.amax = key, planes, amax
-        self.users = {user}
-        # A tensor that lives on (a ReLU saves its output) must not keep what no sibling wants: one
-        # tensor a thread has planes.
-        last = getattr(_last, "tensor", None)
-        before = None if last is None else last()
-        if before is not None:
-            before._fp8_shared = None
-        _last.tensor = weakref.ref(x)
-        x._fp8_shared = self  # type: ignore[attr-defined]
+    tensor: weakref.ref[Tensor] | None
+    mode: weakref.ref[Any] | None
+    memory: object
 
-    @staticmethod
-    def serving(x: Tensor, key: Any, user: int) -> _Shared | None:
-        """What a sibling has left for this weight."""
-        found: _Shared | None = getattr(x, "_fp8_shared", None)
-        if (
-            found is not None
-            and found.key == key
-            and found.version == x._version
-            and user not in found.users
-            and found.stream == current_stream_id(x)
-        ):
-            return found
-        return None
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self, tensor: object = None) -> None:
+        """Keep nothing; of a weak reference that has died: unless another tensor's came since."""
+        if tensor is None or tensor is self.tensor:
+            self.tensor = self.key = self.memory = self.mode = None
+            self.amax: Tensor | None = None
+            self.planes: Planes = None, None
+            self.users: set[int] = set()
+
+    def keep(self, x: Tensor, key: Any, planes: Planes, amax: Tensor | None, user: int) -> None:
+        """Have the planes of ``x`` for others than ``user``, a weight's id."""
+        self.key, self.planes, self.amax, self.users = key, planes, amax, {user}
+        self.version, self.memory, self.stream = x._version, memory_of(x), current_stream_id(x)
+        mode = dispatch_mode()
+        self.mode = None if mode is None else weakref.ref(mode)
+        self.tensor = weakref.ref(x, self.forget)
+
+    def serves(self, x: Tensor, key: Any, user: int) -> bool:
+        """Whether a sibling has left planes of ``x`` for this weight."""
+        return (
+            self.tensor is not None
+            and self.tensor() is x
+            and self.key == key
+            and self.version == x._version
+            and user not in self.users
+            and same_memory(self.memory, memory_of(x))
+            and self.stream == current_stream_id(x)
+            and (None if self.mode is None else self.mode()) is dispatch_mode()
+        )
+
+
+class _Threads(threading.local):
+    """What each thread has."""
+
+    def __init__(self) -> None:
+        self.shared = _Shared()
+
+
+_here = _Threads()
+
+
+def forget_inputs() -> None:
+    """Have layers of this thread quantize their next input, whatever others have left."""
+    _here.shared.forget()
 
 
 def _input_planes(
@@ -186,8 +210,10 @@ def _input_planes(
             return (given, None), given.scale
         return (given, x.columnwise or given.transposed("columnwise", "wgrad")), given.scale
     key = (spec.input, spec.wgrad_input, None if delayed is None else delayed.record)
-    shared = _Shared.serving(x, key, user)
-    if shared is not None:
+    # Inference tensors have no version: a write would go unnoticed.
+    sharing = not x.is_inference()
+    shared = _here.shared
+    if sharing and shared.serves(x, key, user):
         row, col = shared.planes
         if row is not None and (not columnwise or col is not None or row.format.square):
             if columnwise and col is None:
@@ -204,9 +230,8 @@ def _input_planes(
     planes = _quantize(spec.input, INPUT, x, True, both, delayed)
     if columnwise and spec.wgrad_input is not None:
         planes = planes[0], _quantize(spec.wgrad_input, INPUT, x, False, True, delayed)[1]
-    if not x.is_inference():  # such tensors have no version: a write would go unnoticed
-        amax = None if delayed is None else delayed.amax(INPUT)
-        _Shared(x, key, planes, amax, user)
+    if sharing:
+        shared.keep(x, key, planes, None if delayed is None else delayed.amax(INPUT), user)
     return planes, cast(Plane, planes[0]).scale
 
 
@@ -218,13 +243,13 @@ def _input_again(spec: LinearSpec, x: Tensor, scale: Tensor | None, user: int, d
     """
     quant = spec.wgrad_input or spec.input
     key = (quant, None if scale is None else id(scale))
-    shared = _Shared.serving(x, key, user)
-    if shared is not None:
+    shared = _here.shared
+    if shared.serves(x, key, user):
         shared.users.add(user)
         return cast(Plane, shared.planes[1])
     values = _in_backward(x, dy) if is_traced(x) else x
     planes = quantize_planes(quant, values, False, True, scale=scale)
-    _Shared(x, key, planes, None, user)
+    shared.keep(x, key, planes, None, user)
     return cast(Plane, planes[1])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 from .function import Slots, linear, prepare_compilers
 from .init import is_sharded, reset_linear
-from .registry import ModelState
+from .registry import ModelState, note_compiled
 
 #: Called with a layer, the name of a parameter and its sharded value, a DTensor that FSDP2 is
 #: putting in its place; or an FP8 weight that has come out of a pickle.
@@ -41,6 +42,17 @@ def is_fp8(weight: Any) -> bool:
 def slots(scale: Tensor, amax: Tensor) -> Slots:
     """The slots in a layer's buffers."""
     return scale[:, 0].unbind(), amax[:, 0].unbind()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def warn_of_export() -> bool:
+    """Say, while a layer is being exported, what the program will not do."""
+    warnings.warn(
+        "an exported FP8 layer computes its forward alone: no gradient reaches its weight or its "
+        "input, and none is asked for with an error. Export under torch.no_grad() if that is meant",
+        stacklevel=1,
+    )
+    return True
 
 
 class Float8Linear(nn.Linear):
@@ -87,20 +99,23 @@ class Float8Linear(nn.Linear):
         """
         compiling = torch.compiler.is_compiling()
         weight, bias = (self.weight, self.bias) if compiling else self._operands()
+        if compiling and torch.compiler.is_exporting() and torch.is_grad_enabled():
+            warn_of_export()
         plain = type(input) is Tensor and type(weight) is nn.Parameter
         if not plain and (hasattr(weight, "_local_tensor") or hasattr(input, "_local_tensor")):
             from .sharded import on_shards  # of DTensors
 
             return on_shards(self._compute, input, weight, bias)
+        if not plain and not isinstance(input, Tensor):
+            raise TypeError(f"input must be a Tensor, not {type(input).__name__}")
         return self._compute(input, weight, bias)
 
     def _compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The forward, of local tensors."""
         shape, dtype = input.shape, input.dtype
         if not shape or shape[-1] != weight.shape[1]:
-            raise ValueError(
-                f"input has shape {tuple(shape)}, but its last dim must be {weight.shape[1]}"
-            )
+            needed = f"its last dim must be {weight.shape[1]}" if shape else "it must have a dim"
+            raise ValueError(f"input has shape {tuple(shape)}, but {needed}")
         if dtype not in INPUT_DTYPES:
             raise TypeError(f"input must be float32, bfloat16 or float16, not {dtype}")
         # To ask for a device's name takes longer.
@@ -117,6 +132,8 @@ class Float8Linear(nn.Linear):
             state.begin_layer(training)
             scales, amaxes = self._slots()
         else:
+            if training:
+                note_compiled(state.mark)
             scales, amaxes = slots(self.fp8_scale, self.fp8_amax)
         return linear(
             input, weight, bias, state.key, dtype, scales, amaxes, self.fp8_ready, training
@@ -185,6 +202,9 @@ class Float8Linear(nn.Linear):
             if local_metadata.get("assign_to_params_buffers", False):
                 state_dict = self._instead_of_assigned(state_dict, prefix + "weight")
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+            weight = self._parameters.get("weight")
+            if weight is not None and not weight.is_meta:
+                self._begin_buffers(weight.device)
 
     def _instead_of_assigned(self, state_dict: Any, key: str) -> Any:
         """Of ``load_state_dict(assign=True)``: what is assigned to an FP8 weight is written to it.
@@ -199,7 +219,7 @@ class Float8Linear(nn.Linear):
             empty = torch.empty_like(weight.detach(), device=value.device)
             self.weight = nn.Parameter(empty, weight.requires_grad)
             weight = self.weight
-            self._begin_buffers(value.device)
+            self._begin_buffers(value.device)  # which writing it needs
         with torch.no_grad():
             weight.copy_(value)
         return {**state_dict, key: weight}
@@ -217,7 +237,14 @@ class Float8Linear(nn.Linear):
         before = {name: self._buffers[name] for name in BUFFERS if name in self._buffers}
         weight = self._parameters["weight"]
         marks = {} if weight is None else dict(weight.__dict__)  # torch may swap them with the rest
-        out = super()._apply(fn, recurse)
+
+        def applied(t: Tensor) -> Any:
+            new = fn(t)
+            # Modules make parameters of what they are given, which torch allows of no tensor that
+            # detaches to another class, as shards of FP8 codes do.
+            return new.detach() if new is t and is_fp8(t) and hasattr(t, "_local_tensor") else new
+
+        out = super()._apply(applied, recurse)
         weight = self._parameters["weight"]
         if is_fp8(weight):
             keep_marks(marks, weight)

@@ -26,7 +26,9 @@ from fp8rs.scaling import steps
 from fp8rs.scaling.clock import Clock
 from fp8rs.scaling.histories import Histories
 from fp8rs.scaling.reductions import reduce_packed_
+from fp8rs.tensor.quantized import QuantizedTensor
 
+from .function import forget_inputs
 from .spec import ROLES, register
 
 
@@ -67,7 +69,8 @@ class ModelState:
         self.alone = False
         self._group = amax_reduction_group
         self._root: weakref.ref[nn.Module] | None = None
-        self._hook_ids: tuple[int, int] | None = None
+        #: The key of its hooks in the root's dictionaries.
+        self._hook_name: str | None = None
         #: Index -> the version of a plain weight when this was asked last.
         self._versions: dict[int, int] = {}
         #: An optimizer of torch's kind trains this model: its steps are told.
@@ -121,21 +124,27 @@ class ModelState:
         self._root = weakref.ref(root)
 
     def attach(self, root: nn.Module) -> None:
-        """Have the forwards of ``root`` announced to this state."""
+        """Have the forwards of ``root`` announced to this state.
+
+        By names of ours: torch numbers hooks, and a graph that one model's was compiled into would
+        serve no other model for the sake of the number.
+        """
         begin, end = RootHook(self, "begin_forward", root), RootHook(self, "end_forward", root)
-        before = root.register_forward_pre_hook(begin, prepend=True)
-        after = root.register_forward_hook(end, always_call=True)
-        self._hook_ids = (before.id, after.id)
+        before, after = cast(Any, root._forward_pre_hooks), cast(Any, root._forward_hooks)
+        name = next(name for n in itertools.count() if (name := f"fp8rs {n}") not in before)
+        before[name], after[name] = begin, end
+        before.move_to_end(name, last=False)
+        root._forward_hooks_always_called[name] = True  # type: ignore[index]
+        self._hook_name = name
 
     def detach(self) -> None:
         """Undo :meth:`attach`."""
         root = self.root
-        if root is not None and self._hook_ids is not None:
-            before, after = self._hook_ids
-            root._forward_pre_hooks.pop(before, None)
-            root._forward_hooks.pop(after, None)
-            root._forward_hooks_always_called.pop(after, None)
-        self._root = self._hook_ids = None
+        if root is not None and self._hook_name is not None:
+            hooks = root._forward_pre_hooks, root._forward_hooks, root._forward_hooks_always_called
+            for known in hooks:
+                cast(Any, known).pop(self._hook_name, None)
+        self._root = self._hook_name = None
 
     def _link(self, root: nn.Module) -> None:
         """Find the layers of a copied or unpickled model."""
@@ -169,19 +178,21 @@ class ModelState:
     def keep_first(self) -> None:
         """Move the root's pre-hook before hooks that were prepended later, FSDP's for one."""
         root = self.root
-        if root is not None and self._hook_ids is not None:
+        if root is not None and self._hook_name is not None:
             hooks = cast(Any, root._forward_pre_hooks)
-            if self._hook_ids[0] in hooks:
-                hooks.move_to_end(self._hook_ids[0], last=False)
+            if self._hook_name in hooks:
+                hooks.move_to_end(self._hook_name, last=False)
 
     def begin_forward(self, module: nn.Module, args: Any) -> None:
         """The root's forward pre-hook."""
         if torch.compiler.is_compiling():
             if self.histories is not None:
-                compiled_whole(self.mark)
+                note_compiled(self.mark)
             return
         if self._root is None or not self.linears:
             self._link(module)
+        if not self.alone:
+            forget_inputs()  # which may have been written since, as a buffer that is received into
         new = self.clock.begin_forward(
             training=module.training, grad=torch.is_grad_enabled(), in_backward=in_backward()
         )
@@ -246,7 +257,7 @@ class ModelState:
         if self.fsdp is not None:
             self.fsdp.agree()
         clock = self.clock
-        clock.stepped(silent=self.mark in _compiled_whole)
+        clock.stepped(silent=self.mark in _compiled)
         if clock.unannounced:
             clock.recorded()
         self._roll_if_due()
@@ -285,6 +296,8 @@ class ModelState:
                 version = weight._version
                 moved += self._versions.setdefault(index, version) != version
                 self._versions[index] = version
+            elif isinstance(weight, QuantizedTensor):  # a whole FP8 weight
+                moved += weight._store.owner is not None and weight._store.owner.take_moved()
             elif self.fsdp is not None:
                 moved += self.fsdp.moved(weight)
         return 2 * moved > trained
@@ -383,17 +396,17 @@ class ModelState:
 
 
 #: Marks of models: forwards of them have been compiled with all hooks, and begin unannounced.
-_compiled_whole: set[str] = set()
+_compiled: set[str] = set()
 _marks = itertools.count()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def compiled_whole(mark: str) -> bool:
+def note_compiled(mark: str) -> bool:
     """Note that a model's forward is being compiled. Run while it is traced, not where it runs.
 
     (An attribute of the model cannot tell: within an activation checkpoint Dynamo sets none.)
     """
-    _compiled_whole.add(mark)
+    _compiled.add(mark)
     return True
 
 

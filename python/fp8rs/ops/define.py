@@ -69,10 +69,11 @@ def operator(schema: str) -> Callable[[Callable[..., Operation]], Callable[..., 
     """Define ``torch.ops.fp8rs.NAME`` from the function that is decorated."""
     _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
     name = schema.partition("(")[0]
-    written = _written(schema)
+    names, written = _names(schema), _written(schema)
 
     def register(function: Callable[..., Operation]) -> Callable[..., Operation]:
         def fake(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...] | None:
+            _check_devices(args, names)
             return function(*args, **kwargs)[0]
 
         def kernel(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...] | None:
@@ -100,10 +101,33 @@ def declared(schema: str, silent: Any) -> None:
     _implement(schema.partition("(")[0], silent, kernel)
 
 
+def _names(schema: str) -> list[str]:
+    """The names of an operator's arguments."""
+    return [a.name for a in torch._C.parse_schema(f"fp8rs::{schema}").arguments]
+
+
 def _written(schema: str) -> list[int]:
     """The places of the arguments that a schema says are written."""
     arguments = torch._C.parse_schema(f"fp8rs::{schema}").arguments
     return [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
+
+
+def _check_devices(args: Sequence[Any], names: Sequence[str]) -> None:
+    """ValueError where a tensor is on another device than the first one.
+
+    torch calls what makes room for outputs, which then nobody writes, where one tensor is on meta.
+    """
+    first = None
+    for argument, name in zip(args, names, strict=False):
+        for x in argument if isinstance(argument, (list, tuple)) else (argument,):
+            if not isinstance(x, Tensor):
+                continue
+            if first is None:
+                first, its_name = x.device, name
+            elif x.device != first:
+                raise ValueError(
+                    f"{name} is on {x.device} and {its_name} is on {first}: both must be on one"
+                )
 
 
 def _count_versions(args: Sequence[Any], written: list[int]) -> None:

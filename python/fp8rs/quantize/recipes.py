@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -232,7 +232,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 }
 
 
-def resolve_recipe(recipe: Recipe | str) -> Recipe:
+def resolve_recipe(recipe: Recipe | str | Any) -> Recipe:
     """A recipe object from itself or from its short name.
 
     Raises:
@@ -247,6 +247,8 @@ def resolve_recipe(recipe: Recipe | str) -> Recipe:
         except KeyError:
             known = ", ".join(repr(name) for name in RECIPES)
             raise ValueError(f"recipe {recipe!r} is not known; the names are {known}") from None
+    if isinstance(recipe, type) and issubclass(recipe, Recipe):
+        raise TypeError(f"recipe is the class {recipe.__name__}: give {recipe.__name__}()")
     raise TypeError(f"recipe must be a recipe or its short name, not {type(recipe).__name__}")
 
 

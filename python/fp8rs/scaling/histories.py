@@ -38,7 +38,10 @@ def new_buffers(recipe: DelayedScaling, device: torch.device) -> dict[str, Tenso
     shapes = {"fp8_scale": (3, 4), "fp8_amax": (4, 4)}
     shapes["fp8_amax_history"] = (recipe.amax_history_len, 3)
     with torch.inference_mode(False):
-        return {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
+        return {
+            name: torch.zeros(shape, dtype=torch.float32, device=device)
+            for name, shape in shapes.items()
+        }
 
 
 def keep_local(buffers: dict[str, Any]) -> None:
@@ -184,7 +187,7 @@ class Histories:
             values = packs[0].amax[:, :3, 0].t().contiguous()
             reduce(values.view(-1))
         else:
-            values = torch.zeros(3, count, device=home)
+            values = torch.zeros(3, count, dtype=torch.float32, device=home)
             for pack in packs:
                 values[:, pack.indices] = pack.amax[:, :3, 0].t().to(home)
             reduce(values.view(-1))
@@ -220,7 +223,7 @@ class Histories:
     ) -> Tensor:
         """The reduced amaxes, with which scales of weights went over the wire."""
         home = packs[0].amax.device
-        values = torch.zeros(4, len(self._layers()), device=home)
+        values = torch.zeros(4, len(self._layers()), dtype=torch.float32, device=home)
         for pack in packs:
             values[:3, pack.indices] = pack.amax[:, :3, 0].t().to(home)
         where = index_tensor(tuple(layers), home)

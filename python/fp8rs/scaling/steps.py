@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any, Protocol
 
+import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 
@@ -18,7 +20,9 @@ class Trained(Protocol):
         """An optimizer that has one of its parameters has stepped."""
 
 
-_watching: weakref.WeakSet[Any] = weakref.WeakSet()
+#: By the order in which they came, which is that of all ranks: what they are told has collectives.
+_watching: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 _hook: Any = None
 
 
@@ -26,12 +30,14 @@ def watch(model: Trained) -> None:
     """Have a model told of the steps of its own optimizers, for as long as it lives."""
     global _hook
     if _hook is None:
-        _hook = register_optimizer_step_post_hook(_after_step)
-    _watching.add(model)
+        # A compiled step calls it: what it does on the host is nothing to be traced.
+        _hook = register_optimizer_step_post_hook(torch.compiler.disable(_after_step))
+    if not any(known is model for known in _watching.values()):
+        _watching[next(_numbers)] = model
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    models = list(_watching)
+    models = [model for _, model in sorted(_watching.items())]
     if models:
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for model in models:
