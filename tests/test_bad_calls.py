@@ -372,6 +372,20 @@ def test_an_empty_list_has_no_device():
         ops.multi_amax([])
 
 
+def test_meta_tensors_do_not_mix(device):
+    """torch calls what makes room for outputs, which nobody would write."""
+    x, meta = torch.randn(2, 4, device=device), torch.ones((), device="meta")
+    amax = torch.ones((), device=device)
+    for call, message in [
+        (lambda: ops.quantize(x, meta, E4M3), "^scale is on meta and x is on c"),
+        (lambda: ops._quantize_delayed(x, amax, meta, E4M3), "^amax is on meta and x is on c"),
+        (lambda: ops.multi_amax([x, x.to("meta")]), "^xs is on meta and xs is on c"),
+        (lambda: ops.dequantize(x.to(E4M3), meta, [-1, -1], x.dtype), "^scale is on meta"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 @pytest.mark.gpu
 def test_devices_do_not_mix():
     cpu, cuda = Call("cpu"), Call("cuda")

@@ -462,3 +462,17 @@ def test_cuda_graphs_of_a_compiled_model(device, recipe):
 
 def linear_layers(model):
     return [m for m in model.modules() if isinstance(m, fp8rs.nn.Linear)]
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_equal_models_are_one_graph(device, part):
+    """What a root's hooks are called by is equal for all; a loss that is compiled serves all."""
+    with counting() as backend:
+        compiled = torch.compile(lambda model, x: model(x).square().mean(), backend=backend)
+        for _ in range(4):
+            torch.manual_seed(0)
+            block = Block().to(device)
+            for root in (block.q, block.o) if part else (block,):
+                fp8rs.convert_to_float8_training(root, recipe="current")
+            compiled(block, batch(device)).backward()
+        assert backend.frame_count == 1

@@ -85,8 +85,32 @@ def test_hooks_and_mode_stay(device):
 
 def test_filter_fqns_are_parts_of_names():
     assert converted(convert(Model(), filter_fqns=["head", "blocks.1"])) == ALL[:2]
-    with pytest.raises(TypeError, match="filter_fqns"):
-        convert(Model(), filter_fqns="head")
+    for wrong in ("head", None, [1]):
+        with pytest.raises(TypeError, match="filter_fqns must be a collection of names"):
+            convert(Model(), filter_fqns=wrong)
+    with pytest.raises(ValueError, match="filter_fqns has ''"):
+        convert(Model(), filter_fqns=["head", ""])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["enable_fsdp_float8_all_gather", "fp8_weights", "preserve_high_precision_init_val"],
+)
+def test_what_is_no_bool_is_refused(name):
+    model = Model()
+    with pytest.raises(TypeError, match=f"{name} must be True or False, not 'no'"):
+        convert(model, **{name: "no"})
+    with pytest.raises(TypeError, match="module_filter_fn must be a function"):
+        convert(model, module_filter_fn=5)
+    with pytest.raises(TypeError, match=r"give Float8CurrentScaling\(\)"):
+        convert(model, recipe=Float8CurrentScaling)
+    assert not converted(model)
+
+
+def test_layers_without_a_size_yet_stay():
+    model = nn.Sequential(nn.LazyLinear(48), nn.Linear(48, 16))
+    assert converted(convert(model)) == ["1"]
+    assert model(torch.randn(2, 8)).shape == (2, 16)
 
 
 def test_a_filter_that_leaves_nothing_out_is_said():

@@ -3,12 +3,14 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8rs
 from distributed import ranks
 from fp8rs.convert.convert import convert_to_float8_training
 from fp8rs.quantize.recipes import DelayedScaling
+from fp8rs.scaling import steps
 from fp8rs.scaling.histories import Histories
 from simulation import E4M3, E5M2, MAX, scale_of
 
@@ -35,12 +37,13 @@ class Two(nn.Module):
         return self.b(self.a(x))
 
 
-def build(device, group=None, **recipe):
+def build(device, group=None, fp8_weights=False, **recipe):
     torch.manual_seed(0)
     model = convert_to_float8_training(
         Two().to(device),
         recipe=DelayedScaling(**recipe),
-        enable_fsdp_float8_all_gather=False,
+        enable_fsdp_float8_all_gather=fp8_weights,
+        fp8_weights=fp8_weights,
         amax_reduction_group=group,
     )
     return model, Slots(model)
@@ -177,6 +180,84 @@ def test_a_model_that_is_compiled_whole_has_its_own_steps_alone(device, rolls):
     for _ in range(3):
         step(compiled)
     assert len(rolls) == 4, "nobody can tell that there was no forward"
+
+
+class Parts(nn.Module):
+    """Used by its layers and a method of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def features(self, x):
+        return self.b(self.a(x))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("way", ["eager", "a method", "layers"])
+def test_compiled_layers_of_a_model_that_is_not_called_roll_too(device, way):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = fp8rs.convert_to_float8_training(Parts().to(device), recipe="delayed")
+    features = model.features
+    if way == "a method":
+        features = torch.compile(features, backend="aot_eager")
+    if way == "layers":
+        model.a.compile(backend="aot_eager"), model.b.compile(backend="aot_eager")
+    for n in range(4):
+        features(batch(device, 10.0**n)).sum().backward()
+        step(model)
+    assert (model.a.fp8_amax_history[:4] > 0).all()
+    expected = scale_of(amax(batch(device, 10.0**3)), E4M3)
+    assert torch.equal(model.a.fp8_scale[1, 0], expected)
+
+
+def test_a_compiled_step_is_one_graph(device):
+    torch._dynamo.reset()
+    model, state = build(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(optimizer.step, backend=backend)
+    for _ in range(8):
+        model(batch(device)).sum().backward()
+        compiled()
+    assert backend.frame_count == 1
+    assert (state.history[:8, X_A] > 0).all()
+
+
+def test_models_are_told_of_a_step_in_the_order_they_came_in():
+    """That is the order of their collectives, on all ranks."""
+
+    class Told:
+        def __init__(self, name):
+            self.name = name
+
+        def owns(self, parameters):
+            return True
+
+        def stepped(self):
+            told.append(self.name)
+
+    told = []
+    models = [Told(n) for n in range(50)]
+    for model in models:
+        steps.watch(model)
+    steps.watch(models[0])  # is known
+    del models[10:20]
+    step(nn.Linear(2, 2))
+    assert told == [*range(10), *range(20, 50)]
+
+
+def test_an_assigned_load_onto_meta_gives_the_histories_memory(device):
+    state = nn.Linear(16, 16).to(device).state_dict()
+    with torch.device("meta"):
+        model = fp8rs.convert_to_float8_training(nn.Linear(16, 16), recipe="delayed")
+    model.load_state_dict(state, assign=True)
+    assert {b.device.type for b in model.buffers()} == {device.type}
+    for _ in range(2):
+        model(batch(device)).sum().backward()
+        step(model)
+    assert torch.equal(model.fp8_scale[1, 0], scale_of(amax(batch(device)), E4M3))
 
 
 def test_optimizer_steps_without_a_forward_roll_nothing(device, rolls):
@@ -493,13 +574,14 @@ def test_a_cast_of_the_model_leaves_the_buffers_in_fp32(device):
     assert model.a.weight.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("fp8_weights", [False, True])
 @pytest.mark.parametrize("how", ["a version moves", "it is said"])
-def test_updates_by_hand_roll_the_histories(device, how):
-    model, state = build(device)
+def test_updates_by_hand_roll_the_histories(device, how, fp8_weights):
+    model, state = build(device, fp8_weights=fp8_weights)
     for n in range(3):
         model(batch(device)).sum().backward()
         for p in model.parameters():
-            if how == "a version moves":
+            if how == "a version moves" or fp8_weights:
                 with torch.no_grad():
                     p -= 0.0 * p.grad
             else:

@@ -251,3 +251,26 @@ def test_a_pickled_model_is_sharded(rig, recipe):
     assert_fp8(model)
     assert_same_training(rig, model, whole)
     assert loss_of(model, batch(rig)).isfinite()
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("move", ["cpu", "float", "same"])
+@pytest.mark.parametrize("forward_first", [False, True])
+def test_moving_a_sharded_model_where_it_is(rig, move, forward_first):
+    """``model.to(device)`` of a model that is there already."""
+    model = shard(make(UNEVEN, fp8_weights=True, device=rig.device), rig)
+    x = batch(rig)
+    if forward_first:
+        model(x).sum().backward()
+        model.zero_grad()
+    weight = model.head.weight
+    expected = model(x).detach()
+    model.reshard()
+    if move == "cpu" and rig.device.type == "cpu":
+        model.cpu()
+    elif move == "float":
+        model.float()
+    else:
+        model.to(rig.device)
+    assert model.head.weight is weight
+    assert torch.equal(model(x), expected)

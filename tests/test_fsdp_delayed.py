@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -163,3 +164,62 @@ def test_histories_are_reduced_over_both_meshes(rig):
         part = codes.chunk(2, dim)[mesh["tensor"].get_local_rank()]
         assert same_bytes(plane.data, part)
         block.reshard()
+
+
+@ranks(1, 2)
+def test_a_write_while_a_weight_is_gathered_pins_no_scale(rig):
+    """FSDP2 leaves its root's weights gathered after an evaluation."""
+    outputs, scales = [], []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32)).to(rig.device)
+        recipe = fp8rs.DelayedScaling(amax_history_len=1)
+        fp8rs.convert_to_float8_training(model, recipe=recipe)
+        if sharded:
+            fully_shard(model, mesh=rig.mesh())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        x, seen = torch.linspace(-1, 1, 512, device=rig.device).view(16, 32), []
+        parameters = list(model.parameters())  # before FSDP2 puts others in their places
+        for n in range(4):
+            model(x).sum().backward()
+            with torch.no_grad():
+                model.eval()(x)
+                for p in parameters:
+                    p.mul_(100.0 if n == 0 else 0.5)
+            optimizer.step(), optimizer.zero_grad()
+            if sharded:
+                model.reshard()
+            outputs.append(model.train()(x).detach())
+            seen.append(model[0].fp8_scale[0, 0].clone())
+        scales.append(torch.stack(seen))
+    assert torch.equal(*scales), scales
+    for whole, shard_ in zip(outputs[:4], outputs[4:], strict=True):
+        assert torch.equal(whole, shard_)
+
+
+@ranks(2)
+@pytest.mark.parametrize("fp8_weights", [False, True])
+def test_parts_of_a_model_hear_of_a_step_in_one_order(rig, fp8_weights):
+    """Each has all-reduces of its own: ranks that paired those of two parts took wrong scales."""
+
+    def train(sharded):
+        parts = []
+        for n in range(6):
+            torch.manual_seed(n)
+            part = nn.Sequential(nn.Linear(32, 32)).to(rig.device)
+            with torch.no_grad():
+                part[0].weight.mul_(4.0**n)
+            # Ranks differ in what they have in memory before it.
+            parts.append([torch.empty(8) for _ in range(rig.rank * n)])
+            fp8rs.convert_to_float8_training(part, recipe="delayed", fp8_weights=fp8_weights)
+            parts[-1] = fully_shard(part, mesh=rig.mesh()) if sharded else part
+        model = nn.Sequential(*parts)
+        if sharded:
+            fully_shard(model, mesh=rig.mesh())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for _ in range(3):
+            model(batch(rig, rows=16, width=32)).sum().backward()
+            optimizer.step(), optimizer.zero_grad()
+        return torch.stack([part[0].fp8_scale[0, 0] for part in parts])
+
+    assert torch.equal(train(sharded=False), train(sharded=True))

@@ -7,8 +7,10 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import fp8rs
+from distributed import ranks
 from distributed.models import EVEN, RECIPES, batch, make
 from fp8rs.fsdp import MasterWeight
 from fp8rs.fsdp.weight import Weight
@@ -343,3 +345,37 @@ def test_what_it_says_of_itself(weight):
     text = repr(weight)
     assert text.startswith("MasterWeight(")
     assert "requires_grad=True" in text
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.mid, self.head = nn.Linear(32, 32), nn.Linear(32, 64, bias=False)
+
+    def forward(self, tokens):
+        self.looked_up = self.embed(tokens)
+        return self.head(self.mid(self.looked_up))
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_a_weight_that_was_tied_after_the_conversion(rig, recipe):
+    """The other module sees its values, and not what they are rounded to for the layer."""
+    models = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = Tied().to(rig.device)
+        fp8rs.convert_to_float8_training(model, recipe=RECIPES[recipe])
+        model.head.weight = model.embed.weight
+        if sharded:
+            with pytest.warns(UserWarning, match="head is gathered in high precision.*embed"):
+                fully_shard(model, mesh=rig.mesh())
+        output = model(torch.arange(64, device=rig.device))
+        output.sum().backward()
+        models.append((model, output))
+    (whole, expected), (model, output) = models
+    assert torch.equal(model.looked_up, whole.looked_up)
+    assert torch.equal(output, expected)
+    assert torch.equal(model.embed.weight.grad.full_tensor(), whole.embed.weight.grad)
+    assert isinstance(model.mid.weight._local_tensor, MasterWeight)

@@ -130,6 +130,36 @@ def test_assign_does_not_drop_the_masters(rig, hidden, forward_first):
     other(batch(rig)).sum().backward()
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
+def test_what_was_assigned_over_is_freed(rig, recipe):
+    model = make(EVEN, recipe=recipe, device=rig.device)
+    shard(model, rig)
+    for step in range(3):
+        model(batch(rig, step)).sum().backward()
+        passes = model.head._fp8_state.fsdp
+        current = set(passes._weights())
+        assert set(passes.latest) == set(passes._placed) == current
+        state = {n: v.clone() for n, v in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        assert_still_master(model)
+        assert not current & {*passes.latest, *passes._placed, *passes._units}
+
+
+@ranks(2)
+@pytest.mark.parametrize("fp8_weights", [False, True])
+def test_a_full_state_dict_is_assigned_onto_a_meta_model_with_histories(rig, fp8_weights):
+    full = {n: v.clone() for n, v in make(UNEVEN, recipe=None).state_dict().items()}
+    with torch.device("meta"):
+        model = make(UNEVEN, recipe="delayed", device="meta", fp8_weights=fp8_weights)
+    shard(model, rig)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, full, options=options)
+    whole = make(UNEVEN, recipe="delayed", device=rig.device, fp8_weights=fp8_weights)
+    x = batch(rig)
+    assert torch.equal(model(x), whole(x))
+
+
 @ranks(2)
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_a_full_state_dict_loads_onto_a_meta_model(rig, broadcast):

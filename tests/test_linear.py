@@ -678,3 +678,42 @@ def test_features_may_be_none(recipe, sizes, lead, bias):
         assert y.shape == (*lead, sizes[1])
     for a, b in zip(plain.parameters(), tested.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
+
+
+def test_what_is_no_tensor_is_refused(device):
+    layer = fp8nn.Linear(16, 16, device=device)
+    for wrong in (None, [[0.0] * 16]):
+        with pytest.raises(TypeError, match=f"input must be a Tensor, not {type(wrong).__name__}"):
+            layer(wrong)
+    with pytest.raises(ValueError, match=r"shape \(\), but it must have a dim"):
+        layer(torch.tensor(1.0, device=device))
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "mxfp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_another_default_dtype(device, recipe, dtype):
+    results, values = [], data(device, 8, 16)
+    for default in (torch.float32, dtype):
+        torch.set_default_dtype(default)
+        try:
+            torch.manual_seed(0)
+            made = {"dtype": torch.float32, "device": device}
+            layer = fp8nn.Linear(16, 16, **made, recipe=recipe)
+            x = values.clone().requires_grad_()
+            for _ in range(2):
+                layer(x).sum().backward()
+                torch.optim.SGD(layer.parameters(), 0.1).step()
+            results.append([x.grad, layer.weight.detach()])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, *results))
+
+
+def test_an_export_says_that_it_has_no_gradients(device):
+    layer = fp8nn.Linear(16, 16, device=device)
+    x = data(device, 8, 16)
+    with pytest.warns(UserWarning, match="no gradient reaches its weight"):
+        torch.export.export(layer, (x,))
+    with torch.no_grad():
+        program = torch.export.export(layer, (x,))
+        assert torch.equal(program.module()(x), layer(x))

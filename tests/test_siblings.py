@@ -1,0 +1,146 @@
+"""Layers share what one input is quantized to, and never what it was before a write."""
+
+import copy
+import io
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import fp8rs
+from cases import skip_without_block_gemms
+
+RECIPES = ("current", "delayed", "rowwise", "block", "mxfp8")
+every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+SAVED = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default]
+
+
+@pytest.fixture(autouse=True)
+def _supported(request, device):
+    if request.node.callspec.params.get("recipe") == "block":
+        skip_without_block_gemms(device)
+
+
+def layers(device, recipe, count=2):
+    """Layers of one model."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(32, 32) for _ in range(count)).to(device)
+    return fp8rs.convert_to_float8_training(model, recipe=recipe)
+
+
+def models(device, recipe):
+    """Two models of a layer."""
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Linear(32, 32)).to(device) for _ in range(2)]
+    return [fp8rs.convert_to_float8_training(part, recipe=recipe) for part in parts]
+
+
+def data(device, seed=0):
+    return torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+@every_recipe
+def test_a_copy_of_an_input_is_another_input(device, recipe):
+    a, b = layers(device, recipe)
+    x = data(device).add_(1).mul_(2)
+    a(x)
+    y = copy.deepcopy(x)
+    y.mul_(5)  # as many writes as the original has had
+    assert torch.equal(b(y), b(y.clone()))
+
+
+def test_an_input_is_saved_as_it_is(device):
+    a, _ = layers(device, "current")
+    x = data(device)
+    a(x)
+    assert not x.__dict__
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file), x)
+
+
+def by_numpy(x, new):
+    x.numpy()[:] = new.numpy()
+
+
+WRITES = {
+    "numpy": by_numpy,
+    ".data.copy_": lambda x, new: x.data.copy_(new),
+    ".data =": lambda x, new: setattr(x, "data", new),
+}
+
+
+@every_recipe
+@pytest.mark.parametrize("write", list(WRITES))
+def test_a_buffer_that_two_models_read(device, recipe, write):
+    """What is written past torch between their forwards, as a collective does, moves no version."""
+    if write == "numpy" and device.type != "cpu":
+        pytest.skip("numpy is of the CPU")
+    (a, b), x, new = models(device, recipe), data(device), data(device, 1)
+    with torch.no_grad():
+        a(x)
+        WRITES[write](x, new.clone())
+        assert torch.equal(b(x), b(new.clone()))
+
+
+@every_recipe
+def test_other_memory_between_siblings(device, recipe):
+    a, b = layers(device, recipe)
+    x = data(device)
+    with torch.no_grad():
+        a(x)
+        x.data = data(device, 1)[:5]
+        assert torch.equal(b(x), b(x.clone()))
+
+
+@every_recipe
+def test_a_write_through_data_between_siblings_of_a_graph(device, recipe):
+    a, b = layers(device, recipe)
+
+    def function(x, new):
+        y = a(x)
+        x.data.copy_(new)
+        return y, b(x)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    x, new = data(device), data(device, 1)
+    with torch.no_grad():
+        first, second = compiled(x.clone(), new)
+        assert torch.equal(first, a(x.clone()))
+        assert torch.equal(second, b(new.clone()))
+
+
+@every_recipe
+@pytest.mark.parametrize("outside", [False, True])
+def test_selective_checkpoints_of_siblings(device, recipe, outside):
+    """Each records its own operators, whatever was quantized in front of it."""
+    context = partial(create_selective_checkpoint_contexts, SAVED)
+    gradients = []
+    for checkpointed in (False, True):
+        a, b = layers(device, recipe)
+        leaf = data(device).requires_grad_()
+        h = leaf * 2
+        for _ in range(2):  # delayed scaling has its scales
+
+            def call(layer, first=False, h=h, checkpointed=checkpointed):
+                if not checkpointed or (outside and first):
+                    return layer(h)
+                return checkpoint(layer, h, use_reentrant=False, context_fn=context)
+
+            y = call(a, first=True) + call(b)
+        y.sum().backward()
+        gradients.append([leaf.grad, a.weight.grad, b.weight.grad])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_vmap_without_gradients(device):
+    a, b = layers(device, "current")
+    xs = torch.stack([data(device), data(device, 1)])
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match="performance drop"):
+            got = torch.func.vmap(lambda x: a(x) + b(x))(xs)
+        torch.testing.assert_close(got[1], a(xs[1]) + b(xs[1]), rtol=1e-5, atol=1e-5)
