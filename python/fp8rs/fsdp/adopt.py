@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import Any
 
 from torch import Tensor, nn
@@ -94,14 +95,28 @@ def adopt(module: nn.Module, name: str, parameter: Any) -> None:
     state.keep_first()
 
 
+#: The modules of converted models that have parameters and are not converted, with their names:
+#: to look for them takes as long as a model has modules, and each weight asks.
+_others: weakref.WeakKeyDictionary[Any, list[tuple[str, weakref.ref[nn.Module]]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def tied_to(module: nn.Module, name: str, parameter: Any) -> list[str]:
     """The modules that have a layer's weight as theirs, and do not multiply by it in FP8."""
     state: Any = module._fp8_state
     mine = (parameter, module._parameters.get(name))  # not all are given their shard at once
+    others = _others.get(state)
+    if others is None and state.root is not None:
+        others = _others[state] = [
+            (other or type(part).__name__, weakref.ref(part))
+            for other, part in state.root.named_modules()
+            if part._parameters and not isinstance(part, Float8Linear)
+        ]
     return [
-        other or type(part).__name__
-        for other, part in (() if state.root is None else state.root.named_modules())
-        if not isinstance(part, Float8Linear)
+        other
+        for other, reference in others or ()
+        if (part := reference()) is not None
         and any(p is not None and any(p is one for one in mine) for p in part._parameters.values())
     ]
 
