@@ -379,3 +379,21 @@ def test_a_weight_that_was_tied_after_the_conversion(rig, recipe):
     assert torch.equal(output, expected)
     assert torch.equal(model.embed.weight.grad.full_tensor(), whole.embed.weight.grad)
     assert isinstance(model.mid.weight._local_tensor, MasterWeight)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("fp8_weights", [False, True])
+def test_a_cast_after_the_first_gather_is_refused(rig, fp8_weights):
+    """As FSDP2 refuses it where nothing is gathered as bytes: it would read the bias as another."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32)).to(rig.device)
+    fp8rs.convert_to_float8_training(model, recipe="current", fp8_weights=fp8_weights)
+    fully_shard(model, mesh=rig.mesh())
+    x = batch(rig, width=32)
+    model.to(torch.bfloat16)
+    assert model(x.bfloat16()).isfinite().all()
+    model.reshard()
+    model.to(torch.float32)
+    with pytest.raises(RuntimeError, match=r"is torch\.float32, and was torch\.bfloat16.*cast"):
+        model(x)
+    model.to(torch.bfloat16)
+    assert model(x.bfloat16()).isfinite().all()

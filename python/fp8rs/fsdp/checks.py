@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch.distributed.fsdp import FSDPModule
 
-from fp8rs._torch import fsdp_param_groups
+from fp8rs._torch import fsdp_param_groups, fsdp_place, local_tensor
 from fp8rs.nn.registry import ModelState
+from fp8rs.tensor.quantized import QuantizedTensor
 
 
 def refuse_partial_reshard(state: ModelState) -> None:
@@ -31,3 +32,26 @@ def refuse_partial_reshard(state: ModelState) -> None:
                         "does not work with FP8 all-gather: use True or False, or convert with "
                         "enable_fsdp_float8_all_gather=False"
                     )
+
+
+def refuse_recast(state: ModelState) -> None:
+    """Raise RuntimeError where parameters were cast after FSDP2 has begun to gather them.
+
+    It gathers those in a group with FP8 codes as bytes, of as many as it found at its first
+    forward: it would read others as what they are not. Of a group without codes it raises itself.
+    """
+    root = state.root
+    for module in () if root is None else root.modules():
+        if isinstance(module, FSDPModule):
+            for group in fsdp_param_groups(module):
+                for known in group.fsdp_params:
+                    owner, name, parameter = fsdp_place(known)
+                    if isinstance(local_tensor(parameter), QuantizedTensor):
+                        continue  # FP8 weights are bytes in any dtype
+                    begun = getattr(known, "orig_dtype", None)  # with FSDP2's first forward
+                    if begun is not None and parameter.dtype != begun:
+                        raise RuntimeError(
+                            f"{name} of a {type(owner).__name__} is {parameter.dtype}, and was "
+                            f"{begun} when FSDP2 began to gather it: cast a model "
+                            "before its first forward"
+                        )

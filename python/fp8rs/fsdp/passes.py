@@ -36,7 +36,7 @@ from fp8rs.scaling.reductions import reduce_packed_
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from . import at_rest
-from .checks import refuse_partial_reshard
+from .checks import refuse_partial_reshard, refuse_recast
 from .cuts import cut_rows
 from .gathered import Gathered, MadeOn, Unmade, made_of
 from .maker import Launch, Measured, Shard, maker_for
@@ -81,6 +81,7 @@ class WeightPasses:
         if found is None or not self._of_own_backward(found):
             if not self._checked:
                 refuse_partial_reshard(self.state)
+                refuse_recast(self.state)
                 self.state.linked()
                 self.state.keep_first()
                 self._checked = True
@@ -208,6 +209,10 @@ class WeightPasses:
             own = {w for w in self._weights() if any(w.module is m for m in modules)}
             known = self._units[weight] = frozenset({weight, *own})
         return known
+
+    def applied(self) -> None:
+        """Parameters have been moved or cast: look at them before the next gather."""
+        self._checked = False
 
     def replaced(self, module: nn.Module, name: str) -> None:
         """Another tensor is put in the place of a parameter: free what was kept of the one before.

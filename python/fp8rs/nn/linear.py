@@ -252,6 +252,8 @@ class Float8Linear(nn.Linear):
             self._fp8_on_shard(self, "weight", weight)  # which may be another tensor now
         if self._fp8_state.histories is not None:
             self._fp8_state.histories.moved()
+        if self._fp8_state.fsdp is not None:
+            self._fp8_state.fsdp.applied()
         with torch.no_grad():
             for name, was in before.items():
                 new = self._buffers[name]
