@@ -33,10 +33,11 @@ def samples(device):
         yield ops.scale_from_amax, (data(device, *shape).abs(), E4M3, True, 0.0, 1)
     yield ops._note_amax, (scale, amax, scalar(0.5, device))
     codes, _, scale = ops.quantize_current(data(device, 2, 3, 16), E4M3)
-    b = (data(device, 7, 16).to(E4M3), scalar(1.0, device), "tensor")
+    b_codes, _, b_scale = ops.quantize_current(data(device, 7, 16), E4M3)
     for a in (codes, codes[:0]):
         for bias, dtype in ((None, torch.bfloat16), (torch.ones(7, device=device), torch.float32)):
-            yield ops._scaled_mm, (a, scale, "tensor", *b, bias, dtype, True, False)
+            given = (a, scale, "tensor", b_codes, b_scale, "tensor", bias, dtype)
+            yield ops._scaled_mm, (*given, True, False)
     permuted = data(device, 3, 4, 5).permute(2, 0, 1)
     yield ops.quantize, (permuted, scale, E4M3, True, True)
     yield ops.scale_from_amax, (permuted.abs(), E5M2)

@@ -45,13 +45,18 @@ def slots(scale: Tensor, amax: Tensor) -> Slots:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def warn_of_export() -> bool:
-    """Say, while a layer is being exported, what the program will not do."""
-    warnings.warn(
-        "an exported FP8 layer computes its forward alone: no gradient reaches its weight or its "
-        "input, and none is asked for with an error. Export under torch.no_grad() if that is meant",
-        stacklevel=1,
-    )
+def note_export() -> bool:
+    """Say, while a layer is being exported, what the program will not do.
+
+    Run while it is traced: of a trace itself torch 2.11 says that it is an export, always.
+    """
+    if torch.compiler.is_exporting():
+        warnings.warn(
+            "an exported FP8 layer computes its forward alone: no gradient reaches its weight or "
+            "its input, and none is asked for with an error. Export under torch.no_grad() if that "
+            "is meant",
+            stacklevel=1,
+        )
     return True
 
 
@@ -99,8 +104,8 @@ class Float8Linear(nn.Linear):
         """
         compiling = torch.compiler.is_compiling()
         weight, bias = (self.weight, self.bias) if compiling else self._operands()
-        if compiling and torch.compiler.is_exporting() and torch.is_grad_enabled():
-            warn_of_export()
+        if compiling and torch.is_grad_enabled():
+            note_export()
         plain = type(input) is Tensor and type(weight) is nn.Parameter
         if not plain and (hasattr(weight, "_local_tensor") or hasattr(input, "_local_tensor")):
             from .sharded import on_shards  # of DTensors
