@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -114,17 +114,8 @@ def _scaled_mm(
 
 
 @_scaled_mm.register_fake
-def _(
-    a: Tensor,
-    a_scale: Tensor,
-    a_format: str,
-    b: Tensor,
-    b_scale: Tensor,
-    b_format: str,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    *_: bool,
-) -> Tensor:
+def _(a: Tensor, a_scale: Tensor, a_format: str, b: Tensor, *others: Any) -> Tensor:
+    *_, out_dtype, _, _ = others
     rows, cols = formats.matrix_shape(a.shape)[0], formats.matrix_shape(b.shape)[0]
     return a.new_empty((rows, cols), dtype=out_dtype)
 
