@@ -219,10 +219,10 @@ class WeightPasses:
 
         Not what is on its way: a backward still has the bytes that its forward had.
         """
-        for known in (self.latest, self._placed, self._units):
+        for known in (self.latest, self._placed):
             for weight in [w for w in known if w._module() is module and w.name == name]:
                 del known[weight]
-        self._units.clear()
+        self._units.clear()  # others' have it too
 
     # --- FP8 weights -----------------------------------------------------------------------------
 

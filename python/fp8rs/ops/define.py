@@ -69,7 +69,7 @@ def operator(schema: str) -> Callable[[Callable[..., Operation]], Callable[..., 
     """Define ``torch.ops.fp8rs.NAME`` from the function that is decorated."""
     _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
     name = schema.partition("(")[0]
-    names, written = _names(schema), _written(schema)
+    names, written = _arguments(schema)
 
     def register(function: Callable[..., Operation]) -> Callable[..., Operation]:
         def fake(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...] | None:
@@ -91,7 +91,7 @@ def operator(schema: str) -> Callable[[Callable[..., Operation]], Callable[..., 
 def declared(schema: str, silent: Any) -> None:
     """Define an operator that does what ``silent`` does, an operator, and says what that writes."""
     _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
-    written = _written(schema)
+    _, written = _arguments(schema)
 
     def kernel(*args: Any) -> Any:
         outputs = silent(*args)
@@ -101,15 +101,11 @@ def declared(schema: str, silent: Any) -> None:
     _implement(schema.partition("(")[0], silent, kernel)
 
 
-def _names(schema: str) -> list[str]:
-    """The names of an operator's arguments."""
-    return [a.name for a in torch._C.parse_schema(f"fp8rs::{schema}").arguments]
-
-
-def _written(schema: str) -> list[int]:
-    """The places of the arguments that a schema says are written."""
+def _arguments(schema: str) -> tuple[list[str], list[int]]:
+    """The names of an operator's arguments, and the places of those that it says are written."""
     arguments = torch._C.parse_schema(f"fp8rs::{schema}").arguments
-    return [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
+    written = [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
+    return [a.name for a in arguments], written
 
 
 def _check_devices(args: Sequence[Any], names: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ class Trained(Protocol):
         """An optimizer that has one of its parameters has stepped."""
 
 
-#: By the order in which they came, which is that of all ranks: what they are told has collectives.
+#: In the order in which they came, which is that of all ranks: what they are told has collectives.
 _watching: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _hook: Any = None
@@ -37,7 +37,7 @@ def watch(model: Trained) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    models = [model for _, model in sorted(_watching.items())]
+    models = list(_watching.values())
     if models:
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for model in models:
