@@ -155,7 +155,9 @@ def rolls(monkeypatch):
     """The rolls of the test, one item each."""
     found = []
     roll = Histories.roll
-    monkeypatch.setattr(Histories, "roll", lambda *args: found.append(args) or roll(*args))
+    monkeypatch.setattr(
+        Histories, "roll", lambda *args, **how: found.append(args) or roll(*args, **how)
+    )
     return found
 
 
@@ -182,6 +184,12 @@ def test_a_model_that_is_compiled_whole_has_its_own_steps_alone(device, rolls):
     assert len(rolls) == 4, "nobody can tell that there was no forward"
 
 
+#: Dynamo looks at what one graph hands to the next.
+compiled_in_part = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)
+
+
 class Parts(nn.Module):
     """Used by its layers and a method of its own."""
 
@@ -193,7 +201,53 @@ class Parts(nn.Module):
         return self.b(self.a(x))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+class Called(Parts):
+    def forward(self, x):
+        return self.features(x)
+
+
+@compiled_in_part
+@pytest.mark.parametrize("way", ["layers", "whole"])
+@pytest.mark.parametrize("length", [1, 1024])
+def test_two_optimizers_of_compiled_code_record_once(device, rolls, way, length):
+    torch._dynamo.reset()
+    model, state = build(device, amax_history_len=length)
+    called = model
+    if way == "layers":
+        model.a.compile(backend="aot_eager"), model.b.compile(backend="aot_eager")
+    else:
+        called = torch.compile(model, backend="aot_eager")
+    optimizers = [torch.optim.SGD([parameter], 0.0) for parameter in model.parameters()]
+    for n in range(3):
+        called(batch(device, 10.0**n)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert len(rolls) == (3 if way == "layers" else 6), "only of parts is known what ran"
+    recorded = [amax(batch(device, 10.0**n)) for n in (2, 1, 0)][:length]
+    assert torch.equal(state.history[: len(recorded), X_A], torch.stack(recorded))
+    assert not state.history[len(recorded) :, X_A].any()
+
+
+@compiled_in_part
+@pytest.mark.parametrize("way", ["a method", "layers"])
+def test_evaluations_between_compiled_steps_change_nothing(device, way):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = fp8rs.convert_to_float8_training(Called().to(device), recipe="delayed")
+    features = model.features
+    if way == "a method":
+        features = torch.compile(features, backend="aot_eager")
+    else:
+        model.a.compile(backend="aot_eager"), model.b.compile(backend="aot_eager")
+    for n in range(4):
+        model.train()
+        features(batch(device, 10.0**n)).sum().backward()
+        model.eval()(batch(device))
+        step(model)
+        assert torch.equal(model.a.fp8_amax_history[0, 1], amax(batch(device, 10.0**n)))
+
+
+@compiled_in_part
 @pytest.mark.parametrize("way", ["eager", "a method", "layers"])
 def test_compiled_layers_of_a_model_that_is_not_called_roll_too(device, way):
     torch._dynamo.reset()

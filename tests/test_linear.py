@@ -353,11 +353,11 @@ def test_shared_activations_are_not_kept(device):
     model = attention(device)
     x, other = data(device, 8, 16), data(device, 8, 16)
     model.q(x)
-    alive = weakref.ref(_here.shared.planes[0].data)
+    alive = weakref.ref(_here.shared.kept.planes[0].data)
     assert alive() is not None
     model.q(other)  # x lives on, its planes do not
     assert alive() is None
-    alive = weakref.ref(_here.shared.planes[0].data)
+    alive = weakref.ref(_here.shared.kept.planes[0].data)
     del other
     assert alive() is None
 

@@ -1,7 +1,9 @@
 """Layers share what one input is quantized to, and never what it was before a write."""
 
 import copy
+import dataclasses
 import io
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -11,6 +13,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import fp8rs
 from cases import skip_without_block_gemms
+from fp8rs.nn.function import _Shared
+from fp8rs.quantize.recipes import resolve_recipe
 
 RECIPES = ("current", "delayed", "rowwise", "block", "mxfp8")
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
@@ -28,6 +32,11 @@ def layers(device, recipe, count=2):
     torch.manual_seed(0)
     model = nn.ModuleList(nn.Linear(32, 32) for _ in range(count)).to(device)
     return fp8rs.convert_to_float8_training(model, recipe=recipe)
+
+
+def saving_inputs(recipe):
+    """A recipe whose backward quantizes inputs again, in eager code too."""
+    return dataclasses.replace(resolve_recipe(recipe), save_input=True)
 
 
 def models(device, recipe):
@@ -84,6 +93,37 @@ def test_a_buffer_that_two_models_read(device, recipe, write):
         a(x)
         WRITES[write](x, new.clone())
         assert torch.equal(b(x), b(new.clone()))
+
+
+@every_recipe
+@pytest.mark.parametrize("write", list(WRITES))
+def test_a_buffer_that_two_backwards_read(device, recipe, write):
+    """As on a GPU, where another thread runs backwards than begins forwards: here too."""
+    if write == "numpy" and device.type != "cpu":
+        pytest.skip("numpy is of the CPU")
+    (a, b), x, new = models(device, saving_inputs(recipe)), data(device), data(device, 1)
+    gradients = []
+    with ThreadPoolExecutor(1) as autograd:
+        autograd.submit(a(x).sum().backward).result()
+        WRITES[write](x, new.clone())
+        for given in (x, new.clone()):
+            autograd.submit(b(given).sum().backward).result()
+            gradients.append(b[0].weight.grad)
+            b.zero_grad()
+    assert torch.equal(*gradients)
+
+
+def test_a_tensor_that_dies_late_takes_its_own_planes_along(device):
+    """Another thread may free it while this one keeps the next."""
+    shared, planes = _Shared(), (None, None)
+    x, y = data(device), data(device, 1)
+    shared.keep(x, "key", planes, None, user=1)
+    first = shared.kept.tensor
+    shared.keep(y, "key", planes, None, user=1)
+    shared._died(first)
+    assert shared.of(y, "key", user=2) is shared.kept
+    del y
+    assert shared.kept is None
 
 
 @every_recipe

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8rs._core import UnsupportedError
-from fp8rs._torch import depends_on_data
+from fp8rs._torch import depends_on_data, is_batched
 from fp8rs.gemm.devices import gpu_path
 from fp8rs.tensor import formats
 from fp8rs.tensor.planes import Plane
@@ -239,6 +239,8 @@ def _missing(n: int, multiple: int) -> int:
 
 def _aligned_scale(scale: Tensor) -> Tensor:
     """A scale at an address that cuBLAS takes: a multiple of 16 bytes."""
+    if is_batched(scale):
+        return scale.reshape(1).repeat(4)[0]  # that of each example is
     return scale.clone() if scale.storage_offset() % 4 else scale
 
 

@@ -132,6 +132,27 @@ def _quantize(
 # --- siblings ------------------------------------------------------------------------------------
 
 
+class _Kept:
+    """The planes of a tensor, which they serve for as long as it lives and is what it was."""
+
+    __slots__ = ("amax", "key", "memory", "mode", "planes", "stream", "tensor", "users", "version")
+
+    def __init__(
+        self,
+        tensor: weakref.ref[Tensor],
+        x: Tensor,
+        key: Any,
+        planes: Planes,
+        amax: Tensor | None,
+        user: int,
+    ) -> None:
+        self.tensor, self.key, self.planes, self.amax = tensor, key, planes, amax
+        self.version, self.memory, self.stream = x._version, memory_of(x), current_stream_id(x)
+        mode = dispatch_mode()
+        self.mode = None if mode is None else weakref.ref(mode)
+        self.users = {user}
+
+
 class _Shared:
     """The planes of a tensor, for the siblings (q, k and v; w1 and w3) that come next.
 
@@ -141,45 +162,50 @@ class _Shared:
     collective) has moved no version: it quantizes anew. So does what follows the beginning of a
     model's forward (:func:`forget_inputs`), and what is run under another dispatch mode: one that
     records operators for a checkpoint has to see in the recomputation what it has seen before.
+
+    Attributes:
+        kept: replaced whole, since a tensor may die in another thread at any moment.
+        era: another object since each :func:`forget_inputs`. A backward, which on a GPU runs in a
+            thread of autograd's, asks for planes with that of its forward.
     """
 
-    __slots__ = ("amax", "key", "memory", "mode", "planes", "stream", "tensor", "users", "version")
+    __slots__ = ("era", "kept")
 
-    tensor: weakref.ref[Tensor] | None
-    mode: weakref.ref[Any] | None
-    memory: object
+    kept: _Kept | None
 
     def __init__(self) -> None:
         self.forget()
 
-    def forget(self, tensor: object = None) -> None:
-        """Keep nothing; of a weak reference that has died: unless another tensor's came since."""
-        if tensor is None or tensor is self.tensor:
-            self.tensor = self.key = self.memory = self.mode = None
-            self.amax: Tensor | None = None
-            self.planes: Planes = None, None
-            self.users: set[int] = set()
+    def forget(self) -> None:
+        """Keep nothing."""
+        self.kept = None
+        self.era = object()
+
+    def _died(self, tensor: object) -> None:
+        """A tensor has been freed: so are its planes, unless another's came since."""
+        kept = self.kept
+        if kept is not None and kept.tensor is tensor:
+            self.kept = None
 
     def keep(self, x: Tensor, key: Any, planes: Planes, amax: Tensor | None, user: int) -> None:
         """Have the planes of ``x`` for others than ``user``, a weight's id."""
-        self.key, self.planes, self.amax, self.users = key, planes, amax, {user}
-        self.version, self.memory, self.stream = x._version, memory_of(x), current_stream_id(x)
-        mode = dispatch_mode()
-        self.mode = None if mode is None else weakref.ref(mode)
-        self.tensor = weakref.ref(x, self.forget)
+        self.kept = _Kept(weakref.ref(x, self._died), x, key, planes, amax, user)
 
-    def serves(self, x: Tensor, key: Any, user: int) -> bool:
-        """Whether a sibling has left planes of ``x`` for this weight."""
-        return (
-            self.tensor is not None
-            and self.tensor() is x
-            and self.key == key
-            and self.version == x._version
-            and user not in self.users
-            and same_memory(self.memory, memory_of(x))
-            and self.stream == current_stream_id(x)
-            and (None if self.mode is None else self.mode()) is dispatch_mode()
-        )
+    def of(self, x: Tensor, key: Any, user: int) -> _Kept | None:
+        """What a sibling has left of ``x`` for this weight."""
+        kept = self.kept
+        if (
+            kept is not None
+            and kept.tensor() is x
+            and kept.key == key
+            and kept.version == x._version
+            and user not in kept.users
+            and same_memory(kept.memory, memory_of(x))
+            and kept.stream == current_stream_id(x)
+            and (None if kept.mode is None else kept.mode()) is dispatch_mode()
+        ):
+            return kept
+        return None
 
 
 class _Threads(threading.local):
@@ -213,17 +239,17 @@ def _input_planes(
     # Inference tensors have no version: a write would go unnoticed.
     sharing = not x.is_inference()
     shared = _here.shared
-    if sharing and shared.serves(x, key, user):
-        row, col = shared.planes
+    if sharing and (kept := shared.of(x, key, user)) is not None:
+        row, col = kept.planes
         if row is not None and (not columnwise or col is not None or row.format.square):
             if columnwise and col is None:
                 col = row.transposed("columnwise", "wgrad")
-                shared.planes = row, col
-            shared.users.add(user)
+                kept.planes = row, col
+            kept.users.add(user)
             scale = row.scale
             if delayed is not None and delayed.record:
                 # This layer's history sees what the layer's that quantized for it has seen.
-                noted = _note_amax(scale, shared.amax, delayed.amax(INPUT))
+                noted = _note_amax(scale, kept.amax, delayed.amax(INPUT))
                 row = Plane(row.data, noted, row.format)
             return (row, col if columnwise else None), scale
     both = columnwise and spec.wgrad_input is None
@@ -235,18 +261,22 @@ def _input_planes(
     return planes, cast(Plane, planes[0]).scale
 
 
-def _input_again(spec: LinearSpec, x: Tensor, scale: Tensor | None, user: int, dy: Tensor) -> Plane:
+def _input_again(
+    spec: LinearSpec, x: Tensor, scale: Tensor | None, forward: tuple[int, object], dy: Tensor
+) -> Plane:
     """The columnwise plane of an input that was saved, with the forward's scale if that is one.
 
-    As in the forward, siblings quantize their input once; but not where hooks on saved tensors
-    (checkpoints, offloading) give each a tensor of its own.
+    As in the ``forward``, of which a weight's id and an era are given, siblings quantize their
+    input once; but not where hooks on saved tensors (checkpoints, offloading) give each a tensor of
+    its own.
     """
     quant = spec.wgrad_input or spec.input
-    key = (quant, None if scale is None else id(scale))
+    user, era = forward
+    key = (quant, None if scale is None else id(scale), era)
     shared = _here.shared
-    if shared.serves(x, key, user):
-        shared.users.add(user)
-        return cast(Plane, shared.planes[1])
+    if (kept := shared.of(x, key, user)) is not None:
+        kept.users.add(user)
+        return cast(Plane, kept.planes[1])
     values = _in_backward(x, dy) if is_traced(x) else x
     planes = quantize_planes(quant, values, False, True, scale=scale)
     shared.keep(x, key, planes, None, user)
@@ -338,7 +368,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(saved_x, x_scale, saved_w, saved_w_scale)
         bias_dtype = None if bias is None else bias.dtype
         dtypes = x.dtype, weight.dtype, bias_dtype
-        ctx.rest = spec, delayed, gathered, x_format, x.shape, dtypes, id(weight)
+        forward = id(weight), _here.shared.era
+        ctx.rest = spec, delayed, gathered, x_format, x.shape, dtypes, forward
         return y
 
     @staticmethod
@@ -349,7 +380,7 @@ class _Linear(torch.autograd.Function):
                 "call backward or torch.autograd.grad without create_graph=True"
             )
         spec: LinearSpec
-        spec, delayed, gathered, x_format, x_shape, dtypes, user = ctx.rest
+        spec, delayed, gathered, x_format, x_shape, dtypes, forward = ctx.rest
         x_dtype, weight_dtype, bias_dtype = dtypes
         saved_x, x_scale, weight, w_scale = ctx.saved_tensors
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
@@ -374,7 +405,7 @@ class _Linear(torch.autograd.Function):
             if x_format is not None:
                 x_col = Plane(saved_x, x_scale, x_format)
             else:
-                x_col = _input_again(spec, saved_x, x_scale, user, dy)
+                x_col = _input_again(spec, saved_x, x_scale, forward, dy)
             dw = scaled_mm(
                 col,
                 x_col,

@@ -138,7 +138,7 @@ class Float8Linear(nn.Linear):
             scales, amaxes = self._slots()
         else:
             if training:
-                note_compiled(state.mark)
+                note_compiled(state.mark, "layer")
             scales, amaxes = slots(self.fp8_scale, self.fp8_amax)
         return linear(
             input, weight, bias, state.key, dtype, scales, amaxes, self.fp8_ready, training

@@ -187,7 +187,7 @@ class ModelState:
         """The root's forward pre-hook."""
         if torch.compiler.is_compiling():
             if self.histories is not None:
-                note_compiled(self.mark)
+                note_compiled(self.mark, "model")
             return
         if self._root is None or not self.linears:
             self._link(module)
@@ -257,12 +257,24 @@ class ModelState:
         if self.fsdp is not None:
             self.fsdp.agree()
         clock = self.clock
-        clock.stepped(silent=self.mark in _compiled)
+        clock.stepped(silent=self._runs_silently)
         if clock.unannounced:
             clock.recorded()
         self._roll_if_due()
         if self.fsdp is not None:
             self.fsdp.share()
+
+    @property
+    def _runs_silently(self) -> bool:
+        """Whether forwards may have begun without a word, since they are compiled.
+
+        With the hooks of the model; or its layers, of a model whose own forward does not train: of
+        one whose does, they are compiled parts, and it is that which begins.
+        """
+        clock, compiled = self.clock, _compiled.get(self.mark, ())
+        return "model" in compiled or (
+            "layer" in compiled and not (clock.forward and clock.training)
+        )
 
     def _roll_if_moved(self) -> None:
         """Roll where nobody tells of steps, at the first training forward after one."""
@@ -276,7 +288,7 @@ class ModelState:
             self.linked()
             clock.rolled()
             used = ((), ()) if self.fsdp is None else self.fsdp.used_scales()
-            self.histories.roll(self._reduce, used)
+            self.histories.roll(self._reduce, used, unsure=clock.unannounced)
             if self.fsdp is not None:
                 self.fsdp.shared = True
 
@@ -395,18 +407,20 @@ class ModelState:
             self.clock.stepped()
 
 
-#: Marks of models: forwards of them have been compiled with all hooks, and begin unannounced.
-_compiled: set[str] = set()
+#: By the marks of models: of what a forward has been compiled with all hooks, and is unannounced.
+_compiled: dict[str, set[str]] = {}
 _marks = itertools.count()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def note_compiled(mark: str) -> bool:
-    """Note that a model's forward is being compiled. Run while it is traced, not where it runs.
+def note_compiled(mark: str, what: str) -> bool:
+    """Note that the forward of a "model" or a "layer" of it is being compiled.
+
+    Run while it is traced, not where it runs.
 
     (An attribute of the model cannot tell: within an activation checkpoint Dynamo sets none.)
     """
-    _compiled.add(mark)
+    _compiled.setdefault(mark, set()).add(what)
     return True
 
 

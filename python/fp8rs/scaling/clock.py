@@ -42,7 +42,7 @@ class Clock:
         #: A forward of the model is running again inside a backward.
         self.recomputing = False
         self._steps = 0
-        #: The last step followed a forward that was not announced.
+        #: The last step may have followed a forward that was not announced.
         self.unannounced = False
         self._stepped_at = 0
         #: The step that histories were last rolled for.
@@ -85,10 +85,11 @@ class Clock:
         """An optimizer that owns parameters of this model has stepped.
 
         Args:
-            silent: forwards have been compiled with all hooks, so that some are not announced.
+            silent: forwards have been compiled with all hooks, so that some are not announced. One
+                is taken to have come before each step that no announced one in training mode did.
         """
         self._steps += 1
-        self.unannounced = silent and self._stepped_at == self.forward
+        self.unannounced = silent and (self._stepped_at == self.forward or not self.training)
         self._stepped_at = self.forward
 
     @property

@@ -159,6 +159,7 @@ class Histories:
         self,
         reduce: Callable[[Tensor], None],
         used: tuple[Sequence[int], Sequence[Tensor]] = ((), ()),
+        unsure: bool = False,
     ) -> None:
         """End a step: reduce, push into the histories, compute the next scales.
 
@@ -168,12 +169,17 @@ class Histories:
                 in place. With ``used``, the scales of weights come after (4 * layers in all).
             used: indices of layers, and their weights' scales, fp32 of one element: they become
                 NaN where they are so on some rank.
+            unsure: maybe no forward has run. If so nothing was recorded, and nothing changes.
         """
         with torch.inference_mode(False):
-            self._roll(reduce, *used)
+            self._roll(reduce, *used, unsure)
 
     def _roll(
-        self, reduce: Callable[[Tensor], None], layers: Sequence[int], scales: Sequence[Tensor]
+        self,
+        reduce: Callable[[Tensor], None],
+        layers: Sequence[int],
+        scales: Sequence[Tensor],
+        unsure: bool,
     ) -> None:
         self._read_ready()
         packs = [pack for pack in self.packs() if not pack.scale.is_meta]  # which hold nothing
@@ -191,12 +197,14 @@ class Histories:
             for pack in packs:
                 values[:, pack.indices] = pack.amax[:, :3, 0].t().to(home)
             reduce(values.view(-1))
+        seen = values.any() if unsure else None  # the device's answer, for which nobody waits
         for pack in packs:
             mine = values if len(pack.indices) == count else values[:, pack.indices]
             latest = mine.t().to(pack.amax.device)
-            if self.recipe.amax_history_len > 1:
-                pack.history[1:] = pack.history[:-1].clone()
-            pack.history[0] = latest
+            history = torch.cat([latest.unsqueeze(0), pack.history[:-1]])
+            if seen is not None:
+                history = torch.where(seen.to(history.device), history, pack.history)
+            pack.history.copy_(history)
             pack.amax.zero_()
             if self.recipe.amax_compute_algo == "max":
                 latest = pack.history.amax(0)
