@@ -184,6 +184,56 @@ def test_a_model_that_is_compiled_whole_has_its_own_steps_alone(device, rolls):
     assert len(rolls) == 4, "nobody can tell that there was no forward"
 
 
+@pytest.mark.parametrize("fp8_weights", [False, True])
+@pytest.mark.parametrize("how", ["load_state_dict", "reset_parameters"])
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_histories_begin_anew_with_other_weights(device, fp8_weights, how, steps):
+    """With the scales of those before, an evaluation would saturate for good."""
+
+    def replaced(model):
+        if how == "load_state_dict":
+            model.load_state_dict({k: v * 100 for k, v in Two().to(device).state_dict().items()})
+        else:
+            torch.manual_seed(1)
+            model.a.reset_parameters(), model.b.reset_parameters()
+        return model.eval()
+
+    torch.manual_seed(0)
+    model, state = build(device, fp8_weights=fp8_weights)
+    for n in range(steps):
+        model(batch(device, 1e-2, seed=n)).sum().backward()
+        step(model)
+    fresh, _ = build(device, fp8_weights=fp8_weights)
+    torch.manual_seed(2)
+    replaced(model)
+    torch.manual_seed(2)
+    replaced(fresh)
+    for _ in range(2):
+        assert torch.equal(model(batch(device)), fresh(batch(device)))
+    model.train()
+    for n in range(4):  # and is known to the host again
+        model(batch(device, 10.0**n)).sum().backward()
+        step(model)
+    assert torch.equal(
+        state.history[:4, X_A].flip(0),
+        torch.stack([amax(batch(device, 10.0**n)) for n in range(4)]),
+    )
+    assert all(model.a.fp8_ready)
+
+
+def test_buffers_that_others_cast_are_fp32(device):
+    """FullyShardedDataParallel casts all buffers to its ``buffer_dtype``, in place."""
+    model, state = build(device)
+    for n in range(3):
+        for buffer in model.buffers():
+            buffer.data = buffer.data.bfloat16()
+        model(batch(device, 10.0**n)).sum().backward()
+        step(model)
+        assert state.history.dtype == torch.float32
+        assert torch.equal(state.history[0, X_A], amax(batch(device, 10.0**n)))
+    assert (state.history[:3, X_A] > 0).all()
+
+
 #: Dynamo looks at what one graph hands to the next.
 compiled_in_part = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"

@@ -39,6 +39,47 @@ def histories(model):
     return {n: layer.fp8_amax_history[:, :].clone() for n, layer in linears(model).items()}
 
 
+def different(rig, n=0):
+    """A batch in which each rank's values have another range."""
+    return batch(rig, n) * 10**rig.rank
+
+
+@ranks(2)
+def test_histories_of_a_sharded_model_are_all_ranks_whatever_is_gathered(rig):
+    """Gathered in FP8 or not: the same training."""
+    found = []
+    for gather in (True, False):
+        model = delayed(rig, enable_fsdp_float8_all_gather=gather)
+        shard(model, rig)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        losses = [step(model, different(rig, n), optimizer) for n in range(4)]
+        scales = torch.stack([layer.fp8_scale[:, 0] for layer in linears(model).values()])
+        # Across ranks they are equal.
+        mine, largest = scales.clone(), scales.clone()
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+        assert torch.equal(mine, largest)
+        found.append((torch.stack(losses), scales))
+    for with_gather, without in zip(*found, strict=True):
+        assert torch.equal(with_gather, without)
+
+
+@ranks(2)
+def test_each_rank_of_ddp_has_its_own_scales(rig):
+    """DDP makes all ranks' buffers those of the first before each forward."""
+    model = delayed(rig)
+    layer = linears(model)["blocks.0.up"]
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), 0.0)
+    for n in range(3):
+        x = different(rig, n)
+        step(wrapped, x, optimizer)
+    wrapped(different(rig, 3))  # whose broadcast is behind it
+    scales = layer.fp8_amax_history[:, 1].clone()
+    gathered = [torch.empty_like(scales) for _ in range(2)]
+    torch.distributed.all_gather(gathered, scales)
+    assert not torch.equal(*gathered)
+
+
 # --- ranks that do different things --------------------------------------------------------------
 
 

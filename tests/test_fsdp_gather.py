@@ -112,6 +112,39 @@ def test_meta_device_init(rig, recipe):
     check_forward(model, rig, recipe)
 
 
+@ranks(2)
+@recipes
+@pytest.mark.parametrize("begin", ["the model", "a method", "a layer"])
+def test_parts_that_fsdp_meets_in_the_middle_of_a_pass(rig, recipe, begin):
+    """A module's short shards are padded at its own first forward: that is no write of one rank."""
+    with torch.device("meta"):
+        model = make(UNEVEN, recipe=RECIPES[recipe], device="meta")
+    for part in (*model.blocks, model.head):
+        fully_shard(part, mesh=rig.mesh())
+    if begin != "the model":
+        fully_shard(model, mesh=rig.mesh())
+    model.to_empty(device=rig.device)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    whole, checked = full_weights(model), []
+
+    def check(name, weight):
+        check_planes(weight, whole[name], recipe)
+        checked.append(name)
+
+    watch_weights(model, check)
+    if begin == "the model":
+        model(batch(rig))
+    elif begin == "a method":
+        type(model).forward(model, batch(rig))
+    else:
+        model.head(batch(rig))
+        for block in model.blocks:
+            block(batch(rig))
+    assert sorted(checked) == sorted(whole)
+
+
 @ranks(4)
 def test_partial_reshard_is_refused_before_anything_is_gathered(rig):
     model = make(EVEN, device=rig.device)

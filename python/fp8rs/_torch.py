@@ -6,8 +6,9 @@ Each has the reason why nothing public serves.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -80,6 +81,25 @@ def same_memory(a: object, b: object) -> bool:
     return a is b or (type(a) is int and a == b)
 
 
+#: ``torch.compiler.disable`` as torch's own optimizers use it: it imports Dynamo at the first call.
+not_traced: Callable[..., Any] = torch._compile._disable_dynamo
+
+
+def constant_when_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compiler.assume_constant_result``, which imports Dynamo for a second."""
+    cast(Any, function)._dynamo_marked_constant = True
+    return function
+
+
+def keep_from_ddp(module: Any, names: list[str]) -> None:
+    """Have DistributedDataParallel leave parameters and buffers of a module that it wraps alone.
+
+    It has no argument for it: it would make all ranks' buffers those of the first.
+    """
+    known = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    module._ddp_params_and_buffers_to_ignore = [*known, *(n for n in names if n not in known)]
+
+
 def inductor_decomposition(operator: Any, function: Callable[..., Any]) -> None:
     """Have Inductor trace ``function`` in the place of calls of ``operator``.
 
@@ -135,15 +155,41 @@ def real_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool) -> Any:
 def become(parameter: Tensor, new: Tensor) -> None:
     """Have a parameter be ``new`` from now on, as the object that it is, for all who refer to it.
 
+    Its hooks stay, those that users have registered for its gradient.
+
     Raises:
         RuntimeError: torch cannot swap them: a graph or a weak reference holds on to one.
     """
+    hooks = parameter._backward_hooks, cast(Any, parameter)._post_accumulate_grad_hooks
     other: Any = torch.nn.Parameter(new, requires_grad=parameter.requires_grad)
     for mark, value in parameter.__dict__.items():
         if not hasattr(other, mark):
             other.__dict__[mark] = value
     other.grad = parameter.grad
     torch.utils.swap_tensors(parameter, other)
+    # Autograd has them from a tensor's other half, which is swapped: it is to have them anew. Of
+    # the same dictionaries, which the handles that users have remove them from.
+    parameter._backward_hooks, cast(Any, parameter)._post_accumulate_grad_hooks = hooks
+
+
+def check_can_become(parameter: Tensor) -> None:
+    """Raise what `become` would of this parameter, and change nothing.
+
+    A swap that is tried and undone marks a graph that still knows the parameter as unusable.
+
+    Raises:
+        RuntimeError: torch cannot swap it: a graph or a weak reference holds on to it.
+    """
+    if weakref.getweakrefs(parameter):
+        raise RuntimeError("the parameter has a weak reference")
+    held: int = cast(Any, parameter)._use_count()
+    if held > 1 and parameter.is_leaf and parameter.requires_grad:
+        # One more than its own may be that of the node that its gradient is added up by.
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        held -= held == cast(Any, parameter)._use_count()
+        del node
+    if held > 1:
+        raise RuntimeError(f"the parameter is referred to {held - 1} times from elsewhere")
 
 
 def is_traced(data: Tensor) -> bool:

@@ -24,7 +24,7 @@ from fp8rs._torch import (
 )
 
 from . import hooks
-from .weight import Weight
+from .weight import Weight, local_of
 
 aten = torch.ops.aten
 
@@ -147,12 +147,32 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 def note_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tell the weights that ``func`` writes of it."""
+    if func is aten.copy_.default and is_copied_elsewhere(*args[:2]):
+        return
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             for item in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(item, MasterWeight):
                     item._weight.wrote()
+
+
+def is_copied_elsewhere(to: Any, values: Any) -> bool:
+    """Whether a weight's values are copied to memory that is not the parameter's (yet).
+
+    So FSDP2 pads a shard, at its first forward of a module or after a load: on some ranks only, so
+    that for what is a write to them others would wait in vain.
+    """
+    if not (isinstance(to, MasterWeight) and isinstance(values, MasterWeight)):
+        return False
+    weight = to._weight
+    if values._weight is not weight or to.traced or values.traced:
+        return False
+    local = local_of(weight.parameter)
+    if not isinstance(local, MasterWeight):
+        return False
+    here, there = (master._data.untyped_storage().data_ptr() for master in (local, to))
+    return here != there
 
 
 def on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -25,7 +25,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -59,7 +58,6 @@ class WeightPasses:
         self._forward = -1
         self._precomputed: tuple[list[Weight], Any, MadeOn] | None = None
         self._placed: dict[Weight, tuple[Any, Placement]] = {}
-        self._meshes: dict[Any, None] = {}
         self._checked = False
         self._units: dict[Weight, frozenset[Weight]] = {}
         self._together = False
@@ -355,17 +353,6 @@ class WeightPasses:
             return False
         return bool(local._weight.take_moved())
 
-    def mesh_groups(self) -> list[Any]:
-        """The groups of the meshes that weights are sharded over, replicas' among them."""
-        found: dict[str, Any] = {}
-        for mesh in self._meshes:
-            if mesh.size() == dist.get_world_size():
-                return [dist.group.WORLD]
-            for dim in range(mesh.ndim):
-                group = mesh.get_group(dim)
-                found[group.group_name] = group
-        return list(found.values())
-
     def _weights(self) -> list[Weight]:
         """Every weight that is sharded at the moment, once, in the order of the layers."""
         found: dict[Weight, None] = {}
@@ -396,7 +383,7 @@ class WeightPasses:
         known = self._placed.get(weight)
         if known is None or known[0] is not spec(parameter):
             known = self._placed[weight] = (spec(parameter), place(parameter))
-            self._meshes[parameter.device_mesh] = None
+            self.state.is_sharded_over(parameter.device_mesh)
             if known[1].groups:
                 self.state.set_weight_groups(weight.index, known[1].groups)
         return known[1]

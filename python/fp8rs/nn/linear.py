@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8rs._torch import constant_when_traced
 from fp8rs.quantize.recipes import Recipe, describe
 from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, keep_local, new_buffers
 from fp8rs.tensor.formats import INPUT_DTYPES
@@ -44,7 +45,7 @@ def slots(scale: Tensor, amax: Tensor) -> Slots:
     return scale[:, 0].unbind(), amax[:, 0].unbind()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def note_export() -> bool:
     """Say, while a layer is being exported, what the program will not do.
 
@@ -132,7 +133,8 @@ class Float8Linear(nn.Linear):
             return linear(input, weight, bias, state.key, dtype)
         training = self.training
         if not torch.compiler.is_compiling():
-            if type(self._buffers["fp8_amax"]) is not Tensor:
+            amax = self._buffers["fp8_amax"]
+            if type(amax) is not Tensor or amax.dtype != torch.float32:
                 keep_local(self._buffers)
             state.begin_layer(training)
             scales, amaxes = self._slots()
@@ -177,10 +179,14 @@ class Float8Linear(nn.Linear):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter) and name in self._parameters:
+            given: Any = value
             # FSDP2 comes here with each shard and each gathered weight.
             on_shard = self._fp8_on_shard
-            if on_shard is not None and hasattr(value, "_local_tensor"):
-                on_shard(self, name, value)
+            if hasattr(value, "_local_tensor"):
+                if on_shard is not None:
+                    on_shard(self, name, value)
+                elif not self._fp8_state.alone:  # whose roll would be a collective for each layer
+                    self._fp8_state.is_sharded_over(given.device_mesh)
             if isinstance(value, QuantizedTensor) or hasattr(value, "_local_tensor"):
                 self._parameters[name] = value
                 return
@@ -193,6 +199,7 @@ class Float8Linear(nn.Linear):
             super().reset_parameters()
             return
         with state.together():
+            self._begin_histories()
             kind = type(self).__dict__.get("_fp8_kind", nn.Linear)
             own = kind.reset_parameters is not nn.Linear.reset_parameters
             if own or not is_sharded(self.weight):
@@ -204,6 +211,8 @@ class Float8Linear(nn.Linear):
         self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
     ) -> None:
         with self._fp8_state.together():
+            if prefix + "weight" in state_dict:
+                self._begin_histories()
             if local_metadata.get("assign_to_params_buffers", False):
                 state_dict = self._instead_of_assigned(state_dict, prefix + "weight")
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
@@ -228,6 +237,22 @@ class Float8Linear(nn.Linear):
         with torch.no_grad():
             weight.copy_(value)
         return {**state_dict, key: weight}
+
+    def _begin_histories(self) -> None:
+        """Have first scales come from data again: the weight is to be another.
+
+        With scales of the one before its values would saturate, and its outputs at the next layer,
+        in an evaluation for good.
+        """
+        histories = self._fp8_state.histories
+        if histories is not None:
+            with torch.no_grad():
+                for name in BUFFERS:
+                    buffer = self._buffers[name]
+                    assert buffer is not None
+                    buffer.zero_()
+            self.fp8_ready = NOTHING_READY
+            histories.begun()
 
     def _begin_buffers(self, device: torch.device) -> None:
         """Give the histories' buffers memory, which no state dict has for them."""

@@ -18,14 +18,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8rs._torch import in_backward, is_view_of_flat_parameter, sharded_parameters
+from fp8rs._torch import (
+    constant_when_traced,
+    in_backward,
+    is_view_of_flat_parameter,
+    keep_from_ddp,
+    sharded_parameters,
+)
 from fp8rs.quantize.quantizers import reduce_amax_
 from fp8rs.quantize.recipes import DelayedScaling, Recipe, resolve_recipe
 from fp8rs.quantize.spec import quant_spec
 from fp8rs.scaling import steps
 from fp8rs.scaling.clock import Clock
-from fp8rs.scaling.histories import Histories
-from fp8rs.scaling.reductions import reduce_packed_
+from fp8rs.scaling.histories import BUFFERS, Histories
+from fp8rs.scaling.reductions import mesh_groups, reduce_packed_
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .function import forget_inputs
@@ -76,6 +82,8 @@ class ModelState:
         #: An optimizer of torch's kind trains this model: its steps are told.
         self._steps_are_told = False
         self._warned_of_flat = False
+        #: What FSDP2 shards weights over, in the order in which they came.
+        self._meshes: dict[Any, None] = {}
         self._begin()
 
     def _begin(self) -> None:
@@ -136,6 +144,8 @@ class ModelState:
         before.move_to_end(name, last=False)
         root._forward_hooks_always_called[name] = True  # type: ignore[index]
         self._hook_name = name
+        if self.histories is not None:
+            keep_from_ddp(root, [f"{n}.{b}".lstrip(".") for n in self.names for b in BUFFERS])
 
     def detach(self) -> None:
         """Undo :meth:`attach`."""
@@ -326,9 +336,13 @@ class ModelState:
         groups: Sequence[Any] = ()
         if self._group is not None:
             groups = [self._group]
-        elif self.fsdp is not None:
-            groups = self.fsdp.mesh_groups()
+        else:
+            groups = mesh_groups(self._meshes)
         return [group for group in groups if group.size() > 1]
+
+    def is_sharded_over(self, mesh: Any) -> None:
+        """FSDP2 shards weights of this model over a mesh."""
+        self._meshes[mesh] = None
 
     def set_weight_groups(self, index: int, groups: tuple[Any, ...]) -> None:
         """Say that weight ``index`` is sharded over ``groups``, one for each mesh dimension.
@@ -370,6 +384,7 @@ class ModelState:
         new.names = list(self.names)
         new.weight_groups = dict(self.weight_groups)
         new._versions = {}  # of the original's weights
+        new._meshes = {}
         new.fsdp = None
         new._root = None
         new.linears = []
@@ -391,7 +406,7 @@ class ModelState:
                 "the model that is loaded are reduced as if none had been given",
                 stacklevel=2,
             )
-        state = {**self.__dict__, "linears": [], "weight_groups": {}}
+        state = {**self.__dict__, "linears": [], "weight_groups": {}, "_meshes": {}}
         state.update(dict.fromkeys(("_root", "_group", "fsdp")))
         del state["histories"], state["key"], state["mark"]
         state["clock"] = (self.clock.roll_is_due, self.clock._recorded)
@@ -412,7 +427,7 @@ _compiled: dict[str, set[str]] = {}
 _marks = itertools.count()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def note_compiled(mark: str, what: str) -> bool:
     """Note that the forward of a "model" or a "layer" of it is being compiled.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8rs._torch import check_graph_capture, dtensor_like
+from fp8rs._torch import check_graph_capture, dtensor_like, not_traced
 from fp8rs.optim import weights
 from fp8rs.optim.lists import Item, Options, Step
 from fp8rs.tensor.formats import INPUT_DTYPES
@@ -136,7 +136,7 @@ class AdamW(Optimizer):
         return loss
 
     # Traced, a parameter's state was given to another parameter.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @not_traced
     def _update(self) -> None:
         weights.prepare([p for group in self.param_groups for p in group["params"]])
         steps: dict[torch.device, Step] = {}

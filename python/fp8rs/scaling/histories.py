@@ -45,10 +45,15 @@ def new_buffers(recipe: DelayedScaling, device: torch.device) -> dict[str, Tenso
 
 
 def keep_local(buffers: dict[str, Any]) -> None:
-    """Undo what parallelize_module does to a layer's buffers: it makes DTensors of all of them."""
+    """Undo what others do to all buffers of a model.
+
+    parallelize_module makes DTensors of them, and FullyShardedDataParallel casts them.
+    """
     for name in BUFFERS:
         if hasattr(buffers[name], "_local_tensor"):
             buffers[name] = local_tensor(buffers[name])
+        if buffers[name].dtype != torch.float32:
+            buffers[name] = buffers[name].float()
 
 
 @dataclass(eq=False, slots=True)
@@ -101,6 +106,10 @@ class Histories:
     def moved(self) -> None:
         """A layer's buffers are others now."""
         self._packs = []
+
+    def begun(self) -> None:
+        """A layer has no scales any more, whatever is known of earlier ones."""
+        self._rolls, self._pending = 0, []
 
     def _intact(self, layers: Sequence[nn.Module | None]) -> bool:
         seen = 0

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fp8rs.quantize.quantizers import reduce_amax_
@@ -17,6 +18,18 @@ from fp8rs.quantize.quantizers import reduce_amax_
 def index_tensor(indices: tuple[int, ...], device: torch.device) -> Tensor:
     """Indices on a device. Made once, because a list's copy to a GPU has the host wait for it."""
     return torch.tensor(indices, dtype=torch.int64, device=device)
+
+
+def mesh_groups(meshes: Iterable[Any]) -> list[Any]:
+    """The process groups along all dimensions of meshes, once each."""
+    found: dict[str, Any] = {}
+    for mesh in meshes:
+        if mesh.size() == dist.get_world_size():
+            return [dist.group.WORLD]
+        for dim in range(mesh.ndim):
+            group = mesh.get_group(dim)
+            found[group.group_name] = group
+    return list(found.values())
 
 
 def reduce_packed_(values: Tensor, parts: Iterable[tuple[range, Iterable[Any]]]) -> Tensor:

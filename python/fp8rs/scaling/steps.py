@@ -6,8 +6,9 @@ import itertools
 import weakref
 from typing import Any, Protocol
 
-import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from fp8rs._torch import not_traced
 
 
 class Trained(Protocol):
@@ -31,7 +32,7 @@ def watch(model: Trained) -> None:
     global _hook
     if _hook is None:
         # A compiled step calls it: what it does on the host is nothing to be traced.
-        _hook = register_optimizer_step_post_hook(torch.compiler.disable(_after_step))
+        _hook = register_optimizer_step_post_hook(not_traced(_after_step))
     if not any(known is model for known in _watching.values()):
         _watching[next(_numbers)] = model
 
