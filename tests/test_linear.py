@@ -717,3 +717,9 @@ def test_an_export_says_that_it_has_no_gradients(device):
     with torch.no_grad():
         program = torch.export.export(layer, (x,))
         assert torch.equal(program.module()(x), layer(x))
+
+
+def test_a_tracer_of_torch_fx_is_told_what_an_input_is():
+    layer = nn.Sequential(fp8nn.Linear(16, 16))
+    with pytest.raises(TypeError, match="input must be a Tensor, not Proxy"):
+        torch.fx.symbolic_trace(layer)

@@ -17,6 +17,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 from .function import Slots, linear, prepare_compilers
 from .init import is_sharded, reset_linear
+from .nested import on_nested
 from .registry import ModelState, note_compiled
 
 #: Called with a layer, the name of a parameter and its sharded value, a DTensor that FSDP2 is
@@ -108,17 +109,23 @@ class Float8Linear(nn.Linear):
         if compiling and torch.is_grad_enabled():
             note_export()
         plain = type(input) is Tensor and type(weight) is nn.Parameter
-        if not plain and (hasattr(weight, "_local_tensor") or hasattr(input, "_local_tensor")):
-            from .sharded import on_shards  # of DTensors
+        if not plain:
+            if not isinstance(input, Tensor):
+                raise TypeError(f"input must be a Tensor, not {type(input).__name__}")
+            if hasattr(weight, "_local_tensor") or hasattr(input, "_local_tensor"):
+                from .sharded import on_shards  # of DTensors
 
-            return on_shards(self._compute, input, weight, bias)
-        if not plain and not isinstance(input, Tensor):
-            raise TypeError(f"input must be a Tensor, not {type(input).__name__}")
+                return on_shards(self._compute, input, weight, bias)
         return self._compute(input, weight, bias)
 
     def _compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The forward, of local tensors."""
-        shape, dtype = input.shape, input.dtype
+        try:
+            shape, dtype = input.shape, input.dtype
+        except RuntimeError:
+            if not input.is_nested:
+                raise
+            return on_nested(self._compute, input, weight, bias)
         if not shape or shape[-1] != weight.shape[1]:
             needed = f"its last dim must be {weight.shape[1]}" if shape else "it must have a dim"
             raise ValueError(f"input has shape {tuple(shape)}, but {needed}")
