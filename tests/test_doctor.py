@@ -7,11 +7,13 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from fp8rs import doctor
+from fp8rs.__main__ import main
 from fp8rs.quantize.recipes import RECIPES
 
 
@@ -126,3 +128,112 @@ def test_text_lists_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     text = doctor.as_text(with_gpu(monkeypatch, (9, 0)))
     assert "cuda:0: Card 0, compute capability 9.0, 80 GiB" in text
     assert "GPU: none" not in text
+
+
+# --- a model's script ----------------------------------------------------------------------------
+
+SCRIPT = """
+from torch import nn
+
+model = nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 8))
+
+
+def of_width(width):
+    return nn.Linear(width, width)
+
+
+def fails():
+    raise RuntimeError("no such weights\\nand more")
+
+
+def ends():
+    raise SystemExit
+
+
+class Layer(nn.Linear):
+    def __init__(self):
+        super().__init__(16, 16)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "a_script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.parametrize("name", ["", ":model", ":Layer"])
+def test_a_module_is_taken_as_well_as_what_makes_one(
+    script: Path, name: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert all(p.is_meta for p in doctor.load_model(f"{script}{name}").parameters())
+    assert main(["doctor", f"{script}{name}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == (16 * 16 + 16 if "Layer" in name else 64 * 32 + 32 + 32 * 8 + 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        (
+            "of_width",
+            ["a_script.py:of_width: of_width needs arguments", "'width'", "What works is"],
+        ),
+        (
+            "fails",
+            ["fails(), called", "raises RuntimeError: no such weights (line 12)", "What works"],
+        ),
+        (
+            "ends",
+            ["a_script.py:ends: ends(), called on the meta device, raises SystemExit (line 16)"],
+        ),
+        ("nothing", ["no module 'nothing'", "after a colon: model, of_width, fails, ends, Layer"]),
+    ],
+)
+def test_what_makes_no_model_is_an_error_of_one_line(
+    script: Path, name: str, texts: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["doctor", f"{script}:{name}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(text in line for text in texts), line
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import torch\n\nraise ValueError('no data')\n", "raises ValueError: no data (line 3)"),
+        ("def model(:\n", "raises SyntaxError: "),
+        ("import argparse\n\nargparse.ArgumentParser().exit()\n", "raises SystemExit: 0 (line 3)"),
+    ],
+)
+def test_a_script_that_raises_is_an_error_of_one_line(
+    script: Path, text: str, said: str, capsys: pytest.CaptureFixture
+) -> None:
+    script.write_text(text)
+    assert main(["doctor", f"{script}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+    assert 'Put under if __name__ == "__main__" what the model does not need' in line
+
+
+def test_a_name_to_leave_out_that_no_layer_has_is_warned_of(script: Path) -> None:
+    with pytest.warns(UserWarning, match="filter_fqns leaves nothing out for 'heed'"):
+        assert main(["doctor", f"{script}", "--leave-out", "heed", "--leave-out", "2"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--link", "50"], "(the doctor's --tflops)"),
+        (["--tflops", "600"], "(the doctor's --link)"),
+        (["--tokens", "8"], "(the doctor's --link and --tflops)"),
+        (["--link", "0", "--tflops", "600"], "(the doctor's --link)"),
+    ],
+)
+def test_a_figure_that_is_missing_or_wrong_is_named_as_it_was_typed(
+    script: Path, flags: list[str], said: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["doctor", f"{script}", *flags]) == 2
+    assert said in capsys.readouterr().err

@@ -47,9 +47,15 @@ def test_nothing_in_the_model_changes() -> None:
     hooks = [m._forward_pre_hooks for m in model.modules()]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fp8rs.report(model, filter_fqns=["no such layer"])
+        fp8rs.report(model, filter_fqns=["head"])
     assert {n: (type(m), dict(m._parameters)) for n, m in model.named_modules()} == before
     assert not any(hooks)
+
+
+def test_it_warns_of_names_to_leave_out_as_a_conversion_does() -> None:
+    for reader in (fp8rs.report, fp8rs.convert_to_float8_training):
+        with pytest.warns(UserWarning, match="nothing out for 'no such layer'"):
+            reader(stack(), filter_fqns=["no such layer", "head"])
 
 
 def test_it_names_the_layers_that_a_conversion_converts() -> None:

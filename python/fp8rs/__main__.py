@@ -70,8 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "script",
         nargs="?",
-        metavar="MODEL_SCRIPT[:function]",
-        help="a Python file with a function that returns the model; default function: model",
+        metavar="MODEL_SCRIPT[:name]",
+        help="a Python file with a model, or a function that returns it; default name: model",
     )
     model = doctor.add_argument_group("with a model's script")
     model.add_argument(

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import inspect
 import json
 import os
 import platform
 import sys
+import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path as File
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -171,40 +174,86 @@ class ScriptError(Exception):
     """A model's script that cannot be used, and why."""
 
 
+#: The end of an error on what a script has.
+WHAT_WORKS = "What works is a torch.nn.Module, or a function without arguments that returns one"
+
+
 def load_model(script: str) -> nn.Module:
-    """The model that a script's function makes, on the meta device: without memory for it.
+    """A script's model, on the meta device: without memory for it.
 
     Args:
-        script: ``FILE.py:function``; the function is called without arguments, and named "model"
-            if it is not given. The file runs as a module, so what is under
-            ``if __name__ == "__main__"`` does not.
+        script: ``FILE.py:name``, where ``name`` is an nn.Module or a function that returns one,
+            and is called without arguments; "model" if it is not given. The file runs as a module,
+            so what is under ``if __name__ == "__main__"`` does not.
 
     Raises:
-        ScriptError: there is no such file or function, or it gives no nn.Module.
+        ScriptError: there is no such file or name, the name gives no nn.Module, or the script
+            raises an error.
     """
-    name, _, function = script.rpartition(":") if script.rpartition(":")[0] else (script, "", "")
-    function = function or "model"
-    file = File(name)
+    path, _, name = script.rpartition(":") if script.rpartition(":")[0] else (script, "", "")
+    name = name or "model"
+    file = File(path)
     if not file.is_file():
-        raise ScriptError(f"there is no file {name}")
+        raise ScriptError(f"there is no file {path}")
     found = importlib.util.spec_from_file_location(file.stem, file)
     if found is None or found.loader is None:
-        raise ScriptError(f"{name} is no Python file")
+        raise ScriptError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(found)
     sys.modules[file.stem] = module
     sys.path.insert(0, str(file.parent.resolve()))  # what a script imports from beside itself
     with torch.device("meta"):
-        found.loader.exec_module(module)
-        make = getattr(module, function, None)
-        if not callable(make):
-            known = [
-                n for n, v in vars(module).items() if getattr(v, "__module__", "") == file.stem
-            ]
+        try:
+            found.loader.exec_module(module)
+        except (Exception, SystemExit) as error:
             raise ScriptError(
-                f"{name} has no function {function!r} that makes the model. Name one of its own "
-                f"after a colon: {', '.join(known) or 'it has none'}"
-            )
-        model = make()
-    if not isinstance(model, nn.Module):
-        raise ScriptError(f"{function}() gives {type(model).__name__}, not a torch.nn.Module")
-    return model
+                f"{path}, run as a module on the meta device, raises {_shown(error, path)}. "
+                'Put under if __name__ == "__main__" what the model does not need'
+            ) from error
+        made = getattr(module, name, None)
+        if not isinstance(made, nn.Module):
+            made = _made(made, path, name, module)
+    if not isinstance(made, nn.Module):
+        raise ScriptError(
+            f"{path}:{name}: {name}() gives {type(made).__name__}, not a "
+            f"torch.nn.Module. {WHAT_WORKS}"
+        )
+    return made
+
+
+def _made(make: object, path: str, name: str, module: ModuleType) -> object:
+    """What the function gives that a script has under ``name``."""
+    if not callable(make):
+        stem = module.__name__
+        known = [
+            n
+            for n, v in vars(module).items()
+            if getattr(v, "__module__", "") == stem or isinstance(v, nn.Module)
+        ]
+        raise ScriptError(
+            f"{path} has no module {name!r}, and no function {name!r} that makes the model. Name "
+            f"one of its own after a colon: {', '.join(known) or 'it has none'}"
+        )
+    try:
+        inspect.signature(make).bind()
+    except ValueError:  # it has no signature
+        pass
+    except TypeError as error:
+        raise ScriptError(
+            f"{path}:{name}: {name} needs arguments ({error}). {WHAT_WORKS}"
+        ) from None
+    try:
+        return make()
+    except (Exception, SystemExit) as error:
+        raise ScriptError(
+            f"{path}:{name}: {name}(), called on the meta device, raises {_shown(error, path)}. "
+            f"{WHAT_WORKS}"
+        ) from error
+
+
+def _shown(error: BaseException, path: str) -> str:
+    """An error in a line: its type, its first line, and the script's line that it came from."""
+    text = next(iter(str(error).splitlines()), "")
+    what = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f.lineno for f in frames if File(f.filename).resolve() == File(path).resolve()]
+    return f"{what} (line {lines[-1]})" if lines else what

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,6 +24,9 @@ __all__ = ["Gather", "Left", "Memory", "Report", "report"]
 
 #: The ranks of a report on a model that is not sharded, in a process that is not distributed.
 USUAL_RANKS = 8
+
+#: What the doctor calls the figures of a link and a GPU.
+FLAGS = {"link_bandwidth": "--link", "gpu_flops": "--tflops", "tokens": "--tokens"}
 
 NOT_COUNTED = (
     "activations and what layers save for the backward, the transposed plane of the weight at "
@@ -174,6 +178,9 @@ def report(
         gpu_flops: floating-point operations a second that a GPU reaches in this model's GEMMs.
         tokens: a rank and step, for the seconds in ``Report.gather``.
 
+    Warns:
+        UserWarning: a name in ``filter_fqns`` is in no linear layer's.
+
     Raises:
         TypeError, ValueError: an argument is wrong, or a layer is on another recipe.
     """
@@ -185,6 +192,9 @@ def report(
     recipe, fp8_gather = settle(recipe, config, enable_fsdp_float8_all_gather, fp8_weights)
     world_size = _ranks(world_size, model)
     selected = select(model, module_filter_fn, filter_fqns, recipe)
+    for message in selected.warnings:
+        if message.startswith("filter_fqns "):  # of the others the table has a row each
+            warnings.warn(message, stacklevel=2)
     chosen: dict[str, nn.Linear] = {
         n: m for n, m in layers.items() if (n or "the root") not in selected.left
     }
@@ -322,11 +332,14 @@ def _gather(
     given = {"link_bandwidth": link_bandwidth, "gpu_flops": gpu_flops, "tokens": tokens}
     for name, value in given.items():
         if value is not None and not value > 0:
-            raise ValueError(f"{name} must be positive, not {value!r}")
+            raise ValueError(f"{name} must be positive, not {value!r} (the doctor's {FLAGS[name]})")
     if link_bandwidth is None or gpu_flops is None:
         if any(value is not None for value in given.values()):
-            missing = " and ".join(n for n in ("link_bandwidth", "gpu_flops") if given[n] is None)
-            raise ValueError(f"{missing} must be given too: times need both")
+            missing = [n for n in ("link_bandwidth", "gpu_flops") if given[n] is None]
+            flags = " and ".join(FLAGS[n] for n in missing)
+            raise ValueError(
+                f"{' and '.join(missing)} must be given too (the doctor's {flags}): times need both"
+            )
         return None
     linears = {id(m.weight): m for m in model.modules() if isinstance(m, nn.Linear)}
     # A multiplication and an addition a token and element in the forward, twice that backward.

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from .train import MASTER, Weights
 
-MISSING_MATPLOTLIB = "no plot: matplotlib is not installed (pip install 'fp8rs[demo]')"
+MISSING_MATPLOTLIB = "no plot: matplotlib is not installed (pip install matplotlib)"
 
 
 @dataclass(frozen=True)
