@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import enum
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from distributed import ranks
 from fp8rs import nn as fp8nn
+from fp8rs.convert import fp8_weights
 from fp8rs.convert.convert import convert_to_float8_training
 from fp8rs.quantize.recipes import DelayedScaling, Float8CurrentScaling, Float8RowwiseScaling
 
@@ -613,3 +615,85 @@ def test_a_transformers_llama_with_tied_embeddings(device):
     with pytest.warns(UserWarning, match=r"lm_head.*model\.embed_tokens"):
         model = convert(llama(device, tied=True))
     assert len(converted(model)) == 2 * 7
+
+
+# --- what is refused leaves the model as it was --------------------------------------------------
+
+
+def contents(model):
+    """All that a conversion changes of a model."""
+    found = {}
+    for name, m in model.named_modules():
+        hooks = m._forward_pre_hooks, m._forward_hooks, m._forward_hooks_always_called
+        found[name] = type(m), set(m.__dict__), list(m._buffers), *(list(of) for of in hooks)
+    for name, p in model.named_parameters():
+        found[name] = type(p), id(p), p.detach().clone().numpy().tobytes(), list(p.__dict__)
+    return found
+
+
+def assert_converts(model):
+    convert_to_float8_training(model, fp8_weights=True)
+    assert converted(model) == ALL
+    model(torch.arange(3)).sum().backward()
+
+
+@pytest.mark.parametrize("held", ["loss", "weak reference"])
+def test_weights_that_cannot_be_replaced(held):
+    model = Model()
+    handle = model.head.register_forward_pre_hook(lambda module, args: None)
+    before = contents(model)
+    what = model(torch.arange(3)).sum() if held == "loss" else weakref.ref(model.head.weight)
+    with pytest.raises(RuntimeError, match="cannot become FP8 in place while something holds on"):
+        convert_to_float8_training(model, fp8_weights=True)
+    assert contents(model) == before
+    if held == "loss":
+        what.backward()  # it is not spoiled for this
+        assert all(p.grad is not None for p in model.parameters())
+    handle.remove()
+    assert not model.head._forward_pre_hooks
+    del what
+    assert_converts(model)
+
+
+@pytest.mark.parametrize("call", range(10))
+def test_an_error_at_any_weight(monkeypatch, call):
+    """Each weight is quantized twice, the first time for nobody."""
+    model = Model()
+    before = contents(model)
+    calls = []
+
+    def new_weight(values, recipe, make=fp8_weights.new_weight):
+        calls.append(values.shape)
+        if len(calls) == call + 1:
+            raise RuntimeError("no more memory")
+        return make(values, recipe)
+
+    monkeypatch.setattr(fp8_weights, "new_weight", new_weight)
+    with pytest.raises(RuntimeError, match="no more memory"):
+        convert_to_float8_training(model, fp8_weights=True)
+    if call <= 5:
+        assert contents(model) == before, "the values too"
+    assert not converted(model)
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    assert_converts(model)
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_an_error_at_any_layer(monkeypatch, recipe):
+    model = nn.Sequential(nn.Linear(16, 16), fp8nn.Linear(16, 16, recipe=recipe), nn.Linear(16, 16))
+    handle = model[0].register_forward_pre_hook(lambda module, args: None)
+    before, join = contents(model), fp8nn.Linear._join
+
+    def joined(layer, state, name, on_shard=None):
+        join(layer, state, name, on_shard)
+        if name == "2":
+            raise RuntimeError("no more memory")
+
+    monkeypatch.setattr(fp8nn.Linear.__base__, "_join", joined)
+    with pytest.raises(RuntimeError, match="no more memory"):
+        convert(model, recipe=recipe)
+    assert contents(model) == before
+    handle.remove()
+    assert not model[0]._forward_pre_hooks
+    assert model[1]._fp8_state.root is model[1]
+    model(torch.randn(4, 16)).sum().backward()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -274,3 +276,77 @@ def test_moving_a_sharded_model_where_it_is(rig, move, forward_first):
         model.to(rig.device)
     assert model.head.weight is weight
     assert torch.equal(model(x), expected)
+
+
+@recipes
+def test_pointers_tell_parameters_apart(device, recipe):
+    """accelerate and transformers' Trainer map an optimizer's parameters by them."""
+    model = make(UNEVEN, recipe=RECIPES[recipe], device=device, fp8_weights=True)
+    pointers = [p.data_ptr() for p in model.parameters()]
+    assert 0 not in pointers and len(set(pointers)) == len(pointers)
+    weight = model.head.weight
+    assert weight.data_ptr() == weight.rowwise.data.data_ptr()
+    assert weight.detach().data_ptr() == weight[:32].data_ptr() == weight.data_ptr()
+    assert weight.view(-1)[7:].data_ptr() == weight.data_ptr() + 7
+    if weight.columnwise is None and weight.format.square:
+        weight.update_usage(columnwise=True)
+    if weight.columnwise is not None:
+        weight.update_usage(rowwise=False)
+        assert weight.data_ptr() == weight.columnwise.data.data_ptr()
+
+
+def run(code):
+    """In a process of its own: what fails here crashes."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
+
+
+SHARED = """
+import torch, fp8rs
+from torch import nn
+
+def write(weight):
+    with torch.no_grad():
+        weight.fill_(2.0)
+
+if __name__ == "__main__":
+    model = fp8rs.convert_to_float8_training(
+        nn.Sequential(nn.Linear(64, 64)), recipe={recipe!r}, fp8_weights=True
+    )
+    weight = model[0].weight
+    assert not weight.is_shared()
+    before = weight.dequantize()
+    assert model.share_memory() is model and model[0].weight is weight
+    assert weight.is_shared() and weight.detach().is_shared() and weight[:32].is_shared()
+    assert weight.share_memory_() is weight
+    assert all(t.is_shared() for p in weight.planes if p for t in (p.data, p.scale))
+    assert torch.equal(weight.dequantize(), before)
+    child = torch.multiprocessing.get_context("fork").Process(target=write, args=(weight,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0 and torch.all(weight.dequantize() == 2)
+    model(torch.randn(16, 64)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
+def test_a_model_goes_to_shared_memory(recipe):
+    run(SHARED.format(recipe=recipe))
+
+
+def test_no_dlpack_of_codes_without_scales():
+    run(
+        """
+import torch, fp8rs
+layer = fp8rs.convert_to_float8_training(torch.nn.Linear(64, 64), fp8_weights=True)
+for call in (torch.from_dlpack, lambda t: t.__dlpack__()):
+    try:
+        assert call(layer.weight.detach()).sum() is not None
+    except BufferError as error:
+        assert ".rowwise.data" in str(error) and ".dequantize()" in str(error)
+    else:
+        raise AssertionError("nothing was raised")
+codes = layer.weight.rowwise.data.view(torch.uint8)
+assert torch.equal(torch.from_dlpack(codes), codes)
+"""
+    )

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import fp8rs
 from distributed import ranks
 from distributed.models import EMPTY, EVEN, RECIPES, UNEVEN, batch, linears, make, shard
+from fp8rs.convert.fp8_weights import high_precision_weight
 from fp8rs.fsdp import at_rest
 from fp8rs.fsdp.placement import place
 from fp8rs.optim import AdamW
@@ -178,3 +179,52 @@ def test_optimizer_states_are_gathered(rig, hidden):
         assert state["master"].shape == model.blocks[0].up.weight.shape
         assert state["exp_avg"].dtype == torch.bfloat16
     assert place(model.blocks[0].up.weight).ranks == 2
+
+
+@recipes
+@pytest.mark.parametrize("back", [False, True])
+def test_hooks_of_a_weights_gradient_run_on(recipe, back):
+    layer = torch.nn.Linear(64, 64)
+    weight, calls = layer.weight, []
+    first = weight.register_hook(lambda grad: calls.append("hook"))
+    after = weight.register_post_accumulate_grad_hook(lambda p: calls.append(p))
+    fp8rs.convert_to_float8_training(layer, recipe=RECIPES[recipe], fp8_weights=True)
+    if back:
+        high_precision_weight(layer)
+    second = weight.register_hook(lambda grad: 0 * grad)
+    layer(torch.randn(16, 64)).sum().backward()
+    assert calls[0] == "hook" and calls[1] is weight and len(calls) == 2
+    assert weight.grad.count_nonzero() == 0
+    for handle in (first, after, second):
+        handle.remove()
+    weight.grad = None
+    layer(torch.randn(16, 64)).sum().backward()
+    assert len(calls) == 2 and weight.grad.count_nonzero() > 0
+
+
+@recipes
+def test_hooks_that_are_removed_or_registered_afterwards(recipe):
+    layer = torch.nn.Linear(64, 64)
+    calls = []
+    handle = layer.weight.register_hook(lambda grad: calls.append("removed"))
+    fp8rs.convert_to_float8_training(layer, recipe=RECIPES[recipe], fp8_weights=True)
+    handle.remove()
+    layer.weight.register_hook(lambda grad: calls.append("after"))
+    layer(torch.randn(16, 64)).sum().backward()
+    assert calls == ["after"]
+
+
+@pytest.mark.parametrize(
+    "cast", [lambda m: m.to(torch.bfloat16), lambda m: m.float()], ids=["to", "float"]
+)
+def test_hooks_run_on_after_a_cast(cast):
+    """Torch swaps parameters of its own accord there."""
+    calls = []
+    layer = fp8rs.convert_to_float8_training(
+        torch.nn.Sequential(torch.nn.Linear(16, 16, dtype=torch.bfloat16)), fp8_weights=True
+    )
+    layer[0].weight.register_hook(lambda grad: calls.append("hook"))
+    layer[0].weight.register_post_accumulate_grad_hook(lambda p: calls.append("after"))
+    cast(layer)
+    layer(torch.ones(2, 16, dtype=layer[0].bias.dtype)).sum().backward()
+    assert calls == ["hook", "after"]

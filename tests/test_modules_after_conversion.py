@@ -10,6 +10,7 @@ import fp8rs
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import RECIPES, batch, reduces, same_bytes, train, whole_planes
+from fp8rs.tensor.quantized import QuantizedTensor
 from simulation import relative
 
 recipes = pytest.mark.parametrize("recipe", list(RECIPES))
@@ -24,9 +25,9 @@ class Two(nn.Module):
         return self.b(self.a(x).relu())
 
 
-def two(device, recipe="current"):
+def two(device, recipe="current", **options):
     torch.manual_seed(0)
-    return fp8rs.convert_to_float8_training(Two().to(device), recipe=RECIPES[recipe])
+    return fp8rs.convert_to_float8_training(Two().to(device), recipe=RECIPES[recipe], **options)
 
 
 def shard_all(model, rig):
@@ -91,6 +92,31 @@ def test_a_weight_computed_from_after_the_conversion(device, way, recipe):
     x = same_batch(device)
     losses = train(model, torch.optim.SGD(model.parameters(), 0.05), [x] * 4)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_weight_computed_from_an_fp8_one(device, way, recipe, ours):
+    """What it is computed from is a parameter like others, and stays FP8."""
+    model = two(device, recipe, fp8_weights=True)
+    weight = model.a.weight
+    way(model.a)
+    found = [p for p in model.a.parameters() if isinstance(p, QuantizedTensor)]
+    assert len(found) == 1 and found[0]._store is weight._store
+    kind = fp8rs.optim.AdamW if ours else torch.optim.AdamW
+    x = same_batch(device)
+    losses = train(model, kind(model.parameters(), lr=0.01), [x] * 4)
+    assert losses[-1] < losses[0]
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_what_an_fp8_weight_is_computed_from_is_not_sharded(rig, recipe):
+    model = two(rig.device, recipe, fp8_weights=True)
+    pruned(model.a)
+    with pytest.raises(TypeError, match="not what a layer's weight is computed from"):
+        shard_all(model, rig)
 
 
 @ranks(2)

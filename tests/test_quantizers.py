@@ -13,9 +13,12 @@ from fp8rs.quantize.quantizers import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     Quantizer,
+    quantizer_for,
     quantizer_like,
     quantizer_of,
 )
+from fp8rs.quantize.recipes import resolve_recipe
+from fp8rs.tensor.formats import FORMATS
 from fp8rs.tensor.quantized import Float8Tensor
 from simulation import MAX, codes_of, scale_of
 
@@ -220,11 +223,94 @@ def test_quantizing_a_quantized_tensor_dequantizes_it_first(device):
             ValueError,
             "rowwise",
         ),
+        (
+            lambda q, x: Float8CurrentScalingQuantizer(E4M3, amax_reduction_group="x"),
+            TypeError,
+            "amax_reduction_group must be a .*ProcessGroup, not str",
+        ),
+        (
+            lambda q, x: quantizer_for(resolve_recipe("current"), "input", "x"),
+            TypeError,
+            "amax_reduction_group",
+        ),
+        (lambda q, x: q(x).quantize_("x"), TypeError, "src must be a tensor, not str"),
+        (lambda q, x: q(x).quantize_(None), TypeError, "src must be a tensor, not NoneType"),
+        (lambda q, x: q(x)[:2].quantize_(3.0), TypeError, "src must be a tensor, not float"),
+        (lambda q, x: q(x).dequantize("x"), TypeError, "dtype must be .* not 'x'"),
+        (lambda q, x: q(x)[:2].dequantize(16), TypeError, "dtype must be .* not 16"),
+        (lambda q, x: q(x).dequantize(torch.float64), TypeError, "dtype"),
+        (lambda q, x: q.make_empty((-1, 3)), ValueError, r"shape .* not \(-1, 3\)"),
+        (lambda q, x: fp8rs.MXFP8Quantizer(E4M3).make_empty((32, -32)), ValueError, "shape"),
     ],
 )
 def test_bad_calls_name_the_argument(device, call, error, match):
     with pytest.raises(error, match=match):
         call(Float8CurrentScalingQuantizer(E4M3), torch.ones(4, 4, device=device))
+
+
+@pytest.mark.parametrize("kind", [Float8CurrentScalingQuantizer, fp8rs.Float8BlockQuantizer])
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"power_2_scale": "x"}, TypeError),
+        ({"power_2_scale": 1}, TypeError),
+        ({"amax_epsilon": "x"}, TypeError),
+        ({"amax_epsilon": None}, TypeError),
+        ({"amax_epsilon": True}, TypeError),
+        ({"amax_epsilon": -1}, ValueError),
+        ({"amax_epsilon": float("nan")}, ValueError),
+        ({"amax_epsilon": float("inf")}, ValueError),
+        ({"amax_epsilon": 1e39}, ValueError),
+    ],
+)
+def test_options_of_scales_are_checked_when_they_are_given(kind, options, error):
+    with pytest.raises(error, match=next(iter(options))):
+        kind(E4M3, **options)
+    with pytest.raises(error, match=next(iter(options))):
+        fp8rs.Float8CurrentScaling(**options)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        Float8CurrentScalingQuantizer,
+        fp8rs.Float8BlockQuantizer,
+        fp8rs.MXFP8Quantizer,
+        lambda fp8_dtype: Float8CurrentScalingQuantizer(fp8_dtype, amax_epsilon=16.5),
+        lambda fp8_dtype: fp8rs.Float8BlockQuantizer(
+            fp8_dtype, amax_epsilon=2.5, power_2_scale=True
+        ),
+    ],
+)
+def test_update_quantized_compiled(make, fullgraph):
+    quantizer = make(E4M3)
+    src, t = data("cpu", 64, 64, seed=1), quantizer(data("cpu", 64, 64))
+    planes = t.planes
+
+    @torch.compile(fullgraph=fullgraph, backend="aot_eager")
+    def update(src, t):
+        return quantizer.update_quantized(src, t).dequantize() * 2
+
+    assert torch.equal(update(src, t), quantizer(src).dequantize() * 2)
+    for plane, before, new in zip(t.planes, planes, quantizer(src).planes, strict=True):
+        assert plane.data is before.data and plane.format is quantizer.format
+        assert torch.equal(bits(plane.data), bits(new.data))
+        assert torch.equal(plane.scale.float(), new.scale.float())
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=list(FORMATS))
+def test_formats_are_one_object_each(format):
+    fields = [getattr(format, field.name) for field in dataclasses.fields(format)]
+    assert type(format)(*fields) is format is copy.deepcopy(format)
+    assert pickle.loads(pickle.dumps(format)) is format
+    other = type(format)("odd", (7, -1), torch.float32)
+    assert other is not format and other != format and other.block == (7, -1)
+    assert hash(format) != hash(other)
+    assert format.per_tensor == (format.block == (-1, -1))
+    assert format.square == (format.block[0] == format.block[1])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        format.block = (1, 1)
 
 
 def test_one_specification_serves_quantizers_and_tensors(device):

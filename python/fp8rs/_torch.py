@@ -152,6 +152,20 @@ def real_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool) -> Any:
     return torch.Tensor._make_subclass(cls, data, requires_grad)
 
 
+def hooks_of(parameter: Any) -> tuple[Any, Any]:
+    """The hooks that users have registered for a parameter's gradient, for `set_hooks`."""
+    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+
+
+def set_hooks(parameter: Any, hooks: tuple[Any, Any]) -> None:
+    """Have a parameter's hooks run, after what autograd knows of it was swapped.
+
+    Autograd has them from a tensor's other half: it is to have them anew. Of the same dictionaries,
+    which the handles that users have remove them from.
+    """
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
+
+
 def become(parameter: Tensor, new: Tensor) -> None:
     """Have a parameter be ``new`` from now on, as the object that it is, for all who refer to it.
 
@@ -160,16 +174,14 @@ def become(parameter: Tensor, new: Tensor) -> None:
     Raises:
         RuntimeError: torch cannot swap them: a graph or a weak reference holds on to one.
     """
-    hooks = parameter._backward_hooks, cast(Any, parameter)._post_accumulate_grad_hooks
+    hooks = hooks_of(parameter)
     other: Any = torch.nn.Parameter(new, requires_grad=parameter.requires_grad)
     for mark, value in parameter.__dict__.items():
         if not hasattr(other, mark):
             other.__dict__[mark] = value
     other.grad = parameter.grad
     torch.utils.swap_tensors(parameter, other)
-    # Autograd has them from a tensor's other half, which is swapped: it is to have them anew. Of
-    # the same dictionaries, which the handles that users have remove them from.
-    parameter._backward_hooks, cast(Any, parameter)._post_accumulate_grad_hooks = hooks
+    set_hooks(parameter, hooks)
 
 
 def check_can_become(parameter: Tensor) -> None:

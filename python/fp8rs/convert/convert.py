@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from fp8rs.convert.fp8_weights import quantize_weight
+from fp8rs.convert.fp8_weights import check_weight, high_precision_weight, quantize_weight
 from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
 from fp8rs.convert.torchao import from_float8_linear_config, refuse_high_precision_name
 from fp8rs.convert.transformer_engine import from_te_recipe, is_te_recipe
 from fp8rs.nn.linear import Float8Linear, float8_class
 from fp8rs.nn.registry import ModelState
 from fp8rs.quantize.recipes import Recipe, resolve_recipe
+from fp8rs.tensor.quantized import QuantizedTensor
 
 _log = logging.getLogger("fp8rs")
 
@@ -119,19 +120,60 @@ def convert_to_float8_training(
     state.fp8_gather = enable_fsdp_float8_all_gather
     on_shard = adopt if enable_fsdp_float8_all_gather else None
     if fp8_weights:
+        for _, layer in layers:
+            check_weight(layer, recipe)
+    left = _join_all(state, layers, on_shard, fp8_weights, preserve_high_precision_init_val)
+    for joined in left:
+        joined.detach()
+    if fp8_weights:
         state.watch_steps()
-    for name, layer in layers:
-        if isinstance(layer, Float8Linear):
-            layer._fp8_state.detach()
-        else:
-            layer.__class__ = float8_class(type(layer))
-        assert isinstance(layer, Float8Linear)
-        layer._join(state, name, on_shard)
-        if fp8_weights:
-            quantize_weight(layer, recipe, preserve_high_precision_init_val)
     state.attach(module)
     _log.info("%s", _report(module, recipe, selected.left))
     return module
+
+
+def _join_all(
+    state: ModelState,
+    layers: Sequence[tuple[str, nn.Linear]],
+    on_shard: Any,
+    fp8_weights: bool,
+    keep_init: bool,
+) -> list[ModelState]:
+    """Make layers those of ``state``: all of them, or none where one raises.
+
+    Returns:
+        The states that they were of before.
+    """
+    before = [(layer, type(layer), _contents(layer)) for _, layer in layers]
+    high_precision = [layer for _, layer in layers if not isinstance(layer.weight, QuantizedTensor)]
+    left = []
+    try:
+        for name, layer in layers:
+            if isinstance(layer, Float8Linear):
+                left.append(layer._fp8_state)
+            else:
+                layer.__class__ = float8_class(type(layer))
+            assert isinstance(layer, Float8Linear)
+            layer._join(state, name, on_shard)
+        if fp8_weights:
+            for _, layer in layers:
+                quantize_weight(layer, state.recipe, keep_init)
+    except BaseException:
+        for layer in high_precision:
+            high_precision_weight(layer)
+        for layer, kind, contents in before:
+            layer.__class__ = kind
+            for known, was in contents:
+                known.clear()
+                known.update(was)
+        raise
+    return left
+
+
+def _contents(layer: nn.Module) -> list[tuple[Any, Any]]:
+    """What a module keeps its attributes and buffers in, each with a copy of what is in it."""
+    kept: tuple[Any, ...] = (layer.__dict__, layer._buffers, layer._non_persistent_buffers_set)
+    return [(known, known.copy()) for known in kept]
 
 
 def settle(recipe: Any, config: Any, gather: bool | None, fp8_weights: bool) -> tuple[Recipe, bool]:

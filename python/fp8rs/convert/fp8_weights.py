@@ -7,11 +7,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import become
+from fp8rs._torch import become, check_can_become
 from fp8rs.quantize.recipes import Recipe
 from fp8rs.quantize.spec import quant_spec
 from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
 from fp8rs.tensor.spec import quantize_planes
+
+
+def check_weight(layer: nn.Linear, recipe: Recipe) -> None:
+    """Raise what `quantize_weight` would, and change nothing.
+
+    It quantizes the weight, for nobody: whether there is room for that is known only then. What a
+    model has after its first weights are quantized is more room.
+
+    Raises:
+        RuntimeError: something refers to the parameter that cannot follow it.
+    """
+    weight = layer.weight
+    if isinstance(weight, QuantizedTensor):
+        return
+    try:
+        check_can_become(weight)
+    except RuntimeError as error:
+        raise _held(error) from error
+    new_weight(weight.detach(), recipe)
 
 
 def quantize_weight(layer: nn.Linear, recipe: Recipe, keep_init: bool) -> None:
@@ -37,14 +56,18 @@ def quantize_weight(layer: nn.Linear, recipe: Recipe, keep_init: bool) -> None:
     try:
         become(weight, quantized)
     except RuntimeError as error:
-        raise RuntimeError(
-            "a weight cannot become FP8 in place while something holds on to its tensor (a graph "
-            "that has not been freed, a weak reference): convert before training with it. torch "
-            f"says: {error}"
-        ) from error
+        raise _held(error) from error
     owner = own(layer, "weight")
     owner.keep_init, owner.init_value = keep_init, init_value
     owner.begin_history(largest)
+
+
+def _held(error: RuntimeError) -> RuntimeError:
+    return RuntimeError(
+        "a weight cannot become FP8 in place while something holds on to its tensor (a graph "
+        "that has not been freed, a weak reference): convert before training with it. What was "
+        f"found: {error}"
+    )
 
 
 def own(layer: nn.Module, name: str) -> Any:

@@ -83,6 +83,16 @@ class Weight:
         return f"{self.state.names[self.index]}.{self.name}".lstrip(".")
 
     @property
+    def in_place(self) -> bool:
+        """Whether the layer has it as its weight.
+
+        What has moved to another name is what a weight is computed from (pruning, weight_norm,
+        parametrizations): a parameter like others, whose writes concern no layer.
+        """
+        module = self._module()
+        return module is not None and module._parameters.get(self.name) is not None
+
+    @property
     def parameter(self) -> Tensor:
         """The module's parameter: sharded or, while FSDP2 has it gathered, not."""
         return cast(Tensor, self.module._parameters[self.name])
@@ -100,7 +110,7 @@ class Weight:
         if state is None or state.histories is None:
             return
         if not agreed:
-            part = self.parameter_part
+            part = self.parameter_part if self.in_place else None
             # A whole FP8 weight, that is: what FSDP2 has gathered of a shard has no owner.
             if isinstance(part, QuantizedTensor) and part._store.owner is self:
                 self.follow(part._store.any_plane.scale)
@@ -136,12 +146,15 @@ class Weight:
         module: Any = self.module
         if getattr(module, "_fp8_state", None) is None or self.state.histories is None:
             return None
+        if not self.in_place:
+            return None
         return module.fp8_scale[0, 0], module.fp8_amax[0, 0]
 
     @property
     def shards(self) -> Any:
         """The model's sharded weights; None where this one is whole."""
-        return self.state.fsdp if hasattr(self.parameter, "_local_tensor") else None
+        sharded = self.in_place and hasattr(self.parameter, "_local_tensor")
+        return self.state.fsdp if sharded else None
 
     def write(self, tensor: QuantizedTensor, values: Tensor) -> bool:
         """Of an FP8 weight: write ``values`` with scales that all ranks agree on.
@@ -218,10 +231,9 @@ class Weight:
         While FSDP2 has the whole weight in the shard's place, the shard's are not known: they may
         be.
         """
-        module = self._module()
-        if module is None:
+        if not self.in_place:
             return False
-        part: Any = self.parameter_part if self.name in module._parameters else None
+        part: Any = self.parameter_part
         known = getattr(part, "_store", None)
         return known is None or known.owner is not self or known is store
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import constant_when_traced
+from fp8rs._torch import constant_when_traced, hooks_of, set_hooks
 from fp8rs.quantize.recipes import Recipe, describe
 from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, keep_local, new_buffers
 from fp8rs.tensor.formats import INPUT_DTYPES
@@ -273,7 +273,9 @@ class Float8Linear(nn.Linear):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         before = {name: self._buffers[name] for name in BUFFERS if name in self._buffers}
         weight = self._parameters["weight"]
-        marks = {} if weight is None else dict(weight.__dict__)  # torch may swap them with the rest
+        # Torch may swap them with the rest.
+        marks = {} if weight is None else dict(weight.__dict__)
+        hooks = hooks_of(weight) if is_fp8(weight) else (None, None)
 
         def applied(t: Tensor) -> Any:
             new = fn(t)
@@ -285,6 +287,8 @@ class Float8Linear(nn.Linear):
         weight = self._parameters["weight"]
         if is_fp8(weight):
             keep_marks(marks, weight)
+            if any(hooks):
+                set_hooks(weight, hooks)
         if self._fp8_on_shard is not None and hasattr(weight, "_local_tensor"):
             self._fp8_on_shard(self, "weight", weight)  # which may be another tensor now
         if self._fp8_state.histories is not None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8rs.quantize.recipes import Recipe, Role
+from fp8rs.quantize.recipes import Recipe, Role, check_amax_epsilon, check_bool
 from fp8rs.quantize.spec import quant_spec
 from fp8rs.tensor import formats
 from fp8rs.tensor.formats import INPUT_DTYPES, BlockFormat, check_fp8_dtype, matrix_shape
@@ -133,8 +133,14 @@ class Quantizer:
         device: Any = None,
         requires_grad: bool = False,
     ) -> QuantizedTensor:
-        """A tensor with this quantizer's planes, codes uninitialised and scales 1."""
+        """A tensor with this quantizer's planes, codes uninitialised and scales 1.
+
+        Raises:
+            ValueError: a size is negative.
+        """
         shape = torch.Size(shape)
+        if any(size < 0 for size in shape):
+            raise ValueError(f"shape must have no negative sizes, not {tuple(shape)}")
         rows, cols = matrix_shape(shape)
 
         def plane(data_shape: Iterable[int], rows: int, cols: int) -> Plane:
@@ -238,6 +244,18 @@ def _single(t: Tensor, name: str) -> Tensor:
     return t.view(())
 
 
+def _name_of(group: Any) -> str | None:
+    """The name of an ``amax_reduction_group``; TypeError if it is no process group."""
+    if group is None:
+        return None
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            "amax_reduction_group must be a torch.distributed.ProcessGroup, "
+            f"not {type(group).__name__}"
+        )
+    return group.group_name
+
+
 class Float8CurrentScalingQuantizer(Quantizer):
     """Per tensor, with a scale from the tensor's own amax.
 
@@ -264,9 +282,9 @@ class Float8CurrentScalingQuantizer(Quantizer):
         spec = QuantSpec(
             formats.TENSOR,
             check_fp8_dtype(fp8_dtype),
-            power_2_scale=power_2_scale,
-            amax_epsilon=amax_epsilon,
-            group=None if amax_reduction_group is None else amax_reduction_group.group_name,
+            power_2_scale=check_bool("power_2_scale", power_2_scale),
+            amax_epsilon=check_amax_epsilon(amax_epsilon),
+            group=_name_of(amax_reduction_group),
         )
         super().__init__(spec, rowwise=rowwise, columnwise=columnwise)
 
@@ -304,8 +322,8 @@ class Float8BlockQuantizer(BlockQuantizer):
         spec = QuantSpec(
             formats.format_of(block, torch.float32),
             check_fp8_dtype(fp8_dtype),
-            power_2_scale=power_2_scale,
-            amax_epsilon=amax_epsilon,
+            power_2_scale=check_bool("power_2_scale", power_2_scale),
+            amax_epsilon=check_amax_epsilon(amax_epsilon),
         )
         super().__init__(spec, rowwise=rowwise, columnwise=columnwise)
 
@@ -367,8 +385,7 @@ def quantizer_for(
         amax_reduction_group: over which per-tensor amaxes are reduced.
         format: the one to quantize in, if not the recipe's own.
     """
-    group = None if amax_reduction_group is None else amax_reduction_group.group_name
-    spec = quant_spec(recipe, role, group, format)
+    spec = quant_spec(recipe, role, _name_of(amax_reduction_group), format)
     return quantizer_of(spec)
 
 

@@ -18,6 +18,24 @@ from fp8rs.tensor.formats import BlockFormat
 Role = Literal["input", "weight", "grad"]
 
 
+def check_bool(name: str, value: Any) -> bool:
+    """``value`` if it is a bool; TypeError naming the argument otherwise."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, not {value!r}")
+    return value
+
+
+def check_amax_epsilon(epsilon: Any) -> float:
+    """``epsilon`` as a float; TypeError or ValueError where no amax can have it as its bound."""
+    if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)):
+        raise TypeError(f"amax_epsilon must be a float, not {epsilon!r}")
+    if not 0.0 <= epsilon <= torch.finfo(torch.float32).max:
+        raise ValueError(
+            f"amax_epsilon must be finite in float32 and not negative, not {epsilon!r}"
+        )
+    return float(epsilon)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """What all recipes share.
@@ -60,19 +78,11 @@ class Recipe:
                 f"not {accumulation!r}"
             )
         object.__setattr__(self, "fast_accumulation", tuple(accumulation))
-        for name in ("power_2_scale", "emulate"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, not {getattr(self, name)!r}")
+        check_bool("power_2_scale", self.power_2_scale)
+        check_bool("emulate", self.emulate)
         if self.save_input is not None and not isinstance(self.save_input, bool):
             raise TypeError(f"save_input must be a bool or None, not {self.save_input!r}")
-        epsilon = self.amax_epsilon
-        if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)):
-            raise TypeError(f"amax_epsilon must be a float, not {epsilon!r}")
-        if not 0.0 <= epsilon <= torch.finfo(torch.float32).max:
-            raise ValueError(
-                f"amax_epsilon must be finite in float32 and not negative, not {epsilon!r}"
-            )
-        object.__setattr__(self, "amax_epsilon", float(epsilon))
+        object.__setattr__(self, "amax_epsilon", check_amax_epsilon(self.amax_epsilon))
 
     def fp8_dtype(self, role: Role) -> torch.dtype:
         """The element type of an operand."""

@@ -138,12 +138,13 @@ def _new_part(
     device: Any = None,
     **kwargs: Any,
 ) -> Any:
-    if t._store.owner is None and isinstance(t, torch.nn.Parameter) and in_fully_shard():
+    if t._store.told is None and isinstance(t, torch.nn.Parameter) and in_fully_shard():
         raise TypeError(
             f"fully_shard was given a quantized parameter of shape {tuple(t.shape)} that is no "
             "layer's: it can shard only the weights of layers that fp8rs has converted "
-            "(convert_to_float8_training(..., fp8_weights=True), quantized_init). Dequantize "
-            "it first, or keep it as a buffer"
+            "(convert_to_float8_training(..., fp8_weights=True), quantized_init), and not what a "
+            "layer's weight is computed from (pruning, parametrizations). Dequantize it first, or "
+            "keep it as a buffer"
         )
     if t._store.owner is None or dtype not in (None, t.dtype) or len(size) != 2:
         return _new(func, t, size, dtype=dtype, device=device, **kwargs)

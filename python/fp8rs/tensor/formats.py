@@ -8,9 +8,10 @@ dequantizing are written over them, so that a new format is a row here and a row
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import Self
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -21,8 +22,11 @@ FP8_MAX: dict[torch.dtype, float] = {E4M3: 448.0, E5M2: 57344.0}
 #: Dtypes that can be quantized.
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+#: Every format, by name.
+FORMATS: dict[str, BlockFormat] = {}
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, init=False)
 class BlockFormat:
     """How the 2-D view of a plane (product of the leading dims, last dim) is cut and scaled.
 
@@ -31,7 +35,8 @@ class BlockFormat:
     of a plane never depends on which of the two planes it is.
 
     There is one object a row of the table, so that formats compare by identity: they are compared
-    at every call of a layer. Copies and pickles give that object.
+    at every call of a layer. Copies and pickles give that object, and so does the constructor of
+    the same name: compilers make what they meet again from its fields.
 
     Attributes:
         square: the transposed matrix has the same codes and (transposed) scales.
@@ -43,19 +48,29 @@ class BlockFormat:
     name: str
     block: tuple[int, int]
     scale_dtype: torch.dtype
-    square: bool = field(init=False, repr=False)
-    per_tensor: bool = field(init=False, repr=False)
-    per_row: bool = field(init=False, repr=False)
-    microscaled: bool = field(init=False, repr=False)
+    if TYPE_CHECKING:
+        # No fields where it runs: compilers would give them to the constructor.
+        square: bool = field(init=False, repr=False)
+        per_tensor: bool = field(init=False, repr=False)
+        per_row: bool = field(init=False, repr=False)
+        microscaled: bool = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        for name, value in (
-            ("square", self.block[0] == self.block[1]),
-            ("per_tensor", self.block == (-1, -1)),
-            ("per_row", self.block == (1, -1)),
-            ("microscaled", self.scale_dtype == torch.float8_e8m0fnu),
-        ):
-            object.__setattr__(self, name, value)
+    def __new__(cls, name: str, block: tuple[int, int], scale_dtype: torch.dtype) -> Self:
+        # By the name alone: in a trace the numbers may be symbols.
+        known: Any = FORMATS.get(name)
+        self: Self = super().__new__(cls) if known is None else known
+        if known is None:
+            for attribute, value in (
+                ("name", name),
+                ("block", block),
+                ("scale_dtype", scale_dtype),
+                ("square", block[0] == block[1]),
+                ("per_tensor", block == (-1, -1)),
+                ("per_row", block == (1, -1)),
+                ("microscaled", scale_dtype == torch.float8_e8m0fnu),
+            ):
+                object.__setattr__(self, attribute, value)
+        return self
 
     def __copy__(self) -> BlockFormat:
         return self
@@ -95,10 +110,7 @@ BLOCK_128X128 = BlockFormat("128x128", (128, 128), torch.float32)
 MX_1X32 = BlockFormat("1x32", (1, 32), torch.float8_e8m0fnu)
 MX_32X32 = BlockFormat("32x32", (32, 32), torch.float8_e8m0fnu)
 
-#: Every format, by name.
-FORMATS: dict[str, BlockFormat] = {
-    f.name: f for f in (TENSOR, ROW, BLOCK_1X128, BLOCK_128X128, MX_1X32, MX_32X32)
-}
+FORMATS.update((f.name, f) for f in (TENSOR, ROW, BLOCK_1X128, BLOCK_128X128, MX_1X32, MX_32X32))
 
 
 def format_named(name: str) -> BlockFormat:

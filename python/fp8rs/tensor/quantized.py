@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from fp8rs._torch import disabled_torch_function, make_wrapper_subclass
+from fp8rs._torch import disabled_torch_function, is_traced, make_wrapper_subclass
 from fp8rs.tensor import formats, windows
 from fp8rs.tensor.formats import BlockFormat, matrix_shape
 from fp8rs.tensor.planes import Plane as Plane
@@ -246,6 +246,8 @@ class QuantizedTensor(Tensor):
         Either plane will do. Raises RuntimeError if the storage was freed by a reshard.
         """
         dtype = self.dtype if dtype is None else dtype
+        if not isinstance(dtype, torch.dtype):  # of other dtypes the operator speaks
+            raise TypeError(f"dtype must be float32, bfloat16 or float16, not {dtype!r}")
         row, col = self.planes
         plane = row if row is not None else col
         if plane is None:
@@ -323,6 +325,37 @@ class QuantizedTensor(Tensor):
         if self._store.owner is not None:
             self._store.owner.forget_init()
 
+    # --- memory -----------------------------------------------------------------------------------
+
+    def data_ptr(self) -> int:
+        """Where the codes begin: of the rowwise plane, or of the columnwise one if it is alone.
+
+        Parameters have one each, by which optimizers and wrappers tell them apart. 0 in a trace.
+        """
+        row, col = self.planes
+        plane = row if row is not None else col
+        if plane is not None:
+            return 0 if is_traced(plane.data) else plane.data.data_ptr()
+        codes = self._store.any_plane.data
+        offset = self._window.offset if self._window is not None and self._store.rowwise else 0
+        return 0 if is_traced(codes) else codes.data_ptr() + offset
+
+    def share_memory_(self) -> Self:
+        """Move codes and scales to shared memory; of a view, those of the whole tensor."""
+        for x in self._store.tensors():
+            x.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether codes and scales are in shared memory."""
+        return all(x.is_shared() for x in self._store.tensors())
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise BufferError(
+            "a quantized tensor is codes and scales, which DLPack has no way to hand on together: "
+            "give its codes (.rowwise.data) and scales (.rowwise.scale), or .dequantize()"
+        )
+
     # --- writes -----------------------------------------------------------------------------------
 
     def quantize_(self, src: Tensor) -> QuantizedTensor:
@@ -341,6 +374,8 @@ class QuantizedTensor(Tensor):
 
     def write(self, src: Tensor, spec: QuantSpec, delayed: Delayed | None) -> None:
         """As ``quantize_``, as another ``spec`` of the same format says."""
+        if not isinstance(src, Tensor):
+            raise TypeError(f"src must be a tensor, not {type(src).__name__}")
         if isinstance(src, QuantizedTensor):
             src = src.dequantize()
         if src.shape != self.shape:
