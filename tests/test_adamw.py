@@ -315,6 +315,40 @@ def test_a_compiled_step_is_an_eager_one(name, masters):
     torch._dynamo.reset()
 
 
+#: Of a quantized tensor, what is a parameter: with other planes than one along rows, or a part.
+PARTS = {
+    "both planes": (True, True, lambda q: q),
+    "columns": (False, True, lambda q: q),
+    "rows of it": (True, False, lambda q: q[:32]),
+    "columns of it": (True, False, lambda q: q[:, :32]),
+    "turned": (True, False, lambda q: q.t()),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("name", ["current", "delayed", "rows", "32x32"])
+@with_and_without_masters
+def test_planes_agree_after_a_step_and_what_is_beside_a_part_stays(name, part, masters):
+    """What is a view has scales that other elements have too."""
+    rowwise, columnwise, take = PARTS[part]
+    quantizer = QUANTIZERS[name](E4M3, "cpu")
+    quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
+    q = quantizer(torch.randn(64, 96, generator=torch.Generator().manual_seed(0)))
+    before, parameter = q.dequantize(), torch.nn.Parameter(take(q))
+    # What a code is off by, at most, of a delayed scale's too, which the values do not give.
+    bound = before.abs().amax().item() / 8
+    optimizer = AdamW([parameter], lr=0.5, weight_decay=0.0, master_weights=masters)
+    parameter.grad = torch.ones(parameter.shape)
+    optimizer.step()
+    assert (parameter.detach().dequantize() - (take(before) - 0.5)).abs().max() < bound
+    outside = torch.ones_like(before, dtype=torch.bool)
+    take(outside).fill_(False)
+    assert ((q.dequantize() - before)[outside].abs() < bound).all()
+    if rowwise and columnwise:
+        row, col = (plane.dequantize(torch.float32) for plane in (q.rowwise, q.columnwise))
+        assert (row - col.t()).abs().max() < bound
+
+
 def test_a_parameter_without_a_gradient_is_left_alone():
     a, b = (parameter(QUANTIZERS["current"](E4M3, "cpu")(normal((8, 8), i))) for i in range(2))
     optimizer = AdamW([a, b])

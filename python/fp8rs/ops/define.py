@@ -73,7 +73,7 @@ def operator(schema: str) -> Callable[[Callable[..., Operation]], Callable[..., 
 
     def register(function: Callable[..., Operation]) -> Callable[..., Operation]:
         def fake(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...] | None:
-            _check_devices(args, names)
+            _check_devices((*args, *kwargs.values()), (*names[: len(args)], *kwargs))
             return function(*args, **kwargs)[0]
 
         def kernel(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...] | None:

@@ -172,10 +172,11 @@ def kind(param: Tensor, weight: Tensor) -> str:
     """
     if not isinstance(weight, QuantizedTensor):
         return "plain"
+    if not weights.is_one_plane(weight):
+        return "other"
     if weight.format.per_tensor:
         return "known" if weights.known(param) else "current"
-    one_plane = weight._store.columnwise is None
-    if one_plane and weight.format in OWN_SCALES and not weights.is_cut(param):
+    if weight.format in OWN_SCALES and not weights.is_cut(param):
         return "own"
     return "other"
 

@@ -56,6 +56,18 @@ def prepare(params: Sequence[Tensor]) -> None:
         sharded.agree()
 
 
+def is_one_plane(weight: QuantizedTensor) -> bool:
+    """Whether a rowwise plane is all that there is of a weight, and the weight is all of that.
+
+    Of a view, what is written with a scale of its own would leave other elements with that scale.
+    """
+    store = weight._store
+    if store.rowwise is None or store.columnwise is not None:
+        return False
+    owner = store.told
+    return weight._window is None or (owner is not None and owner.has_whole(weight))
+
+
 def plane(weight: QuantizedTensor) -> Plane:
     """The rowwise plane of a local part, which may be empty."""
     row = weight.rowwise

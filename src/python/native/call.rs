@@ -5,7 +5,7 @@
 
 use std::ffi::{CStr, c_void};
 use std::ptr::{self, NonNull};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, TryLockError};
 
 use super::raise::Failure;
 use super::shim::{self, RawTensor, Shim, Value};
@@ -334,10 +334,15 @@ impl Tensor {
 
 impl Tensor {
     /// Of the shape (0,) on this tensor's device: a tensor of its own over an allocation of no bytes that is made once,
-    /// since to allocate none takes nearly as long as to allocate some.
+    /// since to allocate none takes nearly as long as to allocate some. Nobody waits for another thread here: a process
+    /// that is forked meanwhile has not got the thread, and would wait forever.
     pub(super) fn nothing(&self, dtype: DType) -> Result<Self, Failure> {
         let place = self.place()?;
-        let mut nothings = NOTHINGS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut nothings = match NOTHINGS.try_lock() {
+            Ok(nothings) => nothings,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return self.room(dtype, &[0]),
+        };
         let known = nothings.iter().find(|known| (known.place, known.dtype) == (place, dtype));
         let first = if let Some(known) = known {
             known.tensor.0
