@@ -251,6 +251,15 @@ class Parts(nn.Module):
         return self.b(self.a(x))
 
 
+def compiled_features(model, way):
+    """``model.features`` in eager mode, compiled, or of compiled layers."""
+    if way == "layers":
+        model.a.compile(backend="aot_eager"), model.b.compile(backend="aot_eager")
+    if way == "a method":
+        return torch.compile(model.features, backend="aot_eager")
+    return model.features
+
+
 class Called(Parts):
     def forward(self, x):
         return self.features(x)
@@ -284,11 +293,7 @@ def test_evaluations_between_compiled_steps_change_nothing(device, way):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = fp8rs.convert_to_float8_training(Called().to(device), recipe="delayed")
-    features = model.features
-    if way == "a method":
-        features = torch.compile(features, backend="aot_eager")
-    else:
-        model.a.compile(backend="aot_eager"), model.b.compile(backend="aot_eager")
+    features = compiled_features(model, way)
     for n in range(4):
         model.train()
         features(batch(device, 10.0**n)).sum().backward()
@@ -303,11 +308,7 @@ def test_compiled_layers_of_a_model_that_is_not_called_roll_too(device, way):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = fp8rs.convert_to_float8_training(Parts().to(device), recipe="delayed")
-    features = model.features
-    if way == "a method":
-        features = torch.compile(features, backend="aot_eager")
-    if way == "layers":
-        model.a.compile(backend="aot_eager"), model.b.compile(backend="aot_eager")
+    features = compiled_features(model, way)
     for n in range(4):
         features(batch(device, 10.0**n)).sum().backward()
         step(model)

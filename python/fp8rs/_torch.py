@@ -71,14 +71,14 @@ def memory_of(x: Tensor) -> object:
         return None
 
 
-def is_batched(x: Tensor) -> bool:
-    """Whether ``torch.func.vmap`` stands behind a tensor: its offset tells no address."""
-    return bool(torch._C._functorch.is_batchedtensor(x))
-
-
 def same_memory(a: object, b: object) -> bool:
     """Whether `memory_of` gave the same twice."""
     return a is b or (type(a) is int and a == b)
+
+
+def is_batched(x: Tensor) -> bool:
+    """Whether ``torch.func.vmap`` stands behind a tensor: its offset tells no address."""
+    return bool(torch._C._functorch.is_batchedtensor(x))
 
 
 #: ``torch.compiler.disable`` as torch's own optimizers use it: it imports Dynamo at the first call.

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from fp8rs.convert.fp8_weights import check_weight, high_precision_weight, quantize_weight
 from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
@@ -16,6 +15,7 @@ from fp8rs.convert.torchao import from_float8_linear_config, refuse_high_precisi
 from fp8rs.convert.transformer_engine import from_te_recipe, is_te_recipe
 from fp8rs.nn.linear import Float8Linear, float8_class
 from fp8rs.nn.registry import ModelState
+from fp8rs.quantize.quantizers import group_name
 from fp8rs.quantize.recipes import Recipe, resolve_recipe
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -91,12 +91,7 @@ def convert_to_float8_training(
     recipe, enable_fsdp_float8_all_gather = settle(
         recipe, config, enable_fsdp_float8_all_gather, fp8_weights
     )
-    if amax_reduction_group is not None and not isinstance(amax_reduction_group, ProcessGroup):
-        raise TypeError(
-            "amax_reduction_group must be a torch.distributed.ProcessGroup, "
-            f"not {type(amax_reduction_group).__name__}"
-        )
-
+    group_name(amax_reduction_group)  # which is an error of what is no group
     if preserve_high_precision_init_val and not fp8_weights:
         raise ValueError(
             "preserve_high_precision_init_val=True is for fp8_weights=True: other weights keep "
@@ -105,7 +100,7 @@ def convert_to_float8_training(
     selected = select(module, module_filter_fn, filter_fqns, recipe, fp8_weights)
     if selected.sharded:
         raise ValueError(f"{selected.sharded[0]} is sharded already: convert before fully_shard")
-    for message in selected.warnings:
+    for message in (*selected.unused, *selected.warnings):
         warnings.warn(message, stacklevel=2)
     layers = selected.layers
     if not layers:

@@ -192,9 +192,8 @@ def report(
     recipe, fp8_gather = settle(recipe, config, enable_fsdp_float8_all_gather, fp8_weights)
     world_size = _ranks(world_size, model)
     selected = select(model, module_filter_fn, filter_fqns, recipe)
-    for message in selected.warnings:
-        if message.startswith("filter_fqns "):  # of the others the table has a row each
-            warnings.warn(message, stacklevel=2)
+    for message in selected.unused:  # of the other warnings the table has a row each
+        warnings.warn(message, stacklevel=2)
     chosen: dict[str, nn.Linear] = {
         n: m for n, m in layers.items() if (n or "the root") not in selected.left
     }

@@ -27,12 +27,14 @@ class Selection:
         layers: those, with their names, in the order of the model; none that is converted already.
         left: the reason for each linear layer that is left out, by its name.
         sharded: those of them for which it is too late: convert before fully_shard.
-        warnings: what the one who converts is to be told.
+        unused: what is to be said of names in ``filter_fqns`` that leave nothing out.
+        warnings: what the one who converts is to be told besides.
     """
 
     layers: list[tuple[str, nn.Linear]] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     sharded: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
@@ -70,7 +72,7 @@ def select(
     linears = [name for name, part in root.named_modules() if isinstance(part, nn.Linear)]
     unused = [part for part in filter_fqns if not any(part in name for name in linears)]
     if unused:
-        found.warnings.append(
+        found.unused.append(
             f"filter_fqns leaves nothing out for {', '.join(map(repr, unused))}: "
             "no linear layer has that in its name"
         )

@@ -144,9 +144,8 @@ class Weight:
     def slots(self) -> tuple[Tensor, Tensor] | None:
         """Of delayed scaling: the next scale (0: none yet), and where amaxes are noted."""
         module: Any = self.module
-        if getattr(module, "_fp8_state", None) is None or self.state.histories is None:
-            return None
-        if not self.in_place:
+        state = getattr(module, "_fp8_state", None)
+        if state is None or state.histories is None or not self.in_place:
             return None
         return module.fp8_scale[0, 0], module.fp8_amax[0, 0]
 

@@ -186,15 +186,15 @@ class Float8Linear(nn.Linear):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter) and name in self._parameters:
-            given: Any = value
             # FSDP2 comes here with each shard and each gathered weight.
+            given: Any = value
+            sharded = hasattr(given, "_local_tensor")
             on_shard = self._fp8_on_shard
-            if hasattr(value, "_local_tensor"):
-                if on_shard is not None:
-                    on_shard(self, name, value)
-                elif not self._fp8_state.alone:  # whose roll would be a collective for each layer
-                    self._fp8_state.is_sharded_over(given.device_mesh)
-            if isinstance(value, QuantizedTensor) or hasattr(value, "_local_tensor"):
+            if sharded and on_shard is not None:
+                on_shard(self, name, value)
+            elif sharded and not self._fp8_state.alone:  # whose rolls would reduce for each layer
+                self._fp8_state.is_sharded_over(given.device_mesh)
+            if sharded or isinstance(value, QuantizedTensor):
                 self._parameters[name] = value
                 return
         super().__setattr__(name, value)

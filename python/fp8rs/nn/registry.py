@@ -82,8 +82,6 @@ class ModelState:
         #: An optimizer of torch's kind trains this model: its steps are told.
         self._steps_are_told = False
         self._warned_of_flat = False
-        #: What FSDP2 shards weights over, in the order in which they came.
-        self._meshes: dict[Any, None] = {}
         self._begin()
 
     def _begin(self) -> None:
@@ -93,6 +91,8 @@ class ModelState:
         self.key = register(self.recipe, group.group_name if by_tensor else None)
         self.mark = f"model {next(_marks)}"
         self.clock = Clock()
+        #: What FSDP2 shards weights over, in the order in which they came.
+        self._meshes: dict[Any, None] = {}
         self.histories: Histories | None = None
         if isinstance(self.recipe, DelayedScaling):
             specs = [quant_spec(self.recipe, role) for role in ROLES]
@@ -384,7 +384,6 @@ class ModelState:
         new.names = list(self.names)
         new.weight_groups = dict(self.weight_groups)
         new._versions = {}  # of the original's weights
-        new._meshes = {}
         new.fsdp = None
         new._root = None
         new.linears = []
@@ -406,9 +405,9 @@ class ModelState:
                 "the model that is loaded are reduced as if none had been given",
                 stacklevel=2,
             )
-        state = {**self.__dict__, "linears": [], "weight_groups": {}, "_meshes": {}}
+        state = {**self.__dict__, "linears": [], "weight_groups": {}}
         state.update(dict.fromkeys(("_root", "_group", "fsdp")))
-        del state["histories"], state["key"], state["mark"]
+        del state["histories"], state["key"], state["mark"], state["_meshes"]
         state["clock"] = (self.clock.roll_is_due, self.clock._recorded)
         return state
 

@@ -61,11 +61,12 @@ def is_one_plane(weight: QuantizedTensor) -> bool:
 
     Of a view, what is written with a scale of its own would leave other elements with that scale.
     """
-    store = weight._store
-    if store.rowwise is None or store.columnwise is not None:
+    if weight._store.has != (True, False):
         return False
-    owner = store.told
-    return weight._window is None or (owner is not None and owner.has_whole(weight))
+    if weight._window is None:
+        return True
+    owner = weight._store.told
+    return owner is not None and owner.has_whole(weight)
 
 
 def plane(weight: QuantizedTensor) -> Plane:

@@ -244,7 +244,7 @@ def _single(t: Tensor, name: str) -> Tensor:
     return t.view(())
 
 
-def _name_of(group: Any) -> str | None:
+def group_name(group: Any) -> str | None:
     """The name of an ``amax_reduction_group``; TypeError if it is no process group."""
     if group is None:
         return None
@@ -284,7 +284,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
             check_fp8_dtype(fp8_dtype),
             power_2_scale=check_bool("power_2_scale", power_2_scale),
             amax_epsilon=check_amax_epsilon(amax_epsilon),
-            group=_name_of(amax_reduction_group),
+            group=group_name(amax_reduction_group),
         )
         super().__init__(spec, rowwise=rowwise, columnwise=columnwise)
 
@@ -385,7 +385,7 @@ def quantizer_for(
         amax_reduction_group: over which per-tensor amaxes are reduced.
         format: the one to quantize in, if not the recipe's own.
     """
-    spec = quant_spec(recipe, role, _name_of(amax_reduction_group), format)
+    spec = quant_spec(recipe, role, group_name(amax_reduction_group), format)
     return quantizer_of(spec)
 
 

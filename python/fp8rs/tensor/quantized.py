@@ -334,10 +334,9 @@ class QuantizedTensor(Tensor):
         """
         row, col = self.planes
         plane = row if row is not None else col
-        if plane is not None:
-            return 0 if is_traced(plane.data) else plane.data.data_ptr()
-        codes = self._store.any_plane.data
-        offset = self._window.offset if self._window is not None and self._store.rowwise else 0
+        codes, offset = (self._store.any_plane if plane is None else plane).data, 0
+        if plane is None and self._window is not None and self._store.rowwise is not None:
+            offset = self._window.offset
         return 0 if is_traced(codes) else codes.data_ptr() + offset
 
     def share_memory_(self) -> Self:
