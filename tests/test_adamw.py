@@ -864,6 +864,14 @@ def test_opcheck(device, masters):
         ({"betas": (0.9,)}, ValueError, r"betas is \(0.9,\); it must be two numbers"),
         ({"state_dtype": torch.float16}, TypeError, "state_dtype is torch.float16; it must be"),
         ({"seed": 2**64}, ValueError, "seed is 18446744073709551616; it must be of 64 bits"),
+        ({"seed": 1.5}, TypeError, "seed is 1.5; it must be an int"),
+        ({"lr": None}, TypeError, "lr is None; it must be a number"),
+        ({"eps": "1e-8"}, TypeError, "eps is '1e-8'; it must be a number"),
+        ({"betas": 0.9}, TypeError, "betas is 0.9; it must be two numbers"),
+        ({"betas": (0.9, None)}, TypeError, r"betas is \(0.9, None\); it must be two numbers"),
+        ({"maximize": 1}, TypeError, "maximize is 1; it must be a bool"),
+        ({"master_weights": "no"}, TypeError, "master_weights is 'no'; it must be a bool"),
+        ({"stochastic_rounding": 0}, TypeError, "stochastic_rounding is 0; it must be a bool or"),
     ],
 )
 def test_bad_options_are_refused(options, error, message):
@@ -898,6 +906,55 @@ def test_gradients_that_do_not_fit_are_refused_before_anything_is_written(
     with pytest.raises(error, match=message):
         optimizer.step()
     assert_same(bytes_of(*params), before)
+    assert not optimizer.state
+
+
+def test_options_of_a_later_group_are_checked_before_the_first_is_stepped():
+    first, second = mixed()[:2]
+    optimizer = AdamW([{"params": [first]}, {"params": [second]}])
+    train(optimizer, 1)
+    before = everything(optimizer)
+    optimizer.param_groups[1]["lr"] = float("nan")  # as a schedule of one's own may have it
+    with pytest.raises(ValueError, match="lr is nan"):
+        optimizer.step()
+    assert_same(everything(optimizer), before)
+
+
+@pytest.mark.parametrize("step", [3, 3.0, torch.tensor(3.0), torch.tensor(3)])
+def test_the_state_of_torchs_adamw_is_taken(step):
+    value = normal((8, 4), 1)
+    theirs, ours = parameter(value.clone()), parameter(value.clone())
+    reference = torch.optim.AdamW([theirs])
+    optimizer = AdamW([ours])
+    train(reference, 3)
+    with torch.no_grad():
+        ours.copy_(theirs)
+    state = copy.deepcopy(reference.state_dict())
+    state["state"][0]["step"] = step
+    optimizer.load_state_dict(state)
+    train(reference, 2, seed=5)
+    train(optimizer, 2, seed=5)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "other, message",
+    [
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad=True"),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "Adam with weight_decay=0.1"),
+        (lambda p: AdamW([parameter(torch.ones(4, 8))]), r"exp_avg .* shape \(4, 8\)"),
+    ],
+)
+def test_a_state_of_another_rule_or_parameter_is_refused_whole(other, message):
+    weight = parameter(normal((8, 4), 1))
+    theirs = other([weight])
+    train(theirs, 1)
+    optimizer = AdamW([weight])
+    train(optimizer, 1)
+    before = everything(optimizer)
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(theirs.state_dict())
+    assert_same(everything(optimizer), before)
 
 
 # --- CUDA ---------------------------------------------------------------------------------------

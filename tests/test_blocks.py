@@ -470,3 +470,14 @@ def test_outputs_of_good_calls_are_seen_to_be_written(device, watched):
     ops.rebase(codes, scale, [1, 32], 0)
     assert len(watched.outputs) == 9
     assert not any((memory == 0xAA).all() for memory in watched.outputs)
+
+
+def test_scales_of_more_rows_than_memory_has():
+    """Sizes that would wrap are no sizes; of rows without blocks there may be any number."""
+    one = torch.ones(1, 1).to(E8M0)
+    for rows, blocks in ((1 << 61, 8), (1 << 62, 4), (1 << 57, 1)):
+        with pytest.raises((ValueError, RuntimeError)):
+            ops.pack_scales(one.expand(rows, blocks), rows)
+    nothing = one.new_empty(1 << 57, 0)
+    assert ops.pack_scales(nothing, 1 << 57).numel() == 0
+    assert ops.unpack_scales(one.new_empty(0), 1 << 57, 0).shape == (1 << 57, 0)

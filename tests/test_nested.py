@@ -23,7 +23,7 @@ def test_a_nested_input(device, recipe):
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(32, 48)).to(device)
     fp8rs.convert_to_float8_training(layer, recipe=recipe)
-    rows = [data(device, n, 32, seed=n).requires_grad_() for n in (3, 5, 1)]
+    rows = [data(device, n, 32, seed=n).requires_grad_() for n in (3, 5, 0, 1)]
     y = layer(torch.nested.as_nested_tensor(rows))
     torch.nested.to_padded_tensor(y, 0.0).sum().backward()
     found = torch.cat(y.unbind()), torch.cat([x.grad for x in rows]), layer[0].weight.grad

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from fp8rs.quantize.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer
-from fp8rs.tensor.formats import TENSOR
+from fp8rs.tensor.formats import ROW, TENSOR
 from fp8rs.tensor.quantized import Float8Tensor, Plane, QuantizedTensor
+from fp8rs.tensor.spec import QuantSpec
 
 PLANES = {
     "both": {"rowwise": True, "columnwise": True},
@@ -485,6 +486,22 @@ def test_freed_storage_is_a_clear_error(make):
         ({"rowwise": (2, 3), "shape": (2, 3), "dtype": torch.int32}, TypeError, "dtype"),
         ({"rowwise": (2, 3), "shape": (2, 3), "scale": torch.float64}, TypeError, "scales"),
         ({"rowwise": (2, 3), "shape": (2, 3), "scale_shape": (1,)}, ValueError, "scales of shape"),
+        ({"rowwise": (2, 3), "shape": (2, 3), "spec": "current"}, TypeError, "spec must be"),
+        (
+            {"rowwise": (2, 3), "shape": (2, 3), "spec": QuantSpec(ROW, torch.float8_e4m3fn)},
+            ValueError,
+            "spec is of format row, but the planes are of format tensor",
+        ),
+        (
+            {"rowwise": (2, 3), "shape": (2, 3), "spec": QuantSpec(TENSOR, torch.float8_e5m2)},
+            ValueError,
+            "spec is of torch.float8_e5m2",
+        ),
+        (
+            {"rowwise": (2, 3), "shape": (2, 3), "delayed": (torch.ones(()), torch.zeros(2))},
+            ValueError,
+            "the (scale|amax) in delayed is torch.float32 of shape",
+        ),
     ],
 )
 def test_bad_constructions_name_the_argument(device, arguments, error, match):
@@ -716,6 +733,29 @@ def test_copies_keep_what_users_set(make):
     whole, part = copy.deepcopy([p, p.detach()[2:4]])
     part.zero_()
     assert not whole.dequantize()[2:4].any()
+    buffer = io.BytesIO()
+    torch.save([p, p.detach()[2:4]], buffer)
+    buffer.seek(0)
+    loaded, part = torch.load(buffer, weights_only=True)
+    assert isinstance(loaded, torch.nn.Parameter)
+    assert loaded.mark == ["mine"]
+    assert not hasattr(part, "mark")
+
+
+READERS = {
+    "apply_": lambda t: t.apply_(lambda x: x),
+    "map_": lambda t: t.map_(t.dequantize(), lambda x, y: y),
+    "to_dlpack": torch.utils.dlpack.to_dlpack,
+    "a storage": lambda t: t.untyped_storage().data_ptr(),
+}
+
+
+@every_plane
+@pytest.mark.parametrize("read", list(READERS))
+def test_who_reads_memory_past_operators_gets_an_error_and_no_null(make, planes, read):
+    for t in (make(planes, 6, 8), make(planes, 6, 8)[2:]):
+        with pytest.raises((RuntimeError, BufferError, TypeError)):
+            READERS[read](t)
 
 
 # --- torch.compile --------------------------------------------------------------------------------

@@ -438,3 +438,28 @@ def test_empty_parts(device, format, planes):
         empty.view(-1).fill_(1.0)
         empty[:0].zero_()
         empty.copy_(empty.view(-1).view(shape))
+
+
+#: Views that no tensor has.
+IMPOSSIBLE = {
+    "transpose": lambda x: x.transpose(5, 4),
+    "permute beyond": lambda x: x.permute(3, -2),
+    "permute twice": lambda x: x.permute(1, -1),
+    "view of two unknowns": lambda x: x.view(-1, -1),
+    "view of negative sizes": lambda x: x.view(-2, -x.numel() // 2),
+    "as_strided backwards": lambda x: x.as_strided((2,), (-1,), 5),
+    "as_strided of a negative size": lambda x: x.as_strided((-2,), (1,), 5),
+    "as_strided with a stride too few": lambda x: x.as_strided((2, 3), (1,), 0),
+    "split": lambda x: x.split(4, 7),
+    "narrow": lambda x: x.narrow(0, ROWS - 10, 20),
+    "select": lambda x: x.select(0, ROWS),
+}
+
+
+@pytest.mark.parametrize("way", IMPOSSIBLE)
+def test_what_is_no_view_raises_as_of_a_plain_tensor(way):
+    t = make("tensor", "both", torch.device("cpu"))
+    with pytest.raises((RuntimeError, IndexError)) as plain:
+        IMPOSSIBLE[way](t.dequantize())
+    with pytest.raises(plain.type):
+        IMPOSSIBLE[way](t)

@@ -22,9 +22,6 @@ preserve_version_counter = _unsafe_preserve_version_counter
 #: Tensor subclasses whose operators go straight to ``__torch_dispatch__``.
 disabled_torch_function = torch._C._disabled_torch_function_impl
 
-#: Makes a tensor of a subclass that has no storage of its own.
-make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
-
 #: A context in which no ``__torch_dispatch__`` runs, modes' included: what happens in it is not
 #: traced.
 no_torch_dispatch = torch._C._DisableTorchDispatch
@@ -150,6 +147,16 @@ def real_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool) -> Any:
     ``_make_wrapper_subclass``, the documented way, gives tensors without a storage.
     """
     return torch.Tensor._make_subclass(cls, data, requires_grad)
+
+
+def make_wrapper_subclass(cls: type[Tensor], size: Any, **kwargs: Any) -> Any:
+    """A tensor of a subclass that has no storage of its own.
+
+    What reads its memory past the dispatcher gets a RuntimeError for it, and no null pointer.
+    """
+    wrapper = torch.Tensor._make_wrapper_subclass(cls, size, **kwargs)
+    torch._C._set_throw_on_mutable_data_ptr(wrapper)
+    return wrapper
 
 
 def hooks_of(parameter: Any) -> tuple[Any, Any]:

@@ -67,11 +67,19 @@ pub mod packed {
         (rows.next_multiple_of(TILE_ROWS), cols.next_multiple_of(TILE_COLS))
     }
 
-    /// How many bytes `rows` data rows with `cols` blocks each take.
+    /// How many bytes `rows` data rows with `cols` blocks each take; [`isize::MAX`], which no memory has, where
+    /// there are more.
     #[must_use]
     pub const fn bytes(rows: usize, cols: usize) -> usize {
+        const MOST: usize = isize::MAX.cast_unsigned();
+        if rows > MOST - TILE_ROWS || cols > MOST - TILE_COLS {
+            return if rows == 0 || cols == 0 { 0 } else { MOST };
+        }
         let (rows, cols) = padded(rows, cols);
-        rows * cols
+        match rows.checked_mul(cols) {
+            Some(bytes) if bytes < MOST => bytes,
+            _ => MOST,
+        }
     }
 
     /// Where the scale of data row `row`, block `col` lies, `cols` being the number of blocks a row.
@@ -95,5 +103,17 @@ mod tests {
         assert_eq!(packed::index(32, 0, 8), 4);
         assert_eq!(packed::index(0, 4, 8), 512);
         assert_eq!(packed::index(128, 0, 5), 1024);
+    }
+
+    #[test]
+    fn packed_sizes_do_not_wrap() {
+        const MOST: usize = isize::MAX.cast_unsigned();
+        assert_eq!(packed::bytes(129, 5), 2048);
+        assert_eq!(packed::bytes(1 << 62, 0), 0);
+        for (rows, cols) in
+            [(1 << 61, 8), (1 << 62, 4), (MOST, 1), (1, MOST), (usize::MAX, 1), (1 << 57, 1 << 57)]
+        {
+            assert_eq!(packed::bytes(rows, cols), MOST, "{rows} x {cols}");
+        }
     }
 }

@@ -30,4 +30,6 @@ def on_nested(
     rows = [part.flatten(0, -2) for part in parts]
     y = compute(torch.cat(rows), weight, bias)
     found = zip(parts, y.split([len(part) for part in rows]), strict=True)
-    return torch.nested.as_nested_tensor([out.view(*part.shape[:-1], -1) for part, out in found])
+    return torch.nested.as_nested_tensor(
+        [out.view(*part.shape[:-1], y.shape[-1]) for part, out in found]
+    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
+from numbers import Real
+from types import NoneType
 from typing import Any
 
 import torch
@@ -139,22 +141,27 @@ class AdamW(Optimizer):
     @not_traced
     def _update(self) -> None:
         weights.prepare([p for group in self.param_groups for p in group["params"]])
+        for group in self.param_groups:
+            check_options(group)
+        # All that a step is of is checked before the state of anything begins.
+        found = [
+            (group, index, param, *checked(param))
+            for index, (group, param) in enumerate(
+                (group, param) for group in self.param_groups for param in group["params"]
+            )
+            if param.grad is not None
+        ]
         steps: dict[torch.device, Step] = {}
         items: list[Item] = []
-        index = 0
-        for group in self.param_groups:
-            options: dict[torch.device, Options] = {}
-            for param in group["params"]:
-                index += 1
-                if param.grad is None:
-                    continue
-                weight, grad = checked(param)
-                device = weight.device
-                if device not in options:
-                    options[device] = self._options(group, device)
-                item = self._item(group, param, weight, grad, index - 1)
-                items.append(item)
-                steps.setdefault(device, Step()).add(options[device], item)
+        options: dict[tuple[int, torch.device], Options] = {}
+        for group, index, param, weight, grad in found:
+            device = weight.device
+            key = id(group), device
+            if key not in options:
+                options[key] = self._options(group, device)
+            item = self._item(group, param, weight, grad, index)
+            items.append(item)
+            steps.setdefault(device, Step()).add(options[key], item)
         if items:
             self._run(steps, items)
 
@@ -230,11 +237,17 @@ class AdamW(Optimizer):
         """As ``torch.optim``'s, but moments and masters keep the dtypes that they were saved in.
 
         Masters are taken as they are, whatever the parameters are at the moment; what is written to
-        these afterwards they follow.
+        these afterwards they follow. The state of a ``torch.optim.AdamW`` is taken too.
+
+        Raises:
+            TypeError, ValueError: an option is none of the constructor's, the state is of another
+                rule (AMSGrad, Adam's own weight decay), or does not fit its parameter. Nothing is
+                loaded then.
         """
         loaded: list[dict[str, Any]] = []
 
         def last(_: Optimizer, state_dict: dict[str, Any]) -> None:
+            self._check_state(state_dict)
             loaded.append(state_dict)  # as other hooks have left it
 
         def first(_: Optimizer) -> None:
@@ -250,18 +263,29 @@ class AdamW(Optimizer):
             for hook in hooks:
                 hook.remove()
 
+    def _check_state(self, state_dict: dict[str, Any]) -> None:
+        # Other numbers of groups or parameters are for torch to refuse.
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            check_options({**self.defaults, **saved})
+            check_rule(saved)
+            for param, key in zip(group["params"], saved["params"], strict=False):
+                check_sizes(param, state_dict["state"].get(key, {}))
+
     def _take_state(self, state_dict: dict[str, Any]) -> None:
         self._followed = {}
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         own = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, param in zip(saved, own, strict=True):
             if key in state_dict["state"]:
-                self.state[param] = {
-                    name: value.to(weights.local(param).device, copy=True)
-                    if isinstance(value, Tensor)
-                    else value
+                device = weights.local(param).device
+                state = self.state[param] = {
+                    name: value.to(device, copy=True) if isinstance(value, Tensor) else value
                     for name, value in state_dict["state"][key].items()
                 }
+                if "step" in state:  # which some optimizers count in an int
+                    state["step"] = torch.as_tensor(
+                        state["step"], dtype=torch.float32, device=device
+                    )
                 if "master" in self.state[param]:
                     self._followed[param] = weights.writes(param)
 
@@ -278,17 +302,58 @@ def check_options(group: dict[str, Any]) -> None:
         raise ValueError(f"lr is a tensor of shape {tuple(lr.shape)}; it must have one element")
     for name in ("lr", "eps", "weight_decay"):
         value = group[name]
-        # Of a tensor on a device nothing is read.
-        if not (name == "lr" and isinstance(lr, Tensor)) and not 0 <= value < float("inf"):
+        if name == "lr" and isinstance(value, Tensor):
+            continue  # nothing is read of a tensor on a device
+        if not is_number(value):
+            raise TypeError(f"{name} is {value!r}; it must be a number")
+        if not 0 <= value < float("inf"):
             raise ValueError(f"{name} is {value}; it must be finite and at least 0")
+    if not isinstance(betas, (tuple, list)) or not all(map(is_number, betas)):
+        raise TypeError(f"betas is {betas!r}; it must be two numbers, at least 0 and below 1")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas is {betas}; it must be two numbers, at least 0 and below 1")
+    for name in ("maximize", "capturable", "master_weights"):
+        if not isinstance(group[name], bool):
+            raise TypeError(f"{name} is {group[name]!r}; it must be a bool")
+    if not isinstance(group["stochastic_rounding"], (bool, NoneType)):
+        raise TypeError(
+            f"stochastic_rounding is {group['stochastic_rounding']!r}; it must be a bool or None"
+        )
     if name_of(group["state_dtype"]) not in map(name_of, STATE_DTYPES):
         raise TypeError(
             f"state_dtype is {group['state_dtype']}; it must be torch.float32 or torch.bfloat16"
         )
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise TypeError(f"seed is {seed!r}; it must be an int of 64 bits")
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed is {seed}; it must be of 64 bits")
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a number of Python's or NumPy's."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def check_rule(group: dict[str, Any]) -> None:
+    """Raise for a group of ``torch.optim`` that is updated in another way than here."""
+    if group.get("amsgrad"):
+        raise ValueError("the state is of amsgrad=True; AMSGrad's maxima have no place here")
+    if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
+        raise ValueError(
+            f"the state is of Adam with weight_decay={group['weight_decay']}, which adds it to the "
+            "gradient; here it is decoupled. Save it with weight_decay 0, and choose one anew"
+        )
+
+
+def check_sizes(param: Tensor, state: dict[str, Any]) -> None:
+    """Raise for a state that is another parameter's, or of another number of ranks."""
+    own = weights.local(param).shape
+    for name in ("exp_avg", "exp_avg_sq", "master"):
+        if name in state and weights.local(state[name]).shape != own:
+            raise ValueError(
+                f"{name} in the state has shape {tuple(weights.local(state[name]).shape)} here,"
+                f" its parameter {tuple(own)}; they must be the same"
+            )
 
 
 def checked(param: Tensor) -> tuple[Tensor, Tensor]:

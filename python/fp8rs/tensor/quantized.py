@@ -82,7 +82,8 @@ class QuantizedTensor(Tensor):
                 each fp32 of one element.
 
         Raises:
-            TypeError, ValueError: the planes do not fit the shape, their format or each other.
+            TypeError, ValueError: the planes do not fit the shape, their format or each other, or
+                ``spec`` or ``delayed`` not them.
         """
         plane = rowwise if rowwise is not None else columnwise
         if plane is None:
@@ -95,6 +96,7 @@ class QuantizedTensor(Tensor):
         if dtype not in formats.INPUT_DTYPES:
             raise TypeError(f"dtype must be float32, bfloat16 or float16, not {dtype!r}")
         check_planes(rowwise, columnwise, shape)
+        check_writing(plane, spec, delayed)
         store = Store(rowwise, columnwise, spec, delayed)
         return cls.over(store, shape, dtype, requires_grad)
 
@@ -746,6 +748,7 @@ class QuantizedTensor(Tensor):
             None if store.spec is None else store.spec.without_group(),
             store.delayed,
             None if window is None else tuple(window),
+            {name: value for name, value in self.__dict__.items() if name not in _OWN},
         )
 
     @classmethod
@@ -766,6 +769,9 @@ class MXFP8Tensor(QuantizedTensor):
 
     scale_dtype = torch.float8_e8m0fnu
 
+
+#: What a tensor's attributes are beside those that users set.
+_OWN = frozenset(("_store", "_window", "_shown", "_is_param"))
 
 #: The public class of a format's tensors, by the dtype of its scales.
 TENSOR_TYPES: dict[torch.dtype, type[QuantizedTensor]] = {
@@ -796,6 +802,31 @@ def wrap_planes(
     return TENSOR_TYPES[plane.format.scale_dtype].over(
         Store(rowwise, columnwise, spec, delayed), torch.Size(shape), dtype, requires_grad
     )
+
+
+def check_writing(plane: Plane, spec: QuantSpec | None, delayed: Delayed | None) -> None:
+    """TypeError or ValueError where what is to say how a plane is written does not fit it."""
+    if spec is not None:
+        if not isinstance(spec, QuantSpec):
+            raise TypeError(f"spec must be a QuantSpec or None, not {type(spec).__name__}")
+        for what, own, asked in (
+            ("of format", plane.format.name, spec.format.name),
+            ("of", plane.data.dtype, spec.fp8_dtype),
+        ):
+            if own != asked:
+                raise ValueError(f"spec is {what} {asked}, but the planes are {what} {own}")
+    if delayed is None:
+        return
+    if not plane.format.per_tensor:
+        raise ValueError(
+            f"delayed is for one scale a tensor, but the planes are of format {plane.format.name!r}"
+        )
+    for name, t in zip(("scale", "amax"), delayed, strict=True):
+        if t.dtype != torch.float32 or t.numel() != 1 or t.device != plane.data.device:
+            raise ValueError(
+                f"the {name} in delayed is {t.dtype} of shape {tuple(t.shape)} on {t.device}; it "
+                f"must be float32 of one element on {plane.data.device}"
+            )
 
 
 def _scales_of(given: Plane, rows: Span, own: Plane, dim: int) -> tuple[Tensor, tuple[int, int]]:
@@ -843,6 +874,7 @@ def _rebuild(
     spec: QuantSpec | None,
     delayed: Delayed | None,
     window: Any,
+    attributes: dict[str, Any] | None = None,  # which pickles did not always have
 ) -> Tensor:
     """What pickles of quantized tensors call."""
     row, col = (
@@ -863,8 +895,11 @@ def _rebuild(
         of = wrap_planes(row, col, shape=store.matrix, dtype=dtype, spec=spec, delayed=delayed)
         t = of.view_of(Window(*window))
     if is_parameter:
-        return torch.nn.Parameter(t, requires_grad)
-    return t.requires_grad_(requires_grad)
+        t = torch.nn.Parameter(t, requires_grad)  # type: ignore[assignment]
+    else:
+        t.requires_grad_(requires_grad)
+    t.__dict__.update(attributes or {})
+    return t
 
 
 torch.serialization.add_safe_globals([_rebuild, QuantSpec, formats.format_named])

@@ -46,8 +46,8 @@ def _detach(func: Any, t: QuantizedTensor) -> QuantizedTensor:
 @implements(aten.view.default, aten._unsafe_view.default)
 def _view(func: Any, t: QuantizedTensor, size: Any) -> Any:
     window = _window(t)
-    if not window.contiguous:
-        return any_view(func, t, size)
+    if not window.contiguous or min(size, default=0) < -1 or list(size).count(-1) > 1:
+        return any_view(func, t, size)  # which raises what torch does
     shape = _resolve(size, t.numel())
     return _view_of(t, Window(shape, contiguous_stride(shape), window.offset))
 
@@ -69,9 +69,11 @@ def _resolve(size: Any, numel: int) -> tuple[int, ...]:
 @implements(aten.as_strided.default)
 def _as_strided(
     func: Any, t: QuantizedTensor, size: Any, stride: Any, storage_offset: int | None = None
-) -> QuantizedTensor:
+) -> Any:
     # FSDP2 narrows the gathered, padded rows to the parameter's own with it.
     offset = _window(t).offset if storage_offset is None else storage_offset
+    if len(size) != len(stride) or min(*size, *stride, offset, 0) < 0:
+        return any_view(func, t, size, stride, storage_offset)  # which raises what torch does
     window = Window(tuple(size), tuple(stride), offset)
     rows, cols = t._store.matrix
     last = offset + sum((n - 1) * step for n, step in zip(window.size, window.stride, strict=True))
@@ -145,8 +147,9 @@ def _split_sizes(func: Any, t: QuantizedTensor, sizes: Any, dim: int = 0) -> Any
 @implements(aten.permute.default)
 def _permute(func: Any, t: QuantizedTensor, dims: Any) -> Any:
     size, stride, offset = _window(t)
-    if sorted(d % len(size) for d in dims) != list(range(len(size))):
-        return any_view(func, t, dims)
+    count = len(size)
+    if sorted(d + count if d < 0 else d for d in dims) != list(range(count)):
+        return any_view(func, t, dims)  # which raises what torch does
     return _view_of(t, Window(tuple(size[d] for d in dims), tuple(stride[d] for d in dims), offset))
 
 
@@ -157,7 +160,9 @@ def _t(func: Any, t: QuantizedTensor) -> Any:
 
 @implements(aten.transpose.int)
 def _transpose(func: Any, t: QuantizedTensor, dim0: int, dim1: int) -> Any:
-    return any_view(func, t, dim0, dim1) if t.dim() != 2 or dim0 % 2 == dim1 % 2 else _t(func, t)
+    if t.dim() == 2 and {dim0, dim1} in ({0, 1}, {0, -1}, {-2, 1}, {-2, -1}):
+        return _t(func, t)
+    return any_view(func, t, dim0, dim1)
 
 
 def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:

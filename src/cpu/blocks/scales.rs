@@ -10,6 +10,9 @@ const PARALLEL: usize = 64 * 1024;
 /// See [`crate::ops::pack_scales`].
 pub(crate) fn pack_scales(scales: View, rows: usize, block_rows: usize, out: ViewMut) {
     let (scales, out) = (scales.matrix(), out.matrix());
+    if out.numel() == 0 {
+        return; // of rows without blocks there may be any number
+    }
     let (padded, blocks) = packed::padded(rows, scales.cols);
     pool::for_each(padded / STRIP, padded * blocks >= PARALLEL, |tile_row| {
         for row in tile_row * STRIP..(tile_row + 1) * STRIP {
@@ -32,6 +35,9 @@ pub(crate) fn pack_scales(scales: View, rows: usize, block_rows: usize, out: Vie
 /// See [`crate::ops::unpack_scales`].
 pub(crate) fn unpack_scales(packed: View, _rows: usize, block_rows: usize, out: ViewMut) {
     let (packed, out) = (packed.matrix(), out.matrix());
+    if out.numel() == 0 {
+        return;
+    }
     pool::for_each(out.rows.div_ceil(STRIP), out.numel() >= PARALLEL, |part| {
         for row in part * STRIP..((part + 1) * STRIP).min(out.rows) {
             for first in (0..out.cols).step_by(packed::TILE_COLS) {
