@@ -412,3 +412,56 @@ def test_collectives_into_quantized_tensors(rig):
     ops = torch.ops._c10d_functional
     ops.wait_tensor(ops.all_reduce_(t, "sum", dist.group.WORLD.group_name))
     holds(t, 3.0)
+
+
+# --- torch.compile --------------------------------------------------------------------------------
+
+IN_GRAPHS = {
+    "delayed": lambda device: Float8Quantizer(
+        torch.full((), 0.25, device=device), torch.zeros((), device=device), E5M2
+    ),
+    "current": lambda device: Float8CurrentScalingQuantizer(
+        E4M3, power_2_scale=True, amax_epsilon=0.5
+    ),
+    "rowwise plane": lambda device: Float8CurrentScalingQuantizer(E4M3, columnwise=False),
+    "row": lambda device: fp8rs.Float8BlockQuantizer(E4M3, block=(1, -1)),
+    "1x128": lambda device: fp8rs.Float8BlockQuantizer(E4M3, power_2_scale=True),
+    "32x32": lambda device: fp8rs.MXFP8Quantizer(E4M3, block=(32, 32), scale_rounding="floor"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch 2.11's
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", list(IN_GRAPHS))
+def test_quantizers_in_compiled_functions(device, name, backend):
+    """One graph for all sizes, with the bytes of eager."""
+    torch._dynamo.reset()
+    eager, compiled = IN_GRAPHS[name](device), IN_GRAPHS[name](device)
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 32, device=device))
+    fp8rs.convert_to_float8_training(layer, recipe="current")
+
+    def function(x, quantizer):
+        t = quantizer(x * 2)
+        y = layer(t) if quantizer.format.per_tensor else t.dequantize()
+        return t, t[:3], y, y.sum() + x.sum()
+
+    step = torch.compile(function, fullgraph=True, backend=backend, dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for rows in (160, 224, 288):
+            x = data(device, rows, 64, seed=rows).requires_grad_()
+            found, expected = step(x, compiled), function(x, eager)
+            for t, other in zip(found[:2], expected[:2], strict=True):
+                assert type(t) is type(other) and not t.requires_grad
+                assert t.spec == other.spec
+                for plane, same in zip(t.planes, other.planes, strict=True):
+                    assert (plane is None) == (same is None)
+                    if plane is not None:
+                        assert torch.equal(bits(plane.data), bits(same.data))
+                        assert torch.equal(plane.scale.float(), same.scale.float())
+            torch.testing.assert_close(found[2], expected[2])
+            found[3].backward()
+            assert (x.grad == 1).all(), "outside autograd"
+            if name == "delayed":
+                assert compiled.amax == eager.amax > 0
+                compiled.amax.zero_()
+                eager.amax.zero_()

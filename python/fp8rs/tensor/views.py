@@ -69,11 +69,14 @@ def _resolve(size: Any, numel: int) -> tuple[int, ...]:
 @implements(aten.as_strided.default)
 def _as_strided(
     func: Any, t: QuantizedTensor, size: Any, stride: Any, storage_offset: int | None = None
-) -> Any:
+) -> QuantizedTensor:
     # FSDP2 narrows the gathered, padded rows to the parameter's own with it.
     offset = _window(t).offset if storage_offset is None else storage_offset
     if len(size) != len(stride) or min(*size, *stride, offset, 0) < 0:
-        return any_view(func, t, size, stride, storage_offset)  # which raises what torch does
+        raise RuntimeError(
+            f"as_strided(size={tuple(size)}, stride={tuple(stride)}, storage_offset={offset}): "
+            "sizes and strides must be as many, and none negative"
+        )
     window = Window(tuple(size), tuple(stride), offset)
     rows, cols = t._store.matrix
     last = offset + sum((n - 1) * step for n, step in zip(window.size, window.stride, strict=True))
@@ -98,13 +101,19 @@ def _slice(
     if not size or not -len(size) <= dim < len(size) or step < 1:
         return any_view(func, t, dim, start, end, step)  # which raises what torch does
     dim %= len(size)
-    first, stop, _ = slice(start, end).indices(size[dim])
-    count = len(range(first, stop, step))
+    # By comparisons: `slice.indices` would make a constant of a size that a compiler leaves open.
+    first, stop = (
+        default if i is None else max(0, min(i + size[dim] if i < 0 else i, size[dim]))
+        for i, default in ((start, 0), (end, size[dim]))
+    )
+    count = max(0, (stop - first + step - 1) // step)
     if count == size[dim]:
         return t.view_of(t._window)
     new_size = (*size[:dim], count, *size[dim + 1 :])
     new_stride = (*stride[:dim], stride[dim] * step, *stride[dim + 1 :])
-    return _view_of(t, Window(new_size, new_stride, offset + first * stride[dim] * (count > 0)))
+    return _view_of(
+        t, Window(new_size, new_stride, offset + (first * stride[dim] if count > 0 else 0))
+    )
 
 
 @implements(aten.select.int)
