@@ -12,6 +12,7 @@ from fp8rs import (
     Float8Quantizer,
     MXFP8Quantizer,
     QuantizedTensor,
+    convert_to_float8_training,
 )
 from fp8rs.optim import AdamW, lists, weights
 
@@ -848,6 +849,49 @@ def test_opcheck(device, masters):
             "test_aot_dispatch_dynamic",
         )
         torch.library.opcheck(ops.adamw_.default, arguments, options, test_utils=utils)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_random_numbers_go_by_a_parameters_number_whoever_has_a_gradient(first):
+    weights = [parameter(QUANTIZERS["current"](E4M3, "cpu")(normal((70, 36), i))) for i in range(2)]
+    alone = copy.deepcopy(weights)
+    optimizers = [AdamW(given, master_weights=False) for given in (weights, alone)]
+    for weight, other in zip(weights, alone, strict=True):
+        weight.grad = other.grad = torch.ones(70, 36)
+    alone[1 - first].grad = None
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same(bytes_of(alone[first]), bytes_of(weights[first]))
+
+
+def delayed_layer():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False))
+    return convert_to_float8_training(model, recipe="delayed", fp8_weights=True)[0]
+
+
+def test_codes_are_written_with_the_scale_that_they_have_where_none_is_known():
+    layer = delayed_layer()
+    layer.fp8_scale.zero_()
+    before = layer.weight.dequantize()
+    layer.weight.grad = torch.ones(32, 32)
+    AdamW(layer.parameters(), lr=0.0).step()
+    assert (layer.weight.dequantize() - before).norm() < 0.05 * before.norm()
+
+
+def test_a_master_that_a_known_scale_saturates_is_kept_where_codes_are_written_as_they_are():
+    layer = delayed_layer()
+    weight = layer.weight
+    optimizer = AdamW(layer.parameters(), lr=0.0, weight_decay=0.0)
+    weight.grad = torch.ones(32, 32)
+    optimizer.step()
+    largest = tuple(weight.dequantize().abs().eq(448 * weight.rowwise.scale).nonzero()[0].tolist())
+    master = optimizer.state[weight]["master"]
+    master[largest] = beyond = master[largest].sign() * 480 * weight.rowwise.scale
+    with torch.no_grad():
+        weight.copy_(weight.detach().clone())
+    optimizer.step()
+    assert master[largest] == beyond
 
 
 # --- errors -------------------------------------------------------------------------------------

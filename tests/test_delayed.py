@@ -767,3 +767,20 @@ def test_sharded_weights_are_reduced_over_their_shards_too(rig):
     rolled = state.history[0].tolist()
     assert rolled[W_B] == 2.0
     assert rolled[W_A] == rolled[X_A] == 1.0 + rig.rank
+
+
+def test_a_layer_that_begins_anew_and_is_not_used_in_the_next_step(device):
+    """An expert, say: at its next use it has no scale yet, and one step more says nothing of it."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"used": nn.Linear(32, 32), "anew": nn.Linear(32, 32)}).to(device)
+    fp8rs.convert_to_float8_training(model, recipe="delayed")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)).to(device)
+    for names in (("used", "anew"), ("used",)):
+        sum(model[name](x).square().mean() for name in names).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if "anew" in names:
+            model["anew"].reset_parameters()
+    plain = nn.functional.linear(x, model["anew"].weight, model["anew"].bias)
+    assert (model["anew"](x) - plain).norm() < 0.1 * plain.norm()

@@ -228,3 +228,34 @@ def test_hooks_run_on_after_a_cast(cast):
     cast(layer)
     layer(torch.ones(2, 16, dtype=layer[0].bias.dtype)).sum().backward()
     assert calls == ["hook", "after"]
+
+
+def initialized():
+    torch.manual_seed(0)
+    return fp8rs.convert_to_float8_training(
+        torch.nn.ModuleList([torch.nn.Linear(32, 32)]),
+        fp8_weights=True,
+        preserve_high_precision_init_val=True,
+    )
+
+
+def test_a_copy_of_a_model_has_values_of_its_own_from_before_the_rounding():
+    model = initialized()
+    copied = copy.deepcopy(model)
+    kept = model[0].weight.get_high_precision_init_val().clone()
+    assert torch.equal(copied[0].weight.get_high_precision_init_val(), kept)
+    with torch.no_grad():
+        copied[0].weight.mul_(2)
+    assert torch.equal(model[0].weight.get_high_precision_init_val(), kept)
+
+
+def test_they_are_freed_where_masters_come_from_a_checkpoint():
+    x = torch.randn(8, 32)
+    first, second = initialized(), initialized()
+    optimizers = [AdamW(model.parameters()) for model in (first, second)]
+    first[0](x).sum().backward()
+    optimizers[0].step()
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    second[0](x).sum().backward()
+    optimizers[1].step()
+    assert second[0].weight.get_high_precision_init_val() is None

@@ -17,11 +17,15 @@ from distributed.models import (
     EVEN,
     UNEVEN,
     batch,
+    expected,
+    full_weights,
     linears,
     make,
     reduces,
+    same_bytes,
     shard,
     train_with_histories,
+    watch_weights,
 )
 from fp8rs import precompute_float8_dynamic_scale_for_fsdp
 
@@ -148,11 +152,11 @@ def test_an_unsharded_backward_gathers_nothing(rig):
 @ranks(4)
 def test_replicas_take_no_part_in_the_all_reduce(rig):
     weights = len(linears(make(EVEN)))
-    for shape, expected in (((2, 2), [4 * weights]), ((4, 1), []), ((1, 4), [4 * weights])):
+    for shape, counts in (((2, 2), [4 * weights]), ((4, 1), []), ((1, 4), [4 * weights])):
         model = make(EVEN, device=rig.device)
         shard(model, mesh=rig.mesh(*shape))
         forward, _ = step(model, rig)
-        assert reduces(forward) == expected, (shape, forward.seen)
+        assert reduces(forward) == counts, (shape, forward.seen)
 
 
 @ranks(4)
@@ -264,3 +268,55 @@ def test_an_explicit_prefetch_changes_nothing(rig):
         assert forward.counts()[("reduce", torch.int32)] == 1
         assert torch.equal(y, reference(batch(rig, n)))
         y.sum().backward()
+
+
+@ranks(2)
+def test_what_was_precomputed_serves_one_forward(rig):
+    """Whatever comes after it."""
+    model = make(UNEVEN, device=rig.device)
+    shard(model, rig)
+    model(batch(rig)).square().mean().backward()
+    precompute_float8_dynamic_scale_for_fsdp(model)
+    model(batch(rig)).square().mean().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    scales = {}
+    watch_weights(model, lambda name, w: scales.update({name: w.rowwise.scale.clone()}))
+    whole = full_weights(model)
+    model(batch(rig))
+    for name, scale in scales.items():
+        assert same_bytes(scale, expected(whole[name])[1]), name
+
+
+def over_two_meshes(rig):
+    """A model whose first block is sharded over other ranks than the rest."""
+    model = make(EVEN, device=rig.device)
+    mesh = rig.mesh(2, 1, names=("ranks", "itself"))
+    fully_shard(model.blocks[0], mesh=mesh["ranks"])
+    fully_shard(model.blocks[1], mesh=mesh["itself"])
+    fully_shard(model, mesh=mesh["itself"])
+    model(batch(rig)).square().mean().backward()
+    return model
+
+
+@ranks(2)
+def test_what_was_precomputed_for_all_is_nothing_for_a_part_on_its_own_mesh(rig):
+    model = over_two_meshes(rig)
+    precompute_float8_dynamic_scale_for_fsdp(model)
+    whole = full_weights(model)
+    block = model.blocks[1]
+    block.unshard()
+    assert same_bytes(block.up.weight.rowwise.scale, expected(whole["blocks.1.up"])[1])
+    block.reshard()
+
+
+@ranks(2)
+def test_a_part_by_itself_waits_for_the_ranks_that_it_is_sharded_over(rig):
+    """And for no others, who may be elsewhere."""
+    model = over_two_meshes(rig)
+    block = model.blocks[1]
+    with Collectives() as seen:
+        block.unshard()
+        block.reshard()
+    assert not reduces(seen)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import (
@@ -223,3 +224,47 @@ def test_parts_of_a_model_hear_of_a_step_in_one_order(rig, fp8_weights):
         return torch.stack([part[0].fp8_scale[0, 0] for part in parts])
 
     assert torch.equal(train(sharded=False), train(sharded=True))
+
+
+@ranks(2)
+def test_blocks_by_themselves_are_trained_where_any_layer_is(rig):
+    model = make(UNEVEN, recipe="delayed", device=rig.device)
+    shard(model, rig)
+    model.blocks[1].down.eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        y = batch(rig)
+        for block in model.blocks:
+            y = block(y)
+        y.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for block in model.blocks:
+        assert (block.up.fp8_amax_history[:2, 0] > 0).all()
+
+
+@ranks(2)
+def test_a_layer_that_begins_anew_among_others_has_a_scale_from_its_data(rig):
+    model = make(UNEVEN, recipe="delayed", device=rig.device)
+    shard(model, rig)
+    train_with_histories(model, rig)
+    model.blocks[1].up.reset_parameters()
+    planes = {}
+    watch_weights(model, lambda name, w: planes.update({name: w.rowwise.map(torch.clone)}))
+    codes, scale = expected(full_weights(model)["blocks.1.up"])
+    model(batch(rig))
+    assert same_bytes(planes["blocks.1.up"].scale, scale)
+    assert same_bytes(planes["blocks.1.up"].data, codes)
+
+
+@ranks(2)
+def test_shards_of_a_weight_have_one_scale_whatever_inputs_are_reduced_over(rig):
+    groups = [dist.new_group([rank]) for rank in range(rig.world_size)]
+    model = make(UNEVEN, recipe="delayed", device=rig.device, amax_reduction_group=groups[rig.rank])
+    shard(model, rig)
+    train_with_histories(model, rig)
+    for name, layer in linears(model).items():
+        scales = [torch.empty_like(layer.fp8_scale) for _ in range(rig.world_size)]
+        dist.all_gather(scales, layer.fp8_scale.contiguous())
+        assert scales[0][0, 0] > 0
+        assert all(scale[0, 0] == scales[0][0, 0] for scale in scales), name

@@ -184,3 +184,16 @@ def test_vmap_without_gradients(device):
     with torch.no_grad():
         got = torch.func.vmap(lambda x: a(x) + b(x))(xs)
         torch.testing.assert_close(got[1], a(xs[1]) + b(xs[1]), rtol=1e-5, atol=1e-5)
+
+
+def test_what_a_sibling_in_evaluation_mode_has_seen_is_in_nobodys_history(device):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"q": nn.Linear(32, 32), "k": nn.Linear(32, 32)}).to(device)
+    fp8rs.convert_to_float8_training(model, recipe="delayed")
+    model["q"].eval()
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)).to(device)
+    with torch.no_grad():
+        model["q"](100 * x)
+    model["q"](x)
+    model["k"](x)
+    assert model["k"].fp8_amax[1, 0] == x.abs().amax()

@@ -1,0 +1,207 @@
+"""What the ranks of a sharded FP8 weight agree on: its scale, whoever writes it and when."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+import fp8rs
+from distributed import ranks
+from distributed.collectives import Collectives
+from distributed.models import RECIPES, UNEVEN, batch, make, shard, watch_weights
+from fp8rs import precompute_float8_dynamic_scale_for_fsdp
+from fp8rs.optim import AdamW
+
+#: Hidden sizes of which one of two ranks has nothing.
+ONE_ROW = (1, 1)
+
+
+def step(model, rig, *optimizers, seed=0, spoil=None):
+    """One step of training; ``spoil`` is a weight whose gradient has a NaN on the last rank."""
+    model(batch(rig, seed)).square().mean().backward()
+    if spoil is not None and rig.rank == rig.world_size - 1:
+        spoil.grad.to_local()[0, 0] = torch.nan
+    for optimizer in optimizers:
+        optimizer.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+
+
+def scale(weight):
+    return weight.to_local().rowwise.scale
+
+
+def gathered(model, rig):
+    """The values and scale of each weight as a forward has it, which all ranks must have alike."""
+    seen = {}
+    watch_weights(
+        model, lambda name, w: seen.update({name: (w.dequantize(), w.rowwise.scale.clone())})
+    )
+    model(batch(rig))
+    for name, (values, _) in seen.items():
+        others = [torch.empty_like(values) for _ in range(rig.world_size)]
+        dist.all_gather(others, values)
+        assert all(torch.equal(other, values) for other in others), name
+    return dict(seen)
+
+
+@ranks(2)
+def test_a_nan_of_one_ranks_step_is_in_the_scale_of_all(rig):
+    model = make(UNEVEN, recipe="delayed", fp8_weights=True, device=rig.device)
+    shard(model, rig)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    for n in range(4):
+        step(model, rig, optimizer, seed=n, spoil=model.blocks[0].up.weight if n == 3 else None)
+    assert scale(model.blocks[0].up.weight).isnan().all()
+    assert not scale(model.blocks[1].up.weight).isnan().any()
+
+
+@ranks(2)
+def test_so_is_that_of_the_second_of_two_optimizers(rig):
+    """Whose steps are one roll of the histories."""
+    model = make(UNEVEN, recipe="delayed", fp8_weights=True, device=rig.device)
+    shard(model, rig)
+    first = list(model.blocks[0].parameters())
+    others = [p for p in model.parameters() if all(p is not q for q in first)]
+    optimizers = AdamW(first, lr=1e-3), AdamW(others, lr=1e-3)
+    for n in range(4):
+        step(model, rig, *optimizers, seed=n, spoil=model.blocks[1].up.weight if n == 3 else None)
+    assert scale(model.blocks[1].up.weight).isnan().all()
+
+
+@ranks(2)
+def test_a_step_after_a_weight_was_written_whole_begins_with_its_scale(rig):
+    """And not with the history's, which what was written would saturate."""
+    model = make(UNEVEN, recipe="delayed", fp8_weights=True, device=rig.device)
+    shard(model, rig)
+    optimizer = AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
+    for n in range(4):
+        step(model, rig, optimizer, seed=n)
+    weight = model.blocks[0].up.weight
+    values = weight.full_tensor().detach().dequantize() * 16
+    with torch.no_grad():
+        weight.copy_(distribute_tensor(values, weight.device_mesh, weight.placements))
+    step(model, rig, optimizer)
+    found = weight.full_tensor().detach().dequantize()
+    assert (found - values).norm() < 0.05 * values.norm()
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_a_step_after_writes_that_ranks_made_by_themselves_begins_with_these(rig, recipe):
+    model = make(UNEVEN, recipe=RECIPES[recipe], fp8_weights=True, device=rig.device)
+    shard(model, rig)
+    optimizer = AdamW(model.parameters(), lr=1e-3, master_weights=False, stochastic_rounding=False)
+    for n in range(3):
+        step(model, rig, optimizer, seed=n)
+    model(batch(rig)).square().mean().backward()
+    part = model.blocks[0].up.weight.to_local()
+    with torch.no_grad():
+        part.mul_(1 + 7 * rig.rank)
+    written = part.dequantize()
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    found = model.blocks[0].up.weight.to_local().dequantize()
+    assert (found - written).norm() < 0.06 * written.norm()
+
+
+@ranks(2)
+def test_one_optimizer_of_a_sharded_and_a_whole_model(rig):
+    sharded, whole, alone = (
+        make(UNEVEN, fp8_weights=True, device=rig.device, seed=seed) for seed in (0, 1, 0)
+    )
+    for model in (sharded, alone):
+        with torch.no_grad():
+            model.blocks[0].up.weight[:1] *= 4  # which one rank has
+    shard(sharded, rig)
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).to(rig.device)
+    for model in (sharded, whole, alone):
+        model(x).square().mean().backward()
+    AdamW([*sharded.parameters(), *whole.parameters()], lr=0.1).step()
+    AdamW(alone.parameters(), lr=0.1).step()
+    found, expected = (m.blocks[0].up.weight for m in (sharded, alone))
+    assert torch.equal(scale(found).view(()), expected.rowwise.scale.view(()))
+
+
+@ranks(2)
+def test_gathered_values_stay_when_the_shard_is_written(rig):
+    """Codes are bytes of the gather's own; their scale has to be, too."""
+    model = make(UNEVEN, fp8_weights=True, device=rig.device)
+    shard(model, rig)
+    model(batch(rig)).sum().backward()
+    block = model.blocks[0]
+    weight = block.up.weight
+    block.unshard()
+    before = block.up.weight.dequantize()
+    with torch.no_grad():
+        weight.mul_(16)
+    assert torch.equal(block.up.weight.dequantize(), before)
+    block.reshard()
+
+
+@ranks(2)
+def test_a_rank_with_nothing_of_a_weight_has_its_scale(rig):
+    model = make(ONE_ROW, fp8_weights=True, device=rig.device)
+    shard(model, rig)
+    before = gathered(model, rig)
+    state = {}
+    for name, value in model.state_dict().items():
+        whole = value.full_tensor()
+        state[name] = 16 * whole.dequantize() if hasattr(whole, "dequantize") else whole
+    set_model_state_dict(
+        model,
+        {name: value.detach() for name, value in state.items()},
+        options=StateDictOptions(full_state_dict=True),
+    )
+    after = gathered(model, rig)
+    for name, (_, found) in after.items():
+        if "blocks" in name:
+            torch.testing.assert_close(found, 16 * before[name][1])
+
+
+@ranks(2)
+def test_the_scale_that_an_empty_shard_had_says_nothing(rig):
+    """Weights that shrink get smaller scales, though a rank wrote nothing."""
+    model = make(ONE_ROW, fp8_weights=True, device=rig.device)
+    shard(model, rig)
+    step(model, rig, AdamW(model.parameters(), lr=1e-3))  # which writes all scales
+    before = gathered(model, rig)["blocks.0.up"][1]
+    model(batch(rig)).sum().backward()
+    with torch.no_grad():
+        model.blocks[0].up.weight.to_local().mul_(1 / 16)
+    assert gathered(model, rig)["blocks.0.up"][1] < before / 4
+
+
+@ranks(2)
+def test_nothing_is_computed_beforehand_of_weights_at_rest(rig):
+    model = make(UNEVEN, fp8_weights=True, device=rig.device)
+    shard(model, rig)
+    with Collectives() as seen:
+        precompute_float8_dynamic_scale_for_fsdp(model)
+    assert not seen.seen
+    model(batch(rig)).sum().backward()
+
+
+class Padded(nn.Linear):
+    """Whose first row on each rank is padding."""
+
+    def reset_parameters(self):
+        super().reset_parameters()
+        part = self.weight.to_local() if hasattr(self.weight, "to_local") else self.weight
+        with torch.no_grad():
+            part[:1].zero_()
+
+
+@ranks(2)
+def test_an_initialization_of_ones_own_writes_rows_of_the_shard(rig):
+    model = nn.Sequential(Padded(32, 16, device=rig.device))
+    fp8rs.convert_to_float8_training(model, fp8_weights=True)
+    fully_shard(model, mesh=rig.mesh())
+    model[0].reset_parameters()
+    values = model[0].weight.to_local().dequantize()
+    assert not values[0].any()
+    assert values[1:].any(1).all()
+    model(batch(rig)).sum().backward()
