@@ -894,6 +894,16 @@ def test_a_master_that_a_known_scale_saturates_is_kept_where_codes_are_written_a
     assert master[largest] == beyond
 
 
+def test_a_state_that_is_loaded_is_a_copy():
+    weights = [parameter(normal((8, 4), 1)) for _ in range(2)]
+    first, second = (AdamW([weight]) for weight in weights)
+    train(first, 1)
+    second.load_state_dict(first.state_dict())
+    before = everything(first)
+    train(second, 1)
+    assert_same(everything(first), before)
+
+
 # --- errors -------------------------------------------------------------------------------------
 
 

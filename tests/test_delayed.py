@@ -784,3 +784,14 @@ def test_a_layer_that_begins_anew_and_is_not_used_in_the_next_step(device):
             model["anew"].reset_parameters()
     plain = nn.functional.linear(x, model["anew"].weight, model["anew"].bias)
     assert (model["anew"](x) - plain).norm() < 0.1 * plain.norm()
+
+
+def test_a_step_between_a_forward_and_its_backward_loses_nothing_of_this(device):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32)).to(device)
+    fp8rs.convert_to_float8_training(model, recipe="delayed")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    y = model(torch.ones(8, 32, device=device))
+    optimizer.step()
+    y.sum().backward()
+    assert model[0].fp8_amax[2, 0] > 0

@@ -259,3 +259,23 @@ def test_they_are_freed_where_masters_come_from_a_checkpoint():
     second[0](x).sum().backward()
     optimizers[1].step()
     assert second[0].weight.get_high_precision_init_val() is None
+
+
+class Tied(torch.nn.Module):
+    """Two layers have one weight, which a third has not."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.alone = (torch.nn.Linear(32, 32) for _ in range(3))
+        self.second.weight = self.first.weight
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of the tie
+def test_layers_that_are_tied_while_they_are_made_stay_in_high_precision():
+    with fp8rs.quantized_init():
+        model = Tied()
+    assert isinstance(model.alone.weight, fp8rs.QuantizedTensor)
+    assert model.first.weight is model.second.weight
+    for layer in (model.first, model.second):
+        assert type(layer) is torch.nn.Linear
+        assert type(layer.weight) is torch.nn.Parameter

@@ -268,3 +268,52 @@ def test_shards_of_a_weight_have_one_scale_whatever_inputs_are_reduced_over(rig)
         dist.all_gather(scales, layer.fp8_scale.contiguous())
         assert scales[0][0, 0] > 0
         assert all(scale[0, 0] == scales[0][0, 0] for scale in scales), name
+
+
+@ranks(2)
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_weight_that_is_not_finite_for_once(rig, value, steps):
+    """Its scale is NaN as long, wherever the value is, and its history does not hear of it."""
+    model = make(UNEVEN, recipe="delayed", device=rig.device)
+    shard(model, rig)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(steps):
+        model(batch(rig)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    up = model.blocks[1].up
+    part = up.weight.data.to_local()
+    before = part.clone()
+    if rig.rank == 1:
+        part[0, 0] = value
+    scales = []
+    watch_weights(
+        model,
+        lambda name, w: scales.append(float(w.rowwise.scale)) if name == "blocks.1.up" else None,
+    )
+    model(batch(rig))
+    assert scales[-1] != scales[-1]
+    part.copy_(before)
+    optimizer.step()
+    assert up.fp8_amax_history.isfinite().all()
+    assert up.fp8_scale.isfinite().all()
+    model(batch(rig))
+    assert scales[-1] == scales[-1]
+
+
+@ranks(2)
+def test_a_step_is_heard_while_whole_parameters_are_in_the_place_of_the_optimizers(rig):
+    """As after an evaluation, when FSDP2 keeps the root's."""
+    model = make(UNEVEN, recipe="delayed", device=rig.device)
+    fully_shard(model, mesh=rig.mesh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for n in range(3):
+        model(batch(rig, n)).square().mean().backward()
+        model.eval()
+        with torch.no_grad():
+            model(batch(rig, n))
+        model.train()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (model.blocks[0].up.fp8_amax_history[:3, 1:] > 0).all()

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
 import fp8rs
 from distributed import ranks
@@ -58,3 +59,25 @@ def test_placements_without_a_rule_are_an_error(rig):
     x = distribute_tensor(torch.randn(8, 64), mesh, [Shard(0)])
     with pytest.raises(TypeError, match="what works is input Replicate"):
         layer(x)
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", ["current", "rowwise"])
+def test_an_input_that_is_cut_by_rows_of_a_whole_weight(rig, recipe):
+    """The gradients of weight and bias are those of all rows."""
+    torch.manual_seed(0)
+    plain = nn.Linear(32, 16).to(rig.device)
+    model = nn.Sequential(copy.deepcopy(plain))
+    fp8rs.convert_to_float8_training(model, recipe=recipe)
+    mesh = rig.mesh()
+    distribute_module(model, mesh)
+    x, factors = (
+        torch.randn(8, n, generator=torch.Generator().manual_seed(n)).to(rig.device)
+        for n in (32, 16)
+    )
+    plain(x).mul(factors).sum().backward()
+    own_x, own_factors = (distribute_tensor(t, mesh, [Shard(0)]) for t in (x, factors))
+    (model(own_x) * own_factors).sum().backward()
+    torch.testing.assert_close(model[0].bias.grad.full_tensor(), plain.bias.grad)
+    error = (model[0].weight.grad.full_tensor() - plain.weight.grad).norm()
+    assert error < 0.1 * plain.weight.grad.norm()
