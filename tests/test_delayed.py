@@ -1,5 +1,8 @@
 """Delayed scaling: first scales from data, one roll a step, histories over ranks."""
 
+import copy
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -795,3 +798,49 @@ def test_a_step_between_a_forward_and_its_backward_loses_nothing_of_this(device)
     optimizer.step()
     y.sum().backward()
     assert model[0].fp8_amax[2, 0] > 0
+
+
+def pickled(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    new = torch.load(buffer, weights_only=False)
+    for parameter, other in zip(new.parameters(), model.parameters(), strict=True):
+        parameter.grad = other.grad
+    return new
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_copy_between_backward_and_step_rolls_at_its_step(device, copied):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32)).to(device)
+    fp8rs.convert_to_float8_training(model, recipe="delayed")
+    model(torch.ones(8, 32, device=device)).sum().backward()
+    model = copied(model)
+    torch.optim.SGD(model.parameters(), lr=1e-3).step()
+    assert (model[0].fp8_scale[:, 0] > 0).all()
+    assert (model[0].fp8_amax_history[0] > 0).all()
+
+
+def test_forwards_of_a_copy_are_nothing_to_a_model_that_is_updated_by_hand(device):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32)).to(device)
+    fp8rs.convert_to_float8_training(model, recipe="delayed")
+    x = torch.ones(8, 32, device=device)
+
+    def update():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(1e-3 * parameter.grad)
+                parameter.grad = None
+
+    model(x).sum().backward()
+    update()
+    copied = copy.deepcopy(model)
+    for _ in range(3):
+        for _ in range(2):
+            model(x).sum().backward()
+            copied(x)
+        update()
+    model(x)
+    assert (model[0].fp8_amax_history > 0).any(1).sum() == 4

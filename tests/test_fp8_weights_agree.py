@@ -205,3 +205,59 @@ def test_an_initialization_of_ones_own_writes_rows_of_the_shard(rig):
     assert not values[0].any()
     assert values[1:].any(1).all()
     model(batch(rig)).sum().backward()
+
+
+@ranks(2)
+def test_torchs_foreach_steps_leave_one_scale_to_all_shards(rig):
+    """Before the next forward: a checkpoint may come first."""
+    model = make(UNEVEN, fp8_weights=True, device=rig.device)
+    shard(model, rig)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, foreach=True)
+    model(batch(rig)).square().mean().backward()
+    optimizer.step()
+    own = scale(model.blocks[0].up.weight).view(1)
+    others = [torch.empty_like(own) for _ in range(rig.world_size)]
+    dist.all_gather(others, own)
+    assert all(torch.equal(other, own) for other in others)
+
+
+#: Hidden sizes whose shards begin within a block of 32 rows.
+WITHIN_BLOCKS = (160, 50)
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8 of 1x32", "rowwise"])
+def test_rows_of_a_shard_that_begins_within_a_block_are_written_wherever_they_lie(rig, recipe):
+    model = make(WITHIN_BLOCKS, recipe=RECIPES[recipe], fp8_weights=True, device=rig.device)
+    shard(model, rig)
+    part = model.blocks[0].up.weight.to_local()
+    begin = -part._store.lead % 32  # the first row of a block, on the second rank not the first
+    for rows in (
+        slice(begin, None),
+        slice(begin + 1, begin + 3),
+        slice(0, 2),
+        slice(begin - 1, begin + 2),
+        slice(40, 43),
+    ):
+        values = part.dequantize()
+        values[rows] *= 2.5
+        with torch.no_grad():
+            part[rows] = values[rows]
+        assert ((part.dequantize() - values).abs() <= values.abs() * 0.07 + 0.01).all()
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8 of 1x32", "block"])
+def test_what_was_quantized_in_blocks_that_begin_elsewhere_is_taken_by_its_values(rig, recipe):
+    options = {"recipe": RECIPES[recipe], "fp8_weights": True}
+    model = make(WITHIN_BLOCKS, device=rig.device, **options)
+    shard(model, rig)
+    part = model.blocks[0].up.weight.to_local()
+    other = nn.Sequential(nn.Linear(32, 80, device=rig.device))
+    source = fp8rs.convert_to_float8_training(other, **options)[0].weight.detach()
+    magnitudes = 2.0 ** (torch.arange(80, device=rig.device) // 8 - 5)
+    source.copy_(source.dequantize() * magnitudes.view(-1, 1))
+    with torch.no_grad():
+        part.copy_(source)
+    values = source.dequantize()
+    assert (part.dequantize() - values).norm() <= 0.05 * values.norm()

@@ -5,11 +5,25 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import fp8rs
 from distributed import ranks
 from distributed.collectives import Collectives
-from distributed.models import BLOCKS, check_planes, full_weights, reduces
+from distributed.models import (
+    BLOCKS,
+    batch,
+    check_planes,
+    full_weights,
+    make,
+    reduces,
+    same_bytes,
+    whole_planes,
+)
 from fp8rs.fsdp.cuts import cut_rows, scale_order, touched
 
 ROWS = {
@@ -136,3 +150,27 @@ def test_where_blocks_are_found(ranks_, height):
             first = min(b for b, ranks in holders.items() if rank in ranks)
             assert rank == min(holders[block])
             assert first + local == block
+
+
+@ranks(4)
+def test_cut_blocks_are_measured_over_fsdps_shards_alone(rig):
+    """And not over the parts that other ranks of a tensor-parallel mesh have."""
+    model = make((100, 64), recipe="mxfp8", device=rig.device)
+    with torch.no_grad():
+        model.blocks[0].up.weight[:50].mul_(64)
+    whole = model.blocks[0].up.weight.detach().clone()
+    mesh = rig.mesh(2, 2, names=("data", "tensor"))
+    parallelize_module(
+        model.blocks[0], mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    )
+    fully_shard(model.blocks[0], mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    planes = []
+    model.blocks[0].up.register_forward_pre_hook(
+        lambda module, _: planes.append(module.weight.to_local().rowwise.map(torch.clone))
+    )
+    model(batch(rig))
+    own = whole.chunk(2)[mesh["tensor"].get_local_rank()].contiguous()
+    codes, scale, *_ = whole_planes(own, "mxfp8")
+    assert same_bytes(planes[0].scale, scale)
+    assert same_bytes(planes[0].data, codes)

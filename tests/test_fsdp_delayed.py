@@ -1,5 +1,7 @@
 """Delayed scaling of sharded weights: scales of the histories, and one scale for all ranks."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch.distributed.tensor.parallel import (
 
 import fp8rs
 from distributed import ranks
+from distributed.collectives import Collectives
 from distributed.models import (
     EMPTY,
     EVEN,
@@ -317,3 +320,17 @@ def test_a_step_is_heard_while_whole_parameters_are_in_the_place_of_the_optimize
         optimizer.step()
         optimizer.zero_grad()
     assert (model.blocks[0].up.fp8_amax_history[:3, 1:] > 0).all()
+
+
+@ranks(2)
+def test_a_copy_from_before_the_sharding_reduces_over_no_ranks(rig):
+    """Whoever has it trains it alone."""
+    model = make(UNEVEN, recipe="delayed", device=rig.device)
+    copied = copy.deepcopy(model)
+    shard(model, rig)
+    train_with_histories(model, rig)
+    optimizer = torch.optim.SGD(copied.parameters(), lr=1e-3)
+    with Collectives() as seen:
+        copied(batch(rig)).sum().backward()
+        optimizer.step()
+    assert not seen.seen

@@ -387,11 +387,7 @@ class ModelState:
         new.fsdp = None
         new._root = None
         new.linears = []
-        clock = self.clock
-        new._begin()
-        if clock.roll_is_due:
-            new.clock.recorded()
-            new.clock.stepped()
+        new._begin_at(self.clock.roll_is_due, self.clock._recorded)
         return new
 
     def __getstate__(self) -> dict[str, Any]:
@@ -412,8 +408,12 @@ class ModelState:
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        due, recorded = state.pop("clock")
+        clock = state.pop("clock")
         self.__dict__.update(state)
+        self._begin_at(*clock)
+
+    def _begin_at(self, due: bool, recorded: bool) -> None:
+        """Begin as a copy of a model whose roll is due, or whose amaxes are not yet rolled."""
         self._begin()
         if recorded:
             self.clock.recorded()
