@@ -197,3 +197,22 @@ def test_what_a_sibling_in_evaluation_mode_has_seen_is_in_nobodys_history(device
     model["q"](x)
     model["k"](x)
     assert model["k"].fp8_amax[1, 0] == x.abs().amax()
+
+
+def test_inputs_that_were_quantized_with_two_scales_are_so_in_the_backward(device):
+    """Layers that share an input, but not its planes: another one came between them."""
+    gradients = []
+    for recipe in (saving_inputs("delayed"), resolve_recipe("delayed")):
+        first, between, last = model = layers(device, recipe, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        x = data(device)
+        (first(x).sum() + last(x * 100).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        y = first(x).sum()
+        with torch.no_grad():
+            between(x.clone())
+        (y + last(x).sum()).backward()
+        gradients.append([layer.weight.grad for layer in (first, last)])
+    for again, kept in zip(*gradients, strict=True):
+        assert torch.equal(again, kept)
