@@ -46,7 +46,7 @@ def _detach(func: Any, t: QuantizedTensor) -> QuantizedTensor:
 @implements(aten.view.default, aten._unsafe_view.default)
 def _view(func: Any, t: QuantizedTensor, size: Any) -> Any:
     window = _window(t)
-    if not window.contiguous or min(size, default=0) < -1 or list(size).count(-1) > 1:
+    if not window.contiguous or any(n < -1 for n in size) or list(size).count(-1) > 1:
         return any_view(func, t, size)  # which raises what torch does
     shape = _resolve(size, t.numel())
     return _view_of(t, Window(shape, contiguous_stride(shape), window.offset))
@@ -72,7 +72,7 @@ def _as_strided(
 ) -> QuantizedTensor:
     # FSDP2 narrows the gathered, padded rows to the parameter's own with it.
     offset = _window(t).offset if storage_offset is None else storage_offset
-    if len(size) != len(stride) or min(*size, *stride, offset, 0) < 0:
+    if len(size) != len(stride) or any(n < 0 for n in (*size, *stride, offset)):
         raise RuntimeError(
             f"as_strided(size={tuple(size)}, stride={tuple(stride)}, storage_offset={offset}): "
             "sizes and strides must be as many, and none negative"
