@@ -451,3 +451,85 @@ fn bad_calls_are_refused_before_anything_is_written() {
         assert_eq!(error.to_string(), message);
     }
 }
+
+#[test]
+fn a_state_that_is_not_contiguous_is_refused() {
+    let strided = || Owned::new(DType::F32, (4, 8), Layout::Transposed, 0).random(3);
+    let words = |name: &str| format!("{name} is strided; it must be contiguous");
+    refused(SHARED, Target::Plain, |t| t.moments[0] = strided(), &words("exp_avgs[1]"));
+    refused(SHARED, Target::Plain, |t| t.moments[1] = strided(), &words("exp_avg_sqs[1]"));
+    let masters = || [Owned::dense(DType::F32, (4, 8)).random(5), strided()];
+    let mut tensors = vec![plain(), plain()];
+    for (tensor, master) in tensors.iter_mut().zip(masters()) {
+        tensor.master = Some(master);
+    }
+    let error = run(&SHARED, Target::Plain, &mut tensors).unwrap_err();
+    assert_eq!(error.to_string(), words("masters[1]"));
+    let scales = Owned::new(DType::F32, (4, 1), Layout::Sparse, 0).random(6);
+    let mut tensors =
+        vec![Tensor { param: Owned::dense(DType::E4m3, (4, 8)).random(4), scale: Some(scales), ..plain() }];
+    let rows = Target::Blocks(Block::ROW, BlockScale::F32(ScaleRule::default()));
+    let error = run(&SHARED, rows, &mut tensors).unwrap_err();
+    assert_eq!(error.to_string(), words("scales[0]"));
+}
+
+#[test]
+fn what_is_measured_needs_a_place() {
+    let mut tensors = vec![Tensor {
+        param: Owned::dense(DType::E4m3, (4, 8)).random(4),
+        scale: Some(Owned::dense(DType::F32, (1, 1)).random(6)),
+        ..plain()
+    }];
+    let error = run(&SHARED, Target::Measure, &mut tensors).unwrap_err();
+    assert_eq!(error.to_string(), "amaxes[0] is absent; it must be present");
+}
+
+#[test]
+fn a_found_inf_that_is_no_zero_keeps_everything() {
+    for found in [f32::NAN, -1.0, f32::INFINITY, f32::from_bits(1)] {
+        let mut tensors = vec![plain()];
+        let before = memory(&tensors);
+        run(&Shared { found_inf: Some(found), ..SHARED }, Target::Plain, &mut tensors).unwrap();
+        assert_eq!(memory(&tensors), before, "{found}");
+    }
+}
+
+#[test]
+fn an_amax_that_is_nan_is_replaced_by_what_a_step_finds() {
+    let mut amax = Owned::dense(DType::F32, (1, 1));
+    amax.set(0, 0, f32::NAN);
+    let mut scale = Owned::dense(DType::F32, (1, 1));
+    scale.set(0, 0, 0.5_f32);
+    let codes = Owned::dense(DType::E4m3, (4, 8));
+    let zeros = |mut owned: Owned| {
+        owned.cells().for_each(|(r, c)| owned.set(r, c, 0.25_f32));
+        owned
+    };
+    let base = plain();
+    let mut param = codes;
+    param.cells().for_each(|(r, c)| param.set(r, c, 0x38_u8));
+    let mut tensors = vec![Tensor {
+        grad: zeros(base.grad.clone()),
+        moments: [zeros(base.moments[0].clone()), zeros(base.moments[1].clone())],
+        param,
+        scale: Some(scale),
+        new_scale: Some(0.5),
+        amax: Some(amax),
+        ..base
+    }];
+    let mut expected = tensors.clone();
+    run(&SHARED, Target::Tensor, &mut tensors).unwrap();
+    defined(&SHARED, Target::Tensor, &mut expected);
+    assert!(tensors[0].amax.as_ref().unwrap().value(0, 0).is_finite());
+    assert_eq!(memory(&tensors), memory(&expected));
+}
+
+#[test]
+fn a_moment_at_half_way_is_counted_from_the_gradient() {
+    // As torch.lerp does: at a weight of 0.5 the two ends differ in the last bit.
+    let factors = Hyper { beta1: 0.5, ..HYPER }.factors(3.0, None);
+    let (grad, exp_avg) = (1.000_000_1_f32, 3.1e-8_f32);
+    let from_grad = grad + (grad - exp_avg) * -0.5;
+    assert_ne!(from_grad, exp_avg + (grad - exp_avg) * 0.5);
+    assert_eq!(factors.update(grad, exp_avg, 0.0, 0.0).0, from_grad);
+}

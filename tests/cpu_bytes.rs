@@ -3,9 +3,9 @@
 
 mod common;
 
-use common::{Layout, Owned, on_each_level};
+use common::{Layout, Owned, on_each_level, set_flush_to_zero};
 use fp8rs::format::wide::NAN_BITS;
-use fp8rs::{Block, DType, ScaleRule, Stream, View, ViewMut, ops};
+use fp8rs::{Block, DType, Device, ScaleRule, Stream, View, ViewMut, ops};
 use proptest::prelude::*;
 
 fn one(value: &mut f32) -> ViewMut<'_> {
@@ -266,6 +266,31 @@ fn large_tensors_are_split_over_threads_without_a_seam() {
     }
 }
 
+/// From 8 MiB on columns are written past the cache, where they begin at cache lines.
+#[test]
+fn large_columns_may_begin_anywhere() {
+    let (rows, cols) = (4096, 2048);
+    let codes: Vec<u8> = (0..rows * cols).map(|i| (i % 251) as u8).collect();
+    let mut memory = vec![0xAA_u8; cols * (rows + 8) + 128];
+    let line = memory.as_ptr().align_offset(64);
+    for (start, pitch) in [(line, rows), (line + 1, rows), (line, rows + 8)] {
+        memory.fill(0xAA);
+        let out = &mut memory[start..];
+        // SAFETY: inside the memory, which is borrowed.
+        let view = unsafe {
+            ViewMut::from_raw(out.as_mut_ptr(), DType::E4m3, Device::Cpu, (cols, rows), (pitch as isize, 1))
+        };
+        let input = View::from_bytes(&codes, DType::E4m3, rows, cols).unwrap();
+        ops::transpose(input, view, Stream::default()).unwrap();
+        for col in 0..cols {
+            for row in 0..rows {
+                assert_eq!(out[col * pitch + row], codes[row * cols + col]);
+            }
+            assert!(out[col * pitch + rows..(col + 1) * pitch].iter().all(|byte| *byte == 0xAA));
+        }
+    }
+}
+
 #[test]
 fn a_caller_that_flushes_subnormals_gets_the_same_bytes() {
     let tiny = f32::from_bits(1 << 10);
@@ -287,15 +312,4 @@ fn a_caller_that_flushes_subnormals_gets_the_same_bytes() {
     ops::amax(View::from_slice(&x, 1, 64).unwrap(), one(&mut found), Stream::default()).unwrap();
     set_flush_to_zero(false);
     assert_eq!(found.to_bits(), 1 << 10);
-}
-
-/// What `torch.set_flush_denormal` does.
-fn set_flush_to_zero(on: bool) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        let control: u32 = if on { 0x9FC0 } else { 0x1F80 };
-        // SAFETY: a valid value of MXCSR.
-        unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const control, options(nostack)) };
-    }
-    let _ = on;
 }

@@ -4,6 +4,8 @@
 mod common;
 
 use common::{Layout, Owned};
+use fp8rs::format::e8m0::Rounding;
+use fp8rs::ops::{BlockPlane, BlockScale, BlockSpec, Given, Numbers};
 use fp8rs::{Block, DType, Device, Error, Fp8Format, ScaleRule, Stream, View, ViewMut, ops};
 
 fn matrix(dtype: DType, rows: usize, cols: usize) -> Owned {
@@ -396,4 +398,135 @@ fn a_refused_call_writes_nothing() {
         .is_err()
     );
     assert_eq!([&amax, &used, &rowwise, &columnwise].map(|m| m.bytes.clone()), before);
+}
+
+#[test]
+fn overlaps_of_every_order() {
+    let mut buffer = vec![0_f32; 256];
+    let ptr = buffer.as_mut_ptr();
+    // SAFETY: inside the buffer, which outlives the views; calls that are refused write nothing.
+    let view = |at: usize, n: usize| unsafe {
+        View::from_raw(ptr.add(at).cast(), DType::F32, Device::Cpu, (1, n), (n as isize, 1))
+    };
+    // SAFETY: the same.
+    let out = |at: usize, n: usize| unsafe {
+        ViewMut::from_raw(ptr.add(at).cast(), DType::F32, Device::Cpu, (1, n), (n as isize, 1))
+    };
+    let scale = Owned::dense(DType::F32, (1, 1));
+    // An output that begins before the input which it covers.
+    // SAFETY: the same.
+    let codes = unsafe { View::from_raw(ptr.add(2).cast(), DType::E4m3, Device::Cpu, (1, 64), (64, 1)) };
+    refused(
+        ops::dequantize(codes, scale.view(), Block::TENSOR, out(0, 64), Stream::default()),
+        "out overlaps codes in memory; an output must have memory of its own",
+    );
+    // A long input, another input inside of it, and then the output.
+    let mut codes = Owned::dense(DType::E4m3, (1, 64));
+    let mut used = Owned::dense(DType::F32, (1, 1));
+    refused(
+        ops::quantize_delayed(
+            view(0, 64),
+            view(3, 1),
+            out(10, 1),
+            used.view_mut(),
+            Some(codes.view_mut()),
+            None,
+            Stream::default(),
+        ),
+        "amax overlaps x in memory; an output must have memory of its own",
+    );
+}
+
+const ONE_128: Block = Block { rows: 1, cols: 128 };
+const MX: Block = Block { rows: 1, cols: 32 };
+
+fn quantize(spec: BlockSpec, scales: ViewMut, given: Given) -> Result<(), Error> {
+    let (x, mut codes) = (Owned::dense(DType::F32, (4, 64)).random(1), Owned::dense(DType::E4m3, (64, 4)));
+    let plane = BlockPlane { codes: codes.view_mut(), scales };
+    ops::quantize_blocks(x.view(), spec, given, None, Some(plane), Stream::default())
+}
+
+#[test]
+fn what_packed_scales_must_be() {
+    let mut packed = Owned::dense(DType::F32, (1, 512));
+    let spec = BlockSpec {
+        block: ONE_128,
+        scale: BlockScale::F32(ScaleRule::default()),
+        row_offset: 0,
+        packed: true,
+    };
+    refused(
+        quantize(spec, packed.view_mut(), Given::default()),
+        "packed is true; it must be false with float32 scales",
+    );
+    let mut bytes = vec![0_u8; 1024];
+    // SAFETY: inside the memory, which is borrowed.
+    let spread =
+        unsafe { ViewMut::from_raw(bytes.as_mut_ptr(), DType::E8m0, Device::Cpu, (1, 512), (1024, 2)) };
+    let spec = BlockSpec { block: MX, scale: BlockScale::E8m0(Rounding::Ceil), row_offset: 0, packed: true };
+    refused(
+        quantize(spec, spread, Given::default()),
+        "columnwise_scale is strided; it must be contiguous, being packed scales",
+    );
+    let (bytes, scales) = ([0_u8; 1024], Owned::dense(DType::E8m0, (4, 2)));
+    let mut out = Owned::dense(DType::E8m0, (1, 512));
+    refused(
+        ops::pack_scales(scales.view(), 7, 2, out.view_mut(), Stream::default()),
+        "block_rows is 2; it must be 1 or 32",
+    );
+    // SAFETY: the same.
+    let spread = unsafe { View::from_raw(bytes.as_ptr(), DType::E8m0, Device::Cpu, (1, 512), (1024, 2)) };
+    let mut to = Owned::dense(DType::E8m0, (4, 2));
+    refused(
+        ops::unpack_scales(spread, 4, 1, to.view_mut(), Stream::default()),
+        "packed is strided; it must be contiguous, being packed scales",
+    );
+}
+
+#[test]
+fn what_is_given_must_be_used() {
+    let spec = BlockSpec { block: MX, scale: BlockScale::E8m0(Rounding::Ceil), row_offset: 0, packed: false };
+    let (amax, mut scales) = (Owned::dense(DType::F32, (4, 2)).random(1), Owned::dense(DType::E8m0, (64, 1)));
+    refused(
+        quantize(spec, scales.view_mut(), Given { amax: Some(amax.view()), ..Given::default() }),
+        "amax is given; it must be absent, unless there is a rowwise output or blocks are square",
+    );
+}
+
+#[test]
+fn block_scales_have_no_margin_and_block_maxima_known_sizes() {
+    let rule = ScaleRule { margin: 1, ..ScaleRule::default() };
+    let mut scales = Owned::dense(DType::F32, (64, 1));
+    let spec = BlockSpec { block: ONE_128, scale: BlockScale::F32(rule), row_offset: 0, packed: false };
+    refused(
+        quantize(spec, scales.view_mut(), Given::default()),
+        "margin is 1; it must be 0 for block scales",
+    );
+    let (x, mut out) = (Owned::dense(DType::F32, (4, 64)).random(1), Owned::dense(DType::F32, (1, 1)));
+    refused(
+        ops::block_amax(x.view(), Block { rows: 64, cols: 64 }, 0, out.view_mut(), Stream::default()),
+        "block is (64, 64); it must be each of 1, 32, 128 or all",
+    );
+}
+
+#[test]
+fn numbers_at_their_bounds() {
+    let (amax, mut out) = (Owned::dense(DType::F32, (1, 1)), Owned::dense(DType::F32, (1, 1)));
+    let mut call =
+        |rule| ops::scale_from_amax(amax.view(), Fp8Format::E4m3, rule, out.view_mut(), Stream::default());
+    for margin in [-127, 128] {
+        let words = format!("margin is {margin}; it must be from -126 to 127");
+        refused(call(ScaleRule { margin, ..ScaleRule::default() }), &words);
+    }
+    for margin in [-126, 127] {
+        call(ScaleRule { margin, ..ScaleRule::default() }).unwrap();
+    }
+    for amax_epsilon in [f32::INFINITY, f32::NAN, -1.0] {
+        let words = format!("amax_epsilon is {amax_epsilon}; it must be finite and at least 0");
+        refused(call(ScaleRule { amax_epsilon, ..ScaleRule::default() }), &words);
+    }
+    let numbers = Numbers { seed: 0, offset: 0, stream: 0, step: None };
+    let wide = (f32::MIN, f32::MAX);
+    let error = ops::random_uniform(out.view_mut(), numbers, wide, Stream::default()).unwrap_err();
+    assert!(error.to_string().ends_with("and at a finite distance from it"), "{error}");
 }

@@ -10,6 +10,18 @@ pub const NAN_BITS: u32 = 0x7FC0_0000;
 /// The bits of infinity: larger ones (without the sign) are NaN.
 pub const INF_BITS: u32 = 0x7F80_0000;
 
+/// `value` as an fp32, rounded to nearest even, also where the caller flushes subnormals, as
+/// `torch.set_flush_denormal` has it: an argument means the same to all who give it.
+#[must_use]
+pub fn narrowed(value: f64) -> f32 {
+    if value.is_nan() || value.abs() >= f64::from(f32::MIN_POSITIVE) {
+        return value as f32;
+    }
+    // In units of the least subnormal; 2^149 takes it to where fp64 has no subnormals.
+    let units = (value.abs() * f64::from_bits((1023 + 149) << 52)).round_ties_even() as u32;
+    f32::from_bits(units).copysign(if value.is_sign_negative() { -1.0 } else { 1.0 })
+}
+
 mod sealed {
     pub trait Sealed {}
     impl Sealed for f32 {}

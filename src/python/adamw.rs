@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 use super::parse;
 use super::tensors::Arguments;
 use crate::error::Error;
+use crate::format::wide::narrowed;
 use crate::layout::{DType, ViewMut};
 use crate::ops::{self, AdamW, AdamWTensor, BlockScale, Hyper, Numbers, ScaleRule, Target};
 
@@ -48,7 +49,7 @@ fn adamw<'py>(
     block: Vec<i64>,
     rounding: &str,
     power_2_scale: bool,
-    amax_epsilon: f32,
+    amax_epsilon: f64,
 ) -> PyResult<()> {
     let args = Arguments::new(py);
     let params = args.outputs("params", params)?;
@@ -88,7 +89,11 @@ fn adamw<'py>(
         [rows, cols] => {
             let scale = match scales.first().map(ViewMut::dtype) {
                 Some(DType::E8m0) => BlockScale::E8m0(parse::rounding(rounding)?),
-                _ => BlockScale::F32(ScaleRule { power_of_2: power_2_scale, amax_epsilon, margin: 0 }),
+                _ => BlockScale::F32(ScaleRule {
+                    power_of_2: power_2_scale,
+                    amax_epsilon: narrowed(amax_epsilon),
+                    margin: 0,
+                }),
             };
             Target::Blocks(parse::block(rows, cols)?, scale)
         }
@@ -147,5 +152,5 @@ fn random_uniform<'py>(
     let x = args.output("x", x)?;
     let step = args.optional_input("step", step)?;
     let numbers = Numbers { seed: seed as u64, offset, stream: number, step };
-    args.run(|stream| ops::random_uniform(x, numbers, (low as f32, high as f32), stream))
+    args.run(|stream| ops::random_uniform(x, numbers, (narrowed(low), narrowed(high)), stream))
 }

@@ -5,6 +5,7 @@ use pyo3::prelude::*;
 
 use super::parse;
 use super::tensors::Arguments;
+use crate::format::wide::narrowed;
 use crate::layout::{DType, ViewMut};
 use crate::ops::{self, BlockPlane, BlockScale, BlockSpec, Given, ScaleRule};
 
@@ -51,7 +52,7 @@ fn quantize_blocks<'py>(
     columnwise_scale: Optional<'_, 'py>,
     rounding: &str,
     power_2_scale: bool,
-    amax_epsilon: f32,
+    amax_epsilon: f64,
     packed: bool,
     row_offset: i64,
     amax: Optional<'_, 'py>,
@@ -81,7 +82,11 @@ fn quantize_blocks<'py>(
     let scales = [&rowwise, &columnwise].into_iter().flatten().next().map(|plane| plane.scales.dtype());
     let scale = match scales {
         Some(DType::E8m0) => BlockScale::E8m0(rounding),
-        _ => BlockScale::F32(ScaleRule { power_of_2: power_2_scale, amax_epsilon, margin: 0 }),
+        _ => BlockScale::F32(ScaleRule {
+            power_of_2: power_2_scale,
+            amax_epsilon: narrowed(amax_epsilon),
+            margin: 0,
+        }),
     };
     let spec = BlockSpec { block, scale, row_offset, packed };
     args.run(|stream| ops::quantize_blocks(x, spec, given, rowwise, columnwise, stream))

@@ -4,6 +4,7 @@ use pyo3::prelude::*;
 
 use super::parse;
 use super::tensors::Arguments;
+use crate::format::wide::narrowed;
 use crate::ops::{self, ScaleRule};
 
 functions!(
@@ -49,10 +50,14 @@ fn scale_from_amax<'py>(
     scale_out: Tensor<'_, 'py>,
     fp8_dtype: &str,
     power_2_scale: bool,
-    amax_epsilon: f32,
+    amax_epsilon: f64,
     margin: i64,
 ) -> PyResult<()> {
-    let rule = ScaleRule { power_of_2: power_2_scale, amax_epsilon, margin: parse::margin(margin) };
+    let rule = ScaleRule {
+        power_of_2: power_2_scale,
+        amax_epsilon: narrowed(amax_epsilon),
+        margin: parse::margin(margin),
+    };
     let format = parse::format(fp8_dtype)?;
     let args = Arguments::new(py);
     let amax = args.input("amax", amax)?;
@@ -109,9 +114,9 @@ fn quantize_current<'py>(
     rowwise: Optional<'_, 'py>,
     columnwise: Optional<'_, 'py>,
     power_2_scale: bool,
-    amax_epsilon: f32,
+    amax_epsilon: f64,
 ) -> PyResult<()> {
-    let rule = ScaleRule { power_of_2: power_2_scale, amax_epsilon, margin: 0 };
+    let rule = ScaleRule { power_of_2: power_2_scale, amax_epsilon: narrowed(amax_epsilon), margin: 0 };
     let args = Arguments::new(py);
     let x = args.input("x", x)?;
     let scale_out = args.output("scale_out", scale_out)?;

@@ -243,3 +243,14 @@ pub(crate) fn scale() -> impl Strategy<Value = f32> {
         1 => any::<f32>(),
     ]
 }
+
+/// What `torch.set_flush_denormal` does.
+pub(crate) fn set_flush_to_zero(on: bool) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let control: u32 = if on { 0x9FC0 } else { 0x1F80 };
+        // SAFETY: a valid value of MXCSR.
+        unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const control, options(nostack)) };
+    }
+    let _ = on;
+}

@@ -12,6 +12,7 @@ use super::shim::{self, RawTensor, Shim, Value};
 use crate::dlpack::CUDA;
 use crate::error::{Arg, Error};
 use crate::format::Fp8Format;
+use crate::format::wide::narrowed;
 use crate::layout::{DType, Device, View, ViewMut, collapse};
 use crate::ops::Stream;
 
@@ -90,7 +91,7 @@ impl<'a> Values<'a> {
     }
 
     pub(super) fn float(&mut self) -> f32 {
-        f64::from_bits(self.next()) as f32
+        narrowed(f64::from_bits(self.next()))
     }
 
     pub(super) fn flag(&mut self) -> bool {

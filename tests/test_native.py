@@ -1,0 +1,161 @@
+"""What Rust is given by torch: it is given back, and means the same whatever the caller has set."""
+
+import ctypes
+import gc
+import weakref
+
+import pytest
+import torch
+
+from fp8rs import _core
+
+ops = torch.ops.fp8rs
+E4M3, E8M0, F32 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32
+
+
+def calls(x):
+    """One of each kind of argument and result; ``x`` is (2, 32)."""
+    one, scales, after = torch.ones(()), torch.ones(2, 1), torch.ones(1)
+    return {
+        "a tensor": lambda: ops.amax(x),
+        "one that is copied": lambda: ops.amax(x.view(2, 2, 16).transpose(0, 1)),
+        "a list of tensors": lambda: ops.multi_amax([x, x]),
+        "outputs": lambda: ops.quantize(x, one, E4M3, True, False),
+        "an optional tensor": lambda: ops.quantize(x, one, E4M3, True, False, after),
+        "a list of integers": lambda: ops.quantize_blocks(x, E4M3, [1, 32], E8M0, True, True),
+        "a string": lambda: ops.quantize_blocks(
+            x, E4M3, [1, 32], E8M0, True, False, rounding="floor"
+        ),
+        "a given amax": lambda: ops.quantize_blocks(
+            x, E4M3, [1, -1], F32, True, False, amax=scales
+        ),
+        "a refused call": lambda: refused(x),
+    }
+
+
+def refused(x):
+    with pytest.raises(ValueError, match="block"):
+        ops.block_amax(x, [3, 3])
+
+
+every_kind = pytest.mark.parametrize("kind", list(calls(torch.ones(2, 32))))
+
+
+@every_kind
+def test_arguments_die_with_their_owner(kind):
+    x = torch.ones(2, 32)
+    result = calls(x)[kind]()
+    gone = weakref.ref(x)
+    del x, result
+    gc.collect()
+    assert gone() is None
+
+
+class Mallinfo(ctypes.Structure):
+    """glibc's, of which ``uordblks`` is the bytes that are allocated."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+@every_kind
+def test_calls_keep_no_memory(kind):
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        pytest.skip("needs glibc 2.33")
+    libc.mallinfo2.restype = Mallinfo
+    call = calls(torch.ones(2, 32))[kind]
+
+    def allocated():
+        gc.collect()
+        return libc.mallinfo2().uordblks
+
+    def grown():
+        before = allocated()
+        for _ in range(1000):
+            call()
+        return allocated() - before
+
+    grown()
+    # 16 bytes is the least that a call can lose; other threads' memory comes and goes.
+    assert min(grown() for _ in range(3)) < 12_000
+
+
+def test_what_is_a_lazy_clone_is_written_by_itself():
+    """torch shares memory until somebody asks for it to write."""
+    first = torch.zeros(())
+    amax = torch._lazy_clone(first)
+    ops._quantize_delayed(torch.full((2, 2), 3.0), torch.ones(()), amax, E4M3, True, False)
+    assert (amax, first) == (3, 0)
+    codes = torch.zeros(2, 2).to(E4M3)
+    out = torch._lazy_clone(codes)
+    ops.multi_quantize([torch.full((2, 2), 3.0)], torch.ones(1), [out])
+    assert (out.float() == 3).all()
+    assert (codes.float() == 0).all()
+
+
+def test_more_dimensions_than_torch_loops_take():
+    x = torch.ones([1] * 65)
+    with pytest.raises(ValueError, match="more than 64 dimensions"):
+        ops.quantize(x, torch.ones(()), E4M3, True, False)
+
+
+def test_rounding_is_checked_where_nothing_is_rounded_so():
+    x = torch.ones(2, 32)
+    with pytest.raises(ValueError, match="rounding is"):
+        ops.quantize_blocks(x, E4M3, [1, 128], F32, True, False, rounding="up")
+
+
+def step(**changes):
+    """A step of AdamW of two tensors."""
+    names = ("grads", "exp_avgs", "exp_avg_sqs", "params", "masters")
+    lists = {name: [torch.ones(2, 2) for _ in range(2)] for name in names}
+    lists |= {"steps": [torch.ones(()) for _ in range(2)], "offsets": [0, 4], "streams": [0, 1]}
+    lists |= {name: [] for name in ("scales", "new_scales", "amaxes")}
+    numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0}
+    absent = dict.fromkeys(("lr_tensor", "grad_scale", "found_inf", "seed"))
+    _core.adamw(**{**lists, **changes}, **numbers, **absent, maximize=False, block=[])
+
+
+def test_a_step_refuses_what_its_lists_have_too_much():
+    step()
+    with pytest.raises(ValueError, match="masters has 3 elements; it must have 2"):
+        step(masters=[torch.ones(2, 2) for _ in range(3)])
+    with pytest.raises(ValueError, match="offsets is -1; it must be at least 0"):
+        step(offsets=[0, -1])
+
+
+def bits(t):
+    return t.view(torch.int32)
+
+
+TINY = {
+    "native": lambda: ops.scale_from_amax(torch.zeros(1), E4M3, False, 1e-40, 0),
+    "direct": lambda: _filled(
+        lambda out: _core.scale_from_amax(torch.zeros(1), out, "e4m3", amax_epsilon=1e-40)
+    ),
+    "random": lambda: _filled(lambda out: _core.random_uniform(out, 1, 0, 1e-40, 3e-40, 0, None)),
+}
+
+
+def _filled(write):
+    out = torch.ones(1)
+    write(out)
+    return out
+
+
+@pytest.mark.parametrize("call", list(TINY))
+def test_a_small_argument_is_the_same_where_torch_flushes_subnormals(call):
+    expected = TINY[call]()
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot")
+    try:
+        found = TINY[call]()
+    finally:
+        torch.set_flush_denormal(False)
+    assert bits(found) == bits(expected) != 0
