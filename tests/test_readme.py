@@ -84,3 +84,25 @@ def test_the_compile_tables_have_the_rows_of_the_tests(monkeypatch: pytest.Monke
         head, _, *rows = tool.cells(table)
         assert [row[0] for row in rows] == [text for text, _, _ in tool.ROWS]
         assert all(len(row) == len(head) for row in rows)
+
+
+def test_rows_that_a_machine_skips_stay_as_another_has_measured_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import compile_table as tool
+
+    (first, *_), (last, *_) = tool.ROWS[0], tool.ROWS[-1]
+    results = tool.Results(columns={"current": 0})
+    for text, _, _ in tool.ROWS:
+        results.cells["cuda", text, "current"] = ("yes", "")
+    measured = results.table("cuda")
+    for text in (first, last):
+        results.cells["cuda", text, "current"] = ("skipped", "needs 2 GPUs")
+    found = {row[0]: row[1] for row in tool.cells(results.table("cuda", measured))[2:]}
+    assert found[first] == found[last] == "yes"
+    found = {row[0]: row[1] for row in tool.cells(results.table("cuda", ""))[2:]}
+    assert found[first] == found[last] == "skipped"
+    results.cells["cuda", last, "current"] = ("**no**", "an error")
+    found = {row[0]: row[1] for row in tool.cells(results.table("cuda", measured))[2:]}
+    assert found[last] == "**no**"

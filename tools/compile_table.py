@@ -7,7 +7,7 @@ Runs tests/test_compile.py and tests/test_fsdp_compile.py, every combination of 
 and writes one table a device between the markers in the page; those of other torch versions and
 devices stay as they are. ``--check`` writes nothing and fails if a cell differs from the page's.
 Either way it fails if a test with recipes has no row here, or a row no test, so that no cell is
-left out.
+left out. A row that this machine skips, for want of GPUs, stays as the page has it.
 
 Run it where fp8rs is installed or on PYTHONPATH; each torch writes its own tables.
 """
@@ -132,15 +132,24 @@ class Results:
         old = self.cells.get(key, ("yes", ""))
         self.cells[key] = new if old[0] == "yes" else old
 
-    def table(self, device: str) -> str | None:
-        """The table of a device; None if no case ran: there is no such device, or not asked for."""
+    def table(self, device: str, old: str = "") -> str | None:
+        """The table of a device; None if no case ran: there is no such device, or not asked for.
+
+        Rows that are skipped are those of the ``old`` table, where they ran.
+        """
         mine = {k: cell for k, cell in self.cells.items() if k[0] == device}
         if all(cell[0] == "skipped" for cell in mine.values()):
             return None
         recipes = sorted(self.columns, key=self.columns.__getitem__)
         reasons: dict[str, int] = {}
+        head, *rows = written.rows(old) or [[]]
+        ran = {row[0]: row[1:] for row in rows if head[1:] == recipes and "yes" in row}
         lines = [f"| | {' | '.join(recipes)} |", "|---" * (len(recipes) + 1) + "|"]
         for text, _, _ in ROWS:
+            found = [mine.get((device, text, recipe), ("not run", ""))[0] for recipe in recipes]
+            if set(found) == {"skipped"} and text in ran:
+                lines.append(f"| {text} | {' | '.join(ran[text])} |")
+                continue
             cells = []
             for recipe in recipes:
                 word, reason = mine.get((device, text, recipe), ("not run", ""))
@@ -167,8 +176,8 @@ def main() -> int:
     results = Results()
     options = ["-q", "--full", "--rootdir", str(ROOT), "-p", "compile_table"]
     options += written.on_device(chosen.device)
-    if chosen.n:
-        options += ["-n", chosen.n, "--dist", "worksteal"]
+    if chosen.n:  # beside which pytest-benchmark, where it is installed, warns that it is off
+        options += ["-n", chosen.n, "--dist", "worksteal", "-p", "no:benchmark"]
     status = pytest.main([*options, *(str(ROOT / f) for f in FILES)], plugins=[results])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return int(status)
@@ -181,10 +190,13 @@ def main() -> int:
 
     tables = {}
     for device in ("cpu", "cuda"):
-        table = results.table(device)
+        place = "CPU"
+        if device == "cuda":
+            place = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+        name = written.name_of(place)
+        table = results.table(device, PAGE.tables().get(name, ""))
         if table is not None:
-            place = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-            tables[written.name_of(place)] = table
+            tables[name] = table
     return written.update(PAGE, tables, cells, chosen.check)
 
 

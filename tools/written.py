@@ -28,6 +28,11 @@ class Page:
         """What stands there."""
         return self._split()[1]
 
+    def tables(self) -> dict[str, str]:
+        """The parts of it, by their names."""
+        parts = re.split(r"^### (.+)$", self.body(), flags=re.MULTILINE)
+        return dict(zip(parts[1::2], (part.strip() for part in parts[2::2]), strict=True))
+
     def write(self, body: str) -> None:
         """Put ``body`` there."""
         before, _, after = self._split()
@@ -70,8 +75,7 @@ def update(
     Returns:
         1 if something differs that was only checked, else 0; 2 where a cell has not run.
     """
-    parts = re.split(r"^### (.+)$", page.body(), flags=re.MULTILINE)
-    old = dict(zip(parts[1::2], (part.strip() for part in parts[2::2]), strict=True))
+    old = page.tables()
     differ = False
     for name, table in tables.items():
         if "not run" in table:
