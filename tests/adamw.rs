@@ -458,9 +458,9 @@ fn a_state_that_is_not_contiguous_is_refused() {
     let words = |name: &str| format!("{name} is strided; it must be contiguous");
     refused(SHARED, Target::Plain, |t| t.moments[0] = strided(), &words("exp_avgs[1]"));
     refused(SHARED, Target::Plain, |t| t.moments[1] = strided(), &words("exp_avg_sqs[1]"));
-    let masters = || [Owned::dense(DType::F32, (4, 8)).random(5), strided()];
+    let masters = [Owned::dense(DType::F32, (4, 8)).random(5), strided()];
     let mut tensors = vec![plain(), plain()];
-    for (tensor, master) in tensors.iter_mut().zip(masters()) {
+    for (tensor, master) in tensors.iter_mut().zip(masters) {
         tensor.master = Some(master);
     }
     let error = run(&SHARED, Target::Plain, &mut tensors).unwrap_err();
@@ -500,17 +500,16 @@ fn an_amax_that_is_nan_is_replaced_by_what_a_step_finds() {
     amax.set(0, 0, f32::NAN);
     let mut scale = Owned::dense(DType::F32, (1, 1));
     scale.set(0, 0, 0.5_f32);
-    let codes = Owned::dense(DType::E4m3, (4, 8));
-    let zeros = |mut owned: Owned| {
+    let mut param = Owned::dense(DType::E4m3, (4, 8));
+    param.cells().for_each(|(r, c)| param.set(r, c, 0x38_u8));
+    let quarters = |mut owned: Owned| {
         owned.cells().for_each(|(r, c)| owned.set(r, c, 0.25_f32));
         owned
     };
     let base = plain();
-    let mut param = codes;
-    param.cells().for_each(|(r, c)| param.set(r, c, 0x38_u8));
     let mut tensors = vec![Tensor {
-        grad: zeros(base.grad.clone()),
-        moments: [zeros(base.moments[0].clone()), zeros(base.moments[1].clone())],
+        grad: quarters(base.grad.clone()),
+        moments: [quarters(base.moments[0].clone()), quarters(base.moments[1].clone())],
         param,
         scale: Some(scale),
         new_scale: Some(0.5),

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -11,7 +10,7 @@ from torch.distributed.tensor import distribute_tensor
 import fp8rs
 from distributed import ranks
 from distributed.collectives import Collectives
-from distributed.models import RECIPES, UNEVEN, batch, make, shard, watch_weights
+from distributed.models import RECIPES, UNEVEN, batch, make, on_all_ranks, shard, watch_weights
 from fp8rs import precompute_float8_dynamic_scale_for_fsdp
 from fp8rs.optim import AdamW
 
@@ -42,9 +41,7 @@ def gathered(model, rig):
     )
     model(batch(rig))
     for name, (values, _) in seen.items():
-        others = [torch.empty_like(values) for _ in range(rig.world_size)]
-        dist.all_gather(others, values)
-        assert all(torch.equal(other, values) for other in others), name
+        assert on_all_ranks(values), name
     return dict(seen)
 
 
@@ -215,10 +212,7 @@ def test_torchs_foreach_steps_leave_one_scale_to_all_shards(rig):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, foreach=True)
     model(batch(rig)).square().mean().backward()
     optimizer.step()
-    own = scale(model.blocks[0].up.weight).view(1)
-    others = [torch.empty_like(own) for _ in range(rig.world_size)]
-    dist.all_gather(others, own)
-    assert all(torch.equal(other, own) for other in others)
+    assert on_all_ranks(scale(model.blocks[0].up.weight).view(1))
 
 
 #: Hidden sizes whose shards begin within a block of 32 rows.

@@ -159,13 +159,19 @@ def test_replicas_take_no_part_in_the_all_reduce(rig):
         assert reduces(forward) == counts, (shape, forward.seen)
 
 
-@ranks(4)
-def test_one_all_reduce_a_mesh(rig):
+def over_two_meshes(rig, *shape):
+    """A model whose first block is sharded over other ranks than the rest."""
     model = make(EVEN, device=rig.device)
-    mesh = rig.mesh(2, 2, names=("a", "b"))
+    mesh = rig.mesh(*shape, names=("a", "b"))
     fully_shard(model.blocks[0], mesh=mesh["a"])
     fully_shard(model.blocks[1], mesh=mesh["b"])
     fully_shard(model, mesh=mesh["b"])
+    return model
+
+
+@ranks(4)
+def test_one_all_reduce_a_mesh(rig):
+    model = over_two_meshes(rig, 2, 2)
     forward, _ = step(model, rig)
     assert sorted(reduces(forward)) == [2 * 4, 3 * 4], forward.seen
 
@@ -289,20 +295,10 @@ def test_what_was_precomputed_serves_one_forward(rig):
         assert same_bytes(scale, expected(whole[name])[1]), name
 
 
-def over_two_meshes(rig):
-    """A model whose first block is sharded over other ranks than the rest."""
-    model = make(EVEN, device=rig.device)
-    mesh = rig.mesh(2, 1, names=("ranks", "itself"))
-    fully_shard(model.blocks[0], mesh=mesh["ranks"])
-    fully_shard(model.blocks[1], mesh=mesh["itself"])
-    fully_shard(model, mesh=mesh["itself"])
-    model(batch(rig)).square().mean().backward()
-    return model
-
-
 @ranks(2)
 def test_what_was_precomputed_for_all_is_nothing_for_a_part_on_its_own_mesh(rig):
-    model = over_two_meshes(rig)
+    model = over_two_meshes(rig, 2, 1)
+    model(batch(rig)).square().mean().backward()
     precompute_float8_dynamic_scale_for_fsdp(model)
     whole = full_weights(model)
     block = model.blocks[1]
@@ -314,7 +310,8 @@ def test_what_was_precomputed_for_all_is_nothing_for_a_part_on_its_own_mesh(rig)
 @ranks(2)
 def test_a_part_by_itself_waits_for_the_ranks_that_it_is_sharded_over(rig):
     """And for no others, who may be elsewhere."""
-    model = over_two_meshes(rig)
+    model = over_two_meshes(rig, 2, 1)
+    model(batch(rig)).square().mean().backward()
     block = model.blocks[1]
     with Collectives() as seen:
         block.unshard()

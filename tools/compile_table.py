@@ -146,13 +146,11 @@ class Results:
         ran = {row[0]: row[1:] for row in rows if head[1:] == recipes and "yes" in row}
         lines = [f"| | {' | '.join(recipes)} |", "|---" * (len(recipes) + 1) + "|"]
         for text, _, _ in ROWS:
-            found = [mine.get((device, text, recipe), ("not run", ""))[0] for recipe in recipes]
-            if set(found) == {"skipped"} and text in ran:
-                lines.append(f"| {text} | {' | '.join(ran[text])} |")
-                continue
+            found = [mine.get((device, text, recipe), ("not run", "")) for recipe in recipes]
+            if text in ran and all(word == "skipped" for word, _ in found):
+                found = [(word, "") for word in ran[text]]
             cells = []
-            for recipe in recipes:
-                word, reason = mine.get((device, text, recipe), ("not run", ""))
+            for word, reason in found:
                 if reason:
                     word += f" ({reasons.setdefault(reason, len(reasons) + 1)})"
                 cells.append(word)
@@ -189,10 +187,10 @@ def main() -> int:
         return 2
 
     tables = {}
-    for device in ("cpu", "cuda"):
-        place = "CPU"
-        if device == "cuda":
-            place = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    places = {"cpu": "CPU"}
+    if torch.cuda.is_available():
+        places["cuda"] = torch.cuda.get_device_name()
+    for device, place in places.items():
         name = written.name_of(place)
         table = results.table(device, PAGE.tables().get(name, ""))
         if table is not None:

@@ -8,7 +8,7 @@ use super::tensors::Arguments;
 use crate::error::Error;
 use crate::format::wide::narrowed;
 use crate::layout::{DType, ViewMut};
-use crate::ops::{self, AdamW, AdamWTensor, BlockScale, Hyper, Numbers, ScaleRule, Target};
+use crate::ops::{self, AdamW, AdamWTensor, BlockScale, Hyper, Numbers, Target};
 
 functions!(adamw, random_uniform);
 
@@ -89,11 +89,7 @@ fn adamw<'py>(
         [rows, cols] => {
             let scale = match scales.first().map(ViewMut::dtype) {
                 Some(DType::E8m0) => BlockScale::E8m0(parse::rounding(rounding)?),
-                _ => BlockScale::F32(ScaleRule {
-                    power_of_2: power_2_scale,
-                    amax_epsilon: narrowed(amax_epsilon),
-                    margin: 0,
-                }),
+                _ => BlockScale::F32(parse::scale_rule(power_2_scale, amax_epsilon, 0)),
             };
             Target::Blocks(parse::block(rows, cols)?, scale)
         }

@@ -5,9 +5,8 @@ use pyo3::prelude::*;
 
 use super::parse;
 use super::tensors::Arguments;
-use crate::format::wide::narrowed;
 use crate::layout::{DType, ViewMut};
-use crate::ops::{self, BlockPlane, BlockScale, BlockSpec, Given, ScaleRule};
+use crate::ops::{self, BlockPlane, BlockScale, BlockSpec, Given};
 
 functions!(block_amax, quantize_blocks, pack_scales, unpack_scales, rebase);
 
@@ -82,11 +81,7 @@ fn quantize_blocks<'py>(
     let scales = [&rowwise, &columnwise].into_iter().flatten().next().map(|plane| plane.scales.dtype());
     let scale = match scales {
         Some(DType::E8m0) => BlockScale::E8m0(rounding),
-        _ => BlockScale::F32(ScaleRule {
-            power_of_2: power_2_scale,
-            amax_epsilon: narrowed(amax_epsilon),
-            margin: 0,
-        }),
+        _ => BlockScale::F32(parse::scale_rule(power_2_scale, amax_epsilon, 0)),
     };
     let spec = BlockSpec { block, scale, row_offset, packed };
     args.run(|stream| ops::quantize_blocks(x, spec, given, rowwise, columnwise, stream))

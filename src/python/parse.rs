@@ -5,8 +5,9 @@ use pyo3::exceptions::PyValueError;
 
 use crate::format::Fp8Format;
 use crate::format::e8m0::Rounding;
+use crate::format::wide::narrowed;
 use crate::layout::Block;
-use crate::ops::Axis;
+use crate::ops::{Axis, ScaleRule};
 
 /// Why an argument is refused (Python: `ValueError`).
 #[derive(Debug)]
@@ -21,6 +22,11 @@ impl From<Refused> for PyErr {
 /// What does not fit is out of the operation's range too, and refused there.
 pub(super) fn margin(margin: i64) -> i32 {
     margin.clamp(i32::MIN.into(), i32::MAX.into()) as i32
+}
+
+/// How fp32 scales come from amaxes.
+pub(super) fn scale_rule(power_of_2: bool, amax_epsilon: f64, margin: i64) -> ScaleRule {
+    ScaleRule { power_of_2, amax_epsilon: narrowed(amax_epsilon), margin: self::margin(margin) }
 }
 
 /// A size of a block; -1 is the whole extent.

@@ -4,8 +4,7 @@ use pyo3::prelude::*;
 
 use super::parse;
 use super::tensors::Arguments;
-use crate::format::wide::narrowed;
-use crate::ops::{self, ScaleRule};
+use crate::ops;
 
 functions!(
     amax,
@@ -53,11 +52,7 @@ fn scale_from_amax<'py>(
     amax_epsilon: f64,
     margin: i64,
 ) -> PyResult<()> {
-    let rule = ScaleRule {
-        power_of_2: power_2_scale,
-        amax_epsilon: narrowed(amax_epsilon),
-        margin: parse::margin(margin),
-    };
+    let rule = parse::scale_rule(power_2_scale, amax_epsilon, margin);
     let format = parse::format(fp8_dtype)?;
     let args = Arguments::new(py);
     let amax = args.input("amax", amax)?;
@@ -116,7 +111,7 @@ fn quantize_current<'py>(
     power_2_scale: bool,
     amax_epsilon: f64,
 ) -> PyResult<()> {
-    let rule = ScaleRule { power_of_2: power_2_scale, amax_epsilon: narrowed(amax_epsilon), margin: 0 };
+    let rule = parse::scale_rule(power_2_scale, amax_epsilon, 0);
     let args = Arguments::new(py);
     let x = args.input("x", x)?;
     let scale_out = args.output("scale_out", scale_out)?;

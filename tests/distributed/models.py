@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -238,6 +239,13 @@ def train_with_histories(
     ready = [m.fp8_ready[0] for m in linears(model).values()]
     assert steps >= 3 and all(ready), ready
     return amaxes
+
+
+def on_all_ranks(t: torch.Tensor) -> bool:
+    """Whether all ranks have the bytes that this one has; a call of all."""
+    others = [torch.empty_like(t) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, t)
+    return all(same_bytes(other, t) for other in others)
 
 
 def reduces(seen: Collectives) -> list[int]:

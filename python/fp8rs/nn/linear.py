@@ -13,7 +13,7 @@ from fp8rs._torch import constant_when_traced, hooks_of, set_hooks
 from fp8rs.quantize.recipes import Recipe, describe
 from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, keep_local, new_buffers
 from fp8rs.tensor.formats import INPUT_DTYPES
-from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.quantized import OWN_ATTRIBUTES, QuantizedTensor
 
 from .function import Slots, linear, prepare_compilers
 from .init import is_sharded, reset_linear
@@ -25,8 +25,8 @@ from .registry import ModelState, note_compiled
 OnShard = Callable[["Float8Linear", str, Any], None]
 
 
-#: What this library and torch keep on tensors.
-OWN = frozenset(("_store", "_window", "_shown", "_data", "_weight", "_local_tensor", "_spec"))
+#: What this library and torch keep on parameters: quantized tensors, master weights, DTensors.
+OWN = OWN_ATTRIBUTES | {"_data", "_weight", "_local_tensor", "_spec"}
 
 
 def keep_marks(before: dict[str, Any], parameter: Any) -> None:

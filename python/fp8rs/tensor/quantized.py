@@ -748,7 +748,7 @@ class QuantizedTensor(Tensor):
             None if store.spec is None else store.spec.without_group(),
             store.delayed,
             None if window is None else tuple(window),
-            {name: value for name, value in self.__dict__.items() if name not in _OWN},
+            {name: value for name, value in self.__dict__.items() if name not in OWN_ATTRIBUTES},
         )
 
     @classmethod
@@ -771,7 +771,7 @@ class MXFP8Tensor(QuantizedTensor):
 
 
 #: What a tensor's attributes are beside those that users set.
-_OWN = frozenset(("_store", "_window", "_shown", "_is_param"))
+OWN_ATTRIBUTES = frozenset(("_store", "_window", "_shown", "_is_param"))
 
 #: The public class of a format's tensors, by the dtype of its scales.
 TENSOR_TYPES: dict[torch.dtype, type[QuantizedTensor]] = {
