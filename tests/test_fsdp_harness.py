@@ -60,3 +60,45 @@ def test_a_failing_rank_is_reported_with_its_traceback():
 def test_a_hang_is_reported_with_the_stacks():
     with pytest.raises(RankFailure, match=r"(?s)hung.*rank 0 is at.*hang_on_rank_0"):
         pool().run(__name__, "hang_on_rank_0", 2, "cpu", {}, seconds=5)
+
+
+def delay_the_next_case(rig):
+    """Have the next case's groups take rank 0 half a second longer."""
+    make = dist.init_process_group
+
+    def slowly(*args, **kwargs):
+        dist.init_process_group = make
+        make(*args, **kwargs)
+        time.sleep(0.5)
+        dist.connected_at = time.monotonic()
+
+    if rig.rank == 0:
+        dist.init_process_group = slowly
+
+
+def moments(rig):
+    """When this rank's case began, and when its groups were made (None unless delayed)."""
+    return time.monotonic(), vars(dist).pop("connected_at", None)
+
+
+def test_no_rank_begins_before_all_are_connected():
+    """One that fails at once would close the connections that others are making."""
+    pool().run(__name__, "delay_the_next_case", 2, "cpu", {}, SECONDS)
+    (_, connected), (began, _) = pool().run(__name__, "moments", 2, "cpu", {}, SECONDS)
+    assert connected is not None and began >= connected
+
+
+def refuse_groups(rig):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("no groups today")
+
+    dist.init_process_group = refuse
+
+
+def test_ranks_that_do_not_meet_are_reported_and_replaced():
+    """torch names groups by how many were begun: with other ranks, the next case would hang."""
+    pool().run(__name__, "refuse_groups", 2, "cpu", {}, SECONDS)
+    with pytest.raises(RankFailure, match=r"(?s)rank \[0, 1\].*no groups today"):
+        pool().run(__name__, "name_itself", 2, "cpu", {"value": 3}, SECONDS)
+    results = pool().run(__name__, "name_itself", 4, "cpu", {"value": 3}, SECONDS)
+    assert results == [(rank, 4, 3) for rank in range(4)]

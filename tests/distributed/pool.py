@@ -75,6 +75,11 @@ class RankFailure(AssertionError):
     """A case failed on one or more ranks; the message holds their tracebacks."""
 
 
+class NotConnected(Exception):
+    """A rank could not join the others. torch has counted its group all the same, and names later
+    groups by that count: this process would wait for the others under a name of its own."""
+
+
 def serve(rank: int, pipe: Connection, paths: list[str], log: str, port: int) -> None:
     """A worker's life: take cases from the pipe until it closes. Ranks meet at the port."""
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -100,6 +105,9 @@ def serve(rank: int, pipe: Connection, paths: list[str], log: str, port: int) ->
             return
         try:
             pipe.send((True, run_case(rank, store, *case)))
+        except NotConnected:
+            stderr.write(traceback.format_exc())  # the parent reports it with this process's end
+            return
         except BaseException:
             pipe.send((False, traceback.format_exc()))
 
@@ -114,24 +122,19 @@ def run_case(
     device_type: str,
     arguments: dict[str, Any],
 ) -> Any:
-    """Run one case on this rank, in process groups that live as long as it does."""
+    """Run one case on this rank, in process groups that live as long as it does.
+
+    Raises what the case raises, and NotConnected if the ranks do not meet."""
     import torch
     from torch import distributed as dist
 
     function = getattr(importlib.import_module(module), name)
     function = getattr(function, "case", function)
     rig = Rig(rank, world_size, device_type)
-    options: dict[str, Any] = {}
-    if device_type == "cuda":
-        torch.cuda.set_device(rank)
-        options["device_id"] = rig.device
-    dist.init_process_group(
-        "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl",
-        store=dist.PrefixStore(f"case {number}", store),
-        rank=rank,
-        world_size=world_size,
-        **options,
-    )
+    try:
+        connect(rig, dist.PrefixStore(f"case {number}", store))
+    except BaseException as error:
+        raise NotConnected(name) from error
     torch.manual_seed(0)
     try:
         result = function(rig, **arguments)
@@ -145,6 +148,29 @@ def run_case(
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()
+
+
+def connect(rig: Rig, store: Any) -> None:
+    """Make the default process group, and wait until every rank has.
+
+    A rank that fails at once closes its connections: one that is still making them would not
+    reach the case, and raise an error of gloo's in place of the case's."""
+    import torch
+    from torch import distributed as dist
+
+    options: dict[str, Any] = {}
+    if rig.device_type == "cuda":
+        torch.cuda.set_device(rig.rank)
+        options["device_id"] = rig.device
+    dist.init_process_group(
+        "gloo" if rig.device_type == "cpu" else "cpu:gloo,cuda:nccl",
+        store=store,
+        rank=rig.rank,
+        world_size=rig.world_size,
+        **options,
+    )
+    store.set(f"connected {rig.rank}", "")
+    store.wait([f"connected {rank}" for rank in range(rig.world_size)])
 
 
 class Pool:
