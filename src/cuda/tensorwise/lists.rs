@@ -253,3 +253,113 @@ pub(crate) fn multi_quantize_delayed(
     let follow = Follow { amaxes: ViewMutParts::of(&amaxes), scales_used: ViewMutParts::of(&scales_used) };
     multi_cast(xs, &scales, Some(&follow), outs, stream)
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// What the cutting of a list came to, launch by launch.
+    type Launches = Vec<((usize, usize), Vec<Entry>, u32)>;
+
+    fn cut(sizes: &[((usize, usize), u64)], least: u64) -> Launches {
+        let entry = |(index, &(key, n)): (usize, &((usize, usize), u64))| {
+            let (x, codes) = (std::ptr::null(), std::ptr::null_mut());
+            (key, Entry { x, codes, n, first_block: 0, index: index as u32 })
+        };
+        let entries = sizes.iter().enumerate().map(entry).collect();
+        let mut launches = Launches::new();
+        let run = |key, part: &[Entry], blocks| {
+            launches.push((key, part.to_vec(), blocks));
+            Ok(())
+        };
+        for_each_launch(entries, per_block, least, run).unwrap();
+        launches
+    }
+
+    fn per_block(input: usize) -> u64 {
+        [16, 100, 7][input]
+    }
+
+    /// So few that some have more than one launch.
+    const KEYS: &[(usize, usize)] = &[(1, 1), (0, 0), (2, 0)];
+
+    proptest! {
+        #[test]
+        fn every_entry_has_a_block_for_its_elements(
+            sizes in prop::collection::vec((prop::sample::select(KEYS), 0..500_u64), 0..4 * LONG),
+            least in 0..2_u64,
+        ) {
+            let launches = cut(&sizes, least);
+            let mut seen = vec![0; sizes.len()];
+            for (key, part, blocks) in &launches {
+                prop_assert!(!part.is_empty() && part.len() <= LONG);
+                let mut next = 0;
+                for entry in part {
+                    let (own, n) = sizes[entry.index as usize];
+                    prop_assert_eq!((own, n), (*key, entry.n));
+                    prop_assert_eq!(u64::from(entry.first_block), next);
+                    next += n.div_ceil(per_block(key.0)).max(least);
+                    seen[entry.index as usize] += 1;
+                }
+                prop_assert_eq!(u64::from(*blocks), next);
+            }
+            prop_assert!(seen.iter().all(|&times| times == 1));
+            // No more launches than the kernels' lengths ask for.
+            let mut keys: Vec<_> = sizes.iter().map(|(key, _)| *key).collect();
+            keys.sort_unstable();
+            let runs = keys.chunk_by(|a, b| a == b).map(|run| run.len().div_ceil(LONG));
+            prop_assert_eq!(launches.len(), runs.sum::<usize>());
+        }
+    }
+
+    #[test]
+    fn a_failing_launch_ends_the_cutting() {
+        let entry =
+            Entry { x: std::ptr::null(), codes: std::ptr::null_mut(), n: 1, first_block: 0, index: 0 };
+        let entries = vec![((0, 0), entry), ((1, 0), entry)];
+        let mut launches = 0;
+        let refused = for_each_launch(entries, per_block, 0, |_, _, _| {
+            launches += 1;
+            Err(Error::Cuda { call: "cuLaunchKernel".into(), message: "no".into() })
+        });
+        assert!(refused.is_err() && launches == 1);
+    }
+
+    #[test]
+    fn parameters_hold_the_entries_and_no_others() {
+        let entry = |index| Entry {
+            x: std::ptr::without_provenance(16),
+            codes: std::ptr::without_provenance_mut(32),
+            n: 5,
+            first_block: index,
+            index,
+        };
+        let head = MultiArgs::<0> {
+            scales: std::ptr::without_provenance(1),
+            amaxes: std::ptr::without_provenance_mut(2),
+            scales_used: std::ptr::without_provenance_mut(3),
+            meetings: std::ptr::without_provenance_mut(4),
+            count: 0,
+            blocks: 0,
+            entries: [],
+        };
+        let args = fill::<SHORT>(&head, &[entry(0), entry(1)], 9);
+        assert_eq!((args.count, args.blocks), (2, 9));
+        let pointers = [args.amaxes.addr(), args.scales_used.addr(), args.meetings.addr()];
+        assert_eq!((args.scales.addr(), pointers), (1, [2, 3, 4]));
+        assert_eq!(args.entries.map(|e| e.n)[..4], [5, 5, 0, 0]);
+        assert_eq!(args.entries[1].index, 1);
+        assert!(args.entries[2..].iter().all(|e| e.x.is_null() && e.codes.is_null()));
+    }
+
+    #[test]
+    fn lists_step_along_their_one_line() {
+        assert_eq!(list_step(1, 7, 2), 2);
+        assert_eq!(list_step(4, 7, 2), 7);
+        let list = std::ptr::without_provenance_mut::<u8>(1000);
+        assert_eq!(element(list, 2, 3).addr(), 1024);
+        assert_eq!(element(list, -2, 3).addr(), 976);
+    }
+}
