@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8rs.quantize.in_graph import quantized, take_into_graphs
+from fp8rs.quantize.in_graph import quantized
 from fp8rs.quantize.recipes import Recipe, Role, check_amax_epsilon, check_bool
 from fp8rs.quantize.spec import quant_spec
 from fp8rs.tensor import formats
@@ -99,21 +99,8 @@ class Quantizer:
         """
         if type(x) is not Tensor or x.requires_grad:
             x = _source(x, "x")
-        if torch.compiler.is_compiling() and take_into_graphs():
-            spec = self.spec
-            return quantized(
-                x,
-                self.rowwise,
-                self.columnwise,
-                self.delayed,
-                spec.format.name,
-                spec.fp8_dtype,
-                spec.power_2_scale,
-                spec.amax_epsilon,
-                spec.scale_rounding,
-                spec.margin,
-                spec.group,
-            )
+        if torch.compiler.is_compiling():
+            return quantized(x, self.rowwise, self.columnwise, self.delayed, self.spec)
         dtype = x.dtype
         if dtype not in INPUT_DTYPES:
             raise TypeError(f"x must be float32, bfloat16 or float16, not {dtype}")
