@@ -61,10 +61,16 @@ pub mod packed {
     /// Bytes of a tile.
     pub const TILE_BYTES: usize = TILE_ROWS * TILE_COLS;
 
-    /// The padded shape for `rows` data rows with `cols` blocks each.
+    /// The padded shape for `rows` data rows with `cols` blocks each. It saturates.
     #[must_use]
     pub const fn padded(rows: usize, cols: usize) -> (usize, usize) {
-        (rows.next_multiple_of(TILE_ROWS), cols.next_multiple_of(TILE_COLS))
+        const fn up(size: usize, tile: usize) -> usize {
+            match size.checked_next_multiple_of(tile) {
+                Some(padded) => padded,
+                None => usize::MAX,
+            }
+        }
+        (up(rows, TILE_ROWS), up(cols, TILE_COLS))
     }
 
     /// How many bytes `rows` data rows with `cols` blocks each take; [`isize::MAX`], which no memory has, where
@@ -72,14 +78,9 @@ pub mod packed {
     #[must_use]
     pub const fn bytes(rows: usize, cols: usize) -> usize {
         const MOST: usize = isize::MAX.cast_unsigned();
-        if rows > MOST - TILE_ROWS || cols > MOST - TILE_COLS {
-            return if rows == 0 || cols == 0 { 0 } else { MOST };
-        }
         let (rows, cols) = padded(rows, cols);
-        match rows.checked_mul(cols) {
-            Some(bytes) if bytes < MOST => bytes,
-            _ => MOST,
-        }
+        let bytes = rows.saturating_mul(cols);
+        if bytes < MOST { bytes } else { MOST }
     }
 
     /// Where the scale of data row `row`, block `col` lies, `cols` being the number of blocks a row.

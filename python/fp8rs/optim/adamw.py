@@ -286,7 +286,7 @@ class AdamW(Optimizer):
                     state["step"] = torch.as_tensor(
                         state["step"], dtype=torch.float32, device=device
                     )
-                if "master" in self.state[param]:
+                if "master" in state:
                     self._followed[param] = weights.writes(param)
 
 

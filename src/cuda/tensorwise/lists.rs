@@ -29,6 +29,10 @@ pub(super) fn kernels() -> Vec<&'static Kernel> {
     [&AMAX_SHORT, &AMAX_LONG].into_iter().flatten().chain(by_types).collect()
 }
 
+/// No tensor: what is behind the entries of a launch.
+const NONE: Entry =
+    Entry { x: std::ptr::null(), codes: std::ptr::null_mut(), n: 0, first_block: 0, index: 0 };
+
 /// The pointer to element `i` of a one-row list of fp32.
 fn element(list: *mut u8, col_stride: isize, i: usize) -> *mut u8 {
     list.wrapping_offset(col_stride * 4 * i as isize)
@@ -65,7 +69,6 @@ fn launch_list(
 }
 
 fn fill<const N: usize>(head: &MultiArgs<0>, entries: &[Entry], blocks: u32) -> MultiArgs<N> {
-    let none = Entry { x: std::ptr::null(), codes: std::ptr::null_mut(), n: 0, first_block: 0, index: 0 };
     let mut args = MultiArgs {
         scales: head.scales,
         amaxes: head.amaxes,
@@ -73,7 +76,7 @@ fn fill<const N: usize>(head: &MultiArgs<0>, entries: &[Entry], blocks: u32) -> 
         meetings: head.meetings,
         count: entries.len() as u32,
         blocks,
-        entries: [none; N],
+        entries: [NONE; N],
     };
     args.entries[..entries.len()].copy_from_slice(entries);
     args
@@ -264,11 +267,7 @@ mod tests {
     type Launches = Vec<((usize, usize), Vec<Entry>, u32)>;
 
     fn cut(sizes: &[((usize, usize), u64)], least: u64) -> Launches {
-        let entry = |(index, &(key, n)): (usize, &((usize, usize), u64))| {
-            let (x, codes) = (std::ptr::null(), std::ptr::null_mut());
-            (key, Entry { x, codes, n, first_block: 0, index: index as u32 })
-        };
-        let entries = sizes.iter().enumerate().map(entry).collect();
+        let entries = (0..).zip(sizes).map(|(index, &(key, n))| (key, Entry { n, index, ..NONE })).collect();
         let mut launches = Launches::new();
         let run = |key, part: &[Entry], blocks| {
             launches.push((key, part.to_vec(), blocks));
@@ -316,8 +315,7 @@ mod tests {
 
     #[test]
     fn a_failing_launch_ends_the_cutting() {
-        let entry =
-            Entry { x: std::ptr::null(), codes: std::ptr::null_mut(), n: 1, first_block: 0, index: 0 };
+        let entry = Entry { n: 1, ..NONE };
         let entries = vec![((0, 0), entry), ((1, 0), entry)];
         let mut launches = 0;
         let refused = for_each_launch(entries, per_block, 0, |_, _, _| {
