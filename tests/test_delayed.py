@@ -1,7 +1,6 @@
 """Delayed scaling: first scales from data, one roll a step, histories over ranks."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from fp8rs.convert.convert import convert_to_float8_training
 from fp8rs.quantize.recipes import DelayedScaling
 from fp8rs.scaling import steps
 from fp8rs.scaling.histories import Histories
+from saving import reloaded
 from simulation import E4M3, E5M2, MAX, scale_of
 
 
@@ -801,10 +801,7 @@ def test_a_step_between_a_forward_and_its_backward_loses_nothing_of_this(device)
 
 
 def pickled(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    new = torch.load(buffer, weights_only=False)
+    new = reloaded(model, weights_only=False)
     for parameter, other in zip(new.parameters(), model.parameters(), strict=True):
         parameter.grad = other.grad
     return new

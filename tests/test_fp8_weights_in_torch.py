@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from distributed import ranks
 from distributed.models import RECIPES, UNEVEN, linears, make, same_bytes, shard
 from fp8rs.optim import AdamW
 from fp8rs.tensor.quantized import QuantizedTensor
+from saving import reloaded
 from test_fp8_weights_in_use import (
     assert_equal,
     assert_fp8,
@@ -171,10 +171,7 @@ def test_assigned_values_are_quantized(device, recipe, given, meta):
     if given == "plain":
         state = {name: full(p).clone() for name, p in source.named_parameters()}
     elif given == "pickled":
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        buffer.seek(0)
-        state = torch.load(buffer, weights_only=True)
+        state = reloaded(state)
     model.load_state_dict(state, assign=True)
     assert_still_fp8(model)
     assert_still_fp8(source)
@@ -230,10 +227,7 @@ def test_copies_train_by_themselves(device, recipe, trained, how):
     elif how == "pickle":
         twin = pickle.loads(pickle.dumps(model))
     else:
-        buffer = io.BytesIO()
-        torch.save(model, buffer)
-        buffer.seek(0)
-        twin = torch.load(buffer, weights_only=False)
+        twin = reloaded(model, weights_only=False)
     assert_still_fp8(twin)
     before = contents(model)
     assert same(contents(twin), before)

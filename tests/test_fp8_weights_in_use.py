@@ -7,7 +7,6 @@ one process, to the bit.
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 
 import pytest
@@ -38,6 +37,7 @@ from fp8rs.fsdp import MasterWeight
 from fp8rs.fsdp.placement import place
 from fp8rs.optim import AdamW
 from fp8rs.tensor.quantized import QuantizedTensor
+from saving import reloaded
 
 recipes = pytest.mark.parametrize("recipe", list(RECIPES))
 
@@ -492,10 +492,7 @@ def test_copies_of_parameters(rig, recipe):
 @recipes
 def test_pickles_of_shards(rig, recipe):
     _, model = pair(rig, recipe)
-    buffer = io.BytesIO()
-    torch.save(model.state_dict(), buffer)
-    buffer.seek(0)
-    state = torch.load(buffer, weights_only=True)
+    state = reloaded(model.state_dict())
     before = contents(model)
     other = shard(
         make(UNEVEN, recipe=RECIPES[recipe], device=rig.device, seed=3, fp8_weights=True), rig

@@ -14,6 +14,7 @@ from distributed import ranks
 from distributed.models import EVEN, RECIPES, batch, make
 from fp8rs.fsdp import MasterWeight
 from fp8rs.fsdp.weight import Weight
+from saving import reloaded
 
 
 class Whole:
@@ -242,20 +243,12 @@ def test_a_copied_model_has_a_state_of_its_own():
     assert model.head.weight.grad is None
 
 
-def reload(model, save):
-    """A model after a round trip through bytes."""
-    buffer = io.BytesIO()
-    save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False) if save is torch.save else pickle.load(buffer)
-
-
 @pytest.mark.parametrize("recipe", list(RECIPES))
 @pytest.mark.parametrize("save", [torch.save, pickle.dump])
 def test_a_pickled_model_still_gathers_fp8(save, recipe):
     model = make(EVEN, recipe=RECIPES[recipe])
     model(batch(Whole)).sum().backward()
-    again = reload(model, save)
+    again = reloaded(model, weights_only=False, save=save)
     for old, new in zip(model.modules(), again.modules(), strict=True):
         if isinstance(old, nn.Linear):
             assert type(new.weight) is nn.Parameter
@@ -268,14 +261,14 @@ def test_a_pickled_model_still_gathers_fp8(save, recipe):
 @pytest.mark.parametrize("save", [torch.save, pickle.dump])
 def test_a_pickled_layer_takes_no_model_along(save):
     model = make(EVEN)
-    layer = reload(model.head, save)
+    layer = reloaded(model.head, weights_only=False, save=save)
     assert layer._fp8_state.root is None
     x = torch.randn(3, 32)
     assert torch.equal(layer(x), model.head(x))
 
 
 def test_a_pickled_model_without_fp8_gather_stays_so():
-    model = reload(make(EVEN, enable_fsdp_float8_all_gather=False), pickle.dump)
+    model = reloaded(make(EVEN, enable_fsdp_float8_all_gather=False), save=pickle.dump)
     assert model.head._fp8_on_shard is None
 
 
@@ -285,7 +278,7 @@ def test_a_pickled_model_rolls_when_it_would_have():
     for recorded in (True, False):
         if recorded:
             model(batch(Whole)).sum().backward()
-        again = reload(model, pickle.dump)
+        again = reloaded(model, save=pickle.dump)
         rows = (again.head.fp8_amax_history > 0).any(1).sum()
         torch.optim.SGD(again.parameters(), 0.0).step()
         assert (again.head.fp8_amax_history > 0).any(1).sum() == rows + recorded

@@ -1,9 +1,7 @@
 """State dicts and checkpoints hold plain tensors, and lose nothing on the way back."""
 
 import copy
-import io
 import pickle
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,6 +34,7 @@ from distributed.models import (
     train,
 )
 from fp8rs.fsdp import MasterWeight
+from saving import reloaded
 
 HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
 shardings = pytest.mark.parametrize("hidden", list(HIDDEN))
@@ -197,11 +196,8 @@ def test_a_full_state_dict_loads_into_the_unconverted_model(rig, offload):
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
     if rig.rank == 0:
-        buffer = io.BytesIO()
-        torch.save(full, buffer)
-        buffer.seek(0)
         plain = make(UNEVEN, recipe=None, seed=1)
-        plain.load_state_dict(torch.load(buffer, weights_only=True))
+        plain.load_state_dict(reloaded(full))
         assert_equal(plain, full)
 
 
@@ -209,18 +205,12 @@ def test_a_full_state_dict_loads_into_the_unconverted_model(rig, offload):
 @shardings
 def test_torch_save_of_a_sharded_state_dict(rig, hidden):
     model, _ = trained(rig, hidden)
-    buffer = io.BytesIO()
-    torch.save(model.state_dict(), buffer)
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=True)
+    loaded = reloaded(model.state_dict())
     for name, value in model.state_dict().items():
         assert_plain(loaded[name])
         assert torch.equal(loaded[name].to_local(), value.to_local())
     # Parameters pickle as plain ones too.
-    buffer = io.BytesIO()
-    torch.save(dict(model.named_parameters()), buffer)
-    buffer.seek(0)
-    for value in torch.load(buffer, weights_only=True).values():
+    for value in reloaded(dict(model.named_parameters())).values():
         inner = value._local_tensor
         assert type(inner) in (torch.Tensor, torch.nn.Parameter)
 
@@ -231,12 +221,8 @@ def test_torch_save_of_a_sharded_state_dict(rig, hidden):
 def test_a_loaded_model_gathers_as_the_saved_one_would(rig, recipe, save):
     """A pickle of the whole converted model, as `torch.save(model)` and spawned processes make."""
     model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
-    buffer = io.BytesIO()
-    save(model, buffer)
-    buffer.seek(0)
-    load = partial(torch.load, weights_only=False) if save is torch.save else pickle.load
     outputs, seen = [], []
-    for m in (model, load(buffer)):
+    for m in (model, reloaded(model, weights_only=False, save=save)):
         shard(m, rig)
         with Collectives() as collectives:
             outputs.append(m(batch(rig)))

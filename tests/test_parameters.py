@@ -4,7 +4,6 @@
 """
 
 import copy
-import io
 import itertools
 import warnings
 from importlib.util import find_spec
@@ -37,6 +36,7 @@ from distributed.models import (
     watch_weights,
     whole_planes,
 )
+from saving import reloaded
 from simulation import relative
 
 recipes = pytest.mark.parametrize("recipe", list(RECIPES))
@@ -225,10 +225,7 @@ def by_safetensors(p):
 
 
 def by_torch_save(p):
-    file = io.BytesIO()
-    torch.save(p.detach(), file)
-    file.seek(0)
-    return torch.load(file, weights_only=True).tolist()
+    return reloaded(p.detach()).tolist()
 
 
 def by_untyped_storage(p):

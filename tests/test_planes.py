@@ -4,7 +4,6 @@ A missing plane is an error that names it where an operation needs it, and nothi
 """
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -17,6 +16,7 @@ from cases import skip_without_block_gemms
 from fp8rs.quantize.quantizers import quantizer_of
 from fp8rs.tensor.formats import TENSOR
 from fp8rs.tensor.quantized import Plane, QuantizedTensor
+from saving import reloaded
 from simulation import relative
 from tensor_formats import (
     FORMATS,
@@ -139,10 +139,7 @@ def test_pickles(device, format, planes, kind, way):
     if way == "pickle":
         back = pickle.loads(pickle.dumps(t))
     else:
-        buffer = io.BytesIO()
-        torch.save(t, buffer)
-        buffer.seek(0)
-        back = torch.load(buffer, weights_only=way == "weights_only")
+        back = reloaded(t, weights_only=way == "weights_only")
     if t.planes == (None, None):
         assert back.planes == (None, None)
         assert torch.equal(back.dequantize(), t.dequantize())

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import io
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -15,6 +14,7 @@ import fp8rs
 from cases import skip_without_block_gemms
 from fp8rs.nn.function import _Shared
 from fp8rs.quantize.recipes import resolve_recipe
+from saving import reloaded
 
 RECIPES = ("current", "delayed", "rowwise", "block", "mxfp8")
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
@@ -65,10 +65,7 @@ def test_an_input_is_saved_as_it_is(device):
     x = data(device)
     a(x)
     assert not x.__dict__
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    assert torch.equal(torch.load(file), x)
+    assert torch.equal(reloaded(x), x)
 
 
 def by_numpy(x, new):

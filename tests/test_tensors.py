@@ -1,7 +1,6 @@
 """Quantized tensors: every operation with both planes, with rowwise only, with columnwise only."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from fp8rs.quantize.quantizers import Float8CurrentScalingQuantizer, Float8Quant
 from fp8rs.tensor.formats import ROW, TENSOR
 from fp8rs.tensor.quantized import Float8Tensor, Plane, QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec
+from saving import reloaded
 
 PLANES = {
     "both": {"rowwise": True, "columnwise": True},
@@ -517,11 +517,8 @@ def test_bad_constructions_name_the_argument(device, arguments, error, match):
 
 
 def test_a_saved_dequantized_tensor_loads_without_the_library(make):
-    buffer = io.BytesIO()
     t = make("both", 6, 8)
-    torch.save(t.dequantize(), buffer)
-    buffer.seek(0)
-    same(torch.load(buffer, weights_only=True), t.dequantize())
+    same(reloaded(t.dequantize()), t.dequantize())
 
 
 # --- what torch does to a tensor's inside ---------------------------------------------------------
@@ -733,10 +730,7 @@ def test_copies_keep_what_users_set(make):
     whole, part = copy.deepcopy([p, p.detach()[2:4]])
     part.zero_()
     assert not whole.dequantize()[2:4].any()
-    buffer = io.BytesIO()
-    torch.save([p, p.detach()[2:4]], buffer)
-    buffer.seek(0)
-    loaded, part = torch.load(buffer, weights_only=True)
+    loaded, part = reloaded([p, p.detach()[2:4]])
     assert isinstance(loaded, torch.nn.Parameter)
     assert loaded.mark == ["mine"]
     assert not hasattr(part, "mark")
