@@ -1,7 +1,7 @@
 """Build the checked-in PTX and machine code from src/cuda/kernels/*.cu, or check that they are
 what the sources give.
 
-    python tools/build_ptx.py            # rebuild src/cuda/ptx/*.ptx and src/cuda/cubin/*/*.lzma
+    python tools/build_ptx.py            # rebuild src/cuda/ptx/*.lzma and src/cuda/cubin/*/*.lzma
     python tools/build_ptx.py --check    # compare bytes, then assemble for every target
 
 The compiler (NVRTC 12.4: its PTX 8.4 is taken by drivers from 550 on) and the assemblers are wheels
@@ -10,8 +10,9 @@ code depend on the sources and the pinned versions alone: a second build gives t
 
 Machine code saves the driver's compiler at first use; the PTX beside it serves every other device
 and driver. It is made by the oldest assembler that knows all the targets: its code is taken by
-drivers of CUDA 12, which refuse CUDA 13's. Compressed it is compared as what it decompresses to,
-since compressors differ.
+drivers of CUDA 12, which refuse CUDA 13's. Both are kept compressed, 1 MB in place of 17, and
+compared as what they decompress to, since compressors differ. The PTX as text is left in
+target/ptx/.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "src" / "cuda" / "kernels"
 PTX = ROOT / "src" / "cuda" / "ptx"
+PTX_TEXT = ROOT / "target" / "ptx"
 CUBIN = ROOT / "src" / "cuda" / "cubin"
 TOOLS = ROOT / "target" / "ptx-tools"
 
@@ -175,11 +177,11 @@ def compress(code: bytes) -> bytes:
 
 
 def keep(path: Path, code: bytes, check: bool) -> list[str]:
-    """Compares the machine code at ``path`` with ``code``; writes what differs unless checking."""
+    """Compares what is kept at ``path`` with ``code``; writes what differs unless checking."""
     if path.exists() and lzma.decompress(path.read_bytes()) == code:
         return []
     if check:
-        return [f"{path.relative_to(ROOT)} is not what its PTX gives: rebuild it"]
+        return [f"{path.relative_to(ROOT)} is not what its source gives: rebuild it"]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(compress(code))
     return []
@@ -199,12 +201,12 @@ def main() -> None:
     )
     for program in (ptxas, newest):
         program.chmod(0o755)
-    PTX.mkdir(exist_ok=True)
+    PTX_TEXT.mkdir(parents=True, exist_ok=True)
     sources = sorted(KERNELS.glob("*.cu"))
     if arguments.modules:
         sources = [s for s in sources if s.stem in arguments.modules]
     else:
-        built = [*PTX.glob("*.ptx"), *CUBIN.glob("*/*.lzma")]
+        built = [*PTX.glob("*"), *CUBIN.glob("*/*")]
         extra = {p.stem for p in built} - {s.stem for s in sources}
         if extra:
             raise SystemExit(f"there is no source for {sorted(extra)}")
@@ -213,11 +215,10 @@ def main() -> None:
     jobs = []
     for source in sources:
         ptx = compiler.compile(source)
-        path = PTX / f"{source.stem}.ptx"
-        if not arguments.check:
-            path.write_bytes(ptx)
-        elif not path.exists() or path.read_bytes() != ptx:
-            wrong.append(f"{path.relative_to(ROOT)} is not what {source.name} gives: rebuild it")
+        path = PTX_TEXT / f"{source.stem}.ptx"
+        path.write_bytes(ptx)
+        if changed := keep(PTX / f"{source.stem}.lzma", ptx, arguments.check):
+            wrong += changed
             continue
         needs = number(TARGETS.get(source.stem, TARGET))
         jobs += [(ptxas, path, target) for target in MACHINE_CODE_FOR if number(target) >= needs]

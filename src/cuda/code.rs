@@ -1,9 +1,9 @@
 //! What the driver loads: machine code made beforehand, or one entry of the PTX.
 //!
 //! The driver compiles PTX when it is loaded, whole modules of it in seconds. So modules are embedded as machine code
-//! too, for the generations in [`Target`]; compressed, since the kernels of a module differ in little but types. What
-//! there is no machine code for (a newer GPU, an older driver, `CUDA_FORCE_PTX_JIT=1`) loads the one entry that is
-//! launched, cut out of the PTX.
+//! too, for the generations in [`Target`]. What there is no machine code for (a newer GPU, an older driver,
+//! `CUDA_FORCE_PTX_JIT=1`) loads the one entry that is launched, cut out of the PTX. Both are compressed, since the
+//! kernels of a module differ in little but types.
 
 use std::ffi::CStr;
 
@@ -41,10 +41,18 @@ pub(super) fn ptx_is_forced() -> bool {
 impl Module {
     /// The module's machine code; `None` where it does not decompress.
     pub(super) fn machine_code(&self, target: Target) -> Option<Vec<u8>> {
-        let mut packed = self.machine_code[target as usize];
-        let mut code = Vec::new();
-        lzma_rs::lzma_decompress(&mut packed, &mut code).ok().map(|()| code)
+        unpacked(self.machine_code[target as usize])
     }
+
+    /// The module's PTX; `None` where it does not decompress.
+    pub(super) fn ptx(&self) -> Option<String> {
+        String::from_utf8(unpacked(self.packed_ptx)?).ok()
+    }
+}
+
+fn unpacked(mut packed: &[u8]) -> Option<Vec<u8>> {
+    let mut code = Vec::new();
+    lzma_rs::lzma_decompress(&mut packed, &mut code).ok().map(|()| code)
 }
 
 const ENTRY: &str = ".visible .entry ";
@@ -63,7 +71,7 @@ fn parts(ptx: &str) -> (&str, impl Iterator<Item = (&str, &str)>) {
     (shared, entries)
 }
 
-/// A module of one entry, ending in NUL.
+/// The PTX of one entry of a module, ending in NUL.
 pub(super) fn one_entry(ptx: &str, name: &CStr) -> Result<Vec<u8>, Error> {
     let (shared, mut entries) = parts(ptx);
     let Some((_, entry)) = entries.find(|(found, _)| found.as_bytes() == name.to_bytes()) else {
@@ -82,15 +90,16 @@ mod tests {
     #[test]
     fn modules_are_shared_declarations_and_entries_alone() {
         for module in &MODULES {
-            let (shared, entries) = parts(module.ptx);
+            let ptx = module.ptx().expect("it decompresses");
+            let (shared, entries) = parts(&ptx);
             let whole: String = std::iter::once(shared).chain(entries.map(|(_, entry)| entry)).collect();
-            assert!(whole == module.ptx, "{}", module.name);
+            assert!(whole == ptx, "{}", module.name);
             assert!(!shared.contains(".entry"), "{}", module.name);
             for word in [".func", "call", ".extern", ".alias"] {
-                assert!(!module.ptx.split_whitespace().any(|w| w == word), "{}: {word}", module.name);
+                assert!(!ptx.split_whitespace().any(|w| w == word), "{}: {word}", module.name);
             }
             // Declarations stand in front of all entries: none is between two of them.
-            for (name, entry) in parts(module.ptx).1 {
+            for (name, entry) in parts(&ptx).1 {
                 let body = entry.find('{').map(|at| &entry[at..]).expect("an entry has a body");
                 let (mut depth, mut closed) = (0, false);
                 for line in body.lines() {
@@ -108,9 +117,9 @@ mod tests {
 
     #[test]
     fn each_kernel_has_one_entry_to_itself() {
+        let ptx: Vec<_> = MODULES.iter().map(|module| module.ptx().expect("it decompresses")).collect();
         for kernel in crate::cuda::kernels() {
-            let module = &MODULES[kernel.module as usize];
-            let cut = one_entry(module.ptx, kernel.entry).expect("it is there");
+            let cut = one_entry(&ptx[kernel.module as usize], kernel.entry).expect("it is there");
             let text = CStr::from_bytes_with_nul(&cut).expect("one NUL, at the end");
             let text = text.to_str().expect("ASCII");
             let name = kernel.entry.to_str().expect("ASCII");
@@ -118,19 +127,20 @@ mod tests {
             assert_eq!(text.matches(".entry").count(), 1);
             assert!(text.contains(&format!(".entry {name}(")));
         }
-        assert!(one_entry(MODULES[0].ptx, c"am").is_err());
+        assert!(one_entry(&ptx[0], c"am").is_err());
     }
 
     #[test]
     fn machine_code_is_there_for_every_entry_and_target() {
         for module in &MODULES {
+            let ptx = module.ptx().expect("it decompresses");
             for (target, flags) in [(Target::Sm89, 89), (Target::Sm90, 90), (Target::Sm100, 100)] {
                 let code = module.machine_code(target).expect("it decompresses");
                 assert_eq!(&code[..4], b"\x7fELF", "{}", module.name);
                 // e_flags of the ELF header: the architecture, from Blackwell on in the second byte.
                 let found = if flags < 100 { code[48] } else { code[49] };
                 assert_eq!(found, flags, "{}", module.name);
-                for (name, _) in parts(module.ptx).1 {
+                for (name, _) in parts(&ptx).1 {
                     let section = format!(".text.{name}\0");
                     assert!(code.windows(section.len()).any(|w| w == section.as_bytes()), "{name}");
                 }

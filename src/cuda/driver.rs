@@ -201,7 +201,7 @@ fn function(state: &DeviceState, kernel: &'static Kernel) -> Result<sys::CUfunct
     let machine = || state.target.and_then(|target| load(&module.machine_code(target)?).ok());
     let loaded = match state.modules[kernel.module as usize].get_or_init(machine) {
         Some(loaded) => *loaded,
-        None => load(&code::one_entry(module.ptx, kernel.entry)?)?,
+        None => load(&code::one_entry(&module.ptx().unwrap_or_default(), kernel.entry)?)?,
     };
     let mut function: sys::CUfunction = std::ptr::null_mut();
     let mut registers = 0;

@@ -5,7 +5,7 @@
 //! payload (fp32 0x7FC00000, bf16 0x7FC0, fp16 0x7E00).
 //!
 //! - `driver`: contexts, loading, launches.
-//! - `table`: the embedded modules and the kernels in them; `kernels/*.cu` are their sources, `ptx/*.ptx` and
+//! - `table`: the embedded modules and the kernels in them; `kernels/*.cu` are their sources, `ptx/*.lzma` and
 //!   `cubin/*/*.lzma` what `tools/build_ptx.py` makes of them.
 //! - `code`: what of a module the driver is given.
 //! - `workspace`: where the blocks of one launch meet.

@@ -14,13 +14,13 @@ use crate::error::Error;
 use crate::format::Fp8Format;
 use crate::layout::DType;
 
-/// Embedded PTX.
+/// Embedded PTX and machine code.
 pub(super) struct Module {
     /// The name of its source, `kernels/NAME.cu`.
     #[cfg_attr(not(test), expect(dead_code))]
     pub(super) name: &'static str,
-    /// The text.
-    pub(super) ptx: &'static str,
+    /// The text, compressed (LZMA): what launches read of it is `ptx()`.
+    pub(super) packed_ptx: &'static [u8],
     /// Machine code made of it for each [`Target`](super::code::Target), compressed (LZMA).
     pub(super) machine_code: [&'static [u8]; 3],
 }
@@ -35,7 +35,7 @@ macro_rules! modules {
         pub(super) static MODULES: [Module; [$(ModuleId::$id),*].len()] = [
             $(Module {
                 name: $name,
-                ptx: include_str!(concat!("ptx/", $name, ".ptx")),
+                packed_ptx: include_bytes!(concat!("ptx/", $name, ".lzma")),
                 machine_code: [
                     include_bytes!(concat!("cubin/sm_89/", $name, ".lzma")),
                     include_bytes!(concat!("cubin/sm_90/", $name, ".lzma")),
@@ -170,8 +170,9 @@ pub(super) fn format_index(format: Fp8Format) -> usize {
 mod tests {
     use super::*;
 
-    /// `(entry, bytes of its parameters)` of a PTX text.
-    fn entries(ptx: &str) -> Vec<(String, usize)> {
+    /// `(entry, bytes of its parameters)` of a module's PTX.
+    fn entries(module: &Module) -> Vec<(String, usize)> {
+        let ptx = module.ptx().expect("it decompresses");
         let mut found = Vec::new();
         for part in ptx.split(".entry ").skip(1) {
             let (name, rest) = part.split_once('(').expect("an entry has parameters");
@@ -190,19 +191,20 @@ mod tests {
     #[test]
     fn every_entry_takes_the_struct_that_its_launch_passes() {
         let kernels = crate::cuda::kernels();
+        let entries: Vec<_> = MODULES.iter().map(entries).collect();
         for (slot, module) in MODULES.iter().enumerate() {
-            for (entry, size) in entries(module.ptx) {
+            for (entry, size) in &entries[slot] {
                 let kernel = kernels
                     .iter()
-                    .find(|k| k.module as usize == slot && k.entry.to_str() == Ok(entry.as_str()))
+                    .find(|k| k.module as usize == slot && k.entry.to_str() == Ok(entry))
                     .unwrap_or_else(|| panic!("{}: nothing launches {entry}", module.name));
-                assert_eq!(kernel.args_size, size, "{}: {entry}", module.name);
+                assert_eq!(kernel.args_size, *size, "{}: {entry}", module.name);
             }
         }
         for kernel in kernels {
-            let module = &MODULES[kernel.module as usize];
             let name = kernel.entry.to_str().expect("ASCII");
-            assert!(entries(module.ptx).iter().any(|(e, _)| e == name), "{}: no entry {name}", module.name);
+            let there = &entries[kernel.module as usize];
+            assert!(there.iter().any(|(e, _)| e == name), "{:?}: no entry {name}", kernel.module);
         }
     }
 }
