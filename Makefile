@@ -2,6 +2,9 @@
 #
 # Both make their own virtual environment (.venv, with the newest torch) and build the package into
 # it. Needed: Python 3.10 or newer with pip, and Rust (cargo). No CUDA toolkit, no GPU.
+#
+# One build serves all: the release wheel. The newest torch's environment imports the sources in
+# python/ beside that wheel's extension; the oldest torch's has the wheel installed.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -21,16 +24,22 @@ OLDEST_PYTEST ?= -m "not newest_torch" -k "not 4ranks" --strength 1
 BIN := $(VENV)/bin
 OLDEST_BIN := $(OLDEST)/bin
 CLIENTS_BIN := $(CLIENTS)/bin
-# What the extension module is built from.
-SOURCES := $(shell find src -type f 2>/dev/null) Cargo.toml Cargo.lock pyproject.toml
+# What the wheel is built from.
+SOURCES := $(shell find src python -type f -not -name '*.so' -not -name '*.pyc' 2>/dev/null) \
+	Cargo.toml Cargo.lock pyproject.toml README.md tools/build_wheel.py tools/check_wheel.py
+# Where the wheel is tried, beside no source.
+ELSEWHERE := target/elsewhere
+AARCH64 := aarch64-unknown-linux-gnu
 
-.PHONY: help demo test test-oldest test-clients test-all lint lint-rust lint-python lint-ptx rust-test python-test docs matrix bench wheel clean
+.PHONY: help demo test test-oldest test-clients test-aarch64 test-sdist test-all lint lint-rust lint-python \
+	lint-ptx rust-test python-test wheel-test docs matrix bench wheel release clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo         train a small Llama in bf16 and in FP8 on this machine (DEMO='--ranks 4 ...')"
 	@echo "make test         lint, Rust tests, Python tests with the newest torch"
-	@echo "make test-oldest  Python tests with torch $(OLDEST_TORCH)"
+	@echo "make test-oldest  Python tests of the installed wheel with torch $(OLDEST_TORCH)"
+	@echo "make test-aarch64 Rust tests for aarch64 (gcc-aarch64-linux-gnu and qemu-user of Debian)"
 	@echo "make test-clients tests with the libraries that people train with (accelerate, PEFT, ...)"
 	@echo "make test-all     both with every combination of parameters, where the others take pairs"
 	@echo "make lint         formatting, clippy, ruff, mypy, imports, the checked-in PTX"
@@ -38,6 +47,7 @@ help:
 	@echo "make matrix       the tables of docs/fsdp2-matrix.md (MATRIX=--full: every combination)"
 	@echo "make bench        kernel benchmarks on the CPU, and on a GPU where there is one"
 	@echo "make wheel        the release wheel, in dist/"
+	@echo "make release      both wheels, sdist, checksums and the changelog's section, in dist/"
 	@echo "make clean        remove what these made"
 
 demo: $(VENV)/.built
@@ -56,6 +66,8 @@ lint-rust:
 	cargo fmt --check
 	cargo clippy --all-targets --features python -- -D warnings
 	cargo clippy --all-targets --no-default-features -- -D warnings
+	rustup target add $(AARCH64)
+	cargo clippy --target $(AARCH64) --features python -- -D warnings
 
 lint-python: $(VENV)/.built
 	$(BIN)/ruff check .
@@ -80,9 +92,26 @@ rust-test:
 python-test: $(VENV)/.built
 	$(BIN)/python -m pytest tests $(PYTEST)
 
-# Python tests alone: what Rust does has no torch in it.
-test-oldest: $(OLDEST)/.built
-	$(OLDEST_BIN)/python -m pytest tests $(PYTEST) $(OLDEST_PYTEST)
+# Python tests alone: what Rust does has no torch in it. Of the installed wheel, with no source near it.
+test-oldest: $(OLDEST)/.built elsewhere
+	cd $(ELSEWHERE) && $(CURDIR)/$(OLDEST_BIN)/python -m pytest tests $(PYTEST) $(OLDEST_PYTEST)
+
+# What a user does first.
+wheel-test: $(OLDEST)/.built elsewhere
+	cd $(ELSEWHERE) && $(CURDIR)/$(OLDEST_BIN)/python -m fp8rs doctor
+	cd $(ELSEWHERE) && $(CURDIR)/$(OLDEST_BIN)/python -m fp8rs demo --steps 3
+
+# Tests, and the files that they read, in a folder without the package.
+.PHONY: elsewhere
+elsewhere:
+	rm -rf $(ELSEWHERE) && mkdir -p $(ELSEWHERE)
+	cp -r tests examples docs tools benches *.md *.toml *.yml Makefile LICENSE $(ELSEWHERE)
+
+test-aarch64:
+	rustup target add $(AARCH64)
+	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
+	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -L /usr/aarch64-linux-gnu" \
+	cargo test --target $(AARCH64)
 
 # Reads sources without importing them: nothing need be built. (The variable leaves out the theme's
 # notice about mkdocs' own future. With --quiet, warnings would not be counted.)
@@ -99,21 +128,40 @@ matrix: $(VENV)/.built
 bench:
 	cargo bench
 
-wheel: $(VENV)/.installed
-	PATH="$(CURDIR)/$(BIN):$$PATH" tools/build_wheel.sh
+wheel: dist/.built
+
+dist/.built: $(VENV)/.installed $(SOURCES)
+	$(BIN)/python tools/build_wheel.py
+	touch $@
+
+# For aarch64 rustup needs that target. The sdist is tried where it will be: unpacked by pip.
+release: dist/.built
+	rustup target add $(AARCH64)
+	$(BIN)/python tools/build_wheel.py aarch64
+	$(BIN)/maturin sdist --out dist
+	$(BIN)/python tools/release_notes.py > dist/RELEASE.md
+	cd dist && sha256sum *.whl *.tar.gz RELEASE.md > SHA256SUMS
+	@cat dist/SHA256SUMS
+
+test-sdist: release
+	$(call environment,target/sdist-venv)
+	target/sdist-venv/bin/python -m pip install --no-deps dist/fp8rs-*.tar.gz
+	target/sdist-venv/bin/python -c 'import importlib.util as u; print(u.find_spec("fp8rs._core").origin)'
 
 clean:
 	rm -rf target dist site $(VENV) $(OLDEST) $(CLIENTS) $(DOCS) demo-loss.png demo-result.json
 	rm -f python/fp8rs/*.so
 
-$(VENV)/.built: $(VENV)/.installed $(SOURCES)
-	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release
+# The sources, by a path file, with the wheel's extension beside them.
+$(VENV)/.built: $(VENV)/.installed dist/.built
+	$(BIN)/python -m zipfile -e dist/fp8rs-*_$$(uname -m).whl target/wheel
+	cp target/wheel/fp8rs/_core.abi3.so python/fp8rs/
+	$(BIN)/python -c 'import pathlib, sysconfig; \
+		pathlib.Path(sysconfig.get_path("purelib"), "fp8rs.pth").write_text("$(CURDIR)/python\n")'
 	touch $@
 
-# One extension serves every Python and torch: what was built into python/ is made importable here too.
-$(OLDEST)/.built: $(OLDEST)/.installed $(VENV)/.built
-	$(OLDEST_BIN)/python -c 'import pathlib, sysconfig; \
-		pathlib.Path(sysconfig.get_path("purelib"), "fp8rs.pth").write_text("$(CURDIR)/python\n")'
+$(OLDEST)/.built: $(OLDEST)/.installed dist/.built
+	$(OLDEST_BIN)/python -m pip install --quiet --no-deps --force-reinstall dist/fp8rs-*_$$(uname -m).whl
 	touch $@
 
 $(VENV)/.installed: requirements-dev.txt

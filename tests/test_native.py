@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from distributed.models import same_bytes
 from fp8rs import _core
@@ -50,6 +51,25 @@ def test_arguments_die_with_their_owner(kind):
     del x, result
     gc.collect()
     assert gone() is None
+
+
+def block_amax(x: torch.Tensor, block: list[int]) -> torch.Tensor:
+    return torch.ops.fp8rs.block_amax(x, block)
+
+
+class Swallows(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        try:
+            return func(*args, **(kwargs or {}))
+        except ValueError:
+            return None
+
+
+def test_a_mode_that_catches_what_a_kernel_raises_ends_no_process():
+    """A scripted call is none that function modes see; our raising in it was."""
+    scripted = torch.jit.script(block_amax)
+    with Swallows(), pytest.raises(RuntimeError, match="block is"):
+        scripted(torch.ones(2, 32), [3, 3])
 
 
 class Mallinfo(ctypes.Structure):

@@ -3,7 +3,13 @@
 //! A kernel that fails must throw: torch's C interface has no other way to say so. What survives torch's C++ with
 //! the exception's type is what a kernel in Python throws too: `python_error`, with the exception set in the
 //! interpreter. A function of `libtorch_python` throws it where a `__torch_function__` has raised, so that we let
-//! one raise. The unwinding passes through frames of ours that are declared for it ("C-unwind").
+//! one raise. Where a torch function mode catches that, `aoti_torch_check` of torch's C interface throws the words, as
+//! a `RuntimeError`.
+//!
+//! The unwinding passes through frames of ours that are declared for it ("C-unwind"). It needs one unwinder in the
+//! process, libgcc's: `tools/build_wheel.py` links the wheel to it. No way was found in which no exception passes
+//! through them. Of what a kernel gives back torch looks at the results alone; and of the functions that our last
+//! instruction could jump to, those that take the interpreter's lock by themselves throw no exception of our choice.
 
 use std::ffi::{c_char, c_int};
 use std::sync::OnceLock;
@@ -94,39 +100,54 @@ type Handle = unsafe extern "C-unwind" fn(
 const HANDLE: &std::ffi::CStr =
     c"_ZN5torch42handle_torch_function_no_python_arg_parserEN3c108ArrayRefIP7_objectEES3_S3_PKcS3_S6_NS_17TorchFunctionNameE";
 
+/// `aoti_torch_check`: (condition, function, file, line, message). Throws unless the condition holds.
+type Check = unsafe extern "C-unwind" fn(bool, *const c_char, *const c_char, u32, *const c_char);
+
 struct Raise {
     handle: Handle,
+    check: Check,
     raiser: Py<PyAny>,
 }
 
 static RAISE: OnceLock<Raise> = OnceLock::new();
 
-/// Looks up what throws. `raiser` is called, and its `__torch_function__` with the same arguments, with the
-/// exception to raise.
+/// Looks up what throws. `raiser`'s `__torch_function__` is called with the exception to raise, or it itself where a
+/// function mode passes the call on.
 pub(super) fn prepare(raiser: &Bound<'_, PyAny>) -> Result<(), String> {
-    let address = symbol(loaded(c"libtorch_python.so")?, HANDLE)?;
-    // SAFETY: the mangled name says that it is this function, with these parameters.
-    let handle = unsafe { std::mem::transmute::<*mut std::ffi::c_void, Handle>(address) };
-    let _ = RAISE.set(Raise { handle, raiser: raiser.clone().unbind() });
+    let handle = symbol(loaded(c"libtorch_python.so")?, HANDLE)?;
+    let check = symbol(loaded(c"libtorch_cpu.so")?, c"aoti_torch_check")?;
+    // SAFETY: the mangled name says that it is this function, with these parameters; the other is in a header.
+    let (handle, check) = unsafe {
+        (
+            std::mem::transmute::<*mut std::ffi::c_void, Handle>(handle),
+            std::mem::transmute::<*mut std::ffi::c_void, Check>(check),
+        )
+    };
+    let _ = RAISE.set(Raise { handle, check, raiser: raiser.clone().unbind() });
     Ok(())
 }
 
 /// Throws the failure as a Python exception. Needs no interpreter held, and must have nothing of a call alive.
 pub(super) fn throw(failure: Failure) -> ! {
-    let Raise { handle, raiser } = RAISE.get().expect("prepared before a kernel is registered");
-    Python::attach(|py| {
-        let error = failure.exception(py).into_value(py);
-        let thrown = (|| {
-            let args = (error,).into_pyobject(py)?;
-            let (raiser, kwargs) = (raiser.as_ptr(), PyDict::new(py));
-            let overloaded = Objects { start: &raw const raiser, len: 1 };
-            let (name, module) = (c"fp8rs".as_ptr(), c"torch.ops".as_ptr());
-            // SAFETY: live objects, borrowed for the call, which throws.
-            unsafe { handle(overloaded, args.as_ptr(), kwargs.as_ptr(), name, raiser, module, 0) };
-            PyResult::Ok(())
-        })();
-        // Not reached, unless a torch function mode swallows exceptions. There is nothing to return.
-        eprintln!("fp8rs: an error of a kernel could not be raised: {thrown:?}");
-        std::process::abort()
-    })
+    let Raise { handle, check, raiser } = RAISE.get().expect("prepared before a kernel is registered");
+    let mut words = Python::attach(|py| {
+        let error = failure.exception(py);
+        let words = error.to_string();
+        let args = match (error.into_value(py),).into_pyobject(py) {
+            Ok(args) => args,
+            Err(error) => return error.to_string(),
+        };
+        let (raiser, kwargs) = (raiser.as_ptr(), PyDict::new(py));
+        let overloaded = Objects { start: &raw const raiser, len: 1 };
+        let (name, module) = (c"fp8rs".as_ptr(), c"torch.ops".as_ptr());
+        // SAFETY: live objects, borrowed for the call, which throws.
+        unsafe { handle(overloaded, args.as_ptr(), kwargs.as_ptr(), name, raiser, module, 0) };
+        words
+    });
+    words.retain(|c| c != '\0');
+    words.push('\0');
+    let file = c"fp8rs".as_ptr();
+    // SAFETY: strings that end in NUL; torch copies them. It throws.
+    unsafe { check(false, file, file, 0, words.as_ptr().cast()) };
+    unreachable!("torch's check throws")
 }

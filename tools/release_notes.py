@@ -1,0 +1,23 @@
+"""Print the changelog's section of the version in Cargo.toml, or of what is not released yet.
+
+python tools/release_notes.py
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def section(changelog: str, version: str) -> str:
+    """The section with this title, or the one titled Unreleased."""
+    _, *sections = re.split(r"^## ", changelog, flags=re.MULTILINE)
+    by_title = {text.split()[0].strip("[]"): text for text in sections}
+    return "## " + by_title.get(version, by_title["Unreleased"])
+
+
+if __name__ == "__main__":
+    (version,) = re.findall(r'^version = "(.+)"', (ROOT / "Cargo.toml").read_text(), re.MULTILINE)
+    print(section((ROOT / "CHANGELOG.md").read_text(), version), end="")
