@@ -107,11 +107,12 @@ elsewhere:
 	rm -rf $(ELSEWHERE) && mkdir -p $(ELSEWHERE)
 	cp -r tests examples docs tools benches *.md *.toml *.yml Makefile LICENSE $(ELSEWHERE)
 
+# Less what qemu cannot do itself: threads of a forked child.
 test-aarch64:
 	rustup target add $(AARCH64)
 	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
 	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -L /usr/aarch64-linux-gnu" \
-	cargo test --target $(AARCH64)
+	cargo test --target $(AARCH64) -- --skip a_forked_child_makes_threads_of_its_own
 
 # Reads sources without importing them: nothing need be built. (The variable leaves out the theme's
 # notice about mkdocs' own future. With --quiet, warnings would not be counted.)

@@ -1,8 +1,8 @@
 //! The `DLPack` ABI, version 1, and its C exchange API.
 //!
 //! Written from `dlpack.h` 1.3 (<https://github.com/dmlc/dlpack>). Only what a consumer that
-//! borrows tensors for the length of one call needs: the tensor, its managed and versioned
-//! owner, and the table of functions behind `type(t).__dlpack_c_exchange_api__`.
+//! borrows tensors for the length of one call needs: the tensor, and the table of functions behind
+//! `type(t).__dlpack_c_exchange_api__`.
 //!
 //! Invariants of a tensor that comes through here:
 //! - Nothing is owned: shape, strides and data belong to the exporter and live as long as the
@@ -11,7 +11,7 @@
 //!   pointer, so null is refused wherever there are elements.
 //! - A [`View`] needs two dimensions: layouts that have none are refused here, by name.
 
-use std::ffi::{c_char, c_int, c_void};
+use std::ffi::{c_int, c_void};
 use std::slice;
 
 use crate::error::{Arg, Error};
@@ -19,16 +19,8 @@ use crate::layout::{DType, Device, View, ViewMut, collapse};
 
 /// `DLPACK_MAJOR_VERSION` that these structures follow.
 pub const MAJOR_VERSION: u32 = 1;
-/// `DLPACK_MINOR_VERSION` asked for from `__dlpack__(max_version=...)`.
-pub const MINOR_VERSION: u32 = 3;
 /// Name of the capsule in `__dlpack_c_exchange_api__`.
 pub const EXCHANGE_CAPSULE: &std::ffi::CStr = c"dlpack_exchange_api";
-/// Name of the capsule that `__dlpack__` returns for a versioned request.
-pub const VERSIONED_CAPSULE: &std::ffi::CStr = c"dltensor_versioned";
-/// What that capsule is renamed to once its tensor has an owner.
-pub const USED_VERSIONED_CAPSULE: &std::ffi::CStr = c"used_dltensor_versioned";
-/// `DLPACK_FLAG_BITMASK_READ_ONLY`.
-pub const FLAG_READ_ONLY: u64 = 1;
 
 const CPU: i32 = 1;
 pub(crate) const CUDA: i32 = 2;
@@ -87,22 +79,6 @@ pub struct DLTensor {
     pub byte_offset: u64,
 }
 
-/// `DLManagedTensorVersioned`: a [`DLTensor`] and how to give it back.
-#[repr(C)]
-#[derive(Debug)]
-pub struct DLManagedTensorVersioned {
-    /// Version of this structure.
-    pub version: DLPackVersion,
-    /// The exporter's own data.
-    pub manager_ctx: *mut c_void,
-    /// Called once, when the consumer is done.
-    pub deleter: Option<unsafe extern "C" fn(*mut DLManagedTensorVersioned)>,
-    /// Bit mask: see [`FLAG_READ_ONLY`].
-    pub flags: u64,
-    /// The tensor itself.
-    pub dl_tensor: DLTensor,
-}
-
 /// `DLPackExchangeAPIHeader`.
 #[repr(C)]
 #[derive(Debug)]
@@ -113,30 +89,14 @@ pub struct ExchangeHeader {
     pub prev_api: *mut ExchangeHeader,
 }
 
-/// Signature of `SetError` in [`ExchangeApi::managed_tensor_allocator`].
-pub type SetError = unsafe extern "C" fn(*mut c_void, *const c_char, *const c_char);
-
 /// `DLPackExchangeAPI`: an exporter's functions, valid for the life of the process.
 #[repr(C)]
 #[derive(Debug)]
 pub struct ExchangeApi {
     /// Version, and older tables.
     pub header: ExchangeHeader,
-    /// Makes a tensor like a prototype. Unused here: outputs are the caller's.
-    pub managed_tensor_allocator: Option<
-        unsafe extern "C" fn(
-            *mut DLTensor,
-            *mut *mut DLManagedTensorVersioned,
-            *mut c_void,
-            SetError,
-        ) -> c_int,
-    >,
-    /// Object to owning tensor.
-    pub managed_tensor_from_py_object_no_sync:
-        Option<unsafe extern "C" fn(*mut c_void, *mut *mut DLManagedTensorVersioned) -> c_int>,
-    /// Owning tensor to object.
-    pub managed_tensor_to_py_object_no_sync:
-        Option<unsafe extern "C" fn(*mut DLManagedTensorVersioned, *mut *mut c_void) -> c_int>,
+    /// Functions for tensors with an owner: an allocator, from an object, to an object.
+    pub owning: [*mut c_void; 3],
     /// Object to borrowed tensor; the one function used for each argument. May be null.
     pub dltensor_from_py_object_no_sync: Option<unsafe extern "C" fn(*mut c_void, *mut DLTensor) -> c_int>,
     /// The exporter's current stream on a device.
@@ -322,7 +282,6 @@ mod tests {
     fn layout_of_the_abi_is_that_of_dlpack_h() {
         assert_eq!(size_of::<DLTensor>(), 48);
         assert_eq!(std::mem::offset_of!(DLTensor, shape), 24);
-        assert_eq!(std::mem::offset_of!(DLManagedTensorVersioned, dl_tensor), 32);
         assert_eq!(std::mem::offset_of!(ExchangeApi, dltensor_from_py_object_no_sync), 40);
     }
 
@@ -354,9 +313,7 @@ mod tests {
     fn an_older_table_is_found_behind_a_newer_one() {
         let table = |major, prev_api| ExchangeApi {
             header: ExchangeHeader { version: DLPackVersion { major, minor: 0 }, prev_api },
-            managed_tensor_allocator: None,
-            managed_tensor_from_py_object_no_sync: None,
-            managed_tensor_to_py_object_no_sync: None,
+            owning: [std::ptr::null_mut(); 3],
             dltensor_from_py_object_no_sync: None,
             current_work_stream: None,
         };

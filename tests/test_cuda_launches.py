@@ -257,6 +257,51 @@ def test_first_use_may_be_captured(force_ptx):
     in_a_new_process(script, force_ptx)
 
 
+def test_a_thread_without_a_context_keeps_none():
+    """The CUDA runtime takes a thread's context for its device; ours would be another on cuda:1."""
+    script = """
+        import ctypes
+        cuda, found, out = ctypes.CDLL("libcuda.so.1"), [], torch.empty((), device="cuda")
+        torch.cuda.synchronize()
+
+        def context():
+            current = ctypes.c_void_p(1)
+            assert cuda.cuCtxGetCurrent(ctypes.byref(current)) == 0
+            found.append(current.value)
+
+        def call():
+            context()
+            fp8rs._core.amax(x, out)
+            context()
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        torch.cuda.synchronize()
+        assert found == [None, None] and out == x.float().abs().max()
+    """
+    in_a_new_process(script, False)
+
+
+def test_threads_that_begin_together_load_kernels_once():
+    script = """
+        results, barrier = [], threading.Barrier(8)
+
+        def first_use():
+            with torch.cuda.stream(torch.cuda.Stream()):
+                barrier.wait()
+                results.append(operate())
+
+        threads = [threading.Thread(target=first_use) for _ in range(8)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        torch.cuda.synchronize()
+        expected = digest(operate())
+        assert [digest(result) for result in results] == [expected] * 8
+    """
+    in_a_new_process(script, True)
+
+
 def test_machine_code_and_ptx_give_the_same_bytes():
     script = """
         x = (torch.arange(300 * 512, device="cuda") % 997 - 498).view(300, 512).bfloat16()

@@ -4,7 +4,7 @@
 //! - libcuda is opened, and `cuInit` called, by the first CUDA argument; never by loading this library (a
 //!   forked `DataLoader` worker that uses the CPU alone must not have a context).
 //! - A launch runs in the primary context of the argument's device, which is torch's too. The thread's current
-//!   context is put back afterwards; a thread that has none (autograd's) keeps the primary one.
+//!   context is put back afterwards.
 //! - Contexts and modules are kept for the life of the process and never dropped.
 //! - A kernel is loaded at its first launch: its module's machine code where there is some for the device
 //!   (milliseconds), else its own entry of the PTX alone, which the driver compiles (`code`).
@@ -131,7 +131,8 @@ fn start(ordinal: i32) -> Result<DeviceState, Error> {
     })
 }
 
-/// Puts the thread's context back.
+/// Puts the thread's context back, also if it had none: to the CUDA runtime a thread without one is on device 0, and
+/// must not find itself on another.
 struct Restore(Option<sys::CUcontext>);
 
 impl Drop for Restore {
@@ -154,8 +155,7 @@ fn enter(state: &DeviceState) -> Result<Restore, Error> {
     }
     // SAFETY: `wanted` is retained for the life of the process.
     check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(wanted) })?;
-    // A thread that had none (autograd's) keeps the primary one, as after any call of the CUDA runtime.
-    Ok(Restore((!current.is_null()).then_some(current)))
+    Ok(Restore(Some(current)))
 }
 
 /// Lets this thread load and allocate while a graph is captured, by whichever thread, until dropped.
@@ -194,7 +194,6 @@ fn load(image: &[u8]) -> Result<usize, Error> {
 
 /// The kernel's function, loaded now; the device's context is current.
 fn function(state: &DeviceState, kernel: &'static Kernel) -> Result<sys::CUfunction, Error> {
-    let _guard = state.loading.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let _relaxed = Relaxed::enter()?;
     let module = &MODULES[kernel.module as usize];
     // An older driver than the assembler's may refuse the machine code, and then takes the PTX.
@@ -258,7 +257,7 @@ pub(super) fn launch<A: Args>(
     debug_assert_eq!(size_of::<A>(), kernel.args_size, "{:?}", kernel.entry);
     let state = device(ordinal)?;
     let _restore = enter(state)?;
-    let function = kernel.function(ordinal, || function(state, kernel))?;
+    let function = kernel.function(ordinal, &state.loading, || function(state, kernel))?;
     let mut parameters = [std::ptr::from_ref(args).cast_mut().cast::<c_void>()];
     // SAFETY: the kernel takes one struct of this type and size; its pointers are those of validated views,
     // which the caller keeps alive on the stream.
@@ -303,13 +302,44 @@ pub(super) fn workspace(ordinal: i32, bytes: usize) -> Result<*mut u8, Error> {
     // SAFETY: the context is current; the fill is over before the memory is handed out.
     unsafe {
         check("cuStreamCreate", sys::cuStreamCreate(&raw mut stream, non_blocking))?;
-        let filled = check("cuMemAlloc", sys::cuMemAlloc_v2(&raw mut at, bytes))
+        let allocate = || check("cuMemAlloc", sys::cuMemAlloc_v2(&raw mut at, bytes));
+        let filled = again_when_released(allocate, || RELEASE.get().copied())
             .and_then(|()| check("cuMemsetD8Async", sys::cuMemsetD8Async(at, 0, bytes, stream)))
             .and_then(|()| check("cuStreamSynchronize", sys::cuStreamSynchronize(stream)));
         let _ = sys::cuStreamDestroy_v2(stream);
         filled?;
     }
     Ok(at as *mut u8)
+}
+
+/// What makes others' allocators give back the device memory that they keep for later.
+static RELEASE: OnceLock<fn()> = OnceLock::new();
+
+/// Sets what is called where device memory lacks, before it is asked for once more.
+pub(crate) fn when_memory_lacks(release: fn()) {
+    let _ = RELEASE.set(release);
+}
+
+fn again_when_released(
+    mut allocate: impl FnMut() -> Result<(), Error>,
+    release: impl FnOnce() -> Option<fn()>,
+) -> Result<(), Error> {
+    match (allocate(), release()) {
+        (Err(error), Some(release)) if error.is_out_of_memory() => {
+            release();
+            allocate()
+        }
+        (result, _) => result,
+    }
+}
+
+/// The number of a stream, which no other stream of this process gets; a handle is used again when its stream is gone.
+pub(super) fn stream_id(ordinal: i32, stream: Stream) -> Result<u64, Error> {
+    let _restore = enter(device(ordinal)?)?;
+    let mut id = 0;
+    // SAFETY: the stream is torch's and alive.
+    check("cuStreamGetId", unsafe { sys::cuStreamGetId(stream.0.cast(), &raw mut id) })?;
+    Ok(id)
 }
 
 /// A graph that a stream's launches are captured in.
@@ -368,5 +398,32 @@ pub(super) fn when_destroyed(
         check("cuGraphRetainUserObject", retained).inspect_err(|_| {
             let _ = sys::cuUserObjectRelease(object, 1);
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_asked_for_once_more_when_others_gave_theirs_back() {
+        let refused = |code| {
+            let words = String::new;
+            Err(Error::Driver { call: "cuMemAlloc".into(), message: words(), code, name: words() })
+        };
+        let (out_of_memory, other) = (sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32, 700);
+        for (code, release, expected) in
+            [(out_of_memory, Some((|| ()) as fn()), 2), (out_of_memory, None, 1), (other, Some(|| ()), 1)]
+        {
+            let mut asked = 0;
+            let result = again_when_released(
+                || {
+                    asked += 1;
+                    if asked == 1 { refused(code) } else { Ok(()) }
+                },
+                || release,
+            );
+            assert_eq!((asked, result.is_ok()), (expected, expected == 2));
+        }
     }
 }

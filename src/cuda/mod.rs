@@ -34,7 +34,7 @@ mod views;
 mod workspace;
 
 #[cfg(feature = "cuda")]
-pub(crate) use {adamw::*, blocks::*, codes::*, random::*, tensorwise::*};
+pub(crate) use {adamw::*, blocks::*, codes::*, driver::when_memory_lacks, random::*, tensorwise::*};
 
 /// What stands in for every operation in a build without CUDA.
 #[cfg(not(feature = "cuda"))]

@@ -6,6 +6,7 @@
 
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use cudarc::driver::sys;
 
@@ -83,16 +84,23 @@ impl Kernel {
         Self { module, entry, args_size, functions: [const { AtomicUsize::new(0) }; MAX_DEVICES] }
     }
 
-    /// The function on a device, looked up by `find` the first time.
+    /// The function on a device, looked up by `find` the first time, under the device's `loading`: of two threads that
+    /// launch a kernel first, one waits and finds what the other loaded.
     pub(super) fn function(
         &self,
         ordinal: i32,
+        loading: &Mutex<()>,
         find: impl FnOnce() -> Result<sys::CUfunction, Error>,
     ) -> Result<sys::CUfunction, Error> {
         let slot = &self.functions[ordinal as usize];
-        let known = slot.load(Ordering::Acquire);
-        if known != 0 {
-            return Ok(known as sys::CUfunction);
+        let known =
+            || Some(slot.load(Ordering::Acquire)).filter(|at| *at != 0).map(|at| at as sys::CUfunction);
+        if let Some(function) = known() {
+            return Ok(function);
+        }
+        let _guard = loading.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(function) = known() {
+            return Ok(function);
         }
         let function = find()?;
         slot.store(function as usize, Ordering::Release);
@@ -169,6 +177,26 @@ pub(super) fn format_index(format: Fp8Format) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn threads_that_launch_a_kernel_first_load_it_once() {
+        static KERNEL: Kernel = kernel!(Amax, "amax", u64);
+        let (loading, loads, barrier) = (Mutex::new(()), AtomicUsize::new(0), std::sync::Barrier::new(8));
+        let load = || {
+            let at = loads.fetch_add(1, Ordering::Relaxed) + 1;
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            Ok(at as sys::CUfunction)
+        };
+        let found = std::thread::scope(|scope| {
+            let ask = || {
+                barrier.wait();
+                KERNEL.function(0, &loading, load).map(|f| f as usize)
+            };
+            let threads: Vec<_> = (0..8).map(|_| scope.spawn(ask)).collect();
+            threads.into_iter().map(|t| t.join().expect("no panic").expect("it loads")).collect::<Vec<_>>()
+        });
+        assert_eq!((found, loads.into_inner()), (vec![1; 8], 1));
+    }
 
     /// `(entry, bytes of its parameters)` of a module's PTX.
     fn entries(module: &Module) -> Vec<(String, usize)> {

@@ -5,7 +5,7 @@
 //! beside anything; the graph's end gives it back.
 //!
 //! Two launches that share a place at once would wait for each other's blocks. So a graph must not run twice at once,
-//! and a stream's handle must mean one stream: not the driver's per-thread default (torch launches on none).
+//! and streams are known by the driver's numbers: a handle is used again while work of the stream before may still run.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -26,7 +26,7 @@ const PER_SLAB: usize = 128;
 #[derive(Default)]
 struct Pool {
     free: Vec<usize>,
-    streams: HashMap<usize, usize>,
+    streams: HashMap<u64, usize>,
     /// By the capture's number: the chunk that its launches take from now, and how many of it are taken.
     captures: HashMap<u64, (usize, usize)>,
 }
@@ -69,7 +69,7 @@ impl Pool {
     /// The place of a stream.
     fn of_stream(
         &mut self,
-        stream: usize,
+        stream: u64,
         grow: impl FnOnce(usize) -> Result<usize, Error>,
     ) -> Result<usize, Error> {
         if let Some(known) = self.streams.get(&stream) {
@@ -107,6 +107,7 @@ pub(super) fn meetings(ordinal: i32, stream: Stream, count: usize) -> Result<*mu
     debug_assert!(count <= PER_CHUNK);
     driver::device(ordinal)?;
     let capture = driver::capture(ordinal, stream)?;
+    let id = if capture.is_none() { driver::stream_id(ordinal, stream)? } else { 0 };
     let mut guard = lock(&POOLS[ordinal as usize]);
     let pool = guard.get_or_insert_default();
     let grow = |bytes| driver::workspace(ordinal, bytes).map(|at| at as usize);
@@ -117,7 +118,7 @@ pub(super) fn meetings(ordinal: i32, stream: Stream, count: usize) -> Result<*mu
             driver::when_destroyed(ordinal, capture, give_back, Box::into_raw(owned).cast())
         })?
     } else {
-        pool.of_stream(stream.0 as usize, grow)?
+        pool.of_stream(id, grow)?
     };
     Ok(at as *mut u8)
 }
@@ -159,7 +160,7 @@ mod tests {
     fn a_stream_keeps_its_place_and_shares_it_with_none() {
         let (mut pool, mut slabs) = (Pool::default(), Slabs(0));
         let places: Vec<_> = (0..300).map(|s| pool.of_stream(s, slabs.grow()).expect("a place")).collect();
-        for (stream, place) in places.iter().enumerate() {
+        for (stream, place) in (0..).zip(&places) {
             assert_eq!(pool.of_stream(stream, |_| unreachable!()).expect("known"), *place);
         }
         let mut sorted = places.clone();

@@ -41,3 +41,12 @@ pub use blocks::*;
 pub use codes::*;
 pub use random::*;
 pub use tensorwise::*;
+
+/// Sets what is called where the driver has no memory left for a workspace, before it is asked once more: what gives back
+/// memory that another allocator of this process keeps for later. The first call counts.
+pub fn when_device_memory_lacks(release: fn()) {
+    #[cfg(feature = "cuda")]
+    crate::cuda::when_memory_lacks(release);
+    #[cfg(not(feature = "cuda"))]
+    let _ = release;
+}

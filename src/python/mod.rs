@@ -17,7 +17,6 @@ macro_rules! functions {
 
 mod adamw;
 mod blocks;
-mod capsule;
 mod errors;
 mod machine;
 mod native;
@@ -36,5 +35,14 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
         register(module)?;
     }
     module.add_function(wrap_pyfunction!(native::register_kernels, module)?)?;
+    crate::ops::when_device_memory_lacks(empty_torch_cache);
     Ok(())
+}
+
+/// Has torch give back the device memory that it keeps for later. Whatever fails, the driver is asked again, and its
+/// error counts.
+fn empty_torch_cache() {
+    Python::attach(|py| {
+        let _ = py.import("torch.cuda").and_then(|cuda| cuda.call_method0("empty_cache"));
+    });
 }

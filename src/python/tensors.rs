@@ -1,26 +1,23 @@
 //! Python objects as views, for the length of one call.
 //!
-//! [`Arguments`] takes each tensor of a call through its type's C exchange API where there is one (torch: no
-//! reference is taken and nothing allocated), else through `__dlpack__` (`numpy`), and remembers what the
-//! launch needs to know: the stream, and how much work it is.
+//! [`Arguments`] takes each tensor of a call through its type's C exchange API (no reference is taken and nothing
+//! allocated), and remembers what the launch needs to know: the stream, and how much work it is. Objects without that
+//! API (numpy's) are refused: `torch.from_dlpack` makes tensors of them.
 //!
 //! Views borrow from the arguments, and from the objects themselves where nothing else keeps those alive, so
 //! that the compiler sees to it that memory outlives the work on it, also while other threads run Python.
 
 use std::cell::{Cell, RefCell};
-use std::ffi::c_void;
 use std::ptr;
 use std::sync::{Mutex, PoisonError};
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::ffi;
+use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyCapsule, PyDict, PyList, PyTuple, PyType};
+use pyo3::types::{PyList, PyTuple, PyType};
 
-use super::capsule::Managed;
-use crate::dlpack::{
-    CUDA, DLTensor, EXCHANGE_CAPSULE, ExchangeApi, FLAG_READ_ONLY, MAJOR_VERSION, MINOR_VERSION,
-};
+use crate::dlpack::{CUDA, DLTensor, EXCHANGE_CAPSULE, ExchangeApi};
 use crate::error::{Arg, Error};
 use crate::layout::{Device, View, ViewMut};
 use crate::ops::Stream;
@@ -29,60 +26,20 @@ use crate::ops::Stream;
 /// work (about 10 us).
 const DETACH_FROM: usize = 1 << 15;
 
-/// `__dlpack__`'s number for the legacy default stream.
-const LEGACY_STREAM: usize = 1;
-
 /// The tensors of one call, which its views borrow from.
 pub(super) struct Arguments<'py> {
     py: Python<'py>,
-    stream: Cell<Option<Queue>>,
+    /// Of the first tensor on CUDA: its library's current stream on that device.
+    stream: Cell<Option<Stream>>,
     elements: Cell<usize>,
-    /// What came in capsules. Only grows.
-    owned: RefCell<Vec<Managed>>,
     /// The elements of lists, by a reference of our own each: another thread may empty a list while the
     /// interpreter is let go of. Only grows.
     lists: RefCell<Vec<Bound<'py, PyTuple>>>,
-    /// CUDA arrays that were made ready on a stream that a later argument may override.
-    exported: RefCell<Vec<(Arg, Bound<'py, PyAny>)>>,
-}
-
-/// The stream of a call on CUDA, and who named it.
-#[derive(Clone, Copy)]
-enum Queue {
-    /// Nobody: a capsule does not say what stream its owner works on.
-    Legacy,
-    /// A tensor with the exchange API: the current stream of its library.
-    Current(*mut c_void),
-}
-
-impl Queue {
-    fn stream(self) -> Stream {
-        match self {
-            Self::Legacy => Stream::default(),
-            // SAFETY: the exporter says that it is its current one, on its tensors' device.
-            Self::Current(stream) => unsafe { Stream::from_raw(stream) },
-        }
-    }
-
-    /// Its number for `__dlpack__`.
-    fn number(self) -> usize {
-        match self.stream().0.addr() {
-            0 => LEGACY_STREAM,
-            stream => stream,
-        }
-    }
 }
 
 impl<'py> Arguments<'py> {
     pub(super) fn new(py: Python<'py>) -> Self {
-        Self {
-            py,
-            stream: Cell::new(None),
-            elements: Cell::new(0),
-            owned: RefCell::default(),
-            lists: RefCell::default(),
-            exported: RefCell::default(),
-        }
+        Self { py, stream: Cell::new(None), elements: Cell::new(0), lists: RefCell::default() }
     }
 
     /// A tensor to read.
@@ -91,6 +48,7 @@ impl<'py> Arguments<'py> {
         name: &'static str,
         tensor: &'a Bound<'py, PyAny>,
     ) -> PyResult<View<'a>> {
+        self.check_sign(name, tensor)?;
         // SAFETY: the object is borrowed for as long as the view lives.
         unsafe { self.read(Arg::Of(name), tensor) }
     }
@@ -110,6 +68,7 @@ impl<'py> Arguments<'py> {
         name: &'static str,
         tensor: &'a Bound<'py, PyAny>,
     ) -> PyResult<ViewMut<'a>> {
+        self.check_sign(name, tensor)?;
         // SAFETY: the object is borrowed for as long as the view lives.
         unsafe { self.write(Arg::Of(name), tensor) }
     }
@@ -143,17 +102,26 @@ impl<'py> Arguments<'py> {
         (0..items.len()).map(item).collect()
     }
 
-    /// Runs the operation, without the interpreter where that is worth while.
+    /// Runs the operation, without the interpreter where others may have to wait: CPU work from some size on, and all
+    /// of CUDA's, since a launch may wait for the queue, and its first use loads a kernel.
     pub(super) fn run(&self, operation: impl FnOnce(Stream) -> Result<(), Error>) -> PyResult<()> {
-        // A launch is short. CPU work is not, from some size on.
-        if let Some(queue) = self.stream.get() {
-            return Ok(operation(queue.stream())?);
-        }
-        if self.elements.get() < DETACH_FROM {
+        let stream = self.stream.get();
+        if stream.is_none() && self.elements.get() < DETACH_FROM {
             return Ok(operation(Stream::default())?);
         }
-        let operation = AssertSend(move || operation(Stream::default()));
+        let operation = AssertSend(move || operation(stream.unwrap_or_default()));
         Ok(self.py.detach(move || operation.call())?)
+    }
+
+    /// Refuses a view that torch negates when it reads it (the imaginary part of a conjugate): DLPack does not show the
+    /// sign. Elements of lists are not asked, at 0.2 us each: torch's dispatcher has resolved those of our operators.
+    fn check_sign(&self, name: &'static str, tensor: &Bound<'py, PyAny>) -> PyResult<()> {
+        let negated = tensor.getattr_opt(intern!(self.py, "is_neg"))?;
+        if negated.map_or(Ok(false), |negated| negated.call0()?.is_truthy())? {
+            let message = format!("{name} is a view that torch negates when it reads it; give its resolve_neg()");
+            return Err(PyValueError::new_err(message));
+        }
+        Ok(())
     }
 
     /// The elements of a list or tuple, kept alive until the arguments are dropped. Not of any iterable: a tensor
@@ -175,10 +143,9 @@ impl<'py> Arguments<'py> {
     /// # Safety
     /// The object must live for `'a`.
     unsafe fn read<'a>(&'a self, name: Arg, tensor: &Bound<'py, PyAny>) -> PyResult<View<'a>> {
-        let (dl, _) = self.describe(name, tensor)?;
-        // SAFETY: the exporter filled it in. Its memory is that of the object, which lives for 'a, or of a
-        // capsule's tensor in `owned`, which is dropped with the arguments. (To resize or rebind a tensor while
-        // another thread computes with it is the caller's race, as it is with torch's own operators.)
+        let dl = self.describe(name, tensor)?;
+        // SAFETY: the exporter filled it in. Its memory is that of the object, which lives for 'a. (To resize or rebind
+        // a tensor while another thread computes with it is the caller's race, as it is with torch's own operators.)
         let view = unsafe { dl.view(|| name) }?;
         self.elements.set(self.elements.get().saturating_add(view.numel()));
         Ok(view)
@@ -187,20 +154,16 @@ impl<'py> Arguments<'py> {
     /// # Safety
     /// The object must live for `'a`.
     unsafe fn write<'a>(&'a self, name: Arg, tensor: &Bound<'py, PyAny>) -> PyResult<ViewMut<'a>> {
-        let (dl, read_only) = self.describe(name, tensor)?;
-        if read_only {
-            let message = format!("{name} is read-only; an output must be writable");
-            return Err(PyValueError::new_err(message));
-        }
-        // SAFETY: as in `read`; the exporter says that it may be written.
-        Ok(unsafe { dl.view_mut(|| name) }?)
+        let dl = self.describe(name, tensor)?;
+        // SAFETY: as in `read`.
+        let view = unsafe { dl.view_mut(|| name) }?;
+        self.elements.set(self.elements.get().saturating_add(view.numel()));
+        Ok(view)
     }
 
-    /// The tensor behind an object, and whether it is read-only.
-    fn describe(&self, name: Arg, tensor: &Bound<'py, PyAny>) -> PyResult<(DLTensor, bool)> {
-        let Some(api) = exchange_api(&tensor.get_type())? else {
-            return self.describe_through_capsule(name, tensor);
-        };
+    /// The tensor behind an object.
+    fn describe(&self, name: Arg, tensor: &Bound<'py, PyAny>) -> PyResult<DLTensor> {
+        let api = exchange_api(&tensor.get_type())?.ok_or_else(|| not_a_tensor(name, tensor))?;
         let mut dl = DLTensor::empty();
         let export = api
             .dltensor_from_py_object_no_sync
@@ -209,76 +172,24 @@ impl<'py> Arguments<'py> {
         if unsafe { export(tensor.as_ptr().cast(), &raw mut dl) } != 0 {
             return Err(refused(name, tensor));
         }
-        if let Some(Device::Cuda(_)) = dl.device()
-            && !matches!(self.stream.get(), Some(Queue::Current(_)))
+        if self.stream.get().is_none()
+            && let Some(Device::Cuda(_)) = dl.device()
         {
-            self.use_stream_of(api, &dl)?;
+            self.stream.set(Some(self.stream_of(api, &dl)?));
         }
-        Ok((dl, false))
+        Ok(dl)
     }
 
-    /// Takes the current stream of a tensor's library for the call. Arrays that came in capsules before were made
-    /// ready on the legacy stream, and are now made ready on this one.
-    fn use_stream_of(&self, api: &ExchangeApi, dl: &DLTensor) -> PyResult<()> {
-        let Some(current) = api.current_work_stream else {
-            self.stream.set(Some(Queue::Legacy));
-            return Ok(());
-        };
+    /// The current stream of a tensor's library.
+    fn stream_of(&self, api: &ExchangeApi, dl: &DLTensor) -> PyResult<Stream> {
+        let Some(current) = api.current_work_stream else { return Ok(Stream::default()) };
         let mut stream = ptr::null_mut();
         // SAFETY: the device is one that the exporter just named.
-        if unsafe { current(dl.device.device_type, dl.device.device_id, &raw mut stream) } != 0 {
+        if unsafe { current(CUDA, dl.device.device_id, &raw mut stream) } != 0 {
             return Err(PyErr::fetch(self.py));
         }
-        let queue = Queue::Current(stream);
-        self.stream.set(Some(queue));
-        if queue.number() != LEGACY_STREAM {
-            for (name, array) in self.exported.take() {
-                // Asked for again for its waiting alone: the view of the first export stays.
-                drop(self.export(name, &array, Some(queue))?);
-            }
-        }
-        Ok(())
-    }
-
-    /// `__dlpack__`, for types without the exchange API.
-    fn describe_through_capsule(&self, name: Arg, tensor: &Bound<'py, PyAny>) -> PyResult<(DLTensor, bool)> {
-        if !tensor.hasattr("__dlpack__")? {
-            return Err(not_a_tensor(name, tensor));
-        }
-        let device = tensor.getattr_opt("__dlpack_device__")?.ok_or_else(|| {
-            let class = class_name(tensor);
-            PyTypeError::new_err(format!("{name} is of type {class}, which has no __dlpack_device__"))
-        })?;
-        let device = device.call0().and_then(|device| device.extract::<(i32, i32)>());
-        let (kind, _) = device.map_err(|cause| not_exported(name, &cause))?;
-        let queue = (kind == CUDA).then(|| self.stream.get().unwrap_or(Queue::Legacy));
-        let managed = self.export(name, tensor, queue)?;
-        if let Some(queue) = queue {
-            self.stream.set(Some(queue));
-            if matches!(queue, Queue::Legacy) {
-                self.exported.borrow_mut().push((name, tensor.clone()));
-            }
-        }
-        let (dl, flags) = managed.tensor();
-        self.owned.borrow_mut().push(managed);
-        Ok((dl, flags & FLAG_READ_ONLY != 0))
-    }
-
-    /// What `__dlpack__` hands over, ready on the stream that is going to be used.
-    fn export(&self, name: Arg, tensor: &Bound<'py, PyAny>, queue: Option<Queue>) -> PyResult<Managed> {
-        let options = PyDict::new(self.py);
-        options.set_item("max_version", (MAJOR_VERSION, MINOR_VERSION))?;
-        if let Some(queue) = queue {
-            options.set_item("stream", queue.number())?;
-        }
-        let capsule = tensor.call_method("__dlpack__", (), Some(&options));
-        let capsule = capsule.map_err(|cause| not_exported(name, &cause))?;
-        let managed = capsule.cast::<PyCapsule>().ok().and_then(Managed::take);
-        managed.ok_or_else(|| {
-            PyTypeError::new_err(format!(
-                "{name} exports no DLPack {MAJOR_VERSION}.x tensor; convert it to a torch tensor"
-            ))
-        })
+        // SAFETY: the exporter says that it is its current one, on its tensors' device.
+        Ok(unsafe { Stream::from_raw(stream) })
     }
 }
 
@@ -350,13 +261,9 @@ fn refused(name: Arg, tensor: &Bound<'_, PyAny>) -> PyErr {
     PyTypeError::new_err(format!("{name} must be a dense tensor with memory: {reason}"))
 }
 
-fn not_exported(name: Arg, cause: &PyErr) -> PyErr {
-    PyTypeError::new_err(format!("{name} cannot be exported: {cause}"))
-}
-
 fn not_a_tensor(name: Arg, object: &Bound<'_, PyAny>) -> PyErr {
     let class = class_name(object);
-    PyTypeError::new_err(format!("{name} is of type {class}; it must be a tensor"))
+    PyTypeError::new_err(format!("{name} is of type {class}; it must be a torch tensor"))
 }
 
 fn class_name(object: &Bound<'_, PyAny>) -> String {

@@ -2,7 +2,7 @@
 
 use super::amax::{LinesArgs, fill};
 use super::{blocks_of, each};
-use crate::cuda::driver::{Args, launch};
+use crate::cuda::driver::{self, Args, launch};
 use crate::cuda::table::{Kernel, format_index, kernel};
 use crate::cuda::views::{aligned, ordinal, rows_aligned};
 use crate::error::Error;
@@ -133,8 +133,8 @@ pub(crate) fn rebase(
     let width = if axis == Axis::Rows { 16 } else { 8 };
     let tiles_across = codes.cols.div_ceil(128);
     let words = vectors(&scales, 4) && scales.cols.is_multiple_of(4);
-    // Eight rows a block, where that gives each multiprocessor (an H200 has 132) one or two blocks.
-    let whole_blocks = codes.rows < 8 * 256;
+    // Eight rows a block, where that gives each multiprocessor two blocks.
+    let whole_blocks = codes.rows < 8 * 2 * driver::device(device)?.multiprocessors as usize;
     let flags = [vectors(&codes, width), vectors(&out, 16), words, whole_blocks];
     let flags = flags.iter().enumerate().map(|(bit, on)| u32::from(*on) << bit).sum();
     let args = RebaseArgs {
