@@ -102,12 +102,12 @@ pub(crate) fn dequantize(
     let block_cols = block.cols.min(cols.max(1));
     let fast = codes.is_contiguous()
         && out.is_contiguous()
-        && aligned(codes.ptr(), 16)
+        && aligned(codes.ptr(), 8)
         && aligned(out.ptr(), 16)
-        && (cols.is_multiple_of(16) || block_cols == cols && block.rows >= rows && n.is_multiple_of(16))
-        && (block_cols.is_multiple_of(16) || block_cols == cols);
+        && (cols.is_multiple_of(8) || block_cols == cols && block.rows >= rows && n.is_multiple_of(8))
+        && (block_cols.is_multiple_of(8) || block_cols == cols);
     let kernels = if fast { &DEQUANTIZE } else { &STRIDED_DEQUANTIZE };
-    let blocks = n.div_ceil(if fast { 256 * 16 } else { 256 });
+    let blocks = n.div_ceil(if fast { 256 * 8 } else { 256 });
     let args = DequantizeArgs {
         codes: codes.ptr(),
         scale: scale.ptr(),
