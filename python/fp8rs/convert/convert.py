@@ -15,6 +15,7 @@ from fp8rs.convert.torchao import from_float8_linear_config, refuse_high_precisi
 from fp8rs.convert.transformer_engine import from_te_recipe, is_te_recipe
 from fp8rs.nn.linear import Float8Linear, float8_class
 from fp8rs.nn.registry import ModelState
+from fp8rs.optim import others
 from fp8rs.quantize.quantizers import group_name
 from fp8rs.quantize.recipes import Recipe, resolve_recipe
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -122,6 +123,7 @@ def convert_to_float8_training(
         joined.detach()
     if fp8_weights:
         state.watch_steps()
+        others.watch()
     state.attach(module)
     _log.info("%s", _report(module, recipe, selected.left))
     return module

@@ -1,5 +1,6 @@
 """Optimizers for weights that are FP8 at rest, and for plain ones beside them."""
 
 from fp8rs.optim.adamw import AdamW
+from fp8rs.optim.master_weights import MasterWeights
 
-__all__ = ["AdamW"]
+__all__ = ["AdamW", "MasterWeights"]

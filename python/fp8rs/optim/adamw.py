@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 from numbers import Real
 from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from fp8rs._torch import check_graph_capture, dtensor_like, not_traced
+from fp8rs._torch import check_graph_capture, not_traced
 from fp8rs.optim import weights
 from fp8rs.optim.lists import Item, Options, Step
+from fp8rs.optim.masters import WithMasters, distributed_like
 from fp8rs.tensor.formats import INPUT_DTYPES
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 
 
-class AdamW(Optimizer):
+class AdamW(WithMasters):
     """Decoupled weight decay (Loshchilov and Hutter, 2019), as ``torch.optim.AdamW`` computes it.
 
     Parameters may be FP8 at rest (quantized tensors, or DTensors over them) and plain (float32,
@@ -84,8 +83,6 @@ class AdamW(Optimizer):
         stochastic_rounding: bool | None = None,
         seed: int = 0,
     ) -> None:
-        #: Of parameters with masters, which of their writes was the last to reach those.
-        self._followed: dict[Tensor, tuple[int, int, int]] = {}
         super().__init__(
             params,
             {
@@ -115,7 +112,6 @@ class AdamW(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._followed = {}
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -181,10 +177,7 @@ class AdamW(Optimizer):
             for device, counters in by_device.items():
                 found = found_inf.to(device, non_blocking=True).view(())
                 torch._foreach_sub_(counters, [found] * len(counters))
-        weights.wrote([item.param for item in items])
-        for item in items:
-            if item.master is not None:
-                self._followed[item.param] = weights.writes(item.param)
+        self._wrote([item.param for item in items])
 
     def _options(self, group: dict[str, Any], device: torch.device) -> Options:
         lr = group["lr"]
@@ -220,17 +213,10 @@ class AdamW(Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = state_like(param, weight, getattr(torch, group["state_dtype"]))
-        exact = weight.dtype == torch.float32 and weights.quantized(param) is None
-        if group["master_weights"] and not exact and "master" not in state:
-            state["master"] = new_master(param, weight)
-        weights.drop_init(param)  # also where masters came from a checkpoint
+        master = self._master(param, group["master_weights"], bool(group["stochastic_rounding"]))
         exp_avg, exp_avg_sq = (weights.local(state[name]) for name in ("exp_avg", "exp_avg_sq"))
-        master = state.get("master")
         if master is not None:
             master = weights.local(master)
-            writes = weights.writes(param)
-            if self._followed.get(param, writes) != writes:
-                weights.follow(param, master, bool(group["stochastic_rounding"]))
         return Item(param, weight, grad, exp_avg, exp_avg_sq, state["step"], master, index)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -244,50 +230,15 @@ class AdamW(Optimizer):
                 rule (AMSGrad, Adam's own weight decay), or does not fit its parameter. Nothing is
                 loaded then.
         """
-        loaded: list[dict[str, Any]] = []
+        super().load_state_dict(state_dict)
 
-        def last(_: Optimizer, state_dict: dict[str, Any]) -> None:
-            self._check_state(state_dict)
-            loaded.append(state_dict)  # as other hooks have left it
+    def _check_group(self, saved: dict[str, Any]) -> None:
+        check_options({**self.defaults, **saved})
+        check_rule(saved)
 
-        def first(_: Optimizer) -> None:
-            self._take_state(loaded[-1])
-
-        hooks = (
-            self.register_load_state_dict_pre_hook(last),
-            self.register_load_state_dict_post_hook(first, prepend=True),
-        )
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _check_state(self, state_dict: dict[str, Any]) -> None:
-        # Other numbers of groups or parameters are for torch to refuse.
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
-            check_options({**self.defaults, **saved})
-            check_rule(saved)
-            for param, key in zip(group["params"], saved["params"], strict=False):
-                check_sizes(param, state_dict["state"].get(key, {}))
-
-    def _take_state(self, state_dict: dict[str, Any]) -> None:
-        self._followed = {}
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        own = chain.from_iterable(group["params"] for group in self.param_groups)
-        for key, param in zip(saved, own, strict=True):
-            if key in state_dict["state"]:
-                device = weights.local(param).device
-                state = self.state[param] = {
-                    name: value.to(device, copy=True) if isinstance(value, Tensor) else value
-                    for name, value in state_dict["state"][key].items()
-                }
-                if "step" in state:  # which some optimizers count in an int
-                    state["step"] = torch.as_tensor(
-                        state["step"], dtype=torch.float32, device=device
-                    )
-                if "master" in state:
-                    self._followed[param] = weights.writes(param)
+    def _loaded_step(self, step: Any, device: torch.device) -> Tensor:
+        # Some optimizers count in an int.
+        return torch.as_tensor(step, dtype=torch.float32, device=device)
 
 
 def name_of(dtype: torch.dtype | str) -> str:
@@ -345,17 +296,6 @@ def check_rule(group: dict[str, Any]) -> None:
         )
 
 
-def check_sizes(param: Tensor, state: dict[str, Any]) -> None:
-    """Raise for a state that is another parameter's, or of another number of ranks."""
-    own = weights.local(param).shape
-    for name in ("exp_avg", "exp_avg_sq", "master"):
-        if name in state and weights.local(state[name]).shape != own:
-            raise ValueError(
-                f"{name} in the state has shape {tuple(weights.local(state[name]).shape)} here,"
-                f" its parameter {tuple(own)}; they must be the same"
-            )
-
-
 def checked(param: Tensor) -> tuple[Tensor, Tensor]:
     """The local parts of a parameter and its gradient; raises where they do not fit."""
     grad = param.grad
@@ -395,24 +335,3 @@ def state_like(param: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
     else:
         zeros = torch.zeros_like(weight, dtype=dtype, memory_format=torch.preserve_format)
     return distributed_like(param, zeros)
-
-
-def new_master(param: Any, weight: Tensor) -> Tensor:
-    """A float32 copy of a parameter's values, or of those that it was initialized with."""
-    kept = weights.kept_init(param)
-    quantized = weights.quantized(param)
-    if kept is not None:
-        master = kept.detach().to(weight.device, torch.float32, copy=True).contiguous()
-        weights.drop_init(param)
-    elif quantized is not None:
-        master = quantized.dequantize(torch.float32)
-    else:
-        master = torch.zeros_like(weight, dtype=torch.float32).copy_(weight)
-    return distributed_like(param, master)
-
-
-def distributed_like(param: Any, part: Tensor) -> Tensor:
-    """``part`` as the local part of a tensor that is distributed as ``param`` is."""
-    if not hasattr(param, "_local_tensor"):
-        return part
-    return dtensor_like(param, part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -280,7 +281,7 @@ class Step:
 
     def second(self, amaxes: Tensor) -> None:
         """Write the codes of the weights that were measured, with the scales of these maxima."""
-        scales = self._scales(amaxes)
+        scales = scales_from(amaxes, [weight.spec for _, _, weight in self._current])
         parts = scales.unbind()
         with_masters: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         for at, (options, item, weight) in enumerate(self._current):
@@ -303,11 +304,12 @@ class Step:
             _multi_quantize(masters, packed, data)
             torch._foreach_copy_(old, new)
 
-    def _scales(self, amaxes: Tensor) -> Tensor:
-        parts, start = [], 0
-        specs = [weight.spec for _, _, weight in self._current]
-        for end in range(1, len(specs) + 1):
-            if end == len(specs) or specs[end] != specs[start]:
-                parts.append(specs[start].scale_from_amax(amaxes[start:end]))
-                start = end
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+def scales_from(amaxes: Tensor, specs: Sequence[QuantSpec]) -> Tensor:
+    """The scales (n,) of tensors with these maxima (n,); neighbours of one spec in one launch."""
+    parts, start = [], 0
+    for end in range(1, len(specs) + 1):
+        if end == len(specs) or specs[end] != specs[start]:
+            parts.append(specs[start].scale_from_amax(amaxes[start:end]))
+            start = end
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
