@@ -1,0 +1,640 @@
+"""Torch's optimizers on FP8 weights: on masters by fp8rs.optim.MasterWeights, else with a warning."""
+
+import copy
+import gc
+import tempfile
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import fp8rs
+from distributed import ranks
+from distributed.collectives import Collectives
+from distributed.models import EMPTY, RECIPES, UNEVEN, linears, make, reduces, same_bytes, shard
+from fp8rs.optim import AdamW, MasterWeights
+from fp8rs.tensor.quantized import QuantizedTensor
+from saving import reloaded
+from test_adamw import (
+    E4M3,
+    QUANTIZERS,
+    SHAPES,
+    assert_same,
+    bytes_of,
+    each_format,
+    each_quantizer,
+    everything,
+    mixed,
+    normal,
+    parameter,
+    train,
+)
+from test_fp8_weights_in_use import assert_equal, batch, contents, full, loss_of, same
+
+NAMES = ["current", "delayed", "rowwise", "block", "mxfp8"]
+each_recipe = pytest.mark.parametrize("recipe", NAMES)
+
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.0}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "Muon": (torch.optim.Muon, {"lr": 1e-2, "weight_decay": 0.0}),
+}
+each_optimizer = pytest.mark.parametrize("name", list(OPTIMIZERS))
+
+
+def with_masters(kind, params, **options):
+    return MasterWeights(params, kind, **options)
+
+
+def plain(kind, params, **options):
+    return kind(params, **options)
+
+
+def build(model, name, make=with_masters):
+    """Optimizers of all parameters: Muon takes matrices alone."""
+    kind, options = OPTIMIZERS[name]
+    params = list(model.parameters())
+    if name != "Muon":
+        return [make(kind, params, **options)]
+    matrices, others = ([p for p in params if (p.dim() == 2) == is_2d] for is_2d in (True, False))
+    return [make(kind, matrices, **options), torch.optim.SGD(others, lr=0.1, momentum=0.9)]
+
+
+def step(model, optimizers, x):
+    loss = loss_of(model, x)
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.detach()
+
+
+# --- what a step computes ------------------------------------------------------------------------
+
+
+def problem(recipe, **options):
+    """Two layers, and random targets for random inputs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+    x, y = torch.randn(2, 128, 64)
+    fp8rs.convert_to_float8_training(model, recipe=recipe, **options)
+    return model, x, y
+
+
+def last_loss(problem, name, make):
+    model, x, y = problem
+    optimizers = build(model, name, make)
+    for _ in range(400):
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return loss.item()
+
+
+@each_recipe
+@each_optimizer
+@pytest.mark.parametrize("kept", [True, False])
+def test_weights_train_as_those_do_that_stay_in_high_precision(recipe, name, kept):
+    fp8 = problem(recipe, fp8_weights=True, preserve_high_precision_init_val=kept)
+    reference = problem(recipe)
+    if not kept:  # masters begin with what the weights were rounded to
+        with torch.no_grad():
+            for p, q in zip(reference[0].parameters(), fp8[0].parameters(), strict=True):
+                p.copy_(full(q))
+    found = last_loss(fp8, name, with_masters)
+    wanted = last_loss(reference, name, plain)
+    assert found == pytest.approx(wanted, rel=0.05)
+    assert all(isinstance(fp8[0][i].weight, QuantizedTensor) for i in (0, 2))
+
+
+@each_quantizer
+@each_format
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_codes_are_what_the_quantizer_makes_of_the_optimizers_own_step(
+    name, fp8_dtype, grad_dtype, shape
+):
+    weight = parameter(QUANTIZERS[name](fp8_dtype, "cpu")(normal(shape, 1)))
+    other = QUANTIZERS[name](fp8_dtype, "cpu")
+    values = parameter(weight.detach().dequantize(torch.float32))
+    options = {"lr": 3e-2, "momentum": 0.9, "weight_decay": 0.1}
+    ours = MasterWeights([weight], torch.optim.SGD, **options)
+    theirs = torch.optim.SGD([values], **options)
+    for n in range(3):
+        train(ours, 1, grad_dtype, n)
+        values.grad = weight.grad.float()
+        theirs.step()
+        want = other(values.detach())
+        assert_same(bytes_of(*weight._store.tensors()), bytes_of(*want._store.tensors()))
+        state = ours.state[weight]
+        assert torch.equal(state["master"], values)
+        assert torch.equal(state["momentum_buffer"], theirs.state[values]["momentum_buffer"])
+
+
+def test_parameters_of_all_kinds_step_together():
+    """Each is the rounded float32 step; one that is exact by itself is stepped where it is."""
+    params = mixed()
+    values = [
+        parameter((p.detach().dequantize() if isinstance(p, QuantizedTensor) else p.detach()).float())
+        for p in params
+    ]
+    pointers = [p.data_ptr() for p in params]
+    exact = params[len(QUANTIZERS)]
+    values[len(QUANTIZERS)] = parameter(exact.detach().clone())
+    ours = MasterWeights(params, torch.optim.RMSprop, lr=1e-2, momentum=0.5)
+    theirs = torch.optim.RMSprop(values, lr=1e-2, momentum=0.5)
+    for n in range(3):
+        train(ours, 1, seed=n)
+        train(theirs, 1, seed=n)
+        for p, q in zip(params, values, strict=True):
+            assert torch.equal(ours.state[p].get("master", p), q)
+            if not isinstance(p, QuantizedTensor):
+                assert torch.equal(p, q.to(p.dtype))
+    assert "master" not in ours.state[exact]
+    assert [p.data_ptr() for p in params] == pointers
+
+
+def test_what_has_no_gradient_has_no_master():
+    """A frozen base costs what it did."""
+    model, x, y = problem("current", fp8_weights=True)
+    model[0].weight.requires_grad_(False)
+    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW)
+    for _ in range(2):
+        before = contents(model)
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    assert model[0].weight not in optimizer.state
+    assert "master" in optimizer.state[model[2].weight]
+    assert same(before[:2], contents(model)[:2])
+    model[0].weight.requires_grad_(True)
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+    assert "master" in optimizer.state[model[0].weight]
+
+
+@pytest.mark.parametrize("name", list(QUANTIZERS))
+def test_masters_follow_what_others_write(name):
+    weight = parameter(QUANTIZERS[name](E4M3, "cpu")(normal((140, 150), 1)))
+    optimizer = MasterWeights([weight], torch.optim.SGD, lr=1e-2)
+    train(optimizer, 2)
+    with torch.no_grad():
+        weight.copy_(torch.full((140, 150), 3.0))
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(optimizer, 1)
+    assert ((optimizer.state[weight]["master"] - 3).abs() <= 3 / 16).all()
+
+
+def test_gradients_in_high_precision_live_for_a_step():
+    params = mixed()
+    optimizer = MasterWeights(params, Watched, lr=1e-3)
+    train(optimizer, 2, torch.bfloat16)
+    gc.collect()
+    assert len(Watched.seen) == 2 * len(params)
+    assert not any(reference() is not None for reference in Watched.seen)
+    assert all(p.grad.dtype == torch.bfloat16 for p in params)
+
+
+class Watched(torch.optim.SGD):
+    """Remembers the gradients that it was given, which must be of the parameters' own dtype."""
+
+    seen: list = []  # noqa: RUF012
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                assert type(p) is torch.Tensor and p.grad.dtype == p.dtype
+                if p.dtype == torch.float32:
+                    self.seen.append(weakref.ref(p.grad))
+        return super().step(closure)
+
+
+# --- an optimizer as any -------------------------------------------------------------------------
+
+
+def test_schedulers_and_groups_are_the_chosen_optimizers():
+    params = mixed()
+    optimizer = MasterWeights(
+        [{"params": params[:3], "lr": 0.5}, {"params": params[3:]}], torch.optim.SGD, momentum=0.9
+    )
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert [g["lr"] for g in optimizer.param_groups] == [0.5, 1e-3]
+    assert optimizer.defaults["momentum"] == 0.9
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.0 if n == 1 else 1.0)
+    train(optimizer, 1)
+    scheduler.step()
+    before = bytes_of(*(optimizer.state[p]["master"] for p in params[:3]))
+    train(optimizer, 1, seed=1)
+    assert_same(bytes_of(*(optimizer.state[p]["master"] for p in params[:3])), before)
+    scheduler.step()
+    assert [g["lr"] for g in optimizer.param_groups] == [0.5, 1e-3]
+    new = parameter(torch.ones(4).bfloat16())
+    optimizer.add_param_group({"params": [new], "weight_decay": 0.5})
+    assert optimizer.param_groups[-1]["momentum"] == 0.9
+    train(optimizer, 1)
+    assert "momentum_buffer" in optimizer.state[new] and "master" in optimizer.state[new]
+    # Those that want momentum look for it in the defaults.
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+
+
+def test_options_that_an_optimizer_changes_by_itself_are_seen():
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+            return super().step(closure)
+
+    optimizer = MasterWeights(mixed(), Counting, lr=1e-3)
+    train(optimizer, 3)
+    assert optimizer.state_dict()["param_groups"][0]["k"] == 3
+
+
+def test_a_closure_is_evaluated_before_the_step():
+    weight = parameter(QUANTIZERS["current"](E4M3, "cpu")(normal((8, 8), 1)))
+    optimizer = MasterWeights([weight], torch.optim.SGD, lr=0.1)
+
+    def closure():
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad()
+        loss = (weight.dequantize() * 2).sum()
+        weight.grad = torch.full((8, 8), 2.0)
+        return loss.detach()
+
+    before = weight.detach().dequantize()
+    assert optimizer.step(closure) == 2 * before.sum()
+    assert torch.equal(optimizer.state[weight]["master"], before - 0.1 * 2.0)
+    optimizer.zero_grad()
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize(
+    "kind, message",
+    [
+        (torch.optim.LBFGS, "LBFGS, which evaluates its closure within a step"),
+        ("SGD", "optimizer_class is 'SGD'"),
+        (nn.Linear, "must be a subclass of torch.optim.Optimizer"),
+    ],
+)
+def test_what_cannot_be_run_on_masters_is_refused(kind, message):
+    with pytest.raises(TypeError, match=message):
+        MasterWeights([parameter(torch.ones(2))], kind)
+
+
+def test_options_are_refused_as_the_chosen_optimizer_does():
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        MasterWeights(mixed(), torch.optim.SGD, lr=-1.0)
+    with pytest.raises(ValueError, match="2D"):
+        MasterWeights([parameter(torch.ones(2))], torch.optim.Muon)
+    optimizer = MasterWeights(mixed(), torch.optim.SGD)
+    params = optimizer.param_groups[0]["params"]
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": params[:1]})
+
+
+@pytest.mark.parametrize("given", ["one", "None"])
+def test_a_step_that_fails_keeps_the_state(given):
+    class Failing(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure=None):
+            if self.fails:
+                raise RuntimeError("failed")
+            return super().step(closure)
+
+    optimizer = MasterWeights(mixed(), Failing, lr=1e-3, momentum=0.9)
+    train(optimizer, 1)
+    before = everything(optimizer)
+    Failing.fails = True
+    with pytest.raises(RuntimeError, match="failed"):
+        train(optimizer, 1)
+    assert_same(everything(optimizer), before)
+
+
+def test_parameters_may_be_replaced_until_the_first_step_and_the_old_ones_are_freed():
+    """accelerate does so: it shards a model that the optimizer has already, and drops the old."""
+    old = mixed()
+    optimizer = MasterWeights(old, torch.optim.AdamW)
+    gone = [weakref.ref(p) for p in old]
+    for i, p in enumerate(mixed()):
+        optimizer.param_groups[0]["params"][i] = p
+    del old
+    gc.collect()
+    assert not any(reference() is not None for reference in gone)
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(optimizer, 1)
+    assert len(optimizer.state) == len(QUANTIZERS) + 3
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: reloaded(x, weights_only=False)])
+def test_copies_step_by_themselves(how):
+    optimizer = MasterWeights(mixed(), torch.optim.AdamW, lr=1e-2)
+    train(optimizer, 2)
+    twin = how(optimizer)
+    train(optimizer, 2, seed=1)
+    train(twin, 2, seed=1)
+    assert_same(everything(twin), everything(optimizer))
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        (torch.optim.AdamW, {"amsgrad": True, "foreach": False}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.Adafactor, {}),
+    ],
+)
+def test_a_saved_state_goes_on_as_if_nothing_had_been(kind, options):
+    first = MasterWeights(mixed(), kind, **options)
+    train(first, 2)
+    state, params = reloaded((first.state_dict(), first.param_groups[0]["params"]))
+    second = MasterWeights(params, kind)
+    second.load_state_dict(state)
+    for p, q in zip(first.param_groups[0]["params"], params, strict=True):
+        assert first.state[p].keys() == second.state[q].keys()
+        for name, value in first.state[p].items():
+            assert same_bytes(second.state[q][name], value)
+    train(first, 2, seed=1)
+    train(second, 2, seed=1)
+    assert_same(everything(second), everything(first))
+
+
+def test_a_state_of_the_optimizer_without_masters_is_taken():
+    params, values = (
+        [parameter(normal((8, 4), 1).to(dtype))] for dtype in (torch.bfloat16, torch.float32)
+    )
+    theirs = torch.optim.AdamW(values)
+    train(theirs, 1)
+    ours = MasterWeights(params, torch.optim.AdamW)
+    ours.load_state_dict(theirs.state_dict())
+    state = ours.state[params[0]]
+    assert torch.equal(state["exp_avg"], theirs.state[values[0]]["exp_avg"])
+    train(ours, 1)
+    assert state is not ours.state[params[0]] or "master" in state
+
+
+def test_a_state_of_another_shape_is_refused_whole():
+    small, large = (
+        MasterWeights([parameter(torch.ones(n, n).bfloat16())], torch.optim.AdamW) for n in (2, 3)
+    )
+    train(small, 1)
+    train(large, 1)
+    before = everything(large)
+    with pytest.raises(ValueError, match=r"master|exp_avg"):
+        large.load_state_dict(small.state_dict())
+    assert_same(everything(large), before)
+
+
+def test_a_compiled_step_is_an_eager_one():
+    torch._dynamo.reset()
+    eager, compiled = (MasterWeights(mixed(), torch.optim.AdamW, lr=1e-2) for _ in range(2))
+    run = torch.compile(compiled.step, backend="eager")
+    for seed in range(3):
+        for optimizer in (eager, compiled):
+            for i, p in enumerate(optimizer.param_groups[0]["params"]):
+                p.grad = normal(p.shape, 10 * seed + i, p.dtype)
+        eager.step()
+        run()
+        assert_same(everything(compiled), everything(eager))
+    torch._dynamo.reset()
+
+
+# --- sharded -------------------------------------------------------------------------------------
+
+
+def local(t):
+    return t._local_tensor if isinstance(t, DTensor) else t
+
+
+def pair(rig, recipe, hidden=UNEVEN, **options):
+    """A model with FP8 weights, whose first values are kept, and a sharded one."""
+    whole, other = (
+        make(
+            hidden,
+            recipe=RECIPES[recipe],
+            device=rig.device,
+            fp8_weights=True,
+            preserve_high_precision_init_val=True,
+        )
+        for _ in range(2)
+    )
+    return whole, shard(other, rig, **options)
+
+
+def masters(model, optimizers):
+    """The whole master of each weight that has one."""
+    found = {}
+    for name, p in model.named_parameters():
+        for optimizer in optimizers:
+            master = optimizer.state[p].get("master") if p in optimizer.state else None
+            if master is not None:
+                assert getattr(master, "placements", None) == getattr(p, "placements", None)
+                whole = master.full_tensor() if isinstance(master, DTensor) else master
+                found[name] = whole.clone()
+    return found
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", list(RECIPES))
+@pytest.mark.parametrize("hidden", [UNEVEN, EMPTY], ids=["uneven", "empty"])
+@each_optimizer
+def test_shards_step_as_the_whole_weight_does(rig, recipe, hidden, name):
+    whole, model = pair(rig, recipe, hidden)
+    one, other = build(whole, name), build(model, name)
+    for n in range(3):
+        losses = [step(m, o, batch(rig, n)) for m, o in ((whole, one), (model, other))]
+        wanted, found = masters(whole, one), masters(model, other)
+        assert wanted.keys() == found.keys() == {f"{n}.weight" for n in linears(model)}
+        if name != "Muon":
+            assert same_bytes(*losses)
+            assert all(same_bytes(found[key], wanted[key]) for key in wanted)
+            assert_equal(model, whole)
+        for key in wanted:  # Muon multiplies matrices in bf16, and sums over ranks
+            assert (found[key] - wanted[key]).abs().max() <= 0.02 * wanted[key].abs().max(), key
+
+
+@ranks(2)
+def test_a_steps_maxima_are_reduced_at_once(rig):
+    _, model = pair(rig, "current")
+    optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    for n in range(2):
+        loss_of(model, batch(rig, n)).backward()
+        with Collectives() as seen:
+            optimizer.step()
+        assert reduces(seen) == [4 * len(linears(model))]
+        assert len(seen.seen) == 1
+
+
+@ranks(4)
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_replicas_of_shards_step_alike(rig, recipe):
+    whole, model = pair(rig, recipe, mesh=rig.mesh(2, 2))
+    one, other = build(whole, "SGD"), build(model, "SGD")
+    for n in range(2):
+        for m, o in ((whole, one), (model, other)):
+            step(m, o, batch(rig, n))
+        assert_equal(model, whole)
+
+
+@ranks(4)
+@each_optimizer
+@pytest.mark.parametrize("recipe", ["current", "rowwise"])
+def test_tensor_parallel_shards_step_as_the_whole_weight_does(rig, recipe, name):
+    """Within what sums over ranks round otherwise."""
+    whole, model = (
+        make((64, 64), recipe=recipe, device=rig.device, fp8_weights=True) for _ in range(2)
+    )
+    mesh = rig.mesh(2, 2, names=("data", "tensor"))
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    for block in model.blocks:
+        parallelize_module(block, mesh["tensor"], plan)
+    shard(model, mesh=mesh["data"])
+    one, other = build(whole, name), build(model, name)
+    for n in range(2):
+        for m, o in ((whole, one), (model, other)):
+            step(m, o, batch(rig, n))
+    wanted, found = masters(whole, one), masters(model, other)
+    assert wanted.keys() == found.keys()
+    for key, value in wanted.items():
+        assert (found[key] - value).abs().max() <= 0.05 * value.abs().max(), key
+
+
+@ranks(2)
+@each_optimizer
+@pytest.mark.parametrize("recipe", list(RECIPES))
+@pytest.mark.parametrize("whole", [True, False], ids=["full", "sharded"])
+def test_a_state_dict_of_torchs_goes_on_as_if_nothing_had_been(rig, recipe, name, whole):
+    """By get_optimizer_state_dict and its counterpart, into a fresh model and optimizer."""
+    options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
+    _, model = pair(rig, recipe)
+    optimizers = build(model, name)
+    for n in range(2):
+        step(model, optimizers, batch(rig, n))
+    weights = copy.deepcopy(model.state_dict())
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizers, options=options))
+    if whole:  # which torch gives to the first rank
+        given = [state]
+        dist.broadcast_object_list(given)
+        state = given[0]
+    _, other = pair(rig, recipe)
+    resumed = build(other, name)
+    other.load_state_dict(weights)
+    set_optimizer_state_dict(other, resumed, state, options=options)
+    wanted, found = masters(model, optimizers), masters(other, resumed)
+    assert wanted and all(same_bytes(found[key], wanted[key]) for key in wanted)
+    for n in range(2, 4):
+        for m, o in ((model, optimizers), (other, resumed)):
+            step(m, o, batch(rig, n))
+        if recipe != "delayed":  # whose histories are in no state dict
+            assert_equal(other, model)
+            assert same(contents(other), contents(model))
+
+
+@ranks(2)
+def test_a_checkpoint_on_disk_holds_the_masters(rig):
+    _, model = pair(rig, "current")
+    optimizers = build(model, "SGD")
+    step(model, optimizers, batch(rig))
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    wanted = masters(model, optimizers)
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizers)}, checkpoint_id=folder[0])
+    _, other = pair(rig, "current")
+    resumed = build(other, "SGD")
+    state = {"optimizer": get_optimizer_state_dict(other, resumed)}
+    dcp.load(state, checkpoint_id=folder[0])
+    set_optimizer_state_dict(other, resumed, state["optimizer"])
+    found = masters(other, resumed)
+    assert wanted and all(same_bytes(found[key], wanted[key]) for key in wanted)
+
+
+# --- the warning ---------------------------------------------------------------------------------
+
+
+def stepped(optimizer, model):
+    """The warnings of two steps."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for n in range(2):
+            model(normal((16, 64), n)).square().mean().backward()
+            optimizer.step()
+    return found
+
+
+class Foreign(torch.optim.Optimizer):
+    """A third party's."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(0.1 * p.grad)
+
+
+FOREIGN = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.1, foreach=False),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "Foreign": Foreign,
+}
+
+
+@pytest.mark.parametrize("kind", list(FOREIGN))
+@pytest.mark.parametrize("init", [True, False])
+def test_the_first_step_of_another_optimizer_warns(kind, init):
+    if init:
+        with fp8rs.quantized_init("current"):
+            model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    else:
+        model, *_ = problem("current", fp8_weights=True)
+    for _ in range(2):  # once an optimizer
+        optimizer = FOREIGN[kind](model.parameters())
+        found = stepped(optimizer, model)
+        assert len(found) == 1 and found[0].category is UserWarning
+        text, name = str(found[0].message), type(optimizer).__name__
+        assert text.startswith(f"{name} steps 2 weights that are FP8 at rest")
+        assert "fp8rs.optim.AdamW" in text and f"fp8rs.optim.MasterWeights(params, {name}" in text
+        assert found[0].filename == __file__
+
+
+@ranks(2)
+def test_it_does_of_shards(rig):
+    _, model = pair(rig, "current")
+    optimizer = torch.optim.AdamW(model.parameters())
+    get_optimizer_state_dict(model, optimizer)  # torch steps it, at a rate of 0
+    loss_of(model, batch(rig)).backward()
+    with pytest.warns(UserWarning, match="AdamW steps 5 weights that are FP8 at rest"):
+        optimizer.step()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("make", [AdamW, lambda p: MasterWeights(p, torch.optim.SGD, lr=0.1)])
+def test_ours_do_not_warn(make):
+    model, *_ = problem("current", fp8_weights=True)
+    assert not stepped(make(model.parameters()), model)
+
+
+def test_frozen_weights_and_plain_ones_do_not_warn():
+    model, *_ = problem("current", fp8_weights=True)
+    for i in (0, 2):
+        model[i].weight.requires_grad_(False)
+    assert not stepped(torch.optim.SGD(model.parameters(), 0.1), model)
+    other, *_ = problem("current")
+    assert not stepped(torch.optim.SGD(other.parameters(), 0.1), other)
