@@ -10,11 +10,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fp8rs import convert_to_float8_training
 from fp8rs.integrations.accelerate import fsdp2_on_cpu
+from fp8rs.optim import MasterWeights
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser()
     parser.add_argument("--recipe", default="current", help="a recipe of fp8rs, or bf16")
+    parser.add_argument("--fp8-weights", action="store_true", help="keep weights in FP8 at rest")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save", help="where to save the state after the last step")
     parser.add_argument("--resume", help="what --save wrote: FOLDER/step_N")
@@ -29,8 +31,17 @@ def main(argv=None):
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_attention_heads=4, **sizes))
     if args.recipe != "bf16":
-        convert_to_float8_training(model, recipe=args.recipe, filter_fqns=["lm_head"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        convert_to_float8_training(
+            model,
+            recipe=args.recipe,
+            filter_fqns=["lm_head"],
+            fp8_weights=args.fp8_weights,
+            preserve_high_precision_init_val=args.fp8_weights,
+        )
+    if args.fp8_weights:  # torch's AdamW would lose steps shorter than half a code's
+        optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     rows = torch.tensor(list(inspect.getsource(argparse).encode())[: 64 * 1024]).view(-1, 64)
     data = DataLoader(rows[64:], batch_size=4)
     model, optimizer, data = accelerator.prepare(model, optimizer, data)

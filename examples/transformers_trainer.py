@@ -8,11 +8,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from fp8rs import convert_to_float8_training
 from fp8rs.integrations.accelerate import fsdp2_on_cpu
+from fp8rs.optim import MasterWeights
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser()
     parser.add_argument("--recipe", default="current", help="a recipe of fp8rs, or bf16")
+    parser.add_argument("--fp8-weights", action="store_true", help="keep weights in FP8 at rest")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--output", default="trainer-output", help="checkpoints go there")
@@ -38,11 +40,21 @@ def main(argv=None):
     set_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_attention_heads=4, **sizes))
+    chosen = {}
     if args.recipe != "bf16":
-        convert_to_float8_training(model, recipe=args.recipe, filter_fqns=["lm_head"])
+        convert_to_float8_training(
+            model,
+            recipe=args.recipe,
+            filter_fqns=["lm_head"],
+            fp8_weights=args.fp8_weights,
+            preserve_high_precision_init_val=args.fp8_weights,
+        )
+    if args.fp8_weights:  # the Trainer's own AdamW would lose steps shorter than half a code's
+        options = {"optimizer_class": torch.optim.AdamW, "lr": training.learning_rate}
+        chosen = {"optimizer_cls_and_kwargs": (MasterWeights, options)}
     rows = torch.tensor(list(inspect.getsource(argparse).encode())[: 64 * 1024]).view(-1, 64)
     data = [{"input_ids": row, "labels": row} for row in rows]
-    trainer = Trainer(model, training, train_dataset=data[64:], eval_dataset=data[:64])
+    trainer = Trainer(model, training, train_dataset=data[64:], eval_dataset=data[:64], **chosen)
     trainer.train(resume_from_checkpoint=args.resume)
     evaluation = trainer.evaluate()["eval_loss"]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -70,6 +70,7 @@ OPTIMIZERS = {
 
 @recipes
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
+@pytest.mark.filterwarnings("ignore:.* weights that are FP8 at rest")
 def test_torch_optimizers_train_whole_weights(device, recipe, kind):
     """A step is the optimizer's own, of the dequantized values, rounded."""
     model = fp8_model(recipe, device)
@@ -98,6 +99,7 @@ def test_torch_optimizers_train_whole_weights(device, recipe, kind):
 
 @recipes
 @pytest.mark.parametrize("kind", ["foreach", "fused"])
+@pytest.mark.filterwarnings("ignore:.* weights that are FP8 at rest")
 def test_lists_are_dequantized_a_member_at_a_time(recipe, kind, monkeypatch):
     model = make((64,) * 6, recipe=RECIPES[recipe], fp8_weights=True)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, **{kind: True})
@@ -122,6 +124,7 @@ def test_lists_are_dequantized_a_member_at_a_time(recipe, kind, monkeypatch):
 
 @recipes
 @pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.filterwarnings("ignore:.* weights that are FP8 at rest")
 def test_an_optimizer_from_before_the_weights_were_quantized(device, recipe, ours):
     model = make(UNEVEN, recipe=None, device=device)
     weights = [layer.weight for layer in linears(model).values()]

@@ -91,6 +91,18 @@ def test_sharded_state_dicts_are_those_of_the_unconverted_model(tmp_path):
     assert run.returned["losses"] == whole["losses"][:3]
 
 
+def test_fp8_weights_train_as_master_weights_do(tmp_path):
+    """By torch's AdamW on masters, from the same values: saved and resumed, too."""
+    whole = reference_run(EXAMPLE, *FP8).returned
+    options = ("--fp8-weights", "--save", str(tmp_path))
+    first = run_example(EXAMPLE, "--steps", "3", *options)
+    assert first.returned["losses"] == whole["losses"][:3]
+    saved = str(tmp_path / "step_3")
+    second = run_example(EXAMPLE, *FP8, "--fp8-weights", "--resume", saved)
+    assert second.returned["losses"] == whole["losses"][3:]
+    assert second.returned["evaluation"] == whole["evaluation"]
+
+
 # --- mixed_precision="fp8" -----------------------------------------------------------------------
 
 

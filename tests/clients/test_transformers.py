@@ -71,3 +71,14 @@ def test_gradients_accumulate(tmp_path):
     close(run, reference)
     assert not run.still
     assert_gathers_are_fp8(run, reference, passes=2 * 2 * 4 + 4)
+
+
+def test_fp8_weights_train_as_master_weights_do(trained, tmp_path):
+    """By torch's AdamW on masters, from the same values: saved and resumed, too."""
+    whole, _ = trained["current"]
+    options = ("--steps", str(STEPS), "--fp8-weights", "--output")
+    run = run_example(EXAMPLE, *options, str(tmp_path / "first"))
+    assert run.returned == whole.returned
+    resume = str(tmp_path / "first" / "checkpoint-3")
+    again = run_example(EXAMPLE, *options, str(tmp_path / "second"), "--resume", resume)
+    assert again.returned == whole.returned

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fp8rs._torch import not_traced
 from fp8rs.optim import casts, weights
-from fp8rs.optim.masters import WithMasters, distributed_like
+from fp8rs.optim.masters import OWN, WithMasters, distributed_like
 
 
 class MasterWeights(WithMasters):
@@ -99,7 +99,7 @@ class MasterWeights(WithMasters):
         weights.prepare(params)
         params = [param for param in params if param.grad is not None]
         masters = {p: master for p in params if (master := self._master(p)) is not None}
-        self._step({p: masters[p] if p in masters else alias(p) for p in params}, masters)
+        self._step({p: masters[p] if p in masters else alias(p) for p in params})
         low = [p for p in masters if weights.quantized(p) is None]
         if low:
             torch._foreach_copy_(
@@ -110,7 +110,7 @@ class MasterWeights(WithMasters):
             casts.write(quantized, [weights.local(masters[p]) for p in quantized])
         self._wrote(params)
 
-    def _step(self, given: dict[Tensor, Tensor], masters: dict[Tensor, Tensor]) -> None:
+    def _step(self, given: dict[Tensor, Tensor]) -> None:
         """Have the chosen optimizer step ``given`` in the parameters' places, with their state."""
         inner = self._inner
         assert inner is not None
@@ -119,8 +119,10 @@ class MasterWeights(WithMasters):
             tensor.grad = param.grad.to(tensor.dtype)
         for group, own in zip(self.param_groups, inner.param_groups, strict=True):
             own.update(group, params=[given[p] for p in group["params"] if p in given])
-        for param in masters:
-            del self.state[param]["master"]  # optimizers begin where a state is empty
+        kept = {}
+        for param in given:  # optimizers begin where a state is empty
+            state = self.state[param]
+            kept[param] = {name: state.pop(name) for name in OWN if name in state}
         inner.state.update({given.get(key, key): value for key, value in self.state.items()})
         try:
             inner.step()
@@ -128,8 +130,8 @@ class MasterWeights(WithMasters):
             params = {tensor: param for param, tensor in given.items()}
             self.state.clear()
             self.state.update({params.get(key, key): value for key, value in inner.state.items()})
-            for param, master in masters.items():
-                self.state[param]["master"] = master
+            for param, state in kept.items():
+                self.state[param].update(state)
             for group, own in zip(self.param_groups, inner.param_groups, strict=True):
                 group.update({name: own[name] for name in own if name != "params"})
             for tensor in given.values():

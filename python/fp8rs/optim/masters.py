@@ -15,6 +15,10 @@ from fp8rs._torch import dtensor_like
 from fp8rs.optim import weights
 
 
+#: What of a parameter's state is of its master, and not of the rule that steps it.
+OWN = ("master",)
+
+
 class WithMasters(Optimizer):
     """Base of the optimizers whose state has masters, under "master": see `new_master`."""
 
@@ -27,7 +31,9 @@ class WithMasters(Optimizer):
         super().__setstate__(state)
         self._followed = {}
 
-    def _master(self, param: Tensor, wanted: bool = True, stochastic: bool = False) -> Tensor | None:
+    def _master(
+        self, param: Tensor, wanted: bool = True, stochastic: bool = False
+    ) -> Tensor | None:
         """A parameter's master, with what others have written to the parameter; None if it has none.
 
         Args:

@@ -19,7 +19,7 @@ _hook: Any = None
 
 
 def watch() -> None:
-    """Warn from now on, once an optimizer: one that is forgotten in a second training counts."""
+    """Warn from now on: once an optimizer, as a process may train several models."""
     global _hook
     if _hook is None:
         _hook = register_optimizer_step_pre_hook(not_traced(_before_step))
@@ -42,8 +42,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         warnings.warn(
             f"{kind} steps {len(found)} weights that are FP8 at rest, and keeps no masters: of each "
             "step it loses what is less than half the way to the next code, which is 3 to 6% of a "
-            "weight, so that training stalls or gets worse. Use fp8rs.optim.AdamW, or any optimizer "
-            f"on fp32 masters by fp8rs.optim.MasterWeights(params, {kind}, ...), or convert with "
+            "weight, and training stalls (two layers, 400 steps of AdamW at lr 1e-3: a loss of 1.05 "
+            "became 0.95 at best, with masters 0.11). Use fp8rs.optim.AdamW, or any optimizer on "
+            f"fp32 masters by fp8rs.optim.MasterWeights(params, {kind}, ...), or convert with "
             "fp8_weights=False",
             stacklevel=5,
         )
