@@ -39,7 +39,7 @@ def quantized_init(
     Args:
         recipe: a recipe or its short name.
         preserve_high_precision_init_val: keep each weight's values from before the first rounding,
-            on the CPU: ``fp8rs.optim.AdamW`` begins its masters with them, and
+            on the CPU: the optimizers of ``fp8rs.optim`` begin their masters with them, and
             ``get_high_precision_init_val()`` of a weight gives them.
         module_filter_fn: as of ``convert_to_float8_training``.
         filter_fqns: as of ``convert_to_float8_training``.

@@ -25,19 +25,20 @@ class MasterWeights(WithMasters):
     are cast in one launch, and their maxima reduced over ranks in one collective a mesh (current
     scaling); delayed scaling casts with the scales that it knows, as ``fp8rs.optim.AdamW`` does.
 
-    FP8 weights and plain bfloat16 and float16 parameters have masters, from their first gradient on.
-    These begin and follow others' writes as those of ``fp8rs.optim.AdamW`` do. Other parameters are
-    stepped where they are. Masters of DTensors are DTensors on the same mesh with the same
+    FP8 weights and plain bfloat16 and float16 parameters have masters, from their first gradient
+    on. These begin and follow others' writes as those of ``fp8rs.optim.AdamW`` do. Other parameters
+    are stepped where they are. Masters of DTensors are DTensors on the same mesh with the same
     placements, so that an optimizer that wants whole matrices (Muon) finds them.
 
-    To all others this is the one optimizer that there is: its groups have the model's parameters and
-    the chosen optimizer's options, which schedulers change. Its state is the chosen optimizer's, and
-    has each master under "master". A state of the chosen optimizer without masters is taken too.
+    To all others this is the one optimizer that there is: its groups have the model's parameters
+    and the chosen optimizer's options, which schedulers change. Its state is the chosen
+    optimizer's, and has each master under "master". A state of the chosen optimizer without masters
+    is taken too.
 
     Args:
         params: parameters or groups of them.
-        optimizer_class: a subclass of ``torch.optim.Optimizer`` that finds parameters in its groups at
-            each step, as torch's do.
+        optimizer_class: a subclass of ``torch.optim.Optimizer`` that finds its parameters in its
+            groups at each step, as torch's do.
         options: of that class.
 
     Raises:
@@ -57,8 +58,8 @@ class MasterWeights(WithMasters):
         closure = inspect.signature(optimizer_class.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             raise TypeError(
-                f"optimizer_class is {optimizer_class.__name__}, which evaluates its closure within "
-                "a step; codes are written after it. Use one whose step needs no closure"
+                f"optimizer_class is {optimizer_class.__name__}, which evaluates its closure "
+                "within a step; codes are written after it. Use one whose step needs no closure"
             )
         inner = optimizer_class(params, **options)
         super().__init__([dict(group) for group in inner.param_groups], inner.defaults)

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from fp8rs._torch import dtensor_like
 from fp8rs.optim import weights
 
-
 #: What of a parameter's state is of its master, and not of the rule that steps it.
 OWN = ("master",)
 
@@ -34,7 +33,7 @@ class WithMasters(Optimizer):
     def _master(
         self, param: Tensor, wanted: bool = True, stochastic: bool = False
     ) -> Tensor | None:
-        """A parameter's master, with what others have written to the parameter; None if it has none.
+        """A parameter's master, or None; what others have written to the parameter is in it.
 
         Args:
             param: as the optimizer has it.
