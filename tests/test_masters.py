@@ -185,6 +185,15 @@ def test_what_has_no_gradient_has_no_master():
     assert "master" in optimizer.state[model[0].weight]
 
 
+def test_a_step_without_gradients_changes_nothing():
+    params = mixed()
+    before = bytes_of(*params)
+    optimizer = MasterWeights(params, torch.optim.AdamW)
+    optimizer.step()
+    assert_same(bytes_of(*params), before)
+    assert not optimizer.state
+
+
 @pytest.mark.parametrize("name", list(QUANTIZERS))
 def test_masters_follow_what_others_write(name):
     weight = parameter(QUANTIZERS[name](E4M3, "cpu")(normal((140, 150), 1)))
