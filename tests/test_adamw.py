@@ -638,8 +638,8 @@ def test_a_saved_state_goes_on_as_if_nothing_had_been(tmp_path, masters, state_d
     second.load_state_dict(state)
     for p in params:
         for name, value in second.state[p].items():
-            kept = {"step": torch.float32, "master": torch.float32}.get(name, state_dtype)
-            assert value.dtype == kept
+            moment = name in ("exp_avg", "exp_avg_sq")
+            assert value.dtype == (state_dtype if moment else torch.float32)
     # A pickled delayed scale and amax are copies of their own, as they are in any checkpoint.
     train(first, 2, seed=1)
     train(second, 2, seed=1)
@@ -892,6 +892,55 @@ def test_a_master_that_a_known_scale_saturates_is_kept_where_codes_are_written_a
         weight.copy_(weight.detach().clone())
     optimizer.step()
     assert master[largest] == beyond
+
+
+def outgrown():
+    """A layer, and its optimizer, whose one step took a third of the weights beyond their scale."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(64, 64, bias=False)
+    torch.nn.init.uniform_(layer.weight, -0.03, 0.03)
+    options = {"fp8_weights": True, "preserve_high_precision_init_val": True}
+    model = convert_to_float8_training(torch.nn.Sequential(layer), recipe="delayed", **options)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    train(optimizer, 1)
+    optimizer.param_groups[0]["lr"] = 0.0  # so that only what is written is seen
+    return model, optimizer
+
+
+@pytest.mark.parametrize("how", ["exchanged", "loaded", "loaded after the optimizer"])
+def test_masters_beyond_their_scale_stay_where_codes_come_back(how):
+    model, optimizer = outgrown()
+    weight = model[0].weight
+    before = optimizer.state[weight]["master"].clone()
+    assert (before.abs() > weight.detach().dequantize().abs().max() * 8 / 7).sum() > 100
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    if how == "exchanged":
+        with torch.no_grad():
+            weight.copy_(normal((64, 64), 2))
+    elif how == "loaded after the optimizer":
+        model, optimizer = outgrown()
+        train(optimizer, 1)
+        optimizer.load_state_dict(saved[1])
+    model.load_state_dict(saved[0])
+    train(optimizer, 1)
+    assert torch.equal(optimizer.state[model[0].weight]["master"], before)
+
+
+@pytest.mark.parametrize("factor", [0.9, 0.5])
+@pytest.mark.parametrize("constant", [True, False])
+def test_masters_follow_smaller_values_though_their_codes_may_be_the_same(factor, constant):
+    """Codes of a smaller scale: the largest one is not that of all larger masters then."""
+    model, optimizer = outgrown()
+    weight = model[0].weight
+    with torch.no_grad():
+        if constant:
+            weight.fill_(0.5)
+            train(optimizer, 1)
+        weight.copy_(weight.detach().dequantize() * factor)
+    written = weight.detach().dequantize()
+    train(optimizer, 1)
+    master = optimizer.state[weight]["master"]
+    assert ((master - written).abs() <= written.abs() / 16 + 2.0**-14).all()
 
 
 def test_a_state_that_is_loaded_is_a_copy():

@@ -6,6 +6,11 @@ import copy
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 import fp8rs
@@ -69,6 +74,17 @@ def whole_values(model):
         elif isinstance(parameter, QuantizedTensor):
             parameter = parameter.dequantize()
         found[name] = parameter.detach().clone()
+    return found
+
+
+def masters_of(model, optimizer):
+    """The whole masters, by the names of their parameters."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        master = optimizer.state[parameter].get("master")
+        if master is not None:
+            whole = master.full_tensor() if isinstance(master, DTensor) else master
+            found[f"master of {name}"] = whole.clone()
     return found
 
 
@@ -211,6 +227,53 @@ def test_a_checkpoint_is_loaded_in_either_order(rig, hidden, recipe, first):
 
 @ranks(2)
 @shardings
+@pytest.mark.parametrize("full", [True, False], ids=["full", "sharded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_masters_beyond_their_scale_stay_where_a_state_dict_comes_back(rig, hidden, full, dtype):
+    """By delayed scaling, whose codes are the largest one there: they say nothing of the master."""
+    keep = {"preserve_high_precision_init_val": True, "dtype": dtype}
+    model = shard(make_fp8(hidden, "delayed", rig, **keep), rig)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    step(model, optimizer, rig, 0)
+    options = StateDictOptions(full_state_dict=full)
+    states = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+    before = masters_of(model, optimizer)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=states[0],
+        optim_state_dict=states[1],
+        options=options,
+    )
+    optimizer.param_groups[0]["lr"] = 0.0
+    step(model, optimizer, rig, 1)
+    for name, master in masters_of(model, optimizer).items():
+        assert same_bytes(master, before[name]), name
+
+
+@ranks(2, 4)
+@shardings
+@recipes
+def test_steps_before_the_first_forward_are_those_of_the_whole_model(rig, hidden, recipe):
+    """FSDP2 pads short shards at that forward, which is no write that masters would follow."""
+    whole = make_fp8(hidden, recipe, rig)
+    model = shard(copy.deepcopy(whole), rig)
+    optimizers = tuple(AdamW(m.parameters(), lr=0.1) for m in (whole, model))
+    for n in range(5):
+        for m, optimizer in zip((whole, model), optimizers, strict=True):
+            if n >= 3:
+                m(batch(rig, n)).sum().backward()
+            step(m, optimizer, rig, n)
+        wanted, found = (
+            {**whole_values(m), **masters_of(m, o)}
+            for m, o in zip((whole, model), optimizers, strict=True)
+        )
+        for name, value in wanted.items():
+            assert same_bytes(found[name], value), (name, n)
+
+
+@ranks(2)
+@shardings
 @recipes
 @pytest.mark.parametrize("fp8_weights", [True, False], ids=["FP8 weights", "bf16"])
 def test_masters_are_looked_at_only_where_others_wrote(rig, hidden, recipe, fp8_weights):
@@ -227,7 +290,10 @@ def test_masters_are_looked_at_only_where_others_wrote(rig, hidden, recipe, fp8_
     optim_weights.follow = lambda *args: followed.append(args) or follow(*args)
     try:
         for n in range(3):
-            model(batch(rig, n).to(model.head.bias.dtype)).sum().backward()
+            if n or not fp8_weights:  # a step before the first forward, at which FSDP2 pads
+                model(batch(rig, n).to(model.head.bias.dtype)).sum().backward()
+            else:
+                set_gradients(model, rig, n)
             optimizer.step()
             optimizer.zero_grad()
         assert not followed

@@ -15,11 +15,14 @@ from fp8rs._torch import dtensor_like
 from fp8rs.optim import weights
 
 #: What of a parameter's state is of its master, and not of the rule that steps it.
-OWN = ("master",)
+OWN = ("master", "scale")
 
 
 class WithMasters(Optimizer):
-    """Base of the optimizers whose state has masters, under "master": see `new_master`."""
+    """Base of the optimizers whose state has masters, under "master": see `new_master`.
+
+    Of weights with delayed scaling the state has under "scale" what codes were last written with.
+    """
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         #: Of parameters with masters, which of their writes was the last to reach those.
@@ -46,14 +49,19 @@ class WithMasters(Optimizer):
         weights.drop_init(param)  # also where masters came from a checkpoint
         master: Tensor | None = state.get("master")
         if master is not None:
+            if "scale" not in state and weights.known(param):
+                state["scale"] = torch.zeros((), dtype=torch.float32, device=weight.device)
             writes = weights.writes(param)
             if self._followed.get(param, writes) != writes:
-                weights.follow(param, weights.local(master), stochastic)
+                scale = state.get("scale")
+                weights.follow(param, weights.local(master), stochastic, scale)
         return master
 
     def _wrote(self, params: Sequence[Tensor]) -> None:
         """A step has written these parameters."""
         weights.wrote(params)
+        scales = [(p, self.state[p]["scale"]) for p in params if "scale" in self.state[p]]
+        weights.keep_scales([(p, scale) for p, scale in scales if weights.known(p)])
         for param in params:
             if "master" in self.state[param]:
                 self._followed[param] = weights.writes(param)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8rs._torch import increment_version
 from fp8rs.tensor import stochastic
-from fp8rs.tensor.formats import matrix_shape
+from fp8rs.tensor.formats import FP8_MAX, matrix_shape
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import reduce_amax
@@ -249,10 +249,14 @@ def writes(param: Tensor) -> tuple[int, int, int]:
     part: Any = local(param)
     of = owner(param) or getattr(part, "_weight", None)  # of FP8 weights, of master weights
     plain: Tensor = getattr(part, "shard", part)
-    return param._version, plain._version, 0 if of is None else of.writes
+    # FSDP2 puts other tensors in the place of short shards, with other versions and what they had.
+    version = 0 if shards(param) is not None else plain._version
+    return param._version, version, 0 if of is None else of.writes
 
 
-def follow(param: Tensor, master: Tensor, stochastically: bool) -> None:
+def follow(
+    param: Tensor, master: Tensor, stochastically: bool, written: Tensor | None = None
+) -> None:
     """Have a master follow a parameter that was written by others than its optimizer.
 
     What is no longer the rounded master is what was written, and the master becomes it; the rest
@@ -262,6 +266,9 @@ def follow(param: Tensor, master: Tensor, stochastically: bool) -> None:
         param: what was written.
         master: of the local part, fp32.
         stochastically: how the optimizer rounds.
+        written: the scale that the optimizer has last written codes with, where it did not find it
+            in the values. As long as the weight has it, its largest code is that of all larger
+            values too; of another's write it is that of what rounds to it alone.
     """
     weight, part = quantized(param), local(param)
     if not part.numel():
@@ -271,13 +278,28 @@ def follow(param: Tensor, master: Tensor, stochastically: bool) -> None:
         return
     row, col = weight.planes
     values = master.view(matrix_shape(weight.shape))
-    saturates = known(param) or weight.format.microscaled
+    if written is not None and known(param):
+        now = plane(weight).scale
+        # Or nearly so: a full state dict has rounded the values to the model's dtype.
+        its_own = torch.isclose(now, written, rtol=2.0**-8, atol=0.0)
+        most = now * (1.01 * FP8_MAX[weight.fp8_dtype])  # which rounds to the largest code
+        values = torch.where(its_own, values.clamp(-most, most), values)
+    saturates = weight.format.microscaled
     if row is not None:
         same = stochastic.is_of(row, values, stochastically, saturates)
     else:
         assert col is not None
         same = stochastic.is_of(col, values.t(), stochastically, saturates).t()
     master.copy_(torch.where(same.view(master.shape), master, weight.dequantize(torch.float32)))
+
+
+def keep_scales(kept: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy the scale that each weight (which has one) has now, (weight, to)."""
+    if kept:
+        now = [
+            plane(weight).scale.view(()) for p, _ in kept if (weight := quantized(p)) is not None
+        ]
+        torch._foreach_copy_([to for _, to in kept], now)
 
 
 def wrote(params: Sequence[Tensor]) -> None:

@@ -67,9 +67,9 @@ def is_of(plane: Plane, values: Tensor, stochastic: bool, saturates: bool) -> Te
         plane: the codes.
         values: fp32, the matrix of the plane.
         stochastic: whether codes are rounded up or down at random.
-        saturates: whether scales may be too small for their values (those of delayed scaling, and
-            those that are rounded down). The largest code is then that of values up to the next
-            power of two, else of those that are half a step beyond it at most.
+        saturates: whether scales may be too small for their values (those that are rounded down).
+            The largest code is then that of values up to the next power of two, else of those that
+            are half a step beyond it at most.
     """
     codes = plane.matrix.view(torch.uint8)
     dtype = plane.data.dtype
