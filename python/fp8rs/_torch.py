@@ -301,6 +301,20 @@ def sharded_parameters(root: Any) -> list[Any]:
     return [p.sharded_param for of in groups for group in of for p in group.fsdp_params]
 
 
+def own_store() -> Any:
+    """The store through which the ranks of this process met, over a connection of its own.
+
+    None where there are no other ranks in truth. (While one waits on a connection, who else uses it
+    waits too: NCCL's watchdog.)
+    """
+    import torch.distributed as dist
+
+    if dist.get_backend() == "fake":
+        return None
+    store = dist.distributed_c10d._get_default_store()
+    return None if store is None else store.clone()
+
+
 def reduces_in_stored_dtype() -> bool:
     """Whether FSDP2 without a ``reduce_dtype`` reduces gradients in the parameters' own dtype.
 

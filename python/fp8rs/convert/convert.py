@@ -114,11 +114,10 @@ def convert_to_float8_training(
         return module
     state = ModelState(recipe, amax_reduction_group=amax_reduction_group)
     state.fp8_gather = enable_fsdp_float8_all_gather
-    on_shard = adopt if enable_fsdp_float8_all_gather else None
     if fp8_weights:
         for _, layer in layers:
             check_weight(layer, recipe)
-    left = _join_all(state, layers, on_shard, fp8_weights, preserve_high_precision_init_val)
+    left = _join_all(state, layers, fp8_weights, preserve_high_precision_init_val)
     for joined in left:
         joined.detach()
     if fp8_weights:
@@ -132,7 +131,6 @@ def convert_to_float8_training(
 def _join_all(
     state: ModelState,
     layers: Sequence[tuple[str, nn.Linear]],
-    on_shard: Any,
     fp8_weights: bool,
     keep_init: bool,
 ) -> list[ModelState]:
@@ -151,7 +149,7 @@ def _join_all(
             else:
                 layer.__class__ = float8_class(type(layer))
             assert isinstance(layer, Float8Linear)
-            layer._join(state, name, on_shard)
+            layer._join(state, name, adopt)
         if fp8_weights:
             for _, layer in layers:
                 quantize_weight(layer, state.recipe, keep_init)

@@ -9,6 +9,7 @@ weight over the gathered buffer. From the bottom up:
 - ``codec``: planes of a shard to the bytes that are gathered, and gathered bytes to planes;
 - ``maker``: high-precision shards to planes;
 - ``weight``: one parameter of a module, whichever tensor stands for it;
+- ``agreement``: whether all ranks have converted alike;
 - ``passes``: one pass over all weights of a model a forward, and who reuses its bytes when;
 - ``hooks``: what FSDP2 calls;
 - ``master_weight``: the sharded parameter's local tensor, and its aten table;

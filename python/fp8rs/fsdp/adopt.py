@@ -13,7 +13,7 @@ from fp8rs._torch import local_tensor, set_local_tensor
 from fp8rs.nn.linear import Float8Linear, keep_marks
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from . import passes, state_dicts
+from . import agreement, passes, state_dicts
 from .float8_weight import Sharded, sharded
 from .master_weight import MasterWeight
 from .parameter import Float8Parameter
@@ -60,6 +60,8 @@ def adopt(module: nn.Module, name: str, parameter: Any) -> None:
     elif not quantized and not local.dtype.is_floating_point:
         return
     if not quantized and not state.fp8_gather:
+        state.is_sharded_over(parameter.device_mesh)
+        compare_first(state)
         return
     state.has(module)
     if not quantized and (others := tied_to(module, name, parameter)):
@@ -91,7 +93,12 @@ def adopt(module: nn.Module, name: str, parameter: Any) -> None:
     if not getattr(module, "_fp8_plain_state_dict", False):
         state_dicts.register(module)
         module._fp8_plain_state_dict = True  # type: ignore[assignment]
-    # FSDP2 has just put its hooks before ours on the module.
+    compare_first(state)
+
+
+def compare_first(state: Any) -> None:
+    """Have ranks compare what they converted before FSDP2, whose hooks it has just put first."""
+    agreement.of(state)
     state.keep_first()
 
 

@@ -34,7 +34,7 @@ from fp8rs.quantize.spec import quant_spec
 from fp8rs.scaling.reductions import reduce_packed_
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from . import at_rest
+from . import agreement, at_rest
 from .checks import refuse_partial_reshard, refuse_recast
 from .cuts import cut_rows
 from .gathered import Gathered, MadeOn, Unmade, made_of
@@ -134,6 +134,8 @@ class WeightPasses:
         In an announced forward these are all of the model. Else those that are sharded as the one
         at hand: what the ranks of another mesh do meanwhile is not known.
         """
+        parameter: Any = weight.parameter
+        agreement.of(self.state).reach(self.state, parameter.device_mesh)
         clock = self.state.clock
         self._number += 1
         whole = clock.in_forward

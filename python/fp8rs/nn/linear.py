@@ -72,7 +72,7 @@ class Float8Linear(nn.Linear):
     fp8_scale: Tensor
     fp8_amax: Tensor
     _fp8_index: int
-    #: What is told of shards, where weights are quantized before they are gathered.
+    #: What is told of shards.
     _fp8_on_shard: OnShard | None = None
     #: Delayed scaling: for weight, input and gradient, whether there is a scale. One roll behind
     #: the buffers, which need not be read for it.

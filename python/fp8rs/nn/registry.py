@@ -57,6 +57,7 @@ class ModelState:
         fp8_gather: whether weights are quantized before FSDP gathers them.
         histories: delayed scaling's, else None.
         fsdp: what the FSDP layer attaches; nothing here looks into it, and copies start without.
+        agreement: likewise; it is told of forwards.
     """
 
     def __init__(self, recipe: Recipe | str, *, amax_reduction_group: Any = None) -> None:
@@ -71,6 +72,7 @@ class ModelState:
         self.weight_groups: dict[int, tuple[Any, ...]] = {}
         self.fp8_gather = False
         self.fsdp: Any = None
+        self.agreement: Any = None
         #: Its only layer is its root, and nobody has converted it.
         self.alone = False
         self._group = amax_reduction_group
@@ -201,6 +203,8 @@ class ModelState:
             return
         if self._root is None or not self.linears:
             self._link(module)
+        if self.agreement is not None:
+            self.agreement.forward_begins(self, module)
         if not self.alone:
             forget_inputs()  # which may have been written since, as a buffer that is received into
         new = self.clock.begin_forward(
@@ -384,7 +388,7 @@ class ModelState:
         new.names = list(self.names)
         new.weight_groups = dict(self.weight_groups)
         new._versions = {}  # of the original's weights
-        new.fsdp = None
+        new.fsdp = new.agreement = None
         new._root = None
         new.linears = []
         new._begin_at(self.clock.roll_is_due, self.clock._recorded)
@@ -402,7 +406,7 @@ class ModelState:
                 stacklevel=2,
             )
         state = {**self.__dict__, "linears": [], "weight_groups": {}}
-        state.update(dict.fromkeys(("_root", "_group", "fsdp")))
+        state.update(dict.fromkeys(("_root", "_group", "fsdp", "agreement")))
         del state["histories"], state["key"], state["mark"], state["_meshes"]
         state["clock"] = (self.clock.roll_is_due, self.clock._recorded)
         return state
