@@ -34,10 +34,10 @@ class Agreement:
         self._over: set[Any] = set()
 
     def forward_begins(self, state: ModelState, root: nn.Module) -> None:
-        """The root's first forward begins: ranks meet here whichever layers they have converted.
+        """The root's forward begins: ranks meet at the first, whichever layers they converted.
 
-        Where FSDP2 shards what is in the root, that is. A part of what it gathers together may run
-        on some of the ranks alone; there it is the gather at which they meet.
+        If FSDP2 shards what is in the root. Of what it gathers together a part may run on some of
+        the ranks alone: these meet at the gather.
         """
         if not self._begun:
             for mesh in {p.device_mesh: None for p in sharded_parameters(root)}:
@@ -70,7 +70,7 @@ def conversion(state: ModelState, mesh: Any) -> dict[str, Any]:
     recipe: Any = state.recipe
     fields = {f.name: repr(getattr(recipe, f.name)) for f in dataclasses.fields(recipe)}
     layers = {}
-    for name, layer in zip(state.names, state.layers(), strict=True):
+    for name, layer in zip(state.names, state.layers(), strict=False):
         weight: Any = None if layer is None else layer._parameters.get("weight")
         if isinstance(weight, DTensor) and weight.device_mesh == mesh:
             local = local_of(weight)
@@ -109,10 +109,9 @@ def compare(said: dict[str, Any], ranks: Sequence[int]) -> None:
     except dist.DistStoreError as error:
         missing = [rank for rank in ranks if not store.check([told[rank]])] or [first]
         raise TimeoutError(
-            f"fp8rs waited {store.timeout} for the ranks that a model is sharded over to say what "
-            f"was converted, before its first gather: {name_ranks(missing)} not said what it "
-            "converted. Was nothing converted there, or another part of the model? Or has it not "
-            "come to its first forward?"
+            f"fp8rs waited {store.timeout} for all ranks that a model is sharded over to say what "
+            f"they converted, before its first gather: {name_ranks(missing)} not said so. Were no "
+            "layers converted there, or others, or did it come to no forward of the model?"
         ) from error
     other = int(store.get(f"{key} found"))
     if other == first:
