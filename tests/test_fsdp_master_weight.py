@@ -269,7 +269,7 @@ def test_a_pickled_layer_takes_no_model_along(save):
 
 def test_a_pickled_model_without_fp8_gather_stays_so():
     model = reloaded(make(EVEN, enable_fsdp_float8_all_gather=False), save=pickle.dump)
-    assert model.head._fp8_on_shard is None
+    assert not model.head._fp8_state.fp8_gather
 
 
 def test_a_pickled_model_rolls_when_it_would_have():
