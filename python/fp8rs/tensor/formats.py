@@ -19,6 +19,9 @@ E5M2 = torch.float8_e5m2
 #: Largest finite magnitude of each element type.
 FP8_MAX: dict[torch.dtype, float] = {E4M3: 448.0, E5M2: 57344.0}
 
+#: What still rounds to it: half a step beyond.
+FP8_BOUND: dict[torch.dtype, float] = {E4M3: 464.0, E5M2: 61440.0}
+
 #: Dtypes that can be quantized.
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -81,6 +81,15 @@ class Plane:
             whole[above:, before:].clone(memory_format=torch.contiguous_format).view(data.shape),
         )
 
+    def spread(self) -> Tensor:
+        """The scale of each element of the 2-D view, fp32; of a shape that broadcasts to it."""
+        scale = self.scale.to(torch.float32)
+        for dim, (block, lead) in enumerate(zip(self.format.block, self.lead, strict=True)):
+            if block > 1:
+                length = self.matrix.shape[dim]
+                scale = scale.repeat_interleave(block, dim).narrow(dim, lead, length)
+        return scale
+
     @property
     def live(self) -> bool:
         """Whether the codes' storage has not been freed, as FSDP does when it reshards."""

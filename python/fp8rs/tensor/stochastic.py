@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from fp8rs.tensor.formats import E4M3, E5M2, FP8_MAX
+from fp8rs.tensor.formats import E4M3, E5M2, FP8_BOUND, FP8_MAX
 from fp8rs.tensor.planes import Plane
 
 _random_uniform = torch.ops.fp8rs.random_uniform_.default
@@ -46,7 +46,7 @@ def encode(plane: Plane, values: Tensor, numbers: Tensor | float) -> Tensor:
     """
     dtype = plane.data.dtype
     mantissa, smallest = _SIZES[dtype]
-    scaled = values * (1.0 / _spread(plane))
+    scaled = values * (1.0 / plane.spread())
     magnitude = scaled.abs().clamp(max=FP8_MAX[dtype])
     # Counted in the format's steps around it: a whole number of them is a code's value.
     exponent = (magnitude.view(torch.int32) & _EXPONENT).clamp(min=(smallest + 127) << 23)
@@ -74,24 +74,11 @@ def is_of(plane: Plane, values: Tensor, stochastic: bool, saturates: bool) -> Te
     codes = plane.matrix.view(torch.uint8)
     dtype = plane.data.dtype
     largest = FP8_MAX[dtype]
-    scaled = values * (1.0 / _spread(plane))
+    scaled = values * (1.0 / plane.spread())
     if stochastic:
         down, up = (encode(plane, values, number).view(torch.uint8) for number in (1.0, 0.0))
         same = (codes == down) | (codes == up)
     else:
         same = codes == scaled.clamp(-largest, largest).to(dtype).view(torch.uint8)
-    exponent = math.floor(math.log2(largest))
-    beyond = 2.0 ** (exponent + 1)
-    if not saturates:
-        beyond = largest + 2.0 ** (exponent - _SIZES[dtype][0] - 1)
+    beyond = 2.0 ** math.ceil(math.log2(largest)) if saturates else FP8_BOUND[dtype]
     return same & (scaled.abs() < beyond)
-
-
-def _spread(plane: Plane) -> Tensor:
-    """The scale of each element."""
-    scale = plane.scale.to(torch.float32)
-    for dim, (block, lead) in enumerate(zip(plane.format.block, plane.lead, strict=True)):
-        if block > 1:
-            length = plane.matrix.shape[dim]
-            scale = scale.repeat_interleave(block, dim).narrow(dim, lead, length)
-    return scale
