@@ -64,6 +64,16 @@ def values(t: QuantizedTensor) -> dict[str, Tensor]:
     return found
 
 
+def scales(t: QuantizedTensor) -> dict[str, Tensor]:
+    """The scale of each element of a matrix, as `values`."""
+    found = {}
+    if t.rowwise is not None:
+        found["rowwise"] = t.rowwise.spread().expand(t.shape).clone()
+    if t.columnwise is not None:
+        found["columnwise"] = t.columnwise.spread().expand(t.shape[::-1]).t().clone()
+    return found
+
+
 def same_values(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     assert got.keys() == want.keys()
     for name, value in want.items():

@@ -393,7 +393,7 @@ class Keeper:
     def has(self, store):
         return True
 
-    def write(self, tensor, values):
+    def write(self, tensor, values, keep):
         return False
 
     def wrote(self, agreed=False):

@@ -255,3 +255,69 @@ def test_what_was_quantized_in_blocks_that_begin_elsewhere_is_taken_by_its_value
         part.copy_(source)
     values = source.dequantize()
     assert (part.dequantize() - values).norm() <= 0.05 * values.norm()
+
+
+#: Writes that every rank makes: to parameters, their lists, their local tensors and views of these.
+WRITES = {
+    "add_(0)": lambda p, part: p.add_(0),
+    "foreach": lambda p, part: torch._foreach_mul_([p], 1.0),
+    "local": lambda p, part: part.mul_(1),
+    "a flat view": lambda p, part: part.view(-1).add_(0),
+    "rows": lambda p, part: part[1:].mul_(1),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", list(RECIPES))
+@pytest.mark.parametrize("hidden", [UNEVEN, WITHIN_BLOCKS, ONE_ROW], ids=["uneven", "cut", "empty"])
+def test_what_a_write_leaves_as_it_was_is_gathered_as_it_was(rig, recipe, hidden):
+    model = make(hidden, recipe=RECIPES[recipe], fp8_weights=True, device=rig.device)
+    with torch.no_grad():
+        model.blocks[0].up.weight[:1] *= 4  # so that the other rank's largest value is smaller
+    shard(model, rig)
+    weights = [layer.weight for block in model.blocks for layer in (block.up, block.down)]
+    before = gathered(model, rig)
+    with torch.no_grad():
+        for write in WRITES.values():
+            for weight in weights:
+                write(weight, weight.to_local())
+            for name, (values, found) in gathered(model, rig).items():
+                assert torch.equal(values, before[name][0]), name
+                assert torch.equal(found.float(), before[name][1].float()), name
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", list(RECIPES))
+@pytest.mark.parametrize("value", [0.9, 17.0, 0.001])
+def test_an_element_that_one_rank_writes_leaves_the_others_as_they_were(rig, recipe, value):
+    model = make(WITHIN_BLOCKS, recipe=RECIPES[recipe], fp8_weights=True, device=rig.device)
+    shard(model, rig)
+    before = gathered(model, rig)["blocks.0.up"][0]
+    weight = model.blocks[0].up.weight
+    with torch.no_grad():
+        weight.to_local()[37 - rig.rank, 5] = value if rig.rank else 0.25
+    after, scale = gathered(model, rig)["blocks.0.up"]
+    written = torch.zeros(after.shape, dtype=torch.bool, device=rig.device)
+    written[37, 5] = written[80 + 36, 5] = True
+    assert abs(after[116, 5] - value) <= 0.07 * value + 2.0**-9 * scale.float().max()
+    least = 2.0**-9 * scale.float().max()  # a step of the subnormal numbers
+    kept = ~written & (before.abs() >= 2.0**-6 * scale.float().max())
+    assert torch.equal(after[kept], before[kept])
+    assert ((after - before).abs() <= least)[~written].all()
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_a_parameter_that_is_written_in_place_has_scales_that_agree_at_once(rig, recipe):
+    model = make(WITHIN_BLOCKS, recipe=RECIPES[recipe], fp8_weights=True, device=rig.device)
+    shard(model, rig)
+    weight = model.blocks[0].up.weight
+    with torch.no_grad():
+        weight.mul_(3.0)
+        assert not weight.to_local()._weight.unagreed
+        if recipe in ("current", "delayed"):
+            assert on_all_ranks(scale(weight).view(1))
+        torch._foreach_mul_([weight], 3.0)
+        with Collectives() as seen:
+            gathered(model, rig)
+    assert sum(c.kind == "reduce" for c in seen.seen) == (recipe not in ("rowwise",))

@@ -30,6 +30,7 @@ from tensor_formats import (
     make,
     same_bytes,
     same_values,
+    scales,
     values,
 )
 
@@ -240,9 +241,13 @@ def test_copies_between_usages(device, format, planes, of):
 @every_plane
 def test_in_place_operations_quantize_again(device, format, planes):
     t = make(format, planes, device)
-    want = FORMATS[format](**PLANES[planes])(t.dequantize() * 3.0)
+    want = t.dequantize() * 3.0
     assert t.mul_(3.0) is t
-    same_bytes(t, want)
+    for name, value in values(t).items():
+        error = 0.51 * 2.0**-3 * want.abs() + 0.51 * 2.0**-9 * scales(t)[name]
+        # What the rowwise plane rounds to 0, a second one may have, and 0 * 3 changes nothing.
+        known = (want != 0) | (name == next(iter(values(t))))
+        assert ((value - want).abs() <= error)[known].all(), name
     t.zero_()
     assert not any(x.any() for x in values(t).values())
 

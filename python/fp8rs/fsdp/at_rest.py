@@ -5,7 +5,9 @@ that the sharding cuts) is the same on all ranks: writes that every rank makes t
 initialisation, a state dict, fp8rs.optim) find the maxima of all shards first. Writes that a tensor
 cannot know all ranks to make (torch's optimizers, a checkpoint that is read in place) quantize the
 shard by itself, and scales are agreed on afterwards, before anybody reads the bytes: codes of
-smaller scales are rounded to the largest.
+smaller scales are rounded to the largest. In-place arithmetic moves scales by powers of two
+(`QuantSpec.keep_scale`), also where all ranks make it together: then that rounding is exact but for
+subnormal numbers.
 """
 
 from __future__ import annotations
@@ -185,8 +187,8 @@ def _block_rows(codec: Codec, local: QuantizedTensor) -> tuple[Tensor, Tensor]:
     row, col = planes_of(local)
     plane = col if codec.both else row
     assert plane is not None
-    scales = plane.scale.to(torch.float32)
-    return scales.t() if codec.both else scales, local.dequantize(torch.float32)
+    scales, values = plane.scale.to(torch.float32), plane.dequantize(torch.float32)
+    return (scales.t(), values.t()) if codec.both else (scales, values)
 
 
 def _recode(codec: Codec, shard: Shard, row: int, scale: Tensor, values: Tensor) -> None:

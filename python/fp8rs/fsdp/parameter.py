@@ -54,8 +54,12 @@ def _together(name: str) -> Callable[..., Any]:
     plain = getattr(DTensor, name)
 
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with local_tensor(self)._weight.state.together():
-            return plain(self, *args, **kwargs)
+        weight = local_tensor(self)._weight
+        with weight.state.together():
+            out = plain(self, *args, **kwargs)
+        if weight.unagreed and weight.shards is not None:
+            weight.shards.agree([weight])
+        return out
 
     write.__name__ = name
     write.__doc__ = plain.__doc__

@@ -319,10 +319,14 @@ class WeightPasses:
         reduced = self._reduce(shards, Measured(values, [1] * len(scales)))
         torch._foreach_copy_(scales, list(reduced.unbind()))
 
-    def agree(self) -> None:
-        """Have all FP8 weights' scales agree, where a rank may have written some by itself."""
+    def agree(self, weights: Sequence[Weight] | None = None) -> None:
+        """Have FP8 weights' scales agree, where a rank may have written some by itself.
+
+        Args:
+            weights: which ones; None is all.
+        """
         with torch.inference_mode(False), torch.no_grad():
-            self._agree(self._resting())
+            self._agree(self._resting() if weights is None else list(map(self._shard, weights)))
 
     def _agree(self, shards: Sequence[Shard]) -> None:
         if any(s.weight.unagreed for s in shards):

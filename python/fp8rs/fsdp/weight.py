@@ -155,17 +155,18 @@ class Weight:
         sharded = self.in_place and hasattr(self.parameter, "_local_tensor")
         return self.state.fsdp if sharded else None
 
-    def write(self, tensor: QuantizedTensor, values: Tensor) -> bool:
+    def write(self, tensor: QuantizedTensor, values: Tensor, keep: bool) -> bool:
         """Of an FP8 weight: write ``values`` with scales that all ranks agree on.
 
         Returns:
-            False, with nothing written, where other ranks may not be writing: see
-            `WeightPasses.together`.
+            False, with nothing written, where other ranks may not be writing (see
+            `WeightPasses.together`), and where scales are to be kept: each rank does so by the same
+            rule from the same scale, so that what they differ by are powers of two.
         """
         whole = self.has_whole(tensor)
         self._keep(values if whole else None)
         passes = getattr(self.module, "_fp8_state", None) and self.state.fsdp
-        if passes is not None and passes.write(self, tensor, values):
+        if passes is not None and not keep and passes.write(self, tensor, values):
             return True
         if whole and self.shards is None:
             self.begin_history(values)

@@ -110,8 +110,8 @@ class Quantizer:
     def update_quantized(self, src: Tensor, dst: QuantizedTensor) -> QuantizedTensor:
         """Quantize ``src`` into the planes that ``dst`` has, scales included; returns ``dst``.
 
-        Where ``dst`` is a view that shares its scales with other elements, the blocks that it has
-        a part in are quantized again, with those of the view replaced.
+        Where ``dst`` is a view that shares its scales with other elements, these keep their values:
+        scales stay, or move by powers of two.
 
         Raises:
             TypeError: ``dst`` is not quantized, or ``src`` cannot be.

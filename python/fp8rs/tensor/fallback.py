@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,9 +50,25 @@ def dequantized_call(func: Any, *args: Any, **kwargs: Any) -> Any:
         value = plain[key][1]
         if func.namespace == "_c10d_functional":  # they return before they have written
             value = torch.ops._c10d_functional.wait_tensor(value)
-        original.quantize_(value)
+        original.write(value, original.spec, original._store.delayed, keep=not overwrites(func))
         stand_ins[id(plain[key][1])] = original
     return tree_map(lambda v: stand_ins.get(id(v), v) if isinstance(v, Tensor) else v, out)
+
+
+@cache
+def overwrites(func: Any) -> bool:
+    """Whether an operator that writes a tensor does not ask what was there: fills, draws, ``out=``.
+
+    Others are arithmetic, which may leave elements as they were: these are to keep their values.
+    """
+    schema = func._schema
+    name = schema.name.partition("::")[2].removeprefix("_foreach_")
+    return (
+        name in ("fill_", "zero_")
+        or func.namespace == "_c10d_functional"
+        or torch.Tag.nondeterministic_seeded in func.tags
+        or any(argument.is_out for argument in schema.arguments)
+    )
 
 
 def each_member(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,13 @@ from fp8rs.tensor import formats, windows
 from fp8rs.tensor.formats import BlockFormat, matrix_shape
 from fp8rs.tensor.planes import Plane as Plane
 from fp8rs.tensor.planes import check_planes
-from fp8rs.tensor.spec import Planes, QuantSpec, default_spec, quantize_planes
+from fp8rs.tensor.spec import (
+    Planes,
+    QuantSpec,
+    default_spec,
+    quantize_planes,
+    requantize_plane,
+)
 from fp8rs.tensor.store import Delayed, Store
 from fp8rs.tensor.table import HANDLERS
 from fp8rs.tensor.windows import Rectangle, Span, Window
@@ -362,19 +368,22 @@ class QuantizedTensor(Tensor):
     def quantize_(self, src: Tensor) -> QuantizedTensor:
         """Quantize ``src`` (same shape and device) into this tensor's planes, in place.
 
-        Scales are written too. Where this is a view that shares scales with other elements, the
-        blocks that it has a part in are quantized again, with the part replaced (with one scale a
-        tensor, that is all of it).
+        Scales are written too. Where this is a view that shares scales with other elements, these
+        keep their values: scales stay, or move by powers of two.
 
         Raises:
             TypeError, ValueError: ``src`` has another shape or device, or cannot be quantized.
         """
-        store = self._store
-        self.write(src, self.spec, store.delayed)
+        self.write(src, self.spec, self._store.delayed)
         return self
 
-    def write(self, src: Tensor, spec: QuantSpec, delayed: Delayed | None) -> None:
-        """As ``quantize_``, as another ``spec`` of the same format says."""
+    def write(
+        self, src: Tensor, spec: QuantSpec, delayed: Delayed | None, keep: bool = False
+    ) -> None:
+        """As ``quantize_``, as another ``spec`` of the same format says.
+
+        With ``keep`` that holds of a whole tensor too: what has the same value in ``src`` keeps it.
+        """
         if not isinstance(src, Tensor):
             raise TypeError(f"src must be a tensor, not {type(src).__name__}")
         if isinstance(src, QuantizedTensor):
@@ -387,47 +396,103 @@ class QuantizedTensor(Tensor):
             raise TypeError(f"src must be float32, bfloat16 or float16, not {src.dtype}")
         if src.requires_grad:
             src = src.detach()
-        store, window = self._store, self._window
+        store = self._store
         owner = store.told
-        if owner is not None and owner.write(self, src):
+        if owner is not None and owner.write(self, src, keep):
             return
         store.any_plane.check_live("this quantized tensor")
-        matrix = store.matrix
-        box: Rectangle | None = None
-        if window is None or _covers(window, matrix):
-            values = src.reshape(matrix)
-        elif window.numel == 0:
-            if owner is not None:
-                owner.wrote()
-            if spec.group is None:
-                return
-            # The ranks of the group quantize together: this one has to take part.
-            box = Rectangle(Span(0, matrix[0]), Span(0, matrix[1]))
-            values = store.read(box, torch.float32)
-        else:
-            found = windows.rectangle(window, matrix)
-            box = windows.hull(window, matrix, self.format, store.has, store.lead)
-            if found is not None and found[:2] == box[:2]:
-                rows, cols = box.rows.length, box.cols.length
-                if found.transposed:
-                    values = src.reshape(cols, rows).t()
-                else:
-                    values = src.reshape(rows, cols)
+        box, filled = self._box()
+        if self.numel() or (box is None and not keep) or spec.group is not None:
+            # The ranks of a group quantize together: one that writes nothing has to take part.
+            if keep or not (filled or (owner is not None and owner.has_whole(self))):
+                made = self._kept(src, box, filled, spec, delayed)
             else:
-                if window.dense and window.numel == box.rows.length * box.cols.length:
-                    values = src.new_empty(box.rows.length, box.cols.length)
-                else:
-                    values = store.read(box, torch.float32)
-                windows.fill(values, src, windows.within(window, box, matrix))
-        scale, amax = (None, None) if delayed is None else delayed
-        row, col = store.has
-        lead = store.lead if box is None or box.rows.start == 0 else 0
-        made = quantize_planes(
-            spec, values, row, col, scale=scale, amax=amax, declared=True, lead=lead
-        )
-        store.put(made, box)
+                scale, amax = (None, None) if delayed is None else delayed
+                lead = store.lead if box is None or box.rows.start == 0 else 0
+                made = quantize_planes(
+                    spec,
+                    self._laid(src, box),
+                    *store.has,
+                    scale=scale,
+                    amax=amax,
+                    declared=True,
+                    lead=lead,
+                )
+            store.put(made, box)
         if owner is not None:
             owner.wrote()
+
+    def _box(self) -> tuple[Rectangle | None, bool]:
+        """Rows and columns that cut no block and have all of this view; whether it is all of them.
+
+        None are those of the whole matrix, in order.
+        """
+        store, window = self._store, self._window
+        matrix = store.matrix
+        if window is None or _covers(window, matrix):
+            return None, True
+        if window.numel == 0:
+            return Rectangle(Span(0, matrix[0]), Span(0, matrix[1])), False
+        found = windows.rectangle(window, matrix)
+        box = windows.hull(window, matrix, self.format, store.has, store.lead)
+        if found is not None and found[:2] == box[:2]:
+            return box, True
+        return box, window.dense and window.numel == box.rows.length * box.cols.length
+
+    def _laid(self, values: Tensor, box: Rectangle | None) -> Tensor:
+        """Values of this view as a matrix of its box; beside them are zeros."""
+        window, matrix = self._window, self._store.matrix
+        if box is None:
+            return values.reshape(matrix)
+        assert window is not None
+        rows, cols = box.rows.length, box.cols.length
+        found = windows.rectangle(window, matrix)
+        if found is not None and found[:2] == box[:2]:
+            return (
+                values.reshape(cols, rows).t() if found.transposed else values.reshape(rows, cols)
+            )
+        laid = values.new_zeros(rows, cols)
+        if window.numel:
+            windows.fill(laid, values, windows.within(window, box, matrix))
+        return laid
+
+    def _kept(
+        self,
+        src: Tensor,
+        box: Rectangle | None,
+        filled: bool,
+        spec: QuantSpec,
+        delayed: Delayed | None,
+    ) -> Planes:
+        """The planes of a box where this view is ``src``, with all that this leaves as it was."""
+        row, col = self._store.part(box)
+        laid = self._laid(src, box)
+        changed: Tensor | None = None
+        both = row is not None and col is not None
+        if not filled or src.dtype == torch.float16 or (both and not self.format.square):
+            # Not in `src` as they are: float16 has not the range of all scales, and the second
+            # plane of oblong blocks has values of its own.
+            old = self.dequantize(src.dtype)
+            changed = self._laid((src != old) & ~(src.isnan() & old.isnan()), box)
+
+        def requantized(plane: Plane | None, turned: bool) -> Plane | None:
+            if plane is None:
+                return None
+            x, written = laid, changed
+            if turned:
+                x, written = x.t(), None if written is None else written.t()
+            if written is not None:
+                own = plane.dequantize(torch.float32).view(x.shape)
+                if filled:  # a NaN is none to keep where the other plane, which was read, has none
+                    written = written | own.isnan()
+                x = torch.where(written, x.to(torch.float32), own)
+            return requantize_plane(spec, plane, x, None if delayed is None else delayed[1])
+
+        row = requantized(row, False)
+        if both and self.format.square:
+            assert row is not None
+            return row, row.transposed("columnwise", "a write")
+        return row, requantized(col, True)
 
     def copy_planes_(self, src: QuantizedTensor, *, non_blocking: bool = False) -> bool:
         """Take over the codes and scales of ``src`` (same shape) as they are.

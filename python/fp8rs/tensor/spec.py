@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from fp8rs import ops  # noqa: F401  (registers torch.ops.fp8rs)
-from fp8rs.tensor.formats import BlockFormat
+from fp8rs.tensor.formats import FP8_BOUND, FP8_MAX, BlockFormat
 from fp8rs.tensor.planes import Plane
 
 _amax = torch.ops.fp8rs.amax.default
+_block_amax = torch.ops.fp8rs.block_amax.default
 _quantize = torch.ops.fp8rs.quantize.default
 _quantize_blocks = torch.ops.fp8rs.quantize_blocks.default
 _quantize_current = torch.ops.fp8rs.quantize_current.default
@@ -63,6 +64,33 @@ class QuantSpec:
             amax, self.fp8_dtype, self.power_2_scale, self.amax_epsilon, self.margin
         )
         return scale
+
+    def keep_scale(self, scale: Tensor, amax: Tensor) -> Tensor:
+        """Scales for values of which most have codes at ``scale``: these are to stay exact.
+
+        That is the scale itself while the largest value fits in it (it may be half a step of the
+        format beyond the largest code, to which it is rounded as any other is) and uses half of its
+        range. Else it is the least of its multiples by powers of two that the largest value fits
+        in: codes change their exponents, and only those that become subnormal are rounded.
+
+        Where there is nothing to keep, since the scale is 0 (nothing was written yet) or NaN, it is
+        a power of two. Of zeros it is between 1 and 2, still a multiple of the one before; for E8M0
+        the least there is, as the quantizer's.
+
+        Args:
+            scale: fp32, any shape.
+            amax: the new maxima, fp32 of that shape; where one is not finite the scale is NaN.
+        """
+        largest, bound = FP8_MAX[self.fp8_dtype], FP8_BOUND[self.fp8_dtype]
+        if self.amax_epsilon:
+            amax = amax.clamp(min=self.amax_epsilon)
+        fits = (amax >= scale * (largest / 2)) & (amax <= scale * bound)
+        normal = scale.nan_to_num(1.0).clamp(min=2.0**-126)
+        significand = ((normal.view(torch.int32) & 0x7FFFFF) | 0x3F800000).view(torch.float32)
+        power = _scale_from_amax(amax / (significand * (bound / largest)), self.fp8_dtype, True)
+        if self.format.microscaled:
+            power = torch.where(amax == 0, 2.0**-127, power)
+        return torch.where(fits, scale, power * significand)
 
     def without_group(self) -> QuantSpec:
         """The same for another process, where the group's name may mean another group."""
@@ -145,6 +173,37 @@ def quantize_planes(
         Plane(row, scale, format) if rowwise else None,
         Plane(col, scale, format) if columnwise else None,
     )
+
+
+def requantize_plane(
+    spec: QuantSpec, plane: Plane, values: Tensor, noted: Tensor | None = None
+) -> Plane:
+    """The plane of ``values``, most of which ``plane`` has codes of: these stay exact.
+
+    Args:
+        spec: how; of the plane's format.
+        plane: what is there.
+        values: of its 2-D view.
+        noted: of delayed scaling: raised to the largest value, where that is finite.
+    """
+    format, dtype, (above, before) = plane.format, spec.fp8_dtype, plane.lead
+    if format.per_tensor:
+        amax = _amax(values)
+        if spec.group is not None:
+            amax = reduce_amax(amax, spec.group)
+        if noted is not None:
+            noted.copy_(torch.where(amax.isfinite(), noted.maximum(amax), noted))
+        scale = spec.keep_scale(plane.scale.view(()), amax)
+        return Plane(_quantize(values, scale, dtype)[0], scale, format)
+    if before:  # blocks may begin above an operator's rows, not before its columns
+        amax = _block_amax(values.t(), format.block[::-1], before).t()
+    else:
+        amax = _block_amax(values, format.block, above)
+    scale = spec.keep_scale(plane.scale.to(torch.float32), amax)
+    # At most: of E8M0's least scale it is no number where subnormal ones are taken for 0.
+    factor = Plane(plane.data, (1.0 / scale).clamp(max=2.0**127), format, plane.lead)
+    codes = _quantize(values.to(torch.float32) * factor.spread(), scale.new_ones(()), dtype)[0]
+    return Plane(codes, scale.to(format.scale_dtype), format, plane.lead)
 
 
 def plane_leads(format: BlockFormat, lead: int) -> tuple[tuple[int, int], tuple[int, int]]:

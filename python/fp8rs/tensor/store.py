@@ -33,10 +33,15 @@ class Owner(Protocol):
     writes: int
     unagreed: bool
 
-    def write(self, tensor: Any, values: Tensor) -> bool:
+    def write(self, tensor: Any, values: Tensor, keep: bool) -> bool:
         """``values`` are about to be written; True if they have been, with other ranks' shards.
 
         Called on every rank that writes, on those with an empty shard too.
+
+        Args:
+            tensor: what is written.
+            values: what to.
+            keep: what they leave as it was is to keep its value: see `QuantSpec.keep_scale`.
         """
 
     def take(self, tensor: Any, src: Any) -> bool:
@@ -170,23 +175,22 @@ class Store:
         assert found is not None
         return found.dequantize(dtype).t().contiguous()
 
+    def part(self, box: Rectangle | None) -> Planes:
+        """The planes of some rows and columns, which cut no block, or of all: they share memory."""
+        row, col = self.rowwise, self.columnwise
+        if box is None:
+            return row, col
+        if row is not None:
+            data = row.data.view(self.matrix)  # of a copy what is written would be lost
+            row = windows.part(Plane(data, row.scale, row.format, row.lead), box.rows, box.cols)
+        return row, None if col is None else windows.part(col, box.cols, box.rows)
+
     def put(self, planes: Planes, box: Rectangle | None = None, non_blocking: bool = False) -> None:
         """Write planes of some rows and columns, which cut no block, or of all."""
-        for own, new, turned in (
-            (self.rowwise, planes[0], False),
-            (self.columnwise, planes[1], True),
-        ):
+        for own, new, turned in zip(self.part(box), planes, (False, True), strict=True):
             if own is None:
                 continue
             assert new is not None
-            if box is not None:
-                rows, cols = (box.cols, box.rows) if turned else (box.rows, box.cols)
-                data = own.data
-                if data.dim() != 2:  # a view: of a copy the write would be lost
-                    matrix = data.view(matrix_shape(data.shape))
-                    own = Plane(matrix, own.scale, own.format, own.lead)
-                own = windows.part(own, rows, cols)
-                assert own is not None
             data = new.data
             if data.shape != own.data.shape:
                 data = data.reshape(own.data.shape)

@@ -1,0 +1,372 @@
+"""What a write does not change keeps its value: in-place arithmetic, and writes of parts.
+
+Scales stay while the largest value fits in them and uses half of their range; else they move by
+powers of two. Whole writes of new values make the quantizer's bytes.
+"""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import fp8rs
+from fp8rs.tensor import formats
+from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.spec import QuantSpec
+from tensor_formats import (
+    FORMATS,
+    PLANES,
+    bits,
+    every_format,
+    every_plane,
+    make,
+    same_bytes,
+    scales,
+    values,
+)
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+examples = settings(
+    max_examples=250,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    # `device` is a constant.
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+#: Format -> its quantizer, of an element type and with the options of its scales.
+QUANTIZERS = {
+    "tensor": lambda dtype, **options: fp8rs.Float8CurrentScalingQuantizer(dtype, **options),
+    **{
+        name: lambda dtype, block=block, **options: fp8rs.Float8BlockQuantizer(
+            dtype, block=block, **options
+        )
+        for name, block in (("row", (1, -1)), ("1x128", (1, 128)), ("128x128", (128, 128)))
+    },
+    **{
+        name: lambda dtype, block=block, **options: fp8rs.MXFP8Quantizer(
+            dtype, block=block, **options
+        )
+        for name, block in (("1x32", (1, 32)), ("32x32", (32, 32)))
+    },
+}
+
+#: Views of a matrix, none of which has an element twice.
+VIEWS = {
+    "itself": lambda x: x,
+    "flat": lambda x: x.view(-1),
+    "transposed": lambda x: x.t(),
+    "rows": lambda x: x[1:-1],
+    "columns": lambda x: x[:, 1:],
+    "every second": lambda x: x[::2, ::2],
+    "a flat part": lambda x: x.view(-1)[3:],
+    "the diagonal": lambda x: x.diagonal(),
+    "one row": lambda x: x[1],
+    "one more dimension": lambda x: x.unsqueeze(0),
+}
+
+#: In-place operations that change no value.
+NOTHING = {
+    "add_(0)": lambda x: x.add_(0),
+    "mul_(1)": lambda x: x.mul_(1),
+    "div_(1)": lambda x: x.div_(1),
+    "foreach": lambda x: torch._foreach_mul_([x], 1.0),
+    "addcmul_": lambda x: x.addcmul_(torch.zeros_like(x), torch.ones_like(x)),
+    "lerp_": lambda x: x.lerp_(torch.ones_like(x), 0.0),
+    "masked_fill_": lambda x: x.masked_fill_(torch.zeros(x.shape, dtype=torch.bool), 3.0),
+    "an element": lambda x: x[(0,) * x.dim()].copy_(x[(0,) * x.dim()].dequantize()),
+}
+
+#: Ways to write some elements of a tensor, which a mask tells.
+SOME = {
+    "masked_fill_": lambda x, mask, value: x.masked_fill_(mask.to(x.device), value),
+    "item assignment": lambda x, mask, value: x.__setitem__(mask.to(x.device), value),
+    "one by one": lambda x, mask, value: [
+        x.__setitem__(tuple(at.tolist()), value) for at in mask.nonzero()
+    ],
+    "where it is added": lambda x, mask, value: x.add_(
+        torch.where(mask.to(x.device), value - x.dequantize(), 0.0)
+    ),
+    "foreach": lambda x, mask, value: torch._foreach_add_(
+        [x], [torch.where(mask.to(x.device), value - x.dequantize(), 0.0)]
+    ),
+}
+
+
+@dataclass
+class Case:
+    """A quantized tensor to be."""
+
+    format: str
+    planes: str
+    fp8_dtype: torch.dtype
+    options: dict
+    x: torch.Tensor
+    dtype: torch.dtype
+
+    def on(self, device):
+        quantizer = QUANTIZERS[self.format](self.fp8_dtype, **self.options, **PLANES[self.planes])
+        # Codes of float32, which not all are values of the dtype that they stand for.
+        return quantizer(self.x.to(device)).to(self.dtype)
+
+
+@st.composite
+def cases(draw):
+    """Formats, options, shapes, dtypes, and magnitudes that float16 hardly has."""
+    format = draw(st.sampled_from(sorted(QUANTIZERS)))
+    if format in ("1x32", "32x32"):
+        options = {"scale_rounding": draw(st.sampled_from(["ceil", "floor"]))}
+    else:
+        options = {
+            "power_2_scale": draw(st.booleans()),
+            "amax_epsilon": draw(st.sampled_from([0.0, 1e-3])),
+        }
+    shape = draw(st.integers(3, 70)), draw(st.integers(3, 140))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    x = torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
+    x *= 2.0 ** draw(st.sampled_from([-20, -16, -5, 3]))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    fp8_dtype = draw(st.sampled_from([E4M3, E5M2]))
+    return Case(format, draw(st.sampled_from(sorted(PLANES))), fp8_dtype, options, x, dtype)
+
+
+@examples
+@given(
+    case=cases(),
+    view=st.sampled_from(sorted(VIEWS)),
+    writes=st.lists(st.sampled_from(sorted(NOTHING)), min_size=1, max_size=4),
+)
+def test_a_write_that_changes_nothing_changes_nothing(device, case, view, writes):
+    t = case.on(device)
+    before, old = values(t), scales(t)
+    for write in writes:
+        NOTHING[write](VIEWS[view](t))
+    for name, value in values(t).items():
+        assert torch.equal(value, before[name]), name
+        assert torch.equal(scales(t)[name], old[name]), name
+
+
+@examples
+@given(
+    case=cases(),
+    view=st.sampled_from(sorted(VIEWS)),
+    way=st.sampled_from(sorted(SOME)),
+    exponents=st.lists(st.integers(-9, 4), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_what_is_not_written_keeps_its_value(device, case, view, way, exponents, data):
+    t = case.on(device)
+    part = VIEWS[view](t)
+    largest = case.x.abs().max().float()
+    for exponent in exponents:
+        before, old = values(t), scales(t)
+        value = float((largest * 2.0**exponent * 1.1).to(t.dtype))
+        mask = torch.zeros(part.shape, dtype=torch.bool)
+        for _ in range(data.draw(st.integers(1, 2))):
+            mask.view(-1)[data.draw(st.integers(0, mask.numel() - 1))] = True
+        SOME[way](part, mask, value)
+        written = torch.zeros(t.shape, dtype=torch.bool)
+        VIEWS[view](written).copy_(mask)
+        written = written.to(device)
+        step = torch.finfo(case.fp8_dtype).eps
+        smallest = 2.0 ** (-6 if case.fp8_dtype is E4M3 else -14)  # of the normal numbers
+        for name, found in values(t).items():
+            scale, was = scales(t)[name], before[name]
+            half = 0.52 * step * smallest * scale  # a step of the subnormal ones, and a bit
+            assert torch.equal(torch.frexp(scale)[0], torch.frexp(old[name])[0]), name
+            stays = (was.abs() >= smallest * scale) | (scale <= old[name])
+            assert torch.equal(found[stays & ~written], was[stays & ~written]), name
+            assert ((found - was).abs() <= half)[~stays & ~written].all(), name
+            limits = torch.finfo(t.dtype)
+            added = limits.eps * (was.abs() + limits.smallest_normal)
+            close = (found - value).abs() <= 0.51 * step * value + half + added
+            assert close[written].all(), name
+
+
+# --- the rule ------------------------------------------------------------------------------------
+
+NAN, INF = math.nan, math.inf
+
+#: A scale, what is the largest then (in units of that scale's largest value), the scale afterwards
+#: (in units of the one before).
+RULE = {
+    "all of it": (0.3, 1.0, 1.0),
+    "half of it": (0.3, 0.5, 1.0),
+    "less than half": (0.3, 0.499, 0.5),
+    "less than a hundredth": (0.3, 0.0099, 2.0**-6),
+    "half a step more": (0.3, 464 / 448, 1.0),
+    "more": (0.3, 1.04, 2.0),
+    "nine times": (0.3, 9.0, 16.0),
+    "a power of two stays one": (0.25, 7.0, 8.0),
+}
+
+
+@pytest.mark.parametrize("case", list(RULE))
+def test_a_scale_stays_or_moves_by_a_power_of_two(device, case):
+    scale, largest, times = (torch.tensor(v, device=device) for v in RULE[case])
+    spec = QuantSpec(formats.TENSOR, E4M3)
+    assert torch.equal(spec.keep_scale(scale, 448 * scale * largest), scale * times)
+
+
+#: A scale, the largest value, and the scale afterwards; the options.
+EDGES = {
+    "to zero": (0.3, 0.0, 1.2, {}),
+    "from zero": (1.0, 300.0, 1.0, {}),
+    "to NaN": (0.3, NAN, NAN, {}),
+    "to infinity": (0.3, INF, NAN, {}),
+    "out of NaN": (NAN, 3.0, 2.0**-7, {}),
+    "out of nothing": (0.0, 3.0, 2.0**-7, {}),
+    "as small as scales are": (2.0**-126, 2.0**-140, 2.0**-126, {}),
+    "less than scales are": (2.0**-100, 2.0**-140, 2.0**-126, {}),
+    "from the smallest": (2.0**-126, 448.0, 1.0, {}),
+    "as large as numbers are": (2.0**-126, 3.4e38, 2.0**120, {}),
+    "below the epsilon": (2.0**-9, 2.0**-40, 2.0**-9, {"amax_epsilon": 448 * 2.0**-9}),
+    "far above the epsilon": (2.0**-9, 448.0, 1.0, {"amax_epsilon": 448 * 2.0**-9}),
+}
+
+
+@pytest.mark.parametrize(
+    "scale, amax, expected", [(0.5, 0.0, 2.0**-127), (2.0**-127, 3.0, 2.0**-7), (2.0, 449.0, 2.0)]
+)
+def test_powers_of_two_stay_such(device, scale, amax, expected):
+    spec = QuantSpec(formats.MX_32X32, E4M3)
+    found = spec.keep_scale(*(torch.tensor([v], device=device) for v in (scale, amax)))
+    assert found == expected
+    assert found.to(torch.float8_e8m0fnu).to(torch.float32) == expected
+
+
+@pytest.mark.parametrize("case", list(EDGES))
+def test_where_a_scale_ends(device, case):
+    scale, amax, expected, options = EDGES[case]
+    spec = QuantSpec(formats.TENSOR, E4M3, **options)
+    found = spec.keep_scale(*(torch.tensor([v], device=device) for v in (scale, amax)))
+    torch.testing.assert_close(
+        found, torch.tensor([expected], device=device), rtol=2e-7, atol=0, equal_nan=True
+    )
+
+
+@every_format
+@every_plane
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_what_is_not_finite_is_seen_and_left_again(device, format, planes, value):
+    t = make(format, planes, device)
+    before = values(t)
+    t[150, 7] = value
+    for name, found in values(t).items():
+        assert found[150, 7].isnan()
+        own = found.isnan()
+        assert torch.equal(found[~own], before[name][~own])
+        assert (bits(getattr(t, name).data).view(-1) == 0x7F).sum() >= own.sum()
+    nans = {n: x.isnan() for n, x in values(t).items()}
+    t[0, 0] = 1.0
+    t.mul_(1.0)
+    assert all(torch.equal(x.isnan()[1:], nans[n][1:]) for n, x in values(t).items())
+    t[0, 0] = before[next(iter(before))][0, 0]
+    read, without = t.dequantize(), {n: ~x.isnan() for n, x in values(t).items()}
+    assert read[150, 7].isnan()
+    t.nan_to_num_(nan=2.0)
+    for name, found in values(t).items():
+        assert torch.allclose(found, read.nan_to_num(nan=2.0), rtol=0.14, atol=0.02), name
+        kept = without[name] & ~read.isnan()
+        error = 0.51 * 2.0**-9 * scales(t)[name]  # of those that have become subnormal
+        assert ((found - before[name]).abs() <= error)[kept].all(), name
+
+
+@every_format
+@every_plane
+def test_zeros_and_back(device, format, planes):
+    t = make(format, planes, device)
+    before = t.dequantize()
+    t.mul_(0.0)
+    # What the rowwise plane rounds to 0 already, another plane may have kept.
+    for value in values(t).values():
+        assert value.abs().max() <= 2.0**-18 * before.abs().max()
+    t.add_(before)
+    for value in values(t).values():
+        # A scale between one and two times the one from the data.
+        assert (value - before).abs().max() <= 0.07 * before.abs().max()
+    t.zero_()
+    same_bytes(t, FORMATS[format](**PLANES[planes])(torch.zeros_like(before)))
+
+
+def test_the_next_scale_of_delayed_scaling_is_not_taken_and_hears_of_the_largest_value(device):
+    scale, amax = torch.tensor(0.5, device=device), torch.tensor(0.0, device=device)
+    quantizer = fp8rs.Float8Quantizer(scale, amax, E4M3)
+    t = quantizer(torch.linspace(-200, 200, 64 * 3, device=device).view(64, 3))
+    before = t.dequantize()
+    scale.fill_(0.6)
+    amax.zero_()
+    t.add_(0)
+    assert torch.equal(t.dequantize(), before)
+    assert amax == before.abs().max()
+    t[0, 0] = NAN
+    assert amax == before.abs().max()
+    t.copy_(torch.ones_like(before))
+    assert t.rowwise.scale == scale
+
+
+# --- whole writes --------------------------------------------------------------------------------
+
+#: Writes of values that have nothing to do with those before.
+WHOLE = {
+    "copy_": lambda x: x.copy_(torch.linspace(-3, 5, x.numel(), device=x.device).view(x.shape)),
+    "quantize_": lambda x: (x.quantize_ if isinstance(x, QuantizedTensor) else x.copy_)(
+        torch.linspace(-3, 5, x.numel(), device=x.device).view(x.shape)
+    ),
+    "fill_": lambda x: x.fill_(0.3),
+    "zero_": lambda x: x.zero_(),
+    "foreach zero": lambda x: torch._foreach_zero_([x]),
+    "uniform_": lambda x: x.uniform_(-0.3, 0.2),
+    "normal_": lambda x: torch.nn.init.normal_(x, std=0.02),
+    "kaiming": lambda x: torch.nn.init.kaiming_uniform_(x),
+    "out": lambda x: torch.mul(torch.ones_like(x), 0.3, out=x),
+}
+
+
+@every_format
+@every_plane
+@pytest.mark.parametrize("write", list(WHOLE))
+def test_a_whole_write_of_new_values_makes_the_quantizers_bytes(device, format, planes, write):
+    t, plain = make(format, planes, device), torch.zeros(200, 320, device=device)
+    for x in (t, plain):
+        torch.manual_seed(3)
+        WHOLE[write](x)
+    same_bytes(t, FORMATS[format](**PLANES[planes])(plain))
+
+
+# --- training ------------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.0, foreach=True),
+    "one by one": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.0, foreach=False),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.0, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block", "mxfp8"])
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+def test_an_optimizer_without_masters_does_not_inflate_weights(device, recipe, kind):
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64)
+    model = torch.nn.Sequential(*layers).to(device)
+    fp8rs.convert_to_float8_training(model, recipe=recipe, fp8_weights=True)
+    x, target = torch.randn(256, 64).to(device), torch.randn(256, 64).to(device) / 2
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    weights = model[0].weight, model[2].weight
+    norms = [w.dequantize().norm() for w in weights]
+    losses = []
+    for _ in range(400):
+        loss = torch.nn.functional.mse_loss(model(x), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    assert losses[-1] < losses[0]
+    for weight, norm in zip(weights, norms, strict=True):
+        assert weight.dequantize().norm() < 1.05 * norm
