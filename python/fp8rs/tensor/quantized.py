@@ -428,8 +428,10 @@ class QuantizedTensor(Tensor):
         None are those of the whole matrix, in order.
         """
         store, window = self._store, self._window
+        if window is None:
+            return None, True
         matrix = store.matrix
-        if window is None or _covers(window, matrix):
+        if _covers(window, matrix):
             return None, True
         if window.numel == 0:
             return Rectangle(Span(0, matrix[0]), Span(0, matrix[1])), False
