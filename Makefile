@@ -144,10 +144,9 @@ release: dist/.built
 	cd dist && sha256sum *.whl *.tar.gz RELEASE.md > SHA256SUMS
 	@cat dist/SHA256SUMS
 
-test-sdist: release
-	$(call environment,target/sdist-venv)
-	target/sdist-venv/bin/python -m pip install --no-deps dist/fp8rs-*.tar.gz
-	target/sdist-venv/bin/python -c 'import importlib.util as u; print(u.find_spec("fp8rs._core").origin)'
+test-sdist: release $(OLDEST)/.installed
+	$(OLDEST_BIN)/python -m pip install --no-deps --upgrade --target target/sdist dist/fp8rs-*.tar.gz
+	cd target/sdist && PYTHONPATH=. $(CURDIR)/$(OLDEST_BIN)/python -m fp8rs doctor
 
 clean:
 	rm -rf target dist site $(VENV) $(OLDEST) $(CLIENTS) $(DOCS) demo-loss.png demo-result.json
