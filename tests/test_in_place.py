@@ -78,7 +78,9 @@ NOTHING = {
     "foreach": lambda x: torch._foreach_mul_([x], 1.0),
     "addcmul_": lambda x: x.addcmul_(torch.zeros_like(x), torch.ones_like(x)),
     "lerp_": lambda x: x.lerp_(torch.ones_like(x), 0.0),
-    "masked_fill_": lambda x: x.masked_fill_(torch.zeros(x.shape, dtype=torch.bool), 3.0),
+    "masked_fill_": lambda x: x.masked_fill_(
+        torch.zeros(x.shape, dtype=torch.bool, device=x.device), 3.0
+    ),
     "an element": lambda x: x[(0,) * x.dim()].copy_(x[(0,) * x.dim()].dequantize()),
 }
 
