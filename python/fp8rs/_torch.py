@@ -30,6 +30,12 @@ no_torch_dispatch = torch._C._DisableTorchDispatch
 increment_version = torch._C._increment_version
 
 
+def note_write(x: Tensor) -> None:
+    """Tell autograd of a write that was made below it. (What is traced is seen as it is.)"""
+    if not torch.compiler.is_compiling() and not x.is_inference():
+        increment_version([x])
+
+
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass (a recomputation included)."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -111,6 +111,9 @@ class WeightPasses:
 
         Another model's backward may call this one, or a part of it (a teacher, in a hook): that is
         a forward. Without writes since it may have the same bytes all the same.
+
+        Raises:
+            RuntimeError: an FP8 weight was written since: its bytes are no more.
         """
         clock = self.state.clock
         if clock.in_forward or not (found.taken and found.differentiable and in_backward()):
@@ -118,11 +121,17 @@ class WeightPasses:
         weight = found.shard.weight
         if not weight.written:
             return True
-        if at_rest.is_at_rest(found.shard):
-            return False  # the bytes that it had are no more
         root = self.state.root
-        forward = root is not None and is_gathered_for_forward(root, weight.module)
-        return not (clock.recomputing or forward)
+        if clock.recomputing or (root is not None and is_gathered_for_forward(root, weight.module)):
+            return False
+        if at_rest.is_at_rest(found.shard):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: the FP8 weight {weight.fqn}, which is gathered for a "
+                "backward, was written since its forward. Write weights after the backward, or "
+                "keep master weights"
+            )
+        return True
 
     def _is_new_forward(self, found: Gathered) -> bool:
         """Whether a forward has been announced since the weight's bytes were made."""

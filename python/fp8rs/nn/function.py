@@ -330,6 +330,11 @@ def _forward(
     return y, x_planes, (x_scale, w_row.scale)
 
 
+def _version(weight: QuantizedTensor) -> int | None:
+    """What writes to a quantized weight change. (What FSDP2 does to one that it gathered, not.)"""
+    return None if weight.is_inference() else weight._version
+
+
 def _check_live(weight: QuantizedTensor, plane: Plane) -> None:
     if not torch.compiler.is_compiling() and not plane.live:
         plane.check_live(f"the gathered weight of a linear layer, {tuple(weight.shape)},")
@@ -369,7 +374,8 @@ class _Linear(torch.autograd.Function):
         bias_dtype = None if bias is None else bias.dtype
         dtypes = x.dtype, weight.dtype, bias_dtype
         forward = id(weight), _here.shared.era
-        ctx.rest = spec, delayed, gathered, x_format, x.shape, dtypes, forward
+        quantized = None if gathered is None else (gathered, _version(gathered))
+        ctx.rest = spec, delayed, quantized, x_format, x.shape, dtypes, forward
         return y
 
     @staticmethod
@@ -380,14 +386,21 @@ class _Linear(torch.autograd.Function):
                 "call backward or torch.autograd.grad without create_graph=True"
             )
         spec: LinearSpec
-        spec, delayed, gathered, x_format, x_shape, dtypes, forward = ctx.rest
+        spec, delayed, quantized, x_format, x_shape, dtypes, forward = ctx.rest
         x_dtype, weight_dtype, bias_dtype = dtypes
         saved_x, x_scale, weight, w_scale = ctx.saved_tensors
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         dx = dw = db = None
         row = col = None
-        if gathered is not None:
-            weight = gathered
+        if quantized is not None:
+            weight, version = quantized
+            if needs_x and _version(weight) != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation: the FP8 weight {tuple(weight.shape)} of a linear layer is "
+                    f"at version {_version(weight)}; expected version {version} instead. Write "
+                    "weights after the backward"
+                )
         if needs_x or needs_w:
             fold = _weight_fold(spec, weight, w_scale) if needs_x else None
             row, col = _quantize(spec.grad, GRAD, dy, needs_x, needs_w, delayed, fold)

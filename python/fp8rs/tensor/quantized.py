@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from fp8rs._torch import disabled_torch_function, is_traced, make_wrapper_subclass
+from fp8rs._torch import disabled_torch_function, is_traced, make_wrapper_subclass, note_write
 from fp8rs.tensor import formats, windows
 from fp8rs.tensor.formats import BlockFormat, matrix_shape
 from fp8rs.tensor.planes import Plane as Plane
@@ -419,6 +419,7 @@ class QuantizedTensor(Tensor):
                     lead=lead,
                 )
             store.put(made, box)
+            note_write(self)
         if owner is not None:
             owner.wrote()
 

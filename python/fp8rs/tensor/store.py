@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fp8rs._torch import note_write
 from fp8rs.tensor import windows
 from fp8rs.tensor.formats import matrix_shape
 from fp8rs.tensor.planes import Plane
@@ -195,5 +196,6 @@ class Store:
             if data.shape != own.data.shape:
                 data = data.reshape(own.data.shape)
             own.data.copy_(data, non_blocking=non_blocking)
+            note_write(own.data)  # a compiled graph may have saved them
             if not (turned and self.one_scale):
                 own.scale.copy_(new.scale, non_blocking=non_blocking)
