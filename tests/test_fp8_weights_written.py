@@ -1,4 +1,4 @@
-"""FP8 weights that are written between a forward and its backward: an error, as of plain weights."""
+"""FP8 weights written between a forward and its backward: an error, as of plain weights."""
 
 import pytest
 import torch
@@ -131,7 +131,7 @@ def test_micro_batches_and_checkpoints_write_nothing(device, recipe, reentrant):
 @ranks(2)
 @recipes
 def test_a_write_before_the_backwards_gather_is_an_error(rig, recipe):
-    """The bytes that were gathered for the forward are no more: those of master weights are kept."""
+    """The bytes of the forward are no more, where those of master weights are kept."""
     model = shard(make(EVEN, recipe=RECIPES[recipe], device=rig.device, fp8_weights=True), rig)
     loss = model(batch(rig)).sum()
     with torch.no_grad():

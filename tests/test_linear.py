@@ -434,6 +434,36 @@ def test_a_quantized_weight_names_its_missing_plane(device):
         module(data(device, 8, 16))
 
 
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "block"])
+def test_a_quantized_input_in_the_recipes_format_is_used_as_it_is(device, recipe):
+    if recipe == "block":
+        skip_without_block_gemms(device)
+    module = layer(device, 128, 128, recipe=recipe)
+    x = data(device, 256, 128)
+    given = quantizer_for(module.recipe, "input")(x)
+    assert torch.equal(module(given), module(x))
+
+
+@pytest.mark.parametrize(
+    "recipe, given, why",
+    [
+        ("current", Float8CurrentScalingQuantizer(torch.float8_e5m2), "float8_e5m2"),
+        ("current", quantizer_for(resolve_recipe("rowwise"), "input"), "'row'"),
+        ("rowwise", Float8CurrentScalingQuantizer(E4M3), "'tensor'"),
+        ("delayed", Float8CurrentScalingQuantizer(E4M3), "history"),
+        (
+            Float8BlockScaling(wgrad_input_block=(128, 128)),
+            quantizer_for(Float8BlockScaling(), "input"),
+            "wgrad",
+        ),
+    ],
+)
+def test_a_quantized_input_that_is_not_the_recipes_is_refused(device, recipe, given, why):
+    module = layer(device, 128, 128, recipe=recipe)
+    with pytest.raises(ValueError, match=f"input is a quantized tensor.*{why}.*dequantize"):
+        module(given(data(device, 256, 128)))
+
+
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "mxfp8"])
 def test_a_resharded_weight_is_a_clear_error(device, recipe):
     module = layer(device, recipe=recipe)

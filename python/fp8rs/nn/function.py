@@ -50,7 +50,8 @@ def linear(
     """x @ weight.T + bias on quantized operands, differentiable once.
 
     Args:
-        x: (..., in), fp32, bf16 or fp16; or a QuantizedTensor, whose planes are taken.
+        x: (..., in), fp32, bf16 or fp16; or a QuantizedTensor in the recipe's format for inputs,
+            whose planes are taken.
         weight: (out, in), high precision or a QuantizedTensor.
         bias: (out,) or None.
         key: names the `LinearSpec` (`fp8rs.nn.spec.register`).
@@ -63,7 +64,8 @@ def linear(
         record: whether amaxes are written.
 
     Raises:
-        ValueError: an operand has not the plane that is needed.
+        ValueError: an operand has not the plane that is needed, or a quantized input is not what the
+            recipe makes of inputs.
         RuntimeError: the weight's storage was freed by a reshard.
         UnsupportedError: the device cannot run the recipe.
     """
@@ -231,6 +233,7 @@ def _input_planes(
     That is the rowwise plane's, but a sibling's plane has it from an operator of its own.
     """
     if isinstance(x, QuantizedTensor):
+        _check_quantized(spec, x)
         given = x.plane("rowwise", "a linear layer's forward")
         if not columnwise:
             return (given, None), given.scale
@@ -259,6 +262,22 @@ def _input_planes(
     if sharing:
         shared.keep(x, key, planes, None if delayed is None else delayed.amax(INPUT), user)
     return planes, cast(Plane, planes[0]).scale
+
+
+def _check_quantized(spec: LinearSpec, x: QuantizedTensor) -> None:
+    wanted = spec.input
+    if spec.delayed:
+        why = "the recipe has delayed scaling, whose history must see each input"
+    elif spec.wgrad_input is not None:
+        why = "the recipe quantizes it in one format for the forward and in another for wgrad"
+    elif (x.format, x.fp8_dtype) != (wanted.format, wanted.fp8_dtype):
+        why = f"on this device the recipe wants {wanted.format.name!r} of {wanted.fp8_dtype}"
+    else:
+        return
+    raise ValueError(
+        f"input is a quantized tensor in format {x.format.name!r} of {x.fp8_dtype}, but {why}: "
+        "give input.dequantize()"
+    )
 
 
 def _input_again(
