@@ -418,7 +418,7 @@ def test_collectives_into_quantized_tensors(rig):
 
 IN_GRAPHS = {
     "delayed": lambda device: Float8Quantizer(
-        torch.full((), 0.25, device=device), torch.zeros((), device=device), E5M2
+        torch.full((), 0.25, device=device), torch.zeros((), device=device), E4M3
     ),
     "current": lambda device: Float8CurrentScalingQuantizer(
         E4M3, power_2_scale=True, amax_epsilon=0.5
