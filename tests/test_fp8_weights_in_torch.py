@@ -10,6 +10,8 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -37,6 +39,7 @@ from test_fp8_weights_in_use import (
     quantized,
     same,
 )
+from test_fsdp_state_dict import shared_folder
 
 recipes = pytest.mark.parametrize("recipe", list(RECIPES))
 FULL = StateDictOptions(full_state_dict=True)
@@ -213,6 +216,71 @@ def test_full_state_dicts(rig, recipe, meta, broadcast):
 
 
 # --- copies and pickles --------------------------------------------------------------------------
+
+
+@ranks(1, 2)
+@recipes
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_asynchronous_save(rig, recipe, sharded):
+    """What is saved are the bytes of the call, though the weights are written meanwhile."""
+    whole, model = pair(rig, recipe)
+    model, other = (model, pair(rig, recipe)[1]) if sharded else (whole, copy.deepcopy(whole))
+    before = contents(model)
+    folder = shared_folder(rig)
+    group = dist.new_group(backend="gloo")  # its thread's, while this one's reduces maxima
+    for name in ("first", "second"):  # whose staging reuses what the first one's has allocated
+        saving = dcp.async_save(
+            model.state_dict(), checkpoint_id=f"{folder}/{name}", process_group=group
+        )
+        with torch.no_grad():
+            for m in (model, other):
+                for parameter in m.parameters():
+                    parameter.mul_(2)
+        saving.result()
+        state = other.state_dict()
+        dcp.load(state, checkpoint_id=f"{folder}/{name}")
+        other.load_state_dict(state)
+        same(contents(other), before)
+        before = contents(model)
+
+
+INITS = {
+    "uniform_": {},
+    "normal_": {},
+    "trunc_normal_": {},
+    "constant_": {"val": 0.5},
+    "ones_": {},
+    "zeros_": {},
+    "eye_": {},
+    "xavier_uniform_": {},
+    "xavier_normal_": {},
+    "kaiming_uniform_": {},
+    "kaiming_normal_": {},
+    "orthogonal_": {},
+    "sparse_": {"sparsity": 0.1},
+}
+
+
+@recipes
+@pytest.mark.parametrize("name", list(INITS))
+def test_initializers_of_torch(device, recipe, name):
+    """They write what they write into plain weights, quantized."""
+    weight = fp8_model(recipe, device).head.weight
+    plain = torch.empty(weight.shape, device=device)
+    initialize = getattr(nn.init, name)
+    for w in (weight, plain):
+        torch.manual_seed(0)
+        try:
+            assert initialize(w, **INITS[name]) is w
+        except NotImplementedError:
+            assert name == "trunc_normal_"  # torch 2.11's: erfinv_ says how to draw
+            return
+    assert quantized(weight)
+    found = weight.dequantize()
+    if name == "trunc_normal_":  # it draws again what it finds beyond the bounds, rounded or not
+        assert found.abs().max() <= 2
+        found, plain = found.std(), plain.std()
+    assert (found - plain).abs().max() <= 0.1 * plain.abs().max()
 
 
 @recipes

@@ -17,9 +17,7 @@ def model_of(device, recipe="current", fp8_weights=True):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).to(device)
     if recipe is not None:
-        fp8rs.convert_to_float8_training(
-            model, recipe=RECIPES[recipe], fp8_weights=fp8_weights
-        )
+        fp8rs.convert_to_float8_training(model, recipe=RECIPES[recipe], fp8_weights=fp8_weights)
     return model
 
 

@@ -64,8 +64,8 @@ def linear(
         record: whether amaxes are written.
 
     Raises:
-        ValueError: an operand has not the plane that is needed, or a quantized input is not what the
-            recipe makes of inputs.
+        ValueError: an operand has not the plane that is needed, or a quantized input is not what
+            the recipe makes of inputs.
         RuntimeError: the weight's storage was freed by a reshard.
         UnsupportedError: the device cannot run the recipe.
     """

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rs._torch import in_fully_shard
+from fp8rs._torch import in_fully_shard, in_staging
 from fp8rs.tensor import collectives, views
 from fp8rs.tensor.fallback import dequantized_call, each_member
 from fp8rs.tensor.formats import INPUT_DTYPES
@@ -128,7 +128,12 @@ def _empty_like(
     return t.map(empty, scale)
 
 
-@implements(aten.new_zeros.default, aten.new_empty.default)
+@implements(aten.new_empty.default)
+def _new_empty(func: Any, t: QuantizedTensor, size: Any, **kwargs: Any) -> Any:
+    return t.staged() if in_staging() else _new(func, t, size, **kwargs)
+
+
+@implements(aten.new_zeros.default)
 def _new_part(
     func: Any,
     t: QuantizedTensor,

@@ -22,7 +22,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from fp8rs._torch import disabled_torch_function, is_traced, make_wrapper_subclass, note_write
+from fp8rs._torch import (
+    disabled_torch_function,
+    in_staging,
+    is_traced,
+    make_wrapper_subclass,
+    note_write,
+)
 from fp8rs.tensor import formats, windows
 from fp8rs.tensor.formats import BlockFormat, matrix_shape
 from fp8rs.tensor.planes import Plane as Plane
@@ -338,8 +344,11 @@ class QuantizedTensor(Tensor):
     def data_ptr(self) -> int:
         """Where the codes begin: of the rowwise plane, or of the columnwise one if it is alone.
 
-        Parameters have one each, by which optimizers and wrappers tell them apart. 0 in a trace.
+        Parameters have one each, by which optimizers and wrappers tell them apart. 0 in a trace,
+        and for `async_save`, which then copies codes and scales.
         """
+        if in_staging():
+            return 0
         row, col = self.planes
         plane = row if row is not None else col
         codes, offset = (self._store.any_plane if plane is None else plane).data, 0
@@ -606,6 +615,19 @@ class QuantizedTensor(Tensor):
             planes.append(Plane(codes.view(plane.data.dtype), scale, plane.format))
         new = self.like(planes[0], planes[1], shape=shape)
         new._store.blank = True
+        return new
+
+    def staged(self) -> QuantizedTensor:
+        """What `async_save` makes on the CPU of this, and puts copies of its attributes into."""
+        new: QuantizedTensor = make_wrapper_subclass(
+            type(self),
+            self.shape,
+            strides=self.stride(),
+            storage_offset=self.storage_offset(),
+            dtype=self.dtype,
+            device=torch.device("cpu"),
+        )
+        new._store, new._window, new._shown = self._store, self._window, self._shown
         return new
 
     def _begin_with(self, src: QuantizedTensor) -> bool:
