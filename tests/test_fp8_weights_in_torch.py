@@ -101,6 +101,19 @@ def test_torch_optimizers_train_whole_weights(device, recipe, kind):
 
 
 @recipes
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, AdamW])
+def test_a_layer_that_is_removed_before_the_step_steps(device, recipe, optimizer):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).to(device)
+    fp8rs.convert_to_float8_training(model, recipe=RECIPES[recipe], fp8_weights=True)
+    removed, before = model[1].weight, model[1].weight.dequantize()
+    steps = optimizer(model.parameters(), lr=0.1)
+    model(inputs(device)).square().sum().backward()
+    del model[1]
+    steps.step()
+    assert (removed.dequantize() != before).any()
+
+
+@recipes
 @pytest.mark.parametrize("kind", ["foreach", "fused"])
 @pytest.mark.filterwarnings("ignore:.* weights that are FP8 at rest")
 def test_lists_are_dequantized_a_member_at_a_time(recipe, kind, monkeypatch):

@@ -143,7 +143,7 @@ class Weight:
     @property
     def slots(self) -> tuple[Tensor, Tensor] | None:
         """Of delayed scaling: the next scale (0: none yet), and where amaxes are noted."""
-        module: Any = self.module
+        module: Any = self._module()  # None where it was removed from the model before a step
         state = getattr(module, "_fp8_state", None)
         if state is None or state.histories is None or not self.in_place:
             return None
