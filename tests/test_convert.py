@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import enum
+import re
 import warnings
 import weakref
 
@@ -14,7 +15,12 @@ from distributed import ranks
 from fp8rs import nn as fp8nn
 from fp8rs.convert import fp8_weights
 from fp8rs.convert.convert import convert_to_float8_training
-from fp8rs.quantize.recipes import DelayedScaling, Float8CurrentScaling, Float8RowwiseScaling
+from fp8rs.quantize.recipes import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    resolve_recipe,
+)
 from saving import reloaded
 
 
@@ -244,7 +250,9 @@ def test_converting_twice_changes_nothing():
 
 def test_converting_to_another_recipe_is_an_error():
     model = convert(Model(), recipe="current")
-    with pytest.raises(ValueError, match=r"blocks\.0\.0 is an FP8 layer already"):
+    with pytest.raises(
+        ValueError, match=r"blocks\.0\.0 is an FP8 layer already.*load the state dict"
+    ):
         convert(model, recipe="delayed")
 
 
@@ -273,6 +281,55 @@ def test_a_model_without_linears_is_returned_as_it_is_with_a_warning():
     assert not model._forward_pre_hooks
     with pytest.warns(UserWarning, match=r"no layer was converted.*filter_fqns"):
         convert(Model(), filter_fqns=["blocks", "head"])
+
+
+def test_what_torchao_has_converted_is_named():
+    """By its module, since torchao need not be installed."""
+    own = {"forward": lambda self, x: x, "__module__": "torchao.float8.float8_linear"}
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    for layer in model:
+        layer.__class__ = type("Float8Linear", (nn.Linear,), own)
+    with pytest.warns(UserWarning) as warned:
+        convert(model)
+    assert re.match(
+        r"2 layers stay as they are \(0 first\): torchao has .* Leave out torchao's conversion",
+        str(warned[0].message),
+    )
+
+
+def weights_under_another_recipe(device, before, **options):
+    """An unconverted model again, whose FP8 weights are of the recipe ``before``."""
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)).to(device)
+    convert(made, recipe=before, fp8_weights=True, enable_fsdp_float8_all_gather=None)
+    model = nn.Sequential(*(nn.Linear(128, 128, device="meta") for _ in range(2)))
+    for layer, old in zip(model, made, strict=True):
+        layer.weight, layer.bias = old.weight, old.bias
+    return model
+
+
+@pytest.mark.parametrize("before", ["rowwise", "current", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block", "mxfp8"])
+def test_fp8_weights_of_another_recipe_are_quantized_anew(before, recipe):
+    model = weights_under_another_recipe("cpu", before)
+    values = [layer.weight.dequantize() for layer in model]
+    weights = [layer.weight for layer in model]
+    convert(model, recipe=recipe, fp8_weights=True, enable_fsdp_float8_all_gather=None)
+    wanted = resolve_recipe(recipe).block_format("weight")
+    for layer, weight, value in zip(model, weights, values, strict=True):
+        assert layer.weight is weight and weight.format is wanted
+        assert (weight.dequantize() - value).abs().max() < 0.05 * value.abs().max()
+    x = torch.randn(64, 128).requires_grad_()
+    model(x).sum().backward()
+    plain = torch.ones(64, 128) @ values[1] @ values[0]
+    assert (x.grad - plain).norm() < 0.15 * plain.norm()
+
+
+def test_fp8_weights_of_another_recipe_are_refused_as_master_weights():
+    model = weights_under_another_recipe("cpu", "rowwise")
+    with pytest.raises(ValueError, match=r"the weight of 0 is FP8 .*'row'.*fp8_weights=True"):
+        convert(model, recipe="current")
+    assert type(model[0]) is nn.Linear
 
 
 @pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "prune", "parametrized"])

@@ -184,6 +184,15 @@ def test_high_precision_gather_quantizes_what_arrives(rig):
 
 
 @ranks(2)
+@pytest.mark.parametrize("fp8_weights", [False, True])
+def test_a_policys_dtype_that_no_layer_computes_in_is_named(rig, fp8_weights):
+    model = make(EVEN, device=rig.device, fp8_weights=fp8_weights)
+    shard(model, rig, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"weight is to be gathered as .*float64, by MixedPrecis"):
+        model(batch(rig))
+
+
+@ranks(2)
 @pytest.mark.parametrize("options", [{"power_2_scale": True}, {"amax_epsilon": 3.0}])
 def test_scale_options_hold_for_gathered_weights(rig, options):
     model = make(UNEVEN, recipe=fp8rs.Float8CurrentScaling(**options), device=rig.device)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fp8rs.convert.fp8_weights import check_weight, high_precision_weight, quantize_weight
+from fp8rs.convert.fp8_weights import check_weight, fits, high_precision_weight, quantize_weight
 from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
 from fp8rs.convert.torchao import from_float8_linear_config, refuse_high_precision_name
 from fp8rs.convert.transformer_engine import from_te_recipe, is_te_recipe
@@ -114,9 +114,15 @@ def convert_to_float8_training(
         return module
     state = ModelState(recipe, amax_reduction_group=amax_reduction_group)
     state.fp8_gather = enable_fsdp_float8_all_gather
-    if fp8_weights:
-        for _, layer in layers:
+    for name, layer in layers:
+        if fp8_weights:
             check_weight(layer, recipe)
+        elif isinstance(layer.weight, QuantizedTensor) and not fits(layer.weight, recipe):
+            raise ValueError(
+                f"the weight of {name or 'the root'} is FP8 already, in format "
+                f"{layer.weight.format.name!r}, which recipe {recipe.name!r} does not have weights "
+                "in: give fp8_weights=True to quantize it anew"
+            )
     left = _join_all(state, layers, fp8_weights, preserve_high_precision_init_val)
     for joined in left:
         joined.detach()

@@ -24,20 +24,33 @@ def check_weight(layer: nn.Linear, recipe: Recipe) -> None:
         RuntimeError: something refers to the parameter that cannot follow it.
     """
     weight = layer.weight
-    if isinstance(weight, QuantizedTensor):
+    if fits(weight, recipe):
         return
     try:
         check_can_become(weight)
     except RuntimeError as error:
         raise _held(error) from error
-    new_weight(weight.detach(), recipe)
+    new_weight(_values(weight), recipe)
+
+
+def fits(weight: Tensor, recipe: Recipe) -> bool:
+    """Whether a weight is quantized in the format that a recipe has weights in."""
+    if not isinstance(weight, QuantizedTensor):
+        return False
+    spec = quant_spec(recipe, "weight")
+    return (weight.format, weight.fp8_dtype) == (spec.format, spec.fp8_dtype)
+
+
+def _values(weight: Tensor) -> Tensor:
+    return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight.detach()
 
 
 def quantize_weight(layer: nn.Linear, recipe: Recipe, keep_init: bool) -> None:
     """Make a layer's weight a quantized one, in place: the parameter stays the object that it is.
 
     Args:
-        layer: its weight is high precision, or quantized already. It need not be converted yet.
+        layer: its weight is high precision, or quantized already, by another recipe perhaps. It
+            need not be converted yet.
         recipe: the weight's format is that of its recipe.
         keep_init: keep the values before quantizing, on the CPU.
 
@@ -45,10 +58,10 @@ def quantize_weight(layer: nn.Linear, recipe: Recipe, keep_init: bool) -> None:
         RuntimeError: something refers to the parameter that cannot follow it.
     """
     weight = layer.weight
-    if isinstance(weight, QuantizedTensor):
-        own(layer, "weight").begin_history(weight.dequantize())
+    if fits(weight, recipe):
+        own(layer, "weight").begin_history(_values(weight))
         return
-    values = weight.detach()
+    values = _values(weight)
     quantized = new_weight(values, recipe)
     init_value = values.to("cpu", copy=True) if keep_init and not values.is_meta else None
     largest = values.detach().abs().amax() if values.numel() else values.new_zeros(())

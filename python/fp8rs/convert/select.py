@@ -14,6 +14,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 #: From this many elements on a 3-D parameter is worth a word: experts of a mixture, say.
 _LARGE = 1 << 20
+TORCHAO = "torchao has converted it"
 LARGE_3D = "3-D parameters (experts?) are not converted"
 
 ModuleFilter = Callable[[nn.Module, str], bool]
@@ -76,6 +77,7 @@ def select(
             f"filter_fqns leaves nothing out for {', '.join(map(repr, unused))}: "
             "no linear layer has that in its name"
         )
+    torchao: list[str] = []
     owners = _weight_owners(root)
     sharded = _sharded_parts(root)
     for name, module in root.named_modules():
@@ -92,7 +94,9 @@ def select(
             if module.recipe != recipe:
                 raise ValueError(
                     f"{shown} is an FP8 layer already, with recipe {module.recipe}, which is not "
-                    f"{recipe}: leave it out with filter_fqns or module_filter_fn"
+                    f"{recipe}. To change it, load the state dict into a model that was not "
+                    "converted, and convert that; to keep it, leave the layer out with filter_fqns "
+                    "or module_filter_fn"
                 )
             if module._fp8_state.alone:
                 found.layers.append((name, module))
@@ -116,6 +120,8 @@ def select(
         reason = _unlike_linear(module)
         if reason:
             found.left[shown] = reason
+            if reason == TORCHAO:
+                torchao.append(shown)
             continue
         tied = [
             other for other in owners[id(module.weight)] if other != f"{name}.weight".lstrip(".")
@@ -134,6 +140,11 @@ def select(
             )
             continue
         found.layers.append((name, module))
+    if torchao:
+        found.warnings.append(
+            f"{len(torchao)} layers stay as they are ({torchao[0]} first): torchao has converted "
+            "them to FP8. Leave out torchao's conversion; its Float8LinearConfig is taken as config="
+        )
     return found
 
 
@@ -162,6 +173,8 @@ def _unlike_linear(module: nn.Linear) -> str:
         return "its weight has no size yet: run a forward first"
     if kind is nn.modules.linear.NonDynamicallyQuantizableLinear:
         return "its parent (nn.MultiheadAttention) uses its weight without calling it"
+    if any(base.__module__.startswith("torchao.") for base in kind.__mro__):
+        return TORCHAO
     if kind.forward is not nn.Linear.forward:
         return f"its class {kind.__name__} has a forward of its own"
     return ""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fp8rs._torch import disabled_torch_function, local_tensor
+from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
 
 from . import passes
@@ -42,6 +43,12 @@ def post_all_gather(
     outputs = (*outputs, *gathered.inputs[len(outputs) :])
     codec, placement = gathered.codec, gathered.placement
     if out is None:
+        if param_dtype not in INPUT_DTYPES:
+            raise TypeError(
+                f"{gathered.shard.weight.fqn} is to be gathered as {param_dtype}, by "
+                "MixedPrecisionPolicy(param_dtype=...) or its own dtype; FP8 layers compute in "
+                "float32, bfloat16 or float16"
+            )
         with torch.inference_mode(False):
             inner = codec.inner_tensors(placement, outputs[0].device)
         return GatheredBytes(outputs, inner, gathered, param_dtype), tuple(inner)
