@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from cases import skip_without_block_gemms
-from fp8rs import UnsupportedError
+from fp8rs import UnsupportedError, convert_to_float8_training
 from fp8rs import nn as fp8nn
 from fp8rs.gemm.table import capability as capability_of
 from fp8rs.gemm.table import check_cuda, scaled_mm
@@ -149,20 +149,30 @@ def test_from_linear_takes_parameters_hooks_and_mode(device):
         fp8nn.Linear.from_linear(nn.GELU())
 
 
-@pytest.mark.parametrize(
-    ("x_dtype", "w_dtype"),
-    [
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float32),
-        (torch.float32, torch.bfloat16),
-    ],
-)
-def test_mixed_dtypes(device, x_dtype, w_dtype):
-    module = layer(device, dtype=w_dtype)
-    x = data(device, 8, 16, dtype=x_dtype)
-    y, dx, dw, db = gradients(module, x, data(device, 8, 32, dtype=x_dtype))
-    assert y.dtype == dx.dtype == x_dtype
-    assert dw.dtype == db.dtype == w_dtype
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("x_dtype", DTYPES)
+@pytest.mark.parametrize("w_dtype", DTYPES)
+@pytest.mark.parametrize("fp8_weights", [False, True])
+def test_two_dtypes_are_an_error_but_under_autocast(device, x_dtype, w_dtype, fp8_weights):
+    """As of nn.Linear."""
+    plain = nn.Sequential(nn.Linear(16, 32, dtype=w_dtype, device=device))
+    module = convert_to_float8_training(copy.deepcopy(plain), fp8_weights=fp8_weights)
+    x, dy = data(device, 8, 16, dtype=x_dtype), data(device, 8, 32, dtype=torch.bfloat16)
+    if x_dtype == w_dtype:
+        assert module(x).dtype == plain(x).dtype == x_dtype
+    else:
+        with pytest.raises(RuntimeError, match="must have the same dtype"):
+            plain(x)
+        with pytest.raises(RuntimeError, match=f"must have the same dtype.*{x_dtype}.*{w_dtype}"):
+            module(x)
+    with torch.autocast(device.type, torch.bfloat16):
+        y = module(x.requires_grad_())
+    y.backward(dy)
+    assert y.dtype == torch.bfloat16
+    assert x.grad.dtype == x_dtype
+    assert module[0].weight.grad.dtype == w_dtype
 
 
 def test_autocast_sets_the_output_dtype(device):

@@ -143,7 +143,7 @@ def select(
     if torchao:
         found.warnings.append(
             f"{len(torchao)} layers stay as they are ({torchao[0]} first): torchao has converted "
-            "them to FP8. Leave out torchao's conversion; its Float8LinearConfig is taken as config="
+            "them to FP8. Leave out torchao's conversion; config= takes its Float8LinearConfig"
         )
     return found
 

@@ -102,6 +102,7 @@ class Float8Linear(nn.Linear):
         Raises:
             ValueError: the last dim is not in_features, or the input is 0-d.
             TypeError: the input is not float32, bfloat16 or float16.
+            RuntimeError: without autocast, input and weight have two dtypes.
             UnsupportedError: the device cannot run the recipe.
         """
         compiling = torch.compiler.is_compiling()
@@ -133,8 +134,15 @@ class Float8Linear(nn.Linear):
             raise TypeError(f"input must be float32, bfloat16 or float16, not {dtype}")
         # To ask for a device's name takes longer.
         device = "cuda" if input.is_cuda else input.device.type
-        if device != "meta" and torch.is_autocast_enabled(device):  # which meta has not
+        if device == "meta":  # which has no autocast
+            pass
+        elif torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
+        elif dtype != weight.dtype:
+            raise RuntimeError(
+                f"input and weight must have the same dtype, but got {dtype} and {weight.dtype}: "
+                "cast one of them, or use torch.autocast"
+            )
         state = self._fp8_state
         if state.histories is None:
             return linear(input, weight, bias, state.key, dtype)
@@ -333,8 +341,8 @@ class Linear(Float8Linear):
 
     The parameters are those of torch.nn.Linear, in high precision. Forward, dgrad and wgrad run
     on FP8 operands; what is saved for the backward is the input's FP8 columnwise plane, not the
-    input. The input may have any number of dims from one, and any sizes; its dtype (or
-    autocast's) is the output's. Gradients have the dtypes of what they are of.
+    input. The input may have any number of dims from one, and any sizes; its dtype, which is the
+    weight's, (or autocast's) is the output's. Gradients have the dtypes of what they are of.
 
     Args:
         in_features: as in torch.nn.Linear.
