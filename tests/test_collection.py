@@ -117,3 +117,12 @@ def test_processes_of_xdist_hand_their_counts_over(run):
     out = run("-n", "1", "-k", "three")
     assert "9 passed" in out
     assert "tests: 9 of 18" in out
+
+
+@pytest.mark.parametrize("ours", ["python/fp8rs/nn/linear.py", "tests/test_cases.py"])
+def test_what_is_wrong_with_a_files_text_fails_where_that_is_ours(ours):
+    """Python says so where a file is compiled, which may be an import of another library's."""
+    compile("1 is 1", "/env/lib/python3.12/site-packages/torchao/tests/utils.py", "exec")
+    compile("1 is 1", "/env/lib/python3.12/site-packages/fp8rs/nn/linear.py", "exec")
+    with pytest.raises(SyntaxError, match="is"):
+        compile("1 is 1", f"/work/{ours}", "exec")
