@@ -357,6 +357,31 @@ def test_moving_a_sharded_model_where_it_is(rig, move, forward_first):
 
 
 @recipes
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_a_cast_model_has_one_dtype_and_the_same_codes(device, recipe, dtype):
+    """Also of a dtype that no layer computes in: what stands in a layer's way is its input."""
+    model, plain = fp8_model(recipe, device), fp8_model(recipe, device)
+    model.to(dtype)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert_still_fp8(model)
+    weight = model.head.weight
+    assert same_bytes(weight.dequantize(), plain.head.weight.dequantize().to(dtype))
+    assert same_bytes(weight.rowwise.data, plain.head.weight.rowwise.data)
+    with torch.no_grad():
+        (weight * 2).sum()
+        weight.copy_(weight.dequantize())
+        weight.mul_(2).mul_(0.5)
+    if dtype == torch.float64:
+        with pytest.raises(TypeError, match="input must be float32, bfloat16 or float16"):
+            model(inputs(device).double())
+        weights = pickle.loads(pickle.dumps(model)).head.weight
+        assert weights.dtype == dtype
+    model.float()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    model(inputs(device)).sum().backward()
+
+
+@recipes
 def test_pointers_tell_parameters_apart(device, recipe):
     """accelerate and transformers' Trainer map an optimizer's parameters by them."""
     model = make(UNEVEN, recipe=RECIPES[recipe], device=device, fp8_weights=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8rs._torch import in_fully_shard, in_staging
 from fp8rs.tensor import collectives, views
 from fp8rs.tensor.fallback import dequantized_call, each_member
-from fp8rs.tensor.formats import INPUT_DTYPES
+from fp8rs.tensor.formats import INPUT_DTYPES, LOGICAL_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.table import HANDLERS, Handler, implements
 
@@ -42,7 +42,7 @@ def _to_copy(
     memory_format: Any = None,
 ) -> Any:
     dtype = t.dtype if dtype is None else dtype
-    plain = dtype not in INPUT_DTYPES or layout not in (None, torch.strided)
+    plain = dtype not in LOGICAL_DTYPES or layout not in (None, torch.strided)
     if plain or t.planes == (None, None):
         return aten._to_copy(
             t.dequantize(),

@@ -25,6 +25,9 @@ FP8_BOUND: dict[torch.dtype, float] = {E4M3: 464.0, E5M2: 61440.0}
 #: Dtypes that can be quantized.
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+#: What a quantized tensor can stand for: float64 too, as of a model's ``double()``.
+LOGICAL_DTYPES = (*INPUT_DTYPES, torch.float64)
+
 #: Every format, by name.
 FORMATS: dict[str, BlockFormat] = {}
 

@@ -105,8 +105,8 @@ class QuantizedTensor(Tensor):
             raise TypeError(
                 f"{cls.__name__} has scales of {cls.scale_dtype}, not {plane.scale.dtype}"
             )
-        if dtype not in formats.INPUT_DTYPES:
-            raise TypeError(f"dtype must be float32, bfloat16 or float16, not {dtype!r}")
+        if dtype not in formats.LOGICAL_DTYPES:
+            raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, not {dtype!r}")
         check_planes(rowwise, columnwise, shape)
         check_writing(plane, spec, delayed)
         store = Store(rowwise, columnwise, spec, delayed)
@@ -262,6 +262,8 @@ class QuantizedTensor(Tensor):
         dtype = self.dtype if dtype is None else dtype
         if not isinstance(dtype, torch.dtype):  # of other dtypes the operator speaks
             raise TypeError(f"dtype must be float32, bfloat16 or float16, not {dtype!r}")
+        if dtype == torch.float64:  # which fp32 holds exactly
+            return self.dequantize(torch.float32).double()
         row, col = self.planes
         plane = row if row is not None else col
         if plane is None:
@@ -401,6 +403,8 @@ class QuantizedTensor(Tensor):
             raise ValueError(f"src has shape {tuple(src.shape)}, but dst has {tuple(self.shape)}")
         if src.device != self.device:
             raise ValueError(f"src is on {src.device}, but dst is on {self.device}")
+        if src.dtype == self.dtype == torch.float64:
+            src = src.float()
         if src.dtype not in formats.INPUT_DTYPES:
             raise TypeError(f"src must be float32, bfloat16 or float16, not {src.dtype}")
         if src.requires_grad:
@@ -716,12 +720,10 @@ class QuantizedTensor(Tensor):
 
     def _set_data(self, value: Any) -> None:
         if type(value) is not type(self):
-            why = "it would have to share the storage of what is assigned"
-            if isinstance(value, Tensor) and value.dtype == torch.float64:
-                why = "values of float64, as model.double() assigns them, are not held quantized"
             raise TypeError(
                 f".data of a {type(self).__name__} must be one too, not a {type(value).__name__}: "
-                f"{why}. Write values by copy_() or quantize_()"
+                "it would have to share the storage of what is assigned. Write values by copy_() "
+                "or quantize_()"
             )
         _plain_data.__set__(self, value)
         self._store, self._window, self._shown = value._store, value._window, None
@@ -887,8 +889,8 @@ def wrap_planes(
     plane = rowwise if rowwise is not None else columnwise
     if plane is None:
         raise ValueError("rowwise and columnwise are both None: one plane must be given")
-    if dtype not in formats.INPUT_DTYPES:
-        raise TypeError(f"dtype must be float32, bfloat16 or float16, not {dtype!r}")
+    if dtype not in formats.LOGICAL_DTYPES:
+        raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, not {dtype!r}")
     return TENSOR_TYPES[plane.format.scale_dtype].over(
         Store(rowwise, columnwise, spec, delayed), torch.Size(shape), dtype, requires_grad
     )
