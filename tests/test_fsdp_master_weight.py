@@ -388,5 +388,8 @@ def test_a_cast_after_the_first_gather_is_refused(rig, fp8_weights):
     model.to(torch.float32)
     with pytest.raises(RuntimeError, match=r"is torch\.float32, and was torch\.bfloat16.*cast"):
         model(x)
+    # FSDP2 has begun no forward. Were it in one, the streams that it gathers on would not wait for
+    # the cast that comes now.
+    assert model._get_fsdp_state()._state_ctx.iter_forward_root is None
     model.to(torch.bfloat16)
     assert model(x.bfloat16()).isfinite().all()

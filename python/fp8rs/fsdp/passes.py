@@ -159,8 +159,13 @@ class WeightPasses:
 
         Else it would wait for what FSDP2 gathers first, its root's own parameters, and for what is
         computed with them.
+
+        What is refused is refused here, before FSDP2 begins its forward: after an error within that
+        the gathers of the next one do not wait for what has been written in between.
         """
         mark_writes(self.latest)
+        if not self._checked:
+            refuse_recast(self.state)
 
     def _quantize(self, shards: list[Shard], whole: bool = False) -> None:
         """Quantize shards; ``whole``: for a pass, where each has time until its own gather."""
