@@ -10,6 +10,7 @@ from distributed import ranks
 from distributed.models import EVEN, RECIPES, batch, make, same_bytes, shard
 
 recipes = pytest.mark.parametrize("recipe", list(RECIPES))
+pytestmark = pytest.mark.filterwarnings("ignore:.* weights that are FP8 at rest")
 modified = pytest.raises(RuntimeError, match="modified by an inplace operation")
 
 
