@@ -51,6 +51,8 @@ def adopt(module: nn.Module, name: str, parameter: Any) -> None:
     local = local_tensor(parameter)
     state: Any = module._fp8_state
     quantized = isinstance(local, QuantizedTensor)
+    if quantized and local._store.gathered:
+        return  # under tensor parallelism a gathered weight is a DTensor too
     if quantized:
         parameter.__class__ = Float8Parameter
     if isinstance(local, (MasterWeight, Sharded)):

@@ -129,4 +129,6 @@ class GatheredBytes(Tensor):
             planes = gathered.codec.decode(
                 outputs, inner, gathered.placement, gathered.scale, shape
             )
-        return wrap_planes(*planes, shape=shape, dtype=param_dtype)
+        weight = wrap_planes(*planes, shape=shape, dtype=param_dtype)
+        weight._store.gathered = True
+        return weight

@@ -395,7 +395,7 @@ class WeightPasses:
 
     def _place(self, weight: Weight) -> Placement:
         parameter: Any = weight.parameter
-        if not isinstance(parameter, DTensor):
+        if local_of(parameter) is None:
             raise RuntimeError(
                 f"{weight.fqn} is gathered, but its module holds no sharded parameter"
             )

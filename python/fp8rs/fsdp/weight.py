@@ -127,7 +127,7 @@ class Weight:
 
         What it has gathered is from before a write that is about to come.
         """
-        if hasattr(self.parameter, "_local_tensor"):
+        if local_of(self.parameter) is not None:
             return
         from torch.distributed.fsdp import FSDPModule
 
@@ -152,7 +152,7 @@ class Weight:
     @property
     def shards(self) -> Any:
         """The model's sharded weights; None where this one is whole."""
-        sharded = self.in_place and hasattr(self.parameter, "_local_tensor")
+        sharded = self.in_place and local_of(self.parameter) is not None
         return self.state.fsdp if sharded else None
 
     def write(self, tensor: QuantizedTensor, values: Tensor, keep: bool) -> bool:

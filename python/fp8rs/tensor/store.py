@@ -103,9 +103,11 @@ class Store:
         delayed: for delayed scaling, the scale to read and the amax to write.
         owner: of a parameter's planes; new tensors that stand for the parameter have it too.
         blank: nothing has been written yet, and the first tensor that is gives the scales.
+        gathered: FSDP2 has gathered the planes' bytes, and frees and refills them: they are no
+            parameter's own.
     """
 
-    __slots__ = ("blank", "columnwise", "delayed", "owner", "rowwise", "spec")
+    __slots__ = ("blank", "columnwise", "delayed", "gathered", "owner", "rowwise", "spec")
 
     def __init__(
         self,
@@ -119,7 +121,7 @@ class Store:
         self.spec = spec
         self.delayed = delayed
         self.owner: Owner | None = None
-        self.blank = False
+        self.blank = self.gathered = False
 
     @property
     def told(self) -> Owner | None:
