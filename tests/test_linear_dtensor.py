@@ -1,14 +1,27 @@
 """Converted layers under torch's tensor-parallel plans: the same results as on one rank."""
 
 import copy
+import warnings
 
 import pytest
 import torch
+import torch._dynamo as dynamo
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import fp8rs
 from distributed import ranks
+from fp8rs.optim import AdamW
+
+PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+both_weights = pytest.mark.parametrize("fp8_weights", [False, True], ids=["masters", "fp8"])
 
 
 class Pair(nn.Module):
@@ -23,18 +36,11 @@ class Pair(nn.Module):
 @ranks(2)
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "mxfp8", "delayed"])
 def test_column_and_row_parallel_layers_compute_the_whole(rig, recipe):
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
     torch.manual_seed(0)
     whole = fp8rs.convert_to_float8_training(Pair().to(rig.device), recipe=recipe)
     plain, split = Pair().to(rig.device), copy.deepcopy(whole)
     plain.load_state_dict(whole.state_dict())
-    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    parallelize_module(split, rig.mesh(names=("tp",)), plan)
+    parallelize_module(split, rig.mesh(names=("tp",)), PLAN)
     x = torch.randn(8, 64).to(rig.device)
     results = {}
     for name, model in (("plain", plain), ("whole", whole), ("split", split)):
@@ -48,10 +54,52 @@ def test_column_and_row_parallel_layers_compute_the_whole(rig, recipe):
         assert 0 < error < 1.5 * allowed + 1e-4 * exact.norm()
 
 
+def split_pair(rig, recipe, **options):
+    torch.manual_seed(0)
+    model = fp8rs.convert_to_float8_training(Pair().to(rig.device), recipe=recipe, **options)
+    return parallelize_module(model, rig.mesh(names=("tp",)), PLAN)
+
+
+@ranks(2)
+@both_weights
+def test_delayed_scaling_compiles_as_eager_computes(rig, fp8_weights):
+    """Its buffers are no DTensors, which parallelize_module makes of them."""
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
+    dynamo.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+    seen = []
+    for compiled in (False, True):
+        model = split_pair(rig, "delayed", fp8_weights=fp8_weights)
+        if compiled:
+            model.compile(backend=backend, fullgraph=True)
+        optimizer = AdamW(model.parameters())
+        for n in range(4):
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(n))
+            y = model(x.to(rig.device))
+            y.square().sum().backward()
+            seen.append([y, *(p.grad.to_local() for p in model.parameters())])
+            optimizer.step()
+            optimizer.zero_grad()
+    for eager, got in zip(seen[:4], seen[4:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(eager, got, strict=True))
+    assert backend.frame_count == 2, "of first scales, and of histories"
+    dynamo.reset()
+
+
+@ranks(2)
+@both_weights
+def test_a_new_optimizer_has_a_state_dict_under_delayed_scaling(rig, fp8_weights):
+    """torch has it step once, before a forward has been."""
+    model = split_pair(rig, "delayed", fp8_weights=fp8_weights)
+    before = [p.full_tensor() for p in model.parameters()]
+    state = get_optimizer_state_dict(model, AdamW(model.parameters()))["state"]
+    assert {"up.weight", "down.weight"} <= set(state)
+    for p, was in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p.full_tensor(), was)
+
+
 @ranks(2)
 def test_placements_without_a_rule_are_an_error(rig):
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     torch.manual_seed(0)
     mesh = rig.mesh(names=("tp",))
     layer = fp8rs.convert_to_float8_training(nn.Linear(64, 96, bias=False))

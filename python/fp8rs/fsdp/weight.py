@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8rs._torch import local_tensor
+from fp8rs.scaling.histories import keep_local
 from fp8rs.tensor.formats import FP8_MAX
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -147,6 +148,7 @@ class Weight:
         state = getattr(module, "_fp8_state", None)
         if state is None or state.histories is None or not self.in_place:
             return None
+        keep_local(module._buffers)
         return module.fp8_scale[0, 0], module.fp8_amax[0, 0]
 
     @property

@@ -18,7 +18,7 @@ from fp8rs.tensor.quantized import OWN_ATTRIBUTES, QuantizedTensor
 from .function import Slots, linear, prepare_compilers
 from .init import is_sharded, reset_linear
 from .nested import on_nested
-from .registry import ModelState, note_compiled
+from .registry import ModelState, keep_buffers_local, note_compiled
 
 #: Called with a layer, the name of a parameter and its sharded value, a DTensor that FSDP2 is
 #: putting in its place; or an FP8 weight that has come out of a pickle.
@@ -154,6 +154,7 @@ class Float8Linear(nn.Linear):
             state.begin_layer(training)
             scales, amaxes = self._slots()
         else:
+            keep_buffers_local(state.mark)
             if training:
                 note_compiled(state.mark, "layer")
             scales, amaxes = slots(self.fp8_scale, self.fp8_amax)

@@ -30,7 +30,7 @@ from fp8rs.quantize.recipes import DelayedScaling, Recipe, resolve_recipe
 from fp8rs.quantize.spec import quant_spec
 from fp8rs.scaling import steps
 from fp8rs.scaling.clock import Clock
-from fp8rs.scaling.histories import BUFFERS, Histories
+from fp8rs.scaling.histories import BUFFERS, Histories, keep_local
 from fp8rs.scaling.reductions import mesh_groups, reduce_packed_
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -92,6 +92,7 @@ class ModelState:
         by_tensor = group is not None and not self.recipe.delayed
         self.key = register(self.recipe, group.group_name if by_tensor else None)
         self.mark = f"model {next(_marks)}"
+        _models[self.mark] = self
         self.clock = Clock()
         #: What FSDP2 shards weights over, in the order in which they came.
         self._meshes: dict[Any, None] = {}
@@ -428,6 +429,8 @@ class ModelState:
 #: By the marks of models: of what a forward has been compiled with all hooks, and is unannounced.
 _compiled: dict[str, set[str]] = {}
 _marks = itertools.count()
+#: The models by their marks.
+_models: weakref.WeakValueDictionary[str, ModelState] = weakref.WeakValueDictionary()
 
 
 @constant_when_traced
@@ -439,6 +442,21 @@ def note_compiled(mark: str, what: str) -> bool:
     (An attribute of the model cannot tell: within an activation checkpoint Dynamo sets none.)
     """
     _compiled.setdefault(mark, set()).add(what)
+    return True
+
+
+@constant_when_traced
+def keep_buffers_local(mark: str) -> bool:
+    """Have no layer of a model be traced with buffers that are DTensors: see `keep_local`.
+
+    Run while the model is traced, as the first graph would else be of buffers that the next eager
+    use replaces.
+    """
+    state = _models[mark]
+    state.linked()
+    for layer in state.layers():
+        if layer is not None:
+            keep_local(layer._buffers)
     return True
 
 
