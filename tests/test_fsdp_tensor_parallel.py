@@ -14,8 +14,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+import fp8rs
 from distributed import ranks
-from distributed.models import RECIPES, batch, make
+from distributed.models import RECIPES, Stack, batch, linears, make
+from fp8rs.optim import AdamW
 
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
@@ -33,6 +35,13 @@ def parallel(rig, recipe, backend=None, hidden=(64,), **options):
         fully_shard(block, mesh=mesh["data"])
     fully_shard(model, mesh=mesh["data"])
     return model
+
+
+def whole(parameter):
+    """The values of a parameter on one device."""
+    value = parameter.detach()
+    value = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.dequantize() if isinstance(value, fp8rs.QuantizedTensor) else value
 
 
 def trained(model, rig, steps=3):
@@ -60,3 +69,32 @@ def test_compiled_blocks_compute_what_eager_ones_do(rig, recipe, fp8_weights):
         for i, (a, b) in enumerate(zip(left, right, strict=True)):
             assert torch.equal(a, b), (step, i)
     dynamo.reset()
+
+
+@ranks(4)
+@every_recipe
+@pytest.mark.parametrize("sharded", [False, True], ids=["tp", "fsdp and tp"])
+def test_masters_begin_with_the_first_values_of_a_ranks_own_part(rig, recipe, sharded):
+    """Of sizes that cut evenly, unevenly, and not at all for some ranks."""
+    mesh = rig.mesh(2, 2, names=("data", "tensor"))
+    with fp8rs.quantized_init(RECIPES[recipe], preserve_high_precision_init_val=True):
+        model = Stack((64, 50, 3)).to(rig.device)
+    first = {
+        name: layer.weight.get_high_precision_init_val().clone()
+        for name, layer in linears(model).items()
+    }
+    for block in model.blocks:
+        parallelize_module(block, mesh["tensor"], PLAN)
+        if sharded:
+            fully_shard(block, mesh=mesh["data"])
+    if sharded:
+        fully_shard(model, mesh=mesh["data"])
+    optimizer = AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for name, layer in linears(model).items():
+        master, weight = whole(optimizer.state[layer.weight]["master"]), whole(layer.weight)
+        assert torch.equal(master.cpu(), first[name]), name
+        # Half of the distance between codes where they are farthest apart, with E8M0 scales.
+        assert (weight - master).abs().max() <= master.abs().max() / 14, name

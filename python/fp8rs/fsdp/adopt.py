@@ -6,8 +6,7 @@ import warnings
 import weakref
 from typing import Any
 
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from fp8rs._torch import local_tensor, set_local_tensor
 from fp8rs.nn.linear import Float8Linear, keep_marks
@@ -17,7 +16,7 @@ from . import agreement, passes, state_dicts
 from .float8_weight import Sharded, sharded
 from .master_weight import MasterWeight
 from .parameter import Float8Parameter
-from .placement import place
+from .placement import local_part
 from .weight import Weight
 
 
@@ -128,10 +127,3 @@ def tied_to(module: nn.Module, name: str, parameter: Any) -> list[str]:
         if (part := reference()) is not None
         and any(p is not None and any(p is one for one in mine) for p in part._parameters.values())
     ]
-
-
-def local_part(values: Tensor, parameter: DTensor) -> Tensor:
-    """What this rank's shard has of the values of a whole parameter, as a tensor of its own."""
-    placement = place(parameter)
-    length = local_tensor(parameter).shape[placement.dim]
-    return values.narrow(placement.dim, placement.offset, length).clone()

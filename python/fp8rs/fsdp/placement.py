@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from fp8rs._torch import local_tensor
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -22,6 +25,7 @@ class Placement:
         rank: this rank's shard.
         dim: the dimension that FSDP cuts.
         whole: the shape that FSDP gathers: under tensor parallelism, this rank's part.
+        origin: where that part begins in the parameter, for each dimension.
     """
 
     device_type: str
@@ -31,6 +35,7 @@ class Placement:
     rank: int
     dim: int
     whole: tuple[int, ...]
+    origin: tuple[int, ...]
 
     @property
     def padded(self) -> int:
@@ -59,12 +64,14 @@ def place(parameter: DTensor) -> Placement:
     sharded = [(i, p) for i, p in enumerate(placements) if not p.is_replicate()]
     whole = list(parameter.shape)
     if not sharded:
-        return Placement(mesh.device_type, (), (), 1, 0, 0, tuple(whole))
+        return Placement(mesh.device_type, (), (), 1, 0, 0, tuple(whole), (0,) * len(whole))
     # FSDP's mesh dimension comes before those of tensor parallelism.
     fsdp, placement = sharded[0]
+    origin = [0] * len(whole)
     for i, p in sharded[1:]:
         chunk = -(-whole[p.dim] // mesh.size(i))
         start = min(coordinate[i] * chunk, whole[p.dim])
+        origin[p.dim] += start
         whole[p.dim] = min(chunk, whole[p.dim] - start)
     groups = {i: mesh.get_group(i) for i, _ in sharded if mesh.size(i) > 1}
     return Placement(
@@ -75,4 +82,20 @@ def place(parameter: DTensor) -> Placement:
         coordinate[fsdp],
         placement.dim,
         tuple(whole),
+        tuple(origin),
     )
+
+
+def local_part(values: Tensor, parameter: DTensor) -> Tensor:
+    """What this rank's shard has of a parameter's values, as a tensor of its own.
+
+    Args:
+        values: of the whole parameter, or of the part of it that FSDP cuts.
+        parameter: says how it is cut.
+    """
+    placement = place(parameter)
+    if values.shape != placement.whole:
+        for dim, (start, length) in enumerate(zip(placement.origin, placement.whole, strict=True)):
+            values = values.narrow(dim, start, length)
+    length = local_tensor(parameter).shape[placement.dim]
+    return values.narrow(placement.dim, placement.offset, length).clone()

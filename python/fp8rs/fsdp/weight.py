@@ -14,6 +14,8 @@ from fp8rs.scaling.histories import keep_local
 from fp8rs.tensor.formats import FP8_MAX
 from fp8rs.tensor.quantized import QuantizedTensor
 
+from .placement import local_part
+
 if TYPE_CHECKING:
     from fp8rs.nn.registry import ModelState
 
@@ -33,15 +35,14 @@ class Weight:
         moved: the shard was written since the histories of delayed scaling were last rolled.
         unagreed: of an FP8 weight: scales that shards share may differ between ranks.
         keep_init: of an FP8 weight: its first values are kept from before they are rounded.
-        init_value: those, of the shard or the whole, on the CPU.
         written_on: since it was last quantized, the CUDA stream that the shard was last written on,
             or the event on that stream before which it was.
     """
 
     __slots__ = (
         "__weakref__",
+        "_init_value",
         "_module",
-        "init_value",
         "keep_init",
         "moved",
         "name",
@@ -57,7 +58,7 @@ class Weight:
         self.written = self.moved = self.unagreed = False
         self.keep_init = False
         self.writes = 0
-        self.init_value: Tensor | None = None
+        self._init_value: Tensor | None = None
         self.written_on: torch.cuda.Stream | torch.cuda.Event | None = None
 
     @property
@@ -128,7 +129,8 @@ class Weight:
 
         What it has gathered is from before a write that is about to come.
         """
-        if local_of(self.parameter) is not None:
+        part: Any = self.parameter_part
+        if not (isinstance(part, QuantizedTensor) and part._store.gathered):
             return
         from torch.distributed.fsdp import FSDPModule
 
@@ -136,6 +138,21 @@ class Weight:
         for part in () if root is None else root.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
+
+    @property
+    def init_value(self) -> Tensor | None:
+        """Its first values, as many of them as this rank has, on the CPU; None if not kept."""
+        value = self._init_value
+        if value is not None and self.in_place:
+            parameter: Any = self.parameter
+            # Nobody tells of tensor parallelism, which cuts a parameter into DTensors.
+            if value.shape == parameter.shape != self.parameter_part.shape:
+                self._init_value = value = local_part(value, parameter)
+        return value
+
+    @init_value.setter
+    def init_value(self, value: Tensor | None) -> None:
+        self._init_value = value
 
     def forget_init(self) -> None:
         """Free the values from before the first rounding, and keep no others."""
@@ -259,7 +276,7 @@ class Weight:
         if found is None:
             found = memo[id(self)] = Weight(copy, self.name)
             found.unagreed, found.keep_init = self.unagreed, self.keep_init
-            found.init_value = self.init_value  # which nobody writes
+            found._init_value = self._init_value  # which nobody writes
         return cast(Weight, found)
 
 
