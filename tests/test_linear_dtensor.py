@@ -129,3 +129,36 @@ def test_an_input_that_is_cut_by_rows_of_a_whole_weight(rig, recipe):
     torch.testing.assert_close(model[0].bias.grad.full_tensor(), plain.bias.grad)
     error = (model[0].weight.grad.full_tensor() - plain.weight.grad).norm()
     assert error < 0.1 * plain.weight.grad.norm()
+
+
+WRITES = {
+    "nothing": lambda model: None,
+    "load_state_dict": lambda model: model.load_state_dict(
+        {n: t.detach().clone() for n, t in model.state_dict().items()}
+    ),
+    "mul_": lambda model: [layer.weight.detach().mul_(2) for layer in (model.up, model.down)],
+    "reset_parameters": lambda model: (model.up.reset_parameters(), model.down.reset_parameters()),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block", "mxfp8"])
+@pytest.mark.parametrize("how", ["split", "replicated"])
+def test_fp8_weights_are_stepped_after_they_were_written(rig, recipe, how):
+    mesh = rig.mesh(names=("tp",))
+    for name, write in WRITES.items():
+        torch.manual_seed(0)
+        model = Pair().to(rig.device)
+        fp8rs.convert_to_float8_training(model, recipe=recipe, fp8_weights=True)
+        parallelize_module(model, mesh, PLAN) if how == "split" else distribute_module(model, mesh)
+        write(model)
+        before = [p.detach().full_tensor().clone() for p in model.parameters()]
+        optimizer = AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)  # with which the first step is as long as lr
+        optimizer.step()
+        for p, was in zip(model.parameters(), before, strict=True):
+            exact = optimizer.state[p].get("master", p).detach().full_tensor()
+            torch.testing.assert_close(exact, was - 1e-3, rtol=0.0, atol=1e-6, msg=name)
+            # Half of the distance between codes where they are farthest apart, with E8M0 scales.
+            assert (p.detach().full_tensor() - exact).abs().max() <= exact.abs().max() / 14, name

@@ -50,7 +50,7 @@ def prepare(params: Sequence[Tensor]) -> None:
         of = owner(param) if hasattr(param, "_local_tensor") else None
         if of is not None:
             of.reshard()
-            if of.unagreed:
+            if of.unagreed and of.shards is not None:
                 found[id(of.shards)] = of.shards
     for sharded in found.values():
         sharded.agree()
