@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -98,3 +99,38 @@ def test_masters_begin_with_the_first_values_of_a_ranks_own_part(rig, recipe, sh
         assert torch.equal(master.cpu(), first[name]), name
         # Half of the distance between codes where they are farthest apart, with E8M0 scales.
         assert (weight - master).abs().max() <= master.abs().max() / 14, name
+
+
+def stepped_at_random(model):
+    """One step of equal gradients, whose codes are rounded up or down."""
+    optimizer = AdamW(model.parameters(), lr=0.03, weight_decay=0.0, master_weights=False)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return model
+
+
+@ranks(4)
+@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "mxfp8", "mxfp8 of 1x32"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["tp", "fsdp and tp"])
+def test_codes_are_rounded_with_other_numbers_on_each_rank(rig, recipe, sharded):
+    """Of equal rows, too: parts that are rounded alike would stay equal."""
+    mesh = rig.mesh(2, 2, names=("data", "tensor"))
+    model = make((64,), recipe=RECIPES[recipe], device=rig.device, fp8_weights=True)
+    block = model.blocks[0]
+    for layer in (block.up, block.down):  # the even columns have the scales, whatever is cut
+        layer.weight.detach().copy_(2.0 - torch.arange(layer.in_features) % 2)
+    one = stepped_at_random(copy.deepcopy(model)).blocks[0].up.weight.dequantize()
+    parallelize_module(block, mesh["tensor"], PLAN)
+    if sharded:
+        fully_shard(block, mesh=mesh["data"])
+    stepped_at_random(model)
+    up, down = (whole(layer.weight) for layer in (block.up, block.down))
+    if not sharded or recipe in ("rowwise", "mxfp8"):
+        # By rows it does not matter how a weight is cut.
+        assert torch.equal(up, one)
+    for parts in (up[:, 1::2].chunk(4), down[:, 1::2].chunk(2, 1), down[:, 1::2].chunk(2)):
+        for i, a in enumerate(parts):
+            assert len(a.unique()) == 2, "up or down"
+            for b in parts[:i]:
+                assert 0.1 < (a != b).float().mean() < 0.7

@@ -9,7 +9,7 @@ import torch._dynamo as dynamo
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -162,3 +162,24 @@ def test_fp8_weights_are_stepped_after_they_were_written(rig, recipe, how):
             torch.testing.assert_close(exact, was - 1e-3, rtol=0.0, atol=1e-6, msg=name)
             # Half of the distance between codes where they are farthest apart, with E8M0 scales.
             assert (p.detach().full_tensor() - exact).abs().max() <= exact.abs().max() / 14, name
+
+
+@ranks(2)
+def test_a_gradient_that_is_placed_otherwise_is_redistributed(rig):
+    """As torch does it: an embedding's that is split by rows."""
+    mesh = rig.mesh(names=("tp",))
+    results = []
+    for optimizer in (torch.optim.AdamW, AdamW):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(16, 32), nn.Linear(32, 16)).to(rig.device)
+        plan = {"0": RowwiseParallel(input_layouts=Replicate()), "1": ColwiseParallel()}
+        parallelize_module(model, mesh, plan)
+        step = optimizer(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            model(torch.arange(8).to(rig.device)).square().sum().backward()
+            assert model[0].weight.grad.placements != model[0].weight.placements
+            step.step()
+            step.zero_grad()
+        results.append([p.detach().full_tensor() for p in model.parameters()])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)

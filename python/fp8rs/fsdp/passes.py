@@ -289,10 +289,9 @@ class WeightPasses:
                 at_rest.put(local_of(shard.weight.parameter), planes)
                 shard.weight.wrote(agreed=True)
 
-    def offset(self, weight: Weight) -> int:
-        """The index, in a whole weight, of the first element of this rank's shard."""
-        placement = self._place(weight)
-        return placement.offset * (placement.whole[1] if placement.dim == 0 else 1)
+    def number(self, weight: Weight) -> int:
+        """The number of the first element of this rank's shard: see `Placement.number`."""
+        return self._place(weight).number
 
     def is_cut(self, weight: Weight) -> bool:
         """Whether some block of the weight has elements on several ranks."""

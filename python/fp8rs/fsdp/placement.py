@@ -24,6 +24,7 @@ class Placement:
         ranks: the number of FSDP's shards.
         rank: this rank's shard.
         dim: the dimension that FSDP cuts.
+        shape: the parameter's.
         whole: the shape that FSDP gathers: under tensor parallelism, this rank's part.
         origin: where that part begins in the parameter, for each dimension.
     """
@@ -34,6 +35,7 @@ class Placement:
     ranks: int
     rank: int
     dim: int
+    shape: tuple[int, ...]
     whole: tuple[int, ...]
     origin: tuple[int, ...]
 
@@ -54,6 +56,18 @@ class Placement:
         """The shard's first row (along ``dim``) in the whole weight."""
         return min(self.rank * self.padded, self.whole[self.dim])
 
+    @property
+    def number(self) -> int:
+        """The number of the shard's first element, where no two elements of the matrix have one.
+
+        They are counted by rows. Of a matrix that is cut by columns all elements of one part come
+        before those of the next: a shard's own are consecutive.
+        """
+        start, size = list(self.origin), list(self.whole)
+        start[self.dim] += self.offset
+        size[self.dim] = min(self.padded, self.whole[self.dim] - self.offset)
+        return self.shape[0] * start[1] + start[0] * size[1]
+
 
 def place(parameter: DTensor) -> Placement:
     """The placement of a parameter that FSDP2 has sharded."""
@@ -62,12 +76,12 @@ def place(parameter: DTensor) -> Placement:
     assert coordinate is not None, "a rank outside the mesh holds no shard"
     placements: list[Any] = list(parameter.placements)
     sharded = [(i, p) for i, p in enumerate(placements) if not p.is_replicate()]
-    whole = list(parameter.shape)
+    shape = tuple(parameter.shape)
     if not sharded:
-        return Placement(mesh.device_type, (), (), 1, 0, 0, tuple(whole), (0,) * len(whole))
+        return Placement(mesh.device_type, (), (), 1, 0, 0, shape, shape, (0,) * len(shape))
     # FSDP's mesh dimension comes before those of tensor parallelism.
     fsdp, placement = sharded[0]
-    origin = [0] * len(whole)
+    whole, origin = list(shape), [0] * len(shape)
     for i, p in sharded[1:]:
         chunk = -(-whole[p.dim] // mesh.size(i))
         start = min(coordinate[i] * chunk, whole[p.dim])
@@ -81,6 +95,7 @@ def place(parameter: DTensor) -> Placement:
         mesh.size(fsdp),
         coordinate[fsdp],
         placement.dim,
+        shape,
         tuple(whole),
         tuple(origin),
     )

@@ -14,7 +14,7 @@ from fp8rs.scaling.histories import keep_local
 from fp8rs.tensor.formats import FP8_MAX
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from .placement import local_part
+from .placement import local_part, place
 
 if TYPE_CHECKING:
     from fp8rs.nn.registry import ModelState
@@ -173,6 +173,14 @@ class Weight:
         """The model's sharded weights; None where this one is whole."""
         sharded = self.in_place and local_of(self.parameter) is not None
         return self.state.fsdp if sharded else None
+
+    @property
+    def number(self) -> int:
+        """The number of the first element that this rank has: see `Placement.number`."""
+        if self.shards is not None:
+            return int(self.shards.number(self))
+        parameter: Any = self.parameter if self.in_place else None
+        return place(parameter).number if hasattr(parameter, "_local_tensor") else 0
 
     def write(self, tensor: QuantizedTensor, values: Tensor, keep: bool) -> bool:
         """Of an FP8 weight: write ``values`` with scales that all ranks agree on.

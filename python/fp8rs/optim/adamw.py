@@ -308,13 +308,14 @@ def checked(param: Tensor) -> tuple[Tensor, Tensor]:
             f"a parameter has dtype {weight.dtype}; it must be float32, bfloat16 or float16"
         )
     whole: Any = grad
-    placements = getattr(whole, "placements", None)
-    if placements is not None and placements != getattr(param, "placements", None):
-        raise ValueError(
-            f"a gradient has placements {placements}, its parameter"
-            f" {getattr(param, 'placements', None)}; they must be the same"
-        )
-    if placements is not None:
+    if hasattr(whole, "placements"):
+        like: Any = param
+        if not hasattr(like, "placements"):
+            raise ValueError(
+                f"a gradient has placements {whole.placements}, its parameter is no DTensor"
+            )
+        if whole.placements != like.placements:  # an embedding's that is split by rows
+            whole = whole.redistribute(placements=like.placements)
         grad = whole.to_local()  # which waits for it
     if grad.dtype not in INPUT_DTYPES:
         raise TypeError(

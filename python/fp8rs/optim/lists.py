@@ -213,7 +213,7 @@ class Step:
         else:
             assert isinstance(weight, QuantizedTensor)
             spec = weight.spec
-            offset = weights.global_offset(item.param)
+            offset = weights.number(item.param)
             self._lists((*key, spec), options, spec).add(
                 item, codes(weight), master, scale(weight), offset=offset
             )
@@ -247,11 +247,11 @@ class Step:
                 if item.master is not None:
                     lists.add(item, item.master, amax=amax)
                 else:
-                    offset = weights.global_offset(item.param)
+                    offset = weights.number(item.param)
                     lists.add(item, codes(weight), None, scale(weight), None, amax, offset)
         slots = weights.known_scales([item.param for _, item, _ in self._known])
         for (options, item, weight), (new, amax, _) in zip(self._known, slots, strict=True):
-            offset = weights.global_offset(item.param)
+            offset = weights.number(item.param)
             self._lists(("known", id(options), item.master is None), options).add(
                 item, codes(weight), item.master, scale(weight), new, amax, offset
             )

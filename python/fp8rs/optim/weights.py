@@ -107,10 +107,10 @@ def drop_init(param: Tensor) -> None:
         of.forget_init()
 
 
-def global_offset(param: Tensor) -> int:
-    """The index, in the whole weight, of the local part's first element."""
-    of = shards(param)
-    return 0 if of is None else int(of.offset(owner(param)))
+def number(param: Tensor) -> int:
+    """The number, among those of the whole weight, of the local part's first element."""
+    of = owner(param)
+    return 0 if of is None else int(of.number)
 
 
 def is_cut(param: Tensor) -> bool:
@@ -232,7 +232,7 @@ def round_(param: Tensor, values: Tensor, seed: int, stream: int, step: Tensor) 
     if not weight.numel():
         return
     values = values.view(matrix_shape(weight.shape))
-    numbers = stochastic.units(values, seed, stream, step, global_offset(param))
+    numbers = stochastic.units(values, seed, stream, step, number(param))
     row, col = weight.planes
     if row is not None:
         row.matrix.copy_(stochastic.encode(row, values, numbers))
