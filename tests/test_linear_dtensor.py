@@ -183,3 +183,47 @@ def test_a_gradient_that_is_placed_otherwise_is_redistributed(rig):
         results.append([p.detach().full_tensor() for p in model.parameters()])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
+
+
+RECIPES = {
+    "current": "current",
+    "delayed": "delayed",
+    "rowwise": "rowwise",
+    "block": "block",
+    "mxfp8": "mxfp8",
+    "mxfp8 of 1x32": fp8rs.MXFP8BlockScaling(weight_block=(1, 32)),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", list(RECIPES))
+@pytest.mark.parametrize("source", [0, None])
+@pytest.mark.parametrize("width", [256, 200])
+def test_parts_of_fp8_weights_are_parts_of_their_codes(rig, recipe, source, width):
+    """Bytes of one process where the cut is between blocks; else a part has blocks of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, width, bias=False), nn.Linear(width, 256, bias=False))
+    with torch.no_grad():  # each rank's part has another maximum
+        model[0].weight[: width // 2].mul_(3)
+        model[1].weight[:, : width // 2].mul_(3)
+    model.to(rig.device)
+    fp8rs.convert_to_float8_training(model, recipe=RECIPES[recipe], fp8_weights=True)
+    split = copy.deepcopy(model)
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallelize_module(split, rig.mesh(names=("tp",)), plan, src_data_rank=source)
+    blocks = recipe in ("block", "mxfp8", "mxfp8 of 1x32")
+    for dim, (layer, whole) in enumerate(zip(split, model, strict=True)):
+        part, values = layer.weight.to_local(), whole.weight.dequantize().chunk(2, dim)[rig.rank]
+        assert isinstance(part, fp8rs.QuantizedTensor)
+        assert torch.equal(part.dequantize(), values) or (blocks and width == 200)
+        assert (part.dequantize() - values).abs().max() <= values.abs().max() / 14
+    if not blocks or width == 200:
+        return
+    for of in (split, model):
+        optimizer = AdamW(of.parameters(), lr=1e-2)
+        for p in of.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    for dim, (layer, whole) in enumerate(zip(split, model, strict=True)):
+        part, values = layer.weight.to_local(), whole.weight.dequantize().chunk(2, dim)[rig.rank]
+        assert torch.equal(part.dequantize(), values)

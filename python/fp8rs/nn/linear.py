@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import constant_when_traced, hooks_of, set_hooks
+from fp8rs._torch import constant_when_traced, hooks_of, set_hooks, set_local_tensor
 from fp8rs.quantize.recipes import Recipe, describe
 from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, keep_local, new_buffers
 from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import OWN_ATTRIBUTES, QuantizedTensor
+from fp8rs.tensor.spec import quantize_planes
 
 from .function import Slots, linear, prepare_compilers
 from .init import is_sharded, reset_linear
@@ -36,9 +37,14 @@ def keep_marks(before: dict[str, Any], parameter: Any) -> None:
             setattr(parameter, mark, value)
 
 
+def local_part_of(weight: Any) -> Any:
+    """This rank's part of a parameter: itself where it is not sharded."""
+    return getattr(weight, "_local_tensor", weight)
+
+
 def is_fp8(weight: Any) -> bool:
     """Whether a parameter, sharded or not, is FP8 at rest."""
-    return isinstance(getattr(weight, "_local_tensor", weight), QuantizedTensor)
+    return isinstance(local_part_of(weight), QuantizedTensor)
 
 
 def slots(scale: Tensor, amax: Tensor) -> Slots:
@@ -207,6 +213,20 @@ class Float8Linear(nn.Linear):
                 self._parameters[name] = value
                 return
         super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As torch's. What parallel styles cut of an FP8 weight is one, on every rank.
+
+        A part that begins within a block comes as values: blocks begin anew where a part does.
+        """
+        before = local_part_of(self._parameters.get(name))
+        part = local_part_of(param)
+        sharded = part is not param and not isinstance(part, QuantizedTensor)
+        if isinstance(before, QuantizedTensor) and sharded:
+            with torch.no_grad():
+                planes = quantize_planes(before.spec, part.contiguous(), *before._store.has)
+            set_local_tensor(param, before.like(*planes, shape=part.shape))
+        super().register_parameter(name, param)
 
     def reset_parameters(self) -> None:
         """Initialize as nn.Linear does; sharded, the same whole weight for any number of ranks."""

@@ -2,12 +2,15 @@
 
 Their schemas say nothing of what they write. Dequantized values go over the wire, and what arrives
 is quantized, once it is there: a collective into a quantized tensor has finished when it returns.
+Parts that are scattered are codes and scales already, and stay what they are: tensor parallelism
+cuts weights so.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
@@ -56,6 +59,10 @@ def collective(func: Any, *args: Any, **kwargs: Any) -> Any:
             f"c10d.{name} into a quantized tensor is not possible. Use a plain tensor "
             "(torch.empty_like gives one) and copy_() it"
         )
+    if name == "scatter_" and all(
+        isinstance(t, QuantizedTensor) and t.planes != (None, None) for t in args[0]
+    ):
+        return _scatter(func, *args, **kwargs)
     out = func(*tree_map_only(QuantizedTensor, dequantize, args), **kwargs)
     written = [
         t for t in tree_flatten(args[: WRITTEN.get(name, 0)])[0] if isinstance(t, QuantizedTensor)
@@ -68,6 +75,27 @@ def collective(func: Any, *args: Any, **kwargs: Any) -> Any:
         stand_ins[id(plain[id(t)])] = t
         t.quantize_(plain[id(t)])
     return tree_map(lambda v: stand_ins.get(id(v), v) if isinstance(v, Tensor) else v, out)
+
+
+def _scatter(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Scatter codes and scales, of which the sender makes parts that are in other formats."""
+    arrived = [out.clone() for out in outputs]
+    parts = [
+        [out.clone().copy_(part) for part in given]
+        for out, given in zip(arrived, inputs, strict=False)  # which receivers have none of
+    ]
+    result: Any = None
+    for place in range(len(arrived[0]._store.tensors())):
+
+        def wire(t: QuantizedTensor, place: int = place) -> Tensor:
+            x = t._store.tensors()[place]
+            return x.view(torch.uint8) if x.element_size() == 1 else x
+
+        result = func(*tree_map_only(QuantizedTensor, wire, (arrived, parts)), *args, **kwargs)
+        _wait(result)
+    for out, got in zip(outputs, arrived, strict=True):
+        out.copy_(got)
+    return outputs, result[1]
 
 
 def _wait(out: Any) -> None:
