@@ -154,7 +154,9 @@ def groups_of(
             placement = place(parameter)
         else:
             shape = tuple(parameter.shape) or (1,)
-            placement = Placement(parameter.device.type, (), (), world_size, 0, 0, shape)
+            start = (0,) * len(shape)
+            kind = parameter.device.type
+            placement = Placement(kind, (), (), world_size, 0, 0, shape, shape, start)
         stored = parameter.dtype
         gathered = param_dtype if param_dtype and stored.is_floating_point else stored
         codec = codecs.get(id(module)) if name == "weight" else None

@@ -109,7 +109,7 @@ def drop_init(param: Tensor) -> None:
 
 def number(param: Tensor) -> int:
     """The number, among those of the whole weight, of the local part's first element."""
-    of = owner(param)
+    of = owner(param) if hasattr(param, "_local_tensor") else None
     return 0 if of is None else int(of.number)
 
 
