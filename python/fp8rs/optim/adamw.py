@@ -37,8 +37,9 @@ class AdamW(WithMasters):
     than half the distance to the next code, so codes are rounded stochastically: right in the mean,
     with the noise of FP8 in every weight. The random numbers depend on ``seed``, the step, the
     parameter's number and an element's place in the whole weight, and so not on the number of
-    ranks that it is cut over by rows; cut by columns, no two elements have one number. Plain parameters are rounded to nearest. Formats and shards
-    whose codes other means make (1x128, 1x32, blocks that shards cut) take several passes.
+    ranks that it is cut over by rows; cut by columns, no two elements have one number. Plain
+    parameters are rounded to nearest. Formats and shards whose codes other means make (1x128, 1x32,
+    blocks that shards cut) take several passes.
 
     Args:
         params: parameters or groups of them.
