@@ -332,7 +332,7 @@ def tests(device: str) -> dict[str, Any]:
     # A GPU machine's pytest may lack plugins that the project's settings name.
     base = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-o", "filterwarnings=default"]
     base += ["-p", "no:cacheprovider", "--tb=short"]
-    files = ["tests/test_cuda_launches.py", "tests/test_blocks_cuda.py"]
+    files = ["tests/ops/test_cuda_launches.py", "tests/ops/test_blocks_cuda.py"]
     spread = ["-n", "6"] if importlib.util.find_spec("xdist") else []
     alone = "than_32_bits_count or meeting_places_back"
     result = {}

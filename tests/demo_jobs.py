@@ -1,4 +1,4 @@
-"""What launched ranks run in test_demo.py."""
+"""What launched ranks run in project/test_demo.py."""
 
 from __future__ import annotations
 

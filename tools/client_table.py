@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = written.Page(ROOT / "docs" / "clients.md", "client_table")
 
 #: Shorter names of the files.
-PARTIES, PARAMETERS = "test_third_parties", "test_parameters"
+PARTIES, PARAMETERS = "convert/test_third_parties", "convert/test_parameters"
 ACCELERATE, TRAINER, PEFT, OPTIMIZERS = (
     f"clients/test_{n}" for n in ("accelerate", "transformers", "peft", "optimizers")
 )

@@ -3,7 +3,7 @@
 
     python tools/compile_table.py [--check] [--device cpu|cuda] [-n PROCESSES]
 
-Runs tests/test_compile.py and tests/test_fsdp_compile.py, every combination of their parameters,
+Runs tests/nn/test_compile.py and tests/fsdp/test_compile.py, every combination of their parameters,
 and writes one table a device between the markers in the page; those of other torch versions and
 devices stay as they are. ``--check`` writes nothing and fails if a cell differs from the page's.
 Either way it fails if a test with recipes has no row here, or a row no test, so that no cell is
@@ -28,7 +28,7 @@ import written
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = written.Page(ROOT / "docs" / "compile.md", "compile_table")
-FILES = ["tests/test_compile.py", "tests/test_fsdp_compile.py"]
+FILES = ["tests/nn/test_compile.py", "tests/fsdp/test_compile.py"]
 
 LAYER, MODEL, BLOCKS = (
     "test_a_layer_is_one_graph",

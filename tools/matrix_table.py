@@ -3,7 +3,7 @@
 
     python tools/matrix_table.py [--full] [--check] [--device cpu|cuda]
 
-Runs tests/test_fsdp_matrix.py and writes one table a device between the markers in the page; those
+Runs tests/fsdp/test_matrix.py and writes one table a device between the markers in the page; those
 of other torch versions and devices stay as they are. Without ``--full`` a cover of all pairs of
 parameters runs, and each cell says how many of its trainings that was. ``--check`` writes nothing
 and fails if a cell differs from the page's in what it says.
@@ -26,7 +26,7 @@ import written
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = written.Page(ROOT / "docs" / "fsdp2-matrix.md", "matrix_table")
-TEST = ROOT / "tests" / "test_fsdp_matrix.py"
+TEST = ROOT / "tests" / "fsdp" / "test_matrix.py"
 WEIGHTS = {"master": "master weights", "fp8": "FP8 weights"}
 #: The parameters that choose a row; the recipe chooses the column.
 ROW = ("weights", "mesh", "shards")
@@ -94,8 +94,8 @@ def key_of(item: Any) -> Key:
 
 def left_out() -> str:
     """The cells that there are not, and why."""
-    sys.path.insert(0, str(TEST.parent))
-    from test_fsdp_matrix import LEFT_OUT
+    sys.path.insert(0, str(ROOT / "tests"))
+    from fsdp.test_matrix import LEFT_OUT
 
     reasons: dict[str, list[str]] = {}
     for cell, reason in LEFT_OUT.items():

@@ -6,8 +6,8 @@ import pytest
 from harness import need
 from torch import nn
 
+from convert.test_convert import NAMED
 from fp8rs import convert_to_float8_training
-from test_convert import NAMED
 
 need("torchao", "0.18")
 

@@ -24,10 +24,8 @@ from torch.distributed.tensor import DTensor
 import fp8rs
 from distributed import ranks
 from distributed.models import RECIPES, UNEVEN, linears, make, same_bytes, shard
-from fp8rs.optim import AdamW
-from fp8rs.tensor.quantized import QuantizedTensor
-from saving import reloaded
-from test_fp8_weights_in_use import (
+from fsdp.test_state_dict import shared_folder
+from fp8_weights.test_in_use import (
     assert_equal,
     assert_fp8,
     assert_same_training,
@@ -39,7 +37,9 @@ from test_fp8_weights_in_use import (
     quantized,
     same,
 )
-from test_fsdp_state_dict import shared_folder
+from fp8rs.optim import AdamW
+from fp8rs.tensor.quantized import QuantizedTensor
+from saving import reloaded
 
 recipes = pytest.mark.parametrize("recipe", list(RECIPES))
 FULL = StateDictOptions(full_state_dict=True)

@@ -14,8 +14,8 @@ from cases import skip_without_block_gemms
 from fp8rs.gemm.table import scaled_mm
 from fp8rs.nn.registry import ModelState
 from fp8rs.quantize.recipes import RECIPES
+from nn.test_linear import Calls
 from simulation import E4M3, E5M2, relative, tensor_core_error, tensor_core_sums
-from test_linear import Calls
 
 #: By the names of `simulation.RECIPES`.
 CHOSEN = {

@@ -13,7 +13,7 @@ import torch
 
 from fp8rs.demo.launch import Job, launch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = ["docs/fp8-weights.md"]
 RANKS = 2
 
@@ -35,7 +35,7 @@ def device() -> str:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks_of_code_run(page: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=":")
     code = blocks(page)
     assert code
     job = Job("demo_jobs:page", {"blocks": code, "device": device}, device)

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from distributed import ranks
-from test_compile import RECIPES, batch, build, graphs
+from nn.test_compile import RECIPES, batch, build, graphs
 
 every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

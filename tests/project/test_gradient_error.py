@@ -11,7 +11,7 @@ import torch
 
 from fp8rs.demo.train import Settings
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benches"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benches"))
 import gradient_error as bench
 
 #: What is compared is computed by the same torch: test_gradients does so with each release.

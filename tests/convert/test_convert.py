@@ -641,7 +641,7 @@ def test_a_transformers_llama_trains(device, recipe):
 
 
 def test_a_transformers_llama_quantizes_shared_inputs_once(device):
-    from test_linear import Calls
+    from nn.test_linear import Calls
 
     model = convert(llama(device), recipe="current", filter_fqns=["lm_head"])
     tokens = torch.zeros(1, 8, dtype=torch.long, device=device)

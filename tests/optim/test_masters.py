@@ -27,10 +27,10 @@ import fp8rs
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import EMPTY, RECIPES, UNEVEN, linears, make, reduces, same_bytes, shard
+from fp8_weights.test_in_use import assert_equal, batch, contents, full, loss_of, same
 from fp8rs.optim import AdamW, MasterWeights
 from fp8rs.tensor.quantized import QuantizedTensor
-from saving import reloaded
-from test_adamw import (
+from optim.test_adamw import (
     E4M3,
     QUANTIZERS,
     SHAPES,
@@ -44,7 +44,7 @@ from test_adamw import (
     parameter,
     train,
 )
-from test_fp8_weights_in_use import assert_equal, batch, contents, full, loss_of, same
+from saving import reloaded
 
 NAMES = ["current", "delayed", "rowwise", "block", "mxfp8"]
 each_recipe = pytest.mark.parametrize("recipe", NAMES)

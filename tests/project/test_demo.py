@@ -51,7 +51,7 @@ TINY = LlamaConfig(vocabulary=256, dim=32, layers=2, heads=4, kv_heads=2, hidden
 
 @pytest.fixture(autouse=True)
 def jobs_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
 
 

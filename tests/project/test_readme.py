@@ -10,7 +10,7 @@ import torch
 
 from fp8rs.demo.launch import Job, launch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
@@ -25,7 +25,7 @@ def test_quick_start_is_ten_lines() -> None:
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_quick_start_trains(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=":")
     device = "cpu"
     if torch.cuda.is_available():
         if torch.cuda.device_count() < ranks:

@@ -5,7 +5,7 @@ import torch
 
 import block_reference as reference
 import fp8rs  # noqa: F401  (registers the operators)
-from test_blocks import E4M3, E8M0, F32, bits, data, every_type
+from ops.test_blocks import E4M3, E8M0, F32, bits, data, every_type
 
 ops = torch.ops.fp8rs
 

@@ -16,7 +16,7 @@ import fp8rs
 #: What a call gives back, whose docstring says so.
 NOT_FOR_USERS = {"Replaced"}
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
 
 #: Public names that are no objects with a docstring: a version, and packages.

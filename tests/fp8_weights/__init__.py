@@ -1,0 +1,1 @@
+"""Tests of weights that are FP8 at rest."""

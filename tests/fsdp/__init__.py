@@ -1,0 +1,1 @@
+"""Tests of FSDP2: what is gathered, when, and what a step sends."""

@@ -1,0 +1,1 @@
+"""Tests of the operators: bytes, bad calls, launches, and what torch asks of an operator."""

@@ -1,0 +1,1 @@
+"""Tests of the optimizers for FP8 weights."""

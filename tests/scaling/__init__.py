@@ -1,0 +1,1 @@
+"""Tests of the clock, of histories and of reductions."""

@@ -1,0 +1,1 @@
+"""Tests of quantized tensors: planes, operations, views."""
