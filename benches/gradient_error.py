@@ -2,7 +2,7 @@
 
 Trains the demo's model in fp32. Then, on one batch at those weights, takes the gradients of all
 converted weights three times: with fp32 GEMMs, with fp8rs, and with a simulation in plain torch
-(rounded operands, fp32 accumulation: tests/simulation.py, tests/block_simulation.py). The relative
+(rounded operands, fp32 accumulation: tests/oracle). The relative
 error is the norm of the difference over that of the fp32 gradients, all weights together. fp8rs's
 must equal the simulation's within 2%: what is above is a defect of the kernels, not of FP8.
 
@@ -28,8 +28,7 @@ from fp8rs.demo.train import Settings, convert, linear_weights, train_alone
 from fp8rs.quantize.recipes import RECIPES, Float8BlockScaling, Recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-import block_simulation
-import simulation
+from oracle import compare, linear
 
 #: What is compared: recipes by their short names, and options that change what is rounded.
 CHOSEN: dict[str, Recipe] = {
@@ -82,8 +81,8 @@ def gradient_error(
     return GradientError(
         name,
         str(dtype).removeprefix("torch."),
-        simulation.relative(fp8, exact),
-        simulation.relative(simulated, exact),
+        compare.relative(fp8, exact),
+        compare.relative(simulated, exact),
         fp8_loss - exact_loss,
         simulated_loss - exact_loss,
     )
@@ -93,7 +92,8 @@ def simulate(model: Llama, name: str, recipe: Recipe) -> Llama:
     """A copy whose linear layers round their operands in plain torch, as the recipe says."""
     model = copy.deepcopy(model)
     weights = linear_weights(model)
-    blocks = block_simulation.RECIPES.get(name)
+    # A first batch's delayed scales come from that batch: those of current scaling.
+    blocks = linear.BLOCKS.get(name, linear.TENSORWISE)
     for where, module in model.named_modules():
         if f"{where}.weight" in weights:
             assert isinstance(module, nn.Linear)
@@ -103,16 +103,11 @@ def simulate(model: Llama, name: str, recipe: Recipe) -> Llama:
 
 
 def _simulated_forward(
-    module: nn.Linear, recipe: Recipe, blocks: block_simulation.Blocks | None
+    module: nn.Linear, recipe: Recipe, blocks: linear.Blocks
 ) -> Callable[[torch.Tensor], torch.Tensor]:
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        if blocks is not None:
-            return block_simulation.linear(
-                x, module.weight, module.bias, blocks, recipe.fp8_dtype("grad")
-            )
-        # A first batch's delayed scales come from that batch: those of current scaling.
-        return simulation.linear(x, module.weight, module.bias, recipe.fp8_dtype("grad"))
+        return linear.linear(x, module.weight, module.bias, blocks, recipe.fp8_dtype("grad"))
 
     return forward
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fp8rs  # noqa: F401  (registers the operators)
-from reference import FORMATS, WIDE
+from oracle.elements import FORMATS, WIDE
 
 ops = torch.ops.fp8rs
 

@@ -11,7 +11,7 @@ from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import RECIPES, batch, reduces, same_bytes, train, whole_planes
 from fp8rs.tensor.quantized import QuantizedTensor
-from simulation import relative
+from oracle.compare import relative
 
 recipes = pytest.mark.parametrize("recipe", list(RECIPES))
 

@@ -36,8 +36,8 @@ from distributed.models import (
     watch_weights,
     whole_planes,
 )
+from oracle.compare import relative
 from saving import reloaded
-from simulation import relative
 
 recipes = pytest.mark.parametrize("recipe", list(RECIPES))
 

@@ -31,7 +31,7 @@ from distributed.models import (
     train_with_histories,
     watch_weights,
 )
-from simulation import scale_of
+from oracle.tensorwise import scale_from_amax
 
 HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
 shardings = pytest.mark.parametrize("hidden", list(HIDDEN))
@@ -39,7 +39,7 @@ shardings = pytest.mark.parametrize("hidden", list(HIDDEN))
 
 def check_scaled(plane, whole, amax):
     """A gathered plane is the whole weight under the scale that ``amax`` gives."""
-    scale = scale_of(amax, torch.float8_e4m3fn)
+    scale = scale_from_amax(amax, torch.float8_e4m3fn)
     assert same_bytes(plane.scale, scale), (plane.scale, scale)
     codes, _ = torch.ops.fp8rs.quantize(whole, scale, torch.float8_e4m3fn)
     assert same_bytes(plane.data, codes)

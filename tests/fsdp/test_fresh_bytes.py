@@ -23,7 +23,7 @@ from distributed.models import (
     train_with_histories,
     watch_weights,
 )
-from simulation import scale_of
+from oracle.tensorwise import scale_from_amax
 
 
 def local(p):
@@ -170,7 +170,7 @@ def test_the_next_forward_sees_the_write(rig, write, hidden, recipe):
             amax = before[name].abs().amax().maximum(amaxes[name])  # rolled in
         else:
             amax = amaxes[name]  # of the training before: the scale is behind the write
-        scale = scale_of(amax, torch.float8_e4m3fn)
+        scale = scale_from_amax(amax, torch.float8_e4m3fn)
         assert same_bytes(seen[name][1], scale), (name, seen[name][1], scale)
         quantized, _ = torch.ops.fp8rs.quantize(weight, scale, torch.float8_e4m3fn)
         assert same_bytes(seen[name][0], quantized), name

@@ -34,7 +34,7 @@ from distributed.models import (
     watch_weights,
     whole_planes,
 )
-from simulation import scale_of
+from oracle.tensorwise import scale_from_amax
 
 HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
 shardings = pytest.mark.parametrize("hidden", list(HIDDEN))
@@ -354,7 +354,7 @@ def test_the_path_of_offloaded_weights(rig, recipe, histories):
         for name, weight in whole.items():
             codes, scale, *_ = whole_planes(weight, recipe)
             if amaxes:
-                scale = scale_of(amaxes[name], torch.float8_e4m3fn)
+                scale = scale_from_amax(amaxes[name], torch.float8_e4m3fn)
                 codes, _ = torch.ops.fp8rs.quantize(weight, scale, torch.float8_e4m3fn)
             for plane in (forward[name], backward[name]):
                 assert same_bytes(plane.data, codes), name

@@ -12,11 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fp8rs
-from block_reference import expand, swizzle
 from fp8rs.gemm import blocks as gemm_blocks
 from fp8rs.gemm import table as gemm
 from fp8rs.tensor import formats
-from simulation import E4M3, relative
+from oracle.blocks import expand, swizzle
+from oracle.compare import relative
+from oracle.elements import E4M3
+from oracle.linear import BLOCKS, linear
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 
@@ -143,7 +145,6 @@ def test_choice_of_operands(on, name):
 
 def test_hopper_linear_is_the_simulations(on, monkeypatch):
     """All three GEMMs of MXFP8 through rebased operands."""
-    import block_simulation
 
     def as_cuda(a, b, *, out_dtype, bias=None, use_fast_accum=False, emulate=False):
         return gemm.GEMMS["cuda", a.format.name, b.format.name](
@@ -155,13 +156,11 @@ def test_hopper_linear_is_the_simulations(on, monkeypatch):
     x, dy = torch.randn(50, 72), torch.randn(50, 48)
     on(HOPPER)
     monkeypatch.setattr("fp8rs.nn.function.scaled_mm", as_cuda)
-    monkeypatch.setattr(block_simulation, "rebases", lambda blocks, device: True)
+    monkeypatch.setattr("oracle.linear.rebases", lambda blocks, device: True)
     results = []
     for function in (
         layer,
-        lambda x: block_simulation.linear(
-            x, layer.weight, layer.bias, block_simulation.RECIPES["mxfp8"]
-        ),
+        lambda x: linear(x, layer.weight, layer.bias, BLOCKS["mxfp8"]),
     ):
         leaf = x.clone().requires_grad_()
         y = function(leaf)

@@ -7,17 +7,18 @@ import pytest
 import torch
 from torch import nn
 
-import block_simulation as simulation
 import fp8rs
-from block_reference import quantize
 from cases import skip_without_block_gemms
 from fp8rs.gemm.table import scaled_mm
 from fp8rs.nn.registry import ModelState
 from fp8rs.quantize.recipes import RECIPES
 from nn.test_linear import Calls
-from simulation import E4M3, E5M2, relative, tensor_core_error, tensor_core_sums
+from oracle.blocks import quantize
+from oracle.compare import relative
+from oracle.elements import E4M3, E5M2
+from oracle.linear import BLOCKS, Blocks, linear, tensor_core_error, tensor_core_sums
 
-#: By the names of `simulation.RECIPES`.
+#: By the names of `oracle.linear.BLOCKS`.
 CHOSEN = {
     "rowwise": RECIPES["rowwise"](),
     "block": RECIPES["block"](),
@@ -77,7 +78,7 @@ def close(device, dtype, k):
 def compare(device, module, blocks, x, dy, grad_dtype=E4M3):
     w, b = module.weight, module.bias
     got = results(module, x, w, b, dy)
-    want = results(lambda x: simulation.linear(x, w, b, blocks, grad_dtype), x, w, b, dy)
+    want = results(lambda x: linear(x, w, b, blocks, grad_dtype), x, w, b, dy)
     rows = x.shape[:-1].numel()
     contracted = [x.shape[-1], dy.shape[-1], rows, rows]  # in y, dx, dw and db
     for result, value, k in zip(got, want, contracted, strict=False):
@@ -97,15 +98,15 @@ def test_every_shape(device, name, shape, bias, dtype):
     lead, ins, outs = shape
     module = layer(device, ins, outs, CHOSEN[name], dtype, bias)
     x, dy = data(device, *lead, ins, dtype=dtype), data(device, *lead, outs, dtype=dtype, seed=2)
-    compare(device, module, simulation.RECIPES[name], x, dy)
+    compare(device, module, BLOCKS[name], x, dy)
 
 
 @pytest.mark.parametrize("k", [1, 3, 16, 33, 77, 128, 300])
-@pytest.mark.parametrize("power_of_2", [False, True])
-def test_the_limit_on_tensor_cores_is_that_of_their_additions(k, power_of_2):
+@pytest.mark.parametrize("power_2_scale", [False, True])
+def test_the_limit_on_tensor_cores_is_that_of_their_additions(k, power_2_scale):
     """It holds for emulated ones, and is not far above what they do."""
     a, b = data("cpu", 128, k), data("cpu", 130, k, seed=2)
-    (a, _), (b, _) = (quantize(m, E4M3, (1, -1), power_of_2=power_of_2) for m in (a, b))
+    (a, _), (b, _) = (quantize(m, E4M3, (1, -1), power_2_scale=power_2_scale) for m in (a, b))
     exact = a.double() @ b.double().t()
     off = (tensor_core_sums(a, b) - exact).abs().max() / exact.abs().max()
     assert off <= tensor_core_error(k)
@@ -117,13 +118,13 @@ def test_hybrid(device, name):
     recipe = replace(CHOSEN[name], fp8_format="hybrid")
     module = layer(device, 72, 48, recipe)
     x, dy = data(device, 50, 72), data(device, 50, 48, seed=2)
-    compare(device, module, simulation.RECIPES[name], x, dy, E5M2)
+    compare(device, module, BLOCKS[name], x, dy, E5M2)
 
 
 @pytest.mark.parametrize("name", ["rowwise", "block", "block of squares"])
 def test_power_of_2_scales(device, name):
     module = layer(device, 72, 48, replace(CHOSEN[name], power_2_scale=True))
-    blocks = replace(simulation.RECIPES[name], power_of_2=True)
+    blocks = replace(BLOCKS[name], power_2_scale=True)
     compare(device, module, blocks, data(device, 50, 72), data(device, 50, 48, seed=2))
 
 
@@ -132,7 +133,7 @@ def test_power_of_2_scales(device, name):
 def test_mxfp8_options(device, rounding, block):
     recipe = fp8rs.MXFP8BlockScaling(weight_block=block, scale_rounding=rounding)
     module = layer(device, 72, 48, recipe)
-    blocks = simulation.Blocks((1, 32), block, rounding)
+    blocks = Blocks((1, 32), block, rounding)
     compare(device, module, blocks, data(device, 50, 72), data(device, 50, 48, seed=2))
 
 

@@ -8,7 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cases import skip_without_block_gemms
 from fp8rs.convert.convert import convert_to_float8_training
 from fp8rs.quantize.recipes import Float8CurrentScaling
-from simulation import E4M3, E5M2, linear, relative
+from oracle.compare import relative
+from oracle.elements import E4M3, E5M2
+from oracle.linear import linear
 
 
 class Mlp(nn.Module):
@@ -65,7 +67,7 @@ def models(device, fp8_format="e4m3", dtype=torch.float32):
     grad_dtype = E4M3 if fp8_format == "e4m3" else E5M2
 
     def simulate(module, x):
-        return linear(x, module.weight, module.bias, grad_dtype)
+        return linear(x, module.weight, module.bias, grad_dtype=grad_dtype)
 
     fp8, simulated, plain = Mlp(), Mlp(simulate), Mlp()
     for model in (fp8, simulated, plain):
@@ -129,7 +131,7 @@ def keep_operands(model):
 @pytest.mark.parametrize("fp8_format", ["e4m3", "hybrid"])
 def test_operands_are_the_simulations_bytes(device, fp8_format):
     """Layer by layer, with the same inputs on both sides, so that no summation order enters."""
-    from simulation import codes_of, scale_of
+    from oracle.tensorwise import quantize, scale_from_amax
 
     fp8, _, _ = models(device, fp8_format)
     inputs, gradients = keep_operands(fp8)
@@ -146,9 +148,9 @@ def test_operands_are_the_simulations_bytes(device, fp8_format):
     dtypes = [E4M3] * len(forward) + [grad_dtype] * len(backward)
     compared = 0
     for x, dtype, (row, col, scale) in zip(forward + backward, dtypes, made, strict=True):
-        expected = scale_of(x.abs().max(), dtype)
+        expected = scale_from_amax(x.abs().max(), dtype)
         assert torch.equal(scale, expected)
-        bytes_ = codes_of(x, expected, dtype).view(torch.uint8)
+        bytes_ = quantize(x, expected, dtype)
         for plane, wanted in ((row, bytes_), (col, bytes_.t())):
             if plane.numel():
                 assert plane.dtype == dtype
@@ -158,8 +160,8 @@ def test_operands_are_the_simulations_bytes(device, fp8_format):
     # made again in the backward.
     assert compared == 2 * (2 + 3) + 3
     for name, (_, col) in zip(("down", "up", "gate"), remade, strict=True):
-        expected = scale_of(weights[name].abs().max(), E4M3)
-        wanted = codes_of(weights[name], expected, E4M3).view(torch.uint8).t()
+        expected = scale_from_amax(weights[name].abs().max(), E4M3)
+        wanted = quantize(weights[name], expected, E4M3).t()
         assert torch.equal(col.view(torch.uint8), wanted)
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import fp8rs
 from cases import skip_without_block_gemms
-from simulation import relative
+from oracle.compare import relative
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 

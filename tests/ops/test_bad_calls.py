@@ -7,7 +7,8 @@ import torch
 
 from cases import all_codes, scalar
 from fp8rs import _core
-from reference import E4M3, E5M2, same
+from oracle.compare import same
+from oracle.elements import E4M3, E5M2
 
 ops = torch.ops.fp8rs
 E8M0 = torch.float8_e8m0fnu

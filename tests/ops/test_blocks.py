@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import block_reference as reference
 from fp8rs import _core
 from fp8rs.ops import define
+from oracle import blocks as reference
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E8M0, F32 = torch.float8_e8m0fnu, torch.float32
@@ -162,7 +162,7 @@ def test_bytes_equal_plain_torchs(device, block, scale_dtype, fp8_dtype, dtype, 
             rounding=rounding,
             power_2_scale=power_2_scale,
         )
-        kind = {"rounding": rounding} if scale_dtype is E8M0 else {"power_of_2": power_2_scale}
+        kind = {"rounding": rounding} if scale_dtype is E8M0 else {"power_2_scale": power_2_scale}
         # The reference is computed on the CPU: CUDA's division and powers by numbers are not exact.
         codes, scale, codes_t, scale_t = (t.cpu() for t in (codes, scale, codes_t, scale_t))
         host = x.cpu()

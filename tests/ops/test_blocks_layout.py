@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-import block_reference as reference
 import fp8rs  # noqa: F401  (registers the operators)
 from ops.test_blocks import E4M3, E8M0, F32, bits, data, every_type
+from oracle import blocks as reference
 
 ops = torch.ops.fp8rs
 

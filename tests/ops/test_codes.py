@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-import reference
 from cases import SHAPES, all_codes, data, each_dtype, each_format, scalar
-from reference import FORMATS, codes, matrix, same
+from oracle import tensorwise
+from oracle.compare import codes, same
+from oracle.elements import FORMATS
+from oracle.tensorwise import matrix
 
 ops = torch.ops.fp8rs
 
@@ -35,7 +37,7 @@ def test_dequantize_per_tensor(device, fp8_dtype, dtype, shape):
     for value in (0.37, 1e-30, 1e33, float("nan")):
         scale = scalar(value, device)
         got = ops.dequantize(t, scale, [-1, -1], dtype)
-        expected = reference.dequantize(t, scale, dtype)
+        expected = tensorwise.dequantize(t, scale, dtype)
         assert got.is_contiguous()
         assert (got.dtype, got.shape) == (dtype, t.shape)
         torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=0, equal_nan=True)
@@ -52,7 +54,7 @@ def test_dequantize_blocks(device, fp8_dtype, dtype, block):
     scale = data("cpu", *grid).abs() + 0.01
     whole = scale.repeat_interleave(height, 0).repeat_interleave(width, 1)[:rows, :cols]
     got = ops.dequantize(t, scale.to(device), list(block), dtype)
-    expected = reference.dequantize(t, whole, dtype)
+    expected = tensorwise.dequantize(t, whole, dtype)
     torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -64,7 +66,7 @@ def test_dequantize_e8m0_scales(device, fp8_dtype, dtype):
     value = torch.exp2(scale.float() - 127).masked_fill(scale == 255, torch.nan)
     whole = value.repeat_interleave(32, 0).repeat_interleave(32, 1)
     got = ops.dequantize(t, scale.view(torch.float8_e8m0fnu).to(device), [32, 32], dtype)
-    expected = reference.dequantize(t, whole, dtype)
+    expected = tensorwise.dequantize(t, whole, dtype)
     torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 

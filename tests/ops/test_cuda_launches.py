@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cases import calls, data, ops, scalar
-from reference import FORMATS, WIDE
+from oracle.elements import FORMATS, WIDE
 
 pytestmark = pytest.mark.gpu
 

@@ -17,7 +17,7 @@ from torch.nn.functional import rms_norm, silu
 
 from fp8rs.nn.function import prepare_compilers
 from fp8rs.ops import inductor
-from reference import same
+from oracle.compare import same
 
 ops = torch.ops.fp8rs
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -8,7 +8,7 @@ import torch
 
 from fp8rs import _core
 from fp8rs.ops import define
-from reference import E4M3
+from oracle.elements import E4M3
 
 ops = torch.ops.fp8rs
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-import reference
 from cases import LAYOUTS, SHAPES, data, each_dtype, each_format, scalar
-from reference import E4M3, E5M2, WIDE, codes, same
+from oracle import tensorwise
+from oracle.compare import codes, same
+from oracle.elements import E4M3, E5M2, WIDE
 
 ops = torch.ops.fp8rs
 
@@ -17,12 +18,12 @@ def test_multi_amax_is_amax_of_each(device, dtype):
     xs += [f(lambda *s: data(device, *s, dtype=dtype)) for f in LAYOUTS.values()]
     xs.append(torch.full((3,), float("nan"), dtype=dtype, device=device))
     got = ops.multi_amax(xs)
-    assert same(got, torch.stack([reference.amax(x) for x in xs]))
+    assert same(got, torch.stack([tensorwise.amax(x) for x in xs]))
 
 
 def test_multi_amax_takes_dtypes_together(device):
     xs = [data(device, 9, 5, dtype=dtype, seed=i) for i, dtype in enumerate(WIDE)]
-    assert same(ops.multi_amax(xs), torch.stack([reference.amax(x) for x in xs]))
+    assert same(ops.multi_amax(xs), torch.stack([tensorwise.amax(x) for x in xs]))
 
 
 def multi_case(device, fp8_dtype, dtype):
@@ -44,7 +45,7 @@ def test_multi_quantize_is_quantize_of_each(device, fp8_dtype, dtype):
     xs, scales, flat, outs = multi_case(device, fp8_dtype, dtype)
     assert ops.multi_quantize(xs, scales, outs) is None
     for x, scale, out in zip(xs, scales, outs, strict=True):
-        assert same(codes(out), reference.quantize(x, scale, fp8_dtype))
+        assert same(codes(out), tensorwise.quantize(x, scale, fp8_dtype))
     assert flat[0] == 0xAA
 
 
@@ -77,7 +78,7 @@ def test_multi_quantize_takes_formats_and_dtypes_together(device):
     scales = torch.ones(4, device=device)
     ops.multi_quantize(xs, scales, outs)
     for x, scale, out in zip(xs, scales, outs, strict=True):
-        assert same(codes(out), reference.quantize(x, scale, out.dtype))
+        assert same(codes(out), tensorwise.quantize(x, scale, out.dtype))
 
 
 def long_list(device, count, dtypes):
@@ -119,7 +120,7 @@ def test_long_lists_are_calls_one_by_one(device, fp8_dtype, count, dtypes):
     assert same(amaxes, expected_amaxes)
     assert same(used, torch.stack(expected_used))
     # And one of them against the definition, so that both are not wrong together.
-    assert same(codes(outs[-1]), reference.quantize(xs[-1], scales[-1], fp8_dtype))
+    assert same(codes(outs[-1]), tensorwise.quantize(xs[-1], scales[-1], fp8_dtype))
 
 
 def test_columns_of_one_buffer_are_lists_that_do_not_overlap(device):
@@ -132,6 +133,6 @@ def test_columns_of_one_buffer_are_lists_that_do_not_overlap(device):
     assert used.tolist() == [0.5, 0.25]
     assert amaxes.tolist() == [max(1.0, xs[0].abs().max()), max(2.0, xs[1].abs().max())]
     for x, scale, out in zip(xs, (0.5, 0.25), outs, strict=True):
-        assert same(codes(out), reference.quantize(x, scalar(scale, device), E4M3))
+        assert same(codes(out), tensorwise.quantize(x, scalar(scale, device), E4M3))
     with pytest.raises(ValueError, match=r"^amaxes overlaps scales"):
         ops.multi_quantize_delayed(xs, buffer.view(-1)[1:3], amaxes, outs)

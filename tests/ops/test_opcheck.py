@@ -5,7 +5,8 @@ import torch
 from torch.library import opcheck
 
 from cases import data, scalar
-from reference import E4M3, E5M2, same
+from oracle.compare import same
+from oracle.elements import E4M3, E5M2
 
 ops = torch.ops.fp8rs
 

@@ -11,10 +11,11 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-import block_reference
-import reference
 from cases import data, scalar
-from reference import FORMATS, WIDE, codes, matrix, same
+from oracle import blocks, compare, tensorwise
+from oracle.compare import codes, same
+from oracle.elements import FORMATS, WIDE
+from oracle.tensorwise import matrix
 
 ops = torch.ops.fp8rs
 
@@ -79,11 +80,11 @@ def inputs(draw, shapes=shapes, special=special):
 @given(x=inputs(), scale=scales, fp8_dtype=formats)
 def test_quantize_is_the_reference(device, x, scale, fp8_dtype):
     x, scale = x.on(device), scalar(scale, device)
-    expected = reference.quantize(x, scale, fp8_dtype)
+    expected = tensorwise.quantize(x, scale, fp8_dtype)
     row, col = ops.quantize(x, scale, fp8_dtype, True, True)
     assert same(codes(row), expected)
     assert same(codes(col), matrix(expected).t())
-    found = reference.amax(x)
+    found = tensorwise.amax(x)
     assert same(ops.amax(x), found)
 
     amax = scalar(2.0, device)
@@ -92,7 +93,7 @@ def test_quantize_is_the_reference(device, x, scale, fp8_dtype):
     assert same(codes(col), matrix(expected).t())
     if found.isfinite():
         assert same(amax, found.clamp(min=2.0))
-        assert same(reference.canonical(used), reference.canonical(scale))
+        assert same(compare.canonical(used), compare.canonical(scale))
     else:
         assert same(amax, torch.tensor(2.0))
         assert used.isnan()
@@ -109,8 +110,8 @@ def test_quantize_current_is_the_reference(device, x, fp8_dtype, power_2_scale, 
     x = x.on(device)
     row, col, scale = ops.quantize_current(x, fp8_dtype, True, True, power_2_scale, amax_epsilon)
     rule = (fp8_dtype, power_2_scale, amax_epsilon)
-    assert same(scale, reference.scale_from_amax(reference.amax(x), *rule))
-    expected = reference.quantize(x, scale, fp8_dtype)
+    assert same(scale, tensorwise.scale_from_amax(tensorwise.amax(x), *rule))
+    expected = tensorwise.quantize(x, scale, fp8_dtype)
     assert same(codes(row), expected)
     assert same(codes(col), matrix(expected).t())
 
@@ -124,12 +125,12 @@ def test_quantize_current_is_the_reference(device, x, fp8_dtype, power_2_scale, 
 def test_lists_are_the_reference(device, xs, scale, fp8_dtypes):
     xs = [x.on(device) for x in xs]
     scales = scale * torch.arange(1.0, len(xs) + 1, device=device)
-    assert same(ops.multi_amax(xs), torch.stack([reference.amax(x) for x in xs]))
+    assert same(ops.multi_amax(xs), torch.stack([tensorwise.amax(x) for x in xs]))
     pairs = zip(xs, fp8_dtypes, strict=False)
     outs = [torch.empty(x.shape, dtype=f, device=device) for x, f in pairs]
     ops.multi_quantize(xs, scales, outs)
     for x, s, out in zip(xs, scales, outs, strict=True):
-        assert same(codes(out), reference.quantize(x, s, out.dtype))
+        assert same(codes(out), tensorwise.quantize(x, s, out.dtype))
 
 
 @examples
@@ -151,11 +152,11 @@ def test_dequantize_and_transpose_are_the_reference(
     grid = [1 if b == -1 else -(-n // b) for n, b in zip(shape, block, strict=True)]
     scale = data("cpu", *grid, seed=seed).abs()
     raw_codes = raw.to(device).view(fp8_dtype)
-    spread = block_reference.expand(scale, block, shape)
-    expected = reference.dequantize(raw.view(fp8_dtype), spread, dtype)
+    spread = blocks.expand(scale, block, shape)
+    expected = tensorwise.dequantize(raw.view(fp8_dtype), spread, dtype)
     got = ops.dequantize(raw_codes, scale.to(device), block, dtype).cpu()
     assert got.dtype == dtype
-    assert same(reference.canonical(got.float()), reference.canonical(expected.float()))
+    assert same(compare.canonical(got.float()), compare.canonical(expected.float()))
     assert same(codes(ops.transpose(raw_codes)), raw.t())
 
 
@@ -193,8 +194,8 @@ def test_quantize_blocks_is_the_reference(device, x, fp8_dtype, form, rounding, 
     )
     x = matrix(x.cpu())
     for (row, scale), of in zip((got[:2], got[2:]), (x, x.t()), strict=True):
-        expected, expected_scale = block_reference.quantize(
-            of, fp8_dtype, block, rounding=rounding if mx else None, power_of_2=power_2_scale
+        expected, expected_scale = blocks.quantize(
+            of, fp8_dtype, block, rounding=rounding if mx else None, power_2_scale=power_2_scale
         )
         assert same(scale.cpu().float(), expected_scale)
         assert same(matrix(codes(row)), codes(expected))

@@ -3,15 +3,17 @@
 import pytest
 import torch
 
-import reference
 from cases import LAYOUTS, SHAPES, data, each_direction, each_dtype, each_format, scalar
-from reference import E4M3, E5M2, MAX, codes, matrix, same
+from oracle import compare, elements, tensorwise
+from oracle.compare import codes, same
+from oracle.elements import E4M3, E5M2, MAX
+from oracle.tensorwise import matrix
 
 ops = torch.ops.fp8rs
 
 
 def check_planes(x, scale, fp8_dtype, row, col, rowwise, columnwise):
-    expected = reference.quantize(x, scale, fp8_dtype)
+    expected = tensorwise.quantize(x, scale, fp8_dtype)
     assert row.dtype == col.dtype == fp8_dtype
     assert row.device == col.device == x.device
     if rowwise:
@@ -45,7 +47,7 @@ def test_any_layout_gives_the_bytes_of_its_copy(device, fp8_dtype, dtype, layout
     scale = scalar(3.0, device)
     row, col = ops.quantize(x, scale, fp8_dtype, True, True)
     check_planes(x, scale, fp8_dtype, row, col, True, True)
-    assert same(ops.amax(x), reference.amax(x))
+    assert same(ops.amax(x), tensorwise.amax(x))
     again = ops.quantize_current(x, fp8_dtype, True, True)
     expected = ops.quantize_current(x.clone(memory_format=torch.contiguous_format), fp8_dtype)
     assert same(again[0], expected[0])
@@ -66,19 +68,19 @@ def test_every_fp16_value(device, fp8_dtype):
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).to(device)
     for scale in (1.0, 7.0, 1e-5):
         row, _ = ops.quantize(x, scalar(scale, device), fp8_dtype)
-        assert same(codes(row), reference.quantize(x, scalar(scale, device), fp8_dtype))
+        assert same(codes(row), tensorwise.quantize(x, scalar(scale, device), fp8_dtype))
 
 
 @each_format
 def test_ties_and_neighbours_of_every_code(device, fp8_dtype):
-    table = reference.values(fp8_dtype)
+    table = elements.values(fp8_dtype)
     middle = ((table[1:] + table[:-1]) / 2).float()
     points = torch.cat([table.float(), middle])
     bits = points.view(torch.int32)
     x = torch.cat([(bits + step).clamp(min=0).view(torch.float32) for step in (-1, 0, 1)])
     x = torch.cat([x, -x]).to(device)
     row, _ = ops.quantize(x, scalar(1.0, device), fp8_dtype)
-    assert same(codes(row), reference.encode(x.cpu(), fp8_dtype))
+    assert same(codes(row), elements.encode(x.cpu(), fp8_dtype))
 
 
 @each_format
@@ -110,7 +112,7 @@ def test_amax(device, dtype, shape):
     x = data(device, *shape, dtype=dtype)
     got = ops.amax(x)
     assert got.shape == ()
-    assert same(got, reference.amax(x))
+    assert same(got, tensorwise.amax(x))
 
 
 @each_dtype
@@ -126,7 +128,7 @@ def test_amax(device, dtype, shape):
 )
 def test_amax_lets_what_is_not_finite_be_seen(device, dtype, values, expected):
     x = torch.tensor(values, dtype=dtype).repeat(50).to(device)
-    assert same(ops.amax(x), reference.canonical(torch.tensor(expected)))
+    assert same(ops.amax(x), compare.canonical(torch.tensor(expected)))
 
 
 @each_format
@@ -140,7 +142,7 @@ def test_scale_from_amax(device, fp8_dtype, power_2_scale, amax_epsilon, margin)
     for shaped in (amax, amax[3], amax[:12].view(3, 4), amax[:12].view(3, 4).t(), amax[:0]):
         got = ops.scale_from_amax(shaped, *options)
         assert got.shape == shaped.shape
-        assert same(got, reference.scale_from_amax(shaped.cpu(), *options))
+        assert same(got, tensorwise.scale_from_amax(shaped.cpu(), *options))
 
 
 @each_format
@@ -153,8 +155,8 @@ def test_quantize_current(device, fp8_dtype, dtype, rowwise, columnwise, power_2
     row, col, scale = ops.quantize_current(
         x, fp8_dtype, rowwise, columnwise, power_2_scale, amax_epsilon=1e-3
     )
-    amax = reference.amax(x)
-    assert same(scale, reference.scale_from_amax(amax, fp8_dtype, power_2_scale, 1e-3))
+    amax = tensorwise.amax(x)
+    assert same(scale, tensorwise.scale_from_amax(amax, fp8_dtype, power_2_scale, 1e-3))
     check_planes(x, scale, fp8_dtype, row, col, rowwise, columnwise)
 
 
@@ -165,8 +167,8 @@ def test_current_scaling_shows_what_is_not_finite(device, fp8_dtype, bad):
     x[3, 5] = bad
     row, col, scale = ops.quantize_current(x, fp8_dtype, True, True)
     assert same(scale, torch.tensor(torch.nan))
-    assert (codes(row) == reference.NAN_CODE).all()
-    assert (codes(col) == reference.NAN_CODE).all()
+    assert (codes(row) == elements.NAN_CODE).all()
+    assert (codes(col) == elements.NAN_CODE).all()
 
 
 @each_format
@@ -181,7 +183,7 @@ def test_quantize_delayed(device, fp8_dtype, dtype, rowwise, columnwise, shape):
         row, col, used = ops.quantize_delayed(x, scale, amax, fp8_dtype, rowwise, columnwise)
         check_planes(x, scale, fp8_dtype, row, col, rowwise, columnwise)
         assert same(used, scale)
-        assert same(amax, torch.maximum(reference.amax(x), torch.tensor(before)))
+        assert same(amax, torch.maximum(tensorwise.amax(x), torch.tensor(before)))
 
 
 @each_format

@@ -60,13 +60,12 @@ def test_gradient_error_is_the_simulations(
 
 def test_a_coarser_format_would_show(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison is sharp: codes of one bit less move the error far beyond its tolerance."""
-    rounded = bench.simulation.rounded
+    rounded = bench.linear.rounded
 
-    def coarser(x: torch.Tensor, *arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
-        codes, scale = rounded(x, torch.float8_e5m2, *arguments[1:])
-        return codes, scale
+    def coarser(x: torch.Tensor, dtype: torch.dtype, *block: Any, **options: Any) -> Any:
+        return rounded(x, torch.float8_e5m2, *block, **options)
 
-    monkeypatch.setattr(bench.simulation, "rounded", coarser)
+    monkeypatch.setattr(bench.linear, "rounded", coarser)
     found = bench.gradient_error(*trained, "current")
     assert abs(found.ratio - 1) > 0.2
 
@@ -76,14 +75,7 @@ def test_weights_left_unrounded_would_show(
     trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error that is too small has a limit too: what rounding the weights alone adds."""
-    rounded = bench.simulation.rounded
-
-    def exact_weights(x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        if isinstance(x, torch.nn.Parameter):
-            return x.float(), x.new_ones((), dtype=torch.float32)
-        return rounded(x, *arguments)
-
-    monkeypatch.setattr(bench.simulation, "rounded", exact_weights)
+    monkeypatch.setattr(bench.linear, "_weight", lambda weight, *_: weight.float())
     found = bench.gradient_error(*trained, "current", torch.bfloat16)
     least, _ = limits(trained[1].device, torch.bfloat16)
     assert found.simulated < least * found.fp8rs

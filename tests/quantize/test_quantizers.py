@@ -20,7 +20,8 @@ from fp8rs.quantize.quantizers import (
 from fp8rs.quantize.recipes import resolve_recipe
 from fp8rs.tensor.formats import FORMATS
 from fp8rs.tensor.quantized import Float8Tensor
-from simulation import MAX, codes_of, scale_of
+from oracle.elements import MAX
+from oracle.tensorwise import quantize, scale_from_amax
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -43,9 +44,9 @@ def test_current_scaling_bytes(device, fp8_dtype, dtype, shape):
     x = data(device, *shape, dtype=dtype)
     t = Float8CurrentScalingQuantizer(fp8_dtype)(x)
     amax = x.float().abs().max() if x.numel() else torch.zeros((), device=device)
-    scale = scale_of(amax, fp8_dtype)
+    scale = scale_from_amax(amax, fp8_dtype)
     assert torch.equal(t.rowwise.scale, scale)
-    assert torch.equal(bits(t.rowwise.data), bits(codes_of(x, scale, fp8_dtype)))
+    assert torch.equal(bits(t.rowwise.data), bits(quantize(x, scale, fp8_dtype)))
     rows = t.rowwise.data.reshape(-1, shape[-1]) if x.numel() else None
     if rows is not None:
         assert torch.equal(bits(t.columnwise.data), bits(rows).t())
@@ -60,7 +61,7 @@ def test_delayed_bytes_and_amax(device, fp8_dtype):
     quantizer = Float8Quantizer(scale, amax, fp8_dtype)
     x = data(device, 16, 32) * 3
     t = quantizer(x)
-    assert torch.equal(bits(t.rowwise.data), bits(codes_of(x, scale, fp8_dtype)))
+    assert torch.equal(bits(t.rowwise.data), bits(quantize(x, scale, fp8_dtype)))
     assert torch.equal(bits(t.columnwise.data), bits(t.rowwise.data).t())
     assert t.rowwise.scale.item() == scale.item()
     assert amax.item() == x.abs().max().item()
@@ -103,7 +104,7 @@ def test_power_of_2_scales(device):
 def test_amax_epsilon_bounds_the_scale(device):
     x = torch.full((4, 4), 1e-6, device=device)
     scale = Float8CurrentScalingQuantizer(E4M3, amax_epsilon=1.0)(x).rowwise.scale
-    assert torch.equal(scale, scale_of(torch.ones((), device=device), E4M3))
+    assert torch.equal(scale, scale_from_amax(torch.ones((), device=device), E4M3))
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0])

@@ -14,8 +14,9 @@ from fp8rs.convert.convert import convert_to_float8_training
 from fp8rs.quantize.recipes import DelayedScaling
 from fp8rs.scaling import steps
 from fp8rs.scaling.histories import Histories
+from oracle.elements import E4M3, E5M2, MAX
+from oracle.tensorwise import scale_from_amax
 from saving import reloaded
-from simulation import E4M3, E5M2, MAX, scale_of
 
 
 class Scales(TorchDispatchMode):
@@ -106,8 +107,8 @@ def test_first_scales_come_from_the_data(device):
     x = batch(device, 1e-4)
     with Scales() as scales:
         model(x)
-    assert torch.equal(scales.used[0], scale_of(amax(x), E4M3))
-    assert torch.equal(scales.used[1], scale_of(amax(model.a.weight), E4M3))
+    assert torch.equal(scales.used[0], scale_from_amax(amax(x), E4M3))
+    assert torch.equal(scales.used[1], scale_from_amax(amax(model.a.weight), E4M3))
     assert torch.equal(state.amax[X_A], amax(x))
     assert torch.equal(state.amax[W_A], amax(model.a.weight))
 
@@ -127,9 +128,9 @@ def test_scales_are_those_of_the_history_from_the_second_step_on(device):
     step(model)
     with Scales() as scales:
         model(first * 3)
-    assert torch.equal(scales.used[0], scale_of(amax(first), E4M3)), "3x saturates"
+    assert torch.equal(scales.used[0], scale_from_amax(amax(first), E4M3)), "3x saturates"
     assert torch.equal(state.amax[X_A], amax(first * 3)), "and is recorded"
-    assert torch.equal(state.scale[G_B], scale_of(torch.ones((), device=device), E5M2))
+    assert torch.equal(state.scale[G_B], scale_from_amax(torch.ones((), device=device), E5M2))
 
 
 def test_a_step_is_one_roll_whatever_the_micro_batches(device):
@@ -316,7 +317,7 @@ def test_compiled_layers_of_a_model_that_is_not_called_roll_too(device, way):
         features(batch(device, 10.0**n)).sum().backward()
         step(model)
     assert (model.a.fp8_amax_history[:4] > 0).all()
-    expected = scale_of(amax(batch(device, 10.0**3)), E4M3)
+    expected = scale_from_amax(amax(batch(device, 10.0**3)), E4M3)
     assert torch.equal(model.a.fp8_scale[1, 0], expected)
 
 
@@ -365,7 +366,7 @@ def test_an_assigned_load_onto_meta_gives_the_histories_memory(device):
     for _ in range(2):
         model(batch(device)).sum().backward()
         step(model)
-    assert torch.equal(model.fp8_scale[1, 0], scale_of(amax(batch(device)), E4M3))
+    assert torch.equal(model.fp8_scale[1, 0], scale_from_amax(amax(batch(device)), E4M3))
 
 
 def test_optimizer_steps_without_a_forward_roll_nothing(device, rolls):
@@ -380,7 +381,7 @@ def test_optimizer_steps_without_a_forward_leave_the_scales(device):
     model, state = build(device, amax_compute_algo="most_recent")
     model(batch(device)).sum().backward()
     step(model)
-    assert torch.equal(state.scale[X_A], scale_of(amax(batch(device)), E4M3))
+    assert torch.equal(state.scale[X_A], scale_from_amax(amax(batch(device)), E4M3))
     scale = state.scale.clone()
     for _ in range(3):
         step(model)
@@ -407,7 +408,7 @@ def test_the_history_forgets_after_its_length(device):
         step(model)
         seen.append(amax(x))
     model(batch(device))
-    assert torch.equal(state.scale[X_A], scale_of(seen[-1], E4M3))
+    assert torch.equal(state.scale[X_A], scale_from_amax(seen[-1], E4M3))
 
 
 @pytest.mark.parametrize(("algo", "expected"), [("max", 8.0), ("most_recent", 1.0)])
@@ -417,7 +418,7 @@ def test_amax_compute_algo(device, algo, expected):
         model(batch(device, scale)).sum().backward()
         step(model)
     model(batch(device))
-    assert torch.equal(state.scale[X_A], scale_of(amax(batch(device, expected)), E4M3))
+    assert torch.equal(state.scale[X_A], scale_from_amax(amax(batch(device, expected)), E4M3))
 
 
 def test_margin_leaves_headroom(device):
@@ -447,7 +448,8 @@ def test_evaluations_are_not_recorded(device):
     model.train()(batch(device))
     with torch.inference_mode(), Scales() as scales:
         model.eval()(batch(device, 100.0))
-    assert torch.equal(scales.used[0], scale_of(amax(batch(device)), E4M3)), "the history's scale"
+    expected = scale_from_amax(amax(batch(device)), E4M3)
+    assert torch.equal(scales.used[0], expected), "the history's scale"
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -716,7 +718,7 @@ def test_ranks_of_a_group_share_histories(rig):
     for i in range(3):
         with Scales() as scales:
             model(x).sum().backward()
-        assert torch.equal(scales.used[0], scale_of(largest if i else amax(x), E4M3)), i
+        assert torch.equal(scales.used[0], scale_from_amax(largest if i else amax(x), E4M3)), i
         assert torch.equal(state.amax[X_A], amax(x)), "a rank's own until the roll"
         step(model)
     assert all(state.ready)
@@ -735,7 +737,7 @@ def test_nothing_is_reduced_over_ranks_that_nobody_named(rig, own):
         with Scales() as scales:
             model(x).sum().backward()
         step(model)
-        assert torch.equal(scales.used[0], scale_of(amax(x), E4M3))
+        assert torch.equal(scales.used[0], scale_from_amax(amax(x), E4M3))
 
 
 @ranks(2)

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import fp8rs
-from block_reference import expand
 from cases import skip_without_block_gemms
 from fp8rs.quantize.quantizers import quantizer_of
 from fp8rs.tensor.formats import TENSOR
 from fp8rs.tensor.quantized import Plane, QuantizedTensor
+from oracle.blocks import expand
+from oracle.compare import relative
 from saving import reloaded
-from simulation import relative
 from tensor_formats import (
     FORMATS,
     PLANES,

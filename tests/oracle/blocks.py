@@ -1,4 +1,4 @@
-"""Block formats in plain torch, for finite data. Shares no code with fp8rs."""
+"""A scale for each row or block, of finite matrices; packed scales."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from simulation import MAX, codes_of, scale_of
-
-EMAX = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
+from oracle import tensorwise
+from oracle.elements import EMAX, MAX, cast, power_of_2
 
 
 def expand(grid: Tensor, block: tuple[int, int], shape: tuple[int, int], lead: int = 0) -> Tensor:
@@ -40,7 +39,7 @@ def e8m0_exponent(amax: Tensor, dtype: torch.dtype, rounding: str) -> Tensor:
     _, e = torch.frexp(amax)
     floor = e - 1 - EMAX[dtype]
     if rounding == "ceil":
-        fits = amax <= MAX[dtype] * torch.pow(2.0, floor.double())
+        fits = amax <= MAX[dtype] * power_of_2(floor)
         floor = torch.where(fits, floor, floor + 1)
     floor = torch.where(amax == 0, torch.full_like(floor, -127), floor)
     return floor.clamp(-127, 127)
@@ -52,25 +51,16 @@ def quantize(
     block: tuple[int, int],
     *,
     rounding: str | None = None,
-    power_of_2: bool = False,
+    power_2_scale: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Codes and scales (fp32 values) of a finite matrix; ``rounding`` says that they are E8M0.
-
-    Found on the CPU: torch.pow is not exact on CUDA.
-    """
-    device, x = x.device, x.cpu()
+    """FP8 codes and scales (fp32 values) of a finite matrix; ``rounding``: the scales are E8M0."""
     amax = block_amax(x, block)
     if rounding is not None:
-        scale = torch.pow(2.0, e8m0_exponent(amax, dtype, rounding).double())
-        values = x.double() / expand(scale, block, tuple(x.shape))
-        codes = values.float().clamp(-MAX[dtype], MAX[dtype]).to(dtype)
-        return codes.to(device), scale.float().to(device)
-    scale = scale_of(amax, dtype)
-    if power_of_2:
-        mantissa, exponent = torch.frexp(scale)
-        scale = torch.where(mantissa == 0.5, scale, torch.ldexp(torch.ones_like(scale), exponent))
-    codes = codes_of(x, expand(scale, block, tuple(x.shape)), dtype)
-    return codes.to(device), scale.to(device)
+        scale = power_of_2(e8m0_exponent(amax, dtype, rounding))
+        return cast(x.double() / expand(scale, block, tuple(x.shape)), dtype), scale.float()
+    scale = tensorwise.scale_from_amax(amax, dtype, power_2_scale)
+    inverse = torch.ones_like(scale) / scale
+    return cast(x.float() * expand(inverse, block, tuple(x.shape)), dtype), scale
 
 
 def swizzle(scales: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:

@@ -1,4 +1,4 @@
-"""Linear layers with a scale for each row or block, in plain torch. Shares no code with fp8rs.
+"""Linear layers on operands that are rounded to FP8, in plain torch with fp32 accumulation.
 
 What the GEMMs multiply are rounded values in fp32. ``rebased`` is MXFP8 where there are no GEMMs
 for it: weights rewritten for one power of two a row, activations rounded straight to such scales.
@@ -6,14 +6,15 @@ for it: weights rewritten for one power of two a row, activations rounded straig
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from block_reference import expand, quantize
-from simulation import E4M3
+from oracle.blocks import expand, quantize
+from oracle.elements import E4M3, cast
 
 Block = tuple[int, int]
 
@@ -28,11 +29,13 @@ class Blocks:
     input: Block
     weight: Block
     rounding: str | None = None
-    power_of_2: bool = False
+    power_2_scale: bool = False
     wgrad_input: Block | None = None
 
 
-RECIPES = {
+#: Current scaling, and delayed scaling in its first forward.
+TENSORWISE = Blocks((-1, -1), (-1, -1))
+BLOCKS = {
     "rowwise": Blocks((1, -1), (1, -1)),
     "block": Blocks((1, 128), (128, 128)),
     "block of squares": Blocks((1, 128), (128, 128), wgrad_input=(128, 128)),
@@ -40,10 +43,10 @@ RECIPES = {
 }
 
 
-def values(x: Tensor, dtype: torch.dtype, block: Block, **options: Any) -> tuple[Tensor, Tensor]:
+def rounded(x: Tensor, dtype: torch.dtype, block: Block, **options: Any) -> tuple[Tensor, Tensor]:
     """A matrix as quantizing rounds it, in fp32, and its scales."""
     if x.numel() == 0:
-        return x.float(), x.new_ones(x.shape[0], 1)
+        return x.float(), torch.ones(x.shape[0], 1, device=x.device)
     codes, scale = quantize(x, dtype, block, **options)
     return codes.float() * expand(scale, block, tuple(x.shape)), scale
 
@@ -51,7 +54,7 @@ def values(x: Tensor, dtype: torch.dtype, block: Block, **options: Any) -> tuple
 def rebase(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     """Rounded values rounded again for the largest of their row's scales."""
     row = expand(scale, block, tuple(x.shape)).amax(1, keepdim=True).clamp(min=2.0**-126)
-    return (x / row).to(dtype).float() * row
+    return cast(x / row, dtype).float() * row
 
 
 class _Linear(torch.autograd.Function):
@@ -71,7 +74,7 @@ class _Linear(torch.autograd.Function):
         shape, blocks, grad_dtype, rebased, b_dtype = ctx.of
         dy2 = dy.reshape(-1, dy.shape[-1])
         if blocks.weight == (1, -1):
-            w, scale = values(weight, E4M3, (1, -1), power_of_2=blocks.power_of_2)
+            w, scale = rounded(weight, E4M3, (1, -1), power_2_scale=blocks.power_2_scale)
             folded = dy2.float() * scale.view(1, -1)
             dx = _operand(folded, grad_dtype, blocks, rebased) @ (w / scale)
         else:
@@ -86,15 +89,15 @@ class _Linear(torch.autograd.Function):
 
 def _operand(x: Tensor, dtype: torch.dtype, blocks: Blocks, rebased: bool) -> Tensor:
     if rebased:
-        return values(x, dtype, (1, -1), power_of_2=True)[0]
-    options = {"rounding": blocks.rounding, "power_of_2": blocks.power_of_2}
-    return values(x, dtype, blocks.input, **options)[0]
+        return rounded(x, dtype, (1, -1), power_2_scale=True)[0]
+    options = {"rounding": blocks.rounding, "power_2_scale": blocks.power_2_scale}
+    return rounded(x, dtype, blocks.input, **options)[0]
 
 
 def _weight(weight: Tensor, blocks: Blocks, rebased: bool) -> Tensor:
-    options = {"rounding": blocks.rounding, "power_of_2": blocks.power_of_2}
-    rounded, scale = values(weight, E4M3, blocks.weight, **options)
-    return rebase(rounded, scale, blocks.weight, E4M3) if rebased else rounded
+    options = {"rounding": blocks.rounding, "power_2_scale": blocks.power_2_scale}
+    w, scale = rounded(weight, E4M3, blocks.weight, **options)
+    return rebase(w, scale, blocks.weight, E4M3) if rebased else w
 
 
 def rebases(blocks: Blocks, device: torch.device) -> bool:
@@ -108,8 +111,30 @@ def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    blocks: Blocks,
+    blocks: Blocks = TENSORWISE,
     grad_dtype: torch.dtype = E4M3,
 ) -> Tensor:
     """A linear layer whose operands are rounded by blocks, as the device of ``x`` has GEMMs for."""
     return _Linear.apply(x, weight, bias, blocks, grad_dtype, rebases(blocks, x.device))
+
+
+def tensor_core_error(k: int) -> float:
+    """How far FP8 tensor cores may be off a sum of ``k`` products, relative to the largest sum.
+
+    A Hopper tensor core aligns 32 products and the sum so far to the largest of them and cuts off
+    what is below 13 bits of fraction (DeepSeek-V3 Technical Report, arXiv:2412.19437, sections
+    3.3.2 and 3.5.2: "around 14 bits"). So each product loses less than 2^-13 of the largest, in
+    the direction of its own sign: ``k`` independent losses add up as the root of their number.
+    """
+    return math.sqrt(k) * 2.0**-13
+
+
+def tensor_core_sums(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b.T of matrices of codes, with the additions that :func:`tensor_core_error` describes."""
+    sums = torch.zeros(a.shape[0], b.shape[0], 1, dtype=torch.float64)
+    for left, right in zip(a.double().split(32, 1), b.double().split(32, 1), strict=True):
+        addends = torch.cat([sums, left[:, None] * right[None]], 2)
+        _, exponent = torch.frexp(addends.abs().amax(2, keepdim=True))
+        unit = torch.ldexp(torch.ones_like(sums), exponent - 1 - 13)
+        sums = ((addends / unit).trunc() * unit).sum(2, keepdim=True)
+    return sums[..., 0].float()

@@ -1,0 +1,59 @@
+"""The formats' elements: their values, and codes by looking for the nearest of them."""
+
+import torch
+from torch import Tensor
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = (E4M3, E5M2)
+WIDE = (torch.float32, torch.bfloat16, torch.float16)
+#: format -> (mantissa bits, exponent bias, largest finite code)
+_PARAMETERS = {E4M3: (3, 7, 0x7E), E5M2: (2, 15, 0x7B)}
+MAX = {E4M3: 448.0, E5M2: 57344.0}
+#: The exponent of the largest power of two.
+EMAX = {E4M3: 8, E5M2: 15}
+NAN_CODE = 0x7F
+
+
+def power_of_2(exponent: Tensor) -> Tensor:
+    """2^exponent of integers, as float64: by its bits, since pow is not exact on CUDA."""
+    return ((exponent.long() + 1023) << 52).view(torch.float64)
+
+
+def values(fp8_dtype: torch.dtype) -> Tensor:
+    """The values of the codes from 0 to the largest finite one, in order, as float64."""
+    mantissa_bits, bias, last = _PARAMETERS[fp8_dtype]
+    codes = torch.arange(last + 1)
+    exponent = codes >> mantissa_bits
+    fraction = (codes & ((1 << mantissa_bits) - 1)).double() / (1 << mantissa_bits)
+    normal = (1 + fraction) * power_of_2(exponent - bias)
+    return torch.where(exponent == 0, fraction * 2.0 ** (1 - bias), normal)
+
+
+def encode(y: Tensor, fp8_dtype: torch.dtype) -> Tensor:
+    """float32 or float64 to codes (uint8): nearest, ties to even; saturating; NaN becomes 0x7F."""
+    table = values(fp8_dtype)
+    halfway = ((table[1:] + table[:-1]) / 2).to(y.device, y.dtype)
+    magnitude = y.abs().contiguous()
+    # Where two codes are as near, one search ends at the lower and one at the upper.
+    lower = torch.searchsorted(halfway, magnitude, out_int32=True)
+    upper = torch.searchsorted(halfway, magnitude, out_int32=True, right=True)
+    code = torch.where(lower % 2 == 0, lower, upper) + 128 * torch.signbit(y)
+    return torch.where(y.isnan(), NAN_CODE, code).to(torch.uint8)
+
+
+def cast(y: Tensor, fp8_dtype: torch.dtype) -> Tensor:
+    """What `encode` gives of finite numbers, as FP8, by torch: a search takes 100 ns a number."""
+    return y.float().clamp(-MAX[fp8_dtype], MAX[fp8_dtype]).to(fp8_dtype)
+
+
+def decode(codes: Tensor, fp8_dtype: torch.dtype) -> Tensor:
+    """Codes (uint8) to float32."""
+    table = values(fp8_dtype).float().to(codes.device)
+    magnitude = codes.int() & 0x7F
+    value = table[magnitude.clamp(max=len(table) - 1)]
+    if fp8_dtype is E5M2:
+        value = torch.where(magnitude == len(table), torch.inf, value)
+        value = torch.where(magnitude > len(table), torch.nan, value)
+    else:
+        value = torch.where(magnitude == NAN_CODE, torch.nan, value)
+    return torch.where(codes >= 128, -value, value)
