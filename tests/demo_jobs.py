@@ -15,6 +15,7 @@ import fp8rs
 from fp8rs.demo.model import Llama, LlamaConfig, parameter_count
 from fp8rs.demo.traffic import counted
 from fp8rs.demo.train import Weights, convert, fp8_adamw, linear_weights, shard
+from parts import local_of
 
 
 def add(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
@@ -82,11 +83,11 @@ def page(arguments: dict[str, Any], report: Any) -> list[list[float]]:
 
 
 def _is_quantized(parameter: Any) -> bool:
-    return isinstance(getattr(parameter, "_local_tensor", parameter), fp8rs.QuantizedTensor)
+    return isinstance(local_of(parameter), fp8rs.QuantizedTensor)
 
 
 def _bytes_at_rest(parameter: Any) -> float:
-    part = getattr(parameter, "_local_tensor", parameter)
+    part = local_of(parameter)
     return sum(t.nbytes for plane in part.planes if plane for t in (plane.data, plane.scale)) / (
         part.numel()
     )

@@ -37,6 +37,7 @@ from distributed.models import (
     whole_planes,
 )
 from oracle.compare import relative
+from parts import local_of
 from saving import reloaded
 
 recipes = pytest.mark.parametrize("recipe", list(RECIPES))
@@ -343,7 +344,7 @@ def test_optimizer_states_of_shards_are_plain(rig):
     train(model, optimizer, [batch(rig)])
     for state in optimizer.state.values():
         for value in state.values():
-            inner = getattr(value, "_local_tensor", value)
+            inner = local_of(value)
             assert type(inner) is torch.Tensor
 
 

@@ -13,6 +13,7 @@ from distributed.collectives import Collectives
 from distributed.models import RECIPES, UNEVEN, batch, make, on_all_ranks, shard, watch_weights
 from fp8rs import precompute_float8_dynamic_scale_for_fsdp
 from fp8rs.optim import AdamW
+from parts import store_of
 
 #: Hidden sizes of which one of two ranks has nothing.
 ONE_ROW = (1, 1)
@@ -225,7 +226,7 @@ def test_rows_of_a_shard_that_begins_within_a_block_are_written_wherever_they_li
     model = make(WITHIN_BLOCKS, recipe=RECIPES[recipe], fp8_weights=True, device=rig.device)
     shard(model, rig)
     part = model.blocks[0].up.weight.to_local()
-    begin = -part._store.lead % 32  # the first row of a block, on the second rank not the first
+    begin = -store_of(part).lead % 32  # the first row of a block, on the second rank not the first
     for rows in (
         slice(begin, None),
         slice(begin + 1, begin + 3),

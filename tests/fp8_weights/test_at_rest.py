@@ -29,6 +29,7 @@ from fp8rs._torch import fsdp_param_groups
 from fp8rs.fsdp.placement import place
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import quantize_planes
+from parts import local_of, store_of
 
 HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
 shardings = pytest.mark.parametrize("hidden", list(HIDDEN))
@@ -42,7 +43,7 @@ def planes_of(model):
 
 def local(layer):
     """The local tensor of a sharded weight."""
-    return layer.weight._local_tensor
+    return local_of(layer.weight)
 
 
 def assert_same_planes(found, wanted):
@@ -55,7 +56,7 @@ def assert_same_planes(found, wanted):
 
 
 def assert_ranks_have_one_scale(shard):
-    assert on_all_ranks(shard._store.any_plane.scale.reshape(1).clone())
+    assert on_all_ranks(store_of(shard).any_plane.scale.reshape(1).clone())
 
 
 def make_fp8(hidden, recipe, rig, **options):
@@ -79,13 +80,15 @@ def test_what_is_gathered_are_the_bytes_at_rest(rig, hidden, recipe, reshard):
         seen.append(name)
 
     watch_weights(model, check)
-    before = {n: [t.clone() for t in local(m)._store.tensors()] for n, m in linears(model).items()}
+    before = {
+        n: [t.clone() for t in store_of(m.weight).tensors()] for n, m in linears(model).items()
+    }
     for _ in range(2):
         model(batch(rig)).square().mean().backward()
     assert sorted(seen) == sorted([*wanted, *wanted])
     for name, layer in linears(model).items():
         assert isinstance(local(layer), QuantizedTensor)
-        after = local(layer)._store.tensors()
+        after = store_of(layer.weight).tensors()
         assert all(same_bytes(a, b) for a, b in zip(before[name], after, strict=True))
         assert layer.weight.grad is not None
 
@@ -118,12 +121,12 @@ def shard_planes(layer, whole):
 def assert_shard_of(layer, values):
     """The shard at rest has the bytes of the whole weight quantized from ``values``."""
     spec = local(layer).spec
-    both = local(layer)._store.columnwise is not None
+    both = store_of(layer.weight).columnwise is not None
     whole = quantize_planes(spec, values, True, both)
     planes = [p for p in local(layer).planes if p is not None]
     if local(layer).numel() == 0:
         if spec.format.per_tensor:
-            assert same_bytes(local(layer)._store.any_plane.scale, whole[0].scale)
+            assert same_bytes(store_of(layer.weight).any_plane.scale, whole[0].scale)
         return
     for plane, (codes, scale) in zip(planes, shard_planes(layer, whole), strict=True):
         assert same_bytes(plane.data.view(torch.uint8), codes)
@@ -221,7 +224,7 @@ def test_empty_shards_hear_of_a_checkpoint_that_is_read_in_place(rig, recipe):
     for layer in linears(model).values():
         if local(layer).format.per_tensor:
             assert_ranks_have_one_scale(local(layer))
-            assert local(layer)._store.any_plane.scale * 448 > 29
+            assert store_of(layer.weight).any_plane.scale * 448 > 29
     gathered = {}
     watch_weights(model, lambda name, weight: gathered.update({name: weight.dequantize()}))
     model(batch(rig))

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.tensor import DTensor
 
 import fp8rs
 from distributed import ranks
@@ -39,6 +38,7 @@ from fp8_weights.test_in_use import (
 )
 from fp8rs.optim import AdamW
 from fp8rs.tensor.quantized import QuantizedTensor
+from parts import local_of, store_of
 from saving import reloaded
 
 recipes = pytest.mark.parametrize("recipe", list(RECIPES))
@@ -57,7 +57,7 @@ def assert_still_fp8(model):
     for name, layer in linears(model).items():
         assert isinstance(layer.weight, nn.Parameter), name
         assert quantized(layer.weight), name
-        assert layer.weight._store.owner.module is layer, name
+        assert store_of(layer.weight).owner.module is layer, name
 
 
 # --- optimizers ----------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_the_state_of_a_fresh_optimizer(rig, recipe, ours):
     assert same(contents(model), before)
     for values in state["state"].values():
         moment = values["exp_avg"]
-        assert not quantized(moment._local_tensor if isinstance(moment, DTensor) else moment)
+        assert not quantized(local_of(moment))
 
 
 # --- state dicts ---------------------------------------------------------------------------------

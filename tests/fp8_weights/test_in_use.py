@@ -37,6 +37,7 @@ from fp8rs.fsdp import MasterWeight
 from fp8rs.fsdp.placement import place
 from fp8rs.optim import AdamW
 from fp8rs.tensor.quantized import QuantizedTensor
+from parts import local_of, store_of
 from saving import reloaded
 
 recipes = pytest.mark.parametrize("recipe", list(RECIPES))
@@ -60,16 +61,16 @@ def optimizers(*models):
 
 def shards(model):
     """The local tensors of the sharded weights, by name."""
-    return {name: layer.weight._local_tensor for name, layer in linears(model).items()}
+    return {name: local_of(layer.weight) for name, layer in linears(model).items()}
 
 
 def contents(model):
     """Copies of the bytes of all FP8 weights, sharded or not."""
     found = []
     for layer in linears(model).values():
-        local = getattr(layer.weight, "_local_tensor", layer.weight)
+        local = local_of(layer.weight)
         if isinstance(local, QuantizedTensor):
-            found += [t.clone() for t in local._store.tensors()]
+            found += [t.clone() for t in store_of(local).tensors()]
     assert found
     return found
 
@@ -82,7 +83,7 @@ def full(parameter):
     """The values of a whole parameter."""
     if not isinstance(parameter, DTensor):
         return parameter.detach().dequantize() if quantized(parameter) else parameter.detach()
-    local = parameter._local_tensor
+    local = local_of(parameter)
     return DTensor.from_local(
         local.dequantize() if quantized(local) else local.detach(),
         parameter.device_mesh,
@@ -445,7 +446,7 @@ def test_views_of_a_shard_are_views(rig, recipe):
     name, local = next((n, t) for n, t in shards(model).items() if len(t) >= 14)
     for view, take in VIEWS.items():
         part, wanted = take(local), local.dequantize()
-        assert quantized(part) and part._store is local._store, view
+        assert quantized(part) and store_of(part) is store_of(local), view
         new = torch.randn(part.shape, device=rig.device) * 0.1
         with torch.no_grad():
             part.copy_(new)
@@ -478,9 +479,9 @@ def test_copies_of_parameters(rig, recipe):
     before = contents(model)
     for layer in linears(model).values():
         twin = copy.deepcopy(layer.weight)
-        assert type(twin) is type(layer.weight) and quantized(twin._local_tensor)
+        assert type(twin) is type(layer.weight) and quantized(local_of(twin))
         with torch.no_grad():
-            twin._local_tensor.zero_()
+            local_of(twin).zero_()
         assert not full(twin).any()
     assert same(contents(model), before)
     model(batch(rig)).sum().backward()
@@ -556,10 +557,10 @@ def test_adapters_over_a_frozen_base(rig, recipe):
         fully_shard(part, mesh=rig.mesh())
     fully_shard(model, mesh=rig.mesh())
     bases = [part.base.weight for part in model]
-    before = [[t.clone() for t in b._local_tensor._store.tensors()] for b in bases]
+    before = [[t.clone() for t in store_of(b).tensors()] for b in bases]
     for base in bases:
-        assert not base.requires_grad and quantized(base._local_tensor)
-        codes = base._local_tensor._store.rowwise.data
+        assert not base.requires_grad and quantized(local_of(base))
+        codes = store_of(base).rowwise.data
         assert codes.untyped_storage().nbytes() == codes.numel() == base.numel() // rig.world_size
     both = [
         torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.5) for m in (whole, model)
@@ -578,7 +579,7 @@ def test_adapters_over_a_frozen_base(rig, recipe):
     assert all(p.base.weight.grad is None for p in model)
     model.reshard()
     for part, bytes_before in zip(model, before, strict=True):
-        after = part.base.weight._local_tensor._store.tensors()
+        after = store_of(part.base.weight).tensors()
         assert same(after, bytes_before)
 
 

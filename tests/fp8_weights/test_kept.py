@@ -16,6 +16,7 @@ from fp8rs.convert.fp8_weights import high_precision_weight
 from fp8rs.fsdp import at_rest
 from fp8rs.fsdp.placement import place
 from fp8rs.optim import AdamW
+from parts import local_of, store_of
 
 HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
 shardings = pytest.mark.parametrize("hidden", list(HIDDEN))
@@ -128,7 +129,7 @@ def test_codes_that_come_back_are_as_they_were(rig, hidden, recipe):
     """As a checkpoint of the shards is read: to the bit, padded shards too."""
     model = shard(make_fp8(hidden, recipe, rig), rig)
     for layer in linears(model).values():
-        local = layer.weight._local_tensor
+        local = local_of(layer.weight)
         before = [t.clone() for t in at_rest.planes_of(local)[0].data.view(torch.uint8).unbind(0)]
         if not local.numel():
             continue
@@ -149,7 +150,7 @@ def test_one_rank_alone_asks_for_a_state_dict_and_writes_a_copy(rig, hidden):
         assert model.state_dict()
         with torch.no_grad():
             for layer in linears(model).values():
-                layer.weight._local_tensor.detach().clone().mul_(0.9)
+                local_of(layer.weight).detach().clone().mul_(0.9)
     assert model(x).isfinite().all()
 
 
@@ -163,7 +164,7 @@ def test_a_padded_shard_is_gathered_from_where_it_lies(rig, recipe):
         passes = layer._fp8_state.fsdp
         for weight, gathered in passes.latest.items():
             if weight.module is layer and gathered.shard.data.numel():
-                stored = gathered.shard.data._store.rowwise.data
+                stored = store_of(gathered.shard.data).rowwise.data
                 assert gathered.inputs[0].data_ptr() == stored.data_ptr()
                 assert gathered.inputs[0].numel() >= stored.numel()
                 found += 1

@@ -32,6 +32,7 @@ from distributed.models import (
 from fp8rs.optim import AdamW
 from fp8rs.optim import weights as optim_weights
 from fp8rs.tensor.quantized import QuantizedTensor
+from parts import local_of, store_of
 
 HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
 shardings = pytest.mark.parametrize("hidden", list(HIDDEN))
@@ -216,7 +217,7 @@ def test_a_checkpoint_is_loaded_in_either_order(rig, hidden, recipe, first):
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         if "master" in optimizer.state[p]:
             masters = (o.state[x]["master"] for o, x in ((optimizer, p), (resumed, q)))
-            assert same_bytes(*(getattr(m, "_local_tensor", m) for m in masters))
+            assert same_bytes(*(local_of(m) for m in masters))
     wanted, found = whole_values(model), whole_values(other)
     assert wanted.keys() == found.keys()
     for name, value in wanted.items():
@@ -431,9 +432,9 @@ def test_a_nan_on_one_rank_reaches_all(rig, masters):
         if rig.rank == 1:
             model.blocks[0].up.weight.grad.to_local()[0, 0] = float("nan")
         optimizer.step()
-        scale = model.blocks[0].up.weight.to_local()._store.any_plane.scale
+        scale = store_of(model.blocks[0].up.weight).any_plane.scale
         assert scale.isnan()
-        other = model.blocks[1].up.weight.to_local()._store.any_plane.scale
+        other = store_of(model.blocks[1].up.weight).any_plane.scale
         assert other.isfinite()
 
 

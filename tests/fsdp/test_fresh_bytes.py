@@ -24,6 +24,7 @@ from distributed.models import (
     watch_weights,
 )
 from oracle.tensorwise import scale_from_amax
+from parts import local_of
 
 
 def local(p):
@@ -41,7 +42,7 @@ def through_data(model, rig):
 
 def through_data_setter(model, rig):
     for p in weights(model):
-        inner = p._local_tensor
+        inner = local_of(p)
         inner.data = torch.full_like(inner.data.high_precision, 0.5)
 
 

@@ -28,6 +28,7 @@ from distributed.models import (
 )
 from fp8rs.fsdp import MasterWeight
 from fp8rs.tensor.quantized import Float8Tensor
+from parts import local_of
 
 HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
 shardings = pytest.mark.parametrize("hidden", list(HIDDEN))
@@ -108,7 +109,7 @@ def test_meta_device_init(rig, recipe):
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
-    assert isinstance(model.head.weight._local_tensor, MasterWeight)
+    assert isinstance(local_of(model.head.weight), MasterWeight)
     check_forward(model, rig, recipe)
 
 
@@ -177,7 +178,7 @@ def test_high_precision_gather_quantizes_what_arrives(rig):
         for fp8_gather in (True, False):
             model = make(UNEVEN, device=rig.device, enable_fsdp_float8_all_gather=fp8_gather)
             shard(model, rig, mp_policy=MixedPrecisionPolicy(param_dtype=policy))
-            assert isinstance(model.head.weight._local_tensor, MasterWeight) == fp8_gather
+            assert isinstance(local_of(model.head.weight), MasterWeight) == fp8_gather
             with torch.no_grad():
                 outputs.append(model(batch(rig)))
         assert same_bytes(*outputs) == equal

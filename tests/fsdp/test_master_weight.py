@@ -14,6 +14,7 @@ from distributed import ranks
 from distributed.models import EVEN, RECIPES, batch, make
 from fp8rs.fsdp import MasterWeight
 from fp8rs.fsdp.weight import Weight
+from parts import local_of
 from saving import reloaded
 
 
@@ -371,7 +372,7 @@ def test_a_weight_that_was_tied_after_the_conversion(rig, recipe):
     assert torch.equal(model.looked_up, whole.looked_up)
     assert torch.equal(output, expected)
     assert torch.equal(model.embed.weight.grad.full_tensor(), whole.embed.weight.grad)
-    assert isinstance(model.mid.weight._local_tensor, MasterWeight)
+    assert isinstance(local_of(model.mid.weight), MasterWeight)
 
 
 @ranks(1, 2)

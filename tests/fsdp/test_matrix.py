@@ -25,6 +25,7 @@ from fp8rs.optim import AdamW
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import quantize_planes
+from parts import local_of, store_of
 
 #: With the oldest torch what the other files show of FSDP2 must do: the matrix takes minutes.
 pytestmark = pytest.mark.newest_torch
@@ -140,7 +141,7 @@ def check_shards(model, weights, shards):
     sizes = []
     for layer in linears(model).values():
         assert isinstance(layer.weight, DTensor)
-        assert isinstance(layer.weight._local_tensor, kind)
+        assert isinstance(local_of(layer.weight), kind)
         placement = place(layer.weight)
         rows = placement.whole[0]
         last = rows - min((placement.ranks - 1) * placement.padded, rows)
@@ -153,9 +154,9 @@ def shard_bytes(model):
     """Copies of all bytes that the shards are made of."""
     found = []
     for layer in linears(model).values():
-        local = layer.weight._local_tensor
+        local = local_of(layer.weight)
         if isinstance(local, QuantizedTensor):
-            found += [t.clone() for t in local._store.tensors()]
+            found += [t.clone() for t in store_of(local).tensors()]
         else:
             found.append(local.high_precision.clone())
     return found
@@ -173,7 +174,7 @@ def compare(model, whole, weights, step):
         if isinstance(wanted, QuantizedTensor):
             wanted = wanted.dequantize()
             found = DTensor.from_local(
-                parameter._local_tensor.dequantize(),
+                local_of(parameter).dequantize(),
                 parameter.device_mesh,
                 parameter.placements,
                 shape=parameter.shape,
@@ -185,9 +186,9 @@ def compare(model, whole, weights, step):
 def check_scales(model):
     """Where all of a weight has one scale, every rank has the same one."""
     for name, layer in linears(model).items():
-        local = layer.weight._local_tensor
+        local = local_of(layer.weight)
         if isinstance(local, QuantizedTensor) and local.format.per_tensor:
-            assert on_all_ranks(local._store.any_plane.scale.reshape(1).clone()), name
+            assert on_all_ranks(store_of(local).any_plane.scale.reshape(1).clone()), name
 
 
 def check_gathered(model, whole, weights, recipe):

@@ -18,6 +18,7 @@ from distributed.models import (
     make,
     shard,
 )
+from parts import local_of, store_of
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -98,16 +99,16 @@ def test_memory_is_what_a_step_leaves(rig, recipe):
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     model(batch(rig)).float().square().mean().backward()
     optimizer.step()
-    shards = [p._local_tensor for p in model.parameters()]
+    shards = [local_of(p) for p in model.parameters()]
     assert storages(s.detach() for s in shards) == planned.parameters
-    grads = [p.grad._local_tensor for p in model.parameters()]
+    grads = [local_of(p.grad) for p in model.parameters()]
     assert storages(grads) == planned.gradients
     state = fp8rs.fsdp.passes.of(model.head._fp8_state)
     codes = [t for g in state.latest.values() for t in g.inputs]
     assert sum(t.nbytes for t in codes) == planned.codes
     if rig.rank == 0:  # whose shards are the longest; states have no padding
         states = [s for p in model.parameters() for s in optimizer.state[p].values()]
-        held = sum(s._local_tensor.nbytes for s in states if s.dim())
+        held = sum(local_of(s).nbytes for s in states if s.dim())
         assert held == planned.optimizer
 
 
@@ -127,15 +128,15 @@ def test_memory_of_fp8_weights_is_what_a_step_leaves(rig, recipe, dtype):
         optimizer.step()
         assert fp8rs.report(model, optimizer=name) == planned
         assert planned.memory.codes == 0
-        grads = [p.grad._local_tensor for p in model.parameters()]
+        grads = [local_of(p.grad) for p in model.parameters()]
         assert storages(grads) == planned.memory.gradients
         # Cut blocks have a scale on each rank that has a part: a plan is of the largest shards.
-        held = torch.tensor([stored(p._local_tensor) for p in model.parameters()])
+        held = torch.tensor([stored(local_of(p)) for p in model.parameters()])
         dist.all_reduce(held, dist.ReduceOp.MAX)
         assert held.sum() == planned.memory.parameters
         if rig.rank == 0:
             states = [s for p in model.parameters() for s in optimizer.state[p].values()]
-            kept = sum(s._local_tensor.nbytes for s in states if s.dim())
+            kept = sum(local_of(s).nbytes for s in states if s.dim())
             assert kept == planned.memory.optimizer
 
 
@@ -143,7 +144,7 @@ def stored(local):
     """Bytes of a shard's storages: of codes and scales where it is FP8 at rest."""
     if not isinstance(local, fp8rs.QuantizedTensor):
         return storages([local.detach()])
-    planes = [p for p in (local._store.rowwise, local._store.columnwise) if p is not None]
+    planes = [p for p in (store_of(local).rowwise, store_of(local).columnwise) if p is not None]
     return storages(t for p in planes for t in (p.data, p.scale))
 
 

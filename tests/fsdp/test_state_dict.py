@@ -34,6 +34,7 @@ from distributed.models import (
     train,
 )
 from fp8rs.fsdp import MasterWeight
+from parts import local_of
 from saving import reloaded
 
 HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
@@ -53,7 +54,7 @@ def trained(rig, hidden="uneven", recipe="current", steps=2, **options):
 
 
 def assert_plain(value):
-    inner = value._local_tensor if isinstance(value, DTensor) else value
+    inner = local_of(value)
     assert type(inner) is torch.Tensor, type(inner)
 
 
@@ -73,8 +74,8 @@ def assert_still_master(model):
     for module in (model.head, model.blocks[0].up, model.blocks[1].down):
         weight = module._parameters["weight"]
         assert isinstance(weight, torch.nn.Parameter)
-        assert isinstance(weight._local_tensor, MasterWeight)
-        assert weight._local_tensor._weight.module is module
+        assert isinstance(local_of(weight), MasterWeight)
+        assert local_of(weight)._weight.module is module
 
 
 @ranks(1, 2)
@@ -211,7 +212,7 @@ def test_torch_save_of_a_sharded_state_dict(rig, hidden):
         assert torch.equal(loaded[name].to_local(), value.to_local())
     # Parameters pickle as plain ones too.
     for value in reloaded(dict(model.named_parameters())).values():
-        inner = value._local_tensor
+        inner = local_of(value)
         assert type(inner) in (torch.Tensor, torch.nn.Parameter)
 
 

@@ -29,6 +29,7 @@ from distributed.models import (
     whole_planes,
 )
 from fp8rs.fsdp import MasterWeight
+from parts import local_of
 
 HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
 WHOLE = type("Whole", (), {"world_size": 1, "rank": 0})
@@ -158,11 +159,11 @@ def test_any_optimizer(rig, name):
             optimizer.step()
     for p, q in zip(converted.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.detach().full_tensor(), q.detach(), rtol=1e-6, atol=1e-7)
-    assert isinstance(converted.head.weight._local_tensor, MasterWeight)
+    assert isinstance(local_of(converted.head.weight), MasterWeight)
     for state in optimizers[0].state.values():
         for value in state.values():
             if isinstance(value, DTensor):
-                assert type(value._local_tensor) is torch.Tensor
+                assert type(local_of(value)) is torch.Tensor
     # And the next forward sees the new values.
     whole = full_weights(converted)
     seen = {}
@@ -409,8 +410,8 @@ def test_tied_weights_stay_in_high_precision(rig):
     with pytest.warns(UserWarning, match="tied"):
         fp8rs.convert_to_float8_training(model, recipe="current")
     fully_shard(model, mesh=rig.mesh())
-    assert isinstance(model.mid.weight._local_tensor, MasterWeight)
-    assert not isinstance(model.out.weight._local_tensor, MasterWeight)
+    assert isinstance(local_of(model.mid.weight), MasterWeight)
+    assert not isinstance(local_of(model.out.weight), MasterWeight)
     model(torch.arange(40, device=rig.device)).sum().backward()
     assert model.out.weight is model.embed.weight
 
@@ -423,7 +424,7 @@ def test_only_a_part_of_the_model_is_converted(rig):
     for block in model.blocks:
         fp8rs.convert_to_float8_training(block, recipe="current")
     shard(model, rig)
-    assert not isinstance(model.head.weight._local_tensor, MasterWeight)
+    assert not isinstance(local_of(model.head.weight), MasterWeight)
     count = sum(isinstance(m, fp8rs.nn.Linear) for m in linears(model).values())
     assert count == 4
     batches = [batch(rig, n) for n in range(STEPS)]

@@ -15,6 +15,7 @@ from fp8rs import (
     convert_to_float8_training,
 )
 from fp8rs.optim import AdamW, lists, weights
+from parts import store_of
 
 ops = torch.ops.fp8rs
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -66,7 +67,7 @@ def bytes_of(*tensors):
         t = t.detach()
         if isinstance(t, QuantizedTensor):
             parts += [x for p in t.planes if p is not None for x in (p.data, p.scale)]
-            parts += t._store.delayed or ()
+            parts += store_of(t).delayed or ()
         else:
             parts.append(t)
     return [p.cpu().contiguous().reshape(-1).view(torch.uint8).clone() for p in parts]
@@ -202,7 +203,7 @@ def test_fp8_weights_are_what_the_quantizer_makes_of_the_float32_step(
         train(a, 1, grad_dtype, step)
         train(b, 1, grad_dtype, step)
         want = other(values.detach())
-        assert_same(bytes_of(*weight._store.tensors()), bytes_of(*want._store.tensors()))
+        assert_same(bytes_of(*store_of(weight).tensors()), bytes_of(*store_of(want).tensors()))
         for key in ("exp_avg", "exp_avg_sq"):
             assert_same(bytes_of(a.state[weight][key]), bytes_of(b.state[values][key]))
         if masters:
@@ -404,7 +405,7 @@ class Keeper:
 def test_masters_start_from_the_kept_values_which_are_then_dropped(name):
     start = normal((40, 33), 1)
     kept = parameter(QUANTIZERS[name](E4M3, "cpu")(start))
-    kept._store.owner = Keeper(start.clone())
+    store_of(kept).owner = Keeper(start.clone())
     plain = parameter(start.clone())
     a, b = AdamW([kept]), AdamW([plain])
     train(a, 2)
@@ -473,7 +474,7 @@ def test_masters_stay_where_weights_are_exchanged_and_come_back(kind, stochastic
                 weight.copy_(normal((140, 150), 2))
                 weight.copy_(own)
         train(optimizer, 2, seed=1)
-        delayed = weight._store.delayed if isinstance(weight, QuantizedTensor) else None
+        delayed = store_of(weight).delayed if isinstance(weight, QuantizedTensor) else None
         if delayed is not None:
             delayed[1].zero_()
         found.append(everything(optimizer))

@@ -44,6 +44,7 @@ from optim.test_adamw import (
     parameter,
     train,
 )
+from parts import store_of
 from saving import reloaded
 
 NAMES = ["current", "delayed", "rowwise", "block", "mxfp8"]
@@ -142,7 +143,7 @@ def test_codes_are_what_the_quantizer_makes_of_the_optimizers_own_step(
         values.grad = weight.grad.float()
         theirs.step()
         want = other(values.detach())
-        assert_same(bytes_of(*weight._store.tensors()), bytes_of(*want._store.tensors()))
+        assert_same(bytes_of(*store_of(weight).tensors()), bytes_of(*store_of(want).tensors()))
         state = ours.state[weight]
         assert torch.equal(state["master"], values)
         assert torch.equal(state["momentum_buffer"], theirs.state[values]["momentum_buffer"])
@@ -421,10 +422,6 @@ def test_a_compiled_step_is_an_eager_one():
 
 
 # --- sharded -------------------------------------------------------------------------------------
-
-
-def local(t):
-    return t._local_tensor if isinstance(t, DTensor) else t
 
 
 def pair(rig, recipe, hidden=UNEVEN, **options):
