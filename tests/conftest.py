@@ -65,8 +65,16 @@ def _cover(items, strength):
             gpu = item.get_closest_marker("gpu") is not None
             functions[item.parent.nodeid, item.originalname, gpu].append(item)
     for cases in functions.values():
-        for index in covering([_choices(item) for item in cases], strength):
+        # As they were made: where a fixture serves several tests, pytest puts them together.
+        cases.sort(key=lambda item: sorted(item.callspec.indices.items()))
+        for index in covering(_places([_choices(item) for item in cases]), strength):
             yield cases[index]
+
+
+def _places(choices):
+    """The place of each choice among those of its column, in the order that they come up in."""
+    columns = [list(dict.fromkeys(column)) for column in zip(*choices, strict=True)]
+    return [tuple(map(list.index, columns, row)) for row in choices]
 
 
 def _choices(item):
