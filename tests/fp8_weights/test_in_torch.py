@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import (
 import fp8rs
 from distributed import ranks
 from distributed.models import RECIPES, UNEVEN, linears, make, same_bytes, shard
-from fsdp.test_state_dict import shared_folder
 from fp8_weights.test_in_use import (
     assert_equal,
     assert_fp8,
@@ -38,6 +37,7 @@ from fp8_weights.test_in_use import (
 )
 from fp8rs.optim import AdamW
 from fp8rs.tensor.quantized import QuantizedTensor
+from fsdp.test_state_dict import shared_folder
 from parts import local_of, store_of
 from saving import reloaded
 
