@@ -4,7 +4,7 @@
 //! - libcuda is opened, and `cuInit` called, by the first CUDA argument; never by loading this library (a
 //!   forked `DataLoader` worker that uses the CPU alone must not have a context).
 //! - A launch runs in the primary context of the argument's device, which is torch's too. The thread's current
-//!   context is put back afterwards.
+//!   context is put back afterwards; a thread that has none (autograd's) keeps that of device 0, but no other's.
 //! - Contexts and modules are kept for the life of the process and never dropped.
 //! - A kernel is loaded at its first launch: its module's machine code where there is some for the device
 //!   (milliseconds), else its own entry of the PTX alone, which the driver compiles (`code`).
@@ -27,6 +27,7 @@ pub(super) const MAX_DEVICES: usize = 64;
 
 /// What is known of one device.
 pub(super) struct DeviceState {
+    ordinal: i32,
     context: usize,
     /// What machine code is taken; `None` where the driver compiles PTX.
     target: Option<code::Target>,
@@ -123,6 +124,7 @@ fn start(ordinal: i32) -> Result<DeviceState, Error> {
     // SAFETY: as above.
     check("cuDevicePrimaryCtxRetain", unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) })?;
     Ok(DeviceState {
+        ordinal,
         context: context as usize,
         target: code::Target::of(major, minor).filter(|_| !code::ptx_is_forced()),
         modules: [const { OnceLock::new() }; MODULES.len()],
@@ -131,8 +133,7 @@ fn start(ordinal: i32) -> Result<DeviceState, Error> {
     })
 }
 
-/// Puts the thread's context back, also if it had none: to the CUDA runtime a thread without one is on device 0, and
-/// must not find itself on another.
+/// Puts the thread's context back.
 struct Restore(Option<sys::CUcontext>);
 
 impl Drop for Restore {
@@ -155,7 +156,10 @@ fn enter(state: &DeviceState) -> Result<Restore, Error> {
     }
     // SAFETY: `wanted` is retained for the life of the process.
     check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(wanted) })?;
-    Ok(Restore(Some(current)))
+    // To the CUDA runtime a thread without a context (autograd's) is on device 0. So it keeps that device's, as after
+    // any call of the runtime, and must not find itself on another.
+    let keeps = current.is_null() && state.ordinal == 0;
+    Ok(Restore((!keeps).then_some(current)))
 }
 
 /// Lets this thread load and allocate while a graph is captured, by whichever thread, until dropped.

@@ -118,7 +118,8 @@ impl<'py> Arguments<'py> {
     fn check_sign(&self, name: &'static str, tensor: &Bound<'py, PyAny>) -> PyResult<()> {
         let negated = tensor.getattr_opt(intern!(self.py, "is_neg"))?;
         if negated.map_or(Ok(false), |negated| negated.call0()?.is_truthy())? {
-            let message = format!("{name} is a view that torch negates when it reads it; give its resolve_neg()");
+            let message =
+                format!("{name} is a view that torch negates when it reads it; give its resolve_neg()");
             return Err(PyValueError::new_err(message));
         }
         Ok(())

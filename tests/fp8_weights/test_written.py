@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8rs
 from distributed import ranks
 from distributed.models import EVEN, RECIPES, batch, make, same_bytes, shard
+from parts import store_of
 
 recipes = pytest.mark.parametrize("recipe", list(RECIPES))
 pytestmark = pytest.mark.filterwarnings("ignore:.* weights that are FP8 at rest")
@@ -77,6 +78,18 @@ def test_a_write_before_a_compiled_backward_is_an_error(device, write):
         WRITES[write](model)
     with modified:
         y.sum().backward()
+
+
+@recipes
+@pytest.mark.parametrize("write", list(WRITES))
+def test_a_write_moves_the_version_of_the_codes(device, recipe, write):
+    """By which compiled graphs, which save the codes, know of it."""
+    model = model_of(device, recipe)
+    codes = store_of(model[2].weight).rowwise.data
+    before = codes._version
+    with torch.no_grad():
+        WRITES[write](model)
+    assert codes._version > before
 
 
 def test_a_write_of_a_weight_whose_gradient_is_not_propagated_is_none():

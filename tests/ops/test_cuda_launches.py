@@ -257,12 +257,21 @@ def test_first_use_may_be_captured(force_ptx):
     in_a_new_process(script, force_ptx)
 
 
-def test_a_thread_without_a_context_keeps_none():
-    """The CUDA runtime takes a thread's context for its device; ours would be another on cuda:1."""
-    script = """
+@pytest.mark.parametrize("ordinal", [0, 1])
+def test_a_thread_without_a_context_stays_on_its_device(ordinal):
+    """Which is the first one, to the CUDA runtime: it takes a thread's context for its device.
+
+    On the first device the thread keeps our context, as after a call of the runtime: cuBLAS warns
+    of threads that have none.
+    """
+    if torch.cuda.device_count() <= ordinal:
+        pytest.skip(f"needs {ordinal + 1} GPUs")
+    script = f"""
         import ctypes
-        cuda, found, out = ctypes.CDLL("libcuda.so.1"), [], torch.empty((), device="cuda")
-        torch.cuda.synchronize()
+        cuda, found = ctypes.CDLL("libcuda.so.1"), []
+        x = x.to("cuda:{ordinal}")
+        out = torch.empty((), device=x.device)
+        torch.cuda.synchronize(x.device)
 
         def context():
             current = ctypes.c_void_p(1)
@@ -273,12 +282,15 @@ def test_a_thread_without_a_context_keeps_none():
             context()
             fp8rs._core.amax(x, out)
             context()
+            found.append(torch.cuda.current_device())
 
         thread = threading.Thread(target=call)
         thread.start()
         thread.join()
-        torch.cuda.synchronize()
-        assert found == [None, None] and out == x.float().abs().max()
+        torch.cuda.synchronize(x.device)
+        assert out == x.float().abs().max()
+        assert found[0] is None and (found[1] is not None) == ({ordinal} == 0), found
+        assert found[2] == 0
     """
     in_a_new_process(script, False)
 

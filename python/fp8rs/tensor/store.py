@@ -190,14 +190,17 @@ class Store:
 
     def put(self, planes: Planes, box: Rectangle | None = None, non_blocking: bool = False) -> None:
         """Write planes of some rows and columns, which cut no block, or of all."""
-        for own, new, turned in zip(self.part(box), planes, (False, True), strict=True):
+        wholes = self.rowwise, self.columnwise
+        parts = zip(wholes, self.part(box), planes, (False, True), strict=True)
+        for whole, own, new, turned in parts:
             if own is None:
                 continue
-            assert new is not None
+            assert new is not None and whole is not None
             data = new.data
             if data.shape != own.data.shape:
                 data = data.reshape(own.data.shape)
             own.data.copy_(data, non_blocking=non_blocking)
-            note_write(own.data)  # a compiled graph may have saved them
+            # A compiled graph may have saved them. Below autograd a part has a version of its own.
+            note_write(whole.data)
             if not (turned and self.one_scale):
                 own.scale.copy_(new.scale, non_blocking=non_blocking)
