@@ -64,17 +64,12 @@ impl Matrix {
     /// Asks for elements of a row ahead of time, if there is such a row and its elements are contiguous.
     #[inline(always)]
     pub(super) fn prefetch(&self, row: usize, cols: Range<usize>) {
-        #[cfg(target_arch = "x86_64")]
         if row < self.rows && self.col_stride == 1 {
-            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
             let (first, bytes) = (self.at(row, cols.start), cols.len() * self.dtype.size());
             for line in (0..bytes).step_by(64) {
-                // SAFETY: SSE is part of the architecture, and a prefetch touches nothing, whatever the address.
-                unsafe { _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(line).cast()) };
+                prefetch_line(first.wrapping_add(line));
             }
         }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = (row, cols);
     }
 
     /// Contiguous elements of a row, to write to.
@@ -101,3 +96,17 @@ impl Matrix {
         self.rows > 1 && (self.cols == 1 || col != 1 && row != 0 && row < col)
     }
 }
+
+/// Asks for the cache line of an address.
+#[inline(always)]
+#[cfg(target_arch = "x86_64")]
+fn prefetch_line(at: *const u8) {
+    use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+    // SAFETY: SSE is part of the architecture, and a prefetch touches nothing, whatever the address.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
+}
+
+/// Other processors are left to notice by themselves.
+#[inline(always)]
+#[cfg(not(target_arch = "x86_64"))]
+fn prefetch_line(_: *const u8) {}

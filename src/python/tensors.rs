@@ -48,7 +48,7 @@ impl<'py> Arguments<'py> {
         name: &'static str,
         tensor: &'a Bound<'py, PyAny>,
     ) -> PyResult<View<'a>> {
-        self.check_sign(name, tensor)?;
+        check_sign(name, tensor)?;
         // SAFETY: the object is borrowed for as long as the view lives.
         unsafe { self.read(Arg::Of(name), tensor) }
     }
@@ -68,7 +68,7 @@ impl<'py> Arguments<'py> {
         name: &'static str,
         tensor: &'a Bound<'py, PyAny>,
     ) -> PyResult<ViewMut<'a>> {
-        self.check_sign(name, tensor)?;
+        check_sign(name, tensor)?;
         // SAFETY: the object is borrowed for as long as the view lives.
         unsafe { self.write(Arg::Of(name), tensor) }
     }
@@ -111,18 +111,6 @@ impl<'py> Arguments<'py> {
         }
         let operation = AssertSend(move || operation(stream.unwrap_or_default()));
         Ok(self.py.detach(move || operation.call())?)
-    }
-
-    /// Refuses a view that torch negates when it reads it (the imaginary part of a conjugate): DLPack does not show the
-    /// sign. Elements of lists are not asked, at 0.2 us each: torch's dispatcher has resolved those of our operators.
-    fn check_sign(&self, name: &'static str, tensor: &Bound<'py, PyAny>) -> PyResult<()> {
-        let negated = tensor.getattr_opt(intern!(self.py, "is_neg"))?;
-        if negated.map_or(Ok(false), |negated| negated.call0()?.is_truthy())? {
-            let message =
-                format!("{name} is a view that torch negates when it reads it; give its resolve_neg()");
-            return Err(PyValueError::new_err(message));
-        }
-        Ok(())
     }
 
     /// The elements of a list or tuple, kept alive until the arguments are dropped. Not of any iterable: a tensor
@@ -252,6 +240,17 @@ pub(super) fn exchange_api(class: &Bound<'_, PyType>) -> PyResult<Option<&'stati
         known.push((address, api));
     }
     Ok(api)
+}
+
+/// Refuses a view that torch negates when it reads it (the imaginary part of a conjugate): DLPack does not show the
+/// sign. Elements of lists are not asked, at 0.2 us each: torch's dispatcher has resolved those of our operators.
+fn check_sign(name: &str, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
+    let negated = tensor.getattr_opt(intern!(tensor.py(), "is_neg"))?;
+    if negated.map_or(Ok(false), |negated| negated.call0()?.is_truthy())? {
+        let message = format!("{name} is a view that torch negates when it reads it; give its resolve_neg()");
+        return Err(PyValueError::new_err(message));
+    }
+    Ok(())
 }
 
 /// The exporter's refusal, in our words and the first line of its own.
