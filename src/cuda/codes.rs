@@ -100,14 +100,17 @@ pub(crate) fn dequantize(
     let (rows, cols) = codes.shape();
     let n = codes.numel() as u64;
     let block_cols = block.cols.min(cols.max(1));
+    // What a thread of the fast kernel takes.
+    let each = if out.dtype() == DType::F32 { 8 } else { 16 };
     let fast = codes.is_contiguous()
         && out.is_contiguous()
-        && aligned(codes.ptr(), 8)
+        && aligned(codes.ptr(), each)
         && aligned(out.ptr(), 16)
-        && (cols.is_multiple_of(8) || block_cols == cols && block.rows >= rows && n.is_multiple_of(8))
-        && (block_cols.is_multiple_of(8) || block_cols == cols);
+        && (cols.is_multiple_of(each)
+            || block_cols == cols && block.rows >= rows && codes.numel().is_multiple_of(each))
+        && (block_cols.is_multiple_of(each) || block_cols == cols);
     let kernels = if fast { &DEQUANTIZE } else { &STRIDED_DEQUANTIZE };
-    let blocks = n.div_ceil(if fast { 256 * 8 } else { 256 });
+    let blocks = n.div_ceil(if fast { 256 * each as u64 } else { 256 });
     let args = DequantizeArgs {
         codes: codes.ptr(),
         scale: scale.ptr(),

@@ -78,28 +78,37 @@ DEVICE float scale_at(const DequantizeArgs &a, i64 r, i64 c) {
   return __uint_as_float(b == 255u ? NAN_BITS : b == 0u ? 0x00400000u : b << 23);
 }
 
-/// A thread takes 8 neighbours under one scale: all contiguous and aligned, columns and the block's
-/// columns multiples of 8. With 16-bit outputs a warp writes 512 bytes in a row.
+/// A thread takes neighbours under one scale: all contiguous and aligned, columns and the block's
+/// columns multiples of their number. That is 16, for the sake of the divisions that find the scale;
+/// 8 of fp32 outputs, whose stores would else lie 64 bytes apart.
 template <class F, class O> DEVICE void dequantize(const DequantizeArgs &a) {
-  i64 at = ((i64)blockIdx.x * 256 + threadIdx.x) * 8;
+  constexpr int N = O::BYTES == 4 ? 8 : 16;
+  i64 at = ((i64)blockIdx.x * 256 + threadIdx.x) * N;
   if (at >= a.rows * a.cols) return;
   float scale = a.block_rows >= a.rows && a.block_cols >= a.cols
                     ? scale_at(a, 0, 0)
                     : scale_at(a, at / a.cols, at % a.cols);
-  uint2 d = *(const uint2 *)(a.codes + at);
-  u32 w[2] = {d.x, d.y};
-  u32 out[2 * O::BYTES];
+  u32 w[N / 4];
+  if (N == 16) {
+    uint4 d = *(const uint4 *)(a.codes + at);
+    w[0] = d.x, w[1] = d.y, w[2 % (N / 4)] = d.z, w[3 % (N / 4)] = d.w;
+  } else {
+    uint2 d = *(const uint2 *)(a.codes + at);
+    w[0] = d.x, w[1] = d.y;
+  }
+  constexpr int WORDS = N * O::BYTES / 4;
+  u32 out[WORDS];
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
+  for (int i = 0; i < N / 2; i++) {
     u32 pair = F::halves(i % 2 ? w[i / 2] >> 16 : w[i / 2]);
     u32 low = O::bits(__fmul_rn(InF16::get(pair, 0), scale));
     u32 high = O::bits(__fmul_rn(InF16::get(pair, 1), scale));
-    if (O::BYTES == 4) out[2 * i % (2 * O::BYTES)] = low, out[(2 * i + 1) % (2 * O::BYTES)] = high;
+    if (O::BYTES == 4) out[2 * i % WORDS] = low, out[(2 * i + 1) % WORDS] = high;
     else out[i] = low | high << 16;
   }
   uint4 *to = (uint4 *)((char *)a.out + at * O::BYTES);
 #pragma unroll
-  for (int i = 0; i < O::BYTES / 2; i++)
+  for (int i = 0; i < WORDS / 4; i++)
     to[i] = make_uint4(out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]);
 }
 
