@@ -246,6 +246,11 @@ def local_tensor(parameter: Any) -> Any:
     return parameter._local_tensor
 
 
+def own_part(tensor: Any) -> Any:
+    """This rank's part of a tensor: itself where it is not distributed."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def set_local_tensor(parameter: Any, local: Tensor) -> None:
     """Replace the local tensor of a DTensor by another one over the same values."""
     parameter._local_tensor = local

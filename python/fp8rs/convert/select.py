@@ -77,7 +77,6 @@ def select(
             f"filter_fqns leaves nothing out for {', '.join(map(repr, unused))}: "
             "no linear layer has that in its name"
         )
-    torchao: list[str] = []
     owners = _weight_owners(root)
     sharded = _sharded_parts(root)
     for name, module in root.named_modules():
@@ -120,8 +119,6 @@ def select(
         reason = _unlike_linear(module)
         if reason:
             found.left[shown] = reason
-            if reason == TORCHAO:
-                torchao.append(shown)
             continue
         tied = [
             other for other in owners[id(module.weight)] if other != f"{name}.weight".lstrip(".")
@@ -140,7 +137,7 @@ def select(
             )
             continue
         found.layers.append((name, module))
-    if torchao:
+    if torchao := [name for name, reason in found.left.items() if reason == TORCHAO]:
         found.warnings.append(
             f"{len(torchao)} layers stay as they are ({torchao[0]} first): torchao has converted "
             "them to FP8. Leave out torchao's conversion; config= takes its Float8LinearConfig"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import local_tensor
+from fp8rs._torch import own_part
 from fp8rs.scaling.histories import keep_local
 from fp8rs.tensor.formats import FP8_MAX
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -272,7 +272,7 @@ class Weight:
     def parameter_part(self) -> Tensor:
         """This rank's part of the parameter."""
         parameter: Any = self.parameter
-        part: Tensor = local_tensor(parameter) if hasattr(parameter, "_local_tensor") else parameter
+        part: Tensor = own_part(parameter)
         return part
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Weight:
@@ -302,7 +302,7 @@ class Local(Protocol):
 
 def local_of(parameter: Any) -> Any:
     """The local tensor behind a parameter that is gathered in FP8; None if it is another."""
-    local = local_tensor(parameter) if hasattr(parameter, "_local_tensor") else parameter
+    local = own_part(parameter)
     return local if isinstance(getattr(local, "_weight", None), Weight) else None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import constant_when_traced, hooks_of, set_hooks, set_local_tensor
+from fp8rs._torch import constant_when_traced, hooks_of, own_part, set_hooks, set_local_tensor
 from fp8rs.quantize.recipes import Recipe, describe
 from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, keep_local, new_buffers
 from fp8rs.tensor.formats import INPUT_DTYPES
@@ -37,14 +37,9 @@ def keep_marks(before: dict[str, Any], parameter: Any) -> None:
             setattr(parameter, mark, value)
 
 
-def local_part_of(weight: Any) -> Any:
-    """This rank's part of a parameter: itself where it is not sharded."""
-    return getattr(weight, "_local_tensor", weight)
-
-
 def is_fp8(weight: Any) -> bool:
     """Whether a parameter, sharded or not, is FP8 at rest."""
-    return isinstance(local_part_of(weight), QuantizedTensor)
+    return isinstance(own_part(weight), QuantizedTensor)
 
 
 def slots(scale: Tensor, amax: Tensor) -> Slots:
@@ -219,8 +214,8 @@ class Float8Linear(nn.Linear):
 
         A part that begins within a block comes as values: blocks begin anew where a part does.
         """
-        before = local_part_of(self._parameters.get(name))
-        part = local_part_of(param)
+        before = own_part(self._parameters.get(name))
+        part = own_part(param)
         sharded = part is not param and not isinstance(part, QuantizedTensor)
         if isinstance(before, QuantizedTensor) and sharded:
             with torch.no_grad():

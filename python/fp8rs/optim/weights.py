@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rs._torch import increment_version
+from fp8rs._torch import increment_version, own_part
 from fp8rs.tensor import stochastic
 from fp8rs.tensor.formats import FP8_MAX, matrix_shape
 from fp8rs.tensor.planes import Plane
@@ -21,7 +21,7 @@ from fp8rs.tensor.spec import reduce_amax
 
 def local(tensor: Any) -> Tensor:
     """This rank's part of a tensor, or the tensor where it is not distributed."""
-    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    part: Tensor = own_part(tensor)
     return part
 
 
