@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
 
 from fp8rs.convert.convert import convert_to_float8_training
 from fp8rs.convert.fp8_weights import high_precision_weight, quantize_weight
-from fp8rs.convert.select import ModuleFilter, why_not
+from fp8rs.convert.select import Candidate, ModuleFilter, why_not
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import Recipe, resolve_recipe
 
@@ -64,8 +64,9 @@ def quantized_init(
             return
         parents[id(parent)] = parent
         children.add(id(child))
-        if early and isinstance(child, nn.Linear) and id(child) in linears and not why_not(child):
-            quantize_weight(child, recipe, preserve_high_precision_init_val)
+        layer = linears.get(id(child))
+        if early and layer is not None and _can_be_converted(layer):
+            quantize_weight(layer, recipe, preserve_high_precision_init_val)
 
     hooks = (
         register_module_parameter_registration_hook(made),
@@ -94,6 +95,13 @@ def quantized_init(
         for layer in inside:
             if isinstance(layer, nn.Linear) and not isinstance(layer, Float8Linear):
                 high_precision_weight(layer)  # tied since, or changed otherwise
+
+
+def _can_be_converted(layer: nn.Linear) -> bool:
+    """Whether a conversion takes a layer, as far as the layer alone tells."""
+    if isinstance(layer, Float8Linear):
+        return layer._fp8_state.alone
+    return why_not(Candidate(layer)) is None
 
 
 def _only(linears: dict[int, nn.Linear], keep: ModuleFilter | None) -> ModuleFilter:
