@@ -12,7 +12,6 @@ from torch import nn
 from fp8rs.convert.fp8_weights import check_weight, fits, high_precision_weight, quantize_weight
 from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
 from fp8rs.convert.torchao import from_float8_linear_config, refuse_high_precision_name
-from fp8rs.convert.transformer_engine import from_te_recipe, is_te_recipe
 from fp8rs.nn.linear import Float8Linear, float8_class
 from fp8rs.nn.registry import ModelState
 from fp8rs.optim import others
@@ -49,8 +48,7 @@ def convert_to_float8_training(
 
     Args:
         module: the model; an nn.Linear itself will do. Meta-device parameters are fine.
-        recipe: a recipe or its short name; "current" by default. TransformerEngine's recipe objects
-            are read by their fields.
+        recipe: a recipe or its short name; "current" by default.
         module_filter_fn: called with each layer and its fully qualified name; False leaves it out.
         filter_fqns: a layer whose name contains one of these strings is left out.
         enable_fsdp_float8_all_gather: under FSDP2, quantize weights before they are gathered: True
@@ -198,8 +196,6 @@ def settle(recipe: Any, config: Any, gather: bool | None, fp8_weights: bool) -> 
             )
         gather = said
     else:
-        if is_te_recipe(recipe):
-            recipe = from_te_recipe(recipe)
         refuse_high_precision_name(recipe)
         recipe = resolve_recipe("current" if recipe is None else recipe)
         gather = gather is None or gather
