@@ -241,6 +241,11 @@ def is_view_of_flat_parameter(weight: Tensor) -> bool:
     return getattr(weight._base, "_is_flat_param", False)
 
 
+def group_named(name: str) -> Any:
+    """The process group of that name, which has no public function that finds it."""
+    return cast(Any, torch.distributed).distributed_c10d._resolve_process_group(name)
+
+
 def local_tensor(parameter: Any) -> Any:
     """The local tensor of a DTensor as the object that it is; ``to_local`` gives a new view."""
     return parameter._local_tensor

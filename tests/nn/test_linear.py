@@ -17,13 +17,14 @@ from fp8rs import nn as fp8nn
 from fp8rs.gemm.table import capability as capability_of
 from fp8rs.gemm.table import check_cuda, scaled_mm
 from fp8rs.nn.function import _here
-from fp8rs.quantize.quantizers import Float8CurrentScalingQuantizer, quantizer_for
+from fp8rs.quantize.quantizers import Float8CurrentScalingQuantizer, Quantizer
 from fp8rs.quantize.recipes import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     resolve_recipe,
 )
+from fp8rs.quantize.spec import quant_spec
 from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.quantized import Plane
 from oracle.compare import relative
@@ -452,7 +453,7 @@ def test_a_quantized_input_in_the_recipes_format_is_used_as_it_is(device, recipe
         skip_without_block_gemms(device)
     module = layer(device, 128, 128, recipe=recipe)
     x = data(device, 256, 128)
-    given = quantizer_for(module.recipe, "input")(x)
+    given = Quantizer(quant_spec(module.recipe, "input"))(x)
     assert torch.equal(module(given), module(x))
 
 
@@ -460,12 +461,12 @@ def test_a_quantized_input_in_the_recipes_format_is_used_as_it_is(device, recipe
     "recipe, given, why",
     [
         ("current", Float8CurrentScalingQuantizer(torch.float8_e5m2), "float8_e5m2"),
-        ("current", quantizer_for(resolve_recipe("rowwise"), "input"), "'row'"),
+        ("current", Quantizer(quant_spec(resolve_recipe("rowwise"), "input")), "'row'"),
         ("rowwise", Float8CurrentScalingQuantizer(E4M3), "'tensor'"),
         ("delayed", Float8CurrentScalingQuantizer(E4M3), "history"),
         (
             Float8BlockScaling(wgrad_input_block=(128, 128)),
-            quantizer_for(Float8BlockScaling(), "input"),
+            Quantizer(quant_spec(Float8BlockScaling(), "input")),
             "wgrad",
         ),
     ],
@@ -479,8 +480,7 @@ def test_a_quantized_input_that_is_not_the_recipes_is_refused(device, recipe, gi
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "mxfp8"])
 def test_a_resharded_weight_is_a_clear_error(device, recipe):
     module = layer(device, recipe=recipe)
-    quantizer = quantizer_for(module.recipe, "weight")
-    quantizer.set_usage(columnwise=False)
+    quantizer = Quantizer(quant_spec(module.recipe, "weight"), columnwise=False)
     module.weight = nn.Parameter(quantizer(module.weight))
     y = module(data(device, 8, 16).requires_grad_())
     # What FSDP frees: the gathered codes and, where there are many, the gathered scales.

@@ -12,7 +12,7 @@ from torch import nn
 
 import fp8rs
 from cases import skip_without_block_gemms
-from fp8rs.quantize.quantizers import quantizer_of
+from fp8rs.quantize.quantizers import Quantizer
 from fp8rs.tensor.formats import TENSOR
 from fp8rs.tensor.quantized import Plane, QuantizedTensor
 from oracle.blocks import expand
@@ -214,7 +214,7 @@ def test_writes_fill_the_planes_that_are_there(device, format, planes):
         lambda t: t.copy_(src),
         lambda t: t.copy_(want),
         lambda t: t.copy_(both),
-        lambda t: quantizer_of(t.spec).update_quantized(src, t),
+        lambda t: Quantizer(t.spec).update_quantized(src, t),
         lambda t: FORMATS[format]().update_quantized(src, t),
     ):
         t = make(format, planes, device)

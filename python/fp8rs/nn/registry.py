@@ -25,7 +25,6 @@ from fp8rs._torch import (
     keep_from_ddp,
     sharded_parameters,
 )
-from fp8rs.quantize.quantizers import reduce_amax_
 from fp8rs.quantize.recipes import DelayedScaling, Recipe, resolve_recipe
 from fp8rs.quantize.spec import quant_spec
 from fp8rs.scaling import steps
@@ -33,6 +32,7 @@ from fp8rs.scaling.clock import Clock
 from fp8rs.scaling.histories import BUFFERS, Histories, keep_local
 from fp8rs.scaling.reductions import mesh_groups, reduce_packed_
 from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.spec import reduce_amax
 
 from .function import forget_inputs
 from .spec import ROLES, register
@@ -359,7 +359,7 @@ class ModelState:
     def _reduce(self, amax: Tensor) -> None:
         done = set()
         for group in self.reduction_groups():
-            reduce_amax_(amax, group)
+            reduce_amax(amax, group.group_name, in_place=True)
             if group is dist.group.WORLD:
                 return  # every rank that has a shard is in it
             done.add(group.group_name)

@@ -1,8 +1,8 @@
 """Quantizers: objects that turn high-precision tensors into planes of one format.
 
 A quantizer knows the element type, the format, where scales come from, and which planes its user
-wants. It is callable; ``Quantizer.planes`` is the same without a tensor subclass around the
-result, which is what linear layers use for activations and gradients.
+wants. It is callable, and gives a `QuantizedTensor`. Linear layers need planes and no tensor around
+them: they call `fp8rs.tensor.spec.quantize_planes`, as a quantizer does.
 """
 
 from __future__ import annotations
@@ -14,26 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8rs.quantize.in_graph import quantized
-from fp8rs.quantize.recipes import Recipe, Role, check_amax_epsilon, check_bool
-from fp8rs.quantize.spec import quant_spec
+from fp8rs.quantize.in_graph import quantized, quantized_in_graph
+from fp8rs.quantize.recipes import check_amax_epsilon, check_bool
 from fp8rs.tensor import formats
 from fp8rs.tensor.formats import INPUT_DTYPES, BlockFormat, check_fp8_dtype, matrix_shape
 from fp8rs.tensor.planes import Plane
-from fp8rs.tensor.quantized import TENSOR_TYPES, QuantizedTensor, wrap_planes
-from fp8rs.tensor.spec import Planes as Planes
-from fp8rs.tensor.spec import QuantSpec, quantize_planes
-from fp8rs.tensor.store import Store
-
-
-def reduce_amax_(amax: Tensor, group: Any = None) -> Tensor:
-    """Maximum of ``amax`` (fp32) over the ranks of ``group``, in place.
-
-    The bits are reduced as int32: amaxes are not negative, so the order is the same, and NaN and
-    Inf reach every rank (a float MAX drops NaN on some of them).
-    """
-    dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
-    return amax
+from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
+from fp8rs.tensor.spec import QuantSpec
 
 
 class Quantizer:
@@ -50,7 +37,6 @@ class Quantizer:
 
     def __init__(self, spec: QuantSpec, *, rowwise: bool = True, columnwise: bool = True) -> None:
         self.spec = spec
-        self._of = TENSOR_TYPES[spec.format.scale_dtype].over
         self.rowwise = True
         self.columnwise = True
         self.set_usage(rowwise=rowwise, columnwise=columnwise)
@@ -77,20 +63,6 @@ class Quantizer:
             raise ValueError("rowwise and columnwise are both False: one plane must be made")
         self.rowwise, self.columnwise = row, col
 
-    def planes(
-        self, x: Tensor, rowwise: bool, columnwise: bool, fold: Tensor | None = None
-    ) -> Planes:
-        """The planes of ``x`` (fp32, bf16 or fp16; any strides), None for one not asked for.
-
-        Args:
-            x: what is quantized.
-            rowwise: make the rowwise plane.
-            columnwise: make the columnwise plane.
-            fold: (columns of ``x``,) fp32 factors of what goes into the rowwise plane, and only
-                that; for blocks of a whole row.
-        """
-        return quantize_planes(self.spec, x, rowwise, columnwise, fold=fold)
-
     def __call__(self, x: Tensor) -> QuantizedTensor:
         """Quantize ``x``: a new tensor of the same shape and logical dtype, outside autograd.
 
@@ -99,13 +71,10 @@ class Quantizer:
         """
         if type(x) is not Tensor or x.requires_grad:
             x = _source(x, "x")
-        if torch.compiler.is_compiling():
-            return quantized(x, self.rowwise, self.columnwise, self.delayed, self.spec)
-        dtype = x.dtype
-        if dtype not in INPUT_DTYPES:
-            raise TypeError(f"x must be float32, bfloat16 or float16, not {dtype}")
-        row, col = self.planes(x, self.rowwise, self.columnwise)
-        return self._of(Store(row, col, self.spec, self.delayed), x.shape, dtype)
+        elif x.dtype not in INPUT_DTYPES:
+            raise TypeError(f"x must be float32, bfloat16 or float16, not {x.dtype}")
+        make = quantized_in_graph if torch.compiler.is_compiling() else quantized
+        return make(x, self.rowwise, self.columnwise, self.delayed, self.spec)
 
     def update_quantized(self, src: Tensor, dst: QuantizedTensor) -> QuantizedTensor:
         """Quantize ``src`` into the planes that ``dst`` has, scales included; returns ``dst``.
@@ -179,7 +148,8 @@ class Quantizer:
 
     def __repr__(self) -> str:
         planes = [n for n in ("rowwise", "columnwise") if getattr(self, n)]
-        return f"{type(self).__name__}({self.fp8_dtype}, planes={planes})"
+        block = "" if self.format.per_tensor else f", block={self.format.block}"
+        return f"{type(self).__name__}({self.fp8_dtype}, planes={planes}{block})"
 
 
 def _source(x: Tensor, name: str) -> Tensor:
@@ -228,13 +198,6 @@ class Float8Quantizer(Quantizer):
         """The amax that is written, shape ()."""
         assert self.delayed is not None
         return self.delayed[1]
-
-    def planes(
-        self, x: Tensor, rowwise: bool, columnwise: bool, fold: Tensor | None = None
-    ) -> Planes:
-        return quantize_planes(
-            self.spec, x, rowwise, columnwise, scale=self.scale, amax=self.amax, declared=True
-        )
 
 
 def _single(t: Tensor, name: str) -> Tensor:
@@ -292,14 +255,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
         super().__init__(spec, rowwise=rowwise, columnwise=columnwise)
 
 
-class BlockQuantizer(Quantizer):
-    """Scales per block, from the data alone."""
-
-    def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}, block={self.format.block})"
-
-
-class Float8BlockQuantizer(BlockQuantizer):
+class Float8BlockQuantizer(Quantizer):
     """One fp32 scale a block, from the block's own amax.
 
     Args:
@@ -331,7 +287,7 @@ class Float8BlockQuantizer(BlockQuantizer):
         super().__init__(spec, rowwise=rowwise, columnwise=columnwise)
 
 
-class MXFP8Quantizer(BlockQuantizer):
+class MXFP8Quantizer(Quantizer):
     """MXFP8: one power-of-two E8M0 scale for each block of 32 or of 32 by 32.
 
     Args:
@@ -359,44 +315,6 @@ class MXFP8Quantizer(BlockQuantizer):
             scale_rounding=scale_rounding,
         )
         super().__init__(spec, rowwise=rowwise, columnwise=columnwise)
-
-
-def quantizer_of(spec: QuantSpec) -> Quantizer:
-    """The quantizer of a specification, with scales from the data and both planes."""
-    new: Quantizer
-    if spec.format.per_tensor:
-        new = Float8CurrentScalingQuantizer.__new__(Float8CurrentScalingQuantizer)
-    elif spec.format.microscaled:
-        new = MXFP8Quantizer.__new__(MXFP8Quantizer)
-    else:
-        new = Float8BlockQuantizer.__new__(Float8BlockQuantizer)
-    Quantizer.__init__(new, spec)
-    return new
-
-
-def quantizer_for(
-    recipe: Recipe,
-    role: Role,
-    amax_reduction_group: Any = None,
-    format: BlockFormat | None = None,
-) -> Quantizer:
-    """The quantizer of a recipe's operand, with scales from the data.
-
-    Args:
-        recipe: whose options are taken.
-        role: the operand.
-        amax_reduction_group: over which per-tensor amaxes are reduced.
-        format: the one to quantize in, if not the recipe's own.
-    """
-    spec = quant_spec(recipe, role, group_name(amax_reduction_group), format)
-    return quantizer_of(spec)
-
-
-def quantizer_like(t: QuantizedTensor) -> Quantizer:
-    """A quantizer that makes planes such as ``t`` has, as ``t`` is quantized, from the data."""
-    quantizer = quantizer_of(t.spec)
-    quantizer.set_usage(rowwise=t.rowwise is not None, columnwise=t.columnwise is not None)
-    return quantizer
 
 
 # torch.load(weights_only=True) takes known classes.

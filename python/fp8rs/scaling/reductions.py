@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8rs.quantize.quantizers import reduce_amax_
+from fp8rs.tensor.spec import reduce_amax
 
 
 @lru_cache(maxsize=1024)
@@ -42,15 +42,14 @@ def reduce_packed_(values: Tensor, parts: Iterable[tuple[range, Iterable[Any]]])
         parts: elements of ``values``, and the groups over which these are reduced. Over several
             groups (FSDP's and tensor parallelism's) one after the other: over their product.
     """
-    by_group: dict[str, tuple[Any, list[range]]] = {}
+    by_group: dict[str, list[range]] = {}
     for part, groups in parts:
         for group in groups if part else ():
-            # By name: two objects may stand for one group.
-            by_group.setdefault(group.group_name, (group, []))[1].append(part)
-    for group, members in by_group.values():
+            by_group.setdefault(group.group_name, []).append(part)
+    for name, members in by_group.items():
         if sum(map(len, members)) == values.numel():
-            reduce_amax_(values, group)
+            reduce_amax(values, name, in_place=True)
         else:
             where = index_tensor(tuple(chain.from_iterable(members)), values.device)
-            values[where] = reduce_amax_(values[where], group)
+            values[where] = reduce_amax(values[where], name, in_place=True)
     return values

@@ -10,9 +10,11 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fp8rs import ops  # noqa: F401  (registers torch.ops.fp8rs)
+from fp8rs._torch import group_named
 from fp8rs.tensor.formats import FP8_BOUND, FP8_MAX, BlockFormat
 from fp8rs.tensor.planes import Plane
 
@@ -215,14 +217,21 @@ def plane_leads(format: BlockFormat, lead: int) -> tuple[tuple[int, int], tuple[
     return (lead % down if down > 1 else 0, 0), (0, lead % along if along > 1 else 0)
 
 
-def reduce_amax(amax: Tensor, group: str) -> Tensor:
+def reduce_amax(amax: Tensor, group: str, *, in_place: bool = False) -> Tensor:
     """The maximum of fp32 ``amax`` over the ranks of the group of that name.
 
     The bits are reduced as int32: amaxes are not negative, so that the order is the same, and NaN
-    and Inf reach every rank (a float MAX drops NaN on some of them). Functional, so that it can be
-    traced.
+    and Inf reach every rank (a float MAX drops NaN on some of them).
+
+    Args:
+        amax: any shape, contiguous.
+        group: a process group's name.
+        in_place: write to ``amax``, on the current stream; a compiler cannot trace that.
     """
-    collectives = torch.ops._c10d_functional
-    reduced = collectives.all_reduce(amax.view(torch.int32), "max", group)
-    bits: Tensor = collectives.wait_tensor(reduced)
+    bits = amax.view(torch.int32)
+    if in_place:
+        dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group_named(group))
+    else:
+        collectives = torch.ops._c10d_functional
+        bits = collectives.wait_tensor(collectives.all_reduce(bits, "max", group))
     return bits.view(torch.float32)
