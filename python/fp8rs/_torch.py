@@ -60,23 +60,32 @@ def dispatch_mode() -> object:
     return torch._C._get_dispatch_stack_at(depth - 1) if depth else None
 
 
-def memory_of(x: Tensor) -> object:
-    """Where a tensor's values are, for `same_memory`: writes that move no version can change it.
+class Itself:
+    """A value that equals itself alone, whatever its own ``==`` gives."""
 
-    Of a real one the address, which ``x.data = y`` changes; in a compiler's trace the value that
-    ``x`` stands for at present, which any write changes.
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and self.value is other.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def memory_of(x: Tensor) -> object:
+    """Where a tensor's values are: what was given earlier equals it, unless writes changed it.
+
+    These may have moved no version. Of a real one the address, which ``x.data = y`` changes; in a
+    compiler's trace the value that ``x`` stands for at present, which any write changes.
     """
     if isinstance(x, FunctionalTensor):
-        return x.from_functional()
+        return Itself(x.from_functional())
     try:
         return x.data_ptr() if type(x) is not FakeTensor else None
     except RuntimeError:  # of a transform (vmap)
         return None
-
-
-def same_memory(a: object, b: object) -> bool:
-    """Whether `memory_of` gave the same twice."""
-    return a is b or (type(a) is int and a == b)
 
 
 def is_batched(x: Tensor) -> bool:

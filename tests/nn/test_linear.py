@@ -16,7 +16,7 @@ from fp8rs import UnsupportedError, convert_to_float8_training
 from fp8rs import nn as fp8nn
 from fp8rs.gemm.table import capability as capability_of
 from fp8rs.gemm.table import check_cuda, scaled_mm
-from fp8rs.nn.function import _here
+from fp8rs.nn.siblings import here
 from fp8rs.quantize.quantizers import Float8CurrentScalingQuantizer, Quantizer
 from fp8rs.quantize.recipes import (
     DelayedScaling,
@@ -366,11 +366,11 @@ def test_shared_activations_are_not_kept(device):
     model = attention(device)
     x, other = data(device, 8, 16), data(device, 8, 16)
     model.q(x)
-    alive = weakref.ref(_here.shared.kept.planes[0].data)
+    alive = weakref.ref(here.inputs.kept.planes[0].data)
     assert alive() is not None
     model.q(other)  # x lives on, its planes do not
     assert alive() is None
-    alive = weakref.ref(_here.shared.kept.planes[0].data)
+    alive = weakref.ref(here.inputs.kept.planes[0].data)
     del other
     assert alive() is None
 

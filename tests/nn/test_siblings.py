@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import fp8rs
 from cases import skip_without_block_gemms
-from fp8rs.nn.function import _Shared
+from fp8rs.nn.siblings import Inputs, token_of
 from fp8rs.quantize.recipes import resolve_recipe
 from saving import reloaded
 
@@ -112,15 +112,15 @@ def test_a_buffer_that_two_backwards_read(device, recipe, write):
 
 def test_a_tensor_that_dies_late_takes_its_own_planes_along(device):
     """Another thread may free it while this one keeps the next."""
-    shared, planes = _Shared(), (None, None)
+    inputs, planes = Inputs(), (None, None)
     x, y = data(device), data(device, 1)
-    shared.keep(x, "key", planes, None, user=1)
-    first = shared.kept.tensor
-    shared.keep(y, "key", planes, None, user=1)
-    shared._died(first)
-    assert shared.of(y, "key", user=2) is shared.kept
+    inputs.keep(x, token_of(x, None), planes, None, user=1)
+    first = inputs.kept.tensor
+    inputs.keep(y, token_of(y, None), planes, None, user=1)
+    inputs._died(first)
+    assert inputs.of(token_of(y, None), user=2) is inputs.kept
     del y
-    assert shared.kept is None
+    assert inputs.kept is None
 
 
 @every_recipe

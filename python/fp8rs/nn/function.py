@@ -10,14 +10,12 @@ GEMM, so that a compiler merges equal ones (siblings share their input).
 from __future__ import annotations
 
 import functools
-import threading
-import weakref
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from fp8rs._torch import current_stream_id, dispatch_mode, is_traced, memory_of, same_memory
+from fp8rs._torch import is_traced
 from fp8rs.gemm.blocks import dgrad_fold, dgrad_operand
 from fp8rs.gemm.table import scaled_mm
 from fp8rs.ops.inductor import fuse_maxima
@@ -25,6 +23,7 @@ from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes
 
+from .siblings import here, token_of
 from .spec import GRAD, INPUT, WEIGHT, LinearSpec, spec_for
 
 _amax = torch.ops.fp8rs.amax.default
@@ -131,98 +130,7 @@ def _quantize(
     return quantize_planes(spec, x, rowwise, columnwise, scale=scale, amax=delayed.amax(role))
 
 
-# --- siblings ------------------------------------------------------------------------------------
-
-
-class _Kept:
-    """The planes of a tensor, which they serve for as long as it lives and is what it was."""
-
-    __slots__ = ("amax", "key", "memory", "mode", "planes", "stream", "tensor", "users", "version")
-
-    def __init__(
-        self,
-        tensor: weakref.ref[Tensor],
-        x: Tensor,
-        key: Any,
-        planes: Planes,
-        amax: Tensor | None,
-        user: int,
-    ) -> None:
-        self.tensor, self.key, self.planes, self.amax = tensor, key, planes, amax
-        self.version, self.memory, self.stream = x._version, memory_of(x), current_stream_id(x)
-        mode = dispatch_mode()
-        self.mode = None if mode is None else weakref.ref(mode)
-        self.users = {user}
-
-
-class _Shared:
-    """The planes of a tensor, for the siblings (q, k and v; w1 and w3) that come next.
-
-    A thread has those of one tensor, for as long as that lives. They serve a *different* weight at
-    the same memory and version of the tensor, on the same stream. A weight that has been served is
-    being called again, and what was written past torch meanwhile (through ``.data``, by a
-    collective) has moved no version: it quantizes anew. So does what follows the beginning of a
-    model's forward (:func:`forget_inputs`), and what is run under another dispatch mode: one that
-    records operators for a checkpoint has to see in the recomputation what it has seen before.
-
-    Attributes:
-        kept: replaced whole, since a tensor may die in another thread at any moment.
-        era: another object since each :func:`forget_inputs`. A backward, which on a GPU runs in a
-            thread of autograd's, asks for planes with that of its forward.
-    """
-
-    __slots__ = ("era", "kept")
-
-    kept: _Kept | None
-
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Keep nothing."""
-        self.kept = None
-        self.era = object()
-
-    def _died(self, tensor: object) -> None:
-        """A tensor has been freed: so are its planes, unless another's came since."""
-        kept = self.kept
-        if kept is not None and kept.tensor is tensor:
-            self.kept = None
-
-    def keep(self, x: Tensor, key: Any, planes: Planes, amax: Tensor | None, user: int) -> None:
-        """Have the planes of ``x`` for others than ``user``, a weight's id."""
-        self.kept = _Kept(weakref.ref(x, self._died), x, key, planes, amax, user)
-
-    def of(self, x: Tensor, key: Any, user: int) -> _Kept | None:
-        """What a sibling has left of ``x`` for this weight."""
-        kept = self.kept
-        if (
-            kept is not None
-            and kept.tensor() is x
-            and kept.key == key
-            and kept.version == x._version
-            and user not in kept.users
-            and same_memory(kept.memory, memory_of(x))
-            and kept.stream == current_stream_id(x)
-            and (None if kept.mode is None else kept.mode()) is dispatch_mode()
-        ):
-            return kept
-        return None
-
-
-class _Threads(threading.local):
-    """What each thread has."""
-
-    def __init__(self) -> None:
-        self.shared = _Shared()
-
-
-_here = _Threads()
-
-
-def forget_inputs() -> None:
-    """Have layers of this thread quantize their next input, whatever others have left."""
-    _here.shared.forget()
+# --- the input -----------------------------------------------------------------------------------
 
 
 def _input_planes(
@@ -238,11 +146,9 @@ def _input_planes(
         if not columnwise:
             return (given, None), given.scale
         return (given, x.columnwise or given.transposed("columnwise", "wgrad")), given.scale
-    key = (spec.input, spec.wgrad_input, None if delayed is None else delayed.record)
-    # Inference tensors have no version: a write would go unnoticed.
-    sharing = not x.is_inference()
-    shared = _here.shared
-    if sharing and (kept := shared.of(x, key, user)) is not None:
+    record = None if delayed is None else delayed.record
+    inputs, token = here.inputs, token_of(x, (spec.input, spec.wgrad_input, record))
+    if (kept := inputs.of(token, user)) is not None:
         row, col = kept.planes
         if row is not None and (not columnwise or col is not None or row.format.square):
             if columnwise and col is None:
@@ -259,8 +165,7 @@ def _input_planes(
     planes = _quantize(spec.input, INPUT, x, True, both, delayed)
     if columnwise and spec.wgrad_input is not None:
         planes = planes[0], _quantize(spec.wgrad_input, INPUT, x, False, True, delayed)[1]
-    if sharing:
-        shared.keep(x, key, planes, None if delayed is None else delayed.amax(INPUT), user)
+    inputs.keep(x, token, planes, None if delayed is None else delayed.amax(INPUT), user)
     return planes, cast(Plane, planes[0]).scale
 
 
@@ -292,13 +197,13 @@ def _input_again(
     quant = spec.wgrad_input or spec.input
     user, era = forward
     key = (quant, None if scale is None else id(scale), era)
-    shared = _here.shared
-    if (kept := shared.of(x, key, user)) is not None:
+    inputs, token = here.inputs, token_of(x, key)
+    if (kept := inputs.of(token, user)) is not None:
         kept.users.add(user)
         return cast(Plane, kept.planes[1])
     values = _in_backward(x, dy) if is_traced(x) else x
     planes = quantize_planes(quant, values, False, True, scale=scale)
-    shared.keep(x, key, planes, None, user)
+    inputs.keep(x, token, planes, None, user)
     return cast(Plane, planes[1])
 
 
@@ -392,7 +297,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(saved_x, x_scale, saved_w, saved_w_scale)
         bias_dtype = None if bias is None else bias.dtype
         dtypes = x.dtype, weight.dtype, bias_dtype
-        forward = id(weight), _here.shared.era
+        forward = id(weight), here.inputs.era
         quantized = None if gathered is None else (gathered, _version(gathered))
         ctx.rest = spec, delayed, quantized, x_format, x.shape, dtypes, forward
         return y

@@ -34,7 +34,7 @@ from fp8rs.scaling.reductions import mesh_groups, reduce_packed_
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import reduce_amax
 
-from .function import forget_inputs
+from .siblings import forget_inputs
 from .spec import ROLES, register
 
 
