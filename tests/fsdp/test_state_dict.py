@@ -240,10 +240,8 @@ def test_a_pickle_leaves_process_groups_out_and_says_so(rig, recipe):
     alone = [dist.new_group([r]) for r in range(2)][rig.rank]
     model = make(UNEVEN, recipe=recipe, device=rig.device, amax_reduction_group=alone)
     shard(copy.deepcopy(model), rig)(batch(rig)).sum().backward()  # a copy keeps the group
-    model.head._fp8_state.set_weight_groups(0, (alone,))
     with pytest.warns(UserWarning, match="amax_reduction_group"):
         again = pickle.loads(pickle.dumps(model))
-    assert again.head._fp8_state.weight_groups == {}
     shard(again, rig)(batch(rig)).sum().backward()
 
 

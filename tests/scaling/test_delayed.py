@@ -657,7 +657,7 @@ def test_training_converges(device):
 
 def test_a_roll_reduces_once_and_scales_what_was_seen(device):
     model, state = build(device, amax_history_len=3)
-    histories = model.a._fp8_state.histories
+    histories = model.a._fp8_state.delayed.histories
     with torch.no_grad():
         model.a.fp8_amax[:3, 0] = torch.tensor([2.0, 0.0, 5.0], device=device)
     reduced = []
@@ -685,26 +685,59 @@ def test_a_cast_of_the_model_leaves_the_buffers_in_fp32(device):
 
 
 @pytest.mark.parametrize("fp8_weights", [False, True])
-@pytest.mark.parametrize("how", ["a version moves", "it is said"])
-def test_updates_by_hand_roll_the_histories(device, how, fp8_weights):
+@pytest.mark.parametrize("how", ["in place", "by data"])
+def test_updates_by_hand_roll_the_histories_once_they_are_told(device, how, fp8_weights):
     model, state = build(device, fp8_weights=fp8_weights)
     for n in range(3):
         model(batch(device)).sum().backward()
         for p in model.parameters():
-            if how == "a version moves" or fp8_weights:
-                with torch.no_grad():
-                    p -= 0.0 * p.grad
-            else:
-                p.data.sub_(0.0 * p.grad)
-        if how == "it is said":
-            fp8rs.optimizer_stepped(model)
-        else:
-            model.eval()(batch(device))
-            model.train()
-            assert (state.history[:, X_A] > 0).sum() == n, "an evaluation does not roll"
             with torch.no_grad():
-                model(batch(device))
+                if how == "in place" or fp8_weights:
+                    p -= 0.0 * p.grad
+                else:
+                    p.data.sub_(0.0 * p.grad)
+        model(batch(device))
+        assert (state.history[:, X_A] > 0).sum() == n, "nobody told"
+        fp8rs.optimizer_stepped(model)
         assert (state.history[:, X_A] > 0).sum() == n + 1
+
+
+class Mine(torch.optim.Optimizer):
+    """Somebody's subclass, with a step of its own."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self):
+        pass
+
+
+def test_a_subclass_of_torchs_optimizers_tells_of_its_steps(device, rolls):
+    model, _ = build(device)
+    optimizer = Mine(model.parameters())
+    for n in range(2):
+        model(batch(device)).sum().backward()
+        optimizer.step()
+        assert len(rolls) == n + 1
+
+
+def test_a_model_that_is_told_of_no_step_warns_once(device, monkeypatch):
+    monkeypatch.setattr(fp8rs.scaling.delayed, "PATIENCE", 3)
+    model, _ = build(device)
+    told, _ = build(device)
+    model.eval()
+    for _ in range(4):
+        model(batch(device))
+    model.train()
+    for _ in range(2):
+        model(batch(device))
+    with pytest.warns(UserWarning, match=r"fp8rs\.optimizer_stepped\(model\)"):
+        model(batch(device))
+    model(batch(device))
+    told(batch(device))
+    fp8rs.optimizer_stepped(told)
+    for _ in range(4):
+        told(batch(device))
 
 
 @ranks(2)
@@ -762,7 +795,7 @@ def test_sharded_weights_are_reduced_over_their_shards_too(rig):
         amax_reduction_group=groups[rig.rank],
     )
     state = Slots(model)
-    model.a._fp8_state.set_weight_groups(1, (both,))
+    model.a._fp8_state.delayed.set_weight_groups(1, (both,))
     model(batch(rig.device))
     with torch.no_grad():
         for layer in (model.a, model.b):
@@ -819,27 +852,3 @@ def test_a_copy_between_backward_and_step_rolls_at_its_step(device, copied):
     torch.optim.SGD(model.parameters(), lr=1e-3).step()
     assert (model[0].fp8_scale[:, 0] > 0).all()
     assert (model[0].fp8_amax_history[0] > 0).all()
-
-
-def test_forwards_of_a_copy_are_nothing_to_a_model_that_is_updated_by_hand(device):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 32)).to(device)
-    fp8rs.convert_to_float8_training(model, recipe="delayed")
-    x = torch.ones(8, 32, device=device)
-
-    def update():
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.sub_(1e-3 * parameter.grad)
-                parameter.grad = None
-
-    model(x).sum().backward()
-    update()
-    copied = copy.deepcopy(model)
-    for _ in range(3):
-        for _ in range(2):
-            model(x).sum().backward()
-            copied(x)
-        update()
-    model(x)
-    assert (model[0].fp8_amax_history > 0).any(1).sum() == 4

@@ -231,9 +231,9 @@ def _report(root: nn.Module, recipe: Recipe, left: dict[str, str]) -> str:
 def optimizer_stepped(module: nn.Module) -> None:
     """Say that the weights in ``module`` have been updated: delayed scaling's histories roll.
 
-    For updates that nobody sees: by an optimizer that is not of torch's kind, or by hand through
-    ``.data``, of a model that is not sharded. Every rank must say so. Steps of torch.optim's
-    optimizers, and writes that move tensors' versions, are seen anyway.
+    For optimizers that are no ``torch.optim.Optimizer``, and updates by hand. Every rank must say
+    so, once a step, after it. Of steps of torch.optim's optimizers and their subclasses torch
+    tells. A model with delayed scaling that is told of none warns after some forwards.
 
     Args:
         module: a module that contains converted layers.

@@ -61,7 +61,8 @@ def adopt(module: nn.Module, name: str, parameter: Any) -> None:
     elif not quantized and not local.dtype.is_floating_point:
         return
     if not quantized and not state.fp8_gather:
-        state.is_sharded_over(parameter.device_mesh)
+        if state.delayed is not None:
+            state.delayed.is_sharded_over(parameter.device_mesh)
         compare_first(state)
         return
     state.has(module)

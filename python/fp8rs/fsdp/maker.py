@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fp8rs.scaling.delayed import Delayed
 from fp8rs.scaling.histories import Histories
 from fp8rs.scaling.reductions import index_tensor
 from fp8rs.tensor.planes import Plane
@@ -466,9 +467,9 @@ class BlockMaker(Maker):
         )
 
 
-def maker_for(spec: QuantSpec, histories: Histories | None) -> Maker:
+def maker_for(spec: QuantSpec, delayed: Delayed | None) -> Maker:
     """The maker of a model's weights: by whether their blocks are cut out of the tensor."""
     codec = Codec(spec.format, spec.fp8_dtype)
     if spec.format.per_tensor:
-        return TensorMaker(spec, codec, histories)
+        return TensorMaker(spec, codec, None if delayed is None else delayed.histories)
     return BlockMaker(spec, codec)

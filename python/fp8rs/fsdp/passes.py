@@ -52,7 +52,7 @@ class WeightPasses:
 
     def __init__(self, state: ModelState) -> None:
         self._state = weakref.ref(state)
-        self.maker = maker_for(quant_spec(state.recipe, "weight"), state.histories)
+        self.maker = maker_for(quant_spec(state.recipe, "weight"), state.delayed)
         self.latest: dict[Weight, Gathered] = {}
         self._number = 0
         self._forward = -1
@@ -80,7 +80,6 @@ class WeightPasses:
             if not self._checked:
                 refuse_partial_reshard(self.state)
                 refuse_recast(self.state)
-                self.state.linked()
                 self.state.keep_first()
                 self._checked = True
             if found is None or found.taken or self._is_new_forward(found):
@@ -307,21 +306,16 @@ class WeightPasses:
         if values is not amaxes:
             amaxes.copy_(values)
 
-    def used_scales(self) -> tuple[list[int], list[Tensor]]:
-        """The layers whose FP8 weights were written with scales known beforehand, and these.
-
-        A rank that met a NaN or Inf there has the scale NaN now, of which the others must hear.
-        """
-        if self.shared:
-            return [], []
-        shards = self._resting()
-        return [s.weight.index for s in shards], [at_rest.scale_of(s) for s in shards]
-
     def _resting(self) -> list[Shard]:
         """The shards of all FP8 weights."""
         return [s for s in self._shards() if at_rest.is_at_rest(s)]
 
-    def share(self) -> None:
+    def stepped(self) -> None:
+        """An optimizer has stepped: scales of FP8 weights are to be those of all ranks."""
+        self.agree()
+        self._share()
+
+    def _share(self) -> None:
         """Have scales known beforehand be NaN on all ranks where they are so on one."""
         if self.shared:
             return
@@ -365,13 +359,6 @@ class WeightPasses:
 
     # --- shards ----------------------------------------------------------------------------------
 
-    def moved(self, parameter: Any) -> bool:
-        """Whether a sharded weight was written since this was asked last."""
-        local = local_of(parameter)
-        if local is None:
-            return False
-        return bool(local._weight.take_moved())
-
     def _weights(self) -> list[Weight]:
         """Every weight that is sharded at the moment, once, in the order of the layers."""
         found: dict[Weight, None] = {}
@@ -402,9 +389,9 @@ class WeightPasses:
         known = self._placed.get(weight)
         if known is None or known[0] is not spec(parameter):
             known = self._placed[weight] = (spec(parameter), place(parameter))
-            self.state.is_sharded_over(parameter.device_mesh)
-            if known[1].groups:
-                self.state.set_weight_groups(weight.index, known[1].groups)
+            if (delayed := self.state.delayed) is not None:
+                delayed.is_sharded_over(parameter.device_mesh)
+                delayed.set_weight_groups(weight.index, known[1].groups)
         return known[1]
 
     def _shard(self, weight: Weight) -> Shard:
@@ -420,7 +407,6 @@ class WeightPasses:
 
     def precompute(self) -> None:
         """Find what can be found of the next forward's quantization now."""
-        self.state.linked()
         shards = self._shards() if self.maker.precomputes else []
         shards = [s for s in shards if not at_rest.is_at_rest(s)]
         if not shards:

@@ -32,7 +32,6 @@ class Weight:
         written: the shard was written since it was last quantized. Every rank sees the writes that
             all ranks make, those to an empty shard too.
         writes: how many times the shard was written.
-        moved: the shard was written since the histories of delayed scaling were last rolled.
         unagreed: of an FP8 weight: scales that shards share may differ between ranks.
         keep_init: of an FP8 weight: its first values are kept from before they are rounded.
         written_on: since it was last quantized, the CUDA stream that the shard was last written on,
@@ -44,7 +43,6 @@ class Weight:
         "_init_value",
         "_module",
         "keep_init",
-        "moved",
         "name",
         "unagreed",
         "writes",
@@ -55,7 +53,7 @@ class Weight:
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module = weakref.ref(module)
         self.name = name
-        self.written = self.moved = self.unagreed = False
+        self.written = self.unagreed = False
         self.keep_init = False
         self.writes = 0
         self._init_value: Tensor | None = None
@@ -101,7 +99,7 @@ class Weight:
 
     def wrote(self, agreed: bool = False) -> None:
         """The shard is being written, by this rank for itself unless ``agreed``."""
-        self.written = self.moved = True
+        self.written = True
         self.writes += 1
         self.unagreed = not agreed
         if torch.cuda.is_initialized():
@@ -109,7 +107,7 @@ class Weight:
             # of its root begins.
             self.written_on = torch.cuda.current_stream()
         state = getattr(self._module(), "_fp8_state", None)
-        if state is None or state.histories is None:
+        if state is None or state.delayed is None:
             return
         if not agreed:
             part = self.parameter_part if self.in_place else None
@@ -118,11 +116,6 @@ class Weight:
                 self.follow(part._store.any_plane.scale)
         elif state.fsdp is not None:
             state.fsdp.shared = False
-
-    def take_moved(self) -> bool:
-        """Whether it was written since this was asked last."""
-        moved, self.moved = self.moved, False
-        return moved
 
     def reshard(self) -> None:
         """Have modules hold their shards again, where FSDP2 has this weight whole in its place.
@@ -163,7 +156,7 @@ class Weight:
         """Of delayed scaling: the next scale (0: none yet), and where amaxes are noted."""
         module: Any = self._module()  # None where it was removed from the model before a step
         state = getattr(module, "_fp8_state", None)
-        if state is None or state.histories is None or not self.in_place:
+        if state is None or state.delayed is None or not self.in_place:
             return None
         keep_local(module._buffers)
         return module.fp8_scale[0, 0], module.fp8_amax[0, 0]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fp8rs._torch import constant_when_traced, hooks_of, own_part, set_hooks, set_local_tensor
 from fp8rs.quantize.recipes import Recipe, describe
+from fp8rs.scaling.delayed import keep_buffers_local, note_compiled
 from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, keep_local, new_buffers
 from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import OWN_ATTRIBUTES, QuantizedTensor
@@ -19,7 +20,7 @@ from fp8rs.tensor.spec import quantize_planes
 from .function import Slots, linear, prepare_compilers
 from .init import is_sharded, reset_linear
 from .nested import on_nested
-from .registry import ModelState, keep_buffers_local, note_compiled
+from .registry import ModelState
 
 #: Called with a layer, the name of a parameter and its sharded value, a DTensor that FSDP2 is
 #: putting in its place; or an FP8 weight that has come out of a pickle.
@@ -85,8 +86,8 @@ class Float8Linear(nn.Linear):
         self._fp8_index = state.add_linear(self, name)
         self._fp8_on_shard = on_shard
         self.fp8_ready = NOTHING_READY
-        if state.histories is not None:
-            buffers = new_buffers(state.histories.recipe, self.weight.device)
+        if state.delayed is not None:
+            buffers = new_buffers(state.delayed.histories.recipe, self.weight.device)
             for buffer, value in buffers.items():
                 # Not in state dicts, which load into the unconverted model.
                 self.register_buffer(buffer, value, persistent=False)
@@ -145,19 +146,20 @@ class Float8Linear(nn.Linear):
                 "cast one of them, or use torch.autocast"
             )
         state = self._fp8_state
-        if state.histories is None:
+        delayed = state.delayed
+        if delayed is None:
             return linear(input, weight, bias, state.key, dtype)
         training = self.training
         if not torch.compiler.is_compiling():
             amax = self._buffers["fp8_amax"]
             if type(amax) is not Tensor or amax.dtype != torch.float32:
                 keep_local(self._buffers)
-            state.begin_layer(training)
+            delayed.layer_begins(training)
             scales, amaxes = self._slots()
         else:
-            keep_buffers_local(state.mark)
+            keep_buffers_local(delayed.mark)
             if training:
-                note_compiled(state.mark, "layer")
+                note_compiled(delayed.mark, "layer")
             scales, amaxes = slots(self.fp8_scale, self.fp8_amax)
         return linear(
             input, weight, bias, state.key, dtype, scales, amaxes, self.fp8_ready, training
@@ -202,8 +204,9 @@ class Float8Linear(nn.Linear):
             on_shard = self._fp8_on_shard
             if sharded and on_shard is not None:
                 on_shard(self, name, value)
-            elif sharded and not self._fp8_state.alone:  # whose rolls would reduce for each layer
-                self._fp8_state.is_sharded_over(given.device_mesh)
+            elif sharded and not self._fp8_state.alone and self._fp8_state.delayed is not None:
+                # Of one alone each layer's rolls would reduce.
+                self._fp8_state.delayed.is_sharded_over(given.device_mesh)
             if sharded or isinstance(value, QuantizedTensor):
                 self._parameters[name] = value
                 return
@@ -275,15 +278,15 @@ class Float8Linear(nn.Linear):
         With scales of the one before its values would saturate, and its outputs at the next layer,
         in an evaluation for good.
         """
-        histories = self._fp8_state.histories
-        if histories is not None:
+        delayed = self._fp8_state.delayed
+        if delayed is not None:
             with torch.no_grad():
                 for name in BUFFERS:
                     buffer = self._buffers[name]
                     assert buffer is not None
                     buffer.zero_()
             self.fp8_ready = NOTHING_READY
-            histories.begun()
+            delayed.histories.begun()
 
     def _begin_buffers(self, device: torch.device) -> None:
         """Give the histories' buffers memory, which no state dict has for them."""
@@ -291,8 +294,8 @@ class Float8Linear(nn.Linear):
             buffer = self._buffers.get(name)
             if buffer is not None and buffer.is_meta:
                 self._buffers[name] = torch.zeros_like(buffer, device=device)
-                assert self._fp8_state.histories is not None
-                self._fp8_state.histories.moved()
+                assert self._fp8_state.delayed is not None
+                self._fp8_state.delayed.histories.moved()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         before = {name: self._buffers[name] for name in BUFFERS if name in self._buffers}
@@ -315,8 +318,8 @@ class Float8Linear(nn.Linear):
                 set_hooks(weight, hooks)
         if self._fp8_on_shard is not None and hasattr(weight, "_local_tensor"):
             self._fp8_on_shard(self, "weight", weight)  # which may be another tensor now
-        if self._fp8_state.histories is not None:
-            self._fp8_state.histories.moved()
+        if self._fp8_state.delayed is not None:
+            self._fp8_state.delayed.histories.moved()
         if self._fp8_state.fsdp is not None:
             self._fp8_state.fsdp.applied()
         with torch.no_grad():

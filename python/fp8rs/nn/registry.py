@@ -1,4 +1,4 @@
-"""What the converted linear layers of one model share: a recipe, a clock, histories.
+"""What the converted linear layers of one model share: a recipe, a clock, delayed scaling's state.
 
 One `ModelState` belongs to one converted root module. It knows the layers by index and tells
 the clock of the root's forwards. :mod:`fp8rs.fsdp` keeps what it needs for sharded weights in
@@ -15,11 +15,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8rs._torch import (
-    constant_when_traced,
     in_backward,
     is_view_of_flat_parameter,
     keep_from_ddp,
@@ -29,10 +27,15 @@ from fp8rs.quantize.recipes import DelayedScaling, Recipe, resolve_recipe
 from fp8rs.quantize.spec import quant_spec
 from fp8rs.scaling import steps
 from fp8rs.scaling.clock import Clock
+<<<<<<< HEAD
 from fp8rs.scaling.histories import BUFFERS, Histories, keep_local
 from fp8rs.scaling.reductions import mesh_groups, reduce_packed_
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import reduce_amax
+=======
+from fp8rs.scaling.delayed import Delayed, note_compiled
+from fp8rs.scaling.histories import BUFFERS
+>>>>>>> 7e3aff2 (Give delayed scaling's state a class of its own, and roll where a step is told)
 
 from .siblings import forget_inputs
 from .spec import ROLES, register
@@ -48,14 +51,11 @@ class ModelState:
     Attributes:
         recipe: the recipe of every layer.
         key: names the recipe and the group in graphs (`fp8rs.nn.spec`).
-        mark: names the model in this process; a string, which compilers take as a constant.
         clock: the model's.
         linears: weak references to the layers, by index.
         names: their fully qualified names, for messages.
-        weight_groups: index -> the process groups that the layer's weight is sharded over, where
-            the FSDP layer has told (:meth:`set_weight_groups`).
         fp8_gather: whether weights are quantized before FSDP gathers them.
-        histories: delayed scaling's, else None.
+        delayed: what there is beside for delayed scaling, else None.
         fsdp: what the FSDP layer attaches; nothing here looks into it, and copies start without.
         agreement: likewise; it is told of forwards.
     """
@@ -69,7 +69,6 @@ class ModelState:
             )
         self.linears: list[weakref.ref[nn.Module]] = []
         self.names: list[str] = []
-        self.weight_groups: dict[int, tuple[Any, ...]] = {}
         self.fp8_gather = False
         self.fsdp: Any = None
         self.agreement: Any = None
@@ -79,10 +78,6 @@ class ModelState:
         self._root: weakref.ref[nn.Module] | None = None
         #: The key of its hooks in the root's dictionaries.
         self._hook_name: str | None = None
-        #: Index -> the version of a plain weight when this was asked last.
-        self._versions: dict[int, int] = {}
-        #: An optimizer of torch's kind trains this model: its steps are told.
-        self._steps_are_told = False
         self._warned_of_flat = False
         self._begin()
 
@@ -91,15 +86,11 @@ class ModelState:
         group = self._group
         by_tensor = group is not None and not self.recipe.delayed
         self.key = register(self.recipe, group.group_name if by_tensor else None)
-        self.mark = f"model {next(_marks)}"
-        _models[self.mark] = self
         self.clock = Clock()
-        #: What FSDP2 shards weights over, in the order in which they came.
-        self._meshes: dict[Any, None] = {}
-        self.histories: Histories | None = None
+        self.delayed: Delayed | None = None
         if isinstance(self.recipe, DelayedScaling):
             specs = [quant_spec(self.recipe, role) for role in ROLES]
-            self.histories = Histories(self.recipe, specs, self.layers)
+            self.delayed = Delayed(self.recipe, specs, self.clock, self.layers, group)
             self.watch_steps()
 
     def watch_steps(self) -> None:
@@ -123,6 +114,8 @@ class ModelState:
 
     def layers(self) -> Sequence[nn.Module | None]:
         """The layers by index; None for one that is gone."""
+        if not self.linears and (root := self.root) is not None:
+            self._link(root)  # this is the state of a copy that has not run yet
         return [reference() for reference in self.linears]
 
     @property
@@ -147,7 +140,7 @@ class ModelState:
         before.move_to_end(name, last=False)
         root._forward_hooks_always_called[name] = True  # type: ignore[index]
         self._hook_name = name
-        if self.histories is not None:
+        if self.delayed is not None:
             keep_from_ddp(root, [f"{n}.{b}".lstrip(".") for n in self.names for b in BUFFERS])
 
     def detach(self) -> None:
@@ -169,19 +162,13 @@ class ModelState:
         # A layer that the model has lost leaves a reference that is dead already.
         self.linears = [linears.get(i, lambda: None) for i in range(len(self.names))]
 
-    def linked(self) -> None:
-        """Find the layers, where this is the state of a copy that has not run yet."""
-        root = self.root
-        if root is not None and not self.linears:
-            self._link(root)
-
     def has(self, layer: nn.Module) -> None:
         """A layer of this state tells of itself.
 
         A copy's layers are found below its root, which may have stayed behind: adapters wrap layers
         into modules of their own.
         """
-        self.linked()
+        self.layers()
         index = cast(int, cast(Any, layer)._fp8_index)
         while len(self.linears) <= index:
             self.linears.append(lambda: None)  # type: ignore[arg-type]
@@ -199,8 +186,8 @@ class ModelState:
     def begin_forward(self, module: nn.Module, args: Any) -> None:
         """The root's forward pre-hook."""
         if torch.compiler.is_compiling():
-            if self.histories is not None:
-                note_compiled(self.mark, "model")
+            if self.delayed is not None:
+                note_compiled(self.delayed.mark, "model")
             return
         if self._root is None or not self.linears:
             self._link(module)
@@ -211,8 +198,8 @@ class ModelState:
         new = self.clock.begin_forward(
             training=module.training, grad=torch.is_grad_enabled(), in_backward=in_backward()
         )
-        if new and module.training and self.histories is not None:
-            self._record(self.histories)
+        if new and module.training and self.delayed is not None:
+            self.delayed.forward_begins()
         if new and self.fsdp is not None:
             self.fsdp.forward_begins()
 
@@ -232,24 +219,7 @@ class ModelState:
                 stacklevel=2,
             )
 
-    # --- delayed scaling -------------------------------------------------------------------------
-
-    def begin_layer(self, training: bool) -> None:
-        """A layer is called, with delayed scaling; in eager mode.
-
-        Where a part of the model is called on its own, no hook of the root has run.
-        """
-        if training and not self.clock.in_forward and not in_backward():
-            self.linked()
-            if self.histories is not None:
-                self._record(self.histories)
-
-    def _record(self, histories: Histories) -> None:
-        """A forward begins that writes amaxes."""
-        self._roll_if_moved()
-        # Before any layer's slots go into a graph: the backward would write to those from before.
-        histories.keep_packed()
-        self.clock.recorded()
+    # --- steps -----------------------------------------------------------------------------------
 
     def owns(self, parameters: set[int]) -> bool:
         """Whether a parameter of this model is among those of these ids."""
@@ -265,11 +235,10 @@ class ModelState:
     def stepped(self) -> None:
         """An optimizer that has one of this model's parameters has stepped.
 
-        For optimizers that are not of torch's kind, and updates by hand through ``.data``, a
-        training loop calls it itself; updates that move tensors' versions are seen.
+        Torch tells of its own; of others a training loop does, by ``fp8rs.optimizer_stepped``.
         """
-        self._steps_are_told = True
         if self.fsdp is not None:
+<<<<<<< HEAD
             self.fsdp.agree()
         clock = self.clock
         clock.stepped(silent=self._runs_silently)
@@ -377,87 +346,46 @@ class ModelState:
                 )
             ),
         )
+=======
+            self.fsdp.stepped()
+        if self.delayed is not None:
+            self.delayed.stepped()
+>>>>>>> 7e3aff2 (Give delayed scaling's state a class of its own, and roll where a step is told)
 
     # --- copies ----------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        new.__dict__.update(self.__dict__)
-        # Process groups are shared. The copied root's hooks tell which it is; the copied layers are
-        # found at the first forward.
-        new.names = list(self.names)
-        new.weight_groups = dict(self.weight_groups)
-        new._versions = {}  # of the original's weights
-        new.fsdp = new.agreement = None
-        new._root = None
-        new.linears = []
-        new._begin_at(self.clock.roll_is_due, self.clock._recorded)
+        new.__setstate__(self._contents())
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        """What of the state means something in another process: not groups, nor who refers to it.
-
-        The layers are found again, as those of a copy are.
-        """
         if self._group is not None:
             warnings.warn(
                 "a pickle cannot hold the amax_reduction_group of a converted model: amaxes of "
                 "the model that is loaded are reduced as if none had been given",
                 stacklevel=2,
             )
-        state = {**self.__dict__, "linears": [], "weight_groups": {}}
-        state.update(dict.fromkeys(("_root", "_group", "fsdp", "agreement")))
-        del state["histories"], state["key"], state["mark"], state["_meshes"]
-        state["clock"] = (self.clock.roll_is_due, self.clock._recorded)
-        return state
+        return {**self._contents(), "_group": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        clock = state.pop("clock")
+        left_to_do = state.pop("delayed")
         self.__dict__.update(state)
-        self._begin_at(*clock)
-
-    def _begin_at(self, due: bool, recorded: bool) -> None:
-        """Begin as a copy of a model whose roll is due, or whose amaxes are not yet rolled."""
         self._begin()
-        if recorded:
-            self.clock.recorded()
-        if due:
-            self.clock.stepped()
+        if self.delayed is not None:
+            self.delayed.begin_with(*left_to_do)
 
+    def _contents(self) -> dict[str, Any]:
+        """What of the state means something to a copy: not who refers to it, nor what is sharded.
 
-#: By the marks of models: of what a forward has been compiled with all hooks, and is unannounced.
-_compiled: dict[str, set[str]] = {}
-_marks = itertools.count()
-#: The models by their marks.
-_models: weakref.WeakValueDictionary[str, ModelState] = weakref.WeakValueDictionary()
-
-
-@constant_when_traced
-def note_compiled(mark: str, what: str) -> bool:
-    """Note that the forward of a "model" or a "layer" of it is being compiled.
-
-    Run while it is traced, not where it runs.
-
-    (An attribute of the model cannot tell: within an activation checkpoint Dynamo sets none.)
-    """
-    _compiled.setdefault(mark, set()).add(what)
-    return True
-
-
-@constant_when_traced
-def keep_buffers_local(mark: str) -> bool:
-    """Have no layer of a model be traced with buffers that are DTensors: see `keep_local`.
-
-    Run while the model is traced, as the first graph would else be of buffers that the next eager
-    use replaces.
-    """
-    state = _models[mark]
-    state.linked()
-    for layer in state.layers():
-        if layer is not None:
-            keep_local(layer._buffers)
-    return True
+        The copied root's hooks tell which it is; the layers are found when they are asked for.
+        """
+        state = {**self.__dict__, "names": list(self.names), "linears": []}
+        state.update(dict.fromkeys(("_root", "fsdp", "agreement")))
+        state["delayed"] = None if self.delayed is None else self.delayed.left_to_do
+        del state["key"], state["clock"]
+        return state
 
 
 class RootHook:

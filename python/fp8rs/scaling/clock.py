@@ -93,6 +93,11 @@ class Clock:
         self._stepped_at = self.forward
 
     @property
+    def has_recorded(self) -> bool:
+        """Whether amaxes have been written since the last roll."""
+        return self._recorded
+
+    @property
     def roll_is_due(self) -> bool:
         """Whether there was a step since the last roll, after amaxes had been written."""
         return self._recorded and self._steps != self._rolled

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from fp8rs._torch import local_tensor
 from fp8rs.quantize.recipes import DelayedScaling
-from fp8rs.scaling.reductions import index_tensor
 from fp8rs.tensor.spec import QuantSpec
 
 BUFFERS = ("fp8_scale", "fp8_amax", "fp8_amax_history")
@@ -164,48 +163,32 @@ class Histories:
     # --- the roll --------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def roll(
-        self,
-        reduce: Callable[[Tensor], None],
-        used: tuple[Sequence[int], Sequence[Tensor]] = ((), ()),
-        unsure: bool = False,
-    ) -> None:
+    def roll(self, reduce: Callable[[Tensor], None], unsure: bool = False) -> None:
         """End a step: reduce, push into the histories, compute the next scales.
 
         Args:
             reduce: called once with the amaxes of all layers, fp32, contiguous: weights, then
                 inputs, then gradients, each in the order of the layers. It reduces them over ranks
-                in place. With ``used``, the scales of weights come after (4 * layers in all).
-            used: indices of layers, and their weights' scales, fp32 of one element: they become
-                NaN where they are so on some rank.
+                in place.
             unsure: maybe no forward has run. If so nothing was recorded, and nothing changes.
         """
         with torch.inference_mode(False):
-            self._roll(reduce, *used, unsure)
+            self._roll(reduce, unsure)
 
-    def _roll(
-        self,
-        reduce: Callable[[Tensor], None],
-        layers: Sequence[int],
-        scales: Sequence[Tensor],
-        unsure: bool,
-    ) -> None:
+    def _roll(self, reduce: Callable[[Tensor], None], unsure: bool) -> None:
         self._read_ready()
         packs = [pack for pack in self.packs() if not pack.scale.is_meta]  # which hold nothing
         if not packs:
             return
         home = packs[0].amax.device
         count = len(self._layers())
-        if scales:
-            values = self._reduced_with(reduce, packs, layers, scales)
-        elif len(packs) == 1 and len(packs[0].indices) == count:
+        if len(packs) == 1 and len(packs[0].indices) == count:
             values = packs[0].amax[:, :3, 0].t().contiguous()
-            reduce(values.view(-1))
         else:
             values = torch.zeros(3, count, dtype=torch.float32, device=home)
             for pack in packs:
                 values[:, pack.indices] = pack.amax[:, :3, 0].t().to(home)
-            reduce(values.view(-1))
+        reduce(values.view(-1))
         seen = values.any() if unsure else None  # the device's answer, for which nobody waits
         for pack in packs:
             mine = values if len(pack.indices) == count else values[:, pack.indices]
@@ -230,24 +213,6 @@ class Histories:
                     event = torch.cuda.Event()
                     event.record()
                 self._rolled.append(event)
-
-    def _reduced_with(
-        self,
-        reduce: Callable[[Tensor], None],
-        packs: list[Pack],
-        layers: Sequence[int],
-        scales: Sequence[Tensor],
-    ) -> Tensor:
-        """The reduced amaxes, with which scales of weights went over the wire."""
-        home = packs[0].amax.device
-        values = torch.zeros(4, len(self._layers()), dtype=torch.float32, device=home)
-        for pack in packs:
-            values[:3, pack.indices] = pack.amax[:, :3, 0].t().to(home)
-        where = index_tensor(tuple(layers), home)
-        values[3, where] = torch.stack([scale.to(home).view(()) for scale in scales])
-        reduce(values.view(-1))
-        torch._foreach_copy_(list(scales), list(values[3, where].unbind()))
-        return values[:3]
 
     def wait_for_roll(self) -> None:
         """Have the current stream see the last roll: FSDP gathers on streams of its own."""

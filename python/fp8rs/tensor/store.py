@@ -57,9 +57,6 @@ class Owner(Protocol):
     def wrote(self, agreed: bool = False) -> None:
         """Codes or scales have been written; ``agreed``: with the scales of all ranks."""
 
-    def take_moved(self) -> bool:
-        """Whether codes or scales have been written since this was asked last."""
-
     def reshard(self) -> None:
         """Have modules hold their shards, where a sharded weight is there whole."""
 
