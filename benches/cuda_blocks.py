@@ -11,66 +11,44 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from cuda_kernels import copy_us, time_us
 from torch import Tensor
 
 import fp8rs  # noqa: F401  (registers the operators)
-from fp8rs import _core
 
+ops = torch.ops.fp8rs
 E4M3, E8M0, F32 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32
 
-Rows = dict[str, tuple[float, list[Callable[[], None]]]]
-
-
-def scales(rows: int, cols: int, block: tuple[int, int], packed: bool) -> Tensor:
-    down, across = -(-rows // block[0]), 1 if block[1] == -1 else -(-cols // block[1])
-    if packed:
-        return torch.empty(-(-rows // 128) * 128 * -(-across // 4) * 4, dtype=E8M0, device="cuda")
-    if block == (1, 128):
-        return torch.empty(across, down, device="cuda").t()
-    dtype = E8M0 if block[1] == 32 else F32
-    return torch.empty(down, across, dtype=dtype, device="cuda")
+Rows = dict[str, tuple[float, list[Callable[[], object]]]]
 
 
 def kernels(xs: list[Tensor]) -> Rows:
     """Name -> (bytes an element, one call for each input)."""
     rows, cols = xs[0].shape
     size = xs[0].element_size()
-    row = [torch.empty(rows, cols, dtype=E4M3, device="cuda") for _ in xs]
-    col = [torch.empty(cols, rows, dtype=E4M3, device="cuda") for _ in xs]
-    every = range(len(xs))
     made: Rows = {}
 
-    def add(name: str, per_element: float, call: Callable[[int], None]) -> None:
-        made[name] = (per_element, [lambda i=i: call(i) for i in every])
+    def add(name: str, per_element: float, call: Callable[[Tensor], object], of: Any = xs) -> None:
+        made[name] = (per_element, [lambda x=x: call(x) for x in of])
 
     def quantize(
         name: str, block: tuple[int, int], directions: str, given: bool = False, **options: object
     ) -> None:
-        packed = bool(options.get("packed"))
-        s = scales(rows, cols, block, packed) if "r" in directions else None
-        t = scales(cols, rows, block, packed) if "c" in directions else None
-        nbytes = size + len(directions)
-        nbytes += sum(x.numel() * x.element_size() for x in (s, t) if x is not None) / (rows * cols)
         if given:
             options["amax"] = torch.ones(rows, 1, device="cuda")
-            if t is not None:
+            if "c" in directions:
                 options["amax_columnwise"] = torch.ones(cols, 1, device="cuda")
+        scale_dtype = E8M0 if block[1] == 32 else F32
 
-        def call(i: int) -> None:
-            _core.quantize_blocks(
-                xs[i],
-                *block,
-                row[i] if s is not None else None,
-                s,
-                col[i] if t is not None else None,
-                t,
-                **options,
-            )
+        def call(x: Tensor) -> Any:
+            wanted = ("r" in directions, "c" in directions)
+            return ops.quantize_blocks(x, E4M3, block, scale_dtype, *wanted, **options)
 
-        add(name, nbytes, call)
+        nbytes = sum(out.numel() * out.element_size() for out in call(xs[0])) / (rows * cols)
+        add(name, size + nbytes, call)
 
     quantize("MX rowwise", (1, 32), "r")
     quantize("MX rowwise, packed", (1, 32), "r", packed=True)
@@ -90,19 +68,15 @@ def kernels(xs: list[Tensor]) -> Rows:
     quantize("per row both", (1, -1), "rc")
     quantize("per row both, fold", (1, -1), "rc", fold=fold)
     quantize("per row both, amax given", (1, -1), "rc", given=True)
-    amax = torch.empty(rows // 32, cols // 32, device="cuda")
-    add("block amax 32x32", size, lambda i: _core.block_amax(xs[i], 32, 32, amax))
-    amax_128 = torch.empty(-(-rows // 128), -(-cols // 128), device="cuda")
-    add("block amax 128x128", size, lambda i: _core.block_amax(xs[i], 128, 128, amax_128))
-    amax_row = torch.empty(rows, 1, device="cuda")
-    add("block amax, rows", size, lambda i: _core.block_amax(xs[i], 1, -1, amax_row))
+    for name, block in (("32x32", (32, 32)), ("128x128", (128, 128)), ("rows", (1, -1))):
+        add(f"block amax, {name}", size, lambda x, block=block: ops.block_amax(x, block))
     codes = [
         torch.randint(0, 255, (rows, cols), dtype=torch.uint8, device="cuda").view(E4M3) for _ in xs
     ]
-    square = torch.randint(110, 130, amax.shape, dtype=torch.uint8, device="cuda").view(E8M0)
-    line, line_t = torch.empty(rows, 1, device="cuda"), torch.empty(cols, 1, device="cuda")
-    add("rebase rows", 2, lambda i: _core.rebase(codes[i], square, 32, 32, 0, row[i], line))
-    add("rebase columns", 2, lambda i: _core.rebase(codes[i], square, 32, 32, 1, col[i], line_t))
+    grid = (-(-rows // 32), -(-cols // 32))
+    square = torch.randint(110, 130, grid, dtype=torch.uint8, device="cuda").view(E8M0)
+    for axis, name in enumerate(("rows", "columns")):
+        add(f"rebase {name}", 2, lambda c, axis=axis: ops.rebase(c, square, [32, 32], axis), codes)
     return made
 
 

@@ -2,9 +2,9 @@
 
     python benches/cuda_kernels.py [--json FILE] [--sizes 8192x8192,...]
 
-CUDA events around graph replays of several calls; inputs and outputs are rotated so that the L2
-cache is cold; random data; medians. A kernel's *fraction* is the time of a device copy that moves
-the bytes that the kernel must move (each input once, each output once) over the kernel's time.
+CUDA events around graph replays of several calls; each has inputs and outputs of its own, so that
+the L2 cache is cold; random data; medians. A kernel's *fraction* is the time of a device copy that
+moves the bytes that the kernel must move (each input once, each output once) over the kernel's.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import fp8rs  # noqa: F401  (registers the operators)
-from fp8rs import _core
 
+ops = torch.ops.fp8rs
 E4M3 = torch.float8_e4m3fn
 
 
-def time_us(calls: list[Callable[[], None]], rounds: int = 15) -> float:
+def time_us(calls: list[Callable[[], object]], rounds: int = 15) -> float:
     """The median time of one call: the calls run one after the other, as one graph."""
     for call in calls:
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+        _kept = [call() for call in calls]
     graph.replay()
     torch.cuda.synchronize()
     times = []
@@ -58,45 +58,34 @@ def copy_us(nbytes: float, sets: int) -> float:
     return min(driver, kernel)
 
 
-def kernels(xs: list[Tensor]) -> dict[str, tuple[float, list[Callable[[], None]]]]:
+def kernels(xs: list[Tensor]) -> dict[str, tuple[float, list[Callable[[], object]]]]:
     """Name -> (bytes an element, one call for each input)."""
-    rows, cols = xs[0].shape
     size = xs[0].element_size()
-    row = [torch.empty(rows, cols, dtype=E4M3, device="cuda") for _ in xs]
-    col = [torch.empty(cols, rows, dtype=E4M3, device="cuda") for _ in xs]
     scale = torch.tensor(0.01, device="cuda")
-    used, amax = torch.empty_like(scale), torch.zeros_like(scale)
-    wide = [torch.empty_like(x) for x in xs]
-    every = range(len(xs))
+    amax = torch.zeros_like(scale)
+    codes = [ops.quantize(x, scale, E4M3)[0] for x in xs]
 
-    def each(call: Callable[[int], None]) -> list[Callable[[], None]]:
-        return [lambda i=i: call(i) for i in every]
+    def each(call: Callable[[Tensor], object], of: list[Tensor] = xs) -> list[Callable[[], object]]:
+        return [lambda x=x: call(x) for x in of]
+
+    def both(name: str, call: Callable[[Tensor, bool], object]) -> dict[str, Any]:
+        return {
+            name.format(""): (size + 1, each(lambda x: call(x, False))),
+            name.format(" + transpose"): (size + 2, each(lambda x: call(x, True))),
+        }
 
     return {
-        "amax": (size, each(lambda i: _core.amax(xs[i], used))),
-        "cast": (size + 1, each(lambda i: _core.quantize(xs[i], scale, row[i], None))),
-        "cast + transpose": (
-            size + 2,
-            each(lambda i: _core.quantize(xs[i], scale, row[i], col[i])),
+        "amax": (size, each(ops.amax)),
+        **both("cast{}", lambda x, t: ops.quantize(x, scale, E4M3, True, t)),
+        **both(
+            "cast{}, delayed", lambda x, t: ops._quantize_delayed(x, scale, amax, E4M3, True, t)
         ),
-        "cast, delayed": (
+        **both("current scaling{}", lambda x, t: ops.quantize_current(x, E4M3, True, t)),
+        "transpose": (2, each(ops.transpose, codes)),
+        "dequantize": (
             size + 1,
-            each(lambda i: _core.quantize_delayed(xs[i], scale, amax, used, row[i], None)),
+            each(lambda c: ops.dequantize(c, scale, [-1, -1], xs[0].dtype), codes),
         ),
-        "cast + transpose, delayed": (
-            size + 2,
-            each(lambda i: _core.quantize_delayed(xs[i], scale, amax, used, row[i], col[i])),
-        ),
-        "current scaling": (
-            size + 1,
-            each(lambda i: _core.quantize_current(xs[i], used, row[i], None, False, 0.0)),
-        ),
-        "current scaling + transpose": (
-            size + 2,
-            each(lambda i: _core.quantize_current(xs[i], used, row[i], col[i], False, 0.0)),
-        ),
-        "transpose": (2, each(lambda i: _core.transpose(row[i], col[i]))),
-        "dequantize": (size + 1, each(lambda i: _core.dequantize(row[i], scale, -1, -1, wide[i]))),
     }
 
 
@@ -113,13 +102,13 @@ def multi() -> list[tuple[str, float, float]]:
     n = sum(x.numel() for x in xs)
     outs = [torch.empty(x.shape, dtype=E4M3, device="cuda") for x in xs]
     scales = torch.full((len(xs),), 0.01, device="cuda")
-    amaxes, used = torch.zeros_like(scales), torch.zeros_like(scales)
+    amaxes = torch.zeros_like(scales)
     rows = {
-        "multi amax": (4, lambda: _core.multi_amax(xs, amaxes)),
-        "multi cast": (5, lambda: _core.multi_quantize(xs, scales, outs)),
+        "multi amax": (4, lambda: ops.multi_amax(xs)),
+        "multi cast": (5, lambda: ops.multi_quantize(xs, scales, outs)),
         "multi cast, delayed": (
             5,
-            lambda: _core.multi_quantize_delayed(xs, scales, amaxes, used, outs),
+            lambda: ops.multi_quantize_delayed(xs, scales, amaxes, outs),
         ),
     }
     print(f"\n{len(xs)} tensors, {n / 1e6:.0f} M fp32")

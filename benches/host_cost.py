@@ -35,7 +35,6 @@ import torch
 from torch import nn
 
 import fp8rs
-from fp8rs import _core
 
 ops = torch.ops.fp8rs
 E4M3 = torch.float8_e4m3fn
@@ -56,13 +55,11 @@ def mean_us(device: str, call: Callable[[], object], calls: int = 100) -> float:
 
 
 def operators(device: str) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Calls of operators, and of the functions that take their outputs."""
+    """Calls of operators."""
     x = torch.randn(64, 128, device=device, dtype=torch.bfloat16)
     scale, amax = torch.tensor(0.5, device=device), torch.tensor(1.0, device=device)
-    row, col = ops.quantize.default(x, scale, E4M3, True, True)
-    used = torch.empty((), device=device)
+    row, _ = ops.quantize.default(x, scale, E4M3)
     mx = (x, E4M3, [1, 32], E8M0)
-    _, mx_row_scale, _, mx_col_scale = ops.quantize_blocks.default(*mx, True, True)
     codes, square = ops.quantize_blocks.default(x, E4M3, [32, 32], E8M0, True, False)[:2]
     yield "torch.empty_like", lambda: torch.empty_like(x)
     yield "x.to(float8)", lambda: x.to(E4M3)
@@ -82,20 +79,6 @@ def operators(device: str) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "amax", lambda: ops.amax.default(x)
     yield "transpose", lambda: ops.transpose.default(row)
     yield "rebase", lambda: ops.rebase.default(codes, square, [32, 32], 1)
-    yield "into given outputs: quantize, one plane", lambda: _core.quantize(x, scale, row, None)
-    yield "into given outputs: quantize, both", lambda: _core.quantize(x, scale, row, col)
-    yield (
-        "into given outputs: quantize_current, both",
-        lambda: _core.quantize_current(x, used, row, col),
-    )
-    yield (
-        "into given outputs: quantize_delayed, both",
-        lambda: _core.quantize_delayed(x, scale, amax, used, row, col),
-    )
-    yield (
-        "into given outputs: quantize_blocks, MX, both",
-        lambda: _core.quantize_blocks(x, 1, 32, row, mx_row_scale, col, mx_col_scale),
-    )
     quantizer = fp8rs.Float8CurrentScalingQuantizer(E4M3, rowwise=True, columnwise=True)
     yield "Float8CurrentScalingQuantizer, both", lambda: quantizer(x)
 

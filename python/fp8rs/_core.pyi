@@ -1,12 +1,11 @@
-"""The compiled core. Functions write into tensors that the caller allocated.
+"""The compiled core.
 
-Tensors are dense, on the CPU or one CUDA device, and are read as matrices. TypeError and ValueError
-name the argument and, like UnsupportedError, are raised before anything is written. CudaError is
-the driver's: it may come after earlier launches of the same call were queued, so that what the
-outputs hold is not known.
-
-Absolute maxima that are given (``amax``, ``amaxes``, ``amax_columnwise``) must not be negative:
-they are not checked, because that would wait for the device.
+Most operators have their kernels in it, which ``register_kernels`` hands to torch. The functions
+that take tensors are kernels of operators that declare a write; they write into what the caller
+allocated. Tensors are dense, on the CPU or one CUDA device, and are read as matrices. TypeError and
+ValueError name the argument and, like UnsupportedError, are raised before anything is written.
+CudaError is the driver's: it may come after earlier launches of the same call were queued, so that
+what the outputs hold is not known.
 """
 
 from collections.abc import Sequence
@@ -19,25 +18,12 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "adamw",
-    "amax",
-    "block_amax",
     "cpu_features",
-    "dequantize",
-    "multi_amax",
     "multi_quantize",
     "multi_quantize_delayed",
-    "pack_scales",
-    "quantize",
-    "quantize_blocks",
-    "quantize_current",
-    "quantize_delayed",
     "random_uniform",
-    "rebase",
     "register_kernels",
-    "scale_from_amax",
     "set_cpu_simd",
-    "transpose",
-    "unpack_scales",
 ]
 
 _Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
@@ -57,38 +43,9 @@ def register_kernels(tensor: type[Tensor], raiser: object) -> list[str]:
     """Register the operators' kernels with torch, once; gives the operators that have one.
 
     ``raiser`` raises the exception that it, or its ``__torch_function__``, is called with. Raises
-    UnsupportedError where torch's C interface lacks something; nothing is registered then.
+    UnsupportedError where torch's C interface lacks something.
     """
 
-def amax(x: Tensor, out: Tensor) -> None: ...
-def multi_amax(xs: _Tensors, out: Tensor) -> None: ...
-def scale_from_amax(
-    amax: Tensor,
-    scale_out: Tensor,
-    fp8_dtype: Literal["e4m3", "e5m2"],
-    power_2_scale: bool = False,
-    amax_epsilon: float = 0.0,
-    margin: int = 0,
-) -> None: ...
-def quantize(
-    x: Tensor, scale: Tensor, rowwise: Tensor | None, columnwise: Tensor | None
-) -> None: ...
-def quantize_delayed(
-    x: Tensor,
-    scale: Tensor,
-    amax: Tensor,
-    scale_used: Tensor,
-    rowwise: Tensor | None,
-    columnwise: Tensor | None,
-) -> None: ...
-def quantize_current(
-    x: Tensor,
-    scale_out: Tensor,
-    rowwise: Tensor | None,
-    columnwise: Tensor | None,
-    power_2_scale: bool = False,
-    amax_epsilon: float = 0.0,
-) -> None: ...
 def multi_quantize(xs: _Tensors, scales: Tensor, outs: _Tensors) -> None: ...
 def multi_quantize_delayed(
     xs: _Tensors,
@@ -96,42 +53,6 @@ def multi_quantize_delayed(
     amaxes: Tensor,
     scales_used: Tensor,
     outs: _Tensors,
-) -> None: ...
-def transpose(codes: Tensor, out: Tensor) -> None: ...
-def dequantize(
-    codes: Tensor, scale: Tensor, block_rows: int, block_cols: int, out: Tensor
-) -> None: ...
-def block_amax(
-    x: Tensor, block_rows: int, block_cols: int, out: Tensor, row_offset: int = 0
-) -> None: ...
-def quantize_blocks(
-    x: Tensor,
-    block_rows: int,
-    block_cols: int,
-    rowwise: Tensor | None,
-    rowwise_scale: Tensor | None,
-    columnwise: Tensor | None,
-    columnwise_scale: Tensor | None,
-    *,
-    rounding: str = "ceil",
-    power_2_scale: bool = False,
-    amax_epsilon: float = 0.0,
-    packed: bool = False,
-    row_offset: int = 0,
-    amax: Tensor | None = None,
-    amax_columnwise: Tensor | None = None,
-    fold: Tensor | None = None,
-) -> None: ...
-def pack_scales(scale: Tensor, rows: int, block_rows: int, out: Tensor) -> None: ...
-def unpack_scales(packed: Tensor, rows: int, block_rows: int, out: Tensor) -> None: ...
-def rebase(
-    codes: Tensor,
-    scale: Tensor,
-    block_rows: int,
-    block_cols: int,
-    axis: int,
-    out: Tensor,
-    scale_out: Tensor,
 ) -> None: ...
 def adamw(
     grads: _Tensors,
@@ -145,9 +66,9 @@ def adamw(
     amaxes: _Tensors,
     offsets: Sequence[int],
     streams: Sequence[int],
-    lr_tensor: Tensor | None,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
+    lr_tensor: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
     *,
     lr: float,
     beta1: float,
@@ -162,5 +83,11 @@ def adamw(
     amax_epsilon: float = 0.0,
 ) -> None: ...
 def random_uniform(
-    x: Tensor, seed: int, offset: int, low: float, high: float, number: int, step: Tensor | None
+    x: Tensor,
+    seed: int,
+    offset: int = 0,
+    low: float = 0.0,
+    high: float = 1.0,
+    stream: int = 0,
+    step: Tensor | None = None,
 ) -> None: ...

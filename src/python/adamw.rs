@@ -19,8 +19,8 @@ type Optional<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 /// empty; `block` is empty, or the two sizes of blocks that have scales of their own.
 #[pyfunction]
 #[pyo3(signature = (
-    grads, exp_avgs, exp_avg_sqs, params, masters, steps, scales, new_scales, amaxes, offsets, streams, lr_tensor,
-    grad_scale, found_inf, *, lr, beta1, beta2, eps, weight_decay, maximize, seed, block, rounding="ceil",
+    grads, exp_avgs, exp_avg_sqs, params, masters, steps, scales, new_scales, amaxes, offsets, streams,
+    lr_tensor=None, grad_scale=None, found_inf=None, *, lr, beta1, beta2, eps, weight_decay, maximize, seed, block, rounding="ceil",
     power_2_scale=false, amax_epsilon=0.0
 ))]
 fn adamw<'py>(
@@ -132,6 +132,7 @@ fn adamw<'py>(
 
 /// Fills `x` with the random numbers of its elements' indices.
 #[pyfunction]
+#[pyo3(signature = (x, seed, offset=0, low=0.0, high=1.0, stream=0, step=None))]
 fn random_uniform<'py>(
     py: Python<'py>,
     x: Tensor<'_, 'py>,
@@ -139,14 +140,14 @@ fn random_uniform<'py>(
     offset: i64,
     low: f64,
     high: f64,
-    number: i64,
+    stream: i64,
     step: Optional<'_, 'py>,
 ) -> PyResult<()> {
     let offset = parse::count("offset", offset)? as u64;
-    let number = parse::number("stream", number)?;
+    let stream = parse::number("stream", stream)?;
     let args = Arguments::new(py);
     let x = args.output("x", x)?;
     let step = args.optional_input("step", step)?;
-    let numbers = Numbers { seed: seed as u64, offset, stream: number, step };
+    let numbers = Numbers { seed: seed as u64, offset, stream, step };
     args.run(|stream| ops::random_uniform(x, numbers, (narrowed(low), narrowed(high)), stream))
 }

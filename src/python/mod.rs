@@ -1,7 +1,8 @@
 //! The extension module `fp8rs._core`: glue and nothing else.
 //!
-//! Functions take tensors that the caller allocated and write into them. The checks that matter are those of
-//! [`crate::ops`]; here objects become views, and errors exceptions.
+//! `native` has the kernels of most operators. The functions beside it compute what the others, whose kernels are in
+//! Python, write: they take tensors that the caller allocated. The checks that matter are those of [`crate::ops`];
+//! here tensors become views, and errors exceptions.
 
 use pyo3::prelude::*;
 
@@ -16,13 +17,12 @@ macro_rules! functions {
 }
 
 mod adamw;
-mod blocks;
 mod errors;
+mod lists;
 mod machine;
 mod native;
 mod parse;
 mod tensors;
-mod tensorwise;
 
 /// The compiled core of fp8rs.
 #[pymodule]
@@ -31,7 +31,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("CudaError", py.get_type::<errors::CudaError>())?;
     module.add("UnsupportedError", py.get_type::<errors::UnsupportedError>())?;
-    for register in [machine::register, tensorwise::register, blocks::register, adamw::register] {
+    for register in [machine::register, lists::register, adamw::register] {
         register(module)?;
     }
     module.add_function(wrap_pyfunction!(native::register_kernels, module)?)?;

@@ -3,7 +3,6 @@
 use pyo3::PyErr;
 use pyo3::exceptions::PyValueError;
 
-use crate::format::Fp8Format;
 use crate::format::e8m0::Rounding;
 use crate::format::wide::narrowed;
 use crate::layout::Block;
@@ -71,14 +70,5 @@ pub(super) fn axis(axis: i64) -> Result<Axis, Refused> {
         0 => Ok(Axis::Rows),
         1 => Ok(Axis::Columns),
         _ => Err(Refused(format!("axis is {axis}; it must be 0 or 1"))),
-    }
-}
-
-/// A format by its name.
-pub(super) fn format(fp8_dtype: &str) -> Result<Fp8Format, Refused> {
-    match fp8_dtype {
-        "e4m3" => Ok(Fp8Format::E4m3),
-        "e5m2" => Ok(Fp8Format::E5m2),
-        _ => Err(Refused(format!("fp8_dtype is {fp8_dtype:?}; it must be \"e4m3\" or \"e5m2\""))),
     }
 }

@@ -73,15 +73,6 @@ impl<'py> Arguments<'py> {
         unsafe { self.write(Arg::Of(name), tensor) }
     }
 
-    /// A tensor to write, or None.
-    pub(super) fn optional_output<'a>(
-        &'a self,
-        name: &'static str,
-        tensor: Option<&'a Bound<'py, PyAny>>,
-    ) -> PyResult<Option<ViewMut<'a>>> {
-        tensor.map(|tensor| self.output(name, tensor)).transpose()
-    }
-
     /// A list of tensors to read.
     pub(super) fn inputs(&self, name: &'static str, tensors: &Bound<'py, PyAny>) -> PyResult<Vec<View<'_>>> {
         let items = self.hold(name, tensors)?;

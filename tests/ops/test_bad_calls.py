@@ -8,7 +8,7 @@ import torch
 from cases import all_codes, scalar
 from fp8rs import _core
 from oracle.compare import same
-from oracle.elements import E4M3, E5M2
+from oracle.elements import E4M3
 
 ops = torch.ops.fp8rs
 E8M0 = torch.float8_e8m0fnu
@@ -145,11 +145,6 @@ BAD = {
         "^dtype is torch.float64",
         lambda c: ops.dequantize(c.codes, c.scale, [-1, -1], F64),
     ),
-    "core planes of two formats": (
-        TypeError,
-        "^columnwise has dtype float8_e5m2",
-        lambda c: _core.quantize(c.x, c.scale, c.row, c.col.view(E5M2)),
-    ),
     # Shapes and lengths.
     "scale two": (ValueError, "^scale has shape", lambda c: ops.quantize(c.x, c.two, E4M3)),
     "scale empty": (ValueError, "^scale has shape", lambda c: ops.quantize(c.x, c.two[:0], E4M3)),
@@ -184,32 +179,6 @@ BAD = {
         lambda c: ops.multi_quantize_delayed(
             [c.x, c.x], c.two, c.two.clone()[:1], [c.row, c.col.t()]
         ),
-    ),
-    "core rowwise transposed": (
-        ValueError,
-        "^rowwise has shape",
-        lambda c: _core.quantize(c.x, c.scale, c.col, None),
-    ),
-    "core columnwise not transposed": (
-        ValueError,
-        "^columnwise has shape",
-        lambda c: _core.quantize(c.x, c.scale, None, c.row),
-    ),
-    "core out of amax": (ValueError, "^out has shape", lambda c: _core.amax(c.x, c.vector)),
-    "core out of multi_amax": (
-        ValueError,
-        "^out has 2 elements; it must have 1",
-        lambda c: _core.multi_amax([c.x], c.vector),
-    ),
-    "core out of transpose": (
-        ValueError,
-        "^out has shape",
-        lambda c: _core.transpose(c.codes, c.row),
-    ),
-    "core out of dequantize": (
-        ValueError,
-        "^out has shape",
-        lambda c: _core.dequantize(c.codes, c.scale, -1, -1, c.wide.t()),
     ),
     "scale not a grid": (
         ValueError,
@@ -253,11 +222,6 @@ BAD = {
         "^margin is ",
         lambda c: ops.scale_from_amax(c.amax, E4M3, margin=1 << 40),
     ),
-    "core fp8_dtype": (
-        ValueError,
-        "^fp8_dtype is",
-        lambda c: _core.scale_from_amax(c.amax, c.one, "e3m4"),
-    ),
     "core level": (ValueError, "^level is", lambda c: _core.set_cpu_simd("sse")),
     # Absent ones.
     "no direction": (
@@ -275,55 +239,53 @@ BAD = {
         "^rowwise is absent, and so is columnwise",
         lambda c: ops.quantize_delayed(c.x, c.scale, c.amax, E4M3, False, False),
     ),
-    "core x None": (TypeError, "^x is of type NoneType", lambda c: _core.amax(None, c.one)),
-    "core x number": (TypeError, "^x is of type float", lambda c: _core.amax(1.0, c.one)),
-    "core xs a number": (TypeError, "^xs is of type int", lambda c: _core.multi_amax(3, c.vector)),
+    # Arguments of the core's own functions, which Python objects come to as they are.
+    "core xs a number": (
+        TypeError,
+        "^xs is of type int",
+        lambda c: _core.multi_quantize(3, c.two, [c.row]),
+    ),
     "core outs[1] None": (
         TypeError,
         r"^outs\[1\] is of type NoneType",
         lambda c: _core.multi_quantize([c.x, c.x], c.two, [c.row, None]),
     ),
-    "core argument missing": (TypeError, "'out'", lambda c: _core.amax(c.x)),
+    "core scales a number": (
+        TypeError,
+        "^scales is of type float",
+        lambda c: _core.multi_quantize([c.x], 1.0, [c.row]),
+    ),
+    "core argument missing": (TypeError, "'outs'", lambda c: _core.multi_quantize([c.x], c.two)),
     # Memory.
     "core x meta": (
         TypeError,
         "^x must be a dense tensor with memory: Cannot pack tensors on meta$",
-        lambda c: _core.amax(c.x.to("meta"), c.one),
+        lambda c: _core.random_uniform(c.wide.to("meta"), 1),
     ),
     "core x sparse": (
         TypeError,
         "^x must be a dense tensor with memory",
-        lambda c: _core.amax(c.x.cpu().to_sparse(), c.one),
+        lambda c: _core.random_uniform(c.x.cpu().to_sparse(), 1),
     ),
     "core x without memory": (
         ValueError,
-        "^x has 48 elements and a null data pointer",
-        lambda c: _core.amax(Wrapper(c.x), c.one),
+        r"^xs\[0\] has 48 elements and a null data pointer",
+        lambda c: _core.multi_quantize([Wrapper(c.x)], c.two[:1], [c.row]),
     ),
     "core out without memory": (
         ValueError,
-        "^rowwise has 48 elements and a null data pointer",
-        lambda c: _core.quantize(c.x, c.scale, Wrapper(c.row), None),
+        "^x has 48 elements and a null data pointer",
+        lambda c: _core.random_uniform(Wrapper(c.wide), 1),
     ),
     "core x no matrix": (
         ValueError,
         r"^x is of shape \[2, 2, 3\] with strides \[3, 6, 1\].*must be contiguous",
-        lambda c: _core.amax(c.x.view(-1)[:12].view(2, 2, 3).transpose(0, 1), c.one),
+        lambda c: _core.random_uniform(c.wide.view(-1)[:12].view(2, 2, 3).transpose(0, 1), 1),
     ),
-    "core rowwise expanded": (
+    "core x expanded": (
         ValueError,
-        "^rowwise has strides .*overlap",
-        lambda c: _core.quantize(c.x, c.scale, c.row[:1].expand(6, 8), None),
-    ),
-    "core out is x": (
-        ValueError,
-        "^scale_out overlaps amax",
-        lambda c: _core.scale_from_amax(c.two, c.two, "e4m3"),
-    ),
-    "core planes share memory": (
-        ValueError,
-        "^(rowwise|columnwise) overlaps (rowwise|columnwise)",
-        lambda c: _core.quantize(c.x, c.scale, c.flat_codes(0, 6, 8), c.flat_codes(47, 8, 6)),
+        "^x has strides .*overlap",
+        lambda c: _core.random_uniform(c.wide[:1].expand(6, 8), 1),
     ),
     "outs share memory": (
         ValueError,
@@ -398,8 +360,8 @@ def test_devices_do_not_mix():
         (lambda: ops.quantize(cuda.x, cpu.scale, E4M3), "^scale is on cpu; it must be on cuda:0"),
         (lambda: ops.quantize(cpu.x, cuda.scale, E4M3), "^(x|scale) is on c"),
         (lambda: ops.multi_amax([cuda.x, cpu.x]), r"^xs\[1\] is on cpu"),
-        (lambda: _core.amax(cuda.x, cpu.one), "^out is on cpu"),
-        (lambda: _core.amax(cpu.x, cuda.one), "^out is on cuda:0"),
+        (lambda: _core.multi_quantize([cuda.x], cuda.two[:1], [cpu.row]), r"^outs\[0\] is on cpu"),
+        (lambda: _core.multi_quantize([cpu.x], cpu.two[:1], [cuda.row]), r"^outs\[0\] is on cuda"),
     ]:
         with pytest.raises(ValueError, match=message):
             call()

@@ -7,17 +7,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fp8rs import _core
-from fp8rs.ops.define import Operation, operator
+from fp8rs.ops.define import in_python
 
 
-@operator(
-    "adamw_(Tensor[] grads, Tensor(a!)[] exp_avgs, Tensor(b!)[] exp_avg_sqs, Tensor(c!)[] params,"
-    " Tensor(d!)[] masters, Tensor[] steps, Tensor(e!)[] scales, Tensor[] new_scales,"
-    " Tensor(f!)[] amaxes, int[] offsets, int[] streams, Tensor? lr_tensor=None,"
-    " Tensor? grad_scale=None, Tensor? found_inf=None, *, float lr, float beta1, float beta2,"
-    ' float eps, float weight_decay, bool maximize, int? seed, int[] block, str rounding="ceil",'
-    " bool power_2_scale=False, float amax_epsilon=0.0) -> ()"
-)
+@in_python(_core.adamw, writes=["exp_avgs", "exp_avg_sqs", "params", "masters", "scales", "amaxes"])
 def adamw_(
     grads: list[Tensor],
     exp_avgs: list[Tensor],
@@ -45,7 +38,7 @@ def adamw_(
     rounding: str = "ceil",
     power_2_scale: bool = False,
     amax_epsilon: float = 0.0,
-) -> Operation:
+) -> None:
     """One step of AdamW for each parameter, all contiguous and of any shape.
 
     With g, m, v and w the gradient, the moments and the parameter (its master where there is one),
@@ -83,39 +76,9 @@ def adamw_(
             found, and written in the same pass. Empty where there are none.
         rounding, power_2_scale, amax_epsilon: how such scales are made, as in ``quantize_blocks``.
     """
-    return None, lambda: _core.adamw(
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        params,
-        masters,
-        steps,
-        scales,
-        new_scales,
-        amaxes,
-        offsets,
-        streams,
-        lr_tensor,
-        grad_scale,
-        found_inf,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        maximize=maximize,
-        seed=seed,
-        block=block,
-        rounding=rounding,
-        power_2_scale=power_2_scale,
-        amax_epsilon=amax_epsilon,
-    )
 
 
-@operator(
-    "random_uniform_(Tensor(a!) x, int seed, int offset=0, float low=0.0, float high=1.0,"
-    " int stream=0, Tensor? step=None) -> ()"
-)
+@in_python(_core.random_uniform, writes=["x"])
 def random_uniform_(
     x: Tensor,
     seed: int,
@@ -124,7 +87,7 @@ def random_uniform_(
     high: float = 1.0,
     stream: int = 0,
     step: Tensor | None = None,
-) -> Operation:
+) -> None:
     """Fill ``x`` with numbers from ``low`` to ``high`` that depend on seed and position alone.
 
     Element i, counted in the order of the indices, gets the number of counter ``offset`` + i: a
@@ -141,4 +104,3 @@ def random_uniform_(
         step: other numbers for each, float32 of one element without a fraction. With all of these
             a number of [0, 1) is the one that ``adamw_`` rounds an element with.
     """
-    return None, lambda: _core.random_uniform(x, seed, offset, low, high, stream, step)

@@ -15,28 +15,15 @@ What :mod:`fp8rs.ops` says of all operators holds here too. Beyond that:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8rs import _core
 from fp8rs.ops import room
-from fp8rs.ops.define import Operation, operator
-from fp8rs.ops.room import matrix, matrix_shape
+from fp8rs.ops.define import in_rust
+from fp8rs.ops.room import matrix_shape
 
 _F32 = torch.float32
-_E8M0 = torch.float8_e8m0fnu
-
-
-def _pair(block: Sequence[int]) -> tuple[int, int]:
-    room.check_pair(block)
-    for size in block:
-        if size != -1 and size < 1:
-            raise ValueError(
-                f"block is {list(block)}; each size must be at least 1, or -1 for the whole extent"
-            )
-    return block[0], block[1]
 
 
 def _count(extent: int, size: int, offset: int = 0) -> int:
@@ -53,10 +40,10 @@ def _packed_size(rows: int, blocks: int) -> int:
     return -(-rows // 128) * 128 * -(-blocks // 4) * 4
 
 
-def _new_scale(
+def _scales(
     x: Tensor, dtype: torch.dtype, grid: tuple[int, int], block: tuple[int, int], packed: bool
 ) -> Tensor:
-    """Room for a plane's scales, by its grid of blocks; packed, ``grid`` starts with its rows."""
+    """A plane's scales, by its grid of blocks; packed, ``grid`` starts with its rows."""
     if packed:
         return x.new_empty(_packed_size(*grid), dtype=dtype)
     if block == (1, 128):
@@ -64,23 +51,15 @@ def _new_scale(
     return x.new_empty(grid, dtype=dtype)
 
 
-@operator("block_amax(Tensor x, int[] block, int row_offset=0) -> Tensor")
-def block_amax(x: Tensor, block: Sequence[int], row_offset: int = 0) -> Operation:
+@in_rust
+def block_amax(x: Tensor, block: Sequence[int], row_offset: int = 0) -> Tensor:
     """The absolute maximum of each block: float32, (rows of blocks, columns of blocks)."""
-    shape = _pair(block)
     rows, cols = matrix_shape(x)
-    grid = (_count(rows, shape[0], row_offset), _count(cols, shape[1]))
-    out = x.new_empty(grid, dtype=_F32)
-    return out, lambda: _core.block_amax(matrix(x), *shape, out, row_offset)
+    grid = (_count(rows, block[0], row_offset), _count(cols, block[1]))
+    return x.new_empty(grid, dtype=_F32)
 
 
-@operator(
-    "quantize_blocks(Tensor x, ScalarType fp8_dtype, int[] block, ScalarType scale_dtype,"
-    " bool rowwise=True, bool columnwise=False, *, str rounding='ceil', bool power_2_scale=False,"
-    " float amax_epsilon=0.0, bool packed=False, int row_offset=0, Tensor? amax=None,"
-    " Tensor? amax_columnwise=None, Tensor? fold=None, Tensor? after=None)"
-    " -> (Tensor rowwise, Tensor rowwise_scale, Tensor columnwise, Tensor columnwise_scale)"
-)
+@in_rust
 def quantize_blocks(
     x: Tensor,
     fp8_dtype: torch.dtype,
@@ -89,11 +68,16 @@ def quantize_blocks(
     rowwise: bool = True,
     columnwise: bool = False,
     *,
+    rounding: str = "ceil",
+    power_2_scale: bool = False,
+    amax_epsilon: float = 0.0,
     packed: bool = False,
     row_offset: int = 0,
+    amax: Tensor | None = None,
+    amax_columnwise: Tensor | None = None,
+    fold: Tensor | None = None,
     after: Tensor | None = None,
-    **options: Any,
-) -> Operation:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantize with a scale for each block, in one or both directions from one read.
 
     - ``scale_dtype`` float32 goes with blocks (1, -1), (1, 128) and (128, 128), float8_e8m0fnu with
@@ -111,74 +95,45 @@ def quantize_blocks(
     Returns rowwise codes (the shape of ``x``) and their scales, columnwise codes and theirs; what
     is not asked for has the shape (0,).
     """
-    shape = _pair(block)
-    if scale_dtype is not _F32 and scale_dtype is not _E8M0:
-        raise TypeError(
-            f"scale_dtype is {scale_dtype}; it must be torch.float32 or torch.float8_e8m0fnu"
-        )
     row, col = room.codes(x, fp8_dtype, rowwise, columnwise)
+    row_scale, col_scale = (x.new_empty(0, dtype=scale_dtype) for _ in range(2))
     rows, cols = matrix_shape(x)
-    row_scale = col_scale = None
+    down, across = block
     # The blocks along a dimension: the rows of x are cut from row_offset on, its columns from 0.
-    if row is not None:
-        lines = rows if packed else _count(rows, shape[0], row_offset)
-        row_scale = _new_scale(x, scale_dtype, (lines, _count(cols, shape[1])), shape, packed)
-    if col is not None:
-        lines = cols if packed else _count(cols, shape[0])
-        across = _count(rows, shape[1], row_offset)
-        col_scale = _new_scale(x, scale_dtype, (lines, across), shape, packed)
-    outputs = (
-        room.or_empty(x, fp8_dtype, row),
-        room.or_empty(x, scale_dtype, row_scale),
-        room.or_empty(x, fp8_dtype, col),
-        room.or_empty(x, scale_dtype, col_scale),
-    )
-    given: dict[str, Any] = {"packed": packed, "row_offset": row_offset, **options}
-    return outputs, lambda: _core.quantize_blocks(
-        matrix(x), *shape, row, row_scale, col, col_scale, **given
-    )
+    if rowwise:
+        grid = (rows if packed else _count(rows, down, row_offset), _count(cols, across))
+        row_scale = _scales(x, scale_dtype, grid, (down, across), packed)
+    if columnwise:
+        grid = (cols if packed else _count(cols, down), _count(rows, across, row_offset))
+        col_scale = _scales(x, scale_dtype, grid, (down, across), packed)
+    return row, row_scale, col, col_scale
 
 
-@operator("pack_scales(Tensor scale, int rows, int block_rows=1) -> Tensor")
-def pack_scales(scale: Tensor, rows: int, block_rows: int = 1) -> Operation:
+@in_rust
+def pack_scales(scale: Tensor, rows: int, block_rows: int = 1) -> Tensor:
     """E8M0 scales (rows of blocks, columns of blocks) of a plane with ``rows`` rows, packed.
 
     A scale repeats for each of its ``block_rows`` (1 or 32) rows.
     """
-    if scale.dim() != 2:
-        raise ValueError(f"scale has {scale.dim()} dimensions; it must have 2")
-    out = scale.new_empty(_packed_size(rows, scale.shape[1]))
-    return out, lambda: _core.pack_scales(scale, rows, block_rows, out)
+    return scale.new_empty(_packed_size(rows, scale.shape[1]))
 
 
-@operator("unpack_scales(Tensor packed, int rows, int blocks, int block_rows=1) -> Tensor")
-def unpack_scales(packed: Tensor, rows: int, blocks: int, block_rows: int = 1) -> Operation:
+@in_rust
+def unpack_scales(packed: Tensor, rows: int, blocks: int, block_rows: int = 1) -> Tensor:
     """Undo ``pack_scales``: the scales (rows of blocks, ``blocks``)."""
-    if block_rows not in (1, 32):
-        raise ValueError(f"block_rows is {block_rows}; it must be 1 or 32")
-    out = packed.new_empty((_count(rows, block_rows), blocks))
-    return out, lambda: _core.unpack_scales(packed, rows, block_rows, out)
+    return packed.new_empty((_count(rows, block_rows), blocks))
 
 
-@operator(
-    "rebase(Tensor codes, Tensor scale, int[] block, int axis, Tensor? after=None)"
-    " -> (Tensor codes, Tensor scale)"
-)
+@in_rust
 def rebase(
     codes: Tensor, scale: Tensor, block: Sequence[int], axis: int, after: Tensor | None = None
-) -> Operation:
+) -> tuple[Tensor, Tensor]:
     """MXFP8 codes rewritten for one power-of-two float32 scale a row or a column.
 
     Axis 0 gives codes of the same shape and a scale for each row of the matrix, axis 1 the
     transposed codes and a scale for each of their rows; scales have the shape (rows, 1). The
     largest blocks of a row keep their bits; codes pushed into the subnormals lose some.
     """
-    shape = _pair(block)
-    if axis not in (0, 1):
-        raise ValueError(f"axis is {axis}; it must be 0 or 1")
     rows, cols = matrix_shape(codes)
     out = codes.new_empty(codes.shape if axis == 0 else (cols, rows))
-    scale_out = codes.new_empty((rows if axis == 0 else cols, 1), dtype=_F32)
-    return (out, scale_out), lambda: _core.rebase(
-        matrix(codes), scale, *shape, axis, out, scale_out
-    )
+    return out, codes.new_empty((rows if axis == 0 else cols, 1), dtype=_F32)

@@ -1,34 +1,34 @@
-"""How an operator comes to be: its signature once, from one function.
+"""How an operator comes to be: its schema is read from the signature of one function.
 
-The function allocates the outputs and says what computes them::
+The function says what fake and meta tensors need, the outputs. It may look at shapes, dtypes and
+devices only::
 
-    @operator("transpose(Tensor codes) -> Tensor")
-    def transpose(codes: Tensor) -> Operation:
-        out = codes.new_empty(...)
-        return out, lambda: _core.transpose(codes, out)
+    @in_rust
+    def transpose(codes: Tensor) -> Tensor:
+        return codes.new_empty(...)
 
-Of fake and meta tensors the outputs are all that is needed, so this is the fake kernel too: outside
-of what computes, it may look at shapes, dtypes and devices only.
+Most operators have their kernels, for the CPU and for CUDA, in Rust (``src/python/native``),
+without a Python frame. What they allocate and which arguments they refuse is decided there;
+``opcheck`` compares the outputs.
 
-On the CPU and on CUDA, operators that declare no write have kernels in Rust, without a Python frame
-(``src/python/native``). They make room by the same rules, which ``opcheck`` compares. Where torch's
-C interface lacks what these take, a warning says so and the function is the kernel: some
-microseconds a call slower, and otherwise the same.
+An operator that declares a write has its kernel in Python, because torch's C interface cannot count
+a tensor's version::
+
+    @in_python(_core.random_uniform, writes=["x"])
+    def random_uniform_(x: Tensor, seed: int) -> None: ...
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from fp8rs import _core
 
-#: Outputs, and what computes them.
-Operation: TypeAlias = tuple[Tensor | tuple[Tensor, ...] | None, Callable[[], None]]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Raiser:
@@ -42,70 +42,56 @@ class _Raiser:
         raise args[0]
 
 
-def _register_native() -> frozenset[str]:
-    try:
-        return frozenset(_core.register_kernels(torch.Tensor, _Raiser()))
-    except _core.UnsupportedError as missing:
-        warnings.warn(
-            f"torch {torch.__version__} lacks what fp8rs's kernels are registered through"
-            f" ({missing}): operators take some microseconds a call longer",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return frozenset()
-
+#: Operators whose kernels are in Rust.
+NATIVE = frozenset(_core.register_kernels(torch.Tensor, _Raiser()))
 
 _library = torch.library.Library("fp8rs", "DEF")
 _increment_version = torch._C._increment_version
 
-#: The kernels in Python, by the operators' names; those without one in Rust are registered.
-KERNELS: dict[str, Callable[..., Any]] = {}
 
-#: Operators whose kernels are in Rust.
-NATIVE = _register_native()
+def in_rust(function: _Function) -> _Function:
+    """Define the operator of the function's name."""
+    _define(function, ())
+    return function
 
 
-def operator(schema: str) -> Callable[[Callable[..., Operation]], Callable[..., Operation]]:
-    """Define ``torch.ops.fp8rs.NAME`` from the function that is decorated."""
-    _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
-    name = schema.partition("(")[0]
-    names, written = _arguments(schema)
+def in_python(
+    compute: Callable[..., Any], *, writes: Sequence[str] = ()
+) -> Callable[[_Function], _Function]:
+    """Define the operator of the function's name, which ``compute`` computes."""
 
-    def register(function: Callable[..., Operation]) -> Callable[..., Operation]:
-        def fake(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...] | None:
-            _check_devices((*args, *kwargs.values()), (*names[: len(args)], *kwargs))
-            return function(*args, **kwargs)[0]
+    def register(function: _Function) -> _Function:
+        names = _define(function, writes)
+        written = [names.index(name) for name in writes]
 
-        def kernel(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...] | None:
-            outputs, compute = function(*args, **kwargs)
-            compute()
-            _count_versions(args, written)
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            outputs = compute(*args, **kwargs)
+            for i in written:
+                _increment_version((args[i],) if isinstance(args[i], Tensor) else args[i])
             return outputs
 
-        _implement(name, fake, kernel)
+        for device in ("CPU", "CUDA"):
+            _library.impl(function.__name__, kernel, device)
         return function
 
     return register
 
 
-def declared(schema: str, silent: Any) -> None:
-    """Define an operator that does what ``silent`` does, an operator, and says what that writes."""
+def _define(function: Callable[..., Any], writes: Sequence[str]) -> list[str]:
+    """Gives an operator its schema and its fake kernel; returns the names of its arguments."""
+    name = function.__name__
+    schema = torch.library.infer_schema(function, op_name=name, mutates_args=writes)
+    # Numbers stay numbers where sizes are traced: only the sizes of tensors are not known.
+    schema = schema.replace("SymInt", "int")
     _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
-    _, written = _arguments(schema)
+    names = [a.name for a in torch._C.parse_schema(f"fp8rs::{schema}").arguments]
 
-    def kernel(*args: Any) -> Any:
-        outputs = silent(*args)
-        _count_versions(args, written)
-        return outputs
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        _check_devices((*args, *kwargs.values()), (*names[: len(args)], *kwargs))
+        return function(*args, **kwargs)
 
-    _implement(schema.partition("(")[0], silent, kernel)
-
-
-def _arguments(schema: str) -> tuple[list[str], list[int]]:
-    """The names of an operator's arguments, and the places of those that it says are written."""
-    arguments = torch._C.parse_schema(f"fp8rs::{schema}").arguments
-    written = [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
-    return [a.name for a in arguments], written
+    torch.library.register_fake(f"fp8rs::{name}", fake, lib=_library)
+    return names
 
 
 def _check_devices(args: Sequence[Any], names: Sequence[str]) -> None:
@@ -124,16 +110,3 @@ def _check_devices(args: Sequence[Any], names: Sequence[str]) -> None:
                 raise ValueError(
                     f"{name} is on {x.device} and {its_name} is on {first}: both must be on one"
                 )
-
-
-def _count_versions(args: Sequence[Any], written: list[int]) -> None:
-    for i in written:
-        _increment_version((args[i],) if isinstance(args[i], Tensor) else args[i])
-
-
-def _implement(name: str, fake: Callable[..., Any], kernel: Callable[..., Any]) -> None:
-    torch.library.register_fake(f"fp8rs::{name}", fake, lib=_library)
-    KERNELS[name] = kernel
-    if name not in NATIVE:
-        _library.impl(name, kernel, "CPU")
-        _library.impl(name, kernel, "CUDA")

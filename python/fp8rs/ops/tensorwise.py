@@ -12,69 +12,52 @@ What holds for all operators ``torch.ops.fp8rs.*``:
 - ``after`` is not read. Where an operator is traced it places the operator after that tensor: a
   compiler would compute a weight's second plane in the forward, and keep it for the backward.
 - Bad arguments raise TypeError or ValueError that name the argument, before anything is written.
-
-There are no variants with ``out=``: who has room already calls the function of the same name in
-``fp8rs._core``, which takes its outputs as arguments, is no operator, and is not to be traced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fp8rs import _core
 from fp8rs.ops import room
-from fp8rs.ops.define import Operation, declared, operator
+from fp8rs.ops.define import in_python, in_rust
 from fp8rs.ops.room import matrix
 
 _F32 = torch.float32
-_WIDE = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@operator("amax(Tensor x) -> Tensor")
-def amax(x: Tensor) -> Operation:
+@in_rust
+def amax(x: Tensor) -> Tensor:
     """The absolute maximum of ``x``: float32, shape ()."""
-    out = room.scalar(x)
-    return out, lambda: _core.amax(matrix(x), out)
+    return room.scalar(x)
 
 
-@operator("multi_amax(Tensor[] xs) -> Tensor")
-def multi_amax(xs: list[Tensor]) -> Operation:
+@in_rust
+def multi_amax(xs: list[Tensor]) -> Tensor:
     """The absolute maximum of each tensor: float32, one element for each."""
-    out = xs[0].new_empty(len(xs), dtype=_F32)
-    return out, lambda: _core.multi_amax([matrix(x) for x in xs], out)
+    return xs[0].new_empty(len(xs), dtype=_F32)
 
 
-@operator(
-    "scale_from_amax(Tensor amax, ScalarType fp8_dtype, bool power_2_scale=False,"
-    " float amax_epsilon=0.0, int margin=0) -> Tensor"
-)
+@in_rust
 def scale_from_amax(
     amax: Tensor,
     fp8_dtype: torch.dtype,
     power_2_scale: bool = False,
     amax_epsilon: float = 0.0,
     margin: int = 0,
-) -> Operation:
+) -> Tensor:
     """The float32 scale for each absolute maximum (float32, any shape).
 
     No amax may be negative. This is not checked, because that would wait for the device; what a
     negative one gives is not the same on every device.
     """
-    room.check_fp8(fp8_dtype)
-    out = torch.empty_like(amax, memory_format=torch.contiguous_format)
-    name: Literal["e4m3", "e5m2"] = "e4m3" if fp8_dtype is torch.float8_e4m3fn else "e5m2"
-    rule = (power_2_scale, amax_epsilon, margin)
-    return out, lambda: _core.scale_from_amax(matrix(amax), out, name, *rule)
+    return amax.new_empty(amax.shape)
 
 
-@operator(
-    "quantize(Tensor x, Tensor scale, ScalarType fp8_dtype, bool rowwise=True,"
-    " bool columnwise=False, Tensor? after=None) -> (Tensor rowwise, Tensor columnwise)"
-)
+@in_rust
 def quantize(
     x: Tensor,
     scale: Tensor,
@@ -82,19 +65,34 @@ def quantize(
     rowwise: bool = True,
     columnwise: bool = False,
     after: Tensor | None = None,
-) -> Operation:
-    """Quantize with a known scale (float32, one element)."""
-    planes = room.codes(x, fp8_dtype, rowwise, columnwise)
-    return room.both(x, fp8_dtype, planes), lambda: _core.quantize(matrix(x), scale, *planes)
+) -> tuple[Tensor, Tensor]:
+    """Quantize with a known scale (float32, one element).
+
+    Returns:
+        Rowwise codes and columnwise codes.
+    """
+    return room.codes(x, fp8_dtype, rowwise, columnwise)
 
 
-_DELAYED = (
-    ", ScalarType fp8_dtype, bool rowwise=True, bool columnwise=False)"
-    " -> (Tensor rowwise, Tensor columnwise, Tensor scale_used)"
-)
+@in_rust
+def _quantize_delayed(
+    x: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    fp8_dtype: torch.dtype,
+    rowwise: bool = True,
+    columnwise: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``quantize_delayed``, which does not tell autograd or the compiler that it writes ``amax``.
+
+    It is for linear layers: a layer's backward writes the amax that another forward of the layer
+    has been given already, which a declared write forbids. The maximum is idempotent, and nothing
+    that is traced reads it, so that calls may be merged and ordered at will.
+    """
+    return *room.codes(x, fp8_dtype, rowwise, columnwise), room.scalar(x)
 
 
-@operator("_quantize_delayed(Tensor x, Tensor scale, Tensor amax" + _DELAYED)
+@in_python(torch.ops.fp8rs._quantize_delayed.default, writes=["amax"])
 def quantize_delayed(
     x: Tensor,
     scale: Tensor,
@@ -102,52 +100,35 @@ def quantize_delayed(
     fp8_dtype: torch.dtype,
     rowwise: bool = True,
     columnwise: bool = False,
-) -> Operation:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize with a known scale and raise ``amax`` to the absolute maximum of ``x``, if finite.
 
-    ``scale`` and ``amax`` are float32 of one element; ``scale_used`` is ``scale``, or NaN where
-    ``x`` holds a NaN or an infinity.
+    ``scale`` and ``amax`` are float32 of one element.
 
-    ``_quantize_delayed`` is the same and does not tell autograd or the compiler of its write. It is
-    for linear layers: a layer's backward writes the amax that another forward of the layer has been
-    given already, which a declared write forbids. The maximum is idempotent, and nothing that is
-    traced reads it, so that calls may be merged and ordered at will.
+    Returns:
+        Rowwise codes, columnwise codes, and the scale used: ``scale``, or NaN where ``x`` holds a
+            NaN or an infinity.
     """
-    planes = room.codes(x, fp8_dtype, rowwise, columnwise)
-    used = room.scalar(x)
-    return (*room.both(x, fp8_dtype, planes), used), lambda: _core.quantize_delayed(
-        matrix(x), scale, amax, used, *planes
-    )
+    return _quantize_delayed(x, scale, amax, fp8_dtype, rowwise, columnwise)
 
 
-declared(
-    "quantize_delayed(Tensor x, Tensor scale, Tensor(a!) amax" + _DELAYED,
-    torch.ops.fp8rs._quantize_delayed.default,
-)
+def _note(scale: Tensor, amax: Tensor, into: Tensor) -> Tensor:
+    slot = into.data  # whose version nobody has saved
+    torch.fmax(slot, amax, out=slot)
+    return scale.clone()
 
 
-@operator("_note_amax(Tensor scale, Tensor amax, Tensor into) -> Tensor")
-def note_amax(scale: Tensor, amax: Tensor, into: Tensor) -> Operation:
+@in_python(_note)
+def _note_amax(scale: Tensor, amax: Tensor, into: Tensor) -> Tensor:
     """Raise ``into`` (float32, one element) to ``amax``; gives a copy of ``scale``.
 
     For siblings that share the first one's codes but have histories of their own. As in
     ``_quantize_delayed`` the write is not declared; what is returned keeps the call in a graph.
     """
-    used = torch.empty_like(scale)
-
-    def note() -> None:
-        slot = into.data  # whose version nobody has saved
-        torch.fmax(slot, amax, out=slot)
-        used.copy_(scale)
-
-    return used, note
+    return torch.empty_like(scale)
 
 
-@operator(
-    "quantize_current(Tensor x, ScalarType fp8_dtype, bool rowwise=True, bool columnwise=False,"
-    " bool power_2_scale=False, float amax_epsilon=0.0)"
-    " -> (Tensor rowwise, Tensor columnwise, Tensor scale)"
-)
+@in_rust
 def quantize_current(
     x: Tensor,
     fp8_dtype: torch.dtype,
@@ -155,51 +136,51 @@ def quantize_current(
     columnwise: bool = False,
     power_2_scale: bool = False,
     amax_epsilon: float = 0.0,
-) -> Operation:
-    """Find the scale of ``x`` and quantize with it."""
-    planes = room.codes(x, fp8_dtype, rowwise, columnwise)
-    scale = room.scalar(x)
-    return (*room.both(x, fp8_dtype, planes), scale), lambda: _core.quantize_current(
-        matrix(x), scale, *planes, power_2_scale, amax_epsilon
-    )
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the scale of ``x`` and quantize with it.
+
+    Returns:
+        Rowwise codes, columnwise codes, and the scale.
+    """
+    return *room.codes(x, fp8_dtype, rowwise, columnwise), room.scalar(x)
 
 
-@operator("multi_quantize(Tensor[] xs, Tensor scales, Tensor(a!)[] outs) -> ()")
-def multi_quantize(xs: list[Tensor], scales: Tensor, outs: list[Tensor]) -> Operation:
+def _cast_each(xs: list[Tensor], scales: Tensor, outs: list[Tensor]) -> None:
+    _core.multi_quantize([matrix(x) for x in xs], scales, outs)
+
+
+@in_python(_cast_each, writes=["outs"])
+def multi_quantize(xs: list[Tensor], scales: Tensor, outs: list[Tensor]) -> None:
     """Quantize each tensor with its own scale (float32, one element for each) into ``outs``."""
-    return None, lambda: _core.multi_quantize([matrix(x) for x in xs], scales, outs)
 
 
-@operator(
-    "multi_quantize_delayed(Tensor[] xs, Tensor scales, Tensor(a!) amaxes, Tensor(b!)[] outs)"
-    " -> Tensor scales_used"
-)
+def _cast_each_delayed(
+    xs: list[Tensor], scales: Tensor, amaxes: Tensor, outs: list[Tensor]
+) -> Tensor:
+    used = multi_quantize_delayed(xs, scales, amaxes, outs)
+    _core.multi_quantize_delayed([matrix(x) for x in xs], scales, amaxes, used, outs)
+    return used
+
+
+@in_python(_cast_each_delayed, writes=["amaxes", "outs"])
 def multi_quantize_delayed(
     xs: list[Tensor], scales: Tensor, amaxes: Tensor, outs: list[Tensor]
-) -> Operation:
+) -> Tensor:
     """``quantize_delayed`` over a list, rowwise: one element of ``amaxes`` and result for each."""
-    used = scales.new_empty(len(xs), dtype=_F32)
-    return used, lambda: _core.multi_quantize_delayed(
-        [matrix(x) for x in xs], scales, amaxes, used, outs
-    )
+    return scales.new_empty(len(xs), dtype=_F32)
 
 
-@operator("transpose(Tensor codes, Tensor? after=None) -> Tensor")
-def transpose(codes: Tensor, after: Tensor | None = None) -> Operation:
+@in_rust
+def transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
     """The transposed matrix of codes, contiguous."""
     rows, cols = room.matrix_shape(codes)
-    out = codes.new_empty((cols, rows))
-    return out, lambda: _core.transpose(matrix(codes), out)
+    return codes.new_empty((cols, rows))
 
 
-@operator("dequantize(Tensor codes, Tensor scale, int[] block, ScalarType dtype) -> Tensor")
-def dequantize(codes: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype) -> Operation:
+@in_rust
+def dequantize(codes: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Code times scale in float32, then one cast to ``dtype``; the shape of ``codes``.
 
     ``scale`` (float32 or float8_e8m0fnu) has one element for each ``block`` of (rows, columns).
     """
-    room.check_pair(block)
-    if dtype not in _WIDE:
-        raise TypeError(f"dtype is {dtype}; it must be float32, bfloat16 or float16")
-    out = torch.empty_like(codes, dtype=dtype, memory_format=torch.contiguous_format)
-    return out, lambda: _core.dequantize(matrix(codes), scale, block[0], block[1], out)
+    return codes.new_empty(codes.shape, dtype=dtype)

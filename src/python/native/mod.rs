@@ -2,7 +2,7 @@
 //!
 //! The dispatcher calls a C function with the operator's arguments as 64-bit values, and takes its results the same
 //! way; nothing of torch is linked: `shim` looks the functions up in the libraries that Python has loaded. Where
-//! one of them is missing, [`register`] says so, registers nothing, and the kernels in Python serve.
+//! one of them is missing, [`register_kernels`] says so, and fp8rs cannot be imported.
 //!
 //! - `shim`: torch's C functions.
 //! - `call`: the arguments and results of one call.
@@ -27,7 +27,11 @@ pub(in crate::python) fn register_kernels<'py>(
     tensor: &Bound<'py, PyType>,
     raiser: &Bound<'py, PyAny>,
 ) -> PyResult<Vec<&'static str>> {
-    let unsupported = |what: String| UnsupportedError::new_err(what);
+    let unsupported = |what: String| {
+        UnsupportedError::new_err(format!(
+            "this torch lacks what fp8rs's kernels are registered through: {what}; torch 2.11 and newer have it"
+        ))
+    };
     let streams = super::tensors::exchange_api(tensor)?.and_then(|api| api.current_work_stream);
     let streams = streams.ok_or_else(|| unsupported("torch.Tensor names no current stream".into()))?;
     let shim = shim::load(streams).map_err(unsupported)?;

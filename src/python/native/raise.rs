@@ -3,8 +3,8 @@
 //! A kernel that fails must throw: torch's C interface has no other way to say so. What survives torch's C++ with
 //! the exception's type is what a kernel in Python throws too: `python_error`, with the exception set in the
 //! interpreter. A function of `libtorch_python` throws it where a `__torch_function__` has raised, so that we let
-//! one raise. Where a torch function mode catches that, `aoti_torch_check` of torch's C interface throws the words, as
-//! a `RuntimeError`.
+//! one raise. Where a torch function mode catches that, or a torch has no such function (its name is private),
+//! `aoti_torch_check` of torch's C interface throws the words, as a `RuntimeError`.
 //!
 //! The unwinding passes through frames of ours that are declared for it ("C-unwind"). It needs one unwinder in the
 //! process, libgcc's: `tools/build_wheel.py` links the wheel to it. No way was found in which no exception passes
@@ -104,7 +104,7 @@ const HANDLE: &std::ffi::CStr =
 type Check = unsafe extern "C-unwind" fn(bool, *const c_char, *const c_char, u32, *const c_char);
 
 struct Raise {
-    handle: Handle,
+    handle: Option<Handle>,
     check: Check,
     raiser: Py<PyAny>,
 }
@@ -114,15 +114,12 @@ static RAISE: OnceLock<Raise> = OnceLock::new();
 /// Looks up what throws. `raiser`'s `__torch_function__` is called with the exception to raise, or it itself where a
 /// function mode passes the call on.
 pub(super) fn prepare(raiser: &Bound<'_, PyAny>) -> Result<(), String> {
-    let handle = symbol(loaded(c"libtorch_python.so")?, HANDLE)?;
+    let handle = loaded(c"libtorch_python.so").and_then(|library| symbol(library, HANDLE)).ok();
+    // SAFETY: the mangled name says that it is this function, with these parameters.
+    let handle = handle.map(|f| unsafe { std::mem::transmute::<*mut std::ffi::c_void, Handle>(f) });
     let check = symbol(loaded(c"libtorch_cpu.so")?, c"aoti_torch_check")?;
-    // SAFETY: the mangled name says that it is this function, with these parameters; the other is in a header.
-    let (handle, check) = unsafe {
-        (
-            std::mem::transmute::<*mut std::ffi::c_void, Handle>(handle),
-            std::mem::transmute::<*mut std::ffi::c_void, Check>(check),
-        )
-    };
+    // SAFETY: the function is in a header of torch's, with these parameters.
+    let check = unsafe { std::mem::transmute::<*mut std::ffi::c_void, Check>(check) };
     let _ = RAISE.set(Raise { handle, check, raiser: raiser.clone().unbind() });
     Ok(())
 }
@@ -133,6 +130,7 @@ pub(super) fn throw(failure: Failure) -> ! {
     let mut words = Python::attach(|py| {
         let error = failure.exception(py);
         let words = error.to_string();
+        let Some(handle) = handle else { return words };
         let args = match (error.into_value(py),).into_pyobject(py) {
             Ok(args) => args,
             Err(error) => return error.to_string(),

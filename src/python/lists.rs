@@ -1,0 +1,44 @@
+//! Lists of tensors, one scale each: see the functions of the same names in [`crate::ops`].
+
+use pyo3::prelude::*;
+
+use super::tensors::Arguments;
+use crate::ops;
+
+functions!(multi_quantize, multi_quantize_delayed);
+
+type Tensor<'a, 'py> = &'a Bound<'py, PyAny>;
+
+/// Quantizes each tensor with its own known scale.
+#[pyfunction]
+fn multi_quantize<'py>(
+    py: Python<'py>,
+    xs: Tensor<'_, 'py>,
+    scales: Tensor<'_, 'py>,
+    outs: Tensor<'_, 'py>,
+) -> PyResult<()> {
+    let args = Arguments::new(py);
+    let xs = args.inputs("xs", xs)?;
+    let scales = args.input("scales", scales)?;
+    let outs = args.outputs("outs", outs)?;
+    args.run(|stream| ops::multi_quantize(&xs, scales, &outs, stream))
+}
+
+/// [`ops::quantize_delayed`] over a list, rowwise.
+#[pyfunction]
+fn multi_quantize_delayed<'py>(
+    py: Python<'py>,
+    xs: Tensor<'_, 'py>,
+    scales: Tensor<'_, 'py>,
+    amaxes: Tensor<'_, 'py>,
+    scales_used: Tensor<'_, 'py>,
+    outs: Tensor<'_, 'py>,
+) -> PyResult<()> {
+    let args = Arguments::new(py);
+    let xs = args.inputs("xs", xs)?;
+    let scales = args.input("scales", scales)?;
+    let amaxes = args.output("amaxes", amaxes)?;
+    let scales_used = args.output("scales_used", scales_used)?;
+    let outs = args.outputs("outs", outs)?;
+    args.run(|stream| ops::multi_quantize_delayed(&xs, scales, amaxes, scales_used, &outs, stream))
+}
