@@ -7,6 +7,8 @@ what the sources give.
 The compiler (NVRTC 12.4: its PTX 8.4 is taken by drivers from 550 on) and the assemblers are wheels
 from PyPI, pinned below and kept in target/ptx-tools; no CUDA toolkit is needed. PTX and machine
 code depend on the sources and the pinned versions alone: a second build gives the same bytes.
+A module that is named in TARGETS is for newer devices, or for one alone; its row in
+src/cuda/table.rs says so too.
 
 Machine code saves the driver's compiler at first use; the PTX beside it serves every other device
 and driver. It is made by the oldest assembler that knows all the targets: its code is taken by
@@ -24,7 +26,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,18 +39,20 @@ CUBIN = ROOT / "src" / "cuda" / "cubin"
 TOOLS = ROOT / "target" / "ptx-tools"
 
 COMPILER = ["nvidia-cuda-nvrtc-cu12==12.4.127"]
+#: For targets that the other does not know: PTX 8.7, which drivers take from 570 on.
+NEWER_COMPILER = ["nvidia-cuda-nvrtc-cu12==12.8.93"]
 #: Of the machine code.
 ASSEMBLER = ["nvidia-cuda-nvcc-cu12==12.8.93"]
 #: Beside it in the check: what the compiler of a new driver would say.
 NEWEST_ASSEMBLER = ["nvidia-cuda-nvcc==13.0.88"]
 
 TARGET = "compute_89"
-#: Modules that use Hopper's own instructions.
+#: Modules that use newer instructions: compute_90, or, where no newer generation has them,
+#: compute_90a or compute_100a.
 TARGETS: dict[str, str] = {}
 #: What machine code is made for (`Target` in src/cuda/code.rs).
 MACHINE_CODE_FOR = ("sm_89", "sm_90", "sm_100")
-#: What the newest ptxas must assemble for without spills; a module for a newer target skips the
-#: older ones.
+#: What the newest ptxas must assemble for without spills.
 ASSEMBLE_FOR = ("sm_90", "sm_120")
 
 
@@ -68,6 +74,19 @@ def number(target: str) -> int:
     return int(target.rstrip("a").split("_")[1])
 
 
+def target_of(module: str) -> str:
+    """What its PTX is made for."""
+    return TARGETS.get(module, TARGET)
+
+
+def assembled_for(module: str, targets: Sequence[str]) -> list[str]:
+    """Those of the targets that a module is for, each as the assembler is told."""
+    wanted = target_of(module)
+    if wanted.endswith("a"):
+        return [f"{t}a" for t in targets if number(t) == number(wanted)]
+    return [t for t in targets if number(t) >= number(wanted)]
+
+
 def find(folder: Path, pattern: str) -> Path:
     """The one file of that name under a folder."""
     found = sorted(folder.rglob(pattern))
@@ -79,8 +98,7 @@ def find(folder: Path, pattern: str) -> Path:
 class Compiler:
     """NVRTC through ctypes."""
 
-    def __init__(self) -> None:
-        folder = fetch("nvrtc", COMPILER)
+    def __init__(self, folder: Path) -> None:
         ctypes.CDLL(str(find(folder, "libnvrtc-builtins.so.*")), mode=ctypes.RTLD_GLOBAL)
         self.lib = ctypes.CDLL(str(find(folder, "libnvrtc.so.*")))
         headers = sorted(KERNELS.glob("*.cuh"))
@@ -102,7 +120,7 @@ class Compiler:
             )
         )
         options = [
-            f"--gpu-architecture={TARGETS.get(source.stem, TARGET)}".encode(),
+            f"--gpu-architecture={target_of(source.stem)}".encode(),
             b"--std=c++17",
             b"-default-device",
             # The byte contract: IEEE division, subnormals kept, no contraction.
@@ -194,7 +212,11 @@ def main() -> None:
     parser.add_argument("modules", nargs="*", help="names of sources; all by default")
     arguments = parser.parse_args()
 
-    compiler = Compiler()
+    @cache
+    def compiler(newer: bool) -> Compiler:
+        name, packages = ("nvrtc-12.8", NEWER_COMPILER) if newer else ("nvrtc", COMPILER)
+        return Compiler(fetch(name, packages))
+
     ptxas, newest = (
         find(fetch(name, packages), "ptxas")
         for name, packages in (("nvcc-12", ASSEMBLER), ("nvcc", NEWEST_ASSEMBLER))
@@ -214,15 +236,15 @@ def main() -> None:
     wrong: list[str] = []
     jobs = []
     for source in sources:
-        ptx = compiler.compile(source)
-        path = PTX_TEXT / f"{source.stem}.ptx"
+        module = source.stem
+        ptx = compiler(number(target_of(module)) > 90).compile(source)
+        path = PTX_TEXT / f"{module}.ptx"
         path.write_bytes(ptx)
-        if changed := keep(PTX / f"{source.stem}.lzma", ptx, arguments.check):
+        if changed := keep(PTX / f"{module}.lzma", ptx, arguments.check):
             wrong += changed
             continue
-        needs = number(TARGETS.get(source.stem, TARGET))
-        jobs += [(ptxas, path, target) for target in MACHINE_CODE_FOR if number(target) >= needs]
-        jobs += [(newest, path, target) for target in ASSEMBLE_FOR if number(target) >= needs]
+        jobs += [(ptxas, path, target) for target in assembled_for(module, MACHINE_CODE_FOR)]
+        jobs += [(newest, path, target) for target in assembled_for(module, ASSEMBLE_FOR)]
     with ThreadPoolExecutor(2) as pool:
         for job, (code, found) in zip(
             jobs, pool.map(lambda j: assemble(*j, arguments.verbose), jobs), strict=True
@@ -230,11 +252,13 @@ def main() -> None:
             program, path, target = job
             wrong += found
             if program is ptxas and not found:
-                wrong += keep(CUBIN / target / f"{path.stem}.lzma", code, arguments.check)
+                wrong += keep(
+                    CUBIN / target.rstrip("a") / f"{path.stem}.lzma", code, arguments.check
+                )
     if wrong:
         raise SystemExit("\n".join(wrong))
     verb = "compared" if arguments.check else "built"
-    targets = sorted({*MACHINE_CODE_FOR, *ASSEMBLE_FOR}, key=number)
+    targets = sorted({target for _, _, target in jobs}, key=number)
     print(f"{verb} {len(sources)} modules; assembled for {', '.join(targets)} without spills")
 
 

@@ -29,6 +29,7 @@ pub(super) const MAX_DEVICES: usize = 64;
 pub(super) struct DeviceState {
     ordinal: i32,
     context: usize,
+    capability: (u32, u32),
     /// What machine code is taken; `None` where the driver compiles PTX.
     target: Option<code::Target>,
     /// Modules of machine code; `None` where there is none, or the driver refused it.
@@ -126,6 +127,7 @@ fn start(ordinal: i32) -> Result<DeviceState, Error> {
     Ok(DeviceState {
         ordinal,
         context: context as usize,
+        capability: (major, minor),
         target: code::Target::of(major, minor).filter(|_| !code::ptx_is_forced()),
         modules: [const { OnceLock::new() }; MODULES.len()],
         loading: Mutex::new(()),
@@ -200,6 +202,7 @@ fn load(image: &[u8]) -> Result<usize, Error> {
 fn function(state: &DeviceState, kernel: &'static Kernel) -> Result<sys::CUfunction, Error> {
     let _relaxed = Relaxed::enter()?;
     let module = &MODULES[kernel.module as usize];
+    module.needs.check(module.name, state.ordinal, state.capability)?;
     // An older driver than the assembler's may refuse the machine code, and then takes the PTX.
     let machine = || state.target.and_then(|target| load(&module.machine_code(target)?).ok());
     let loaded = match state.modules[kernel.module as usize].get_or_init(machine) {

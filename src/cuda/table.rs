@@ -1,8 +1,11 @@
 //! The table of modules and kernels: what code is embedded, and what each entry takes.
 //!
 //! A module is a row of [`MODULES`]; its PTX is built from `kernels/NAME.cu` by `tools/build_ptx.py`, its machine code
-//! from the PTX, and both are checked in. A kernel is a static made by [`kernel!`] or [`by_types!`] beside the code that launches it, and takes one
-//! struct by value. A test compares every entry's parameter with that struct's size.
+//! from the PTX, and both are checked in. A row without a target is for every device that FP8 has kernels for; one
+//! `for sm_100a` uses instructions of that target alone, and elsewhere its kernels are refused.
+//!
+//! A kernel is a static made by [`kernel!`] or [`by_types!`] beside the code that launches it, and takes one struct by
+//! value. A test compares every entry's parameter with that struct's size.
 
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,30 +21,84 @@ use crate::layout::DType;
 /// Embedded PTX and machine code.
 pub(super) struct Module {
     /// The name of its source, `kernels/NAME.cu`.
-    #[cfg_attr(not(test), expect(dead_code))]
     pub(super) name: &'static str,
+    /// The devices that it is for.
+    pub(super) needs: Needs,
     /// The text, compressed (LZMA): what launches read of it is `ptx()`.
     pub(super) packed_ptx: &'static [u8],
-    /// Machine code made of it for each [`Target`](super::code::Target), compressed (LZMA).
-    pub(super) machine_code: [&'static [u8]; 3],
+    /// Machine code made of it for each [`Target`](super::code::Target) that it is for, compressed (LZMA).
+    pub(super) machine_code: [Option<&'static [u8]>; 3],
+}
+
+/// Which devices a module is for, by compute capability.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Needs {
+    /// This one and newer ones.
+    AtLeast(u32, u32),
+    /// This one alone: instructions of targets with a letter (`sm_100a`) are in no newer generation.
+    #[cfg_attr(not(test), expect(dead_code, reason = "no module is for one target yet"))]
+    Exactly(u32, u32),
+}
+
+impl Needs {
+    /// Refuses a device that the module is not for.
+    pub(super) fn check(self, module: &str, ordinal: i32, capability: (u32, u32)) -> Result<(), Error> {
+        let ((major, minor), fits, more) = match self {
+            Self::AtLeast(major, minor) => ((major, minor), capability >= (major, minor), " or newer"),
+            Self::Exactly(major, minor) => ((major, minor), capability == (major, minor), " alone"),
+        };
+        if fits {
+            return Ok(());
+        }
+        let (its_major, its_minor) = capability;
+        Err(Error::Unsupported {
+            what: format!("{module} on CUDA").into(),
+            reason: format!(
+                "cuda:{ordinal} has compute capability {its_major}.{its_minor}, and it takes {major}.{minor}{more}"
+            )
+            .into(),
+            instead: "use CPU tensors, or such a GPU".into(),
+        })
+    }
+}
+
+macro_rules! machine_code {
+    ($target:literal, $name:literal) => {
+        Some(include_bytes!(concat!("cubin/", $target, "/", $name, ".lzma")) as &[u8])
+    };
+}
+
+/// What the target of a module's row says: the devices that it is for, and its machine code.
+macro_rules! made_for {
+    ($name:literal) => {
+        (
+            Needs::AtLeast(8, 9),
+            [machine_code!("sm_89", $name), machine_code!("sm_90", $name), machine_code!("sm_100", $name)],
+        )
+    };
+    ($name:literal sm_90) => {
+        (Needs::AtLeast(9, 0), [None, machine_code!("sm_90", $name), machine_code!("sm_100", $name)])
+    };
+    ($name:literal sm_90a) => {
+        (Needs::Exactly(9, 0), [None, machine_code!("sm_90", $name), None])
+    };
+    ($name:literal sm_100a) => {
+        (Needs::Exactly(10, 0), [None, None, machine_code!("sm_100", $name)])
+    };
 }
 
 macro_rules! modules {
-    ($($id:ident = $name:literal;)*) => {
+    ($($id:ident = $name:literal $(for $target:ident)?;)*) => {
         /// A row of [`MODULES`].
         #[derive(Debug, Clone, Copy)]
         pub(super) enum ModuleId { $($id),* }
 
         /// Every module.
         pub(super) static MODULES: [Module; [$(ModuleId::$id),*].len()] = [
-            $(Module {
-                name: $name,
-                packed_ptx: include_bytes!(concat!("ptx/", $name, ".lzma")),
-                machine_code: [
-                    include_bytes!(concat!("cubin/sm_89/", $name, ".lzma")),
-                    include_bytes!(concat!("cubin/sm_90/", $name, ".lzma")),
-                    include_bytes!(concat!("cubin/sm_100/", $name, ".lzma")),
-                ],
+            $({
+                let (needs, machine_code) = made_for!($name $($target)?);
+                let packed_ptx = include_bytes!(concat!("ptx/", $name, ".lzma"));
+                Module { name: $name, needs, packed_ptx, machine_code }
             }),*
         ];
     };
@@ -196,6 +253,22 @@ mod tests {
             threads.into_iter().map(|t| t.join().expect("no panic").expect("it loads")).collect::<Vec<_>>()
         });
         assert_eq!((found, loads.into_inner()), (vec![1; 8], 1));
+    }
+
+    #[test]
+    fn a_device_that_a_module_is_not_for_is_refused_by_name() {
+        let check = |needs: Needs, capability| needs.check("nvfp4", 1, capability);
+        for capability in [(9, 0), (10, 0), (10, 3), (12, 0)] {
+            assert!(check(Needs::AtLeast(9, 0), capability).is_ok());
+            assert_eq!(check(Needs::Exactly(10, 0), capability).is_ok(), capability == (10, 0));
+        }
+        let refused = |needs, capability| check(needs, capability).unwrap_err().to_string();
+        assert_eq!(
+            refused(Needs::Exactly(10, 0), (9, 0)),
+            "nvfp4 on CUDA is not supported: cuda:1 has compute capability 9.0, and it takes 10.0 alone; use CPU tensors, \
+             or such a GPU"
+        );
+        assert!(refused(Needs::AtLeast(9, 0), (8, 9)).contains("9.0 or newer"));
     }
 
     /// `(entry, bytes of its parameters)` of a module's PTX.
