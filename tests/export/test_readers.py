@@ -1,0 +1,162 @@
+"""transformers and compressed-tensors read what was exported, to the value."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import fp8rs
+from distributed import ranks
+from distributed.models import make, shard
+from fp8rs.export import save_pretrained, tensors
+
+pytest.importorskip("transformers", "5.0")
+pytest.importorskip("compressed_tensors", "0.15")
+
+from transformers import (
+    AutoModelForCausalLM,
+    CompressedTensorsConfig,
+    FineGrainedFP8Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+#: Format, the recipe that has it, and how transformers is told to dequantize it.
+CASES = {
+    "bf16": ("current", {}, lambda: None),
+    "fp8-block": ("block", {}, lambda: FineGrainedFP8Config(dequantize=True)),
+    "fp8-block ue8m0": (
+        "current",
+        {"scale_fmt": "ue8m0"},
+        lambda: FineGrainedFP8Config(dequantize=True, scale_fmt="ue8m0"),
+    ),
+    "fp8-row": ("rowwise", {}, lambda: CompressedTensorsConfig(dequantize=True)),
+    "fp8-tensor": ("delayed", {}, lambda: CompressedTensorsConfig(dequantize=True)),
+    "mxfp8": ("mxfp8", {}, lambda: CompressedTensorsConfig(dequantize=True)),
+}
+
+
+def llama(recipe):
+    """Of sizes that are multiples of 128: transformers dequantizes blocks of no others."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=64,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    return fp8rs.convert_to_float8_training(model, recipe=recipe, filter_fqns=["lm_head"])
+
+
+def values(found, name):
+    """What a weight's codes and scales stand for, by the conventions and not by this library."""
+    codes = found[name].float()
+    scales = [t for n, t in found.items() if n.startswith(name + "_")]
+    if not scales:
+        return codes
+    scale = scales[0]
+    if scale.dtype == torch.uint8:
+        scale = torch.exp2(scale.double() - 127).float().repeat_interleave(32, 1)
+    elif name + "_scale_inv" in found:
+        scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        scale = scale[: codes.shape[0], : codes.shape[1]]
+    return codes * scale
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize("case", list(CASES))
+def test_transformers_reads_the_values_that_were_written(case, tmp_path):
+    recipe, options, reader = CASES[case]
+    model = llama(recipe)
+    save_pretrained(model, tmp_path, case.split()[0], max_shard_bytes=200_000, **options)
+    given = dict(tensors(model, case.split()[0], **options))
+    config = reader()
+    extra = {} if config is None else {"quantization_config": config}
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, **extra)
+    parameters = dict(read.named_parameters())
+    names = [name for name in given if not name.endswith(("_scale", "_scale_inv"))]
+    assert sorted(parameters) == sorted(names)
+    for name in names:
+        assert torch.equal(parameters[name], values(given, name).to(torch.bfloat16)), name
+
+
+@pytest.mark.parametrize("format", ["fp8-row", "fp8-tensor", "mxfp8"])
+def test_compressed_tensors_decompresses_the_values_that_were_written(format, tmp_path):
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    model = llama("current")
+    save_pretrained(model, tmp_path, format)
+    written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    written.pop("quant_method")
+    scheme = QuantizationConfig(**written).config_groups["group_0"]
+    compressor = BaseCompressor.get_value_from_registry(written["format"])
+    found = dict(tensors(model, format))
+    name = "model.layers.0.mlp.down_proj.weight"
+    state = {"weight": found[name], "weight_scale": found[name + "_scale"]}
+    decompressed = compressor.decompress(state, scheme)["weight"].float()
+    # It multiplies by scales in their own dtype, and MXFP8's are powers of two in bfloat16.
+    assert torch.equal(decompressed, values(found, name))
+
+
+def test_the_index_names_every_tensor_and_files_are_as_large_as_was_asked(tmp_path):
+    model = llama("current")
+    save_pretrained(model, tmp_path, "fp8-tensor", max_shard_bytes=100_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    found = {n: t.clone() for n, t in tensors(model, "fp8-tensor")}
+    assert index["weight_map"].keys() == found.keys()
+    total = 0
+    for file in set(index["weight_map"].values()):
+        with safe_open(tmp_path / file, "pt") as opened:
+            held = {n: opened.get_tensor(n) for n in opened.keys()}  # noqa: SIM118
+        assert held.keys() == {n for n, f in index["weight_map"].items() if f == file}
+        nbytes = sum(t.nbytes for t in held.values())
+        assert nbytes <= 100_000 or len(held) == 1
+        total += nbytes
+        for name, tensor in held.items():
+            assert torch.equal(
+                tensor.view(-1).view(torch.uint8), found[name].view(-1).view(torch.uint8)
+            )
+    assert total == index["metadata"]["total_size"]
+
+
+def test_a_second_export_leaves_no_file_of_the_first(tmp_path):
+    model = llama("current")
+    save_pretrained(model, tmp_path, "fp8-tensor", max_shard_bytes=100_000)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    save_pretrained(model, tmp_path, "bf16")
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+
+
+def test_a_full_disk_leaves_the_export_that_was_there(tmp_path):
+    model = llama("current")
+    save_pretrained(model, tmp_path, "fp8-tensor")
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limit[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            save_pretrained(model, tmp_path, "bf16")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+@ranks(2, cuda=False)
+def test_an_error_of_the_rank_that_writes_is_raised_on_all(rig):
+    model = shard(make((64,), recipe="current"), rig)
+    with pytest.raises(OSError, match=r"/proc/nowhere|rank 0 could not write the model"):
+        save_pretrained(model, "/proc/nowhere", "fp8-tensor")

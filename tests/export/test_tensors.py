@@ -1,0 +1,319 @@
+"""What `fp8rs.export` gives of a sharded model is what it gives of the whole one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fp8rs
+from distributed import ranks
+from distributed.collectives import Collectives
+from distributed.models import (
+    EMPTY,
+    EVEN,
+    RECIPES,
+    UNEVEN,
+    batch,
+    linears,
+    make,
+    same_bytes,
+    shard,
+    train,
+    whole_planes,
+)
+from fp8rs.export import tensors
+from fp8rs.export.formats import FORMATS, serving_format
+
+HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
+#: The same for "mxfp8", which takes whole blocks of inputs.
+OF_32 = {"even": (64, 128), "uneven": (96, 32), "empty": (32, 32)}
+shardings = pytest.mark.parametrize("hidden", list(HIDDEN))
+every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
+every_format = pytest.mark.parametrize("format", list(FORMATS))
+both_weights = pytest.mark.parametrize("fp8_weights", [False, True], ids=["masters", "fp8"])
+
+#: What each recipe's weights are stored as, byte for byte.
+ITS_OWN = {
+    "current": "fp8-tensor",
+    "delayed": "fp8-tensor",
+    "rowwise": "fp8-row",
+    "block": "fp8-block",
+    "mxfp8": "mxfp8",
+    "mxfp8 of 1x32": "mxfp8",
+}
+
+
+class Odd(nn.Module):
+    """Sizes that are multiples of few blocks; a buffer, a tied weight, a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, 32)
+        self.up = nn.Linear(32, 150)
+        self.norm = nn.BatchNorm1d(150)
+        self.down = nn.Linear(150, 32, bias=False)
+        self.head = nn.Linear(32, 40, bias=False)
+        self.head.weight = self.embedding.weight
+        self.up.weight.requires_grad_(False)
+
+
+def odd():
+    model = Odd()
+    with pytest.warns(UserWarning, match="head stays in high precision"):
+        fp8rs.convert_to_float8_training(model, recipe="current")
+    return model
+
+
+def exported(model, format, **options):
+    """Copies of all tensors by name."""
+    return {n: t.cpu().clone() for n, t in tensors(model, format, **options)}
+
+
+def assert_same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert same_bytes(tensor, wanted[name]), name
+
+
+# --- one process ---------------------------------------------------------------------------------
+
+
+@every_recipe
+@both_weights
+def test_the_recipes_own_codes_are_stored_as_they_are(recipe, fp8_weights):
+    model = make((64,), recipe=RECIPES[recipe], fp8_weights=fp8_weights)
+    values = make((64,), recipe=None)
+    found = exported(model, ITS_OWN[recipe])
+    for name, layer in linears(values).items():
+        codes, scale, *_ = whole_planes(layer.weight.detach(), recipe)
+        assert same_bytes(found[f"{name}.weight"], codes)
+        if recipe.startswith("mxfp8"):
+            scale = scale.view(torch.uint8)
+            if recipe == "mxfp8":
+                scale = scale.repeat_interleave(32, 0)
+        suffix = serving_format(ITS_OWN[recipe]).scale_name
+        assert same_bytes(found[f"{name}.{suffix}"], scale)
+        assert same_bytes(found[f"{name}.bias"], layer.bias.detach().bfloat16())
+
+
+@every_recipe
+@every_format
+def test_names_shapes_and_dtypes_are_those_of_the_convention(recipe, format):
+    model = make((64,), recipe=RECIPES[recipe])
+    found = exported(model, format)
+    plain = make((64,), recipe=None).state_dict()
+    scales = {
+        "fp8-block": lambda n, k: (torch.float32, (-(-n // 128), -(-k // 128))),
+        "fp8-row": lambda n, k: (torch.float32, (n, 1)),
+        "fp8-tensor": lambda n, k: (torch.float32, ()),
+        "mxfp8": lambda n, k: (torch.uint8, (n, k // 32)),
+    }
+    wanted = {}
+    for name, value in plain.items():
+        quantized = format != "bf16" and value.dim() == 2
+        kind = torch.float8_e4m3fn if quantized else torch.bfloat16
+        wanted[name] = kind, tuple(value.shape)
+        if quantized:
+            scale_name = name.removesuffix("weight") + serving_format(format).scale_name
+            wanted[scale_name] = scales[format](*value.shape)
+    assert {n: (t.dtype, tuple(t.shape)) for n, t in found.items()} == wanted
+
+
+@every_recipe
+@every_format
+def test_what_is_stored_is_within_a_rounding_of_the_weights(recipe, format):
+    model = make((64,), recipe=RECIPES[recipe])
+    found = exported(model, format)
+    for name, layer in linears(make((64,), recipe=None)).items():
+        values = found[f"{name}.weight"].float()
+        if format != "bf16":
+            scale = found[f"{name}.{serving_format(format).scale_name}"]
+            if scale.dtype == torch.uint8:
+                scale = torch.exp2(scale.float() - 127).repeat_interleave(32, 1)
+            elif format == "fp8-block":
+                rows, cols = values.shape
+                scale = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :cols]
+            values = values * scale
+        weight = layer.weight.detach()
+        # E4M3 has three bits of mantissa: half a step is 1/16; a subnormal's is 2^-10 of the scale.
+        assert ((values - weight).abs() <= weight.abs() / 16 + weight.abs().max() * 2**-10).all()
+
+
+def test_scales_are_powers_of_two_where_that_is_asked_for():
+    model = make((64,), recipe="current")
+    scale = exported(model, "fp8-block", scale_fmt="ue8m0")["blocks.0.up.weight_scale_inv"]
+    assert (torch.frexp(scale)[0] == 0.5).all()
+    values = exported(model, "fp8-block")["blocks.0.up.weight_scale_inv"]
+    assert ((scale >= values) & (scale < 2 * values)).all()
+
+
+def test_ties_buffers_frozen_and_plain_parameters_come_once_under_their_names():
+    model = odd()
+    found = exported(model, "fp8-tensor")
+    scales = {"up.weight_scale", "down.weight_scale"}
+    assert found.keys() == (model.state_dict().keys() | scales) - {"head.weight"}
+    assert found["norm.num_batches_tracked"].dtype == torch.int64
+    assert found["embedding.weight"].dtype == torch.bfloat16
+
+
+def test_a_compiled_or_checkpointed_block_keeps_its_names():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = make((64, 48), recipe="current")
+    wanted = exported(model, "fp8-tensor")
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+    model.blocks[1] = torch.compile(model.blocks[1])
+    assert_same(exported(model, "fp8-tensor"), wanted)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, said",
+    [
+        ({"format": "fp4"}, ValueError, "format is 'fp4'; it must be one of 'bf16', 'fp8-block'"),
+        ({"format": "fp8-row", "scale_fmt": "ue8m0"}, ValueError, "scale_fmt is 'ue8m0' with"),
+        ({"dtype": torch.int8}, TypeError, "dtype is torch.int8; it must be float32"),
+    ],
+)
+def test_arguments_that_cannot_be_are_named(arguments, error, said):
+    with pytest.raises(error, match=said):
+        tensors(make((64,)), **arguments)
+
+
+def test_a_layer_that_does_not_fit_is_named_before_anything_is_given():
+    model = odd()
+    with pytest.raises(ValueError, match="down has 150 input features; in format 'mxfp8'"):
+        tensors(model, "mxfp8")
+
+
+def test_a_model_that_is_not_converted_is_given_as_bf16_alone():
+    model = make((64,), recipe=None)
+    assert exported(model, "bf16").keys() == model.state_dict().keys()
+    with pytest.raises(ValueError, match="model has no converted layers"):
+        tensors(model, "fp8-row")
+
+
+# --- sharded -------------------------------------------------------------------------------------
+
+
+@ranks(1, 2, 4)
+@shardings
+@every_recipe
+@every_format
+@both_weights
+def test_a_sharded_model_gives_the_bytes_of_the_whole_one(rig, hidden, recipe, format, fp8_weights):
+    options = {"recipe": RECIPES[recipe], "device": rig.device, "fp8_weights": fp8_weights}
+    sizes = (OF_32 if format == "mxfp8" else HIDDEN)[hidden]
+    wanted = exported(make(sizes, **options), format)
+    model = shard(make(sizes, **options), rig)
+    assert_same(exported(model, format), wanted)
+    train(model, torch.optim.SGD(model.parameters(), 0.0), [batch(rig)])
+    assert_same(exported(model, format), wanted)  # after a step, too
+
+
+@ranks(2)
+@every_recipe
+def test_an_export_between_steps_leaves_training_as_it_is(rig, recipe):
+    def losses(exports):
+        model = shard(make((64, 32), recipe=RECIPES[recipe], device=rig.device), rig)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found = []
+        for n in range(4):
+            found += train(model, optimizer, [batch(rig, n)])
+            if exports:
+                exported(model, ITS_OWN[recipe])
+        return found
+
+    assert losses(True) == losses(False)
+
+
+@ranks(2)
+@every_recipe
+@both_weights
+def test_only_one_unit_is_whole_at_a_time_and_none_afterwards(rig, recipe, fp8_weights):
+    model = make((64, 32), recipe=RECIPES[recipe], device=rig.device, fp8_weights=fp8_weights)
+    shard(model, rig, reshard_after_forward=False)
+    model(batch(rig))  # which leaves all units whole
+
+    def whole():
+        return {
+            name.partition(".")[0] + name.split(".")[1] if name.startswith("blocks") else "root"
+            for name, p in model.named_parameters()
+            if not isinstance(p, DTensor)
+        }
+
+    before = whole()
+    assert before == {"blocks0", "blocks1", "root"}
+    first = True
+    for name, _ in tensors(model, ITS_OWN[recipe]):
+        if first or not name.startswith("blocks"):
+            first = False
+            continue
+        unit = name.partition(".")[0] + name.split(".")[1]
+        assert unit in whole()
+    assert whole() == set()
+
+
+@ranks(2)
+@both_weights
+def test_codes_are_what_is_gathered_where_they_are_what_is_stored(rig, fp8_weights):
+    """Half the bytes of bf16, and no weight in high precision."""
+    model = make((64, 64), recipe="current", device=rig.device, fp8_weights=fp8_weights)
+    shard(model, rig)
+    exported(model, "fp8-tensor")
+    with Collectives() as seen:
+        exported(model, "fp8-tensor")
+    weights = sum(m.weight.numel() for m in linears(model).values())
+    others = sum(p.numel() * 4 for n, p in model.named_parameters() if p.dim() == 1)
+    assert seen.nbytes("gather") == weights + others
+
+
+@ranks(4)
+@pytest.mark.parametrize("format", ["fp8-tensor", "fp8-row", "fp8-block", "mxfp8", "bf16"])
+@both_weights
+def test_tensor_parallel_weights_come_whole(rig, format, fp8_weights):
+    recipe = {own: r for r, own in ITS_OWN.items() if r != "delayed"}.get(format, "current")
+    recipe = "mxfp8" if format == "mxfp8" else recipe
+    options = {"recipe": RECIPES[recipe], "device": rig.device, "fp8_weights": fp8_weights}
+    wanted = exported(make((128,), **options), format)
+    mesh = rig.mesh(2, 2, names=("data", "tensor"))
+    model = make((128,), **options)
+    for block in model.blocks:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["tensor"], plan)
+        fully_shard(block, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    found = exported(model, format)
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        if fp8_weights and format in ("fp8-row", "fp8-block"):
+            # Blocks and rows that tensor parallelism cut have scales of their own: see recipes.
+            assert tensor.shape == wanted[name].shape
+            continue
+        assert same_bytes(tensor, wanted[name]), name
+
+
+@ranks(2)
+def test_a_dtype_wider_than_what_the_policy_gathers_is_refused(rig):
+    model = make((64,), recipe="current", device=rig.device)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    shard(model, rig, mp_policy=policy)
+    with pytest.raises(ValueError, match=r"dtype is torch\.float32, but head\.bias, stored in"):
+        exported(model, "fp8-tensor", dtype=torch.float32)
+    wanted = exported(make((64,), recipe="current"), "fp8-tensor")
+    assert_same(exported(model, "fp8-tensor"), wanted)
+
+
+@ranks(2)
+def test_a_consumer_that_stops_leaves_nothing_whole(rig):
+    model = shard(make((64, 48), recipe="current", device=rig.device), rig)
+    each = tensors(model, "fp8-tensor")
+    next(each)
+    each.close()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert copy.deepcopy(list(model.state_dict()))
