@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8rs._torch import constant_when_traced, in_backward
-from fp8rs.quantize.quantizers import reduce_amax_
 from fp8rs.quantize.recipes import DelayedScaling
 from fp8rs.scaling.clock import Clock
 from fp8rs.scaling.histories import Histories, keep_local
 from fp8rs.scaling.reductions import mesh_groups, reduce_packed_
-from fp8rs.tensor.spec import QuantSpec
+from fp8rs.tensor.spec import QuantSpec, reduce_amax
 
 #: Forwards in training mode after which a model that was never told of a step warns.
 PATIENCE = 100
@@ -137,7 +136,7 @@ class Delayed:
     def _reduce(self, amax: Tensor) -> None:
         done = set()
         for group in self.reduction_groups():
-            reduce_amax_(amax, group)
+            reduce_amax(amax, group.group_name, in_place=True)
             if group is dist.group.WORLD:
                 return  # every rank that has a shard is in it
             done.add(group.group_name)
