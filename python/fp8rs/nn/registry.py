@@ -27,15 +27,8 @@ from fp8rs.quantize.recipes import DelayedScaling, Recipe, resolve_recipe
 from fp8rs.quantize.spec import quant_spec
 from fp8rs.scaling import steps
 from fp8rs.scaling.clock import Clock
-<<<<<<< HEAD
-from fp8rs.scaling.histories import BUFFERS, Histories, keep_local
-from fp8rs.scaling.reductions import mesh_groups, reduce_packed_
-from fp8rs.tensor.quantized import QuantizedTensor
-from fp8rs.tensor.spec import reduce_amax
-=======
 from fp8rs.scaling.delayed import Delayed, note_compiled
 from fp8rs.scaling.histories import BUFFERS
->>>>>>> 7e3aff2 (Give delayed scaling's state a class of its own, and roll where a step is told)
 
 from .siblings import forget_inputs
 from .spec import ROLES, register
@@ -238,119 +231,9 @@ class ModelState:
         Torch tells of its own; of others a training loop does, by ``fp8rs.optimizer_stepped``.
         """
         if self.fsdp is not None:
-<<<<<<< HEAD
-            self.fsdp.agree()
-        clock = self.clock
-        clock.stepped(silent=self._runs_silently)
-        if clock.unannounced:
-            clock.recorded()
-        self._roll_if_due()
-        if self.fsdp is not None:
-            self.fsdp.share()
-
-    @property
-    def _runs_silently(self) -> bool:
-        """Whether forwards may have begun without a word, since they are compiled.
-
-        With the hooks of the model; or its layers, of a model whose own forward does not train: of
-        one whose does, they are compiled parts, and it is that which begins.
-        """
-        clock, compiled = self.clock, _compiled.get(self.mark, ())
-        return "model" in compiled or (
-            "layer" in compiled and not (clock.forward and clock.training)
-        )
-
-    def _roll_if_moved(self) -> None:
-        """Roll where nobody tells of steps, at the first training forward after one."""
-        if not self._steps_are_told and self._weights_moved():
-            self.clock.stepped()
-            self._roll_if_due()
-
-    def _roll_if_due(self) -> None:
-        clock = self.clock
-        if clock.roll_is_due and self.histories is not None:
-            self.linked()
-            clock.rolled()
-            used = ((), ()) if self.fsdp is None else self.fsdp.used_scales()
-            self.histories.roll(self._reduce, used, unsure=clock.unannounced)
-            if self.fsdp is not None:
-                self.fsdp.shared = True
-
-    def _weights_moved(self) -> bool:
-        """Whether most weights were written since this was asked last: that is a step.
-
-        By hand, or by an optimizer that is not of torch's kind. Not by one write to one weight,
-        which one rank may have made alone.
-        """
-        moved = trained = 0
-        for index, layer in enumerate(self.layers()):
-            weight: Any = None if layer is None else layer._parameters.get("weight")
-            if weight is None or not weight.requires_grad or weight.is_inference():
-                continue
-            trained += 1
-            if type(weight) is nn.Parameter:
-                version = weight._version
-                moved += self._versions.setdefault(index, version) != version
-                self._versions[index] = version
-            elif isinstance(weight, QuantizedTensor):  # a whole FP8 weight
-                moved += weight._store.owner is not None and weight._store.owner.take_moved()
-            elif self.fsdp is not None:
-                moved += self.fsdp.moved(weight)
-        return 2 * moved > trained
-
-    def reduction_groups(self) -> list[Any]:
-        """The groups that all amaxes are reduced over at a roll.
-
-        Those that were asked for. Else, of a model that FSDP2 shards, the ranks of its mesh: they
-        run its forwards together anyway. Else none: ranks that take no part in a forward (uneven
-        inputs, another pipeline stage) would be waited for in vain.
-        """
-        if not dist.is_available() or not dist.is_initialized():
-            return []
-        groups: Sequence[Any] = ()
-        if self._group is not None:
-            groups = [self._group]
-        else:
-            groups = mesh_groups(self._meshes)
-        return [group for group in groups if group.size() > 1]
-
-    def is_sharded_over(self, mesh: Any) -> None:
-        """FSDP2 shards weights of this model over a mesh."""
-        self._meshes[mesh] = None
-
-    def set_weight_groups(self, index: int, groups: tuple[Any, ...]) -> None:
-        """Say that weight ``index`` is sharded over ``groups``, one for each mesh dimension.
-
-        Its amax is reduced over all of them too: FSDP's and tensor parallelism's.
-        """
-        self.weight_groups[index] = groups
-
-    def _reduce(self, amax: Tensor) -> None:
-        done = set()
-        for group in self.reduction_groups():
-            reduce_amax(amax, group.group_name, in_place=True)
-            if group is dist.group.WORLD:
-                return  # every rank that has a shard is in it
-            done.add(group.group_name)
-        reduce_packed_(
-            amax,
-            (
-                (
-                    range(i, i + 1),
-                    [g for g in groups if g.group_name not in done and g.size() > 1],
-                )
-                # Of a weight its amax, and its scale where those come last.
-                for first in range(0, amax.numel(), 3 * len(self.names))
-                for i, groups in (
-                    (first + index, groups) for index, groups in sorted(self.weight_groups.items())
-                )
-            ),
-        )
-=======
             self.fsdp.stepped()
         if self.delayed is not None:
             self.delayed.stepped()
->>>>>>> 7e3aff2 (Give delayed scaling's state a class of its own, and roll where a step is told)
 
     # --- copies ----------------------------------------------------------------------------------
 
