@@ -84,13 +84,12 @@ def memory_of(x: Tensor) -> object:
         return Itself(x.from_functional())
     try:
         return x.data_ptr() if type(x) is not FakeTensor else None
-    except RuntimeError:  # of a transform (vmap)
+    except RuntimeError:
+        if torch._C._functorch.is_batchedtensor(x):
+            raise RuntimeError(
+                "FP8 layers do not run under torch.func.vmap: use it before the conversion"
+            ) from None
         return None
-
-
-def is_batched(x: Tensor) -> bool:
-    """Whether ``torch.func.vmap`` stands behind a tensor: its offset tells no address."""
-    return bool(torch._C._functorch.is_batchedtensor(x))
 
 
 #: ``torch.compiler.disable`` as torch's own optimizers use it: it imports Dynamo at the first call.

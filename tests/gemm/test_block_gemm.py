@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fp8rs
-from fp8rs.gemm import blocks as gemm_blocks
-from fp8rs.gemm import table as gemm
+from fp8rs.gemm import devices, kernels, operands
+from fp8rs.gemm.table import GEMMS, scaled_mm
 from fp8rs.tensor import formats
 from oracle.blocks import expand, swizzle
 from oracle.compare import relative
@@ -77,13 +77,14 @@ def on(monkeypatch):
 
     def pretend(capability):
         monkeypatch.setattr(torch, "_scaled_mm", stand_in)
-        monkeypatch.setattr(gemm_blocks, "check_cuda", gemm.check_cuda.__wrapped__)
-        monkeypatch.setattr(gemm, "capability", lambda index: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
-        rebases = gemm_blocks._rebases
-        monkeypatch.setattr(
-            gemm_blocks, "_rebases", lambda _, emulate: rebases(torch.device("cuda", 0), emulate)
-        )
+        for module in (devices, operands):
+            monkeypatch.setattr(module, "capability", lambda index: capability)
+        rebases = operands.rebases
+        for module in (operands, kernels):
+            monkeypatch.setattr(
+                module, "rebases", lambda _, emulate: rebases(torch.device("cuda", 0), emulate)
+            )
 
     return pretend
 
@@ -120,9 +121,9 @@ def test_operands(on, a, b, capability, shape, out_dtype, with_bias):
     x, w = torch.randn(m, k, generator=generator), torch.randn(n, k, generator=generator)
     left, right = quantized(x, a, power_2=b.microscaled), quantized(w, b)
     bias = torch.randn(n, generator=generator) if with_bias else None
-    want = gemm.scaled_mm(left, right, bias=bias, out_dtype=torch.float32)
+    want = scaled_mm(left, right, bias=bias, out_dtype=torch.float32)
     on(capability)
-    got = gemm.GEMMS["cuda", a.name, b.name](left, right, bias, out_dtype, True)
+    got = GEMMS["cuda", a, b].kernel(left, right, bias, out_dtype, True)
     assert (got.shape, got.dtype) == ((m, n), out_dtype)
     assert got.is_contiguous()
     rebased = capability < BLACKWELL and (a.microscaled or b.microscaled)
@@ -135,21 +136,20 @@ def test_choice_of_operands(on, name):
     recipe = fp8rs.quantize.recipes.resolve_recipe(name)
     own = recipe.block_format("input")
     cpu = torch.device("cpu")
-    assert gemm_blocks.operand_format(own, cpu, False) == own
+    assert operands.operand_format(own, cpu, False) == own
     on(HOPPER)
     expected = formats.ROW if name == "mxfp8" else own
-    assert gemm_blocks.operand_format(own, cpu, False) == expected
+    assert operands.operand_format(own, cpu, False) == expected
     on(BLACKWELL)
-    assert gemm_blocks.operand_format(own, cpu, False) == own
+    assert operands.operand_format(own, cpu, False) == own
 
 
 def test_hopper_linear_is_the_simulations(on, monkeypatch):
     """All three GEMMs of MXFP8 through rebased operands."""
 
     def as_cuda(a, b, *, out_dtype, bias=None, use_fast_accum=False, emulate=False):
-        return gemm.GEMMS["cuda", a.format.name, b.format.name](
-            a, b, bias, out_dtype, use_fast_accum
-        )
+        kernel = GEMMS["cuda", a.format, b.format].kernel
+        return kernel(a, b, bias, out_dtype, use_fast_accum)
 
     torch.manual_seed(0)
     layer = fp8rs.nn.Linear(72, 48, recipe="mxfp8")
@@ -173,26 +173,26 @@ def test_one_plane_serves_dgrad(on):
     """Row scales are folded; squares are rebased along the other axis; rows of 32 need a plane."""
     w = torch.randn(48, 72)
     row = quantized(w, formats.ROW)
-    made = gemm_blocks.dgrad_operand(row, False)
+    made = operands.dgrad_operand(row, False)
     assert torch.equal(made.data.view(torch.uint8), row.data.view(torch.uint8).t())
     assert torch.equal(made.scale, torch.ones(72, 1))
-    assert torch.equal(gemm_blocks.dgrad_fold(row.format, row.scale), row.scale.t())
+    assert torch.equal(operands.dgrad_fold(row.format, row.scale), row.scale.t())
     square = quantized(w, formats.MX_32X32)
-    assert gemm_blocks.dgrad_operand(square, False).format == formats.MX_32X32
-    assert gemm_blocks.dgrad_fold(square.format, square.scale) is None
+    assert operands.dgrad_operand(square, False).format == formats.MX_32X32
+    assert operands.dgrad_fold(square.format, square.scale) is None
     with pytest.raises(ValueError, match="not square"):
-        gemm_blocks.dgrad_operand(quantized(w, formats.MX_1X32), False)
+        operands.dgrad_operand(quantized(w, formats.MX_1X32), False)
     on(HOPPER)
-    rebased = gemm_blocks.dgrad_operand(square, False)
+    rebased = operands.dgrad_operand(square, False)
     assert rebased.format == formats.ROW
     assert relative(rebased.dequantize(torch.float32), w.t()) < 0.05
 
 
 def test_blocks_of_128_need_hopper(on):
     on(BLACKWELL)
-    a = quantized(torch.randn(16, 128), formats.BLOCK_1X128)
-    with pytest.raises(fp8rs.UnsupportedError, match="mxfp8"):
-        gemm.GEMMS["cuda", "1x128", "1x128"](a, a, None, torch.bfloat16, False)
+    for b in (formats.BLOCK_1X128, formats.BLOCK_128X128):
+        with pytest.raises(fp8rs.UnsupportedError, match="mxfp8"):
+            devices.check_cuda.__wrapped__(0, GEMMS["cuda", formats.BLOCK_1X128, b].recipe)
 
 
 def test_padding_adds_nothing_to_a_size_that_lacks_nothing():
@@ -202,9 +202,9 @@ def test_padding_adds_nothing_to_a_size_that_lacks_nothing():
     with mode, enable_python_dispatcher():
         codes = codes.view(E4M3)
         for padded, cols in (
-            (gemm.padded(codes, 16, 128), 128),
-            (gemm.aligned(codes, rows=True), 48),
+            (kernels.padded(codes, 16, 128), 128),
+            (kernels.padded(codes, 16, 16), 48),
         ):
             assert padded.shape[0].node.expr == codes.shape[0].node.expr
             assert padded.shape[1] == cols
-        assert gemm.padded(codes, 8, 8).shape[1].node.expr == codes.shape[1].node.expr
+        assert kernels.padded(codes, 8, 8).shape[1].node.expr == codes.shape[1].node.expr

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from cases import skip_without_block_gemms
 from fp8rs import UnsupportedError, convert_to_float8_training
 from fp8rs import nn as fp8nn
-from fp8rs.gemm.table import capability as capability_of
-from fp8rs.gemm.table import check_cuda, scaled_mm
+from fp8rs.gemm.devices import capability as capability_of
+from fp8rs.gemm.devices import check_cuda
+from fp8rs.gemm.table import scaled_mm
 from fp8rs.nn.siblings import here
 from fp8rs.quantize.quantizers import Float8CurrentScalingQuantizer, Quantizer
 from fp8rs.quantize.recipes import (

@@ -415,14 +415,14 @@ def test_a_missing_gpu_is_said() -> None:
 
 def test_a_recipe_that_the_gpu_cannot_run_trains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from fp8rs.demo import run
-    from fp8rs.gemm import table as gemm
+    from fp8rs.gemm import devices
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(gemm, "capability", lambda index: (10, 0) if index else (9, 0))
-    monkeypatch.setattr(gemm, "check_cuda", gemm.check_cuda.__wrapped__)
+    monkeypatch.setattr(devices, "capability", lambda index: (10, 0) if index else (9, 0))
+    monkeypatch.setattr(devices, "check_cuda", devices.check_cuda.__wrapped__)
     monkeypatch.setattr(run, "launch", lambda *_: pytest.fail("something was trained"))
     with pytest.raises(run.DemoError, match=r"--recipe block: .*cuda:1 .*mxfp8") as caught:
         run.run(None, "block", 3, None, None, None)

@@ -100,7 +100,7 @@ def _check(
 ) -> None:
     """What would fail only after the reference was trained."""
     from fp8rs import UnsupportedError
-    from fp8rs.gemm.table import check_cuda
+    from fp8rs.gemm.devices import check_cuda
     from fp8rs.quantize.recipes import resolve_recipe
 
     try:

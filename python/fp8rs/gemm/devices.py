@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch
+
+from fp8rs._core import UnsupportedError
+
 Capability = tuple[int, int]
 
 #: The first GPUs with FP8 conversion instructions, which the quantization kernels are made of.
@@ -51,3 +57,20 @@ def gpu_path(recipe: str, capability: Capability) -> tuple[str, str]:
         instead = "with emulate=True it runs on dequantized operands"
     oldest, has = "{}.{}".format(*needed), "{}.{}".format(*capability)
     return "no", f"{what} needs compute capability {oldest}, this is {has}; {instead}"
+
+
+@functools.cache
+def capability(index: int) -> Capability:
+    """The compute capability of a GPU; asking torch for it takes microseconds."""
+    return torch.cuda.get_device_capability(index)
+
+
+@functools.cache
+def check_cuda(index: int, recipe: str) -> None:
+    """UnsupportedError, with the reason, unless a GPU has the GEMMs of the recipe of that name."""
+    if torch.version.hip is not None:
+        raise UnsupportedError("FP8 kernels run on NVIDIA GPUs; on the CPU every recipe runs")
+    path, why = gpu_path(recipe, capability(index))
+    if path == "no":
+        where = f"cuda:{index} ({torch.cuda.get_device_name(index)})"
+        raise UnsupportedError(f"recipe {recipe!r} does not run on {where}: {why}")

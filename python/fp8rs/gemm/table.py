@@ -1,39 +1,50 @@
 """GEMMs on quantized planes: which kernel multiplies operands of which formats on which device.
 
 ``scaled_mm(a, b)`` is a @ b.T over the values of two planes, both contiguous along the dim that is
-contracted over. A kernel is a row of :data:`GEMMS`, keyed by the device kind and the operands'
-formats; what has no row can be dequantized (always on CPU and meta, on CUDA with ``emulate``).
+contracted over. A kernel is a row of :data:`GEMMS`; what has no row can be dequantized (always on
+CPU and meta, on CUDA with ``emulate``).
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from fp8rs._core import UnsupportedError
-from fp8rs._torch import depends_on_data, is_batched
-from fp8rs.gemm.devices import gpu_path
+from fp8rs._torch import depends_on_data
+from fp8rs.gemm import kernels
+from fp8rs.gemm.devices import check_cuda
 from fp8rs.tensor import formats
+from fp8rs.tensor.formats import BLOCK_1X128, BLOCK_128X128, MX_1X32, MX_32X32, ROW, TENSOR
 from fp8rs.tensor.planes import Plane
 
-#: (a, b, bias, out_dtype, use_fast_accum) -> (rows of a, rows of b)
-Gemm = Callable[[Plane, Plane, "Tensor | None", torch.dtype, bool], Tensor]
 
-GEMMS: dict[tuple[str, str, str], Gemm] = {}
+class Gemm(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        kernel: (a, b, bias, out_dtype, use_fast_accum) -> (rows of a, rows of b).
+        recipe: the name of the recipe whose rule says which GPUs have it.
+    """
+
+    kernel: Callable[[Plane, Plane, Tensor | None, torch.dtype, bool], Tensor]
+    recipe: str
 
 
-def gemm_for(device: str, a: formats.BlockFormat, b: formats.BlockFormat) -> Callable[[Gemm], Gemm]:
-    """Register a kernel for operands of these formats."""
+_MX = Gemm(kernels.microscaled, "mxfp8")
 
-    def register(gemm: Gemm) -> Gemm:
-        GEMMS[device, a.name, b.name] = gemm
-        return gemm
-
-    return register
+#: (device, format of a, format of b) -> the GEMM.
+GEMMS: dict[tuple[str, formats.BlockFormat, formats.BlockFormat], Gemm] = {
+    ("cuda", TENSOR, TENSOR): Gemm(kernels.tensorwise, "current"),
+    ("cuda", ROW, ROW): Gemm(kernels.rowwise, "rowwise"),
+    ("cuda", BLOCK_1X128, BLOCK_128X128): Gemm(kernels.blockwise, "block"),
+    ("cuda", BLOCK_1X128, BLOCK_1X128): Gemm(kernels.blockwise, "block"),
+    **{("cuda", a, b): _MX for a in (MX_1X32, MX_32X32) for b in (ROW, MX_1X32, MX_32X32)},
+    **{("cuda", ROW, b): _MX for b in (MX_1X32, MX_32X32)},
+}
 
 
 def scaled_mm(
@@ -77,13 +88,14 @@ def scaled_mm(
     if emulate or codes.is_cpu or codes.is_meta:
         return _dequantized(a, b, bias, out_dtype, use_fast_accum)
     device = codes.device
-    gemm = GEMMS.get((device.type, a.format.name, b.format.name))
+    gemm = GEMMS.get((device.type, a.format, b.format))
     if gemm is None:
         raise UnsupportedError(
             f"no FP8 GEMM on {device.type} takes operands in formats {a.format.name!r} and "
             f"{b.format.name!r}; a recipe with emulate=True runs on dequantized operands"
         )
-    return gemm(a, b, bias, out_dtype, use_fast_accum)
+    check_cuda(device.index, gemm.recipe)
+    return gemm.kernel(a, b, bias, out_dtype, use_fast_accum)
 
 
 @torch.library.custom_op("fp8rs::_scaled_mm", mutates_args=())
@@ -150,112 +162,3 @@ def _values(plane: Plane, scale: Tensor | None = None) -> Tensor:
     block = list(plane.format.block)
     values = torch.ops.fp8rs.dequantize(plane.matrix, scale, block, torch.float32)
     return cast(Tensor, values)
-
-
-@gemm_for("cuda", formats.TENSOR, formats.TENSOR)
-def _cuda_tensorwise(
-    a: Plane,
-    b: Plane,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-) -> Tensor:
-    a_codes, b_codes = a.matrix, b.matrix
-    check_cuda(a_codes.device.index, "current")
-    return run(
-        aligned(a_codes, rows=False),
-        aligned(b_codes, rows=True),
-        _aligned_scale(a.scale),
-        _aligned_scale(b.scale),
-        b_codes.shape[0],
-        bias,
-        out_dtype,
-        use_fast_accum,
-    )
-
-
-def run(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    n: int,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-) -> Tensor:
-    """a @ b.T on aligned codes, of which the first ``n`` columns are kept; plus bias."""
-    padded = b.shape[0] - n
-    # cuBLASLt adds a bias of the output's dtype, and none to an fp32 output.
-    fused = None
-    if bias is not None and out_dtype != torch.float32:
-        fused = bias.to(out_dtype)
-        if padded:
-            fused = torch.nn.functional.pad(fused, (0, padded))
-    out = torch._scaled_mm(
-        a,
-        b.t(),
-        scale_a=scale_a,
-        scale_b=scale_b,
-        bias=fused,
-        out_dtype=out_dtype,
-        use_fast_accum=use_fast_accum,
-    )
-    if padded:
-        out = out[:, :n].contiguous()
-    if bias is not None and fused is None:
-        out = out + bias
-    return out
-
-
-#: torch._scaled_mm wants the contracted dim and the rows of b in multiples of this.
-_MULTIPLE = 16
-
-
-def aligned(codes: Tensor, *, rows: bool) -> Tensor:
-    """Contiguous codes with the last dim, and the rows if asked, padded by zeros."""
-    return padded(codes, _MULTIPLE if rows else 1, _MULTIPLE)
-
-
-def padded(codes: Tensor, rows: int, cols: int) -> Tensor:
-    """Contiguous codes padded by zeros to multiples of ``rows`` and ``cols``."""
-    m, k = codes.shape
-    pad_m, pad_k = _missing(m, rows), _missing(k, cols)
-    if pad_m or pad_k:
-        wider = torch.nn.functional.pad(codes.view(torch.uint8), (0, pad_k, 0, pad_m))
-        return wider.view(codes.dtype)
-    return codes if codes.is_contiguous() else codes.contiguous()
-
-
-def _missing(n: int, multiple: int) -> int:
-    """What n lacks to a multiple.
-
-    To a compiler for any size, what lacks nothing is 0, not an expression: sizes made of that one
-    would grow from layer to layer.
-    """
-    rest = n % multiple
-    return multiple - rest if rest else 0
-
-
-def _aligned_scale(scale: Tensor) -> Tensor:
-    """A scale at an address that cuBLAS takes: a multiple of 16 bytes."""
-    if is_batched(scale):
-        return scale.reshape(1).repeat(4)[0]  # that of each example is
-    return scale.clone() if scale.storage_offset() % 4 else scale
-
-
-@functools.cache
-def capability(index: int) -> tuple[int, int]:
-    """The compute capability of a GPU; asking torch for it takes microseconds."""
-    return torch.cuda.get_device_capability(index)
-
-
-@functools.cache
-def check_cuda(index: int, recipe: str) -> None:
-    """UnsupportedError, with the reason, unless a GPU has the GEMMs of the recipe of that name."""
-    if torch.version.hip is not None:
-        raise UnsupportedError("FP8 kernels run on NVIDIA GPUs; on the CPU every recipe runs")
-    path, why = gpu_path(recipe, capability(index))
-    if path == "no":
-        where = f"cuda:{index} ({torch.cuda.get_device_name(index)})"
-        raise UnsupportedError(f"recipe {recipe!r} does not run on {where}: {why}")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import is_traced
-from fp8rs.gemm.blocks import dgrad_fold, dgrad_operand
+from fp8rs.gemm.operands import dgrad_fold, dgrad_operand
 from fp8rs.gemm.table import scaled_mm
 from fp8rs.ops.inductor import fuse_maxima
 from fp8rs.tensor.planes import Plane

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from fp8rs.gemm.blocks import operand_format
+from fp8rs.gemm.operands import operand_format
 from fp8rs.quantize.recipes import Recipe, Role
 from fp8rs.quantize.spec import quant_spec
 from fp8rs.tensor.formats import BlockFormat
