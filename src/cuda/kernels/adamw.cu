@@ -52,8 +52,8 @@ template <u32 KIND> DEVICE void elements(const AdamWArgs &a) {
   bool known = KIND == CODES && keep;
   if (!t.amax && !known) return;
   found = block_max(found);
-  u32 next = e + 1 < a.count ? a.entries[e + 1].first_block : a.blocks;
-  if (!last_of(a.meetings + e, next - t.first_block, found)) return;
+  u32 end = end_of(a, e);
+  if (!last_of(a.meetings + e, end - t.first_block, found)) return;
   if (!known) {
     *t.amax = __uint_as_float(found);
     return;

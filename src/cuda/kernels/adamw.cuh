@@ -60,16 +60,6 @@ enum : u32 {
 /// How elements are stored.
 enum Kind : u32 { F32, BF16, F16, CODES };
 
-DEVICE u32 entry_of(const AdamWArgs &a, u32 block) {
-  u32 low = 0, high = a.count;
-  while (high - low > 1) {
-    u32 middle = (low + high) / 2;
-    if (a.entries[middle].first_block <= block) low = middle;
-    else high = middle;
-  }
-  return low;
-}
-
 /// What all elements of a tensor share in a step.
 struct Factors {
   float grad, decay, lerp, beta2, rest, root, eps, size;

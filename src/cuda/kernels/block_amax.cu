@@ -67,26 +67,14 @@ template <class T> DEVICE void line_amax(const LineAmaxArgs &a) {
       }
       unit[r] = m;
     }
-    int first = 0, count = 16;
-#pragma unroll
-    for (int mask = 1; mask < 16; mask *= 2) {
-      fold_halves<InF32>(unit, count, p.lane, mask);
-      count /= 2;
-      if (p.lane & mask) first += count;
-    }
+    int first = fold_lanes<InF32, 16>(unit, p.lane);
     u32 bits = InF32::amax(unit[0], shuffle_xor(unit[0], 16)) & 0x7fffffffu;
     if (p.lane < 16 && p.row + first < a.rows)
       atomicMax((u32 *)(a.row + (p.row + first) * a.row_stride), canonical(bits) | a.mark);
   } else if (a.row) {
     u32 unit[UNITS];
     row_maxima<T>(d, unit);
-    int first = 0, count = UNITS;
-#pragma unroll
-    for (int mask = 1; mask < UNITS; mask *= 2) {
-      fold_halves<T>(unit, count, p.lane, mask);
-      count /= 2;
-      if (p.lane & mask) first += count;
-    }
+    int first = fold_lanes<T, UNITS>(unit, p.lane);
 #pragma unroll
     for (int mask = UNITS; mask < 32; mask *= 2)
       unit[0] = T::amax(unit[0], shuffle_xor(unit[0], mask));
@@ -202,11 +190,8 @@ template <class T> DEVICE void tall_amax(const BlockAmaxArgs &a) {
       }
     return;
   }
-  u32 m = T::amax(T::amax(unit[0], unit[1]), T::amax(unit[2], unit[3]));
+  u32 m = square_maximum<T>(unit);
   constexpr int LANES = 32 / S::COLS;                 // that share 32 columns
-#pragma unroll
-  for (int mask = 1; mask < LANES; mask *= 2) m = T::amax(m, shuffle_xor(m, mask));
-  m = T::amax(m, shuffle_xor(m, 8));
   if (p.lane % LANES == 0 && !(p.lane & 8) && p.col < a.cols && !behind)
     atomicMax((u32 *)(out + p.col / a.block_cols * a.out_cs), canonical(magnitude<T>(m)));
 }

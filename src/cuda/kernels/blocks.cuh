@@ -35,3 +35,16 @@ template <class T, int N> DEVICE void fold_halves(u32 (&unit)[N], int count, int
     }
   }
 }
+
+/// The same over LANES neighbouring lanes, a power of two: the place in all of `unit` of what this
+/// lane is left with, the first COUNT / LANES (or one) of its registers.
+template <class T, int LANES, int COUNT> DEVICE int fold_lanes(u32 (&unit)[COUNT], int lane) {
+  int first = 0, count = COUNT;
+#pragma unroll
+  for (int mask = 1; mask < LANES; mask *= 2) {
+    fold_halves<T>(unit, count, lane, mask);
+    count /= 2;
+    if (lane & mask) first += count;
+  }
+  return first;
+}

@@ -9,16 +9,6 @@ struct TransposeArgs {
   i64 tiles_across;
 };
 
-/// Four rows of four bytes to four columns: each output word holds one column.
-DEVICE void transpose_4x4(u32 a, u32 b, u32 c, u32 d, u32 (&out)[4]) {
-  u32 ab_low = byte_permute(a, b, 0x5140), ab_high = byte_permute(a, b, 0x7362);
-  u32 cd_low = byte_permute(c, d, 0x5140), cd_high = byte_permute(c, d, 0x7362);
-  out[0] = byte_permute(ab_low, cd_low, 0x5410);
-  out[1] = byte_permute(ab_low, cd_low, 0x7632);
-  out[2] = byte_permute(ab_high, cd_high, 0x5410);
-  out[3] = byte_permute(ab_high, cd_high, 0x7632);
-}
-
 /// A thread takes 16 rows of 8 columns; a warp 64x64, four warps 128x128. Rows are a multiple of
 /// 16 and columns of 8, and both sides are aligned and contiguous in their rows.
 extern "C" __global__ void __launch_bounds__(128)

@@ -44,6 +44,16 @@ DEVICE u32 byte_permute(u32 a, u32 b, u32 selector) {
   return d;
 }
 
+/// Four rows of four bytes to four columns: each output word holds one column.
+DEVICE void transpose_4x4(u32 a, u32 b, u32 c, u32 d, u32 (&out)[4]) {
+  u32 ab_low = byte_permute(a, b, 0x5140), ab_high = byte_permute(a, b, 0x7362);
+  u32 cd_low = byte_permute(c, d, 0x5140), cd_high = byte_permute(c, d, 0x7362);
+  out[0] = byte_permute(ab_low, cd_low, 0x5410);
+  out[1] = byte_permute(ab_low, cd_low, 0x7632);
+  out[2] = byte_permute(ab_high, cd_high, 0x5410);
+  out[3] = byte_permute(ab_high, cd_high, 0x7632);
+}
+
 /// fp32 in: one element a register.
 struct InF32 {
   static constexpr int PER_REG = 1;
@@ -212,6 +222,23 @@ DEVICE void finish_delayed(const Delayed &d, float scale, u32 m) {
   // fmaxf gives the number where the other is NaN.
   if (finite) *d.amax = fmaxf(*d.amax, __uint_as_float(m));
   *d.scale_used = finite ? scale : __uint_as_float(NAN_BITS);
+}
+
+/// Of a launch over a list of tensors: the entry that a block belongs to, the last one that begins at
+/// or before it.
+template <class Args> DEVICE u32 entry_of(const Args &a, u32 block) {
+  u32 low = 0, high = a.count;
+  while (high - low > 1) {
+    u32 middle = (low + high) / 2;
+    if (a.entries[middle].first_block <= block) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+
+/// The block behind the last one of such an entry.
+template <class Args> DEVICE u32 end_of(const Args &a, u32 e) {
+  return e + 1 < a.count ? a.entries[e + 1].first_block : a.blocks;
 }
 
 #define FOR_INPUTS(ROW) ROW(f32, InF32) ROW(bf16, InBf16) ROW(f16, InF16)

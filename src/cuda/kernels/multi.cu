@@ -18,21 +18,10 @@ template <int N> struct MultiArgs {
   Entry entries[N];
 };
 
-/// The entry that a block belongs to: the last one that begins at or before it.
-template <int N> DEVICE u32 entry_of(const MultiArgs<N> &a, u32 block) {
-  u32 low = 0, high = a.count;
-  while (high - low > 1) {
-    u32 middle = (low + high) / 2;
-    if (a.entries[middle].first_block <= block) low = middle;
-    else high = middle;
-  }
-  return low;
-}
-
 constexpr int AMAX_LOADS = 8, AMAX_ROUNDS = 4, CAST_GROUPS = 2;
 
 template <class T, int N> DEVICE void multi_amax(const MultiArgs<N> &a) {
-  u32 e = entry_of<N>(a, blockIdx.x);
+  u32 e = entry_of(a, blockIdx.x);
   const Entry &t = a.entries[e];
   constexpr u64 PER = 16 / T::BYTES;
   const uint4 *v = (const uint4 *)t.x;
@@ -61,7 +50,7 @@ template <class T, int N> DEVICE void multi_amax(const MultiArgs<N> &a) {
 
 template <class T, class F, bool DELAYED, int N> DEVICE void multi_cast(const MultiArgs<N> &a) {
   constexpr int WORDS = 16 / T::PER_REG, VECTORS = WORDS / 4;
-  u32 e = entry_of<N>(a, blockIdx.x);
+  u32 e = entry_of(a, blockIdx.x);
   const Entry &t = a.entries[e];
   float scale = a.scales[t.index], q = reciprocal(scale);
   u32 own = blockIdx.x - t.first_block;
@@ -100,9 +89,9 @@ template <class T, class F, bool DELAYED, int N> DEVICE void multi_cast(const Mu
   }
   if (DELAYED) {
     m = block_max(m);
-    u32 next = e + 1 < a.count ? a.entries[e + 1].first_block : a.blocks;
+    u32 end = end_of(a, e);
     Delayed d = {a.amaxes + t.index, a.scales_used + t.index, a.meetings + e};
-    if (last_of(d.meeting, next - t.first_block, m)) finish_delayed(d, scale, m);
+    if (last_of(d.meeting, end - t.first_block, m)) finish_delayed(d, scale, m);
   }
 }
 

@@ -24,13 +24,7 @@ template <class T, class F> DEVICE void mx_lines(const TileArgs &a) {
       constexpr int LANES = 32 / S::COLS;          // that share a block
       u32 unit[S::UNITS];
       row_maxima<T>(d, unit);
-      int first = 0, count = S::UNITS;
-#pragma unroll
-      for (int mask = 1; mask < LANES; mask *= 2) {
-        fold_halves<T>(unit, count, p.lane, mask);
-        count /= 2;
-        if (p.lane & mask) first += count;
-      }
+      int first = fold_lanes<T, LANES>(unit, p.lane);
 #pragma unroll
       for (int i = 0; i < S::UNITS / LANES; i++)
 #pragma unroll

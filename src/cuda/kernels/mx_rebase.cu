@@ -242,24 +242,19 @@ template <class F> DEVICE void rebase_cols(const RebaseArgs &a) {
 
 #pragma unroll
   for (int w = 0; w < 2; w++) {
-    u32 t[4][4];                                     // [column][four rows]
+    u32 t[4][4];                                     // [four rows][column]
 #pragma unroll
-    for (int q = 0; q < 4; q++) {
-      u32 r0 = d[4 * q][w], r1 = d[4 * q + 1][w], r2 = d[4 * q + 2][w], r3 = d[4 * q + 3][w];
-      u32 a01 = byte_permute(r0, r1, 0x5140), b01 = byte_permute(r0, r1, 0x7362);
-      u32 a23 = byte_permute(r2, r3, 0x5140), b23 = byte_permute(r2, r3, 0x7362);
-      t[0][q] = byte_permute(a01, a23, 0x5410), t[1][q] = byte_permute(a01, a23, 0x7632);
-      t[2][q] = byte_permute(b01, b23, 0x5410), t[3][q] = byte_permute(b01, b23, 0x7632);
-    }
+    for (int q = 0; q < 4; q++)
+      transpose_4x4(d[4 * q][w], d[4 * q + 1][w], d[4 * q + 2][w], d[4 * q + 3][w], t[q]);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       i64 c = col + 4 * w + j;
       if (c >= a.cols) continue;
       u8 *to = a.out + c * a.out_rs + row * a.out_cs;
       if ((a.flags & 2) && rows_inside) {
-        *(uint4 *)to = make_uint4(t[j][0], t[j][1], t[j][2], t[j][3]);
+        *(uint4 *)to = make_uint4(t[0][j], t[1][j], t[2][j], t[3][j]);
       } else {
-        u64 low = (u64)t[j][1] << 32 | t[j][0], high = (u64)t[j][3] << 32 | t[j][2];
+        u64 low = (u64)t[1][j] << 32 | t[0][j], high = (u64)t[3][j] << 32 | t[2][j];
 #pragma unroll 1
         for (int r = 0; r < 16 && row + r < a.rows; r++) {
           to[r * a.out_cs] = (u8)low;

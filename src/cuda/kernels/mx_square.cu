@@ -19,12 +19,7 @@ template <class T, class F> DEVICE void mx_square(const TileArgs &a) {
   } else {
     u32 unit[4];
     col_maxima<T>(d, unit);
-    u32 m = T::amax(T::amax(unit[0], unit[1]), T::amax(unit[2], unit[3]));
-#pragma unroll
-    for (int mask = 1; mask < 32 / S::COLS; mask *= 2) m = T::amax(m, shuffle_xor(m, mask));
-    m = T::amax(m, shuffle_xor(m, 8));
-    bits = T::amax_bits(m, 0);
-    if (T::PER_REG == 2) bits = max(bits, T::amax_bits(m, T::PER_REG - 1));
+    bits = magnitude<T>(square_maximum<T>(unit));
   }
   u32 byte = e8m0_byte<F>(bits, a.flags & FLOOR_RULE);
   float f = e8m0_factor(byte);

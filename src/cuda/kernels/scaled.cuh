@@ -24,13 +24,7 @@ template <class T, class F, Blocks KIND> DEVICE void scaled_tile(const TileArgs 
   if (KIND == LINES_128 && a.row && !a.row_amax) {
     u32 unit[S::UNITS];
     row_maxima<T>(d, unit);
-    int first = 0, count = S::UNITS;
-#pragma unroll
-    for (int mask = 1; mask < 8; mask *= 2) {
-      fold_halves<T>(unit, count, p.lane, mask);
-      count /= 2;
-      if (p.lane & mask) first += count;
-    }
+    int first = fold_lanes<T, 8>(unit, p.lane);
 #pragma unroll
     for (int i = 0; i < S::UNITS / 8; i++)
 #pragma unroll

@@ -151,6 +151,15 @@ template <class T> DEVICE void col_maxima(const u32 (&d)[16][4], u32 (&unit)[4])
   }
 }
 
+/// The absolute maximum of the 32x32 elements around the thread's, from its columns': in all lanes
+/// that share them (`magnitude` gives its bits).
+template <class T> DEVICE u32 square_maximum(const u32 (&unit)[4]) {
+  u32 m = T::amax(T::amax(unit[0], unit[1]), T::amax(unit[2], unit[3]));
+#pragma unroll
+  for (int mask = 1; mask < 32 / TileShape<T>::COLS; mask *= 2) m = T::amax(m, shuffle_xor(m, mask));
+  return T::amax(m, shuffle_xor(m, 8));
+}
+
 /// Stores the rowwise codes; `factor(r)` scales row r, `fold(j)` column j.
 template <class T, class F, class Factor, class Fold>
 DEVICE void store_rows(const TileArgs &a, const TilePlace<T> &p, const u32 (&d)[16][4],
