@@ -29,20 +29,15 @@ from fp8rs._torch import (
     make_wrapper_subclass,
     note_write,
 )
-from fp8rs.tensor import formats, windows
+from fp8rs.tensor import formats, windows, writes
 from fp8rs.tensor.formats import BlockFormat, matrix_shape
 from fp8rs.tensor.planes import Plane as Plane
 from fp8rs.tensor.planes import check_planes
-from fp8rs.tensor.spec import (
-    Planes,
-    QuantSpec,
-    default_spec,
-    quantize_planes,
-    requantize_plane,
-)
+from fp8rs.tensor.region import Region
+from fp8rs.tensor.spec import Planes, QuantSpec, default_spec
 from fp8rs.tensor.store import Delayed, Store
 from fp8rs.tensor.table import HANDLERS
-from fp8rs.tensor.windows import Rectangle, Span, Window
+from fp8rs.tensor.windows import Window
 
 #: The names of the two planes.
 PLANES = ("rowwise", "columnwise")
@@ -198,6 +193,11 @@ class QuantizedTensor(Tensor):
             shown = self._shown = store.rowwise, store.columnwise, planes
         return shown[2]
 
+    @property
+    def region(self) -> Region:
+        """Which elements of its store this has."""
+        return Region(self._store, self._window, self.shape)
+
     def _be_no_view(self) -> None:
         """Stop being a view: a store of one's own, with the planes that were shown."""
         if self._window is not None:
@@ -264,29 +264,7 @@ class QuantizedTensor(Tensor):
             raise TypeError(f"dtype must be float32, bfloat16 or float16, not {dtype!r}")
         if dtype == torch.float64:  # which fp32 holds exactly
             return self.dequantize(torch.float32).double()
-        row, col = self.planes
-        plane = row if row is not None else col
-        if plane is None:
-            return self._read(dtype)
-        plane.check_live("this quantized tensor")
-        values = plane.dequantize(dtype)
-        if row is None:
-            values = values.t().contiguous().view(self.shape)
-        return values
-
-    def _read(self, dtype: torch.dtype) -> Tensor:
-        """The values of a view without planes."""
-        store, window = self._store, self._window
-        assert window is not None
-        if window.numel == 0:
-            return torch.empty(self.shape, dtype=dtype, device=self.device)
-        store.any_plane.check_live("this quantized tensor")
-        box = windows.hull(window, store.matrix, self.format, store.has, store.lead)
-        values = store.read(box, dtype)
-        view = windows.within(window, box, store.matrix).of(values)
-        if view.numel() < values.numel():  # which are not to be kept for a part of them
-            return view.clone(memory_format=torch.contiguous_format)
-        return view.contiguous()
+        return self.region.values(dtype)
 
     def update_usage(
         self, rowwise: bool | None = None, columnwise: bool | None = None
@@ -413,102 +391,11 @@ class QuantizedTensor(Tensor):
         owner = store.told
         if owner is not None and owner.write(self, src, keep):
             return
-        store.any_plane.check_live("this quantized tensor")
-        box, filled = self._box()
-        if self.numel() or (box is None and not keep) or spec.group is not None:
-            # The ranks of a group quantize together: one that writes nothing has to take part.
-            if keep or not (filled or (owner is not None and owner.has_whole(self))):
-                made = self._kept(src, box, filled, spec, delayed)
-            else:
-                scale, amax = (None, None) if delayed is None else delayed
-                lead = store.lead if box is None or box.rows.start == 0 else 0
-                made = quantize_planes(
-                    spec,
-                    self._laid(src, box),
-                    *store.has,
-                    scale=scale,
-                    amax=amax,
-                    declared=True,
-                    lead=lead,
-                )
-            store.put(made, box)
+        padded = owner is not None and owner.has_whole(self)
+        if writes.write(self.region, src, spec, delayed, keep=keep, rest_is_padding=padded):
             note_write(self)
         if owner is not None:
             owner.wrote()
-
-    def _box(self) -> tuple[Rectangle | None, bool]:
-        """Rows and columns that cut no block and have all of this view; whether it is all of them.
-
-        None are those of the whole matrix, in order.
-        """
-        store, window = self._store, self._window
-        if window is None:
-            return None, True
-        matrix = store.matrix
-        if _covers(window, matrix):
-            return None, True
-        if window.numel == 0:
-            return Rectangle(Span(0, matrix[0]), Span(0, matrix[1])), False
-        found = windows.rectangle(window, matrix)
-        box = windows.hull(window, matrix, self.format, store.has, store.lead)
-        if found is not None and found[:2] == box[:2]:
-            return box, True
-        return box, window.dense and window.numel == box.rows.length * box.cols.length
-
-    def _laid(self, values: Tensor, box: Rectangle | None) -> Tensor:
-        """Values of this view as a matrix of its box; beside them are zeros."""
-        window, matrix = self._window, self._store.matrix
-        if box is None:
-            return values.reshape(matrix)
-        assert window is not None
-        rows, cols = box.rows.length, box.cols.length
-        found = windows.rectangle(window, matrix)
-        if found is not None and found[:2] == box[:2]:
-            return (
-                values.reshape(cols, rows).t() if found.transposed else values.reshape(rows, cols)
-            )
-        laid = values.new_zeros(rows, cols)
-        if window.numel:
-            windows.fill(laid, values, windows.within(window, box, matrix))
-        return laid
-
-    def _kept(
-        self,
-        src: Tensor,
-        box: Rectangle | None,
-        filled: bool,
-        spec: QuantSpec,
-        delayed: Delayed | None,
-    ) -> Planes:
-        """The planes of a box where this view is ``src``, with all that this leaves as it was."""
-        row, col = self._store.part(box)
-        laid = self._laid(src, box)
-        changed: Tensor | None = None
-        both = row is not None and col is not None
-        if not filled or src.dtype == torch.float16 or (both and not self.format.square):
-            # Not in `src` as they are: float16 has not the range of all scales, and the second
-            # plane of oblong blocks has values of its own.
-            old = self.dequantize(src.dtype)
-            changed = self._laid((src != old) & ~(src.isnan() & old.isnan()), box)
-
-        def requantized(plane: Plane | None, turned: bool) -> Plane | None:
-            if plane is None:
-                return None
-            x, written = laid, changed
-            if turned:
-                x, written = x.t(), None if written is None else written.t()
-            if written is not None:
-                own = plane.dequantize(torch.float32).view(x.shape)
-                if filled:  # a NaN is none to keep where the other plane, which was read, has none
-                    written = written | own.isnan()
-                x = torch.where(written, x.to(torch.float32), own)
-            return requantize_plane(spec, plane, x, None if delayed is None else delayed[1])
-
-        row = requantized(row, False)
-        if both and self.format.square:
-            assert row is not None
-            return row, row.transposed("columnwise", "a write")
-        return row, requantized(col, True)
 
     def copy_planes_(self, src: QuantizedTensor, *, non_blocking: bool = False) -> bool:
         """Take over the codes and scales of ``src`` (same shape) as they are.
@@ -524,72 +411,17 @@ class QuantizedTensor(Tensor):
         owner = store.told
         # FSDP2 copies nothing into an empty shard: there it is the owner who hears of copies.
         if store.blank and (owner is None or self.numel()):
-            return self._begin_with(src)
+            return writes.begin_with(self.region, src.region)
         if owner is not None and owner.take(self, src):
             return True
-        if store.lead != src._store.lead:
-            return False
-        matrix = store.matrix
-        box: Rectangle | None = None
-        if owner is not None and self._window is not None and owner.has_whole(self):
-            # All but padding, whose codes are 0.
-            box = Rectangle(Span(0, self.shape[0]), Span(0, matrix[1]))
-            row, col = src.planes
-        elif (
-            _covers(self._window, matrix)
-            and _covers(src._window, matrix)
-            and src._store.matrix == matrix
+        padded = owner is not None and owner.has_whole(self)
+        if not writes.copy_planes(
+            self.region, src.region, rest_is_padding=padded, non_blocking=non_blocking
         ):
-            row, col = src._store.rowwise, src._store.columnwise
-        elif self.format.per_tensor:
-            row, col = self._arranged(src), None
-        elif self._window is None:
-            row, col = src.planes
-        else:
-            found = windows.rectangle(self._window, matrix)
-            if found is None or self.numel() == 0:
-                return False
-            box = windows.hull(self._window, matrix, self.format, store.has, store.lead)
-            if found[:2] != box[:2]:
-                return False
-            row, col = reversed(src.planes) if found.transposed else src.planes
-        if row is None and col is None:
             return False
-        has_row, has_col = store.has
-        if not self.format.square and ((has_row and row is None) or (has_col and col is None)):
-            return False
-        if has_row and row is None:
-            assert col is not None
-            row = col.transposed("rowwise", "copy_")
-        if has_col and col is None:
-            assert row is not None
-            col = row.transposed("columnwise", "copy_")
-        store.put((row, col), box, non_blocking)
         if owner is not None:
             owner.wrote()
         return True
-
-    def _arranged(self, src: QuantizedTensor) -> Plane | None:
-        """The rowwise plane of the whole of which this view has the codes of ``src``.
-
-        For one scale a tensor; None where the view has not all elements of the whole.
-        """
-        window, matrix = self._window, self._store.matrix
-        row, col = src.planes
-        if row is None:
-            if col is None:
-                return None
-            row = src._made("rowwise", "copy_")
-        codes = row.data.view(torch.uint8)
-        if window is None:
-            codes = codes.reshape(matrix)
-        else:
-            if window.numel != matrix[0] * matrix[1] or not window.dense:
-                return None
-            given = codes
-            codes = torch.empty(matrix, dtype=torch.uint8, device=row.data.device)
-            window.of(codes).copy_(given)
-        return Plane(codes.view(row.data.dtype), row.scale, row.format)
 
     # --- new tensors that stand for the same parameter --------------------------------------------
 
@@ -633,41 +465,6 @@ class QuantizedTensor(Tensor):
         )
         new._store, new._window, new._shown = self._store, self._window, self._shown
         return new
-
-    def _begin_with(self, src: QuantizedTensor) -> bool:
-        """Take the codes and scales of some rows of another tensor as the first rows of this one.
-
-        Raises:
-            ValueError: they are no whole rows, but the format needs these.
-        """
-        store, of = self._store, src._store
-        mine = windows.rectangle(self._window or windows.whole(self.shape), store.matrix)
-        theirs = windows.rectangle(src._window or windows.whole(src.shape), of.matrix)
-        if mine is None or theirs is None or mine.transposed or theirs.transposed:
-            return False
-        if not self.format.per_tensor and theirs.cols.length != of.matrix[1]:
-            raise ValueError(
-                f"a weight in format {self.format.name!r} is sharded by rows only: have "
-                "shard_placement_fn give Shard(0), or use a recipe with one scale a tensor"
-            )
-        made: list[Plane | None] = []
-        for own, given, turned in (
-            (store.rowwise, of.rowwise, False),
-            (store.columnwise, of.columnwise, True),
-        ):
-            if own is None or given is None:
-                made.append(own)
-                continue
-            here, there = ((m.cols, m.rows) if turned else (m.rows, m.cols) for m in (mine, theirs))
-            own.data[here[0].slice, here[1].slice] = given.matrix[there[0].slice, there[1].slice]
-            if own.format.per_tensor:
-                scale, lead = given.scale.to(own.scale.device, copy=True), (0, 0)
-            else:
-                scale, lead = _scales_of(given, theirs.rows, own, 1 if turned else 0)
-            made.append(Plane(own.data, scale, own.format, lead))
-        store.rowwise, store.columnwise = made
-        store.blank = False
-        return True
 
     # --- other tensors like this one --------------------------------------------------------------
 
@@ -919,37 +716,6 @@ def check_writing(plane: Plane, spec: QuantSpec | None, delayed: Delayed | None)
                 f"the {name} in delayed is {t.dtype} of shape {tuple(t.shape)} on {t.device}; it "
                 f"must be float32 of one element on {plane.data.device}"
             )
-
-
-def _scales_of(given: Plane, rows: Span, own: Plane, dim: int) -> tuple[Tensor, tuple[int, int]]:
-    """The scales of some rows of a matrix, for the first rows of another one, and its lead.
-
-    Args:
-        given: a plane of the first matrix.
-        rows: of it.
-        own: the plane of the other matrix, which may have more rows: theirs have scales of 0.
-        dim: of the planes that the matrices' rows are.
-    """
-    block, extent = given.format.block[dim], own.matrix.shape[dim]
-    lead = 0
-    if block == -1:
-        scale = given.scale.to(own.scale.device, copy=True)
-    else:
-        start = rows.start + given.lead[dim]
-        lead = start % block
-        size = list(own.scale.shape)
-        size[dim] = -(-(lead + extent) // block) if extent else 0
-        # Bytes: not all devices fill E8M0 tensors.
-        scale = torch.zeros([*size, own.scale.itemsize], dtype=torch.uint8, device=own.scale.device)
-        scale = scale.view(own.scale.dtype).squeeze(-1)
-        first, last = start // block, -(-(start + rows.length) // block)
-        scale.narrow(dim, 0, last - first).copy_(given.scale.narrow(dim, first, last - first))
-    return scale, (lead, 0) if dim == 0 else (0, lead)
-
-
-def _covers(window: Window | None, matrix: tuple[int, int]) -> bool:
-    """Whether a view has all elements of the matrix, in order."""
-    return window is None or (window.contiguous and window.numel == matrix[0] * matrix[1])
 
 
 def _as_bytes(t: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8rs._torch import note_write
 from fp8rs.tensor import windows
-from fp8rs.tensor.formats import matrix_shape
+from fp8rs.tensor.formats import BlockFormat, matrix_shape
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.spec import Planes, QuantSpec
 from fp8rs.tensor.windows import Rectangle
@@ -138,6 +138,11 @@ class Store:
         plane = self.rowwise if self.rowwise is not None else self.columnwise
         assert plane is not None
         return plane
+
+    @property
+    def format(self) -> BlockFormat:
+        """The format of the planes."""
+        return self.any_plane.format
 
     @property
     def matrix(self) -> tuple[int, int]:

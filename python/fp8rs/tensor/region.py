@@ -1,0 +1,95 @@
+"""What a quantized tensor is a view of: a store, and which of its elements, in which order."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8rs.tensor import windows
+from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.spec import Planes
+from fp8rs.tensor.store import Store
+from fp8rs.tensor.windows import Rectangle, Window
+
+
+class Region(NamedTuple):
+    """Some elements of a store's matrix.
+
+    Attributes:
+        store: the planes.
+        window: which elements; None is all of them, in order.
+        shape: the logical shape.
+    """
+
+    store: Store
+    window: Window | None
+    shape: torch.Size
+
+    @property
+    def planes(self) -> Planes:
+        """The planes of these elements, which share memory with the store's; None cuts blocks."""
+        store = self.store
+        if self.window is None:
+            return store.rowwise, store.columnwise
+        return windows.shown(store.rowwise, store.columnwise, self.window, store.matrix)
+
+    @property
+    def rectangle(self) -> Rectangle | None:
+        """The rows and columns that these are; None where they are none."""
+        window = windows.whole(self.shape) if self.window is None else self.window
+        return windows.rectangle(window, self.store.matrix)
+
+    @property
+    def hull(self) -> Rectangle:
+        """The least rows and columns with all of these that cut no block."""
+        store = self.store
+        window = windows.whole(self.shape) if self.window is None else self.window
+        return windows.hull(window, store.matrix, store.format, store.has, store.lead)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all elements of the matrix, in order."""
+        window = self.window
+        rows, cols = self.store.matrix
+        return window is None or (window.contiguous and window.numel == rows * cols)
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """What the elements stand for: a plain contiguous tensor.
+
+        Args:
+            dtype: float32, bfloat16 or float16.
+
+        Raises:
+            RuntimeError: the storage was freed by a reshard.
+        """
+        row, col = self.planes
+        plane = row if row is not None else col
+        if plane is None:
+            return self._read(dtype)
+        plane.check_live("this quantized tensor")
+        values = plane.dequantize(dtype)
+        return values if row is not None else values.t().contiguous().view(self.shape)
+
+    def _read(self, dtype: torch.dtype) -> Tensor:
+        """The values of elements that have no planes."""
+        store, window = self.store, self.window
+        assert window is not None
+        if window.numel == 0:
+            return torch.empty(self.shape, dtype=dtype, device=store.any_plane.data.device)
+        store.any_plane.check_live("this quantized tensor")
+        box = self.hull
+        values = store.read(box, dtype)
+        part = windows.within(window, box, store.matrix).of(values)
+        if part.numel() < values.numel():  # which are not to be kept for a part of them
+            return part.clone(memory_format=torch.contiguous_format)
+        return part.contiguous()
+
+    def rowwise_of_shape(self) -> Plane | None:
+        """The rowwise plane, made of the columnwise one where there is no other."""
+        row, col = self.planes
+        if row is not None or col is None:
+            return row
+        made = col.transposed("rowwise", "copy_")
+        return Plane(made.data.view(self.shape), made.scale, made.format, made.lead)
