@@ -349,27 +349,15 @@ def reduces_in_stored_dtype() -> bool:
     return hasattr(FSDPParamGroup, "_get_reduce_dtype")
 
 
-def in_fully_shard() -> bool:
-    """Whether what runs was called by FSDP2 where it makes a parameter's shard.
-
-    Nothing tells a tensor so: its ``new_zeros`` may be anybody's. For what is called rarely.
-    """
-    return _called_by("_init_sharded_param", 8)
-
-
 def in_staging() -> bool:
     """Whether what runs was called where `torch.distributed.checkpoint.async_save` copies a tensor.
 
     It takes what has a pointer for the bytes of one storage, and of what has none copies the
     attributes. Nothing tells a tensor that it is asked for that.
     """
-    return _called_by("_offload_tensor", 3)
-
-
-def _called_by(name: str, depth: int) -> bool:
-    frame = sys._getframe(2)
-    for _ in range(depth):
-        if frame.f_code.co_name == name:
+    frame = sys._getframe(1)
+    for _ in range(3):
+        if frame.f_code.co_name == "_offload_tensor":
             return True
         if frame.f_back is None:
             return False

@@ -436,21 +436,3 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
 def test_a_model_goes_to_shared_memory(recipe):
     run(SHARED.format(recipe=recipe))
-
-
-def test_no_dlpack_of_codes_without_scales():
-    run(
-        """
-import torch, fp8rs
-layer = fp8rs.convert_to_float8_training(torch.nn.Linear(64, 64), fp8_weights=True)
-for call in (torch.from_dlpack, lambda t: t.__dlpack__()):
-    try:
-        assert call(layer.weight.detach()).sum() is not None
-    except BufferError as error:
-        assert ".rowwise.data" in str(error) and ".dequantize()" in str(error)
-    else:
-        raise AssertionError("nothing was raised")
-codes = layer.weight.rowwise.data.view(torch.uint8)
-assert torch.equal(torch.from_dlpack(codes), codes)
-"""
-    )

@@ -14,8 +14,9 @@ from fp8rs.quantize.recipes import Recipe, describe
 from fp8rs.scaling.delayed import keep_buffers_local, note_compiled
 from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, keep_local, new_buffers
 from fp8rs.tensor.formats import INPUT_DTYPES
-from fp8rs.tensor.quantized import OWN_ATTRIBUTES, QuantizedTensor
+from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import quantize_planes
+from fp8rs.tensor.wrapper import OWN_ATTRIBUTES
 
 from .function import Slots, linear, prepare_compilers
 from .init import is_sharded, reset_linear

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rs._torch import in_fully_shard, in_staging
+from fp8rs._torch import in_staging
 from fp8rs.tensor import collectives, views
 from fp8rs.tensor.fallback import dequantized_call, each_member
 from fp8rs.tensor.formats import INPUT_DTYPES, LOGICAL_DTYPES
@@ -143,7 +143,9 @@ def _new_part(
     device: Any = None,
     **kwargs: Any,
 ) -> Any:
-    if t._store.told is None and isinstance(t, torch.nn.Parameter) and in_fully_shard():
+    rows_of_its_own = len(size) == 2 and t.dim() == 2 and size[1] == t.shape[1]
+    if t._store.told is None and isinstance(t, torch.nn.Parameter) and rows_of_its_own:
+        # Nobody else asks a parameter for rows of its own width.
         raise TypeError(
             f"fully_shard was given a quantized parameter of shape {tuple(t.shape)} that is no "
             "layer's: it can shard only the weights of layers that fp8rs has converted "

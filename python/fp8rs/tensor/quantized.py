@@ -14,7 +14,6 @@ What operators do is in :mod:`fp8rs.tensor.aten` and its neighbours.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -29,35 +28,26 @@ from fp8rs._torch import (
     make_wrapper_subclass,
     note_write,
 )
-from fp8rs.tensor import formats, windows, writes
+from fp8rs.tensor import formats, writes
 from fp8rs.tensor.formats import BlockFormat, matrix_shape
 from fp8rs.tensor.planes import Plane as Plane
 from fp8rs.tensor.planes import check_planes
-from fp8rs.tensor.region import Region
-from fp8rs.tensor.spec import Planes, QuantSpec, default_spec
+from fp8rs.tensor.spec import QuantSpec, default_spec
 from fp8rs.tensor.store import Delayed, Store
 from fp8rs.tensor.table import HANDLERS
 from fp8rs.tensor.windows import Window
-
-#: The names of the two planes.
-PLANES = ("rowwise", "columnwise")
+from fp8rs.tensor.wrapper import PLANES, StoreTensor
 
 _plain_data: Any = torch.Tensor.data
 
 
-class QuantizedTensor(Tensor):
+class QuantizedTensor(StoreTensor):
     """A tensor whose storage is FP8 planes. It looks like ``shape`` and ``dtype``.
 
     Views share the planes, and writes through them land. Those made of whole blocks have planes of
     their own shape; of others (``view(-1)`` where blocks are two-dimensional, a slice that cuts
     blocks) both planes are None: they are read by ``dequantize()`` and written like any other.
     """
-
-    _store: Store
-    #: What a view has of the store's elements; None for all of them in the store's own shape.
-    _window: Window | None
-    #: Of a view: the store's planes, and what it shows of them.
-    _shown: tuple[Plane | None, Plane | None, Planes] | None
 
     #: Scale dtypes that a subclass stands for; checked at construction.
     scale_dtype: ClassVar[torch.dtype | None] = None
@@ -107,53 +97,6 @@ class QuantizedTensor(Tensor):
         store = Store(rowwise, columnwise, spec, delayed)
         return cls.over(store, shape, dtype, requires_grad)
 
-    @classmethod
-    def over(
-        cls, store: Store, shape: torch.Size, dtype: torch.dtype, requires_grad: bool = False
-    ) -> Self:
-        """The tensor of a store whose planes have that logical shape; nothing is checked."""
-        plane = store.rowwise
-        if plane is None:
-            plane = store.columnwise
-            assert plane is not None
-        self: Self = make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=plane.data.device, requires_grad=requires_grad
-        )
-        self._store = store
-        self._window = None
-        self._shown = None
-        return self
-
-    def view_of(self, window: Window | None) -> Self:
-        """A view of this tensor's store; None is all of it, in the store's own shape."""
-        if torch.is_inference_mode_enabled() and not self.is_inference():
-            # torch gives views of a normal tensor that tensor's version counter, which a tensor
-            # that was made in inference mode does not take.
-            with torch.inference_mode(False):
-                return self._view_of(window)
-        return self._view_of(window)
-
-    def _view_of(self, window: Window | None) -> Self:
-        if window is None:
-            shape = self.shape
-            if self._window is not None:
-                assert self._store.rowwise is not None
-                shape = self._store.rowwise.data.shape
-            return self.over(self._store, shape, self.dtype)
-        view: Self = make_wrapper_subclass(
-            type(self),
-            window.size,
-            strides=window.stride,
-            storage_offset=window.offset,
-            dtype=self.dtype,
-            device=self.device,
-            requires_grad=False,
-        )
-        view._store = self._store
-        view._window = window
-        view._shown = None
-        return view
-
     # The C++ operators come straight to __torch_dispatch__.
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
@@ -178,25 +121,6 @@ class QuantizedTensor(Tensor):
     def columnwise(self, plane: Plane | None) -> None:
         self._be_no_view()
         self._store.columnwise = plane
-
-    @property
-    def planes(self) -> Planes:
-        """Both planes."""
-        store = self._store
-        window = self._window
-        if window is None:
-            return store.rowwise, store.columnwise
-        shown = self._shown
-        # A store's planes change: FSDP's hooks refill a gathered weight's.
-        if shown is None or shown[0] is not store.rowwise or shown[1] is not store.columnwise:
-            planes = windows.shown(store.rowwise, store.columnwise, window, store.matrix)
-            shown = self._shown = store.rowwise, store.columnwise, planes
-        return shown[2]
-
-    @property
-    def region(self) -> Region:
-        """Which elements of its store this has."""
-        return Region(self._store, self._window, self.shape)
 
     def _be_no_view(self) -> None:
         """Stop being a view: a store of one's own, with the planes that were shown."""
@@ -345,12 +269,6 @@ class QuantizedTensor(Tensor):
     def is_shared(self) -> bool:
         """Whether codes and scales are in shared memory."""
         return all(x.is_shared() for x in self._store.tensors())
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        raise BufferError(
-            "a quantized tensor is codes and scales, which DLPack has no way to hand on together: "
-            "give its codes (.rowwise.data) and scales (.rowwise.scale), or .dequantize()"
-        )
 
     # --- writes -----------------------------------------------------------------------------------
 
@@ -527,29 +445,6 @@ class QuantizedTensor(Tensor):
 
     data = property(_get_data, _set_data)
 
-    def __copy__(self) -> Self:
-        new = self.view_of(self._window)
-        new.requires_grad_(self.requires_grad)
-        for name, value in self.__dict__.items():
-            new.__dict__.setdefault(name, value)
-        return new
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        if id(self) in memo:
-            found: Self = memo[id(self)]
-            return found
-        if not self.is_leaf:
-            raise RuntimeError("only leaves of the autograd graph can be copied by deepcopy")
-        with torch.no_grad():
-            new = self.view_of(self._window)
-            memo[id(self)] = new
-            # With its attributes: the planes, marks that users set, and that it is a parameter.
-            new.__dict__.update(copy.deepcopy({**self.__dict__, "_shown": None}, memo))
-        new.requires_grad_(self.requires_grad)
-        if self.grad is not None:
-            new.grad = copy.deepcopy(self.grad, memo)
-        return new
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         planes = [n for n, p in zip(PLANES, self.planes, strict=True) if p is not None]
         # No values: reading them would synchronise, and a repr must not.
@@ -559,86 +454,8 @@ class QuantizedTensor(Tensor):
             f"planes={planes}, device={str(self.device)!r}, requires_grad={self.requires_grad})"
         )
 
-    # --- torch.compile and pickles ----------------------------------------------------------------
-
-    # The traceable wrapper protocol reads the store's tensors as attributes by name.
-    _rowwise_data = property(lambda self: self._store.rowwise.data)
-    _rowwise_scale = property(lambda self: self._store.rowwise.scale)
-    _columnwise_data = property(lambda self: self._store.columnwise.data)
-    _columnwise_scale = property(lambda self: self._store.columnwise.scale)
-    _delayed_scale = property(lambda self: self._store.delayed[0])
-    _delayed_amax = property(lambda self: self._store.delayed[1])
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """The names of the tensors that it is made of, and plain values that say how.
-
-        The values are constant and compare by value: compilers guard on them.
-        """
-        store = self._store
-        names: list[str] = []
-        kinds: list[Any] = []
-        for name, plane in zip(PLANES, (store.rowwise, store.columnwise), strict=True):
-            kinds.append(None if plane is None else (plane.format.name, plane.lead))
-            if plane is not None:
-                names += [f"_{name}_data", f"_{name}_scale"]
-        if store.one_scale:  # twice, it would be written twice
-            names.remove("_columnwise_scale")
-        if store.delayed is not None:
-            names += ["_delayed_scale", "_delayed_amax"]
-        offset = None if self._window is None else self._window.offset
-        return names, (self.dtype, tuple(kinds), store.spec, offset)
-
-    @classmethod
-    def __tensor_unflatten__(
-        cls, inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
-    ) -> QuantizedTensor:
-        dtype, kinds, spec, offset = context
-        row, col = (
-            None
-            if kind is None
-            else Plane(
-                inner[f"_{name}_data"],
-                inner[f"_{name}_scale" if f"_{name}_scale" in inner else "_rowwise_scale"],
-                formats.FORMATS[kind[0]],
-                kind[1],
-            )
-            for name, kind in zip(PLANES, kinds, strict=True)
-        )
-        delayed = None
-        if "_delayed_scale" in inner:
-            delayed = inner["_delayed_scale"], inner["_delayed_amax"]
-        store = Store(row, col, spec, delayed)
-        if offset is None:
-            return cls.over(store, outer_size, dtype)
-        of = cls.over(store, torch.Size(store.matrix), dtype)
-        return of._view_of(Window(tuple(outer_size), tuple(outer_stride), offset))
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Of plain parts, so that torch.load(weights_only=True) takes it, and of bytes, because
-        # pickle alone does not take FP8 tensors. A view becomes a tensor of its own, or stays one
-        # where it has no planes of its own.
-        store, window, planes = self._store, self._window, self.planes
-        if planes[0] is not None or planes[1] is not None:
-            window = None
-        else:
-            planes = store.rowwise, store.columnwise
-        parts = [
-            None
-            if p is None
-            else (_as_bytes(p.data), p.data.dtype, _as_bytes(p.scale), p.format.name, p.lead)
-            for p in planes
-        ]
-        return _rebuild, (
-            *parts,
-            tuple(self.shape),
-            self.dtype,
-            self.requires_grad,
-            isinstance(self, torch.nn.Parameter),
-            None if store.spec is None else store.spec.without_group(),
-            store.delayed,
-            None if window is None else tuple(window),
-            {name: value for name, value in self.__dict__.items() if name not in OWN_ATTRIBUTES},
-        )
+        return _rebuild, self._parts()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -658,9 +475,6 @@ class MXFP8Tensor(QuantizedTensor):
 
     scale_dtype = torch.float8_e8m0fnu
 
-
-#: What a tensor's attributes are beside those that users set.
-OWN_ATTRIBUTES = frozenset(("_store", "_window", "_shown", "_is_param"))
 
 #: The public class of a format's tensors, by the dtype of its scales.
 TENSOR_TYPES: dict[torch.dtype, type[QuantizedTensor]] = {
@@ -716,10 +530,6 @@ def check_writing(plane: Plane, spec: QuantSpec | None, delayed: Delayed | None)
                 f"the {name} in delayed is {t.dtype} of shape {tuple(t.shape)} on {t.device}; it "
                 f"must be float32 of one element on {plane.data.device}"
             )
-
-
-def _as_bytes(t: Tensor) -> Tensor:
-    return t if t.dtype == torch.float32 else t.view(torch.uint8)
 
 
 def _rebuild(
