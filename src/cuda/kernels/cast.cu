@@ -35,7 +35,7 @@ template <class T, int GROUPS> struct Run {
     u32 r = 0, m = 0;
 #pragma unroll
     for (int i = 0; i < GROUPS * VECTORS; i++)
-      r = T::amax(r, T::amax(T::amax(v[i].x, v[i].y), T::amax(v[i].z, v[i].w)));
+      r = T::amax(r, vector_amax<T>(v[i]));
 #pragma unroll
     for (int g = 0; g < GROUPS; g++)
       if (at(index, g) + 16 > a.n)

@@ -49,7 +49,7 @@ template <class T> struct Patch {
     u32 m = 0;
 #pragma unroll
     for (int i = 0; i < ROWS * VECTORS; i++)
-      m = T::amax(m, T::amax(T::amax(v[i].x, v[i].y), T::amax(v[i].z, v[i].w)));
+      m = T::amax(m, vector_amax<T>(v[i]));
     return magnitude<T>(m);
   }
 

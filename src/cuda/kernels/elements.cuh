@@ -173,18 +173,28 @@ template <class T> DEVICE u32 magnitude(u32 reg) {
   return T::PER_REG == 2 ? max_u32(m, T::amax_bits(reg, T::PER_REG - 1)) : m;
 }
 
-/// The maximum over a block of up to 1024 threads, in thread 0.
-DEVICE u32 block_max(u32 m) {
-  __shared__ u32 warps[32];
+/// The `T::amax` of the elements of a vector.
+template <class T> DEVICE u32 vector_amax(const uint4 &v) {
+  return T::amax(T::amax(v.x, v.y), T::amax(v.z, v.w));
+}
+
+/// The maximum over a block of up to 1024 threads, in all of its threads, or in its first warp.
+template <bool ALL> DEVICE u32 block_max(u32 m, u32 (&part)[32]) {
   m = __reduce_max_sync(0xffffffffu, m);
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  if (lane == 0) warps[warp] = m;
+  int warps = blockDim.x >> 5, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  if (lane == 0) part[warp] = m;
   __syncthreads();
-  if (warp == 0) {
-    m = lane < (int)(blockDim.x >> 5) ? warps[lane] : 0u;
+  if (ALL || warp == 0) {
+    m = lane < warps ? part[lane] : 0u;
     m = __reduce_max_sync(0xffffffffu, m);
   }
   return m;
+}
+
+/// The maximum over a block, in thread 0.
+DEVICE u32 block_max(u32 m) {
+  __shared__ u32 warps[32];
+  return block_max<false>(m, warps);
 }
 
 /// Where the blocks of a launch meet: zero before and after it.

@@ -4,12 +4,7 @@
 /// Largest of `bits` over the block; all threads get it.
 DEVICE u32 block_max_for_all(u32 bits) {
   __shared__ u32 part[32];
-  bits = __reduce_max_sync(0xffffffffu, bits);
-  int warps = blockDim.x >> 5;
-  if ((threadIdx.x & 31) == 0) part[threadIdx.x >> 5] = bits;
-  __syncthreads();
-  bits = (threadIdx.x & 31) < warps ? part[threadIdx.x & 31] : 0u;
-  return __reduce_max_sync(0xffffffffu, bits);
+  return block_max<true>(bits, part);
 }
 
 struct RowArgs {
@@ -61,9 +56,7 @@ template <class T, class F, int VECTORS, bool FOLD> DEVICE void row_scaled(const
 #pragma unroll
       for (int j = 0; j < COLS; j++) bits = max(bits, __float_as_uint(x[j]) & 0x7fffffffu);
     } else {
-      u32 m = T::amax(T::amax(v.x, v.y), T::amax(v.z, v.w));
-      bits = T::amax_bits(m, 0);
-      if (T::PER_REG == 2) bits = max(bits, T::amax_bits(m, T::PER_REG - 1));
+      bits = magnitude<T>(vector_amax<T>(v));
     }
     return bits;
   };
