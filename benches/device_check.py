@@ -334,7 +334,7 @@ def tests(device: str) -> dict[str, Any]:
     base += ["-p", "no:cacheprovider", "--tb=short"]
     files = ["tests/ops/test_cuda_launches.py", "tests/ops/test_blocks_cuda.py"]
     spread = ["-n", "6"] if importlib.util.find_spec("xdist") else []
-    alone = "than_32_bits_count or meeting_places_back"
+    alone = "than_32_bits_count or workspaces_back"
     result = {}
     for name, more, seconds in (
         ("beside each other", [*spread, "-k", f"not ({alone})"], 130),

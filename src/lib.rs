@@ -13,7 +13,22 @@
 //! format   E4M3, E5M2, E8M0, element types, the scale rule: the definition
 //! ```
 //!
-//! `scale` always means the factor that recovers the value: `x ~ code * scale`.
+//! Words that mean one thing throughout:
+//!
+//! - **scale**: the factor that recovers the value, `x ~ code * scale`. **amax**: the absolute maximum that it is made of.
+//! - **plane**: the codes and scales of one direction. The *rowwise* one has the shape of `x`; the *columnwise* one is the
+//!   transpose, and its blocks run along the rows of the transpose.
+//! - **block**: elements that share a scale; in the CUDA launches also a thread block, where "threads" stands near.
+//!   **grid**: the blocks of a matrix, and the shape of its scales. **line**: a row or a column that shares one scale.
+//! - **row offset**: the row of the whole matrix that a part of it begins with. **rows before**: those of the part's first
+//!   block that lie before the part.
+//! - **fold**: factors of the columns that are multiplied into the rowwise plane alone.
+//! - **found**: an amax that was found in this call, as opposed to **given**.
+//! - **strip**, **chunk**, **piece** (CPU): 128 rows that hold whole blocks; the 512 columns of it that stay in the cache;
+//!   what one thread takes at a time. **tile**: a rectangle that is written as rows and read as columns; on CUDA also what
+//!   one thread block takes.
+//! - **workspace**, **slot** (CUDA): memory that is zero between launches, by which the thread blocks of one reduce and
+//!   wait for each other.
 //!
 //! ```
 //! use fp8rs::{DType, ScaleRule, Stream, View, ViewMut, ops};

@@ -83,8 +83,8 @@ fn encode_stochastic<const MANTISSA: u32, const EMIN: i32>(x: f32, max: f32, ran
     // SAFETY: at most 2^(MANTISSA + 1), and finite.
     let whole = unsafe { steps.to_int_unchecked::<i32>() };
     // SAFETY: below 2^24.
-    let way = unsafe { ((steps - whole as f32) * 16_777_216.0).to_int_unchecked::<i32>() };
-    let up = i32::from(((random >> 8) as i32) < way);
+    let fraction = unsafe { ((steps - whole as f32) * 16_777_216.0).to_int_unchecked::<i32>() };
+    let up = i32::from(((random >> 8) as i32) < fraction);
     let code = (whole + up) as u32 + ((exponent - smallest) >> (23 - MANTISSA));
     let code = code | (bits >> 24 & 0x80);
     (if magnitude > INF_BITS { u32::from(Fp8Format::NAN) } else { code }) as u8

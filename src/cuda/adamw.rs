@@ -4,7 +4,7 @@ use super::driver::{Args, Grid, launch};
 use super::table::{Kernel, kernel};
 use super::tensorwise::Rule;
 use super::views::{aligned, ordinal};
-use super::workspace::{PER_CHUNK, meetings};
+use super::workspace::{self, PER_CHUNK};
 use crate::error::Error;
 use crate::format::e8m0::Rounding;
 use crate::layout::{DType, Device, View, ViewMut};
@@ -57,7 +57,7 @@ struct AdamWArgs {
     lr: *const u8,
     grad_scale: *const u8,
     found_inf: *const u8,
-    meetings: *mut u8,
+    maxima: *mut u8,
     lr_value: f64,
     beta1: f64,
     beta2: f64,
@@ -99,8 +99,8 @@ kernels! {
     SQUARE_32_TWICE = AdamWBlocks "adamw_square_32_twice";
 }
 
-/// What takes a tensor: the kernel, its threads, and how many blocks of them.
-type Way = (&'static Kernel, u32, u64);
+/// What a tensor is launched with: the kernel, its threads, and how many blocks of them.
+type Shape = (&'static Kernel, u32, u64);
 
 /// Whether four neighbours, from a multiple of four on, can be read and written at once.
 fn four_at_once(tensor: &AdamWTensor, target: &Target) -> bool {
@@ -116,7 +116,7 @@ fn four_at_once(tensor: &AdamWTensor, target: &Target) -> bool {
         && views.into_iter().chain(master).all(|(ptr, dtype)| aligned(ptr, 4 * dtype.size()))
 }
 
-fn way(tensor: &AdamWTensor, target: &Target, vectors: bool) -> Way {
+fn shape(tensor: &AdamWTensor, target: &Target, vectors: bool) -> Shape {
     let (rows, cols) = tensor.param.shape();
     let blocks = |of: usize| rows.div_ceil(of) as u64 * cols.div_ceil(of) as u64;
     if let Target::Blocks(block, _) = target {
@@ -191,7 +191,7 @@ pub(crate) fn adamw(call: AdamWCall, stream: Stream) -> Result<(), Error> {
         lr: one(shared.lr),
         grad_scale: one(shared.grad_scale),
         found_inf: one(shared.found_inf),
-        meetings: std::ptr::null_mut(),
+        maxima: std::ptr::null_mut(),
         lr_value: hyper.lr,
         beta1: hyper.beta1,
         beta2: hyper.beta2,
@@ -223,17 +223,17 @@ pub(crate) fn adamw(call: AdamWCall, stream: Stream) -> Result<(), Error> {
             unused: 0,
         }; ENTRIES],
     };
-    let mut ways: Vec<(Way, AdamWEntry)> = Vec::with_capacity(tensors.len());
+    let mut entries: Vec<(Shape, AdamWEntry)> = Vec::with_capacity(tensors.len());
     for tensor in &tensors {
         let vectors = four_at_once(tensor, &shared.target);
-        let way = way(tensor, &shared.target, vectors);
-        if way.2 > 0 {
-            ways.push((way, entry(tensor, vectors)));
+        let shape = shape(tensor, &shared.target, vectors);
+        if shape.2 > 0 {
+            entries.push((shape, entry(tensor, vectors)));
         }
     }
     // By kernel; a stable sort, so that a list's order stays.
-    ways.sort_by_key(|((kernel, ..), _)| std::ptr::from_ref(*kernel).addr());
-    for own in ways.chunk_by(|(a, _), (b, _)| std::ptr::eq(a.0, b.0)) {
+    entries.sort_by_key(|((kernel, ..), _)| std::ptr::from_ref(*kernel).addr());
+    for own in entries.chunk_by(|(a, _), (b, _)| std::ptr::eq(a.0, b.0)) {
         for part in own.chunks(ENTRIES) {
             let mut blocks = 0_u64;
             for (slot, ((_, _, count), entry)) in args.entries.iter_mut().zip(part) {
@@ -244,8 +244,9 @@ pub(crate) fn adamw(call: AdamWCall, stream: Stream) -> Result<(), Error> {
             let ((kernel, threads, _), first) = part[0];
             args.count = part.len() as u32;
             args.blocks = blocks as u32;
-            let meets = !first.amax.is_null() || !first.new_scale.is_null();
-            args.meetings = if meets { meetings(device, stream, part.len())? } else { std::ptr::null_mut() };
+            let follows = !first.amax.is_null() || !first.new_scale.is_null();
+            args.maxima =
+                if follows { workspace::slots(device, stream, part.len())? } else { std::ptr::null_mut() };
             launch(device, stream, kernel, Grid { blocks, threads }, &args)?;
         }
     }

@@ -8,7 +8,7 @@
 //! - `table`: the embedded modules and the kernels in them; `kernels/*.cu` are their sources, `ptx/*.lzma` and
 //!   `cubin/*/*.lzma` what `tools/build_ptx.py` makes of them.
 //! - `code`: what of a module the driver is given.
-//! - `workspace`: where the blocks of one launch meet.
+//! - `workspace`: what the blocks of one launch reduce in and wait at.
 //! - `views`: what launches ask of views.
 //! - the rest: an operation picks its kernel by how the views lie, and launches it. Nothing synchronizes.
 

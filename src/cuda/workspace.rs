@@ -1,11 +1,12 @@
-//! Where the blocks of a launch meet: device memory that is zero before and after each launch.
+//! The workspace of launches whose thread blocks reduce over the whole grid, or wait for each other: slots of device
+//! memory that are zero before and after each launch.
 //!
-//! Launches on one stream follow each other, so they share one place; each stream has its own. A launch that
-//! is captured in a graph gets a place that nobody else has while the graph lives, because its replays may run
-//! beside anything; the graph's end gives it back.
+//! Launches on one stream follow each other, so they share slots; each stream has its own. A launch that is captured in
+//! a graph gets slots that nobody else has while the graph lives, because its replays may run beside anything; the
+//! graph's end gives them back.
 //!
-//! Two launches that share a place at once would wait for each other's blocks. So a graph must not run twice at once,
-//! and streams are known by the driver's numbers: a handle is used again while work of the stream before may still run.
+//! Two launches that share slots at once would wait for each other's blocks. So a graph must not run twice at once, and
+//! streams are known by the driver's numbers: a handle is used again while work of the stream before may still run.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -15,9 +16,9 @@ use super::driver::{self, MAX_DEVICES};
 use crate::error::Error;
 use crate::spec::Stream;
 
-/// The bytes of one meeting (`struct Meeting` in `kernels/elements.cuh`).
-const MEETING: usize = 8;
-/// Meetings of a chunk, which a stream or a graph takes whole: as many as one launch can ask for.
+/// The bytes of a slot (`struct GridMax` in `kernels/elements.cuh`).
+const SLOT: usize = 8;
+/// Slots of a chunk, which a stream or a graph takes whole: as many as one launch can ask for.
 pub(super) const PER_CHUNK: usize = 1024;
 /// Chunks that are allocated at once.
 const PER_SLAB: usize = 128;
@@ -60,13 +61,13 @@ impl Pool {
     /// A chunk, from a new slab that starts where `grow` says if there is no free one.
     fn chunk(&mut self, grow: impl FnOnce(usize) -> Result<usize, Error>) -> Result<usize, Error> {
         if self.free.is_empty() {
-            let start = grow(PER_SLAB * PER_CHUNK * MEETING)?;
-            self.free.extend((0..PER_SLAB).rev().map(|i| start + i * PER_CHUNK * MEETING));
+            let start = grow(PER_SLAB * PER_CHUNK * SLOT)?;
+            self.free.extend((0..PER_SLAB).rev().map(|i| start + i * PER_CHUNK * SLOT));
         }
         Ok(self.free.pop().unwrap_or_default())
     }
 
-    /// The place of a stream.
+    /// The slots of a stream.
     fn of_stream(
         &mut self,
         stream: u64,
@@ -80,7 +81,7 @@ impl Pool {
         Ok(chunk)
     }
 
-    /// A place for one launch of a capture. `own` ties a chunk to the graph's life, before it is used.
+    /// Slots for one launch of a capture. `own` ties a chunk to the graph's life, before it is used.
     fn of_capture(
         &mut self,
         capture: u64,
@@ -91,7 +92,7 @@ impl Pool {
         if let Some((chunk, used)) = self.captures.get_mut(&capture)
             && *used + count <= PER_CHUNK
         {
-            let at = *chunk + *used * MEETING;
+            let at = *chunk + *used * SLOT;
             *used += count;
             return Ok(at);
         }
@@ -102,8 +103,8 @@ impl Pool {
     }
 }
 
-/// `count` meetings (at most [`PER_CHUNK`]) for a launch on this stream.
-pub(super) fn meetings(ordinal: i32, stream: Stream, count: usize) -> Result<*mut u8, Error> {
+/// `count` slots (at most [`PER_CHUNK`]) for a launch on this stream.
+pub(super) fn slots(ordinal: i32, stream: Stream, count: usize) -> Result<*mut u8, Error> {
     debug_assert!(count <= PER_CHUNK);
     driver::device(ordinal)?;
     let capture = driver::capture(ordinal, stream)?;
@@ -123,7 +124,7 @@ pub(super) fn meetings(ordinal: i32, stream: Stream, count: usize) -> Result<*mu
     Ok(at as *mut u8)
 }
 
-/// Called with what [`meetings`] boxed, once, when a graph is gone.
+/// Called with what [`slots`] boxed, once, when a graph is gone.
 unsafe extern "C" fn give_back(data: *mut c_void) {
     // SAFETY: `data` is that box, and nobody else has it.
     let (ordinal, returned) = *unsafe { Box::from_raw(data.cast::<(i32, Returned)>()) };
@@ -134,7 +135,7 @@ unsafe extern "C" fn give_back(data: *mut c_void) {
 mod tests {
     use super::*;
 
-    const CHUNK: usize = PER_CHUNK * MEETING;
+    const CHUNK: usize = PER_CHUNK * SLOT;
 
     /// A pool over slabs at made-up addresses, and how many it took.
     struct Slabs(usize);
@@ -169,12 +170,12 @@ mod tests {
     }
 
     #[test]
-    fn launches_of_a_capture_do_not_meet() {
+    fn launches_of_a_capture_share_no_slot() {
         let (mut pool, mut owned) = (Pool::default(), Vec::new());
         let counts = [1, 1, 1000, 30, 1, 1024, 1];
         let mut spans: Vec<_> =
-            counts.iter().map(|count| (capture(&mut pool, 7, *count, &mut owned), count * MEETING)).collect();
-        spans.push((capture(&mut pool, 8, 5, &mut owned), 5 * MEETING));
+            counts.iter().map(|count| (capture(&mut pool, 7, *count, &mut owned), count * SLOT)).collect();
+        spans.push((capture(&mut pool, 8, 5, &mut owned), 5 * SLOT));
         spans.sort_unstable();
         assert!(spans.windows(2).all(|w| w[0].0 + w[0].1 <= w[1].0));
         // Every chunk is some graph's.

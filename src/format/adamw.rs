@@ -66,12 +66,12 @@ impl Hyper {
     pub fn factors(&self, step: f32, grad_scale: Option<f32>) -> Factors {
         let step = step as u32;
         let grad = grad_scale.map_or(1.0, |scale| 1.0 / scale);
-        let way = (1.0 - self.beta1) as f32;
-        let from_grad = way >= 0.5;
+        let lerp = (1.0 - self.beta1) as f32;
+        let from_grad = lerp >= 0.5;
         Factors {
             grad: if self.maximize { -grad } else { grad },
             decay: (1.0 - self.lr * self.weight_decay) as f32,
-            lerp: if from_grad { -(1.0 - way) } else { way },
+            lerp: if from_grad { -(1.0 - lerp) } else { lerp },
             from_grad,
             beta2: self.beta2 as f32,
             rest: (1.0 - self.beta2) as f32,

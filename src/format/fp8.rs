@@ -94,8 +94,8 @@ impl Fp8Format {
         let exponent = exponent_of(magnitude).max(self.emin());
         let spacing = 2.0_f64.powi(exponent - self.mantissa_bits() as i32);
         let steps = f64::from(magnitude) / spacing;
-        let way = ((steps - steps.floor()) * f64::from(1 << 24)) as u32;
-        let up = u32::from(random >> 8 < way);
+        let fraction = ((steps - steps.floor()) * f64::from(1 << 24)) as u32;
+        let up = u32::from(random >> 8 < fraction);
         let code = steps.floor() as u32 + up + (((exponent - self.emin()) as u32) << self.mantissa_bits());
         code as u8 | if x.is_sign_negative() { 0x80 } else { 0 }
     }

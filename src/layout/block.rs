@@ -29,13 +29,13 @@ impl Block {
     /// a part of. No rows touch no blocks, unless the whole extent is one.
     #[must_use]
     pub fn grid_from(self, row_offset: usize, rows: usize, cols: usize) -> (usize, usize) {
-        let lead = if rows == 0 { 0 } else { self.lead(row_offset) };
-        self.grid(lead + rows, cols)
+        let rows_before = if rows == 0 { 0 } else { self.rows_before(row_offset) };
+        self.grid(rows_before + rows, cols)
     }
 
     /// How many rows of the block that `row_offset` lies in come before it.
     #[must_use]
-    pub fn lead(self, row_offset: usize) -> usize {
+    pub fn rows_before(self, row_offset: usize) -> usize {
         if self.rows == Self::ALL { 0 } else { row_offset % self.rows }
     }
 

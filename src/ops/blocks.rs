@@ -34,7 +34,7 @@ pub fn block_amax(
     call.output("out", &out, Kind::F32)?;
     let grid = block.grid_from(row_offset, x.rows(), x.cols());
     shape("out", out.shape(), grid, "one element for each block that x touches")?;
-    on!(call.finish()?, stream, cpu: cpu::block_amax(x, block, block.lead(row_offset), out), cuda: cuda::block_amax(x, block, block.lead(row_offset), out, stream))
+    on!(call.finish()?, stream, cpu: cpu::block_amax(x, block, block.rows_before(row_offset), out), cuda: cuda::block_amax(x, block, block.rows_before(row_offset), out, stream))
 }
 
 /// Quantizes with a scale for each block, in one or both directions from one read.

@@ -53,7 +53,7 @@ def test_operators_run_in_threads_without_a_context():
     same(got, calls(x, E4M3))
 
 
-def test_streams_have_meeting_places_of_their_own():
+def test_streams_have_workspaces_of_their_own():
     """Two streams reduce different tensors at once, again and again."""
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     xs = [data("cuda", *BIG, seed=seed) * (seed + 1) for seed in range(2)]
@@ -176,7 +176,7 @@ def in_a_new_process(script, force_ptx):
         scale, amax = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
 
         def operate():
-            # Several modules, a module's several kernels, and meeting places.
+            # Several modules, a module's several kernels, and workspaces.
             return [
                 *ops.quantize(x, scale, E4M3, True, True),
                 *ops.quantize_current(x, E4M3, True, True),
@@ -322,7 +322,7 @@ def test_machine_code_and_ptx_give_the_same_bytes():
     assert machine_code == ptx
 
 
-def test_destroyed_graphs_give_their_meeting_places_back():
+def test_destroyed_graphs_give_their_workspaces_back():
     """A capture takes 100,000 places: the eleventh found none when they were not given back."""
     xs = [torch.ones(8, device="cuda") for _ in range(1000)]
     outs = [torch.empty(8, device="cuda", dtype=E4M3) for _ in xs]
@@ -348,7 +348,7 @@ def test_destroyed_graphs_give_their_meeting_places_back():
         assert used[-1] - used[8] < 6 << 20
 
 
-def test_living_graphs_do_not_share_meeting_places():
+def test_living_graphs_do_not_share_workspaces():
     """Both replay at once, on two streams."""
     xs = [data("cuda", *BIG, seed=seed) * (seed + 1) for seed in range(2)]
     graphs, found = [], []

@@ -15,13 +15,13 @@ use crate::cpu::{pool, rows};
 use crate::format::wide::{INF_BITS, NAN_BITS};
 use crate::layout::{Block, Matrix, View, ViewMut};
 
-/// See [`crate::ops::block_amax`]; `lead` rows of the first block come before `x`.
-pub(crate) fn block_amax(x: View, block: Block, lead: usize, out: ViewMut) {
-    maxima(x.matrix(), None, block, lead, &out.matrix());
+/// See [`crate::ops::block_amax`]; `rows_before` rows of the first block come before `x`.
+pub(crate) fn block_amax(x: View, block: Block, rows_before: usize, out: ViewMut) {
+    maxima(x.matrix(), None, block, rows_before, &out.matrix());
 }
 
 /// Maxima of the blocks of x, or of x * fold, into `out` (fp32, any strides).
-pub(super) fn maxima(x: Matrix, fold: Option<&[f32]>, block: Block, lead: usize, out: &Matrix) {
+pub(super) fn maxima(x: Matrix, fold: Option<&[f32]>, block: Block, rows_before: usize, out: &Matrix) {
     let _env = DefaultFloatEnv::enter();
     for r in 0..out.rows {
         for c in 0..out.cols {
@@ -30,9 +30,9 @@ pub(super) fn maxima(x: Matrix, fold: Option<&[f32]>, block: Block, lead: usize,
         }
     }
     let parallel = x.rows * x.cols >= PARALLEL;
-    pool::for_each(strips(x.rows, lead), parallel, |strip| {
+    pool::for_each(strips(x.rows, rows_before), parallel, |strip| {
         with_element!(x.dtype, T => {
-            dispatch(Maxima::<T> { x, fold, block, lead, out, strip, element: PhantomData });
+            dispatch(Maxima::<T> { x, fold, block, rows_before, out, strip, element: PhantomData });
         });
     });
 }
@@ -41,7 +41,7 @@ struct Maxima<'a, T> {
     x: Matrix,
     fold: Option<&'a [f32]>,
     block: Block,
-    lead: usize,
+    rows_before: usize,
     out: &'a Matrix,
     strip: usize,
     element: PhantomData<T>,
@@ -55,7 +55,7 @@ impl<T: Element> Kernel for Maxima<'_, T> {
         let mut buffer = Vec::new();
         for start in (0..self.x.cols).step_by(CHUNK) {
             let cols = start..(start + CHUNK).min(self.x.cols);
-            let strip = part(self.strip, STRIP, self.lead, self.x.rows);
+            let strip = part(self.strip, STRIP, self.rows_before, self.x.rows);
             if self.block.rows == 1 {
                 for row in strip {
                     // SAFETY: a part of the input, whose dtype `T` was chosen by.
@@ -71,7 +71,7 @@ impl<T: Element> Kernel for Maxima<'_, T> {
             let size = self.block.rows.min(STRIP);
             for block in self.strip * (STRIP / size)..(self.strip + 1) * (STRIP / size) {
                 let mut columns = [T::Bits::default(); CHUNK];
-                let inside = part(block, size, self.lead, self.x.rows);
+                let inside = part(block, size, self.rows_before, self.x.rows);
                 if inside.is_empty() {
                     continue;
                 }

@@ -33,13 +33,13 @@ const STRIP: usize = 128;
 /// Columns of a chunk: a multiple of the columns of every block.
 const CHUNK: usize = tile::COLS;
 
-/// How many strips there are for `rows` rows, `lead` rows of the first strip being absent.
-fn strips(rows: usize, lead: usize) -> usize {
-    if rows == 0 { 0 } else { (lead + rows).div_ceil(STRIP) }
+/// How many strips there are for `rows` rows, `rows_before` rows of the first strip being absent.
+fn strips(rows: usize, rows_before: usize) -> usize {
+    if rows == 0 { 0 } else { (rows_before + rows).div_ceil(STRIP) }
 }
 
-/// The rows of a part of `size` rows (a strip, a row of blocks), `lead` rows being absent before row 0.
-fn part(index: usize, size: usize, lead: usize, rows: usize) -> Range<usize> {
-    let start = (index * size).saturating_sub(lead).min(rows);
-    start..((index + 1) * size).saturating_sub(lead).min(rows)
+/// The rows of a part of `size` rows (a strip, a row of blocks), `rows_before` rows being absent before row 0.
+fn part(index: usize, size: usize, rows_before: usize, rows: usize) -> Range<usize> {
+    let start = (index * size).saturating_sub(rows_before).min(rows);
+    start..((index + 1) * size).saturating_sub(rows_before).min(rows)
 }

@@ -14,7 +14,7 @@ pub(super) struct Plane {
     pub(super) x: Matrix,
     pub(super) block: Block,
     /// Rows and columns of the first block that lie before `x`.
-    pub(super) lead: (usize, usize),
+    pub(super) before: (usize, usize),
     pub(super) scale: BlockScale,
     pub(super) format: Fp8Format,
     pub(super) amax: Option<Matrix>,
@@ -32,7 +32,7 @@ impl Plane {
         let rowwise = call.rowwise.as_ref().map(|plane| Self {
             x: x.matrix(),
             block,
-            lead: (block.lead(spec.row_offset), 0),
+            before: (block.rows_before(spec.row_offset), 0),
             scale: spec.scale,
             format: *format,
             amax: given.amax.map(|m| m.matrix()),
@@ -44,7 +44,7 @@ impl Plane {
         let columnwise = call.columnwise.as_ref().map(|plane| Self {
             x: x.matrix().transposed(),
             block,
-            lead: (0, block.transposed().lead(spec.row_offset)),
+            before: (0, block.transposed().rows_before(spec.row_offset)),
             scale: spec.scale,
             format: *format,
             amax: if block.is_square() {
@@ -65,7 +65,7 @@ impl Plane {
         match self.block.cols {
             Block::ALL => 1,
             _ if self.x.cols == 0 => 0,
-            cols => (self.lead.1 + self.x.cols).div_ceil(cols),
+            cols => (self.before.1 + self.x.cols).div_ceil(cols),
         }
     }
 

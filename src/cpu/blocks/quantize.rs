@@ -30,7 +30,7 @@ pub(crate) fn quantize_blocks(call: BlockCall) {
     let x = job.x;
     let across = x.cols.div_ceil(CHUNK);
     let parallel = x.rows * x.cols >= PARALLEL;
-    pool::for_each(strips(x.rows, job.lead) * across, parallel, |i| {
+    pool::for_each(strips(x.rows, job.rows_before) * across, parallel, |i| {
         job.run(i / across, i % across * CHUNK);
     });
 }
@@ -51,7 +51,7 @@ struct Job {
     /// Blocks down its columns: codes come out transposed.
     across: Option<Plane>,
     /// Rows of the first block before the walked matrix.
-    lead: usize,
+    rows_before: usize,
     /// Per-line scales: the factors of the walked rows and columns, for `along` and `across`.
     lines: [Vec<f32>; 2],
     fold: Option<Vec<f32>>,
@@ -62,13 +62,20 @@ impl Job {
         let (x, format) = (call.x.matrix(), call.format);
         let [rowwise, columnwise] = Plane::of(call);
         let any = rowwise.or(columnwise).expect("validated: at least one output");
-        let lead = rowwise.map_or(0, |p| p.lead.0).max(columnwise.map_or(0, |p| p.lead.1));
+        let rows_before = rowwise.map_or(0, |p| p.before.0).max(columnwise.map_or(0, |p| p.before.1));
         // SAFETY: fp32, with an element for each column of x.
         let read = |fold: &Matrix, c| unsafe { fold.read(0, c) };
         let fold = rowwise.and_then(|p| p.fold).map(|fold| (0..x.cols).map(|c| read(&fold, c)).collect());
-        let mut job =
-            Self { x, format, along: rowwise, across: columnwise, lead, lines: Default::default(), fold };
-        if x.prefers_columns() && lead == 0 && job.fold.is_none() {
+        let mut job = Self {
+            x,
+            format,
+            along: rowwise,
+            across: columnwise,
+            rows_before,
+            lines: Default::default(),
+            fold,
+        };
+        if x.prefers_columns() && rows_before == 0 && job.fold.is_none() {
             (job.x, job.along, job.across) = (x.transposed(), columnwise, rowwise);
         }
         if any.block == Block::ROW {
@@ -157,20 +164,20 @@ impl<T: Element, C: Codes> Kernel for Part<'_, T, C> {
 impl<T: Element, C: Codes> Part<'_, T, C> {
     /// The rows of the strip.
     fn rows(&self) -> Range<usize> {
-        part(self.strip, STRIP, self.job.lead, self.job.x.rows)
+        part(self.strip, STRIP, self.job.rows_before, self.job.x.rows)
     }
 
     /// A row's place in the strip.
     fn in_strip(&self, row: usize) -> usize {
-        row + self.job.lead - self.strip * STRIP
+        row + self.job.rows_before - self.strip * STRIP
     }
 
     /// The rows of blocks of `size` rows in the strip: their number in the matrix and their rows.
     fn row_blocks(&self, size: usize) -> impl Iterator<Item = (usize, Range<usize>)> + use<T, C> {
-        let (lead, rows) = (self.job.lead, self.job.x.rows);
+        let (rows_before, rows) = (self.job.rows_before, self.job.x.rows);
         let per_strip = STRIP / size;
         (self.strip * per_strip..(self.strip + 1) * per_strip)
-            .map(move |block| (block, part(block, size, lead, rows)))
+            .map(move |block| (block, part(block, size, rows_before, rows)))
             .filter(|(_, rows)| !rows.is_empty())
     }
 

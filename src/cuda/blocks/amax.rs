@@ -59,7 +59,7 @@ struct BlockAmaxArgs {
     cols: i64,
     block_rows: i64,
     block_cols: i64,
-    phase: i64,
+    rows_before: i64,
     tiles_across: i64,
     flags: u32,
     unused: u32,
@@ -152,16 +152,16 @@ fn run_lines(
     launch(device, stream, &LINE_AMAX[input_index(x.dtype)], grid, &args)
 }
 
-/// See [`crate::ops::block_amax`]; `lead` rows of the first block come before `x`.
+/// See [`crate::ops::block_amax`]; `rows_before` rows of the first block come before `x`.
 pub(crate) fn block_amax(
     x: View,
     block: Block,
-    lead: usize,
+    rows_before: usize,
     out: ViewMut,
     stream: Stream,
 ) -> Result<(), Error> {
     let (mut x, mut out, mut block) = (x.matrix(), out.matrix(), block);
-    if x.col_stride != 1 && x.row_stride == 1 && lead == 0 {
+    if x.col_stride != 1 && x.row_stride == 1 && rows_before == 0 {
         (x, out, block) = (x.transposed(), out.transposed(), block.transposed());
     }
     let device = ordinal(x.device);
@@ -178,7 +178,7 @@ pub(crate) fn block_amax(
         cols: out.cols as i64,
         block_rows: extent(block.rows),
         block_cols: extent(block.cols),
-        phase: lead as i64,
+        rows_before: rows_before as i64,
         tiles_across: 0,
         flags: u32::from(x.col_stride == 1 && rows_aligned(&x, 16)),
         unused: 0,
@@ -198,11 +198,11 @@ pub(crate) fn block_amax(
         let tiles_across = x.cols.div_ceil(128);
         (args.rows, args.cols, args.tiles_across) = (x.rows as i64, x.cols as i64, tiles_across as i64);
         let threads = if x.dtype == DType::F32 { 256 } else { 128 };
-        let grid = blocks_of((x.rows + lead).div_ceil(128) * tiles_across, threads);
+        let grid = blocks_of((x.rows + rows_before).div_ceil(128) * tiles_across, threads);
         return launch(device, stream, &TALL_AMAX[input_index(x.dtype)], grid, &args);
     }
     let tiles_across = x.cols.div_ceil(256);
     (args.rows, args.cols, args.tiles_across) = (x.rows as i64, x.cols as i64, tiles_across as i64);
-    let grid = blocks_of((x.rows + lead).div_ceil(32) * tiles_across, 256);
+    let grid = blocks_of((x.rows + rows_before).div_ceil(32) * tiles_across, 256);
     launch(device, stream, &BLOCK_AMAX[input_index(x.dtype)], grid, &args)
 }

@@ -124,21 +124,21 @@ pub(super) fn quantize(job: &Job, rule: ScaleRule) -> Result<(), Error> {
     if job.x.numel() > 0 && one_read(job, rule)? {
         return Ok(());
     }
-    let sides = [&job.row, &job.col].map(|side| side.as_ref());
-    if job.x.numel() > 0 && sides.iter().flatten().all(|side| side.amax.is_some()) {
+    let planes = [&job.row, &job.col].map(|plane| plane.as_ref());
+    if job.x.numel() > 0 && planes.iter().flatten().all(|plane| plane.amax.is_some()) {
         return tile::quantize_lines(job, false);
     }
     // Maxima, where they are not given, are gathered in the places of the scales, and become them.
-    let found = sides.map(|side| side.filter(|side| side.amax.is_none()).map(|side| side.scales));
+    let found = planes.map(|plane| plane.filter(|plane| plane.amax.is_none()).map(|plane| plane.scales));
     let empty = job.x.numel() == 0;
     let first = if empty { rule.scale(0.0, job.format) } else { 0.0 };
     fill(job.device, job.stream, &LinesArgs::new(found[0].as_ref(), found[1].as_ref(), first))?;
     if !empty {
         line_amax(job, found[0].as_ref(), found[1].as_ref())?;
     }
-    for side in sides.into_iter().flatten() {
-        if let Some(amax) = &side.amax {
-            crate::cuda::tensorwise::scales(amax, job.format, rule, &side.scales, job.stream)?;
+    for plane in planes.into_iter().flatten() {
+        if let Some(amax) = &plane.amax {
+            crate::cuda::tensorwise::scales(amax, job.format, rule, &plane.scales, job.stream)?;
         }
     }
     if empty { Ok(()) } else { tile::quantize_lines(job, true) }

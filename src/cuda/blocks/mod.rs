@@ -25,9 +25,9 @@ pub(super) fn kernels() -> Vec<&'static super::table::Kernel> {
     [amax::kernels(), lines::kernels(), scales::kernels(), tile::kernels()].concat()
 }
 
-/// One direction's outputs, and the maxima given for it.
+/// One direction's outputs, and the maxima given for it: a plane.
 #[derive(Clone, Copy)]
-struct Side {
+struct Plane {
     codes: Matrix,
     scales: Matrix,
     amax: Option<Matrix>,
@@ -41,29 +41,29 @@ struct Job {
     spec: BlockSpec,
     format: Fp8Format,
     /// Codes in the places of `x`.
-    row: Option<Side>,
+    row: Option<Plane>,
     /// Codes transposed.
-    col: Option<Side>,
+    col: Option<Plane>,
     /// Maxima of square blocks, which serve both.
     square_amax: Option<Matrix>,
     fold: Option<Matrix>,
     /// Rows of the first block before `x`.
-    lead: usize,
+    rows_before: usize,
 }
 
 impl Job {
     fn new(call: &BlockCall, stream: Stream) -> Result<Self, Error> {
         let BlockCall { spec, format, given, .. } = call;
         let square = spec.block.is_square();
-        let side = |plane: &crate::spec::BlockPlane, amax: Option<Matrix>| Side {
-            codes: plane.codes.matrix(),
-            scales: plane.scales.matrix(),
+        let plane = |out: &crate::spec::BlockPlane, amax: Option<Matrix>| Plane {
+            codes: out.codes.matrix(),
+            scales: out.scales.matrix(),
             amax,
         };
         let amax = given.amax.map(|m| m.matrix());
         let amax_columnwise = given.amax_columnwise.map(|m| m.matrix());
-        let row = call.rowwise.as_ref().map(|plane| side(plane, amax.filter(|_| !square)));
-        let col = call.columnwise.as_ref().map(|plane| side(plane, amax_columnwise));
+        let row = call.rowwise.as_ref().map(|out| plane(out, amax.filter(|_| !square)));
+        let col = call.columnwise.as_ref().map(|out| plane(out, amax_columnwise));
         // Rowwise blocks of one row are not cut.
         let cut =
             if square || col.is_some() { Block { rows: spec.block.cols, ..spec.block } } else { Block::ROW };
@@ -77,14 +77,14 @@ impl Job {
             col,
             square_amax: amax.filter(|_| square),
             fold: given.fold.map(|m| m.matrix()),
-            lead: cut.lead(spec.row_offset),
+            rows_before: cut.rows_before(spec.row_offset),
         };
-        for (arg, side) in [("rowwise_scale", &job.row), ("columnwise_scale", &job.col)] {
-            if spec.packed && side.is_some_and(|side| !aligned(side.scales.ptr, 16)) {
+        for (arg, plane) in [("rowwise_scale", &job.row), ("columnwise_scale", &job.col)] {
+            if spec.packed && plane.is_some_and(|plane| !aligned(plane.scales.ptr, 16)) {
                 return Err(Error::Misaligned { arg: arg.into(), size: 16 });
             }
         }
-        if job.x.col_stride != 1 && job.x.row_stride == 1 && job.lead == 0 && job.fold.is_none() {
+        if job.x.col_stride != 1 && job.x.row_stride == 1 && job.rows_before == 0 && job.fold.is_none() {
             job.x = job.x.transposed();
             (job.row, job.col) = (job.col, job.row);
             job.square_amax = job.square_amax.map(Matrix::transposed);

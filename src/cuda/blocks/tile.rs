@@ -2,7 +2,7 @@
 
 use std::ptr;
 
-use super::{Job, Side, blocks_of};
+use super::{Job, Plane, blocks_of};
 use crate::cuda::driver::{Args, launch};
 use crate::cuda::table::{ByTypes, by_types, format_index, input_index};
 use crate::cuda::tensorwise::Rule;
@@ -51,7 +51,7 @@ struct TileArgs {
     fold_cs: i64,
     rows: i64,
     cols: i64,
-    phase: i64,
+    rows_before: i64,
     tiles_across: i64,
     rule: Rule,
     flags: u32,
@@ -92,17 +92,17 @@ pub(super) fn quantize(job: &Job) -> Result<(), Error> {
     run(job, kernels, false)
 }
 
-/// A scale a row and a column: from the sides' maxima, or, with `found`, from what stands in the places of their
+/// A scale a row and a column: from the planes' maxima, or, with `found`, from what stands in the places of their
 /// scales: maxima that `line_amax` marked, or scales.
 pub(super) fn quantize_lines(job: &Job, found: bool) -> Result<(), Error> {
     run(job, &ROW_BOTH, found)
 }
 
 fn run(job: &Job, kernels: &'static ByTypes, found: bool) -> Result<(), Error> {
-    let Job { x, spec, lead, .. } = job;
-    let codes = |side: &Option<Side>| side.map(|side| side.codes);
-    let scales = |side: &Option<Side>| side.map(|side| side.scales);
-    let amax = |side: &Option<Side>| side.and_then(|s| if found { Some(s.scales) } else { s.amax });
+    let Job { x, spec, rows_before, .. } = job;
+    let codes = |plane: &Option<Plane>| plane.map(|plane| plane.codes);
+    let scales = |plane: &Option<Plane>| plane.map(|plane| plane.scales);
+    let amax = |plane: &Option<Plane>| plane.and_then(|p| if found { Some(p.scales) } else { p.amax });
     let (row, col) = (codes(&job.row), codes(&job.col));
     let (row_scale, col_scale) = (scales(&job.row), scales(&job.col));
     let row_amax = if spec.block.is_square() { job.square_amax } else { amax(&job.row) };
@@ -115,7 +115,10 @@ fn run(job: &Job, kernels: &'static ByTypes, found: bool) -> Result<(), Error> {
     let flags = [
         (X_VECTORS, rows_aligned(x, 16) && x.col_stride == 1),
         (ROW_VECTORS, row.is_some_and(|m| m.col_stride == 1 && rows_aligned(&m, 8))),
-        (COL_VECTORS, col.is_some_and(|m| m.col_stride == 1 && rows_aligned(&m, 16)) && lead % 16 == 0),
+        (
+            COL_VECTORS,
+            col.is_some_and(|m| m.col_stride == 1 && rows_aligned(&m, 16)) && rows_before % 16 == 0,
+        ),
         (PACKED, spec.packed),
         (FLOOR_RULE, floor),
         (ROW_SCALE_WORDS, row_scale.is_some_and(|m| words(&m))),
@@ -158,7 +161,7 @@ fn run(job: &Job, kernels: &'static ByTypes, found: bool) -> Result<(), Error> {
         fold_cs,
         rows: x.rows as i64,
         cols: x.cols as i64,
-        phase: *lead as i64,
+        rows_before: *rows_before as i64,
         tiles_across: tiles_across as i64,
         rule: rule.into(),
         flags,
@@ -166,7 +169,7 @@ fn run(job: &Job, kernels: &'static ByTypes, found: bool) -> Result<(), Error> {
     debug_assert!(!spec.packed || [row_scale, col_scale].iter().all(|p| p.addr().is_multiple_of(16)));
     debug_assert!(spec.block == Block::ROW || !found);
     let threads = if x.dtype == DType::F32 { 256 } else { 128 };
-    let grid = blocks_of((x.rows + lead).div_ceil(TILE) * tiles_across, threads);
+    let grid = blocks_of((x.rows + rows_before).div_ceil(TILE) * tiles_across, threads);
     let kernel = &kernels[input_index(x.dtype)][format_index(job.format)];
     launch(job.device, job.stream, kernel, grid, &args)
 }

@@ -53,7 +53,7 @@ template <u32 KIND> DEVICE void elements(const AdamWArgs &a) {
   if (!t.amax && !known) return;
   found = block_max(found);
   u32 end = end_of(a, e);
-  if (!last_of(a.meetings + e, end - t.first_block, found)) return;
+  if (!last_of(a.maxima + e, end - t.first_block, found)) return;
   if (!known) {
     *t.amax = __uint_as_float(found);
     return;

@@ -31,7 +31,7 @@ struct AdamWArgs {
   const float *lr;         // or null: the number
   const float *grad_scale; // or null
   const float *found_inf;  // or null
-  Meeting *meetings;       // one an entry
+  GridMax *maxima;         // one an entry
   double lr_value, beta1, beta2, eps, weight_decay;
   u64 seed;
   Rule rule;               // of scales that are found
@@ -81,11 +81,11 @@ DEVICE Factors factors_of(const AdamWArgs &a, const AdamWEntry &t) {
   double lr = a.lr ? (double)*a.lr : a.lr_value;
   f.step = __float2uint_rz(*t.step);
   float grad = a.grad_scale ? reciprocal(*a.grad_scale) : 1.0f;
-  float way = __double2float_rn(__dsub_rn(1.0, a.beta1));
+  float lerp = __double2float_rn(__dsub_rn(1.0, a.beta1));
   f.grad = a.flags & MAXIMIZE ? -grad : grad;
   f.decay = __double2float_rn(__dsub_rn(1.0, __dmul_rn(lr, a.weight_decay)));
-  f.from_grad = way >= 0.5f;
-  f.lerp = f.from_grad ? -__fsub_rn(1.0f, way) : way;
+  f.from_grad = lerp >= 0.5f;
+  f.lerp = f.from_grad ? -__fsub_rn(1.0f, lerp) : lerp;
   f.beta2 = __double2float_rn(a.beta2);
   f.rest = __double2float_rn(__dsub_rn(1.0, a.beta2));
   f.root = __double2float_rn(__dsqrt_rn(__dsub_rn(1.0, power(a.beta2, f.step))));
@@ -169,8 +169,8 @@ DEVICE u32 encode_stochastic(const AdamWEntry &t, float v, u32 random) {
   float steps =
       __fmul_rn(__uint_as_float(clamped), __uint_as_float(((254u + mantissa) << 23) - exponent));
   int whole = __float2int_rz(steps);
-  int way = __float2int_rz(__fmul_rn(__fsub_rn(steps, (float)whole), 16777216.0f));
-  u32 up = (int)(random >> 8) < way;
+  int fraction = __float2int_rz(__fmul_rn(__fsub_rn(steps, (float)whole), 16777216.0f));
+  u32 up = (int)(random >> 8) < fraction;
   u32 code = ((u32)whole + up + ((exponent - smallest) >> (23 - mantissa))) | (bits >> 24 & 0x80u);
   return magnitude > 0x7f800000u ? 0x7fu : code;
 }

@@ -8,7 +8,7 @@ struct AmaxArgs {
   const void *x;
   u64 n;                 // elements; x is 16-byte aligned
   float *out;
-  Meeting *meeting;
+  GridMax *grid_max;
   Rule rule;             // where the scale is wanted
 };
 
@@ -43,7 +43,7 @@ template <class T> DEVICE u32 amax_of(const AmaxArgs &a) {
   extern "C" __global__ void __launch_bounds__(512)                                                \
       amax_##NAME(const __grid_constant__ AmaxArgs a) {                                            \
     u32 m = amax_of<T>(a);                                                                         \
-    if (last_of(a.meeting, gridDim.x, m)) *a.out = __uint_as_float(m);                             \
+    if (last_of(a.grid_max, gridDim.x, m)) *a.out = __uint_as_float(m);                             \
   }
 FOR_INPUTS(AMAX)
 
@@ -51,7 +51,7 @@ FOR_INPUTS(AMAX)
   extern "C" __global__ void __launch_bounds__(512)                                                \
       current_scale_##NAME(const __grid_constant__ AmaxArgs a) {                                   \
     u32 m = amax_of<T>(a);                                                                         \
-    if (last_of(a.meeting, gridDim.x, m)) *a.out = scale_of<F>(m, a.rule);                         \
+    if (last_of(a.grid_max, gridDim.x, m)) *a.out = scale_of<F>(m, a.rule);                         \
   }
 FOR_TYPES(CURRENT_SCALE)
 

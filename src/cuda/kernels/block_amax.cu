@@ -119,7 +119,7 @@ struct BlockAmaxArgs {
   i64 x_rs, x_cs, out_rs, out_cs;
   i64 rows, cols;
   i64 block_rows, block_cols;    // 1, or a multiple of 32
-  i64 phase;                     // rows of the first block before this view
+  i64 rows_before;               // rows of the first block before this view
   i64 tiles_across;
   u32 flags;                     // X_VECTORS
   u32 unused;                    // the struct ends on 8 bytes
@@ -148,7 +148,7 @@ template <class T> DEVICE void block_amax(const BlockAmaxArgs &a) {
   u32 bits = 0;
 #pragma unroll 8
   for (int i = 0; i < 32; i++) {
-    i64 r = v + i - a.phase;
+    i64 r = v + i - a.rows_before;
     u32 m = 0;
     if (inside && r >= 0 && r < a.rows) {
       u32 reg = T::load(a.x, r * a.x_rs + c * a.x_cs);
@@ -175,7 +175,7 @@ template <class T> DEVICE void tall_amax(const BlockAmaxArgs &a) {
   i64 row_block = (p.tile_row * 128 + p.row_in_tile) / a.block_rows;
   float *out = a.out + row_block * a.out_rs;
   // The last tile may have rows of blocks behind the tensor: these have no place in the grid.
-  bool behind = p.tile_row * 128 + p.row_in_tile / 32 * 32 - a.phase >= a.rows;
+  bool behind = p.tile_row * 128 + p.row_in_tile / 32 * 32 - a.rows_before >= a.rows;
   if (a.block_cols == 1) {
     // Both lanes of 32 rows have every column; each puts half of them.
     fold_halves<T>(unit, 4, p.lane, 8);

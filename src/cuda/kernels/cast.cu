@@ -72,7 +72,7 @@ template <class T, class F, bool DELAYED> DEVICE void cast(const CastArgs &a) {
   run.template store<F>(a, blockIdx.x, reciprocal(scale));
   if (DELAYED) {
     u32 m = block_max(run.amax(a, blockIdx.x));
-    if (last_of(a.delayed.meeting, gridDim.x, m)) finish_delayed(a.delayed, scale, m);
+    if (last_of(a.delayed.grid_max, gridDim.x, m)) finish_delayed(a.delayed, scale, m);
   }
 }
 

@@ -105,7 +105,7 @@ template <class T, class F, bool DELAYED> DEVICE void cast_transpose(const CastT
   patch.template store<F>(a, blockIdx.x, reciprocal(scale));
   if (DELAYED) {
     m = block_max(m);
-    if (last_of(a.delayed.meeting, gridDim.x, m)) finish_delayed(a.delayed, scale, m);
+    if (last_of(a.delayed.grid_max, gridDim.x, m)) finish_delayed(a.delayed, scale, m);
   }
 }
 

@@ -8,8 +8,9 @@
 #pragma once
 #include "elements.cuh"
 
-/// Where the blocks of such a launch meet: zero before and after it; as large as three `Meeting`s.
-struct Gathering {
+/// The state of such a launch's barrier, in a workspace: zero before and after it. As large as three
+/// `GridMax`es.
+struct GridBarrier {
   u32 max_bits;
   u32 done;              // pieces that were read
   u32 read;              // pieces claimed for reading
@@ -18,11 +19,11 @@ struct Gathering {
   u32 unused;
 };
 
-static_assert(sizeof(Gathering) == 3 * sizeof(Meeting), "MEETINGS in the launch code");
+static_assert(sizeof(GridBarrier) == 3 * sizeof(GridMax), "SLOTS in the launch code");
 
 struct Current {
   float *scale;          // is written
-  Gathering *gathering;
+  GridBarrier *barrier;
   Rule rule;
   u32 pieces;
   u32 common;            // of them: the first ones, which are cast by whoever is free
@@ -67,7 +68,7 @@ DEVICE void quantize_current(const Args &a, const Current &c) {
   __shared__ u16 own[MOST_OWN];
   __shared__ u32 slots[2];
   __shared__ float factor;
-  Gathering *at = c.gathering;
+  GridBarrier *at = c.barrier;
   Piece p;
   u32 m = 0, count = 0, owned = 0;
   Claims reads(&at->read);

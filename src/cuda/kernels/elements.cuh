@@ -197,14 +197,14 @@ DEVICE u32 block_max(u32 m) {
   return block_max<false>(m, warps);
 }
 
-/// Where the blocks of a launch meet: zero before and after it.
-struct Meeting {
+/// How the blocks of a launch find a maximum over all of them, in a workspace: zero before and after it.
+struct GridMax {
   u32 max_bits;
   u32 arrived;
 };
 
 /// Adds a block's maximum; true in thread 0 of the last block, with the maximum of all in `m`.
-DEVICE bool last_of(Meeting *at, u32 blocks, u32 &m) {
+DEVICE bool last_of(GridMax *at, u32 blocks, u32 &m) {
   if (threadIdx.x != 0) return false;
   atomicMax(&at->max_bits, canonical(m));
   __threadfence();
@@ -224,7 +224,7 @@ DEVICE bool last_of(Meeting *at, u32 blocks, u32 &m) {
 struct Delayed {
   float *amax;
   float *scale_used;
-  Meeting *meeting;
+  GridMax *grid_max;
 };
 
 DEVICE void finish_delayed(const Delayed &d, float scale, u32 m) {

@@ -13,7 +13,7 @@ template <int N> struct MultiArgs {
   const float *scales;
   float *amaxes;
   float *scales_used;
-  Meeting *meetings;     // one an entry
+  GridMax *maxima;        // one an entry
   u32 count, blocks;
   Entry entries[N];
 };
@@ -90,8 +90,8 @@ template <class T, class F, bool DELAYED, int N> DEVICE void multi_cast(const Mu
   if (DELAYED) {
     m = block_max(m);
     u32 end = end_of(a, e);
-    Delayed d = {a.amaxes + t.index, a.scales_used + t.index, a.meetings + e};
-    if (last_of(d.meeting, end - t.first_block, m)) finish_delayed(d, scale, m);
+    Delayed d = {a.amaxes + t.index, a.scales_used + t.index, a.maxima + e};
+    if (last_of(d.grid_max, end - t.first_block, m)) finish_delayed(d, scale, m);
   }
 }
 

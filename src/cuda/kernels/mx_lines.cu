@@ -8,14 +8,14 @@ template <class T, class F> DEVICE void mx_lines(const TileArgs &a) {
   __shared__ __align__(16) u8 col_bytes[4][128];   // [block][column]
   TilePlace<T> p(a);
   bool floor_rule = a.flags & FLOOR_RULE;
-  i64 row_blocks = (a.rows + a.phase + 31) / 32, col_blocks = (a.cols + 31) / 32;
+  i64 row_blocks = (a.rows + a.rows_before + 31) / 32, col_blocks = (a.cols + 31) / 32;
   u32 d[16][4];
   load_tile<T>(a, p, d);
 
   if (a.row) {
     if (a.row_amax) {
       for (int i = threadIdx.x; i < 512; i += S::THREADS) {
-        i64 r = p.tile_row * 128 + i / 4 - a.phase, k = p.tile_col * 4 + i % 4;
+        i64 r = p.tile_row * 128 + i / 4 - a.rows_before, k = p.tile_col * 4 + i % 4;
         bool inside = r >= 0 && r < a.rows && k < col_blocks;
         float v = inside ? a.row_amax[r * a.row_amax_rs + k * a.row_amax_cs] : 0.0f;
         row_bytes[i % 4][i / 4] = e8m0_byte<F>(given_bits(v), floor_rule);
@@ -79,7 +79,7 @@ template <class T, class F> DEVICE void mx_lines(const TileArgs &a) {
   if (a.row)
     store_scales((u8 *)a.row_scale, a.row_scale_rs, a.row_scale_cs, packed,
                  a.flags & ROW_SCALE_WORDS, threadIdx.x, S::THREADS, blockIdx.x,
-                 p.tile_row * 128 - a.phase, a.rows, p.tile_col * 4, col_blocks,
+                 p.tile_row * 128 - a.rows_before, a.rows, p.tile_col * 4, col_blocks,
                  [&](int i, int k) { return (u32)row_bytes[k][i]; });
   if (a.col) {
     i64 tiles_down = (row_blocks + 3) / 4;

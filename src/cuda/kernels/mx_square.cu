@@ -6,7 +6,7 @@ template <class T, class F> DEVICE void mx_square(const TileArgs &a) {
   typedef TileShape<T> S;
   __shared__ u8 block_bytes[4][4];                 // [row block][column block]
   TilePlace<T> p(a);
-  i64 row_blocks = (a.rows + a.phase + 31) / 32, col_blocks = (a.cols + 31) / 32;
+  i64 row_blocks = (a.rows + a.rows_before + 31) / 32, col_blocks = (a.cols + 31) / 32;
   u32 d[16][4];
   load_tile<T>(a, p, d);
 
@@ -31,7 +31,7 @@ template <class T, class F> DEVICE void mx_square(const TileArgs &a) {
   if (a.col) store_cols<T, F>(a, p, d, [&](int) { return f; });
 
   __syncthreads();
-  i64 first_row = p.tile_row * 128 - a.phase;
+  i64 first_row = p.tile_row * 128 - a.rows_before;
   if (a.flags & PACKED) {
     if (a.row)
       store_scales((u8 *)a.row_scale, 0, 0, true, false, threadIdx.x, S::THREADS, blockIdx.x,

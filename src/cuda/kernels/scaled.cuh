@@ -72,7 +72,7 @@ template <class T, class F, Blocks KIND> DEVICE void scaled_tile(const TileArgs 
 
   if (threadIdx.x < 128) {
     int t = threadIdx.x;
-    i64 r = p.tile_row * 128 + t - a.phase, c = p.tile_col * 128 + t;
+    i64 r = p.tile_row * 128 + t - a.rows_before, c = p.tile_col * 128 + t;
     if (a.row && r >= 0 && r < a.rows) {
       i64 k = KIND == WHOLE_LINES ? 0 : p.tile_col;
       u32 bits = 0;

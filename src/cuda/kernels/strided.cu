@@ -14,7 +14,7 @@ struct StridedArgs {
   i64 columnwise_rs, columnwise_cs;
   i64 tiles_across;
   const float *scale;
-  Delayed delayed;       // no meeting: amaxes are not followed
+  Delayed delayed;       // no grid_max: amaxes are not followed
 };
 
 template <class T, class F> DEVICE void strided_cast(const StridedArgs &a) {
@@ -40,9 +40,9 @@ template <class T, class F> DEVICE void strided_cast(const StridedArgs &a) {
     if (a.columnwise && c0 + k < a.cols && r0 + across < a.rows)
       a.columnwise[(c0 + k) * a.columnwise_rs + (r0 + across) * a.columnwise_cs] = tile[across][k];
   }
-  if (a.delayed.meeting) {
+  if (a.delayed.grid_max) {
     m = block_max(m);
-    if (last_of(a.delayed.meeting, gridDim.x, m)) finish_delayed(a.delayed, scale, m);
+    if (last_of(a.delayed.grid_max, gridDim.x, m)) finish_delayed(a.delayed, scale, m);
   }
 }
 
@@ -56,7 +56,7 @@ struct StridedAmaxArgs {
   i64 rows, cols;        // the last dim is the one of the shorter stride
   i64 x_rs, x_cs;
   float *out;
-  Meeting *meeting;
+  GridMax *grid_max;
   Rule rule;
 };
 
@@ -74,7 +74,7 @@ template <class T> DEVICE u32 strided_amax(const StridedAmaxArgs &a) {
   extern "C" __global__ void __launch_bounds__(512)                                                \
       strided_amax_##NAME(const __grid_constant__ StridedAmaxArgs a) {                             \
     u32 m = strided_amax<T>(a);                                                                    \
-    if (last_of(a.meeting, gridDim.x, m)) *a.out = __uint_as_float(m);                             \
+    if (last_of(a.grid_max, gridDim.x, m)) *a.out = __uint_as_float(m);                             \
   }
 FOR_INPUTS(STRIDED_AMAX)
 
@@ -82,6 +82,6 @@ FOR_INPUTS(STRIDED_AMAX)
   extern "C" __global__ void __launch_bounds__(512)                                                \
       strided_current_scale_##NAME(const __grid_constant__ StridedAmaxArgs a) {                    \
     u32 m = strided_amax<T>(a);                                                                    \
-    if (last_of(a.meeting, gridDim.x, m)) *a.out = scale_of<F>(m, a.rule);                         \
+    if (last_of(a.grid_max, gridDim.x, m)) *a.out = scale_of<F>(m, a.rule);                         \
   }
 FOR_TYPES(STRIDED_SCALE)

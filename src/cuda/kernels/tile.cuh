@@ -5,7 +5,7 @@
 // once for each direction: that is cheaper than permuting bytes. Block maxima move by shuffles,
 // scale bytes and factors through a little shared memory.
 //
-// `phase` shifts the tile grid up: a shard that starts inside a block has its blocks where the
+// `rows_before` shifts the tile grid up: a shard that starts inside a block has its blocks where the
 // whole tensor has them. Positions in the shifted grid are "virtual" rows here.
 #pragma once
 #include "blocks.cuh"
@@ -24,7 +24,7 @@ struct TileArgs {
   i64 row_scale_rs, row_scale_cs, col_scale_rs, col_scale_cs;
   i64 row_amax_rs, row_amax_cs, col_amax_rs, col_amax_cs, fold_cs;
   i64 rows, cols;
-  i64 phase;                         // rows of the first block that lie before this view
+  i64 rows_before;                   // rows of the first block that lie before this view
   i64 tiles_across;
   Rule rule;                         // of fp32 scales
   u32 flags;
@@ -33,7 +33,7 @@ struct TileArgs {
 enum : u32 {
   X_VECTORS = 1,      // rows of x are contiguous and 16-byte aligned
   ROW_VECTORS = 2,    // rows of `row` are contiguous and 8-byte aligned
-  COL_VECTORS = 4,    // rows of `col` are contiguous and 16-byte aligned, phase 0
+  COL_VECTORS = 4,    // rows of `col` are contiguous and 16-byte aligned; rows_before in 16s
   PACKED = 8,         // scales leave in the 128x4 layout
   FLOOR_RULE = 16,
   ROW_SCALE_WORDS = 32,  // four neighbouring scale bytes can be stored as one word
@@ -69,7 +69,7 @@ template <class T> struct TilePlace {
     col_in_tile = warp_col * 8 * S::COLS + (lane & 7) * S::COLS;
     tile_row = block / a.tiles_across;
     tile_col = block - tile_row * a.tiles_across;
-    row = tile_row * 128 + row_in_tile - a.phase;
+    row = tile_row * 128 + row_in_tile - a.rows_before;
     col = tile_col * 128 + col_in_tile;
     rows_inside = row >= 0 && row + 16 <= a.rows;
     cols_inside = col + S::COLS <= a.cols;

@@ -26,36 +26,36 @@ impl From<ScaleRule> for Rule {
 pub(super) struct Delayed {
     pub(super) amax: *mut u8,
     pub(super) scale_used: *mut u8,
-    pub(super) meeting: *mut u8,
+    pub(super) grid_max: *mut u8,
 }
 
 impl Delayed {
     pub(super) const NONE: Self =
-        Self { amax: std::ptr::null_mut(), scale_used: std::ptr::null_mut(), meeting: std::ptr::null_mut() };
+        Self { amax: std::ptr::null_mut(), scale_used: std::ptr::null_mut(), grid_max: std::ptr::null_mut() };
 }
 
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct Current {
     pub(super) scale: *mut u8,
-    pub(super) gathering: *mut u8,
+    pub(super) barrier: *mut u8,
     pub(super) rule: Rule,
     pub(super) pieces: u32,
     pub(super) common: u32,
 }
 
 impl Current {
-    /// Meetings (`struct Meeting`) in the place of one gathering (`struct Gathering`).
-    pub(super) const MEETINGS: usize = 3;
+    /// Slots of the workspace (`struct GridMax`) in the place of one barrier (`struct GridBarrier`).
+    pub(super) const SLOTS: usize = 3;
     /// In `kernels/current.cuh`.
     const MOST_OWN: u64 = 2048;
 
     /// A launch of so many blocks over so many pieces. A block has room for two that it keeps.
-    pub(super) fn new(rule: ScaleRule, scale: *mut u8, gathering: *mut u8, pieces: u64, blocks: u64) -> Self {
+    pub(super) fn new(rule: ScaleRule, scale: *mut u8, barrier: *mut u8, pieces: u64, blocks: u64) -> Self {
         let common = pieces.saturating_sub((2 * blocks).min(Self::MOST_OWN));
         // 2^32 pieces are 2^46 elements: more than any device holds.
         let [pieces, common] = [pieces, common].map(|count| count as u32);
-        Self { scale, gathering, rule: rule.into(), pieces, common }
+        Self { scale, barrier, rule: rule.into(), pieces, common }
     }
 }
 
@@ -65,7 +65,7 @@ pub(super) struct AmaxArgs {
     pub(super) x: *const u8,
     pub(super) n: u64,
     pub(super) out: *mut u8,
-    pub(super) meeting: *mut u8,
+    pub(super) grid_max: *mut u8,
     pub(super) rule: Rule,
 }
 
@@ -78,7 +78,7 @@ pub(super) struct StridedAmaxArgs {
     pub(super) x_rs: i64,
     pub(super) x_cs: i64,
     pub(super) out: *mut u8,
-    pub(super) meeting: *mut u8,
+    pub(super) grid_max: *mut u8,
     pub(super) rule: Rule,
 }
 
@@ -170,7 +170,7 @@ pub(super) struct MultiArgs<const N: usize> {
     pub(super) scales: *const u8,
     pub(super) amaxes: *mut u8,
     pub(super) scales_used: *mut u8,
-    pub(super) meetings: *mut u8,
+    pub(super) maxima: *mut u8,
     pub(super) count: u32,
     pub(super) blocks: u32,
     pub(super) entries: [Entry; N],

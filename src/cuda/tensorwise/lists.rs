@@ -5,7 +5,7 @@ use super::{AMAX, Cast, STRIDED_AMAX, cast, find_amax};
 use crate::cuda::driver::{self, Grid, launch};
 use crate::cuda::table::{ByInput, ByTypes, Kernel, by_input, by_types, format_index, input_index};
 use crate::cuda::views::{aligned, contiguous_and_aligned, ordinal};
-use crate::cuda::workspace::{PER_CHUNK, meetings};
+use crate::cuda::workspace::{self, PER_CHUNK};
 use crate::error::Error;
 use crate::layout::{View, ViewMut};
 use crate::spec::{ScaleRule, Stream};
@@ -73,7 +73,7 @@ fn fill<const N: usize>(head: &MultiArgs<0>, entries: &[Entry], blocks: u32) -> 
         scales: head.scales,
         amaxes: head.amaxes,
         scales_used: head.scales_used,
-        meetings: head.meetings,
+        maxima: head.maxima,
         count: entries.len() as u32,
         blocks,
         entries: [NONE; N],
@@ -138,7 +138,7 @@ pub(crate) fn multi_amax(xs: &[View], out: ViewMut, stream: Stream) -> Result<()
         scales: std::ptr::null(),
         amaxes: out.ptr(),
         scales_used: std::ptr::null_mut(),
-        meetings: std::ptr::null_mut(),
+        maxima: std::ptr::null_mut(),
         count: 0,
         blocks: 0,
         entries: [],
@@ -202,7 +202,7 @@ fn multi_cast(
                 let delayed = Delayed {
                     amax: element(f.amaxes.ptr, f.amaxes.step, i),
                     scale_used: element(f.scales_used.ptr, f.scales_used.step, i),
-                    meeting: meetings(device, stream, 1)?,
+                    grid_max: workspace::slots(device, stream, 1)?,
                 };
                 Cast::Delayed { scale, delayed }
             }
@@ -219,9 +219,9 @@ fn multi_cast(
                 scales: scales.ptr(),
                 amaxes: follow.map_or(std::ptr::null_mut(), |f| f.amaxes.ptr),
                 scales_used: follow.map_or(std::ptr::null_mut(), |f| f.scales_used.ptr),
-                meetings: match follow {
+                maxima: match follow {
                     None => std::ptr::null_mut(),
-                    Some(_) => meetings(device, stream, part.len())?,
+                    Some(_) => workspace::slots(device, stream, part.len())?,
                 },
                 count: 0,
                 blocks: 0,
@@ -338,14 +338,14 @@ mod tests {
             scales: std::ptr::without_provenance(1),
             amaxes: std::ptr::without_provenance_mut(2),
             scales_used: std::ptr::without_provenance_mut(3),
-            meetings: std::ptr::without_provenance_mut(4),
+            maxima: std::ptr::without_provenance_mut(4),
             count: 0,
             blocks: 0,
             entries: [],
         };
         let args = fill::<SHORT>(&head, &[entry(0), entry(1)], 9);
         assert_eq!((args.count, args.blocks), (2, 9));
-        let pointers = [args.amaxes.addr(), args.scales_used.addr(), args.meetings.addr()];
+        let pointers = [args.amaxes.addr(), args.scales_used.addr(), args.maxima.addr()];
         assert_eq!((args.scales.addr(), pointers), (1, [2, 3, 4]));
         assert_eq!(args.entries.map(|e| e.n)[..4], [5, 5, 0, 0]);
         assert_eq!(args.entries[1].index, 1);

@@ -13,7 +13,7 @@ use args::{
 use super::driver::{self, Grid, launch};
 use super::table::{ByInput, ByTypes, Kernel, by_input, by_types, format_index, input_index, kernel};
 use super::views::{aligned, contiguous_and_aligned, ordinal};
-use super::workspace::meetings;
+use super::workspace;
 use crate::error::Error;
 use crate::format::Fp8Format;
 use crate::layout::{Matrix, View, ViewMut};
@@ -71,14 +71,14 @@ fn find_amax(
     stream: Stream,
 ) -> Result<(), Error> {
     let device = ordinal(x.device());
-    let meeting = meetings(device, stream, 1)?;
+    let grid_max = workspace::slots(device, stream, 1)?;
     let n = x.numel() as u64;
     // Four blocks a multiprocessor; fewer where a thread would have no full round of loads.
     let most = 4 * u64::from(driver::device(device)?.multiprocessors);
     if contiguous_and_aligned(x) {
         let per_block = 512 * 4 * 16 / x.dtype().size() as u64;
         let grid = Grid { blocks: n.div_ceil(per_block).clamp(1, most), threads: 512 };
-        let args = AmaxArgs { x: x.ptr(), n, out, meeting, rule: rule.into() };
+        let args = AmaxArgs { x: x.ptr(), n, out, grid_max, rule: rule.into() };
         return launch(device, stream, fast, grid, &args);
     }
     let (mut rows, mut cols) = x.shape();
@@ -94,7 +94,7 @@ fn find_amax(
         x_rs: x_rs as i64,
         x_cs: x_cs as i64,
         out,
-        meeting,
+        grid_max,
         rule: rule.into(),
     };
     launch(device, stream, strided, grid, &args)
@@ -148,8 +148,8 @@ pub(crate) fn quantize(call: TensorCall, stream: Stream) -> Result<(), Error> {
     let how = match &scaling {
         Scaling::Known(scale) => Cast::Known(scale.ptr()),
         Scaling::Delayed { scale, amax, scale_used } => {
-            let meeting = meetings(ordinal(x.device()), stream, 1)?;
-            let delayed = Delayed { amax: amax.ptr(), scale_used: scale_used.ptr(), meeting };
+            let grid_max = workspace::slots(ordinal(x.device()), stream, 1)?;
+            let delayed = Delayed { amax: amax.ptr(), scale_used: scale_used.ptr(), grid_max };
             Cast::Delayed { scale: scale.ptr(), delayed }
         }
         Scaling::Current { rule, scale_out } => Cast::Current { rule: *rule, scale: scale_out.ptr() },
@@ -175,11 +175,11 @@ fn cast(
         Cast::Delayed { scale, delayed } => (scale, delayed),
         Cast::Current { scale, .. } => (scale.cast_const(), Delayed::NONE),
     };
-    // Current scaling: a place to meet, and four blocks a multiprocessor, which the kernels' registers are made for.
+    // Current scaling: a barrier, and four blocks a multiprocessor, which the kernels' registers are made for.
     let current = |rule: ScaleRule, pieces: u64| -> Result<(Current, u64), Error> {
-        let gathering = meetings(device, stream, Current::MEETINGS)?;
+        let barrier = workspace::slots(device, stream, Current::SLOTS)?;
         let blocks = pieces.clamp(1, 4 * u64::from(driver::device(device)?.multiprocessors));
-        Ok((Current::new(rule, scale.cast_mut(), gathering, pieces, blocks), blocks))
+        Ok((Current::new(rule, scale.cast_mut(), barrier, pieces, blocks), blocks))
     };
 
     if let (Some(row), None) = (rowwise, columnwise)

@@ -337,20 +337,20 @@ impl Tensor {
     /// Of the shape (0,) on this tensor's device: a tensor of its own over an allocation of no bytes that is made once,
     /// since to allocate none takes nearly as long as to allocate some. Nobody waits for another thread here: a process
     /// that is forked meanwhile has not got the thread, and would wait forever.
-    pub(super) fn nothing(&self, dtype: DType) -> Result<Self, Failure> {
+    pub(super) fn empty(&self, dtype: DType) -> Result<Self, Failure> {
         let place = self.place()?;
-        let mut nothings = match NOTHINGS.try_lock() {
-            Ok(nothings) => nothings,
+        let mut empties = match EMPTIES.try_lock() {
+            Ok(empties) => empties,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return self.room(dtype, &[0]),
         };
-        let known = nothings.iter().find(|known| (known.place, known.dtype) == (place, dtype));
+        let known = empties.iter().find(|known| (known.place, known.dtype) == (place, dtype));
         let first = if let Some(known) = known {
             known.tensor.0
         } else {
             let tensor = self.room(dtype, &[0])?;
             let first = tensor.0;
-            nothings.push(Nothing { place, dtype, tensor });
+            empties.push(Empty { place, dtype, tensor });
             first
         };
         let (none, one, mut made) = (0_i64, 1_i64, None);
@@ -362,17 +362,17 @@ impl Tensor {
 }
 
 /// A tensor of no elements that others are made of.
-struct Nothing {
+struct Empty {
     place: (i32, i32),
     dtype: DType,
     tensor: Tensor,
 }
 
 // SAFETY: torch counts references atomically, and nobody writes to the tensor.
-unsafe impl Send for Nothing {}
+unsafe impl Send for Empty {}
 
 /// A handful: one for each device and type. Kept for ever.
-static NOTHINGS: Mutex<Vec<Nothing>> = Mutex::new(Vec::new());
+static EMPTIES: Mutex<Vec<Empty>> = Mutex::new(Vec::new());
 
 /// More than torch's own loops take.
 const MOST_DIMENSIONS: usize = 64;

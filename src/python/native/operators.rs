@@ -100,7 +100,7 @@ fn optional_mut<'a>(tensor: Option<&'a Tensor>, name: &'static str) -> Result<Op
 }
 
 fn or_empty(tensor: Option<Tensor>, like: &Tensor, dtype: DType) -> Result<Tensor, Failure> {
-    tensor.map_or_else(|| like.nothing(dtype), Ok)
+    tensor.map_or_else(|| like.empty(dtype), Ok)
 }
 
 fn amax(mut values: Values) -> Results {
