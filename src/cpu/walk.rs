@@ -5,17 +5,12 @@ use std::ops::Range;
 
 use super::convert::{Codes, Element};
 use super::rows;
-use super::tile::{self, Tile};
+use super::tile::{self, Fill};
 use crate::layout::Matrix;
 
 /// How far ahead of the casts the rows of a tile are asked for. Each row is on another page, where the hardware
 /// has not begun to prefetch: without this, casting into tiles takes 1.7 times as long.
 const PREFETCH_BYTES: usize = 8192;
-
-/// Makes the bytes of a part of a row.
-pub(super) trait Fill {
-    fn fill(&mut self, row: usize, cols: Range<usize>, out: &mut [u8]);
-}
 
 /// Casts to codes and, with `AMAX`, follows the absolute maximum.
 pub(super) struct Cast<T, C, const AMAX: bool> {
@@ -53,6 +48,21 @@ impl Fill for Copy {
     fn fill(&mut self, row: usize, cols: Range<usize>, out: &mut [u8]) {
         // SAFETY: walks stay inside their source, which is of bytes.
         out.copy_from_slice(unsafe { self.bytes.row(row, cols, &mut self.buffer) });
+    }
+}
+
+/// Asks for later rows of the source first.
+struct Ahead<'a, F> {
+    source: &'a Matrix,
+    distance: usize,
+    fill: &'a mut F,
+}
+
+impl<F: Fill> Fill for Ahead<'_, F> {
+    #[inline(always)]
+    fn fill(&mut self, row: usize, cols: Range<usize>, out: &mut [u8]) {
+        self.source.prefetch(row + self.distance, cols.clone());
+        self.fill.fill(row, cols, out);
     }
 }
 
@@ -121,23 +131,11 @@ impl Walk {
             }
             return;
         }
-        let mut tile = Tile::take();
-        let ahead = PREFETCH_BYTES.div_ceil(tile::COLS * self.source.dtype.size());
-        for first_row in rows.clone().step_by(tile::ROWS) {
-            for first_col in cols.clone().step_by(tile::COLS) {
-                let rows = first_row..(first_row + tile::ROWS).min(rows.end);
-                let cols = first_col..(first_col + tile::COLS).min(cols.end);
-                for row in rows.clone() {
-                    self.source.prefetch(row + ahead, cols.clone());
-                    fill.fill(row, cols.clone(), tile.row_mut(row - first_row, cols.len()));
-                }
-                for sink in &self.sinks {
-                    // SAFETY: this piece is the only one that has these elements.
-                    unsafe { tile.store(sink, rows.clone(), cols.clone()) };
-                }
-            }
-        }
-        tile.put_back();
+        let distance = PREFETCH_BYTES.div_ceil(tile::COLS * self.source.dtype.size());
+        // SAFETY: this piece is the only one that has these elements.
+        unsafe {
+            tile::by_tiles(rows, cols, &self.sinks, &mut Ahead { source: &self.source, distance, fill });
+        };
     }
 }
 

@@ -10,7 +10,7 @@ use crate::cpu::convert::{Codes, Element};
 use crate::cpu::float_env::DefaultFloatEnv;
 use crate::cpu::simd::{Kernel, dispatch};
 use crate::cpu::tensorwise::PARALLEL;
-use crate::cpu::tile::{self, Tile};
+use crate::cpu::tile::{Fill, by_tiles};
 use crate::cpu::types::{with_codes, with_element};
 use crate::cpu::{pool, rows};
 use crate::format::Fp8Format;
@@ -306,22 +306,28 @@ impl<T: Element, C: Codes> Part<'_, T, C> {
 
     #[inline(always)]
     fn cast_across(&self, plane: &Plane, factors: &Factors, buffer: &mut Vec<T>) {
-        let size = plane.block.cols.min(STRIP);
-        let mut tile = Tile::take();
-        let rows = self.rows();
-        for start in rows.clone().step_by(tile::ROWS) {
-            let rows = start..(start + tile::ROWS).min(rows.end);
-            for row in rows.clone() {
-                // SAFETY: as above.
-                let xs = unsafe { self.job.x.row::<T>(row, self.cols.clone(), buffer) };
-                let line = tile.row_mut(row - start, self.cols.len());
-                cast_each::<T, C>(xs, &factors.across[self.in_strip(row) / size], line);
-            }
-            // `codes` is the transposed matrix: its rows are our columns.
-            // SAFETY: these columns of the walked matrix, which only this part writes.
-            unsafe { tile.store(&plane.codes.transposed(), rows, self.cols.clone()) };
-        }
-        tile.put_back();
+        let mut fill = Across { part: self, size: plane.block.cols.min(STRIP), factors, buffer };
+        // `codes` is the transposed matrix: its rows are our columns.
+        let sink = plane.codes.transposed();
+        // SAFETY: these columns of the walked matrix, which only this part writes.
+        unsafe { by_tiles(self.rows(), self.cols.clone(), &[sink], &mut fill) };
+    }
+}
+
+/// Casts by the factors of columns, of `size` rows each.
+struct Across<'a, T, C> {
+    part: &'a Part<'a, T, C>,
+    size: usize,
+    factors: &'a Factors,
+    buffer: &'a mut Vec<T>,
+}
+
+impl<T: Element, C: Codes> Fill for Across<'_, T, C> {
+    #[inline(always)]
+    fn fill(&mut self, row: usize, cols: Range<usize>, out: &mut [u8]) {
+        // SAFETY: a part of the input, whose dtype `T` was chosen by.
+        let xs = unsafe { self.part.job.x.row::<T>(row, cols, self.buffer) };
+        cast_each::<T, C>(xs, &self.factors.across[self.part.in_strip(row) / self.size], out);
     }
 }
 

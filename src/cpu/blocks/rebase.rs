@@ -10,7 +10,7 @@ use crate::cpu::float_env::DefaultFloatEnv;
 use crate::cpu::pool;
 use crate::cpu::simd::{Kernel, dispatch};
 use crate::cpu::tensorwise::PARALLEL;
-use crate::cpu::tile::{self, Tile};
+use crate::cpu::tile::{Fill, by_tiles};
 use crate::cpu::types::with_codes;
 use crate::format::{Fp8Format, e8m0};
 use crate::layout::{Block, Matrix, View, ViewMut};
@@ -85,48 +85,39 @@ impl<C: Codes> Kernel for Strip<'_, C> {
     fn run(self) {
         let job = self.job;
         let rows = part(self.index, STRIP, 0, job.codes.rows);
-        let mut buffer = Vec::new();
-        let mut tile = Tile::take();
         for start in (0..job.codes.cols).step_by(CHUNK) {
             let cols = start..(start + CHUNK).min(job.codes.cols);
-            let mut seen = [0_u8; CHUNK];
-            for first in rows.clone().step_by(tile::ROWS) {
-                let rows = first..(first + tile::ROWS).min(rows.end);
-                for row in rows.clone() {
-                    let line = tile.row_mut(row - first, cols.len());
-                    self.rebase_row(row, &cols, line, &mut seen, &mut buffer);
-                }
-                // SAFETY: these rows of the input, of which the output is written by this strip alone.
-                unsafe { tile.store(&job.sink(), rows, cols.clone()) };
-            }
+            let mut fill = Chunk::<C> { job, seen: [0; CHUNK], buffer: Vec::new(), format: PhantomData };
+            // SAFETY: these rows of the input, of which the output is written by this strip alone.
+            unsafe { by_tiles(rows.clone(), cols.clone(), &[job.sink()], &mut fill) };
             if job.axis == Axis::Columns {
-                for (line, seen) in job.lines[cols].iter().zip(seen) {
+                for (line, seen) in job.lines[cols].iter().zip(fill.seen) {
                     line.fetch_or(seen, Ordering::Relaxed);
                 }
             }
         }
-        tile.put_back();
     }
 }
 
-impl<C: Codes> Strip<'_, C> {
-    /// Rewrites a part of a row into `line`.
+/// The rows of a strip in a chunk of columns, rewritten.
+struct Chunk<'a, C> {
+    job: &'a Job,
+    /// Whether a column has a code that counts.
+    seen: [u8; CHUNK],
+    buffer: Vec<u8>,
+    format: PhantomData<C>,
+}
+
+impl<C: Codes> Fill for Chunk<'_, C> {
     #[inline(always)]
-    fn rebase_row(
-        &self,
-        row: usize,
-        cols: &Range<usize>,
-        line: &mut [u8],
-        seen: &mut [u8; CHUNK],
-        buffer: &mut Vec<u8>,
-    ) {
+    fn fill(&mut self, row: usize, cols: Range<usize>, line: &mut [u8]) {
         let Job { codes, scales, block, axis, largest, lines, .. } = self.job;
         // SAFETY: a part of a row of the input.
-        let codes = unsafe { codes.row::<u8>(row, cols.clone(), buffer) };
+        let codes = unsafe { codes.row::<u8>(row, cols.clone(), &mut self.buffer) };
         let r = row / block.rows;
         let mut any = 0;
         for (i, ((codes, out), seen)) in
-            codes.chunks(BLOCK).zip(line.chunks_mut(BLOCK)).zip(seen.chunks_mut(BLOCK)).enumerate()
+            codes.chunks(BLOCK).zip(line.chunks_mut(BLOCK)).zip(self.seen.chunks_mut(BLOCK)).enumerate()
         {
             let c = cols.start / BLOCK + i;
             // SAFETY: `ops` has checked that there is a scale for each block.
