@@ -14,7 +14,7 @@ from fp8rs import (
     QuantizedTensor,
     convert_to_float8_training,
 )
-from fp8rs.optim import AdamW, lists, weights
+from fp8rs.optim import AdamW, casts, weights
 from parts import store_of
 
 ops = torch.ops.fp8rs
@@ -587,8 +587,8 @@ def test_shards_round_as_the_whole_does(cols, name, block, cuts):
 def test_codes_that_torch_rounds_are_those_of_the_kernel(device, name, fp8_dtype, monkeypatch):
     """What shards get whose blocks are cut, of a weight whose blocks are whole."""
     found = []
-    for own in (lists.OWN_SCALES, ()):
-        monkeypatch.setattr(lists, "OWN_SCALES", own)
+    for own in (casts.OWN_SCALES, ()):
+        monkeypatch.setattr(casts, "OWN_SCALES", own)
         torch.manual_seed(1)
         start = torch.randn(300, 132) * torch.randn(300, 132).mul(3).exp()
         start[7, 40] = float("nan")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from numbers import Real
 from types import NoneType
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rs._torch import check_graph_capture, not_traced
+from fp8rs._torch import not_traced
 from fp8rs.optim import weights
 from fp8rs.optim.lists import Item, Options, Step
 from fp8rs.optim.masters import WithMasters, distributed_like
@@ -117,23 +116,6 @@ class AdamW(WithMasters):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient.
-
-        A compiled ``step`` runs as an eager one: there is nothing in it to fuse.
-
-        Args:
-            closure: computes the loss anew; its result is given back.
-        """
-        check_graph_capture(self)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._update()
-        return loss
-
     # Traced, a parameter's state was given to another parameter.
     @not_traced
     def _update(self) -> None:
@@ -169,10 +151,7 @@ class AdamW(WithMasters):
         for counters in by_device.values():
             torch._foreach_add_(counters, 1)
         for step in steps.values():
-            amaxes = step.first()
-            if amaxes is not None:
-                weights.reduce_amaxes_(step.measured, amaxes)
-                step.second(amaxes)
+            step.run()
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None:  # what was skipped was no step
             for device, counters in by_device.items():

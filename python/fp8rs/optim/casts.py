@@ -9,11 +9,16 @@ import torch
 from torch import Tensor
 
 from fp8rs.optim import weights
-from fp8rs.optim.lists import codes, kind, scale, scales_from
+from fp8rs.tensor import formats
+from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.spec import QuantSpec
 
 _multi_amax = torch.ops.fp8rs.multi_amax.default
 _multi_quantize = torch.ops.fp8rs.multi_quantize.default
 _multi_quantize_delayed = torch.ops.fp8rs.multi_quantize_delayed.default
+
+#: Formats whose scales ``adamw_`` finds in the pass that writes the codes.
+OWN_SCALES = (formats.ROW, formats.BLOCK_128X128, formats.MX_32X32)
 
 
 def write(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
@@ -31,22 +36,42 @@ def write(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
         weight: Any = weights.quantized(param)
         kinds.setdefault((kind(param, weight), weight.device), []).append(i)
     for (how, _), places in kinds.items():
-        cast = {"known": _with_known_scales, "current": _with_own_maxima}.get(
-            how, weights.write_all_
-        )
-        cast([params[i] for i in places], [masters[i] for i in places])
+        of, values = [params[i] for i in places], [masters[i] for i in places]
+        if how == "known":
+            with_known_scales(of, values)
+        elif how == "current":
+            amaxes = _multi_amax(values)
+            weights.reduce_amaxes_(of, amaxes)
+            with_maxima(of, values, amaxes)
+        else:
+            weights.write_all_(of, values)
 
 
-def _with_own_maxima(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+def with_maxima(
+    params: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    amaxes: Tensor,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Cast masters with the scales of their maxima.
+
+    Args:
+        params: weights with one scale of their own values each.
+        masters: of their local parts, fp32.
+        amaxes: fp32, one of each whole weight.
+        found_inf: of a step; where it is not 0 codes and scales stay.
+    """
     parts: list[Any] = [weights.quantized(param) for param in params]
-    amaxes = _multi_amax(masters)
-    weights.reduce_amaxes_(params, amaxes)
+    old = [scale(part).view(()) for part in parts]
     scales = scales_from(amaxes, [part.spec for part in parts])
+    if found_inf is not None:
+        scales = torch.where(found_inf.view(()) != 0, torch.stack(old), scales)
     _multi_quantize(masters, scales, [codes(part) for part in parts])
-    _put_scales(parts, scales)
+    torch._foreach_copy_(old, list(scales.unbind()))
 
 
-def _with_known_scales(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+def with_known_scales(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """Cast masters with the scales that delayed scaling knows, and note their maxima."""
     parts: list[Any] = [weights.quantized(param) for param in params]
     slots = weights.known_scales(params)
     known, seen, _ = zip(*slots, strict=True)
@@ -56,8 +81,40 @@ def _with_known_scales(params: Sequence[Tensor], masters: Sequence[Tensor]) -> N
     )
     torch._foreach_copy_([amax.view(()) for amax in seen], list(amaxes.unbind()))
     weights.pass_on(slots)
-    _put_scales(parts, used)
+    torch._foreach_copy_([scale(part).view(()) for part in parts], list(used.unbind()))
 
 
-def _put_scales(parts: Sequence[Any], scales: Tensor) -> None:
-    torch._foreach_copy_([scale(part).view(()) for part in parts], list(scales.unbind()))
+def codes(weight: QuantizedTensor) -> Tensor:
+    """The codes of a weight with one plane."""
+    return weights.plane(weight).data
+
+
+def scale(weight: QuantizedTensor) -> Tensor:
+    """Their scales."""
+    return weights.plane(weight).scale
+
+
+def kind(param: Tensor, weight: Tensor) -> str:
+    """How a parameter is written: plain, known, current, own (scales), or by other means.
+
+    The same on all ranks that have a part of it: they reduce together.
+    """
+    if not isinstance(weight, QuantizedTensor):
+        return "plain"
+    if not weights.is_one_plane(weight):
+        return "other"
+    if weight.format.per_tensor:
+        return "known" if weights.known(param) else "current"
+    if weight.format in OWN_SCALES and not weights.is_cut(param):
+        return "own"
+    return "other"
+
+
+def scales_from(amaxes: Tensor, specs: Sequence[QuantSpec]) -> Tensor:
+    """The scales (n,) of tensors with these maxima (n,); neighbours of one spec in one launch."""
+    parts, start = [], 0
+    for end in range(1, len(specs) + 1):
+        if end == len(specs) or specs[end] != specs[start]:
+            parts.append(specs[start].scale_from_amax(amaxes[start:end]))
+            start = end
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from fp8rs.optim import weights
-from fp8rs.tensor import formats
+from fp8rs.optim import casts, weights
+from fp8rs.optim.casts import codes, kind, scale
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec
 
 _adamw = torch.ops.fp8rs.adamw_.default
-_multi_quantize = torch.ops.fp8rs.multi_quantize.default
-
-#: Formats whose scales are found in the pass that writes the codes.
-OWN_SCALES = (formats.ROW, formats.BLOCK_128X128, formats.MX_32X32)
 
 
 @dataclass(slots=True)
@@ -156,34 +151,8 @@ def laid_out(
     return copies, grad.permute(order).contiguous(), back
 
 
-def codes(weight: QuantizedTensor) -> Tensor:
-    """The codes of a weight with one plane at rest."""
-    return weights.plane(weight).data
-
-
-def scale(weight: QuantizedTensor) -> Tensor:
-    """Their scales."""
-    return weights.plane(weight).scale
-
-
-def kind(param: Tensor, weight: Tensor) -> str:
-    """How a parameter is written: plain, known, current, own (scales), or by other means.
-
-    The same on all ranks that have a part of it: they reduce together.
-    """
-    if not isinstance(weight, QuantizedTensor):
-        return "plain"
-    if not weights.is_one_plane(weight):
-        return "other"
-    if weight.format.per_tensor:
-        return "known" if weights.known(param) else "current"
-    if weight.format in OWN_SCALES and not weights.is_cut(param):
-        return "own"
-    return "other"
-
-
 class Step:
-    """One step of some parameters of one device: :meth:`add` all, :meth:`first`, :meth:`second`."""
+    """One step of some parameters of one device: :meth:`add` all, then :meth:`run`."""
 
     def __init__(self) -> None:
         self._calls: dict[Any, tuple[Options, QuantSpec | None, Lists]] = {}
@@ -223,32 +192,9 @@ class Step:
             self._calls[key] = options, spec, Lists()
         return self._calls[key][2]
 
-    @property
-    def measured(self) -> list[Tensor]:
-        """The parameters whose scales follow from what :meth:`first` finds, in its order."""
-        return [item.param for _, item, _ in self._current]
-
-    def first(self) -> Tensor | None:
-        """All but the codes that need scales of their maxima: those maxima, fp32, one for each."""
-        amaxes = None
-        if self._current:
-            # Neighbours share a specification, and so one launch that makes scales; in an order
-            # that all ranks have.
-            specs: dict[QuantSpec, int] = {}
-            for _, _, weight in self._current:
-                specs.setdefault(weight.spec, len(specs))
-            self._current.sort(key=lambda entry: specs[entry[2].spec])
-            amaxes = torch.zeros(
-                len(self._current), dtype=torch.float32, device=self._current[0][2].device
-            )
-            for (options, item, weight), amax in zip(self._current, amaxes.unbind(), strict=True):
-                key = ("measure", id(options), item.master is None)
-                lists = self._lists(key, options)
-                if item.master is not None:
-                    lists.add(item, item.master, amax=amax)
-                else:
-                    offset = weights.number(item.param)
-                    lists.add(item, codes(weight), None, scale(weight), None, amax, offset)
+    def run(self) -> None:
+        """Update all, and write all codes."""
+        amaxes = self._measure()
         slots = weights.known_scales([item.param for _, item, _ in self._known])
         for (options, item, weight), (new, amax, _) in zip(self._known, slots, strict=True):
             offset = weights.number(item.param)
@@ -260,6 +206,29 @@ class Step:
         weights.pass_on(slots)
         if self._other:
             self._write_others()
+        if amaxes is not None:
+            weights.reduce_amaxes_([item.param for _, item, _ in self._current], amaxes)
+            self._write_measured(amaxes)
+
+    def _measure(self) -> Tensor | None:
+        """Have the calls find the maxima that scales come from, fp32: one of each weight."""
+        if not self._current:
+            return None
+        # Neighbours share a specification, and so one launch that makes scales; in an order that
+        # all ranks have.
+        specs: dict[QuantSpec, int] = {}
+        for _, _, weight in self._current:
+            specs.setdefault(weight.spec, len(specs))
+        self._current.sort(key=lambda entry: (specs[entry[2].spec], entry[1].master is None))
+        device = self._current[0][2].device
+        amaxes = torch.zeros(len(self._current), dtype=torch.float32, device=device)
+        for (options, item, weight), amax in zip(self._current, amaxes.unbind(), strict=True):
+            lists = self._lists(("measure", id(options), item.master is None), options)
+            if item.master is not None:
+                lists.add(item, item.master, amax=amax)
+            else:
+                offset = weights.number(item.param)
+                lists.add(item, codes(weight), None, scale(weight), None, amax, offset)
         return amaxes
 
     def _write_others(self) -> None:
@@ -279,37 +248,26 @@ class Step:
         for found_inf, t, old in before:
             t.copy_(torch.where(found_inf.view(()) != 0, old, t))
 
-    def second(self, amaxes: Tensor) -> None:
+    def _write_measured(self, amaxes: Tensor) -> None:
         """Write the codes of the weights that were measured, with the scales of these maxima."""
-        scales = scales_from(amaxes, [weight.spec for _, _, weight in self._current])
-        parts = scales.unbind()
-        with_masters: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        for at, (options, item, weight) in enumerate(self._current):
-            if item.master is not None:
-                with_masters.append((item.master, codes(weight), scale(weight), parts[at]))
-            else:
-                key = ("measure", id(options), True)
-                self._calls[key][2].new_scales.append(parts[at])
-        for (how, *_), (options, _, lists) in self._calls.items():
-            if how == "measure" and lists.new_scales:
-                lists.amaxes = []
-                lists.run(options)
+        with_masters = [i for i, entry in enumerate(self._current) if entry[1].master is not None]
+        others = [i for i in range(len(self._current)) if i not in set(with_masters)]
         if with_masters:
-            masters, data, old, new = (list(column) for column in zip(*with_masters, strict=True))
-            packed = scales if len(new) == len(parts) else torch.stack(new)
-            found_inf = self._current[0][0].found_inf
-            if found_inf is not None:  # the step is skipped: the same codes again
-                packed = torch.where(found_inf.view(()) != 0, torch.stack(old), packed)
-                new = list(packed.unbind())
-            _multi_quantize(masters, packed, data)
-            torch._foreach_copy_(old, new)
-
-
-def scales_from(amaxes: Tensor, specs: Sequence[QuantSpec]) -> Tensor:
-    """The scales (n,) of tensors with these maxima (n,); neighbours of one spec in one launch."""
-    parts, start = [], 0
-    for end in range(1, len(specs) + 1):
-        if end == len(specs) or specs[end] != specs[start]:
-            parts.append(specs[start].scale_from_amax(amaxes[start:end]))
-            start = end
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+            entries = [self._current[i] for i in with_masters]
+            casts.with_maxima(
+                [item.param for _, item, _ in entries],
+                [cast(Tensor, item.master) for _, item, _ in entries],
+                torch.stack([amaxes[i] for i in with_masters]) if others else amaxes,
+                entries[0][0].found_inf,
+            )
+        if others:
+            # The same update again, which now knows the scales to round to.
+            specs = [self._current[i][2].spec for i in others]
+            maxima = amaxes if not with_masters else torch.stack([amaxes[i] for i in others])
+            for i, new in zip(others, casts.scales_from(maxima, specs).unbind(), strict=True):
+                options = self._current[i][0]
+                self._lists(("measure", id(options), True), options).new_scales.append(new)
+            for (how, *_), (options, _, lists) in self._calls.items():
+                if how == "measure" and lists.new_scales:
+                    lists.amaxes = []
+                    lists.run(options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,22 +76,6 @@ class MasterWeights(WithMasters):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_inner": self._inner}
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient.
-
-        A compiled ``step`` runs as an eager one.
-
-        Args:
-            closure: computes the loss anew, once, before the update; its result is given back.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._update()
-        return loss
 
     @not_traced
     def _update(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8rs._torch import dtensor_like
+from fp8rs._torch import check_graph_capture, dtensor_like
 from fp8rs.optim import weights
 
 #: What of a parameter's state is of its master, and not of the rule that steps it.
@@ -32,6 +32,27 @@ class WithMasters(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._followed = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient.
+
+        A compiled ``step`` runs as an eager one: there is nothing in it to fuse.
+
+        Args:
+            closure: computes the loss anew, once, before the update; its result is given back.
+        """
+        check_graph_capture(self)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    def _update(self) -> None:
+        """Update every parameter that has a gradient, untraced."""
+        raise NotImplementedError
 
     def _master(
         self, param: Tensor, wanted: bool = True, stochastic: bool = False
