@@ -737,8 +737,8 @@ def test_an_error_at_any_layer(monkeypatch, recipe):
     handle = model[0].register_forward_pre_hook(lambda module, args: None)
     before, join = contents(model), fp8nn.Linear._join
 
-    def joined(layer, state, name, on_shard=None):
-        join(layer, state, name, on_shard)
+    def joined(layer, state, name):
+        join(layer, state, name)
         if name == "2":
             raise RuntimeError("no more memory")
 

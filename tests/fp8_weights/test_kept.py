@@ -161,12 +161,12 @@ def test_a_padded_shard_is_gathered_from_where_it_lies(rig, recipe):
     model(batch(rig))
     found = 0
     for layer in linears(model).values():
-        passes = layer._fp8_state.fsdp
-        for weight, gathered in passes.latest.items():
-            if weight.module is layer and gathered.shard.data.numel():
-                stored = store_of(gathered.shard.data).rowwise.data
-                assert gathered.inputs[0].data_ptr() == stored.data_ptr()
-                assert gathered.inputs[0].numel() >= stored.numel()
+        passes = layer._fp8_state.sharding.passes
+        for weight, kept in passes.latest.items():
+            if weight.module is layer and kept.data.numel():
+                stored = store_of(kept.data).rowwise.data
+                assert kept.inputs[0].data_ptr() == stored.data_ptr()
+                assert kept.inputs[0].numel() >= stored.numel()
                 found += 1
     assert found == len(linears(model))
 

@@ -103,8 +103,8 @@ def test_memory_is_what_a_step_leaves(rig, recipe):
     assert storages(s.detach() for s in shards) == planned.parameters
     grads = [local_of(p.grad) for p in model.parameters()]
     assert storages(grads) == planned.gradients
-    state = fp8rs.fsdp.passes.of(model.head._fp8_state)
-    codes = [t for g in state.latest.values() for t in g.inputs]
+    latest = model.head._fp8_state.sharding.passes.latest
+    codes = [t for s in latest.values() for t in s.inputs]
     assert sum(t.nbytes for t in codes) == planned.codes
     if rig.rank == 0:  # whose shards are the longest; states have no padding
         states = [s for p in model.parameters() for s in optimizer.state[p].values()]

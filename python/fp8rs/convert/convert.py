@@ -14,6 +14,7 @@ from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
 from fp8rs.convert.torchao import from_float8_linear_config, refuse_high_precision_name
 from fp8rs.nn.linear import Float8Linear, float8_class
 from fp8rs.nn.registry import ModelState
+from fp8rs.nn.sharding import Sharding
 from fp8rs.optim import others
 from fp8rs.quantize.quantizers import group_name
 from fp8rs.quantize.recipes import Recipe, resolve_recipe
@@ -110,7 +111,7 @@ def convert_to_float8_training(
                 stacklevel=2,
             )
         return module
-    state = ModelState(recipe, amax_reduction_group=amax_reduction_group)
+    state = ModelState(recipe, amax_reduction_group=amax_reduction_group, shard_with=shard_with)
     state.fp8_gather = enable_fsdp_float8_all_gather
     for name, layer in layers:
         if fp8_weights:
@@ -153,7 +154,7 @@ def _join_all(
             else:
                 layer.__class__ = float8_class(type(layer))
             assert isinstance(layer, Float8Linear)
-            layer._join(state, name, adopt)
+            layer._join(state, name)
         if fp8_weights:
             for _, layer in layers:
                 quantize_weight(layer, state.recipe, keep_init)
@@ -243,8 +244,8 @@ def optimizer_stepped(module: nn.Module) -> None:
         state.stepped()
 
 
-def adopt(layer: Float8Linear, name: str, parameter: Any) -> None:
-    """A layer is being sharded: see `fp8rs.fsdp.adopt`, which those import who shard."""
-    from fp8rs.fsdp import adopt
+def shard_with(state: ModelState) -> Sharding:
+    """What keeps a model's sharded weights: `fp8rs.fsdp`, which those import who shard."""
+    from fp8rs.fsdp import sharding_of
 
-    adopt(layer, name, parameter)
+    return sharding_of(state)

@@ -1,31 +1,37 @@
-"""FSDP2: master weights that are quantized before they are gathered.
+"""FSDP2: weights that are gathered as FP8 codes and scales.
 
-The sharded parameter stays in high precision, over a :class:`MasterWeight`. Its pre-all-gather
-hook hands FSDP2 the shard's FP8 bytes and its post-all-gather hook builds the quantized
-weight over the gathered buffer. From the bottom up:
+A sharded parameter is a DTensor whose local tensor is a :class:`MasterWeight`: plain memory in high
+precision, which is quantized for each gather. Or it is FP8 at rest, and its codes and scales are
+gathered as they are. FSDP2 asks either for bytes before an all-gather, and for the weight after it.
+From the bottom up:
 
 - ``placement``: where a shard lies in the whole weight;
 - ``cuts``: which blocks a sharding cuts, and where their scales are;
 - ``codec``: planes of a shard to the bytes that are gathered, and gathered bytes to planes;
-- ``maker``: high-precision shards to planes;
 - ``weight``: one parameter of a module, whichever tensor stands for it;
-- ``agreement``: whether all ranks have converted alike;
+- ``gathered``: a shard, what it was quantized to, and when that is there;
+- ``maker``: high-precision shards to planes;
+- ``at_rest``: shards that are FP8, and the scales that ranks share of them;
 - ``passes``: one pass over all weights of a model a forward, and who reuses its bytes when;
+- ``agreement``: whether all ranks have converted alike;
+- ``model``: the sharded weights of a model, and what it tells of them;
 - ``hooks``: what FSDP2 calls;
-- ``master_weight``: the sharded parameter's local tensor, and its aten table;
-- ``state_dicts``: plain tensors out.
+- ``master_weight``, ``float8_weight``, ``parameter``: the sharded parameter's tensors;
+- ``state_dicts``: plain tensors out;
+- ``adopt``: a parameter that is sharded becomes one of these;
+- ``sizes``: what sharding comes to, in bytes, before any rank runs.
 """
 
-from .adopt import adopt, own
+from .adopt import own, sharding_of
 from .float8_weight import Float8Weight, MXFP8Weight
 from .master_weight import MasterWeight
-from .passes import precompute_float8_dynamic_scale_for_fsdp
+from .model import precompute_float8_dynamic_scale_for_fsdp
 
 __all__ = [
     "Float8Weight",
     "MXFP8Weight",
     "MasterWeight",
-    "adopt",
     "own",
     "precompute_float8_dynamic_scale_for_fsdp",
+    "sharding_of",
 ]

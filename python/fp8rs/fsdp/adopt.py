@@ -10,14 +10,21 @@ from torch import nn
 
 from fp8rs._torch import local_tensor, set_local_tensor
 from fp8rs.nn.linear import Float8Linear, keep_marks
+from fp8rs.nn.registry import ModelState
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from . import agreement, passes, state_dicts
-from .float8_weight import Sharded, sharded
+from . import state_dicts
+from .float8_weight import sharded
 from .master_weight import MasterWeight
+from .model import ShardedModel
 from .parameter import Float8Parameter
-from .placement import local_part
-from .weight import Weight
+from .placement import local_part, place
+from .weight import Weight, local_of
+
+
+def sharding_of(state: ModelState) -> ShardedModel:
+    """What keeps the sharded weights of a model: see `ModelState`."""
+    return ShardedModel(state, adopt)
 
 
 def own(module: nn.Module, name: str) -> Weight:
@@ -30,7 +37,7 @@ def own(module: nn.Module, name: str) -> Weight:
     return owner
 
 
-def adopt(module: nn.Module, name: str, parameter: Any) -> None:
+def adopt(model: ShardedModel, module: nn.Module, name: str, parameter: Any) -> None:
     """A sharded parameter is put in its place: quantize it before it is gathered.
 
     The DTensor stays the object that it is; its local tensor becomes a `MasterWeight` over the same
@@ -38,6 +45,7 @@ def adopt(module: nn.Module, name: str, parameter: Any) -> None:
     too. What a user has set on the parameter goes with it.
 
     Args:
+        model: whose layer.
         module: a converted layer.
         name: of the parameter; only "weight" is quantized.
         parameter: the DTensor; of a whole FP8 weight, itself, which is then owned.
@@ -47,38 +55,37 @@ def adopt(module: nn.Module, name: str, parameter: Any) -> None:
     if isinstance(parameter, QuantizedTensor):
         own(module, name)
         return
-    local = local_tensor(parameter)
-    state: Any = module._fp8_state
+    local, state = local_tensor(parameter), model.state
     quantized = isinstance(local, QuantizedTensor)
-    if quantized and local._store.gathered:
-        return  # under tensor parallelism a gathered weight is a DTensor too
     if quantized:
+        if local._store.gathered:
+            return  # under tensor parallelism a gathered weight is a DTensor too
         parameter.__class__ = Float8Parameter
-    if isinstance(local, (MasterWeight, Sharded)):
-        owner = local._weight._module()
+    elif not local.dtype.is_floating_point:
+        return
+    known = local_of(parameter)
+    if known is not None:
+        owner = known._weight._module()
         if owner is module or (owner is not None and owner._parameters.get(name) is parameter):
             return  # it is adopted already, by this layer or by one that it is tied to
-    elif not quantized and not local.dtype.is_floating_point:
-        return
-    if not quantized and not state.fp8_gather:
-        if state.delayed is not None:
-            state.delayed.is_sharded_over(parameter.device_mesh)
-        compare_first(state)
-        return
     state.has(module)
+    index: Any = module._fp8_index
+    if state.delayed is not None:
+        state.delayed.is_sharded_over(parameter.device_mesh)
+    if not quantized and (index in model.left or not state.fp8_gather):
+        state.keep_first()
+        return
     if not quantized and (others := tied_to(module, name, parameter)):
         warnings.warn(
-            f"the weight of {state.names[module._fp8_index] or 'the layer'} is gathered in high "
+            f"the weight of {state.names[index] or 'the layer'} is gathered in high "
             f"precision: it is tied to that of {', '.join(others)}, which would be given what it "
             "was rounded to",
             stacklevel=2,
         )
-        module._fp8_on_shard = None  # type: ignore[assignment]
+        model.left.add(index)
         return
-    if state.fsdp is not None:
-        state.fsdp.replaced(module, name)
     weight = Weight(module, name)
-    weight.written = True
+    weight.freshness.written = True
     if quantized:
         before = local._store.owner
         if isinstance(before, Weight):
@@ -86,21 +93,15 @@ def adopt(module: nn.Module, name: str, parameter: Any) -> None:
             if before.init_value is not None:
                 weight.init_value = local_part(before.init_value, parameter)
         set_local_tensor(parameter, sharded(local, weight))
-        passes.of(state)
     else:
         set_local_tensor(parameter, MasterWeight(local, weight))
     before_it = module._parameters.get(name)
     if before_it is not None:
         keep_marks(before_it.__dict__, parameter)
-    if not getattr(module, "_fp8_plain_state_dict", False):
-        state_dicts.register(module)
-        module._fp8_plain_state_dict = True  # type: ignore[assignment]
-    compare_first(state)
-
-
-def compare_first(state: Any) -> None:
-    """Have ranks compare what they converted before FSDP2, whose hooks it has just put first."""
-    agreement.of(state)
+    state_dicts.register(module)
+    model.add(weight)
+    if state.delayed is not None:
+        state.delayed.set_weight_groups(index, place(parameter).groups)
     state.keep_first()
 
 

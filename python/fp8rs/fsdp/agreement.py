@@ -27,7 +27,7 @@ from .weight import local_of
 
 
 class Agreement:
-    """What ranks have compared of one converted model. Attached to its state."""
+    """What ranks have compared of one converted model."""
 
     def __init__(self) -> None:
         self._begun = False
@@ -55,14 +55,6 @@ class Agreement:
             if mesh.size() > 1 and mesh.get_coordinate() is not None:
                 compare(conversion(state, mesh), mesh.mesh.flatten().tolist())
             self._over.add(mesh)
-
-
-def of(state: ModelState) -> Agreement:
-    """That of a model, made at the first use."""
-    if state.agreement is None:
-        state.agreement = Agreement()
-    agreement: Agreement = state.agreement
-    return agreement
 
 
 def conversion(state: ModelState, mesh: Any) -> dict[str, Any]:

@@ -25,14 +25,15 @@ from fp8rs.tensor.windows import Rectangle, Span
 
 from .codec import Codec
 from .cuts import cut_rows
-from .maker import Measured, Shard, apart
+from .gathered import Shard
+from .maker import set_scales
 from .placement import Placement
 
 _block_amax = torch.ops.fp8rs.block_amax.default
 _quantize = torch.ops.fp8rs.quantize.default
 
-#: Reduces maxima over the ranks of each shard.
-Reduce = Callable[[Sequence[Shard], Measured], Tensor]
+#: Reduces maxima over the ranks of each shard: `Maker.reduce`.
+Reduce = Callable[[Sequence[Shard], Tensor], Tensor]
 
 
 def is_at_rest(shard: Shard) -> bool:
@@ -47,9 +48,7 @@ def lay_out(codec: Codec, shards: Sequence[Shard]) -> None:
     """Set the shards' tensors to gather, and the scales to read them with."""
     if codec.format.per_tensor:
         # Copies: what is gathered keeps its scale when the shard is written.
-        scales = torch.stack([scale_of(s).to(s.device) for s in shards])
-        for shard, scale in zip(shards, apart(scales), strict=True):
-            shard.scale = scale
+        set_scales(shards, torch.stack([scale_of(s).to(s.device) for s in shards]))
     for shard in shards:
         if not shard.offloaded:
             shard.inputs = inputs(codec, shard.data, shard.placement)
@@ -131,7 +130,7 @@ def _agree_on_tensors(shards: Sequence[Shard], reduce: Reduce) -> None:
             codes = planes_of(data)[0].data.view(torch.uint8)  # type: ignore[arg-type,union-attr]
             scale = torch.where(((codes & 0x7F) != 0).any(), scale, 0.0)
         own.append(scale.to(shard.device))
-    common = reduce(shards, Measured(torch.stack(own), [1] * len(shards)))
+    common = reduce(shards, torch.stack(own))
     common = torch.where(common == 0, 1.0, common)
     for shard, scale in zip(shards, common.unbind(), strict=True):
         if shard.weight.unagreed:
@@ -149,12 +148,10 @@ def _agree_on_cut_blocks(codec: Codec, shards: Sequence[Shard], reduce: Reduce) 
     height, both = codec.height, codec.both
     found: list[tuple[Shard, tuple[int, ...], Tensor, Tensor]] = []
     parts: list[Tensor] = []
-    sizes: list[int] = []
     for shard in shards:
         p = shard.placement
         cuts = cut_rows(p.whole[0], p.padded, p.ranks, height)
         if not cuts:
-            sizes.append(0)
             continue
         local: Any = shard.data
         scales, values = _block_rows(codec, local)
@@ -167,11 +164,10 @@ def _agree_on_cut_blocks(codec: Codec, shards: Sequence[Shard], reduce: Reduce) 
             if first <= row < first + known.shape[0]:
                 out[i] = known[row - first]
         parts.append(out.view(-1).to(shard.device))
-        sizes.append(out.numel())
         found.append((shard, cuts, scales, values))
     if not parts:
         return
-    reduced = reduce(shards, Measured(torch.cat(parts), sizes))
+    reduced = reduce(shards, torch.cat(parts))
     start = 0
     for shard, cuts, scales, values in found:
         count = len(cuts) * scales.shape[1]

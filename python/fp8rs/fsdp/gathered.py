@@ -1,4 +1,4 @@
-"""What a gather hands over: bytes, what to make of them, and when they are there.
+"""A shard and what it was quantized to: bytes, when they are there, and who makes them.
 
 FSDP2 gathers on streams of its own. What was made on another stream is waited for, and is kept in
 memory for those that read it.
@@ -6,27 +6,26 @@ memory for those that read it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .maker import Launch, Shard
+from .codec import Codec
 from .placement import Placement
 
 if TYPE_CHECKING:
-    from .codec import Codec
     from .weight import Weight
 
 
-#: Elements of a rank's shards from which on what a gather has no need of is left to other gathers:
-#: fewer are cast in less time than another launch takes.
+#: With fewer elements than this left in a rank's other shards, a gather casts those too: that takes
+#: less time than one more launch.
 LARGE = 1 << 26
 
 
-class MadeOn:
+class Ready:
     """When and on which stream tensors were made, for streams that are about to read them."""
 
     def __init__(self, device: torch.device, made: Sequence[Tensor]) -> None:
@@ -53,83 +52,99 @@ class MadeOn:
 
 
 @dataclass(eq=False, slots=True)
-class Gathered:
-    """What a weight was last quantized to: the metadata of its gathers.
+class Shard:
+    """One weight's shard on this rank, and what it was quantized to: the metadata of its gathers.
 
     Attributes:
-        codec: reads the gathered tensors.
-        shard: with the tensors to gather, and what is needed to read them.
-        made_on: when they are there.
-        number: of the pass that made it.
-        taken: a gather outside a backward has had it.
+        weight: whose shard.
+        data: the high-precision shard, or the FP8 weight's; its padding is not in it.
+        placement: where it lies in the whole weight.
+        codec: reads what is gathered.
+        device: where the bytes go: the mesh's device, `data`'s own unless offloaded.
+        inputs: the flat uint8 tensors to gather.
+        scale: of formats with one scale a tensor.
+        amaxes: of blocks that the sharding cuts: reduced, for all blocks that the shard touches.
+        ready: when ``inputs`` are there, or what is needed to make them.
+        left_to: the pass that has still to make ``inputs``.
+        offloaded: they are still to be made, of the copy that FSDP2 makes of the shard.
+        forward: the number of the announced forward that they are of; None if of another.
         differentiable: a backward may come that gathers the weight again, for this forward.
-        offloaded: the bytes are still to be made, of the copy that FSDP2 makes of the shard.
-        unmade: where the bytes are still to be made, of the shard.
+        taken: a gather outside a backward has had them.
     """
 
+    weight: Weight
+    data: Tensor
+    placement: Placement
     codec: Codec
-    shard: Shard
-    made_on: MadeOn
-    number: int
-    taken: bool
-    differentiable: bool
-    offloaded: bool
-    unmade: Unmade | None = None
+    device: torch.device
+    inputs: tuple[Tensor, ...] = ()
+    scale: Tensor | None = None
+    amaxes: Tensor | None = None
+    ready: Ready | None = None
+    left_to: Pass | None = None
+    offloaded: bool = field(init=False)
+    forward: int | None = None
+    differentiable: bool = False
+    taken: bool = False
+
+    def __post_init__(self) -> None:
+        self.offloaded = is_offloaded(self.data, self.device)
 
     @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """The tensors to gather."""
-        return self.shard.inputs
-
-    @property
-    def placement(self) -> Placement:
-        """Where the shard lies."""
-        return self.shard.placement
-
-    @property
-    def scale(self) -> Tensor | None:
-        """The scale, of formats with one a tensor."""
-        return self.shard.scale
+    def made(self) -> list[Tensor]:
+        """The tensors that a gather reads."""
+        return [*self.inputs, *(t for t in (self.scale, self.amaxes) if t is not None)]
 
 
-class Unmade:
-    """Weights of a pass whose bytes are made when they are gathered, each gather's at once.
+def is_offloaded(data: Tensor, device: torch.device) -> bool:
+    """Whether FSDP2 keeps a shard on another device and copies it over for each gather."""
+    return data.device.type != device.type
 
-    Were all made first, the first layers would wait for all. What is left besides, if it is small,
-    is made with what is gathered, to save launches.
+
+class Pass:
+    """Shards that are quantized together, each before it is gathered.
+
+    Were the bytes of all made first, the first layers would wait for all. So each gather makes
+    those of what it gathers, at once; and, if it is little, what is left besides, to save launches.
 
     Args:
-        launch: makes bytes.
-        gathered: of the shards that it makes, in their order.
-        begun: when and where all that it reads was made.
+        shards: the shards, with all that needs other ranks done.
+        cast: makes the bytes of the shards at these places, in ascending order; None: they are
+            made.
+        reads: what ``cast`` reads besides the shards' own.
     """
 
-    def __init__(self, launch: Launch, gathered: Sequence[Gathered], begun: MadeOn) -> None:
-        self._launch, self._begun = launch, begun
-        self._left = dict(enumerate(gathered))
-        for found in gathered:
-            found.unmade = self
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        cast: Callable[[Sequence[int]], None] | None = None,
+        reads: Sequence[Tensor] = (),
+    ) -> None:
+        self._cast = cast
+        self._left = dict(enumerate(shards)) if cast is not None else {}
+        made = [t for shard in shards for t in shard.made]
+        self._begun = Ready(shards[0].device, [*made, *reads])
+        for shard in shards:
+            shard.ready = self._begun
+            shard.left_to = None if cast is None else self
 
     def make(self, weights: Collection[Weight] | None = None) -> None:
         """Make the bytes of these weights, or of all, on the current stream."""
         # Without those that have been quantized anew since.
-        left = {i: found for i, found in self._left.items() if found.unmade is self}
+        left = {i: shard for i, shard in self._left.items() if shard.left_to is self}
         chosen = left
         if weights is not None:
-            chosen = {i: found for i, found in left.items() if found.shard.weight in weights}
-            others = (found.shard.data.numel() for i, found in left.items() if i not in chosen)
+            chosen = {i: shard for i, shard in left.items() if shard.weight in weights}
+            others = (shard.data.numel() for i, shard in left.items() if i not in chosen)
             if sum(others) < LARGE:
                 chosen = left
+        if self._cast is None or not chosen:
+            return
         self._begun.used_here()
         with torch.inference_mode(False), torch.no_grad():
-            self._launch.make(list(chosen))
-        shards = [found.shard for found in chosen.values()]
-        made_on = MadeOn(shards[0].device, [t for shard in shards for t in made_of(shard)])
-        for found in chosen.values():
-            found.made_on, found.unmade = made_on, None
-        self._left = {i: found for i, found in left.items() if i not in chosen}
-
-
-def made_of(shard: Shard) -> list[Tensor]:
-    """The tensors that a gather reads."""
-    return [*shard.inputs, *(t for t in (shard.scale, shard.amaxes) if t is not None)]
+            self._cast(list(chosen))
+        shards = list(chosen.values())
+        ready = Ready(shards[0].device, [t for shard in shards for t in shard.made])
+        for shard in shards:
+            shard.ready, shard.left_to = ready, None
+        self._left = {i: shard for i, shard in left.items() if i not in chosen}

@@ -1,31 +1,30 @@
 """High-precision shards to planes, as the bytes that a `Codec` gathers.
 
-A maker answers, for one block format: what must be known from other ranks before a shard can be
-quantized (`measure`: maxima, reduced for all weights together), and how the shards are quantized
-(`make`). Everything else about gathering is the same for all.
+A maker knows, for one block format, what of the shards other ranks must hear before they can be
+quantized (maxima, reduced for all weights together), and how they are quantized then. Everything
+else about gathering is the same for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8rs.scaling.delayed import Delayed
 from fp8rs.scaling.histories import Histories
-from fp8rs.scaling.reductions import index_tensor
+from fp8rs.scaling.reductions import index_tensor, reduce_packed_
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.spec import Planes, QuantSpec, plane_leads
 
 from .codec import Codec
 from .cuts import cut_rows
+from .gathered import Pass, Shard
 from .placement import Placement
-
-if TYPE_CHECKING:
-    from .weight import Weight
 
 ALIGNMENT = 256
 """Bytes between the starts of shards in the common buffer: as an allocator would align them."""
@@ -36,62 +35,6 @@ _multi_quantize = torch.ops.fp8rs.multi_quantize.default
 _multi_quantize_delayed = torch.ops.fp8rs.multi_quantize_delayed.default
 _quantize = torch.ops.fp8rs.quantize.default
 _quantize_blocks = torch.ops.fp8rs.quantize_blocks.default
-
-
-@dataclass(eq=False, slots=True)
-class Shard:
-    """One weight's shard on this rank, and what it was quantized to.
-
-    Attributes:
-        weight: whose shard.
-        data: the high-precision shard; its padding is not in it.
-        placement: where it lies in the whole weight.
-        device: where the bytes go: the mesh's device, `data`'s own unless offloaded.
-        inputs: the flat uint8 tensors to gather.
-        scale: of formats with one scale a tensor.
-        amaxes: of blocks that the sharding cuts: reduced, for all blocks that the shard touches.
-    """
-
-    weight: Weight
-    data: Tensor
-    placement: Placement
-    device: torch.device
-    inputs: tuple[Tensor, ...] = ()
-    scale: Tensor | None = None
-    amaxes: Tensor | None = None
-
-    @property
-    def offloaded(self) -> bool:
-        """Whether FSDP2 keeps the shard on another device and copies it over for each gather."""
-        return self.data.device.type != self.device.type
-
-
-@dataclass(eq=False, slots=True)
-class Measured:
-    """Maxima to be reduced over ranks: for each shard a run of ``values``, of its ``size``."""
-
-    values: Tensor
-    sizes: list[int] = field(default_factory=list)
-
-
-@dataclass(eq=False, slots=True)
-class Launch:
-    """What makes the bytes of shards that a maker was given; it needs no other rank.
-
-    Attributes:
-        make: makes those of the shards at these places.
-        reads: what was made for it, and must be kept for the stream that it runs on.
-    """
-
-    make: Callable[[Sequence[int]], None]
-    reads: Sequence[Tensor] = ()
-
-
-#: Reduces maxima (n,), one a shard, over the shards' ranks.
-Reduce = Callable[[Tensor], Tensor]
-
-#: Reduces what was measured of shards over the shards' ranks.
-ReduceShards = Callable[[Sequence[Shard], Measured], Tensor]
 
 
 class Maker:
@@ -108,42 +51,37 @@ class Maker:
     def check(self, shard: Shard) -> None:
         """Raise ValueError for a sharding that cannot work, the same on all ranks."""
 
+    def reduce(self, shards: Sequence[Shard], values: Tensor) -> Tensor:
+        """Make shards' maxima those of the whole weights: one all-reduce for each group of ranks.
+
+        Args:
+            shards: of all the weights that are quantized together.
+            values: a run of maxima for each shard, as many as `size` says: fp32, contiguous. They
+                are reduced in place.
+        """
+        ends = list(accumulate(map(self.size, shards)))
+        runs = map(range, [0, *ends], ends)
+        return reduce_packed_(values, zip(runs, map(self.groups, shards), strict=True))
+
     def groups(self, shard: Shard) -> tuple[Any, ...]:
         """The process groups over which a shard's maxima are reduced."""
         return shard.placement.groups
 
-    def measure(self, shards: Sequence[Shard]) -> Measured | None:
-        """What of the shards other ranks must know; None if nothing."""
+    def size(self, shard: Shard) -> int:
+        """How many maxima of a shard are reduced."""
         raise NotImplementedError
 
-    @property
-    def precomputes(self) -> bool:
-        """Whether anything of ``make`` can be found ahead of a forward."""
-        return False
+    def precompute(self, shards: Sequence[Shard]) -> Tensor | None:
+        """What of `make` can be found ahead of a forward; None if nothing."""
+        return None
 
-    def precompute(self, measured: Tensor) -> Any:
-        """What can be found ahead of a forward, from reduced maxima, where ``precomputes``."""
-        raise NotImplementedError
-
-    def make(
-        self,
-        shards: Sequence[Shard],
-        measured: Tensor | None,
-        precomputed: Any,
-        record: bool,
-        reduce: Reduce,
-    ) -> Launch | None:
+    def make(self, shards: Sequence[Shard], precomputed: Tensor | None, record: bool) -> Pass:
         """Quantize the shards: set their ``inputs``, and what is needed to read them.
 
         Args:
             shards: of all the weights that are quantized together.
-            measured: the values that `measure` gave, reduced.
-            precomputed: what `precompute` gave, instead.
+            precomputed: what `precompute` gave for them.
             record: whether amaxes enter the histories of delayed scaling.
-            reduce: reduces a tensor (n,), one element a shard, by maximum over its ranks.
-
-        Returns:
-            What is left to do, for each shard before it is gathered; None if nothing is.
         """
         raise NotImplementedError
 
@@ -151,7 +89,7 @@ class Maker:
         """Quantize the copy on the device that FSDP2 has just made of an offloaded shard."""
         raise NotImplementedError
 
-    def planes(self, shards: Sequence[Shard], reduce: ReduceShards) -> list[Planes]:
+    def planes(self, shards: Sequence[Shard]) -> list[Planes]:
         """The planes of high-precision shards, with scales from the data at hand.
 
         What becomes of FP8 weights that are written whole.
@@ -172,48 +110,32 @@ class TensorMaker(Maker):
         super().__init__(spec, codec)
         self._histories = histories
 
-    def measure(self, shards: Sequence[Shard]) -> Measured | None:
-        if self._histories is not None:
-            modules: list[Any] = [s.weight.module for s in shards]
-            if all(m.fp8_ready[0] for m in modules) and not any(s.offloaded for s in shards):
-                return None
-        return self._amaxes(shards)
+    def size(self, shard: Shard) -> int:
+        return 1
 
-    def _amaxes(self, shards: Sequence[Shard]) -> Measured:
+    def _amaxes(self, shards: Sequence[Shard]) -> Tensor:
+        """The largest values of the whole weights."""
         device = shards[0].device
         amaxes: list[Tensor] = [
             _multi_amax([s.data for s in part]).to(device) for _, part in runs(shards)
         ]
-        values = amaxes[0] if len(amaxes) == 1 else torch.cat(amaxes)
-        return Measured(values, [1] * len(shards))
+        return self.reduce(shards, amaxes[0] if len(amaxes) == 1 else torch.cat(amaxes))
 
-    @property
-    def precomputes(self) -> bool:
-        return self._histories is None
-
-    def precompute(self, measured: Tensor) -> Tensor:
-        return self.spec.scale_from_amax(measured)
-
-    def make(
-        self,
-        shards: Sequence[Shard],
-        measured: Tensor | None,
-        precomputed: Any,
-        record: bool,
-        reduce: Reduce,
-    ) -> Launch | None:
-        self._allocate(shards)
-        scales: Any
-        if self._histories is not None:
-            # Other ranks must hear what a cast has seen of NaN and Inf: all casts are now.
-            scales = self._make_delayed(self._histories, shards, measured, record, reduce)
-        else:
-            scales = precomputed if measured is None else self.precompute(measured)
-        for shard, scale in zip(shards, apart(scales), strict=True):
-            shard.scale = scale
+    def precompute(self, shards: Sequence[Shard]) -> Tensor | None:
         if self._histories is not None:
             return None
-        return Launch(lambda places: self._cast(shards, scales, places), [scales])
+        return self.spec.scale_from_amax(self._amaxes(shards))
+
+    def make(self, shards: Sequence[Shard], precomputed: Tensor | None, record: bool) -> Pass:
+        if self._histories is not None:
+            # Other ranks must hear what a cast has seen of NaN and Inf: all casts are now.
+            set_scales(shards, self._make_delayed(self._histories, shards, record))
+            return Pass(shards)
+        scales = precomputed if precomputed is not None else self.precompute(shards)
+        assert scales is not None
+        self._allocate(shards)
+        set_scales(shards, scales)
+        return Pass(shards, partial(self._cast, shards, scales), [scales])
 
     def _allocate(self, shards: Sequence[Shard]) -> None:
         """Give the shards room for their bytes, in one buffer."""
@@ -237,15 +159,10 @@ class TensorMaker(Maker):
                 values = [s.data for s in part]
                 _multi_quantize(values, scales[start : start + len(part)], self._codes(part))
 
-    def _make_delayed(
-        self,
-        histories: Histories,
-        shards: Sequence[Shard],
-        measured: Tensor | None,
-        record: bool,
-        reduce: Reduce,
-    ) -> Tensor:
+    def _make_delayed(self, histories: Histories, shards: Sequence[Shard], record: bool) -> Tensor:
         """Quantize with the histories' scales; the scales to dequantize with."""
+        measured = None if self._are_known(shards) else self._amaxes(shards)
+        self._allocate(shards)
         pack = histories.pack(shards[0].device)
         places = {index: place for place, index in enumerate(pack.indices)}
         slots = slots_of([places[s.weight.index] for s in shards], pack.amax)
@@ -274,13 +191,18 @@ class TensorMaker(Maker):
                 ]
             )
             # The rank that saw a NaN or Inf has the scale NaN now; so must the others.
-            used = reduce(used)
+            used = self.reduce(shards, used)
         if record:
             pack.amax[slots, 0, 0] = seen
         return used
 
-    def planes(self, shards: Sequence[Shard], reduce: ReduceShards) -> list[Planes]:
-        amax = reduce(shards, self._amaxes(shards))
+    def _are_known(self, shards: Sequence[Shard]) -> bool:
+        """Whether the histories have scales of all shards, and all can be cast now."""
+        modules: list[Any] = [s.weight.module for s in shards]
+        return all(m.fp8_ready[0] for m in modules) and not any(s.offloaded for s in shards)
+
+    def planes(self, shards: Sequence[Shard]) -> list[Planes]:
+        amax = self._amaxes(shards)
         scales = self.spec.scale_from_amax(amax)
         made: list[Planes] = []
         for i, (shard, scale) in enumerate(zip(shards, apart(scales), strict=True)):
@@ -302,6 +224,12 @@ class TensorMaker(Maker):
         room = self.codec.room(shard.inputs[0], data.shape)
         _multi_quantize([data], scale.view(1), [room])
         return shard.inputs
+
+
+def set_scales(shards: Sequence[Shard], scales: Tensor) -> None:
+    """Give shards a scale each, of scales (n,)."""
+    for shard, scale in zip(shards, apart(scales), strict=True):
+        shard.scale = scale
 
 
 def apart(scales: Tensor) -> tuple[Tensor, ...]:
@@ -370,22 +298,25 @@ class BlockMaker(Maker):
     def groups(self, shard: Shard) -> tuple[Any, ...]:
         return shard.placement.shard_groups
 
-    def measure(self, shards: Sequence[Shard]) -> Measured | None:
+    def size(self, shard: Shard) -> int:
+        width = self.cut_block[1]
+        return len(self._cuts(shard)) * -(-shard.placement.whole[1] // width)
+
+    def _measure(self, shards: Sequence[Shard]) -> None:
+        """Find the amaxes of shards whose blocks are cut, reduced as far as they are."""
+        cut = [shard for shard in shards if self._cuts(shard)]
         parts: list[Tensor] = []
-        sizes: list[int] = []
-        for shard in shards:
+        for shard in cut:
+            first, grid = self._amaxes(shard)
             cuts = self._cuts(shard)
-            sizes.append(0)
-            if cuts:
-                first, grid = self._amaxes(shard)
-                out = grid.new_zeros((len(cuts), grid.shape[1]))
-                for i, row in enumerate(cuts):
-                    if first <= row < first + grid.shape[0]:
-                        out[i] = grid[row - first]
-                parts.append(out.view(-1).to(shard.device))
-                sizes[-1] = out.numel()
-                shard.amaxes = grid.to(shard.device)
-        return Measured(torch.cat(parts), sizes) if parts else None
+            out = grid.new_zeros((len(cuts), grid.shape[1]))
+            for i, row in enumerate(cuts):
+                if first <= row < first + grid.shape[0]:
+                    out[i] = grid[row - first]
+            parts.append(out.view(-1).to(shard.device))
+            shard.amaxes = grid.to(shard.device)
+        if parts:
+            self._complete(cut, self.reduce(cut, torch.cat(parts)))
 
     def _cuts(self, shard: Shard) -> tuple[int, ...]:
         p = shard.placement
@@ -397,41 +328,28 @@ class BlockMaker(Maker):
         grid: Tensor = _block_amax(shard.data, self.cut_block, offset % self.height)
         return offset // self.height, grid
 
-    def make(
-        self,
-        shards: Sequence[Shard],
-        measured: Tensor | None,
-        precomputed: Any,
-        record: bool,
-        reduce: Reduce,
-    ) -> Launch | None:
-        self._complete(shards, measured)
+    def make(self, shards: Sequence[Shard], precomputed: Tensor | None, record: bool) -> Pass:
+        self._measure(shards)
 
-        def make(places: Sequence[int]) -> None:
+        def cast(places: Sequence[int]) -> None:
             for shard in (shards[place] for place in places):
                 if not shard.offloaded:
                     shard.inputs = self._bytes(shard.data, shard.placement, shard.amaxes)
 
-        return Launch(make)
+        return Pass(shards, cast)
 
-    def _complete(self, shards: Sequence[Shard], measured: Tensor | None) -> None:
+    def _complete(self, cut: Sequence[Shard], reduced: Tensor) -> None:
         """Put the reduced amaxes of cut blocks among those of the shards."""
-        start = 0
-        for shard in shards:
-            amax = shard.amaxes
-            if amax is not None:
-                assert measured is not None
-                cuts = self._cuts(shard)
-                reduced = measured[start : start + len(cuts) * amax.shape[1]]
-                start += reduced.numel()
-                first = shard.placement.offset // self.height
-                for row, values in zip(cuts, reduced.view(len(cuts), -1), strict=True):
-                    if first <= row < first + amax.shape[0]:
-                        amax[row - first] = values
+        for shard, values in zip(cut, reduced.split(list(map(self.size, cut))), strict=True):
+            cuts, amax = self._cuts(shard), shard.amaxes
+            assert amax is not None
+            first = shard.placement.offset // self.height
+            for row, common in zip(cuts, values.view(len(cuts), -1), strict=True):
+                if first <= row < first + amax.shape[0]:
+                    amax[row - first] = common
 
-    def planes(self, shards: Sequence[Shard], reduce: ReduceShards) -> list[Planes]:
-        measured = self.measure(shards)
-        self._complete(shards, None if measured is None else reduce(shards, measured))
+    def planes(self, shards: Sequence[Shard]) -> list[Planes]:
+        self._measure(shards)
         made = []
         for shard in shards:
             amax = None if shard.amaxes is None else shard.amaxes.to(shard.data.device)

@@ -19,45 +19,51 @@ judges a cache differently from its peers hangs them in a collective.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from fp8rs._torch import gathered_with, in_backward, is_gathered_for_forward, spec
+from fp8rs._torch import gathered_with, in_backward, is_gathered_for_forward
 from fp8rs.nn.registry import ModelState
 from fp8rs.quantize.spec import quant_spec
 from fp8rs.scaling.reductions import reduce_packed_
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from . import agreement, at_rest
+from . import at_rest
 from .checks import refuse_partial_reshard, refuse_recast
 from .cuts import cut_rows
-from .gathered import Gathered, MadeOn, Unmade, made_of
-from .maker import Launch, Measured, Shard, maker_for
-from .placement import Placement, place
+from .gathered import Pass, Ready, Shard
+from .maker import maker_for
+from .placement import Placement
 from .weight import Local, Weight, local_of, mark_writes, wait_for_writes
 
 
 class WeightPasses:
-    """The sharded weights of one converted model. Attached to its state as ``state.fsdp``.
+    """Quantizes the sharded weights of one converted model for their gathers.
+
+    Args:
+        state: the model's.
+        weights: gives the weights that are sharded at the moment, in an order of all ranks.
+        reach: called with a mesh before its first pass: see `Agreement.reach`.
 
     Attributes:
         latest: what each weight was last quantized to.
     """
 
-    def __init__(self, state: ModelState) -> None:
+    def __init__(
+        self,
+        state: ModelState,
+        weights: Callable[[], Sequence[Weight]],
+        reach: Callable[[Any], None],
+    ) -> None:
         self._state = weakref.ref(state)
+        self._weights, self._reach = weights, reach
         self.maker = maker_for(quant_spec(state.recipe, "weight"), state.delayed)
-        self.latest: dict[Weight, Gathered] = {}
-        self._number = 0
-        self._forward = -1
-        self._precomputed: tuple[list[Weight], Any, MadeOn] | None = None
-        self._placed: dict[Weight, tuple[Any, Placement]] = {}
+        self.latest: dict[Weight, Shard] = {}
+        self._precomputed = Precomputed()
         self._checked = False
         self._units: dict[Weight, frozenset[Weight]] = {}
         self._together = False
@@ -72,40 +78,41 @@ class WeightPasses:
 
     # --- a gather --------------------------------------------------------------------------------
 
-    def gather(self, local: Local) -> Gathered:
+    def gather(self, local: Local) -> Shard:
         """The bytes for a gather of a shard, quantized now or before."""
         weight = local._weight
-        found = self.latest.get(weight)
-        if found is None or not self._of_own_backward(found):
-            if not self._checked:
-                refuse_partial_reshard(self.state)
-                refuse_recast(self.state)
-                self.state.keep_first()
-                self._checked = True
-            if found is None or found.taken or self._is_new_forward(found):
+        shard = self.latest.get(weight)
+        if shard is None or not self._is_of_own_backward(shard):
+            self._check()
+            if shard is None or shard.taken or self._is_of_earlier_forward(shard):
                 self._begin_pass(weight)
-            elif weight.written:
-                self._quantize(
-                    [s for s in self._shards(self.latest[weight].placement) if s.weight.written]
-                )
-            found = self.latest[weight]
-            found.taken = True
-        if found.unmade is not None:
-            found.unmade.make(self._unit(weight))
-        found.made_on.used_here()
-        if found.offloaded:
-            # At the forward's gather, whose copy of the shard is at hand; the backward's takes
-            # these bytes, though the master may have been written since.
-            shard = found.shard
-            if at_rest.is_at_rest(shard):
-                shard.inputs = at_rest.inputs(self.maker.codec, local.shard, shard.placement)
-            else:
-                shard.inputs = self.maker.make_offloaded(local.shard, shard)
-            found.made_on = MadeOn(shard.inputs[0].device, made_of(shard))
-            found.offloaded = False
-        return found
+            elif weight.freshness.written:
+                like = [s for s in self._shards(shard.placement) if s.weight.freshness.written]
+                self._quantize(like).make()
+            shard = self.latest[weight]
+            shard.taken = True
+        if shard.left_to is not None:
+            shard.left_to.make(self._unit(weight))
+        assert shard.ready is not None
+        shard.ready.used_here()
+        if shard.offloaded:
+            self._take_copy(shard, local)
+        return shard
 
-    def _of_own_backward(self, found: Gathered) -> bool:
+    def _take_copy(self, shard: Shard, local: Local) -> None:
+        """Make the bytes of an offloaded shard, of the copy that FSDP2 has made of it.
+
+        At the forward's gather: the backward's takes these bytes, though the master may have been
+        written since.
+        """
+        if at_rest.is_at_rest(shard):
+            shard.inputs = at_rest.inputs(self.maker.codec, local.shard, shard.placement)
+        else:
+            shard.inputs = self.maker.make_offloaded(local.shard, shard)
+        shard.ready = Ready(shard.inputs[0].device, shard.made)
+        shard.offloaded = False
+
+    def _is_of_own_backward(self, shard: Shard) -> bool:
         """Whether this gather is of a backward whose forward had these bytes.
 
         Another model's backward may call this one, or a part of it (a teacher, in a hook): that is
@@ -114,16 +121,15 @@ class WeightPasses:
         Raises:
             RuntimeError: an FP8 weight was written since: its bytes are no more.
         """
-        clock = self.state.clock
-        if clock.in_forward or not (found.taken and found.differentiable and in_backward()):
+        clock, weight = self.state.clock, shard.weight
+        if clock.in_forward or not (shard.taken and shard.differentiable and in_backward()):
             return False
-        weight = found.shard.weight
-        if not weight.written:
+        if not weight.freshness.written:
             return True
         root = self.state.root
         if clock.recomputing or (root is not None and is_gathered_for_forward(root, weight.module)):
             return False
-        if at_rest.is_at_rest(found.shard):
+        if at_rest.is_at_rest(shard):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: the FP8 weight {weight.fqn}, which is gathered for a "
@@ -132,9 +138,12 @@ class WeightPasses:
             )
         return True
 
-    def _is_new_forward(self, found: Gathered) -> bool:
-        """Whether a forward has been announced since the weight's bytes were made."""
-        return self.state.clock.in_forward and self.state.clock.forward != self._forward
+    def _is_of_earlier_forward(self, shard: Shard) -> bool:
+        """Whether a forward has been announced since the bytes were made."""
+        clock = self.state.clock
+        return clock.in_forward and shard.forward != clock.forward
+
+    # --- a pass ----------------------------------------------------------------------------------
 
     def _begin_pass(self, weight: Weight) -> None:
         """Quantize all weights that take part in the forward that begins.
@@ -143,15 +152,72 @@ class WeightPasses:
         at hand: what the ranks of another mesh do meanwhile is not known.
         """
         parameter: Any = weight.parameter
-        agreement.of(self.state).reach(self.state, parameter.device_mesh)
-        clock = self.state.clock
-        self._number += 1
-        whole = clock.in_forward
-        if whole:
-            self._forward = clock.forward
-        own = self._place(weight)
-        shards = self._shards(None if whole else own)
-        self._quantize(shards, whole=True)
+        self._reach(parameter.device_mesh)
+        whole = self.state.clock.in_forward
+        own = weight.placement
+        self._quantize(self._shards(None if whole else own), True)
+
+    def _quantize(self, shards: list[Shard], whole: bool = False) -> Pass:
+        """Quantize shards, but for what is left to each one's gather.
+
+        Args:
+            shards: of the weights.
+            whole: these are all, for which scales may have been precomputed.
+        """
+        clock, grad = self.state.clock, torch.is_grad_enabled()
+        weights = [s.weight for s in shards]
+        training = clock.training if clock.in_forward else any(w.module.training for w in weights)
+        with torch.inference_mode(False), torch.no_grad():
+            wait_for_writes(weights)
+            for weight in weights:
+                self.forget(weight)  # whose memory serves the new bytes
+            resting = [s for s in shards if at_rest.is_at_rest(s)]
+            masters = [s for s in shards if not at_rest.is_at_rest(s)]
+            if resting:
+                self._agree(resting)
+                at_rest.lay_out(self.maker.codec, resting)
+                made = Pass(resting)
+            if masters:
+                known = self._precomputed.take([s.weight for s in masters]) if whole else None
+                made = self.maker.make(masters, known, training)
+        for shard in shards:
+            if clock.in_forward:
+                shard.forward, shard.differentiable = clock.forward, clock.differentiable
+            else:
+                shard.differentiable = grad or training
+            shard.weight.freshness.quantized()
+            self.latest[shard.weight] = shard
+        return made
+
+    def _shards(self, like: Placement | None = None) -> list[Shard]:
+        """The shards of all sharded weights, or of those that are sharded over the same ranks."""
+        shards = map(self._shard, self._weights())
+        return [s for s in shards if like is None or s.placement.shard_groups == like.shard_groups]
+
+    def _shard(self, weight: Weight, values: Tensor | None = None) -> Shard:
+        """A weight's shard as it is, or is to be."""
+        placement = weight.placement
+        if values is None:
+            # The module's own: the one at hand is a copy of it where FSDP2 offloads.
+            values = local_of(weight.parameter).shard
+        device = on_mesh(values.device, placement)
+        shard = Shard(weight, values, placement, self.maker.codec, device)
+        self.maker.check(shard)
+        return shard
+
+    def _unit(self, weight: Weight) -> frozenset[Weight] | None:
+        """The weights that FSDP2 gathers together with this one; None if that is not known."""
+        known = self._units.get(weight)
+        if known is None:
+            root = self.state.root
+            modules = [] if root is None else gathered_with(root, weight.module)
+            if not modules:
+                return None  # what gathers it is above the converted root
+            own = {w for w in self._weights() if any(w.module is m for m in modules)}
+            known = self._units[weight] = frozenset({weight, *own})
+        return known
+
+    # --- events ----------------------------------------------------------------------------------
 
     def forward_begins(self) -> None:
         """A forward of the model begins: what it gathers need not wait for more than was written.
@@ -166,76 +232,41 @@ class WeightPasses:
         if not self._checked:
             refuse_recast(self.state)
 
-    def _quantize(self, shards: list[Shard], whole: bool = False) -> None:
-        """Quantize shards; ``whole``: for a pass, where each has time until its own gather."""
-        clock, grad = self.state.clock, torch.is_grad_enabled()
-        with torch.inference_mode(False), torch.no_grad():
-            weights = [s.weight for s in shards]
-            wait_for_writes(weights)
-            for weight in weights:
-                before = self.latest.pop(weight, None)  # its memory serves the new bytes
-                if before is not None:
-                    before.unmade = None
-            modules = [weight.module for weight in weights]
-            training = clock.training if clock.in_forward else any(m.training for m in modules)
-            resting = [s for s in shards if at_rest.is_at_rest(s)]
-            masters = [s for s in shards if not at_rest.is_at_rest(s)] if resting else shards
-            launch = self._make(masters, training, whole) if masters else None
-            if resting:
-                self._agree(resting)
-                at_rest.lay_out(self.maker.codec, resting)
-            made = [t for s in shards for t in made_of(s)]
-            if launch is not None:
-                made.extend(launch.reads)
-            made_on = MadeOn(shards[0].device, made)
-            differentiable = clock.differentiable if clock.in_forward else grad or training
-            for s in shards:
-                s.weight.written = False
-                self.latest[s.weight] = Gathered(
-                    self.maker.codec, s, made_on, self._number, False, differentiable, s.offloaded
-                )
-            if launch is not None:
-                unmade = Unmade(launch, [self.latest[s.weight] for s in masters], made_on)
-                if not whole:
-                    unmade.make()
-
-    def _make(self, shards: Sequence[Shard], training: bool, whole: bool) -> Launch | None:
-        """Quantize master weights' shards: see `Maker.make`."""
-        precomputed = self._take_precomputed([s.weight for s in shards]) if whole else None
-        measured = None if precomputed is not None else self._measure(shards)
-        return self.maker.make(
-            shards,
-            measured,
-            precomputed,
-            training,
-            lambda values: self._reduce(shards, Measured(values, [1] * len(shards))),
-        )
-
-    def _unit(self, weight: Weight) -> frozenset[Weight] | None:
-        """The weights that FSDP2 gathers together with this one; None if that is not known."""
-        known = self._units.get(weight)
-        if known is None:
-            root = self.state.root
-            modules = [] if root is None else gathered_with(root, weight.module)
-            if not modules:
-                return None  # what gathers it is above the converted root
-            own = {w for w in self._weights() if any(w.module is m for m in modules)}
-            known = self._units[weight] = frozenset({weight, *own})
-        return known
-
-    def applied(self) -> None:
+    def moved(self) -> None:
         """Parameters have been moved or cast: look at them before the next gather."""
         self._checked = False
 
-    def replaced(self, module: nn.Module, name: str) -> None:
-        """Another tensor is put in the place of a parameter: free what was kept of the one before.
+    def replaced(self, weight: Weight) -> None:
+        """Another tensor is in a weight's place: free what was kept of the one before.
 
         Not what is on its way: a backward still has the bytes that its forward had.
         """
-        for known in (self.latest, self._placed):
-            for weight in [w for w in known if w._module() is module and w.name == name]:
-                del known[weight]
+        self.latest.pop(weight, None)
         self._units.clear()  # others' have it too
+
+    def forget(self, weight: Weight) -> None:
+        """Have a weight's bytes made no more."""
+        before = self.latest.pop(weight, None)
+        if before is not None:
+            before.left_to = None
+
+    def _check(self) -> None:
+        """Refuse what FSDP2 was asked for and cannot be, once."""
+        if not self._checked:
+            refuse_partial_reshard(self.state)
+            refuse_recast(self.state)
+            self.state.keep_first()
+            self._checked = True
+
+    def precompute(self) -> None:
+        """Find what can be found of the next forward's quantization now."""
+        shards = [s for s in self._shards() if not at_rest.is_at_rest(s)]
+        if not shards:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            found = self.maker.precompute(shards)
+            if found is not None:
+                self._precomputed.put([s.weight for s in shards], found)
 
     # --- FP8 weights -----------------------------------------------------------------------------
 
@@ -277,38 +308,29 @@ class WeightPasses:
 
     def write_all(self, weights: Sequence[Weight], values: Sequence[Tensor]) -> None:
         """Quantize values into whole sharded FP8 weights, on all ranks: one all-reduce."""
-        shards = []
-        for weight, value in zip(weights, values, strict=True):
-            placement = self._place(weight)
-            shard = Shard(weight, value, placement, on_mesh(value.device, placement))
-            self.maker.check(shard)
-            shards.append(shard)
+        shards = list(map(self._shard, weights, values))
         with torch.inference_mode(False), torch.no_grad():
-            for shard, planes in zip(shards, self.maker.planes(shards, self._reduce), strict=True):
+            for shard, planes in zip(shards, self.maker.planes(shards), strict=True):
                 at_rest.put(local_of(shard.weight.parameter), planes)
                 shard.weight.wrote(agreed=True)
 
-    def number(self, weight: Weight) -> int:
-        """The number of the first element of this rank's shard: see `Placement.number`."""
-        return self._place(weight).number
-
     def is_cut(self, weight: Weight) -> bool:
         """Whether some block of the weight has elements on several ranks."""
-        p = self._place(weight)
+        p = weight.placement
         return bool(cut_rows(p.whole[0], p.padded, p.ranks, self.maker.codec.height))
 
     def reduce_(self, weights: Sequence[Weight], amaxes: Tensor) -> None:
         """Make shards' maxima (n,), fp32, those of the whole weights, in place."""
-        placed = [self._place(weight) for weight in weights]
+        placed = [weight.placement for weight in weights]
         # A group need not have a backend for where weights are offloaded to.
         values = amaxes.to(on_mesh(amaxes.device, placed[0]))
         reduce_packed_(values, ((range(i, i + 1), p.groups) for i, p in enumerate(placed)))
         if values is not amaxes:
             amaxes.copy_(values)
 
-    def _resting(self) -> list[Shard]:
-        """The shards of all FP8 weights."""
-        return [s for s in self._shards() if at_rest.is_at_rest(s)]
+    def _resting(self) -> list[Weight]:
+        """The weights that are FP8 at rest."""
+        return [w for w in self._weights() if isinstance(local_of(w.parameter), QuantizedTensor)]
 
     def stepped(self) -> None:
         """An optimizer has stepped: scales of FP8 weights are to be those of all ranks."""
@@ -320,10 +342,12 @@ class WeightPasses:
         if self.shared:
             return
         self.shared = True
-        shards = self._resting()
+        shards = list(map(self._shard, self._resting()))
+        if not shards:
+            return  # what was written are whole weights
         scales = [at_rest.scale_of(s) for s in shards]
         values = torch.stack(scales).to(shards[0].device)
-        reduced = self._reduce(shards, Measured(values, [1] * len(scales)))
+        reduced = self.maker.reduce(shards, values)
         torch._foreach_copy_(scales, list(reduced.unbind()))
 
     def agree(self, weights: Sequence[Weight] | None = None) -> None:
@@ -333,104 +357,32 @@ class WeightPasses:
             weights: which ones; None is all.
         """
         with torch.inference_mode(False), torch.no_grad():
-            self._agree(self._resting() if weights is None else list(map(self._shard, weights)))
+            weights = self._resting() if weights is None else weights
+            if any(w.unagreed for w in weights):
+                self._agree(list(map(self._shard, weights)))
 
     def _agree(self, shards: Sequence[Shard]) -> None:
         if any(s.weight.unagreed for s in shards):
-            at_rest.agree(self.maker.codec, shards, self._reduce)
+            at_rest.agree(self.maker.codec, shards, self.maker.reduce)
 
-    # --- maxima ----------------------------------------------------------------------------------
 
-    def _measure(self, shards: Sequence[Shard]) -> Tensor | None:
-        """The shards' maxima over all ranks, as far as the maker needs them."""
-        measured = self.maker.measure(shards)
-        return None if measured is None else self._reduce(shards, measured)
+class Precomputed:
+    """Scales that were found ahead of a forward, for that one alone."""
 
-    def _reduce(self, shards: Sequence[Shard], measured: Measured) -> Tensor:
-        """The maxima over the ranks of each weight: one all-reduce for each group of ranks."""
-        starts = accumulate(measured.sizes, initial=0)
-        return reduce_packed_(
-            measured.values,
-            (
-                (range(start, start + size), self.maker.groups(shard))
-                for shard, start, size in zip(shards, starts, measured.sizes, strict=False)
-            ),
-        )
+    def __init__(self) -> None:
+        self._known: tuple[list[Weight], Tensor, Ready] | None = None
 
-    # --- shards ----------------------------------------------------------------------------------
+    def put(self, weights: list[Weight], found: Tensor) -> None:
+        """Keep what was found for these weights, in this order."""
+        self._known = weights, found, Ready(found.device, [found])
 
-    def _weights(self) -> list[Weight]:
-        """Every weight that is sharded at the moment, once, in the order of the layers."""
-        found: dict[Weight, None] = {}
-        for module in self.state.layers():
-            parameter: Any = None if module is None else module._parameters.get("weight")
-            if isinstance(parameter, DTensor):
-                local = local_of(parameter)
-                if local is not None:
-                    found[local._weight] = None
-        return list(found)
-
-    def _shards(self, like: Placement | None = None) -> list[Shard]:
-        """The shards of all sharded weights, or of those that are sharded over the same ranks."""
-        shards = []
-        for weight in self._weights():
-            shard = self._shard(weight)
-            if like is None or shard.placement.shard_groups == like.shard_groups:
-                shards.append(shard)
-        return shards
-
-    def _place(self, weight: Weight) -> Placement:
-        parameter: Any = weight.parameter
-        if local_of(parameter) is None:
-            raise RuntimeError(
-                f"{weight.fqn} is gathered, but its module holds no sharded parameter"
-            )
-        # Asking a mesh for its groups is slow; the specification stays the same object.
-        known = self._placed.get(weight)
-        if known is None or known[0] is not spec(parameter):
-            known = self._placed[weight] = (spec(parameter), place(parameter))
-            if (delayed := self.state.delayed) is not None:
-                delayed.is_sharded_over(parameter.device_mesh)
-                delayed.set_weight_groups(weight.index, known[1].groups)
+    def take(self, weights: list[Weight]) -> Tensor | None:
+        """What was found for these weights, once."""
+        known, self._known = self._known, None
+        if known is None or known[0] != weights:
+            return None
+        known[2].used_here()
         return known[1]
-
-    def _shard(self, weight: Weight) -> Shard:
-        placement = self._place(weight)
-        # The module's own shard: the one at hand is a copy of it where FSDP2 offloads.
-        data = local_of(weight.parameter).shard
-        device = on_mesh(data.device, placement)
-        shard = Shard(weight, data, placement, device)
-        self.maker.check(shard)
-        return shard
-
-    # --- precomputed scales ----------------------------------------------------------------------
-
-    def precompute(self) -> None:
-        """Find what can be found of the next forward's quantization now."""
-        shards = self._shards() if self.maker.precomputes else []
-        shards = [s for s in shards if not at_rest.is_at_rest(s)]
-        if not shards:
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            measured = self._measure(shards)
-            assert measured is not None
-            found = self.maker.precompute(measured)
-            self._precomputed = (
-                [s.weight for s in shards],
-                found,
-                MadeOn(found.device, [found]),
-            )
-
-    def _take_precomputed(self, weights: list[Weight]) -> Any:
-        """What was precomputed for these weights, once."""
-        if self._precomputed is None:
-            return None
-        known, found, made_on = self._precomputed
-        self._precomputed = None
-        if known != weights:
-            return None
-        made_on.used_here()
-        return found
 
 
 def on_mesh(device: torch.device, placement: Placement) -> torch.device:
@@ -439,27 +391,3 @@ def on_mesh(device: torch.device, placement: Placement) -> torch.device:
         return device
     accelerator = torch.get_device_module(placement.device_type)
     return torch.device(placement.device_type, accelerator.current_device())
-
-
-def of(state: ModelState) -> WeightPasses:
-    """The passes of a model, made at the first use."""
-    if state.fsdp is None:
-        state.fsdp = WeightPasses(state)
-    passes: WeightPasses = state.fsdp
-    return passes
-
-
-def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
-    """Find the scales of all sharded FP8 weights now, for the next forward.
-
-    Call it after the optimizer's step: it takes the amaxes and their one all-reduce out of the
-    forward. The scales hold for one forward of each converted model in ``module``; weights
-    must not be written between this call and that forward. Models without FP8 all-gather and
-    recipes without dynamic scales are left as they are.
-
-    Args:
-        module: a module that contains converted layers, usually FSDP2's root.
-    """
-    states = {id(s): s for m in module.modules() if (s := getattr(m, "_fp8_state", None))}
-    for state in states.values():
-        of(state).precompute()

@@ -20,7 +20,8 @@ from .float8_weight import Sharded
 
 def register(linear: nn.Module) -> None:
     """Register the hook on a layer that is being sharded. It holds nothing, so copies work."""
-    linear.register_state_dict_post_hook(make_plain)
+    if make_plain not in linear._state_dict_hooks.values():
+        linear.register_state_dict_post_hook(make_plain)
 
 
 def make_plain(

@@ -9,15 +9,43 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import own_part
+from fp8rs._torch import own_part, spec
 from fp8rs.scaling.histories import keep_local
 from fp8rs.tensor.formats import FP8_MAX
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from .placement import local_part, place
+from .placement import Placement, local_part, place
 
 if TYPE_CHECKING:
     from fp8rs.nn.registry import ModelState
+
+
+class Freshness:
+    """Whether a shard was written since it was last quantized, and when.
+
+    Attributes:
+        written: it was, by an operator that every rank has run, those with an empty shard too.
+        written_on: the CUDA stream that it was last written on, or the event on that stream before
+            which it was.
+    """
+
+    __slots__ = ("written", "written_on")
+
+    def __init__(self) -> None:
+        self.written = False
+        self.written_on: torch.cuda.Stream | torch.cuda.Event | None = None
+
+    def wrote(self) -> None:
+        """The shard is being written."""
+        self.written = True
+        if torch.cuda.is_initialized():
+            # FSDP2 gathers on a stream of its own, which waits for this one only when a forward
+            # of its root begins.
+            self.written_on = torch.cuda.current_stream()
+
+    def quantized(self) -> None:
+        """The shard is being quantized."""
+        self.written = False
 
 
 class Weight:
@@ -29,35 +57,32 @@ class Weight:
 
     Attributes:
         name: of the parameter in its module.
-        written: the shard was written since it was last quantized. Every rank sees the writes that
-            all ranks make, those to an empty shard too.
+        freshness: whether what it was last quantized to is that of what the shard has now.
         writes: how many times the shard was written.
         unagreed: of an FP8 weight: scales that shards share may differ between ranks.
         keep_init: of an FP8 weight: its first values are kept from before they are rounded.
-        written_on: since it was last quantized, the CUDA stream that the shard was last written on,
-            or the event on that stream before which it was.
     """
 
     __slots__ = (
         "__weakref__",
         "_init_value",
         "_module",
+        "_placed",
+        "freshness",
         "keep_init",
         "name",
         "unagreed",
         "writes",
-        "written",
-        "written_on",
     )
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module = weakref.ref(module)
         self.name = name
-        self.written = self.unagreed = False
-        self.keep_init = False
+        self.freshness = Freshness()
+        self.unagreed = self.keep_init = False
         self.writes = 0
         self._init_value: Tensor | None = None
-        self.written_on: torch.cuda.Stream | torch.cuda.Event | None = None
+        self._placed: tuple[Any, Placement] | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -93,19 +118,26 @@ class Weight:
         return module is not None and module._parameters.get(self.name) is not None
 
     @property
+    def placement(self) -> Placement:
+        """Where this rank's shard lies. RuntimeError while the module has no shard in its place."""
+        parameter: Any = self.parameter
+        if local_of(parameter) is None:
+            raise RuntimeError(f"{self.fqn} is gathered, but its module holds no sharded parameter")
+        # Asking a mesh for its groups is slow; the specification stays the same object.
+        if self._placed is None or self._placed[0] is not spec(parameter):
+            self._placed = spec(parameter), place(parameter)
+        return self._placed[1]
+
+    @property
     def parameter(self) -> Tensor:
         """The module's parameter: sharded or, while FSDP2 has it gathered, not."""
         return cast(Tensor, self.module._parameters[self.name])
 
     def wrote(self, agreed: bool = False) -> None:
         """The shard is being written, by this rank for itself unless ``agreed``."""
-        self.written = True
+        self.freshness.wrote()
         self.writes += 1
         self.unagreed = not agreed
-        if torch.cuda.is_initialized():
-            # FSDP2 gathers on a stream of its own, which waits for this one only when a forward
-            # of its root begins.
-            self.written_on = torch.cuda.current_stream()
         state = getattr(self._module(), "_fp8_state", None)
         if state is None or state.delayed is None:
             return
@@ -114,8 +146,8 @@ class Weight:
             # A whole FP8 weight, that is: what FSDP2 has gathered of a shard has no owner.
             if isinstance(part, QuantizedTensor) and part._store.owner is self:
                 self.follow(part._store.any_plane.scale)
-        elif state.fsdp is not None:
-            state.fsdp.shared = False
+        elif (passes := self._passes) is not None:
+            passes.shared = False
 
     def reshard(self) -> None:
         """Have modules hold their shards again, where FSDP2 has this weight whole in its place.
@@ -165,13 +197,18 @@ class Weight:
     def shards(self) -> Any:
         """The model's sharded weights; None where this one is whole."""
         sharded = self.in_place and local_of(self.parameter) is not None
-        return self.state.fsdp if sharded else None
+        return self._passes if sharded else None
+
+    @property
+    def _passes(self) -> Any:
+        sharding: Any = self.state.sharding
+        return None if sharding is None else sharding.passes
 
     @property
     def number(self) -> int:
         """The number of the first element that this rank has: see `Placement.number`."""
         if self.shards is not None:
-            return int(self.shards.number(self))
+            return self.placement.number
         parameter: Any = self.parameter if self.in_place else None
         return place(parameter).number if hasattr(parameter, "_local_tensor") else 0
 
@@ -185,7 +222,7 @@ class Weight:
         """
         whole = self.has_whole(tensor)
         self._keep(values if whole else None)
-        passes = getattr(self.module, "_fp8_state", None) and self.state.fsdp
+        passes = self._passes if hasattr(self.module, "_fp8_state") else None
         if passes is not None and not keep and passes.write(self, tensor, values):
             return True
         if whole and self.shards is None:
@@ -233,7 +270,7 @@ class Weight:
     def take(self, tensor: QuantizedTensor, src: QuantizedTensor) -> bool:
         """As `write`, of codes and scales as they are."""
         self._keep(None)
-        passes = getattr(self.module, "_fp8_state", None) and self.state.fsdp
+        passes = self._passes if hasattr(self.module, "_fp8_state") else None
         return passes is not None and bool(passes.take(self, tensor, src))
 
     def _keep(self, values: Tensor | None) -> None:
@@ -301,7 +338,7 @@ def local_of(parameter: Any) -> Any:
 
 def wait_for_writes(weights: Sequence[Weight]) -> None:
     """Have the current stream see what other streams have written to the weights."""
-    for on in {weight.written_on for weight in weights} - {None}:
+    for on in {weight.freshness.written_on for weight in weights} - {None}:
         assert on is not None
         current = torch.cuda.current_stream(on.device)
         if isinstance(on, torch.cuda.Event):
@@ -309,16 +346,16 @@ def wait_for_writes(weights: Sequence[Weight]) -> None:
         elif current != on:
             current.wait_stream(on)
     for weight in weights:
-        weight.written_on = None
+        weight.freshness.written_on = None
 
 
 def mark_writes(weights: Iterable[Weight]) -> None:
     """Have streams that wait for what was written to the weights wait for nothing after now."""
     events: dict[torch.cuda.Stream, torch.cuda.Event] = {}
     for weight in weights:
-        stream = weight.written_on
+        stream = weight.freshness.written_on
         if isinstance(stream, torch.cuda.Stream):
             if stream not in events:
                 events[stream] = torch.cuda.Event()
                 events[stream].record(stream)
-            weight.written_on = events[stream]
+            weight.freshness.written_on = events[stream]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,11 +21,6 @@ from .function import Slots, linear, prepare_compilers
 from .init import is_sharded, reset_linear
 from .nested import on_nested
 from .registry import ModelState
-
-#: Called with a layer, the name of a parameter and its sharded value, a DTensor that FSDP2 is
-#: putting in its place; or an FP8 weight that has come out of a pickle.
-OnShard = Callable[["Float8Linear", str, Any], None]
-
 
 #: What this library and torch keep on parameters: quantized tensors, master weights, DTensors.
 OWN = OWN_ATTRIBUTES | {"_data", "_weight", "_local_tensor", "_spec"}
@@ -75,17 +69,14 @@ class Float8Linear(nn.Linear):
     fp8_scale: Tensor
     fp8_amax: Tensor
     _fp8_index: int
-    #: What is told of shards.
-    _fp8_on_shard: OnShard | None = None
     #: Delayed scaling: for weight, input and gradient, whether there is a scale. One roll behind
     #: the buffers, which need not be read for it.
     fp8_ready: tuple[bool, bool, bool] = NOTHING_READY
 
-    def _join(self, state: ModelState, name: str, on_shard: OnShard | None = None) -> None:
+    def _join(self, state: ModelState, name: str) -> None:
         """Be one of the layers of ``state``, from now on."""
         self._fp8_state = state
         self._fp8_index = state.add_linear(self, name)
-        self._fp8_on_shard = on_shard
         self.fp8_ready = NOTHING_READY
         if state.delayed is not None:
             buffers = new_buffers(state.delayed.histories.recipe, self.weight.device)
@@ -200,18 +191,18 @@ class Float8Linear(nn.Linear):
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter) and name in self._parameters:
             # FSDP2 comes here with each shard and each gathered weight.
-            given: Any = value
-            sharded = hasattr(given, "_local_tensor")
-            on_shard = self._fp8_on_shard
-            if sharded and on_shard is not None:
-                on_shard(self, name, value)
-            elif sharded and not self._fp8_state.alone and self._fp8_state.delayed is not None:
-                # Of one alone each layer's rolls would reduce.
-                self._fp8_state.delayed.is_sharded_over(given.device_mesh)
+            sharded = hasattr(value, "_local_tensor")
+            if sharded:
+                self._tell_of_shard(name, value)
             if sharded or isinstance(value, QuantizedTensor):
                 self._parameters[name] = value
                 return
         super().__setattr__(name, value)
+
+    def _tell_of_shard(self, name: str, parameter: Any) -> None:
+        sharding = self._fp8_state.shards()
+        if sharding is not None:
+            sharding.sharded(self, name, parameter)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As torch's. What parallel styles cut of an FP8 weight is one, on every rank.
@@ -317,12 +308,10 @@ class Float8Linear(nn.Linear):
             keep_marks(marks, weight)
             if any(hooks):
                 set_hooks(weight, hooks)
-        if self._fp8_on_shard is not None and hasattr(weight, "_local_tensor"):
-            self._fp8_on_shard(self, "weight", weight)  # which may be another tensor now
+        if hasattr(weight, "_local_tensor"):
+            self._tell_of_shard("weight", weight)  # which may be another tensor now
         if self._fp8_state.delayed is not None:
             self._fp8_state.delayed.histories.moved()
-        if self._fp8_state.fsdp is not None:
-            self._fp8_state.fsdp.applied()
         with torch.no_grad():
             for name, was in before.items():
                 new = self._buffers[name]
@@ -348,9 +337,7 @@ class Float8Linear(nn.Linear):
         prepare_compilers()
         weight: Any = self._parameters.get("weight")
         if isinstance(weight, QuantizedTensor) and weight._store.owner is None:
-            on_shard = self._fp8_on_shard
-            if on_shard is not None:
-                on_shard(self, "weight", weight)
+            self._tell_of_shard("weight", weight)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={describe(self.recipe)}"
@@ -405,7 +392,6 @@ class Linear(Float8Linear):
         """Be the root and only layer of ``state``."""
         self._join(state, "")
         state.attach(self)
-        state.alone = True
 
 
 _classes: dict[type[nn.Linear], type[Float8Linear]] = {nn.Linear: Linear}

@@ -1,8 +1,7 @@
 """What the converted linear layers of one model share: a recipe, a clock, delayed scaling's state.
 
-One `ModelState` belongs to one converted root module. It knows the layers by index and tells
-the clock of the root's forwards. :mod:`fp8rs.fsdp` keeps what it needs for sharded weights in
-``state.fsdp``.
+One `ModelState` belongs to one converted root module. It knows the layers by index, and tells the
+clock, delayed scaling and those who shard the model of the root's forwards.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -30,6 +29,7 @@ from fp8rs.scaling.clock import Clock
 from fp8rs.scaling.delayed import Delayed, note_compiled
 from fp8rs.scaling.histories import BUFFERS
 
+from .sharding import Sharding
 from .siblings import forget_inputs
 from .spec import ROLES, register
 
@@ -40,6 +40,8 @@ class ModelState:
     Args:
         recipe: a recipe or its short name.
         amax_reduction_group: see ``convert_to_float8_training``.
+        shard_with: makes ``sharding`` when the first weight is sharded; None leaves weights as they
+            are.
 
     Attributes:
         recipe: the recipe of every layer.
@@ -49,11 +51,16 @@ class ModelState:
         names: their fully qualified names, for messages.
         fp8_gather: whether weights are quantized before FSDP gathers them.
         delayed: what there is beside for delayed scaling, else None.
-        fsdp: what the FSDP layer attaches; nothing here looks into it, and copies start without.
-        agreement: likewise; it is told of forwards.
+        sharding: keeps the sharded weights; None while there are none. Copies start without.
     """
 
-    def __init__(self, recipe: Recipe | str, *, amax_reduction_group: Any = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe | str,
+        *,
+        amax_reduction_group: Any = None,
+        shard_with: Callable[[ModelState], Sharding] | None = None,
+    ) -> None:
         self.recipe = resolve_recipe(recipe)
         if amax_reduction_group is not None and not self.recipe.block_format("input").per_tensor:
             raise ValueError(
@@ -63,10 +70,8 @@ class ModelState:
         self.linears: list[weakref.ref[nn.Module]] = []
         self.names: list[str] = []
         self.fp8_gather = False
-        self.fsdp: Any = None
-        self.agreement: Any = None
-        #: Its only layer is its root, and nobody has converted it.
-        self.alone = False
+        self.sharding: Sharding | None = None
+        self._shard_with = shard_with
         self._group = amax_reduction_group
         self._root: weakref.ref[nn.Module] | None = None
         #: The key of its hooks in the root's dictionaries.
@@ -90,11 +95,22 @@ class ModelState:
         """Be told of the steps of optimizers that own this model's parameters."""
         steps.watch(self)
 
+    @property
+    def alone(self) -> bool:
+        """Whether it is of one layer that nobody has converted, `fp8rs.nn.Linear` made by hand."""
+        return self._shard_with is None
+
+    def shards(self) -> Sharding | None:
+        """``sharding``, made at the first use; None where weights are left as they are."""
+        if self.sharding is None and self._shard_with is not None:
+            self.sharding = self._shard_with(self)
+        return self.sharding
+
     def together(self) -> AbstractContextManager[None]:
         """All ranks run what is in here: see `fp8rs.fsdp`."""
-        if self.fsdp is None:
+        if self.sharding is None:
             return nullcontext()
-        found: AbstractContextManager[None] = self.fsdp.together()
+        found: AbstractContextManager[None] = cast(Any, self.sharding).passes.together()
         return found
 
     # --- layers and the root ---------------------------------------------------------------------
@@ -184,8 +200,6 @@ class ModelState:
             return
         if self._root is None or not self.linears:
             self._link(module)
-        if self.agreement is not None:
-            self.agreement.forward_begins(self, module)
         if not self.alone:
             forget_inputs()  # which may have been written since, as a buffer that is received into
         new = self.clock.begin_forward(
@@ -193,8 +207,8 @@ class ModelState:
         )
         if new and module.training and self.delayed is not None:
             self.delayed.forward_begins()
-        if new and self.fsdp is not None:
-            self.fsdp.forward_begins()
+        if new and self.sharding is not None:
+            self.sharding.forward_begins(module)
 
     def end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """The root's forward hook; it runs after an exception too."""
@@ -230,8 +244,8 @@ class ModelState:
 
         Torch tells of its own; of others a training loop does, by ``fp8rs.optimizer_stepped``.
         """
-        if self.fsdp is not None:
-            self.fsdp.stepped()
+        if self.sharding is not None:
+            self.sharding.stepped()
         if self.delayed is not None:
             self.delayed.stepped()
 
@@ -265,7 +279,7 @@ class ModelState:
         The copied root's hooks tell which it is; the layers are found when they are asked for.
         """
         state = {**self.__dict__, "names": list(self.names), "linears": []}
-        state.update(dict.fromkeys(("_root", "fsdp", "agreement")))
+        state.update(dict.fromkeys(("_root", "sharding")))
         state["delayed"] = None if self.delayed is None else self.delayed.left_to_do
         del state["key"], state["clock"]
         return state
