@@ -259,6 +259,11 @@ def local_tensor(parameter: Any) -> Any:
     return parameter._local_tensor
 
 
+def is_distributed(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor. (To import its class takes seconds.)"""
+    return hasattr(tensor, "_local_tensor")
+
+
 def own_part(tensor: Any) -> Any:
     """This rank's part of a tensor: itself where it is not distributed."""
     return getattr(tensor, "_local_tensor", tensor)

@@ -172,7 +172,13 @@ def _join_all(
 
 def _contents(layer: nn.Module) -> list[tuple[Any, Any]]:
     """What a module keeps its attributes and buffers in, each with a copy of what is in it."""
-    kept: tuple[Any, ...] = (layer.__dict__, layer._buffers, layer._non_persistent_buffers_set)
+    kept: tuple[Any, ...] = (
+        layer.__dict__,
+        layer._buffers,
+        layer._non_persistent_buffers_set,
+        layer._load_state_dict_pre_hooks,
+        layer._load_state_dict_post_hooks,
+    )
     return [(known, known.copy()) for known in kept]
 
 

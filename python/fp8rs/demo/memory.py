@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8rs._torch import is_distributed, own_part
 from fp8rs.tensor.quantized import QuantizedTensor
 
 
@@ -78,7 +79,7 @@ def storages() -> dict[int, torch.UntypedStorage]:
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    if isinstance(tensor, QuantizedTensor) or hasattr(tensor, "_local_tensor"):
+    if isinstance(tensor, QuantizedTensor) or is_distributed(tensor):
         return None  # what they are made of is counted
     try:
         storage = tensor.untyped_storage()
@@ -98,5 +99,5 @@ def _of(tensors: Iterable[Any]) -> set[int]:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    part: torch.Tensor = own_part(tensor)
     return part

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from fp8rs._torch import local_tensor, set_local_tensor
-from fp8rs.nn.linear import Float8Linear, keep_marks
+from fp8rs.nn.linear import Float8Linear
+from fp8rs.nn.quantized_weight import keep_marks
 from fp8rs.nn.registry import ModelState
 from fp8rs.tensor.quantized import QuantizedTensor
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fp8rs._torch import fsdp_param_groups, fsdp_place, reduces_in_stored_dtype
+from fp8rs._torch import fsdp_param_groups, fsdp_place, own_part, reduces_in_stored_dtype
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .codec import Codec
@@ -160,8 +160,8 @@ def groups_of(
         stored = parameter.dtype
         gathered = param_dtype if param_dtype and stored.is_floating_point else stored
         codec = codecs.get(id(module)) if name == "weight" else None
-        local = getattr(parameter, "_local_tensor", parameter)
-        at_rest = codec is not None and (fp8_weights or isinstance(local, QuantizedTensor))
+        is_fp8 = isinstance(own_part(parameter), QuantizedTensor)
+        at_rest = codec is not None and (fp8_weights or is_fp8)
         return Sharded(parameter, placement, gathered, codec, at_rest)
 
     groups = []

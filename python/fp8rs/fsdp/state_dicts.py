@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fp8rs._torch import dtensor_like, local_tensor
+from fp8rs._torch import dtensor_like, local_tensor, own_part
 
 from .float8_weight import Sharded
 
@@ -33,7 +33,7 @@ def make_plain(
     """
     key = prefix + "weight"
     value = state_dict.get(key)
-    if isinstance(getattr(value, "_local_tensor", value), Sharded):
+    if isinstance(own_part(value), Sharded):
         return
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         state_dict[key] = plain(value)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import own_part, spec
+from fp8rs._torch import is_distributed, own_part, spec
 from fp8rs.scaling.histories import keep_local
 from fp8rs.tensor.formats import FP8_MAX
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -210,7 +210,7 @@ class Weight:
         if self.shards is not None:
             return self.placement.number
         parameter: Any = self.parameter if self.in_place else None
-        return place(parameter).number if hasattr(parameter, "_local_tensor") else 0
+        return place(parameter).number if is_distributed(parameter) else 0
 
     def write(self, tensor: QuantizedTensor, values: Tensor, keep: bool) -> bool:
         """Of an FP8 weight: write ``values`` with scales that all ranks agree on.

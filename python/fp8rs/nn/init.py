@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8rs._torch import local_shape_and_offset, local_tensor
+from fp8rs._torch import is_distributed, local_shape_and_offset, local_tensor
 
 _random_uniform = torch.ops.fp8rs.random_uniform_.default
 
 
 def is_sharded(parameter: Any) -> bool:
     """Whether a parameter is a DTensor with memory."""
-    return hasattr(parameter, "_local_tensor") and not parameter.is_meta
+    return is_distributed(parameter) and not parameter.is_meta
 
 
 @torch.no_grad()

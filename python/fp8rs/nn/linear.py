@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
+import copyreg
 import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import constant_when_traced, hooks_of, own_part, set_hooks, set_local_tensor
+from fp8rs._torch import constant_when_traced, is_distributed
 from fp8rs.quantize.recipes import Recipe, describe
 from fp8rs.scaling.delayed import keep_buffers_local, note_compiled
-from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, keep_local, new_buffers
+from fp8rs.scaling.histories import NOTHING_READY, keep_local
 from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
-from fp8rs.tensor.spec import quantize_planes
-from fp8rs.tensor.wrapper import OWN_ATTRIBUTES
 
-from .function import Slots, linear, prepare_compilers
+from . import buffers, quantized_weight
+from .function import linear
 from .init import is_sharded, reset_linear
 from .nested import on_nested
 from .registry import ModelState
-
-#: What this library and torch keep on parameters: quantized tensors, master weights, DTensors.
-OWN = OWN_ATTRIBUTES | {"_data", "_weight", "_local_tensor", "_spec"}
-
-
-def keep_marks(before: dict[str, Any], parameter: Any) -> None:
-    """Carry over to a parameter what a user has set on the one whose place it takes."""
-    for mark, value in before.items():
-        if mark not in OWN and mark not in parameter.__dict__:
-            setattr(parameter, mark, value)
-
-
-def is_fp8(weight: Any) -> bool:
-    """Whether a parameter, sharded or not, is FP8 at rest."""
-    return isinstance(own_part(weight), QuantizedTensor)
-
-
-def slots(scale: Tensor, amax: Tensor) -> Slots:
-    """The slots in a layer's buffers."""
-    return scale[:, 0].unbind(), amax[:, 0].unbind()
 
 
 @constant_when_traced
@@ -59,6 +39,27 @@ def note_export() -> bool:
     return True
 
 
+def before_load(
+    layer: Float8Linear, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
+) -> None:
+    """A state dict is loaded into a layer."""
+    key, delayed = prefix + "weight", layer._fp8_state.delayed
+    if key not in state_dict:
+        return
+    buffers.begin_anew(layer, delayed)
+    if local_metadata.get("assign_to_params_buffers", False):
+        if not state_dict[key].is_meta:
+            buffers.give_memory(layer, delayed, state_dict[key].device)  # which a write needs
+        state_dict[key] = quantized_weight.write_instead(layer, "weight", state_dict[key])
+
+
+def after_load(layer: Float8Linear, incompatible: Any) -> None:
+    """A state dict has been loaded into a layer."""
+    weight = layer._parameters.get("weight")
+    if weight is not None and not weight.is_meta:
+        buffers.give_memory(layer, layer._fp8_state.delayed, weight.device)
+
+
 class Float8Linear(nn.Linear):
     """What is FP8 about a linear layer, for nn.Linear and classes that inherit its forward.
 
@@ -69,6 +70,7 @@ class Float8Linear(nn.Linear):
     fp8_scale: Tensor
     fp8_amax: Tensor
     _fp8_index: int
+    _fp8_slots: buffers.KnownSlots
     #: Delayed scaling: for weight, input and gradient, whether there is a scale. One roll behind
     #: the buffers, which need not be read for it.
     fp8_ready: tuple[bool, bool, bool] = NOTHING_READY
@@ -77,13 +79,12 @@ class Float8Linear(nn.Linear):
         """Be one of the layers of ``state``, from now on."""
         self._fp8_state = state
         self._fp8_index = state.add_linear(self, name)
+        self._fp8_slots = buffers.KnownSlots()
         self.fp8_ready = NOTHING_READY
-        if state.delayed is not None:
-            buffers = new_buffers(state.delayed.histories.recipe, self.weight.device)
-            for buffer, value in buffers.items():
-                # Not in state dicts, which load into the unconverted model.
-                self.register_buffer(buffer, value, persistent=False)
-        prepare_compilers()
+        buffers.register(self, state.delayed, self.weight.device)
+        if before_load not in (h.hook for h in self._load_state_dict_pre_hooks.values()):
+            self.register_load_state_dict_pre_hook(before_load)
+            self.register_load_state_dict_post_hook(after_load)
 
     @property
     def recipe(self) -> Recipe:
@@ -107,7 +108,7 @@ class Float8Linear(nn.Linear):
         if not plain:
             if not isinstance(input, Tensor):
                 raise TypeError(f"input must be a Tensor, not {type(input).__name__}")
-            if hasattr(weight, "_local_tensor") or hasattr(input, "_local_tensor"):
+            if is_distributed(weight) or is_distributed(input):
                 from .sharded import on_shards  # of DTensors
 
                 return on_shards(self._compute, input, weight, bias)
@@ -147,25 +148,15 @@ class Float8Linear(nn.Linear):
             if type(amax) is not Tensor or amax.dtype != torch.float32:
                 keep_local(self._buffers)
             delayed.layer_begins(training)
-            scales, amaxes = self._slots()
+            scales, amaxes = self._fp8_slots.of(self._buffers)
         else:
             keep_buffers_local(delayed.mark)
             if training:
                 note_compiled(delayed.mark, "layer")
-            scales, amaxes = slots(self.fp8_scale, self.fp8_amax)
+            scales, amaxes = buffers.slots(self.fp8_scale, self.fp8_amax)
         return linear(
             input, weight, bias, state.key, dtype, scales, amaxes, self.fp8_ready, training
         )
-
-    def _slots(self) -> Slots:
-        """The buffers' slots, made once: each is a view that takes longer than its use."""
-        scale, amax = self._buffers["fp8_scale"], self._buffers["fp8_amax"]
-        known = self.__dict__.get("_fp8_slots")
-        if known is None or known[0] is not scale or known[1] is not amax:
-            assert scale is not None and amax is not None
-            known = self.__dict__["_fp8_slots"] = scale, amax, slots(scale, amax)
-        found: Slots = known[2]
-        return found
 
     def _operands(self) -> tuple[Tensor, Tensor | None]:
         """The weight, if FSDP2 has not freed what was gathered of it, and the bias.
@@ -191,7 +182,7 @@ class Float8Linear(nn.Linear):
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter) and name in self._parameters:
             # FSDP2 comes here with each shard and each gathered weight.
-            sharded = hasattr(value, "_local_tensor")
+            sharded = is_distributed(value)
             if sharded:
                 self._tell_of_shard(name, value)
             if sharded or isinstance(value, QuantizedTensor):
@@ -205,17 +196,8 @@ class Float8Linear(nn.Linear):
             sharding.sharded(self, name, parameter)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As torch's. What parallel styles cut of an FP8 weight is one, on every rank.
-
-        A part that begins within a block comes as values: blocks begin anew where a part does.
-        """
-        before = own_part(self._parameters.get(name))
-        part = own_part(param)
-        sharded = part is not param and not isinstance(part, QuantizedTensor)
-        if isinstance(before, QuantizedTensor) and sharded:
-            with torch.no_grad():
-                planes = quantize_planes(before.spec, part.contiguous(), *before._store.has)
-            set_local_tensor(param, before.like(*planes, shape=part.shape))
+        """As torch's. What parallel styles cut of an FP8 weight is one."""
+        quantized_weight.cut_as(self._parameters.get(name), param)
         super().register_parameter(name, param)
 
     def reset_parameters(self) -> None:
@@ -225,7 +207,7 @@ class Float8Linear(nn.Linear):
             super().reset_parameters()
             return
         with state.together():
-            self._begin_histories()
+            buffers.begin_anew(self, state.delayed)
             kind = type(self).__dict__.get("_fp8_kind", nn.Linear)
             own = kind.reset_parameters is not nn.Linear.reset_parameters
             if own or not is_sharded(self.weight):
@@ -237,104 +219,19 @@ class Float8Linear(nn.Linear):
         self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
     ) -> None:
         with self._fp8_state.together():
-            if prefix + "weight" in state_dict:
-                self._begin_histories()
-            if local_metadata.get("assign_to_params_buffers", False):
-                state_dict = self._instead_of_assigned(state_dict, prefix + "weight")
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
-            weight = self._parameters.get("weight")
-            if weight is not None and not weight.is_meta:
-                self._begin_buffers(weight.device)
-
-    def _instead_of_assigned(self, state_dict: Any, key: str) -> Any:
-        """Of ``load_state_dict(assign=True)``: what is assigned to an FP8 weight is written to it.
-
-        Else the weight would be a plain one from then on, without a word.
-        """
-        weight: Any = self._parameters["weight"]
-        value = state_dict.get(key)
-        if not is_fp8(weight) or value is None or value.shape != weight.shape:
-            return state_dict  # of a wrong shape torch speaks
-        if weight.is_meta and not value.is_meta:
-            empty = torch.empty_like(weight.detach(), device=value.device)
-            self.weight = nn.Parameter(empty, weight.requires_grad)
-            weight = self.weight
-            self._begin_buffers(value.device)  # which writing it needs
-        with torch.no_grad():
-            weight.copy_(value)
-        return {**state_dict, key: weight}
-
-    def _begin_histories(self) -> None:
-        """Have first scales come from data again: the weight is to be another.
-
-        With scales of the one before its values would saturate, and its outputs at the next layer,
-        in an evaluation for good.
-        """
-        delayed = self._fp8_state.delayed
-        if delayed is not None:
-            with torch.no_grad():
-                for name in BUFFERS:
-                    buffer = self._buffers[name]
-                    assert buffer is not None
-                    buffer.zero_()
-            self.fp8_ready = NOTHING_READY
-            delayed.histories.begun()
-
-    def _begin_buffers(self, device: torch.device) -> None:
-        """Give the histories' buffers memory, which no state dict has for them."""
-        for name in BUFFERS:
-            buffer = self._buffers.get(name)
-            if buffer is not None and buffer.is_meta:
-                self._buffers[name] = torch.zeros_like(buffer, device=device)
-                assert self._fp8_state.delayed is not None
-                self._fp8_state.delayed.histories.moved()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        before = {name: self._buffers[name] for name in BUFFERS if name in self._buffers}
+        delayed = self._fp8_state.delayed
+        with quantized_weight.kept(self, "weight") as wrapped, buffers.kept(self, delayed):
+            out = super()._apply(wrapped(fn), recurse)
         weight = self._parameters["weight"]
-        # Torch may swap them with the rest.
-        marks = {} if weight is None else dict(weight.__dict__)
-        hooks = hooks_of(weight) if is_fp8(weight) else (None, None)
-
-        def applied(t: Tensor) -> Any:
-            new = fn(t)
-            # Modules make parameters of what they are given, which torch allows of no tensor that
-            # detaches to another class, as shards of FP8 codes do.
-            return new.detach() if new is t and is_fp8(t) and hasattr(t, "_local_tensor") else new
-
-        out = super()._apply(applied, recurse)
-        weight = self._parameters["weight"]
-        if is_fp8(weight):
-            keep_marks(marks, weight)
-            if any(hooks):
-                set_hooks(weight, hooks)
-        if hasattr(weight, "_local_tensor"):
+        if is_distributed(weight):
             self._tell_of_shard("weight", weight)  # which may be another tensor now
-        if self._fp8_state.delayed is not None:
-            self._fp8_state.delayed.histories.moved()
-        with torch.no_grad():
-            for name, was in before.items():
-                new = self._buffers[name]
-                assert was is not None and new is not None
-                if was.is_meta and not new.is_meta:
-                    new.zero_()  # to_empty gives memory as it is
-                if new.dtype != torch.float32:  # a cast of the model is one of its parameters
-                    self._buffers[name] = was.to(new.device)
         return out
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        kind = type(self).__dict__.get("_fp8_kind")
-        if kind is None:
-            return super().__reduce_ex__(protocol)
-        return _blank, (kind,), self.__getstate__()  # whose class nobody could import
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Views that a copy makes of buffers of its own.
-        return {k: v for k, v in self.__dict__.items() if k != "_fp8_slots"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        prepare_compilers()
         weight: Any = self._parameters.get("weight")
         if isinstance(weight, QuantizedTensor) and weight._store.owner is None:
             self._tell_of_shard("weight", weight)
@@ -406,7 +303,13 @@ def float8_class(kind: type[nn.Linear]) -> type[Float8Linear]:
     if found is None:
         namespace = {"_fp8_kind": kind, "__module__": kind.__module__}
         found = _classes[kind] = type(f"Float8{kind.__name__}", (Float8Linear, kind), namespace)
+        copyreg.pickle(found, _reduce)  # type: ignore[arg-type]
     return found
+
+
+def _reduce(layer: Float8Linear) -> Any:
+    """How a layer is pickled whose class nobody could import."""
+    return _blank, (type(layer).__dict__["_fp8_kind"],), layer.__dict__
 
 
 def _blank(kind: type[nn.Linear]) -> Float8Linear:

@@ -29,6 +29,7 @@ from fp8rs.scaling.clock import Clock
 from fp8rs.scaling.delayed import Delayed, note_compiled
 from fp8rs.scaling.histories import BUFFERS
 
+from .function import prepare_compilers
 from .sharding import Sharding
 from .siblings import forget_inputs
 from .spec import ROLES, register
@@ -83,6 +84,7 @@ class ModelState:
         """What a model that is new in this process starts with."""
         group = self._group
         by_tensor = group is not None and not self.recipe.delayed
+        prepare_compilers()
         self.key = register(self.recipe, group.group_name if by_tensor else None)
         self.clock = Clock()
         self.delayed: Delayed | None = None

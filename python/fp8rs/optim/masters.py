@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8rs._torch import check_graph_capture, dtensor_like
+from fp8rs._torch import check_graph_capture, dtensor_like, is_distributed
 from fp8rs.optim import weights
 
 #: What of a parameter's state is of its master, and not of the rule that steps it.
@@ -165,7 +165,7 @@ def new_master(param: Any, weight: Tensor) -> Tensor:
 
 def distributed_like(param: Any, part: Tensor) -> Tensor:
     """``part`` as the local part of a tensor that is distributed as ``param`` is."""
-    if not hasattr(param, "_local_tensor"):
+    if not is_distributed(param):
         return part
     return dtensor_like(param, part)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rs._torch import increment_version, own_part
+from fp8rs._torch import increment_version, is_distributed, own_part
 from fp8rs.tensor import stochastic
 from fp8rs.tensor.formats import FP8_MAX, matrix_shape
 from fp8rs.tensor.planes import Plane
@@ -47,7 +47,7 @@ def prepare(params: Sequence[Tensor]) -> None:
     """Have modules hold the shards that a step is to write, with scales that all ranks agree on."""
     found: dict[int, Any] = {}
     for param in params:
-        of = owner(param) if hasattr(param, "_local_tensor") else None
+        of = owner(param) if is_distributed(param) else None
         if of is not None:
             of.reshard()
             if of.unagreed and of.shards is not None:
@@ -109,7 +109,7 @@ def drop_init(param: Tensor) -> None:
 
 def number(param: Tensor) -> int:
     """The number, among those of the whole weight, of the local part's first element."""
-    of = owner(param) if hasattr(param, "_local_tensor") else None
+    of = owner(param) if is_distributed(param) else None
     return 0 if of is None else int(of.number)
 
 

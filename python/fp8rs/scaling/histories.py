@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import local_tensor
+from fp8rs._torch import is_distributed, local_tensor
 from fp8rs.quantize.recipes import DelayedScaling
 from fp8rs.tensor.spec import QuantSpec
 
@@ -49,7 +49,7 @@ def keep_local(buffers: dict[str, Any]) -> None:
     parallelize_module makes DTensors of them, and FullyShardedDataParallel casts them.
     """
     for name in BUFFERS:
-        if hasattr(buffers[name], "_local_tensor"):
+        if is_distributed(buffers[name]):
             buffers[name] = local_tensor(buffers[name])
         if buffers[name].dtype != torch.float32:
             buffers[name] = buffers[name].float()

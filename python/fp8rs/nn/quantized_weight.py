@@ -1,0 +1,95 @@
+"""A layer's weight that is FP8 at rest, through what torch does to parameters of any module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8rs._torch import hooks_of, is_distributed, own_part, set_hooks, set_local_tensor
+from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.spec import quantize_planes
+from fp8rs.tensor.wrapper import OWN_ATTRIBUTES
+
+#: What this library and torch keep on parameters: quantized tensors, master weights, DTensors.
+NOT_MARKS = OWN_ATTRIBUTES | {"_data", "_weight", "_local_tensor", "_spec"}
+
+
+def keep_marks(before: dict[str, Any], parameter: Any) -> None:
+    """Carry over to a parameter what a user has set on the one whose place it takes."""
+    for mark, value in before.items():
+        if mark not in NOT_MARKS and mark not in parameter.__dict__:
+            setattr(parameter, mark, value)
+
+
+def is_fp8(weight: Any) -> bool:
+    """Whether a parameter, sharded or not, is FP8 at rest."""
+    return isinstance(own_part(weight), QuantizedTensor)
+
+
+def cut_as(before: Any, parameter: Any) -> None:
+    """What parallel styles cut of an FP8 weight is one, on every rank.
+
+    A part that begins within a block comes as values: blocks begin anew where a part does.
+
+    Args:
+        before: the parameter in whose place the other one is put.
+        parameter: that one, a DTensor maybe. It becomes FP8 where the one before is.
+    """
+    whole, part = own_part(before), own_part(parameter)
+    values = part is not parameter and not isinstance(part, QuantizedTensor)
+    if isinstance(whole, QuantizedTensor) and values:
+        with torch.no_grad():
+            planes = quantize_planes(whole.spec, part.contiguous(), *whole._store.has)
+        set_local_tensor(parameter, whole.like(*planes, shape=part.shape))
+
+
+def write_instead(layer: nn.Module, name: str, value: Any) -> Any:
+    """Of ``load_state_dict(assign=True)``: what is assigned to an FP8 weight is written to it.
+
+    Else the weight would be a plain one from then on, without a word.
+
+    Returns:
+        What is to be assigned: the parameter, or the ``value`` of one that is not FP8.
+    """
+    weight: Any = layer._parameters[name]
+    if not is_fp8(weight) or value.shape != weight.shape:
+        return value  # of a wrong shape torch speaks
+    if weight.is_meta and not value.is_meta:
+        empty = torch.empty_like(weight.detach(), device=value.device)
+        setattr(layer, name, nn.Parameter(empty, weight.requires_grad))
+        weight = layer._parameters[name]
+    with torch.no_grad():
+        weight.copy_(value)
+    return weight
+
+
+@contextmanager
+def kept(layer: nn.Module, name: str) -> Iterator[Callable[[Callable[[Tensor], Any]], Any]]:
+    """What is done to all of a layer's tensors in here leaves marks and hooks of an FP8 weight.
+
+    Gives a function that makes what is to be called with tensors of what a caller gave.
+    """
+    weight: Any = layer._parameters[name]
+    # Torch may swap them with the rest.
+    marks = {} if weight is None else dict(weight.__dict__)
+    hooks = hooks_of(weight) if is_fp8(weight) else (None, None)
+
+    def wrapped(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        def applied(t: Tensor) -> Any:
+            new = function(t)
+            # Modules make parameters of what they are given, which torch allows of no tensor that
+            # detaches to another class, as shards of FP8 codes do.
+            return new.detach() if new is t and is_fp8(t) and is_distributed(t) else new
+
+        return applied
+
+    yield wrapped
+    weight = layer._parameters[name]
+    if is_fp8(weight):
+        keep_marks(marks, weight)
+        if any(hooks):
+            set_hooks(weight, hooks)
