@@ -82,7 +82,8 @@ class Float8Linear(nn.Linear):
         self._fp8_slots = buffers.KnownSlots()
         self.fp8_ready = NOTHING_READY
         buffers.register(self, state.delayed, self.weight.device)
-        if before_load not in (h.hook for h in self._load_state_dict_pre_hooks.values()):
+        hooks: Any = self._load_state_dict_pre_hooks.values()
+        if before_load not in (known.hook for known in hooks):
             self.register_load_state_dict_pre_hook(before_load)
             self.register_load_state_dict_post_hook(after_load)
 
@@ -303,7 +304,7 @@ def float8_class(kind: type[nn.Linear]) -> type[Float8Linear]:
     if found is None:
         namespace = {"_fp8_kind": kind, "__module__": kind.__module__}
         found = _classes[kind] = type(f"Float8{kind.__name__}", (Float8Linear, kind), namespace)
-        copyreg.pickle(found, _reduce)  # type: ignore[arg-type]
+        copyreg.pickle(found, _reduce)
     return found
 
 
