@@ -1,6 +1,13 @@
 """What all tests share: devices, which part of a product of parameters runs, what is counted."""
 
+import os
 from collections import Counter, defaultdict
+
+# Read where torch is imported, here and in what tests start. torch's threads wait for each other by
+# spinning: where other processes (of xdist, ranks) want the cores too, small layers take ten times
+# as long. fp8rs's own threads, which sleep, stay as many as share a tensor.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAYON_NUM_THREADS", "2")
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
 """The worker processes: started once, sent one case after the other.
 
 Four processes serve every world size: a case on two ranks uses the first two. They come
-from a fork server that has imported torch already, which is what makes four of them cost
+from a fork server that has imported `PRELOAD` already, which is what makes four of them cost
 about as much as one. A rank's exception comes back with its traceback; a case that hangs
 is ended after its time-out (or shortly after a rank of it has failed) and reported with
 every rank's stack, and the workers are replaced.
@@ -34,6 +34,19 @@ CASES = 120
 """Cases that one set of workers runs. What keeps a mesh (torch remembers results by mesh in several
 places, a model that FSDP2 sharded is a cycle) keeps its groups, each with threads of gloo's that
 wake up a hundred times a second: after a thousand cases they take most of a processor."""
+
+PRELOAD = [
+    "pytest",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "fp8rs.fsdp",
+]
+"""What the fork server imports once, where four workers would each: of all that cases import, what
+takes a tenth of a second and more. None of it starts a thread or asks for a GPU: no fork would survive
+that."""
 
 START_SECONDS = 120
 """Longest wait for a worker's first sign of life; importing torch on a busy machine is slow."""
@@ -83,7 +96,7 @@ class NotConnected(Exception):
 def serve(rank: int, pipe: Connection, paths: list[str], log: str, port: int) -> None:
     """A worker's life: take cases from the pipe until it closes. Ranks meet at the port."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ.setdefault("RAYON_NUM_THREADS", "1")
+    os.environ["RAYON_NUM_THREADS"] = "1"
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic algorithms
     stderr = open(log, "w", buffering=1)  # noqa: SIM115 - lives as long as the process
     faulthandler.register(signal.SIGUSR1, file=stderr, all_threads=True)
@@ -192,7 +205,7 @@ class Pool:
         # Its server runs here, beside the tests.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.fsdp"])
+        context.set_forkserver_preload(PRELOAD)
         for rank in range(WORKERS):
             here, there = context.Pipe()
             process = context.Process(
