@@ -100,7 +100,7 @@ def problem(recipe, **options):
 def last_loss(problem, name, make):
     model, x, y = problem
     optimizers = build(model, name, make)
-    for _ in range(400):
+    for _ in range(50):
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
         for optimizer in optimizers:
@@ -121,7 +121,8 @@ def test_weights_train_as_those_do_that_stay_in_high_precision(recipe, name, kep
                 p.copy_(full(q))
     found = last_loss(fp8, name, with_masters)
     wanted = last_loss(reference, name, plain)
-    assert found == pytest.approx(wanted, rel=0.05)
+    # Within 0.005%, in every case; 35% and more without masters (12% after 25 steps).
+    assert found == pytest.approx(wanted, rel=0.01)
     assert all(isinstance(fp8[0][i].weight, QuantizedTensor) for i in (0, 2))
 
 

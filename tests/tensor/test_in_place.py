@@ -364,7 +364,7 @@ def test_an_optimizer_without_masters_does_not_inflate_weights(device, recipe, k
     weights = model[0].weight, model[2].weight
     norms = [w.dequantize().norm() for w in weights]
     losses = []
-    for _ in range(400):
+    for _ in range(100):
         loss = torch.nn.functional.mse_loss(model(x), target)
         loss.backward()
         optimizer.step()
@@ -372,4 +372,5 @@ def test_an_optimizer_without_masters_does_not_inflate_weights(device, recipe, k
         losses.append(loss.detach())
     assert losses[-1] < losses[0]
     for weight, norm in zip(weights, norms, strict=True):
-        assert weight.dequantize().norm() < 1.05 * norm
+        # 1.3% at most; 6.6% and more (of E8M0 scales nothing) where each write makes a new scale.
+        assert weight.dequantize().norm() < 1.03 * norm
