@@ -9,7 +9,6 @@ because FSDP2 replaces the object on some ranks and not on others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -138,11 +137,14 @@ class MasterWeight(hooks.Hooked, Tensor):
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             note_writes(func, args, kwargs)
-        handler = HANDLERS.get(func, on_plain)
-        return handler(func, args, kwargs)
-
-
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+        out = on_plain(func, args, kwargs)
+        first = args[0] if args else None
+        if func not in STANDING_FOR or not isinstance(first, MasterWeight) or first.traced:
+            return out
+        weight = first._weight
+        return tree_map_only(
+            Tensor, lambda x: MasterWeight(x, weight) if x.is_floating_point() else x, out
+        )
 
 
 def note_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -188,52 +190,33 @@ def on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tree_map(lambda x: masters.get(id(x), x), out)
 
 
-def keep(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on the plain tensor, and make its results master weights of the same weight."""
-    master = args[0]
-    if not isinstance(master, MasterWeight) or master.traced:
-        return on_plain(func, args, kwargs)
-    out = func(master._data, *args[1:], **kwargs)
-    return tree_map_only(Tensor, lambda x: MasterWeight(x, master._weight), out)
-
-
-def to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`.to()`: a master weight while it is a floating-point tensor."""
-    dtype = kwargs.get("dtype")
-    if dtype is not None and not dtype.is_floating_point:
-        return on_plain(func, args, kwargs)
-    return keep(func, args, kwargs)
-
-
-HANDLERS: dict[Any, Handler] = {
-    **dict.fromkeys(
-        (
-            # Views that FSDP2, DTensor and DCP take: true views, so that writes land and are seen.
-            aten.alias.default,
-            aten.as_strided.default,
-            aten.detach.default,
-            aten.expand.default,
-            aten.narrow.default,
-            aten.select.int,
-            aten.slice.Tensor,
-            aten.split.Tensor,
-            aten.split_with_sizes.default,
-            aten.squeeze.dim,
-            aten.t.default,
-            aten.transpose.int,
-            aten.unbind.int,
-            aten.unsqueeze.default,
-            aten.view.default,
-            # New tensors that stand for the same weight: padding, to_empty, deepcopy.
-            # zeros_like is not among them: it makes optimizer states.
-            aten._pin_memory.default,
-            aten.clone.default,
-            aten.empty_like.default,
-            aten.new_empty.default,
-            aten.new_empty_strided.default,
-            aten.new_zeros.default,
-        ),
-        keep,
-    ),
-    aten._to_copy.default: to_copy,
-}
+#: What gives tensors that stand for the same weight; all else gives plain ones. (zeros_like makes
+#: optimizer states.)
+STANDING_FOR = frozenset(
+    (
+        # Views that FSDP2, DTensor and DCP take: true views, so that writes land and are seen.
+        aten.alias.default,
+        aten.as_strided.default,
+        aten.detach.default,
+        aten.expand.default,
+        aten.narrow.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.squeeze.dim,
+        aten.t.default,
+        aten.transpose.int,
+        aten.unbind.int,
+        aten.unsqueeze.default,
+        aten.view.default,
+        # New tensors: `.to()`, padding, to_empty, deepcopy.
+        aten._pin_memory.default,
+        aten._to_copy.default,
+        aten.clone.default,
+        aten.empty_like.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
+        aten.new_zeros.default,
+    )
+)
