@@ -45,8 +45,8 @@ PRELOAD = [
     "fp8rs.fsdp",
 ]
 """What the fork server imports once, where four workers would each: of all that cases import, what
-takes a tenth of a second and more. None of it starts a thread or asks for a GPU: no fork would survive
-that."""
+takes a tenth of a second and more. None of it starts a thread or asks for a GPU: no fork would
+survive that."""
 
 START_SECONDS = 120
 """Longest wait for a worker's first sign of life; importing torch on a busy machine is slow."""
