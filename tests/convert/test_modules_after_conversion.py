@@ -9,12 +9,10 @@ from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 import fp8rs
 from distributed import ranks
 from distributed.collectives import Collectives
-from distributed.models import RECIPES, batch, reduces, same_bytes, train, whole_planes
+from distributed.models import RECIPES, batch, recipes, reduces, same_bytes, train, whole_planes
 from fp8rs.tensor.quantized import QuantizedTensor
 from oracle.compare import relative
 from parts import store_of
-
-recipes = pytest.mark.parametrize("recipe", list(RECIPES))
 
 
 class Two(nn.Module):

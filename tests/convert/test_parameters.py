@@ -30,6 +30,7 @@ from distributed.models import (
     full_weights,
     linears,
     make,
+    recipes,
     same_bytes,
     shard,
     train,
@@ -39,8 +40,6 @@ from distributed.models import (
 from oracle.compare import relative
 from parts import local_of
 from saving import reloaded
-
-recipes = pytest.mark.parametrize("recipe", list(RECIPES))
 
 
 def plain(device="cpu", hidden=UNEVEN):

@@ -25,12 +25,11 @@ from distributed.models import (
     full_weights,
     make,
     on_all_ranks,
+    recipes,
     same_bytes,
     shard,
     train,
 )
-
-recipes = pytest.mark.parametrize("recipe", list(RECIPES))
 
 
 def converted(recipe="current", device="cpu", hidden=UNEVEN):

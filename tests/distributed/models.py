@@ -64,6 +64,11 @@ RECIPES = {"current": "current", "delayed": "delayed", **BLOCKS}
 EVEN, UNEVEN, EMPTY = (64, 48), (50, 27), (5, 3)
 """Hidden sizes whose shards are even, uneven and partly empty on 2 and 4 ranks."""
 
+HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
+
+shardings = pytest.mark.parametrize("hidden", list(HIDDEN))
+recipes = pytest.mark.parametrize("recipe", list(RECIPES))
+
 ADAMWS = {
     "fp8rs-adamw": {},
     "fp8rs-adamw-no-masters": {"master_weights": False},

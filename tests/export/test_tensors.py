@@ -15,25 +15,22 @@ import fp8rs
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import (
-    EMPTY,
-    EVEN,
+    HIDDEN,
     RECIPES,
-    UNEVEN,
     batch,
     linears,
     make,
     same_bytes,
     shard,
+    shardings,
     train,
     whole_planes,
 )
 from fp8rs.export import tensors
 from fp8rs.export.formats import FORMATS, serving_format
 
-HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
 #: The same for "mxfp8", which takes whole blocks of inputs.
 OF_32 = {"even": (64, 128), "uneven": (96, 32), "empty": (32, 32)}
-shardings = pytest.mark.parametrize("hidden", list(HIDDEN))
 every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
 every_format = pytest.mark.parametrize("format", list(FORMATS))
 both_weights = pytest.mark.parametrize("fp8_weights", [False, True], ids=["masters", "fp8"])

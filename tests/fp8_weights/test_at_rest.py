@@ -13,16 +13,16 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import fp8rs
 from distributed import ranks
 from distributed.models import (
-    EMPTY,
-    EVEN,
+    HIDDEN,
     RECIPES,
-    UNEVEN,
     batch,
     linears,
     make,
     on_all_ranks,
+    recipes,
     same_bytes,
     shard,
+    shardings,
     watch_weights,
 )
 from fp8rs._torch import fsdp_param_groups
@@ -30,10 +30,6 @@ from fp8rs.fsdp.placement import place
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import quantize_planes
 from parts import local_of, store_of
-
-HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
-shardings = pytest.mark.parametrize("hidden", list(HIDDEN))
-recipes = pytest.mark.parametrize("recipe", list(RECIPES))
 
 
 def planes_of(model):

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import fp8rs
 from distributed import ranks
-from distributed.models import RECIPES, UNEVEN, linears, make, same_bytes, shard
+from distributed.models import RECIPES, UNEVEN, linears, make, recipes, same_bytes, shard
 from fp8_weights.test_in_use import (
     assert_equal,
     assert_fp8,
@@ -41,7 +41,6 @@ from fsdp.test_state_dict import shared_folder
 from parts import local_of, store_of
 from saving import reloaded
 
-recipes = pytest.mark.parametrize("recipe", list(RECIPES))
 FULL = StateDictOptions(full_state_dict=True)
 
 

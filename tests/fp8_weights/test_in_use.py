@@ -28,6 +28,7 @@ from distributed.models import (
     WIDTH,
     linears,
     make,
+    recipes,
     same_bytes,
     shard,
     train,
@@ -39,8 +40,6 @@ from fp8rs.optim import AdamW
 from fp8rs.tensor.quantized import QuantizedTensor
 from parts import local_of, store_of
 from saving import reloaded
-
-recipes = pytest.mark.parametrize("recipe", list(RECIPES))
 
 
 def batch(rig, step=0):

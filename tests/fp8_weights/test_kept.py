@@ -11,16 +11,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import fp8rs
 from distributed import ranks
-from distributed.models import EMPTY, EVEN, RECIPES, UNEVEN, batch, linears, make, shard
+from distributed.models import HIDDEN, RECIPES, batch, linears, make, recipes, shard, shardings
 from fp8rs.convert.fp8_weights import high_precision_weight
 from fp8rs.fsdp import at_rest
 from fp8rs.fsdp.placement import place
 from fp8rs.optim import AdamW
 from parts import local_of, store_of
-
-HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
-shardings = pytest.mark.parametrize("hidden", list(HIDDEN))
-recipes = pytest.mark.parametrize("recipe", list(RECIPES))
 
 
 def make_fp8(hidden, recipe, rig, **options):

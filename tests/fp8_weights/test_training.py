@@ -17,26 +17,24 @@ import fp8rs
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import (
-    EMPTY,
     EVEN,
+    HIDDEN,
     RECIPES,
-    UNEVEN,
     WIDTH,
     batch,
     linears,
     make,
+    recipes,
     reduces,
     same_bytes,
     shard,
+    shardings,
 )
 from fp8rs.optim import AdamW
 from fp8rs.optim import weights as optim_weights
 from fp8rs.tensor.quantized import QuantizedTensor
 from parts import local_of, store_of
 
-HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
-shardings = pytest.mark.parametrize("hidden", list(HIDDEN))
-recipes = pytest.mark.parametrize("recipe", list(RECIPES))
 kinds = pytest.mark.parametrize("masters", [True, False], ids=["masters", "no masters"])
 
 

@@ -7,10 +7,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8rs
 from distributed import ranks
-from distributed.models import EVEN, RECIPES, batch, make, same_bytes, shard
+from distributed.models import EVEN, RECIPES, batch, make, recipes, same_bytes, shard
 from parts import store_of
 
-recipes = pytest.mark.parametrize("recipe", list(RECIPES))
 pytestmark = pytest.mark.filterwarnings("ignore:.* weights that are FP8 at rest")
 modified = pytest.raises(RuntimeError, match="modified by an inplace operation")
 

@@ -17,8 +17,8 @@ import fp8rs
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import (
-    EMPTY,
     EVEN,
+    HIDDEN,
     UNEVEN,
     batch,
     expected,
@@ -28,13 +28,11 @@ from distributed.models import (
     on_all_ranks,
     same_bytes,
     shard,
+    shardings,
     train_with_histories,
     watch_weights,
 )
 from oracle.tensorwise import scale_from_amax
-
-HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
-shardings = pytest.mark.parametrize("hidden", list(HIDDEN))
 
 
 def check_scaled(plane, whole, amax):

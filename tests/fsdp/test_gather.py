@@ -13,8 +13,8 @@ from torch.distributed.tensor.parallel import (
 import fp8rs
 from distributed import ranks
 from distributed.models import (
-    EMPTY,
     EVEN,
+    HIDDEN,
     RECIPES,
     UNEVEN,
     batch,
@@ -22,17 +22,15 @@ from distributed.models import (
     expected,
     full_weights,
     make,
+    recipes,
     same_bytes,
     shard,
+    shardings,
     watch_weights,
 )
 from fp8rs.fsdp import MasterWeight
 from fp8rs.tensor.quantized import Float8Tensor
 from parts import local_of
-
-HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
-shardings = pytest.mark.parametrize("hidden", list(HIDDEN))
-recipes = pytest.mark.parametrize("recipe", list(RECIPES))
 
 
 def check_forward(model, rig, recipe="current", dtype=torch.float32, backward=True):

@@ -14,8 +14,7 @@ import fp8rs.fsdp.passes
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import (
-    EMPTY,
-    EVEN,
+    HIDDEN,
     RECIPES,
     UNEVEN,
     Stack,
@@ -27,18 +26,16 @@ from distributed.models import (
     large_too,
     linears,
     make,
+    recipes,
     reduces,
     same_bytes,
     shard,
+    shardings,
     train_with_histories,
     watch_weights,
     whole_planes,
 )
 from oracle.tensorwise import scale_from_amax
-
-HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
-shardings = pytest.mark.parametrize("hidden", list(HIDDEN))
-recipes = pytest.mark.parametrize("recipe", list(RECIPES))
 
 
 @ranks(2)

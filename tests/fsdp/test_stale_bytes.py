@@ -14,8 +14,7 @@ from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import (
     BLOCKS,
-    EMPTY,
-    EVEN,
+    HIDDEN,
     UNEVEN,
     Block,
     Stack,
@@ -27,13 +26,12 @@ from distributed.models import (
     reduces,
     same_bytes,
     shard,
+    shardings,
     watch_weights,
     whole_planes,
 )
 from fp8rs.fsdp.weight import Weight, mark_writes, wait_for_writes
 
-HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
-shardings = pytest.mark.parametrize("hidden", list(HIDDEN))
 # Recipes whose weights' bytes follow from the weights alone; delayed ones while they have no scale.
 recipes = pytest.mark.parametrize("recipe", ["current", "delayed", *BLOCKS])
 

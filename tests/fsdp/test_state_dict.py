@@ -23,22 +23,20 @@ from torch.distributed.tensor import DTensor
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import (
-    EMPTY,
     EVEN,
+    HIDDEN,
     RECIPES,
     UNEVEN,
     batch,
     full_weights,
     make,
     shard,
+    shardings,
     train,
 )
 from fp8rs.fsdp import MasterWeight
 from parts import local_of
 from saving import reloaded
-
-HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
-shardings = pytest.mark.parametrize("hidden", list(HIDDEN))
 
 
 def adamw(model):

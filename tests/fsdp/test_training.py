@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8rs
 from distributed import ranks
 from distributed.models import (
-    EMPTY,
-    EVEN,
+    HIDDEN,
     RECIPES,
     UNEVEN,
     batch,
@@ -31,7 +30,6 @@ from distributed.models import (
 from fp8rs.fsdp import MasterWeight
 from parts import local_of
 
-HIDDEN = {"even": EVEN, "uneven": UNEVEN, "empty": EMPTY}
 WHOLE = type("Whole", (), {"world_size": 1, "rank": 0})
 STEPS = 20
 
