@@ -141,7 +141,7 @@ def serving_format(name: str, scale_fmt: str | None = None) -> ServingFormat:
     """The format of that name.
 
     Args:
-        name: one of :data:`FORMATS`.
+        name: one of `FORMATS`.
         scale_fmt: "ue8m0" for powers of two as scales, of "fp8-block"; None for any.
 
     Raises:

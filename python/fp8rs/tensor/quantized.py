@@ -309,7 +309,7 @@ class QuantizedTensor(StoreTensor):
         owner = store.told
         if owner is not None and owner.write(self, src, keep):
             return
-        padded = owner is not None and owner.has_whole(self)
+        padded = owner is not None and self._window is not None and owner.has_whole(self)
         if writes.write(self.region, src, spec, delayed, keep=keep, rest_is_padding=padded):
             note_write(self)
         if owner is not None:
@@ -332,7 +332,7 @@ class QuantizedTensor(StoreTensor):
             return writes.begin_with(self.region, src.region)
         if owner is not None and owner.take(self, src):
             return True
-        padded = owner is not None and owner.has_whole(self)
+        padded = owner is not None and self._window is not None and owner.has_whole(self)
         if not writes.copy_planes(
             self.region, src.region, rest_is_padding=padded, non_blocking=non_blocking
         ):
