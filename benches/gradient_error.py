@@ -77,7 +77,7 @@ def gradient_error(
     exact_loss, exact = _gradients(exact_model, batch)
     compute = copy.deepcopy(trained).to(dtype)
     fp8_loss, fp8 = _gradients(convert(copy.deepcopy(compute), chosen), batch)
-    simulated_loss, simulated = _gradients(simulate(compute, name, chosen), batch)
+    simulated_loss, simulated = _gradients(simulate(compute, chosen), batch)
     return GradientError(
         name,
         str(dtype).removeprefix("torch."),
@@ -88,12 +88,12 @@ def gradient_error(
     )
 
 
-def simulate(model: Llama, name: str, recipe: Recipe) -> Llama:
+def simulate(model: Llama, recipe: Recipe) -> Llama:
     """A copy whose linear layers round their operands in plain torch, as the recipe says."""
     model = copy.deepcopy(model)
     weights = linear_weights(model)
     # A first batch's delayed scales come from that batch: those of current scaling.
-    blocks = linear.BLOCKS.get(name, linear.TENSORWISE)
+    blocks = linear.blocks_of(recipe)
     for where, module in model.named_modules():
         if f"{where}.weight" in weights:
             assert isinstance(module, nn.Linear)

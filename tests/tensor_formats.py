@@ -20,6 +20,15 @@ FORMATS = {
     "1x32": lambda **usage: fp8rs.MXFP8Quantizer(E4M3, block=(1, 32), **usage),
     "32x32": lambda **usage: fp8rs.MXFP8Quantizer(E4M3, block=(32, 32), **usage),
 }
+#: Format -> the recipe with weights in it; of 1x128, which no recipe has weights in, the inputs.
+RECIPES = {
+    "tensor": fp8rs.Float8CurrentScaling(),
+    "row": fp8rs.Float8RowwiseScaling(),
+    "1x128": fp8rs.Float8BlockScaling(),
+    "128x128": fp8rs.Float8BlockScaling(),
+    "1x32": fp8rs.MXFP8BlockScaling(weight_block=(1, 32)),
+    "32x32": fp8rs.MXFP8BlockScaling(),
+}
 SQUARE = ("tensor", "128x128", "32x32")
 
 PLANES = {

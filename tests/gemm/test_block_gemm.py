@@ -18,7 +18,7 @@ from fp8rs.tensor import formats
 from oracle.blocks import expand, swizzle
 from oracle.compare import relative
 from oracle.elements import E4M3
-from oracle.linear import BLOCKS, linear
+from oracle.linear import blocks_of, linear
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 
@@ -160,7 +160,7 @@ def test_hopper_linear_is_the_simulations(on, monkeypatch):
     results = []
     for function in (
         layer,
-        lambda x: linear(x, layer.weight, layer.bias, BLOCKS["mxfp8"]),
+        lambda x: linear(x, layer.weight, layer.bias, blocks_of(layer.recipe)),
     ):
         leaf = x.clone().requires_grad_()
         y = function(leaf)

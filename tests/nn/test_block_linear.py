@@ -16,9 +16,8 @@ from nn.test_linear import Calls
 from oracle.blocks import quantize
 from oracle.compare import relative
 from oracle.elements import E4M3, E5M2
-from oracle.linear import BLOCKS, Blocks, linear, tensor_core_error, tensor_core_sums
+from oracle.linear import Blocks, blocks_of, linear, tensor_core_error, tensor_core_sums
 
-#: By the names of `oracle.linear.BLOCKS`.
 CHOSEN = {
     "rowwise": RECIPES["rowwise"](),
     "block": RECIPES["block"](),
@@ -98,7 +97,7 @@ def test_every_shape(device, name, shape, bias, dtype):
     lead, ins, outs = shape
     module = layer(device, ins, outs, CHOSEN[name], dtype, bias)
     x, dy = data(device, *lead, ins, dtype=dtype), data(device, *lead, outs, dtype=dtype, seed=2)
-    compare(device, module, BLOCKS[name], x, dy)
+    compare(device, module, blocks_of(CHOSEN[name]), x, dy)
 
 
 @pytest.mark.parametrize("k", [1, 3, 16, 33, 77, 128, 300])
@@ -118,14 +117,14 @@ def test_hybrid(device, name):
     recipe = replace(CHOSEN[name], fp8_format="hybrid")
     module = layer(device, 72, 48, recipe)
     x, dy = data(device, 50, 72), data(device, 50, 48, seed=2)
-    compare(device, module, BLOCKS[name], x, dy, E5M2)
+    compare(device, module, blocks_of(CHOSEN[name]), x, dy, E5M2)
 
 
 @pytest.mark.parametrize("name", ["rowwise", "block", "block of squares"])
 def test_power_of_2_scales(device, name):
-    module = layer(device, 72, 48, replace(CHOSEN[name], power_2_scale=True))
-    blocks = replace(BLOCKS[name], power_2_scale=True)
-    compare(device, module, blocks, data(device, 50, 72), data(device, 50, 48, seed=2))
+    recipe = replace(CHOSEN[name], power_2_scale=True)
+    module = layer(device, 72, 48, recipe)
+    compare(device, module, blocks_of(recipe), data(device, 50, 72), data(device, 50, 48, seed=2))
 
 
 @pytest.mark.parametrize("rounding", ["ceil", "floor"])

@@ -35,12 +35,18 @@ class Blocks:
 
 #: Current scaling, and delayed scaling in its first forward.
 TENSORWISE = Blocks((-1, -1), (-1, -1))
-BLOCKS = {
-    "rowwise": Blocks((1, -1), (1, -1)),
-    "block": Blocks((1, 128), (128, 128)),
-    "block of squares": Blocks((1, 128), (128, 128), wgrad_input=(128, 128)),
-    "mxfp8": Blocks((1, 32), (32, 32), "ceil"),
-}
+
+
+def blocks_of(recipe: Any) -> Blocks:
+    """The blocks that a recipe says it has, of which its own tests have a table."""
+    input, wgrad_input = recipe.block_format("input"), recipe.wgrad_input_format
+    return Blocks(
+        input.block,
+        recipe.block_format("weight").block,
+        getattr(recipe, "scale_rounding", None),
+        recipe.power_2_scale,
+        None if wgrad_input == input else wgrad_input.block,
+    )
 
 
 def rounded(x: Tensor, dtype: torch.dtype, block: Block, **options: Any) -> tuple[Tensor, Tensor]:

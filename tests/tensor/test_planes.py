@@ -21,6 +21,7 @@ from saving import reloaded
 from tensor_formats import (
     FORMATS,
     PLANES,
+    RECIPES,
     SHAPE,
     SQUARE,
     bits,
@@ -290,15 +291,6 @@ def test_a_missing_plane_is_named(device, format):
 
 
 # --- linear layers -------------------------------------------------------------------------------
-
-RECIPES = {
-    "tensor": fp8rs.Float8CurrentScaling(),
-    "row": fp8rs.Float8RowwiseScaling(),
-    "1x128": fp8rs.Float8BlockScaling(),
-    "128x128": fp8rs.Float8BlockScaling(),
-    "1x32": fp8rs.MXFP8BlockScaling(weight_block=(1, 32)),
-    "32x32": fp8rs.MXFP8BlockScaling(),
-}
 
 
 def pair(format, planes, device):
