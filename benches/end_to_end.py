@@ -247,7 +247,7 @@ _ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend
 
 
 def _optimizer(model: Llama, kept: Weights) -> torch.optim.Optimizer:
-    if kept.at_rest:
+    if kept.fp8:
         return fp8_adamw(model, kept, lr=LEARNING_RATE)
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 

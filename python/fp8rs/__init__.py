@@ -10,6 +10,7 @@ from . import ops  # isort: skip  (registers the operators that the rest calls)
 
 from fp8rs.convert.convert import convert_to_float8_training, optimizer_stepped
 from fp8rs.convert.quantized_init import quantized_init
+from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -25,7 +26,9 @@ from fp8rs.quantize.recipes import (
     MXFP8BlockScaling,
     Recipe,
 )
+from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.quantized import Float8Tensor, MXFP8Tensor, Plane, QuantizedTensor
+from fp8rs.tensor.spec import QuantSpec
 
 from . import nn, optim
 from ._core import CudaError, UnsupportedError, __version__
@@ -35,12 +38,14 @@ if TYPE_CHECKING:
     from fp8rs.fsdp import precompute_float8_dynamic_scale_for_fsdp
 
 __all__ = [
+    "BlockFormat",
     "CudaError",
     "DelayedScaling",
     "Float8BlockQuantizer",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Float8CurrentScalingQuantizer",
+    "Float8Linear",
     "Float8Quantizer",
     "Float8RowwiseScaling",
     "Float8Tensor",
@@ -48,6 +53,7 @@ __all__ = [
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "Plane",
+    "QuantSpec",
     "QuantizedTensor",
     "Quantizer",
     "Recipe",

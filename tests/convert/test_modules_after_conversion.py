@@ -96,7 +96,7 @@ def test_a_weight_computed_from_after_the_conversion(device, way, recipe):
 @pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ours", [False, True])
-@pytest.mark.filterwarnings("ignore:.* weights that are FP8 at rest")
+@pytest.mark.filterwarnings("ignore:.* FP8 weights, and keeps no masters")
 def test_a_weight_computed_from_an_fp8_one(device, way, recipe, ours):
     """What it is computed from is a parameter like others, and stays FP8."""
     model = two(device, recipe, fp8_weights=True)

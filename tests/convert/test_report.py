@@ -189,7 +189,7 @@ def test_fp8_weights_are_seen_in_the_model(recipe: str, device: str, way: str) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fp8_weights", [True, False])
 @pytest.mark.parametrize("name", [*ADAMWS, "adamw", "momentum"])
-@pytest.mark.filterwarnings("ignore:.* weights that are FP8 at rest")
+@pytest.mark.filterwarnings("ignore:.* FP8 weights, and keeps no masters")
 def test_named_optimizers_keep_what_is_planned(
     name: str, fp8_weights: bool, dtype: torch.dtype
 ) -> None:

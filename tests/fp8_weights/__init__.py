@@ -1,1 +1,1 @@
-"""Tests of weights that are FP8 at rest."""
+"""Tests of FP8 weights."""

@@ -1,4 +1,4 @@
-"""FP8 weights at rest: the shard is codes and scales, and what is gathered are those bytes."""
+"""FP8 weights: the shard is codes and scales, and what is gathered are those bytes."""
 
 from __future__ import annotations
 

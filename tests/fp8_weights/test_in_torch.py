@@ -72,7 +72,7 @@ OPTIMIZERS = {
 
 @recipes
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
-@pytest.mark.filterwarnings("ignore:.* weights that are FP8 at rest")
+@pytest.mark.filterwarnings("ignore:.* FP8 weights, and keeps no masters")
 def test_torch_optimizers_train_whole_weights(device, recipe, kind):
     """A step is the optimizer's own, of the dequantized values, rounded."""
     model = fp8_model(recipe, device)
@@ -101,7 +101,7 @@ def test_torch_optimizers_train_whole_weights(device, recipe, kind):
 
 @recipes
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, AdamW])
-@pytest.mark.filterwarnings("ignore:.* weights that are FP8 at rest")
+@pytest.mark.filterwarnings("ignore:.* FP8 weights, and keeps no masters")
 def test_a_layer_that_is_removed_before_the_step_steps(device, recipe, optimizer):
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).to(device)
     fp8rs.convert_to_float8_training(model, recipe=RECIPES[recipe], fp8_weights=True)
@@ -115,7 +115,7 @@ def test_a_layer_that_is_removed_before_the_step_steps(device, recipe, optimizer
 
 @recipes
 @pytest.mark.parametrize("kind", ["foreach", "fused"])
-@pytest.mark.filterwarnings("ignore:.* weights that are FP8 at rest")
+@pytest.mark.filterwarnings("ignore:.* FP8 weights, and keeps no masters")
 def test_lists_are_dequantized_a_member_at_a_time(recipe, kind, monkeypatch):
     model = make((64,) * 6, recipe=RECIPES[recipe], fp8_weights=True)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, **{kind: True})
@@ -140,7 +140,7 @@ def test_lists_are_dequantized_a_member_at_a_time(recipe, kind, monkeypatch):
 
 @recipes
 @pytest.mark.parametrize("ours", [True, False])
-@pytest.mark.filterwarnings("ignore:.* weights that are FP8 at rest")
+@pytest.mark.filterwarnings("ignore:.* FP8 weights, and keeps no masters")
 def test_an_optimizer_from_before_the_weights_were_quantized(device, recipe, ours):
     model = make(UNEVEN, recipe=None, device=device)
     weights = [layer.weight for layer in linears(model).values()]

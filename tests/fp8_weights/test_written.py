@@ -10,7 +10,7 @@ from distributed import ranks
 from distributed.models import EVEN, RECIPES, batch, make, recipes, same_bytes, shard
 from parts import store_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* weights that are FP8 at rest")
+pytestmark = pytest.mark.filterwarnings("ignore:.* FP8 weights, and keeps no masters")
 modified = pytest.raises(RuntimeError, match="modified by an inplace operation")
 
 

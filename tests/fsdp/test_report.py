@@ -141,7 +141,7 @@ def test_memory_of_fp8_weights_is_what_a_step_leaves(rig, recipe, dtype):
 
 
 def stored(local):
-    """Bytes of a shard's storages: of codes and scales where it is FP8 at rest."""
+    """Bytes of a shard's storages: of codes and scales where it is an FP8 weight."""
     if not isinstance(local, fp8rs.QuantizedTensor):
         return storages([local.detach()])
     planes = [p for p in (store_of(local).rowwise, store_of(local).columnwise) if p is not None]

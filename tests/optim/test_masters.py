@@ -613,7 +613,7 @@ def test_the_first_step_of_another_optimizer_warns(kind, init):
         found = stepped(optimizer, model)
         assert len(found) == 1 and found[0].category is UserWarning
         text, name = str(found[0].message), type(optimizer).__name__
-        assert text.startswith(f"{name} steps 2 weights that are FP8 at rest")
+        assert text.startswith(f"{name} steps 2 FP8 weights, and keeps no masters")
         assert "fp8rs.optim.AdamW" in text and f"fp8rs.optim.MasterWeights(params, {name}" in text
         assert found[0].filename == __file__
 
@@ -624,7 +624,7 @@ def test_it_does_of_shards(rig):
     optimizer = torch.optim.AdamW(model.parameters())
     get_optimizer_state_dict(model, optimizer)  # torch steps it, at a rate of 0
     loss_of(model, batch(rig)).backward()
-    with pytest.warns(UserWarning, match="AdamW steps 5 weights that are FP8 at rest"):
+    with pytest.warns(UserWarning, match="AdamW steps 5 FP8 weights, and keeps no masters"):
         optimizer.step()
     optimizer.step()
 

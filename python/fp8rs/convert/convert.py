@@ -59,9 +59,9 @@ def convert_to_float8_training(
             a step; None is the ranks of the mesh that FSDP2 shards the model over, and nobody for
             a model that is not sharded, whose other ranks may have no forward to run. For current
             scaling those of activations and gradients at each quantization; None is no group.
-        fp8_weights: keep weights in FP8, without high-precision copies: 1 byte a parameter. For
-            frozen models, inference, and `fp8rs.optim.AdamW`, which trains them with or without
-            masters of its own.
+        fp8_weights: make the weights FP8 weights: codes and scales, 1 byte a parameter, without
+            high-precision copies. For frozen models, inference, and `fp8rs.optim.AdamW`, which
+            trains them with or without masters of its own.
         preserve_high_precision_init_val: with ``fp8_weights``, keep each weight's values from
             before the rounding, on the CPU, for an optimizer's masters.
         config: a torchao Float8LinearConfig, instead of ``recipe``.

@@ -28,7 +28,8 @@ _GRANULARITIES = {"tensorwise": "current", "axiswise": "rowwise"}
 def from_float8_linear_config(config: Any) -> tuple[Recipe, bool]:
     """A recipe, and enable_fsdp_float8_all_gather, that do what ``config`` says.
 
-    Padding is always on, whatever ``pad_inner_dim`` says.
+    ``Float8LinearConfig.from_recipe_name("rowwise")`` asks for power-of-two scales, which
+    ``recipe="rowwise"`` has not. Padding is always on, whatever ``pad_inner_dim`` says.
 
     Raises:
         TypeError: ``config`` lacks the fields of a Float8LinearConfig.

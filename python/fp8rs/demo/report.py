@@ -54,7 +54,7 @@ class Outcome:
             "weight_bytes_reference": reference["weight_bytes"],
             "weight_bytes_fp8": fp8["weight_bytes"],
             "seconds": round(self.seconds, 2),
-            **(at_rest if self.weights.at_rest else {}),
+            **(at_rest if self.weights.fp8 else {}),
         }
 
 
@@ -99,7 +99,7 @@ def table(outcome: Outcome) -> str:
         _bytes_row("gathered in a step", f["allgather_bytes_reference"], f["allgather_bytes_fp8"]),
         _bytes_row("  converted weights", f["weight_bytes_reference"], f["weight_bytes_fp8"]),
         _bytes_row("peak memory of a rank", *map(_memory, (outcome.reference, outcome.fp8))),
-        ("at rest, a parameter", "", "", ""),
+        ("stored, a parameter", "", "", ""),
         _at_rest_row("  converted weights", outcome, "weights"),
         _at_rest_row("  optimizer for them", outcome, "optimizer"),
         (

@@ -117,7 +117,7 @@ def _check(
 
 
 def _check_weights(weights: Weights) -> None:
-    if weights.at_rest:
+    if weights.fp8:
         return
     for option, given in (
         ("--no-masters", not weights.masters),

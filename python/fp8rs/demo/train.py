@@ -1,7 +1,7 @@
 """Trains the demo's model on one rank, in high precision or in FP8.
 
 The two runs differ in one call, `fp8rs.convert_to_float8_training`: seeds, batches, optimizer and
-FSDP2 settings are the same. With weights that are FP8 at rest the optimizer is
+FSDP2 settings are the same. With FP8 weights the optimizer is
 `fp8rs.optim.AdamW`, of the same arithmetic.
 """
 
@@ -70,7 +70,7 @@ class Weights:
     """How the converted weights are kept, and what their optimizer does.
 
     Attributes:
-        kind: "master", in fp32 and quantized for each forward; or "fp8", in FP8 at rest. All that
+        kind: "master", in fp32 and quantized for each forward; or "fp8", FP8 weights. All that
             follows is for the second.
         masters: the optimizer keeps fp32 masters.
         state_dtype: of its moments, a key of `STATE_DTYPES`.
@@ -84,8 +84,8 @@ class Weights:
     stochastic_rounding: bool | None = None
 
     @property
-    def at_rest(self) -> bool:
-        """Whether they are FP8 at rest."""
+    def fp8(self) -> bool:
+        """Whether they are FP8 weights."""
         return self.kind == "fp8"
 
 
@@ -129,9 +129,9 @@ def convert(model: nn.Module, recipe: Recipe | str, weights: Weights = MASTER) -
         model,
         recipe=recipe,
         filter_fqns=HIGH_PRECISION,
-        fp8_weights=weights.at_rest,
+        fp8_weights=weights.fp8,
         # What masters begin with.
-        preserve_high_precision_init_val=weights.at_rest and weights.masters,
+        preserve_high_precision_init_val=weights.fp8 and weights.masters,
     )
 
 
@@ -144,7 +144,7 @@ def make_optimizer(
         "betas": (0.9, 0.95),
         "weight_decay": 0.1,
     }
-    if not weights.at_rest:
+    if not weights.fp8:
         return torch.optim.AdamW(model.parameters(), **options)
     return fp8_adamw(model, weights, **options)
 

@@ -28,26 +28,26 @@ def save_pretrained(
     scale_fmt: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write what `tensors` gives to a directory that servers load.
+    """Write what ``tensors`` gives to a directory that servers load.
 
     All ranks call it; the first one writes, one file's tensors in memory at a time. Files of an
     export that was there before are replaced once all new ones are written: an error leaves them as
     they were.
 
     Args:
-        model: as for `tensors`. Where it has a ``config`` as transformers' models do, that is
+        model: as for ``tensors``. Where it has a ``config`` as transformers' models do, that is
             saved with it.
         directory: made if it is not there. It gets model.safetensors, or
             model-00001-of-0000N.safetensors and so on with model.safetensors.index.json, and
             config.json with what the format says under ``quantization_config``.
-        format: as for `tensors`.
+        format: as for ``tensors``.
         dtype: likewise.
         scale_fmt: likewise.
         max_shard_bytes: how large files are, unless a tensor is larger.
 
     Raises:
         ImportError: safetensors is not installed.
-        TypeError, ValueError: as `tensors`.
+        TypeError, ValueError: as ``tensors``.
         OSError: what is written did not fit, or may not be written; on every rank.
     """
     serving = serving_format(format, scale_fmt)

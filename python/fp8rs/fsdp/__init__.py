@@ -1,7 +1,7 @@
 """FSDP2: weights that are gathered as FP8 codes and scales.
 
 A sharded parameter is a DTensor whose local tensor is a :class:`MasterWeight`: plain memory in high
-precision, which is quantized for each gather. Or it is FP8 at rest, and its codes and scales are
+precision, which is quantized for each gather. Or it is an FP8 weight, and its codes and scales are
 gathered as they are. FSDP2 asks either for bytes before an all-gather, and for the weight after it.
 From the bottom up:
 

@@ -329,7 +329,7 @@ class WeightPasses:
             amaxes.copy_(values)
 
     def _resting(self) -> list[Weight]:
-        """The weights that are FP8 at rest."""
+        """The FP8 weights."""
         return [w for w in self._weights() if isinstance(local_of(w.parameter), QuantizedTensor)]
 
     def stepped(self) -> None:

@@ -146,7 +146,7 @@ def groups_of(
             forward to the backward, and no others.
         unit_fn: called with each module and its name: whether ``fully_shard`` is called on it. By
             default on :func:`usual_units`. The root always is one.
-        fp8_weights: all weights with a codec are to be FP8 at rest, not only those that are.
+        fp8_weights: all weights with a codec are to be FP8 weights, not only those that are.
     """
 
     def sharded(module: nn.Module, name: str, parameter: nn.Parameter) -> Sharded:

@@ -1,5 +1,5 @@
 """Modules whose GEMMs run on FP8 operands."""
 
-from .linear import Linear
+from .linear import Float8Linear, Linear
 
-__all__ = ["Linear"]
+__all__ = ["Float8Linear", "Linear"]

@@ -61,9 +61,11 @@ def after_load(layer: Float8Linear, incompatible: Any) -> None:
 
 
 class Float8Linear(nn.Linear):
-    """What is FP8 about a linear layer, for nn.Linear and classes that inherit its forward.
+    """What every converted layer is an instance of.
 
-    ``convert_to_float8_training`` mixes it into a layer's class.
+    ``isinstance(module, fp8rs.nn.Float8Linear)`` tells whether a layer is FP8: an ``nn.Linear``
+    becomes an ``fp8rs.nn.Linear``, and a subclass of it gets a class that has this and the subclass
+    as its bases. It is made by ``convert_to_float8_training`` alone, not by calling it.
     """
 
     _fp8_state: ModelState

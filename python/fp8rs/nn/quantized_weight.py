@@ -1,4 +1,4 @@
-"""A layer's weight that is FP8 at rest, through what torch does to parameters of any module."""
+"""A layer's FP8 weight, through what torch does to parameters of any module."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def keep_marks(before: dict[str, Any], parameter: Any) -> None:
 
 
 def is_fp8(weight: Any) -> bool:
-    """Whether a parameter, sharded or not, is FP8 at rest."""
+    """Whether a parameter, sharded or not, is an FP8 weight."""
     return isinstance(own_part(weight), QuantizedTensor)
 
 

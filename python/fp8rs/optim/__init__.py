@@ -1,4 +1,4 @@
-"""Optimizers for weights that are FP8 at rest, and for plain ones beside them."""
+"""Optimizers for FP8 weights, and for plain ones beside them."""
 
 from fp8rs.optim.adamw import AdamW
 from fp8rs.optim.master_weights import MasterWeights

@@ -1,4 +1,4 @@
-"""AdamW for weights that are FP8 at rest, with or without masters, and for plain parameters."""
+"""AdamW for FP8 weights, with or without masters, and for plain parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATE_DTYPES = (torch.float32, torch.bfloat16)
 class AdamW(WithMasters):
     """Decoupled weight decay (Loshchilov and Hutter, 2019), as ``torch.optim.AdamW`` computes it.
 
-    Parameters may be FP8 at rest (quantized tensors, or DTensors over them) and plain (float32,
+    Parameters may be FP8 weights (quantized tensors, or DTensors over them) and plain (float32,
     bfloat16, float16) in one call. FP8 codes are written by the kernel that updates: with scales
     known beforehand (delayed scaling), or found in the same pass (a row's, a block's); where a
     tensor has one scale of its own values, their maxima are found first, and those of all weights

@@ -1,4 +1,4 @@
-"""A warning of optimizers without masters that are about to step weights that are FP8 at rest."""
+"""A warning of optimizers without masters that are about to step FP8 weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if found:
         kind = type(optimizer).__name__
         warnings.warn(
-            f"{kind} steps {len(found)} weights that are FP8 at rest, and keeps no masters: of "
+            f"{kind} steps {len(found)} FP8 weights, and keeps no masters: of "
             "each step it loses what is less than half the way to the next code, which is 3 to 6% "
             "of a weight, and training stalls (two layers, 400 steps of AdamW at lr 1e-3: a loss "
             "of 0.30 became 0.24, with masters 0.02). Use fp8rs.optim.AdamW, or any "

@@ -26,7 +26,7 @@ def local(tensor: Any) -> Tensor:
 
 
 def quantized(param: Tensor) -> QuantizedTensor | None:
-    """This rank's part of a weight that is FP8 at rest; None of any other."""
+    """This rank's part of an FP8 weight; None of any other."""
     part = local(param)
     return part if isinstance(part, QuantizedTensor) else None
 

@@ -159,6 +159,9 @@ class Float8RowwiseScaling(Recipe):
 
     The weight has one plane: in dgrad its row scales multiply the gradient before that is
     quantized, so that the weight's codes serve both passes.
+
+    torchao's recipe of the name "rowwise" rounds scales to powers of two. Here they are rounded
+    with ``power_2_scale=True`` only.
     """
 
     name: ClassVar[str] = "rowwise"

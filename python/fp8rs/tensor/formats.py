@@ -36,6 +36,9 @@ FORMATS: dict[str, BlockFormat] = {}
 class BlockFormat:
     """How the 2-D view of a plane (product of the leading dims, last dim) is cut and scaled.
 
+    There are six: ``tensor``, ``row``, ``1x128`` and ``128x128`` with float32 scales, ``1x32`` and
+    ``32x32`` with float8_e8m0fnu. `Quantizer.format` and `Plane.format` give them.
+
     ``block`` is (rows, columns) of one scale; -1 means the whole extent. A columnwise plane is
     the transposed matrix stored contiguously, and ``block`` applies to *that* matrix: the format
     of a plane never depends on which of the two planes it is.

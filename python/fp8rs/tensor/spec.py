@@ -32,7 +32,10 @@ Planes = tuple[Plane | None, Plane | None]
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How a tensor becomes planes. Plain values, equal and hashed by value.
+    """How a tensor is quantized. Plain values, equal and hashed by value.
+
+    A quantized tensor's ``spec`` is how what is written to it later is quantized. `Quantizer.spec`
+    gives that of a quantizer.
 
     Args:
         format: block shape and scale dtype.
