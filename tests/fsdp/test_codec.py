@@ -1,0 +1,110 @@
+"""Where shards lie and what is gathered of them, with no ranks: both are pure."""
+
+from itertools import pairwise
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8rs.fsdp.codec import Codec
+from fp8rs.fsdp.placement import Placement
+from fp8rs.tensor.formats import E4M3, E5M2, FORMATS
+from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.spec import QuantSpec, quantize_planes
+from oracle.compare import same
+
+examples = settings(max_examples=80, derandomize=True, database=None, deadline=None)
+
+rows = st.integers(1, 300)
+cols = st.integers(1, 140)
+counts = st.integers(1, 5)
+
+
+def placement(ranks, rank, shape, dim=0, whole=None, origin=(0, 0)):
+    return Placement("cpu", (), (), ranks, rank, dim, shape, whole or shape, origin)
+
+
+def length(p):
+    """Of a shard along the dimension that is cut."""
+    return max(min(p.padded, p.whole[p.dim] - p.offset), 0)
+
+
+def elements(p):
+    """The numbers of a shard's elements."""
+    size = list(p.whole)
+    size[p.dim] = length(p)
+    return range(p.number, p.number + size[0] * size[1])
+
+
+@examples
+@given(rows, cols, counts, st.integers(0, 1))
+def test_shards_are_a_whole_weight_in_order(rows, cols, ranks, dim):
+    shards = [placement(ranks, rank, (rows, cols), dim) for rank in range(ranks)]
+    assert shards[0].offset == 0
+    assert all(a.offset + length(a) == b.offset for a, b in pairwise(shards))
+    assert shards[-1].offset + length(shards[-1]) == (rows, cols)[dim]
+    assert all(length(p) <= p.padded for p in shards)
+    assert length(shards[0]) == shards[0].padded, "the first is the longest"
+
+
+@examples
+@given(rows, cols, counts, counts, st.integers(0, 1), st.integers(0, 1))
+def test_no_two_elements_have_one_number(rows, cols, parts, ranks, tensor_dim, dim):
+    """With tensor parallelism along one dimension, and FSDP's shards of each part."""
+    shape, seen = (rows, cols), []
+    chunk = -(-shape[tensor_dim] // parts)
+    for start in range(0, shape[tensor_dim], chunk):
+        whole, origin = list(shape), [0, 0]
+        whole[tensor_dim] = min(chunk, shape[tensor_dim] - start)
+        origin[tensor_dim] = start
+        for rank in range(ranks):
+            p = placement(ranks, rank, shape, dim, tuple(whole), tuple(origin))
+            seen.extend(elements(p))
+    if tensor_dim == dim or dim == 0:
+        assert sorted(seen) == list(range(rows * cols))
+
+
+def cut(plane, p, height, dim):
+    """What a shard has of a whole weight's plane: its rows, or its columns, and their scales."""
+    start, end = p.offset, p.offset + length(p)
+    data = plane.data.view(torch.uint8).narrow(dim, start, end - start).view(plane.data.dtype)
+    if plane.format.per_tensor:
+        return Plane(data, plane.scale, plane.format)
+    first = start // height
+    count = -(-end // height) - first if end > start else 0
+    scale = plane.scale.view(torch.uint8 if plane.scale.itemsize == 1 else torch.float32)
+    first = min(first, scale.shape[dim])
+    scale = scale.narrow(dim, first, count).view(plane.scale.dtype)
+    return Plane(data, scale, plane.format)
+
+
+@examples
+@given(
+    rows,
+    cols,
+    counts,
+    st.sampled_from([name for name in FORMATS if name != "1x128"]),  # which no weight has
+    st.sampled_from([E4M3, E5M2]),
+)
+def test_what_is_gathered_is_read_as_the_whole_weights_planes(rows, cols, ranks, name, fp8_dtype):
+    format = FORMATS[name]
+    codec = Codec(format, fp8_dtype)
+    x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows * cols)).exp()
+    row, col = quantize_planes(QuantSpec(format, fp8_dtype), x, True, codec.both)
+    sent = []
+    for rank in range(ranks):
+        p = placement(ranks, rank, (rows, cols))
+        own = cut(row, p, format.block[0], 0)
+        other = cut(col, p, codec.height, 1) if codec.both else None
+        sent.append(codec.encode((own, other), p))
+        assert [t.numel() for t in sent[-1]] == [t.numel() for t in sent[0]]
+        assert sum(t.nbytes for t in sent[-1]) == codec.nbytes(p)
+    outputs = [torch.cat(parts) for parts in zip(*sent, strict=True)]
+    scale = row.scale if format.per_tensor else None
+    inner = codec.inner_tensors(p, x.device)
+    found = codec.decode(outputs, inner, p, scale, x.shape)
+    assert codec.both == (found[1] is not None)
+    for whole, gathered in zip((row, col), found, strict=True):
+        if gathered is not None:
+            assert same(gathered.data, whole.data)
+            assert same(gathered.scale, whole.scale)
