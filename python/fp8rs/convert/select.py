@@ -214,6 +214,7 @@ def select(
             found.sharded.append(layer.shown)
         if reason.name == "torchao":
             torchao.append(layer.shown)
+    _check_whole(found.layers)
     if torchao:
         found.warnings.append(
             f"{len(torchao)} layers stay as they are ({torchao[0]} first): torchao has converted "
@@ -251,7 +252,7 @@ def _joins(layer: Candidate, recipe: Recipe, fp8_weights: bool) -> bool:
             "converted, and convert that; to keep it, leave the layer out with filter_fqns "
             "or module_filter_fn"
         )
-    if module._fp8_state.alone:
+    if module._fp8_state.by_hand:
         return True
     if fp8_weights and not isinstance(module._parameters["weight"], QuantizedTensor):
         raise ValueError(
@@ -259,6 +260,23 @@ def _joins(layer: Candidate, recipe: Recipe, fp8_weights: bool) -> bool:
             "once, with fp8_weights=True, or leave it out"
         )
     return False
+
+
+def _check_whole(layers: Iterable[tuple[str, nn.Linear]]) -> None:
+    """Raise ValueError where some layers of a module that was made by hand are left out.
+
+    Its state goes with the layers that are taken: the others would be without one.
+    """
+    taken = {id(layer) for _, layer in layers}
+    for name, layer in layers:
+        state = layer._fp8_state if isinstance(layer, Float8Linear) else None
+        for other in () if state is None else state.layers():
+            if getattr(other, "_fp8_state", None) is state and id(other) not in taken:
+                raise ValueError(
+                    f"{name or 'the root'} is in a module that was made with recipe=, of which "
+                    "another layer is not to be converted: make it without recipe, or convert "
+                    "all of it"
+                )
 
 
 def large_3d(root: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -98,8 +98,8 @@ class ModelState:
         steps.watch(self)
 
     @property
-    def alone(self) -> bool:
-        """Whether it is of one layer that nobody has converted, `fp8rs.nn.Linear` made by hand."""
+    def by_hand(self) -> bool:
+        """Whether nobody has converted its layers: they were made with a ``recipe``."""
         return self._shard_with is None
 
     def shards(self) -> Sharding | None:
@@ -202,7 +202,8 @@ class ModelState:
             return
         if self._root is None or not self.linears:
             self._link(module)
-        if not self.alone:
+        # Of layers that are made one by one, each is a root: none would find what a sibling left.
+        if not self.by_hand or len(self.names) > 1:
             forget_inputs()  # which may have been written since, as a buffer that is received into
         new = self.clock.begin_forward(
             training=module.training, grad=torch.is_grad_enabled(), in_backward=in_backward()

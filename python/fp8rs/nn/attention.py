@@ -1,0 +1,171 @@
+"""Attention: three linear layers that share their quantized input, torch's own kernel, one more.
+
+What is computed between the linear layers is not quantized.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8rs.quantize.recipes import Recipe
+
+from .by_hand import make_float8
+from .normalized import check_choice, make_norm
+
+MASKS = ("causal", "no_mask")
+
+
+def rotary_pos_emb(
+    length: int, kv_channels: int, base: float = 10_000.0, *, device: Any = None
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of rotary positions (RoFormer, arXiv:2104.09864) for halves, as Llama's.
+
+    Args:
+        length: positions from 0 on.
+        kv_channels: size of a head.
+        base: the angle of position 1 falls from 1 to nearly 1 / ``base`` along a head.
+        device: of the result.
+
+    Returns:
+        Two tensors (length, kv_channels), fp32.
+    """
+    exponents = torch.arange(0, kv_channels, 2, device=device).float() / kv_channels
+    positions = torch.arange(length, device=device).float()
+    angles = torch.outer(positions, base**-exponents).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """(batch, heads, length, channels), at positions whose cosines and sines lack the heads."""
+    cos, sin = (t.unsqueeze(-3) for t in rotation)
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+class MultiheadAttention(nn.Module):
+    """Attention of several heads, to itself or to an encoder's output.
+
+    Its layers have Llama's names: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``; ``norm`` is in
+    front of them with ``input_layernorm=True``.
+
+    Args:
+        hidden_size: size of the last dim of input, encoder output and output.
+        num_attention_heads: heads of queries.
+        kv_channels: size of a head; hidden_size / num_attention_heads by default.
+        num_gqa_groups: heads of keys and values, each for as many heads of queries; by default as
+            many as those.
+        attention_dropout: probability that an attention weight is dropped in training.
+        layernorm_epsilon: what the norm adds to the variance.
+        attn_mask_type: "causal" or "no_mask".
+        attention_type: "self", or "cross": keys and values come from an encoder's output.
+        input_layernorm: whether there is a norm in front.
+        normalization: "LayerNorm" or "RMSNorm".
+        bias: whether the linear layers have biases.
+        device: of the parameters.
+        dtype: of the parameters.
+        recipe: a recipe or its short name, which makes this module FP8 by itself. None is for
+            models that are converted as a whole.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        *,
+        kv_channels: int | None = None,
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        attn_mask_type: str = "causal",
+        attention_type: str = "self",
+        input_layernorm: bool = False,
+        normalization: str = "LayerNorm",
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        recipe: Recipe | str | None = None,
+    ) -> None:
+        super().__init__()
+        check_choice("attn_mask_type", attn_mask_type, MASKS)
+        check_choice("attention_type", attention_type, ("self", "cross"))
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        if num_attention_heads % groups:
+            raise ValueError(
+                f"num_gqa_groups must divide num_attention_heads, {num_attention_heads}, "
+                f"but is {groups}"
+            )
+        if kv_channels is None and hidden_size % num_attention_heads:
+            raise ValueError(
+                f"num_attention_heads must divide hidden_size, {hidden_size}, but is "
+                f"{num_attention_heads}: or give kv_channels"
+            )
+        channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
+        self.kv_channels, self.attention_dropout = channels, attention_dropout
+        self.causal, self.cross = attn_mask_type == "causal", attention_type == "cross"
+        self.gqa = groups != num_attention_heads
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.norm: nn.Module | None = None
+        if input_layernorm:
+            self.norm = make_norm(normalization, hidden_size, layernorm_epsilon, **factory)
+        self.q_proj = nn.Linear(hidden_size, num_attention_heads * channels, bias, **factory)
+        self.k_proj = nn.Linear(hidden_size, groups * channels, bias, **factory)
+        self.v_proj = nn.Linear(hidden_size, groups * channels, bias, **factory)
+        self.o_proj = nn.Linear(num_attention_heads * channels, hidden_size, bias, **factory)
+        make_float8(self, recipe)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        encoder_output: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        rotary_pos_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """(batch, length, hidden_size) to the same shape.
+
+        Args:
+            hidden_states: what is attended from, and to where this is self-attention.
+            encoder_output: (batch, other length, hidden_size), for cross-attention alone.
+            attn_mask: as of torch's ``scaled_dot_product_attention`` (True takes part: the opposite
+                of TransformerEngine's ``attention_mask``), for ``attn_mask_type="no_mask"`` alone.
+            rotary_pos_emb: cosines and sines, each (length, kv_channels) or with a batch in front,
+                as `rotary_pos_emb` and Llama's models give them. For self-attention alone.
+
+        Raises:
+            ValueError: an argument is missing, or is not for this type of attention.
+        """
+        if self.cross != (encoder_output is not None):
+            need = "needs an" if self.cross else "takes no"
+            raise ValueError(f"{'cross' if self.cross else 'self'}-attention {need} encoder_output")
+        if self.causal and attn_mask is not None:
+            raise ValueError('attn_mask is for attn_mask_type="no_mask": make it causal itself')
+        if self.cross and rotary_pos_emb is not None:
+            raise ValueError("cross-attention takes no rotary_pos_emb")
+        x = hidden_states if self.norm is None else self.norm(hidden_states)
+        source = x if encoder_output is None else encoder_output
+        projected = self.q_proj(x), self.k_proj(source), self.v_proj(source)
+        # As many heads as this rank has, under tensor parallelism.
+        q, k, v = (t.unflatten(-1, (-1, self.kv_channels)).transpose(-3, -2) for t in projected)
+        if rotary_pos_emb is not None:
+            q, k = _rotate(q, rotary_pos_emb), _rotate(k, rotary_pos_emb)
+        y = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask,
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            is_causal=self.causal,
+            enable_gqa=self.gqa,
+        )
+        out: Tensor = self.o_proj(y.transpose(-3, -2).flatten(-2))
+        return out
+
+    def extra_repr(self) -> str:
+        return (
+            f"kv_channels={self.kv_channels}, attention_dropout={self.attention_dropout}, "
+            f"causal={self.causal}, cross={self.cross}"
+        )

@@ -1,0 +1,156 @@
+"""A norm in front of a linear layer, and in front of a feed-forward network.
+
+Compositions of torch's own modules: what makes them FP8 is a conversion of the model that they are
+in, or their ``recipe``. Arguments are named as TransformerEngine's modules name theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8rs.quantize.recipes import Recipe
+
+from .by_hand import make_float8
+
+NORMS: dict[str, Callable[..., nn.Module]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
+
+# TransformerEngine's gelu is the approximation by tanh.
+_gelu: Callable[[Tensor], Tensor] = partial(F.gelu, approximate="tanh")
+ACTIVATIONS = {"gelu": _gelu, "relu": F.relu, "geglu": _gelu, "swiglu": F.silu}
+#: Those whose result is multiplied by that of a second layer of the same input.
+GATED = {"geglu", "swiglu"}
+
+
+def check_choice(argument: str, value: object, options: Collection[str]) -> None:
+    """Raise ValueError, which names the argument and what works, unless ``value`` is an option."""
+    if value not in options:
+        raise ValueError(f"{argument} must be {' or '.join(map(repr, options))}, not {value!r}")
+
+
+def make_norm(kind: str, size: int, eps: float, **factory: Any) -> nn.Module:
+    """torch's norm over a last dim of ``size``."""
+    check_choice("normalization", kind, NORMS)
+    return NORMS[kind](size, eps=eps, **factory)
+
+
+class LayerNormLinear(nn.Module):
+    """A norm and a linear layer: ``linear(norm(x))``.
+
+    Args:
+        in_features: size of the last dim of the input.
+        out_features: size of the last dim of the output.
+        eps: what the norm adds to the variance.
+        bias: whether the linear layer has a bias.
+        normalization: "LayerNorm" or "RMSNorm".
+        device: of the parameters.
+        dtype: of the parameters.
+        recipe: a recipe or its short name, which makes this module FP8 by itself. None is for
+            models that are converted as a whole.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        *,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        recipe: Recipe | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.norm = make_norm(normalization, in_features, eps, device=device, dtype=dtype)
+        self.linear = nn.Linear(in_features, out_features, bias, device, dtype)
+        make_float8(self, recipe)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) to (..., out_features)."""
+        y: Tensor = self.linear(self.norm(x))
+        return y
+
+
+class MLP(nn.Module):
+    """``down_proj(act(up_proj(x)))``, or gated: ``down_proj(act(gate_proj(x)) * up_proj(x))``.
+
+    Its layers have Llama's names. The gate is a layer of its own: it shares the quantized input.
+
+    Args:
+        hidden_size: size of the last dim of input and output.
+        ffn_hidden_size: of what is between the layers.
+        bias: whether the linear layers have biases.
+        activation: a name in `ACTIVATIONS`.
+        factory: ``device`` and ``dtype`` of the parameters.
+    """
+
+    def __init__(
+        self, hidden_size: int, ffn_hidden_size: int, bias: bool, activation: str, **factory: Any
+    ) -> None:
+        super().__init__()
+        check_choice("activation", activation, ACTIVATIONS)
+        self.activation = activation
+        if activation in GATED:
+            self.gate_proj = nn.Linear(hidden_size, ffn_hidden_size, bias, **factory)
+        self.up_proj = nn.Linear(hidden_size, ffn_hidden_size, bias, **factory)
+        self.down_proj = nn.Linear(ffn_hidden_size, hidden_size, bias, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., hidden_size) to the same shape."""
+        activate = ACTIVATIONS[self.activation]
+        if self.activation in GATED:
+            h = activate(self.gate_proj(x)) * self.up_proj(x)
+        else:
+            h = activate(self.up_proj(x))
+        y: Tensor = self.down_proj(h)
+        return y
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}"
+
+
+class LayerNormMLP(nn.Module):
+    """A norm and a feed-forward network: ``mlp(norm(x))``, without a residual.
+
+    Args:
+        hidden_size: size of the last dim of input and output.
+        ffn_hidden_size: size between the linear layers; of the gate too.
+        eps: what the norm adds to the variance.
+        bias: whether the linear layers have biases.
+        activation: "gelu" (the approximation by tanh, as TransformerEngine's), "relu", or gated:
+            "geglu", "swiglu".
+        normalization: "LayerNorm" or "RMSNorm".
+        device: of the parameters.
+        dtype: of the parameters.
+        recipe: a recipe or its short name, which makes this module FP8 by itself. None is for
+            models that are converted as a whole.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        bias: bool = True,
+        activation: str = "gelu",
+        normalization: str = "LayerNorm",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        recipe: Recipe | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.norm = make_norm(normalization, hidden_size, eps, device=device, dtype=dtype)
+        self.mlp = MLP(hidden_size, ffn_hidden_size, bias, activation, device=device, dtype=dtype)
+        make_float8(self, recipe)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., hidden_size) to the same shape."""
+        y: Tensor = self.mlp(self.norm(x))
+        return y
