@@ -143,9 +143,14 @@ def _input_planes(
     if isinstance(x, QuantizedTensor):
         _check_quantized(spec, x)
         given = x.plane("rowwise", "a linear layer's forward")
-        if not columnwise:
-            return (given, None), given.scale
-        return (given, x.columnwise or given.transposed("columnwise", "wgrad")), given.scale
+        scale = given.scale
+        column = None
+        if columnwise:
+            column = x.columnwise or given.transposed("columnwise", "wgrad")
+        if delayed is not None and delayed.record:
+            noted = _note_amax(scale, x._store.delayed[1], delayed.amax(INPUT))
+            given = Plane(given.data, noted, given.format)
+        return (given, column), scale
     record = None if delayed is None else delayed.record
     inputs, token = here.inputs, token_of(x, (spec.input, spec.wgrad_input, record))
     if (kept := inputs.of(token, user)) is not None:
@@ -171,7 +176,7 @@ def _input_planes(
 
 def _check_quantized(spec: LinearSpec, x: QuantizedTensor) -> None:
     wanted = spec.input
-    if spec.delayed:
+    if spec.delayed and x._store.delayed is None:
         why = "the recipe has delayed scaling, whose history must see each input"
     elif spec.wgrad_input is not None:
         why = "the recipe quantizes it in one format for the forward and in another for wgrad"
@@ -325,7 +330,12 @@ class _Linear(torch.autograd.Function):
                     f"at version {_version(weight)}; expected version {version} instead. Write "
                     "weights after the backward"
                 )
-        if needs_x or needs_w:
+        if isinstance(dy, QuantizedTensor):
+            # Tensor parallelism gathered it, and noted its amax.
+            row, col = dy.rowwise if needs_x else None, dy.columnwise if needs_w else None
+            assert not needs_bias  # which is added to what tensor parallelism has reduced
+            dy = dy.any_plane().data.view(torch.uint8)  # for others to wait for
+        elif needs_x or needs_w:
             fold = _weight_fold(spec, weight, w_scale) if needs_x else None
             row, col = _quantize(spec.grad, GRAD, dy, needs_x, needs_w, delayed, fold)
         if row is not None:

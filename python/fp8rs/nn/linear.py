@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copyreg
+import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,6 +78,8 @@ class Float8Linear(nn.Linear):
     #: Delayed scaling: for weight, input and gradient, whether there is a scale. One roll behind
     #: the buffers, which need not be read for it.
     fp8_ready: tuple[bool, bool, bool] = NOTHING_READY
+    #: What reduces the partial sums of a layer whose weight is sharded along its inputs.
+    _fp8_reduce: Callable[[Float8Linear, Any], Any] | None = None
 
     def _join(self, state: ModelState, name: str) -> None:
         """Be one of the layers of ``state``, from now on."""
@@ -114,7 +118,10 @@ class Float8Linear(nn.Linear):
             if is_distributed(weight) or is_distributed(input):
                 from .sharded import on_shards  # of DTensors
 
-                return on_shards(self._compute, input, weight, bias)
+                reduce = self._fp8_reduce
+                if reduce is not None:
+                    reduce = functools.partial(reduce, self)
+                return on_shards(self._compute, input, weight, bias, reduce)
         return self._compute(input, weight, bias)
 
     def _compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -24,7 +24,13 @@ _WORKS = (
 )
 
 
-def on_shards(compute: Local, x: Tensor, weight: Tensor, bias: Tensor | None) -> DTensor:
+def on_shards(
+    compute: Local,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    reduce: Callable[[DTensor], DTensor] | None = None,
+) -> DTensor:
     """``x @ weight.T + bias`` of DTensors, by ``compute`` on their local tensors.
 
     Args:
@@ -32,9 +38,10 @@ def on_shards(compute: Local, x: Tensor, weight: Tensor, bias: Tensor | None) ->
         x: (..., in). A plain tensor is taken as the same on all ranks.
         weight: (out, in). A plain one likewise.
         bias: (out,) or None.
+        reduce: given a Partial output, which the bias is added to afterwards.
 
     Returns:
-        A DTensor; Partial along a mesh dimension on which the weight is Shard(1).
+        A DTensor; Partial along a mesh dimension on which the weight is Shard(1), or reduced.
 
     Raises:
         ValueError: the operands are on different meshes.
@@ -56,6 +63,8 @@ def on_shards(compute: Local, x: Tensor, weight: Tensor, bias: Tensor | None) ->
         local_bias,
     )
     out = DTensor.from_local(y, mesh, outputs, run_check=False)
+    if partial and reduce is not None:
+        out = reduce(out)
     if bias is None or not partial:
         return out
     return cast(DTensor, out + _on(mesh, bias, "bias"))  # once, not once a rank

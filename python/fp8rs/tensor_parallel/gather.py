@@ -1,0 +1,255 @@
+"""Operands that are gathered over a tensor-parallel mesh as FP8 codes and scales.
+
+Each rank has some rows (tokens) of an activation or a gradient. It quantizes those, and what is
+gathered has the bytes of the whole operand quantized on one rank:
+
+- one scale a tensor: amaxes are reduced first (delayed scaling has its scale without), and codes
+  alone are gathered;
+- a scale for each row, 1x128 or 1x32: these lie within a row, and are gathered with the codes.
+
+The columnwise plane, which wgrad multiplies, is never gathered. With one scale a tensor it is the
+transpose of the codes. Otherwise its scales are of other blocks, and it is quantized from the
+gathered codes' values: to gather it too would take the two bytes an element that bf16 does.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.nn import functional
+
+from fp8rs._core import UnsupportedError
+from fp8rs.nn.spec import GRAD, INPUT, LinearSpec, spec_for
+from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.quantized import wrap_planes
+from fp8rs.tensor.spec import QuantSpec, quantize_planes, reduce_amax
+
+_amax = torch.ops.fp8rs.amax.default
+_all_gather = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
+_wait = torch.ops._c10d_functional.wait_tensor.default
+
+
+@dataclass(frozen=True)
+class Operand:
+    """How an operand of a layer is quantized when it is gathered.
+
+    Args:
+        key: names the layer's `LinearSpec`.
+        role: INPUT or GRAD.
+        columnwise: whether wgrad will need its columnwise plane.
+        scale: of delayed scaling: the slot of its scale, 0 while there is none.
+        amax: the slot that is raised to its amax.
+        ready: the scale is known not to be 0.
+    """
+
+    key: str
+    role: int
+    columnwise: bool
+    scale: Tensor | None = None
+    amax: Tensor | None = None
+    ready: bool = False
+
+    def spec(self, device: torch.device) -> QuantSpec:
+        """How it is quantized on a device."""
+        spec = spec_for(self.key, device)
+        return spec.input if self.role == INPUT else spec.grad
+
+
+@functools.cache
+def prepare() -> None:
+    """Have compilers put `gather_input` and `reduce_output` into their graphs.
+
+    It imports Dynamo: for those who apply a style.
+    """
+    torch.compiler.allow_in_graph(gather_input)
+    torch.compiler.allow_in_graph(reduce_output)
+
+
+def gather_input(
+    x: DTensor,
+    key: str,
+    columnwise: bool,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    ready: bool,
+) -> DTensor:
+    """The whole of an input that is sharded by rows, quantized; its gradient is as sharded.
+
+    The gradient is reduced, if it is partial sums, in the dtype that it has.
+    """
+    operand = Operand(key, INPUT, columnwise, scale, amax, ready)
+    return cast(DTensor, _Gather.apply(x, operand))
+
+
+def reduce_output(
+    y: DTensor,
+    dim: int,
+    key: str,
+    columnwise: bool,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    ready: bool,
+) -> DTensor:
+    """Partial sums reduced and scattered along ``dim``, whose gradient is gathered in FP8."""
+    operand = Operand(key, GRAD, columnwise, scale, amax, ready)
+    return cast(DTensor, _Reduce.apply(y, dim, operand))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, operand: Operand) -> DTensor:
+        ctx.placements = x.placements
+        return gathered(x, operand)
+
+    @staticmethod
+    def backward(ctx: Any, dx: DTensor) -> tuple[Any, ...]:
+        return dx.redistribute(placements=ctx.placements), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: DTensor, dim: int, operand: Operand) -> DTensor:
+        ctx.placements, ctx.operand = [Shard(dim)], operand
+        return y.redistribute(placements=ctx.placements)
+
+    @staticmethod
+    def backward(ctx: Any, dy: DTensor) -> tuple[Any, ...]:
+        return gathered(dy.redistribute(placements=ctx.placements), ctx.operand), None, None
+
+
+def gathers_grad(spec: LinearSpec) -> bool:
+    """Whether the gradient of a row-parallel layer's output is gathered in FP8.
+
+    Not where the weight's row scales are folded into it before it is quantized: they are a rank's
+    own, and codes that were gathered without would have to be quantized again for each GEMM.
+    """
+    return not spec.weight.format.per_row
+
+
+def gathered(x: DTensor, operand: Operand) -> DTensor:
+    """The whole of a tensor that is sharded by rows, quantized: the same on all ranks."""
+    mesh, (placement,) = x.device_mesh, x.placements
+    dim = check_rows(placement, x.ndim)
+    group = mesh.get_group().group_name
+    local = x.to_local()
+    spec = operand.spec(local.device)
+    own, noted = _quantized(local, spec, operand, group)
+    row = _gather(own, dim, x.shape, noted is None, mesh)
+    planes = row, _columnwise(row, spec, x.dtype) if operand.columnwise else None
+    whole = wrap_planes(*planes, shape=x.shape, dtype=x.dtype, spec=spec, delayed=noted)
+    return DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
+
+
+def check_rows(placement: Placement, ndim: int) -> int:
+    """The dimension that a tensor is sharded along.
+
+    Raises:
+        UnsupportedError: it is not sharded, or along the features, over which scales stretch.
+    """
+    if isinstance(placement, Shard) and placement.dim % ndim != ndim - 1:
+        return cast(int, placement.dim % ndim)
+    raise UnsupportedError(
+        f"an activation placed {placement} cannot be gathered in FP8; what works is "
+        "Shard of any dimension but the last. Use torch's own style, which gathers in high "
+        "precision, or another layout"
+    )
+
+
+def _quantized(
+    x: Tensor, spec: QuantSpec, operand: Operand, group: str
+) -> tuple[Plane, tuple[Tensor, Tensor] | None]:
+    """This rank's rows, with the whole tensor's scale; and what siblings note the amax from."""
+    known: Tensor | None = operand.scale
+    if not spec.format.per_tensor:
+        planes = quantize_planes(spec, x, True, False)
+    elif known is None:
+        planes = quantize_planes(spec, x, True, False, scale=_scale(x, spec, group))
+    else:
+        assert operand.amax is not None
+        if not operand.ready:
+            known = torch.where(known > 0, known, _scale(x, spec, group))
+        planes = quantize_planes(spec, x, True, False, scale=known, amax=operand.amax)
+        return cast(Plane, planes[0]), (known, operand.amax)
+    return cast(Plane, planes[0]), None
+
+
+def _scale(x: Tensor, spec: QuantSpec, group: str) -> Tensor:
+    """The scale of the whole tensor."""
+    amax = _amax(x)
+    for name in (group, spec.group):
+        if name is not None:
+            amax = reduce_amax(amax, name)
+    return spec.scale_from_amax(amax)
+
+
+def _columnwise(row: Plane, spec: QuantSpec, dtype: torch.dtype) -> Plane:
+    """The columnwise plane of a gathered tensor, as wgrad multiplies it."""
+    if row.format.square:
+        return row.transposed("columnwise", "wgrad")
+    values = row.dequantize(dtype)
+    return cast(Plane, quantize_planes(spec, values, False, True)[1])
+
+
+# --- the wire ------------------------------------------------------------------------------------
+
+
+def _gather(own: Plane, dim: int, shape: torch.Size, shared: bool, mesh: Any) -> Plane:
+    """The plane of the whole tensor, of ``shape``, from those of all ranks' parts.
+
+    Args:
+        own: of this rank's part.
+        dim: the dimension that is sharded.
+        shape: of the whole.
+        shared: the scale is one that all ranks have.
+        mesh: of the ranks.
+    """
+    if own.format.per_tensor:
+        if shared:
+            (codes,) = _all([(own.data, dim, shape[dim])], mesh)
+            return Plane(codes, own.scale, own.format)
+        # It was known beforehand, and is NaN on a rank whose values are not finite.
+        parts = [(own.data, dim, shape[dim]), (own.scale.view(1, 1), 0, mesh.size())]
+        codes, scales = _all(parts, mesh)
+        largest = scales.view(torch.int32).amax()  # as `reduce_amax`: NaN is above all numbers
+        return Plane(codes, largest.view(torch.float32), own.format)
+    blocks = own.scale.shape[1]
+    scale = own.scale.reshape(*own.data.shape[:-1], blocks)
+    codes, scales = _all([(own.data, dim, shape[dim]), (scale, dim, shape[dim])], mesh)
+    scales = scales.reshape(-1, blocks)
+    if own.scale.stride(0) == 1:  # as the device's GEMM wants them
+        scales = scales.t().contiguous().t()
+    return Plane(codes, scales, own.format)
+
+
+def _all(parts: list[tuple[Tensor, int, int]], mesh: Any) -> list[Tensor]:
+    """Whole tensors from this rank's part of each, in one collective.
+
+    Args:
+        parts: part, dimension (not the last) and extent of the whole along it. Parts are as
+            `torch.chunk` cuts: what the last ranks lack is padding at the end.
+        mesh: of the ranks.
+    """
+    world = mesh.size()
+    sent = [_padded(t, dim, -(-extent // world)) for t, dim, extent in parts]
+    gathered = _all_gather(sent, world, mesh.get_group().group_name)
+    whole = []
+    for (part, dim, extent), own, received in zip(parts, sent, gathered, strict=True):
+        every = _wait(received).view(world, *own.shape)
+        joined = every.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, extent)
+        whole.append(joined.contiguous().view(part.dtype))
+    return whole
+
+
+def _padded(part: Tensor, dim: int, extent: int) -> Tensor:
+    """A part's bytes, which every backend sends, with ``extent`` elements along a dimension."""
+    sizes = *part.shape[:-1], part.shape[-1] * part.element_size()
+    part = part.contiguous().view(-1).view(torch.uint8).view(sizes)
+    missing = extent - part.shape[dim]
+    if missing:
+        part = functional.pad(part, [0, 0] * (part.ndim - 1 - dim) + [0, missing])
+    return part

@@ -1,0 +1,279 @@
+"""Parallel styles for `parallelize_module`: torch's, with what is gathered in FP8.
+
+Their names and arguments are torchao's, which torchtitan's plans were written for.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+)
+
+from fp8rs._core import UnsupportedError
+from fp8rs.nn import buffers
+from fp8rs.nn.linear import Float8Linear
+from fp8rs.nn.spec import GRAD, INPUT, spec_for
+from fp8rs.scaling.delayed import keep_buffers_local, note_compiled
+from fp8rs.scaling.histories import keep_local
+from fp8rs.tensor.formats import INPUT_DTYPES
+
+from .gather import gather_input, gathers_grad, prepare, reduce_output
+
+
+def _slots(layer: Float8Linear, role: int) -> tuple[Tensor | None, Tensor | None, bool]:
+    """Of delayed scaling: a role's scale, where its amax goes, and whether there is a scale.
+
+    As the layer's forward, which has not begun yet, will take them.
+    """
+    delayed = layer._fp8_state.delayed
+    if delayed is None:
+        return None, None, False
+    training = layer.training
+    if torch.compiler.is_compiling():
+        keep_buffers_local(delayed.mark)
+        if training:
+            note_compiled(delayed.mark, "layer")
+        scales, amaxes = buffers.slots(layer.fp8_scale, layer.fp8_amax)
+    else:
+        keep_local(layer._buffers)
+        delayed.layer_begins(training)
+        scales, amaxes = layer._fp8_slots.of(layer._buffers)
+    return scales[role], amaxes[role if training else -1], layer.fp8_ready[role]
+
+
+def _gather_for(layer: Float8Linear, x: DTensor, columnwise: bool) -> DTensor:
+    """The whole input of a layer, quantized as its recipe says."""
+    key = layer._fp8_state.key
+    return gather_input(x, key, columnwise, *_slots(layer, INPUT))
+
+
+def _prepare_layer(style: Any, module: nn.Module, mesh: DeviceMesh) -> None:
+    """Check that a style can serve a layer, and tell the layer of the mesh."""
+    name = type(style).__name__
+    if not isinstance(module, Float8Linear):
+        raise ValueError(
+            f"{name} is for layers that fp8rs has converted, not {type(module).__name__}: convert "
+            "before parallelize_module, or use torch's style"
+        )
+    if mesh.ndim != 1:
+        raise ValueError(f"{name} needs a mesh of one dimension, not {mesh}")
+    state = module._fp8_state
+    if state.delayed is not None:
+        state.delayed.is_sharded_over(mesh)  # a scale that codes are gathered with is all ranks'
+    prepare()
+
+
+class Float8ColwiseParallel(ColwiseParallel):
+    """``ColwiseParallel`` of a converted layer, whose sharded input is gathered in FP8.
+
+    Args:
+        input_layouts: placement of the input; Replicate() by default. What is sharded along a
+            dimension but the last is quantized, and codes and scales are gathered.
+        output_layouts: as in torch's.
+        use_local_output: as there.
+
+    Raises:
+        ValueError: the module is no converted layer.
+        UnsupportedError: in the forward: the input is sharded along its features, or the recipe has
+            two formats for the input.
+    """
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: Any
+    ) -> Any:
+        x = inputs[0]
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, device_mesh, input_layouts, run_check=False)
+        if x.placements == desired_input_layouts:
+            return x
+        return _gather_for(mod, x, torch.is_grad_enabled() and mod.weight.requires_grad)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _prepare_layer(self, module, device_mesh)
+        return super()._apply(module, device_mesh)
+
+
+class Float8RowwiseParallel(RowwiseParallel):
+    """``RowwiseParallel`` of a converted layer, whose output's gradient is gathered in FP8.
+
+    Partial sums are reduced in the output's dtype. With sharded `output_layouts` (sequence
+    parallelism) the gradient is quantized and gathered in the backward; of a recipe with one scale
+    a row of the weight it is gathered as it is.
+
+    Args:
+        input_layouts: placement of the input: Shard(-1), the default, or Replicate().
+        output_layouts: Replicate() by default; or Shard of a dimension but the last.
+        use_local_output: as in torch's.
+
+    Raises:
+        ValueError: the module is no converted layer.
+        UnsupportedError: the input would have to be exchanged in high precision.
+    """
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: Any
+    ) -> Any:
+        x = inputs[0]
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, device_mesh, input_layouts, run_check=False)
+        if x.placements[0].is_replicate():
+            return x.redistribute(placements=desired_input_layouts)
+        if not x.placements[0].is_shard(x.ndim - 1) and not x.placements[0].is_shard(-1):
+            raise UnsupportedError(
+                f"an input placed {x.placements[0]} of a row-parallel layer would be exchanged in "
+                "high precision; what works is Shard(-1) or Replicate()"
+            )
+        return x
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _prepare_layer(self, module, device_mesh)
+        cast(Float8Linear, module)._fp8_reduce = partial(_reduce, self.output_layouts[0])
+        return super()._apply(module, device_mesh)
+
+
+def _reduce(layout: Placement, layer: Float8Linear, y: DTensor) -> DTensor:
+    """A row-parallel layer's partial sums, reduced."""
+    key = layer._fp8_state.key
+    if not isinstance(layout, Shard) or not gathers_grad(spec_for(key, y.device)):
+        return y.redistribute(placements=[layout])
+    needs_weight = torch.is_grad_enabled() and layer.weight.requires_grad
+    return reduce_output(y, layout.dim, key, needs_weight, *_slots(layer, GRAD))
+
+
+class PrepareFloat8ModuleInput(PrepareModuleInput):
+    """``PrepareModuleInput`` that quantizes and gathers once for all layers of a module.
+
+    Inputs of floating point that go from Shard to Replicate() are quantized by the recipe of the
+    module's column-parallel FP8 layers, and gathered as FP8: for q, k and v, or w1 and w3, once.
+    Others go as in torch's.
+
+    Args:
+        input_layouts: as in torch's.
+        desired_input_layouts: as there.
+        input_kwarg_layouts: as there.
+        desired_input_kwarg_layouts: as there.
+        use_local_output: as there. (Then each layer reduces its input's gradient by itself.)
+        float8_dtype: torch.float8_e4m3fn, which every recipe has for inputs.
+        fwd_config_submodule_fqn: the layer whose recipe, and with delayed scaling whose scale is
+            taken; by default the first column-parallel one.
+
+    Raises:
+        ValueError: another `float8_dtype`, or the module has no such layer, or several recipes.
+        UnsupportedError: in the forward: an input would be exchanged in high precision.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_output: bool = False,
+        float8_dtype: torch.dtype = torch.float8_e4m3fn,
+        fwd_config_submodule_fqn: str | None = None,
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_output,
+        )
+        if float8_dtype != torch.float8_e4m3fn:
+            raise ValueError(f"float8_dtype must be torch.float8_e4m3fn, not {float8_dtype}")
+        self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        names = [n for n, m in module.named_modules() if isinstance(m, Float8Linear)]
+        if (chosen := self.fwd_config_submodule_fqn) is not None:
+            if chosen not in names:
+                raise ValueError(f"fwd_config_submodule_fqn {chosen!r} is no layer of {names}")
+            names = [chosen]
+        recipes = {cast(Float8Linear, module.get_submodule(n))._fp8_state.key for n in names}
+        if len(recipes) != 1:
+            raise ValueError(
+                f"{type(self).__name__} needs a module whose FP8 layers have one recipe, but of "
+                f"{names} there are {len(recipes)}: name a layer by fwd_config_submodule_fqn"
+            )
+        prepare()
+        # By names: a copy of the module is called with the hook of this one.
+        module.register_forward_pre_hook(
+            partial(self._prepare, names, device_mesh), with_kwargs=True
+        )
+        return module
+
+    def _prepare(
+        self, names: list[str], mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        """The module's forward pre-hook."""
+        if self.input_layouts is not None:
+            if len(args) != len(self.input_layouts):
+                raise ValueError(
+                    f"the module was called with {len(args)} inputs, but input_layouts has "
+                    f"{len(self.input_layouts)}"
+                )
+            desired = cast(Any, self.desired_input_layouts)
+            layouts = zip(args, self.input_layouts, desired, strict=True)
+            args = tuple(self._input(names, mesh, module, *one) for one in layouts)
+        placed = dict(kwargs)
+        for name, layout in self.input_kwarg_layouts.items():
+            if name in kwargs:
+                wanted = self.desired_input_kwarg_layouts.get(name)
+                placed[name] = self._input(names, mesh, module, kwargs[name], layout, wanted)
+        return args, placed
+
+    def _input(
+        self,
+        names: list[str],
+        mesh: DeviceMesh,
+        module: nn.Module,
+        x: Any,
+        layout: Placement | None,
+        desired: Placement | None,
+    ) -> Any:
+        if layout is None or x is None:
+            return x
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, mesh, (layout,), run_check=False)
+        if desired is not None and x.placements != (desired,):
+            if x.dtype not in INPUT_DTYPES or x.placements[0].is_replicate():
+                x = x.redistribute(placements=(desired,))
+            elif desired.is_replicate():
+                x = self._gather(names, module, x)
+            else:
+                raise UnsupportedError(
+                    f"an input that goes from {x.placements[0]} to {desired} would be exchanged in "
+                    "high precision; what works is Shard to Replicate(), or torch's style"
+                )
+        return x.to_local() if self.use_local_output else x
+
+    def _gather(self, names: list[str], module: nn.Module, x: DTensor) -> DTensor:
+        layers = [cast(Float8Linear, module.get_submodule(name)) for name in names]
+        if self.fwd_config_submodule_fqn is None:
+            layers = [layer for layer in layers if _is_column_parallel(layer)]
+        if not layers:
+            raise ValueError(f"{type(self).__name__}: none of {names} is column-parallel")
+        columnwise = torch.is_grad_enabled() and any(_trains(layer) for layer in layers)
+        return _gather_for(layers[0], x, columnwise)
+
+
+def _trains(layer: Float8Linear) -> bool:
+    return layer.weight.requires_grad
+
+
+def _is_column_parallel(layer: Any) -> bool:
+    # Tensor parallelism's is the last of FSDP's dimensions.
+    placements = getattr(layer.weight, "placements", ())
+    return bool(placements) and placements[-1].is_shard(0)
