@@ -29,6 +29,10 @@ KINDS = {
     "reduce_scatter_single": "scatter",
     "reduce_scatter": "scatter",
     "broadcast": "broadcast",
+    "all_gather_into_tensor": "gather",
+    "all_gather_into_tensor_coalesced": "gather",
+    "all_reduce": "reduce",
+    "reduce_scatter_tensor": "scatter",
 }
 
 
@@ -40,13 +44,18 @@ class Collectives(TorchDispatchMode):
         self.seen: list[Collective] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1].rstrip("_")
         if func.namespace == "c10d":
-            name = func._schema.name.split("::")[1].rstrip("_")
             tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
             largest = max(tensors, key=lambda t: t.nbytes)
             kind = KINDS.get(name, name)
             self.seen.append(Collective(kind, largest.dtype, largest.nbytes))
-        return func(*args, **(kwargs or {}))
+        elif func.namespace == "_c10d_functional" and name in KINDS:
+            kind = KINDS[name]
+            given = tree_leaves(args[0] if kind == "scatter" else out)
+            self.seen += [Collective(kind, t.dtype, t.nbytes) for t in given]
+        return out
 
     def counts(self) -> Counter[tuple[str, torch.dtype]]:
         """How often each kind ran with each dtype."""

@@ -1,1 +1,1 @@
-"""Tests of the linear layer: results, gradients, compilation."""
+"""Tests of the tensor-parallel styles that gather in FP8."""

@@ -22,6 +22,7 @@ from fp8rs._core import UnsupportedError
 from fp8rs.nn import buffers
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.nn.spec import GRAD, INPUT, spec_for
+from fp8rs.quantize.recipes import describe
 from fp8rs.scaling.delayed import keep_buffers_local, note_compiled
 from fp8rs.scaling.histories import keep_local
 from fp8rs.tensor.formats import INPUT_DTYPES
@@ -53,6 +54,11 @@ def _slots(layer: Float8Linear, role: int) -> tuple[Tensor | None, Tensor | None
 def _gather_for(layer: Float8Linear, x: DTensor, columnwise: bool) -> DTensor:
     """The whole input of a layer, quantized as its recipe says."""
     key = layer._fp8_state.key
+    if spec_for(key, x.device).wgrad_input is not None:
+        raise UnsupportedError(
+            f"an input is gathered in one format, but the recipe {describe(layer.recipe)} has "
+            "another one for wgrad: use fp8rs.Float8BlockScaling() without wgrad_input_block"
+        )
     return gather_input(x, key, columnwise, *_slots(layer, INPUT))
 
 

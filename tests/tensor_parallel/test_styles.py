@@ -1,0 +1,413 @@
+"""Operands are gathered over tensor-parallel ranks in FP8: their bytes, and what they compute."""
+
+import copy
+import math
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+import torch._dynamo as dynamo
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import fp8rs
+from distributed import ranks
+from distributed.collectives import Collective, Collectives
+from distributed.models import same_bytes
+from fp8rs.nn.spec import GRAD, INPUT
+from fp8rs.optim import AdamW
+from fp8rs.quantize.recipes import resolve_recipe
+from fp8rs.tensor.spec import quantize_planes
+from fp8rs.tensor_parallel import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+)
+from fp8rs.tensor_parallel.gather import Operand, gather_input, gathered
+
+RECIPES = {
+    "current": "current",
+    "delayed": "delayed",
+    "rowwise": "rowwise",
+    "block": "block",
+    "mxfp8": "mxfp8",
+    "mxfp8 of 1x32": fp8rs.MXFP8BlockScaling(weight_block=(1, 32)),
+    "current of powers of 2": fp8rs.Float8CurrentScaling(power_2_scale=True),
+}
+every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
+both_weights = pytest.mark.parametrize("fp8_weights", [False, True], ids=["masters", "fp8"])
+WIDTH = 64
+SEQUENCE = 1
+
+
+class Mixer(nn.Module):
+    """What attention asks of tensor parallelism: three layers with one input, and one behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.wo = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.wo(torch.tanh(self.wq(x)) * self.wk(x) + self.wv(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mixer = nn.LayerNorm(WIDTH), Mixer()
+
+    def forward(self, x):
+        return x + self.mixer(self.norm(x))
+
+
+def plan(sequence=True, fp8=True):
+    """The plan of a `Block`: sequence parallel, or with activations that all ranks have."""
+    column, row = (
+        (Float8ColwiseParallel, Float8RowwiseParallel) if fp8 else (ColwiseParallel, RowwiseParallel)
+    )
+    styles = {f"mixer.w{name}": column() for name in "qkv"}
+    if not sequence:
+        return {**styles, "mixer.wo": row()}
+    placed = {"input_layouts": (Shard(SEQUENCE),), "desired_input_layouts": (Replicate(),)}
+    return {
+        "norm": SequenceParallel(sequence_dim=SEQUENCE),
+        "mixer": PrepareFloat8ModuleInput(**placed),
+        **styles,
+        "mixer.wo": row(output_layouts=Shard(SEQUENCE), use_local_output=False),
+    }
+
+
+def converted(recipe, rig, **options):
+    torch.manual_seed(0)
+    model = Block().to(rig.device)
+    return fp8rs.convert_to_float8_training(model, recipe=RECIPES[recipe], **options)
+
+
+def tokens(rig, length=10, seed=0):
+    """(2, length, WIDTH), the same on all ranks, whose parts have other maxima."""
+    x = torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(seed))
+    x *= torch.linspace(0.5, 4.0, length).view(1, -1, 1)
+    return x.to(rig.device)
+
+
+def run(model, x):
+    """The output and all gradients of a step, whole."""
+    y = model(x)
+    y = y.full_tensor() if isinstance(y, DTensor) else y
+    y.square().mean().backward()
+    found = {"y": y, **{name: p.grad for name, p in model.named_parameters()}}
+    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in found.items()}
+
+
+def spec_of(recipe, role):
+    return Operand(converted_key(recipe), role, True).spec(torch.device("cpu"))
+
+
+def converted_key(recipe):
+    return fp8rs.convert_to_float8_training(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH)), recipe=RECIPES[recipe]
+    )[0]._fp8_state.key
+
+
+# --- bytes ---------------------------------------------------------------------------------------
+
+
+@ranks(2, 4)
+@every_recipe
+@pytest.mark.parametrize("role", [INPUT, GRAD], ids=["input", "grad"])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("length", [8, 7, 3], ids=["even", "uneven", "empty"])
+def test_what_is_gathered_has_the_bytes_of_the_whole_quantized(rig, recipe, role, dim, length):
+    shape = [3, 3, 160]
+    shape[dim] = length
+    torch.manual_seed(0)
+    whole = torch.randn(shape, dtype=torch.bfloat16).to(rig.device)
+    whole.select(dim, 0).mul_(50)  # one rank has the largest
+    key = converted_key(recipe)
+    delayed = ()
+    if resolve_recipe(RECIPES[recipe]).delayed:
+        delayed = torch.zeros((), device=rig.device), torch.zeros((), device=rig.device)
+    operand = Operand(key, role, True, *delayed)
+    out = gathered(distribute_tensor(whole, rig.mesh(), [Shard(dim)]), operand)
+    assert out.placements == (Replicate(),)
+    found = out.to_local()
+    spec = operand.spec(rig.device)
+    expected, _ = quantize_planes(spec, whole, True, False)
+    assert same_bytes(found.rowwise.data, expected.data)
+    assert same_bytes(found.rowwise.scale, expected.scale)
+    if spec.format.square:
+        assert same_bytes(found.columnwise.data, expected.data.flatten(0, -2).t().contiguous())
+    else:  # as wgrad's rule says: of the values of the codes
+        _, column = quantize_planes(spec, expected.dequantize(whole.dtype), False, True)
+        assert same_bytes(found.columnwise.data, column.data)
+        assert same_bytes(found.columnwise.scale, column.scale)
+
+
+@ranks(2)
+@pytest.mark.parametrize("role", [INPUT, GRAD], ids=["input", "grad"])
+def test_a_known_scale_is_every_ranks_and_nan_where_one_ranks_values_are(rig, role):
+    """Delayed scaling: nothing is reduced, and each rank notes the amax of its own rows."""
+    whole = torch.arange(1.0, 65.0).view(4, 16).to(rig.device)
+    for bad in (False, True):
+        if bad:
+            whole[3, 3] = float("inf")
+        x = distribute_tensor(whole, rig.mesh(), [Shard(0)])
+        scale, amax = (torch.full((), v, device=rig.device) for v in (0.5, 0.0))
+        operand = Operand(converted_key("delayed"), role, False, scale, amax, ready=True)
+        with Collectives() as seen:
+            found = gathered(x, operand).to_local()
+        assert [c.kind for c in seen.seen] == ["gather", "gather"]
+        assert [c.nbytes for c in seen.seen] == [64, 4 * rig.world_size]
+        if not bad:
+            assert found.rowwise.scale == 0.5
+            assert amax == (32 if rig.rank == 0 else 64)
+        else:
+            assert found.rowwise.scale.isnan()
+            assert amax == (32 if rig.rank == 0 else 0)
+        assert found._store.delayed[1] is amax
+
+
+@ranks(2, 4)
+@every_recipe
+def test_a_gradient_is_reduced_in_its_own_dtype(rig, recipe):
+    torch.manual_seed(0)
+    whole = torch.randn(2, 8, WIDTH, dtype=torch.bfloat16).to(rig.device)
+    x = distribute_tensor(whole, rig.mesh(), [Shard(1)]).requires_grad_()
+    slots = (None, None)
+    if resolve_recipe(RECIPES[recipe]).delayed:
+        slots = torch.ones((), device=rig.device), torch.zeros((), device=rig.device)
+    out = gather_input(x, converted_key(recipe), True, *slots, False)
+    parts = torch.full_like(whole, rig.rank + 1.0)
+    from torch.distributed.tensor import Partial
+
+    with Collectives() as seen:
+        out.backward(DTensor.from_local(parts, rig.mesh(), [Partial()], run_check=False))
+    assert [(c.kind, c.dtype) for c in seen.seen] == [("scatter", torch.bfloat16)]
+    total = rig.world_size * (rig.world_size + 1) / 2
+    assert torch.equal(x.grad.full_tensor(), torch.full_like(whole, total))
+
+
+def gathers(recipe, role, rows, width, world):
+    """What the table in docs/tensor-parallel.md says that is gathered, in bytes of each tensor."""
+    format = spec_of(recipe, role).format
+    if resolve_recipe(RECIPES[recipe]).delayed:
+        return [rows * width, 4 * world]
+    if format.per_tensor:
+        return [rows * width]
+    blocks = 1 if format.per_row else math.ceil(width / format.block[1])
+    return [rows * width, rows * blocks * format.scale_dtype.itemsize]
+
+
+@ranks(2, 4, cuda=False)  # on GPUs MXFP8 may have a scale a row
+@every_recipe
+def test_q_k_and_v_share_one_gather_of_exactly_these_bytes(rig, recipe):
+    model = converted(recipe, rig)
+    parallelize_module(model, rig.mesh(names=("tp",)), plan())
+    x = distribute_tensor(tokens(rig, 8), rig.mesh(names=("tp",)), [Shard(SEQUENCE)])
+    with Collectives() as forward:
+        y = model(x)
+    with Collectives() as backward:
+        y.to_local().square().sum().backward()
+    rows, world = 2 * 8, rig.world_size
+    values = rows * WIDTH * 4  # of fp32, which the model computes in
+
+    def of(seen, kind):
+        return [c.nbytes for c in seen.seen if c.kind == kind]
+
+    per_tensor = spec_of(recipe, INPUT).format.per_tensor
+    assert of(forward, "gather") == gathers(recipe, INPUT, rows, WIDTH, world)
+    assert of(forward, "reduce") == [4] * per_tensor  # delayed scaling's first scale too
+    assert of(forward, "scatter") == [values]
+    if recipe == "rowwise":
+        assert of(backward, "gather") == [values]
+    else:
+        assert of(backward, "gather") == gathers(recipe, GRAD, rows, WIDTH, world)
+    assert of(backward, "scatter") == [values], "one for q, k and v"
+    # Norm and biases have gradients of a rank's own tokens until somebody reduces them.
+    assert of(backward, "reduce") == [4] * per_tensor
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
+@ranks(2, 4)
+@every_recipe
+@both_weights
+@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "replicated"])
+@pytest.mark.parametrize("length", [8, 7], ids=["even", "uneven"])
+def test_a_parallel_block_computes_what_one_process_does(
+    rig, recipe, fp8_weights, sequence, length
+):
+    if not sequence and length == 7:
+        length = 5
+    whole = converted(recipe, rig, fp8_weights=fp8_weights)
+    plain = Block().to(rig.device)
+    with torch.no_grad():
+        for p, value in zip(plain.parameters(), whole.parameters(), strict=True):
+            p.copy_(value.dequantize() if isinstance(value, fp8rs.QuantizedTensor) else value)
+    split = copy.deepcopy(whole)
+    mesh = rig.mesh(names=("tp",))
+    parallelize_module(split, mesh, plan(sequence))
+    x = tokens(rig, length)
+    given = distribute_tensor(x, mesh, [Shard(SEQUENCE)]) if sequence else x
+    exact, one, several = run(plain, x), run(whole, x), run(split, given)
+    for name, value in exact.items():
+        allowed = (one[name] - value).norm()
+        error = (several[name] - value).norm()
+        # Of FP8's size. wgrad's operands are rounded twice where scales are of rows or blocks.
+        assert error < 1.25 * allowed + 0.01 * value.norm(), (name, error, allowed)
+
+
+@ranks(2)
+@every_recipe
+@both_weights
+def test_training_goes_on_as_on_one_process(rig, recipe, fp8_weights):
+    """Also from histories; every rank keeps the same ones."""
+    x = [tokens(rig, 8, seed) for seed in range(5)]
+    mesh = rig.mesh(names=("tp",))
+    losses = []
+    for split in (False, True):
+        model = converted(recipe, rig, fp8_weights=fp8_weights)
+        if split:
+            parallelize_module(model, mesh, plan())
+        optimizer = AdamW(model.parameters(), lr=3e-3)
+        seen = []
+        for batch in x * 2:
+            given = distribute_tensor(batch, mesh, [Shard(SEQUENCE)]) if split else batch
+            y = model(given)
+            y = y.full_tensor() if split else y
+            loss = (y - batch.roll(1, -1)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+        losses.append(seen)
+    torch.testing.assert_close(*losses, rtol=0.02, atol=0.0)
+    assert losses[1][-1] < 0.9 * losses[1][0]
+    if recipe == "delayed":
+        for layer in (model.mixer.wq, model.mixer.wk, model.mixer.wv):
+            assert all(layer.fp8_ready)
+            assert torch.equal(layer.fp8_scale[1], model.mixer.wq.fp8_scale[1])
+        for buffer in (model.mixer.wq.fp8_scale, model.mixer.wo.fp8_amax_history):
+            every = [torch.empty_like(buffer) for _ in range(rig.world_size)]
+            torch.distributed.all_gather(every, buffer.contiguous())
+            assert torch.equal(every[0], every[1])
+
+
+@ranks(2)
+@every_recipe
+@both_weights
+def test_compiled_blocks_compute_what_eager_ones_do(rig, recipe, fp8_weights):
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
+    # Each has its input saved, as compiled layers do by default.
+    options = {"fp8_weights": fp8_weights}
+    mesh = rig.mesh(names=("tp",))
+    results = []
+    for backend in (None, "aot_eager"):
+        dynamo.reset()
+        model = converted(recipe, rig, **options)
+        parallelize_module(model, mesh, plan())
+        if backend is not None:
+            model.compile(backend=backend, fullgraph=True)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        seen = []
+        for n in range(4 if recipe == "delayed" else 2):
+            x = distribute_tensor(tokens(rig, 8, n), mesh, [Shard(SEQUENCE)])
+            model(x).to_local().square().mean().backward()
+            seen += [p.grad.to_local().clone() for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(seen)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    dynamo.reset()
+
+
+@ranks(4)
+@every_recipe
+@both_weights
+def test_fsdp_over_tensor_parallelism_trains(rig, recipe, fp8_weights):
+    """Two by two: with fp8rs's optimizer as one process on the whole batch."""
+    mesh = rig.mesh(2, 2, names=("data", "tensor"))
+    losses = []
+    for split in (False, True):
+        model = converted(recipe, rig, fp8_weights=fp8_weights)
+        if split:
+            parallelize_module(model, mesh["tensor"], plan())
+            fully_shard(model, mesh=mesh["data"])
+        optimizer = AdamW(model.parameters(), lr=3e-3)
+        seen = []
+        for n in range(4):
+            batch = tokens(rig, 6, n)
+            part = batch
+            if split:
+                part = batch.chunk(2)[mesh["data"].get_local_rank()]
+                part = distribute_tensor(part, mesh["tensor"], [Shard(SEQUENCE)])
+            y = model(part)
+            target = batch.roll(1, -1)
+            if split:
+                y = y.full_tensor()
+                target = target.chunk(2)[mesh["data"].get_local_rank()]
+            loss = (y - target).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = loss.detach()
+            if split:
+                torch.distributed.all_reduce(loss, group=mesh["data"].get_group())
+                loss /= 2
+            seen.append(loss.item())
+        losses.append(seen)
+    torch.testing.assert_close(*losses, rtol=0.03, atol=0.0)
+
+
+@ranks(2)
+def test_copies_quantize_with_their_own_scales(rig):
+    """The hooks of a copied module are those of the first."""
+    mesh = rig.mesh(names=("tp",))
+    model = parallelize_module(converted("delayed", rig), mesh, plan())
+    other = copy.deepcopy(model)
+    other(distribute_tensor(tokens(rig, 8), mesh, [Shard(SEQUENCE)]))
+    assert not model.mixer.wq.fp8_amax.any()
+    assert other.mixer.wq.fp8_amax[1, 0] == other.mixer.wv.fp8_amax[1, 0] > 0
+    assert model.mixer.wo.fp8_amax.sum() == 0
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_what_cannot_be_gathered_in_fp8_is_refused(rig):
+    mesh = rig.mesh(names=("tp",))
+    x = torch.randn(4, WIDTH // 2)
+
+    def layer(style, recipe="current"):
+        model = fp8rs.convert_to_float8_training(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH)), recipe=recipe
+        )
+        return parallelize_module(model, mesh, {"0": style})
+
+    with pytest.raises(fp8rs.UnsupportedError, match="placed S.*any dimension but the last"):
+        layer(Float8ColwiseParallel(input_layouts=Shard(-1)))(x)
+    with pytest.raises(fp8rs.UnsupportedError, match=r"Shard\(-1\) or Replicate"):
+        layer(Float8RowwiseParallel(input_layouts=Shard(0)))(torch.randn(4, WIDTH))
+    with pytest.raises(fp8rs.UnsupportedError, match="without wgrad_input_block"):
+        layer(
+            Float8ColwiseParallel(input_layouts=Shard(0)),
+            fp8rs.Float8BlockScaling(wgrad_input_block=(128, 128)),
+        )(torch.randn(4, WIDTH))
+    with pytest.raises(ValueError, match="layers that fp8rs has converted"):
+        parallelize_module(nn.Linear(4, 4), mesh, Float8ColwiseParallel())
+    with pytest.raises(ValueError, match="float8_dtype"):
+        PrepareFloat8ModuleInput(float8_dtype=torch.float8_e5m2)
+    with pytest.raises(ValueError, match="one recipe"):
+        placed = {"input_layouts": Shard(0), "desired_input_layouts": Replicate()}
+        parallelize_module(nn.Linear(4, 4), mesh, PrepareFloat8ModuleInput(**placed))
