@@ -3,7 +3,6 @@
 import copy
 import math
 import warnings
-from collections import Counter
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 import fp8rs
 from distributed import ranks
-from distributed.collectives import Collective, Collectives
+from distributed.collectives import Collectives
 from distributed.models import same_bytes
 from fp8rs.nn.spec import GRAD, INPUT
 from fp8rs.optim import AdamW
@@ -72,7 +71,9 @@ class Block(nn.Module):
 def plan(sequence=True, fp8=True):
     """The plan of a `Block`: sequence parallel, or with activations that all ranks have."""
     column, row = (
-        (Float8ColwiseParallel, Float8RowwiseParallel) if fp8 else (ColwiseParallel, RowwiseParallel)
+        (Float8ColwiseParallel, Float8RowwiseParallel)
+        if fp8
+        else (ColwiseParallel, RowwiseParallel)
     )
     styles = {f"mixer.w{name}": column() for name in "qkv"}
     if not sequence:
@@ -395,7 +396,7 @@ def test_what_cannot_be_gathered_in_fp8_is_refused(rig):
         )
         return parallelize_module(model, mesh, {"0": style})
 
-    with pytest.raises(fp8rs.UnsupportedError, match="placed S.*any dimension but the last"):
+    with pytest.raises(fp8rs.UnsupportedError, match=r"placed S.*any dimension but the last"):
         layer(Float8ColwiseParallel(input_layouts=Shard(-1)))(x)
     with pytest.raises(fp8rs.UnsupportedError, match=r"Shard\(-1\) or Replicate"):
         layer(Float8RowwiseParallel(input_layouts=Shard(0)))(torch.randn(4, WIDTH))
@@ -408,6 +409,6 @@ def test_what_cannot_be_gathered_in_fp8_is_refused(rig):
         parallelize_module(nn.Linear(4, 4), mesh, Float8ColwiseParallel())
     with pytest.raises(ValueError, match="float8_dtype"):
         PrepareFloat8ModuleInput(float8_dtype=torch.float8_e5m2)
+    placed = {"input_layouts": Shard(0), "desired_input_layouts": Replicate()}
     with pytest.raises(ValueError, match="one recipe"):
-        placed = {"input_layouts": Shard(0), "desired_input_layouts": Replicate()}
         parallelize_module(nn.Linear(4, 4), mesh, PrepareFloat8ModuleInput(**placed))

@@ -148,7 +148,9 @@ def _input_planes(
         if columnwise:
             column = x.columnwise or given.transposed("columnwise", "wgrad")
         if delayed is not None and delayed.record:
-            noted = _note_amax(scale, x._store.delayed[1], delayed.amax(INPUT))
+            known = x._store.delayed
+            assert known is not None
+            noted = _note_amax(scale, known[1], delayed.amax(INPUT))
             given = Plane(given.data, noted, given.format)
         return (given, column), scale
     record = None if delayed is None else delayed.record

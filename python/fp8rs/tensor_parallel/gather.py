@@ -152,7 +152,7 @@ def check_rows(placement: Placement, ndim: int) -> int:
         UnsupportedError: it is not sharded, or along the features, over which scales stretch.
     """
     if isinstance(placement, Shard) and placement.dim % ndim != ndim - 1:
-        return cast(int, placement.dim % ndim)
+        return placement.dim % ndim
     raise UnsupportedError(
         f"an activation placed {placement} cannot be gathered in FP8; what works is "
         "Shard of any dimension but the last. Use torch's own style, which gathers in high "

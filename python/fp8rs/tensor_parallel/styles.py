@@ -281,5 +281,5 @@ def _trains(layer: Float8Linear) -> bool:
 
 def _is_column_parallel(layer: Any) -> bool:
     # Tensor parallelism's is the last of FSDP's dimensions.
-    placements = getattr(layer.weight, "placements", ())
+    placements: Any = getattr(layer.weight, "placements", ())
     return bool(placements) and placements[-1].is_shard(0)
