@@ -2,8 +2,8 @@
 
 import importlib.util
 
-#: The clients. transformers is not among them: the other tests have it too.
-CLIENTS = ["accelerate", "axolotl", "lightning", "peft", "torchtitan"]
+#: The clients that nothing else installs: transformers and accelerate serve other tests too.
+CLIENTS = ["axolotl", "lightning", "peft", "torchtitan"]
 
 # Where no client is installed these tests would all be skipped: nothing is collected instead.
 if not any(importlib.util.find_spec(name) for name in CLIENTS):
