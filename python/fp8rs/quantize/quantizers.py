@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8rs.quantize.in_graph import quantized, quantized_in_graph
+from fp8rs.quantize.in_graph import key_of, quantized, take_into_graphs
 from fp8rs.quantize.recipes import check_amax_epsilon, check_bool
-from fp8rs.tensor import formats
+from fp8rs.tensor import formats, writes
 from fp8rs.tensor.formats import INPUT_DTYPES, BlockFormat, check_fp8_dtype, matrix_shape
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
@@ -37,6 +37,7 @@ class Quantizer:
 
     def __init__(self, spec: QuantSpec, *, rowwise: bool = True, columnwise: bool = True) -> None:
         self.spec = spec
+        self._key = key_of(spec)
         self.rowwise = True
         self.columnwise = True
         self.set_usage(rowwise=rowwise, columnwise=columnwise)
@@ -73,8 +74,9 @@ class Quantizer:
             x = _source(x, "x")
         elif x.dtype not in INPUT_DTYPES:
             raise TypeError(f"x must be float32, bfloat16 or float16, not {x.dtype}")
-        make = quantized_in_graph if torch.compiler.is_compiling() else quantized
-        return make(x, self.rowwise, self.columnwise, self.delayed, self.spec)
+        if torch.compiler.is_compiling():
+            take_into_graphs()
+        return quantized(x, self.rowwise, self.columnwise, self.delayed, self._key)
 
     def update_quantized(self, src: Tensor, dst: QuantizedTensor) -> QuantizedTensor:
         """Quantize ``src`` into the planes that ``dst`` has, scales included; returns ``dst``.
@@ -94,7 +96,7 @@ class Quantizer:
                 f"dst has {dst.fp8_dtype} in format {dst.format.name!r}, but the quantizer "
                 f"makes {self.fp8_dtype} in format {self.format.name!r}"
             )
-        dst.write(src, self.spec, self.delayed)
+        writes.quantize(dst, src, self.spec, self.delayed)
         return dst
 
     def make_empty(
@@ -144,7 +146,11 @@ class Quantizer:
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group means nothing in another process.
-        return {**self.__dict__, "spec": self.spec.without_group()}
+        spec = self.spec.without_group()
+        return {**self.__dict__, "spec": spec, "_key": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _key=key_of(state["spec"]))
 
     def __repr__(self) -> str:
         planes = [n for n in ("rowwise", "columnwise") if getattr(self, n)]

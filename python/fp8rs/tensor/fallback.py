@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
+from fp8rs.tensor import writes
 from fp8rs.tensor.quantized import QuantizedTensor
 
 
@@ -50,7 +51,8 @@ def dequantized_call(func: Any, *args: Any, **kwargs: Any) -> Any:
         value = plain[key][1]
         if func.namespace == "_c10d_functional":  # they return before they have written
             value = torch.ops._c10d_functional.wait_tensor(value)
-        original.write(value, original.spec, original._store.delayed, keep=not overwrites(func))
+        delayed = original._store.delayed
+        writes.quantize(original, value, original.spec, delayed, keep=not overwrites(func))
         stand_ins[id(plain[key][1])] = original
     return tree_map(lambda v: stand_ins.get(id(v), v) if isinstance(v, Tensor) else v, out)
 

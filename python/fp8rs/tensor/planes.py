@@ -42,9 +42,11 @@ class Plane:
         data = self.data
         return data if data.dim() == 2 else data.reshape(matrix_shape(data.shape))
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> Plane:
-        """A plane of ``fn(data)`` and ``fn(scale)``."""
-        return Plane(fn(self.data), fn(self.scale), self.format, self.lead)
+    def map(
+        self, fn: Callable[[Tensor], Tensor], scale: Callable[[Tensor], Tensor] | None = None
+    ) -> Plane:
+        """A plane of ``fn(data)`` and ``scale(scale)``, or ``fn`` of both."""
+        return Plane(fn(self.data), (scale or fn)(self.scale), self.format, self.lead)
 
     def transposed(self, name: str, operation: str, after: Tensor | None = None) -> Plane:
         """The plane of the transposed 2-D matrix, as a new contiguous tensor.

@@ -120,6 +120,12 @@ class Store:
         self.owner: Owner | None = None
         self.blank = self.gathered = False
 
+    def over(self, rowwise: Plane | None, columnwise: Plane | None) -> Store:
+        """Other planes that stand for the same: with this specification and owner."""
+        new = Store(rowwise, columnwise, self.spec, self.delayed)
+        new.owner = self.owner
+        return new
+
     @property
     def told(self) -> Owner | None:
         """The owner, if these planes are its weight's and not those of a copy."""

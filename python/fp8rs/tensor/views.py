@@ -116,64 +116,6 @@ def _slice(
     )
 
 
-@implements(aten.select.int)
-def _select(func: Any, t: QuantizedTensor, dim: int, index: int) -> Any:
-    size, stride, offset = _window(t)
-    if not size or not -len(size) <= dim < len(size):
-        return any_view(func, t, dim, index)
-    dim %= len(size)
-    start = range(size[dim])[index]  # IndexError where torch raises one
-    return _view_of(
-        t,
-        Window(
-            (*size[:dim], *size[dim + 1 :]),
-            (*stride[:dim], *stride[dim + 1 :]),
-            offset + start * stride[dim],
-        ),
-    )
-
-
-@implements(aten.split.Tensor, aten.unsafe_split.Tensor)
-def _split(func: Any, t: QuantizedTensor, size: int, dim: int = 0) -> Any:
-    extent = t.shape[dim]
-    if size < 1:
-        return any_view(func, t, size, dim)
-    starts = range(0, extent, size) if extent else (0,)
-    return [_slice(func, t, dim, s, min(s + size, extent)) for s in starts]
-
-
-@implements(aten.split_with_sizes.default, aten.unsafe_split_with_sizes.default)
-def _split_sizes(func: Any, t: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
-    if sum(sizes) != t.shape[dim] or min(sizes, default=0) < 0:
-        return any_view(aten.split_with_sizes.default, t, sizes, dim)
-    out, start = [], 0
-    for size in sizes:
-        out.append(_slice(func, t, dim, start, start + size))
-        start += size
-    return out
-
-
-@implements(aten.permute.default)
-def _permute(func: Any, t: QuantizedTensor, dims: Any) -> Any:
-    size, stride, offset = _window(t)
-    count = len(size)
-    if sorted(d + count if d < 0 else d for d in dims) != list(range(count)):
-        return any_view(func, t, dims)  # which raises what torch does
-    return _view_of(t, Window(tuple(size[d] for d in dims), tuple(stride[d] for d in dims), offset))
-
-
-@implements(aten.t.default)
-def _t(func: Any, t: QuantizedTensor) -> Any:
-    return _permute(func, t, (1, 0)) if t.dim() == 2 else any_view(func, t)
-
-
-@implements(aten.transpose.int)
-def _transpose(func: Any, t: QuantizedTensor, dim0: int, dim1: int) -> Any:
-    if t.dim() == 2 and {dim0, dim1} in ({0, 1}, {0, -1}, {-2, 1}, {-2, -1}):
-        return _t(func, t)
-    return any_view(func, t, dim0, dim1)
-
-
 def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
     """A view operator (one whose result may alias ``t``), as torch does it to a meta tensor.
 

@@ -3,22 +3,100 @@
 Scales belong to blocks, and a region may have parts of blocks. So a write first finds the rows and
 columns of whole blocks that it concerns (:class:`Target`). Where the region is all of them, they
 are quantized anew; where there are neighbours, these keep their values: their scales stay, or move
-by powers of two.
+by powers of two. The owner of a weight is told of each, and may take it over.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8rs.tensor import windows
+from fp8rs._torch import note_write
+from fp8rs.tensor import blank, windows
+from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.region import Region
 from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes, requantize_plane
 from fp8rs.tensor.store import Delayed
 from fp8rs.tensor.windows import Rectangle, Span
+from fp8rs.tensor.wrapper import StoreTensor
+
+# --- tensors -------------------------------------------------------------------------------------
+
+
+def quantize(
+    dst: StoreTensor, src: Any, spec: QuantSpec, delayed: Delayed | None, keep: bool = False
+) -> None:
+    """Quantize ``src`` (of the same shape, on the same device) into the planes of ``dst``.
+
+    Args:
+        dst: what is written.
+        src: values, or another quantized tensor.
+        spec: how, of the format of ``dst``.
+        delayed: for delayed scaling, the scale to read and the amax to raise.
+        keep: elements of a whole tensor too keep their codes' value where ``src`` has the same.
+
+    Raises:
+        TypeError, ValueError: ``src`` has another shape or device, or cannot be quantized.
+    """
+    if not isinstance(src, Tensor):
+        raise TypeError(f"src must be a tensor, not {type(src).__name__}")
+    if isinstance(src, StoreTensor):
+        src = src.region.values(src.dtype)
+    if src.shape != dst.shape:
+        raise ValueError(f"src has shape {tuple(src.shape)}, but dst has {tuple(dst.shape)}")
+    if src.device != dst.device:
+        raise ValueError(f"src is on {src.device}, but dst is on {dst.device}")
+    if src.dtype == dst.dtype == torch.float64:
+        src = src.float()
+    if src.dtype not in INPUT_DTYPES:
+        raise TypeError(f"src must be float32, bfloat16 or float16, not {src.dtype}")
+    if src.requires_grad:
+        src = src.detach()
+    owner = dst._store.told
+    if owner is not None and owner.write(dst, src, keep):
+        return
+    if write(dst.region, src, spec, delayed, keep=keep, rest_is_padding=_is_padded(dst)):
+        note_write(dst)
+    if owner is not None:
+        owner.wrote()
+
+
+def take(dst: StoreTensor, src: StoreTensor, non_blocking: bool = False) -> bool:
+    """Take over the codes and scales of ``src`` (same shape) as they are.
+
+    Returns:
+        False, with nothing written, where that does not make ``dst`` equal to ``src``: formats or
+        element types differ, ``src`` lacks a plane that cannot be made from its other one, or
+        ``dst`` shares its scales with other elements.
+    """
+    store = dst._store
+    own, given = store.any_plane, src._store.any_plane
+    if given.format is not own.format or given.data.dtype != own.data.dtype:
+        return False
+    owner = store.told
+    # FSDP2 copies nothing into an empty shard: there it is the owner who hears of copies.
+    if store.blank and (owner is None or dst.numel()):
+        return blank.begin_with(dst.region, src.region)
+    if owner is not None and owner.take(dst, src):
+        return True
+    padded = _is_padded(dst)
+    if not copy_planes(dst.region, src.region, rest_is_padding=padded, non_blocking=non_blocking):
+        return False
+    if owner is not None:
+        owner.wrote()
+    return True
+
+
+def _is_padded(t: StoreTensor) -> bool:
+    """Whether a view shows all that there is of a weight: what is beside it is padding."""
+    owner = t._store.told
+    return owner is not None and t._window is not None and owner.has_whole(t)
+
+
+# --- the blocks of a region ----------------------------------------------------------------------
 
 
 class Target(NamedTuple):
@@ -231,9 +309,11 @@ def arranged(dst: Region, src: Region) -> Plane | None:
 
     For one scale a tensor; None where ``dst`` has not all elements of the store.
     """
-    row, matrix = src.rowwise_of_shape(), dst.store.matrix
+    (row, col), matrix = src.planes, dst.store.matrix
     if row is None:
-        return None
+        if col is None:
+            return None
+        row = src.made("rowwise", "copy_")
     codes, window = row.data.view(torch.uint8), dst.window
     if window is None:
         codes = codes.reshape(matrix)
@@ -243,64 +323,3 @@ def arranged(dst: Region, src: Region) -> Plane | None:
         given, codes = codes, torch.empty(matrix, dtype=torch.uint8, device=row.data.device)
         window.of(codes).copy_(given)
     return Plane(codes.view(row.data.dtype), row.scale, row.format)
-
-
-# --- room for a shard ----------------------------------------------------------------------------
-
-
-def begin_with(dst: Region, src: Region) -> bool:
-    """Take the codes and scales of some rows of another tensor as the first rows of ``dst``.
-
-    Scales and where blocks begin are ``src``'s from then on: only this first copy tells where in a
-    block a shard begins.
-
-    Raises:
-        ValueError: they are no whole rows, but the format needs these.
-    """
-    store, of = dst.store, src.store
-    mine, theirs = dst.rectangle, src.rectangle
-    if mine is None or theirs is None or mine.transposed or theirs.transposed:
-        return False
-    if not store.format.per_tensor and theirs.cols.length != of.matrix[1]:
-        raise ValueError(
-            f"a weight in format {store.format.name!r} is sharded by rows only: have "
-            "shard_placement_fn give Shard(0), or use a recipe with one scale a tensor"
-        )
-    if store.rowwise is not None and of.rowwise is not None:
-        _copy_codes(store.rowwise, mine.rows, mine.cols, of.rowwise, theirs.rows, theirs.cols)
-        store.rowwise = _with_scales_of(store.rowwise, of.rowwise, theirs.rows, 0)
-    if store.columnwise is not None and of.columnwise is not None:
-        _copy_codes(store.columnwise, mine.cols, mine.rows, of.columnwise, theirs.cols, theirs.rows)
-        store.columnwise = _with_scales_of(store.columnwise, of.columnwise, theirs.rows, 1)
-    store.blank = False
-    return True
-
-
-def _copy_codes(
-    own: Plane, rows: Span, cols: Span, given: Plane, given_rows: Span, given_cols: Span
-) -> None:
-    own.data[rows.slice, cols.slice] = given.matrix[given_rows.slice, given_cols.slice]
-
-
-def _with_scales_of(own: Plane, given: Plane, rows: Span, dim: int) -> Plane:
-    """A plane with the scales of some rows of another matrix, for its first rows.
-
-    Args:
-        own: the plane, which may have more rows: theirs have scales of 0.
-        given: a plane of the other matrix.
-        rows: of that matrix.
-        dim: of the planes that the matrices' rows are.
-    """
-    block, extent = given.format.block[dim], own.matrix.shape[dim]
-    if block == -1:
-        return Plane(own.data, given.scale.to(own.scale.device, copy=True), own.format)
-    start = rows.start + given.lead[dim]
-    lead = start % block
-    size = list(own.scale.shape)
-    size[dim] = -(-(lead + extent) // block) if extent else 0
-    # Bytes: not all devices fill E8M0 tensors.
-    scale = torch.zeros([*size, own.scale.itemsize], dtype=torch.uint8, device=own.scale.device)
-    scale = scale.view(own.scale.dtype).squeeze(-1)
-    first, last = start // block, -(-(start + rows.length) // block)
-    scale.narrow(dim, 0, last - first).copy_(given.scale.narrow(dim, first, last - first))
-    return Plane(own.data, scale, own.format, (lead, 0) if dim == 0 else (0, lead))

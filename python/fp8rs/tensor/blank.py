@@ -1,0 +1,98 @@
+"""Room for a shard, whose scales and blocks the first copy into it tells.
+
+FSDP2 pads shards so: it asks a parameter for zeros of the shard's padded size, and copies the rows
+that this rank has into the first of them. Only that copy tells where in a block the shard begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from fp8rs.tensor.formats import matrix_shape
+from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.region import Region
+from fp8rs.tensor.store import Store
+from fp8rs.tensor.windows import Span
+
+
+def blank(like: Store, shape: Iterable[int], device: Any) -> Store:
+    """Room for another part of the parameter that a store is of, (rows, cols), codes 0.
+
+    One scale a tensor is the parameter's from the start.
+    """
+    rows, cols = matrix_shape(torch.Size(shape))
+
+    def plane(own: Plane | None, size: tuple[int, int]) -> Plane | None:
+        if own is None:
+            return None
+        codes = torch.zeros(size, dtype=torch.uint8, device=device)
+        if own.format.per_tensor:
+            scale = own.scale.to(device, copy=True)
+        else:
+            scale = own.scale.new_zeros(own.format.scale_shape(*size), device=device)
+        return Plane(codes.view(own.data.dtype), scale, own.format)
+
+    new = like.over(plane(like.rowwise, (rows, cols)), plane(like.columnwise, (cols, rows)))
+    new.blank = True
+    return new
+
+
+def begin_with(dst: Region, src: Region) -> bool:
+    """Take the codes and scales of some rows of another tensor as the first rows of ``dst``.
+
+    Scales and where blocks begin are ``src``'s from then on: only this first copy tells where in a
+    block a shard begins.
+
+    Raises:
+        ValueError: they are no whole rows, but the format needs these.
+    """
+    store, of = dst.store, src.store
+    mine, theirs = dst.rectangle, src.rectangle
+    if mine is None or theirs is None or mine.transposed or theirs.transposed:
+        return False
+    if not store.format.per_tensor and theirs.cols.length != of.matrix[1]:
+        raise ValueError(
+            f"a weight in format {store.format.name!r} is sharded by rows only: have "
+            "shard_placement_fn give Shard(0), or use a recipe with one scale a tensor"
+        )
+    if store.rowwise is not None and of.rowwise is not None:
+        _copy_codes(store.rowwise, mine.rows, mine.cols, of.rowwise, theirs.rows, theirs.cols)
+        store.rowwise = _with_scales_of(store.rowwise, of.rowwise, theirs.rows, 0)
+    if store.columnwise is not None and of.columnwise is not None:
+        _copy_codes(store.columnwise, mine.cols, mine.rows, of.columnwise, theirs.cols, theirs.rows)
+        store.columnwise = _with_scales_of(store.columnwise, of.columnwise, theirs.rows, 1)
+    store.blank = False
+    return True
+
+
+def _copy_codes(
+    own: Plane, rows: Span, cols: Span, given: Plane, given_rows: Span, given_cols: Span
+) -> None:
+    own.data[rows.slice, cols.slice] = given.matrix[given_rows.slice, given_cols.slice]
+
+
+def _with_scales_of(own: Plane, given: Plane, rows: Span, dim: int) -> Plane:
+    """A plane with the scales of some rows of another matrix, for its first rows.
+
+    Args:
+        own: the plane, which may have more rows: theirs have scales of 0.
+        given: a plane of the other matrix.
+        rows: of that matrix.
+        dim: of the planes that the matrices' rows are.
+    """
+    block, extent = given.format.block[dim], own.matrix.shape[dim]
+    if block == -1:
+        return Plane(own.data, given.scale.to(own.scale.device, copy=True), own.format)
+    start = rows.start + given.lead[dim]
+    lead = start % block
+    size = list(own.scale.shape)
+    size[dim] = -(-(lead + extent) // block) if extent else 0
+    # Bytes: not all devices fill E8M0 tensors.
+    scale = torch.zeros([*size, own.scale.itemsize], dtype=torch.uint8, device=own.scale.device)
+    scale = scale.view(own.scale.dtype).squeeze(-1)
+    first, last = start // block, -(-(start + rows.length) // block)
+    scale.narrow(dim, 0, last - first).copy_(given.scale.narrow(dim, first, last - first))
+    return Plane(own.data, scale, own.format, (lead, 0) if dim == 0 else (0, lead))
