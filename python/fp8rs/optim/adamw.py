@@ -134,13 +134,11 @@ class AdamW(WithMasters):
         items: list[Item] = []
         options: dict[tuple[int, torch.device], Options] = {}
         for group, index, param, weight, grad in found:
-            device = weight.device
-            key = id(group), device
+            key = id(group), weight.device
             if key not in options:
-                options[key] = self._options(group, device)
-            item = self._item(group, param, weight, grad, index)
-            items.append(item)
-            steps.setdefault(device, Step()).add(options[key], item)
+                options[key] = self._options(group, weight.device)
+            items.append(self._item(group, options[key], param, weight, grad, index))
+            steps.setdefault(weight.device, Step()).add(items[-1])
         if items:
             self._run(steps, items)
 
@@ -168,25 +166,31 @@ class AdamW(WithMasters):
             else:
                 tensor = lr.to(device=device, dtype=torch.float32, non_blocking=True)
                 lr = 0.0
-        scale, found = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
-        stochastic = group["stochastic_rounding"]
+        stochastic, seed = group["stochastic_rounding"], group["seed"]
         if stochastic is None:
             stochastic = not group["master_weights"]
-        seed = group["seed"]
-        return Options(
-            lr,
-            tensor,
-            group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            group["maximize"],
-            (seed if seed < 2**63 else seed - 2**64) if stochastic else None,
-            None if scale is None else scale.to(device, non_blocking=True),
-            None if found is None else found.to(device, non_blocking=True),
-        )
+        scaler = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+        return {
+            "lr": lr,
+            "lr_tensor": tensor,
+            "beta1": group["betas"][0],
+            "beta2": group["betas"][1],
+            **{name: group[name] for name in ("eps", "weight_decay", "maximize")},
+            "seed": (seed if seed < 2**63 else seed - 2**64) if stochastic else None,
+            **{
+                name: None if value is None else value.to(device, non_blocking=True)
+                for name, value in scaler.items()
+            },
+        }
 
     def _item(
-        self, group: dict[str, Any], param: Tensor, weight: Tensor, grad: Tensor, index: int
+        self,
+        group: dict[str, Any],
+        options: Options,
+        param: Tensor,
+        weight: Tensor,
+        grad: Tensor,
+        index: int,
     ) -> Item:
         state = self.state[param]
         if "step" not in state:
@@ -197,7 +201,8 @@ class AdamW(WithMasters):
         exp_avg, exp_avg_sq = (weights.local(state[name]) for name in ("exp_avg", "exp_avg_sq"))
         if master is not None:
             master = weights.local(master)
-        return Item(param, weight, grad, exp_avg, exp_avg_sq, state["step"], master, index)
+        step = state["step"]
+        return Item(param, weight, grad, exp_avg, exp_avg_sq, step, master, index, options)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ``torch.optim``'s, but moments and masters keep the dtypes that they were saved in.
