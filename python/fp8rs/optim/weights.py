@@ -6,7 +6,7 @@ Everything that depends on sharding is here; the rest of the package sees local 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,50 @@ from fp8rs.tensor.formats import FP8_MAX, matrix_shape
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import reduce_amax
+from fp8rs.tensor.store import Delayed, Owner
+
+
+class Shards(Protocol):
+    """The sharded weights of a model. What reduces runs on all ranks, with the same weights."""
+
+    def is_cut(self, weight: Any) -> bool:
+        """Whether some block of the weight has elements on several ranks."""
+
+    def reduce_(self, weights: Sequence[Any], amaxes: Tensor) -> None:
+        """Make shards' maxima (n,), fp32, those of the whole weights: one all-reduce a mesh."""
+
+    def write_all(self, weights: Sequence[Any], values: Sequence[Tensor]) -> None:
+        """Quantize values into whole shards, as those of the whole weights."""
+
+    def agree(self) -> None:
+        """Have the scales of all weights agree."""
+
+
+class Weight(Owner, Protocol):
+    """What an optimizer asks the owner of a weight's planes beside.
+
+    Attributes:
+        writes: how many times the planes were written.
+        unagreed: scales that shards share may differ between ranks.
+    """
+
+    writes: int
+    unagreed: bool
+
+    def reshard(self) -> None:
+        """Have modules hold their shards, where a sharded weight is there whole."""
+
+    @property
+    def slots(self) -> Delayed | None:
+        """Of delayed scaling: the next scale (0: none yet), and where amaxes are noted."""
+
+    @property
+    def number(self) -> int:
+        """The number, among those of the whole weight, of this rank's first element."""
+
+    @property
+    def shards(self) -> Shards | None:
+        """What knows of the other ranks' shards; None of a weight that is whole."""
 
 
 def local(tensor: Any) -> Tensor:
@@ -31,13 +75,13 @@ def quantized(param: Tensor) -> QuantizedTensor | None:
     return part if isinstance(part, QuantizedTensor) else None
 
 
-def owner(param: Tensor) -> Any:
+def owner(param: Tensor) -> Weight | None:
     """Whom a weight belongs to; None of a quantized tensor that is no layer's."""
     weight = quantized(param)
-    return None if weight is None else weight._store.owner
+    return None if weight is None else cast("Weight | None", weight._store.owner)
 
 
-def shards(param: Tensor) -> Any:
+def shards(param: Tensor) -> Shards | None:
     """What knows of the other ranks' shards; None of a weight that is whole."""
     of = owner(param)
     return None if of is None else of.shards
@@ -45,13 +89,14 @@ def shards(param: Tensor) -> Any:
 
 def prepare(params: Sequence[Tensor]) -> None:
     """Have modules hold the shards that a step is to write, with scales that all ranks agree on."""
-    found: dict[int, Any] = {}
+    found: dict[int, Shards] = {}
     for param in params:
         of = owner(param) if is_distributed(param) else None
         if of is not None:
             of.reshard()
-            if of.unagreed and of.shards is not None:
-                found[id(of.shards)] = of.shards
+            sharded = of.shards
+            if of.unagreed and sharded is not None:
+                found[id(sharded)] = sharded
     for sharded in found.values():
         sharded.agree()
 
@@ -73,12 +118,7 @@ def plane(weight: QuantizedTensor) -> Plane:
     """The rowwise plane of a local part, which may be empty."""
     row = weight.rowwise
     if row is None or not weight.numel():
-        whole = weight._store.any_plane
-        size = matrix_shape(weight.shape)
-        scale = whole.scale
-        if not whole.format.per_tensor:
-            scale = scale.new_empty(whole.format.scale_shape(*size))
-        return Plane(whole.data.new_empty(size), scale, whole.format)
+        return weight._store.any_plane.empty(*matrix_shape(weight.shape))
     return row
 
 
@@ -110,13 +150,13 @@ def drop_init(param: Tensor) -> None:
 def number(param: Tensor) -> int:
     """The number, among those of the whole weight, of the local part's first element."""
     of = owner(param) if is_distributed(param) else None
-    return 0 if of is None else int(of.number)
+    return 0 if of is None else of.number
 
 
 def is_cut(param: Tensor) -> bool:
     """Whether a block of the weight's format has elements on several ranks: on all, or on none."""
     of = shards(param)
-    return of is not None and bool(of.is_cut(owner(param)))
+    return of is not None and of.is_cut(owner(param))
 
 
 def known(param: Tensor) -> bool:
@@ -166,9 +206,9 @@ def pass_on(slots: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> None:
             slot.copy_(slot.maximum(amax.to(slot.device)))
 
 
-def by_shards(params: Sequence[Tensor]) -> list[tuple[Any, list[int]]]:
+def by_shards(params: Sequence[Tensor]) -> list[tuple[Shards | None, list[int]]]:
     """The places of parameters in their list, by what knows of their shards."""
-    found: dict[int, tuple[Any, list[int]]] = {}
+    found: dict[int, tuple[Shards | None, list[int]]] = {}
     for i, param in enumerate(params):
         of = shards(param)
         found.setdefault(id(of), (of, []))[1].append(i)

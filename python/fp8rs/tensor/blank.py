@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fp8rs.tensor.formats import matrix_shape
-from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.planes import Plane, zeros
 from fp8rs.tensor.region import Region
 from fp8rs.tensor.store import Store
 from fp8rs.tensor.windows import Span
@@ -28,12 +28,11 @@ def blank(like: Store, shape: Iterable[int], device: Any) -> Store:
     def plane(own: Plane | None, size: tuple[int, int]) -> Plane | None:
         if own is None:
             return None
-        codes = torch.zeros(size, dtype=torch.uint8, device=device)
         if own.format.per_tensor:
             scale = own.scale.to(device, copy=True)
         else:
-            scale = own.scale.new_zeros(own.format.scale_shape(*size), device=device)
-        return Plane(codes.view(own.data.dtype), scale, own.format)
+            scale = zeros(own.scale, own.format.scale_shape(*size), device)
+        return Plane(zeros(own.data, size, device), scale, own.format)
 
     new = like.over(plane(like.rowwise, (rows, cols)), plane(like.columnwise, (cols, rows)))
     new.blank = True
@@ -90,9 +89,7 @@ def _with_scales_of(own: Plane, given: Plane, rows: Span, dim: int) -> Plane:
     lead = start % block
     size = list(own.scale.shape)
     size[dim] = -(-(lead + extent) // block) if extent else 0
-    # Bytes: not all devices fill E8M0 tensors.
-    scale = torch.zeros([*size, own.scale.itemsize], dtype=torch.uint8, device=own.scale.device)
-    scale = scale.view(own.scale.dtype).squeeze(-1)
+    scale = zeros(own.scale, size)
     first, last = start // block, -(-(start + rows.length) // block)
     scale.narrow(dim, 0, last - first).copy_(given.scale.narrow(dim, first, last - first))
     return Plane(own.data, scale, own.format, (lead, 0) if dim == 0 else (0, lead))

@@ -16,35 +16,17 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from fp8rs.tensor.quantized import QuantizedTensor
 
-#: Operators of the namespace c10d -> how many of their first arguments they write; those that are
-#: not here write none.
-WRITTEN = {
-    "_allgather_base_": 1,
-    "_reduce_scatter_base_": 1,
-    "allgather_": 1,
-    "allgather_coalesced_": 1,
-    "allgather_into_tensor_coalesced_": 1,
-    "allreduce_": 1,
-    "allreduce_coalesced_": 1,
-    "alltoall_": 1,
-    "alltoall_base_": 1,
-    "broadcast_": 1,
-    "gather_": 1,
-    "gather_into_tensor_": 1,
-    "reduce_": 1,
-    "reduce_scatter_": 1,
-    "reduce_scatter_tensor_coalesced_": 1,
-    "scatter_": 1,
-}
-#: Those that only read tensors.
+#: Operators of the namespace c10d that only read tensors, and that receive from one other rank; all
+#: others write their first argument.
 READING = ("send", "barrier", "monitored_barrier_", "check_for_nan")
+RECEIVING = ("recv_", "recv_any_source_")
 
 
 def collective(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a collective on dequantized values, and quantize what it wrote.
 
     Raises:
-        NotImplementedError: it receives from another rank, or is not known.
+        NotImplementedError: it receives from another rank.
     """
     name = func._schema.name.partition("::")[2]
     plain: dict[int, Tensor] = {}
@@ -52,7 +34,7 @@ def collective(func: Any, *args: Any, **kwargs: Any) -> Any:
     def dequantize(t: QuantizedTensor) -> Tensor:
         return plain.setdefault(id(t), t.dequantize())
 
-    if name not in WRITTEN and name not in READING:
+    if name in RECEIVING:
         # A receive that is waited for looks like one that is not, and what has not arrived cannot
         # be quantized; waiting here would make two ranks wait for each other.
         raise NotImplementedError(
@@ -64,10 +46,8 @@ def collective(func: Any, *args: Any, **kwargs: Any) -> Any:
     ):
         return _scatter(func, *args, **kwargs)
     out = func(*tree_map_only(QuantizedTensor, dequantize, args), **kwargs)
-    written = [
-        t for t in tree_flatten(args[: WRITTEN.get(name, 0)])[0] if isinstance(t, QuantizedTensor)
-    ]
-    if not written:
+    written = [t for t in tree_flatten(args[0])[0] if isinstance(t, QuantizedTensor)]
+    if name in READING or not written:
         return out
     _wait(out)
     stand_ins = {}

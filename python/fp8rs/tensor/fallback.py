@@ -82,41 +82,26 @@ def each_member(func: Any, *args: Any, **kwargs: Any) -> Any:
     if not lists:
         return dequantized_call(func, *args, **kwargs)
     count = len(lists[0])
-
-    def call(indices: list[int]) -> Any:
-        def take(value: Any) -> Any:
-            if isinstance(value, (list, tuple)) and len(value) == count:
-                return [value[i] for i in indices]
-            return value
-
-        return dequantized_call(
-            func, *(take(a) for a in args), **{k: take(v) for k, v in kwargs.items()}
-        )
-
-    quantized = [
-        i
-        for i in range(count)
-        if any(
-            isinstance(members[i], QuantizedTensor) for members in lists if len(members) == count
-        )
-    ]
-    rest = [i for i in range(count) if i not in set(quantized)]
+    members = zip(*(given for given in lists if len(given) == count), strict=True)
+    alone = [i for i, of in enumerate(members) if any(isinstance(x, QuantizedTensor) for x in of)]
+    rest = sorted(set(range(count)) - set(alone))
     results: dict[int, Any] = {}
-    for indices in ([rest] if rest else []) + [[i] for i in quantized]:
-        out = call(indices)
+    for places in filter(None, [rest, *([i] for i in alone)]):
+
+        def take(value: Any, places: list[int] = places) -> Any:
+            is_list = isinstance(value, (list, tuple)) and len(value) == count
+            return [value[i] for i in places] if is_list else value
+
+        out = dequantized_call(func, *map(take, args), **{k: take(v) for k, v in kwargs.items()})
         if out is not None:
-            for position, index in enumerate(indices):
-                results[index] = (
-                    [member[position] for member in out]
-                    if isinstance(out, tuple)
-                    else out[position]
-                )
+            each = zip(*out, strict=True) if isinstance(out, tuple) else out
+            results.update(zip(places, each, strict=True))
     if not results:
         return None
-    first = results[0]
-    if isinstance(first, list):  # several lists
-        return tuple([results[i][k] for i in range(count)] for k in range(len(first)))
-    return [results[i] for i in range(count)]
+    found = [results[i] for i in range(count)]
+    # Several lists come back as they are given: a list of each.
+    several = isinstance(found[0], tuple)
+    return tuple(map(list, zip(*found, strict=True))) if several else found
 
 
 def _is_tensors(value: Any) -> bool:

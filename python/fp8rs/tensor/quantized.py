@@ -22,7 +22,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from fp8rs._torch import disabled_torch_function, in_staging, is_traced
-from fp8rs.tensor import formats, pickles, writes
+from fp8rs.tensor import copies, formats, pickles, writes
 from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.planes import Plane as Plane
 from fp8rs.tensor.planes import check_planes
@@ -262,7 +262,7 @@ class QuantizedTensor(StoreTensor):
             formats or element types differ, ``src`` lacks a plane that cannot be made from its
             other one, or this tensor shares its scales with other elements.
         """
-        return writes.take(self, src, non_blocking)
+        return copies.take(self, src, non_blocking)
 
     def _get_data(self) -> Any:
         """An alias outside autograd. Assigning a quantized tensor shares its planes from then on.
