@@ -14,6 +14,7 @@ from fp8rs.convert.convert import convert_to_float8_training
 from fp8rs.quantize.recipes import DelayedScaling
 from fp8rs.scaling import steps
 from fp8rs.scaling.histories import Histories
+from fp8rs.scaling.ready import Ready
 from oracle.elements import E4M3, E5M2, MAX
 from oracle.tensorwise import scale_from_amax
 from saving import reloaded
@@ -588,9 +589,9 @@ def test_slots_that_nothing_uses_are_read_ever_less(device, monkeypatch, first):
         Block().to(device), recipe="delayed", enable_fsdp_float8_all_gather=False
     )
     reads = []
-    read = Histories._read_ready
+    read = Ready.read
     monkeypatch.setattr(
-        Histories, "_read_ready", lambda self: reads.extend(self._pending) or read(self)
+        Ready, "read", lambda self, layers: reads.extend(self.pending) or read(self, layers)
     )
     with first():
         model(batch(device))

@@ -32,7 +32,7 @@ def step(model, x, optimizer):
 
 
 def rolls(model):
-    return next(iter(linears(model).values()))._fp8_state.delayed.histories._rolls
+    return next(iter(linears(model).values()))._fp8_state.delayed.histories.ready.rolls
 
 
 def histories(model):

@@ -137,7 +137,8 @@ class AdamW(WithMasters):
             key = id(group), weight.device
             if key not in options:
                 options[key] = self._options(group, weight.device)
-            items.append(self._item(group, options[key], param, weight, grad, index))
+            state = self._state(group, param, weight)
+            items.append(Item(param, weight, grad, *state, index, options[key]))
             steps.setdefault(weight.device, Step()).add(items[-1])
         if items:
             self._run(steps, items)
@@ -183,15 +184,10 @@ class AdamW(WithMasters):
             },
         }
 
-    def _item(
-        self,
-        group: dict[str, Any],
-        options: Options,
-        param: Tensor,
-        weight: Tensor,
-        grad: Tensor,
-        index: int,
-    ) -> Item:
+    def _state(
+        self, group: dict[str, Any], param: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """A parameter's moments, counter of steps and master, made where there are none yet."""
         state = self.state[param]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
@@ -199,10 +195,7 @@ class AdamW(WithMasters):
                 state[name] = state_like(param, weight, getattr(torch, group["state_dtype"]))
         master = self._master(param, group["master_weights"], bool(group["stochastic_rounding"]))
         exp_avg, exp_avg_sq = (weights.local(state[name]) for name in ("exp_avg", "exp_avg_sq"))
-        if master is not None:
-            master = weights.local(master)
-        step = state["step"]
-        return Item(param, weight, grad, exp_avg, exp_avg_sq, step, master, index, options)
+        return exp_avg, exp_avg_sq, state["step"], None if master is None else weights.local(master)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ``torch.optim``'s, but moments and masters keep the dtypes that they were saved in.

@@ -1,8 +1,8 @@
 """The table of quantized formats: one row is one way to scale a 2-D matrix.
 
-A *block shape* and a *scale dtype* say everything about a format. Tensors, GEMMs, gathering and
-dequantizing are written over them, so that a new format is a row here and a row in
-:mod:`fp8rs.gemm`, and nothing else.
+A *block shape* and a *scale dtype* say everything about a format. Tensors, gathering, layers and
+optimizers are written over them: a new format is a row here, its GEMMs in :mod:`fp8rs.gemm`, and a
+recipe that names it.
 """
 
 from __future__ import annotations

@@ -31,8 +31,6 @@ from fp8rs.tensor.store import Delayed, Store
 from fp8rs.tensor.table import HANDLERS
 from fp8rs.tensor.wrapper import PLANES, TENSOR_TYPES, StoreTensor, tensor_over
 
-_plain_data: Any = torch.Tensor.data
-
 
 class QuantizedTensor(StoreTensor):
     """A tensor whose storage is FP8 planes. It looks like ``shape`` and ``dtype``.
@@ -263,26 +261,6 @@ class QuantizedTensor(StoreTensor):
             other one, or this tensor shares its scales with other elements.
         """
         return copies.take(self, src, non_blocking)
-
-    def _get_data(self) -> Any:
-        """An alias outside autograd. Assigning a quantized tensor shares its planes from then on.
-
-        Raises:
-            TypeError: a plain tensor, or one of another class, is assigned.
-        """
-        return _plain_data.__get__(self)
-
-    def _set_data(self, value: Any) -> None:
-        if type(value) is not type(self):
-            raise TypeError(
-                f".data of a {type(self).__name__} must be one too, not a {type(value).__name__}: "
-                "it would have to share the storage of what is assigned. Write values by copy_() "
-                "or quantize_()"
-            )
-        _plain_data.__set__(self, value)
-        self._store, self._window, self._shown = value._store, value._window, None
-
-    data = property(_get_data, _set_data)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         planes = [n for n, p in zip(PLANES, self.planes, strict=True) if p is not None]

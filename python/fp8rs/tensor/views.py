@@ -17,7 +17,7 @@ from fp8rs._torch import no_torch_dispatch
 from fp8rs.tensor.fallback import dequantized_call
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.table import implements
-from fp8rs.tensor.windows import Window, contiguous_stride, whole
+from fp8rs.tensor.windows import Window, whole
 
 aten = torch.ops.aten
 
@@ -43,29 +43,6 @@ def _detach(func: Any, t: QuantizedTensor) -> QuantizedTensor:
     return t.view_of(t._window)
 
 
-@implements(aten.view.default, aten._unsafe_view.default)
-def _view(func: Any, t: QuantizedTensor, size: Any) -> Any:
-    window = _window(t)
-    if not window.contiguous or any(n < -1 for n in size) or list(size).count(-1) > 1:
-        return any_view(func, t, size)  # which raises what torch does
-    shape = _resolve(size, t.numel())
-    return _view_of(t, Window(shape, contiguous_stride(shape), window.offset))
-
-
-def _resolve(size: Any, numel: int) -> tuple[int, ...]:
-    size = list(size)
-    known = 1
-    for extent in size:
-        known *= 1 if extent == -1 else extent
-    if -1 in size:
-        if known == 0 or numel % known:
-            raise RuntimeError(f"shape {size} is invalid for input of size {numel}")
-        size[size.index(-1)] = numel // known
-    elif known != numel:
-        raise RuntimeError(f"shape {size} is invalid for input of size {numel}")
-    return tuple(size)
-
-
 @implements(aten.as_strided.default)
 def _as_strided(
     func: Any, t: QuantizedTensor, size: Any, stride: Any, storage_offset: int | None = None
@@ -86,34 +63,6 @@ def _as_strided(
             f"reaches beyond a quantized tensor of {rows * cols} elements"
         )
     return _view_of(t, window)
-
-
-@implements(aten.slice.Tensor)
-def _slice(
-    func: Any,
-    t: QuantizedTensor,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
-) -> Any:
-    size, stride, offset = _window(t)
-    if not size or not -len(size) <= dim < len(size) or step < 1:
-        return any_view(func, t, dim, start, end, step)  # which raises what torch does
-    dim %= len(size)
-    # By comparisons: `slice.indices` would make a constant of a size that a compiler leaves open.
-    first, stop = (
-        default if i is None else max(0, min(i + size[dim] if i < 0 else i, size[dim]))
-        for i, default in ((start, 0), (end, size[dim]))
-    )
-    count = max(0, (stop - first + step - 1) // step)
-    if count == size[dim]:
-        return t.view_of(t._window)
-    new_size = (*size[:dim], count, *size[dim + 1 :])
-    new_stride = (*stride[:dim], stride[dim] * step, *stride[dim + 1 :])
-    return _view_of(
-        t, Window(new_size, new_stride, offset + (first * stride[dim] if count > 0 else 0))
-    )
 
 
 def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:

@@ -25,6 +25,9 @@ PLANES = ("rowwise", "columnwise")
 OWN_ATTRIBUTES = frozenset(("_store", "_window", "_shown", "_is_param"))
 
 
+_plain_data: Any = torch.Tensor.data
+
+
 class StoreTensor(Tensor):
     """Base of quantized tensors: a wrapper of a store, and of a window on it for a view.
 
@@ -133,6 +136,26 @@ class StoreTensor(Tensor):
         if self._store.one_scale and row is not None and col is not None:
             col.scale = row.scale  # one scale stays one
         return self.like(row, col)
+
+    def _get_data(self) -> Any:
+        """An alias outside autograd. Assigning a quantized tensor shares its planes from then on.
+
+        Raises:
+            TypeError: a plain tensor, or one of another class, is assigned.
+        """
+        return _plain_data.__get__(self)
+
+    def _set_data(self, value: Any) -> None:
+        if type(value) is not type(self):
+            raise TypeError(
+                f".data of a {type(self).__name__} must be one too, not a {type(value).__name__}: "
+                "it would have to share the storage of what is assigned. Write values by copy_() "
+                "or quantize_()"
+            )
+        _plain_data.__set__(self, value)
+        self._store, self._window, self._shown = value._store, value._window, None
+
+    data = property(_get_data, _set_data)
 
     # --- copies and compilers ---------------------------------------------------------------------
 
