@@ -123,7 +123,7 @@ class AdamW(WithMasters):
         for group in self.param_groups:
             check_options(group)
         # All that a step is of is checked before the state of anything begins.
-        found = [
+        given = [
             (group, index, param, *checked(param))
             for index, (group, param) in enumerate(
                 (group, param) for group in self.param_groups for param in group["params"]
@@ -133,7 +133,7 @@ class AdamW(WithMasters):
         steps: dict[torch.device, Step] = {}
         items: list[Item] = []
         options: dict[tuple[int, torch.device], Options] = {}
-        for group, index, param, weight, grad in found:
+        for group, index, param, weight, grad in given:
             key = id(group), weight.device
             if key not in options:
                 options[key] = self._options(group, weight.device)
@@ -154,8 +154,8 @@ class AdamW(WithMasters):
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None:  # what was skipped was no step
             for device, counters in by_device.items():
-                found = found_inf.to(device, non_blocking=True).view(())
-                torch._foreach_sub_(counters, [found] * len(counters))
+                skipped = found_inf.to(device, non_blocking=True).view(())
+                torch._foreach_sub_(counters, [skipped] * len(counters))
         self._wrote([item.param for item in items])
 
     def _options(self, group: dict[str, Any], device: torch.device) -> Options:

@@ -20,6 +20,9 @@ _adamw = torch.ops.fp8rs.adamw_.default
 _names = [argument.name for argument in _adamw._schema.arguments]
 LISTS = _names[: _names.index("streams") + 1]
 
+#: Those of each parameter that are laid out alike.
+WRITTEN = ("params", "exp_avgs", "exp_avg_sqs", "masters")
+
 #: What a group and a device have in common, and the operator takes by keyword: ``seed`` and
 #: ``found_inf`` (of a step that is to be skipped) are looked at here too.
 Options = dict[str, Any]
@@ -74,22 +77,33 @@ class Call:
         #: What to copy after it, (to, from).
         self._back: list[tuple[Tensor, Tensor]] = []
 
-    def add(self, item: Item, param: Tensor, master: Tensor | None = None, **others: Any) -> None:
-        """Append a tensor, which is laid out first if it is strided; ``others`` by list."""
+    def add(
+        self,
+        item: Item,
+        param: Tensor,
+        master: Tensor | None = None,
+        offset: int = 0,
+        **scales: Tensor,
+    ) -> None:
+        """Append a tensor, which is laid out first if it is strided; ``scales`` by their list."""
         tensors = [param, item.exp_avg, item.exp_avg_sq, *([] if master is None else [master])]
         tensors, grad, back = laid_out(tensors, item.grad)
         self._back += back
-        names = ("params", "exp_avgs", "exp_avg_sqs", "masters")
-        others = {"offsets": 0, **others, **dict(zip(names, tensors, strict=False))}
-        others |= {"grads": grad, "steps": item.step, "streams": item.index}
-        for name, value in others.items():
-            self.lists[name].append(value)
+        lists = self.lists
+        for name, tensor in zip(WRITTEN, tensors, strict=False):
+            lists[name].append(tensor)
+        lists["grads"].append(grad)
+        lists["steps"].append(item.step)
+        lists["offsets"].append(offset)
+        lists["streams"].append(item.index)
+        for name, scale in scales.items():
+            lists[name].append(scale)
 
-    def add_codes(self, item: Item, master: Tensor | None, **others: Any) -> None:
+    def add_codes(self, item: Item, master: Tensor | None, **scales: Tensor) -> None:
         """The same of the codes of an FP8 weight with one plane."""
         plane = weights.plane(cast(QuantizedTensor, item.weight))
-        others.setdefault("offsets", weights.number(item.param))
-        self.add(item, plane.data, master, scales=plane.scale, **others)
+        number = weights.number(item.param)
+        self.add(item, plane.data, master, number, scales=plane.scale, **scales)
 
     def run(self) -> None:
         """Call the operator."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from fp8rs._torch import increment_version, is_distributed, own_part
 from fp8rs.tensor import stochastic
 from fp8rs.tensor.formats import FP8_MAX, matrix_shape
-from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.planes import Plane, as_bytes
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import reduce_amax
 from fp8rs.tensor.store import Delayed, Owner
@@ -89,15 +89,15 @@ def shards(param: Tensor) -> Shards | None:
 
 def prepare(params: Sequence[Tensor]) -> None:
     """Have modules hold the shards that a step is to write, with scales that all ranks agree on."""
-    found: dict[int, Shards] = {}
+    unagreed: dict[int, Shards] = {}
     for param in params:
         of = owner(param) if is_distributed(param) else None
         if of is not None:
             of.reshard()
             sharded = of.shards
             if of.unagreed and sharded is not None:
-                found[id(sharded)] = sharded
-    for sharded in found.values():
+                unagreed[id(sharded)] = sharded
+    for sharded in unagreed.values():
         sharded.agree()
 
 
@@ -126,12 +126,8 @@ def stored(param: Tensor) -> list[Tensor]:
     """The memory of a weight's local part: bytes of codes, and scales."""
     weight = quantized(param)
     assert weight is not None
-    return [
-        t.view(torch.uint8) if t.element_size() == 1 else t
-        for plane in weight.planes
-        if plane is not None
-        for t in (plane.data, plane.scale)
-    ]
+    planes = [plane for plane in weight.planes if plane is not None]
+    return [as_bytes(t) for plane in planes for t in (plane.data, plane.scale)]
 
 
 def kept_init(param: Tensor) -> Tensor | None:
@@ -174,28 +170,28 @@ def known_scales(params: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, Tensor 
     The last is None but for weights on another device than what delayed scaling keeps (offloaded
     ones): :func:`pass_on` takes the amax there.
     """
-    found: list[Any] = []
+    pairs: list[Any] = []
     codes = []
     for param in params:
         weight = quantized(param)
         assert weight is not None
         of = owner(param)
         slots = None if of is None else of.slots
-        found.append(weight._store.delayed or slots)
+        pairs.append(weight._store.delayed or slots)
         codes.append(plane(weight).scale.view(()))
-    if not found:
+    if not pairs:
         return []
     first = torch.stack(codes)  # where no step has passed yet: the scale that the codes have
-    scales = torch.stack([scale.view(()) for scale, _ in found]).to(first.device)
+    scales = torch.stack([scale.view(()) for scale, _ in pairs]).to(first.device)
     scales = torch.where(scales > 0, scales, first)
-    if found[0][1].device == first.device:
+    if pairs[0][1].device == first.device:
         return [
-            (scale, slot, None) for scale, (_, slot) in zip(scales.unbind(), found, strict=True)
+            (scale, slot, None) for scale, (_, slot) in zip(scales.unbind(), pairs, strict=True)
         ]
     here = torch.zeros_like(scales).unbind()
     return [
         (scale, amax, slot)
-        for scale, amax, (_, slot) in zip(scales.unbind(), here, found, strict=True)
+        for scale, amax, (_, slot) in zip(scales.unbind(), here, pairs, strict=True)
     ]
 
 
@@ -208,11 +204,11 @@ def pass_on(slots: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> None:
 
 def by_shards(params: Sequence[Tensor]) -> list[tuple[Shards | None, list[int]]]:
     """The places of parameters in their list, by what knows of their shards."""
-    found: dict[int, tuple[Shards | None, list[int]]] = {}
+    places: dict[int, tuple[Shards | None, list[int]]] = {}
     for i, param in enumerate(params):
         of = shards(param)
-        found.setdefault(id(of), (of, []))[1].append(i)
-    return list(found.values())
+        places.setdefault(id(of), (of, []))[1].append(i)
+    return list(places.values())
 
 
 def reduce_amaxes_(params: Sequence[Tensor], amaxes: Tensor) -> None:

@@ -16,7 +16,7 @@ from fp8rs._torch import constant_when_traced
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec, quantize_planes
 from fp8rs.tensor.store import Delayed, Store
-from fp8rs.tensor.wrapper import tensor_over
+from fp8rs.tensor.wrapper import TENSOR_TYPES
 
 _SPECS: dict[str, QuantSpec] = {}
 
@@ -45,8 +45,8 @@ def quantized(
     spec = _SPECS[key]
     scale, amax = (None, None) if delayed is None else delayed
     row, col = quantize_planes(spec, x, rowwise, columnwise, scale=scale, amax=amax, declared=True)
-    store = Store(row, col, spec, delayed)
-    return cast(QuantizedTensor, tensor_over(store, x.shape, x.dtype))
+    kind = cast(type[QuantizedTensor], TENSOR_TYPES[spec.format.scale_dtype])
+    return kind.over(Store(row, col, spec, delayed), x.shape, x.dtype)
 
 
 @constant_when_traced

@@ -70,10 +70,14 @@ class Quantizer:
         Raises:
             TypeError: ``x`` is no tensor of float32, bfloat16 or float16.
         """
-        if type(x) is not Tensor or x.requires_grad:
-            x = _source(x, "x")
-        elif x.dtype not in INPUT_DTYPES:
+        if type(x) is not Tensor:
+            if not isinstance(x, Tensor):
+                raise TypeError(f"x must be a tensor, not {type(x).__name__}")
+            x = x.dequantize() if isinstance(x, QuantizedTensor) else x.detach()
+        if x.dtype not in INPUT_DTYPES:
             raise TypeError(f"x must be float32, bfloat16 or float16, not {x.dtype}")
+        if x.requires_grad:
+            x = x.detach()
         if torch.compiler.is_compiling():
             take_into_graphs()
         return quantized(x, self.rowwise, self.columnwise, self.delayed, self._key)
@@ -90,7 +94,6 @@ class Quantizer:
         """
         if not isinstance(dst, QuantizedTensor):
             raise TypeError(f"dst must be a QuantizedTensor, not {type(dst).__name__}")
-        src = _source(src, "src")
         if dst.fp8_dtype != self.fp8_dtype or dst.format is not self.format:
             raise ValueError(
                 f"dst has {dst.fp8_dtype} in format {dst.format.name!r}, but the quantizer "
@@ -156,16 +159,6 @@ class Quantizer:
         planes = [n for n in ("rowwise", "columnwise") if getattr(self, n)]
         block = "" if self.format.per_tensor else f", block={self.format.block}"
         return f"{type(self).__name__}({self.fp8_dtype}, planes={planes}{block})"
-
-
-def _source(x: Tensor, name: str) -> Tensor:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
-    if isinstance(x, QuantizedTensor):
-        x = x.dequantize()
-    elif x.dtype not in INPUT_DTYPES:
-        raise TypeError(f"{name} must be float32, bfloat16 or float16, not {x.dtype}")
-    return x.detach()
 
 
 class Float8Quantizer(Quantizer):

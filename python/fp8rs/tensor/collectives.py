@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
+from fp8rs.tensor.fallback import on_values, quantized_in
+from fp8rs.tensor.planes import as_bytes
 from fp8rs.tensor.quantized import QuantizedTensor
 
 #: Operators of the namespace c10d that only read tensors, and that receive from one other rank; all
@@ -29,11 +30,6 @@ def collective(func: Any, *args: Any, **kwargs: Any) -> Any:
         NotImplementedError: it receives from another rank.
     """
     name = func._schema.name.partition("::")[2]
-    plain: dict[int, Tensor] = {}
-
-    def dequantize(t: QuantizedTensor) -> Tensor:
-        return plain.setdefault(id(t), t.dequantize())
-
     if name in RECEIVING:
         # A receive that is waited for looks like one that is not, and what has not arrived cannot
         # be quantized; waiting here would make two ranks wait for each other.
@@ -45,16 +41,8 @@ def collective(func: Any, *args: Any, **kwargs: Any) -> Any:
         isinstance(t, QuantizedTensor) and t.planes != (None, None) for t in args[0]
     ):
         return _scatter(func, *args, **kwargs)
-    out = func(*tree_map_only(QuantizedTensor, dequantize, args), **kwargs)
-    written = [t for t in tree_flatten(args[0])[0] if isinstance(t, QuantizedTensor)]
-    if name in READING or not written:
-        return out
-    _wait(out)
-    stand_ins = {}
-    for t in written:
-        stand_ins[id(plain[id(t)])] = t
-        t.quantize_(plain[id(t)])
-    return tree_map(lambda v: stand_ins.get(id(v), v) if isinstance(v, Tensor) else v, out)
+    written = [] if name in READING else quantized_in(args[0])
+    return on_values(func, args, kwargs, written, wait=_wait)
 
 
 def _scatter(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,8 +56,7 @@ def _scatter(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) ->
     for place in range(len(arrived[0]._store.tensors())):
 
         def wire(t: QuantizedTensor, place: int = place) -> Tensor:
-            x = t._store.tensors()[place]
-            return x.view(torch.uint8) if x.element_size() == 1 else x
+            return as_bytes(t._store.tensors()[place])
 
         result = func(*tree_map_only(QuantizedTensor, wire, (arrived, parts)), *args, **kwargs)
         _wait(result)

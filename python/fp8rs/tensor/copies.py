@@ -18,8 +18,8 @@ def take(dst: StoreTensor, src: StoreTensor, non_blocking: bool = False) -> bool
 
     Returns:
         False, with nothing written, where that does not make ``dst`` equal to ``src``: formats or
-        element types differ, ``src`` lacks a plane that cannot be made from its other one, or
-        ``dst`` shares its scales with other elements.
+        element types differ, ``src`` lacks a plane that cannot be made from its other one, ``dst``
+        shares its scales with other elements, or blocks begin elsewhere in the two.
     """
     store = dst._store
     own, given = store.any_plane, src._store.any_plane
@@ -31,40 +31,15 @@ def take(dst: StoreTensor, src: StoreTensor, non_blocking: bool = False) -> bool
         return blank.begin_with(dst.region, src.region)
     if owner is not None and owner.take(dst, src):
         return True
-    padded = is_padded(dst)
-    if not copy_planes(dst.region, src.region, rest_is_padding=padded, non_blocking=non_blocking):
+    if store.lead != src._store.lead:
         return False
+    planes = planes_for(dst.region, src.region, is_padded(dst))
+    made = None if planes is None else completed(planes[0], store.has)
+    if planes is None or made is None:
+        return False
+    store.put(made, planes[1], non_blocking)
     if owner is not None:
         owner.wrote()
-    return True
-
-
-def copy_planes(
-    dst: Region, src: Region, *, rest_is_padding: bool = False, non_blocking: bool = False
-) -> bool:
-    """Take over the codes and scales of ``src`` (same shape, format and element type).
-
-    Args:
-        dst: where they go.
-        src: what is taken.
-        rest_is_padding: as for :func:`write`.
-        non_blocking: as for ``copy_``.
-
-    Returns:
-        False, with nothing written, where that does not make the values equal: ``src`` lacks a
-        plane that cannot be made from its other one, ``dst`` shares its scales with other elements,
-        or blocks begin elsewhere in the two.
-    """
-    store = dst.store
-    if store.lead != src.store.lead:
-        return False
-    found = planes_for(dst, src, rest_is_padding)
-    if found is None:
-        return False
-    made = completed(found[0], store.has)
-    if made is None:
-        return False
-    store.put(made, found[1], non_blocking)
     return True
 
 

@@ -2,58 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from fp8rs.tensor import writes
 from fp8rs.tensor.quantized import QuantizedTensor
 
 
 def dequantized_call(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run ``func`` on dequantized arguments; quantize back those that it mutated.
+    """Run ``func`` on dequantized arguments; quantize back those that it mutated."""
+    written = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            written += quantized_in(given)
+    return on_values(func, args, kwargs, written, keep=not overwrites(func))
 
-    The result is what ``func`` gives, with mutated arguments in place of their dequantized
-    stand-ins.
+
+def quantized_in(value: Any) -> list[QuantizedTensor]:
+    """The quantized tensors in an argument."""
+    return [t for t in tree_leaves(value) if isinstance(t, QuantizedTensor)]
+
+
+def on_values(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    written: Sequence[QuantizedTensor],
+    *,
+    keep: bool = False,
+    wait: Callable[[Any], None] | None = None,
+) -> Any:
+    """Run ``func`` on dequantized values, and quantize those that it has written.
+
+    Args:
+        func: the operator.
+        args, kwargs: its arguments.
+        written: those of them that it writes.
+        keep: elements that it leaves as they were keep their codes' value.
+        wait: waits for what is written, by what ``func`` gave.
+
+    Returns:
+        What ``func`` gives, with the tensors themselves in place of their dequantized stand-ins.
     """
-    plain: dict[int, tuple[QuantizedTensor, Tensor]] = {}
+    plain: dict[int, Tensor] = {}
 
     def dequantize(t: QuantizedTensor) -> Tensor:
         if id(t) not in plain:
-            plain[id(t)] = (t, t.dequantize())
-        return plain[id(t)][1]
+            plain[id(t)] = t.dequantize()
+        return plain[id(t)]
 
-    def mutated(value: Any) -> None:
-        if isinstance(value, QuantizedTensor):
-            written[id(value)] = value
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                mutated(item)
-
-    written: dict[int, QuantizedTensor] = {}
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        if position < len(args):
-            mutated(args[position])
-        else:
-            mutated(kwargs.get(argument.name))
-
-    new_args, new_kwargs = tree_map_only(QuantizedTensor, dequantize, (args, kwargs))
-    out = func(*new_args, **new_kwargs)
+    given, named = tree_map_only(QuantizedTensor, dequantize, (args, kwargs))
+    out = func(*given, **named)
     if not written:
         return out
+    if wait is not None:
+        wait(out)
     stand_ins = {}
-    for key, original in written.items():
-        value = plain[key][1]
+    for t in {id(t): t for t in written}.values():
+        value = plain[id(t)]
+        stand_ins[id(value)] = t
         if func.namespace == "_c10d_functional":  # they return before they have written
             value = torch.ops._c10d_functional.wait_tensor(value)
-        delayed = original._store.delayed
-        writes.quantize(original, value, original.spec, delayed, keep=not overwrites(func))
-        stand_ins[id(plain[key][1])] = original
+        writes.quantize(t, value, t.spec, t._store.delayed, keep=keep)
     return tree_map(lambda v: stand_ins.get(id(v), v) if isinstance(v, Tensor) else v, out)
 
 
@@ -82,8 +98,8 @@ def each_member(func: Any, *args: Any, **kwargs: Any) -> Any:
     if not lists:
         return dequantized_call(func, *args, **kwargs)
     count = len(lists[0])
-    members = zip(*(given for given in lists if len(given) == count), strict=True)
-    alone = [i for i, of in enumerate(members) if any(isinstance(x, QuantizedTensor) for x in of)]
+    columns = zip(*(given for given in lists if len(given) == count), strict=True)
+    alone = [i for i, of in enumerate(columns) if any(isinstance(x, QuantizedTensor) for x in of)]
     rest = sorted(set(range(count)) - set(alone))
     results: dict[int, Any] = {}
     for places in filter(None, [rest, *([i] for i in alone)]):
@@ -98,10 +114,10 @@ def each_member(func: Any, *args: Any, **kwargs: Any) -> Any:
             results.update(zip(places, each, strict=True))
     if not results:
         return None
-    found = [results[i] for i in range(count)]
+    members = [results[i] for i in range(count)]
     # Several lists come back as they are given: a list of each.
-    several = isinstance(found[0], tuple)
-    return tuple(map(list, zip(*found, strict=True))) if several else found
+    several = isinstance(members[0], tuple)
+    return tuple(map(list, zip(*members, strict=True))) if several else members
 
 
 def _is_tensors(value: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8rs.tensor import formats
-from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.planes import Plane, as_bytes
 from fp8rs.tensor.spec import QuantSpec
 from fp8rs.tensor.store import Delayed, Store
 from fp8rs.tensor.windows import Window
@@ -33,7 +33,7 @@ def parts(t: StoreTensor) -> tuple[Any, ...]:
         *(
             None
             if p is None
-            else (_as_bytes(p.data), p.data.dtype, _as_bytes(p.scale), p.format.name, p.lead)
+            else (as_bytes(p.data), p.data.dtype, as_bytes(p.scale), p.format.name, p.lead)
             for p in planes
         ),
         tuple(t.shape),
@@ -45,10 +45,6 @@ def parts(t: StoreTensor) -> tuple[Any, ...]:
         None if window is None else tuple(window),
         {name: value for name, value in t.__dict__.items() if name not in OWN_ATTRIBUTES},
     )
-
-
-def _as_bytes(t: Tensor) -> Tensor:
-    return t if t.dtype == torch.float32 else t.view(torch.uint8)
 
 
 def rebuild(

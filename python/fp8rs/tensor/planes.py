@@ -136,6 +136,11 @@ class Plane:
             )
 
 
+def as_bytes(t: Tensor) -> Tensor:
+    """Codes and E8M0 scales as uint8, which all of torch takes; fp32 scales as they are."""
+    return t.view(torch.uint8) if t.element_size() == 1 else t
+
+
 def zeros(like: Tensor, size: Sequence[int], device: Any = None) -> Tensor:
     """Zeros of the dtype of ``like``; made of bytes, as not all devices fill E8M0 tensors."""
     device = like.device if device is None else device

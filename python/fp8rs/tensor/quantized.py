@@ -22,7 +22,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from fp8rs._torch import disabled_torch_function, in_staging, is_traced
-from fp8rs.tensor import copies, formats, pickles, writes
+from fp8rs.tensor import formats, pickles, writes
 from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.planes import Plane as Plane
 from fp8rs.tensor.planes import check_planes
@@ -252,16 +252,6 @@ class QuantizedTensor(StoreTensor):
         writes.quantize(self, src, self.spec, self._store.delayed)
         return self
 
-    def copy_planes_(self, src: QuantizedTensor, *, non_blocking: bool = False) -> bool:
-        """Take over the codes and scales of ``src`` (same shape) as they are.
-
-        Returns:
-            False, with nothing written, where that does not make this tensor equal to ``src``:
-            formats or element types differ, ``src`` lacks a plane that cannot be made from its
-            other one, or this tensor shares its scales with other elements.
-        """
-        return copies.take(self, src, non_blocking)
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         planes = [n for n, p in zip(PLANES, self.planes, strict=True) if p is not None]
         # No values: reading them would synchronise, and a repr must not.
@@ -310,9 +300,6 @@ def wrap_planes(
 
     The arguments are those of :class:`QuantizedTensor`. The planes are not checked.
     """
-    plane = rowwise if rowwise is not None else columnwise
-    if plane is None:
-        raise ValueError("rowwise and columnwise are both None: one plane must be given")
     if dtype not in formats.LOGICAL_DTYPES:
         raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, not {dtype!r}")
     store = Store(rowwise, columnwise, spec, delayed)

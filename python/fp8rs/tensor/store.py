@@ -143,13 +143,13 @@ class Store:
     def read(self, box: Rectangle, dtype: torch.dtype) -> Tensor:
         """The values of some rows and columns, which cut no block: a new contiguous matrix."""
         if self.rowwise is not None:
-            found = windows.part(self.rowwise, box.rows, box.cols)
-            assert found is not None
-            return found.dequantize(dtype).view(box.rows.length, box.cols.length)
+            part = windows.part(self.rowwise, box.rows, box.cols)
+            assert part is not None
+            return part.dequantize(dtype).view(box.rows.length, box.cols.length)
         assert self.columnwise is not None
-        found = windows.part(self.columnwise, box.cols, box.rows)
-        assert found is not None
-        return found.dequantize(dtype).t().contiguous()
+        part = windows.part(self.columnwise, box.cols, box.rows)
+        assert part is not None
+        return part.dequantize(dtype).t().contiguous()
 
     def part(self, box: Rectangle | None) -> Planes:
         """The planes of some rows and columns, which cut no block, or of all: they share memory."""

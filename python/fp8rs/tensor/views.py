@@ -1,8 +1,8 @@
 """Views of quantized tensors: they share the codes, so that a write through one lands.
 
 FSDP2 and DCP write through ``view(-1)``, slices and narrows; users through ``t[:, 3]`` and
-``t[None]``. Each is a :class:`~fp8rs.tensor.windows.Window` on the same store. Those that are made
-often work it out here; of all others, torch says on the meta device what they take.
+``t[None]``. Each is a :class:`~fp8rs.tensor.windows.Window` on the same store. Torch says, on the
+meta device, which elements a view has.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
                 )
             return Window(tuple(x.shape), x.stride(), int(x.storage_offset()))
 
-        found = tree_map_only(Tensor, show, out)
+        windows = tree_map_only(Tensor, show, out)
     if not shared:  # it copies: `reshape` may, `to` as a rule
         return func.decompose(t, *args, **kwargs)
-    if isinstance(found, Window):
-        return _view_of(t, found)
-    return [_view_of(t, window) for window in found]
+    if isinstance(windows, Window):
+        return _view_of(t, windows)
+    return [_view_of(t, window) for window in windows]

@@ -168,8 +168,8 @@ class StoreTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) in memo:
-            found: Self = memo[id(self)]
-            return found
+            known: Self = memo[id(self)]
+            return known
         if not self.is_leaf:
             raise RuntimeError("only leaves of the autograd graph can be copied by deepcopy")
         with torch.no_grad():
