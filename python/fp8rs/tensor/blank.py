@@ -57,20 +57,14 @@ def begin_with(dst: Region, src: Region) -> bool:
             f"a weight in format {store.format.name!r} is sharded by rows only: have "
             "shard_placement_fn give Shard(0), or use a recipe with one scale a tensor"
         )
-    if store.rowwise is not None and of.rowwise is not None:
-        _copy_codes(store.rowwise, mine.rows, mine.cols, of.rowwise, theirs.rows, theirs.cols)
-        store.rowwise = _with_scales_of(store.rowwise, of.rowwise, theirs.rows, 0)
-    if store.columnwise is not None and of.columnwise is not None:
-        _copy_codes(store.columnwise, mine.cols, mine.rows, of.columnwise, theirs.cols, theirs.rows)
-        store.columnwise = _with_scales_of(store.columnwise, of.columnwise, theirs.rows, 1)
+    to, at = ((box.rows.slice, box.cols.slice) for box in (mine, theirs))
+    for name, dim in (("rowwise", 0), ("columnwise", 1)):
+        own, given = getattr(store, name), getattr(of, name)
+        if own is not None and given is not None:
+            own.data[to[::-1] if dim else to] = given.matrix[at[::-1] if dim else at]
+            setattr(store, name, _with_scales_of(own, given, theirs.rows, dim))
     store.blank = False
     return True
-
-
-def _copy_codes(
-    own: Plane, rows: Span, cols: Span, given: Plane, given_rows: Span, given_cols: Span
-) -> None:
-    own.data[rows.slice, cols.slice] = given.matrix[given_rows.slice, given_cols.slice]
 
 
 def _with_scales_of(own: Plane, given: Plane, rows: Span, dim: int) -> Plane:

@@ -43,33 +43,12 @@ def _detach(func: Any, t: QuantizedTensor) -> QuantizedTensor:
     return t.view_of(t._window)
 
 
-@implements(aten.as_strided.default)
-def _as_strided(
-    func: Any, t: QuantizedTensor, size: Any, stride: Any, storage_offset: int | None = None
-) -> QuantizedTensor:
-    # FSDP2 narrows the gathered, padded rows to the parameter's own with it.
-    offset = _window(t).offset if storage_offset is None else storage_offset
-    if len(size) != len(stride) or any(n < 0 for n in (*size, *stride, offset)):
-        raise RuntimeError(
-            f"as_strided(size={tuple(size)}, stride={tuple(stride)}, storage_offset={offset}): "
-            "sizes and strides must be as many, and none negative"
-        )
-    window = Window(tuple(size), tuple(stride), offset)
-    rows, cols = t._store.matrix
-    last = offset + sum((n - 1) * step for n, step in zip(window.size, window.stride, strict=True))
-    if window.numel and not 0 <= last < rows * cols:
-        raise ValueError(
-            f"as_strided(size={window.size}, stride={window.stride}, storage_offset={offset}) "
-            f"reaches beyond a quantized tensor of {rows * cols} elements"
-        )
-    return _view_of(t, window)
-
-
 def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
     """A view operator (one whose result may alias ``t``), as torch does it to a meta tensor.
 
     Raises:
         TypeError: the view would have another dtype.
+        ValueError: it would reach beyond the tensor.
     """
     if not isinstance(t, QuantizedTensor):
         return dequantized_call(func, t, *args, **kwargs)
@@ -90,7 +69,14 @@ def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
                     f"{func} would show the bytes of a quantized tensor as {x.dtype}. Its codes "
                     "are rowwise.data and columnwise.data; .to() gives another dtype"
                 )
-            return Window(tuple(x.shape), x.stride(), int(x.storage_offset()))
+            view = Window(tuple(x.shape), x.stride(), int(x.storage_offset()))
+            # Of a meta tensor torch does not say so.
+            if func is aten.as_strided.default and view.numel and view.last >= rows * cols:
+                raise ValueError(
+                    f"as_strided(size={view.size}, stride={view.stride}, storage_offset="
+                    f"{view.offset}) reaches beyond a quantized tensor of {rows * cols} elements"
+                )
+            return view
 
         windows = tree_map_only(Tensor, show, out)
     if not shared:  # it copies: `reshape` may, `to` as a rule

@@ -33,6 +33,12 @@ class Window(NamedTuple):
         """The number of elements."""
         return math.prod(self.size)
 
+    @property
+    def last(self) -> int:
+        """The place of the last element; there must be one."""
+        steps = zip(self.size, self.stride, strict=True)
+        return self.offset + sum((size - 1) * stride for size, stride in steps)
+
     def of(self, values: Tensor) -> Tensor:
         """The view of these contiguous ``values``."""
         return values.as_strided(self.size, self.stride, values.storage_offset() + self.offset)
@@ -226,10 +232,7 @@ def hull(
     if box is not None:
         span_rows, span_cols = box.rows, box.cols
     else:
-        last = window.offset + sum(
-            (size - 1) * stride for size, stride in zip(window.size, window.stride, strict=True)
-        )
-        first_row, last_row = window.offset // cols, last // cols
+        first_row, last_row = window.offset // cols, window.last // cols
         span_rows, span_cols = Span(first_row, last_row - first_row + 1), Span(0, cols)
     down, across = format.block
     row, col = planes
