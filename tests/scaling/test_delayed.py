@@ -14,6 +14,7 @@ from fp8rs.convert.convert import convert_to_float8_training
 from fp8rs.quantize.recipes import DelayedScaling
 from fp8rs.scaling import steps
 from fp8rs.scaling.histories import Histories
+from fp8rs.scaling.ready import Ready
 from oracle.elements import E4M3, E5M2, MAX
 from oracle.tensorwise import scale_from_amax
 from saving import reloaded
@@ -255,13 +256,16 @@ class Parts(nn.Module):
         return self.b(self.a(x))
 
 
-def compiled_features(model, way):
-    """``model.features`` in eager mode, compiled, or of compiled layers."""
+def compiled_features(kind, device, way):
+    """A new model, and its ``features`` in eager mode, compiled, or of compiled layers."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = fp8rs.convert_to_float8_training(kind().to(device), recipe="delayed")
     if way == "layers":
         model.a.compile(backend="aot_eager"), model.b.compile(backend="aot_eager")
     if way == "a method":
-        return torch.compile(model.features, backend="aot_eager")
-    return model.features
+        return model, torch.compile(model.features, backend="aot_eager")
+    return model, model.features
 
 
 class Called(Parts):
@@ -294,10 +298,7 @@ def test_two_optimizers_of_compiled_code_record_once(device, rolls, way, length)
 @compiled_in_part
 @pytest.mark.parametrize("way", ["a method", "layers"])
 def test_evaluations_between_compiled_steps_change_nothing(device, way):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = fp8rs.convert_to_float8_training(Called().to(device), recipe="delayed")
-    features = compiled_features(model, way)
+    model, features = compiled_features(Called, device, way)
     for n in range(4):
         model.train()
         features(batch(device, 10.0**n)).sum().backward()
@@ -309,10 +310,7 @@ def test_evaluations_between_compiled_steps_change_nothing(device, way):
 @compiled_in_part
 @pytest.mark.parametrize("way", ["eager", "a method", "layers"])
 def test_compiled_layers_of_a_model_that_is_not_called_roll_too(device, way):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = fp8rs.convert_to_float8_training(Parts().to(device), recipe="delayed")
-    features = compiled_features(model, way)
+    model, features = compiled_features(Parts, device, way)
     for n in range(4):
         features(batch(device, 10.0**n)).sum().backward()
         step(model)
@@ -588,9 +586,9 @@ def test_slots_that_nothing_uses_are_read_ever_less(device, monkeypatch, first):
         Block().to(device), recipe="delayed", enable_fsdp_float8_all_gather=False
     )
     reads = []
-    read = Histories._read_ready
+    read = Ready.read
     monkeypatch.setattr(
-        Histories, "_read_ready", lambda self: reads.extend(self._pending) or read(self)
+        Ready, "read", lambda self, layers: reads.extend(self.pending) or read(self, layers)
     )
     with first():
         model(batch(device))

@@ -32,7 +32,7 @@ def step(model, x, optimizer):
 
 
 def rolls(model):
-    return next(iter(linears(model).values()))._fp8_state.delayed.histories._rolls
+    return next(iter(linears(model).values()))._fp8_state.delayed.histories.ready.rolls
 
 
 def histories(model):
@@ -87,9 +87,7 @@ def test_each_rank_of_ddp_has_its_own_scales(rig):
 @pytest.mark.parametrize("sharded", [True, False])
 def test_one_rank_is_in_no_grad_first(rig, sharded):
     """A forward of a sharded model is all ranks', whatever each one does about gradients."""
-    model = delayed(rig)
-    if sharded:
-        shard(model, rig)
+    model = shard(delayed(rig), rig) if sharded else delayed(rig)
     with torch.set_grad_enabled(rig.rank == 0):
         y = model(batch(rig))
     if not sharded and rig.rank == 0:
@@ -104,9 +102,7 @@ def test_one_rank_is_in_no_grad_first(rig, sharded):
 @pytest.mark.parametrize("sharded", [True, False])
 def test_one_rank_steps_another_optimizer_between_micro_batches(rig, sharded):
     """A head that one rank trains beside: its steps are none of this model's."""
-    model = delayed(rig)
-    if sharded:
-        shard(model, rig)
+    model = shard(delayed(rig), rig) if sharded else delayed(rig)
     other = nn.Linear(4, 4).to(rig.device)
     beside = torch.optim.SGD(other.parameters(), 0.1)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)

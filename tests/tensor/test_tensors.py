@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fp8rs.quantize.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer
+from fp8rs.tensor import writes
 from fp8rs.tensor.formats import ROW, TENSOR
 from fp8rs.tensor.quantized import Float8Tensor, Plane, QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec
@@ -613,17 +614,17 @@ def test_out_arguments_and_other_dtypes(make, planes):
 def test_lists_are_taken_a_member_at_a_time(make, monkeypatch):
     seen = []
 
-    def log(name):
-        call = getattr(QuantizedTensor, name)
+    def log(of, name):
+        call = getattr(of, name)
 
-        def logged(self, *args, **kwargs):
+        def logged(*args, **kwargs):
             seen.append(name)
-            return call(self, *args, **kwargs)
+            return call(*args, **kwargs)
 
-        monkeypatch.setattr(QuantizedTensor, name, logged)
+        monkeypatch.setattr(of, name, logged)
 
-    log("dequantize")
-    log("write")
+    log(QuantizedTensor, "dequantize")
+    log(writes, "quantize")
     for count in (1, 5):
         tensors = [make("rowwise", 6, 8, seed=i) for i in range(count)]
         plain = torch.ones(3, device=tensors[0].device)
@@ -631,7 +632,7 @@ def test_lists_are_taken_a_member_at_a_time(make, monkeypatch):
         seen.clear()
         torch._foreach_mul_([*tensors, plain], [2.0] * (count + 1))
         torch._foreach_addcdiv_(tensors, values, [torch.ones_like(v) for v in values])
-        assert seen == ["dequantize", "write"] * (2 * count)
+        assert seen == ["dequantize", "quantize"] * (2 * count)
         for t, v in zip(tensors, values, strict=True):
             torch.testing.assert_close(t.dequantize(), v * 3, rtol=0.13, atol=0.1)
         assert plain.tolist() == [2.0] * 3

@@ -13,7 +13,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterable
-from types import TracebackType
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
@@ -26,31 +26,18 @@ from fp8rs.quantize.recipes import Recipe, resolve_recipe
 _log = logging.getLogger("fp8rs")
 
 
-class Replaced:
+class Replaced(ExitStack):
     """Something in another library that is replaced until `undo`, or to the end of a ``with``."""
 
     def __init__(self, what: str, undo: Callable[[], None]) -> None:
-        self._what, self._undo = what, undo
-        self._stands = True
+        super().__init__()
         _log.info("%s", what)
+        self.callback(_log.info, "no more: %s", what)
+        self.callback(undo)
 
     def undo(self) -> None:
         """Put back what was there. A second call does nothing."""
-        if self._stands:
-            self._stands = False
-            self._undo()
-            _log.info("no more: %s", self._what)
-
-    def __enter__(self) -> Replaced:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.undo()
+        self.close()
 
 
 def use_fp8rs(

@@ -21,23 +21,13 @@ from torch import Tensor
 
 from fp8rs.ops import room
 from fp8rs.ops.define import in_rust
-from fp8rs.ops.room import matrix_shape
+from fp8rs.ops.room import block_count, matrix_shape
 
 _F32 = torch.float32
 
 
-def _count(extent: int, size: int, offset: int = 0) -> int:
-    """Blocks of ``size`` that ``extent`` elements from ``offset`` on touch."""
-    if size == -1:
-        return 1
-    begin = offset % size
-    if begin and not extent:  # not asked of extents at large: a traced one may not be known
-        return 0
-    return -(-(begin + extent) // size)
-
-
-def _packed_size(rows: int, blocks: int) -> int:
-    return -(-rows // 128) * 128 * -(-blocks // 4) * 4
+def _packed_size(rows: int, columns: int) -> int:
+    return -(-rows // 128) * 128 * -(-columns // 4) * 4
 
 
 def _scales(
@@ -54,8 +44,8 @@ def _scales(
 @in_rust
 def block_amax(x: Tensor, block: Sequence[int], row_offset: int = 0) -> Tensor:
     """The absolute maximum of each block: float32, (rows of blocks, columns of blocks)."""
-    rows, cols = matrix_shape(x)
-    grid = (_count(rows, block[0], row_offset), _count(cols, block[1]))
+    rows, cols = matrix_shape(x.shape)
+    grid = (block_count(rows, block[0], row_offset), block_count(cols, block[1]))
     return x.new_empty(grid, dtype=_F32)
 
 
@@ -97,14 +87,14 @@ def quantize_blocks(
     """
     row, col = room.codes(x, fp8_dtype, rowwise, columnwise)
     row_scale, col_scale = (x.new_empty(0, dtype=scale_dtype) for _ in range(2))
-    rows, cols = matrix_shape(x)
+    rows, cols = matrix_shape(x.shape)
     down, across = block
     # The blocks along a dimension: the rows of x are cut from row_offset on, its columns from 0.
     if rowwise:
-        grid = (rows if packed else _count(rows, down, row_offset), _count(cols, across))
+        grid = (rows if packed else block_count(rows, down, row_offset), block_count(cols, across))
         row_scale = _scales(x, scale_dtype, grid, (down, across), packed)
     if columnwise:
-        grid = (cols if packed else _count(cols, down), _count(rows, across, row_offset))
+        grid = (cols if packed else block_count(cols, down), block_count(rows, across, row_offset))
         col_scale = _scales(x, scale_dtype, grid, (down, across), packed)
     return row, row_scale, col, col_scale
 
@@ -121,7 +111,7 @@ def pack_scales(scale: Tensor, rows: int, block_rows: int = 1) -> Tensor:
 @in_rust
 def unpack_scales(packed: Tensor, rows: int, blocks: int, block_rows: int = 1) -> Tensor:
     """Undo ``pack_scales``: the scales (rows of blocks, ``blocks``)."""
-    return packed.new_empty((_count(rows, block_rows), blocks))
+    return packed.new_empty((room.block_count(rows, block_rows), blocks))
 
 
 @in_rust
@@ -134,6 +124,6 @@ def rebase(
     transposed codes and a scale for each of their rows; scales have the shape (rows, 1). The
     largest blocks of a row keep their bits; codes pushed into the subnormals lose some.
     """
-    rows, cols = matrix_shape(codes)
+    rows, cols = matrix_shape(codes.shape)
     out = codes.new_empty(codes.shape if axis == 0 else (cols, rows))
     return out, codes.new_empty((rows if axis == 0 else cols, 1), dtype=_F32)

@@ -22,9 +22,8 @@ def matrix(x: Tensor) -> Tensor:
     return x
 
 
-def matrix_shape(x: Tensor) -> tuple[int, int]:
-    """(product of the leading dimensions, last dimension)."""
-    shape = x.shape
+def matrix_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
+    """The 2-D view of ``shape``: (product of the leading dims, last dim); () is (1, 1)."""
     if len(shape) == 2:
         return shape[0], shape[1]
     if len(shape) == 0:
@@ -32,11 +31,21 @@ def matrix_shape(x: Tensor) -> tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1]
 
 
+def block_count(extent: int, size: int, offset: int = 0) -> int:
+    """Blocks of ``size`` (-1: all) that ``extent`` elements from ``offset`` on touch."""
+    if size == -1:
+        return 1
+    begin = offset % size
+    if begin and not extent:  # not asked of extents at large: a traced one may not be known
+        return 0
+    return -(-(begin + extent) // size)
+
+
 def codes(
     x: Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool
 ) -> tuple[Tensor, Tensor]:
     """Of the shape of ``x``, and of the transposed matrix; (0,) for one that is not asked for."""
-    rows, cols = matrix_shape(x)
+    rows, cols = matrix_shape(x.shape)
     return (
         x.new_empty(x.shape if rowwise else 0, dtype=fp8_dtype),
         x.new_empty((cols, rows) if columnwise else 0, dtype=fp8_dtype),

@@ -173,7 +173,7 @@ def multi_quantize_delayed(
 @in_rust
 def transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
     """The transposed matrix of codes, contiguous."""
-    rows, cols = room.matrix_shape(codes)
+    rows, cols = room.matrix_shape(codes.shape)
     return codes.new_empty((cols, rows))
 
 

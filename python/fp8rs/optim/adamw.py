@@ -123,7 +123,7 @@ class AdamW(WithMasters):
         for group in self.param_groups:
             check_options(group)
         # All that a step is of is checked before the state of anything begins.
-        found = [
+        given = [
             (group, index, param, *checked(param))
             for index, (group, param) in enumerate(
                 (group, param) for group in self.param_groups for param in group["params"]
@@ -133,14 +133,13 @@ class AdamW(WithMasters):
         steps: dict[torch.device, Step] = {}
         items: list[Item] = []
         options: dict[tuple[int, torch.device], Options] = {}
-        for group, index, param, weight, grad in found:
-            device = weight.device
-            key = id(group), device
+        for group, index, param, weight, grad in given:
+            key = id(group), weight.device
             if key not in options:
-                options[key] = self._options(group, device)
-            item = self._item(group, param, weight, grad, index)
-            items.append(item)
-            steps.setdefault(device, Step()).add(options[key], item)
+                options[key] = self._options(group, weight.device)
+            state = self._state(group, param, weight)
+            items.append(Item(param, weight, grad, *state, index, options[key]))
+            steps.setdefault(weight.device, Step()).add(items[-1])
         if items:
             self._run(steps, items)
 
@@ -155,8 +154,8 @@ class AdamW(WithMasters):
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None:  # what was skipped was no step
             for device, counters in by_device.items():
-                found = found_inf.to(device, non_blocking=True).view(())
-                torch._foreach_sub_(counters, [found] * len(counters))
+                skipped = found_inf.to(device, non_blocking=True).view(())
+                torch._foreach_sub_(counters, [skipped] * len(counters))
         self._wrote([item.param for item in items])
 
     def _options(self, group: dict[str, Any], device: torch.device) -> Options:
@@ -168,26 +167,27 @@ class AdamW(WithMasters):
             else:
                 tensor = lr.to(device=device, dtype=torch.float32, non_blocking=True)
                 lr = 0.0
-        scale, found = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
-        stochastic = group["stochastic_rounding"]
+        stochastic, seed = group["stochastic_rounding"], group["seed"]
         if stochastic is None:
             stochastic = not group["master_weights"]
-        seed = group["seed"]
-        return Options(
-            lr,
-            tensor,
-            group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            group["maximize"],
-            (seed if seed < 2**63 else seed - 2**64) if stochastic else None,
-            None if scale is None else scale.to(device, non_blocking=True),
-            None if found is None else found.to(device, non_blocking=True),
-        )
+        scaler = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+        return {
+            "lr": lr,
+            "lr_tensor": tensor,
+            "beta1": group["betas"][0],
+            "beta2": group["betas"][1],
+            **{name: group[name] for name in ("eps", "weight_decay", "maximize")},
+            "seed": (seed if seed < 2**63 else seed - 2**64) if stochastic else None,
+            **{
+                name: None if value is None else value.to(device, non_blocking=True)
+                for name, value in scaler.items()
+            },
+        }
 
-    def _item(
-        self, group: dict[str, Any], param: Tensor, weight: Tensor, grad: Tensor, index: int
-    ) -> Item:
+    def _state(
+        self, group: dict[str, Any], param: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """A parameter's moments, counter of steps and master, made where there are none yet."""
         state = self.state[param]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
@@ -195,9 +195,7 @@ class AdamW(WithMasters):
                 state[name] = state_like(param, weight, getattr(torch, group["state_dtype"]))
         master = self._master(param, group["master_weights"], bool(group["stochastic_rounding"]))
         exp_avg, exp_avg_sq = (weights.local(state[name]) for name in ("exp_avg", "exp_avg_sq"))
-        if master is not None:
-            master = weights.local(master)
-        return Item(param, weight, grad, exp_avg, exp_avg_sq, state["step"], master, index)
+        return exp_avg, exp_avg_sq, state["step"], None if master is None else weights.local(master)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ``torch.optim``'s, but moments and masters keep the dtypes that they were saved in.

@@ -62,36 +62,27 @@ def with_maxima(
         found_inf: of a step; where it is not 0 codes and scales stay.
     """
     parts: list[Any] = [weights.quantized(param) for param in params]
-    old = [scale(part).view(()) for part in parts]
+    planes = [weights.plane(part) for part in parts]
+    old = [plane.scale.view(()) for plane in planes]
     scales = scales_from(amaxes, [part.spec for part in parts])
     if found_inf is not None:
         scales = torch.where(found_inf.view(()) != 0, torch.stack(old), scales)
-    _multi_quantize(masters, scales, [codes(part) for part in parts])
+    _multi_quantize(masters, scales, [plane.data for plane in planes])
     torch._foreach_copy_(old, list(scales.unbind()))
 
 
 def with_known_scales(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
     """Cast masters with the scales that delayed scaling knows, and note their maxima."""
     parts: list[Any] = [weights.quantized(param) for param in params]
+    planes = [weights.plane(part) for part in parts]
     slots = weights.known_scales(params)
     known, seen, _ = zip(*slots, strict=True)
     amaxes = torch.stack([amax.view(()) for amax in seen])
-    used = _multi_quantize_delayed(
-        masters, torch.stack(known), amaxes, [codes(part) for part in parts]
-    )
+    codes = [plane.data for plane in planes]
+    used = _multi_quantize_delayed(masters, torch.stack(known), amaxes, codes)
     torch._foreach_copy_([amax.view(()) for amax in seen], list(amaxes.unbind()))
     weights.pass_on(slots)
-    torch._foreach_copy_([scale(part).view(()) for part in parts], list(used.unbind()))
-
-
-def codes(weight: QuantizedTensor) -> Tensor:
-    """The codes of a weight with one plane."""
-    return weights.plane(weight).data
-
-
-def scale(weight: QuantizedTensor) -> Tensor:
-    """Their scales."""
-    return weights.plane(weight).scale
+    torch._foreach_copy_([plane.scale.view(()) for plane in planes], list(used.unbind()))
 
 
 def kind(param: Tensor, weight: Tensor) -> str:

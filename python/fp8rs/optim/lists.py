@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from fp8rs.optim import casts, weights
-from fp8rs.optim.casts import codes, kind, scale
+from fp8rs.optim.casts import kind
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec
 
 _adamw = torch.ops.fp8rs.adamw_.default
+
+#: The operator's lists: its arguments up to ``streams``.
+_names = [argument.name for argument in _adamw._schema.arguments]
+LISTS = _names[: _names.index("streams") + 1]
+
+#: Those of each parameter that are laid out alike.
+WRITTEN = ("params", "exp_avgs", "exp_avg_sqs", "masters")
+
+#: What a group and a device have in common, and the operator takes by keyword: ``seed`` and
+#: ``found_inf`` (of a step that is to be skipped) are looked at here too.
+Options = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -25,6 +37,7 @@ class Item:
         weight: its local part, plain or quantized.
         grad, exp_avg, exp_avg_sq, step, master: what goes with it.
         index: its number in the optimizer.
+        options: of its group and device.
     """
 
     param: Tensor
@@ -35,101 +48,67 @@ class Item:
     step: Tensor
     master: Tensor | None
     index: int
+    options: Options
+
+    @property
+    def spec(self) -> QuantSpec:
+        """How its codes are made."""
+        return cast(QuantizedTensor, self.weight).spec
 
 
-@dataclass(slots=True)
-class Options:
-    """What a group and a device have in common."""
+class Call:
+    """One call of the operator.
 
-    lr: float
-    lr_tensor: Tensor | None
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    maximize: bool
-    seed: int | None
-    grad_scale: Tensor | None
-    found_inf: Tensor | None
+    Args:
+        options: of all its parameters.
+        spec: of scales that the operator finds itself.
+    """
 
-
-@dataclass(slots=True)
-class Lists:
-    """The arguments of one call. ``back`` is what to copy after it, (to, from)."""
-
-    grads: list[Tensor] = field(default_factory=list)
-    exp_avgs: list[Tensor] = field(default_factory=list)
-    exp_avg_sqs: list[Tensor] = field(default_factory=list)
-    params: list[Tensor] = field(default_factory=list)
-    masters: list[Tensor] = field(default_factory=list)
-    steps: list[Tensor] = field(default_factory=list)
-    scales: list[Tensor] = field(default_factory=list)
-    new_scales: list[Tensor] = field(default_factory=list)
-    amaxes: list[Tensor] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    streams: list[int] = field(default_factory=list)
-    back: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    def __init__(self, options: Options, spec: QuantSpec | None = None) -> None:
+        self.lists: dict[str, list[Any]] = {name: [] for name in LISTS}
+        self._options: Options = {**options, "block": []}
+        if spec is not None:
+            self._options.update(
+                block=list(spec.format.block),
+                rounding=spec.scale_rounding,
+                power_2_scale=spec.power_2_scale,
+                amax_epsilon=spec.amax_epsilon,
+            )
+        #: What to copy after it, (to, from).
+        self._back: list[tuple[Tensor, Tensor]] = []
 
     def add(
         self,
         item: Item,
         param: Tensor,
         master: Tensor | None = None,
-        scale: Tensor | None = None,
-        new_scale: Tensor | None = None,
-        amax: Tensor | None = None,
         offset: int = 0,
+        **scales: Tensor,
     ) -> None:
-        """Append a tensor; what is strided is laid out first."""
+        """Append a tensor, which is laid out first if it is strided; ``scales`` by their list."""
         tensors = [param, item.exp_avg, item.exp_avg_sq, *([] if master is None else [master])]
         tensors, grad, back = laid_out(tensors, item.grad)
-        self.back += back
-        self.params.append(tensors[0])
-        self.exp_avgs.append(tensors[1])
-        self.exp_avg_sqs.append(tensors[2])
-        self.masters += tensors[3:]
-        self.grads.append(grad)
-        self.steps.append(item.step)
-        self.scales += [] if scale is None else [scale]
-        self.new_scales += [] if new_scale is None else [new_scale]
-        self.amaxes += [] if amax is None else [amax]
-        self.offsets.append(offset)
-        self.streams.append(item.index)
+        self._back += back
+        lists = self.lists
+        for name, tensor in zip(WRITTEN, tensors, strict=False):
+            lists[name].append(tensor)
+        lists["grads"].append(grad)
+        lists["steps"].append(item.step)
+        lists["offsets"].append(offset)
+        lists["streams"].append(item.index)
+        for name, scale in scales.items():
+            lists[name].append(scale)
 
-    def run(self, options: Options, spec: QuantSpec | None = None) -> None:
-        """Call the operator; ``spec`` is that of scales that it finds itself."""
-        blocks: dict[str, Any] = {"block": []}
-        if spec is not None:
-            blocks = {
-                "block": list(spec.format.block),
-                "rounding": spec.scale_rounding,
-                "power_2_scale": spec.power_2_scale,
-                "amax_epsilon": spec.amax_epsilon,
-            }
-        _adamw(
-            self.grads,
-            self.exp_avgs,
-            self.exp_avg_sqs,
-            self.params,
-            self.masters,
-            self.steps,
-            self.scales,
-            self.new_scales,
-            self.amaxes,
-            self.offsets,
-            self.streams,
-            options.lr_tensor,
-            options.grad_scale,
-            options.found_inf,
-            lr=options.lr,
-            beta1=options.betas[0],
-            beta2=options.betas[1],
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-            maximize=options.maximize,
-            seed=options.seed,
-            **blocks,
-        )
-        for to, values in self.back:
+    def add_codes(self, item: Item, master: Tensor | None, **scales: Tensor) -> None:
+        """The same of the codes of an FP8 weight with one plane."""
+        plane = weights.plane(cast(QuantizedTensor, item.weight))
+        number = weights.number(item.param)
+        self.add(item, plane.data, master, number, scales=plane.scale, **scales)
+
+    def run(self) -> None:
+        """Call the operator."""
+        _adamw(**self.lists, **self._options)
+        for to, values in self._back:
             to.copy_(values)
 
 
@@ -155,119 +134,109 @@ class Step:
     """One step of some parameters of one device: :meth:`add` all, then :meth:`run`."""
 
     def __init__(self) -> None:
-        self._calls: dict[Any, tuple[Options, QuantSpec | None, Lists]] = {}
-        self._current: list[tuple[Options, Item, QuantizedTensor]] = []
-        self._known: list[tuple[Options, Item, QuantizedTensor]] = []
-        self._other: list[tuple[Options, Item, Tensor]] = []
+        self._calls: dict[Any, Call] = {}
+        self._current: list[Item] = []
+        self._known: list[Item] = []
+        self._other: list[tuple[Item, Tensor]] = []
 
-    def add(self, options: Options, item: Item) -> None:
+    def add(self, item: Item) -> None:
         """Take a parameter in; nothing is computed."""
         weight, master = item.weight, item.master
         how = kind(item.param, weight)
-        if how == "current" and master is not None and options.seed is not None:
+        if how == "current" and master is not None and item.options["seed"] is not None:
             how = "other"  # masters are cast by what rounds to nearest
-        if how in ("current", "known"):
-            assert isinstance(weight, QuantizedTensor)
-            entries = self._current if how == "current" else self._known
-            entries.append((options, item, weight))
-            return
-        key: tuple[Any, ...] = (how, id(options), master is None)
         if how == "plain":
-            self._lists(key, options).add(item, weight, master)
-        elif how == "other":
-            assert isinstance(weight, QuantizedTensor)
-            values = weight.dequantize(torch.float32) if master is None else master
-            self._lists(("plain", id(options), True), options).add(item, values)
-            self._other.append((options, item, values))
+            self._call(how, item, master).add(item, weight, master)
+        elif how == "current":
+            self._current.append(item)
+        elif how == "known":
+            self._known.append(item)
+        elif how == "own":
+            self._call(how, item, master, item.spec).add_codes(item, master)
         else:
-            assert isinstance(weight, QuantizedTensor)
-            spec = weight.spec
-            offset = weights.number(item.param)
-            self._lists((*key, spec), options, spec).add(
-                item, codes(weight), master, scale(weight), offset=offset
-            )
+            values = master
+            if values is None:
+                values = cast(QuantizedTensor, weight).dequantize(torch.float32)
+            self._call("plain", item, None).add(item, values)
+            self._other.append((item, values))
 
-    def _lists(self, key: Any, options: Options, spec: QuantSpec | None = None) -> Lists:
+    def _call(
+        self, how: str, item: Item, master: Tensor | None, spec: QuantSpec | None = None
+    ) -> Call:
+        key = how, id(item.options), master is None, spec
         if key not in self._calls:
-            self._calls[key] = options, spec, Lists()
-        return self._calls[key][2]
+            self._calls[key] = Call(item.options, spec)
+        return self._calls[key]
 
     def run(self) -> None:
         """Update all, and write all codes."""
         amaxes = self._measure()
-        slots = weights.known_scales([item.param for _, item, _ in self._known])
-        for (options, item, weight), (new, amax, _) in zip(self._known, slots, strict=True):
-            offset = weights.number(item.param)
-            self._lists(("known", id(options), item.master is None), options).add(
-                item, codes(weight), item.master, scale(weight), new, amax, offset
-            )
-        for options, spec, lists in self._calls.values():
-            lists.run(options, spec)
+        slots = weights.known_scales([item.param for item in self._known])
+        for item, (new, amax, _) in zip(self._known, slots, strict=True):
+            call = self._call("known", item, item.master)
+            call.add_codes(item, item.master, new_scales=new, amaxes=amax)
+        for call in self._calls.values():
+            call.run()
         weights.pass_on(slots)
         if self._other:
             self._write_others()
         if amaxes is not None:
-            weights.reduce_amaxes_([item.param for _, item, _ in self._current], amaxes)
+            weights.reduce_amaxes_([item.param for item in self._current], amaxes)
             self._write_measured(amaxes)
 
     def _measure(self) -> Tensor | None:
         """Have the calls find the maxima that scales come from, fp32: one of each weight."""
         if not self._current:
             return None
-        # Neighbours share a specification, and so one launch that makes scales; in an order that
-        # all ranks have.
+        # Those with masters first; neighbours share a specification, and so one launch that makes
+        # scales; in an order that all ranks have.
         specs: dict[QuantSpec, int] = {}
-        for _, _, weight in self._current:
-            specs.setdefault(weight.spec, len(specs))
-        self._current.sort(key=lambda entry: (specs[entry[2].spec], entry[1].master is None))
-        device = self._current[0][2].device
+        for item in self._current:
+            specs.setdefault(item.spec, len(specs))
+        self._current.sort(key=lambda item: (item.master is None, specs[item.spec]))
+        device = self._current[0].weight.device
         amaxes = torch.zeros(len(self._current), dtype=torch.float32, device=device)
-        for (options, item, weight), amax in zip(self._current, amaxes.unbind(), strict=True):
-            lists = self._lists(("measure", id(options), item.master is None), options)
+        for item, amax in zip(self._current, amaxes.unbind(), strict=True):
+            call = self._call("measure", item, item.master)
             if item.master is not None:
-                lists.add(item, item.master, amax=amax)
+                call.add(item, item.master, amaxes=amax)
             else:
-                offset = weights.number(item.param)
-                lists.add(item, codes(weight), None, scale(weight), None, amax, offset)
+                call.add_codes(item, None, amaxes=amax)
         return amaxes
 
     def _write_others(self) -> None:
         before = [
-            (options.found_inf, t, t.clone())
-            for options, item, _ in self._other
-            if options.found_inf is not None
+            (item.options["found_inf"], t, t.clone())
+            for item, _ in self._other
+            if item.options["found_inf"] is not None
             for t in weights.stored(item.param)
         ]
-        weights.write_all_(
-            [item.param for _, item, _ in self._other], [values for _, _, values in self._other]
-        )
-        for options, item, values in self._other:
-            if options.seed is not None:
-                weights.round_(item.param, values, options.seed, item.index, item.step)
+        params = [item.param for item, _ in self._other]
+        weights.write_all_(params, [values for _, values in self._other])
+        for item, values in self._other:
+            seed = item.options["seed"]
+            if seed is not None:
+                weights.round_(item.param, values, seed, item.index, item.step)
         # A skipped step has written what the codes or the masters say, rounded anew.
         for found_inf, t, old in before:
             t.copy_(torch.where(found_inf.view(()) != 0, old, t))
 
     def _write_measured(self, amaxes: Tensor) -> None:
         """Write the codes of the weights that were measured, with the scales of these maxima."""
-        with_masters = [i for i, entry in enumerate(self._current) if entry[1].master is not None]
-        others = [i for i in range(len(self._current)) if i not in set(with_masters)]
-        if with_masters:
-            entries = [self._current[i] for i in with_masters]
-            casts.with_maxima(
-                [item.param for _, item, _ in entries],
-                [cast(Tensor, item.master) for _, item, _ in entries],
-                torch.stack([amaxes[i] for i in with_masters]) if others else amaxes,
-                entries[0][0].found_inf,
-            )
+        masters = [item.master for item in self._current if item.master is not None]
+        cast_, others = self._current[: len(masters)], self._current[len(masters) :]
+        if cast_:
+            params, found_inf = [item.param for item in cast_], cast_[0].options["found_inf"]
+            casts.with_maxima(params, masters, amaxes[: len(masters)], found_inf)
         if others:
-            # The same update again, which now knows the scales to round to.
-            specs = [self._current[i][2].spec for i in others]
-            maxima = amaxes if not with_masters else torch.stack([amaxes[i] for i in others])
-            for i, new in zip(others, casts.scales_from(maxima, specs).unbind(), strict=True):
-                options = self._current[i][0]
-                self._lists(("measure", id(options), True), options).new_scales.append(new)
-            for (how, *_), (options, _, lists) in self._calls.items():
-                if how == "measure" and lists.new_scales:
-                    lists.amaxes = []
-                    lists.run(options)
+            self._again(others, casts.scales_from(amaxes[len(masters) :], [i.spec for i in others]))
+
+    def _again(self, items: Sequence[Item], scales: Tensor) -> None:
+        """The same update of weights without masters, which now knows the scales to round to."""
+        calls = {}
+        for item, scale in zip(items, scales.unbind(), strict=True):
+            call = calls[id(item.options)] = self._call("measure", item, item.master)
+            call.lists["new_scales"].append(scale)
+        for call in calls.values():
+            call.lists["amaxes"] = []
+            call.run()

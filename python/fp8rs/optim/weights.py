@@ -6,7 +6,7 @@ Everything that depends on sharding is here; the rest of the package sees local 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -14,9 +14,53 @@ from torch import Tensor
 from fp8rs._torch import increment_version, is_distributed, own_part
 from fp8rs.tensor import stochastic
 from fp8rs.tensor.formats import FP8_MAX, matrix_shape
-from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.planes import Plane, as_bytes
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import reduce_amax
+from fp8rs.tensor.store import Delayed, Owner
+
+
+class Shards(Protocol):
+    """The sharded weights of a model. What reduces runs on all ranks, with the same weights."""
+
+    def is_cut(self, weight: Any) -> bool:
+        """Whether some block of the weight has elements on several ranks."""
+
+    def reduce_(self, weights: Sequence[Any], amaxes: Tensor) -> None:
+        """Make shards' maxima (n,), fp32, those of the whole weights: one all-reduce a mesh."""
+
+    def write_all(self, weights: Sequence[Any], values: Sequence[Tensor]) -> None:
+        """Quantize values into whole shards, as those of the whole weights."""
+
+    def agree(self) -> None:
+        """Have the scales of all weights agree."""
+
+
+class Weight(Owner, Protocol):
+    """What an optimizer asks the owner of a weight's planes beside.
+
+    Attributes:
+        writes: how many times the planes were written.
+        unagreed: scales that shards share may differ between ranks.
+    """
+
+    writes: int
+    unagreed: bool
+
+    def reshard(self) -> None:
+        """Have modules hold their shards, where a sharded weight is there whole."""
+
+    @property
+    def slots(self) -> Delayed | None:
+        """Of delayed scaling: the next scale (0: none yet), and where amaxes are noted."""
+
+    @property
+    def number(self) -> int:
+        """The number, among those of the whole weight, of this rank's first element."""
+
+    @property
+    def shards(self) -> Shards | None:
+        """What knows of the other ranks' shards; None of a weight that is whole."""
 
 
 def local(tensor: Any) -> Tensor:
@@ -31,13 +75,13 @@ def quantized(param: Tensor) -> QuantizedTensor | None:
     return part if isinstance(part, QuantizedTensor) else None
 
 
-def owner(param: Tensor) -> Any:
+def owner(param: Tensor) -> Weight | None:
     """Whom a weight belongs to; None of a quantized tensor that is no layer's."""
     weight = quantized(param)
-    return None if weight is None else weight._store.owner
+    return None if weight is None else cast("Weight | None", weight._store.owner)
 
 
-def shards(param: Tensor) -> Any:
+def shards(param: Tensor) -> Shards | None:
     """What knows of the other ranks' shards; None of a weight that is whole."""
     of = owner(param)
     return None if of is None else of.shards
@@ -45,14 +89,15 @@ def shards(param: Tensor) -> Any:
 
 def prepare(params: Sequence[Tensor]) -> None:
     """Have modules hold the shards that a step is to write, with scales that all ranks agree on."""
-    found: dict[int, Any] = {}
+    unagreed: dict[int, Shards] = {}
     for param in params:
         of = owner(param) if is_distributed(param) else None
         if of is not None:
             of.reshard()
-            if of.unagreed and of.shards is not None:
-                found[id(of.shards)] = of.shards
-    for sharded in found.values():
+            sharded = of.shards
+            if of.unagreed and sharded is not None:
+                unagreed[id(sharded)] = sharded
+    for sharded in unagreed.values():
         sharded.agree()
 
 
@@ -73,12 +118,7 @@ def plane(weight: QuantizedTensor) -> Plane:
     """The rowwise plane of a local part, which may be empty."""
     row = weight.rowwise
     if row is None or not weight.numel():
-        whole = weight._store.any_plane
-        size = matrix_shape(weight.shape)
-        scale = whole.scale
-        if not whole.format.per_tensor:
-            scale = scale.new_empty(whole.format.scale_shape(*size))
-        return Plane(whole.data.new_empty(size), scale, whole.format)
+        return weight._store.any_plane.empty(*matrix_shape(weight.shape))
     return row
 
 
@@ -86,12 +126,8 @@ def stored(param: Tensor) -> list[Tensor]:
     """The memory of a weight's local part: bytes of codes, and scales."""
     weight = quantized(param)
     assert weight is not None
-    return [
-        t.view(torch.uint8) if t.element_size() == 1 else t
-        for plane in weight.planes
-        if plane is not None
-        for t in (plane.data, plane.scale)
-    ]
+    planes = [plane for plane in weight.planes if plane is not None]
+    return [as_bytes(t) for plane in planes for t in (plane.data, plane.scale)]
 
 
 def kept_init(param: Tensor) -> Tensor | None:
@@ -110,13 +146,13 @@ def drop_init(param: Tensor) -> None:
 def number(param: Tensor) -> int:
     """The number, among those of the whole weight, of the local part's first element."""
     of = owner(param) if is_distributed(param) else None
-    return 0 if of is None else int(of.number)
+    return 0 if of is None else of.number
 
 
 def is_cut(param: Tensor) -> bool:
     """Whether a block of the weight's format has elements on several ranks: on all, or on none."""
     of = shards(param)
-    return of is not None and bool(of.is_cut(owner(param)))
+    return of is not None and of.is_cut(owner(param))
 
 
 def known(param: Tensor) -> bool:
@@ -134,28 +170,28 @@ def known_scales(params: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, Tensor 
     The last is None but for weights on another device than what delayed scaling keeps (offloaded
     ones): :func:`pass_on` takes the amax there.
     """
-    found: list[Any] = []
+    pairs: list[Any] = []
     codes = []
     for param in params:
         weight = quantized(param)
         assert weight is not None
         of = owner(param)
         slots = None if of is None else of.slots
-        found.append(weight._store.delayed or slots)
+        pairs.append(weight._store.delayed or slots)
         codes.append(plane(weight).scale.view(()))
-    if not found:
+    if not pairs:
         return []
     first = torch.stack(codes)  # where no step has passed yet: the scale that the codes have
-    scales = torch.stack([scale.view(()) for scale, _ in found]).to(first.device)
+    scales = torch.stack([scale.view(()) for scale, _ in pairs]).to(first.device)
     scales = torch.where(scales > 0, scales, first)
-    if found[0][1].device == first.device:
+    if pairs[0][1].device == first.device:
         return [
-            (scale, slot, None) for scale, (_, slot) in zip(scales.unbind(), found, strict=True)
+            (scale, slot, None) for scale, (_, slot) in zip(scales.unbind(), pairs, strict=True)
         ]
     here = torch.zeros_like(scales).unbind()
     return [
         (scale, amax, slot)
-        for scale, amax, (_, slot) in zip(scales.unbind(), here, found, strict=True)
+        for scale, amax, (_, slot) in zip(scales.unbind(), here, pairs, strict=True)
     ]
 
 
@@ -166,13 +202,13 @@ def pass_on(slots: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> None:
             slot.copy_(slot.maximum(amax.to(slot.device)))
 
 
-def by_shards(params: Sequence[Tensor]) -> list[tuple[Any, list[int]]]:
+def by_shards(params: Sequence[Tensor]) -> list[tuple[Shards | None, list[int]]]:
     """The places of parameters in their list, by what knows of their shards."""
-    found: dict[int, tuple[Any, list[int]]] = {}
+    places: dict[int, tuple[Shards | None, list[int]]] = {}
     for i, param in enumerate(params):
         of = shards(param)
-        found.setdefault(id(of), (of, []))[1].append(i)
-    return list(found.values())
+        places.setdefault(id(of), (of, []))[1].append(i)
+    return list(places.values())
 
 
 def reduce_amaxes_(params: Sequence[Tensor], amaxes: Tensor) -> None:

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8rs.quantize.in_graph import quantized, quantized_in_graph
+from fp8rs.quantize.in_graph import key_of, quantized, take_into_graphs
 from fp8rs.quantize.recipes import check_amax_epsilon, check_bool
-from fp8rs.tensor import formats
+from fp8rs.tensor import formats, writes
 from fp8rs.tensor.formats import INPUT_DTYPES, BlockFormat, check_fp8_dtype, matrix_shape
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
@@ -37,6 +37,7 @@ class Quantizer:
 
     def __init__(self, spec: QuantSpec, *, rowwise: bool = True, columnwise: bool = True) -> None:
         self.spec = spec
+        self._key = key_of(spec)
         self.rowwise = True
         self.columnwise = True
         self.set_usage(rowwise=rowwise, columnwise=columnwise)
@@ -69,12 +70,17 @@ class Quantizer:
         Raises:
             TypeError: ``x`` is no tensor of float32, bfloat16 or float16.
         """
-        if type(x) is not Tensor or x.requires_grad:
-            x = _source(x, "x")
-        elif x.dtype not in INPUT_DTYPES:
+        if type(x) is not Tensor:
+            if not isinstance(x, Tensor):
+                raise TypeError(f"x must be a tensor, not {type(x).__name__}")
+            x = x.dequantize() if isinstance(x, QuantizedTensor) else x.detach()
+        if x.dtype not in INPUT_DTYPES:
             raise TypeError(f"x must be float32, bfloat16 or float16, not {x.dtype}")
-        make = quantized_in_graph if torch.compiler.is_compiling() else quantized
-        return make(x, self.rowwise, self.columnwise, self.delayed, self.spec)
+        if x.requires_grad:
+            x = x.detach()
+        if torch.compiler.is_compiling():
+            take_into_graphs()
+        return quantized(x, self.rowwise, self.columnwise, self.delayed, self._key)
 
     def update_quantized(self, src: Tensor, dst: QuantizedTensor) -> QuantizedTensor:
         """Quantize ``src`` into the planes that ``dst`` has, scales included; returns ``dst``.
@@ -88,13 +94,12 @@ class Quantizer:
         """
         if not isinstance(dst, QuantizedTensor):
             raise TypeError(f"dst must be a QuantizedTensor, not {type(dst).__name__}")
-        src = _source(src, "src")
         if dst.fp8_dtype != self.fp8_dtype or dst.format is not self.format:
             raise ValueError(
                 f"dst has {dst.fp8_dtype} in format {dst.format.name!r}, but the quantizer "
                 f"makes {self.fp8_dtype} in format {self.format.name!r}"
             )
-        dst.write(src, self.spec, self.delayed)
+        writes.quantize(dst, src, self.spec, self.delayed)
         return dst
 
     def make_empty(
@@ -144,22 +149,16 @@ class Quantizer:
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group means nothing in another process.
-        return {**self.__dict__, "spec": self.spec.without_group()}
+        spec = self.spec.without_group()
+        return {**self.__dict__, "spec": spec, "_key": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _key=key_of(state["spec"]))
 
     def __repr__(self) -> str:
         planes = [n for n in ("rowwise", "columnwise") if getattr(self, n)]
         block = "" if self.format.per_tensor else f", block={self.format.block}"
         return f"{type(self).__name__}({self.fp8_dtype}, planes={planes}{block})"
-
-
-def _source(x: Tensor, name: str) -> Tensor:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
-    if isinstance(x, QuantizedTensor):
-        x = x.dequantize()
-    elif x.dtype not in INPUT_DTYPES:
-        raise TypeError(f"{name} must be float32, bfloat16 or float16, not {x.dtype}")
-    return x.detach()
 
 
 class Float8Quantizer(Quantizer):

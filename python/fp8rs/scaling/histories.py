@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fp8rs._torch import is_distributed, local_tensor
 from fp8rs.quantize.recipes import DelayedScaling
+from fp8rs.scaling.ready import Ready
 from fp8rs.tensor.spec import QuantSpec
 
 BUFFERS = ("fp8_scale", "fp8_amax", "fp8_amax_history")
@@ -65,6 +66,48 @@ class Pack:
     history: Tensor  # (amax_history_len, layers, 3)
 
 
+def are_intact(packs: Sequence[Pack], layers: Sequence[nn.Module | None]) -> bool:
+    """Whether the layers' buffers are views of these packs still."""
+    seen = 0
+    for pack in packs:
+        bases = {id(pack.scale), id(pack.amax), id(pack.history)}
+        for index in pack.indices:
+            layer = layers[index]
+            if layer is None:
+                return False
+            seen += 1
+            buffers = layer._buffers
+            for name in BUFFERS:
+                buffer: Any = buffers[name]
+                if id(buffer._base) not in bases:
+                    return False
+    return seen == sum(layer is not None for layer in layers)
+
+
+@torch.no_grad()
+def packed(layers: Sequence[nn.Module | None]) -> list[Pack]:
+    """New packs of the layers' buffers, one a device; the buffers become views of them."""
+    by_device: dict[torch.device, list[int]] = {}
+    for index, layer in enumerate(layers):
+        if layer is not None:
+            device = layer._buffers["fp8_amax"].device  # type: ignore[union-attr]
+            by_device.setdefault(device, []).append(index)
+    packs = []
+    with torch.inference_mode(False):
+        for indices in by_device.values():
+            here: Any = [layers[i]._buffers for i in indices]  # type: ignore[union-attr]
+            for buffers in here:
+                keep_local(buffers)
+            scale, amax = (torch.stack([buffers[name] for buffers in here]) for name in BUFFERS[:2])
+            history = torch.stack([buffers["fp8_amax_history"] for buffers in here], 1)
+            for place, buffers in enumerate(here):
+                buffers["fp8_scale"] = scale[place]
+                buffers["fp8_amax"] = amax[place]
+                buffers["fp8_amax_history"] = history[:, place]
+            packs.append(Pack(indices, scale, amax, history))
+    return packs
+
+
 class Histories:
     """The histories of one model's layers.
 
@@ -84,8 +127,7 @@ class Histories:
         self._specs = list(specs)
         self._layers = layers
         self._packs: list[Pack] = []
-        self._rolls = 0
-        self._pending: list[tuple[list[int], Tensor, torch.cuda.Event | None]] = []
+        self.ready = Ready()
         self._rolled: list[torch.cuda.Event] = []
 
     # --- packs -----------------------------------------------------------------------------------
@@ -93,8 +135,8 @@ class Histories:
     def packs(self) -> list[Pack]:
         """The buffers as packs, one a device."""
         layers = self._layers()
-        if not self._intact(layers):
-            self._packs = self._pack(layers)
+        if not are_intact(self._packs, layers):
+            self._packs = packed(layers)
         return self._packs
 
     def keep_packed(self) -> None:
@@ -105,50 +147,6 @@ class Histories:
     def moved(self) -> None:
         """A layer's buffers are others now."""
         self._packs = []
-
-    def begun(self) -> None:
-        """A layer has no scales any more, whatever is known of earlier ones."""
-        self._rolls, self._pending = 0, []
-
-    def _intact(self, layers: Sequence[nn.Module | None]) -> bool:
-        seen = 0
-        for pack in self._packs:
-            bases = {id(pack.scale), id(pack.amax), id(pack.history)}
-            for index in pack.indices:
-                layer = layers[index]
-                if layer is None:
-                    return False
-                seen += 1
-                buffers = layer._buffers
-                for name in BUFFERS:
-                    buffer: Any = buffers[name]
-                    if id(buffer._base) not in bases:
-                        return False
-        return seen == sum(layer is not None for layer in layers)
-
-    @torch.no_grad()
-    def _pack(self, layers: Sequence[nn.Module | None]) -> list[Pack]:
-        by_device: dict[torch.device, list[int]] = {}
-        for index, layer in enumerate(layers):
-            if layer is not None:
-                device = layer._buffers["fp8_amax"].device  # type: ignore[union-attr]
-                by_device.setdefault(device, []).append(index)
-        packs = []
-        with torch.inference_mode(False):
-            for indices in by_device.values():
-                here: Any = [layers[i]._buffers for i in indices]  # type: ignore[union-attr]
-                for buffers in here:
-                    keep_local(buffers)
-                scale, amax = (
-                    torch.stack([buffers[name] for buffers in here]) for name in BUFFERS[:2]
-                )
-                history = torch.stack([buffers["fp8_amax_history"] for buffers in here], 1)
-                for place, buffers in enumerate(here):
-                    buffers["fp8_scale"] = scale[place]
-                    buffers["fp8_amax"] = amax[place]
-                    buffers["fp8_amax_history"] = history[:, place]
-                packs.append(Pack(indices, scale, amax, history))
-        return packs
 
     def pack(self, device: torch.device) -> Pack:
         """The pack of a device."""
@@ -176,7 +174,7 @@ class Histories:
             self._roll(reduce, unsure)
 
     def _roll(self, reduce: Callable[[Tensor], None], unsure: bool) -> None:
-        self._read_ready()
+        self.ready.read(self._layers())
         packs = [pack for pack in self.packs() if not pack.scale.is_meta]  # which hold nothing
         if not packs:
             return
@@ -204,8 +202,7 @@ class Histories:
             fresh = torch.stack([spec.scale_from_amax(part) for spec, part in by_role], 1)
             # A slot that saw nothing keeps its scale: 0 says that there is no information.
             pack.scale[:, :, 0] = torch.where(latest > 0, fresh, pack.scale[:, :, 0])
-        self._rolls += 1
-        self._fetch_ready()
+        self.ready.ask([(pack.indices, pack.scale[:, :, 0]) for pack in packs], self._layers())
         self._rolled = []
         for pack in packs:
             if pack.scale.is_cuda:
@@ -218,40 +215,3 @@ class Histories:
         """Have the current stream see the last roll: FSDP gathers on streams of its own."""
         for event in self._rolled:
             torch.cuda.current_stream().wait_event(event)
-
-    # --- what the host knows of the scales -------------------------------------------------------
-
-    def _fetch_ready(self) -> None:
-        """Send for which scales there are; they are read a roll later, so that nobody waits.
-
-        After rolls 1, 2, 3, 6, 12 and so on: a layer that is never called has none for good.
-        """
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return  # a graph's replays are not seen by the host
-        due = self._rolls <= 3 or (self._rolls % 3 == 0 and (self._rolls // 3).bit_count() == 1)
-        if not due:
-            return
-        layers = self._layers()
-        for pack in self._packs:
-            if pack.scale.is_meta or all(
-                all(getattr(layers[i], "fp8_ready", ())) for i in pack.indices
-            ):
-                continue
-            known = pack.scale[:, :, 0] > 0
-            if known.is_cuda:
-                host = known.to("cpu", non_blocking=True)
-                event = torch.cuda.Event()
-                event.record(torch.cuda.current_stream(known.device))
-                self._pending.append((pack.indices, host, event))
-            else:
-                self._pending.append((pack.indices, known.clone(), None))
-
-    def _read_ready(self) -> None:
-        pending, self._pending = self._pending, []
-        for indices, host, event in pending:
-            if event is not None:
-                event.synchronize()  # a step old: nothing to wait for
-            layers: Any = self._layers()
-            for index, ready in zip(indices, host.tolist(), strict=True):
-                if layers[index] is not None:
-                    layers[index].fp8_ready = tuple(ready)

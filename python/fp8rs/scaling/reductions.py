@@ -22,14 +22,14 @@ def index_tensor(indices: tuple[int, ...], device: torch.device) -> Tensor:
 
 def mesh_groups(meshes: Iterable[Any]) -> list[Any]:
     """The process groups along all dimensions of meshes, once each."""
-    found: dict[str, Any] = {}
+    groups: dict[str, Any] = {}
     for mesh in meshes:
         if mesh.size() == dist.get_world_size():
             return [dist.group.WORLD]
         for dim in range(mesh.ndim):
             group = mesh.get_group(dim)
-            found[group.group_name] = group
-    return list(found.values())
+            groups[group.group_name] = group
+    return list(groups.values())
 
 
 def reduce_packed_(values: Tensor, parts: Iterable[tuple[range, Iterable[Any]]]) -> Tensor:

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rs._torch import in_staging
-from fp8rs.tensor import collectives, views
+from fp8rs._torch import in_staging, make_wrapper_subclass
+from fp8rs.tensor import collectives, copies, views
+from fp8rs.tensor.blank import blank
 from fp8rs.tensor.fallback import dequantized_call, each_member
 from fp8rs.tensor.formats import INPUT_DTYPES, LOGICAL_DTYPES
+from fp8rs.tensor.planes import zeros
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.table import HANDLERS, Handler, implements
 
@@ -88,7 +90,7 @@ def _copy(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> An
     if (
         isinstance(src, QuantizedTensor)
         and src.shape == dst.shape
-        and dst.copy_planes_(src, non_blocking=non_blocking)
+        and copies.take(dst, src, non_blocking)
     ):
         return dst
     if isinstance(src, QuantizedTensor):
@@ -115,22 +117,23 @@ def _empty_like(
 ) -> Any:
     if t._store.owner is None or dtype not in (None, t.dtype) or t.planes == (None, None):
         return _new_like(func, t, dtype=dtype, device=device, **kwargs)
-    device = t.device if device is None else device
-
-    def empty(x: Tensor) -> Tensor:
-        # Zeros: a write of some rows reads the others, and a code of chance may be NaN.
-        return torch.zeros(x.shape, dtype=torch.uint8, device=device).view(x.dtype)
-
-    def scale(x: Tensor) -> Tensor:
-        values = torch.zeros([*x.shape, x.itemsize], dtype=torch.uint8, device=device)
-        return values.view(x.dtype).squeeze(-1)
-
-    return t.map(empty, scale)
+    # Zeros: a write of some rows reads the others, and a code of chance may be NaN.
+    return t.map(lambda x: zeros(x, x.shape, device))
 
 
 @implements(aten.new_empty.default)
 def _new_empty(func: Any, t: QuantizedTensor, size: Any, **kwargs: Any) -> Any:
-    return t.staged() if in_staging() else _new(func, t, size, **kwargs)
+    if not in_staging():
+        return _new(func, t, size, **kwargs)
+    # `async_save` gives this copies of all attributes of ``t``: of its store and window too.
+    return make_wrapper_subclass(
+        type(t),
+        t.shape,
+        strides=t.stride(),
+        storage_offset=t.storage_offset(),
+        dtype=t.dtype,
+        device=torch.device("cpu"),
+    )
 
 
 @implements(aten.new_zeros.default)
@@ -155,7 +158,8 @@ def _new_part(
         )
     if t._store.owner is None or dtype not in (None, t.dtype) or len(size) != 2:
         return _new(func, t, size, dtype=dtype, device=device, **kwargs)
-    return t.blank(size, device)
+    store = blank(t._store, size, t.device if device is None else device)
+    return t.over(store, torch.Size(size), t.dtype)
 
 
 @implements(

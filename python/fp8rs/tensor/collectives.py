@@ -10,49 +10,27 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
+from fp8rs.tensor.fallback import on_values, quantized_in
+from fp8rs.tensor.planes import as_bytes
 from fp8rs.tensor.quantized import QuantizedTensor
 
-#: Operators of the namespace c10d -> how many of their first arguments they write; those that are
-#: not here write none.
-WRITTEN = {
-    "_allgather_base_": 1,
-    "_reduce_scatter_base_": 1,
-    "allgather_": 1,
-    "allgather_coalesced_": 1,
-    "allgather_into_tensor_coalesced_": 1,
-    "allreduce_": 1,
-    "allreduce_coalesced_": 1,
-    "alltoall_": 1,
-    "alltoall_base_": 1,
-    "broadcast_": 1,
-    "gather_": 1,
-    "gather_into_tensor_": 1,
-    "reduce_": 1,
-    "reduce_scatter_": 1,
-    "reduce_scatter_tensor_coalesced_": 1,
-    "scatter_": 1,
-}
-#: Those that only read tensors.
+#: Operators of the namespace c10d that only read tensors, and that receive from one other rank; all
+#: others write their first argument.
 READING = ("send", "barrier", "monitored_barrier_", "check_for_nan")
+RECEIVING = ("recv_", "recv_any_source_")
 
 
 def collective(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a collective on dequantized values, and quantize what it wrote.
 
     Raises:
-        NotImplementedError: it receives from another rank, or is not known.
+        NotImplementedError: it receives from another rank.
     """
     name = func._schema.name.partition("::")[2]
-    plain: dict[int, Tensor] = {}
-
-    def dequantize(t: QuantizedTensor) -> Tensor:
-        return plain.setdefault(id(t), t.dequantize())
-
-    if name not in WRITTEN and name not in READING:
+    if name in RECEIVING:
         # A receive that is waited for looks like one that is not, and what has not arrived cannot
         # be quantized; waiting here would make two ranks wait for each other.
         raise NotImplementedError(
@@ -63,18 +41,8 @@ def collective(func: Any, *args: Any, **kwargs: Any) -> Any:
         isinstance(t, QuantizedTensor) and t.planes != (None, None) for t in args[0]
     ):
         return _scatter(func, *args, **kwargs)
-    out = func(*tree_map_only(QuantizedTensor, dequantize, args), **kwargs)
-    written = [
-        t for t in tree_flatten(args[: WRITTEN.get(name, 0)])[0] if isinstance(t, QuantizedTensor)
-    ]
-    if not written:
-        return out
-    _wait(out)
-    stand_ins = {}
-    for t in written:
-        stand_ins[id(plain[id(t)])] = t
-        t.quantize_(plain[id(t)])
-    return tree_map(lambda v: stand_ins.get(id(v), v) if isinstance(v, Tensor) else v, out)
+    written = [] if name in READING else quantized_in(args[0])
+    return on_values(func, args, kwargs, written, wait=_wait)
 
 
 def _scatter(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,8 +56,7 @@ def _scatter(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) ->
     for place in range(len(arrived[0]._store.tensors())):
 
         def wire(t: QuantizedTensor, place: int = place) -> Tensor:
-            x = t._store.tensors()[place]
-            return x.view(torch.uint8) if x.element_size() == 1 else x
+            return as_bytes(t._store.tensors()[place])
 
         result = func(*tree_map_only(QuantizedTensor, wire, (arrived, parts)), *args, **kwargs)
         _wait(result)

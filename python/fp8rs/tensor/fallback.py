@@ -2,56 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from fp8rs.tensor import writes
 from fp8rs.tensor.quantized import QuantizedTensor
 
 
 def dequantized_call(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run ``func`` on dequantized arguments; quantize back those that it mutated.
+    """Run ``func`` on dequantized arguments; quantize back those that it mutated."""
+    written = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            written += quantized_in(given)
+    return on_values(func, args, kwargs, written, keep=not overwrites(func))
 
-    The result is what ``func`` gives, with mutated arguments in place of their dequantized
-    stand-ins.
+
+def quantized_in(value: Any) -> list[QuantizedTensor]:
+    """The quantized tensors in an argument."""
+    return [t for t in tree_leaves(value) if isinstance(t, QuantizedTensor)]
+
+
+def on_values(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    written: Sequence[QuantizedTensor],
+    *,
+    keep: bool = False,
+    wait: Callable[[Any], None] | None = None,
+) -> Any:
+    """Run ``func`` on dequantized values, and quantize those that it has written.
+
+    Args:
+        func: the operator.
+        args, kwargs: its arguments.
+        written: those of them that it writes.
+        keep: elements that it leaves as they were keep their codes' value.
+        wait: waits for what is written, by what ``func`` gave.
+
+    Returns:
+        What ``func`` gives, with the tensors themselves in place of their dequantized stand-ins.
     """
-    plain: dict[int, tuple[QuantizedTensor, Tensor]] = {}
+    plain: dict[int, Tensor] = {}
 
     def dequantize(t: QuantizedTensor) -> Tensor:
         if id(t) not in plain:
-            plain[id(t)] = (t, t.dequantize())
-        return plain[id(t)][1]
+            plain[id(t)] = t.dequantize()
+        return plain[id(t)]
 
-    def mutated(value: Any) -> None:
-        if isinstance(value, QuantizedTensor):
-            written[id(value)] = value
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                mutated(item)
-
-    written: dict[int, QuantizedTensor] = {}
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        if position < len(args):
-            mutated(args[position])
-        else:
-            mutated(kwargs.get(argument.name))
-
-    new_args, new_kwargs = tree_map_only(QuantizedTensor, dequantize, (args, kwargs))
-    out = func(*new_args, **new_kwargs)
+    given, named = tree_map_only(QuantizedTensor, dequantize, (args, kwargs))
+    out = func(*given, **named)
     if not written:
         return out
+    if wait is not None:
+        wait(out)
     stand_ins = {}
-    for key, original in written.items():
-        value = plain[key][1]
+    for t in {id(t): t for t in written}.values():
+        value = plain[id(t)]
+        stand_ins[id(value)] = t
         if func.namespace == "_c10d_functional":  # they return before they have written
             value = torch.ops._c10d_functional.wait_tensor(value)
-        original.write(value, original.spec, original._store.delayed, keep=not overwrites(func))
-        stand_ins[id(plain[key][1])] = original
+        writes.quantize(t, value, t.spec, t._store.delayed, keep=keep)
     return tree_map(lambda v: stand_ins.get(id(v), v) if isinstance(v, Tensor) else v, out)
 
 
@@ -80,41 +98,26 @@ def each_member(func: Any, *args: Any, **kwargs: Any) -> Any:
     if not lists:
         return dequantized_call(func, *args, **kwargs)
     count = len(lists[0])
-
-    def call(indices: list[int]) -> Any:
-        def take(value: Any) -> Any:
-            if isinstance(value, (list, tuple)) and len(value) == count:
-                return [value[i] for i in indices]
-            return value
-
-        return dequantized_call(
-            func, *(take(a) for a in args), **{k: take(v) for k, v in kwargs.items()}
-        )
-
-    quantized = [
-        i
-        for i in range(count)
-        if any(
-            isinstance(members[i], QuantizedTensor) for members in lists if len(members) == count
-        )
-    ]
-    rest = [i for i in range(count) if i not in set(quantized)]
+    columns = zip(*(given for given in lists if len(given) == count), strict=True)
+    alone = [i for i, of in enumerate(columns) if any(isinstance(x, QuantizedTensor) for x in of)]
+    rest = sorted(set(range(count)) - set(alone))
     results: dict[int, Any] = {}
-    for indices in ([rest] if rest else []) + [[i] for i in quantized]:
-        out = call(indices)
+    for places in filter(None, [rest, *([i] for i in alone)]):
+
+        def take(value: Any, places: list[int] = places) -> Any:
+            is_list = isinstance(value, (list, tuple)) and len(value) == count
+            return [value[i] for i in places] if is_list else value
+
+        out = dequantized_call(func, *map(take, args), **{k: take(v) for k, v in kwargs.items()})
         if out is not None:
-            for position, index in enumerate(indices):
-                results[index] = (
-                    [member[position] for member in out]
-                    if isinstance(out, tuple)
-                    else out[position]
-                )
+            each = zip(*out, strict=True) if isinstance(out, tuple) else out
+            results.update(zip(places, each, strict=True))
     if not results:
         return None
-    first = results[0]
-    if isinstance(first, list):  # several lists
-        return tuple([results[i][k] for i in range(count)] for k in range(len(first)))
-    return [results[i] for i in range(count)]
+    members = [results[i] for i in range(count)]
+    # Several lists come back as they are given: a list of each.
+    several = isinstance(members[0], tuple)
+    return tuple(map(list, zip(*members, strict=True))) if several else members
 
 
 def _is_tensors(value: Any) -> bool:

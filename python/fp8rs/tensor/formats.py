@@ -1,8 +1,8 @@
 """The table of quantized formats: one row is one way to scale a 2-D matrix.
 
-A *block shape* and a *scale dtype* say everything about a format. Tensors, GEMMs, gathering and
-dequantizing are written over them, so that a new format is a row here and a row in
-:mod:`fp8rs.gemm`, and nothing else.
+A *block shape* and a *scale dtype* say everything about a format. Tensors, gathering, layers and
+optimizers are written over them: a new format is a row here, its GEMMs in :mod:`fp8rs.gemm`, and a
+recipe that names it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import Self
+
+from fp8rs.ops.room import block_count
+from fp8rs.ops.room import matrix_shape as matrix_shape
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -81,12 +84,6 @@ class BlockFormat:
                 object.__setattr__(self, attribute, value)
         return self
 
-    def __copy__(self) -> BlockFormat:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> BlockFormat:
-        return self
-
     def __reduce__(self) -> Any:
         return format_named, (self.name,)
 
@@ -95,13 +92,7 @@ class BlockFormat:
         if self.per_tensor:
             return ()
         block_rows, block_cols = self.block
-        return (_blocks(rows, block_rows), _blocks(cols, block_cols))
-
-
-def _blocks(extent: int, block: int) -> int:
-    if block == -1:
-        return 1
-    return -(-extent // block)
+        return block_count(rows, block_rows), block_count(cols, block_cols)
 
 
 #: One fp32 scale for the whole tensor.
@@ -140,18 +131,6 @@ def format_of(block: Any, scale_dtype: torch.dtype) -> BlockFormat:
                 return f
     blocks = ", ".join(str(f.block) for f in known)
     raise ValueError(f"block must be one of {blocks}, not {block!r}")
-
-
-def matrix_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
-    """The 2-D view of ``shape``: (product of the leading dims, last dim); () is (1, 1)."""
-    if len(shape) == 2:
-        return shape[0], shape[1]
-    if len(shape) == 0:
-        return (1, 1)
-    rows = 1
-    for extent in shape[:-1]:
-        rows *= extent
-    return (rows, shape[-1])
 
 
 def check_fp8_dtype(dtype: torch.dtype, name: str = "fp8_dtype") -> torch.dtype:

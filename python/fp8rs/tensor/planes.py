@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -42,9 +42,11 @@ class Plane:
         data = self.data
         return data if data.dim() == 2 else data.reshape(matrix_shape(data.shape))
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> Plane:
-        """A plane of ``fn(data)`` and ``fn(scale)``."""
-        return Plane(fn(self.data), fn(self.scale), self.format, self.lead)
+    def map(
+        self, fn: Callable[[Tensor], Tensor], scale: Callable[[Tensor], Tensor] | None = None
+    ) -> Plane:
+        """A plane of ``fn(data)`` and ``scale(scale)``, or ``fn`` of both."""
+        return Plane(fn(self.data), (scale or fn)(self.scale), self.format, self.lead)
 
     def transposed(self, name: str, operation: str, after: Tensor | None = None) -> Plane:
         """The plane of the transposed 2-D matrix, as a new contiguous tensor.
@@ -66,6 +68,13 @@ class Plane:
             )
         scale = self.scale if self.format.per_tensor else self.scale.t().contiguous()
         return Plane(_transpose(self.matrix, after), scale, self.format, self.lead[::-1])
+
+    def empty(self, rows: int, cols: int) -> Plane:
+        """Room for another matrix; one scale a tensor is this one's."""
+        data, scale, format = self.data.new_empty((rows, cols)), self.scale, self.format
+        if not format.per_tensor:
+            scale = scale.new_empty(format.scale_shape(rows, cols))
+        return Plane(data, scale, format)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """``data * scale`` in fp32, then one cast to ``dtype``; the shape is that of ``data``."""
@@ -125,6 +134,18 @@ class Plane:
             raise ValueError(
                 f"{name} has its data on {self.data.device} and its scales on {self.scale.device}"
             )
+
+
+def as_bytes(t: Tensor) -> Tensor:
+    """Codes and E8M0 scales as uint8, which all of torch takes; fp32 scales as they are."""
+    return t.view(torch.uint8) if t.element_size() == 1 else t
+
+
+def zeros(like: Tensor, size: Sequence[int], device: Any = None) -> Tensor:
+    """Zeros of the dtype of ``like``; made of bytes, as not all devices fill E8M0 tensors."""
+    device = like.device if device is None else device
+    raw = torch.zeros([*size, like.itemsize], dtype=torch.uint8, device=device)
+    return raw.view(like.dtype).squeeze(-1)
 
 
 def check_planes(rowwise: Plane | None, columnwise: Plane | None, shape: torch.Size) -> None:

@@ -14,31 +14,22 @@ What operators do is in :mod:`fp8rs.tensor.aten` and its neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from fp8rs._torch import (
-    disabled_torch_function,
-    in_staging,
-    is_traced,
-    make_wrapper_subclass,
-    note_write,
-)
-from fp8rs.tensor import formats, writes
-from fp8rs.tensor.formats import BlockFormat, matrix_shape
+from fp8rs._torch import disabled_torch_function, in_staging, is_traced
+from fp8rs.tensor import formats, pickles, writes
+from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.planes import Plane as Plane
 from fp8rs.tensor.planes import check_planes
 from fp8rs.tensor.spec import QuantSpec, default_spec
 from fp8rs.tensor.store import Delayed, Store
 from fp8rs.tensor.table import HANDLERS
-from fp8rs.tensor.windows import Window
-from fp8rs.tensor.wrapper import PLANES, StoreTensor
-
-_plain_data: Any = torch.Tensor.data
+from fp8rs.tensor.wrapper import PLANES, TENSOR_TYPES, StoreTensor, tensor_over
 
 
 class QuantizedTensor(StoreTensor):
@@ -48,9 +39,6 @@ class QuantizedTensor(StoreTensor):
     their own shape; of others (``view(-1)`` where blocks are two-dimensional, a slice that cuts
     blocks) both planes are None: they are read by ``dequantize()`` and written like any other.
     """
-
-    #: Scale dtypes that a subclass stands for; checked at construction.
-    scale_dtype: ClassVar[torch.dtype | None] = None
 
     @staticmethod
     def __new__(
@@ -154,24 +142,24 @@ class QuantizedTensor(StoreTensor):
         row, col = self.planes
         plane = row if row is not None else col
         if plane is None:
-            raise ValueError(f"{self._windowed()} has no planes: {self._why_none()}")
+            raise ValueError(f"{self._view_in_words} has no planes: {self._why_none}")
         return plane
 
     def plane(self, name: str, operation: str) -> Plane:
         """The plane called ``name``; ValueError naming it and ``operation`` if it is missing."""
         plane: Plane | None = getattr(self, name)
         if plane is None:
-            reason = ""
-            if getattr(self._store, name) is not None:
-                reason = f": {self._why_none()}"
+            reason = f": {self._why_none}" if getattr(self._store, name) is not None else ""
             raise ValueError(
                 f"{operation} needs the {name} plane, which this tensor does not have{reason}"
             )
         return plane
 
-    def _windowed(self) -> str:
+    @property
+    def _view_in_words(self) -> str:
         return f"this view of a quantized tensor, of shape {tuple(self.shape)},"
 
+    @property
     def _why_none(self) -> str:
         return (
             f"it is not made of whole blocks of format {self.format.name!r}. "
@@ -186,8 +174,6 @@ class QuantizedTensor(StoreTensor):
         dtype = self.dtype if dtype is None else dtype
         if not isinstance(dtype, torch.dtype):  # of other dtypes the operator speaks
             raise TypeError(f"dtype must be float32, bfloat16 or float16, not {dtype!r}")
-        if dtype == torch.float64:  # which fp32 holds exactly
-            return self.dequantize(torch.float32).double()
         return self.region.values(dtype)
 
     def update_usage(
@@ -205,29 +191,11 @@ class QuantizedTensor(StoreTensor):
         """
         if self._window is not None:
             raise ValueError(
-                f"update_usage of {self._windowed()} is not possible: its planes are those of the "
-                "whole tensor. Call it on that, or on a clone() of the view"
+                f"update_usage of {self._view_in_words} is not possible: its planes are those of "
+                "the whole tensor. Call it on that, or on a clone() of the view"
             )
-        store = self._store
-        want_row = store.rowwise is not None if rowwise is None else rowwise
-        want_col = store.columnwise is not None if columnwise is None else columnwise
-        if not want_row and not want_col:
-            raise ValueError("update_usage(rowwise, columnwise) would leave no plane")
-        new_row, new_col = store.rowwise, store.columnwise
-        if want_row and new_row is None:
-            new_row = self._made("rowwise", "update_usage(rowwise=True)")
-        if want_col and new_col is None:
-            new_col = self._made("columnwise", "update_usage(columnwise=True)")
-        store.rowwise = new_row if want_row else None
-        store.columnwise = new_col if want_col else None
+        self.region.update_usage(rowwise, columnwise)
         return self
-
-    def _made(self, name: str, operation: str) -> Plane:
-        """The plane called ``name``, which is missing, made from the other one."""
-        if name == "columnwise":
-            return self.plane("rowwise", operation).transposed(name, operation)
-        made = self.plane("columnwise", operation).transposed(name, operation)
-        return Plane(made.data.view(self.shape), made.scale, made.format, made.lead)
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """A weight's values before the first rounding, on the CPU; None if they were not kept.
@@ -272,7 +240,7 @@ class QuantizedTensor(StoreTensor):
 
     # --- writes -----------------------------------------------------------------------------------
 
-    def quantize_(self, src: Tensor) -> QuantizedTensor:
+    def quantize_(self, src: Tensor) -> Self:
         """Quantize ``src`` (same shape and device) into this tensor's planes, in place.
 
         Scales are written too. Where this is a view that shares scales with other elements, these
@@ -281,169 +249,8 @@ class QuantizedTensor(StoreTensor):
         Raises:
             TypeError, ValueError: ``src`` has another shape or device, or cannot be quantized.
         """
-        self.write(src, self.spec, self._store.delayed)
+        writes.quantize(self, src, self.spec, self._store.delayed)
         return self
-
-    def write(
-        self, src: Tensor, spec: QuantSpec, delayed: Delayed | None, keep: bool = False
-    ) -> None:
-        """As ``quantize_``, as another ``spec`` of the same format says.
-
-        With ``keep`` that holds of a whole tensor too: what has the same value in ``src`` keeps it.
-        """
-        if not isinstance(src, Tensor):
-            raise TypeError(f"src must be a tensor, not {type(src).__name__}")
-        if isinstance(src, QuantizedTensor):
-            src = src.dequantize()
-        if src.shape != self.shape:
-            raise ValueError(f"src has shape {tuple(src.shape)}, but dst has {tuple(self.shape)}")
-        if src.device != self.device:
-            raise ValueError(f"src is on {src.device}, but dst is on {self.device}")
-        if src.dtype == self.dtype == torch.float64:
-            src = src.float()
-        if src.dtype not in formats.INPUT_DTYPES:
-            raise TypeError(f"src must be float32, bfloat16 or float16, not {src.dtype}")
-        if src.requires_grad:
-            src = src.detach()
-        store = self._store
-        owner = store.told
-        if owner is not None and owner.write(self, src, keep):
-            return
-        padded = owner is not None and self._window is not None and owner.has_whole(self)
-        if writes.write(self.region, src, spec, delayed, keep=keep, rest_is_padding=padded):
-            note_write(self)
-        if owner is not None:
-            owner.wrote()
-
-    def copy_planes_(self, src: QuantizedTensor, *, non_blocking: bool = False) -> bool:
-        """Take over the codes and scales of ``src`` (same shape) as they are.
-
-        Returns:
-            False, with nothing written, where that does not make this tensor equal to ``src``:
-            formats or element types differ, ``src`` lacks a plane that cannot be made from its
-            other one, or this tensor shares its scales with other elements.
-        """
-        if src.format is not self.format or src.fp8_dtype != self.fp8_dtype:
-            return False
-        store = self._store
-        owner = store.told
-        # FSDP2 copies nothing into an empty shard: there it is the owner who hears of copies.
-        if store.blank and (owner is None or self.numel()):
-            return writes.begin_with(self.region, src.region)
-        if owner is not None and owner.take(self, src):
-            return True
-        padded = owner is not None and self._window is not None and owner.has_whole(self)
-        if not writes.copy_planes(
-            self.region, src.region, rest_is_padding=padded, non_blocking=non_blocking
-        ):
-            return False
-        if owner is not None:
-            owner.wrote()
-        return True
-
-    # --- new tensors that stand for the same parameter --------------------------------------------
-
-    def blank(self, shape: Iterable[int], device: Any = None) -> QuantizedTensor:
-        """Room for another part of the parameter that this is, (rows, cols), codes 0.
-
-        The first tensor that is copied into its first rows gives it its scales: FSDP2 pads shards
-        so, and only that copy tells where in a block the shard begins. One scale a tensor is this
-        one's from the start.
-        """
-        rows, cols = matrix_shape(torch.Size(shape))
-        device = self.device if device is None else device
-        planes: list[Plane | None] = []
-        for plane, size in zip(
-            (self._store.rowwise, self._store.columnwise),
-            ((rows, cols), (cols, rows)),
-            strict=True,
-        ):
-            if plane is None:
-                planes.append(None)
-                continue
-            codes = torch.zeros(size, dtype=torch.uint8, device=device)
-            if plane.format.per_tensor:
-                scale = plane.scale.to(device, copy=True)
-            else:
-                scale = plane.scale.new_zeros(plane.format.scale_shape(*size), device=device)
-            planes.append(Plane(codes.view(plane.data.dtype), scale, plane.format))
-        new = self.like(planes[0], planes[1], shape=shape)
-        new._store.blank = True
-        return new
-
-    def staged(self) -> QuantizedTensor:
-        """What `async_save` makes on the CPU of this, and puts copies of its attributes into."""
-        new: QuantizedTensor = make_wrapper_subclass(
-            type(self),
-            self.shape,
-            strides=self.stride(),
-            storage_offset=self.storage_offset(),
-            dtype=self.dtype,
-            device=torch.device("cpu"),
-        )
-        new._store, new._window, new._shown = self._store, self._window, self._shown
-        return new
-
-    # --- other tensors like this one --------------------------------------------------------------
-
-    def like(
-        self,
-        rowwise: Plane | None,
-        columnwise: Plane | None,
-        *,
-        shape: Iterable[int] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> QuantizedTensor:
-        """A tensor of this class and specification over other planes, of the same owner."""
-        store = Store(rowwise, columnwise, self._store.spec, self._store.delayed)
-        store.owner = self._store.owner
-        return self.over(
-            store,
-            self.shape if shape is None else torch.Size(shape),
-            self.dtype if dtype is None else dtype,
-        )
-
-    def map(
-        self, fn: Callable[[Tensor], Tensor], scale: Callable[[Tensor], Tensor] | None = None
-    ) -> QuantizedTensor:
-        """The same tensor with ``fn`` applied to every data, and ``scale`` (or it) to every scale.
-
-        Raises:
-            ValueError: this is a view without planes.
-        """
-        self.any_plane()
-        scale = fn if scale is None else scale
-        row, col = self.planes
-        new_row = new_col = None
-        if row is not None:
-            new_row = Plane(fn(row.data), scale(row.scale), row.format, row.lead)
-        if col is not None:
-            if row is not None and new_row is not None and col.scale is row.scale:
-                new_scale = new_row.scale  # one scale stays one
-            else:
-                new_scale = scale(col.scale)
-            new_col = Plane(fn(col.data), new_scale, col.format, col.lead)
-        return self.like(new_row, new_col)
-
-    def _get_data(self) -> Any:
-        """An alias outside autograd. Assigning a quantized tensor shares its planes from then on.
-
-        Raises:
-            TypeError: a plain tensor, or one of another class, is assigned.
-        """
-        return _plain_data.__get__(self)
-
-    def _set_data(self, value: Any) -> None:
-        if type(value) is not type(self):
-            raise TypeError(
-                f".data of a {type(self).__name__} must be one too, not a {type(value).__name__}: "
-                "it would have to share the storage of what is assigned. Write values by copy_() "
-                "or quantize_()"
-            )
-        _plain_data.__set__(self, value)
-        self._store, self._window, self._shown = value._store, value._window, None
-
-    data = property(_get_data, _set_data)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         planes = [n for n, p in zip(PLANES, self.planes, strict=True) if p is not None]
@@ -455,7 +262,7 @@ class QuantizedTensor(StoreTensor):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, self._parts()
+        return pickles.rebuild, pickles.parts(self)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -476,11 +283,7 @@ class MXFP8Tensor(QuantizedTensor):
     scale_dtype = torch.float8_e8m0fnu
 
 
-#: The public class of a format's tensors, by the dtype of its scales.
-TENSOR_TYPES: dict[torch.dtype, type[QuantizedTensor]] = {
-    torch.float32: Float8Tensor,
-    torch.float8_e8m0fnu: MXFP8Tensor,
-}
+TENSOR_TYPES.update((kind.scale_dtype, kind) for kind in (Float8Tensor, MXFP8Tensor))
 
 
 def wrap_planes(
@@ -497,14 +300,10 @@ def wrap_planes(
 
     The arguments are those of :class:`QuantizedTensor`. The planes are not checked.
     """
-    plane = rowwise if rowwise is not None else columnwise
-    if plane is None:
-        raise ValueError("rowwise and columnwise are both None: one plane must be given")
     if dtype not in formats.LOGICAL_DTYPES:
         raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, not {dtype!r}")
-    return TENSOR_TYPES[plane.format.scale_dtype].over(
-        Store(rowwise, columnwise, spec, delayed), torch.Size(shape), dtype, requires_grad
-    )
+    store = Store(rowwise, columnwise, spec, delayed)
+    return cast(QuantizedTensor, tensor_over(store, torch.Size(shape), dtype, requires_grad))
 
 
 def check_writing(plane: Plane, spec: QuantSpec | None, delayed: Delayed | None) -> None:
@@ -530,44 +329,3 @@ def check_writing(plane: Plane, spec: QuantSpec | None, delayed: Delayed | None)
                 f"the {name} in delayed is {t.dtype} of shape {tuple(t.shape)} on {t.device}; it "
                 f"must be float32 of one element on {plane.data.device}"
             )
-
-
-def _rebuild(
-    rowwise: Any,
-    columnwise: Any,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    requires_grad: bool,
-    is_parameter: bool,
-    spec: QuantSpec | None,
-    delayed: Delayed | None,
-    window: Any,
-    attributes: dict[str, Any] | None = None,  # which pickles did not always have
-) -> Tensor:
-    """What pickles of quantized tensors call."""
-    row, col = (
-        None
-        if p is None
-        else Plane(
-            p[0].view(p[1]),
-            p[2].view(formats.format_named(p[3]).scale_dtype),
-            formats.FORMATS[p[3]],
-            *p[4:],  # which pickles did not always have
-        )
-        for p in (rowwise, columnwise)
-    )
-    if window is None:
-        t = wrap_planes(row, col, shape=shape, dtype=dtype, spec=spec, delayed=delayed)
-    else:
-        store = Store(row, col, spec, delayed)
-        of = wrap_planes(row, col, shape=store.matrix, dtype=dtype, spec=spec, delayed=delayed)
-        t = of.view_of(Window(*window))
-    if is_parameter:
-        t = torch.nn.Parameter(t, requires_grad)  # type: ignore[assignment]
-    else:
-        t.requires_grad_(requires_grad)
-    t.__dict__.update(attributes or {})
-    return t
-
-
-torch.serialization.add_safe_globals([_rebuild, QuantSpec, formats.format_named])

@@ -59,11 +59,13 @@ class Region(NamedTuple):
         """What the elements stand for: a plain contiguous tensor.
 
         Args:
-            dtype: float32, bfloat16 or float16.
+            dtype: float32, bfloat16, float16 or float64.
 
         Raises:
             RuntimeError: the storage was freed by a reshard.
         """
+        if dtype == torch.float64:  # which fp32 holds exactly
+            return self.values(torch.float32).double()
         row, col = self.planes
         plane = row if row is not None else col
         if plane is None:
@@ -86,10 +88,35 @@ class Region(NamedTuple):
             return part.clone(memory_format=torch.contiguous_format)
         return part.contiguous()
 
-    def rowwise_of_shape(self) -> Plane | None:
-        """The rowwise plane, made of the columnwise one where there is no other."""
+    def made(self, name: str, operation: str) -> Plane:
+        """The plane of that name, made from the other one.
+
+        Raises:
+            ValueError: the blocks are not square.
+        """
         row, col = self.planes
-        if row is not None or col is None:
-            return row
-        made = col.transposed("rowwise", "copy_")
+        if name == "columnwise":
+            assert row is not None
+            return row.transposed(name, operation)
+        assert col is not None
+        made = col.transposed(name, operation)
         return Plane(made.data.view(self.shape), made.scale, made.format, made.lead)
+
+    def update_usage(self, rowwise: bool | None, columnwise: bool | None) -> None:
+        """Make (True) or drop (False) planes of the whole store; None leaves a plane as it is.
+
+        Raises:
+            ValueError: no plane would be left, or the missing plane cannot be made.
+        """
+        store = self.store
+        kept: list[Plane | None] = []
+        for name, plane, wanted in (
+            ("rowwise", store.rowwise, rowwise),
+            ("columnwise", store.columnwise, columnwise),
+        ):
+            if wanted and plane is None:
+                plane = self.made(name, f"update_usage({name}=True)")
+            kept.append(None if wanted is False else plane)
+        if kept == [None, None]:
+            raise ValueError("update_usage(rowwise, columnwise) would leave no plane")
+        store.rowwise, store.columnwise = kept

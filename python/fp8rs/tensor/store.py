@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,13 +25,9 @@ class Owner(Protocol):
 
     Attributes:
         init_value: the values before the first rounding, on the CPU, where they are kept.
-        writes: how many times the planes were written.
-        unagreed: scales that shards share may differ between ranks.
     """
 
     init_value: Tensor | None
-    writes: int
-    unagreed: bool
 
     def write(self, tensor: Any, values: Tensor, keep: bool) -> bool:
         """``values`` are about to be written; True if they have been, with other ranks' shards.
@@ -57,38 +52,8 @@ class Owner(Protocol):
     def wrote(self, agreed: bool = False) -> None:
         """Codes or scales have been written; ``agreed``: with the scales of all ranks."""
 
-    def reshard(self) -> None:
-        """Have modules hold their shards, where a sharded weight is there whole."""
-
     def forget_init(self) -> None:
         """Free the values from before the first rounding, and keep no others."""
-
-    @property
-    def slots(self) -> Delayed | None:
-        """Of delayed scaling: the next scale (0: none yet), and where amaxes are noted."""
-
-    @property
-    def shards(self) -> Shards | None:
-        """What knows of the other ranks' shards; None of a weight that is whole."""
-
-
-class Shards(Protocol):
-    """The sharded weights of a model. What reduces runs on all ranks, with the same weights."""
-
-    def offset(self, weight: Any) -> int:
-        """The index, in a whole weight, of the first element of this rank's shard."""
-
-    def is_cut(self, weight: Any) -> bool:
-        """Whether some block of the weight has elements on several ranks."""
-
-    def reduce_(self, weights: Sequence[Any], amaxes: Tensor) -> None:
-        """Make shards' maxima (n,), fp32, those of the whole weights: one all-reduce a mesh."""
-
-    def write_all(self, weights: Sequence[Any], values: Sequence[Tensor]) -> None:
-        """Quantize values into whole shards, as those of the whole weights."""
-
-    def agree(self) -> None:
-        """Have the scales of all weights agree."""
 
 
 class Store:
@@ -119,6 +84,12 @@ class Store:
         self.delayed = delayed
         self.owner: Owner | None = None
         self.blank = self.gathered = False
+
+    def over(self, rowwise: Plane | None, columnwise: Plane | None) -> Store:
+        """Other planes that stand for the same: with this specification and owner."""
+        new = Store(rowwise, columnwise, self.spec, self.delayed)
+        new.owner = self.owner
+        return new
 
     @property
     def told(self) -> Owner | None:
@@ -172,13 +143,13 @@ class Store:
     def read(self, box: Rectangle, dtype: torch.dtype) -> Tensor:
         """The values of some rows and columns, which cut no block: a new contiguous matrix."""
         if self.rowwise is not None:
-            found = windows.part(self.rowwise, box.rows, box.cols)
-            assert found is not None
-            return found.dequantize(dtype).view(box.rows.length, box.cols.length)
+            part = windows.part(self.rowwise, box.rows, box.cols)
+            assert part is not None
+            return part.dequantize(dtype).view(box.rows.length, box.cols.length)
         assert self.columnwise is not None
-        found = windows.part(self.columnwise, box.cols, box.rows)
-        assert found is not None
-        return found.dequantize(dtype).t().contiguous()
+        part = windows.part(self.columnwise, box.cols, box.rows)
+        assert part is not None
+        return part.dequantize(dtype).t().contiguous()
 
     def part(self, box: Rectangle | None) -> Planes:
         """The planes of some rows and columns, which cut no block, or of all: they share memory."""

@@ -1,8 +1,8 @@
 """Views of quantized tensors: they share the codes, so that a write through one lands.
 
 FSDP2 and DCP write through ``view(-1)``, slices and narrows; users through ``t[:, 3]`` and
-``t[None]``. Each is a :class:`~fp8rs.tensor.windows.Window` on the same store. Those that are made
-often work it out here; of all others, torch says on the meta device what they take.
+``t[None]``. Each is a :class:`~fp8rs.tensor.windows.Window` on the same store. Torch says, on the
+meta device, which elements a view has.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fp8rs._torch import no_torch_dispatch
 from fp8rs.tensor.fallback import dequantized_call
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.table import implements
-from fp8rs.tensor.windows import Window, contiguous_stride, whole
+from fp8rs.tensor.windows import Window, whole
 
 aten = torch.ops.aten
 
@@ -43,142 +43,12 @@ def _detach(func: Any, t: QuantizedTensor) -> QuantizedTensor:
     return t.view_of(t._window)
 
 
-@implements(aten.view.default, aten._unsafe_view.default)
-def _view(func: Any, t: QuantizedTensor, size: Any) -> Any:
-    window = _window(t)
-    if not window.contiguous or any(n < -1 for n in size) or list(size).count(-1) > 1:
-        return any_view(func, t, size)  # which raises what torch does
-    shape = _resolve(size, t.numel())
-    return _view_of(t, Window(shape, contiguous_stride(shape), window.offset))
-
-
-def _resolve(size: Any, numel: int) -> tuple[int, ...]:
-    size = list(size)
-    known = 1
-    for extent in size:
-        known *= 1 if extent == -1 else extent
-    if -1 in size:
-        if known == 0 or numel % known:
-            raise RuntimeError(f"shape {size} is invalid for input of size {numel}")
-        size[size.index(-1)] = numel // known
-    elif known != numel:
-        raise RuntimeError(f"shape {size} is invalid for input of size {numel}")
-    return tuple(size)
-
-
-@implements(aten.as_strided.default)
-def _as_strided(
-    func: Any, t: QuantizedTensor, size: Any, stride: Any, storage_offset: int | None = None
-) -> QuantizedTensor:
-    # FSDP2 narrows the gathered, padded rows to the parameter's own with it.
-    offset = _window(t).offset if storage_offset is None else storage_offset
-    if len(size) != len(stride) or any(n < 0 for n in (*size, *stride, offset)):
-        raise RuntimeError(
-            f"as_strided(size={tuple(size)}, stride={tuple(stride)}, storage_offset={offset}): "
-            "sizes and strides must be as many, and none negative"
-        )
-    window = Window(tuple(size), tuple(stride), offset)
-    rows, cols = t._store.matrix
-    last = offset + sum((n - 1) * step for n, step in zip(window.size, window.stride, strict=True))
-    if window.numel and not 0 <= last < rows * cols:
-        raise ValueError(
-            f"as_strided(size={window.size}, stride={window.stride}, storage_offset={offset}) "
-            f"reaches beyond a quantized tensor of {rows * cols} elements"
-        )
-    return _view_of(t, window)
-
-
-@implements(aten.slice.Tensor)
-def _slice(
-    func: Any,
-    t: QuantizedTensor,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
-) -> Any:
-    size, stride, offset = _window(t)
-    if not size or not -len(size) <= dim < len(size) or step < 1:
-        return any_view(func, t, dim, start, end, step)  # which raises what torch does
-    dim %= len(size)
-    # By comparisons: `slice.indices` would make a constant of a size that a compiler leaves open.
-    first, stop = (
-        default if i is None else max(0, min(i + size[dim] if i < 0 else i, size[dim]))
-        for i, default in ((start, 0), (end, size[dim]))
-    )
-    count = max(0, (stop - first + step - 1) // step)
-    if count == size[dim]:
-        return t.view_of(t._window)
-    new_size = (*size[:dim], count, *size[dim + 1 :])
-    new_stride = (*stride[:dim], stride[dim] * step, *stride[dim + 1 :])
-    return _view_of(
-        t, Window(new_size, new_stride, offset + (first * stride[dim] if count > 0 else 0))
-    )
-
-
-@implements(aten.select.int)
-def _select(func: Any, t: QuantizedTensor, dim: int, index: int) -> Any:
-    size, stride, offset = _window(t)
-    if not size or not -len(size) <= dim < len(size):
-        return any_view(func, t, dim, index)
-    dim %= len(size)
-    start = range(size[dim])[index]  # IndexError where torch raises one
-    return _view_of(
-        t,
-        Window(
-            (*size[:dim], *size[dim + 1 :]),
-            (*stride[:dim], *stride[dim + 1 :]),
-            offset + start * stride[dim],
-        ),
-    )
-
-
-@implements(aten.split.Tensor, aten.unsafe_split.Tensor)
-def _split(func: Any, t: QuantizedTensor, size: int, dim: int = 0) -> Any:
-    extent = t.shape[dim]
-    if size < 1:
-        return any_view(func, t, size, dim)
-    starts = range(0, extent, size) if extent else (0,)
-    return [_slice(func, t, dim, s, min(s + size, extent)) for s in starts]
-
-
-@implements(aten.split_with_sizes.default, aten.unsafe_split_with_sizes.default)
-def _split_sizes(func: Any, t: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
-    if sum(sizes) != t.shape[dim] or min(sizes, default=0) < 0:
-        return any_view(aten.split_with_sizes.default, t, sizes, dim)
-    out, start = [], 0
-    for size in sizes:
-        out.append(_slice(func, t, dim, start, start + size))
-        start += size
-    return out
-
-
-@implements(aten.permute.default)
-def _permute(func: Any, t: QuantizedTensor, dims: Any) -> Any:
-    size, stride, offset = _window(t)
-    count = len(size)
-    if sorted(d + count if d < 0 else d for d in dims) != list(range(count)):
-        return any_view(func, t, dims)  # which raises what torch does
-    return _view_of(t, Window(tuple(size[d] for d in dims), tuple(stride[d] for d in dims), offset))
-
-
-@implements(aten.t.default)
-def _t(func: Any, t: QuantizedTensor) -> Any:
-    return _permute(func, t, (1, 0)) if t.dim() == 2 else any_view(func, t)
-
-
-@implements(aten.transpose.int)
-def _transpose(func: Any, t: QuantizedTensor, dim0: int, dim1: int) -> Any:
-    if t.dim() == 2 and {dim0, dim1} in ({0, 1}, {0, -1}, {-2, 1}, {-2, -1}):
-        return _t(func, t)
-    return any_view(func, t, dim0, dim1)
-
-
 def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
     """A view operator (one whose result may alias ``t``), as torch does it to a meta tensor.
 
     Raises:
         TypeError: the view would have another dtype.
+        ValueError: it would reach beyond the tensor.
     """
     if not isinstance(t, QuantizedTensor):
         return dequantized_call(func, t, *args, **kwargs)
@@ -199,11 +69,18 @@ def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
                     f"{func} would show the bytes of a quantized tensor as {x.dtype}. Its codes "
                     "are rowwise.data and columnwise.data; .to() gives another dtype"
                 )
-            return Window(tuple(x.shape), x.stride(), int(x.storage_offset()))
+            view = Window(tuple(x.shape), x.stride(), int(x.storage_offset()))
+            # Of a meta tensor torch does not say so.
+            if func is aten.as_strided.default and view.numel and view.last >= rows * cols:
+                raise ValueError(
+                    f"as_strided(size={view.size}, stride={view.stride}, storage_offset="
+                    f"{view.offset}) reaches beyond a quantized tensor of {rows * cols} elements"
+                )
+            return view
 
-        found = tree_map_only(Tensor, show, out)
+        windows = tree_map_only(Tensor, show, out)
     if not shared:  # it copies: `reshape` may, `to` as a rule
         return func.decompose(t, *args, **kwargs)
-    if isinstance(found, Window):
-        return _view_of(t, found)
-    return [_view_of(t, window) for window in found]
+    if isinstance(windows, Window):
+        return _view_of(t, windows)
+    return [_view_of(t, window) for window in windows]

@@ -33,6 +33,12 @@ class Window(NamedTuple):
         """The number of elements."""
         return math.prod(self.size)
 
+    @property
+    def last(self) -> int:
+        """The place of the last element; there must be one."""
+        steps = zip(self.size, self.stride, strict=True)
+        return self.offset + sum((size - 1) * stride for size, stride in steps)
+
     def of(self, values: Tensor) -> Tensor:
         """The view of these contiguous ``values``."""
         return values.as_strided(self.size, self.stride, values.storage_offset() + self.offset)
@@ -119,12 +125,12 @@ def rectangle(window: Window, matrix: tuple[int, int]) -> Rectangle | None:
         return None
     row, col = offset // cols, offset % cols
     if outer % cols == 0 and col + max(n - 1, 0) * inner < cols:
-        found = Rectangle(Span(row, m, outer // cols or 1), Span(col, n, inner or 1))
+        box = Rectangle(Span(row, m, outer // cols or 1), Span(col, n, inner or 1))
     elif inner % cols == 0 and col + max(m - 1, 0) * outer < cols:
-        found = Rectangle(Span(row, n, inner // cols or 1), Span(col, m, outer or 1), True)
+        box = Rectangle(Span(row, n, inner // cols or 1), Span(col, m, outer or 1), True)
     else:
         return None
-    return found if found.rows.stop <= rows else None
+    return box if box.rows.stop <= rows else None
 
 
 def _collapse(size: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
@@ -188,12 +194,12 @@ def shown(
     They share the codes. None stands for one that is not there, or that would cut blocks; with one
     scale a tensor, any view of a rowwise plane has a rowwise plane.
     """
-    found = rectangle(window, matrix)
-    if found is None:
+    box = rectangle(window, matrix)
+    if box is None:
         if row is None or not row.format.per_tensor or not row.data.is_contiguous():
             return None, None
         return Plane(window.of(row.data), row.scale, row.format), None
-    rows, cols, transposed = found
+    rows, cols, transposed = box
     own = None if row is None else part(row, rows, cols)
     other = None if col is None else part(col, cols, rows)
     if transposed:
@@ -222,14 +228,11 @@ def hull(
         lead: rows that the first blocks have in front of the matrix.
     """
     rows, cols = matrix
-    found = rectangle(window, matrix)
-    if found is not None:
-        span_rows, span_cols = found.rows, found.cols
+    box = rectangle(window, matrix)
+    if box is not None:
+        span_rows, span_cols = box.rows, box.cols
     else:
-        last = window.offset + sum(
-            (size - 1) * stride for size, stride in zip(window.size, window.stride, strict=True)
-        )
-        first_row, last_row = window.offset // cols, last // cols
+        first_row, last_row = window.offset // cols, window.last // cols
         span_rows, span_cols = Span(first_row, last_row - first_row + 1), Span(0, cols)
     down, across = format.block
     row, col = planes
@@ -255,12 +258,12 @@ def within(window: Window, box: Rectangle, matrix: tuple[int, int]) -> Window:
     offset = (row - box.rows.start) * box.cols.length + col - box.cols.start
     if box.cols == Span(0, cols):
         return Window(window.size, window.stride, offset)
-    found = rectangle(window, matrix)
-    assert found is not None
+    rows_and_cols = rectangle(window, matrix)
+    assert rows_and_cols is not None
     dims = len(window.size)
     stride = [0] * dims
     for dim, (size, step) in enumerate(zip(window.size, window.stride, strict=True)):
-        down = (dim == dims - 1) == found.transposed
+        down = (dim == dims - 1) == rows_and_cols.transposed
         if size > 1:
             stride[dim] = step // cols * box.cols.length if down else step
     return Window(window.size, tuple(stride), offset)
@@ -272,12 +275,12 @@ def fill(values: Tensor, src: Tensor, window: Window) -> None:
     Raises:
         RuntimeError: the window has an element more than once.
     """
-    found = rectangle(window, (values.shape[0], values.shape[1]))
-    if found is None:
+    box = rectangle(window, (values.shape[0], values.shape[1]))
+    if box is None:
         window.of(values).copy_(src)
         return
     # By slices: a compiler does not follow writes through as_strided.
-    part = values[found.rows.slice, found.cols.slice]
-    if found.transposed:
+    part = values[box.rows.slice, box.cols.slice]
+    if box.transposed:
         part = part.t()
     part.copy_(src.reshape(part.shape))

@@ -1,9 +1,10 @@
-"""Tensors that have their values in a store: made over it, viewed, copied, pickled and traced."""
+"""Tensors that have their values in a store: made over it, viewed, copied and traced."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,12 +25,18 @@ PLANES = ("rowwise", "columnwise")
 OWN_ATTRIBUTES = frozenset(("_store", "_window", "_shown", "_is_param"))
 
 
+_plain_data: Any = torch.Tensor.data
+
+
 class StoreTensor(Tensor):
     """Base of quantized tensors: a wrapper of a store, and of a window on it for a view.
 
     Copies of a tensor alone share its planes, as ``copy.copy`` of any; deep copies and pickles have
     planes of their own, and what users have set on the tensor.
     """
+
+    #: Scale dtypes that a subclass stands for; checked at construction.
+    scale_dtype: ClassVar[torch.dtype | None] = None
 
     _store: Store
     #: What a view has of the store's elements; None for all of them in the store's own shape.
@@ -103,7 +110,54 @@ class StoreTensor(Tensor):
         """Which elements of its store this has."""
         return Region(self._store, self._window, self.shape)
 
-    # --- copies, compilers and pickles ------------------------------------------------------------
+    # --- other tensors like this one --------------------------------------------------------------
+
+    def like(
+        self,
+        rowwise: Plane | None,
+        columnwise: Plane | None,
+        *,
+        shape: Iterable[int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """A tensor of this class and specification over other planes, of the same owner."""
+        shape = self.shape if shape is None else torch.Size(shape)
+        store = self._store.over(rowwise, columnwise)
+        return self.over(store, shape, self.dtype if dtype is None else dtype)
+
+    def map(
+        self, fn: Callable[[Tensor], Tensor], scale: Callable[[Tensor], Tensor] | None = None
+    ) -> Self:
+        """The same tensor with ``fn`` applied to every data, and ``scale`` (or it) to every scale.
+
+        It must not be a view without planes.
+        """
+        row, col = (None if plane is None else plane.map(fn, scale) for plane in self.planes)
+        if self._store.one_scale and row is not None and col is not None:
+            col.scale = row.scale  # one scale stays one
+        return self.like(row, col)
+
+    def _get_data(self) -> Any:
+        """An alias outside autograd. Assigning a quantized tensor shares its planes from then on.
+
+        Raises:
+            TypeError: a plain tensor, or one of another class, is assigned.
+        """
+        return _plain_data.__get__(self)
+
+    def _set_data(self, value: Any) -> None:
+        if type(value) is not type(self):
+            raise TypeError(
+                f".data of a {type(self).__name__} must be one too, not a {type(value).__name__}: "
+                "it would have to share the storage of what is assigned. Write values by copy_() "
+                "or quantize_()"
+            )
+        _plain_data.__set__(self, value)
+        self._store, self._window, self._shown = value._store, value._window, None
+
+    data = property(_get_data, _set_data)
+
+    # --- copies and compilers ---------------------------------------------------------------------
 
     def __copy__(self) -> Self:
         new = self.view_of(self._window)
@@ -114,8 +168,8 @@ class StoreTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) in memo:
-            found: Self = memo[id(self)]
-            return found
+            known: Self = memo[id(self)]
+            return known
         if not self.is_leaf:
             raise RuntimeError("only leaves of the autograd graph can be copied by deepcopy")
         with torch.no_grad():
@@ -180,35 +234,13 @@ class StoreTensor(Tensor):
         of = cls.over(store, torch.Size(store.matrix), dtype)
         return of._view_of(Window(tuple(outer_size), tuple(outer_stride), offset))
 
-    def _parts(self) -> tuple[Any, ...]:
-        """What a pickle holds: the arguments of ``rebuild``."""
-        # Of plain parts, so that torch.load(weights_only=True) takes it, and of bytes, because
-        # pickle alone does not take FP8 tensors. A view becomes a tensor of its own, or stays one
-        # where it has no planes of its own.
-        store, window, planes = self._store, self._window, self.planes
-        if planes[0] is not None or planes[1] is not None:
-            window = None
-        else:
-            planes = store.rowwise, store.columnwise
-        parts = [
-            None
-            if p is None
-            else (_as_bytes(p.data), p.data.dtype, _as_bytes(p.scale), p.format.name, p.lead)
-            for p in planes
-        ]
-        return (
-            *parts,
-            tuple(self.shape),
-            self.dtype,
-            self.requires_grad,
-            isinstance(self, torch.nn.Parameter),
-            None if store.spec is None else store.spec.without_group(),
-            store.delayed,
-            None if window is None else tuple(window),
-            {name: value for name, value in self.__dict__.items() if name not in OWN_ATTRIBUTES},
-        )
+
+#: The public classes, by the dtype of their scales.
+TENSOR_TYPES: dict[torch.dtype, type[StoreTensor]] = {}
 
 
-def _as_bytes(t: Tensor) -> Tensor:
-    """For pickle, which does not take FP8 tensors."""
-    return t if t.dtype == torch.float32 else t.view(torch.uint8)
+def tensor_over(
+    store: Store, shape: torch.Size, dtype: torch.dtype, requires_grad: bool = False
+) -> StoreTensor:
+    """The quantized tensor of a store, of the class that its format calls for; unchecked."""
+    return TENSOR_TYPES[store.format.scale_dtype].over(store, shape, dtype, requires_grad)
