@@ -160,13 +160,13 @@ WRITES = {
 
 @pytest.mark.parametrize("name", list(WRITES))
 def test_writes_are_seen(weight, name):
-    assert not weight._weight.freshness.written
+    assert not weight._weight.written
     with torch.no_grad():
         weight.detach().sum()
         torch.empty(32, 32).copy_(weight)
-        assert not weight._weight.freshness.written, "reads are not"
+        assert not weight._weight.written, "reads are not"
         WRITES[name](weight.detach() if name != "the data setter" else weight)
-    assert weight._weight.freshness.written
+    assert weight._weight.written
 
 
 def test_a_copied_tensor_alone_keeps_its_weight(weight):

@@ -9,7 +9,6 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 import fp8rs
 import fp8rs.fsdp.gathered
-import fp8rs.fsdp.maker
 import fp8rs.fsdp.passes
 from distributed import ranks
 from distributed.collectives import Collectives

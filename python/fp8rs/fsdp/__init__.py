@@ -10,8 +10,10 @@ From the bottom up:
 - ``codec``: planes of a shard to the bytes that are gathered, and gathered bytes to planes;
 - ``weight``: one parameter of a module, whichever tensor stands for it;
 - ``gathered``: a shard, what it was quantized to, and when that is there;
-- ``maker``: high-precision shards to planes;
-- ``at_rest``: shards that are FP8, and the scales that ranks share of them;
+- ``at_rest``: shards that are FP8;
+- ``planes_owner``: an FP8 weight, which hears of writes to its planes;
+- ``maker``, ``tensor_maker``, ``block_maker``: high-precision shards to planes;
+- ``scales``: those that shards of FP8 weights have in common, equal on all ranks;
 - ``passes``: one pass over all weights of a model a forward, and who reuses its bytes when;
 - ``agreement``: whether all ranks have converted alike;
 - ``model``: the sharded weights of a model, and what it tells of them;
@@ -22,10 +24,11 @@ From the bottom up:
 - ``sizes``: what sharding comes to, in bytes, before any rank runs.
 """
 
-from .adopt import own, sharding_of
+from .adopt import sharding_of
 from .float8_weight import Float8Weight, MXFP8Weight
 from .master_weight import MasterWeight
 from .model import precompute_float8_dynamic_scale_for_fsdp
+from .planes_owner import own
 
 __all__ = [
     "Float8Weight",

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from typing import Any
 
 from torch import nn
 
 from fp8rs._torch import local_tensor, set_local_tensor
-from fp8rs.nn.linear import Float8Linear
 from fp8rs.nn.quantized_weight import keep_marks
 from fp8rs.nn.registry import ModelState
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -20,22 +18,13 @@ from .master_weight import MasterWeight
 from .model import ShardedModel
 from .parameter import Float8Parameter
 from .placement import local_part, place
+from .planes_owner import PlanesOwner, own
 from .weight import Weight, local_of
 
 
 def sharding_of(state: ModelState) -> ShardedModel:
     """What keeps the sharded weights of a model: see `ModelState`."""
     return ShardedModel(state, adopt)
-
-
-def own(module: nn.Module, name: str) -> Weight:
-    """Have a layer's quantized parameter own its planes: tensors made from it know of it."""
-    parameter: Any = module._parameters[name]
-    assert isinstance(parameter, QuantizedTensor)
-    owner = parameter._store.owner
-    if not isinstance(owner, Weight) or owner._module() is not module:
-        owner = parameter._store.owner = Weight(module, name)
-    return owner
 
 
 def adopt(model: ShardedModel, module: nn.Module, name: str, parameter: Any) -> None:
@@ -76,7 +65,7 @@ def adopt(model: ShardedModel, module: nn.Module, name: str, parameter: Any) -> 
     if not quantized and (index in model.left or not state.fp8_gather):
         state.keep_first()
         return
-    if not quantized and (others := tied_to(module, name, parameter)):
+    if not quantized and (others := tied_to(model, module, name, parameter)):
         warnings.warn(
             f"the weight of {state.names[index] or 'the layer'} is gathered in high "
             f"precision: it is tied to that of {', '.join(others)}, which would be given what it "
@@ -85,17 +74,14 @@ def adopt(model: ShardedModel, module: nn.Module, name: str, parameter: Any) -> 
         )
         model.left.add(index)
         return
-    weight = Weight(module, name)
-    weight.freshness.written = True
+    weight: Weight
     if quantized:
-        before = local._store.owner
-        if isinstance(before, Weight):
-            weight.keep_init = before.keep_init
-            if before.init_value is not None:
-                weight.init_value = local_part(before.init_value, parameter)
+        weight = owner_of_shard(model, local, module, name, parameter)
         set_local_tensor(parameter, sharded(local, weight))
     else:
+        weight = Weight(module, name)
         set_local_tensor(parameter, MasterWeight(local, weight))
+    weight.written = True
     before_it = module._parameters.get(name)
     if before_it is not None:
         keep_marks(before_it.__dict__, parameter)
@@ -106,27 +92,24 @@ def adopt(model: ShardedModel, module: nn.Module, name: str, parameter: Any) -> 
     state.keep_first()
 
 
-#: The modules of converted models that have parameters and are not converted, with their names:
-#: to look for them takes as long as a model has modules, and each weight asks.
-_others: weakref.WeakKeyDictionary[Any, list[tuple[str, weakref.ref[nn.Module]]]] = (
-    weakref.WeakKeyDictionary()
-)
+def owner_of_shard(
+    model: ShardedModel, local: QuantizedTensor, module: nn.Module, name: str, parameter: Any
+) -> PlanesOwner:
+    """That of an FP8 shard, with what the owner of the whole weight has kept of its values."""
+    weight, whole = PlanesOwner(module, name, model.scales), local._store.owner
+    if isinstance(whole, PlanesOwner):
+        weight.keep_init = whole.keep_init
+        if whole.init_value is not None:
+            weight.init_value = local_part(whole.init_value, parameter)
+    return weight
 
 
-def tied_to(module: nn.Module, name: str, parameter: Any) -> list[str]:
+def tied_to(model: ShardedModel, module: nn.Module, name: str, parameter: Any) -> list[str]:
     """The modules that have a layer's weight as theirs, and do not multiply by it in FP8."""
-    state: Any = module._fp8_state
     mine = (parameter, module._parameters.get(name))  # not all are given their shard at once
-    others = _others.get(state)
-    if others is None and state.root is not None:
-        others = _others[state] = [
-            (other or type(part).__name__, weakref.ref(part))
-            for other, part in state.root.named_modules()
-            if part._parameters and not isinstance(part, Float8Linear)
-        ]
     return [
         other
-        for other, reference in others or ()
+        for other, reference in model.others()
         if (part := reference()) is not None
         and any(p is not None and any(p is one for one in mine) for p in part._parameters.values())
     ]

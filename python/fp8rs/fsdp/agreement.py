@@ -15,46 +15,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fp8rs
-from fp8rs._torch import own_store, sharded_parameters
+from fp8rs._torch import own_store
 from fp8rs.nn.registry import ModelState
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .weight import local_of
 
 
-class Agreement:
-    """What ranks have compared of one converted model."""
+def compare_conversions(state: ModelState, mesh: Any) -> None:
+    """All ranks of a mesh are about to gather weights of the model.
 
-    def __init__(self) -> None:
-        self._begun = False
-        self._over: set[Any] = set()
-
-    def forward_begins(self, state: ModelState, root: nn.Module) -> None:
-        """The root's forward begins: ranks meet at the first, whichever layers they converted.
-
-        If FSDP2 shards what is in the root. Of what it gathers together a part may run on some of
-        the ranks alone: these meet at the gather.
-        """
-        if not self._begun:
-            for mesh in {p.device_mesh: None for p in sharded_parameters(root)}:
-                self.reach(state, mesh)
-            self._begun = True
-
-    def reach(self, state: ModelState, mesh: Any) -> None:
-        """All ranks of a mesh are about to gather weights of the model.
-
-        Raises:
-            ValueError: one has converted it in another way.
-            TimeoutError: one does not say how.
-        """
-        if mesh not in self._over:
-            if mesh.size() > 1 and mesh.get_coordinate() is not None:
-                compare(conversion(state, mesh), mesh.mesh.flatten().tolist())
-            self._over.add(mesh)
+    Raises:
+        ValueError: one has converted it in another way.
+        TimeoutError: one does not say how.
+    """
+    if mesh.size() > 1 and mesh.get_coordinate() is not None:
+        compare(conversion(state, mesh), mesh.mesh.flatten().tolist())
 
 
 def conversion(state: ModelState, mesh: Any) -> dict[str, Any]:

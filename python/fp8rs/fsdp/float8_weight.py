@@ -10,16 +10,19 @@ from torch import Tensor
 from fp8rs.tensor.quantized import Float8Tensor, MXFP8Tensor, QuantizedTensor
 
 from . import hooks
-from .weight import Weight
+from .planes_owner import PlanesOwner
 
 
-class Sharded(hooks.Hooked, QuantizedTensor):
-    """A quantized shard. Its planes' owner is a `Weight`."""
+class Sharded(QuantizedTensor):
+    """A quantized shard."""
+
+    fsdp_pre_all_gather = hooks.pre_all_gather
+    fsdp_post_all_gather = hooks.post_all_gather
 
     @property
-    def _weight(self) -> Weight:
+    def _weight(self) -> PlanesOwner:
         weight = self._store.owner
-        assert isinstance(weight, Weight)
+        assert isinstance(weight, PlanesOwner)
         return weight
 
     @property
@@ -43,7 +46,7 @@ SHARD_TYPES: dict[torch.dtype, type[Sharded]] = {
 }
 
 
-def sharded(local: QuantizedTensor, weight: Weight) -> Sharded:
+def sharded(local: QuantizedTensor, weight: PlanesOwner) -> Sharded:
     """The shard of a weight, over the planes of ``local``."""
     local._store.owner = weight
     shard: Any = local.view_of(local._window)

@@ -96,6 +96,27 @@ class Shard:
         return [*self.inputs, *(t for t in (self.scale, self.amaxes) if t is not None)]
 
 
+def set_scales(shards: Sequence[Shard], scales: Tensor) -> None:
+    """Give shards a scale each, of scales (n,)."""
+    for shard, scale in zip(shards, apart(scales), strict=True):
+        shard.scale = scale
+
+
+def apart(scales: Tensor) -> tuple[Tensor, ...]:
+    """Copies of scales (n,), at addresses that are multiples of 16 bytes: cuBLAS wants that."""
+    room = scales.new_empty(scales.shape[0], 4)
+    room[:, 0] = scales
+    return room[:, 0].unbind()
+
+
+def on_mesh(device: torch.device, placement: Placement) -> torch.device:
+    """The device of a shard's mesh: the shard's own, unless that is offloaded."""
+    if device.type == placement.device_type:
+        return device
+    accelerator = torch.get_device_module(placement.device_type)
+    return torch.device(placement.device_type, accelerator.current_device())
+
+
 def is_offloaded(data: Tensor, device: torch.device) -> bool:
     """Whether FSDP2 keeps a shard on another device and copies it over for each gather."""
     return data.device.type != device.type

@@ -1,9 +1,9 @@
-"""What FSDP2 calls before and after an all-gather."""
+"""What FSDP2 calls before and after an all-gather: methods of both kinds of local tensor."""
 
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,29 +14,34 @@ from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
 
 from .gathered import Shard
 from .model import of
-from .weight import Local
+from .weight import Weight
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def pre_all_gather(local: Local) -> tuple[tuple[Tensor, ...], Shard]:
-    """The shard's bytes for the gather at hand, and what to make of them afterwards."""
-    shard = of(local._weight.state).passes.gather(local)
+# The one-argument form lets data and scales have sizes of their own.
+def pre_all_gather(self: Any, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Shard]:
+    """The shard's bytes (flat uint8 tensors, equally long on all ranks) and metadata."""
+    weight: Weight = self._weight
+    shard = of(weight.state).passes.gather(weight, self.shard)
     return shard.inputs, shard
 
 
 def post_all_gather(
-    outputs: tuple[Tensor, ...],
-    shard: Shard,
+    self: Any,
+    all_gather_outputs: tuple[Tensor, ...],
+    metadata: Shard,
     param_dtype: torch.dtype,
-    out: Tensor | None,
+    *,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """Build the weight over the gathered bytes, or have ``out`` show the new ones.
+    """Build the quantized weight over the gathered bytes, or have ``out`` show the new ones.
 
     Returns, the first time, the weight and the tensors beside the gathered ones that hold its
     bytes, for FSDP2 to free and allocate with them.
     """
+    outputs, shard = all_gather_outputs, metadata
     assert shard.ready is not None
     shard.ready.used_here()
     # With one rank FSDP2 passes the first tensor only; the others are as they were handed over.
@@ -66,30 +71,5 @@ def post_all_gather(
         return weight, tuple(inner)
 
 
-class Hooked:
-    """What FSDP2 calls of a sharded parameter's local tensor, of either kind."""
-
-    __slots__ = ()
-
-    # The one-argument form lets data and scales have sizes of their own.
-
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
-        """The shard's bytes (flat uint8 tensors, equally long on all ranks) and metadata."""
-        return pre_all_gather(cast(Local, self))
-
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[Tensor, ...],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: Tensor | None = None,
-    ) -> Any:
-        """The quantized weight over the gathered bytes; later calls refresh ``out``."""
-        return post_all_gather(all_gather_outputs, metadata, param_dtype, out)
-
-
 # FSDP2 asks for the signature at every gather; found anew each time it costs more than the hook.
-Hooked.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
-    Hooked.fsdp_pre_all_gather
-)
+pre_all_gather.__signature__ = inspect.signature(pre_all_gather)  # type: ignore[attr-defined]

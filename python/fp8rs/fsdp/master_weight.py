@@ -28,7 +28,7 @@ from .weight import Weight, local_of
 aten = torch.ops.aten
 
 
-class MasterWeight(hooks.Hooked, Tensor):
+class MasterWeight(Tensor):
     """A high-precision shard that is gathered in FP8.
 
     Args:
@@ -55,6 +55,9 @@ class MasterWeight(hooks.Hooked, Tensor):
         self._data = data
         self._weight = weight
         return self
+
+    fsdp_pre_all_gather = hooks.pre_all_gather
+    fsdp_post_all_gather = hooks.post_all_gather
 
     # The C++ operators come straight to __torch_dispatch__.
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]

@@ -7,13 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from fp8rs._torch import sharded_parameters
+from fp8rs.nn.linear import Float8Linear
 from fp8rs.nn.registry import ModelState
+from fp8rs.quantize.spec import quant_spec
 
-from .agreement import Agreement
+from .agreement import compare_conversions
+from .block_maker import BlockMaker
+from .maker import Maker
 from .passes import WeightPasses
-from .weight import Weight, local_of
+from .scales import SharedScales
+from .tensor_maker import TensorMaker
+from .weight import Weight
 
 #: Makes a sharded parameter of a layer one that is gathered in FP8, if it is to be.
 Adopt = Callable[["ShardedModel", nn.Module, str, Any], None]
@@ -28,7 +34,7 @@ class ShardedModel:
 
     Attributes:
         passes: quantizes the weights for their gathers.
-        agreement: what ranks have compared of what they converted.
+        scales: agrees on those that shards of FP8 weights have in common.
         left: indices of layers whose weights stay in high precision.
     """
 
@@ -37,9 +43,14 @@ class ShardedModel:
         self._adopt = adopt
         #: By the layer's index and the parameter's name, in that order, which is that of all ranks.
         self._weights: dict[tuple[int, str], Weight] = {}
-        self.agreement = Agreement()
-        self.passes = WeightPasses(state, self.weights, self._reach)
+        maker = maker_for(state)
+        self.scales = SharedScales(maker, self.weights)
+        self.passes = WeightPasses(state, maker, self.scales, self.weights, self._meet)
         self.left: set[int] = set()
+        #: The meshes whose ranks have compared what they converted.
+        self._met: set[Any] = set()
+        self._begun = False
+        self._others: list[tuple[str, weakref.ref[nn.Module]]] | None = None
 
     @property
     def state(self) -> ModelState:
@@ -55,16 +66,26 @@ class ShardedModel:
         self._adopt(self, layer, name, parameter)
 
     def forward_begins(self, root: nn.Module) -> None:
-        """See `Sharding`: ranks compare what they converted, at the first."""
-        self.agreement.forward_begins(self.state, root)
+        """See `Sharding`: at the first, ranks meet, whichever layers they converted.
+
+        If FSDP2 shards what is in the root. Of what it gathers together a part may run on some of
+        the ranks alone: these meet at the gather.
+        """
+        if not self._begun:
+            for mesh in {p.device_mesh: None for p in sharded_parameters(root)}:
+                self._meet(mesh)
+            self._begun = True
         self.passes.forward_begins()
 
     def stepped(self) -> None:
         """See `Sharding`: scales of FP8 weights become those of all ranks."""
-        self.passes.stepped()
+        self.scales.stepped()
 
-    def _reach(self, mesh: Any) -> None:
-        self.agreement.reach(self.state, mesh)
+    def _meet(self, mesh: Any) -> None:
+        """All ranks of a mesh are about to gather weights of the model: compare, once."""
+        if mesh not in self._met:
+            compare_conversions(self.state, mesh)
+            self._met.add(mesh)
 
     def add(self, weight: Weight) -> None:
         """A weight is sharded, in the place of another one maybe."""
@@ -76,14 +97,30 @@ class ShardedModel:
 
     def weights(self) -> list[Weight]:
         """Every weight of which the module holds the shard at the moment, once."""
-        found: dict[Weight, None] = {}
-        for weight in self._weights.values():
-            parameter: Any = weight.parameter if weight.in_place else None
-            if isinstance(parameter, DTensor):
-                local = local_of(parameter)
-                if local is not None:
-                    found[local._weight] = None
-        return list(found)
+        shards = (weight.local for weight in self._weights.values())
+        return list(dict.fromkeys(shard._weight for shard in shards if shard is not None))
+
+    def others(self) -> list[tuple[str, weakref.ref[nn.Module]]]:
+        """The modules that have parameters and are not converted, with their names.
+
+        To look for them takes as long as a model has modules, and each weight asks.
+        """
+        root = self.state.root
+        if self._others is None and root is not None:
+            self._others = [
+                (name or type(part).__name__, weakref.ref(part))
+                for name, part in root.named_modules()
+                if part._parameters and not isinstance(part, Float8Linear)
+            ]
+        return self._others or []
+
+
+def maker_for(state: ModelState) -> Maker:
+    """The maker of a model's weights: by whether their blocks are cut out of the tensor."""
+    spec = quant_spec(state.recipe, "weight")
+    if spec.format.per_tensor:
+        return TensorMaker(spec, None if state.delayed is None else state.delayed.histories)
+    return BlockMaker(spec)
 
 
 def of(state: ModelState) -> ShardedModel:

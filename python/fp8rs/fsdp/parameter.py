@@ -54,12 +54,8 @@ def _together(name: str) -> Callable[..., Any]:
     plain = getattr(DTensor, name)
 
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:
-        weight = local_tensor(self)._weight
-        with weight.state.together():
-            out = plain(self, *args, **kwargs)
-        if weight.unagreed and weight.shards is not None:
-            weight.shards.agree([weight])
-        return out
+        with local_tensor(self)._weight.written_by_all_ranks():
+            return plain(self, *args, **kwargs)
 
     write.__name__ = name
     write.__doc__ = plain.__doc__

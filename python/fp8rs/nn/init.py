@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8rs._torch import is_distributed, local_shape_and_offset, local_tensor
+from fp8rs._torch import dtensor_like, is_distributed, local_shape_and_offset, local_tensor
 
 _random_uniform = torch.ops.fp8rs.random_uniform_.default
 
@@ -51,7 +51,7 @@ def uniform_(parameter: Any, bound: float) -> None:
     _random_uniform(values, seed, start[0] * cols, -bound, bound)
     for dim in range(1, len(whole)):
         values = values.narrow(dim, start[dim], mine[dim])
-    local.copy_(values)
+    parameter.copy_(dtensor_like(parameter, values))  # which all ranks write
 
 
 def common_seed(mesh: Any) -> int:

@@ -216,20 +216,13 @@ class Float8Linear(nn.Linear):
         if state is None:  # the constructor's call
             super().reset_parameters()
             return
-        with state.together():
-            buffers.begin_anew(self, state.delayed)
-            kind = type(self).__dict__.get("_fp8_kind", nn.Linear)
-            own = kind.reset_parameters is not nn.Linear.reset_parameters
-            if own or not is_sharded(self.weight):
-                super().reset_parameters()
-            else:
-                reset_linear(self)
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        with self._fp8_state.together():
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+        buffers.begin_anew(self, state.delayed)
+        kind = type(self).__dict__.get("_fp8_kind", nn.Linear)
+        own = kind.reset_parameters is not nn.Linear.reset_parameters
+        if own or not is_sharded(self.weight):
+            super().reset_parameters()
+        else:
+            reset_linear(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         delayed = self._fp8_state.delayed

@@ -10,7 +10,6 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -107,13 +106,6 @@ class ModelState:
         if self.sharding is None and self._shard_with is not None:
             self.sharding = self._shard_with(self)
         return self.sharding
-
-    def together(self) -> AbstractContextManager[None]:
-        """All ranks run what is in here: see `fp8rs.fsdp`."""
-        if self.sharding is None:
-            return nullcontext()
-        found: AbstractContextManager[None] = cast(Any, self.sharding).passes.together()
-        return found
 
     # --- layers and the root ---------------------------------------------------------------------
 

@@ -1,0 +1,254 @@
+"""An FP8 weight: whom the planes of a layer's parameter belong to, sharded or whole."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from fp8rs._torch import is_distributed
+from fp8rs.tensor.formats import FP8_MAX
+from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.store import Store
+
+from . import at_rest
+from .placement import local_part, place
+from .weight import Weight
+
+
+class Scales(Protocol):
+    """What a weight asks of the `SharedScales` that it is among."""
+
+    def write_all(self, weights: Sequence[Any], values: Sequence[Tensor]) -> None:
+        """Quantize values into whole shards, as those of the whole weights."""
+
+    def agree(self, weights: Sequence[Any] | None = None) -> None:
+        """Have the scales of these weights agree; None: of all."""
+
+
+class PlanesOwner(Weight):
+    """An FP8 weight: what its quantized tensors tell of writes (`fp8rs.tensor.store.Owner`).
+
+    Args:
+        module: the layer.
+        name: of the parameter in it.
+        scales: knows of the other ranks' shards; None of a weight that is whole.
+
+    Attributes:
+        unagreed: scales that shards share may differ between ranks.
+        uncompared: it was written with a scale known beforehand, which only some ranks may have
+            found to be NaN.
+        keep_init: its first values are kept from before they are rounded.
+    """
+
+    __slots__ = ("_by_all_ranks", "_init_value", "_scales", "keep_init", "unagreed", "uncompared")
+
+    def __init__(self, module: nn.Module, name: str, scales: Scales | None = None) -> None:
+        super().__init__(module, name)
+        # Not held: tensors hold their owners, and the garbage collector sees no cycle through what
+        # torch holds of tensors.
+        self._scales = None if scales is None else weakref.ref(scales)
+        self.unagreed = self.uncompared = self.keep_init = self._by_all_ranks = False
+        self._init_value: Tensor | None = None
+
+    def _of(self, module: nn.Module) -> PlanesOwner:
+        new = PlanesOwner(module, self.name)
+        new.unagreed, new.keep_init = self.unagreed, self.keep_init
+        new._init_value = self._init_value  # which nobody writes
+        return new
+
+    # --- which planes ----------------------------------------------------------------------------
+
+    def has(self, store: Store) -> bool:
+        """Whether these are the planes of the weight, and not those of a copy.
+
+        While FSDP2 has the whole weight in the shard's place, the shard's are not known: they may
+        be.
+        """
+        if not self.in_place:
+            return False
+        known = getattr(self.parameter_part, "_store", None)
+        return known is None or known.owner is not self or known is store
+
+    def has_whole(self, tensor: QuantizedTensor) -> bool:
+        """Whether a tensor over the weight's planes shows all of this rank's part."""
+        return tensor.shape == self.parameter_part.shape
+
+    def reshard(self) -> None:
+        """Have modules hold their shards again, where FSDP2 has this weight whole in its place.
+
+        What it has gathered is from before a write that is about to come.
+        """
+        part = self.parameter_part
+        if not (isinstance(part, QuantizedTensor) and part._store.gathered):
+            return
+        from torch.distributed.fsdp import FSDPModule
+
+        root = self.state.root
+        for module in () if root is None else root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    # --- other ranks -----------------------------------------------------------------------------
+
+    @property
+    def shards(self) -> Scales | None:
+        """What knows of the other ranks' shards; None where this one is whole."""
+        return None if self._scales is None or self.local is None else self._scales()
+
+    @property
+    def number(self) -> int:
+        """The number of the first element that this rank has: see `Placement.number`."""
+        if self.local is not None:
+            return self.placement.number
+        parameter: Any = self.parameter if self.in_place else None
+        return place(parameter).number if is_distributed(parameter) else 0
+
+    @contextmanager
+    def written_by_all_ranks(self) -> Iterator[None]:
+        """All ranks run what is in here: if it writes the whole shard, scales agree at once."""
+        before, self._by_all_ranks = self._by_all_ranks, True
+        try:
+            yield
+        finally:
+            self._by_all_ranks = before
+        if self.unagreed and (scales := self.shards) is not None:
+            scales.agree([self])
+
+    def _agrees_on(self, tensor: QuantizedTensor) -> Scales | None:
+        """What agrees on scales where all ranks are about to write their whole shards."""
+        local = self.local if self._by_all_ranks else None
+        if local is None or local._store is not tensor._store or local.shape != tensor.shape:
+            return None
+        return self.shards
+
+    # --- writes ----------------------------------------------------------------------------------
+
+    def write(self, tensor: QuantizedTensor, values: Tensor, keep: bool) -> bool:
+        """Write ``values`` with scales that all ranks agree on.
+
+        Returns:
+            False, with nothing written, where other ranks may not be writing (see
+            `written_by_all_ranks`), and where scales are to be kept: each rank does so by the same
+            rule from the same scale, so that what they differ by are powers of two.
+        """
+        whole = self.has_whole(tensor)
+        self._keep(values if whole else None)
+        if not keep and (scales := self._agrees_on(tensor)) is not None:
+            scales.write_all([self], [values])
+            return True
+        if whole and self.shards is None:
+            self.begin_history(values)
+        return False
+
+    def take(self, tensor: QuantizedTensor, src: QuantizedTensor) -> bool:
+        """Take over another shard's codes and scales; False if all ranks may not be doing so.
+
+        Whether they can be taken over is decided by what is equal on all ranks, and not by how
+        much of this rank's shard is padding.
+        """
+        self._keep(None)
+        if src._store.has != tensor._store.has or self._agrees_on(tensor) is None:
+            return False
+        with torch.inference_mode(False), torch.no_grad():
+            at_rest.put(tensor, at_rest.planes_of(src))
+            self.wrote()
+        return True
+
+    def wrote(self, agreed: bool = False) -> None:
+        """The shard is being written, by this rank for itself unless ``agreed``."""
+        super().wrote()
+        self.unagreed = not agreed
+        state = self.state_if_any
+        if state is None or state.delayed is None:
+            return
+        if not agreed:
+            part = self.parameter_part if self.in_place else None
+            # What FSDP2 has gathered of a shard has no owner.
+            if isinstance(part, QuantizedTensor) and part._store.owner is self:
+                self.follow(part._store.any_plane.scale)
+        else:
+            self.uncompared = True
+
+    # --- delayed scaling -------------------------------------------------------------------------
+
+    def follow(self, scale: Tensor) -> None:
+        """Of delayed scaling: values were written with this scale, past the history.
+
+        What is written next must not saturate for the sake of the values before.
+        """
+        slots = self.slots
+        if slots is None or scale.is_meta:
+            return
+        spec = cast(QuantizedTensor, self.parameter_part).spec
+        with torch.no_grad():
+            known, amax = slots
+            scale = scale.to(known.device).view(())
+            finite = scale.isfinite()
+            known.copy_(torch.where(finite, scale, known))
+            largest = scale * (FP8_MAX[spec.fp8_dtype] / 2**spec.margin)
+            amax.copy_(torch.where(finite, amax.maximum(largest), amax))
+
+    def begin_history(self, values: Tensor) -> None:
+        """Values of a whole weight are quantized by their own amax.
+
+        Of delayed scaling the next scale is that one, and the history begins with that amax, as of
+        shards.
+        """
+        if self.slots is None or values.is_meta or not values.numel():
+            return
+        with torch.no_grad():
+            low, high = values.detach().aminmax()
+            amax = torch.maximum(-low, high).float()
+            scale = cast(QuantizedTensor, self.parameter_part).spec.scale_from_amax(amax)
+            self.begin_with(scale, amax)
+
+    def begin_with(self, scale: Tensor, amax: Tensor) -> None:
+        """The same, of a scale and an amax that are known; where that is finite."""
+        finite = amax.isfinite()
+        for slot, value in zip(self.slots or (), (scale, amax), strict=False):
+            slot.copy_(torch.where(finite, value.to(slot.device).view(()), slot))
+
+    # --- the first values ------------------------------------------------------------------------
+
+    @property
+    def init_value(self) -> Tensor | None:
+        """Its first values, as many of them as this rank has, on the CPU; None if not kept."""
+        value = self._init_value
+        if value is not None and self.in_place:
+            parameter: Any = self.parameter
+            # Nobody tells of tensor parallelism, which cuts a parameter into DTensors.
+            if value.shape == parameter.shape != self.parameter_part.shape:
+                self._init_value = value = local_part(value, parameter)
+        return value
+
+    @init_value.setter
+    def init_value(self, value: Tensor | None) -> None:
+        self._init_value = value
+
+    def forget_init(self) -> None:
+        """Free the values from before the first rounding, and keep no others."""
+        self.init_value, self.keep_init = None, False
+
+    def _keep(self, values: Tensor | None) -> None:
+        """Keep values from before they are rounded, where that is asked for; None: there are none.
+
+        Of every write until an optimizer has had them: what was kept before it is not the weight's.
+        """
+        if self.keep_init:
+            kept = values is not None and not values.is_meta
+            self.init_value = values.detach().to("cpu", copy=True) if kept else None  # type: ignore[union-attr]
+
+
+def own(module: nn.Module, name: str) -> PlanesOwner:
+    """Have a layer's quantized parameter own its planes: tensors made from it know of it."""
+    parameter: Any = module._parameters[name]
+    assert isinstance(parameter, QuantizedTensor)
+    owner = parameter._store.owner
+    if not isinstance(owner, PlanesOwner) or owner._module() is not module:
+        owner = parameter._store.owner = PlanesOwner(module, name)
+    return owner
