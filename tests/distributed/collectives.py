@@ -10,6 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fp8rs import QuantizedTensor
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -44,6 +46,10 @@ class Collectives(TorchDispatchMode):
         self.seen: list[Collective] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "_c10d_functional" and any(
+            issubclass(kind, QuantizedTensor) for kind in types
+        ):
+            return NotImplemented  # what it sends comes by here
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1].rstrip("_")
         if func.namespace == "c10d":

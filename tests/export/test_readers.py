@@ -25,6 +25,8 @@ from transformers import (
     FineGrainedFP8Config,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
 )
 
 #: Format, the recipe that has it, and how transformers is told to dequantize it.
@@ -42,7 +44,7 @@ CASES = {
 }
 
 
-def llama(recipe):
+def llama(recipe, **options):
     """Of sizes that are multiples of 128: transformers dequantizes blocks of no others."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -52,7 +54,7 @@ def llama(recipe):
         num_attention_heads=4,
         num_key_value_heads=4,
         vocab_size=64,
-        tie_word_embeddings=False,
+        **{"tie_word_embeddings": False, **options},
     )
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     return fp8rs.convert_to_float8_training(model, recipe=recipe, filter_fqns=["lm_head"])
@@ -88,6 +90,66 @@ def test_transformers_reads_the_values_that_were_written(case, tmp_path):
     assert sorted(parameters) == sorted(names)
     for name in names:
         assert torch.equal(parameters[name], values(given, name).to(torch.bfloat16)), name
+
+
+@pytest.mark.parametrize("format", ["fp8-row", "fp8-tensor", "mxfp8"])
+def test_transformers_keeps_the_codes_that_were_written(format, tmp_path):
+    """Without ``dequantize=True``: of the shapes that its layers expect."""
+    model = llama("current")
+    save_pretrained(model, tmp_path, format)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    given = {n: t.clone() for n, t in tensors(model, format)}
+    for name, layer in read.model.named_modules():
+        if not isinstance(layer, torch.nn.Linear):
+            continue
+        codes, scale = (given[f"model.{name}.{key}"] for key in ("weight", "weight_scale"))
+        held = layer.state_dict()
+        assert held["weight"].dtype == codes.dtype == torch.float8_e4m3fn
+        assert torch.equal(held["weight"].view(torch.uint8), codes.view(torch.uint8))
+        # It has scales of the model's dtype.
+        assert torch.equal(held["weight_scale"], scale.to(held["weight_scale"].dtype))
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize("format", ["fp8-block", "fp8-row"])
+def test_layers_and_experts_that_stay_in_high_precision_are_named(format, tmp_path):
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=64,
+        num_local_experts=2,
+    )
+    model = MixtralForCausalLM(config).to(torch.bfloat16)
+    fp8rs.convert_to_float8_training(model, recipe="current", filter_fqns=["lm_head", "v_proj"])
+    save_pretrained(torch.compile(model), tmp_path, format)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["architectures"] == ["MixtralForCausalLM"]
+    key = {"fp8-block": "modules_to_not_convert", "fp8-row": "ignore"}[format]
+    layer = "model.layers.0."
+    kept = [layer + "self_attn.v_proj", layer + "mlp.experts", "lm_head"]
+    assert sorted(written["quantization_config"][key]) == sorted(kept)
+    extra = {"quantization_config": FineGrainedFP8Config(dequantize=True)}
+    read = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, **(extra if format == "fp8-block" else {})
+    )
+    given = dict(tensors(model, format))
+    for name in kept:
+        for key, parameter in read.get_submodule(name).named_parameters():
+            assert torch.equal(parameter, given[f"{name}.{key}"])
+
+
+@pytest.mark.parametrize("format", ["fp8-block", "fp8-tensor"])
+def test_a_tied_head_is_read(format, tmp_path):
+    model = llama("current", tie_word_embeddings=True)
+    save_pretrained(model, tmp_path, format)
+    assert "lm_head.weight" not in dict(tensors(model, format))
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert read.lm_head.weight is read.model.embed_tokens.weight
+    assert torch.equal(read.lm_head.weight, model.lm_head.weight)
 
 
 @pytest.mark.parametrize("format", ["fp8-row", "fp8-tensor", "mxfp8"])
@@ -160,3 +222,5 @@ def test_an_error_of_the_rank_that_writes_is_raised_on_all(rig):
     model = shard(make((64,), recipe="current"), rig)
     with pytest.raises(OSError, match=r"/proc/nowhere|rank 0 could not write the model"):
         save_pretrained(model, "/proc/nowhere", "fp8-tensor")
+    with pytest.raises(TypeError, match="not int"):  # before anything is gathered
+        save_pretrained(model, 5, "fp8-tensor")

@@ -20,6 +20,7 @@ from distributed.models import (
     batch,
     linears,
     make,
+    on_all_ranks,
     same_bytes,
     shard,
     shardings,
@@ -72,6 +73,15 @@ def exported(model, format, **options):
     return {n: t.cpu().clone() for n, t in tensors(model, format, **options)}
 
 
+def spread(scale, rows, cols):
+    """Scales as they multiply codes, by the conventions."""
+    if scale.dtype == torch.uint8:
+        return torch.exp2(scale.float() - 127).repeat_interleave(32, 1)
+    if scale.shape in ((1,), (rows, 1)):
+        return scale
+    return scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :cols]
+
+
 def assert_same(found, wanted):
     assert found.keys() == wanted.keys()
     for name, tensor in found.items():
@@ -94,6 +104,8 @@ def test_the_recipes_own_codes_are_stored_as_they_are(recipe, fp8_weights):
             scale = scale.view(torch.uint8)
             if recipe == "mxfp8":
                 scale = scale.repeat_interleave(32, 0)
+        elif not scale.dim():
+            scale = scale.view(1)
         suffix = serving_format(ITS_OWN[recipe]).scale_name
         assert same_bytes(found[f"{name}.{suffix}"], scale)
         assert same_bytes(found[f"{name}.bias"], layer.bias.detach().bfloat16())
@@ -108,7 +120,7 @@ def test_names_shapes_and_dtypes_are_those_of_the_convention(recipe, format):
     scales = {
         "fp8-block": lambda n, k: (torch.float32, (-(-n // 128), -(-k // 128))),
         "fp8-row": lambda n, k: (torch.float32, (n, 1)),
-        "fp8-tensor": lambda n, k: (torch.float32, ()),
+        "fp8-tensor": lambda n, k: (torch.float32, (1,)),
         "mxfp8": lambda n, k: (torch.uint8, (n, k // 32)),
     }
     wanted = {}
@@ -131,12 +143,7 @@ def test_what_is_stored_is_within_a_rounding_of_the_weights(recipe, format):
         values = found[f"{name}.weight"].float()
         if format != "bf16":
             scale = found[f"{name}.{serving_format(format).scale_name}"]
-            if scale.dtype == torch.uint8:
-                scale = torch.exp2(scale.float() - 127).repeat_interleave(32, 1)
-            elif format == "fp8-block":
-                rows, cols = values.shape
-                scale = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :cols]
-            values = values * scale
+            values = values * spread(scale, *values.shape)
         weight = layer.weight.detach()
         # E4M3 has three bits of mantissa: half a step is 1/16; a subnormal's is 2^-10 of the scale.
         assert ((values - weight).abs() <= weight.abs() / 16 + weight.abs().max() * 2**-10).all()
@@ -148,6 +155,17 @@ def test_scales_are_powers_of_two_where_that_is_asked_for():
     assert (torch.frexp(scale)[0] == 0.5).all()
     values = exported(model, "fp8-block")["blocks.0.up.weight_scale_inv"]
     assert ((scale >= values) & (scale < 2 * values)).all()
+
+
+def test_a_recipe_of_powers_of_two_has_its_own_codes_in_both_forms_of_the_format():
+    model = make((64,), recipe=fp8rs.Float8BlockScaling(power_2_scale=True))
+    model.head.weight.data[0, 0] = 3.0  # whose scale would not be one
+    wanted = fp8rs.Float8BlockQuantizer(torch.float8_e4m3fn, block=(128, 128), power_2_scale=True)
+    row = wanted(model.head.weight.detach()).rowwise
+    for options in ({}, {"scale_fmt": "ue8m0"}):
+        found = exported(model, "fp8-block", **options)
+        assert same_bytes(found["head.weight"], row.data)
+        assert same_bytes(found["head.weight_scale_inv"], row.scale)
 
 
 def test_ties_buffers_frozen_and_plain_parameters_come_once_under_their_names():
@@ -186,6 +204,13 @@ def test_a_layer_that_does_not_fit_is_named_before_anything_is_given():
     model = odd()
     with pytest.raises(ValueError, match="down has 150 input features; in format 'mxfp8'"):
         tensors(model, "mxfp8")
+
+
+@pytest.mark.parametrize("format", ["fp8-tensor", "bf16"])
+def test_a_model_without_values_is_refused(format):
+    model = make((64,), device="meta")
+    with pytest.raises(ValueError, match=r"blocks\.0\.norm\.weight is on the meta device"):
+        tensors(model, format)
 
 
 def test_a_model_that_is_not_converted_is_given_as_bf16_alone():
@@ -239,21 +264,17 @@ def test_only_one_unit_is_whole_at_a_time_and_none_afterwards(rig, recipe, fp8_w
 
     def whole():
         return {
-            name.partition(".")[0] + name.split(".")[1] if name.startswith("blocks") else "root"
+            ".".join(name.split(".")[:2]) if name.startswith("blocks") else "root"
             for name, p in model.named_parameters()
             if not isinstance(p, DTensor)
         }
 
-    before = whole()
-    assert before == {"blocks0", "blocks1", "root"}
-    first = True
+    assert whole() == {"blocks.0", "blocks.1", "root"}
     for name, _ in tensors(model, ITS_OWN[recipe]):
-        if first or not name.startswith("blocks"):
-            first = False
-            continue
-        unit = name.partition(".")[0] + name.split(".")[1]
-        assert unit in whole()
+        assert whole() == {".".join(name.split(".")[:2]) if name.startswith("blocks") else "root"}
     assert whole() == set()
+    for _ in tensors(model, "bf16"):
+        assert whole() == set()
 
 
 @ranks(2)
@@ -293,6 +314,31 @@ def test_tensor_parallel_weights_come_whole(rig, format, fp8_weights):
             assert tensor.shape == wanted[name].shape
             continue
         assert same_bytes(tensor, wanted[name]), name
+
+
+@ranks(2)
+@every_recipe
+@both_weights
+@pytest.mark.parametrize("hidden", [128, 96])
+def test_tensor_parallelism_alone_has_scales_of_a_ranks_own(rig, recipe, fp8_weights, hidden):
+    """They are no scales of the whole weight: all ranks are given the same, and right, ones."""
+    model = make((hidden,), recipe=RECIPES[recipe], device=rig.device, fp8_weights=fp8_weights)
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(model.blocks[0], rig.mesh(names=("tp",)), plan)
+    with torch.no_grad():  # the parts' maxima differ
+        for layer in (model.blocks[0].up, model.blocks[0].down):
+            layer.weight.mul_(rig.rank + 1)
+    for format in {ITS_OWN[recipe], "fp8-row"}:
+        found = exported(model, format)
+        for name, layer in linears(model).items():
+            values = layer.weight.detach()
+            values = values.full_tensor() if isinstance(values, DTensor) else values
+            values = values.dequantize() if fp8_weights and name == "head" else values
+            codes = found[f"{name}.weight"]
+            scale = found[f"{name}.{serving_format(format).scale_name}"]
+            assert on_all_ranks(codes.view(torch.uint8)) and on_all_ranks(scale)
+            got = codes.float() * spread(scale, *codes.shape)
+            assert ((got - values).abs() <= values.abs() / 16 + values.abs().max() / 2**10).all()
 
 
 @ranks(2)

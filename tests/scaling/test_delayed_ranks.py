@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -407,3 +408,51 @@ def test_one_model_over_two_gpus():
         optimizer.step()
         optimizer.zero_grad()
     assert all(all(layer.fp8_ready) for layer in model)
+
+
+class OwnExperts(nn.Module):
+    """A layer that all ranks have, and as many experts as a rank says."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.shared = nn.Linear(32, 32)
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(count))
+
+    def forward(self, x):
+        x = self.shared(x)
+        return sum((expert(x) for expert in self.experts), x)
+
+
+def of_own_experts(rig, **options):
+    torch.manual_seed(0)
+    model = OwnExperts(1 + rig.rank).to(rig.device)
+    return fp8rs.convert_to_float8_training(model, recipe="delayed", **options)
+
+
+def train_a_step(model, rig):
+    model(torch.full((8, 32), 1.0 + rig.rank, device=rig.device)).square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=1e-3).step()
+    with torch.no_grad():
+        model(torch.ones(8, 32, device=rig.device))
+
+
+@ranks(2)
+@pytest.mark.parametrize("fp8_weights", [False, True], ids=["masters", "fp8"])
+def test_histories_are_reduced_over_the_ranks_that_share_a_layer(rig, fp8_weights):
+    """Experts that a rank has alone, as another has other ones, are no business of the others'."""
+    model = of_own_experts(rig, fp8_weights=fp8_weights)
+    ignored = set(model.experts.parameters())
+    fully_shard(model, mesh=rig.mesh(), ignored_params=ignored)
+    train_a_step(model, rig)
+    amaxes = [layer.fp8_amax_history[0, 1] for layer in (model.shared, model.experts[0])]
+    every = [torch.empty(2, device=rig.device) for _ in range(2)]
+    torch.distributed.all_gather(every, torch.stack(amaxes))
+    (shared, own), (others_shared, others) = every
+    assert shared == others_shared == 2 and own != others
+
+
+@ranks(2)
+def test_a_group_of_ranks_with_other_layers_is_an_error_that_names_it(rig):
+    model = of_own_experts(rig, amax_reduction_group=torch.distributed.group.WORLD)
+    with pytest.raises(ValueError, match=r"amax_reduction_group has ranks .* 2 to 3"):
+        train_a_step(model, rig)

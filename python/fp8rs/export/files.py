@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +54,18 @@ def save_pretrained(
     serving = serving_format(format, scale_fmt)
     if not isinstance(max_shard_bytes, int) or max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes!r}; it must be a positive int")
+    # Errors of these are every rank's.
+    save, path = safetensors_writer(), Path(directory)
+    config = json_of(config_of(model, serving, dtype))
     each = tensors(model, format, dtype=dtype, scale_fmt=scale_fmt)
     writes = not dist.is_initialized() or dist.get_rank() == 0
     error: OSError | None = None
     try:
         if writes:
-            with Files(Path(directory), max_shard_bytes) as files:
+            with Files(path, max_shard_bytes, save) as files:
                 for name, tensor in each:
                     files.add(name, tensor)
-                files.finish(config_of(model, serving, dtype))
+                files.finish(config)
     except OSError as e:
         error = e
     for _ in each:  # ranks that write nothing, or no more: the others' gathers want them
@@ -95,19 +99,38 @@ def config_of(model: nn.Module, serving: ServingFormat, dtype: torch.dtype) -> d
 
 
 def architecture(model: nn.Module) -> str:
-    """The name of a model's class; FSDP2 puts its own in front of it."""
-    return type(model).__name__.removeprefix("FSDP")
+    """The name of a model's class, which compilers wrap; FSDP2 puts its own in front of it."""
+    return type(getattr(model, "_orig_mod", model)).__name__.removeprefix("FSDP")
+
+
+def json_of(value: Any) -> str:
+    """The text of a JSON file."""
+    return json.dumps(value, indent=2, sort_keys=True) + "\n"
+
+
+#: Writes tensors to a file.
+Save = Callable[[dict[str, Tensor], Path], None]
+
+
+def safetensors_writer() -> Save:
+    """What raises ImportError where safetensors is not installed, and OSError of a full disk."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    def save(tensors: dict[str, Tensor], path: Path) -> None:
+        try:
+            save_file(tensors, path, metadata={"format": "pt"})
+        except SafetensorError as error:  # as which it raises what the disk refuses
+            raise OSError(f"{path}: {error}") from error
+
+    return save
 
 
 class Files:
     """The files of one export, written beside the directory's own until they are all there."""
 
-    def __init__(self, directory: Path, max_bytes: int) -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        self._save, self._error = save_file, SafetensorError
-        self._directory, self._max_bytes = directory, max_bytes
+    def __init__(self, directory: Path, max_bytes: int, save: Save) -> None:
+        self._directory, self._max_bytes, self._save = directory, max_bytes, save
         directory.mkdir(parents=True, exist_ok=True)
         self._new = Path(tempfile.mkdtemp(prefix=".export-", dir=directory))
         self._part: dict[str, Tensor] = {}
@@ -125,16 +148,12 @@ class Files:
         self._total_bytes += size
 
     def _write(self) -> None:
-        path = self._new / f"{len(self._written)}.safetensors"
-        try:
-            self._save(self._part, path, metadata={"format": "pt"})
-        except self._error as error:  # as which it raises what the disk refuses
-            raise OSError(f"{path}: {error}") from error
+        self._save(self._part, self._new / f"{len(self._written)}.safetensors")
         self._written.append(list(self._part))
         self._part, self._part_bytes = {}, 0
 
-    def finish(self, config: dict[str, Any]) -> None:
-        """Write the rest, and put all in the place of what was there."""
+    def finish(self, config: str) -> None:
+        """Write the rest and config.json, and put all in the place of what was there."""
         if self._part:
             self._write()
         count = len(self._written)
@@ -142,8 +161,8 @@ class Files:
         if count > 1:
             where = {t: file for file, held in zip(names, self._written, strict=True) for t in held}
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": where}
-            self._json(INDEX, index)
-        self._json("config.json", config)
+            (self._new / INDEX).write_text(json_of(index))
+        (self._new / "config.json").write_text(config)
         for i, name in enumerate(names):
             os.replace(self._new / f"{i}.safetensors", self._directory / name)
         others = ["config.json", *([INDEX] if count > 1 else [])]
@@ -152,9 +171,6 @@ class Files:
         for path in self._directory.glob("model*.safetensors*"):
             if path.name not in (*names, *others):
                 path.unlink()
-
-    def _json(self, name: str, value: Any) -> None:
-        (self._new / name).write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
 
     def __enter__(self) -> Files:
         return self

@@ -123,6 +123,7 @@ FORMATS: dict[str, ServingFormat] = {
             QuantSpec(formats.TENSOR, formats.E4M3),
             (formats.TENSOR,),
             "weight_scale",
+            lambda plane: plane.scale.view(1),
             config=_compressed("float-quantized", {"strategy": "tensor"}, {"strategy": "token"}),
         ),
         ServingFormat(

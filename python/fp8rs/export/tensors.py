@@ -14,7 +14,7 @@ from fp8rs.nn.spec import spec_for
 from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
-from fp8rs.tensor.spec import QuantSpec, quantize_planes
+from fp8rs.tensor.spec import quantize_planes
 
 from .formats import ServingFormat, serving_format
 
@@ -52,30 +52,37 @@ def tensors(
     Yields:
         Names, those of the unconverted model's state dict, and tensors. A converted layer X has
         X.weight, torch.float8_e4m3fn (out, in), and after it its scales: X.weight_scale_inv, fp32
-        (ceil(out / 128), ceil(in / 128)); X.weight_scale, fp32 (out, 1) or (), or uint8
+        (ceil(out / 128), ceil(in / 128)); X.weight_scale, fp32 (out, 1) or (1,), or uint8
         (out, in / 32). A parameter that is tied comes once, under its first name.
 
     Raises:
         TypeError, ValueError: an argument is none of these, nothing was converted, a layer does not
-            fit the format, or FSDP2's policy gathers in a dtype that ``dtype`` is wider than.
-            Nothing is gathered then.
+            fit the format, a parameter is on the meta device, or FSDP2's policy gathers in a dtype
+            that ``dtype`` is wider than. Nothing is gathered then.
     """
     serving = serving_format(format, scale_fmt)
     if dtype not in INPUT_DTYPES:
         raise TypeError(f"dtype is {dtype}; it must be float32, bfloat16 or float16")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(
+                f"{plain_name(name)} is on the meta device, without values: call to_empty() and "
+                "load or initialize the model first"
+            )
     if serving.spec is not None:
         check_layers(model, serving)
     return _tensors(model, serving, dtype)
 
 
 def kept_layers(model: nn.Module) -> list[str]:
-    """The names of linear layers that were not converted."""
+    """The names of linear layers, and of experts' stacks of them, that were not converted."""
     return [
         name
         for name, module in named_modules(model)
-        if isinstance(module, nn.Linear) and not isinstance(module, Float8Linear)
+        if (isinstance(module, nn.Linear) and not isinstance(module, Float8Linear))
+        or any(p is not None and p.dim() > 2 for p in module._parameters.values())
     ]
 
 
@@ -136,7 +143,11 @@ def _tensors(
     model: nn.Module, serving: ServingFormat, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     given: set[int] = set()
-    for unit, modules in units(model):
+    found = units(model)
+    for unit, _ in found:  # what a forward has left whole may have been written since
+        if unit is not None:
+            cast(Any, unit).reshard()
+    for unit, modules in found:
         each = _of_unit(cast(Any, unit), modules, serving, dtype, given)
         try:
             while (item := _next(each)) is not None:
@@ -149,8 +160,6 @@ def _of_unit(
     unit: Any, modules: list[Named], serving: ServingFormat, dtype: torch.dtype, given: set[int]
 ) -> Any:
     """The tensors of one unit, which is whole only where its codes are taken as they are."""
-    if unit is not None:
-        unit.reshard()  # what a forward has left whole may have been written since
     parameters: list[tuple[str, nn.Module, str, nn.Parameter]] = []
     for name, module in modules:
         for key, parameter in module._parameters.items():
@@ -158,7 +167,9 @@ def _of_unit(
                 given.add(id(parameter))
                 parameters.append((name, module, key, parameter))
     as_they_are = [
-        key == "weight" and isinstance(module, Float8Linear) and takes(serving, module)
+        key == "weight"
+        and isinstance(module, Float8Linear)
+        and takes(serving, module, fsdp=unit is not None)
         for _, module, key, _ in parameters
     ]
     gather = unit is not None and any(as_they_are)
@@ -195,38 +206,31 @@ def stored(name: str, plane: Plane, serving: ServingFormat) -> Iterator[tuple[st
 # --- codes as they are ---------------------------------------------------------------------------
 
 
-def takes(serving: ServingFormat, layer: Float8Linear) -> bool:
+def takes(serving: ServingFormat, layer: Float8Linear, fsdp: bool) -> bool:
     """Whether the codes that a layer computes on can be had whole, in that format.
 
-    The answer is the same on all ranks.
+    They cannot where tensor parallelism cuts a block or a row, whose parts have scales of their
+    own; nor a tensor of one scale, but where FSDP2 gathers it in FP8. The answer is the same on all
+    ranks.
+
+    Args:
+        serving: the format.
+        layer: of which FSDP2 has gathered nothing yet.
+        fsdp: whether it gathers the weight: along the first dimension that the mesh is sharded on.
     """
-    spec = weight_spec(layer)
+    spec = spec_for(layer._fp8_state.key, layer.weight.device).weight
     weight: Any = layer._parameters["weight"]
+    placements = getattr(weight, "placements", ())
+    cuts = [(i, p.dim) for i, p in enumerate(placements) if not p.is_replicate()][fsdp:]
     if not serving.takes(spec):
         return False
-    return all(mesh_dim_is_aligned(weight, i, spec) for i in tensor_parallel_dims(weight))
-
-
-def weight_spec(layer: Float8Linear) -> QuantSpec:
-    """How a layer's weight is quantized."""
-    return spec_for(layer._fp8_state.key, layer.weight.device).weight
-
-
-def tensor_parallel_dims(weight: Any) -> list[int]:
-    """The dimensions of a weight's mesh that it is still cut on once FSDP2 has gathered it."""
-    placements = getattr(weight, "placements", ())
-    sharded = [i for i, p in enumerate(placements) if not p.is_replicate()]
-    return sharded[1:]
-
-
-def mesh_dim_is_aligned(weight: Any, mesh_dim: int, spec: QuantSpec) -> bool:
-    """Whether ranks along a mesh dimension hold whole blocks."""
     if spec.format.per_tensor:
-        return True
-    dim = weight.placements[mesh_dim].dim
-    block, size = spec.format.block[dim], weight.shape[dim]
-    chunk = -(-size // weight.device_mesh.size(mesh_dim))
-    return block != -1 and chunk % block == 0
+        return not cuts or hasattr(own_part(weight), "fsdp_post_all_gather")
+    return all(
+        (block := spec.format.block[dim]) > 0
+        and -(-weight.shape[dim] // weight.device_mesh.size(i)) % block == 0
+        for i, dim in cuts
+    )
 
 
 def own_plane(layer: Float8Linear, weight: Any) -> Plane:
@@ -265,10 +269,10 @@ def whole_of_parts(weight: Any, part: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def quantized_as_in_forward(layer: Float8Linear, weight: Tensor) -> Plane:
     """A weight in high precision, as the layer's next forward will quantize it."""
-    spec = weight_spec(layer)
+    spec = spec_for(layer._fp8_state.key, layer.weight.device).weight
     scale = None
     if layer._fp8_state.recipe.delayed:
-        known = layer.fp8_scale[0, 0]
+        known = own_part(layer.fp8_scale)[0, 0]
         amax = torch.ops.fp8rs.amax(weight)
         scale = torch.where(known > 0, known, spec.scale_from_amax(amax))
     row, _ = quantize_planes(spec, weight, True, False, scale=scale)

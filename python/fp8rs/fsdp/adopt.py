@@ -61,7 +61,7 @@ def adopt(model: ShardedModel, module: nn.Module, name: str, parameter: Any) -> 
     state.has(module)
     index: Any = module._fp8_index
     if state.delayed is not None:
-        state.delayed.is_sharded_over(parameter.device_mesh)
+        state.delayed.is_sharded_over(parameter.device_mesh, index)
     if not quantized and (index in model.left or not state.fp8_gather):
         state.keep_first()
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -15,8 +15,8 @@ from fp8rs._torch import constant_when_traced, in_backward
 from fp8rs.quantize.recipes import DelayedScaling
 from fp8rs.scaling.clock import Clock
 from fp8rs.scaling.histories import Histories, keep_local
-from fp8rs.scaling.reductions import mesh_groups, reduce_packed_
-from fp8rs.tensor.spec import QuantSpec, reduce_amax
+from fp8rs.scaling.reductions import check_same, mesh_groups, reduce_packed_
+from fp8rs.tensor.spec import QuantSpec
 
 #: Forwards in training mode after which a model that was never told of a step warns.
 PATIENCE = 100
@@ -50,8 +50,9 @@ class Delayed:
         _models[self.mark] = self
         self.layers = layers
         self._clock, self._group = clock, group
-        #: What FSDP2 shards weights over, in the order in which they came.
-        self._meshes: dict[Any, None] = {}
+        #: What layers are sharded over, with their indices, in the order in which they came.
+        self._meshes: dict[Any, dict[int, None]] = {}
+        self._compared = False
         #: Index -> the groups that the layer's weight is sharded over.
         self._weight_groups: dict[int, tuple[Any, ...]] = {}
         self._forwards = 0
@@ -110,9 +111,9 @@ class Delayed:
 
     # --- ranks -----------------------------------------------------------------------------------
 
-    def is_sharded_over(self, mesh: Any) -> None:
-        """FSDP2 shards weights of this model over a mesh."""
-        self._meshes[mesh] = None
+    def is_sharded_over(self, mesh: Any, index: int) -> None:
+        """The operands of a layer are sharded over a mesh: by FSDP2, or by tensor parallelism."""
+        self._meshes.setdefault(mesh, {})[index] = None
 
     def set_weight_groups(self, index: int, groups: tuple[Any, ...]) -> None:
         """Say that weight ``index`` is sharded over ``groups``, one for each mesh dimension.
@@ -121,30 +122,32 @@ class Delayed:
         """
         self._weight_groups[index] = groups
 
-    def reduction_groups(self) -> list[Any]:
-        """The groups that all amaxes are reduced over at a roll.
-
-        Those that were asked for. Else, of a model that FSDP2 shards, the ranks of its mesh: they
-        run its forwards together anyway. Else none: ranks that take no part in a forward (uneven
-        inputs, another pipeline stage) would be waited for in vain.
-        """
-        if not dist.is_available() or not dist.is_initialized():
-            return []
-        groups = [self._group] if self._group is not None else mesh_groups(self._meshes)
-        return [group for group in groups if group.size() > 1]
-
     def _reduce(self, amax: Tensor) -> None:
-        done = set()
-        for group in self.reduction_groups():
-            reduce_amax(amax, group.group_name, in_place=True)
-            if group is dist.group.WORLD:
-                return  # every rank that has a shard is in it
-            done.add(group.group_name)
-        left = {
-            index: [g for g in groups if g.group_name not in done and g.size() > 1]
-            for index, groups in sorted(self._weight_groups.items())
-        }
-        reduce_packed_(amax, ((range(i, i + 1), groups) for i, groups in left.items()))
+        """Reduce the amaxes of all layers.
+
+        Over the group that was asked for. Else those of a layer over the ranks of its mesh, which
+        run its forwards together anyway. Else not: ranks that take no part in a forward (uneven
+        inputs, another pipeline stage, other experts) would be waited for in vain.
+        """
+        if dist.is_available() and dist.is_initialized():
+            reduce_packed_(amax, self._parts(amax))
+
+    def _parts(self, amax: Tensor) -> Iterator[tuple[range, list[Any]]]:
+        """Places in the amaxes, and what these are reduced over."""
+        size, group = amax.numel(), self._group
+        if group is None:
+            for mesh, layers in self._meshes.items():
+                groups = mesh_groups(mesh)
+                for index in layers:
+                    yield range(index, size, size // 3), groups
+            return
+        if not self._compared:
+            check_same(size // 3, group, amax.device)
+            self._compared = True
+        yield range(size), [group]
+        if group is not dist.group.WORLD:  # where every rank that has a shard is
+            for index, groups_of_weight in sorted(self._weight_groups.items()):
+                yield range(index, index + 1), [g for g in groups_of_weight if g is not group]
 
     # --- copies ----------------------------------------------------------------------------------
 

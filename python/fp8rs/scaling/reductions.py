@@ -20,16 +20,24 @@ def index_tensor(indices: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(indices, dtype=torch.int64, device=device)
 
 
-def mesh_groups(meshes: Iterable[Any]) -> list[Any]:
-    """The process groups along all dimensions of meshes, once each."""
-    groups: dict[str, Any] = {}
-    for mesh in meshes:
-        if mesh.size() == dist.get_world_size():
-            return [dist.group.WORLD]
-        for dim in range(mesh.ndim):
-            group = mesh.get_group(dim)
-            groups[group.group_name] = group
-    return list(groups.values())
+def mesh_groups(mesh: Any) -> list[Any]:
+    """The process groups along all dimensions of a mesh."""
+    if mesh.size() == dist.get_world_size():
+        return [dist.group.WORLD]
+    return [mesh.get_group(dim) for dim in range(mesh.ndim)]
+
+
+def check_same(layers: int, group: Any, device: torch.device) -> None:
+    """Raise ValueError on every rank where those of a group have other numbers of layers."""
+    ends = torch.tensor([layers, -layers], dtype=torch.int32, device=device)
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
+    most, least = ends.tolist()
+    if most != -least:
+        raise ValueError(
+            "amax_reduction_group has ranks whose models have other numbers of converted layers, "
+            f"{-least} to {most}, as those of pipeline stages or experts: give a group of ranks "
+            "that have the same layers, or none"
+        )
 
 
 def reduce_packed_(values: Tensor, parts: Iterable[tuple[range, Iterable[Any]]]) -> Tensor:
@@ -40,12 +48,14 @@ def reduce_packed_(values: Tensor, parts: Iterable[tuple[range, Iterable[Any]]])
     Args:
         values: the maxima.
         parts: elements of ``values``, and the groups over which these are reduced. Over several
-            groups (FSDP's and tensor parallelism's) one after the other: over their product.
+            groups (FSDP's and tensor parallelism's) one after the other: over their product. Those
+            of one group are the same or apart.
     """
-    by_group: dict[str, list[range]] = {}
+    by_group: dict[str, dict[range, None]] = {}
     for part, groups in parts:
-        for group in groups if part else ():
-            by_group.setdefault(group.group_name, []).append(part)
+        for group in groups:
+            if part and group.size() > 1:
+                by_group.setdefault(group.group_name, {})[part] = None
     for name, members in by_group.items():
         if sum(map(len, members)) == values.numel():
             reduce_amax(values, name, in_place=True)

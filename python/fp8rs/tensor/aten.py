@@ -18,7 +18,7 @@ from fp8rs.tensor.blank import blank
 from fp8rs.tensor.fallback import dequantized_call, each_member
 from fp8rs.tensor.formats import INPUT_DTYPES, LOGICAL_DTYPES
 from fp8rs.tensor.planes import zeros
-from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
 from fp8rs.tensor.table import HANDLERS, Handler, implements
 
 aten = torch.ops.aten
@@ -100,6 +100,22 @@ def _copy(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> An
     if src.dtype not in INPUT_DTYPES:
         src = src.to(torch.float32)
     return dst.quantize_(src.expand(dst.shape) if src.shape != dst.shape else src)
+
+
+@implements(aten.constant_pad_nd.default)
+def _pad(func: Any, t: QuantizedTensor, pad: list[int], value: Any = 0) -> Any:
+    """Zeros behind a matrix are codes: so torch pads parts that it gathers and scatters."""
+    if value or any(pad[::2]) or min(pad) < 0 or t.dim() != 2 or t.planes == (None, None):
+        return dequantized_call(func, t, pad, value)
+    cols, rows = [*pad[1::2], 0][:2]
+    row, col = t.planes
+    return wrap_planes(
+        None if row is None else row.padded(rows, cols),
+        None if col is None else col.padded(cols, rows),
+        shape=(t.shape[0] + rows, t.shape[1] + cols),
+        dtype=t.dtype,
+        spec=t.spec,
+    )
 
 
 @implements(aten.detach_.default)
@@ -195,6 +211,8 @@ def classify(func: Any) -> Handler:
     namespace, _, name = schema.name.partition("::")
     if namespace == "c10d":
         return collectives.collective
+    if namespace == "_c10d_functional":
+        return collectives.functional
     if torch.Tag.inplace_view in func.tags or name in _RESHAPING:
         return _refuse
     if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):

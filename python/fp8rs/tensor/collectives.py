@@ -1,21 +1,29 @@
 """Collectives of torch.distributed on quantized tensors.
 
-Their schemas say nothing of what they write. Dequantized values go over the wire, and what arrives
-is quantized, once it is there: a collective into a quantized tensor has finished when it returns.
-Parts that are scattered are codes and scales already, and stay what they are: tensor parallelism
-cuts weights so.
+The schemas of those that write into their arguments say nothing of it. Dequantized values go over
+the wire, and what arrives is quantized, once it is there: a collective into a quantized tensor has
+finished when it returns. Parts that are scattered are codes and scales already, and stay what they
+are: tensor parallelism cuts weights so.
+
+Functional ones, which DTensor redistributes by, give plain tensors. Gathers send codes and scales;
+others would send high precision, and raise.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fp8rs.tensor.fallback import on_values, quantized_in
-from fp8rs.tensor.planes import as_bytes
+from fp8rs.tensor import formats
+from fp8rs.tensor.fallback import dequantized_call, on_values, quantized_in
+from fp8rs.tensor.planes import Plane, as_bytes
 from fp8rs.tensor.quantized import QuantizedTensor
+
+_gather_all = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
+_wait_for = torch.ops._c10d_functional.wait_tensor.default
 
 #: Operators of the namespace c10d that only read tensors, and that receive from one other rank; all
 #: others write their first argument.
@@ -74,3 +82,74 @@ def _wait(out: Any) -> None:
             work = Work.unbox(value)
             if work is not None:  # NCCL has none where the current stream has it in order
                 work.wait()
+
+
+# --- functional collectives ----------------------------------------------------------------------
+
+
+def functional(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a collective that DTensor redistributes by.
+
+    Raises:
+        NotImplementedError: it is no gather, and writes no quantized tensor either.
+    """
+    name = func._schema.name.partition("::")[2]
+    if name == "all_gather_into_tensor":
+        return _gathered([args[0]], *args[1:], **kwargs)[0]
+    if name == "all_gather_into_tensor_coalesced":
+        return _gathered(*args, **kwargs)
+    if name == "wait_tensor":  # those of others have been waited for
+        return args[0]
+    if name.endswith("_"):
+        return dequantized_call(func, *args, **kwargs)
+    raise NotImplementedError(
+        f"{name} of a quantized tensor would send it in high precision. Gathers send codes; for "
+        "others dequantize() it first"
+    )
+
+
+def _gathered(tensors: list[Tensor], group_size: int, group_name: str) -> list[Tensor]:
+    """The values of all ranks' tensors, one rank's after the other's, of codes and scales sent."""
+    rows = [_by_rows(t) if isinstance(t, QuantizedTensor) else None for t in tensors]
+    sent = [
+        part.contiguous().view(torch.uint8)
+        for t, row in zip(tensors, rows, strict=True)
+        for part in ([t] if row is None else [row.data, row.scale])
+    ]
+    received = iter(map(_wait_for, _gather_all(sent, group_size, group_name)))
+    whole = []
+    for t, row in zip(tensors, rows, strict=True):
+        got = next(received)
+        if row is None:
+            whole.append(got.view(t.dtype))
+            continue
+        scales = next(received).view(row.scale.dtype)
+        if row.scale.shape[0] != row.matrix.shape[0]:  # one a rank
+            scales = scales.repeat_interleave(row.matrix.shape[0], 0)
+        values = Plane(got.view(row.data.dtype), scales, row.format)
+        exact = torch.float32 if t.dtype == torch.float64 else t.dtype
+        whole.append(values.dequantize(exact).to(t.dtype))
+    return whole
+
+
+def _by_rows(t: QuantizedTensor) -> Plane:
+    """The rowwise plane with blocks of one row, of which ranks have as many, wherever cuts are.
+
+    Where one scale serves all rows it stands once.
+
+    Raises:
+        ValueError: this is a view that cuts blocks, or has no such plane.
+    """
+    t.any_plane()
+    row, _ = t.region.planes
+    plane = t.region.made("rowwise", "a gather") if row is None else row
+    assert not plane.lead[1]
+    if plane.format.per_tensor:
+        return Plane(plane.data, plane.scale.view(1, 1), formats.ROW)
+    height, width = plane.format.block
+    if height == 1:
+        return plane
+    scale = plane.scale.view(torch.uint8) if plane.format.microscaled else plane.scale
+    each = scale.repeat_interleave(height, 0).narrow(0, plane.lead[0], plane.matrix.shape[0])
+    format = formats.format_of((1, width), plane.format.scale_dtype)
+    return Plane(plane.data, each.view(plane.scale.dtype), format)

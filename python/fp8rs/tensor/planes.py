@@ -90,6 +90,18 @@ class Plane:
             whole[above:, before:].clone(memory_format=torch.contiguous_format).view(data.shape),
         )
 
+    def padded(self, rows: int, cols: int) -> Plane:
+        """This with rows and columns of zeros behind it; the data is 2-D."""
+        codes = functional.pad(self.data.view(torch.uint8), (0, cols, 0, rows))
+        scale = self.scale
+        if not self.format.per_tensor:
+            shape = [n + m for n, m in zip(codes.shape, self.lead, strict=True)]
+            down, along = self.format.scale_shape(*shape)
+            behind = (0, along - scale.shape[1], 0, down - scale.shape[0])
+            raw = scale.view(torch.uint8) if self.format.microscaled else scale
+            scale = functional.pad(raw, behind, value=1).view(scale.dtype)
+        return Plane(codes.view(self.data.dtype), scale, self.format, self.lead)
+
     def spread(self) -> Tensor:
         """The scale of each element of the 2-D view, fp32; of a shape that broadcasts to it."""
         scale = self.scale.to(torch.float32)

@@ -74,7 +74,8 @@ def _prepare_layer(style: Any, module: nn.Module, mesh: DeviceMesh) -> None:
         raise ValueError(f"{name} needs a mesh of one dimension, not {mesh}")
     state = module._fp8_state
     if state.delayed is not None:
-        state.delayed.is_sharded_over(mesh)  # a scale that codes are gathered with is all ranks'
+        # A scale that codes are gathered with is all ranks'.
+        state.delayed.is_sharded_over(mesh, module._fp8_index)
     prepare()
 
 

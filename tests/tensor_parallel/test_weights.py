@@ -1,0 +1,107 @@
+"""FP8 weights as DTensors: cut, gathered and refused as codes, never as what they stand for."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import fp8rs
+from distributed import ranks
+from distributed.collectives import Collectives
+from distributed.models import EMPTY, RECIPES, UNEVEN, make, shard
+
+every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
+SCALE_BYTES = {  # of one rank's (rows, 96), as blocks of one row have them
+    "current": lambda rows: 4,
+    "delayed": lambda rows: 4,
+    "rowwise": lambda rows: 4 * rows,
+    "block": lambda rows: 4 * rows,
+    "mxfp8": lambda rows: 3 * rows,
+    "mxfp8 of 1x32": lambda rows: 3 * rows,
+}
+
+
+def weight(recipe, *shape):
+    torch.manual_seed(0)
+    with fp8rs.quantized_init(RECIPES[recipe]):
+        layer = nn.Linear(*reversed(shape))
+    return layer.weight.detach()
+
+
+def ready():
+    warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarning)
+    return dist.group.WORLD
+
+
+@ranks(2, cuda=False)
+@every_recipe
+def test_a_functional_gather_sends_codes_and_scales(rig, recipe):
+    group = ready()
+    whole = weight(recipe, 160, 96)
+    start = 128 * rig.rank  # where blocks begin
+    own = whole.narrow(0, start, 32)
+    values = torch.cat([whole.narrow(0, 128 * r, 32).dequantize() for r in range(2)])
+    with Collectives() as seen:
+        got = funcol.all_gather_tensor(own, 0, group)
+    assert torch.equal(got, values)
+    assert [c.nbytes for c in seen.seen] == [2 * 32 * 96, 2 * SCALE_BYTES[recipe](32)]
+    assert {c.dtype for c in seen.seen} == {torch.uint8}
+    plain, again = funcol.all_gather_into_tensor_coalesced([torch.ones(3), own], group)
+    assert plain.shape == (6,) and torch.equal(again, values)
+    if whole.format.block[0] > 1:
+        with pytest.raises(ValueError, match=r"not made of whole blocks.*dequantize\(\)"):
+            funcol.all_gather_tensor(whole.narrow(0, 8, 32), 0, group)
+
+
+@ranks(2, cuda=False)
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_other_functional_collectives_raise(rig, recipe):
+    group, own = ready(), weight(recipe, 64, 96)
+    calls = {
+        "all_reduce": lambda: funcol.all_reduce(own, "sum", group),
+        "reduce_scatter_tensor": lambda: funcol.reduce_scatter_tensor(own, "sum", 0, group),
+        "all_to_all_single": lambda: funcol.all_to_all_single(own, None, None, group),
+        "broadcast": lambda: funcol.broadcast(own, 0, group),
+    }
+    for name, call in calls.items():
+        with pytest.raises(NotImplementedError, match=rf"{name} .*high precision.*dequantize"):
+            call()
+
+
+@ranks(2, 4)
+@every_recipe
+@pytest.mark.parametrize("shape", [(64, 128), (50, 27), (3, 64)], ids=["even", "uneven", "empty"])
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_what_is_distributed_and_gathered_again_is_the_same(rig, recipe, shape, placement):
+    """But where a cut goes through a block: its codes are rounded again, to other scales."""
+    whole = weight(recipe, *shape).to(rig.device)
+    parameter = distribute_tensor(whole, rig.mesh(), [placement])
+    assert isinstance(parameter.to_local(), fp8rs.QuantizedTensor)
+    got, values = parameter.full_tensor(), whole.dequantize()
+    block = whole.format.block
+    cuts_blocks = placement.is_shard() and any(
+        block[placement.dim] > 1 and edge % block[placement.dim]
+        for edge in range(0, shape[placement.dim], -(-shape[placement.dim] // rig.world_size))
+    )
+    if cuts_blocks:
+        assert ((got - values).abs() <= values.abs() / 8 + values.abs().max() / 2**8).all()
+    else:
+        assert torch.equal(got, values)
+
+
+@ranks(2, 4, cuda=False)
+@every_recipe
+@pytest.mark.parametrize("hidden", [UNEVEN, EMPTY], ids=["uneven", "empty"])
+def test_a_full_state_dict_of_shards_is_gathered_as_codes(rig, recipe, hidden):
+    model = make(hidden, recipe=RECIPES[recipe], fp8_weights=True)
+    values = {n: p.dequantize() for n, p in model.named_parameters() if p.dim() == 2}
+    shard(model, rig)
+    with Collectives() as seen:
+        got = {n: p.detach().full_tensor() for n, p in model.named_parameters() if n in values}
+    for name, value in values.items():
+        assert torch.equal(got[name], value), name
+    assert {c.dtype for c in seen.seen} == {torch.uint8}
