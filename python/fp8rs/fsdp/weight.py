@@ -273,6 +273,11 @@ class Weight:
         passes = self._passes if hasattr(self.module, "_fp8_state") else None
         return passes is not None and bool(passes.take(self, tensor, src))
 
+    def loaded(self) -> None:
+        """Codes and scales were read in place, on all ranks: these agree on them."""
+        self._keep(None)
+        self.wrote(agreed=True)
+
     def _keep(self, values: Tensor | None) -> None:
         """Keep values from before they are rounded, where that is asked for; None: there are none.
 
