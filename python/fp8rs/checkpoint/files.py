@@ -156,7 +156,7 @@ class _Unpickler(pickle.Unpickler):
     """Makes plain values and what DCP's metadata has, and calls nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = getattr(importlib.import_module(module), name) if module in MODULES else None
+        found = getattr(importlib.import_module(module), name, None) if module in MODULES else None
         known = (module, name) in VALUES or isinstance(found, torch.dtype)
         if known or (module == CLASSES and getattr(found, "__module__", None) == CLASSES):
             return found
