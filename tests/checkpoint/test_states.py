@@ -24,6 +24,8 @@ from fp8rs import checkpoint
 from fp8rs.checkpoint import CheckpointError, Model
 
 FP8 = "FP8 weights, AdamW with masters"
+#: With --full all ways of training them.
+SOME = [n if n in list(KEPT)[1:3] else pytest.param(n, marks=pytest.mark.long) for n in KEPT]
 
 
 def same(left, right):
@@ -32,7 +34,7 @@ def same(left, right):
 
 @ranks(2)
 @recipes
-@pytest.mark.parametrize("kept", list(KEPT))
+@pytest.mark.parametrize("kept", SOME)
 def test_a_resumed_training_has_the_losses_of_one_that_went_on(rig, recipe, kept):
     warnings.filterwarnings("ignore", message=".*FP8 weights, and keeps no masters")
     folder = shared_folder(rig)
@@ -71,7 +73,7 @@ def test_a_checkpoint_of_the_unconverted_model_loads(rig, recipe, fp8_weights):
 
 @ranks(2)
 @recipes
-@pytest.mark.parametrize("kept", [name for name in KEPT if name.startswith(("FP8", "master"))][:4])
+@pytest.mark.parametrize("kept", SOME[1:])
 def test_rank_0_hands_around_a_full_state_of_model_and_optimizer(rig, recipe, kept):
     model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN)
     train(model, optimizer, [batch(rig, n) for n in range(2)])
@@ -134,8 +136,9 @@ def test_files_have_plain_tensors_of_a_byte_an_element_that_need_no_fp8rs(recipe
     checkpoint.save({"model": Model(model)}, tmp_path / "saved")
     planes = 2 if recipe == "mxfp8 of 1x32" else 1
     elements = 512 * 256 * planes
-    scales = sum(t.nbytes for n, t in Model(model).state_dict().items() if "scale" in n)
-    assert elements < size_of(tmp_path / "saved") < elements + scales + 4 * 512 + 20_000
+    state = Model(model).state_dict()
+    others = sum(t.nbytes for t in state.values() if t.dtype != torch.float8_e4m3fn)
+    assert elements < size_of(tmp_path / "saved") < elements + others + 2000 * len(state)
     code = READ.replace("BLOCK[0]", str(BLOCKS[recipe][0])).replace(
         "BLOCK[1]", str(BLOCKS[recipe][1])
     )
@@ -188,6 +191,7 @@ def test_all_that_does_not_fit_is_in_one_error_and_nothing_is_written(rig):
 
 def test_a_quantized_tensor_in_a_state_is_refused(tmp_path):
     model = make(HIDDEN["even"], fp8_weights=True)
-    for call in (checkpoint.save, checkpoint.load):
-        with pytest.raises((CheckpointError, TypeError), match=r"fp8rs.checkpoint.Model\(model\)"):
-            call({"model": model.state_dict()}, tmp_path / "saved")
+    checkpoint.save({"model": Model(model)}, tmp_path / "first")
+    for call, name in ((checkpoint.save, "second"), (checkpoint.load, "first")):
+        with pytest.raises(CheckpointError, match=r"fp8rs.checkpoint.Model\(model\)"):
+            call({"model": model.state_dict()}, tmp_path / name)

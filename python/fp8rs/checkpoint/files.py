@@ -102,24 +102,32 @@ class Reader(FileSystemReader):
     """DCP's own, which takes no bytes but those that were written."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the checkpoint has.
+        """What the checkpoint has; nothing where that cannot be had, of which the next call tells.
 
-        Raises:
-            DamagedError: it cannot be had, or is not that of a checkpoint.
+        DCP would go on to look for other files after an error here, and not pass it on.
         """
         path = Path(self.path, METADATA)
+        self.problem: DamagedError | None = None
         try:
-            data = path.read_bytes()
+            metadata = parse_metadata(path.read_bytes())
         except OSError as error:
-            raise DamagedError(
-                f"{self.path} is no checkpoint, or not a whole one: {error}"
-            ) from None
-        try:
-            metadata = parse_metadata(data)
-        except Exception as error:
-            raise DamagedError(f"{path} is damaged: {_first_line(error)}") from None
+            self.problem = DamagedError(f"{self.path} is no checkpoint, or not whole: {error}")
+        except Exception as error:  # whatever bytes of chance lead to
+            self.problem = DamagedError(f"{path} is damaged: {_first_line(error)}")
+        if self.problem is not None:
+            return Metadata({})
         metadata.storage_meta = StorageMeta(checkpoint_id=self.path, load_id=self.load_id)
         return metadata
+
+    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
+        """See the base.
+
+        Raises:
+            DamagedError: the metadata could not be had.
+        """
+        if self.problem is not None:
+            raise self.problem
+        super().set_up_storage_reader(*args, **kwargs)
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
         data = super()._slice_file(file, sinfo).read()
