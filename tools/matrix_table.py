@@ -18,7 +18,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -28,8 +28,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = written.Page(ROOT / "docs" / "fsdp2-matrix.md", "matrix_table")
 TEST = ROOT / "tests" / "fsdp" / "test_matrix.py"
 WEIGHTS = {"master": "master weights", "fp8": "FP8 weights"}
-#: The parameters that choose a row; the recipe chooses the column.
-ROW = ("weights", "mesh", "shards")
 
 Key = tuple[str, tuple[str, ...], str]
 
@@ -42,16 +40,28 @@ class Results:
     all: Counter[Key] = field(default_factory=Counter)
     failed: dict[Key, str] = field(default_factory=dict)
     skipped: Counter[str] = field(default_factory=Counter)
+    #: The parameters that choose a row; the recipe chooses the column.
+    row: ClassVar[tuple[str, ...]] = ("weights", "mesh", "shards")
+
+    def key_of(self, item: Any) -> Key:
+        """The cell of a case."""
+        params = item.callspec.params
+        return params["device_type"], tuple(params[name] for name in self.row), params["recipe"]
+
+    def name_of(self, row: tuple[str, ...]) -> str:
+        """What a row is called."""
+        weights, *others = row
+        return ", ".join([WEIGHTS[weights], *others])
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         """Before the cover is chosen: all cells that there are."""
-        self.all.update(key_of(item) for item in items)
+        self.all.update(self.key_of(item) for item in items)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
         report = yield
-        key = key_of(item)
+        key = self.key_of(item)
         if report.skipped:
             self.skipped[key[0]] += 1
         elif report.failed:
@@ -81,15 +91,9 @@ class Results:
                     cells.append(f"yes, {self.ran[key]} of {self.all[key]}")
                 else:
                     cells.append("not run")
-            weights, mesh, shards = row
-            lines.append(f"| {WEIGHTS[weights]}, {mesh}, {shards} | {' | '.join(cells)} |")
+            lines.append(f"| {self.name_of(row)} | {' | '.join(cells)} |")
         notes = [f"({number}) {reason}" for reason, number in reasons.items()]
         return "\n".join([*lines, "", *notes]).strip()
-
-
-def key_of(item: Any) -> Key:
-    params = item.callspec.params
-    return params["device_type"], tuple(params[name] for name in ROW), params["recipe"]
 
 
 def left_out() -> str:

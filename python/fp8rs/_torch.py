@@ -284,21 +284,36 @@ def local_shape_and_offset(
     return tuple(size), tuple(offset)
 
 
-def dtensor_like(parameter: Any, local: Tensor) -> Tensor:
+def dtensor_like(parameter: Any, local: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
     """A DTensor that is laid out as a parameter is, over another local tensor.
 
     ``DTensor.from_local`` would copy what is offloaded to the mesh's device.
+
+    Args:
+        parameter: a DTensor.
+        local: this rank's part.
+        shape: of the whole, contiguous; the parameter's by default.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     spec: Any = parameter._spec
-    if local.dtype != spec.tensor_meta.dtype:
-        meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
+    meta = spec.tensor_meta
+    if shape is not None:
+        meta = TensorMeta(torch.Size(shape), (shape[1], 1), local.dtype)
+    if (local.dtype, shape) != (spec.tensor_meta.dtype, None):
+        meta = TensorMeta(meta.shape, meta.stride, local.dtype)
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
     make: Any = DTensor
     made: Tensor = make(local, spec, requires_grad=False)
     return made
+
+
+def names_of(model: Any, name: str) -> set[str]:
+    """The names that torch's state-dict functions have for what a model has under ``name``."""
+    from torch.distributed.checkpoint.state_dict import _get_fqns
+
+    return set(_get_fqns(model, name))
 
 
 def spec(parameter: Any) -> Any:

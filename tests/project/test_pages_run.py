@@ -14,7 +14,7 @@ import torch
 from fp8rs.demo.launch import Job, launch
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["docs/fp8-weights.md"]
+PAGES = ["docs/fp8-weights.md", "docs/checkpoints.md"]
 RANKS = 2
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.newest_torch]

@@ -159,6 +159,11 @@ class PlanesOwner(Weight):
             self.wrote()
         return True
 
+    def loaded(self) -> None:
+        """Codes and scales were read in place, on all ranks: these agree on them."""
+        self._keep(None)
+        self.wrote(agreed=True)
+
     def wrote(self, agreed: bool = False) -> None:
         """The shard is being written, by this rank for itself unless ``agreed``."""
         super().wrote()

@@ -1,0 +1,160 @@
+"""A quantized tensor as plain ones: codes and scales, each laid out over the ranks as it is kept.
+
+The tensors share memory with the quantized one: what is read into them is read into the weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from fp8rs._torch import (
+    disabled_torch_function,
+    dtensor_like,
+    is_distributed,
+    local_shape_and_offset,
+    own_part,
+)
+from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.quantized import QuantizedTensor
+
+#: What is added to a weight's name, for the scales and for a second plane.
+SCALE, COLUMNWISE = "_scale", "_columnwise"
+
+
+class Part(Tensor):
+    """This rank's part of a tensor that no placement of a DTensor describes.
+
+    Scales of blocks, which shards share where a boundary cuts a block, and planes of the transpose.
+    A DTensor asks its local tensor, which this is, what DCP is to write and to read of it.
+    """
+
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+
+    #: Where it begins in the whole tensor.
+    begin: tuple[int, int]
+    #: Rows and columns that another rank writes: those of a block that begins in its shard.
+    shared: tuple[int, int]
+
+    def _chunk(self, skip: tuple[int, int]) -> ChunkStorageMetadata:
+        begin = [b + n for b, n in zip(self.begin, skip, strict=True)]
+        sizes = [size - n for size, n in zip(self.shape, skip, strict=True)]
+        return ChunkStorageMetadata(offsets=torch.Size(begin), sizes=torch.Size(sizes))
+
+    def __create_write_items__(self, fqn: str, whole: Tensor) -> list[WriteItem]:
+        chunk = self._chunk(self.shared)
+        if not all(chunk.sizes):
+            return []
+        data = TensorWriteData(
+            chunk=chunk, properties=TensorProperties.create_from_tensor(self), size=whole.size()
+        )
+        index = MetadataIndex(fqn, chunk.offsets)
+        return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk((0, 0))] if self.numel() else []
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        found = self.as_subclass(Tensor)
+        if index.offset is not None:
+            for dim, (asked, begin) in enumerate(zip(index.offset, self.begin, strict=True)):
+                found = found[(slice(None),) * dim + (slice(asked - begin, None),)]
+        return found
+
+
+def part(local: Tensor, begin: tuple[int, int], shared: tuple[int, int]) -> Part:
+    """A `Part` over the memory of a tensor."""
+    made = local.as_subclass(Part)
+    made.begin, made.shared = begin, shared
+    return made
+
+
+def like(value: Tensor, local: Tensor) -> Tensor:
+    """A tensor that is laid out over the ranks as another one is, over the memory of ``local``."""
+    if not is_distributed(value):
+        return local
+    own = own_part(value)
+    if isinstance(own, Part):
+        local = part(local, own.begin, own.shared)
+    return dtensor_like(value, local)
+
+
+def parts_of(value: Tensor) -> dict[str, Tensor] | None:
+    """The plain tensors of a quantized one, by what they add to its name.
+
+    None where there are none for the whole: tensor parallelism cuts through its blocks.
+    """
+    local: QuantizedTensor = own_part(value)
+    planes = {"": local._store.rowwise, COLUMNWISE: local._store.columnwise}
+    shown = dict(zip(planes, local.planes, strict=True))
+    if planes[""] is not None and planes[""].format.square:
+        del planes[COLUMNWISE]  # the same codes, transposed
+    found: dict[str, Tensor] = {}
+    for suffix, plane in planes.items():
+        if plane is None:
+            continue
+        turned = suffix == COLUMNWISE
+        if _cuts_blocks(value, plane, turned):
+            return None
+        plane = shown[suffix] if local.numel() else _empty(plane, local.shape, turned)
+        assert plane is not None
+        found[suffix], found[suffix + SCALE] = _tensors_of(value, plane, turned)
+    return found
+
+
+def _empty(plane: Plane, shape: torch.Size, turned: bool) -> Plane:
+    """The plane of a shard that has no elements; of one scale a tensor it has that one."""
+    codes = plane.data.new_empty(shape[::-1] if turned else shape)
+    if plane.format.per_tensor:
+        return Plane(codes, plane.scale, plane.format)
+    return Plane(codes, plane.scale.new_empty((0, 0)), plane.format)
+
+
+def _tensors_of(value: Tensor, plane: Plane, turned: bool) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a plane of the whole."""
+    codes, scale, format = plane.data, plane.scale, plane.format
+    if not is_distributed(value):
+        return codes, scale
+    sharded: Any = value
+    _, start = local_shape_and_offset(tuple(value.shape), sharded.device_mesh, sharded.placements)
+    rows, cols = value.shape
+    begin = start[0], start[1]
+    if turned:
+        (rows, cols), begin = (cols, rows), begin[::-1]
+        whole = dtensor_like(value, part(codes, begin, (0, 0)), (rows, cols))
+    else:
+        whole = dtensor_like(value, codes)
+    if format.per_tensor:
+        return whole, scale.view(())
+    first = [b // n if n > 0 else 0 for b, n in zip(begin, format.block, strict=True)]
+    shared = [int(n > 0) for n in plane.lead]
+    own = part(scale, (first[0], first[1]), (shared[0], shared[1]))
+    return whole, dtensor_like(value, own, format.scale_shape(rows, cols))
+
+
+def _cuts_blocks(value: Any, plane: Plane, turned: bool) -> bool:
+    """Whether tensor parallelism begins blocks anew within those of the whole tensor."""
+    if not is_distributed(value):
+        return False
+    owner: Any = own_part(value)._store.owner
+    sharded = [(i, p.dim) for i, p in enumerate(value.placements) if not p.is_replicate()]
+    if owner is not None and owner.shards is not None:
+        sharded = sharded[1:]  # FSDP2 cuts blocks that are the whole's, and agrees on their scales
+        if plane.format.per_tensor:
+            return False
+    extent = list(value.shape)
+    block = plane.format.block[::-1] if turned else plane.format.block
+    for mesh_dim, dim in sharded:
+        length = -(-extent[dim] // value.device_mesh.size(mesh_dim))
+        if length < extent[dim] and (block[dim] < 0 or length % block[dim]):
+            return True
+        extent[dim] = length
+    return False

@@ -1,0 +1,155 @@
+"""A model and its optimizers as DCP saves and loads them: plain tensors under fixed names."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer as TorchOptimizer
+
+from fp8rs._torch import names_of, note_write, own_part
+from fp8rs.nn import buffers
+from fp8rs.nn.linear import Float8Linear
+from fp8rs.scaling.histories import BUFFERS, keep_local
+from fp8rs.tensor.quantized import QuantizedTensor
+
+from .parts import SCALE, like, parts_of
+
+
+class Model:
+    """A model's part of a checkpoint, converted or not: a ``Stateful``, as DCP calls it.
+
+    Names are those of the unconverted model's state dict. Of FP8 weights the codes have the
+    weight's name, and their scales follow (see the page on checkpoints). With delayed scaling a
+    layer X has X.fp8_scale, X.fp8_amax and X.fp8_amax_history beside.
+
+    Args:
+        model: what FSDP2 shards, or a model on one device.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        self.model = model
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Tensor]:
+        """Plain tensors that share memory with the weights; histories are copies.
+
+        All ranks call it: scales that shards share are agreed on first, where they are not.
+        """
+        state: dict[str, Any] = get_model_state_dict(self.model)
+        for shards in {_owner(v).shards for v in state.values() if _is_fp8(v)} - {None}:
+            shards.agree()
+        found: dict[str, Tensor] = {}
+        cut = []
+        for name, value in state.items():
+            parts = parts_of(value) if _is_fp8(value) else {"": value}
+            if parts is None:
+                cut.append(name)
+                parts = {"": like(value, own_part(value).dequantize())}
+            found.update((name + suffix, part) for suffix, part in parts.items())
+        if cut:
+            warnings.warn(
+                f"FP8 weights whose blocks tensor parallelism cuts are saved in high precision: "
+                f"{', '.join(cut)}. Sizes a rank that are multiples of the block's avoid it",
+                stacklevel=2,
+            )
+        for name, layer in _layers_with_histories(self.model):
+            keep_local(layer._buffers)
+            for buffer in BUFFERS:
+                found[f"{name}.{buffer}"] = layer.get_buffer(buffer).clone()
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what was loaded: into the tensors of `state_dict`, or others like them.
+
+        A weight without scales in it is in high precision, and quantized where it is FP8 here.
+        Histories that it does not have begin anew.
+        """
+        plain = dict(state_dict)
+        own: Any = get_model_state_dict(self.model)
+        weights = {n: v for n, v in own.items() if _is_fp8(v) and n + SCALE in plain}
+        codes = {n: {s: plain.pop(n + s) for s in parts_of(v) or ()} for n, v in weights.items()}
+        histories = {
+            name: [plain.pop(f"{name}.{b}", None) for b in BUFFERS]
+            for name, _ in _layers_with_histories(self.model)
+        }
+        set_model_state_dict(self.model, plain, options=StateDictOptions(strict=False))
+        for name, value in weights.items():
+            _put(value, codes[name])
+        for name, layer in _layers_with_histories(self.model):
+            if histories[name][0] is not None:
+                _begin_with(layer, histories[name])
+
+
+class Optimizer:
+    """The optimizers' part of a checkpoint: a ``Stateful``, as DCP calls it.
+
+    Names are ``state.``, the parameter's, and the state's: ``exp_avg``, ``master``; and
+    ``param_groups``, which is no tensor.
+
+    Args:
+        model: whose parameters they step.
+        optimizers: torch's, or those of ``fp8rs.optim``.
+    """
+
+    def __init__(self, model: nn.Module, *optimizers: TorchOptimizer) -> None:
+        self.model, self.optimizers = model, optimizers
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizers' own tensors."""
+        return get_optimizer_state_dict(self.model, self.optimizers)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what was loaded."""
+        set_optimizer_state_dict(self.model, self.optimizers, state_dict)
+
+
+def _is_fp8(value: Any) -> bool:
+    return isinstance(own_part(value), QuantizedTensor)
+
+
+def _owner(value: Tensor) -> Any:
+    return own_part(value)._store.owner
+
+
+def _layers_with_histories(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers with delayed scaling, and the names that their tensors begin with."""
+    for path, layer in model.named_modules():
+        if isinstance(layer, Float8Linear) and layer._fp8_state.delayed is not None:
+            for name in sorted(names_of(model, f"{path}.weight".lstrip("."))):
+                yield name.removesuffix(".weight"), layer
+
+
+def _put(value: Tensor, parts: dict[str, Tensor]) -> None:
+    """Have an FP8 weight hold what was loaded of it, which all ranks do."""
+    weight: QuantizedTensor = own_part(value)
+    for suffix, into in (parts_of(value) or {}).items():
+        own, given = own_part(into), own_part(parts[suffix])
+        if own.data_ptr() != given.data_ptr():
+            own.copy_(given)
+        note_write(own)
+    owner: Any = weight._store.owner
+    layer = owner.module
+    buffers.begin_anew(layer, layer._fp8_state.delayed)
+    owner.loaded()
+    owner.follow(weight._store.any_plane.scale)
+
+
+def _begin_with(layer: Any, histories: list[Any]) -> None:
+    """Have a layer's delayed scaling go on from loaded buffers."""
+    for name, value in zip(BUFFERS, histories, strict=True):
+        layer._buffers[name].copy_(value)
+    layer.fp8_ready = tuple((layer.fp8_scale[:, 0] > 0).tolist())

@@ -1,0 +1,144 @@
+"""Models laid out over ranks in the ways between which checkpoints move, and all that they keep."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from distributed.models import RECIPES, WIDTH, linears, make, shard
+from fp8rs import checkpoint
+from fp8rs._torch import dtensor_like
+from fp8rs.optim import AdamW, MasterWeights
+from fp8rs.scaling.histories import BUFFERS
+from fp8rs.tensor.quantized import QuantizedTensor
+from parts import local_of
+
+PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+#: What is kept of converted weights, and what trains them.
+KEPT = {
+    "master weights, torch's AdamW": (False, lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-5)),
+    "FP8 weights, AdamW with masters": (True, lambda p: AdamW(p, lr=1e-2)),
+    "FP8 weights, AdamW without masters": (
+        True,
+        lambda p: AdamW(p, lr=1e-2, master_weights=False, state_dtype=torch.bfloat16),
+    ),
+    "FP8 weights, MasterWeights around SGD": (
+        True,
+        lambda p: MasterWeights(p, torch.optim.SGD, lr=1e-2, momentum=0.9),
+    ),
+    "FP8 weights, torch's AdamW": (True, lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-5)),
+}
+
+#: The ranks and meshes of each layout.
+LAYOUTS = {
+    "FSDP of 4": (4,),
+    "FSDP of 2": (2,),
+    "FSDP of 1": (1,),
+    "one process": None,
+    "HSDP of 2x2": (2, 2),
+    "FSDP of 2 x TP of 2": (2, 2),
+}
+
+
+def lay_out(rig, layout, recipe, kept, hidden, seed=0):
+    """A model and its optimizer in a layout, and the group of the ranks that have it.
+
+    Of a layout of fewer ranks there are several models, each of some ranks.
+    """
+    fp8_weights, optimizer = KEPT[kept]
+    options = {"recipe": RECIPES.get(recipe, recipe), "fp8_weights": fp8_weights}
+    model = make(hidden, seed=seed, device=rig.device, **options)
+    group, shape = None, LAYOUTS[layout]
+    if layout == "FSDP of 2 x TP of 2":
+        mesh = rig.mesh(*shape, names=("data", "tensor"))
+        for block in model.blocks:
+            parallelize_module(block, mesh["tensor"], PLAN)
+            fully_shard(block, mesh=mesh["data"])
+        fully_shard(model, mesh=mesh["data"])
+    elif layout == "HSDP of 2x2" or layout == "FSDP of 4":
+        shard(model, mesh=rig.mesh(*shape))
+    else:
+        each = shape[0] if shape else 1
+        ranks = [list(range(i, i + each)) for i in range(0, rig.world_size, each)]
+        group = [dist.new_group(of) for of in ranks][rig.rank // each]
+        if shape is not None:
+            shard(model, mesh=DeviceMesh.from_group(group, rig.device_type))
+    return model, optimizer(model.parameters()), group
+
+
+def batch(rig, step):
+    """The same on all ranks: those of tensor parallelism have one."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    return torch.randn(16, WIDTH, generator=generator).to(rig.device)
+
+
+def state_of(model, optimizer):
+    return {
+        "model": checkpoint.Model(model),
+        "optimizer": checkpoint.Optimizer(model, optimizer),
+    }
+
+
+def whole(value, local=None):
+    """The whole tensor, with other bytes on each rank maybe."""
+    local = local_of(value.detach()) if local is None else local
+    if not isinstance(value, DTensor):
+        return local.clone()
+    plain = local.contiguous().view(torch.uint8) if local.dtype.itemsize == 1 else local
+    return dtensor_like(value, plain).full_tensor()
+
+
+def contents(model, optimizer):
+    """Copies of all that training goes on from: codes, the scale of each element, moments."""
+    found = {}
+    for name, p in model.named_parameters():
+        local = local_of(p)
+        if not isinstance(local, QuantizedTensor):
+            local = getattr(local, "high_precision", local)
+            found[name] = whole(p.detach(), local.detach().clone())
+            continue
+        planes = local.planes
+        for kind, plane in zip(("codes", "columnwise"), planes, strict=True):
+            if plane is None or (kind == "columnwise" and plane.format.square):
+                continue
+            turned = kind == "columnwise"
+            size = local.shape[::-1] if turned else local.shape
+            codes = plane.data.view(torch.uint8) if local.numel() else torch.empty(size)
+            scale = plane.spread().expand(size) if local.numel() else torch.empty(size)
+            for what, t in ((kind, codes.to(torch.uint8)), (f"{kind}' scales", scale.float())):
+                found[f"{name} {what}"] = whole(p, (t.t() if turned else t).contiguous())
+    for name, p in model.named_parameters():
+        for key, value in optimizer.state[p].items():
+            if isinstance(value, torch.Tensor):
+                found[f"{name} {key}"] = whole(value)
+    for name, layer in linears(model).items():
+        for buffer in BUFFERS if "fp8_scale" in layer._buffers else ():
+            found[f"{name} {buffer}"] = layer.get_buffer(buffer).clone()
+    return found
+
+
+def spoil(model):
+    """NaN in every parameter."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(float("nan"))
+
+
+def shared_folder(rig):
+    folder = [tempfile.mkdtemp(prefix="fp8rs-checkpoint-") if rig.rank == 0 else None]
+    dist.broadcast_object_list(folder, 0)
+    return folder[0]
+
+
+def size_of(folder):
+    """The bytes of a checkpoint's files, without its metadata."""
+    names = [name for name in os.listdir(folder) if name.endswith(".distcp")]
+    return sum(os.path.getsize(os.path.join(folder, name)) for name in names)

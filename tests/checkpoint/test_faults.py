@@ -1,0 +1,222 @@
+"""What goes wrong: every rank that lives says so, and nothing that was there is harmed."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem
+
+from checkpoint.layouts import batch, contents, lay_out, shared_folder, state_of
+from distributed import ranks
+from distributed.models import UNEVEN, same_bytes, train
+from fp8rs import checkpoint
+from fp8rs.checkpoint import CheckpointError
+
+FP8 = "FP8 weights, AdamW with masters"
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(same_bytes(left[n], right[n]) for n in left)
+
+
+def trained(rig, recipe="delayed", kept=FP8, seed=0):
+    model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN, seed)
+    train(model, optimizer, [batch(rig, n) for n in range(2)])
+    return model, optimizer
+
+
+def largest(folder, suffix=".distcp"):
+    names = [os.path.join(folder, n) for n in os.listdir(folder) if n.endswith(suffix)]
+    return max(names, key=os.path.getsize)
+
+
+def cut_short(path):
+    os.truncate(path, os.path.getsize(path) // 2)
+
+
+def flip(path, where=0.5):
+    with open(path, "r+b") as file:
+        file.seek(int(os.path.getsize(path) * where))
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 0x10]))
+
+
+DAMAGE = {
+    "a file is missing": lambda folder: os.remove(largest(folder)),
+    "a file is cut short": lambda folder: cut_short(largest(folder)),
+    "a bit of a tensor is flipped": lambda folder: flip(largest(folder)),
+    "the metadata is missing": lambda folder: os.remove(f"{folder}/.metadata"),
+    "the metadata is cut short": lambda folder: cut_short(f"{folder}/.metadata"),
+    "all is missing": shutil.rmtree,
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("kept", [FP8, "master weights, torch's AdamW"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_damaged_checkpoint_is_an_error_on_all_ranks_and_leaves_the_model(rig, kept):
+    folder = shared_folder(rig)
+    checkpoint.save(state_of(*trained(rig, kept=kept)), f"{folder}/whole")
+    model, optimizer = trained(rig, kept=kept, seed=1)
+    before = contents(model, optimizer)
+    for number, (what, damage) in enumerate(DAMAGE.items()):
+        copy = f"{folder}/{number}"
+        if rig.rank == 0:
+            shutil.copytree(f"{folder}/whole", copy)
+            damage(copy)
+        dist.barrier()
+        with pytest.raises(CheckpointError, match=f"{copy} was not loaded\\n.*DamagedError"):
+            checkpoint.load(state_of(model, optimizer), copy)
+        assert same(contents(model, optimizer), before), what
+    checkpoint.load(state_of(model, optimizer), f"{folder}/whole")
+    assert not same(contents(model, optimizer), before)
+    dist.barrier()
+    if rig.rank == 0:
+        shutil.rmtree(folder)
+
+
+def saved(how, state, folder, group):
+    if how == "save":
+        checkpoint.save(state, folder)
+    else:
+        checkpoint.async_save(state, folder, process_group=group).result()
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", ["save", "async_save"])
+@pytest.mark.parametrize("full", ["a disk", "the disk, at the metadata"])
+def test_a_full_disk_leaves_the_checkpoint_before(rig, how, full):
+    folder = shared_folder(rig)
+    model, optimizer = trained(rig)
+    checkpoint.save(state_of(model, optimizer), f"{folder}/first")
+    kept = contents(model, optimizer)
+    train(model, optimizer, [batch(rig, 7)])
+    original = filesystem.FileSystem.create_stream
+    group = dist.new_group(backend="gloo")
+
+    def create_stream(self, path, mode):
+        at_metadata = ".metadata" in str(path)
+        if mode == "wb" and at_metadata == ("metadata" in full) and (at_metadata or rig.rank == 1):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return original(self, path, mode)
+
+    filesystem.FileSystem.create_stream = create_stream
+    try:
+        state = state_of(model, optimizer)
+        with pytest.raises(CheckpointError, match=r"second was not saved[^!]*No space left"):
+            saved(how, state, f"{folder}/second", group)
+    finally:
+        filesystem.FileSystem.create_stream = original
+    dist.barrier()
+    assert os.listdir(folder) == ["first"]
+    with pytest.raises(CheckpointError, match="checkpoints are not overwritten"):
+        checkpoint.save(state_of(model, optimizer), f"{folder}/first")
+    checkpoint.save(state_of(model, optimizer), f"{folder}/second")
+    other, resumed = trained(rig, seed=1)
+    checkpoint.load(state_of(other, resumed), f"{folder}/first")
+    assert same(contents(other, resumed), kept)
+    dist.barrier()
+    if rig.rank == 0:
+        shutil.rmtree(folder)
+
+
+@ranks(2)
+def test_ranks_that_disagree_are_an_error_on_both(rig):
+    folder = shared_folder(rig)
+    recipe = ["block", "mxfp8"][rig.rank]
+    model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, FP8, UNEVEN)
+    state = {"model": checkpoint.Model(model)}
+    with pytest.raises(CheckpointError, match=r"ranks disagree on what they save[^!]*weight_scale"):
+        checkpoint.save(state, f"{folder}/saved")
+    assert not os.path.exists(f"{folder}/saved")
+    agreed, _, _ = lay_out(rig, "FSDP of 2", "block", FP8, UNEVEN)
+    checkpoint.save({"model": checkpoint.Model(agreed)}, f"{folder}/saved")
+    before = contents(model, optimizer)
+    with pytest.raises(CheckpointError, match="rank 1: ValueError: the checkpoint does not fit"):
+        checkpoint.load(state, f"{folder}/saved")
+    assert same(contents(model, optimizer), before)
+
+
+DIES = """
+import os, signal, sys, time, datetime, torch, torch.distributed as dist
+from torch.distributed.checkpoint import filesystem
+import fp8rs
+from fp8rs import checkpoint
+from fp8rs.optim import AdamW
+from torch.distributed.fsdp import fully_shard
+rank, port, folder, when = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+store = dist.TCPStore("127.0.0.1", port)
+dist.init_process_group(
+    "gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=20)
+)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+fp8rs.convert_to_float8_training(model, recipe="current", fp8_weights=True)
+fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
+optimizer = AdamW(model.parameters(), lr=1e-3)
+model(torch.ones(4, 64)).sum().backward()
+optimizer.step()
+state = {"model": checkpoint.Model(model), "optimizer": checkpoint.Optimizer(model, optimizer)}
+checkpoint.save(state, folder + "/first")
+before = {n: t.clone() for n, t in ((n, getattr(t, "_local_tensor", t))
+          for n, t in state["model"].state_dict().items())}
+original = filesystem.FileSystem.create_stream
+def create_stream(self, path, mode):
+    if rank == 1 and mode == {"save": "wb", "load": "rb"}[when] and ".metadata" not in str(path):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(self, path, mode)
+filesystem.FileSystem.create_stream = create_stream
+start = time.monotonic()
+try:
+    if when == "save":
+        checkpoint.save(state, folder + "/second")
+    else:
+        checkpoint.load(state, folder + "/first")
+except Exception as error:
+    for name, value in state["model"].state_dict().items():
+        own = getattr(value, "_local_tensor", value)
+        assert torch.equal(own.view(torch.uint8) if own.dim() else own,
+                           before[name].view(torch.uint8) if own.dim() else before[name]), name
+    print("caught", type(error).__name__, time.monotonic() - start < 25, flush=True)
+    os._exit(0)
+print("nothing happened", flush=True)
+os._exit(1)
+"""
+
+
+@pytest.mark.parametrize("when", ["save", "load"])
+def test_the_others_hear_of_a_rank_that_dies(tmp_path, when):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-W",
+                "ignore",
+                "-c",
+                DIES,
+                str(rank),
+                str(store.port),
+                tmp_path,
+                when,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=150) for process in processes]
+    assert processes[1].returncode == -signal.SIGKILL, outputs[1]
+    assert processes[0].returncode == 0, outputs[0]
+    word, _kind, in_time = outputs[0][0].split()
+    assert (word, in_time) == ("caught", "True"), outputs[0]
+    assert (tmp_path / "first" / ".metadata").exists()
+    assert not (tmp_path / "second").exists()

@@ -1,0 +1,62 @@
+"""A training on real text that is killed goes on from its last checkpoint, on other ranks."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "resume.py"
+STEP = re.compile(r"step (\d+): loss ([\d.]+)")
+
+
+def start(ranks, folder, steps, every):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), str(EXAMPLE), "--folder", str(folder)]
+    command += ["--steps", str(steps), "--save-every", str(every)]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def losses_of(process, until=None):
+    """The losses by step, of a run that is killed at a step with all its ranks."""
+    found, first = {}, ""
+    for line in process.stdout:
+        first = first or line
+        match = STEP.search(line)
+        if match:
+            found[int(match[1])] = float(match[2])
+            if int(match[1]) == until:
+                os.killpg(process.pid, signal.SIGKILL)
+                break
+    process.stdout.close()
+    process.wait(60)
+    return found, first
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("steps, every", [(200, 20)])
+def test_a_killed_run_goes_on_from_its_last_checkpoint_on_another_world_size(
+    tmp_path, steps, every
+):
+    killed_at = random.randrange(2 * every + 5, steps - every)
+    before, _ = losses_of(start(2, tmp_path, steps, every), killed_at)
+    after, first = losses_of(start(4, tmp_path, steps, every))
+    begun = int(re.match(r"resumed from step-(\d+) on 4 ranks", first)[1])
+    # Nothing is lost but the steps since the save, or since the one before if that was being made.
+    assert begun in (killed_at // every * every, (killed_at + 1) // every * every - every)
+    assert sorted(after) == list(range(begun, steps))
+    for step in sorted(before.keys() & after.keys()):
+        assert abs(before[step] - after[step]) < 0.03 * before[step], (killed_at, step)
+    assert max(list(after.values())[-5:]) < min(list(before.values())[:5])
+    print(f"killed at step {killed_at}, resumed from {begun}: {before[begun - 1]} {after[begun]}")

@@ -1,0 +1,75 @@
+"""Checkpoints that are saved in one layout over ranks and loaded in another, to the bit."""
+
+import shutil
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from checkpoint.layouts import (
+    KEPT,
+    batch,
+    contents,
+    lay_out,
+    shared_folder,
+    spoil,
+    state_of,
+)
+from distributed import ranks
+from distributed.models import HIDDEN, RECIPES, linears, same_bytes, shardings, train
+from fp8rs import checkpoint
+
+#: From and to, as the table in the docs has them.
+MOVES = [
+    ("FSDP of 4", "FSDP of 2"),
+    ("FSDP of 2", "FSDP of 4"),
+    ("FSDP of 4", "FSDP of 1"),
+    ("FSDP of 4", "HSDP of 2x2"),
+    ("FSDP of 2 x TP of 2", "FSDP of 4"),
+    ("FSDP of 4", "one process"),
+    ("one process", "FSDP of 4"),
+]
+
+
+@ranks(4, seconds=40)
+@pytest.mark.parametrize(("saved", "loaded"), MOVES)
+@pytest.mark.parametrize("recipe", list(RECIPES))
+@pytest.mark.parametrize("kept", list(KEPT))
+@pytest.mark.parametrize("how", ["save", "async_save"])
+@shardings
+def test_all_comes_back_to_the_bit(rig, saved, loaded, recipe, kept, how, hidden):
+    warnings.filterwarnings("ignore", message=".*FP8 weights, and keeps no masters")
+    warnings.filterwarnings("ignore", message=".*tensor parallelism cuts")
+    folder = shared_folder(rig)
+    model, optimizer, group = lay_out(rig, saved, recipe, kept, HIDDEN[hidden])
+    train(model, optimizer, [batch(rig, n) for n in range(3)])
+    state, expected = state_of(model, optimizer), [contents(model, optimizer)]
+    names = state["model"].state_dict()
+    weights = {f"{name}.weight" for name in linears(model)} if KEPT[kept][0] else set()
+    cut = {name for name in weights if name + "_scale" not in names}
+    assert not cut or " x TP" in saved
+    dist.broadcast_object_list(expected)  # of several models the first is saved
+    members = list(range(rig.world_size))
+    if group is not None:
+        members = dist.get_process_group_ranks(group)
+    if how == "save" and 0 in members:
+        checkpoint.save(state, f"{folder}/saved", process_group=group)
+    elif 0 in members:
+        own = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        saving = checkpoint.async_save(state, f"{folder}/saved", process_group=own)
+        train(model, optimizer, [batch(rig, 9)])  # which is not saved
+        saving.result()
+    dist.barrier()
+    other, resumed, group = lay_out(rig, loaded, recipe, kept, HIDDEN[hidden], seed=1)
+    spoil(other)
+    checkpoint.load(state_of(other, resumed), f"{folder}/saved", process_group=group)
+    found = contents(other, resumed)
+    for name, value in expected[0].items():
+        if name.split()[0] not in cut or not name.endswith(("codes", "scales", "columnwise")):
+            assert same_bytes(found[name], value), name
+    losses = train(other, resumed, [batch(rig, n) for n in range(3, 5)])
+    assert torch.tensor(losses).isfinite().all()
+    dist.barrier()
+    if rig.rank == 0:
+        shutil.rmtree(folder)

@@ -1,0 +1,197 @@
+"""What a checkpoint has, what may be absent from it, and what is refused before it is read."""
+
+import shutil
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from checkpoint.layouts import KEPT, batch, contents, lay_out, shared_folder, size_of, state_of
+from distributed import ranks
+from distributed.models import HIDDEN, RECIPES, UNEVEN, make, recipes, same_bytes, train
+from fp8rs import checkpoint
+from fp8rs.checkpoint import CheckpointError, Model
+
+FP8 = "FP8 weights, AdamW with masters"
+#: With --full all ways of training them.
+SOME = [n if n in list(KEPT)[1:3] else pytest.param(n, marks=pytest.mark.long) for n in KEPT]
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(same_bytes(left[n], right[n]) for n in left)
+
+
+@ranks(2)
+@recipes
+@pytest.mark.parametrize("kept", SOME)
+def test_a_resumed_training_has_the_losses_of_one_that_went_on(rig, recipe, kept):
+    warnings.filterwarnings("ignore", message=".*FP8 weights, and keeps no masters")
+    folder = shared_folder(rig)
+    model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN)
+    train(model, optimizer, [batch(rig, n) for n in range(3)])
+    checkpoint.save(state_of(model, optimizer), f"{folder}/saved")
+    other, resumed, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN, seed=1)
+    checkpoint.load(state_of(other, resumed), f"{folder}/saved")
+    batches = [batch(rig, n) for n in range(3, 7)]
+    assert train(other, resumed, batches) == train(model, optimizer, batches)
+    assert same(contents(other, resumed), contents(model, optimizer))
+    dist.barrier()
+    if rig.rank == 0:
+        shutil.rmtree(folder)
+
+
+@ranks(2)
+@recipes
+@pytest.mark.parametrize("fp8_weights", [False, True])
+def test_a_checkpoint_of_the_unconverted_model_loads(rig, recipe, fp8_weights):
+    """Saved by DCP itself, without histories and scales: as its values quantize."""
+    folder = shared_folder(rig)
+    kept = FP8 if fp8_weights else "master weights, torch's AdamW"
+    plain, _, _ = lay_out(rig, "FSDP of 2", None, "master weights, torch's AdamW", UNEVEN)
+    dcp.save({"model": get_model_state_dict(plain)}, checkpoint_id=f"{folder}/saved")
+    model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN, seed=1)
+    train(model, optimizer, [batch(rig, n) for n in range(3)])
+    checkpoint.load({"model": Model(model)}, f"{folder}/saved")
+    reference = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device, fp8_weights=fp8_weights)
+    x = batch(rig, 0)
+    assert torch.equal(model(x), reference(x))
+    dist.barrier()
+    if rig.rank == 0:
+        shutil.rmtree(folder)
+
+
+@ranks(2)
+@recipes
+@pytest.mark.parametrize("kept", SOME[1:])
+def test_rank_0_hands_around_a_full_state_of_model_and_optimizer(rig, recipe, kept):
+    model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN)
+    train(model, optimizer, [batch(rig, n) for n in range(2)])
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full = get_model_state_dict(model, options=whole)
+    moments = get_optimizer_state_dict(model, optimizer, options=whole)
+    other, resumed, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN, seed=1)
+    around = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other, full if rig.rank == 0 else {}, options=around)
+    set_optimizer_state_dict(other, resumed, moments if rig.rank == 0 else {}, options=around)
+    before, after = contents(model, optimizer), contents(other, resumed)
+    assert before.keys() == after.keys()
+    compared = 0
+    for name, value in before.items():
+        if name.endswith(("exp_avg", "exp_avg_sq", "momentum_buffer", "master", "step")):
+            assert same_bytes(after[name], value), name
+            compared += 1
+    assert compared >= len(list(model.parameters()))
+    train(other, resumed, [batch(rig, 5)])
+
+
+READ = """
+import sys
+sys.modules["fp8rs"] = None  # to import it raises
+import glob, io, pickle, torch
+(folder,) = sys.argv[1:]
+metadata = pickle.load(open(folder + "/.metadata", "rb"))
+found = {}
+for index, info in metadata.storage_data.items():
+    with open(f"{folder}/{info.relative_path}", "rb") as file:
+        file.seek(info.offset)
+        value = torch.load(io.BytesIO(file.read(info.length)), weights_only=True)
+    if isinstance(value, torch.Tensor):
+        assert type(value) is torch.Tensor
+        found[index.fqn] = value
+weight, scale = found["model.0.weight"], found["model.0.weight_scale"]
+assert weight.dtype == torch.float8_e4m3fn and weight.shape == (512, 256), weight.shape
+blocks = weight.float().view(512 // BLOCK[0], BLOCK[0], 256 // BLOCK[1], BLOCK[1])
+values = blocks * scale.float().view(blocks.shape[0], 1, blocks.shape[2], 1)
+torch.save(values.view(512, 256), folder + "/values")
+print(*sorted(found))
+"""
+BLOCKS = {
+    "current": (512, 256),
+    "delayed": (512, 256),
+    "rowwise": (1, 256),
+    "block": (128, 128),
+    "mxfp8": (32, 32),
+    "mxfp8 of 1x32": (1, 32),
+}
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_files_have_plain_tensors_of_a_byte_an_element_that_need_no_fp8rs(recipe, tmp_path):
+    import fp8rs
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 512))
+    fp8rs.convert_to_float8_training(model, recipe=RECIPES[recipe], fp8_weights=True)
+    checkpoint.save({"model": Model(model)}, tmp_path / "saved")
+    planes = 2 if recipe == "mxfp8 of 1x32" else 1
+    elements = 512 * 256 * planes
+    state = Model(model).state_dict()
+    others = sum(t.nbytes for t in state.values() if t.dtype != torch.float8_e4m3fn)
+    assert elements < size_of(tmp_path / "saved") < elements + others + 2000 * len(state)
+    code = READ.replace("BLOCK[0]", str(BLOCKS[recipe][0])).replace(
+        "BLOCK[1]", str(BLOCKS[recipe][1])
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "saved")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(torch.load(tmp_path / "saved" / "values"), model[0].weight.dequantize())
+    names = {"0.bias", "0.weight", "0.weight_scale"}
+    if recipe == "delayed":
+        names |= {"0.fp8_scale", "0.fp8_amax", "0.fp8_amax_history"}
+    if planes == 2:
+        names |= {"0.weight_columnwise", "0.weight_columnwise_scale"}
+    assert set(done.stdout.split()) == {f"model.{name}" for name in names}
+
+
+@ranks(2)
+def test_all_that_does_not_fit_is_in_one_error_and_nothing_is_written(rig):
+    folder = shared_folder(rig)
+    model, optimizer, _ = lay_out(rig, "FSDP of 2", "mxfp8", FP8, UNEVEN)
+    checkpoint.save(state_of(model, optimizer), f"{folder}/saved")
+    hidden = (*UNEVEN[:1], UNEVEN[1] + 1)
+    other, resumed, _ = lay_out(rig, "FSDP of 2", "block", FP8, hidden, seed=1)
+    other.extra = torch.nn.Parameter(torch.zeros(3))
+    state = {"model": Model(other)}
+    before = contents(other, resumed)
+    with pytest.raises(CheckpointError) as raised:
+        checkpoint.load(state, f"{folder}/saved")
+    message = str(raised.value)
+    for line in (
+        "model.head.weight_scale: float8_e8m0fnu (1, 1) in the checkpoint, float32 (1, 1) here",
+        f"model.blocks.1.up.weight: float8_e4m3fn ({UNEVEN[1]}, 32) in the checkpoint, "
+        f"float8_e4m3fn ({hidden[1]}, 32) here",
+        "model.extra: not in the checkpoint, float32 (3,) here",
+    ):
+        assert line in message, message
+    assert "optimizer." not in message  # which was not asked for
+    assert same(contents(other, resumed), before)
+    # And what the model does not have.
+    master, _, _ = lay_out(rig, "FSDP of 2", "delayed", "master weights, torch's AdamW", UNEVEN)
+    with pytest.raises(CheckpointError) as raised:
+        checkpoint.load({"model": Model(master)}, f"{folder}/saved")
+    message = str(raised.value)
+    assert "model.head.weight_scale: float8_e8m0fnu (1, 1) in the checkpoint, unknown" in message
+    assert "model.head.weight: float8_e4m3fn (32, 32) in the checkpoint, float32" in message
+    dist.barrier()
+    if rig.rank == 0:
+        shutil.rmtree(folder)
+
+
+def test_a_quantized_tensor_in_a_state_is_refused(tmp_path):
+    model = make(HIDDEN["even"], fp8_weights=True)
+    checkpoint.save({"model": Model(model)}, tmp_path / "first")
+    for call, name in ((checkpoint.save, "second"), (checkpoint.load, "first")):
+        with pytest.raises(CheckpointError, match=r"fp8rs.checkpoint.Model\(model\)"):
+            call({"model": model.state_dict()}, tmp_path / name)
