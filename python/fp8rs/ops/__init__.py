@@ -1,7 +1,8 @@
 """The operators ``torch.ops.fp8rs.*``; importing this registers them.
 
-``define`` says how, ``room`` what they read and make room for, ``tensorwise``, ``blocks``, ``adamw``
-and ``rows`` which. ``inductor`` has what Inductor makes of one of them, and registers nothing.
+``define`` says how, ``room`` what they read and make room for, ``tensorwise``, ``blocks``,
+``adamw`` and ``rows`` which. ``inductor`` has what Inductor makes of one of them, and registers
+nothing.
 """
 
 from fp8rs.ops import adamw as adamw
