@@ -63,7 +63,7 @@ def check(rig, build, run=backward):
 
 
 @ranks(2, 4)
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("recipe", [None, "current", "mxfp8"])
 @pytest.mark.parametrize("hidden", list(HIDDEN))
 def test_gradients_are_the_sum_of_the_ranks_in_their_order(rig, recipe, hidden):
     def build():
