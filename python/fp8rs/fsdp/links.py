@@ -55,13 +55,20 @@ class Links:
         units: of each module that has parameters of its own.
         reductions: how many ran, by the dtype that went over the wire: what did not go in bfloat16
             was float32 when it came.
+        reduced: bytes that this rank handed to them, by the same.
     """
 
     units: tuple[Link, ...] = ()
     reductions: Counter[str] = field(default_factory=Counter)
+    reduced: Counter[str] = field(default_factory=Counter)
     _gathers: dict[Any, symmetric.Halves] = field(default_factory=dict, repr=False)
     _sums: dict[Any, symmetric.Halves] = field(default_factory=dict, repr=False)
     _forwards: int = 0
+
+    @property
+    def gathered(self) -> int:
+        """Bytes that this rank held after gathers through symmetric memory, summed."""
+        return sum(halves.moved for halves in self._gathers.values())
 
     @property
     def gather_bytes(self) -> int:
@@ -75,6 +82,11 @@ class Links:
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
+
+    def _reduces(self, sent: torch.Tensor) -> None:
+        dtype = str(sent.dtype).removeprefix("torch.")
+        self.reductions[dtype] += 1
+        self.reduced[dtype] += sent.nbytes
 
     @not_traced
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
@@ -246,7 +258,7 @@ def _set(
         if link.reduction == "symmetric":
             wire = symmetric.CopyEngineWire(halves(links._sums, nbytes[1]), channel)
         reduction = SummedReduction(
-            wire, group, unit.parameters, lambda: links._forwards, links.reductions
+            wire, group, unit.parameters, lambda: links._forwards, links._reduces
         )
         unit.module.set_custom_reduce_scatter(reduction)
 
