@@ -104,7 +104,8 @@ def test_ranks_agree_on_whether_there_is_symmetric_memory(rig, what):
         mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
         mock.patch.object(torch.cuda, "synchronize"),
     ):
-        reason = symmetric.lacks(dist.group.WORLD, torch.device("cuda", 0))
+        reason, crossing = symmetric.lacks(dist.group.WORLD, torch.device("cuda", 0))
+    assert crossing == ""  # one rank a host, or one host
     assert (
         reason
         == {

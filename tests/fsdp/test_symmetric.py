@@ -34,7 +34,7 @@ def memory_of(rig):
     SharedBlock.made = 0
     with (
         mock.patch.object(symmetric, "Block", SharedBlock),
-        mock.patch.object(symmetric, "lacks", return_value=""),
+        mock.patch.object(symmetric, "lacks", return_value=("", "")),
     ):
         yield
 

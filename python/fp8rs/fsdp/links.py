@@ -118,7 +118,8 @@ def set_links(
             (as it is), or "auto": the first where it can be.
         reduction: "symmetric" (the same, and a sum by one kernel), "bf16" (an ``all_to_all_single``
             and that sum; NCCL or gloo), "torch" (as it is), or "auto": the first of these that can
-            be.
+            be. ("bf16" between hosts that have several of the ranks each is for who asks for it:
+            more bytes cross the network than in torch's ring.)
         timeout: how long a rank waits for another in symmetric memory.
 
     Returns:
@@ -177,9 +178,9 @@ def _units(model: nn.Module) -> Iterator[_Unit]:
             yield _Unit(name, module, groups)
 
 
-def _missing(units: list[_Unit]) -> dict[Any, str]:
-    """Why each of the process groups cannot use symmetric memory, or "": a call of all ranks."""
-    found: dict[Any, str] = {}
+def _missing(units: list[_Unit]) -> dict[Any, tuple[str, str]]:
+    """What `symmetric.lacks` says of each of the process groups: a call of all ranks."""
+    found: dict[Any, tuple[str, str]] = {}
     for unit in units:
         group = unit.process_group
         if unit.ranks > 1 and group not in found:
@@ -187,16 +188,20 @@ def _missing(units: list[_Unit]) -> dict[Any, str]:
     return found
 
 
-def _choose(unit: _Unit, gather: str, reduction: str, missing: dict[Any, str]) -> Link:
+def _choose(unit: _Unit, gather: str, reduction: str, missing: dict[Any, tuple[str, str]]) -> Link:
     why = ""
     if unit.ranks == 1:
         why = "one rank has all of it"
     elif len(unit.groups) > 1:
         why = "FSDP2 takes no others' where a module's parameters are on several meshes"
-    lacking = why or missing.get(unit.process_group, "")
+    lacking, crossing = missing.get(unit.process_group, ("", ""))
+    lacking = why or lacking
     no_bf16 = why or _no_bf16(computed_in(unit.parameters))
     gathers = {"symmetric": lacking}
-    sums = {"symmetric": no_bf16 or lacking, "bf16": no_bf16}
+    sums = {
+        "symmetric": no_bf16 or lacking,
+        "bf16": no_bf16 or (crossing if reduction == "auto" else ""),
+    }
     if not why and lacking and "symmetric" in (gather, reduction):
         what = "gather" if gather == "symmetric" else "reduction"
         raise UnsupportedError(f'{what}="symmetric" cannot be for {_named(unit.name)}: {lacking}')

@@ -235,17 +235,22 @@ def _pitch(n: int) -> int:
 # --- whether there is such memory ----------------------------------------------------------------
 
 
-def lacks(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Why ranks cannot read each other's memory, or ""; all ranks of the group ask, and agree."""
+def lacks(group: dist.ProcessGroup, device: torch.device) -> tuple[str, str]:
+    """Why ranks cannot read each other's memory, and why they should not send all to all, or "".
+
+    All ranks of the group ask, and agree.
+    """
     if device.type != "cuda":
-        return f"symmetric memory is for CUDA, and the model is on {device.type}"
+        return f"symmetric memory is for CUDA, and the model is on {device.type}", ""
     backend = symmetric_memory().get_backend(device)
     wrong = "" if backend == "CUDA" else f"the backend of symmetric memory is {backend}, not CUDA"
     properties: Any = torch.cuda.get_device_properties(device)
     said = _gathered((_host(), str(properties.uuid), wrong), group)
     hosts = {host for host, _, _ in said}
     if len(hosts) > 1:
-        return f"its {len(said)} ranks are on {len(hosts)} hosts"
+        where = f"its {len(said)} ranks are on {len(hosts)} hosts"
+        # A ring adds up within a host what crosses the network once; all to all, each rank's does.
+        return where, "" if len(hosts) == len(said) else f"{where}, which a ring crosses less often"
     peers = [uuid for _, uuid, _ in said]
     if len(set(peers)) < len(peers):
         wrong = wrong or "two ranks share a GPU"
@@ -258,8 +263,8 @@ def lacks(group: dist.ProcessGroup, device: torch.device) -> str:
         reasons = _gathered(step(), group)
         for rank, reason in enumerate(reasons):
             if reason:
-                return f"rank {rank} of the group: {reason}"
-    return ""
+                return f"rank {rank} of the group: {reason}", ""
+    return "", ""
 
 
 def _gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
