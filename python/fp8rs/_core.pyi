@@ -24,6 +24,7 @@ __all__ = [
     "random_uniform",
     "register_kernels",
     "set_cpu_simd",
+    "sum_rows",
 ]
 
 _Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
@@ -91,3 +92,4 @@ def random_uniform(
     stream: int = 0,
     step: Tensor | None = None,
 ) -> None: ...
+def sum_rows(out: Tensor, x: Tensor, divisor: float) -> None: ...

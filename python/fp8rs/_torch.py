@@ -417,3 +417,31 @@ def check_graph_capture(optimizer: Any) -> None:
         if check is not None:
             check()
             return
+
+
+def premultiplied_by(op: Any) -> float:
+    """The factor of a ``PREMUL_SUM``, which is readable where it is pickled alone."""
+    return float(op.__getstate__()[1])
+
+
+def fills_in_unused(group: Any) -> bool:
+    """Whether FSDP2 has zeros reduced for parameters of a group that have no gradient."""
+    return bool(getattr(group, "reduce_scatter_unused_params", False))
+
+
+def shard_group(group: Any) -> Any:
+    """The process group of the ranks that shard an FSDP parameter group; None if none do."""
+    return getattr(group.mesh_info, "shard_process_group", None)
+
+
+def computed_in(group: Any) -> set[torch.dtype]:
+    """The dtypes that trained parameters of an FSDP parameter group are gathered in."""
+    trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+    return {p.mp_policy.param_dtype or p.sharded_param.dtype for p in trained}
+
+
+def symmetric_memory() -> Any:
+    """``torch.distributed._symmetric_memory``: private in name, documented since torch 2.9."""
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory

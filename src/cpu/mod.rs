@@ -4,7 +4,7 @@
 //!   has the branch-free conversions, `rows` the loops over contiguous elements.
 //! - `walk` takes a matrix of any strides through them, `tile` transposes bytes.
 //! - `pool` splits work over threads, also in a forked process; `float_env` keeps a caller's flush-to-zero out.
-//! - `tensorwise`, `blocks`, `codes`, `adamw` and `random` are the operations. They are called with validated arguments.
+//! - `tensorwise`, `blocks`, `codes`, `adamw`, `random` and `sum_rows` are the operations. They are called with validated arguments.
 
 mod access;
 mod adamw;
@@ -16,6 +16,7 @@ mod pool;
 mod random;
 mod rows;
 mod simd;
+mod sum_rows;
 mod tensorwise;
 mod tile;
 mod types;
@@ -27,4 +28,5 @@ pub(crate) use adamw::*;
 pub(crate) use blocks::*;
 pub(crate) use codes::*;
 pub(crate) use random::*;
+pub(crate) use sum_rows::*;
 pub(crate) use tensorwise::*;

@@ -25,6 +25,8 @@ mod driver;
 #[cfg(feature = "cuda")]
 mod random;
 #[cfg(feature = "cuda")]
+mod sum_rows;
+#[cfg(feature = "cuda")]
 mod table;
 #[cfg(feature = "cuda")]
 mod tensorwise;
@@ -34,7 +36,9 @@ mod views;
 mod workspace;
 
 #[cfg(feature = "cuda")]
-pub(crate) use {adamw::*, blocks::*, codes::*, driver::when_memory_lacks, random::*, tensorwise::*};
+pub(crate) use {
+    adamw::*, blocks::*, codes::*, driver::when_memory_lacks, random::*, sum_rows::*, tensorwise::*,
+};
 
 /// What stands in for every operation in a build without CUDA.
 #[cfg(not(feature = "cuda"))]
@@ -49,5 +53,13 @@ pub(crate) fn absent(_: crate::spec::Stream) -> Result<(), crate::Error> {
 /// Every kernel that something launches.
 #[cfg(all(test, feature = "cuda"))]
 fn kernels() -> Vec<&'static table::Kernel> {
-    [adamw::kernels(), blocks::kernels(), codes::kernels(), random::kernels(), tensorwise::kernels()].concat()
+    [
+        adamw::kernels(),
+        blocks::kernels(),
+        codes::kernels(),
+        random::kernels(),
+        sum_rows::kernels(),
+        tensorwise::kernels(),
+    ]
+    .concat()
 }

@@ -124,6 +124,7 @@ modules! {
     Row = "row";
     RowBoth = "row_both";
     Strided = "strided";
+    SumRows = "sum_rows";
 }
 
 /// One entry of a module.

@@ -2,7 +2,7 @@
 //!
 //! Scalar and obvious. [`Fp8Format`] is E4M3 or E5M2, [`e8m0`] the power-of-two scales of MX blocks,
 //! [`scale`] the fp32 scale rule, [`wide`] the high-precision types (fp32, bf16, fp16), [`adamw`] an optimizer's step,
-//! [`random`] the numbers that stochastic rounding takes. [`DType`] names all element
+//! [`random`] the numbers that stochastic rounding takes, [`sum`] the sum over ranks. [`DType`] names all element
 //! types, [`Device`] where they are.
 
 pub mod adamw;
@@ -11,6 +11,7 @@ pub mod e8m0;
 mod fp8;
 pub mod random;
 pub mod scale;
+pub mod sum;
 pub mod wide;
 
 pub use dtype::{DType, Device};

@@ -29,6 +29,7 @@ mod blocks;
 mod codes;
 mod overlap;
 mod random;
+mod rows;
 mod tensorwise;
 mod validate;
 
@@ -40,6 +41,7 @@ pub use adamw::*;
 pub use blocks::*;
 pub use codes::*;
 pub use random::*;
+pub use rows::*;
 pub use tensorwise::*;
 
 /// Sets what is called where the driver has no memory left for a workspace, before it is asked once more: what gives back

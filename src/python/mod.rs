@@ -22,6 +22,7 @@ mod lists;
 mod machine;
 mod native;
 mod parse;
+mod rows;
 mod tensors;
 
 /// The compiled core of fp8rs.
@@ -31,7 +32,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("CudaError", py.get_type::<errors::CudaError>())?;
     module.add("UnsupportedError", py.get_type::<errors::UnsupportedError>())?;
-    for register in [machine::register, lists::register, adamw::register] {
+    for register in [machine::register, lists::register, adamw::register, rows::register] {
         register(module)?;
     }
     module.add_function(wrap_pyfunction!(native::register_kernels, module)?)?;

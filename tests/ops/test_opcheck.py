@@ -61,8 +61,8 @@ NAMES = [
 ]
 #: The same for these in test_blocks_opcheck.py.
 BLOCK_NAMES = ["block_amax", "pack_scales", "quantize_blocks", "rebase", "unpack_scales"]
-#: In optim/test_adamw.py and test_random.py.
-OTHER_NAMES = ["adamw_", "random_uniform_"]
+#: In optim/test_adamw.py, test_random.py and test_rows.py.
+OTHER_NAMES = ["adamw_", "random_uniform_", "sum_rows_"]
 
 #: torch's schema check multiplies its inputs, which torch cannot do with FP8: those operators have
 #: the check below instead.

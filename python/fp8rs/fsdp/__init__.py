@@ -22,19 +22,29 @@ From the bottom up:
 - ``state_dicts``: plain tensors out;
 - ``adopt``: a parameter that is sharded becomes one of these;
 - ``sizes``: what sharding comes to, in bytes, before any rank runs.
+
+Beside these, and of use to any model that FSDP2 shards:
+
+- ``reduction``: gradients that travel in bfloat16 and are summed in float32;
+- ``symmetric``: memory that the ranks of a host read from each other;
+- ``links``: which of these serve a model.
 """
 
 from .adopt import sharding_of
 from .float8_weight import Float8Weight, MXFP8Weight
+from .links import Link, Links, set_links
 from .master_weight import MasterWeight
 from .model import precompute_float8_dynamic_scale_for_fsdp
 from .planes_owner import own
 
 __all__ = [
     "Float8Weight",
+    "Link",
+    "Links",
     "MXFP8Weight",
     "MasterWeight",
     "own",
     "precompute_float8_dynamic_scale_for_fsdp",
+    "set_links",
     "sharding_of",
 ]

@@ -1,0 +1,24 @@
+//! Sums over the rows of a matrix.
+
+use super::validate::{Call, Kind, shape};
+use crate::error::Error;
+use crate::layout::{DType, View, ViewMut};
+use crate::spec::Stream;
+use crate::{cpu, cuda};
+
+/// The sum of the rows of `x` (bf16) in fp32, from the first row to the last, divided by `divisor`
+/// ([`crate::format::sum::divided_sum`]): into `out`, a row of fp32 with an element for each column.
+pub fn sum_rows(out: ViewMut, x: View, divisor: f32, stream: Stream) -> Result<(), Error> {
+    let mut call = Call::default();
+    call.output("out", &out, Kind::F32)?;
+    call.input("x", &x, Kind::Is(DType::Bf16))?;
+    shape("out", out.shape(), (1, x.cols()), "one element for each column of x")?;
+    if x.rows() == 0 {
+        return Err(Error::Value { arg: "x".into(), got: "no rows".into(), expected: "one or more".into() });
+    }
+    if !divisor.is_finite() || divisor == 0.0 {
+        let expected = "finite and not zero".into();
+        return Err(Error::Value { arg: "divisor".into(), got: divisor.to_string(), expected });
+    }
+    on!(call.finish()?, stream, cpu: cpu::sum_rows(out, x, divisor), cuda: cuda::sum_rows(out, x, divisor, stream))
+}

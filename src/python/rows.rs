@@ -1,0 +1,22 @@
+//! Sums over rows: see the function of the same name in [`crate::ops`].
+
+use pyo3::prelude::*;
+
+use super::tensors::Arguments;
+use crate::format::wide::narrowed;
+use crate::ops;
+
+functions!(sum_rows);
+
+/// The sum of the rows of `x` in fp32, divided, into `out`.
+#[pyfunction]
+fn sum_rows<'py>(
+    py: Python<'py>,
+    out: &Bound<'py, PyAny>,
+    x: &Bound<'py, PyAny>,
+    divisor: f64,
+) -> PyResult<()> {
+    let args = Arguments::new(py);
+    let (out, x) = (args.output("out", out)?, args.input("x", x)?);
+    args.run(|stream| ops::sum_rows(out, x, narrowed(divisor), stream))
+}

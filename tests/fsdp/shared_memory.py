@@ -1,0 +1,59 @@
+"""A stand-in on the CPU for memory that the GPUs of a host read from each other.
+
+Its pieces are files that all ranks map; its barrier goes through the process group's store, counted
+by channel as the signals of torch's are, and gives up after a time-out.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fp8rs._torch import own_store
+
+
+class SharedBlock:
+    """What `fp8rs.fsdp.symmetric.Block` is, of files."""
+
+    made = 0
+
+    def __init__(self, group: Any, device: Any, nbytes: int, timeout: Any) -> None:
+        names = [tempfile.mkdtemp(prefix="fp8rs-block-") if group.rank() == 0 else None]
+        first = dist.get_process_group_ranks(group)[0]
+        dist.broadcast_object_list(names, src=first, group=group)
+        self._folder = Path(str(names[0]))
+        mine = self._part(group.rank(), nbytes)
+        mine.fill_(0xAA)
+        dist.barrier(group)
+        self.parts = [
+            mine if rank == group.rank() else self._part(rank, nbytes)
+            for rank in range(group.size())
+        ]
+        dist.barrier(group)
+        self._store = own_store()
+        self._store.set_timeout(timeout)
+        self._ranks, self._rank = group.size(), group.rank()
+        self._passed: Counter[int] = Counter()
+        type(self).made += 1
+
+    def _part(self, rank: int, nbytes: int) -> torch.Tensor:
+        path = str(self._folder / str(rank))
+        return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+
+    def barrier(self, channel: int) -> None:
+        """Wait for all ranks on this channel."""
+        number = self._passed[channel]
+        self._passed[channel] += 1
+        key = f"{self._folder} {channel} {number}"
+        self._store.set(f"{key} {self._rank}", "")
+        try:
+            self._store.wait([f"{key} {rank}" for rank in range(self._ranks)])
+        except dist.DistStoreError as error:
+            raise TimeoutError(
+                f"barrier: rank {self._rank} waited in vain on channel {channel}"
+            ) from error
