@@ -1,0 +1,6 @@
+"""Runs that can be watched: what quantization does to each operand, and layers that do without."""
+
+from .high_precision import high_precision
+from .monitor import Lossy, Monitor, monitor
+
+__all__ = ["Lossy", "Monitor", "high_precision", "monitor"]
