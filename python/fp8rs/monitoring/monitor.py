@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8rs._torch import is_distributed, keep_address
+from fp8rs._torch import is_distributed, keep_address, own_part
 from fp8rs.nn import observe
 from fp8rs.nn.debug import set_debug
 from fp8rs.nn.linear import Float8Linear
@@ -137,7 +137,7 @@ class Monitor:
         for slots, layer in zip(self._slots, self._layers.values(), strict=True):
             recipe = layer.recipe
             if isinstance(recipe, DelayedScaling):
-                history: Any = layer._buffers["fp8_amax_history"]
+                history = own_part(layer._buffers["fp8_amax_history"])
                 whole = recipe.amax_compute_algo == "max"
                 slots[:, observe.HISTORY] = history.amax(0) if whole else history[0]
 
