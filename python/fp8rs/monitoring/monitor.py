@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,23 +19,7 @@ from fp8rs.nn.spec import ROLES
 from fp8rs.quantize.recipes import DelayedScaling
 
 from .layers import layers_of
-
-#: What all names of statistics begin with.
-PREFIX = "fp8"
-
-
-class Lossy(NamedTuple):
-    """A layer, and its operand that quantization costs most.
-
-    Attributes:
-        layer: its name.
-        operand: "input", "weight" or "grad".
-        sqnr_db: the operand's signal-to-quantization-noise ratio in dB.
-    """
-
-    layer: str
-    operand: str
-    sqnr_db: float
+from .records import Lossy, Record, append, name_of, worst
 
 
 class Monitor:
@@ -86,8 +69,7 @@ class Monitor:
         if self._watching:
             found = self.latest = self._collect()
             if self._file is not None and (self._ranks == 1 or dist.get_rank(self._group) == 0):
-                with self._file.open("a") as file:
-                    file.write(json.dumps({"step": self._step, **found}) + "\n")
+                append(self._file, Record(self._step, found))
         self._step += 1
         if self._watching or self._is_due:
             self._set(self._is_due)
@@ -98,14 +80,7 @@ class Monitor:
 
         Each by its operand with the smallest SQNR; before all others, what has NaN or infinities.
         """
-        found: dict[str, Lossy] = {}
-        for name in self._layers:
-            for role in ROLES:
-                sqnr = self.latest.get(f"{PREFIX}/{name}/{role}/sqnr_db")
-                one = None if sqnr is None else Lossy(name, role, sqnr)
-                if one is not None and (name not in found or _rank(one) < _rank(found[name])):
-                    found[name] = one
-        return sorted(found.values(), key=_rank)[:n]
+        return worst(self.latest, n)
 
     def close(self) -> None:
         """Watch no more."""
@@ -157,7 +132,7 @@ class Monitor:
         sums, maxima = found[..., : observe.SUMMED].sum(0), found[..., observe.SUMMED :].amax(0)
         rows = torch.cat([sums, maxima], -1).cpu().tolist()
         return {
-            f"{PREFIX}/{name}/{role}/{statistic}": value
+            name_of(name, role, statistic): value
             for (name, layer), of in zip(self._layers.items(), rows, strict=True)
             for role, kept in zip(ROLES, of, strict=True)
             for statistic, value in _statistics(kept, layer).items()
@@ -246,11 +221,6 @@ def _decibels(signal: float, noise: float) -> float:
         return math.inf
     ratio = signal / noise
     return 10 * math.log10(ratio) if ratio > 0 else ratio  # NaN
-
-
-def _rank(one: Lossy) -> tuple[bool, float]:
-    lost = math.isnan(one.sqnr_db)
-    return not lost, 0.0 if lost else one.sqnr_db
 
 
 def _device(layers: dict[str, Float8Linear]) -> torch.device:
