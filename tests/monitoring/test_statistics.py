@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fp8rs
 from cases import skip_without_block_gemms
@@ -172,6 +173,17 @@ def test_micro_batches_are_one_step():
     for name, value in whole.items():
         if "grad" not in name:  # whose rows are columns here: scales are of a micro-batch
             assert parts[name] == pytest.approx(value, rel=2e-6), name
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputation_changes_no_statistic(reentrant):
+    """Its operands are counted twice, which no share and no ratio shows."""
+    model = layer_of("block")
+    x, dy = wild(TOKENS, IN).requires_grad_(), wild(TOKENS, OUT, seed=2)
+    plain = step(model, fp8rs.monitor(model), x, dy)
+    monitor = fp8rs.monitor(model)
+    checkpoint(model, x, use_reentrant=reentrant).backward(dy)
+    assert monitor.step() == pytest.approx(plain, rel=1e-12)
 
 
 def test_evaluations_are_not_watched():

@@ -226,12 +226,10 @@ def _decibels(signal: float, noise: float) -> float:
 def _device(layers: dict[str, Float8Linear]) -> torch.device:
     """Where the layers compute: FSDP2 may keep their parameters on the CPU."""
     weight: Any = next(iter(layers.values())).weight
-    if is_distributed(weight):
-        from fp8rs.fsdp.passes import on_mesh
-        from fp8rs.fsdp.placement import place
-
-        return on_mesh(weight.device, place(weight))
-    return torch.device(weight.device)
+    device: torch.device = weight.device
+    if is_distributed(weight) and device.type != (kind := weight.device_mesh.device_type):
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+    return device
 
 
 def _with_shard(watch: Watch, layer: Float8Linear) -> Watch:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8rs.ops.define import in_python
 from fp8rs.tensor import formats
-from fp8rs.tensor.formats import FP8_BOUND, FP8_MAX, matrix_shape
+from fp8rs.tensor.formats import FP8_BOUND, FP8_MAX
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import Planes
@@ -32,8 +32,9 @@ AMAX, SCALE, MINUS_SMALLEST_SCALE, HISTORY = range(SUMMED, 10)
 #: not, and would lose what is written to it.
 KEPT = 10
 
-#: Elements that are looked at together: fp32 copies of all of a large operand would take too much.
-CHUNK = 1 << 24
+#: Elements that are looked at together: eight fp32 copies of all of a large operand would take
+#: gigabytes.
+CHUNK = 1 << 23
 
 
 class Watch(NamedTuple):
@@ -99,8 +100,9 @@ def _add(
     per_tensor = tuple(block) == formats.TENSOR.block
     format = formats.TENSOR if per_tensor else formats.format_of(tuple(block), scale.dtype)
     plane = Plane(codes, scale, format)
-    rows, cols = matrix_shape((codes if values is None else values).shape)
-    if rows and cols:
+    seen = codes if values is None else values
+    if seen.numel():
+        rows, cols = seen.reshape(-1, seen.shape[-1]).shape
         kept = slots.data[role]  # whose version nobody has saved
         kept[SEEN] += 1
         if values is not None:
