@@ -10,6 +10,7 @@ from . import ops  # isort: skip  (registers the operators that the rest calls)
 
 from fp8rs.convert.convert import convert_to_float8_training, optimizer_stepped
 from fp8rs.convert.quantized_init import quantized_init
+from fp8rs.monitoring import Monitor, high_precision, monitor
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.quantizers import (
     Float8BlockQuantizer,
@@ -52,6 +53,7 @@ __all__ = [
     "MXFP8BlockScaling",
     "MXFP8Quantizer",
     "MXFP8Tensor",
+    "Monitor",
     "Plane",
     "QuantSpec",
     "QuantizedTensor",
@@ -60,6 +62,8 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "convert_to_float8_training",
+    "high_precision",
+    "monitor",
     "nn",
     "ops",
     "optim",

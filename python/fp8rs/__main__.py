@@ -8,7 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fp8rs.monitoring.plot import LABELS
 from fp8rs.quantize.recipes import RECIPES
+
+#: What a monitor's picture can be of.
+STATISTICS = list(LABELS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,6 +105,19 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--tflops", type=float, help="what a GPU reaches in this model's GEMMs")
     model.add_argument("--tokens", type=_positive, help="a rank and step")
     doctor.set_defaults(run=_doctor)
+    monitor = commands.add_parser(
+        "monitor",
+        help="the layers that lost most in a run, and a picture of all of them",
+        description="Reads the file of fp8rs.monitor(model, file=FILE): prints the layers that "
+        "lost most in the last step that was logged, and draws all layers over all steps.",
+    )
+    monitor.add_argument("file", type=Path, metavar="FILE", help="lines of JSON")
+    monitor.add_argument("--plot", type=Path, metavar="OUT", help="draw a picture (PNG, SVG, PDF)")
+    monitor.add_argument(
+        "--statistic", choices=STATISTICS, default=STATISTICS[0], help="what the picture is of"
+    )
+    monitor.add_argument("--worst", type=_positive, default=10, metavar="N", help="default: 10")
+    monitor.set_defaults(run=_monitor)
     return parser
 
 
@@ -153,6 +170,29 @@ def _doctor_of_a_model(options: argparse.Namespace) -> int:
         print(f"fp8rs doctor: {error}", file=sys.stderr)
         return 2
     print(json.dumps(found.as_dict(), indent=2) if options.json else found)
+    return 0
+
+
+def _monitor(options: argparse.Namespace) -> int:
+    from fp8rs.monitoring.plot import plot
+    from fp8rs.monitoring.records import RecordsError, read, worst
+
+    try:
+        records = read(options.file)
+        if options.plot is not None:
+            plot(records, options.plot, options.statistic)
+    except (RecordsError, ValueError, OSError) as error:
+        print(f"fp8rs monitor: {error}", file=sys.stderr)
+        return 2
+    except ImportError:
+        print("fp8rs monitor: no plot without matplotlib: pip install matplotlib", file=sys.stderr)
+        return 2
+    last = records[-1]
+    found = worst(last.statistics, options.worst)
+    width = max((len(one.layer) for one in found), default=0)
+    print(f"step {last.step}: SQNR in dB, the worst first")
+    for one in found:
+        print(f"  {one.layer:<{width}}  {one.operand:<6}  {one.sqnr_db:6.2f}")
     return 0
 
 

@@ -111,6 +111,15 @@ def keep_from_ddp(module: Any, names: list[str]) -> None:
     module._ddp_params_and_buffers_to_ignore = [*known, *(n for n in names if n not in known)]
 
 
+def keep_address(x: Tensor) -> Tensor:
+    """Tell compilers that a tensor stays where it is; gives the tensor.
+
+    CUDA graphs read a copy of other inputs, into which what is written to them goes.
+    """
+    cast(Any, x)._dynamo_static_input_type = "unguarded"
+    return x
+
+
 def inductor_decomposition(operator: Any, function: Callable[..., Any]) -> None:
     """Have Inductor trace ``function`` in the place of calls of ``operator``.
 

@@ -5,6 +5,7 @@ import torch
 from torch.library import opcheck
 
 from cases import data, scalar
+from fp8rs.nn.observe import KEPT
 from oracle.compare import same
 from oracle.elements import E4M3, E5M2
 
@@ -39,6 +40,9 @@ def samples(device):
         for bias, dtype in ((None, torch.bfloat16), (torch.ones(7, device=device), torch.float32)):
             given = (a, scale, "tensor", b_codes, b_scale, "tensor", bias, dtype)
             yield ops._scaled_mm, (*given, True, False)
+    slots = torch.zeros(3, KEPT, dtype=torch.float64, device=device)
+    for values in (data(device, 2, 3, 16), None):
+        yield ops._observe, (values, codes, scale, [-1, -1], 0, 0, None, slots, 1)
     permuted = data(device, 3, 4, 5).permute(2, 0, 1)
     yield ops.quantize, (permuted, scale, E4M3, True, True)
     yield ops.scale_from_amax, (permuted.abs(), E5M2)
@@ -46,6 +50,7 @@ def samples(device):
 
 NAMES = [
     "_note_amax",
+    "_observe",
     "_quantize_delayed",
     "_scaled_mm",
     "amax",
@@ -69,7 +74,7 @@ OTHER_NAMES = ["adamw_", "random_uniform_", "sum_rows_"]
 WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 EVERYTHING = ("test_schema", *WITHOUT_SCHEMA)
 #: Writes an argument and does not say so: that is what it is for.
-UNDECLARED = {"_note_amax": ["into"], "_quantize_delayed": ["amax"]}
+UNDECLARED = {"_note_amax": ["into"], "_observe": ["slots"], "_quantize_delayed": ["amax"]}
 
 
 def tensors(arguments):

@@ -34,11 +34,13 @@ class Float8Args(BaseModel):
         fp8rs_recipe: a recipe's short name.
         fp8rs_filter_fqns: layers with one of these strings in their names stay in high precision.
         fp8rs_enable_fsdp_float8_all_gather: quantize weights before FSDP2 gathers them.
+        fp8rs_monitor_every: report the statistics of ``fp8rs.monitor`` each so many steps.
     """
 
     fp8rs_recipe: str = "current"
     fp8rs_filter_fqns: list[str] = ["lm_head"]
     fp8rs_enable_fsdp_float8_all_gather: bool = True
+    fp8rs_monitor_every: int | None = None
 
     @field_validator("fp8rs_recipe")
     @classmethod
@@ -74,3 +76,10 @@ class Float8Plugin(BasePlugin):
             filter_fqns=args.fp8rs_filter_fqns,
             enable_fsdp_float8_all_gather=args.fp8rs_enable_fsdp_float8_all_gather,
         )
+
+    def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:
+        """After the Trainer is built: what it is to call."""
+        from .transformers import MonitorCallback
+
+        every = cfg.get("fp8rs_monitor_every")
+        return [MonitorCallback(trainer, every)] if every else []

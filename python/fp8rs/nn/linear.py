@@ -19,6 +19,7 @@ from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from . import buffers, quantized_weight
+from .debug import Debug, debugged_linear
 from .function import linear
 from .init import is_sharded, reset_linear
 from .nested import on_nested
@@ -80,6 +81,8 @@ class Float8Linear(nn.Linear):
     fp8_ready: tuple[bool, bool, bool] = NOTHING_READY
     #: What reduces the partial sums of a layer whose weight is sharded along its inputs.
     _fp8_reduce: Callable[[Float8Linear, Any], Any] | None = None
+    #: What it does otherwise while a run is debugged.
+    _fp8_debug: Debug | None = None
 
     def _join(self, state: ModelState, name: str) -> None:
         """Be one of the layers of ``state``, from now on."""
@@ -87,6 +90,7 @@ class Float8Linear(nn.Linear):
         self._fp8_index = state.add_linear(self, name)
         self._fp8_slots = buffers.KnownSlots()
         self.fp8_ready = NOTHING_READY
+        self._fp8_debug = None
         buffers.register(self, state.delayed, self.weight.device)
         hooks: Any = self._load_state_dict_pre_hooks.values()
         if before_load not in (known.hook for known in hooks):
@@ -150,8 +154,11 @@ class Float8Linear(nn.Linear):
             )
         state = self._fp8_state
         delayed = state.delayed
+        run: Callable[..., Tensor] = linear
+        if (debug := self._fp8_debug) is not None:
+            run = functools.partial(debugged_linear, debug.now(self.training))
         if delayed is None:
-            return linear(input, weight, bias, state.key, dtype)
+            return run(input, weight, bias, state.key, dtype)
         training = self.training
         if not torch.compiler.is_compiling():
             amax = self._buffers["fp8_amax"]
@@ -164,9 +171,7 @@ class Float8Linear(nn.Linear):
             if training:
                 note_compiled(delayed.mark, "layer")
             scales, amaxes = buffers.slots(self.fp8_scale, self.fp8_amax)
-        return linear(
-            input, weight, bias, state.key, dtype, scales, amaxes, self.fp8_ready, training
-        )
+        return run(input, weight, bias, state.key, dtype, scales, amaxes, self.fp8_ready, training)
 
     def _operands(self) -> tuple[Tensor, Tensor | None]:
         """The weight, if FSDP2 has not freed what was gathered of it, and the bias.
@@ -235,6 +240,7 @@ class Float8Linear(nn.Linear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._fp8_debug = None
         weight: Any = self._parameters.get("weight")
         if isinstance(weight, QuantizedTensor) and weight._store.owner is None:
             self._tell_of_shard("weight", weight)

@@ -1,0 +1,140 @@
+"""What layers do otherwise while a run is debugged: they are watched, or compute in high precision.
+
+A layer's `Debug` is looked at in each call, also by compilers: what it says is a constant of a
+graph, so that another one is made, or found, when it changes.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8rs.tensor.quantized import QuantizedTensor
+
+from .function import linear
+from .observe import Watch
+
+#: The GEMMs of a layer.
+GEMMS = ("forward", "dgrad", "wgrad")
+FORWARD, DGRAD, WGRAD = range(3)
+
+
+class Debug(NamedTuple):
+    """What one layer does otherwise.
+
+    Attributes:
+        high_precision: for each of `GEMMS`, whether it multiplies operands in high precision.
+        watch: where statistics of a training forward and its backward are added up.
+    """
+
+    high_precision: tuple[bool, bool, bool] = (False, False, False)
+    watch: Watch | None = None
+
+    def now(self, training: bool) -> Debug:
+        """What it does in a call."""
+        return self if training or self.watch is None else Debug(self.high_precision)
+
+
+@functools.cache
+def prepare_compilers() -> None:
+    """Have compilers put `debugged_linear` into their graphs."""
+    torch.compiler.allow_in_graph(debugged_linear)
+
+
+def set_debug(layer: Any, **changed: Any) -> None:
+    """Change fields of a layer's `Debug`."""
+    prepare_compilers()
+    debug = (layer._fp8_debug or Debug())._replace(**changed)
+    layer._fp8_debug = None if debug == Debug() else debug
+
+
+def debugged_linear(
+    debug: Debug,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    key: str,
+    out_dtype: torch.dtype,
+    scales: tuple[Tensor, ...] | None = None,
+    amaxes: tuple[Tensor, ...] | None = None,
+    ready: tuple[bool, bool, bool] = (False, False, False),
+    record: bool = False,
+) -> Tensor:
+    """`linear`, as ``debug`` says. (In a graph the tuples that are given have lost their names.)"""
+    high, watch = debug
+    quantized = functools.partial(
+        linear,
+        key=key,
+        out_dtype=out_dtype,
+        scales=scales,
+        amaxes=amaxes,
+        ready=ready,
+        record=record,
+        watch=None if watch is None else Watch(*watch),
+    )
+    if not any(high):
+        return quantized(x, weight, bias)
+    y = None
+    if not all(high):
+        # An operand whose gradient comes from high precision is given detached.
+        y = quantized(
+            x.detach() if high[DGRAD] else x,
+            weight.detach() if high[WGRAD] else weight,
+            None if bias is None else bias.detach(),
+        )
+    out: Tensor = _HighPrecision.apply(x, weight, bias, y, high, out_dtype)
+    return out
+
+
+class _HighPrecision(torch.autograd.Function):
+    """The GEMMs that are in high precision; ``y`` is the layer that has the others, if any are."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        y: Tensor | None,
+        high: tuple[bool, bool, bool],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        dgrad = ctx.needs_input_grad[0] and high[DGRAD]
+        wgrad = ctx.needs_input_grad[1] and high[WGRAD]
+        # FSDP2 frees and refills a gathered weight, and only it may keep its planes.
+        gathered = weight if isinstance(weight, QuantizedTensor) else None
+        ctx.save_for_backward(
+            _values(x, dtype) if wgrad else None,
+            weight if dgrad and gathered is None else None,
+        )
+        dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.rest = dgrad, wgrad, gathered, dtypes, dtype
+        if y is not None and not high[FORWARD]:
+            return y.clone()
+        add = None if bias is None else bias.to(dtype)
+        return F.linear(_values(x, dtype), _values(weight, dtype), add)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        dgrad, wgrad, gathered, (x_dtype, weight_dtype, bias_dtype), dtype = ctx.rest
+        x, weight = ctx.saved_tensors
+        values = _values(dy, dtype)
+        rows = values.reshape(-1, values.shape[-1])
+        dx = dw = db = None
+        if dgrad:
+            exact = _values(weight if gathered is None else gathered, dtype)
+            dx = (values @ exact).to(x_dtype)
+        if wgrad:
+            dw = (rows.t() @ x.reshape(-1, x.shape[-1])).to(weight_dtype)
+        if ctx.needs_input_grad[2]:
+            db = rows.sum(0, dtype=bias_dtype)
+        return dx, dw, db, dy if ctx.needs_input_grad[3] else None, None, None
+
+
+def _values(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """An operand in high precision: of one that comes quantized, what its codes stand for."""
+    return x.dequantize(dtype) if isinstance(x, QuantizedTensor) else x.to(dtype)

@@ -1,0 +1,167 @@
+"""GEMMs in high precision, by name: each is nn.Linear's, and the others stay as they were."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch._dynamo as dynamo
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fp8rs
+from fp8rs.nn.debug import GEMMS
+from monitoring.test_statistics import RECIPES, every_recipe
+
+SUBSETS = [chosen for n in range(len(GEMMS) + 1) for chosen in itertools.combinations(GEMMS, n)]
+
+
+def build(recipe=None, dtype=torch.float32):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32, bias=False)).to(dtype)
+    if recipe is None:
+        return model
+    return fp8rs.convert_to_float8_training(model, recipe=recipe)
+
+
+def run(layer, dtype=torch.float32, frozen=()):
+    """What each GEMM of a layer gives, by name; and the bias' gradient."""
+    torch.manual_seed(1)
+    x = torch.randn(3, 20, layer.in_features).to(dtype).requires_grad_("dgrad" not in frozen)
+    layer.weight.requires_grad_("wgrad" not in frozen)
+    layer.zero_grad()
+    y = layer(x)
+    y.backward(torch.randn(3, 20, layer.out_features).to(y.dtype))
+    found = {"forward": y, "dgrad": x.grad, "wgrad": layer.weight.grad}
+    if layer.bias is not None:
+        found["bias"] = layer.bias.grad
+    return {name: t.clone() for name, t in found.items() if t is not None}
+
+
+@every_recipe
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_each_gemm_is_exact_or_as_it_was(recipe, dtype):
+    model, plain = build(RECIPES[recipe], dtype), build(dtype=dtype)
+    for name, layer in model.named_children():
+        if not isinstance(layer, fp8rs.Float8Linear):
+            continue
+        exact, quantized = run(plain[int(name)], dtype), run(layer, dtype)
+        assert not any(torch.equal(exact[gemm], quantized[gemm]) for gemm in GEMMS)
+        for chosen in SUBSETS:
+            assert fp8rs.high_precision(model, name, gemms=chosen) == [name]
+            got = run(layer, dtype)
+            for gemm in got:
+                want = exact if gemm in chosen else quantized
+                assert torch.equal(got[gemm], want[gemm]), (chosen, gemm)
+        assert layer._fp8_debug is not None
+        fp8rs.high_precision(model, name, gemms=())
+        assert layer._fp8_debug is None
+
+
+def test_what_needs_no_gradient_has_none():
+    model, plain = build("current"), build()
+    fp8rs.high_precision(model, "0", gemms=("dgrad", "wgrad"))
+    for frozen in (("dgrad",), ("wgrad",), ("dgrad", "wgrad")):
+        exact, got = run(plain[0], frozen=frozen), run(model[0], frozen=frozen)
+        assert exact.keys() == got.keys()
+        for gemm in exact.keys() - {"forward"}:
+            assert torch.equal(exact[gemm], got[gemm])
+
+
+def test_autocast_says_which_precision_is_high():
+    model, plain = build("current"), build()
+    fp8rs.high_precision(model, "*")
+    x = torch.randn(8, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, exact = model[0](x), plain[0](x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, exact)
+
+
+def test_histories_see_the_operands_that_are_quantized():
+    model = build("delayed")
+    fp8rs.high_precision(model, "0", gemms=("forward", "dgrad"))
+    run(model[0])
+    weight, input, grad = model[0].fp8_amax[:3, 0].tolist()
+    assert input > 0
+    assert grad > 0
+    fp8rs.high_precision(model, "0")
+    model[0].fp8_amax.zero_()
+    run(model[0])
+    assert not model[0].fp8_amax.any()
+    assert weight > 0
+
+
+def test_fp8_weights_are_dequantized():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96))
+    fp8rs.convert_to_float8_training(model, recipe="block", fp8_weights=True)
+    plain = nn.Linear(64, 96)
+    with torch.no_grad():
+        plain.weight.copy_(model[0].weight.dequantize())
+        plain.bias.copy_(model[0].bias)
+    fp8rs.high_precision(model, "0")
+    x = torch.randn(8, 64, requires_grad=True)
+    grads = []
+    for layer in (model[0], plain):
+        y = layer(x)
+        grads.append((y, *torch.autograd.grad(y.square().sum(), [x, layer.weight])))
+    assert all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+@pytest.mark.parametrize("how", ["layers", "model"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_layers_follow(recipe, how):
+    """At the next call, by a graph for each choice, made once."""
+    eager, model = build(recipe), build(recipe)
+    dynamo.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+    for layer in (model[0], model[2]) if how == "layers" else (model,):
+        layer.compile(backend=backend, fullgraph=True)
+    x, counts = torch.randn(16, 64, requires_grad=True), []
+    choices = [(), ("forward", "wgrad"), ("dgrad",), GEMMS]
+    for chosen in 2 * choices:
+        results = []
+        for each in (eager, model):
+            fp8rs.high_precision(each, "2", gemms=chosen)
+            y = each(x)
+            leaves = [x, *each.parameters()]
+            results.append([y, *torch.autograd.grad(y.square().mean(), leaves)])
+        assert all(map(torch.equal, *results)), chosen
+        counts.append(backend.frame_count)
+    first = 2 if how == "layers" else 1
+    assert counts == [first, first + 1, first + 2, first + 3] + 4 * [first + 3]
+    dynamo.reset()
+
+
+def test_patterns_name_layers():
+    model = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), nn.Linear(64, 64))
+    fp8rs.convert_to_float8_training(model, recipe="current")
+    assert fp8rs.high_precision(model, "*") == ["0.0", "0.1", "1"]
+    assert fp8rs.high_precision(model, "0.*", gemms="dgrad") == ["0.0", "0.1"]
+    assert fp8rs.high_precision(model, ["1", "*.1"], gemms=()) == ["1", "0.1"]
+    high = {
+        n: m._fp8_debug and m._fp8_debug.high_precision
+        for n, m in model.named_modules()
+        if isinstance(m, fp8rs.Float8Linear)
+    }
+    assert high == {"0.0": (False, True, False), "0.1": None, "1": None}
+    assert fp8rs.high_precision(torch.compile(model), "0.0") == ["0.0"]
+    with pytest.raises(ValueError, match=r"'2' matches no FP8 layer; the first of 3 is '0\.0'"):
+        fp8rs.high_precision(model, "2")
+    with pytest.raises(ValueError, match="gemms must be among forward, dgrad, wgrad, not 'fwd'"):
+        fp8rs.high_precision(model, "1", gemms=["fwd"])
+
+
+def test_a_high_precision_layer_stays_so_while_it_is_watched():
+    model = build("current")
+    fp8rs.high_precision(model, "0", gemms=("wgrad",))
+    before = model[0]._fp8_debug
+    monitor = fp8rs.monitor(model, every=2)
+    assert model[0]._fp8_debug.high_precision == (False, False, True)
+    model(torch.randn(8, 64)).sum().backward()
+    assert {name.split("/")[2] for name in monitor.step()} == {"input", "weight", "grad"}
+    assert model[0]._fp8_debug == before
+    assert model[2]._fp8_debug is None

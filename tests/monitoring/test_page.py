@@ -1,0 +1,57 @@
+"""docs/monitor.md's script runs as it stands, and its other blocks go on from it."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+import fp8rs
+from fp8rs.__main__ import main
+
+PAGE = Path(__file__).parents[2] / "docs" / "monitor.md"
+#: Enough for each branch of the page; the whole run takes half a minute.
+STEPS = 6
+
+
+class Logger:
+    """What the page's loggers are called by."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def add_scalar(self, name, value, step):
+        self.seen[name, step] = value
+
+    def log(self, values, step):
+        self.seen.update({(name, step): value for name, value in values.items()})
+
+
+@pytest.mark.newest_torch
+def test_its_blocks_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    script, *others = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert "range(101)" in script
+    names = {"__name__": "__main__"}
+    exec(script.replace("range(101)", f"range({STEPS})"), names)
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[:2] for line in printed] == [list(one[:2]) for one in names["monitor"].worst(3)]
+    assert len(names["statistics"]) == 4 * 7 * 18
+    assert main(["monitor", "run.jsonl", "--plot", "run.png"]) == 0
+    for code in others:
+        assert code.startswith("# goes on from the script above")
+        names["monitor"] = fp8rs.monitor(names["model"], every=1)
+        names["model"].loss(names["text"][:65].view(1, -1)).backward()
+        logger = names["writer"] = names["run"] = Logger()
+        names["monitor"].latest = names["statistics"]
+        exec(code, names)
+        if "high_precision" not in code:
+            assert len(logger.seen) == 4 * 7 * 18
+            assert all(math.isfinite(value) for value in logger.seen.values())
+    assert all(
+        m._fp8_debug.high_precision == (False,) * 3
+        for m in names["model"].modules()
+        if isinstance(m, fp8rs.Float8Linear)
+    )

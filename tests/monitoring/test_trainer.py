@@ -1,0 +1,68 @@
+"""transformers' Trainer reports statistics to its trackers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import fp8rs
+
+pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("accelerate")
+
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.integrations import INTEGRATION_TO_CALLBACK
+
+from fp8rs.integrations.transformers import MonitorCallback
+
+
+class Tracker(TrainerCallback):
+    """Stands for TensorBoard, W&B and the others."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.seen.append((state.global_step, dict(logs)))
+
+
+def test_statistics_go_to_the_trackers_and_nowhere_else(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "tracker", Tracker)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_attention_heads=2, **sizes))
+    fp8rs.convert_to_float8_training(model, recipe="delayed", filter_fqns=["lm_head"])
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        max_steps=5,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        logging_steps=2,
+        save_strategy="no",
+        report_to="tracker",
+    )
+    rows = torch.arange(40 * 16).view(40, 16) % 64
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    trainer = Trainer(model, arguments, train_dataset=data)
+    callback = MonitorCallback(trainer, file=tmp_path / "run.jsonl")
+    trainer.add_callback(callback)
+    trainer.train()
+    [tracker] = [c for c in trainer.callback_handler.callbacks if isinstance(c, Tracker)]
+    reported = [(step, logs) for step, logs in tracker.seen if any("fp8/" in n for n in logs)]
+    assert [step for step, _ in reported] == [1, 3, 5]
+    name = "fp8/model.layers.0.self_attn.q_proj/input/sqnr_db"
+    assert all(20 < logs[name] < 60 for _, logs in reported)
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert [line.pop("step") for line in lines] == [0, 2, 4]
+    assert lines == [logs for _, logs in reported]
+    assert not any("fp8/" in name for entry in trainer.state.log_history for name in entry)
+    assert "fp8/" not in capsys.readouterr().out
+    assert all(not m._fp8_debug for m in model.modules() if isinstance(m, fp8rs.Float8Linear))
