@@ -130,33 +130,25 @@ class AdamW(WithMasters):
             )
             if param.grad is not None
         ]
-        steps: dict[torch.device, Step] = {}
-        items: list[Item] = []
+        items: dict[torch.device, list[Item]] = {}
         options: dict[tuple[int, torch.device], Options] = {}
         for group, index, param, weight, grad in given:
             key = id(group), weight.device
             if key not in options:
                 options[key] = self._options(group, weight.device)
-            state = self._state(group, param, weight)
-            items.append(Item(param, weight, grad, *state, index, options[key]))
-            steps.setdefault(weight.device, Step()).add(items[-1])
-        if items:
-            self._run(steps, items)
-
-    def _run(self, steps: dict[torch.device, Step], items: list[Item]) -> None:
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for item in items:
-            by_device.setdefault(item.step.device, []).append(item.step)
-        for counters in by_device.values():
-            torch._foreach_add_(counters, 1)
-        for step in steps.values():
-            step.run()
+            item = Item(
+                param, weight, grad, *self._state(group, param, weight), index, options[key]
+            )
+            items.setdefault(weight.device, []).append(item)
         found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None:  # what was skipped was no step
-            for device, counters in by_device.items():
+        for device, here in items.items():
+            counters = [item.step for item in here]
+            torch._foreach_add_(counters, 1)
+            Step(here).run()
+            if found_inf is not None:  # what was skipped was no step
                 skipped = found_inf.to(device, non_blocking=True).view(())
                 torch._foreach_sub_(counters, [skipped] * len(counters))
-        self._wrote([item.param for item in items])
+        self._wrote([item.param for here in items.values() for item in here])
 
     def _options(self, group: dict[str, Any], device: torch.device) -> Options:
         lr = group["lr"]

@@ -131,16 +131,17 @@ def laid_out(
 
 
 class Step:
-    """One step of some parameters of one device: :meth:`add` all, then :meth:`run`."""
+    """One step of some parameters of one device."""
 
-    def __init__(self) -> None:
+    def __init__(self, items: Sequence[Item]) -> None:
         self._calls: dict[Any, Call] = {}
         self._current: list[Item] = []
         self._known: list[Item] = []
         self._other: list[tuple[Item, Tensor]] = []
+        for item in items:
+            self._add(item)
 
-    def add(self, item: Item) -> None:
-        """Take a parameter in; nothing is computed."""
+    def _add(self, item: Item) -> None:
         weight, master = item.weight, item.master
         how = kind(item.param, weight)
         if how == "current" and master is not None and item.options["seed"] is not None:

@@ -18,6 +18,7 @@ from fp8rs.tensor.planes import Plane, as_bytes
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import reduce_amax
 from fp8rs.tensor.store import Delayed, Owner
+from fp8rs.tensor.writes import is_padded
 
 
 class Shards(Protocol):
@@ -94,8 +95,7 @@ def prepare(params: Sequence[Tensor]) -> None:
         of = owner(param) if is_distributed(param) else None
         if of is not None:
             of.reshard()
-            sharded = of.shards
-            if of.unagreed and sharded is not None:
+            if of.unagreed and (sharded := of.shards) is not None:
                 unagreed[id(sharded)] = sharded
     for sharded in unagreed.values():
         sharded.agree()
@@ -106,12 +106,8 @@ def is_one_plane(weight: QuantizedTensor) -> bool:
 
     Of a view, what is written with a scale of its own would leave other elements with that scale.
     """
-    if weight._store.has != (True, False):
-        return False
-    if weight._window is None:
-        return True
-    owner = weight._store.told
-    return owner is not None and owner.has_whole(weight)
+    whole = weight._window is None or is_padded(weight)
+    return whole and weight._store.has == (True, False)
 
 
 def plane(weight: QuantizedTensor) -> Plane:

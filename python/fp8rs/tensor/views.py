@@ -43,12 +43,26 @@ def _detach(func: Any, t: QuantizedTensor) -> QuantizedTensor:
     return t.view_of(t._window)
 
 
+@implements(aten.as_strided.default)
+def _as_strided(
+    func: Any, t: QuantizedTensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> QuantizedTensor:
+    # Of meta tensors torch does not say what reaches beyond, and older torch not what is negative.
+    offset = _window(t).offset if storage_offset is None else storage_offset
+    view, (rows, cols) = Window(tuple(size), tuple(stride), offset), t._store.matrix
+    given = f"as_strided(size={view.size}, stride={view.stride}, storage_offset={offset})"
+    if len(size) != len(stride) or min(offset, *size, *stride, 0) < 0:
+        raise RuntimeError(f"{given}: sizes and strides must be as many, and none negative")
+    if view.numel and view.last >= rows * cols:
+        raise ValueError(f"{given} reaches beyond a quantized tensor of {rows * cols} elements")
+    return _view_of(t, view)
+
+
 def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
     """A view operator (one whose result may alias ``t``), as torch does it to a meta tensor.
 
     Raises:
         TypeError: the view would have another dtype.
-        ValueError: it would reach beyond the tensor.
     """
     if not isinstance(t, QuantizedTensor):
         return dequantized_call(func, t, *args, **kwargs)
@@ -69,14 +83,7 @@ def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
                     f"{func} would show the bytes of a quantized tensor as {x.dtype}. Its codes "
                     "are rowwise.data and columnwise.data; .to() gives another dtype"
                 )
-            view = Window(tuple(x.shape), x.stride(), int(x.storage_offset()))
-            # Of a meta tensor torch does not say so.
-            if func is aten.as_strided.default and view.numel and view.last >= rows * cols:
-                raise ValueError(
-                    f"as_strided(size={view.size}, stride={view.stride}, storage_offset="
-                    f"{view.offset}) reaches beyond a quantized tensor of {rows * cols} elements"
-                )
-            return view
+            return Window(tuple(x.shape), x.stride(), int(x.storage_offset()))
 
         windows = tree_map_only(Tensor, show, out)
     if not shared:  # it copies: `reshape` may, `to` as a rule
