@@ -21,7 +21,7 @@ From the bottom up:
 - ``master_weight``, ``float8_weight``, ``parameter``: the sharded parameter's tensors;
 - ``state_dicts``: plain tensors out;
 - ``adopt``: a parameter that is sharded becomes one of these;
-- ``sizes``: what sharding comes to, in bytes, before any rank runs.
+- ``sizes``, ``memory``: what sharding comes to, in bytes, before any rank runs.
 """
 
 from .adopt import sharding_of
