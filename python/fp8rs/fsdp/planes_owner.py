@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,21 @@ from torch import Tensor, nn
 from fp8rs._torch import is_distributed
 from fp8rs.tensor.formats import FP8_MAX
 from fp8rs.tensor.quantized import QuantizedTensor
-from fp8rs.tensor.store import Shards, Store
+from fp8rs.tensor.store import Store
 
 from . import at_rest
 from .placement import local_part, place
 from .weight import Weight
+
+
+class Shards(Protocol):
+    """What an FP8 weight asks of other ranks' shards: `fp8rs.fsdp.scales` has the one there is."""
+
+    def agree(self, weights: Sequence[PlanesOwner] | None = None) -> None:
+        """Have the scales of these weights agree; None: of all."""
+
+    def write_all(self, weights: Sequence[PlanesOwner], values: Sequence[Tensor]) -> None:
+        """Quantize values into whole shards, as those of the whole weights."""
 
 
 class PlanesOwner(Weight):
@@ -86,8 +96,11 @@ class PlanesOwner(Weight):
     # --- other ranks -----------------------------------------------------------------------------
 
     @property
-    def shards(self) -> Shards | None:
-        """What knows of the other ranks' shards; None where this one is whole."""
+    def shards(self) -> Any:
+        """The model's `SharedScales`, which optimizers ask too; None where this one is whole."""
+        return self._shards()
+
+    def _shards(self) -> Shards | None:
         return None if self._scales is None or self.local is None else self._scales()
 
     @property
@@ -106,7 +119,7 @@ class PlanesOwner(Weight):
             yield
         finally:
             self._by_all_ranks = before
-        if self.unagreed and (scales := self.shards) is not None:
+        if self.unagreed and (scales := self._shards()) is not None:
             scales.agree([self])
 
     def _agrees_on(self, tensor: QuantizedTensor) -> Shards | None:
@@ -114,7 +127,7 @@ class PlanesOwner(Weight):
         local = self.local if self._by_all_ranks else None
         if local is None or local._store is not tensor._store or local.shape != tensor.shape:
             return None
-        return self.shards
+        return self._shards()
 
     # --- writes ----------------------------------------------------------------------------------
 
@@ -131,7 +144,7 @@ class PlanesOwner(Weight):
         if not keep and (scales := self._agrees_on(tensor)) is not None:
             scales.write_all([self], [values])
             return True
-        if whole and self.shards is None:
+        if whole and self._shards() is None:
             self.begin_history(values)
         return False
 

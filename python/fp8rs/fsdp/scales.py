@@ -31,7 +31,7 @@ _quantize = torch.ops.fp8rs.quantize.default
 
 
 class SharedScales:
-    """The scales of a model's sharded FP8 weights (`fp8rs.tensor.store.Shards`).
+    """The scales of a model's sharded FP8 weights.
 
     What reduces runs on all ranks, with the same weights.
 

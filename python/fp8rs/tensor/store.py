@@ -75,6 +75,9 @@ class Owner(Protocol):
 class Shards(Protocol):
     """The sharded weights of a model. What reduces runs on all ranks, with the same weights."""
 
+    def offset(self, weight: Any) -> int:
+        """The index, in a whole weight, of the first element of this rank's shard."""
+
     def is_cut(self, weight: Any) -> bool:
         """Whether some block of the weight has elements on several ranks."""
 
@@ -84,8 +87,8 @@ class Shards(Protocol):
     def write_all(self, weights: Sequence[Any], values: Sequence[Tensor]) -> None:
         """Quantize values into whole shards, as those of the whole weights."""
 
-    def agree(self, weights: Sequence[Any] | None = None) -> None:
-        """Have the scales of these weights agree; None: of all."""
+    def agree(self) -> None:
+        """Have the scales of all weights agree."""
 
 
 class Store:
