@@ -20,6 +20,7 @@ from fp8rs.quantize.recipes import (
     Float8RowwiseScaling,
     resolve_recipe,
 )
+from language_models import llama, train_on
 from saving import reloaded
 
 
@@ -608,35 +609,12 @@ def test_a_recipe_name_is_no_config(name):
 # --- a model from transformers ---------------------------------------------------------------
 
 
-def llama(device, tied=False):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-    )
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).to(device)
-
-
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_a_transformers_llama_trains(device, recipe):
     model = convert(llama(device), recipe=recipe, filter_fqns=["lm_head"])
     assert len(converted(model)) == 2 * 7
     tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0)).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    losses = []
-    for _ in range(15):
-        loss = model(input_ids=tokens, labels=tokens).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train_on(tokens, model, 15)
     assert losses[-1] < 0.7 * losses[0]
 
 
@@ -666,7 +644,7 @@ def test_a_transformers_llama_with_gradient_checkpointing(device):
 
 def test_a_transformers_llama_with_tied_embeddings(device):
     with pytest.warns(UserWarning, match=r"lm_head.*model\.embed_tokens"):
-        model = convert(llama(device, tied=True))
+        model = convert(llama(device, tie_word_embeddings=True))
     assert len(converted(model)) == 2 * 7
 
 

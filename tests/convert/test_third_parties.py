@@ -30,6 +30,7 @@ from distributed.models import (
     shard,
     train,
 )
+from language_models import llama, mixtral, train_on
 
 
 def converted(recipe="current", device="cpu", hidden=UNEVEN):
@@ -177,14 +178,6 @@ def test_a_model_on_meta_gives_shapes_dtypes_and_flops(recipe, autocast):
 # --- transformers --------------------------------------------------------------------------------
 
 
-def llama(device, **options):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    config = transformers.LlamaConfig(vocab_size=64, num_attention_heads=4, **sizes, **options)
-    return transformers.LlamaForCausalLM(config).to(device)
-
-
 @pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
 def test_save_pretrained_writes_the_unconverted_model(device, recipe, tmp_path):
     model = llama(device)
@@ -213,12 +206,7 @@ def test_generate_gives_tokens_of_the_model(device, recipe):
 
 
 def test_experts_that_are_3d_parameters_are_named_in_the_report(caplog):
-    transformers = pytest.importorskip("transformers", minversion="5.0")
-    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 1}
-    config = transformers.MixtralConfig(
-        vocab_size=64, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, **sizes
-    )
-    model = transformers.MixtralForCausalLM(config)
+    model = mixtral("cpu", 256, 1024)
     large = [n for n, p in model.named_parameters() if p.dim() == 3]
     assert large
     with caplog.at_level(logging.INFO, "fp8rs"):
@@ -231,24 +219,11 @@ def test_experts_that_are_3d_parameters_are_named_in_the_report(caplog):
 
 
 def test_a_mixture_of_experts_trains(device):
-    transformers = pytest.importorskip("transformers", minversion="5.0")
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    config = transformers.MixtralConfig(
-        vocab_size=64, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, **sizes
-    )
-    torch.manual_seed(0)
-    model = transformers.MixtralForCausalLM(config).to(device)
+    model = mixtral(device, 32, 48)
     fp8rs.convert_to_float8_training(model, filter_fqns=["lm_head"])
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     tokens = torch.arange(64, device=device).view(2, 32)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    losses = []
-    for _ in range(8):
-        loss = model(input_ids=tokens, labels=tokens).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train_on(tokens, model, 8)
     assert losses[-1] < 0.9 * losses[0]
     assert all(not torch.equal(before[n], p) for n, p in model.named_parameters())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from fp8rs.quantize.recipes import Recipe
 from fp8rs.quantize.spec import quant_spec
 from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
 from fp8rs.tensor.spec import quantize_planes
+
+if TYPE_CHECKING:
+    from fp8rs.fsdp.planes_owner import PlanesOwner
 
 
 def check_weight(layer: nn.Linear, recipe: Recipe) -> None:
@@ -83,7 +86,7 @@ def _held(error: RuntimeError) -> RuntimeError:
     )
 
 
-def own(layer: nn.Module, name: str) -> Any:
+def own(layer: nn.Module, name: str) -> PlanesOwner:
     """A parameter's planes are to know it: see `fp8rs.fsdp.own`."""
     from fp8rs.fsdp import own
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -13,115 +12,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8rs.convert.convert import settle
+from fp8rs.convert.link import Gather, gather_of
+from fp8rs.convert.report_table import Left, Report
 from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
 from fp8rs.fsdp.codec import Codec
-from fp8rs.fsdp.sizes import STATES, Group, Memory, States, groups_of, memory_of
+from fp8rs.fsdp.memory import STATES, Memory, States, memory_of
+from fp8rs.fsdp.placement import place
+from fp8rs.fsdp.sizes import Group, groups_of
 from fp8rs.nn.linear import Float8Linear
-from fp8rs.quantize.recipes import Recipe, describe
+from fp8rs.quantize.recipes import Recipe
 from fp8rs.quantize.spec import quant_spec
 
 __all__ = ["Gather", "Left", "Memory", "Report", "report"]
 
 #: The ranks of a report on a model that is not sharded, in a process that is not distributed.
 USUAL_RANKS = 8
-
-#: What the doctor calls the figures of a link and a GPU.
-FLAGS = {"link_bandwidth": "--link", "gpu_flops": "--tflops", "tokens": "--tokens"}
-
-NOT_COUNTED = (
-    "activations and what layers save for the backward, the transposed plane of the weight at "
-    "hand, buffers, the all-reduce of largest values, the CUDA context, NCCL, what the allocator "
-    "holds beside"
-)
-
-
-@dataclass(frozen=True)
-class Left:
-    """Parameters that stay in high precision.
-
-    Attributes:
-        reason: why.
-        names: of the layers, or of the parameters where they are in no linear layer.
-        parameters: how many elements they have.
-    """
-
-    reason: str
-    names: tuple[str, ...]
-    parameters: int
-
-
-@dataclass(frozen=True)
-class Gather:
-    """When a smaller all-gather shortens a step: a model of time with one link and one GPU.
-
-    Forward and backward each last as long as the longer of two: their GEMMs, and what goes over the
-    link meanwhile. So it is a lower bound, and says from where on the link is hidden. GEMMs are
-    those of linear layers: experts and attention are not among them.
-
-    Attributes:
-        hidden_high_precision: tokens a rank and step from which on the GEMMs hide the link, if
-            weights are gathered in high precision. From there on the FP8 gather gains nothing.
-        hidden_fp8: the same for the FP8 gather. Below it a step waits for the link all the same.
-        seconds_high_precision, seconds_fp8: of a step of ``tokens``; None where these were not
-            given.
-    """
-
-    hidden_high_precision: int
-    hidden_fp8: int
-    seconds_high_precision: float | None
-    seconds_fp8: float | None
-
-
-@dataclass(frozen=True)
-class Report:
-    """What converting a model would come to. ``str()`` of it is a table.
-
-    Bytes are of one rank and, where they go over the wire, of one step: a forward and a backward.
-
-    Attributes:
-        recipe: the recipe.
-        world_size: ranks that shard the model. Replicas gather nothing.
-        param_dtype, reduce_dtype: as given.
-        optimizer: as given, or which one it is by default.
-        converted: names of the layers that are converted, or would be.
-        converted_parameters: elements of their weights.
-        parameters: elements of all parameters.
-        left: what stays in high precision, by reason.
-        units: names of the modules that are gathered at once; "" is the root.
-        gathered, gathered_high_precision: bytes that a rank holds after each all-gather of a step,
-            padding included, summed: with FP8, and without.
-        scattered: bytes that a rank hands to the reduce-scatters of a step.
-        memory, memory_high_precision: what the rank needs: with FP8, and without.
-        gather: when the FP8 gather shortens a step; None without a link's and a GPU's figures.
-    """
-
-    recipe: Recipe
-    world_size: int
-    param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    optimizer: str | float
-    converted: tuple[str, ...]
-    converted_parameters: int
-    parameters: int
-    left: tuple[Left, ...]
-    units: tuple[str, ...]
-    gathered: int
-    gathered_high_precision: int
-    scattered: int
-    memory: Memory
-    memory_high_precision: Memory
-    gather: Gather | None
-
-    def __str__(self) -> str:
-        return _text(self)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields, of what JSON has: dtypes by their names, the recipe as its repr."""
-        fields = asdict(self)
-        fields["recipe"] = repr(self.recipe)
-        for name in ("param_dtype", "reduce_dtype"):
-            fields[name] = None if fields[name] is None else _dtype(fields[name])
-        return fields
 
 
 def report(
@@ -238,7 +143,7 @@ def report(
         scattered=sum(group.scattered_bytes(reduce_dtype) for group in fp8),
         memory=memory_of(fp8, reduce_dtype=reduce_dtype, states=states),
         memory_high_precision=memory_of(plain, reduce_dtype=reduce_dtype, states=states),
-        gather=_gather(model, fp8, plain, reduce_dtype, link_bandwidth, gpu_flops, tokens),
+        gather=gather_of(model, fp8, plain, reduce_dtype, link_bandwidth, gpu_flops, tokens),
     )
 
 
@@ -265,8 +170,6 @@ def _states(optimizer: str | float) -> States:
 def _ranks(world_size: int | None, model: nn.Module) -> int:
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
-            from fp8rs.fsdp.placement import place
-
             found = place(parameter).ranks
             if world_size not in (None, found):
                 raise ValueError(
@@ -317,121 +220,3 @@ def _left(
 
 def _gathered(groups: list[Group]) -> int:
     return sum(group.gathers * group.gathered_bytes for group in groups)
-
-
-def _gather(
-    model: nn.Module,
-    fp8: list[Group],
-    plain: list[Group],
-    reduce_dtype: torch.dtype | None,
-    link_bandwidth: float | None,
-    gpu_flops: float | None,
-    tokens: int | None,
-) -> Gather | None:
-    given = {"link_bandwidth": link_bandwidth, "gpu_flops": gpu_flops, "tokens": tokens}
-    for name, value in given.items():
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} must be positive, not {value!r} (the doctor's {FLAGS[name]})")
-    if link_bandwidth is None or gpu_flops is None:
-        if any(value is not None for value in given.values()):
-            missing = [n for n in ("link_bandwidth", "gpu_flops") if given[n] is None]
-            flags = " and ".join(FLAGS[n] for n in missing)
-            raise ValueError(
-                f"{' and '.join(missing)} must be given too (the doctor's {flags}): times need both"
-            )
-        return None
-    linears = {id(m.weight): m for m in model.modules() if isinstance(m, nn.Linear)}
-    # A multiplication and an addition a token and element in the forward, twice that backward.
-    forward = 2 * sum(m.weight.numel() for m in linears.values()) / gpu_flops
-    backward = 2 * forward
-
-    def links(groups: list[Group]) -> tuple[float, float]:
-        """Seconds that the link takes in forward and backward. A rank's own part is not sent."""
-        first = again = 0.0
-        for group in groups:
-            ranks = group.parameters[0].placement.ranks
-            sent = (ranks - 1) / ranks / link_bandwidth
-            first += group.gathered_bytes * sent
-            again += (group.gathers - 1) * group.gathered_bytes * sent
-            again += group.scattered_bytes(reduce_dtype) * sent
-        return first, again
-
-    def hidden(groups: list[Group]) -> int:
-        first, again = links(groups)
-        return round(max(first / forward, again / backward)) if forward else 0
-
-    def seconds(groups: list[Group]) -> float | None:
-        if tokens is None:
-            return None
-        first, again = links(groups)
-        return max(first, tokens * forward) + max(again, tokens * backward)
-
-    return Gather(hidden(plain), hidden(fp8), seconds(plain), seconds(fp8))
-
-
-# --- the table -----------------------------------------------------------------------------------
-
-
-def _text(r: Report) -> str:
-    high = _dtype(r.param_dtype)
-    layers = "layer" if len(r.converted) == 1 else "layers"
-    rows = [(f"converted: {len(r.converted)} {layers}", r.converted_parameters, "")]
-    rows += [(left.reason, left.parameters, _names(left.names)) for left in r.left]
-    width = max(40, *(len(row[0]) for row in rows))
-    lines = [
-        f"recipe {describe(r.recipe)}; {r.world_size} ranks; {len(r.units)} units of FSDP2; "
-        f"reduced in {_dtype(r.reduce_dtype)}",
-        "",
-        f"{'parameters':<{width + 2}}{'elements':>18}{'share':>8}",
-    ]
-    for what, elements, names in rows:
-        share = elements / max(r.parameters, 1)
-        lines.append(f"  {what:<{width}}{elements:>18,}{share:>8.1%}  {names}".rstrip())
-    plain, fp8 = r.memory_high_precision, r.memory
-    sizes = [
-        ("a step all-gathers", r.gathered_high_precision, r.gathered),
-        ("a step reduce-scatters", r.scattered, r.scattered),
-        ("memory", plain.total, fp8.total),
-        ("  shards of parameters", plain.parameters, fp8.parameters),
-        ("  their FP8 codes", plain.codes, fp8.codes),
-        ("  gradients", plain.gradients, fp8.gradients),
-        (f"  optimizer states ({r.optimizer})", plain.optimizer, fp8.optimizer),
-        ("  gathered: root and two largest units", plain.gathered, fp8.gathered),
-        ("  gradients that are being reduced", plain.reduced, fp8.reduced),
-    ]
-    width = max(40, *(len(row[0]) for row in sizes))
-    lines += ["", f"{'bytes of a rank':<{width + 2}}{high:>14}{'FP8':>14}{'ratio':>8}"]
-    for what, before, after in sizes:
-        ratio = f"{after / before:>8.3f}" if before else ""
-        lines.append(f"  {what:<{width}}{_size(before):>14}{_size(after):>14}{ratio}")
-    lines.append(f"Not counted: {NOT_COUNTED}.")
-    if r.gather is not None:
-        g = r.gather
-        lines += [
-            "",
-            f"The link is hidden from {g.hidden_high_precision:,} tokens a rank and step on in "
-            f"{high}, from {g.hidden_fp8:,} with the FP8 gather.",
-        ]
-        if g.seconds_high_precision is not None and g.seconds_fp8 is not None:
-            gain = g.seconds_high_precision / g.seconds_fp8
-            lines.append(
-                f"A step takes at least {g.seconds_high_precision:.3g} s in {high}, "
-                f"{g.seconds_fp8:.3g} s with the FP8 gather: {gain:.2f} times as fast."
-            )
-    return "\n".join(lines)
-
-
-def _dtype(dtype: torch.dtype | None) -> str:
-    return "stored dtype" if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _size(size: int) -> str:
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= unit:
-            return f"{size / unit:,.3f} {name}"
-    return f"{size} B"
-
-
-def _names(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

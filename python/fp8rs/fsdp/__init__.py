@@ -20,6 +20,7 @@ From the bottom up:
 - ``hooks``: what FSDP2 calls;
 - ``master_weight``, ``float8_weight``, ``parameter``: the sharded parameter's tensors;
 - ``state_dicts``: plain tensors out;
+- ``memory``: what a rank needs, by ``sizes``;
 - ``adopt``: a parameter that is sharded becomes one of these;
 - ``sizes``: what sharding comes to, in bytes, before any rank runs.
 

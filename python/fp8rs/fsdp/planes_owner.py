@@ -20,14 +20,14 @@ from .placement import local_part, place
 from .weight import Weight
 
 
-class Scales(Protocol):
-    """What a weight asks of the `SharedScales` that it is among."""
+class Shards(Protocol):
+    """What an FP8 weight asks of other ranks' shards: `fp8rs.fsdp.scales` has the one there is."""
 
-    def write_all(self, weights: Sequence[Any], values: Sequence[Tensor]) -> None:
-        """Quantize values into whole shards, as those of the whole weights."""
-
-    def agree(self, weights: Sequence[Any] | None = None) -> None:
+    def agree(self, weights: Sequence[PlanesOwner] | None = None) -> None:
         """Have the scales of these weights agree; None: of all."""
+
+    def write_all(self, weights: Sequence[PlanesOwner], values: Sequence[Tensor]) -> None:
+        """Quantize values into whole shards, as those of the whole weights."""
 
 
 class PlanesOwner(Weight):
@@ -47,7 +47,7 @@ class PlanesOwner(Weight):
 
     __slots__ = ("_by_all_ranks", "_init_value", "_scales", "keep_init", "unagreed", "uncompared")
 
-    def __init__(self, module: nn.Module, name: str, scales: Scales | None = None) -> None:
+    def __init__(self, module: nn.Module, name: str, scales: Shards | None = None) -> None:
         super().__init__(module, name)
         # Not held: tensors hold their owners, and the garbage collector sees no cycle through what
         # torch holds of tensors.
@@ -96,8 +96,11 @@ class PlanesOwner(Weight):
     # --- other ranks -----------------------------------------------------------------------------
 
     @property
-    def shards(self) -> Scales | None:
-        """What knows of the other ranks' shards; None where this one is whole."""
+    def shards(self) -> Any:
+        """The model's `SharedScales`, which optimizers ask too; None where this one is whole."""
+        return self._shards()
+
+    def _shards(self) -> Shards | None:
         return None if self._scales is None or self.local is None else self._scales()
 
     @property
@@ -116,15 +119,15 @@ class PlanesOwner(Weight):
             yield
         finally:
             self._by_all_ranks = before
-        if self.unagreed and (scales := self.shards) is not None:
+        if self.unagreed and (scales := self._shards()) is not None:
             scales.agree([self])
 
-    def _agrees_on(self, tensor: QuantizedTensor) -> Scales | None:
+    def _agrees_on(self, tensor: QuantizedTensor) -> Shards | None:
         """What agrees on scales where all ranks are about to write their whole shards."""
         local = self.local if self._by_all_ranks else None
         if local is None or local._store is not tensor._store or local.shape != tensor.shape:
             return None
-        return self.shards
+        return self._shards()
 
     # --- writes ----------------------------------------------------------------------------------
 
@@ -141,7 +144,7 @@ class PlanesOwner(Weight):
         if not keep and (scales := self._agrees_on(tensor)) is not None:
             scales.write_all([self], [values])
             return True
-        if whole and self.shards is None:
+        if whole and self._shards() is None:
             self.begin_history(values)
         return False
 

@@ -31,7 +31,7 @@ _quantize = torch.ops.fp8rs.quantize.default
 
 
 class SharedScales:
-    """The scales of a model's sharded FP8 weights (`fp8rs.optim.weights.Shards`).
+    """The scales of a model's sharded FP8 weights.
 
     What reduces runs on all ranks, with the same weights.
 
@@ -45,8 +45,9 @@ class SharedScales:
 
     def stepped(self) -> None:
         """An optimizer has stepped: scales are to be those of all ranks."""
-        self.agree()
-        self._compare()
+        weights = self._resting()
+        self.agree(weights)
+        self._compare(weights)
 
     def agree(self, weights: Sequence[PlanesOwner] | None = None) -> None:
         """Have scales agree, where a rank may have written some weights by itself.
@@ -70,9 +71,8 @@ class SharedScales:
         for shard in shards:
             _owner(shard).unagreed = False
 
-    def _compare(self) -> None:
+    def _compare(self, weights: Sequence[PlanesOwner]) -> None:
         """Have scales known beforehand be NaN on all ranks where they are so on one."""
-        weights = self._resting()
         if not any(weight.uncompared for weight in weights):
             return
         for weight in weights:
