@@ -26,6 +26,11 @@ from distributed import ranks
 from distributed.models import RECIPES
 from fp8rs.nn import TransformerLayer, rotary_pos_emb
 from fp8rs.optim import AdamW
+from fp8rs.tensor_parallel import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+)
 
 WIDTH, HEADS, LENGTH = 64, 4, 16
 every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
@@ -146,51 +151,67 @@ def test_checkpoints_of_sharded_layers(rig, recipe, fp8_weights):
             shutil.rmtree(folder[0])
 
 
-#: A layer's plan as torchtitan writes it: sequences are cut outside of attention and MLP.
-GATHERED = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-PLAN = {
-    "input_layernorm": SequenceParallel(),
-    "self_attn": GATHERED,
-    "self_attn.q_proj": ColwiseParallel(),
-    "self_attn.k_proj": ColwiseParallel(),
-    "self_attn.v_proj": ColwiseParallel(),
-    "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
-    "post_attention_layernorm": SequenceParallel(),
-    "mlp": GATHERED,
-    "mlp.gate_proj": ColwiseParallel(),
-    "mlp.up_proj": ColwiseParallel(),
-    "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
-}
+TORCH = PrepareModuleInput, ColwiseParallel, RowwiseParallel
+FLOAT8 = PrepareFloat8ModuleInput, Float8ColwiseParallel, Float8RowwiseParallel
 
 
-def gradients(layer, x, dy, rotation):
-    """Output, and gradients of input and parameters; of this rank's part of the sequence."""
-    x = x.clone().requires_grad_()
-    y = layer(x, rotary_pos_emb=rotation)
+def plan(styles, kind):
+    """A layer's plan as torchtitan writes it: sequences are cut outside of attention and MLP."""
+    prepare, column, row = styles
+    placed = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    source = {
+        "input_kwarg_layouts": {"encoder_output": Shard(1)},
+        "desired_input_kwarg_layouts": {"encoder_output": Replicate()},
+    }
+    found = {"mlp": prepare(**placed), "mlp.down_proj": row(output_layouts=Shard(1))}
+    columns = ["mlp.up_proj", *(["mlp.gate_proj"] if kind == "encoder" else [])]
+    for norm, name, more in (
+        ("input_layernorm", "self_attn", {}),
+        ("cross_attn_layernorm", "cross_attn", source),
+    )[: 1 + (kind == "decoder")]:
+        found[norm] = SequenceParallel()
+        found[name] = prepare(**placed, **more)
+        found[f"{name}.o_proj"] = row(output_layouts=Shard(1))
+        columns += [f"{name}.{n}_proj" for n in "qkv"]
+    found["post_attention_layernorm"] = SequenceParallel()
+    return {**found, **{name: column() for name in columns}}
+
+
+def gradients(layer, dy, rotation, *inputs):
+    """Output and gradients, of a rank's part of the sequences; softmax sees no bias of all keys."""
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    source = {"encoder_output": inputs[1]} if len(inputs) == 2 else {}
+    y = layer(inputs[0], rotary_pos_emb=rotation, **source)
     y.backward(dy)
-    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+    found = {n: p.grad for n, p in layer.named_parameters() if n != "cross_attn.k_proj.bias"}
+    return {"output": y.detach(), **{f"input {i}": x.grad for i, x in enumerate(inputs)}, **found}
 
 
 @ranks(2)
 @every_recipe
 @each_norm
 @both_weights
-def test_sequence_parallel_layers_compute_the_whole(rig, recipe, normalization, fp8_weights):
-    layers = {"plain": build(rig, None, normalization).encoder}
+@pytest.mark.parametrize("styles", [TORCH, FLOAT8], ids=["torch", "fp8rs"])
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_sequence_parallel_layers_compute_the_whole(
+    rig, recipe, normalization, fp8_weights, styles, kind
+):
+    layers = {"plain": getattr(build(rig, None, normalization), kind)}
     for name in ("one", "split"):
-        layers[name] = build(rig, recipe, normalization, fp8_weights=fp8_weights).encoder
-    parallelize_module(layers["split"], rig.mesh(names=("tp",)), PLAN)
-    x, dy = batch(rig), batch(rig, 1)
+        model = build(rig, recipe, normalization, fp8_weights=fp8_weights)
+        layers[name] = getattr(model, kind)
+    parallelize_module(layers["split"], rig.mesh(names=("tp",)), plan(styles, kind))
+    dy, *inputs = (batch(rig, n) for n in range(2 + (kind == "decoder")))
     rotation = rotary_pos_emb(LENGTH, WIDTH // HEADS, device=rig.device)
-    exact, one = (gradients(layers[name], x, dy, rotation) for name in ("plain", "one"))
-    part = [t.chunk(2, 1)[rig.rank].contiguous() for t in (x, dy)]
-    split = gradients(layers["split"], *part, rotation)
-    for i, t in enumerate(split[:2]):  # output and input's gradient: of a rank's own positions
-        parts = [torch.empty_like(t) for _ in range(2)]
-        dist.all_gather(parts, t.contiguous())
-        split[i] = torch.cat(parts, 1)
-    assert not torch.equal(split[0], exact[0]), "it is FP8"
-    for i, (expected, by_one, by_two) in enumerate(zip(exact, one, split, strict=True)):
-        error, allowed = (whole(by_two) - expected).norm(), (by_one - expected).norm()
+    exact, one = (gradients(layers[name], dy, rotation, *inputs) for name in ("plain", "one"))
+    part = [t.chunk(2, 1)[rig.rank].contiguous() for t in (dy, *inputs)]
+    split = gradients(layers["split"], part[0], rotation, *part[1:])
+    for name in ("output", *(f"input {i}" for i in range(len(inputs)))):  # a rank's own positions
+        parts = [torch.empty_like(split[name]) for _ in range(2)]
+        dist.all_gather(parts, split[name].contiguous())
+        split[name] = torch.cat(parts, 1)
+    assert not torch.equal(split["output"], exact["output"]), "it is FP8"
+    for i, value in exact.items():
+        error, allowed = (whole(split[i]) - value).norm(), (one[i] - value).norm()
         # A rank's own scales are no coarser than those of the whole: the error is of FP8's size.
-        assert error < 1.5 * allowed + 1e-4 * expected.norm(), i
+        assert error < 1.5 * allowed + 1e-4 * value.norm(), i

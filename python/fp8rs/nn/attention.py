@@ -65,10 +65,9 @@ class MultiheadAttention(nn.Module):
         input_layernorm: whether there is a norm in front.
         normalization: "LayerNorm" or "RMSNorm".
         bias: whether the linear layers have biases.
-        device: of the parameters.
-        dtype: of the parameters.
-        recipe: a recipe or its short name, which makes this module FP8 by itself. None is for
-            models that are converted as a whole.
+        device: as of `LayerNormLinear`.
+        dtype: as there.
+        recipe: as there.
     """
 
     def __init__(

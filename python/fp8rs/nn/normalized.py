@@ -126,10 +126,9 @@ class LayerNormMLP(nn.Module):
         activation: "gelu" (the approximation by tanh, as TransformerEngine's), "relu", or gated:
             "geglu", "swiglu".
         normalization: "LayerNorm" or "RMSNorm".
-        device: of the parameters.
-        dtype: of the parameters.
-        recipe: a recipe or its short name, which makes this module FP8 by itself. None is for
-            models that are converted as a whole.
+        device: as of `LayerNormLinear`.
+        dtype: as there.
+        recipe: as there.
     """
 
     def __init__(
