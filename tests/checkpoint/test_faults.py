@@ -191,7 +191,7 @@ os._exit(1)
 """
 
 
-@pytest.mark.parametrize("when", ["save", "load"])
+@pytest.mark.parametrize("when", ["save", pytest.param("load", marks=pytest.mark.long)])
 def test_the_others_hear_of_a_rank_that_dies(tmp_path, when):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [
