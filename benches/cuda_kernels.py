@@ -74,6 +74,13 @@ def kernels(xs: list[Tensor]) -> dict[str, tuple[float, list[Callable[[], object
             name.format(" + transpose"): (size + 2, each(lambda x: call(x, True))),
         }
 
+    def sum_over(ranks: int) -> tuple[float, list[Callable[[], object]]]:
+        def call(x: Tensor) -> object:
+            sent = x.view(ranks, -1)
+            return ops.sum_rows_(sent.new_empty(sent.shape[1], dtype=torch.float32), sent, 3.0)
+
+        return size + 4 / ranks, each(call)
+
     return {
         "amax": (size, each(ops.amax)),
         **both("cast{}", lambda x, t: ops.quantize(x, scale, E4M3, True, t)),
@@ -86,6 +93,8 @@ def kernels(xs: list[Tensor]) -> dict[str, tuple[float, list[Callable[[], object
             size + 1,
             each(lambda c: ops.dequantize(c, scale, [-1, -1], xs[0].dtype), codes),
         ),
+        "sum over 2 ranks": sum_over(2),
+        "sum over 8 ranks": sum_over(8),
     }
 
 

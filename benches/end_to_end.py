@@ -10,11 +10,13 @@ the same names: no-masters, masters (of fp8rs.optim.AdamW), bf16-state, fp32-sta
 bf16-reduce, fp32-reduce (the reduce-scatter), bf16-params, fp32-params (the dtype of parameters at
 rest, which sharded gradients have too; FP8 weights have it in name only), save-input, save-codes
 (what layers keep for the backward), recompute (as --recompute), squares (wgrad_input_block=(128,
-128), of block variants).
+128), of block variants), links, links-gathers, links-reductions (fp8rs.fsdp.set_links: both, or one
+of them).
 
     python benches/end_to_end.py                       # every variant on every GPU
     python benches/end_to_end.py --ranks 2 --variants bf16,current
     python benches/end_to_end.py --variants bf16,current-fp8,current-fp8+no-masters+bf16-reduce
+    python benches/end_to_end.py --ranks 2 --profile --variants bf16-compiled,bf16-compiled+links
     python benches/end_to_end.py --device cpu --ranks 2 --dim 256 --layers 2 --sequence 64 \
         --vocabulary 512 --steps 2                     # a smoke run without a GPU
 
@@ -56,6 +58,7 @@ from fp8rs.demo.train import (
     peak_memory,
     shard,
 )
+from fp8rs.fsdp import Links, set_links
 from fp8rs.quantize.recipes import RECIPES, resolve_recipe
 
 LEARNING_RATE = 3e-4
@@ -95,6 +98,9 @@ MODIFIERS: dict[str, tuple[str, Any]] = {
     "save-codes": ("save_input", False),
     "recompute": ("recompute", True),
     "squares": ("squares", True),
+    "links": ("links", {}),
+    "links-gathers": ("links", {"reduction": "torch"}),
+    "links-reductions": ("links", {"gather": "torch"}),
     **{
         f"{dtype}-{kind}": (option, dtype)
         for dtype in DTYPES
@@ -196,6 +202,7 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
         options["wgrad_input_block"] = (128, 128)
     after_step = _prepare(model, variant, kept, device.type, options, arguments["recompute"])
     shard(model, device.type, ranks, DTYPES[arguments["reduce_dtype"]])
+    links = None if arguments.get("links") is None else set_links(model, **arguments["links"])
     optimizer = _optimizer(model, kept)
     report({"what": f"{params / 1e9:.2f} G parameters"})
 
@@ -222,8 +229,12 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
         trace = arguments["trace"] if dist.get_rank() == 0 else None
         name = None if trace is None else Path(trace) / f"{arguments['variant']}.json.gz"
         report({"what": _profiled(step, name)})
+    before = _linked(links)
     with counted(model, ranks) as traffic:
         step()
+    gathered, reduced = (after - start for after, start in zip(_linked(links), before, strict=True))
+    if links is not None:
+        report({"what": str(links)})
     model.reshard()  # type: ignore[operator]
     at_rest = meter.at_rest(model, optimizer, weights)
     hooked = variant.library != "torch"
@@ -234,13 +245,18 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
         "tokens_per_second": arguments["sequence"] / statistics.median(seconds),
         "peak_memory": peak,
         "at_rest": dataclasses.asdict(at_rest),
-        "reduce_scatter_bytes": sum(traffic.scatters),
+        "reduce_scatter_bytes": reduced or sum(traffic.scatters),
         "all_reduces": len(traffic.all_reduces),
-        "allgather_bytes": traffic.total,
+        "allgather_bytes": traffic.total + gathered,
         "weight_bytes": traffic.handed_over
         if hooked
         else converted_share(traffic, model, weights, ranks, itemsize=2),
     }
+
+
+def _linked(links: Links | None) -> tuple[int, int]:
+    """Bytes gathered through symmetric memory, and handed to reductions, so far."""
+    return (0, 0) if links is None else (links.gathered, sum(links.reduced.values()))
 
 
 _ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]

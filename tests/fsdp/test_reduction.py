@@ -311,7 +311,9 @@ def test_gradients_that_are_float32_are_reduced_as_torch_does(rig):
 
 @ranks(2)
 @pytest.mark.newest_torch
-def test_a_group_of_mixed_gradients_is_sent_in_float32(rig):
+def test_of_a_mixed_group_each_gradient_travels_as_it_is(rig):
+    """Norms and biases in float32 between weights in bfloat16: nothing is rounded."""
+
     def build():
         def override(p):
             return torch.float32 if p.dim() == 1 else None
@@ -328,7 +330,10 @@ def test_a_group_of_mixed_gradients_is_sent_in_float32(rig):
         with torch.autocast(rig.device_type, torch.bfloat16):
             backward(model, rig)
 
-    assert check(rig, build, run).reductions == {"float32": 3}
+    links = check(rig, build, run)
+    assert links.reductions == {"bfloat16": 3, "float32": 3}
+    ones = sum(p.numel() for p in make(EVEN, recipe=None).parameters() if p.dim() == 1)
+    assert links.reduced["float32"] == 4 * ones
 
 
 @ranks(2)

@@ -34,7 +34,7 @@ def memory_of(rig):
     SharedBlock.made = 0
     with (
         mock.patch.object(symmetric, "Block", SharedBlock),
-        mock.patch.object(symmetric, "lacks", return_value=""),
+        mock.patch.object(symmetric, "lacks", return_value=("", "")),
     ):
         yield
 
@@ -192,7 +192,7 @@ def steps_with_a_slow_rank(rig, steps):
             ]
             sent.copy_(values[rig.rank])
             out = torch.empty(n, device=rig.device)
-            wire.sum(out, sent, 1.0, dist.group.WORLD)
+            wire.sum([out], sent, 1.0, dist.group.WORLD)
             total = torch.stack(values).float().sum(0).view(rig.world_size, n)[rig.rank]
             assert torch.equal(out.cpu(), total), step
     finally:

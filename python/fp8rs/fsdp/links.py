@@ -55,13 +55,20 @@ class Links:
         units: of each module that has parameters of its own.
         reductions: how many ran, by the dtype that went over the wire: what did not go in bfloat16
             was float32 when it came.
+        reduced: bytes that this rank handed to them, by the same.
     """
 
     units: tuple[Link, ...] = ()
     reductions: Counter[str] = field(default_factory=Counter)
+    reduced: Counter[str] = field(default_factory=Counter)
     _gathers: dict[Any, symmetric.Halves] = field(default_factory=dict, repr=False)
     _sums: dict[Any, symmetric.Halves] = field(default_factory=dict, repr=False)
     _forwards: int = 0
+
+    @property
+    def gathered(self) -> int:
+        """Bytes that this rank held after gathers through symmetric memory, summed."""
+        return sum(halves.moved for halves in self._gathers.values())
 
     @property
     def gather_bytes(self) -> int:
@@ -75,6 +82,11 @@ class Links:
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
+
+    def _reduces(self, sent: torch.Tensor) -> None:
+        dtype = str(sent.dtype).removeprefix("torch.")
+        self.reductions[dtype] += 1
+        self.reduced[dtype] += sent.nbytes
 
     @not_traced
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
@@ -106,7 +118,8 @@ def set_links(
             (as it is), or "auto": the first where it can be.
         reduction: "symmetric" (the same, and a sum by one kernel), "bf16" (an ``all_to_all_single``
             and that sum; NCCL or gloo), "torch" (as it is), or "auto": the first of these that can
-            be.
+            be. ("bf16" between hosts that have several of the ranks each is for who asks for it:
+            more bytes cross the network than in torch's ring.)
         timeout: how long a rank waits for another in symmetric memory.
 
     Returns:
@@ -165,9 +178,9 @@ def _units(model: nn.Module) -> Iterator[_Unit]:
             yield _Unit(name, module, groups)
 
 
-def _missing(units: list[_Unit]) -> dict[Any, str]:
-    """Why each of the process groups cannot use symmetric memory, or "": a call of all ranks."""
-    found: dict[Any, str] = {}
+def _missing(units: list[_Unit]) -> dict[Any, tuple[str, str]]:
+    """What `symmetric.lacks` says of each of the process groups: a call of all ranks."""
+    found: dict[Any, tuple[str, str]] = {}
     for unit in units:
         group = unit.process_group
         if unit.ranks > 1 and group not in found:
@@ -175,16 +188,20 @@ def _missing(units: list[_Unit]) -> dict[Any, str]:
     return found
 
 
-def _choose(unit: _Unit, gather: str, reduction: str, missing: dict[Any, str]) -> Link:
+def _choose(unit: _Unit, gather: str, reduction: str, missing: dict[Any, tuple[str, str]]) -> Link:
     why = ""
     if unit.ranks == 1:
         why = "one rank has all of it"
     elif len(unit.groups) > 1:
         why = "FSDP2 takes no others' where a module's parameters are on several meshes"
-    lacking = why or missing.get(unit.process_group, "")
+    lacking, crossing = missing.get(unit.process_group, ("", ""))
+    lacking = why or lacking
     no_bf16 = why or _no_bf16(computed_in(unit.parameters))
     gathers = {"symmetric": lacking}
-    sums = {"symmetric": no_bf16 or lacking, "bf16": no_bf16}
+    sums = {
+        "symmetric": no_bf16 or lacking,
+        "bf16": no_bf16 or (crossing if reduction == "auto" else ""),
+    }
     if not why and lacking and "symmetric" in (gather, reduction):
         what = "gather" if gather == "symmetric" else "reduction"
         raise UnsupportedError(f'{what}="symmetric" cannot be for {_named(unit.name)}: {lacking}')
@@ -246,7 +263,7 @@ def _set(
         if link.reduction == "symmetric":
             wire = symmetric.CopyEngineWire(halves(links._sums, nbytes[1]), channel)
         reduction = SummedReduction(
-            wire, group, unit.parameters, lambda: links._forwards, links.reductions
+            wire, group, unit.parameters, lambda: links._forwards, links._reduces
         )
         unit.module.set_custom_reduce_scatter(reduction)
 

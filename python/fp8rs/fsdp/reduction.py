@@ -5,11 +5,10 @@ in the policy's ``reduce_dtype``, and has them reduced. Where they are bfloat16,
 float32 doubles the bytes and adds nothing. So what it is given here is a `Gradients`, which has no
 memory before the copy shows what is copied:
 
-- all of it bfloat16, from one backward: it is sent as it is, and each rank adds up what it receives
-  in float32, in the order of ranks (``sum_rows_``). No gradient is rounded, and the sum is
-  float32's and always the same.
-- anything else (float32 gradients, mixed ones, what micro-batches added up in float32): it is
-  copied in ``reduce_dtype`` and reduced by torch's own collective, as without all this.
+- what is bfloat16 is sent as it is, and each rank adds up what it receives in float32, in the order
+  of ranks (``sum_rows_``). No gradient is rounded, and the sum is float32's and always the same.
+- what is float32 (of a norm, say, that computes in it; or what micro-batches added up) is reduced
+  in ``reduce_dtype`` by torch's own collective, as without all this.
 
 Ranks have to decide alike, and each sees its own gradients alone. They do: of one backward a
 gradient has the dtype of the computation, which conversion and policy give all ranks. Where several
@@ -19,7 +18,7 @@ them, and what has been added up is float32 here and bfloat16 there: then it is 
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -43,8 +42,13 @@ class Wire(Protocol):
     def room(self, numel: int, device: torch.device, group: dist.ProcessGroup) -> Tensor:
         """Where gradients of ``numel`` elements are copied to: bfloat16."""
 
-    def sum(self, out: Tensor, sent: Tensor, divisor: float, group: dist.ProcessGroup) -> None:
-        """Put the sum of this rank's parts of what all ranks have ``sent``, divided, in ``out``."""
+    def sum(
+        self, outs: Sequence[Tensor], sent: Tensor, divisor: float, group: dist.ProcessGroup
+    ) -> None:
+        """Put the sum of this rank's parts of what all ranks have ``sent``, divided, in ``outs``.
+
+        These follow each other in a part.
+        """
 
 
 class AllToAll:
@@ -54,31 +58,81 @@ class AllToAll:
         """Fresh memory."""
         return torch.empty(numel, dtype=_BF16, device=device)
 
-    def sum(self, out: Tensor, sent: Tensor, divisor: float, group: dist.ProcessGroup) -> None:
-        """One ``all_to_all_single``, and the sum of its rows."""
+    def sum(
+        self, outs: Sequence[Tensor], sent: Tensor, divisor: float, group: dist.ProcessGroup
+    ) -> None:
+        """One ``all_to_all_single``, and the sums of its rows."""
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
-        torch.ops.fp8rs.sum_rows_(out, received.view(group.size(), -1), divisor)
+        add_up(outs, received.view(group.size(), -1), divisor)
+
+
+def add_up(outs: Sequence[Tensor], rows: Tensor, divisor: float) -> None:
+    """The sum of ``rows``, divided, in tensors that follow each other in a row."""
+    parts = rows.split([out.numel() for out in outs], dim=1)
+    for out, part in zip(outs, parts, strict=True):
+        torch.ops.fp8rs.sum_rows_(out, part, divisor)
 
 
 class Room:
-    """The memory of one `Gradients` and its views: made when it is known what goes there."""
+    """The memory of one `Gradients` and its views: made when it is known what goes there.
 
-    def __init__(self, dtype: torch.dtype, make: Callable[[torch.dtype], Tensor]) -> None:
+    Attributes:
+        dtype: the policy's ``reduce_dtype``.
+        narrow: what is sent in bfloat16: of each rank's part the gradients that are, in order.
+        wide: the others, in ``dtype``.
+        runs: of the gradients in FSDP2's order, those after each other that go the same way:
+            whether they are ``narrow``, and how many elements of a part they have.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, numel: int, make: Callable[[int, bool], Tensor], split: bool
+    ) -> None:
+        """Room for ``numel`` elements.
+
+        Args:
+            dtype: the policy's ``reduce_dtype``.
+            numel: of the gradients.
+            make: memory for a number of elements, ``narrow`` or not.
+            split: what is bfloat16 may be sent so.
+        """
         self.dtype = dtype
+        self._numel = numel
         self._make = make
-        self.memory: Tensor | None = None
+        self._split = split
+        self.narrow: Tensor | None = None
+        self.wide: Tensor | None = None
+        self.runs: list[tuple[bool, int]] = []
 
-    def filled_with(self, sources: Sequence[Tensor]) -> Tensor:
-        """Memory of the dtype in which these can be copied without a rounding."""
-        narrow = all(source.dtype == _BF16 for source in sources)
-        return self.of(_BF16 if narrow else self.dtype)
+    @property
+    def is_made(self) -> bool:
+        """Whether there is memory."""
+        return self.narrow is not None or self.wide is not None
 
-    def of(self, dtype: torch.dtype) -> Tensor:
-        """The memory, which is of ``dtype`` if there was none."""
-        if self.memory is None:
-            self.memory = self._make(dtype)
-        return self.memory
+    def fill(
+        self, copy: Callable[[list[Tensor], Tensor], Any], gradients: Sequence[Tensor], ranks: int
+    ) -> None:
+        """Have ``copy`` put each gradient where it can be without a rounding."""
+        sizes = [-(-x.shape[0] // ranks) * x.shape[1:].numel() for x in gradients]
+        narrow = [self.dtype == _BF16 or (self._split and x.dtype == _BF16) for x in gradients]
+        if 2 * sum(n for n, is_narrow in zip(sizes, narrow, strict=True) if is_narrow) < sum(sizes):
+            narrow = [False] * len(sizes)  # one collective, then
+        for way in dict.fromkeys(narrow):
+            chosen = [i for i, is_narrow in enumerate(narrow) if is_narrow is way]
+            memory = self._make(ranks * sum(sizes[i] for i in chosen), way)
+            copy([gradients[i] for i in chosen], memory.view(ranks, -1))
+            self.narrow, self.wide = (memory, self.wide) if way else (self.narrow, memory)
+        for way, run in itertools.groupby(zip(narrow, sizes, strict=True), lambda pair: pair[0]):
+            self.runs.append((way, sum(n for _, n in run)))
+
+    def whole(self) -> Tensor:
+        """The memory as one tensor of ``dtype``, which nothing is split off from."""
+        if self.narrow is not None and self.dtype == _BF16:
+            return self.narrow
+        if self.wide is None:
+            self.wide = self._make(self._numel, False)
+        assert self.narrow is None, "FSDP2 reads gradients that it has handed over"
+        return self.wide
 
 
 class Gradients(Tensor):
@@ -105,17 +159,21 @@ class Gradients(Tensor):
     ) -> Any:
         """Find out the dtype at the copy; else run ``func`` on the memory."""
         kwargs = dict(kwargs or {})
-        if func is torch.ops.aten.view.default and args[0].room.memory is None:
+        if func is torch.ops.aten.view.default and not args[0].room.is_made:
             size = torch.empty(args[0].shape, device="meta").view(args[1]).shape
             return Gradients(args[0].room, size, args[0].device)
         out = kwargs.get("out")
         if isinstance(out, Gradients) and isinstance(args[0], (list, tuple)):
-            kwargs["out"] = out.room.filled_with(args[0]).view(out.shape)
+
+            def copy(gradients: list[Tensor], to: Tensor) -> None:
+                func(gradients, *args[1:], **{**kwargs, "out": to})
+
+            return out.room.fill(copy, args[0], out.shape[0])
         return func(*map(_memory, args), **{name: _memory(x) for name, x in kwargs.items()})
 
 
 def _memory(x: Any) -> Any:
-    return x.room.of(x.dtype).view(x.shape) if isinstance(x, Gradients) else x
+    return x.room.whole().view(x.shape) if isinstance(x, Gradients) else x
 
 
 class SummedReduction:
@@ -132,7 +190,7 @@ class SummedReduction:
         group: dist.ProcessGroup,
         parameters: Any,
         forwards: Callable[[], int],
-        reductions: Counter[str],
+        reduces: Callable[[Tensor], None],
     ) -> None:
         """Reduce over ``group``.
 
@@ -141,13 +199,13 @@ class SummedReduction:
             group: the ranks that shard the module.
             parameters: FSDP2's group of the module's parameters.
             forwards: how many forwards of the model have begun that a backward may follow.
-            reductions: counts what travelled, by the dtype's name.
+            reduces: told what is sent.
         """
         self._wire = wire
         self._group = group
         self._parameters = parameters
         self._forwards = forwards
-        self._reductions = reductions
+        self._reduces = reduces
         self._reduced_at = 0
         self._pending: Room | None = None
 
@@ -155,18 +213,18 @@ class SummedReduction:
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """Room for gradients, or for their float32 sum."""
-        if self._pending is not None and self._pending.memory is not None:
-            return torch.empty(*size, dtype=dtype if dtype.itemsize > 2 else _F32, device=device)
+        if self._pending is not None and self._pending.is_made:
+            return torch.empty(*size, dtype=_F32 if dtype == _BF16 else dtype, device=device)
         if dtype not in (_BF16, _F32):
             return torch.empty(*size, dtype=dtype, device=device)
         (numel,) = map(int, size)
 
-        def make(fit: torch.dtype) -> Tensor:
-            if fit == _BF16 and (dtype == _BF16 or not self._added_up()):
-                return self._wire.room(numel, device, self._group)
-            return torch.empty(numel, dtype=dtype, device=device)
+        def make(count: int, narrow: bool) -> Tensor:
+            if narrow:
+                return self._wire.room(count, device, self._group)
+            return torch.empty(count, dtype=dtype, device=device)
 
-        self._pending = Room(dtype, make)
+        self._pending = Room(dtype, numel, make, not self._may_differ())
         return Gradients(self._pending, (numel,), device)
 
     def __call__(
@@ -179,17 +237,31 @@ class SummedReduction:
     ) -> dist.Work | None:
         """Reduce; what comes next on the current stream finds the result."""
         self._pending, self._reduced_at = None, self._forwards()
-        sent = _memory(input_tensor)
-        self._reductions[str(sent.dtype).removeprefix("torch.")] += 1
-        if sent.dtype == _BF16:
-            self._wire.sum(output_tensor, sent, _divisor(op, group.size()), group)
-            return None
-        work: dist.Work | None = dist.reduce_scatter_tensor(
-            output_tensor, sent, op=op, group=group, async_op=async_op
-        )
-        return work
+        room = input_tensor.room if isinstance(input_tensor, Gradients) else None
+        if room is None or room.narrow is None:
+            sent = _memory(input_tensor)
+            self._reduces(sent)
+            work: dist.Work | None = dist.reduce_scatter_tensor(
+                output_tensor, sent, op=op, group=group, async_op=async_op
+            )
+            return work
+        parts = output_tensor.split([n for _, n in room.runs])
+        ways = [way for way, _ in room.runs]
+        self._reduces(room.narrow)
+        divisor = _divisor(op, group.size())
+        self._wire.sum(list(itertools.compress(parts, ways)), room.narrow, divisor, group)
+        if room.wide is not None:
+            self._reduces(room.wide)
+            others = [part for part, way in zip(parts, ways, strict=True) if not way]
+            reduced = room.wide.new_empty(room.wide.numel() // group.size())
+            dist.reduce_scatter_tensor(reduced, room.wide, op=op, group=group)
+            for part, found in zip(
+                others, reduced.split([part.numel() for part in others]), strict=True
+            ):
+                part.copy_(found)
+        return None
 
-    def _added_up(self) -> bool:
+    def _may_differ(self) -> bool:
         """Whether ranks may have gradients of different dtypes: of more than one backward, or none.
 
         What FSDP2 fills in for parameters without a gradient may be float32.

@@ -48,6 +48,8 @@ from torch import Tensor
 
 from fp8rs._torch import symmetric_memory
 
+from .reduction import add_up
+
 
 class Block:
     """Memory of which each rank of a group has a piece of ``nbytes`` bytes.
@@ -82,12 +84,14 @@ class Halves:
     Attributes:
         nbytes: of this rank's piece, both halves together.
         turn: the half that is next.
+        moved: bytes that a gather's ranks held after it, summed over gathers.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
         """No memory yet: it is made at first use."""
         self.group = group
         self.turn = 0
+        self.moved = 0
         self._device = device
         self._half = 0
         self._timeout = timeout
@@ -186,6 +190,7 @@ class CopyEngineGather:
         own = whole[group.rank()]
         if own.data_ptr() != shard.data_ptr():  # FSDP2 has it in place
             own.copy_(shard)
+        halves.moved += whole.numel()
         halves.finish()
         return None
 
@@ -205,10 +210,12 @@ class CopyEngineWire:
         halves.wait()
         return halves.half(group.rank(), halves.turn)[: 2 * numel].view(torch.bfloat16)
 
-    def sum(self, out: Tensor, sent: Tensor, divisor: float, group: dist.ProcessGroup) -> None:
+    def sum(
+        self, outs: Sequence[Tensor], sent: Tensor, divisor: float, group: dist.ProcessGroup
+    ) -> None:
         """Read this rank's parts of all halves into the other half, and add them up."""
-        halves, ranks, n = self._halves, group.size(), out.numel()
-        own, turn = group.rank(), halves.turn
+        halves, ranks, own = self._halves, group.size(), group.rank()
+        n, turn = sent.numel() // ranks, halves.turn
         halves.barrier(self._channel)
         pitch = _pitch(n)
         room = halves.half(own, 1 - turn).view(torch.bfloat16)
@@ -216,7 +223,7 @@ class CopyEngineWire:
         for rank in (*halves.peers(), own):
             part = halves.half(rank, turn).view(torch.bfloat16)[own * n : (own + 1) * n]
             rows[rank].copy_(part)
-        torch.ops.fp8rs.sum_rows_(out, rows, divisor)
+        add_up(outs, rows, divisor)
         halves.finish()
 
 
@@ -228,17 +235,22 @@ def _pitch(n: int) -> int:
 # --- whether there is such memory ----------------------------------------------------------------
 
 
-def lacks(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Why ranks cannot read each other's memory, or ""; all ranks of the group ask, and agree."""
+def lacks(group: dist.ProcessGroup, device: torch.device) -> tuple[str, str]:
+    """Why ranks cannot read each other's memory, and why they should not send all to all, or "".
+
+    All ranks of the group ask, and agree.
+    """
     if device.type != "cuda":
-        return f"symmetric memory is for CUDA, and the model is on {device.type}"
+        return f"symmetric memory is for CUDA, and the model is on {device.type}", ""
     backend = symmetric_memory().get_backend(device)
     wrong = "" if backend == "CUDA" else f"the backend of symmetric memory is {backend}, not CUDA"
     properties: Any = torch.cuda.get_device_properties(device)
     said = _gathered((_host(), str(properties.uuid), wrong), group)
     hosts = {host for host, _, _ in said}
     if len(hosts) > 1:
-        return f"its {len(said)} ranks are on {len(hosts)} hosts"
+        where = f"its {len(said)} ranks are on {len(hosts)} hosts"
+        # A ring adds up within a host what crosses the network once; all to all, each rank's does.
+        return where, "" if len(hosts) == len(said) else f"{where}, which a ring crosses less often"
     peers = [uuid for _, uuid, _ in said]
     if len(set(peers)) < len(peers):
         wrong = wrong or "two ranks share a GPU"
@@ -251,8 +263,8 @@ def lacks(group: dist.ProcessGroup, device: torch.device) -> str:
         reasons = _gathered(step(), group)
         for rank, reason in enumerate(reasons):
             if reason:
-                return f"rank {rank} of the group: {reason}"
-    return ""
+                return f"rank {rank} of the group: {reason}", ""
+    return "", ""
 
 
 def _gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
