@@ -1,8 +1,10 @@
-"""transformers' Trainer reports statistics to its trackers."""
+"""The trackers of transformers' Trainer and of accelerate get the statistics as they are."""
 
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ import fp8rs
 pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")
 
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -22,6 +26,15 @@ from transformers import (
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 from fp8rs.integrations.transformers import MonitorCallback
+
+ROWS = torch.arange(40 * 16).view(40, 16) % 64
+DATA = [{"input_ids": row, "labels": row} for row in ROWS]
+
+
+def llama():
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_attention_heads=2, **sizes))
+    return fp8rs.convert_to_float8_training(model, recipe="delayed", filter_fqns=["lm_head"])
 
 
 class Tracker(TrainerCallback):
@@ -36,9 +49,7 @@ class Tracker(TrainerCallback):
 
 def test_statistics_go_to_the_trackers_and_nowhere_else(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "tracker", Tracker)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_attention_heads=2, **sizes))
-    fp8rs.convert_to_float8_training(model, recipe="delayed", filter_fqns=["lm_head"])
+    model = llama()
     arguments = TrainingArguments(
         output_dir=str(tmp_path),
         use_cpu=True,
@@ -49,9 +60,7 @@ def test_statistics_go_to_the_trackers_and_nowhere_else(tmp_path, monkeypatch, c
         save_strategy="no",
         report_to="tracker",
     )
-    rows = torch.arange(40 * 16).view(40, 16) % 64
-    data = [{"input_ids": row, "labels": row} for row in rows]
-    trainer = Trainer(model, arguments, train_dataset=data)
+    trainer = Trainer(model, arguments, train_dataset=DATA)
     callback = MonitorCallback(trainer, file=tmp_path / "run.jsonl")
     trainer.add_callback(callback)
     trainer.train()
@@ -66,3 +75,47 @@ def test_statistics_go_to_the_trackers_and_nowhere_else(tmp_path, monkeypatch, c
     assert not any("fp8/" in name for entry in trainer.state.log_history for name in entry)
     assert "fp8/" not in capsys.readouterr().out
     assert all(not m._fp8_debug for m in model.modules() if isinstance(m, fp8rs.Float8Linear))
+
+
+class Kept(GeneralTracker):
+    """One of accelerate's trackers, for a service that is this process."""
+
+    name = "kept"
+    requires_logging_directory = False
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    @property
+    def tracker(self):
+        return self.seen
+
+    def store_init_configuration(self, values):
+        pass
+
+    def log(self, values, step, **kwargs):
+        self.seen.append((step, values))
+
+
+def test_accelerates_page_logs_the_statistics():
+    """Its block, as it stands, with two micro-batches a step."""
+    page = Path(__file__).parents[2] / "docs" / "clients" / "accelerate.md"
+    [code] = [
+        block
+        for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+        if "fp8rs.monitor" in block
+    ]
+    tracker = Kept()
+    accelerator = Accelerator(cpu=True, log_with=tracker, gradient_accumulation_steps=2)
+    accelerator.init_trackers("run")
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data = torch.utils.data.DataLoader(DATA[:16], batch_size=4)
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    names = {"model": model, "optimizer": optimizer, "data": data, "accelerator": accelerator}
+    exec(code, {"fp8rs": fp8rs, **names})
+    [(step, logged)] = tracker.seen  # of two steps the first
+    assert step == 1
+    assert len(logged) == 7 * 18
+    assert all(type(value) is float for value in logged.values())

@@ -11,6 +11,7 @@ To convert, nothing is needed: the model is converted before the Trainer has it.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
@@ -37,7 +38,9 @@ class MonitorCallback(TrainerCallback):
 
     monitor: Monitor
 
-    def __init__(self, trainer: Any, every: int | None = None, *, file: Any = None) -> None:
+    def __init__(
+        self, trainer: Any, every: int | None = None, *, file: str | Path | None = None
+    ) -> None:
         self._trainer, self._every, self._file = trainer, every, file
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

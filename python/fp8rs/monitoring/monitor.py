@@ -31,7 +31,13 @@ class Monitor:
     """
 
     def __init__(
-        self, model: nn.Module, every: int, *, file: Any, first_step: int, group: Any
+        self,
+        model: nn.Module,
+        every: int,
+        *,
+        file: str | Path | None,
+        first_step: int,
+        group: Any,
     ) -> None:
         for name, value, least in (("every", every, 1), ("first_step", first_step, 0)):
             if isinstance(value, bool) or not isinstance(value, int):
@@ -143,7 +149,7 @@ def monitor(
     model: nn.Module,
     every: int = 100,
     *,
-    file: Any = None,
+    file: str | Path | None = None,
     first_step: int = 0,
     group: Any = None,
 ) -> Monitor:
