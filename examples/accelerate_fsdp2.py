@@ -1,7 +1,6 @@
 """accelerate with FSDP2: torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py"""
 
 import argparse
-import inspect
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -23,32 +22,25 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         fsdp2_on_cpu()  # accelerate itself shards on accelerators alone
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
-    )
-    accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
+    fsdp = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=fsdp)
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_attention_heads=4, **sizes))
     if args.recipe != "bf16":
-        convert_to_float8_training(
-            model,
-            recipe=args.recipe,
-            filter_fqns=["lm_head"],
-            fp8_weights=args.fp8_weights,
-            preserve_high_precision_init_val=args.fp8_weights,
-        )
-    if args.fp8_weights:  # torch's AdamW would lose steps shorter than half a code's
+        options = {"filter_fqns": ["lm_head"], "fp8_weights": args.fp8_weights}
+        options["preserve_high_precision_init_val"] = args.fp8_weights
+        convert_to_float8_training(model, recipe=args.recipe, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if args.fp8_weights:  # torch's AdamW alone would lose steps shorter than half a code's
         optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    rows = torch.tensor(list(inspect.getsource(argparse).encode())[: 64 * 1024]).view(-1, 64)
-    data = DataLoader(rows[64:], batch_size=4)
-    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    rows = torch.from_file(argparse.__file__, size=64 * 1024, dtype=torch.uint8).long().view(-1, 64)
+    model, optimizer, data = accelerator.prepare(model, optimizer, DataLoader(rows[64:], 4))
     losses, first = [], int(args.resume.rpartition("_")[2]) if args.resume else 0
     if args.resume:
         accelerator.load_state(args.resume)
-    for step, batch in enumerate(accelerator.skip_first_batches(data, first), first + 1):
+    batches = accelerator.skip_first_batches(data, first)
+    for step, batch in zip(range(first + 1, args.steps + 1), batches, strict=False):
         with accelerator.accumulate(model):
             loss = model(input_ids=batch, labels=batch).loss
             accelerator.backward(loss)
@@ -57,14 +49,11 @@ def main(argv=None):
             optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach().float(), "mean").item())
         accelerator.print(f"step {step}: loss {losses[-1]:.4f}")
-        if step == args.steps:
-            break
     if args.save:
         accelerator.save_state(f"{args.save}/step_{step}")
     with torch.no_grad():
-        held_out = rows[:64].to(accelerator.device)
-        evaluation = model.eval()(input_ids=held_out, labels=held_out).loss.item()
-    return {"losses": losses, "evaluation": evaluation}
+        rows, model = rows[:64].to(accelerator.device), model.eval()
+        return {"losses": losses, "evaluation": model(input_ids=rows, labels=rows).loss.item()}
 
 
 if __name__ == "__main__":

@@ -42,13 +42,9 @@ def main(argv=None):
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_attention_heads=4, **sizes))
     chosen = {}
     if args.recipe != "bf16":
-        convert_to_float8_training(
-            model,
-            recipe=args.recipe,
-            filter_fqns=["lm_head"],
-            fp8_weights=args.fp8_weights,
-            preserve_high_precision_init_val=args.fp8_weights,
-        )
+        options = {"filter_fqns": ["lm_head"], "fp8_weights": args.fp8_weights}
+        options["preserve_high_precision_init_val"] = args.fp8_weights
+        convert_to_float8_training(model, recipe=args.recipe, **options)
     if args.fp8_weights:  # the Trainer's own AdamW would lose steps shorter than half a code's
         options = {"optimizer_class": torch.optim.AdamW, "lr": training.learning_rate}
         chosen = {"optimizer_cls_and_kwargs": (MasterWeights, options)}
@@ -56,9 +52,8 @@ def main(argv=None):
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = Trainer(model, training, train_dataset=data[64:], eval_dataset=data[:64], **chosen)
     trainer.train(resume_from_checkpoint=args.resume)
-    evaluation = trainer.evaluate()["eval_loss"]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"losses": losses, "evaluation": evaluation}
+    return {"losses": losses, "evaluation": trainer.evaluate()["eval_loss"]}
 
 
 if __name__ == "__main__":
