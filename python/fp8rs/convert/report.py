@@ -17,7 +17,7 @@ from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
 from fp8rs.fsdp.codec import Codec
 from fp8rs.fsdp.sizes import STATES, Group, Memory, States, groups_of, memory_of
 from fp8rs.nn.linear import Float8Linear
-from fp8rs.quantize.recipes import Recipe, describe
+from fp8rs.quantize.recipes import Recipe, RecipeName, describe
 from fp8rs.quantize.spec import quant_spec
 
 __all__ = ["Gather", "Left", "Memory", "Report", "report"]
@@ -127,7 +127,7 @@ class Report:
 def report(
     model: nn.Module,
     *,
-    recipe: Recipe | str | Any = None,
+    recipe: Recipe | RecipeName | None = None,
     module_filter_fn: ModuleFilter | None = None,
     filter_fqns: Iterable[str] = (),
     enable_fsdp_float8_all_gather: bool | None = None,
