@@ -65,7 +65,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     traffic.barh(list(runs), rest, left=weights, label="the rest")
     traffic.invert_yaxis()
     traffic.set(xlabel="MB a rank", title="All-gathered in a step")
-    traffic.legend(fontsize=8)
+    traffic.legend(loc="lower right", fontsize=8)
     for axes in (losses, apart):
         axes.grid(alpha=0.3)
     figure.savefig(path, metadata={"Date": None})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import json
 import os
 import re
 import subprocess
@@ -146,3 +147,24 @@ def test_the_example_of_fp8_weights_trains(device: str) -> None:
     assert done.returncode == 0, done.stderr
     first, last = (float(loss) for loss in re.findall(r"loss (\S+)", done.stdout))
     assert last < 0.3 * first
+
+
+@pytest.mark.long
+def test_the_gallery_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import gallery
+
+    gallery.main(["--steps", "2", "--out", str(tmp_path)])
+    runs = json.loads((tmp_path / "gallery.json").read_text())["runs"]
+    assert list(runs) == ["bf16", "current", "delayed", "mxfp8"]
+    assert (tmp_path / "gallery.svg").read_text().startswith("<?xml")
+    for name in ("current", "delayed"):
+        assert runs[name]["weight_bytes"] == runs["bf16"]["weight_bytes"] / 2
+
+
+def test_the_gallery_tells_of_the_runs_that_it_shows() -> None:
+    figures = ROOT / "docs" / "figures"
+    text = (ROOT / "docs" / "gallery.md").read_text()
+    for name, run in json.loads((figures / "gallery.json").read_text())["runs"].items():
+        assert f"{run['held_out'][-1][1]:.3f}" in text, name
