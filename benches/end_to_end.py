@@ -142,6 +142,14 @@ def main() -> int:
     except ValueError as error:
         print(error)
         return 2
+    if options.device == "cpu" and options.dim >= 4096:
+        print(
+            "this workload is for GPUs, and torch sees none here. A smoke run on the CPU:\n"
+            "    python benches/end_to_end.py --dim 256 --layers 2 --sequence 64 --vocabulary 512 "
+            "--steps 2",
+            file=sys.stderr,
+        )
+        return 2
     # The ranks import this file by name.
     here = str(Path(__file__).resolve().parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(

@@ -65,6 +65,29 @@ def quick_start(arguments: dict[str, Any], report: Any) -> list[float]:
     return losses
 
 
+def goes_on(arguments: dict[str, Any], report: Any) -> list[str]:
+    """Runs blocks that go on from the README's script, each after that script's parts; errors.
+
+    Args:
+        arguments: "folder" to run in; "blocks", each a list of texts that run one after the other.
+        report: told nothing.
+    """
+    os.chdir(arguments["folder"])
+    joined = dist.init_process_group  # as it was before: the ranks are there already
+    failed = []
+    for texts in arguments["blocks"]:
+        names: dict[str, Any] = {}
+        try:
+            dist.init_process_group = lambda *_: None
+            for text in texts:
+                exec(compile(text, "<page>", "exec", dont_inherit=True), names)
+        except Exception as error:
+            failed.append(f"{type(error).__name__}: {error}\n{texts[-1]}")
+        finally:
+            dist.init_process_group = joined
+    return failed
+
+
 def page(arguments: dict[str, Any], report: Any) -> list[list[float]]:
     """Runs a page's blocks of code, each with a model of its own; bytes at rest that they leave."""
     config = LlamaConfig(vocabulary=64, dim=64, layers=2, heads=2, kv_heads=1, hidden=128)

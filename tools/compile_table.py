@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the table of docs/compile.md: what compiles, for each recipe, as the tests have it.
+"""Write the tables of docs/compile-tables.md: what compiles, for each recipe, as the tests have it.
 
     python tools/compile_table.py [--check] [--device cpu|cuda] [-n PROCESSES]
 
@@ -27,7 +27,7 @@ import torch
 import written
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = written.Page(ROOT / "docs" / "compile.md", "compile_table")
+PAGE = written.Page(ROOT / "docs" / "compile-tables.md", "compile_table")
 FILES = ["tests/nn/test_compile.py", "tests/fsdp/test_compile.py"]
 
 LAYER, MODEL, BLOCKS = (

@@ -43,7 +43,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for page in pages:
         for match in LINK.finditer(page.read_text()):
             target = (page.parent / match[2]).resolve()
-            if target.is_file() and target not in pages and ROOT in target.parents:
+            if (
+                target.is_file()
+                and target not in pages
+                and (ROOT in target.parents and DOCS not in target.parents)
+            ):
                 name = f"{SOURCES}/{target.relative_to(ROOT).as_posix()}.txt"
                 if files.get_file_from_path(name) is None:
                     files.append(File.generated(config, name, abs_src_path=str(target)))

@@ -4,7 +4,16 @@
 no GPU.
 """
 
+import signal
+import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+if sys.orig_argv[1:3] == ["-m", "fp8rs"] and (
+    signal.getsignal(signal.SIGINT) is signal.default_int_handler
+):
+    # The command line: Ctrl-C during imports, which take seconds, ends it without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from . import ops  # isort: skip  (registers the operators that the rest calls)
 
@@ -35,6 +44,7 @@ from . import nn, optim
 from ._core import CudaError, UnsupportedError, __version__
 
 if TYPE_CHECKING:
+    from fp8rs import checkpoint, export, tensor_parallel
     from fp8rs.convert.report import report
     from fp8rs.fsdp import precompute_float8_dynamic_scale_for_fsdp
 
@@ -61,7 +71,9 @@ __all__ = [
     "Recipe",
     "UnsupportedError",
     "__version__",
+    "checkpoint",
     "convert_to_float8_training",
+    "export",
     "high_precision",
     "monitor",
     "nn",
@@ -71,17 +83,25 @@ __all__ = [
     "precompute_float8_dynamic_scale_for_fsdp",
     "quantized_init",
     "report",
+    "tensor_parallel",
 ]
+
+#: What is imported when it is first asked for: torch.distributed.tensor takes two seconds.
+_LATER = {
+    "checkpoint": "fp8rs.checkpoint",
+    "export": "fp8rs.export",
+    "precompute_float8_dynamic_scale_for_fsdp": "fp8rs.fsdp",
+    "report": "fp8rs.convert.report",
+    "tensor_parallel": "fp8rs.tensor_parallel",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # They import torch.distributed.tensor, which takes two seconds: only for those who shard.
-    if name == "precompute_float8_dynamic_scale_for_fsdp":
-        from fp8rs.fsdp import precompute_float8_dynamic_scale_for_fsdp
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(_LATER[name])
+    return module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
 
-        return precompute_float8_dynamic_scale_for_fsdp
-    if name == "report":
-        from fp8rs.convert.report import report
 
-        return report
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return __all__

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from fp8rs import __version__
 from fp8rs.monitoring.plot import LABELS
 from fp8rs.quantize.recipes import RECIPES
 
 #: What a monitor's picture can be of.
 STATISTICS = list(LABELS)
+
+#: The options about a model, and what they are where they are not given.
+OF_A_MODEL: dict[str, Any] = {
+    "recipe": "current",
+    "leave_out": (),
+    "ranks": 8,
+    "weights": "master",
+    "optimizer": None,
+    "link": None,
+    "tflops": None,
+    "tokens": None,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fp8rs", description="FP8 training under FSDP2")
+    parser.add_argument("--version", action="version", version=f"fp8rs {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     demo = commands.add_parser(
         "demo",
@@ -65,46 +81,20 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
     doctor = commands.add_parser(
         "doctor",
-        help="what this machine can run, and why not; what converting a model would come to",
+        help="what this machine can run, and why not; with a model, report on it",
         description="Versions, driver, devices, and which recipes run here by which path. With a "
-        "model's script: what would be converted, what a step would gather and the memory that a "
-        "rank would need. The model is made on the meta device, and takes no memory here.",
+        "model: what the command report says of it.",
     )
-    doctor.add_argument("--json", action="store_true", help="print JSON")
-    doctor.add_argument(
-        "script",
-        nargs="?",
-        metavar="MODEL_SCRIPT[:name]",
-        help="a Python file with a model, or a function that returns it; default name: model",
+    _add_model(doctor, nargs="?")
+    doctor.set_defaults(run=_doctor, command="doctor")
+    report = commands.add_parser(
+        "report",
+        help="what converting a model would come to: layers, bytes, memory",
+        description="What would be converted, what a step would gather and the memory that a rank "
+        "would need. The model is made on the meta device, and takes no memory here.",
     )
-    model = doctor.add_argument_group("with a model's script")
-    model.add_argument(
-        "--recipe", default="current", help=f"{', '.join(RECIPES)}; default: current"
-    )
-    model.add_argument(
-        "--leave-out",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="leave out layers with this in their name (filter_fqns); may be repeated",
-    )
-    model.add_argument("--ranks", type=_positive, default=8, help="that shard it; default: 8")
-    model.add_argument(
-        "--weights",
-        choices=("fp8", "master"),
-        default="master",
-        help="what is stored of converted weights (fp8_weights); default: master",
-    )
-    model.add_argument(
-        "--optimizer",
-        metavar="NAME",
-        help="torch's adam, adamw, lion, momentum, muon or sgd; or fp8rs-adamw[-bf16][-no-masters]"
-        "; default: adamw, fp8rs-adamw where FP8 weights are trained",
-    )
-    model.add_argument("--link", type=float, metavar="GB/S", help="what a rank takes in by link")
-    model.add_argument("--tflops", type=float, help="what a GPU reaches in this model's GEMMs")
-    model.add_argument("--tokens", type=_positive, help="a rank and step")
-    doctor.set_defaults(run=_doctor)
+    _add_model(report)
+    report.set_defaults(run=_report, command="report")
     monitor = commands.add_parser(
         "monitor",
         help="the layers that lost most in a run, and a picture of all of them",
@@ -119,6 +109,43 @@ def _parser() -> argparse.ArgumentParser:
     monitor.add_argument("--worst", type=_positive, default=10, metavar="N", help="default: 10")
     monitor.set_defaults(run=_monitor)
     return parser
+
+
+def _add_model(parser: argparse.ArgumentParser, **options: Any) -> None:
+    """The arguments of the commands that look at a model."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="FILE.py or FILE.py:NAME, a Python file with a model, or a function that returns it "
+        "(default name: model); or a model of transformers, by its name or its folder",
+        **options,
+    )
+    # Without defaults, so that what is given without a model is seen.
+    model = parser.add_argument_group("with a model", argument_default=argparse.SUPPRESS)
+    recipes = f"{', '.join(RECIPES)}; default: current"
+    model.add_argument("--recipe", help=recipes)
+    model.add_argument(
+        "--leave-out",
+        action="append",
+        metavar="NAME",
+        help="leave out layers with this in their name (filter_fqns); may be repeated",
+    )
+    model.add_argument("--ranks", type=_positive, help="that shard it; default: 8")
+    model.add_argument(
+        "--weights",
+        choices=("fp8", "master"),
+        help="what is stored of converted weights (fp8_weights); default: master",
+    )
+    model.add_argument(
+        "--optimizer",
+        metavar="NAME",
+        help="torch's adam, adamw, lion, momentum, muon or sgd; or fp8rs-adamw[-bf16][-no-masters]"
+        "; default: adamw, fp8rs-adamw where FP8 weights are trained",
+    )
+    model.add_argument("--link", type=float, metavar="GB/S", help="what a rank takes in by link")
+    model.add_argument("--tflops", type=float, help="what a GPU reaches in this model's GEMMs")
+    model.add_argument("--tokens", type=_positive, help="a rank and step")
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -144,30 +171,37 @@ def _demo(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from fp8rs import doctor
 
-    if options.script is not None:
-        return _doctor_of_a_model(options)
+    if options.model is not None:
+        return _report(options)
+    given = [name for name in OF_A_MODEL if hasattr(options, name)]
+    if given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        verb = "is" if len(given) == 1 else "are"
+        print(f"fp8rs doctor: {flags} {verb} about a model: name one", file=sys.stderr)
+        return 2
     findings = doctor.examine()
     print(doctor.as_json(findings) if options.json else doctor.as_text(findings))
     return 0
 
 
-def _doctor_of_a_model(options: argparse.Namespace) -> int:
+def _report(options: argparse.Namespace) -> int:
     from fp8rs import doctor, report
 
+    o = {**OF_A_MODEL, **vars(options)}
     try:
         found = report(
-            doctor.load_model(options.script),
-            recipe=options.recipe,
-            filter_fqns=options.leave_out,
-            world_size=options.ranks,
-            optimizer=options.optimizer,
-            fp8_weights=options.weights == "fp8",
-            link_bandwidth=None if options.link is None else options.link * 1e9,
-            gpu_flops=None if options.tflops is None else options.tflops * 1e12,
-            tokens=options.tokens,
+            doctor.load_model(options.model),
+            recipe=o["recipe"],
+            filter_fqns=o["leave_out"],
+            world_size=o["ranks"],
+            optimizer=o["optimizer"],
+            fp8_weights=o["weights"] == "fp8",
+            link_bandwidth=None if o["link"] is None else o["link"] * 1e9,
+            gpu_flops=None if o["tflops"] is None else o["tflops"] * 1e12,
+            tokens=o["tokens"],
         )
     except (doctor.ScriptError, ValueError) as error:
-        print(f"fp8rs doctor: {error}", file=sys.stderr)
+        print(f"fp8rs {options.command}: {error}", file=sys.stderr)
         return 2
     print(json.dumps(found.as_dict(), indent=2) if options.json else found)
     return 0
@@ -197,6 +231,8 @@ def _monitor(options: argparse.Namespace) -> int:
 
 
 def _positive(text: str) -> int:
+    if not text.lstrip("+-").isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}")
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
@@ -204,4 +240,6 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as fp8rs/__init__.py has left it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

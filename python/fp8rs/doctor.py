@@ -1,7 +1,7 @@
 """``python -m fp8rs doctor``: what this machine can run, by which path, and the reason for each no.
 
-Nothing here needs a GPU or libcuda: what is missing is a finding. With a model's script, what
-converting that model would come to (``fp8rs.report``).
+Nothing here needs a GPU or libcuda: what is missing is a finding. Also where the command line's
+``report`` has its models from.
 """
 
 from __future__ import annotations
@@ -171,29 +171,32 @@ def _cores() -> int:
 
 
 class ScriptError(Exception):
-    """A model's script that cannot be used, and why."""
+    """A model or a model's script that cannot be used, and why."""
 
 
 #: The end of an error on what a script has.
 WHAT_WORKS = "What works is a torch.nn.Module, or a function without arguments that returns one"
 
 
-def load_model(script: str) -> nn.Module:
-    """A script's model, on the meta device: without memory for it.
+def load_model(model: str) -> nn.Module:
+    """A model on the meta device: without memory for it.
 
     Args:
-        script: ``FILE.py:name``, where ``name`` is an nn.Module or a function that returns one,
+        model: ``FILE.py:name``, where ``name`` is an nn.Module or a function that returns one,
             and is called without arguments; "model" if it is not given. The file runs as a module,
-            so what is under ``if __name__ == "__main__"`` does not.
+            so what is under ``if __name__ == "__main__"`` does not. Or what transformers'
+            ``AutoConfig.from_pretrained`` takes: a folder with a config.json, or a name.
 
     Raises:
-        ScriptError: there is no such file or name, the name gives no nn.Module, or the script
-            raises an error.
+        ScriptError: there is no such file or name, the name gives no nn.Module, the script raises
+            an error, or transformers knows no such causal language model.
     """
-    path, _, name = script.rpartition(":") if script.rpartition(":")[0] else (script, "", "")
+    path, _, name = model.rpartition(":") if model.rpartition(":")[0] else (model, "", "")
     name = name or "model"
     file = File(path)
     if not file.is_file():
+        if path == model and file.suffix != ".py":
+            return _of_transformers(model)
         raise ScriptError(f"there is no file {path}")
     found = importlib.util.spec_from_file_location(file.stem, file)
     if found is None or found.loader is None:
@@ -218,6 +221,25 @@ def load_model(script: str) -> nn.Module:
             f"torch.nn.Module. {WHAT_WORKS}"
         )
     return made
+
+
+def _of_transformers(name: str) -> nn.Module:
+    """A causal language model of transformers, by its name or its folder."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ScriptError(
+            f"there is no file {name}, and no transformers here that would know a model of this "
+            "name: pip install transformers"
+        ) from None
+    try:
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
+    except (OSError, ValueError) as error:
+        raise ScriptError(
+            f"there is no file {name}, and of transformers' models: {_shown(error, name)}"
+        ) from error
+    return model
 
 
 def _made(make: object, path: str, name: str, module: ModuleType) -> object:

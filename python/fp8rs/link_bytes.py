@@ -17,13 +17,14 @@ from torch import nn
 
 from fp8rs.convert.report import report
 from fp8rs.doctor import load_model
+from fp8rs.quantize.recipes import RecipeName
 
 #: GPUs of a host, hosts, and bytes a second that each GPU's network adapter takes in.
 GPUS, HOSTS, NETWORK = 8, 8, 50e9
 WAYS = (("torch", torch.float32), ("set_links", torch.bfloat16))
 
 
-def rows(model: nn.Module, recipe: str | None) -> Iterator[tuple[str, str, float, float]]:
+def rows(model: nn.Module, recipe: RecipeName | None) -> Iterator[tuple[str, str, float, float]]:
     """Layout, way of the reduction, and bytes within the host and over the network.
 
     Args:
@@ -46,7 +47,7 @@ def rows(model: nn.Module, recipe: str | None) -> Iterator[tuple[str, str, float
             yield layout, way, all_parts * (GPUS - 1) / GPUS, network
 
 
-def table(model: nn.Module, recipes: tuple[str | None, ...]) -> str:
+def table(model: nn.Module, recipes: tuple[RecipeName | None, ...]) -> str:
     """The rows of several recipes in Markdown; None is bf16."""
     lines = [
         "| recipe | layout | reduction | GB within the host | GB over the network | ms of it |",

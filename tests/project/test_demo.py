@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -44,6 +45,12 @@ FIELDS = [
     "allgather_bytes_fp8",
     "weight_bytes_reference",
     "weight_bytes_fp8",
+    "curve_reference",
+    "curve_fp8",
+    "peak_memory_reference",
+    "peak_memory_fp8",
+    "training_seconds_reference",
+    "training_seconds_fp8",
     "seconds",
 ]
 AT_REST_FIELDS = ["weights", "masters", "state_dtype", "at_rest_reference", "at_rest_fp8"]
@@ -263,6 +270,12 @@ def test_demo_writes_its_fields(demo_run: Run) -> None:
     assert result["recipe"] == "current"
     assert 1e6 < result["params"] < 3e6
     assert result["seconds"] > 0
+    for kind in ("reference", "fp8"):
+        curve = result[f"curve_{kind}"]
+        assert [step for step, _ in curve] == [0, 1, 2, 3]
+        assert [curve[0][1], curve[-1][1]] == result[f"loss_{kind}"]
+        assert result[f"peak_memory_{kind}"] > 4 * result["params"]
+        assert 0 < result[f"training_seconds_{kind}"] < result["seconds"]
     same_weights(result)
 
 
@@ -397,6 +410,9 @@ def test_bytes_at_rest_see_a_copy_that_somebody_keeps() -> None:
         (["--json", "/nowhere/result.json"], "there is no folder /nowhere"),
         (["--plot", "loss.txt"], "must end in .png, .svg or .pdf"),
         (["--ranks", "0"], "must be at least 1"),
+        (["--steps", "abc"], "argument --steps: must be a whole number, not 'abc'"),
+        (["--json", "/"], "--json /: this is a folder: name a file"),
+        (["--plot", "/"], "--plot /: this is a folder: name a file"),
     ],
 )
 def test_options_that_cannot_work_start_nothing(
@@ -409,6 +425,16 @@ def test_options_that_cannot_work_start_nothing(
     printed = capsys.readouterr()
     assert message in printed.err
     assert not printed.out
+
+
+@pytest.mark.newest_torch
+def test_an_output_that_cannot_be_written_is_said_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    path = str(tmp_path / "result.json")
+    assert refused(["demo", "--device", "cpu", "--json", path], monkeypatch) == 2
+    assert f"--json {path}: it cannot be written" in capsys.readouterr().err
 
 
 def refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
@@ -473,6 +499,14 @@ def test_table_gives_ratios(outcome: report.Outcome) -> None:
     assert "0.50 B" in text
 
 
+def test_memory_on_a_cpu_is_said_to_be_the_process(outcome: report.Outcome) -> None:
+    on_gpu = report.table(dataclasses.replace(outcome, device="cuda"))
+    assert "peak memory of a process" in report.table(outcome)
+    assert report.ON_CPU in report.table(outcome)
+    assert "peak memory of a rank" in on_gpu
+    assert report.ON_CPU not in on_gpu
+
+
 def test_table_of_one_rank_has_no_gathers(outcome: report.Outcome) -> None:
     for result in (*outcome.reference, *outcome.fp8):
         result["allgather_bytes"] = result["weight_bytes"] = 0
@@ -501,7 +535,8 @@ def test_progress_ends_with_the_last_step(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: live, raising=False)
     show: Callable[[dict[str, Any]], None] = report.Progress("bf16", 30, sys.stdout)
     for step in range(31):
-        show({"step": step, "loss": 5.5})
+        show({"step": step, "loss": 5.5, "measured": step // 15 * 15})
     lines = capsys.readouterr().out.replace("\r", "\n").split("\n")
-    assert "step   30/30" in lines[-2]
+    assert "step   30/30  held-out loss at   30: 5.500" in lines[-2]
+    assert "step    0/30  held-out loss at    0: 5.500" in lines[0] + lines[1]
     assert len(lines) > 30 if live else len(lines) == 3

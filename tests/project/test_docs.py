@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
 
 #: Public names that are no objects with a docstring: a version, and packages.
-NO_OBJECTS = {"__version__", "nn", "ops", "optim"}
+NO_OBJECTS = {"__version__", "export", "nn", "ops", "optim", "tensor_parallel"}
 
 
 def documented() -> list[str]:

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+import fp8rs
+
 HEAVY = [
     "torch._dynamo",
     "torch._inductor",
@@ -22,3 +24,10 @@ def test_an_import_is_light(also):
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
     )
     assert out.stdout.strip() == "[]"
+
+
+def test_a_listing_shows_the_public_names_and_nothing_else():
+    assert dir(fp8rs) == sorted(fp8rs.__all__)
+    assert all(getattr(fp8rs, name) is not None for name in fp8rs.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'reports'"):
+        fp8rs.reports  # noqa: B018

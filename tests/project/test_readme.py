@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +17,52 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def quick_start() -> str:
+def script() -> str:
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     return code
+
+
+def quick_start() -> str:
+    """The script's second part, which is all that a script of another model needs."""
+    head, _, second, _ = re.split(r"(?m)^(?=# \d\. )", script())
+    needed = re.findall(
+        r"^(?:import torch|from (?:fp8rs|torch\.distributed\.fsdp) .+)$", head, re.M
+    )
+    return "\n".join([*needed, "", second.strip()])
+
+
+def test_the_script_trains_as_the_page_starts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (command,) = re.findall(r"^    torchrun (.+) train.py$", README, re.MULTILINE)
+    (tmp_path / "train.py").write_text(script())
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command.split(), "train.py"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+        cwd=tmp_path,
+        env={"GLOO_SOCKET_IFNAME": "lo", **os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(x) for x in re.findall(r"^step \d+: loss ([\d.]+)$", done.stdout, re.MULTILINE)]
+    assert len(losses) == 5
+    assert losses[-1] < 1.5
+
+
+def test_figures_are_those_of_the_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    from figures import speeds
+
+    assert len(speeds(README)) == 8
+    measured = (ROOT / "benches" / "RESULTS.md").read_text()
+    table = README.split("| times bf16 |")[1].split("\n\n")[0]
+    numbers = re.findall(r"\b\d\d,\d{3}\b|\b\d\d\.\d GB", table)
+    assert len(numbers) > 20
+    for number in numbers:
+        figure = number.replace("14.5 GB", "14.48").replace(" GB", "")
+        assert re.search(rf"(?<![\d.]){re.escape(figure)}", measured), number
 
 
 def test_quick_start_is_ten_lines() -> None:

@@ -17,7 +17,7 @@ from fp8rs.nn.registry import ModelState
 from fp8rs.nn.sharding import Sharding
 from fp8rs.optim import others
 from fp8rs.quantize.quantizers import group_name
-from fp8rs.quantize.recipes import Recipe, resolve_recipe
+from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 from fp8rs.tensor.quantized import QuantizedTensor
 
 _log = logging.getLogger("fp8rs")
@@ -26,7 +26,7 @@ _log = logging.getLogger("fp8rs")
 def convert_to_float8_training(
     module: nn.Module,
     *,
-    recipe: Recipe | str | Any = None,
+    recipe: Recipe | RecipeName | None = None,
     module_filter_fn: ModuleFilter | None = None,
     filter_fqns: Iterable[str] = (),
     enable_fsdp_float8_all_gather: bool | None = None,
@@ -220,7 +220,8 @@ def _report(root: nn.Module, recipe: Recipe, left: dict[str, str]) -> str:
     weights = sum(m.weight.numel() for m in converted)
     parameters = sum(0 if nn.parameter.is_lazy(p) else p.numel() for p in root.parameters())
     lines = [
-        f"recipe {recipe.name!r}: {len(converted)} linear layers converted, whose weights are "
+        f"recipe {recipe.name!r}: {len(converted)} linear "
+        f"{'layer' if len(converted) == 1 else 'layers'} converted, whose weights are "
         f"{weights / max(parameters, 1):.1%} of {parameters:,} parameters"
     ]
     reasons: dict[str, list[str]] = {}

@@ -16,12 +16,12 @@ from fp8rs.convert.convert import convert_to_float8_training
 from fp8rs.convert.fp8_weights import high_precision_weight, quantize_weight
 from fp8rs.convert.select import Candidate, ModuleFilter, why_not
 from fp8rs.nn.linear import Float8Linear
-from fp8rs.quantize.recipes import Recipe, resolve_recipe
+from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 
 
 @contextmanager
 def quantized_init(
-    recipe: Recipe | str = "current",
+    recipe: Recipe | RecipeName = "current",
     preserve_high_precision_init_val: bool = False,
     *,
     module_filter_fn: ModuleFilter | None = None,

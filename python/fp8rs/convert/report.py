@@ -20,7 +20,7 @@ from fp8rs.fsdp.memory import STATES, Memory, States, memory_of
 from fp8rs.fsdp.placement import place
 from fp8rs.fsdp.sizes import Group, groups_of
 from fp8rs.nn.linear import Float8Linear
-from fp8rs.quantize.recipes import Recipe
+from fp8rs.quantize.recipes import Recipe, RecipeName
 from fp8rs.quantize.spec import quant_spec
 
 __all__ = ["Gather", "Left", "Memory", "Report", "report"]
@@ -32,7 +32,7 @@ USUAL_RANKS = 8
 def report(
     model: nn.Module,
     *,
-    recipe: Recipe | str | Any = None,
+    recipe: Recipe | RecipeName | None = None,
     module_filter_fn: ModuleFilter | None = None,
     filter_fqns: Iterable[str] = (),
     enable_fsdp_float8_all_gather: bool | None = None,

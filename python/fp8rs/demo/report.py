@@ -7,9 +7,15 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any, TextIO
 
 from .train import MASTER, Weights
+
+ON_CPU = (
+    "Memory and time on a CPU say nothing of a GPU's: the memory is the whole process's, libraries "
+    "included, and GEMMs multiply fp32 copies of the FP8 operands."
+)
 
 MISSING_MATPLOTLIB = "no plot: matplotlib is not installed (pip install matplotlib)"
 
@@ -29,6 +35,9 @@ class Outcome:
 
     def fields(self) -> dict[str, Any]:
         """The fields of the JSON file. Byte counts are a rank's, for one training step.
+
+        A curve is of pairs: a step and the held-out loss before it. Peak memory is a GPU's
+        allocator's, and on CPU that of the whole process.
 
         With FP8 weights also how they are trained, and the bytes a parameter that rank 0 keeps of
         the converted weights: see `memory.AtRest`.
@@ -53,6 +62,12 @@ class Outcome:
             "allgather_bytes_fp8": fp8["allgather_bytes"],
             "weight_bytes_reference": reference["weight_bytes"],
             "weight_bytes_fp8": fp8["weight_bytes"],
+            "curve_reference": reference["held_out"],
+            "curve_fp8": fp8["held_out"],
+            "peak_memory_reference": _memory(self.reference),
+            "peak_memory_fp8": _memory(self.fp8),
+            "training_seconds_reference": round(reference["seconds"], 2),
+            "training_seconds_fp8": round(fp8["seconds"], 2),
             "seconds": round(self.seconds, 2),
             **(at_rest if self.weights.fp8 else {}),
         }
@@ -72,7 +87,7 @@ class Progress:
         seconds = time.perf_counter() - self._start
         line = (
             f"{self._title}: step {event['step']:>4}/{self._steps}  "
-            f"held-out loss {event['loss']:.3f}  {seconds:5.1f} s"
+            f"held-out loss at {event['measured']:>4}: {event['loss']:.3f}  {seconds:5.1f} s"
         )
         done = event["step"] == self._steps
         if self._live:
@@ -98,7 +113,10 @@ def table(outcome: Outcome) -> str:
         ),
         _bytes_row("gathered in a step", f["allgather_bytes_reference"], f["allgather_bytes_fp8"]),
         _bytes_row("  converted weights", f["weight_bytes_reference"], f["weight_bytes_fp8"]),
-        _bytes_row("peak memory of a rank", *map(_memory, (outcome.reference, outcome.fp8))),
+        _bytes_row(
+            f"peak memory of a {'process' if outcome.device == 'cpu' else 'rank'}",
+            *map(_memory, (outcome.reference, outcome.fp8)),
+        ),
         ("stored, a parameter", "", "", ""),
         _at_rest_row("  converted weights", outcome, "weights"),
         _at_rest_row("  optimizer for them", outcome, "optimizer"),
@@ -114,7 +132,7 @@ def table(outcome: Outcome) -> str:
         f"{outcome.ranks} {'rank' if outcome.ranks == 1 else 'ranks'} on {outcome.device}"
     )
     lines = [f"{a:<24}{b:>12}{c:>12}{d:>8}".rstrip() for a, b, c, d in rows]
-    return "\n".join([title, *lines])
+    return "\n".join([title, *lines, *([ON_CPU] if outcome.device == "cpu" else [])])
 
 
 def write_json(outcome: Outcome, path: Path) -> None:
@@ -149,6 +167,8 @@ def plot(outcome: Outcome, path: Path) -> None:
     traffic.legend(loc="upper center")
     memory.bar(names, [_memory(results) / 1e6 for results in (outcome.reference, outcome.fp8)])
     memory.set(ylabel="MB", title="Peak memory of a rank")
+    if outcome.device == "cpu":
+        memory.set(title="Peak memory\nof a process", xlabel=fill(ON_CPU, 28))
     figure.savefig(path, dpi=120)
 
 

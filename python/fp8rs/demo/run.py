@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import asdict
@@ -88,7 +89,8 @@ def _place(device: str | None, ranks: int | None) -> tuple[str, int]:
         raise DemoError("--device cuda: torch sees no GPU here; --device cpu works", code=2)
     if ranks is not None and ranks > gpus:
         raise DemoError(
-            f"--ranks {ranks}: only {gpus} GPU(s) here, and a rank needs one of its own; "
+            f"--ranks {ranks}: {gpus} {'GPU is' if gpus == 1 else 'GPUs are'} here, and a rank "
+            "needs one of its own; "
             "take fewer, or --device cpu",
             code=2,
         )
@@ -109,9 +111,16 @@ def _check(
             check_cuda(index, name)
     except (TypeError, ValueError, UnsupportedError) as error:
         raise DemoError(f"--recipe {recipe}: {error}", code=2) from error
-    for path in (json_path, plot_path):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise DemoError(f"{path}: there is no folder {path.resolve().parent}", code=2)
+    for option, path in (("--json", json_path), ("--plot", plot_path)):
+        if path is None:
+            continue
+        folder = path.resolve().parent
+        if not folder.is_dir():
+            raise DemoError(f"{option} {path}: there is no folder {folder}", code=2)
+        if path.is_dir():
+            raise DemoError(f"{option} {path}: this is a folder: name a file", code=2)
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise DemoError(f"{option} {path}: it cannot be written", code=2)
     if plot_path is not None and plot_path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise DemoError(f"--plot {plot_path}: its name must end in .png, .svg or .pdf", code=2)
 

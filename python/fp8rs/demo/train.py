@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from fp8rs.quantize.recipes import Recipe
+from fp8rs.quantize.recipes import Recipe, RecipeName
 
 from .data import VOCABULARY, Corpus, load_corpus
 from .memory import Meter
@@ -121,7 +121,7 @@ def build_model(settings: Settings) -> Llama:
     return model.to(settings.device)
 
 
-def convert(model: nn.Module, recipe: Recipe | str, weights: Weights = MASTER) -> nn.Module:
+def convert(model: nn.Module, recipe: Recipe | RecipeName, weights: Weights = MASTER) -> nn.Module:
     """Converts the model's linear layers for FP8 training with a recipe or that of a short name."""
     from fp8rs import convert_to_float8_training
 
@@ -184,14 +184,15 @@ def train_step(
 
 
 def train_under_fsdp(
-    settings: Settings, recipe: str | None, report: Progress, weights: Weights = MASTER
+    settings: Settings, recipe: RecipeName | None, report: Progress, weights: Weights = MASTER
 ) -> Result:
     """Trains on this rank of the default process group.
 
     Args:
         settings: the same on all ranks.
         recipe: a recipe's short name, or None for the high-precision reference.
-        report: called with a progress event after each evaluation and now and then between.
+        report: called with a progress event after each evaluation and now and then between: the
+            step, the last held-out loss, and the step that this was measured at.
         weights: how the converted weights are kept.
     """
     ranks = dist.get_world_size()
@@ -211,7 +212,8 @@ def train_under_fsdp(
             loss = _held_out_loss(model, corpus, settings, ranks)
             result.held_out.append((step, loss))
         if step in marks or step % max(1, settings.steps // 100) == 0:
-            report({"step": step, "loss": result.held_out[-1][1]})
+            measured, loss = result.held_out[-1]
+            report({"step": step, "loss": loss, "measured": measured})
         if step == settings.steps:
             break
         batch = _local(corpus.batch(settings.seed, step, settings.rows, settings.length), settings)

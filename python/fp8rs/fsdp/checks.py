@@ -51,7 +51,7 @@ def refuse_recast(state: ModelState) -> None:
                     begun = getattr(known, "orig_dtype", None)  # with FSDP2's first forward
                     if begun is not None and parameter.dtype != begun:
                         raise RuntimeError(
-                            f"{name} of a {type(owner).__name__} is {parameter.dtype}, and was "
+                            f"{name} of {type(owner).__name__} is {parameter.dtype}, and was "
                             f"{begun} when FSDP2 began to gather it: cast a model "
                             "before its first forward"
                         )

@@ -21,7 +21,7 @@ from torch import nn
 
 from fp8rs.convert.convert import convert_to_float8_training
 from fp8rs.convert.select import ModuleFilter
-from fp8rs.quantize.recipes import Recipe, resolve_recipe
+from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 
 _log = logging.getLogger("fp8rs")
 
@@ -41,7 +41,7 @@ class Replaced(ExitStack):
 
 
 def use_fp8rs(
-    recipe: Recipe | str | None = None,
+    recipe: Recipe | RecipeName | None = None,
     *,
     module_filter_fn: ModuleFilter | None = None,
     filter_fqns: Iterable[str] = (),

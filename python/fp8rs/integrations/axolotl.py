@@ -72,7 +72,7 @@ class Float8Plugin(BasePlugin):
         args = Float8Args(**{name: value for name, value in asked.items() if value is not None})
         convert_to_float8_training(
             model,
-            recipe=args.fp8rs_recipe,
+            recipe=resolve_recipe(args.fp8rs_recipe),
             filter_fqns=args.fp8rs_filter_fqns,
             enable_fsdp_float8_all_gather=args.fp8rs_enable_fsdp_float8_all_gather,
         )

@@ -20,7 +20,7 @@ except ModuleNotFoundError:
     from pytorch_lightning.callbacks import Callback  # what it is called alone
 
 from fp8rs.convert import convert_to_float8_training
-from fp8rs.quantize.recipes import Recipe, resolve_recipe
+from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 
 __all__ = ["Float8Callback", "converting"]
 
@@ -40,7 +40,7 @@ class Float8Callback(Callback):
 
     def __init__(
         self,
-        recipe: Recipe | str = "current",
+        recipe: Recipe | RecipeName = "current",
         *,
         module: str = "model",
         filter_fqns: Iterable[str] = (),
@@ -63,7 +63,9 @@ class Float8Callback(Callback):
         if not isinstance(part, nn.Module) or not any(
             isinstance(m, nn.Linear) for m in part.modules()
         ):
-            found = "is missing" if part is None else f"is a {type(part).__name__}"
+            kind = type(part).__name__
+            article = "an" if kind[0] in "AEIOU" else "a"
+            found = "is missing" if part is None else f"is {article} {kind}"
             raise ValueError(
                 f"{type(pl_module).__name__}.{self.module} {found}, with no linear layer to "
                 "convert: build it in __init__, name another part with module=..., or call "
@@ -74,7 +76,7 @@ class Float8Callback(Callback):
 
 
 def converting(
-    parallelize: Callable[[Any, Any], Any], recipe: Recipe | str = "current", **options: Any
+    parallelize: Callable[[Any, Any], Any], recipe: Recipe | RecipeName = "current", **options: Any
 ) -> Callable[[Any, Any], Any]:
     """A ``parallelize_fn`` for Fabric's ModelParallelStrategy that converts the model first.
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8rs.quantize.recipes import Recipe
+from fp8rs.quantize.recipes import Recipe, RecipeName
 
 from .by_hand import make_float8
 from .normalized import check_choice, make_norm
@@ -86,7 +86,7 @@ class MultiheadAttention(nn.Module):
         bias: bool = True,
         device: Any = None,
         dtype: torch.dtype | None = None,
-        recipe: Recipe | str | None = None,
+        recipe: Recipe | RecipeName | None = None,
     ) -> None:
         super().__init__()
         check_choice("attn_mask_type", attn_mask_type, MASKS)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from fp8rs.quantize.recipes import Recipe
+from fp8rs.quantize.recipes import Recipe, RecipeName
 
 from .linear import float8_class
 from .registry import ModelState
 
 
-def make_float8(module: nn.Module, recipe: Recipe | str | None) -> None:
+def make_float8(module: nn.Module, recipe: Recipe | RecipeName | None) -> None:
     """Make all linear layers of a module FP8, with one state whose root is the module.
 
     As ``fp8rs.nn.Linear`` does with the one layer that it is: under ``fully_shard`` weights are

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8rs._torch import constant_when_traced, is_distributed
-from fp8rs.quantize.recipes import Recipe, describe
+from fp8rs.quantize.recipes import Recipe, RecipeName, describe
 from fp8rs.scaling.delayed import keep_buffers_local, note_compiled
 from fp8rs.scaling.histories import NOTHING_READY, keep_local
 from fp8rs.tensor.formats import INPUT_DTYPES
@@ -138,7 +138,9 @@ class Float8Linear(nn.Linear):
             return on_nested(self._compute, input, weight, bias)
         if not shape or shape[-1] != weight.shape[1]:
             needed = f"its last dim must be {weight.shape[1]}" if shape else "it must have a dim"
-            raise ValueError(f"input has shape {tuple(shape)}, but {needed}")
+            name = self._fp8_state.names[self._fp8_index]
+            of = f" of {name}" if name else ""
+            raise ValueError(f"input{of} has shape {tuple(shape)}, but {needed}")
         if dtype not in INPUT_DTYPES:
             raise TypeError(f"input must be float32, bfloat16 or float16, not {dtype}")
         # To ask for a device's name takes longer.
@@ -277,13 +279,13 @@ class Linear(Float8Linear):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
-        recipe: Recipe | str = "current",
+        recipe: Recipe | RecipeName = "current",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self._own(ModelState(recipe))
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, recipe: Recipe | str = "current") -> Linear:
+    def from_linear(cls, linear: nn.Linear, *, recipe: Recipe | RecipeName = "current") -> Linear:
         """A layer with the parameters (the same objects), hooks and mode of ``linear``."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear must be a torch.nn.Linear, not {type(linear).__name__}")

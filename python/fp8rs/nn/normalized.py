@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8rs.quantize.recipes import Recipe
+from fp8rs.quantize.recipes import Recipe, RecipeName
 
 from .by_hand import make_float8
 
@@ -64,7 +64,7 @@ class LayerNormLinear(nn.Module):
         normalization: str = "LayerNorm",
         device: Any = None,
         dtype: torch.dtype | None = None,
-        recipe: Recipe | str | None = None,
+        recipe: Recipe | RecipeName | None = None,
     ) -> None:
         super().__init__()
         self.norm = make_norm(normalization, in_features, eps, device=device, dtype=dtype)
@@ -142,7 +142,7 @@ class LayerNormMLP(nn.Module):
         normalization: str = "LayerNorm",
         device: Any = None,
         dtype: torch.dtype | None = None,
-        recipe: Recipe | str | None = None,
+        recipe: Recipe | RecipeName | None = None,
     ) -> None:
         super().__init__()
         self.norm = make_norm(normalization, hidden_size, eps, device=device, dtype=dtype)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8rs.quantize.recipes import Recipe
+from fp8rs.quantize.recipes import Recipe, RecipeName
 
 from .attention import MultiheadAttention
 from .by_hand import make_float8
@@ -62,7 +62,7 @@ class TransformerLayer(nn.Module):
         normalization: str = "LayerNorm",
         device: Any = None,
         dtype: torch.dtype | None = None,
-        recipe: Recipe | str | None = None,
+        recipe: Recipe | RecipeName | None = None,
     ) -> None:
         super().__init__()
         check_choice("self_attn_mask_type", self_attn_mask_type, ("causal", "no_mask"))

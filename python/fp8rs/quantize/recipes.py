@@ -17,6 +17,9 @@ from fp8rs.tensor.formats import BlockFormat
 
 Role = Literal["input", "weight", "grad"]
 
+#: The short names, for type checkers; `RECIPES` has what they stand for.
+RecipeName = Literal["delayed", "current", "tensorwise", "rowwise", "block", "mxfp8"]
+
 
 def check_bool(name: str, value: Any) -> bool:
     """``value`` if it is a bool; TypeError naming the argument otherwise."""
@@ -57,7 +60,7 @@ class Recipe:
     #: Whether scales come from earlier steps' amaxes, so that a model keeps a history.
     delayed: ClassVar[bool] = False
 
-    fp8_format: str = "e4m3"
+    fp8_format: Literal["e4m3", "hybrid"] = "e4m3"
     fast_accumulation: tuple[bool, bool, bool] = (True, False, False)
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
@@ -131,10 +134,10 @@ class DelayedScaling(Recipe):
     name: ClassVar[str] = "delayed"
     delayed: ClassVar[bool] = True
 
-    fp8_format: str = "hybrid"
+    fp8_format: Literal["e4m3", "hybrid"] = "hybrid"
     margin: int = 0
     amax_history_len: int = 1024
-    amax_compute_algo: str = "max"
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -216,7 +219,7 @@ class MXFP8BlockScaling(Recipe):
     name: ClassVar[str] = "mxfp8"
 
     weight_block: tuple[int, int] = (32, 32)
-    scale_rounding: str = "ceil"
+    scale_rounding: Literal["ceil", "floor"] = "ceil"
 
     def __post_init__(self) -> None:
         super().__post_init__()

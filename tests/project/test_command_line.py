@@ -1,0 +1,163 @@
+"""The command line beside its commands' own work, and what type checkers are told of recipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+from torch import nn
+
+import fp8rs
+from fp8rs.__main__ import OF_A_MODEL, main
+from fp8rs.quantize.recipes import RECIPES, RecipeName
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"fp8rs {fp8rs.__version__}\n"
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "a_model.py"
+    path.write_text("from torch import nn\n\nmodel = nn.Sequential(nn.Linear(64, 32))\n")
+    return str(path)
+
+
+def test_a_report_is_what_the_doctor_says_of_a_model(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outputs = []
+    for command in ("report", "doctor"):
+        assert main([command, script, "--recipe", "mxfp8", "--ranks", "4"]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
+    assert outputs[0].startswith("recipe mxfp8; 4 ranks")
+    assert "converted: 1 layer " in outputs[0]
+
+
+def test_a_report_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["report"])
+    assert ended.value.code == 2
+    assert "required: MODEL" in capsys.readouterr().err
+
+
+def test_a_model_of_transformers_is_reported_by_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    transformers.LlamaConfig(vocab_size=32, num_attention_heads=4, **sizes).save_pretrained(
+        tmp_path
+    )
+    assert main(["report", str(tmp_path), "--leave-out", "lm_head", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["converted"]) == 2 * 7
+    assert found["units"] == ["", "model.layers.0", "model.layers.1"]
+
+
+def test_what_is_no_model_is_an_error_of_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fp8rs report: there is no file {tmp_path}, and ")
+
+
+@pytest.mark.parametrize("name", OF_A_MODEL)
+def test_options_about_a_model_are_refused_without_one(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    value = "fp8" if name == "weights" else "3"
+    assert main(["doctor", flag, value]) == 2
+    printed = capsys.readouterr()
+    assert printed.err == f"fp8rs doctor: {flag} is about a model: name one\n"
+    assert not printed.out
+
+
+def test_an_interrupted_import_ends_without_a_traceback(tmp_path: Path) -> None:
+    """torch takes seconds to import: here one that says so and takes a minute."""
+    (tmp_path / "torch.py").write_text(
+        "import time\n\nprint('importing', flush=True)\ntime.sleep(60)\n"
+    )
+    code = (
+        # Ignored in what a script's shell starts in the background, and then here as well.
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+        "os.execv(sys.executable, [sys.executable, '-m', 'fp8rs', 'doctor'])"
+    )
+    path = os.pathsep.join([str(tmp_path), str(Path(fp8rs.__file__).parents[1])])
+    started = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+        text=True,
+    )
+    with started:
+        assert started.stdout is not None
+        assert started.stderr is not None
+        assert started.stdout.readline() == "importing\n"
+        started.send_signal(signal.SIGINT)
+        assert started.wait(30) == -signal.SIGINT
+        assert started.stderr.read() == ""
+
+
+def test_type_checkers_know_every_recipes_name() -> None:
+    assert get_args(RecipeName) == tuple(RECIPES)
+    for taker in (fp8rs.convert_to_float8_training, fp8rs.quantized_init, fp8rs.report):
+        assert RecipeName in get_args(get_type_hints(taker)["recipe"])
+
+
+def test_a_wrong_shape_names_the_layer() -> None:
+    import torch
+
+    model = nn.ModuleDict({"block": nn.Sequential(nn.Linear(16, 32))})
+    fp8rs.convert_to_float8_training(model, recipe="current")
+    with pytest.raises(ValueError, match=re.escape("input of block.0 has shape (2, 8), but its")):
+        model["block"](torch.zeros(2, 8))
+
+
+def test_one_layer_is_one_layer(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "fp8rs"):
+        fp8rs.convert_to_float8_training(nn.Linear(16, 16), recipe="current")
+    assert "1 linear layer converted" in caplog.text
+
+
+def test_a_benchmark_for_gpus_says_so_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benches")
+    import end_to_end
+
+    monkeypatch.setattr(end_to_end, "launch", lambda *_: pytest.fail("something was trained"))
+    monkeypatch.setattr(sys, "argv", ["end_to_end.py", "--device", "cpu"])
+    assert end_to_end.main() == 2
+    assert "for GPUs" in capsys.readouterr().err
+
+
+def test_release_notes_are_the_dated_section_of_the_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    from release_notes import section
+
+    changelog = "# Changelog\n\n## Unreleased\n\n- new\n\n## 0.1.0 - 2026-11-24\n\n- old\n"
+    assert section(changelog, "0.1.0") == "## 0.1.0 - 2026-11-24\n\n- old\n"
+    titles = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert titles[0] == "Unreleased"
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+ - \d{4}-\d\d-\d\d", t) for t in titles[1:])

@@ -1,0 +1,143 @@
+"""Draw the pictures of pages in docs/figures/: python tools/figures.py (needs matplotlib)
+
+speed.svg is drawn from the table in README.md, whose figures are those of benches/RESULTS.md.
+weight.svg and step.svg show what docs/weight.md and docs/fsdp2.md describe.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / "docs" / "figures"
+
+OURS, OTHERS = "#3f51b5", "#9e9e9e"
+HIGH, CODES, PLAIN = "#ffe0b2", "#c5cae9", "#eeeeee"
+
+
+def speeds(page: str) -> list[tuple[str, float, float]]:
+    """The rows of the README's first table: name, times bf16, GB gathered in a step."""
+    table = page.split("| times bf16 |", 1)[1].split("\n\n", 1)[0]
+    found = []
+    for line in table.splitlines()[2:]:
+        name, _, times, _, gathered = (cell.strip(" *") for cell in line.strip("|").split("|"))
+        (ratio,) = re.findall(r"^\**([\d.]+)", times)
+        found.append((re.sub(r"[*`]", "", name), float(ratio), float(gathered.split()[0])))
+    return found
+
+
+def draw_speeds(path: Path) -> None:
+    """Bars of the README's first table."""
+    rows = speeds((ROOT / "README.md").read_text())
+    names = [name for name, _, _ in rows]
+    colours = [OURS if name.startswith("fp8rs") else OTHERS for name in names]
+    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    speed, gathered = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    for axes, values, title in (
+        (speed, [row[1] for row in rows], "Tokens/s, times compiled bf16's"),
+        (gathered, [row[2] for row in rows], "GB gathered in a step"),
+    ):
+        bars = axes.barh(names, values, color=colours)
+        axes.bar_label(bars, fmt="%.2f" if axes is speed else "%.1f", padding=3)
+        axes.set_title(title, fontsize=10)
+        axes.margins(x=0.12)
+        axes.spines[["top", "right"]].set_visible(False)
+    speed.invert_yaxis()
+    speed.axvline(1, color="black", linewidth=0.8, linestyle=":")
+    figure.savefig(path, metadata={"Date": None})
+
+
+def canvas(width: float, height: float) -> tuple[Figure, Axes]:
+    """A sheet without axes, in inches."""
+    figure = Figure(figsize=(width, height))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, width), ylim=(0, height))
+    axes.axis("off")
+    return figure, axes
+
+
+def box(axes: Axes, x: float, y: float, text: str, colour: str, width: float = 1.9) -> None:
+    """A box with its text, around a point."""
+    style = {"boxstyle": "round,pad=0.05", "facecolor": colour, "edgecolor": "#555555"}
+    patch = matplotlib.patches.FancyBboxPatch((x - width / 2, y - 0.32), width, 0.64, **style)
+    axes.add_patch(patch)
+    axes.text(x, y, text, ha="center", va="center", fontsize=9)
+
+
+def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], text: str = "") -> None:
+    """An arrow, with a word above its middle."""
+    axes.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": "#333333"})
+    middle = (start[0] + end[0]) / 2, (start[1] + end[1]) / 2 + 0.1
+    axes.text(*middle, text, ha="center", va="bottom", fontsize=8, color="#333333")
+
+
+def draw_weight(path: Path) -> None:
+    """One weight from the optimizer's shard to the GEMMs and back."""
+    figure, axes = canvas(10, 3.4)
+    for x, y, text, colour in (
+        (1.1, 2.6, "shard\nfp32, 4 B an element", HIGH),
+        (4.0, 2.6, "shard's codes\nFP8, 1 B, and scales", CODES),
+        (6.9, 2.6, "whole weight\ncodes of all ranks", CODES),
+        (8.9, 1.4, "forward: y = x w^T\ndgrad: dx = dy w", PLAIN),
+        (6.9, 0.5, "gradient of the\nwhole weight, bf16", HIGH),
+        (4.0, 0.5, "gradient of the\nshard, fp32", HIGH),
+        (1.1, 0.5, "optimizer's step\non the shard", PLAIN),
+    ):
+        box(axes, x, y, text, colour)
+    arrow(axes, (2.1, 2.6), (3.0, 2.6), "quantize")
+    arrow(axes, (5.0, 2.6), (5.9, 2.6), "all-gather")
+    arrow(axes, (7.9, 2.45), (8.6, 1.8))
+    arrow(axes, (8.6, 1.0), (7.9, 0.6))
+    axes.text(9.0, 0.7, "wgrad: dy^T x", ha="center", va="top", fontsize=8)
+    arrow(axes, (5.9, 0.5), (5.0, 0.5), "reduce-scatter")
+    arrow(axes, (3.0, 0.5), (2.1, 0.5))
+    arrow(axes, (1.1, 0.9), (1.1, 2.2))
+    axes.text(1.25, 1.55, "writes", fontsize=8, va="center")
+    figure.savefig(path, metadata={"Date": None})
+
+
+def draw_step(path: Path) -> None:
+    """What goes over the link, and when, in a step of three units."""
+    figure, axes = canvas(10, 3.6)
+    lanes = {"link,\nin": 2.7, "GPU": 1.8, "link,\nout": 0.9}
+    for name, y in lanes.items():
+        axes.text(0.05, y, name, fontsize=9, va="center", weight="bold")
+    into, gpu, out = lanes
+    events = [
+        (gpu, 1.0, "largest values,\ncasts", CODES, 1.0),
+        *((into, 2.1 + 0.9 * i, f"gather\n{i + 1}: codes", CODES, 0.75) for i in range(3)),
+        *((gpu, 3.0 + 0.9 * i, f"forward\n{i + 1}", PLAIN, 0.75) for i in range(3)),
+        *((into, 5.1 + 0.9 * i, f"gather\n{3 - i}: codes", CODES, 0.75) for i in range(3)),
+        *((gpu, 5.9 + 1.0 * i, f"backward\n{3 - i}", PLAIN, 0.85) for i in range(3)),
+        *((out, 6.9 + 1.0 * i, f"reduce\n{3 - i}: grads", HIGH, 0.85) for i in range(3)),
+        (gpu, 9.4, "optimizer", PLAIN, 0.85),
+    ]
+    for lane, x, text, colour, width in events:
+        box(axes, x, lanes[lane], text, colour, width)
+    axes.text(
+        5,
+        3.3,
+        "once a forward: an all-reduce of 4 bytes a weight.  Each gather: 1 byte an element.",
+        ha="center",
+        fontsize=9,
+    )
+    axes.annotate("", (9.9, 0.3), (0.5, 0.3), arrowprops={"arrowstyle": "->"})
+    axes.text(9.6, 0.05, "time", fontsize=8)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    """Draws all."""
+    matplotlib.rcParams["svg.hashsalt"] = "fp8rs"  # the same bytes each time
+    draw_speeds(OUT / "speed.svg")
+    draw_weight(OUT / "weight.svg")
+    draw_step(OUT / "step.svg")
+
+
+if __name__ == "__main__":
+    main()

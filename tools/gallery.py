@@ -1,0 +1,75 @@
+"""Train the demo's model in bf16 and in three recipes, and draw docs/figures/gallery.svg.
+
+python tools/gallery.py [--steps N] [--ranks N] [--out FOLDER]   # needs matplotlib
+
+What it found is written beside the picture, gallery.json: docs/gallery.md tells of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from fp8rs.demo.launch import launch
+from fp8rs.demo.report import Progress
+from fp8rs.demo.run import job_of
+from fp8rs.demo.train import Settings
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = (None, "current", "delayed", "mxfp8")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Trains, and writes the two files."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, help="of each run; default: the demo's")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures")
+    options = parser.parse_args(arguments)
+    settings = Settings.choose("cpu", options.ranks, options.steps)
+    found: dict[str, Any] = {"steps": settings.steps, "ranks": options.ranks, "runs": {}}
+    for recipe in RECIPES:
+        name = recipe or "bf16"
+        progress = Progress(f"{name:>9}", settings.steps, sys.stdout)
+        result = launch(job_of(settings, recipe), options.ranks, progress)[0]
+        kept = ("held_out", "allgather_bytes", "weight_bytes")
+        found["runs"][name] = {key: result[key] for key in kept}
+    (options.out / "gallery.json").write_text(json.dumps(found, indent=1) + "\n")
+    draw(found, options.out / "gallery.svg")
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """The losses, how far they are from bf16's, and the bytes."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams["svg.hashsalt"] = "fp8rs"  # the same bytes each time
+    runs = found["runs"]
+    figure = Figure(figsize=(10, 3.2), layout="constrained")
+    losses, apart, traffic = figure.subplots(1, 3, width_ratios=(2, 2, 1.6))
+    reference = dict(runs["bf16"]["held_out"])
+    for name, run in runs.items():
+        steps, values = zip(*run["held_out"], strict=True)
+        losses.plot(steps, values, marker="o", markersize=2.5, label=name)
+        ratios = [100 * (v / reference[s] - 1) for s, v in run["held_out"]]
+        apart.plot(steps, ratios, marker="o", markersize=2.5)
+    losses.set(xlabel="step", ylabel="nats a byte", title="Held-out loss")
+    losses.legend()
+    apart.set(xlabel="step", ylabel="percent", title="... above bf16's")
+    weights = [run["weight_bytes"] / 1e6 for run in runs.values()]
+    rest = [run["allgather_bytes"] / 1e6 - w for run, w in zip(runs.values(), weights, strict=True)]
+    traffic.barh(list(runs), weights, label="converted weights")
+    traffic.barh(list(runs), rest, left=weights, label="the rest")
+    traffic.invert_yaxis()
+    traffic.set(xlabel="MB a rank", title="All-gathered in a step")
+    traffic.legend(loc="lower right", fontsize=8)
+    for axes in (losses, apart):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
