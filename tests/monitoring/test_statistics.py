@@ -305,12 +305,12 @@ def test_a_logged_step_has_one_copy_to_the_host_and_others_none(recipe):
     torch.cuda.synchronize()
     counts = []
     for _ in range(4):
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings(record=True) as seen:
-                warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")  # which warns that it is a prototype
+            try:
                 step(model, monitor, x, dy)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
         counts.append(sum("synchronizing CUDA operation" in str(w.message) for w in seen))
     assert counts == [1, 0, 0, 1]
