@@ -1,0 +1,115 @@
+"""Saving and loading a model of 1 B parameters by fp8rs.checkpoint: seconds, and bytes on disk.
+
+    python benches/checkpoint.py --device cuda [--folder DIR]       # one rank
+    torchrun --nproc-per-node 2 benches/checkpoint.py --layers 2    # the CPU: a smaller model
+
+Weights alone, without an optimizer: bf16 and fp32 parameters of the unconverted model by
+torch.distributed.checkpoint, then by fp8rs.checkpoint fp32 masters and FP8 weights of each recipe.
+"async" is what `async_save` keeps training waiting for. Files are new ones in a folder that is
+removed; what the operating system keeps of them in memory is not dropped before they are read.
+Prints JSON, from rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import fully_shard
+
+import fp8rs
+from fp8rs import checkpoint
+from fp8rs.demo.model import Llama, LlamaConfig
+
+VARIANTS = ("bf16", "fp32", "masters", "current", "delayed", "rowwise", "block", "mxfp8")
+
+
+def sharded(variant: str, layers: int, device: torch.device) -> Any:
+    """The model of a variant, over all ranks."""
+    torch.manual_seed(0)
+    with device:
+        model = Llama(
+            LlamaConfig(32000, dim=2048, layers=layers, heads=16, kv_heads=4, hidden=5632)
+        )
+    if variant == "bf16":
+        model.bfloat16()
+    elif variant != "fp32":
+        recipe: Any = "current" if variant == "masters" else variant
+        fp8_weights = variant != "masters"
+        fp8rs.convert_to_float8_training(
+            model, recipe=recipe, filter_fqns=["head"], fp8_weights=fp8_weights
+        )
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
+    """A call's time, from when all ranks begin until all have ended, and its result."""
+    dist.barrier()
+    start = time.perf_counter()
+    result = call()
+    dist.barrier()
+    return time.perf_counter() - start, result
+
+
+def measure(variant: str, layers: int, device: torch.device, folder: Path) -> dict[str, Any]:
+    """One variant's figures."""
+    model = sharded(variant, layers, device)
+    saver = dist.new_group(backend="gloo")
+    plain = variant in ("bf16", "fp32")
+    state = model.state_dict() if plain else {"model": checkpoint.Model(model)}
+    by: Any = dcp if plain else checkpoint
+    row: dict[str, Any] = {"variant": variant}
+    where = "checkpoint_id" if plain else "directory"
+    row["save"], _ = seconds(lambda: by.save(state, **{where: folder / "saved"}))
+    row["load"], _ = seconds(lambda: by.load(state, **{where: folder / "saved"}))
+    row["async"], saving = seconds(
+        lambda: by.async_save(state, **{where: folder / "async"}, process_group=saver)
+    )
+    saving.result()
+    files = [path for path in (folder / "saved").rglob("*") if path.is_file()]
+    row["bytes"] = sum(path.stat().st_size for path in files)
+    row["parameters"] = sum(p.numel() for p in model.parameters())
+    dist.barrier()
+    return row
+
+
+def main() -> None:
+    """Measure each variant."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--layers", type=int, default=20)
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--folder", help="where files are written: temporary by default")
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="29512")
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    for variant in options.variants.split(","):
+        made = [tempfile.mkdtemp(dir=options.folder)]
+        dist.broadcast_object_list(made)
+        row = measure(variant, options.layers, device, Path(made[0]))
+        if dist.get_rank() == 0:
+            print(json.dumps(row), flush=True)
+            shutil.rmtree(made[0])
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
