@@ -82,11 +82,11 @@ def _prepare_layer(style: Any, module: nn.Module, mesh: DeviceMesh) -> None:
 class Float8ColwiseParallel(ColwiseParallel):
     """``ColwiseParallel`` of a converted layer, whose sharded input is gathered in FP8.
 
-    Args:
-        input_layouts: placement of the input; Replicate() by default. What is sharded along a
-            dimension but the last is quantized, and codes and scales are gathered.
-        output_layouts: as in torch's.
-        use_local_output: as there.
+    The arguments are torch's:
+
+    - ``input_layouts``: placement of the input; Replicate() by default. What is sharded along a
+      dimension but the last is quantized, and codes and scales are gathered.
+    - ``output_layouts``, ``use_local_output``: as in torch's.
 
     Raises:
         ValueError: the module is no converted layer.
@@ -117,10 +117,11 @@ class Float8RowwiseParallel(RowwiseParallel):
     parallelism) the gradient is quantized and gathered in the backward; of a recipe with one scale
     a row of the weight it is gathered as it is.
 
-    Args:
-        input_layouts: placement of the input: Shard(-1), the default, or Replicate().
-        output_layouts: Replicate() by default; or Shard of a dimension but the last.
-        use_local_output: as in torch's.
+    The arguments are torch's:
+
+    - ``input_layouts``: placement of the input: Shard(-1), the default, or Replicate().
+    - ``output_layouts``: Replicate() by default; or Shard of a dimension but the last.
+    - ``use_local_output``: as in torch's.
 
     Raises:
         ValueError: the module is no converted layer.
