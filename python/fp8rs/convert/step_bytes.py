@@ -1,4 +1,4 @@
-"""``python -m fp8rs.link_bytes MODEL_SCRIPT[:name]``: what a step sends, on paper.
+"""What a step sends, on paper (``python -m fp8rs links``).
 
 A table in Markdown, for one host of 8 GPUs and for 8 of them: bytes that a GPU takes in, in a step,
 within its host and over the network, by recipe and by what ``set_links`` chooses. The model is made
@@ -9,14 +9,12 @@ HSDP it is the gradients of the replicas alone, reduced and spread again in floa
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from fp8rs.convert.report import report
-from fp8rs.doctor import load_model
 from fp8rs.quantize.recipes import RecipeName
 
 #: GPUs of a host, hosts, and bytes a second that each GPU's network adapter takes in.
@@ -61,12 +59,3 @@ def table(model: nn.Module, recipes: tuple[RecipeName | None, ...]) -> str:
                 f"| {network / 1e9:.2f} | {seconds} |"
             )
     return "\n".join(lines)
-
-
-def main() -> None:
-    """Print the table of a model's script."""
-    print(table(load_model(sys.argv[1]), (None, "current", "mxfp8")))
-
-
-if __name__ == "__main__":
-    main()
