@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,10 +43,14 @@ def test_its_blocks_run(tmp_path, monkeypatch, capsys):
     assert len(names["statistics"]) == 4 * 7 * 18
     assert main(["monitor", "run.jsonl", "--plot", "run.png"]) == 0
     for code in others:
-        assert code.startswith("# goes on from the script above")
+        assert code.startswith("# Goes on from this page's first block")
         names["monitor"] = fp8rs.monitor(names["model"], every=1)
         names["model"].loss(names["text"][:65].view(1, -1)).backward()
-        logger = names["writer"] = names["run"] = Logger()
+        logger = Logger()
+        tensorboard = SimpleNamespace(SummaryWriter=lambda logger=logger: logger)
+        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+        wandb = SimpleNamespace(init=lambda logger=logger: logger)
+        monkeypatch.setitem(sys.modules, "wandb", wandb)
         names["monitor"].latest = names["statistics"]
         exec(code, names)
         if "high_precision" not in code:

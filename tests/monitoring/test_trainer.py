@@ -111,10 +111,11 @@ def test_accelerates_page_logs_the_statistics():
     accelerator.init_trackers("run")
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    data = torch.utils.data.DataLoader(DATA[:16], batch_size=4)
+    rows = torch.stack([row["input_ids"] for row in DATA[:16]])
+    data = torch.utils.data.DataLoader(rows, batch_size=4)
     model, optimizer, data = accelerator.prepare(model, optimizer, data)
     names = {"model": model, "optimizer": optimizer, "data": data, "accelerator": accelerator}
-    exec(code, {"fp8rs": fp8rs, **names})
+    exec(code, names)
     [(step, logged)] = tracker.seen  # of two steps the first
     assert step == 1
     assert len(logged) == 7 * 18

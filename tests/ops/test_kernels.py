@@ -9,10 +9,10 @@ from oracle.elements import E4M3
 
 ops = torch.ops.fp8rs
 
-#: Operators that declare a write, since only Python can count a tensor's version, and two that are
-#: made of torch's.
+#: Operators that declare a write, since only Python can count a tensor's version, and those
+#: that are made of torch's.
 IN_PYTHON = {"_note_amax", "multi_quantize", "multi_quantize_delayed", "quantize_delayed"}
-IN_PYTHON |= {"adamw_", "random_uniform_", "sum_rows_", "_scaled_mm"}
+IN_PYTHON |= {"adamw_", "random_uniform_", "sum_rows_", "_scaled_mm", "_observe"}
 
 
 def test_which_operators_have_a_kernel_in_rust():

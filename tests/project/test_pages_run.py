@@ -111,8 +111,8 @@ def going_on() -> list[list[str]]:
     for page in ALL_PAGES:
         for code in scripts(page):
             said = GOES_ON.fullmatch(code.split("\n", 1)[0])
-            # FP8 weights' blocks are run above, and looked at afterwards; torchao need not be here.
-            elsewhere = page.name == "fp8-weights.md" or "torchao" in code
+            # What those of some pages leave is looked at above; torchao need not be here.
+            elsewhere = str(page.relative_to(ROOT)) in PAGES or "torchao" in code
             if said and said[2] == "README.md" and not elsewhere:
                 policy = "policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)"
                 found.append([head + first, policy, *before[said[3]], code])
