@@ -23,7 +23,10 @@ from fp8rs.checkpoint.files import damage, parse_metadata
 from fp8rs.optim import AdamW
 
 #: CPython's unpickler says this of itself where a damaged length ends a read early.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [
+    pytest.mark.newest_torch,
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 #: Inputs that are tried of each parser: here, and with --full.
 PARSES = pytest.mark.parametrize(

@@ -29,6 +29,8 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+pytestmark = pytest.mark.newest_torch
+
 #: Format, the recipe that has it, and how transformers is told to dequantize it.
 CASES = {
     "bf16": ("current", {}, lambda: None),

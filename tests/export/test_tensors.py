@@ -30,6 +30,8 @@ from distributed.models import (
 from fp8rs.export import tensors
 from fp8rs.export.formats import FORMATS, serving_format
 
+pytestmark = pytest.mark.newest_torch
+
 #: The same for "mxfp8", which takes whole blocks of inputs.
 OF_32 = {"even": (64, 128), "uneven": (96, 32), "empty": (32, 32)}
 every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))

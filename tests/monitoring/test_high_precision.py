@@ -14,6 +14,8 @@ import fp8rs
 from fp8rs.nn.debug import GEMMS
 from monitoring.test_statistics import RECIPES, every_recipe
 
+pytestmark = pytest.mark.newest_torch
+
 SUBSETS = [chosen for n in range(len(GEMMS) + 1) for chosen in itertools.combinations(GEMMS, n)]
 
 

@@ -14,6 +14,8 @@ import fp8rs
 from fp8rs.__main__ import main
 from fp8rs.monitoring.records import Lossy, worst
 
+pytestmark = pytest.mark.newest_torch
+
 
 def train(path, steps, **options):
     torch.manual_seed(0)

@@ -19,6 +19,8 @@ from fp8rs.quantize.spec import quant_spec
 from oracle import statistics
 from oracle.linear import blocks_of
 
+pytestmark = pytest.mark.newest_torch
+
 RECIPES = {
     "current": "current",
     "delayed": "delayed",

@@ -31,6 +31,7 @@ def quick_start() -> str:
     return "\n".join([*needed, "", second.strip()])
 
 
+@pytest.mark.long
 def test_the_script_trains_as_the_page_starts_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
