@@ -3,10 +3,20 @@
 import pytest
 import torch
 
-import fp8rs  # noqa: F401  (registers the operators)
+import fp8rs
 from oracle.elements import FORMATS, WIDE
 
 ops = torch.ops.fp8rs
+
+#: Each recipe, and where weights have two planes of their own.
+RECIPES = {
+    "current": "current",
+    "delayed": "delayed",
+    "rowwise": "rowwise",
+    "block": "block",
+    "mxfp8": "mxfp8",
+    "mxfp8 of 1x32": fp8rs.MXFP8BlockScaling(weight_block=(1, 32)),
+}
 
 each_format = pytest.mark.parametrize("fp8_dtype", FORMATS, ids=["e4m3", "e5m2"])
 each_dtype = pytest.mark.parametrize("dtype", WIDE, ids=["fp32", "bf16", "fp16"])

@@ -3,18 +3,16 @@
 
     python tools/checkpoint_table.py [--full] [--check] [--device cpu|cuda]
 
-Runs tests/checkpoint/test_moves.py. A row is a move between layouts, a cell
-as those of tools/matrix_table.py.
+Runs tests/checkpoint/test_moves.py. A row is a move between layouts; cells are as those
+of tools/matrix_table.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 import matrix_table
-import pytest
 import written
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,18 +30,8 @@ class Results(matrix_table.Results):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--full", action="store_true", help="every case, not a cover of pairs")
-    parser.add_argument("--check", action="store_true", help="compare with the page, write nothing")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="that one alone")
-    chosen = parser.parse_args()
-
     results = Results()
-    options = ["--full"] if chosen.full else []
-    options += written.on_device(chosen.device)
-    status = pytest.main(["-q", *options, "--rootdir", str(ROOT), str(TEST)], plugins=[results])
-    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        return int(status)
+    chosen = matrix_table.run(__doc__, TEST, results)
     table = results.table("cpu")
     tables = {} if table is None else {written.name_of("CPU, gloo"): table}
     return written.update(PAGE, tables, matrix_table.words, chosen.check)

@@ -115,20 +115,24 @@ def words(table: str) -> list[list[str]]:
     ]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--full", action="store_true", help="every training, not a cover of pairs")
+def run(description: str | None, test: Path, results: Results) -> argparse.Namespace:
+    """Run a test as the command line says, which this returns; pytest's own errors end it."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("--full", action="store_true", help="every case, not a cover of pairs")
     parser.add_argument("--check", action="store_true", help="compare with the page, write nothing")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="that one alone")
     chosen = parser.parse_args()
-
-    results = Results()
     options = ["--full"] if chosen.full else []
     options += written.on_device(chosen.device)
-    status = pytest.main(["-q", *options, "--rootdir", str(ROOT), str(TEST)], plugins=[results])
+    status = pytest.main(["-q", *options, "--rootdir", str(ROOT), str(test)], plugins=[results])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        return int(status)
+        sys.exit(int(status))
+    return chosen
 
+
+def main() -> int:
+    results = Results()
+    chosen = run(__doc__, TEST, results)
     tables = {}
     for device in ("cpu", "cuda"):
         table = results.table(device)

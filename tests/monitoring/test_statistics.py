@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import cases
 import fp8rs
 from cases import skip_without_block_gemms
 from fp8rs.nn import observe
@@ -22,12 +23,7 @@ from oracle.linear import blocks_of
 pytestmark = pytest.mark.newest_torch
 
 RECIPES = {
-    "current": "current",
-    "delayed": "delayed",
-    "rowwise": "rowwise",
-    "block": "block",
-    "mxfp8": "mxfp8",
-    "mxfp8 of 1x32": fp8rs.MXFP8BlockScaling(weight_block=(1, 32)),
+    **cases.RECIPES,
     "mxfp8 rounded down": fp8rs.MXFP8BlockScaling(scale_rounding="floor"),
     "hybrid": fp8rs.Float8CurrentScaling(fp8_format="hybrid", power_2_scale=True),
 }

@@ -22,17 +22,9 @@ from torch.utils.checkpoint import (
 )
 
 import fp8rs
-from cases import skip_without_block_gemms
+from cases import RECIPES, skip_without_block_gemms
 from fp8rs.quantize.recipes import resolve_recipe
 
-RECIPES = {
-    "current": "current",
-    "delayed": "delayed",
-    "rowwise": "rowwise",
-    "block": "block",
-    "mxfp8": "mxfp8",
-    "mxfp8 of 1x32": fp8rs.MXFP8BlockScaling(weight_block=(1, 32)),
-}
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
 WIDTH = 32

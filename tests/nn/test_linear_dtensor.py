@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fp8rs
+from cases import RECIPES
 from distributed import ranks
 from fp8rs.optim import AdamW
 
@@ -183,16 +184,6 @@ def test_a_gradient_that_is_placed_otherwise_is_redistributed(rig):
         results.append([p.detach().full_tensor() for p in model.parameters()])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
-
-
-RECIPES = {
-    "current": "current",
-    "delayed": "delayed",
-    "rowwise": "rowwise",
-    "block": "block",
-    "mxfp8": "mxfp8",
-    "mxfp8 of 1x32": fp8rs.MXFP8BlockScaling(weight_block=(1, 32)),
-}
 
 
 @ranks(2)

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+import cases
 import fp8rs
 from distributed import ranks
 from distributed.collectives import Collectives
@@ -33,12 +34,7 @@ from fp8rs.tensor_parallel import (
 from fp8rs.tensor_parallel.gather import Operand, gather_input, gathered
 
 RECIPES = {
-    "current": "current",
-    "delayed": "delayed",
-    "rowwise": "rowwise",
-    "block": "block",
-    "mxfp8": "mxfp8",
-    "mxfp8 of 1x32": fp8rs.MXFP8BlockScaling(weight_block=(1, 32)),
+    **cases.RECIPES,
     "current of powers of 2": fp8rs.Float8CurrentScaling(power_2_scale=True),
 }
 every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
