@@ -15,6 +15,7 @@ import fp8rs
 from distributed import ranks
 from distributed.models import make, shard
 from fp8rs.export import save_pretrained, tensors
+from language_models import mixtral
 
 pytest.importorskip("transformers", "5.0")
 pytest.importorskip("compressed_tensors", "0.15")
@@ -25,8 +26,6 @@ from transformers import (
     FineGrainedFP8Config,
     LlamaConfig,
     LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
 )
 
 pytestmark = pytest.mark.newest_torch
@@ -115,17 +114,7 @@ def test_transformers_keeps_the_codes_that_were_written(format, tmp_path):
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize("format", ["fp8-block", "fp8-row"])
 def test_layers_and_experts_that_stay_in_high_precision_are_named(format, tmp_path):
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=64,
-        num_local_experts=2,
-    )
-    model = MixtralForCausalLM(config).to(torch.bfloat16)
+    model = mixtral("cpu", hidden_size=128, intermediate_size=128).to(torch.bfloat16)
     fp8rs.convert_to_float8_training(model, recipe="current", filter_fqns=["lm_head", "v_proj"])
     save_pretrained(torch.compile(model), tmp_path, format)
     written = json.loads((tmp_path / "config.json").read_text())
