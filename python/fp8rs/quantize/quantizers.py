@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8rs.quantize.in_graph import key_of, quantized, take_into_graphs
 from fp8rs.quantize.recipes import check_amax_epsilon, check_bool
-from fp8rs.tensor import formats, writes
+from fp8rs.tensor import formats
 from fp8rs.tensor.formats import INPUT_DTYPES, BlockFormat, check_fp8_dtype, matrix_shape
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
@@ -99,7 +99,7 @@ class Quantizer:
                 f"dst has {dst.fp8_dtype} in format {dst.format.name!r}, but the quantizer "
                 f"makes {self.fp8_dtype} in format {self.format.name!r}"
             )
-        writes.quantize(dst, src, self.spec, self.delayed)
+        dst.write(src, self.spec, self.delayed)
         return dst
 
     def make_empty(

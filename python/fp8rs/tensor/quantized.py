@@ -249,8 +249,16 @@ class QuantizedTensor(StoreTensor):
         Raises:
             TypeError, ValueError: ``src`` has another shape or device, or cannot be quantized.
         """
-        writes.quantize(self, src, self.spec, self._store.delayed)
+        self.write(src, self.spec, self._store.delayed)
         return self
+
+    def write(self, src: Tensor, spec: QuantSpec, delayed: Delayed | None) -> None:
+        """As ``quantize_``, as another ``spec`` of the same format says.
+
+        A method, since compilers put a tensor's method into a graph as it is. What writes asks of
+        storage, torch 2.11 cannot trace.
+        """
+        writes.quantize(self, src, spec, delayed)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         planes = [n for n, p in zip(PLANES, self.planes, strict=True) if p is not None]
