@@ -12,7 +12,7 @@ from fp8rs._torch import dtensor_like, own_part
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.nn.spec import spec_for
 from fp8rs.tensor.formats import INPUT_DTYPES
-from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.planes import Plane, as_bytes
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import quantize_planes
 
@@ -253,7 +253,7 @@ def whole_of_parts(weight: Any, part: Tensor, shape: tuple[int, ...]) -> Tensor:
     """All ranks' parts together, cut as a weight is."""
     from torch.distributed.tensor import DTensor
 
-    wire = part.view(torch.uint8) if part.element_size() == 1 else part
+    wire = as_bytes(part)
     stride = (shape[1], 1)
     together: Any = DTensor.from_local(
         wire.contiguous(),

@@ -149,7 +149,10 @@ def _by_rows(t: QuantizedTensor) -> Plane:
     height, width = plane.format.block
     if height == 1:
         return plane
-    scale = plane.scale.view(torch.uint8) if plane.format.microscaled else plane.scale
-    each = scale.repeat_interleave(height, 0).narrow(0, plane.lead[0], plane.matrix.shape[0])
+    each = (
+        as_bytes(plane.scale)
+        .repeat_interleave(height, 0)
+        .narrow(0, plane.lead[0], plane.matrix.shape[0])
+    )
     format = formats.format_of((1, width), plane.format.scale_dtype)
     return Plane(plane.data, each.view(plane.scale.dtype), format)

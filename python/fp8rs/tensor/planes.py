@@ -98,8 +98,7 @@ class Plane:
             shape = [n + m for n, m in zip(codes.shape, self.lead, strict=True)]
             down, along = self.format.scale_shape(*shape)
             behind = (0, along - scale.shape[1], 0, down - scale.shape[0])
-            raw = scale.view(torch.uint8) if self.format.microscaled else scale
-            scale = functional.pad(raw, behind, value=1).view(scale.dtype)
+            scale = functional.pad(as_bytes(scale), behind, value=1).view(scale.dtype)
         return Plane(codes.view(self.data.dtype), scale, self.format, self.lead)
 
     def spread(self) -> Tensor:
