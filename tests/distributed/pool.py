@@ -100,6 +100,7 @@ def serve(rank: int, pipe: Connection, paths: list[str], log: str, port: int) ->
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic algorithms
     stderr = open(log, "w", buffering=1)  # noqa: SIM115 - lives as long as the process
     faulthandler.register(signal.SIGUSR1, file=stderr, all_threads=True)
+    faulthandler.enable(stderr)  # a signal that ends the process leaves its stack
     sys.path[:] = paths
     # Else gloo resolves the host's own name, for which some machines ask others.
     if "lo" in (name for _, name in socket.if_nameindex()):
