@@ -1,6 +1,9 @@
 """The harness itself: failures and hangs on a rank must be loud."""
 
+import os
+import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,6 +63,29 @@ def test_a_failing_rank_is_reported_with_its_traceback():
 def test_a_hang_is_reported_with_the_stacks():
     with pytest.raises(RankFailure, match=r"(?s)hung.*rank 0 is at.*hang_on_rank_0"):
         pool().run(__name__, "hang_on_rank_0", 2, "cpu", {}, seconds=5)
+
+
+def end_rank_1(rig, path, times):
+    if rig.rank == 1 and len(list(Path(path).iterdir())) < times:
+        Path(path, str(os.getpid())).touch()
+        os.kill(os.getpid(), signal.SIGABRT)
+    dist.barrier()
+    return rig.rank
+
+
+def test_a_case_in_which_a_signal_ends_a_rank_runs_once_more(tmp_path):
+    def run(times):
+        return pool().run(
+            __name__, "end_rank_1", 2, "cpu", {"path": str(tmp_path), "times": times}, SECONDS
+        )
+
+    with pytest.warns(UserWarning, match=r"(?s)rank of end_rank_1: .*exit code -6.*in end_rank_1"):
+        assert run(times=1) == [0, 1]
+    with (
+        pytest.warns(UserWarning, match="rank of end_rank_1"),
+        pytest.raises(RankFailure, match=r"(?s)rank \[1\].*exit code -6"),
+    ):
+        run(times=3)
 
 
 def delay_the_next_case(rig):
