@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -114,6 +115,7 @@ def serve(rank: int, pipe: Connection, paths: list[str], log: str, port: int) ->
 
     warnings.filterwarnings("error", module="fp8rs")
     torch.set_num_threads(1)
+    gc.freeze()  # what is collected after each case is that case's
     store = TCPStore("127.0.0.1", port)
     pipe.send("ready")
     while True:
@@ -166,6 +168,9 @@ def run_case(
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()
+        # A sharded model is a cycle: it keeps its mesh, and with it groups, whose threads wake up a
+        # hundred times a second.
+        gc.collect()
 
 
 def connect(rig: Rig, store: Any) -> None:
