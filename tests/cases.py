@@ -18,6 +18,17 @@ RECIPES = {
     "mxfp8 of 1x32": fp8rs.MXFP8BlockScaling(weight_block=(1, 32)),
 }
 
+
+def each_recipe(*short, of=RECIPES):
+    """Every recipe of a table, of which a CPU takes these alone unless it runs all (`--full`).
+
+    For slow tests that the recipe makes little difference to."""
+    return pytest.mark.parametrize(
+        "recipe",
+        [pytest.param(name, marks=() if name in short else pytest.mark.long_on_cpu) for name in of],
+    )
+
+
 each_format = pytest.mark.parametrize("fp8_dtype", FORMATS, ids=["e4m3", "e5m2"])
 each_dtype = pytest.mark.parametrize("dtype", WIDE, ids=["fp32", "bf16", "fp16"])
 each_direction = pytest.mark.parametrize(

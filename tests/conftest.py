@@ -40,7 +40,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("full"):
         collected = len(items)
-        short = [item for item in items if not item.get_closest_marker("long")]
+        short = [item for item in items if not _is_long(item)]
         kept = set(map(id, _cover(short, config.getoption("strength"))))
         left_out = [item for item in items if id(item) not in kept]
         items[:] = [item for item in items if id(item) in kept]
@@ -52,6 +52,13 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def _is_long(item):
+    on_cpu = not item.get_closest_marker("gpu")
+    return bool(
+        item.get_closest_marker("long") or (on_cpu and item.get_closest_marker("long_on_cpu"))
+    )
 
 
 #: (tests that run, tests that there are)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from cases import each_recipe
 from checkpoint.layouts import (
     KEPT,
     batch,
@@ -34,7 +35,7 @@ MOVES = [
 
 @ranks(4, seconds=40)
 @pytest.mark.parametrize(("saved", "loaded"), MOVES)
-@pytest.mark.parametrize("recipe", list(RECIPES))
+@each_recipe("delayed", "block", "mxfp8 of 1x32", of=RECIPES)
 @pytest.mark.parametrize("kept", list(KEPT))
 @pytest.mark.parametrize("how", ["save", "async_save"])
 @shardings

@@ -8,10 +8,11 @@ import torch._dynamo as dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from cases import each_recipe
 from distributed import ranks
-from nn.test_compile import RECIPES, batch, build, graphs
+from nn.test_compile import batch, build, graphs
 
-every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
+some_recipes = each_recipe("current", "delayed", "mxfp8")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -47,7 +48,7 @@ def train(model, run, rig, steps=4):
 
 
 @ranks(2)
-@every_recipe
+@some_recipes
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize(
     ("how", "each"),

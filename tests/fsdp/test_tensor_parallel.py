@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fp8rs
+from cases import each_recipe
 from distributed import ranks
 from distributed.models import RECIPES, Stack, batch, linears, make
 from fp8rs.optim import AdamW
@@ -59,7 +60,7 @@ def trained(model, rig, steps=3):
 
 
 @ranks(4)
-@every_recipe
+@each_recipe("delayed", "mxfp8", of=RECIPES)
 @both_weights
 def test_compiled_blocks_compute_what_eager_ones_do(rig, recipe, fp8_weights):
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")

@@ -22,11 +22,12 @@ from torch.utils.checkpoint import (
 )
 
 import fp8rs
-from cases import RECIPES, skip_without_block_gemms
+from cases import RECIPES, each_recipe, skip_without_block_gemms
 from fp8rs.quantize.recipes import resolve_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
+a_few_recipes = each_recipe("delayed", "mxfp8")
 WIDTH = 32
 
 
@@ -121,7 +122,7 @@ def test_a_model_is_one_graph(device, recipe, gather):
         assert backend.frame_count == graphs(recipe, 1)
 
 
-@every_recipe
+@a_few_recipes
 def test_equal_blocks_are_one_graph(device, recipe):
     eager, model = build(recipe, device), build(recipe, device)
     with counting() as backend:
@@ -166,7 +167,7 @@ def plainly(block, x):
     return checkpoint(block, x, use_reentrant=False)
 
 
-@every_recipe
+@a_few_recipes
 @pytest.mark.parametrize("wrap", [plainly, selective])
 def test_checkpointing_inside(device, recipe, wrap):
     eager, model = build(recipe, device), build(recipe, device, wrap)
@@ -189,7 +190,7 @@ def test_a_checkpoint_of_the_whole_model_compiles(device, scaling):
     assert_equal(train(eager, eager, device), train(model, compiled, device))
 
 
-@every_recipe
+@a_few_recipes
 def test_evaluation_and_training(device, recipe):
     """Two graphs, which neither an evaluation nor a step compiles again."""
     eager, model = build(recipe, device), build(recipe, device)
@@ -208,7 +209,7 @@ def test_evaluation_and_training(device, recipe):
         assert backend.frame_count == 2
 
 
-@every_recipe
+@a_few_recipes
 def test_sequence_lengths_do_not_recompile(device, recipe):
     # Of two blocks of 128 tokens and more: to torch a size of 1 is a case of its own.
     lengths = (136, 200, 152, 168, 184)
@@ -229,7 +230,7 @@ def test_sequence_lengths_do_not_recompile(device, recipe):
         assert backend.frame_count == compilations
 
 
-@every_recipe
+@a_few_recipes
 def test_tokens_that_data_selects(device, recipe):
     """One graph for any number of them, as an expert has; none included."""
     eager, model = build(recipe, device), build(recipe, device)
@@ -255,7 +256,7 @@ def test_tokens_that_data_selects(device, recipe):
         assert backend.frame_count == 1
 
 
-@every_recipe
+@a_few_recipes
 def test_a_compiled_loss_rolls_the_histories(device, recipe):
     """The root's hooks are compiled away with it: the optimizer's step does what they do."""
     model = build(recipe, device)
@@ -414,7 +415,7 @@ def test_inputs_are_made_again_and_quantized_once(device, recipe):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-@every_recipe
+@a_few_recipes
 def test_codes_may_be_saved(device, recipe):
     kind = dataclasses.replace(resolve_recipe(RECIPES[recipe]), save_input=False)
     eager, model = build(kind, device), build(kind, device)

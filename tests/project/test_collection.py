@@ -40,6 +40,9 @@ def test_fixture(block, kind, size, device): pass
 @pytest.mark.long
 def test_takes_minutes(flag): pass
 
+@pytest.mark.long_on_cpu
+def test_takes_a_moment_on_a_gpu(device): pass
+
 @flag
 def test_skips(flag):
     pytest.skip("it is Monday")
@@ -78,6 +81,13 @@ def test_long_tests_are_an_option(run, usual):
     assert run("-q", "--full", "--collect-only").count("::test_takes_minutes[") == 2
 
 
+def test_some_are_long_on_a_cpu_alone(run, usual):
+    assert "test_takes_a_moment" not in usual
+    out = run("-q", "--collect-only", "-m", "long_on_cpu")
+    assert "::test_takes_a_moment_on_a_gpu[cuda]" in out
+    assert "[cpu]" not in out
+
+
 @pytest.fixture(scope="module")
 def usual(run):
     return run("-v")
@@ -87,7 +97,7 @@ def test_products_are_covered_in_pairs(usual):
     # 3 blocks of two names x 3 sizes need 9 of 18; the others keep every case.
     for name, count in {"three": 9, "two": 9, "all": 18, "fixture": 9}.items():
         assert usual.count(f"::test_{name}[") == count
-    assert "tests: 59 of 70, a cover of each pair of parameters (all: --full)" in usual
+    assert "tests: 59 of 71, a cover of each pair of parameters (all: --full)" in usual
 
 
 def test_products_are_covered_in_values(run):

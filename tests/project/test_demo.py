@@ -340,15 +340,12 @@ def test_demo_takes_every_recipe(recipe: str, tmp_path: Path) -> None:
 
 # Bytes a parameter: of the weights, and of the optimizer for them.
 AT_REST = [
-    pytest.param(
-        *("delayed", ["--no-masters", "--state-dtype", "bf16"], 1.0, 4.0),
-        marks=pytest.mark.long,
-    ),
-    pytest.param("mxfp8", [], 1 + 1 / 1024, 12.0),
+    ("delayed", ["--no-masters", "--state-dtype", "bf16"], 1.0, 4.0),
+    ("mxfp8", [], 1 + 1 / 1024, 12.0),
 ]
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @pytest.mark.parametrize(("recipe", "options", "weights", "optimizer"), AT_REST)
 def test_demo_trains_fp8_weights(
     recipe: str, options: list[str], weights: float, optimizer: float, tmp_path: Path

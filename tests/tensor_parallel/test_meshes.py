@@ -88,8 +88,15 @@ def test_hybrid_sharding_over_tensor_parallelism_trains_as_one_process(
 
 
 @ranks(4)
-@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
-@both_weights
+@pytest.mark.parametrize(
+    ("recipe", "fp8_weights"),
+    [
+        ("current", True),
+        ("mxfp8", False),
+        pytest.param("current", False, marks=pytest.mark.long_on_cpu),
+        pytest.param("mxfp8", True, marks=pytest.mark.long_on_cpu),
+    ],
+)
 def test_compiled_shards_of_parallel_blocks_compute_what_eager_ones_do(rig, recipe, fp8_weights):
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
     dynamo.reset()

@@ -301,7 +301,7 @@ def test_training_goes_on_as_on_one_process(rig, recipe, fp8_weights):
 
 
 @ranks(2)
-@every_recipe
+@cases.each_recipe("delayed", "rowwise", of=RECIPES)
 @both_weights
 def test_compiled_blocks_compute_what_eager_ones_do(rig, recipe, fp8_weights):
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
