@@ -1,5 +1,6 @@
 """What all tests share: devices, which part of a product of parameters runs, what is counted."""
 
+import gc
 import os
 from collections import Counter, defaultdict
 
@@ -52,6 +53,14 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def pytest_collection_finish():
+    """Thousands of tests and all of torch are no garbage.
+
+    To walk them takes a second each time, and tests that look for leaks collect often."""
+    gc.collect()
+    gc.freeze()
 
 
 def _is_long(item):
@@ -114,6 +123,7 @@ def pytest_testnodedown(node):
 
 
 def pytest_sessionfinish(session):
+    gc.unfreeze()  # nanobind's modules complain of what nobody collects at the end
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["cover"] = session.config.stash.get(COVER, None)
 
