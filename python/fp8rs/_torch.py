@@ -26,6 +26,9 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 #: traced.
 no_torch_dispatch = torch._C._DisableTorchDispatch
 
+#: Whether two tensors have one storage.
+is_alias: Callable[[Tensor, Tensor], bool] = cast(Any, torch._C)._is_alias_of
+
 #: Tells autograd of a write that an operator made on its own.
 increment_version = torch._C._increment_version
 
