@@ -321,6 +321,15 @@ def dtensor_like(parameter: Any, local: Tensor, shape: tuple[int, ...] | None = 
     return made
 
 
+#: What wrappers put into the names of what they wrap: torch.compile, checkpoint_wrapper, FSDP.
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def plain_name(name: str) -> str:
+    """The name that a module or a tensor has in a model without wrappers."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
 def names_of(model: Any, name: str) -> set[str]:
     """The names that torch's state-dict functions have for what a model has under ``name``."""
     from torch.distributed.checkpoint.state_dict import _get_fqns

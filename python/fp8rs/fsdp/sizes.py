@@ -7,7 +7,7 @@ gathered. Tests compare these numbers with the collectives that ran.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fp8rs._torch import fsdp_param_groups, fsdp_place, own_part, reduces_in_stored_dtype
+from fp8rs.quantize.recipes import Recipe
+from fp8rs.quantize.spec import quant_spec
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .codec import Codec
@@ -123,6 +125,13 @@ class Group:
         if not any(p.placement.ranks > 1 for p in self.parameters):
             return 0
         return sum(p.reduced_bytes(reduce_dtype) for p in self.parameters)
+
+
+def codecs_of(recipe: Recipe, layers: Iterable[nn.Module]) -> dict[int, Codec]:
+    """For `groups_of`: a recipe's codec for each of the layers that are gathered by it."""
+    spec = quant_spec(recipe, "weight")
+    codec = Codec(spec.format, spec.fp8_dtype)
+    return {id(layer): codec for layer in layers}
 
 
 def groups_of(
