@@ -169,7 +169,7 @@ def test_a_module_is_taken_as_well_as_what_makes_one(
     script: Path, name: str, capsys: pytest.CaptureFixture
 ) -> None:
     assert all(p.is_meta for p in doctor.load_model(f"{script}{name}").parameters())
-    assert main(["doctor", f"{script}{name}", "--json"]) == 0
+    assert main(["report", f"{script}{name}", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["parameters"] == (16 * 16 + 16 if "Layer" in name else 64 * 32 + 32 + 32 * 8 + 8)
 
@@ -195,7 +195,7 @@ def test_a_module_is_taken_as_well_as_what_makes_one(
 def test_what_makes_no_model_is_an_error_of_one_line(
     script: Path, name: str, texts: list[str], capsys: pytest.CaptureFixture
 ) -> None:
-    assert main(["doctor", f"{script}:{name}"]) == 2
+    assert main(["report", f"{script}:{name}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert all(text in line for text in texts), line
 
@@ -212,7 +212,7 @@ def test_a_script_that_raises_is_an_error_of_one_line(
     script: Path, text: str, said: str, capsys: pytest.CaptureFixture
 ) -> None:
     script.write_text(text)
-    assert main(["doctor", f"{script}"]) == 2
+    assert main(["report", f"{script}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
     assert 'Put under if __name__ == "__main__" what the model does not need' in line
@@ -220,20 +220,20 @@ def test_a_script_that_raises_is_an_error_of_one_line(
 
 def test_a_name_to_leave_out_that_no_layer_has_is_warned_of(script: Path) -> None:
     with pytest.warns(UserWarning, match="filter_fqns leaves nothing out for 'heed'"):
-        assert main(["doctor", f"{script}", "--leave-out", "heed", "--leave-out", "2"]) == 0
+        assert main(["report", f"{script}", "--leave-out", "heed", "--leave-out", "2"]) == 0
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--link", "50"], "(the doctor's --tflops)"),
-        (["--tflops", "600"], "(the doctor's --link)"),
-        (["--tokens", "8"], "(the doctor's --link and --tflops)"),
-        (["--link", "0", "--tflops", "600"], "(the doctor's --link)"),
+        (["--link", "50"], "(on the command line --tflops)"),
+        (["--tflops", "600"], "(on the command line --link)"),
+        (["--tokens", "8"], "(on the command line --link and --tflops)"),
+        (["--link", "0", "--tflops", "600"], "(on the command line --link)"),
     ],
 )
 def test_a_figure_that_is_missing_or_wrong_is_named_as_it_was_typed(
     script: Path, flags: list[str], said: str, capsys: pytest.CaptureFixture
 ) -> None:
-    assert main(["doctor", f"{script}", *flags]) == 2
+    assert main(["report", f"{script}", *flags]) == 2
     assert said in capsys.readouterr().err
