@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from fp8rs import checkpoint, export, optim, tensor_parallel
     from fp8rs.convert.report import report
     from fp8rs.fsdp import precompute_float8_dynamic_scale_for_fsdp
-    from fp8rs.monitoring import Monitor, high_precision, monitor
+    from fp8rs.monitoring.high_precision import high_precision
+    from fp8rs.monitoring.monitor import Monitor, monitor
 
 __all__ = [
     "BlockFormat",
