@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -358,12 +358,19 @@ def fsdp_place(fsdp_param: Any) -> tuple[Any, str, Any]:
     return place.module, place.param_name, fsdp_param.sharded_param
 
 
-def sharded_parameters(root: Any) -> list[Any]:
-    """What FSDP2 has sharded below ``root``, whatever stands in the modules at the moment."""
+def fsdp_groups(root: Any) -> Iterator[tuple[str, Any]]:
+    """FSDP2's groups of parameters below ``root``, each with the name of its module."""
     from torch.distributed.fsdp import FSDPModule
 
-    groups = (fsdp_param_groups(m) for m in root.modules() if isinstance(m, FSDPModule))
-    return [p.sharded_param for of in groups for group in of for p in group.fsdp_params]
+    for name, module in root.named_modules():
+        if isinstance(module, FSDPModule):
+            for group in fsdp_param_groups(module):
+                yield name, group
+
+
+def sharded_parameters(root: Any) -> list[Any]:
+    """What FSDP2 has sharded below ``root``, whatever stands in the modules at the moment."""
+    return [p.sharded_param for _, group in fsdp_groups(root) for p in group.fsdp_params]
 
 
 def own_store() -> Any:
@@ -423,11 +430,9 @@ def gathered_with(root: Any, module: Any) -> list[Any]:
 
 def _group_of(root: Any, module: Any) -> Any:
     """FSDP2's group of parameters that a module's are in, below ``root``; None if in none."""
-    for part in root.modules():
-        if hasattr(part, "_get_fsdp_state"):
-            for group in fsdp_param_groups(part):
-                if any(p._module_info.module is module for p in group.fsdp_params):
-                    return group
+    for _, group in fsdp_groups(root):
+        if any(p._module_info.module is module for p in group.fsdp_params):
+            return group
     return None
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fp8rs._torch import fsdp_param_groups, fsdp_place, own_part, reduces_in_stored_dtype
+from fp8rs._torch import fsdp_groups, fsdp_place, own_part, reduces_in_stored_dtype
 from fp8rs.quantize.recipes import Recipe
 from fp8rs.quantize.spec import quant_spec
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -227,12 +227,8 @@ def _fsdp_groups(root: nn.Module) -> list[tuple[str, list[_Place]]]:
     """The groups that FSDP2 has made of a model, with the sharded parameters."""
     found: list[tuple[str, list[_Place]]] = []
     seen: set[int] = set()
-    for unit, module in root.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        for group in fsdp_param_groups(module):
-            if id(group) not in seen:
-                seen.add(id(group))
-                places = [fsdp_place(p) for p in group.fsdp_params]
-                found.append((unit, places))
+    for unit, group in fsdp_groups(root):
+        if id(group) not in seen:
+            seen.add(id(group))
+            found.append((unit, [fsdp_place(p) for p in group.fsdp_params]))
     return found
