@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rs._torch import not_traced
+from fp8rs._torch import not_traced, own_part
 from fp8rs.optim import weights
 from fp8rs.optim.lists import Item, Options, Step
 from fp8rs.optim.masters import WithMasters, distributed_like
@@ -189,8 +189,8 @@ class AdamW(WithMasters):
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = state_like(param, weight, getattr(torch, group["state_dtype"]))
         master = self._master(param, group["master_weights"], bool(group["stochastic_rounding"]))
-        exp_avg, exp_avg_sq = (weights.local(state[name]) for name in ("exp_avg", "exp_avg_sq"))
-        return exp_avg, exp_avg_sq, state["step"], None if master is None else weights.local(master)
+        exp_avg, exp_avg_sq = (own_part(state[name]) for name in ("exp_avg", "exp_avg_sq"))
+        return exp_avg, exp_avg_sq, state["step"], None if master is None else own_part(master)
 
     def _check_group(self, saved: dict[str, Any]) -> None:
         check_options({**self.defaults, **saved})
@@ -260,7 +260,7 @@ def checked(param: Tensor) -> tuple[Tensor, Tensor]:
     """The local parts of a parameter and its gradient; raises where they do not fit."""
     grad = param.grad
     assert grad is not None
-    weight = weights.local(param)
+    weight = own_part(param)
     if grad.layout != torch.strided:
         raise TypeError(f"a gradient is of layout {grad.layout}; it must be strided")
     if weight.dtype not in INPUT_DTYPES:
