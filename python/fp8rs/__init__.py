@@ -19,7 +19,6 @@ from . import ops  # isort: skip  (registers the operators that the rest calls)
 
 from fp8rs.convert.convert import convert_to_float8_training, optimizer_stepped
 from fp8rs.convert.quantized_init import quantized_init
-from fp8rs.monitoring import Monitor, high_precision, monitor
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.quantizers import (
     Float8BlockQuantizer,
@@ -40,13 +39,15 @@ from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.quantized import Float8Tensor, MXFP8Tensor, Plane, QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec
 
-from . import nn, optim
+from . import nn
 from ._core import CudaError, UnsupportedError, __version__
 
 if TYPE_CHECKING:
-    from fp8rs import checkpoint, export, tensor_parallel
+    from fp8rs import checkpoint, export, optim, tensor_parallel
     from fp8rs.convert.report import report
     from fp8rs.fsdp import precompute_float8_dynamic_scale_for_fsdp
+    from fp8rs.monitoring.high_precision import high_precision
+    from fp8rs.monitoring.monitor import Monitor, monitor
 
 __all__ = [
     "BlockFormat",
@@ -86,10 +87,15 @@ __all__ = [
     "tensor_parallel",
 ]
 
-#: What is imported when it is first asked for: torch.distributed.tensor takes two seconds.
+#: What is imported when it is first asked for: what not all need, and what needs
+#: torch.distributed.tensor, which takes two seconds.
 _LATER = {
+    "Monitor": "fp8rs.monitoring",
     "checkpoint": "fp8rs.checkpoint",
     "export": "fp8rs.export",
+    "high_precision": "fp8rs.monitoring",
+    "monitor": "fp8rs.monitoring",
+    "optim": "fp8rs.optim",
     "precompute_float8_dynamic_scale_for_fsdp": "fp8rs.fsdp",
     "report": "fp8rs.convert.report",
     "tensor_parallel": "fp8rs.tensor_parallel",

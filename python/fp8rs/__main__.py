@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from fp8rs import __version__
 from fp8rs.monitoring.plot import LABELS
@@ -16,18 +15,6 @@ from fp8rs.quantize.recipes import RECIPES
 
 #: What a monitor's picture can be of.
 STATISTICS = list(LABELS)
-
-#: The options about a model, and what they are where they are not given.
-OF_A_MODEL: dict[str, Any] = {
-    "recipe": "current",
-    "leave_out": (),
-    "ranks": 8,
-    "weights": "master",
-    "optimizer": None,
-    "link": None,
-    "tflops": None,
-    "tokens": None,
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,28 +68,19 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
     doctor = commands.add_parser(
         "doctor",
-        help="what this machine can run, and why not; with a model, report on it",
-        description="Versions, driver, devices, and which recipes run here by which path. With a "
-        "model: what the command report says of it.",
+        help="what this machine can run, and why not",
+        description="Versions, driver, devices, and which recipes run here by which path.",
     )
-    _add_model(doctor, nargs="?")
-    doctor.set_defaults(run=_doctor, command="doctor")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(run=_doctor)
     report = commands.add_parser(
         "report",
         help="what converting a model would come to: layers, bytes, memory",
         description="What would be converted, what a step would gather and the memory that a rank "
         "would need. The model is made on the meta device, and takes no memory here.",
     )
-    _add_model(report)
-    report.set_defaults(run=_report, command="report")
-    links = commands.add_parser(
-        "links",
-        help="what a step of a model sends within a host and between hosts, on paper",
-        description="Bytes that each GPU takes in, on one host of 8 GPUs and on 8 of them, by "
-        "recipe and by what fp8rs.fsdp.set_links chooses: a table in Markdown.",
-    )
-    links.add_argument("model", metavar="MODEL", help="as for report")
-    links.set_defaults(run=_links)
+    _add_report(report)
+    report.set_defaults(run=_report)
     monitor = commands.add_parser(
         "monitor",
         help="the layers that lost most in a run, and a picture of all of them",
@@ -119,41 +97,40 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_model(parser: argparse.ArgumentParser, **options: Any) -> None:
-    """The arguments of the commands that look at a model."""
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
+def _add_report(report: argparse.ArgumentParser) -> None:
+    """The arguments of the report on a model."""
+    report.add_argument("--json", action="store_true", help="print JSON")
+    report.add_argument(
         "model",
         metavar="MODEL",
         help="FILE.py or FILE.py:NAME, a Python file with a model, or a function that returns it "
         "(default name: model); or a model of transformers, by its name or its folder",
-        **options,
     )
-    # Without defaults, so that what is given without a model is seen.
-    model = parser.add_argument_group("with a model", argument_default=argparse.SUPPRESS)
     recipes = f"{', '.join(RECIPES)}; default: current"
-    model.add_argument("--recipe", help=recipes)
-    model.add_argument(
+    report.add_argument("--recipe", default="current", help=recipes)
+    report.add_argument(
         "--leave-out",
         action="append",
+        default=[],
         metavar="NAME",
         help="leave out layers with this in their name (filter_fqns); may be repeated",
     )
-    model.add_argument("--ranks", type=_positive, help="that shard it; default: 8")
-    model.add_argument(
+    report.add_argument("--ranks", type=_positive, default=8, help="that shard it; default: 8")
+    report.add_argument(
         "--weights",
         choices=("fp8", "master"),
+        default="master",
         help="what is stored of converted weights (fp8_weights); default: master",
     )
-    model.add_argument(
+    report.add_argument(
         "--optimizer",
         metavar="NAME",
         help="torch's adam, adamw, lion, momentum, muon or sgd; or fp8rs-adamw[-bf16][-no-masters]"
         "; default: adamw, fp8rs-adamw where FP8 weights are trained",
     )
-    model.add_argument("--link", type=float, metavar="GB/S", help="what a rank takes in by link")
-    model.add_argument("--tflops", type=float, help="what a GPU reaches in this model's GEMMs")
-    model.add_argument("--tokens", type=_positive, help="a rank and step")
+    report.add_argument("--link", type=float, metavar="GB/S", help="what a rank takes in by link")
+    report.add_argument("--tflops", type=float, help="what a GPU reaches in this model's GEMMs")
+    report.add_argument("--tokens", type=_positive, help="a rank and step")
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -179,14 +156,6 @@ def _demo(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from fp8rs import doctor
 
-    if options.model is not None:
-        return _report(options)
-    given = [name for name in OF_A_MODEL if hasattr(options, name)]
-    if given:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        verb = "is" if len(given) == 1 else "are"
-        print(f"fp8rs doctor: {flags} {verb} about a model: name one", file=sys.stderr)
-        return 2
     findings = doctor.examine()
     print(doctor.as_json(findings) if options.json else doctor.as_text(findings))
     return 0
@@ -195,35 +164,26 @@ def _doctor(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     from fp8rs import doctor, report
 
-    o = {**OF_A_MODEL, **vars(options)}
+    link, tflops = options.link, options.tflops
+    try:
+        model = doctor.load_model(options.model)
+    except doctor.ScriptError as error:
+        return _refused("report", error)
     try:
         found = report(
-            doctor.load_model(options.model),
-            recipe=o["recipe"],
-            filter_fqns=o["leave_out"],
-            world_size=o["ranks"],
-            optimizer=o["optimizer"],
-            fp8_weights=o["weights"] == "fp8",
-            link_bandwidth=None if o["link"] is None else o["link"] * 1e9,
-            gpu_flops=None if o["tflops"] is None else o["tflops"] * 1e12,
-            tokens=o["tokens"],
+            model,
+            recipe=options.recipe,
+            filter_fqns=options.leave_out,
+            world_size=options.ranks,
+            optimizer=options.optimizer,
+            fp8_weights=options.weights == "fp8",
+            link_bandwidth=None if link is None else link * 1e9,
+            gpu_flops=None if tflops is None else tflops * 1e12,
+            tokens=options.tokens,
         )
-    except (doctor.ScriptError, ValueError) as error:
-        print(f"fp8rs {options.command}: {error}", file=sys.stderr)
-        return 2
+    except ValueError as error:
+        return _refused("report", error)
     print(json.dumps(found.as_dict(), indent=2) if options.json else found)
-    return 0
-
-
-def _links(options: argparse.Namespace) -> int:
-    from fp8rs import doctor
-    from fp8rs.convert.step_bytes import table
-
-    try:
-        print(table(doctor.load_model(options.model), (None, "current", "mxfp8")))
-    except (doctor.ScriptError, ValueError) as error:
-        print(f"fp8rs links: {error}", file=sys.stderr)
-        return 2
     return 0
 
 
@@ -236,11 +196,9 @@ def _monitor(options: argparse.Namespace) -> int:
         if options.plot is not None:
             plot(records, options.plot, options.statistic)
     except (RecordsError, ValueError, OSError) as error:
-        print(f"fp8rs monitor: {error}", file=sys.stderr)
-        return 2
+        return _refused("monitor", error)
     except ImportError:
-        print("fp8rs monitor: no plot without matplotlib: pip install matplotlib", file=sys.stderr)
-        return 2
+        return _refused("monitor", "no plot without matplotlib: pip install matplotlib")
     last = records[-1]
     found = worst(last.statistics, options.worst)
     width = max((len(one.layer) for one in found), default=0)
@@ -248,6 +206,11 @@ def _monitor(options: argparse.Namespace) -> int:
     for one in found:
         print(f"  {one.layer:<{width}}  {one.operand:<6}  {one.sqnr_db:6.2f}")
     return 0
+
+
+def _refused(command: str, why: object) -> int:
+    print(f"fp8rs {command}: {why}", file=sys.stderr)
+    return 2
 
 
 def _positive(text: str) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -25,6 +25,9 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 #: A context in which no ``__torch_dispatch__`` runs, modes' included: what happens in it is not
 #: traced.
 no_torch_dispatch = torch._C._DisableTorchDispatch
+
+#: Whether two tensors have one storage.
+is_alias: Callable[[Tensor, Tensor], bool] = cast(Any, torch._C)._is_alias_of
 
 #: Tells autograd of a write that an operator made on its own.
 increment_version = torch._C._increment_version
@@ -318,6 +321,15 @@ def dtensor_like(parameter: Any, local: Tensor, shape: tuple[int, ...] | None = 
     return made
 
 
+#: What wrappers put into the names of what they wrap: torch.compile, checkpoint_wrapper, FSDP.
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def plain_name(name: str) -> str:
+    """The name that a module or a tensor has in a model without wrappers."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
 def names_of(model: Any, name: str) -> set[str]:
     """The names that torch's state-dict functions have for what a model has under ``name``."""
     from torch.distributed.checkpoint.state_dict import _get_fqns
@@ -346,12 +358,19 @@ def fsdp_place(fsdp_param: Any) -> tuple[Any, str, Any]:
     return place.module, place.param_name, fsdp_param.sharded_param
 
 
-def sharded_parameters(root: Any) -> list[Any]:
-    """What FSDP2 has sharded below ``root``, whatever stands in the modules at the moment."""
+def fsdp_groups(root: Any) -> Iterator[tuple[str, Any]]:
+    """FSDP2's groups of parameters below ``root``, each with the name of its module."""
     from torch.distributed.fsdp import FSDPModule
 
-    groups = (fsdp_param_groups(m) for m in root.modules() if isinstance(m, FSDPModule))
-    return [p.sharded_param for of in groups for group in of for p in group.fsdp_params]
+    for name, module in root.named_modules():
+        if isinstance(module, FSDPModule):
+            for group in fsdp_param_groups(module):
+                yield name, group
+
+
+def sharded_parameters(root: Any) -> list[Any]:
+    """What FSDP2 has sharded below ``root``, whatever stands in the modules at the moment."""
+    return [p.sharded_param for _, group in fsdp_groups(root) for p in group.fsdp_params]
 
 
 def own_store() -> Any:
@@ -411,11 +430,9 @@ def gathered_with(root: Any, module: Any) -> list[Any]:
 
 def _group_of(root: Any, module: Any) -> Any:
     """FSDP2's group of parameters that a module's are in, below ``root``; None if in none."""
-    for part in root.modules():
-        if hasattr(part, "_get_fsdp_state"):
-            for group in fsdp_param_groups(part):
-                if any(p._module_info.module is module for p in group.fsdp_params):
-                    return group
+    for _, group in fsdp_groups(root):
+        if any(p._module_info.module is module for p in group.fsdp_params):
+            return group
     return None
 
 

@@ -312,8 +312,8 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_doctor_reports_on_a_script(script: Path) -> None:
-    command = [sys.executable, "-m", "fp8rs", "doctor", f"{script}", "--leave-out", "2", "--json"]
+def test_the_command_line_reports_on_a_script(script: Path) -> None:
+    command = [sys.executable, "-m", "fp8rs", "report", f"{script}", "--leave-out", "2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     found = json.loads(done.stdout)
     assert found["converted"] == ["0"]
@@ -328,17 +328,17 @@ def test_a_model_larger_than_memory_is_reported(
     monkeypatch.setattr(sys, "path", list(sys.path))
     arguments = [f"{script}:huge", "--recipe", "mxfp8", "--ranks", "64"]
     figures = ["--link", "50", "--tflops", "600", "--tokens", "8192"]
-    assert main(["doctor", *arguments, *figures]) == 0
+    assert main(["report", *arguments, *figures]) == 0
     printed = capsys.readouterr().out
     assert "recipe mxfp8; 64 ranks" in printed
     assert "with the FP8 gather" in printed
 
 
-def test_the_doctor_reports_on_fp8_weights(
+def test_the_command_line_reports_on_fp8_weights(
     script: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    arguments = ["doctor", f"{script}:huge", "--ranks", "64", "--weights", "fp8", "--json"]
+    arguments = ["report", f"{script}:huge", "--ranks", "64", "--weights", "fp8", "--json"]
     optimizers = {"": 12, "fp8rs-adamw-no-masters": 8, "fp8rs-adamw-bf16-no-masters": 4}
     for name, size in optimizers.items():
         assert main([*arguments, *(["--optimizer", name] if name else [])]) == 0
@@ -352,8 +352,8 @@ def test_the_doctor_reports_on_fp8_weights(
 @pytest.mark.parametrize(
     ("script_name", "text"),
     [
-        ("{}:nothing", "Name one of its own after a colon: model, huge, number"),
-        ("{}:number", r"number\(\) gives int, not a torch.nn.Module"),
+        ("{}:nothing", "'nothing' of .* gives None: name a torch.nn.Module of it"),
+        ("{}:number", "'number' of .* gives 3: name a torch.nn.Module of it"),
         ("nowhere.py", "there is no file nowhere.py"),
     ],
 )
@@ -365,7 +365,7 @@ def test_a_script_that_cannot_be_used_is_an_error_that_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert main(["doctor", script_name.format(script)]) == 2
+    assert main(["report", script_name.format(script)]) == 2
     import re
 
     assert re.search(text, capsys.readouterr().err)

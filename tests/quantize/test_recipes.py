@@ -7,13 +7,11 @@ import torch
 
 import fp8rs
 from fp8rs.quantize.recipes import (
-    TE_RECIPES,
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowwiseScaling,
     MXFP8BlockScaling,
-    Recipe,
     describe,
     resolve_recipe,
 )
@@ -145,21 +143,10 @@ def test_an_unknown_name_lists_those_known():
         resolve_recipe("fp9")
 
 
-@pytest.mark.parametrize("name", TE_RECIPES)
-def test_of_transformer_engines_recipes_the_error_says_which_of_ours_to_give(name):
-    theirs = type(name, (), {"__module__": "transformer_engine.common.recipe"})
-    for recipe in (theirs(), type("Mine", (theirs,), {})()):
-        with pytest.raises(TypeError, match=f"TransformerEngine's {name}: give fp8rs") as error:
-            fp8rs.convert_to_float8_training(torch.nn.Linear(32, 32), recipe=recipe)
-        ours = eval(str(error.value).partition("give ")[2])
-        assert isinstance(ours, Recipe)
-        assert type(ours).__name__ == name
-
-
-def test_of_a_recipe_of_transformer_engines_that_is_like_none_the_error_says_so():
-    theirs = type("NVFP4BlockScaling", (), {"__module__": "transformer_engine.common.recipe"})
-    with pytest.raises(TypeError, match="NVFP4BlockScaling: give one of fp8rs's recipes, none"):
-        resolve_recipe(theirs())
+def test_of_another_librarys_recipe_the_error_says_whose_it_is():
+    theirs = type("DelayedScaling", (), {"__module__": "transformer_engine.common.recipe"})
+    with pytest.raises(TypeError, match=r"not transformer_engine\.common\.recipe\.DelayedScaling"):
+        fp8rs.convert_to_float8_training(torch.nn.Linear(32, 32), recipe=theirs())
 
 
 def test_descriptions_show_what_was_changed():

@@ -14,7 +14,7 @@ from fp8rs.convert.convert import convert_to_float8_training
 from fp8rs.quantize.recipes import DelayedScaling
 from fp8rs.scaling import steps
 from fp8rs.scaling.histories import Histories
-from fp8rs.scaling.ready import Ready
+from fp8rs.scaling.known_scales import KnownScales
 from oracle.elements import E4M3, E5M2, MAX
 from oracle.tensorwise import scale_from_amax
 from saving import reloaded
@@ -586,9 +586,9 @@ def test_slots_that_nothing_uses_are_read_ever_less(device, monkeypatch, first):
         Block().to(device), recipe="delayed", enable_fsdp_float8_all_gather=False
     )
     reads = []
-    read = Ready.read
+    read = KnownScales.read
     monkeypatch.setattr(
-        Ready, "read", lambda self, layers: reads.extend(self.pending) or read(self, layers)
+        KnownScales, "read", lambda self, layers: reads.extend(self.pending) or read(self, layers)
     )
     with first():
         model(batch(device))

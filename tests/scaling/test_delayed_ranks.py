@@ -33,7 +33,7 @@ def step(model, x, optimizer):
 
 
 def rolls(model):
-    return next(iter(linears(model).values()))._fp8_state.delayed.histories.ready.rolls
+    return next(iter(linears(model).values()))._fp8_state.delayed.histories.known.rolls
 
 
 def histories(model):

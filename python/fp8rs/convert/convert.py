@@ -11,11 +11,10 @@ from torch import nn
 
 from fp8rs.convert.fp8_weights import check_weight, fits, high_precision_weight, quantize_weight
 from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
-from fp8rs.convert.torchao import from_float8_linear_config, refuse_high_precision_name
+from fp8rs.convert.torchao import from_float8_linear_config
 from fp8rs.nn.linear import Float8Linear, float8_class
 from fp8rs.nn.registry import ModelState
 from fp8rs.nn.sharding import Sharding
-from fp8rs.optim import others
 from fp8rs.quantize.quantizers import group_name
 from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -126,6 +125,8 @@ def convert_to_float8_training(
     for joined in left:
         joined.detach()
     if fp8_weights:
+        from fp8rs.optim import others  # of which other models have no use
+
         state.watch_steps()
         others.watch()
     state.attach(module)
@@ -203,7 +204,6 @@ def settle(recipe: Any, config: Any, gather: bool | None, fp8_weights: bool) -> 
             )
         gather = said
     else:
-        refuse_high_precision_name(recipe)
         recipe = resolve_recipe("current" if recipe is None else recipe)
         gather = gather is None or gather
     if fp8_weights and not gather:

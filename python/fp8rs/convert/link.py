@@ -9,7 +9,7 @@ from torch import nn
 
 from fp8rs.fsdp.sizes import Group
 
-#: What the doctor calls the figures of a link and a GPU.
+#: What the command line calls the figures of a link and a GPU.
 FLAGS = {"link_bandwidth": "--link", "gpu_flops": "--tflops", "tokens": "--tokens"}
 
 
@@ -58,13 +58,16 @@ def gather_of(
     given = {"link_bandwidth": link_bandwidth, "gpu_flops": gpu_flops, "tokens": tokens}
     for name, value in given.items():
         if value is not None and not value > 0:
-            raise ValueError(f"{name} must be positive, not {value!r} (the doctor's {FLAGS[name]})")
+            raise ValueError(
+                f"{name} must be positive, not {value!r} (on the command line {FLAGS[name]})"
+            )
     if link_bandwidth is None or gpu_flops is None:
         if any(value is not None for value in given.values()):
             missing = [n for n in ("link_bandwidth", "gpu_flops") if given[n] is None]
             flags = " and ".join(FLAGS[n] for n in missing)
             raise ValueError(
-                f"{' and '.join(missing)} must be given too (the doctor's {flags}): times need both"
+                f"{' and '.join(missing)} must be given too (on the command line {flags}): times "
+                "need both"
             )
         return None
     linears = {id(m.weight): m for m in model.modules() if isinstance(m, nn.Linear)}

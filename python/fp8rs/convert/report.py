@@ -15,13 +15,11 @@ from fp8rs.convert.convert import settle
 from fp8rs.convert.link import Gather, gather_of
 from fp8rs.convert.report_table import Left, Report
 from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
-from fp8rs.fsdp.codec import Codec
 from fp8rs.fsdp.memory import STATES, Memory, States, memory_of
 from fp8rs.fsdp.placement import place
-from fp8rs.fsdp.sizes import Group, groups_of
+from fp8rs.fsdp.sizes import Group, codecs_of, groups_of
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import Recipe, RecipeName
-from fp8rs.quantize.spec import quant_spec
 
 __all__ = ["Gather", "Left", "Memory", "Report", "report"]
 
@@ -104,13 +102,14 @@ def report(
     }
     chosen.update(selected.layers)
 
-    spec = quant_spec(recipe, "weight")
-    codec = Codec(spec.format, spec.fp8_dtype)
-    codecs = {
-        id(m): codec
-        for m in chosen.values()
-        if (m._fp8_state.fp8_gather if isinstance(m, Float8Linear) else fp8_gather)
-    }
+    codecs = codecs_of(
+        recipe,
+        (
+            m
+            for m in chosen.values()
+            if (m._fp8_state.fp8_gather if isinstance(m, Float8Linear) else fp8_gather)
+        ),
+    )
     fp8, plain = (
         groups_of(
             model,

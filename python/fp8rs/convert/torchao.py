@@ -19,8 +19,6 @@ _SECOND_CASTS = {
 }
 _GEMMS = ("gemm_config_output", "gemm_config_grad_input", "gemm_config_grad_weight")
 
-_NEAREST = 'all three run in FP8 here; the nearest is recipe="rowwise"'
-
 #: Scaling granularity -> the recipe that has it.
 _GRANULARITIES = {"tensorwise": "current", "axiswise": "rowwise"}
 
@@ -50,7 +48,10 @@ def from_float8_linear_config(config: Any) -> tuple[Recipe, bool]:
     for name, first in _SECOND_CASTS.items():
         second = getattr(config, name, None)
         if second is not None and _high_precision(second):
-            raise ValueError(f"config.{name} keeps one GEMM in high precision: {_NEAREST}")
+            raise ValueError(
+                f"config.{name} keeps one GEMM in high precision: all three run in FP8 here; the "
+                'nearest is recipe="rowwise"'
+            )
         if second is not None and second != getattr(config, first):
             raise ValueError(
                 f"config.{name} differs from config.{first}: "
@@ -106,14 +107,6 @@ def _granularity(config: Any, name: str) -> str:
 def _high_precision(cast: Any) -> bool:
     scaling = _value(getattr(cast, "scaling_type", "dynamic"))
     return bool(getattr(cast, "keep_in_original_precision", False)) or scaling == "disabled"
-
-
-def refuse_high_precision_name(recipe: Any) -> None:
-    """Raise ValueError for torchao's one recipe name that no recipe of ours stands for."""
-    if recipe == "rowwise_with_gw_hp":
-        raise ValueError(
-            f"recipe {recipe!r} (torchao's) keeps one GEMM in high precision: {_NEAREST}"
-        )
 
 
 def _value(choice: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import dtensor_like, own_part
+from fp8rs._torch import dtensor_like, own_part, plain_name
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.nn.spec import spec_for
 from fp8rs.tensor.formats import INPUT_DTYPES
@@ -17,9 +17,6 @@ from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import quantize_planes
 
 from .formats import ServingFormat, serving_format
-
-#: What wrappers put into names.
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 #: A module and its name in the unconverted model.
 Named = tuple[str, nn.Module]
@@ -89,14 +86,6 @@ def kept_layers(model: nn.Module) -> list[str]:
 def named_modules(model: nn.Module) -> list[Named]:
     """All modules, by the names that they have without wrappers."""
     return [(plain_name(name), module) for name, module in model.named_modules()]
-
-
-def plain_name(name: str) -> str:
-    """A name without what wrappers add to it."""
-    name += "."
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name[:-1]
 
 
 def check_layers(model: nn.Module, serving: ServingFormat) -> None:
@@ -251,18 +240,7 @@ def own_plane(layer: Float8Linear, weight: Any) -> Plane:
 
 def whole_of_parts(weight: Any, part: Tensor, shape: tuple[int, ...]) -> Tensor:
     """All ranks' parts together, cut as a weight is."""
-    from torch.distributed.tensor import DTensor
-
-    wire = as_bytes(part)
-    stride = (shape[1], 1)
-    together: Any = DTensor.from_local(
-        wire.contiguous(),
-        weight.device_mesh,
-        weight.placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=stride,
-    )
+    together: Any = dtensor_like(weight, as_bytes(part).contiguous(), shape)
     full: Tensor = together.full_tensor()
     return full.view(part.dtype)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from torch.distributed.fsdp import FSDPModule
-
-from fp8rs._torch import fsdp_param_groups, fsdp_place, local_tensor
+from fp8rs._torch import fsdp_groups, fsdp_place, local_tensor
 from fp8rs.nn.registry import ModelState
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -17,21 +15,17 @@ def refuse_partial_reshard(state: ModelState) -> None:
     does not say why.
     """
     root = state.root
-    if root is None:
-        return
-    for name, module in root.named_modules():
-        if isinstance(module, FSDPModule):
-            for group in fsdp_param_groups(module):
-                smaller = getattr(group, "post_forward_mesh_info", None)
-                if smaller is None or smaller == group.mesh_info:
-                    continue
-                if any(hasattr(p, "_extensions_data") for p in group.fsdp_params):
-                    size = getattr(smaller, "shard_mesh_size", "a number")
-                    raise ValueError(
-                        f"fully_shard(..., reshard_after_forward={size}) on {name or 'the root'} "
-                        "does not work with FP8 all-gather: use True or False, or convert with "
-                        "enable_fsdp_float8_all_gather=False"
-                    )
+    for name, group in () if root is None else fsdp_groups(root):
+        smaller = getattr(group, "post_forward_mesh_info", None)
+        if smaller is None or smaller == group.mesh_info:
+            continue
+        if any(hasattr(p, "_extensions_data") for p in group.fsdp_params):
+            size = getattr(smaller, "shard_mesh_size", "a number")
+            raise ValueError(
+                f"fully_shard(..., reshard_after_forward={size}) on {name or 'the root'} "
+                "does not work with FP8 all-gather: use True or False, or convert with "
+                "enable_fsdp_float8_all_gather=False"
+            )
 
 
 def refuse_recast(state: ModelState) -> None:
@@ -41,17 +35,15 @@ def refuse_recast(state: ModelState) -> None:
     forward: it would read others as what they are not. Of a group without codes it raises itself.
     """
     root = state.root
-    for module in () if root is None else root.modules():
-        if isinstance(module, FSDPModule):
-            for group in fsdp_param_groups(module):
-                for known in group.fsdp_params:
-                    owner, name, parameter = fsdp_place(known)
-                    if isinstance(local_tensor(parameter), QuantizedTensor):
-                        continue  # FP8 weights are bytes in any dtype
-                    begun = getattr(known, "orig_dtype", None)  # with FSDP2's first forward
-                    if begun is not None and parameter.dtype != begun:
-                        raise RuntimeError(
-                            f"{name} of {type(owner).__name__} is {parameter.dtype}, and was "
-                            f"{begun} when FSDP2 began to gather it: cast a model "
-                            "before its first forward"
-                        )
+    for _, group in () if root is None else fsdp_groups(root):
+        for known in group.fsdp_params:
+            owner, name, parameter = fsdp_place(known)
+            if isinstance(local_tensor(parameter), QuantizedTensor):
+                continue  # FP8 weights are bytes in any dtype
+            begun = getattr(known, "orig_dtype", None)  # with FSDP2's first forward
+            if begun is not None and parameter.dtype != begun:
+                raise RuntimeError(
+                    f"{name} of {type(owner).__name__} is {parameter.dtype}, and was "
+                    f"{begun} when FSDP2 began to gather it: cast a model "
+                    "before its first forward"
+                )

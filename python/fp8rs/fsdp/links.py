@@ -15,12 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 from fp8rs._core import UnsupportedError
 from fp8rs._torch import computed_in, fsdp_param_groups, in_backward, not_traced, shard_group
 from fp8rs.nn.linear import Float8Linear
-from fp8rs.quantize.spec import quant_spec
 
 from . import symmetric
 from .codec import Codec
 from .reduction import AllToAll, SummedReduction, Wire
-from .sizes import groups_of
+from .sizes import codecs_of, groups_of
 
 GATHERS = ("auto", "symmetric", "torch")
 REDUCTIONS = ("auto", "symmetric", "bf16", "torch")
@@ -229,11 +228,10 @@ def _no_bf16(computed: set[torch.dtype]) -> str:
 
 def _plan(model: nn.Module, units: list[_Unit]) -> list[tuple[int, int]]:
     """Of each unit the bytes that a gather sends, and those of its gradients in bfloat16."""
-    codecs = {}
+    codecs: dict[int, Codec] = {}
     for layer in model.modules():
         if isinstance(layer, Float8Linear) and layer._fp8_state.fp8_gather:
-            spec = quant_spec(layer.recipe, "weight")
-            codecs[id(layer)] = Codec(spec.format, spec.fp8_dtype)
+            codecs.update(codecs_of(layer.recipe, [layer]))
     plan = []
     for unit in units:
         dtype = next(p.mp_policy.param_dtype for p in unit.parameters.fsdp_params)

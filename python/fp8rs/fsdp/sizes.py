@@ -7,7 +7,7 @@ gathered. Tests compare these numbers with the collectives that ran.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fp8rs._torch import fsdp_param_groups, fsdp_place, own_part, reduces_in_stored_dtype
+from fp8rs._torch import fsdp_groups, fsdp_place, own_part, reduces_in_stored_dtype
+from fp8rs.quantize.recipes import Recipe
+from fp8rs.quantize.spec import quant_spec
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .codec import Codec
@@ -125,6 +127,13 @@ class Group:
         return sum(p.reduced_bytes(reduce_dtype) for p in self.parameters)
 
 
+def codecs_of(recipe: Recipe, layers: Iterable[nn.Module]) -> dict[int, Codec]:
+    """For `groups_of`: a recipe's codec for each of the layers that are gathered by it."""
+    spec = quant_spec(recipe, "weight")
+    codec = Codec(spec.format, spec.fp8_dtype)
+    return {id(layer): codec for layer in layers}
+
+
 def groups_of(
     root: nn.Module,
     codecs: dict[int, Codec],
@@ -218,12 +227,8 @@ def _fsdp_groups(root: nn.Module) -> list[tuple[str, list[_Place]]]:
     """The groups that FSDP2 has made of a model, with the sharded parameters."""
     found: list[tuple[str, list[_Place]]] = []
     seen: set[int] = set()
-    for unit, module in root.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        for group in fsdp_param_groups(module):
-            if id(group) not in seen:
-                seen.add(id(group))
-                places = [fsdp_place(p) for p in group.fsdp_params]
-                found.append((unit, places))
+    for unit, group in fsdp_groups(root):
+        if id(group) not in seen:
+            seen.add(id(group))
+            found.append((unit, [fsdp_place(p) for p in group.fsdp_params]))
     return found

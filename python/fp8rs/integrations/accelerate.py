@@ -43,9 +43,7 @@ class Replaced(ExitStack):
 def use_fp8rs(
     recipe: Recipe | RecipeName | None = None,
     *,
-    module_filter_fn: ModuleFilter | None = None,
     filter_fqns: Iterable[str] = (),
-    enable_fsdp_float8_all_gather: bool | None = None,
 ) -> Replaced:
     """Make accelerate's ``mixed_precision="fp8"`` convert models with this library.
 
@@ -64,11 +62,10 @@ def use_fp8rs(
     Args:
         recipe: a recipe or its short name. None reads the ``config`` of the Accelerator's
             AORecipeKwargs, which by default is ``Float8CurrentScaling(fp8_format="hybrid")``.
-        module_filter_fn: as for convert_to_float8_training. None is the AORecipeKwargs'
-            ``module_filter_func``, and accelerate's default where it has none: all linear layers
-            but the first and the last.
-        filter_fqns: as for convert_to_float8_training.
-        enable_fsdp_float8_all_gather: as there.
+            Its ``enable_fsdp_float8_all_gather`` holds in any case.
+        filter_fqns: as for convert_to_float8_training. Beside it the AORecipeKwargs'
+            ``module_filter_func`` is asked, and accelerate's default where it has none: all linear
+            layers but the first and the last.
 
     Returns:
         What undoes it: by ``undo()``, or at the end of a ``with``.
@@ -98,18 +95,14 @@ def use_fp8rs(
         handler = self.ao_recipe_handler
         for model in args:
             if isinstance(model, nn.Module):
-                keep = module_filter_fn or handler.module_filter_func or _all_but_ends(model)
+                keep = handler.module_filter_func or _all_but_ends(model)
                 convert_to_float8_training(
                     model,
                     recipe=recipe,
                     config=handler.config if recipe is None else None,
                     module_filter_fn=keep,
                     filter_fqns=filter_fqns,
-                    enable_fsdp_float8_all_gather=(
-                        handler.config.enable_fsdp_float8_all_gather
-                        if enable_fsdp_float8_all_gather is None
-                        else enable_fsdp_float8_all_gather
-                    ),
+                    enable_fsdp_float8_all_gather=handler.config.enable_fsdp_float8_all_gather,
                 )
         return args
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from fp8rs._torch import plain_name
 from fp8rs.nn.linear import Float8Linear
-
-#: What wrappers put into the names of what they wrap: torch.compile, checkpoint_wrapper, FSDP.
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 #: A model that is itself a layer.
 ROOT = "root"
@@ -23,7 +21,7 @@ def layers_of(model: nn.Module) -> dict[str, Float8Linear]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     found = {
-        ".".join(part for part in name.split(".") if part not in WRAPPERS) or ROOT: module
+        plain_name(name) or ROOT: module
         for name, module in model.named_modules()
         if isinstance(module, Float8Linear)
     }

@@ -62,7 +62,7 @@ def begin_anew(layer: Any, delayed: Delayed | None) -> None:
         for name in BUFFERS:
             layer._buffers[name].zero_()
         layer.fp8_ready = NOTHING_READY
-        delayed.histories.ready.forget()
+        delayed.histories.known.forget()
 
 
 def give_memory(layer: nn.Module, delayed: Delayed | None, device: torch.device) -> None:

@@ -7,6 +7,7 @@ graph, so that another one is made, or found, when it changes.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -59,25 +60,17 @@ def debugged_linear(
     bias: Tensor | None,
     key: str,
     out_dtype: torch.dtype,
-    scales: tuple[Tensor, ...] | None = None,
-    amaxes: tuple[Tensor, ...] | None = None,
-    ready: tuple[bool, bool, bool] = (False, False, False),
-    record: bool = False,
+    *delayed: Any,
 ) -> Tensor:
-    """`linear`, as ``debug`` says. (In a graph the tuples that are given have lost their names.)"""
+    """`linear`, as ``debug`` says. (In a graph the tuples that are given have lost their names.)
+
+    ``delayed`` are its arguments for delayed scaling.
+    """
     high, watch = debug
-    quantized = functools.partial(
-        linear,
-        key=key,
-        out_dtype=out_dtype,
-        scales=scales,
-        amaxes=amaxes,
-        ready=ready,
-        record=record,
-        watch=None if watch is None else Watch(*watch),
-    )
+    watched = None if watch is None else Watch(*watch)
+    quantized: Callable[..., Tensor] = functools.partial(linear, watch=watched)
     if not any(high):
-        return quantized(x, weight, bias)
+        return quantized(x, weight, bias, key, out_dtype, *delayed)
     y = None
     if not all(high):
         # An operand whose gradient comes from high precision is given detached.
@@ -85,6 +78,9 @@ def debugged_linear(
             x.detach() if high[DGRAD] else x,
             weight.detach() if high[WGRAD] else weight,
             None if bias is None else bias.detach(),
+            key,
+            out_dtype,
+            *delayed,
         )
     out: Tensor = _HighPrecision.apply(x, weight, bias, y, high, out_dtype)
     return out

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rs._torch import not_traced
+from fp8rs._torch import not_traced, own_part
 from fp8rs.optim import weights
 from fp8rs.optim.lists import Item, Options, Step
 from fp8rs.optim.masters import WithMasters, distributed_like
@@ -57,6 +57,9 @@ class AdamW(WithMasters):
         stochastic_rounding: how codes are rounded; None is stochastically where there are no
             masters, and to nearest where there are.
         seed: of the random numbers, 64 bits. All ranks must have the same.
+
+    ``load_state_dict`` takes the state of a ``torch.optim.AdamW`` too. It raises for a state of
+    another rule (AMSGrad, Adam's own weight decay).
 
     A ``torch.amp.GradScaler`` hands over its scale and what it found: a step that it skips changes
     no byte. Nothing is unscaled in ``.grad``.
@@ -186,21 +189,8 @@ class AdamW(WithMasters):
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = state_like(param, weight, getattr(torch, group["state_dtype"]))
         master = self._master(param, group["master_weights"], bool(group["stochastic_rounding"]))
-        exp_avg, exp_avg_sq = (weights.local(state[name]) for name in ("exp_avg", "exp_avg_sq"))
-        return exp_avg, exp_avg_sq, state["step"], None if master is None else weights.local(master)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As ``torch.optim``'s, but moments and masters keep the dtypes that they were saved in.
-
-        Masters are taken as they are, whatever the parameters are at the moment; what is written to
-        these afterwards they follow. The state of a ``torch.optim.AdamW`` is taken too.
-
-        Raises:
-            TypeError, ValueError: an option is none of the constructor's, the state is of another
-                rule (AMSGrad, Adam's own weight decay), or does not fit its parameter. Nothing is
-                loaded then.
-        """
-        super().load_state_dict(state_dict)
+        exp_avg, exp_avg_sq = (own_part(state[name]) for name in ("exp_avg", "exp_avg_sq"))
+        return exp_avg, exp_avg_sq, state["step"], None if master is None else own_part(master)
 
     def _check_group(self, saved: dict[str, Any]) -> None:
         check_options({**self.defaults, **saved})
@@ -270,7 +260,7 @@ def checked(param: Tensor) -> tuple[Tensor, Tensor]:
     """The local parts of a parameter and its gradient; raises where they do not fit."""
     grad = param.grad
     assert grad is not None
-    weight = weights.local(param)
+    weight = own_part(param)
     if grad.layout != torch.strided:
         raise TypeError(f"a gradient is of layout {grad.layout}; it must be strided")
     if weight.dtype not in INPUT_DTYPES:

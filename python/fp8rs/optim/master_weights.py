@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8rs._torch import not_traced
+from fp8rs._torch import not_traced, own_part
 from fp8rs.optim import casts, weights
 from fp8rs.optim.masters import OWN, WithMasters, distributed_like
 
@@ -86,12 +86,10 @@ class MasterWeights(WithMasters):
         self._step({p: masters[p] if p in masters else alias(p) for p in params})
         low = [p for p in masters if weights.quantized(p) is None]
         if low:
-            torch._foreach_copy_(
-                [weights.local(p) for p in low], [weights.local(masters[p]) for p in low]
-            )
+            torch._foreach_copy_([own_part(p) for p in low], [own_part(masters[p]) for p in low])
         quantized = [p for p in masters if weights.quantized(p) is not None]
         if quantized:
-            casts.write(quantized, [weights.local(masters[p]) for p in quantized])
+            casts.write(quantized, [own_part(masters[p]) for p in quantized])
         self._wrote(params)
 
     def _step(self, given: dict[Tensor, Tensor]) -> None:
@@ -132,4 +130,4 @@ class MasterWeights(WithMasters):
 
 def alias(param: Any) -> Tensor:
     """A tensor over the memory of a plain parameter that is none of the model's."""
-    return distributed_like(param, weights.local(param).detach())
+    return distributed_like(param, own_part(param).detach())

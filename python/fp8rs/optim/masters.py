@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8rs._torch import check_graph_capture, dtensor_like, is_distributed
+from fp8rs._torch import check_graph_capture, dtensor_like, is_distributed, own_part
 from fp8rs.optim import weights
 
 #: What of a parameter's state is of its master, and not of the rule that steps it.
@@ -64,7 +64,7 @@ class WithMasters(Optimizer):
             wanted: make one where there is none yet, and the parameter is not exact by itself.
             stochastic: how the optimizer rounds.
         """
-        state, weight = self.state[param], weights.local(param)
+        state, weight = self.state[param], own_part(param)
         if wanted and "master" not in state and not is_exact(param):
             state["master"] = new_master(param, weight)
         weights.drop_init(param)  # also where masters came from a checkpoint
@@ -75,7 +75,7 @@ class WithMasters(Optimizer):
             writes = weights.writes(param)
             if self._followed.get(param, writes) != writes:
                 scale = state.get("scale")
-                weights.follow(param, weights.local(master), stochastic, scale)
+                weights.follow(param, own_part(master), stochastic, scale)
         return master
 
     def _wrote(self, params: Sequence[Tensor]) -> None:
@@ -129,7 +129,7 @@ class WithMasters(Optimizer):
         for key, param in zip(saved, own, strict=True):
             if key not in state_dict["state"]:
                 continue
-            device, state = weights.local(param).device, self.state[param]
+            device, state = own_part(param).device, self.state[param]
             for name, value in state_dict["state"][key].items():
                 if name == "step":
                     state[name] = self._loaded_step(deepcopy(state[name]), device)
@@ -146,7 +146,7 @@ class WithMasters(Optimizer):
 def is_exact(param: Tensor) -> bool:
     """Whether a parameter needs no master: it is neither FP8 nor of another 16-bit dtype."""
     low = (torch.bfloat16, torch.float16)
-    return weights.quantized(param) is None and weights.local(param).dtype not in low
+    return weights.quantized(param) is None and own_part(param).dtype not in low
 
 
 def new_master(param: Any, weight: Tensor) -> Tensor:
@@ -172,10 +172,10 @@ def distributed_like(param: Any, part: Tensor) -> Tensor:
 
 def check_sizes(param: Tensor, state: dict[str, Any]) -> None:
     """Raise for a state that is another parameter's, or of another number of ranks."""
-    own = weights.local(param).shape
+    own = own_part(param).shape
     for name in ("exp_avg", "exp_avg_sq", "master"):
-        if name in state and weights.local(state[name]).shape != own:
+        if name in state and own_part(state[name]).shape != own:
             raise ValueError(
-                f"{name} in the state has shape {tuple(weights.local(state[name]).shape)} here,"
+                f"{name} in the state has shape {tuple(own_part(state[name]).shape)} here,"
                 f" its parameter {tuple(own)}; they must be the same"
             )

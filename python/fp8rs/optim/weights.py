@@ -64,15 +64,9 @@ class Weight(Owner, Protocol):
         """What knows of the other ranks' shards; None of a weight that is whole."""
 
 
-def local(tensor: Any) -> Tensor:
-    """This rank's part of a tensor, or the tensor where it is not distributed."""
-    part: Tensor = own_part(tensor)
-    return part
-
-
 def quantized(param: Tensor) -> QuantizedTensor | None:
     """This rank's part of an FP8 weight; None of any other."""
-    part = local(param)
+    part = own_part(param)
     return part if isinstance(part, QuantizedTensor) else None
 
 
@@ -278,7 +272,7 @@ def writes(param: Tensor) -> tuple[int, int, int]:
     But for those that nothing tells of: through ``.data`` of a plain parameter, or into the plain
     tensors of a state dict.
     """
-    part: Any = local(param)
+    part: Any = own_part(param)
     of = owner(param) or getattr(part, "_weight", None)  # of FP8 weights, of master weights
     plain: Tensor = getattr(part, "shard", part)
     # FSDP2 puts other tensors in the place of short shards, with other versions and what they had.
@@ -302,7 +296,7 @@ def follow(
             in the values. As long as the weight has it, its largest code is that of all larger
             values too; of another's write it is that of what rounds to it alone.
     """
-    weight, part = quantized(param), local(param)
+    weight, part = quantized(param), own_part(param)
     if not part.numel():
         return
     if weight is None:

@@ -237,16 +237,6 @@ class MXFP8BlockScaling(Recipe):
         return formats.MX_1X32
 
 
-#: TransformerEngine's recipes, and which of ours do what they do by default.
-TE_RECIPES = {
-    "DelayedScaling": "fp8rs.DelayedScaling()",
-    "Float8CurrentScaling": 'fp8rs.Float8CurrentScaling(fp8_format="hybrid")',
-    "Float8BlockScaling": (
-        "fp8rs.Float8BlockScaling(power_2_scale=True, fast_accumulation=(False,) * 3)"
-    ),
-    "MXFP8BlockScaling": "fp8rs.MXFP8BlockScaling(weight_block=(1, 32))",
-}
-
 #: Short names, and what they stand for.
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "delayed": DelayedScaling,
@@ -263,8 +253,7 @@ def resolve_recipe(recipe: Recipe | str | Any) -> Recipe:
 
     Raises:
         ValueError: an unknown name; the message lists those known.
-        TypeError: neither a name nor a recipe; of TransformerEngine's the message says which of
-            ours to give.
+        TypeError: neither a name nor a recipe, or another library's recipe.
     """
     if isinstance(recipe, Recipe):
         return recipe
@@ -276,13 +265,11 @@ def resolve_recipe(recipe: Recipe | str | Any) -> Recipe:
             raise ValueError(f"recipe {recipe!r} is not known; the names are {known}") from None
     if isinstance(recipe, type) and issubclass(recipe, Recipe):
         raise TypeError(f"recipe is the class {recipe.__name__}: give {recipe.__name__}()")
-    for kind in type(recipe).__mro__:
-        if kind.__module__.startswith("transformer_engine."):
-            instead = TE_RECIPES.get(
-                kind.__name__, "one of fp8rs's recipes, none of which is like it"
-            )
-            raise TypeError(f"recipe is TransformerEngine's {kind.__name__}: give {instead}")
-    raise TypeError(f"recipe must be a recipe or its short name, not {type(recipe).__name__}")
+    kind = type(recipe)  # with its module: others have recipes of the same names
+    raise TypeError(
+        "recipe must be a recipe of fp8rs or its short name, not "
+        f"{kind.__module__}.{kind.__qualname__}"
+    )
 
 
 def describe(recipe: Recipe) -> str:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fp8rs._torch import is_distributed, local_tensor
 from fp8rs.quantize.recipes import DelayedScaling
-from fp8rs.scaling.ready import Ready
+from fp8rs.scaling.known_scales import KnownScales
 from fp8rs.tensor.spec import QuantSpec
 
 BUFFERS = ("fp8_scale", "fp8_amax", "fp8_amax_history")
@@ -127,7 +127,7 @@ class Histories:
         self._specs = list(specs)
         self._layers = layers
         self._packs: list[Pack] = []
-        self.ready = Ready()
+        self.known = KnownScales()
         self._rolled: list[torch.cuda.Event] = []
 
     # --- packs -----------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class Histories:
             self._roll(reduce, unsure)
 
     def _roll(self, reduce: Callable[[Tensor], None], unsure: bool) -> None:
-        self.ready.read(self._layers())
+        self.known.read(self._layers())
         packs = [pack for pack in self.packs() if not pack.scale.is_meta]  # which hold nothing
         if not packs:
             return
@@ -202,7 +202,7 @@ class Histories:
             fresh = torch.stack([spec.scale_from_amax(part) for spec, part in by_role], 1)
             # A slot that saw nothing keeps its scale: 0 says that there is no information.
             pack.scale[:, :, 0] = torch.where(latest > 0, fresh, pack.scale[:, :, 0])
-        self.ready.ask([(pack.indices, pack.scale[:, :, 0]) for pack in packs], self._layers())
+        self.known.ask([(pack.indices, pack.scale[:, :, 0]) for pack in packs], self._layers())
         self._rolled = []
         for pack in packs:
             if pack.scale.is_cuda:

@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from fp8rs._torch import no_torch_dispatch
+from fp8rs._torch import is_alias, no_torch_dispatch
 from fp8rs.tensor.fallback import dequantized_call
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.table import implements
 from fp8rs.tensor.windows import Window, whole
 
 aten = torch.ops.aten
+
+_META = torch.device("meta")
 
 
 def _window(t: QuantizedTensor) -> Window:
@@ -66,28 +67,31 @@ def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
     """
     if not isinstance(t, QuantizedTensor):
         return dequantized_call(func, t, *args, **kwargs)
-    window = _window(t)
-    rows, cols = t._store.matrix
     with no_torch_dispatch():  # nobody who traces is to see it
-        values = torch.empty(rows * cols, dtype=t.dtype, device="meta")
-        like = window.of(values)
-        storage = values.untyped_storage()._cdata
+        like = _like(t)
         out = func(like, *args, **kwargs)
-        shared = True
-
-        def show(x: Tensor) -> Any:
-            nonlocal shared
-            shared = shared and x.untyped_storage()._cdata == storage
-            if shared and x.dtype != t.dtype:
-                raise TypeError(
-                    f"{func} would show the bytes of a quantized tensor as {x.dtype}. Its codes "
-                    "are rowwise.data and columnwise.data; .to() gives another dtype"
-                )
-            return Window(tuple(x.shape), x.stride(), int(x.storage_offset()))
-
-        windows = tree_map_only(Tensor, show, out)
-    if not shared:  # it copies: `reshape` may, `to` as a rule
+    several = not isinstance(out, Tensor)
+    shown = out if several else (out,)
+    if shown and not is_alias(shown[0], like):  # it copies: `reshape` may, `to` as a rule
         return func.decompose(t, *args, **kwargs)
-    if isinstance(windows, Window):
-        return _view_of(t, windows)
-    return [_view_of(t, window) for window in windows]
+    views = [_shown(func, t, x) for x in shown]
+    return views if several else views[0]
+
+
+def _like(t: QuantizedTensor) -> Tensor:
+    """A tensor with the geometry of ``t``, on the meta device."""
+    if t._window is None:
+        # By keyword: torch tries the signatures with names of dimensions first, for a microsecond.
+        return torch.empty(size=t.shape, dtype=t.dtype, device=_META)
+    rows, cols = t._store.matrix
+    return t._window.of(torch.empty(rows * cols, dtype=t.dtype, device=_META))
+
+
+def _shown(func: Any, t: QuantizedTensor, like: Tensor) -> QuantizedTensor:
+    """The view of the store of ``t`` that has the geometry of ``like``."""
+    if like.dtype != t.dtype:
+        raise TypeError(
+            f"{func} would show the bytes of a quantized tensor as {like.dtype}. Its codes "
+            "are rowwise.data and columnwise.data; .to() gives another dtype"
+        )
+    return _view_of(t, Window(tuple(like.shape), like.stride(), int(like.storage_offset())))

@@ -98,9 +98,7 @@ class Float8ColwiseParallel(ColwiseParallel):
     def _prepare_input_fn(
         input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: Any
     ) -> Any:
-        x = inputs[0]
-        if not isinstance(x, DTensor):
-            x = DTensor.from_local(x, device_mesh, input_layouts, run_check=False)
+        x = _distributed(inputs[0], device_mesh, input_layouts)
         if x.placements == desired_input_layouts:
             return x
         return _gather_for(mod, x, torch.is_grad_enabled() and mod.weight.requires_grad)
@@ -132,9 +130,7 @@ class Float8RowwiseParallel(RowwiseParallel):
     def _prepare_input_fn(
         input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: Any
     ) -> Any:
-        x = inputs[0]
-        if not isinstance(x, DTensor):
-            x = DTensor.from_local(x, device_mesh, input_layouts, run_check=False)
+        x = _distributed(inputs[0], device_mesh, input_layouts)
         if x.placements[0].is_replicate():
             return x.redistribute(placements=desired_input_layouts)
         if not x.placements[0].is_shard(x.ndim - 1) and not x.placements[0].is_shard(-1):
@@ -253,8 +249,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     ) -> Any:
         if layout is None or x is None:
             return x
-        if not isinstance(x, DTensor):
-            x = DTensor.from_local(x, mesh, (layout,), run_check=False)
+        x = _distributed(x, mesh, (layout,))
         if desired is not None and x.placements != (desired,):
             if x.dtype not in INPUT_DTYPES or x.placements[0].is_replicate():
                 x = x.redistribute(placements=(desired,))
@@ -275,6 +270,13 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             raise ValueError(f"{type(self).__name__}: none of {names} is column-parallel")
         columnwise = torch.is_grad_enabled() and any(_trains(layer) for layer in layers)
         return _gather_for(layers[0], x, columnwise)
+
+
+def _distributed(x: Any, mesh: DeviceMesh, layouts: Any) -> DTensor:
+    """What a style is given: a DTensor, or this rank's part of one that is laid out so."""
+    if isinstance(x, DTensor):
+        return x
+    return DTensor.from_local(x, mesh, layouts, run_check=False)
 
 
 def _trains(layer: Float8Linear) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Ready:
+class KnownScales:
     """Answers of the device to which layers have scales, for their ``fp8_ready``.
 
     Attributes:
