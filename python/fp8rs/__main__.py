@@ -166,12 +166,8 @@ def _report(options: argparse.Namespace) -> int:
 
     link, tflops = options.link, options.tflops
     try:
-        model = doctor.load_model(options.model)
-    except doctor.ScriptError as error:
-        return _refused("report", error)
-    try:
         found = report(
-            model,
+            doctor.load_model(options.model),
             recipe=options.recipe,
             filter_fqns=options.leave_out,
             world_size=options.ranks,
@@ -181,8 +177,9 @@ def _report(options: argparse.Namespace) -> int:
             gpu_flops=None if tflops is None else tflops * 1e12,
             tokens=options.tokens,
         )
-    except ValueError as error:
-        return _refused("report", error)
+    except (doctor.ScriptError, ValueError) as error:
+        print(f"fp8rs report: {error}", file=sys.stderr)
+        return 2
     print(json.dumps(found.as_dict(), indent=2) if options.json else found)
     return 0
 
@@ -196,9 +193,11 @@ def _monitor(options: argparse.Namespace) -> int:
         if options.plot is not None:
             plot(records, options.plot, options.statistic)
     except (RecordsError, ValueError, OSError) as error:
-        return _refused("monitor", error)
+        print(f"fp8rs monitor: {error}", file=sys.stderr)
+        return 2
     except ImportError:
-        return _refused("monitor", "no plot without matplotlib: pip install matplotlib")
+        print("fp8rs monitor: no plot without matplotlib: pip install matplotlib", file=sys.stderr)
+        return 2
     last = records[-1]
     found = worst(last.statistics, options.worst)
     width = max((len(one.layer) for one in found), default=0)
@@ -206,11 +205,6 @@ def _monitor(options: argparse.Namespace) -> int:
     for one in found:
         print(f"  {one.layer:<{width}}  {one.operand:<6}  {one.sqnr_db:6.2f}")
     return 0
-
-
-def _refused(command: str, why: object) -> int:
-    print(f"fp8rs {command}: {why}", file=sys.stderr)
-    return 2
 
 
 def _positive(text: str) -> int:

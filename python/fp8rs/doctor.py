@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import inspect
 import json
 import os
 import platform
 import sys
+import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path as File
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -168,7 +171,11 @@ def _cores() -> int:
 
 
 class ScriptError(Exception):
-    """A model is not where it was said to be, and why."""
+    """A model or a model's script that cannot be used, and why."""
+
+
+#: The end of an error on what a script has.
+WHAT_WORKS = "What works is a torch.nn.Module, or a function without arguments that returns one"
 
 
 def load_model(model: str) -> nn.Module:
@@ -181,12 +188,11 @@ def load_model(model: str) -> nn.Module:
             ``AutoConfig.from_pretrained`` takes: a folder with a config.json, or a name.
 
     Raises:
-        ScriptError: there is no such file or name, the name gives no nn.Module, or transformers
-            knows no such causal language model.
-        Exception: what the script raises.
+        ScriptError: there is no such file or name, the name gives no nn.Module, the script raises
+            an error, or transformers knows no such causal language model.
     """
-    path, _, name = model.rpartition(":")
-    path, name = path or model, (path and name) or "model"
+    path, _, name = model.rpartition(":") if model.rpartition(":")[0] else (model, "", "")
+    name = name or "model"
     file = File(path)
     if not file.is_file():
         if path == model and file.suffix != ".py":
@@ -199,14 +205,20 @@ def load_model(model: str) -> nn.Module:
     sys.modules[file.stem] = module
     sys.path.insert(0, str(file.parent.resolve()))  # what a script imports from beside itself
     with torch.device("meta"):
-        found.loader.exec_module(module)
+        try:
+            found.loader.exec_module(module)
+        except (Exception, SystemExit) as error:
+            raise ScriptError(
+                f"{path}, run as a module on the meta device, raises {_shown(error, path)}. "
+                'Put under if __name__ == "__main__" what the model does not need'
+            ) from error
         made = getattr(module, name, None)
-        if callable(made) and not isinstance(made, nn.Module):
-            made = made()
+        if not isinstance(made, nn.Module):
+            made = _made(made, path, name, module)
     if not isinstance(made, nn.Module):
         raise ScriptError(
-            f"{name!r} of {path} gives {made!r}: name a torch.nn.Module of it, or a function "
-            f"without arguments that returns one, as {path}:NAME"
+            f"{path}:{name}: {name}() gives {type(made).__name__}, not a "
+            f"torch.nn.Module. {WHAT_WORKS}"
         )
     return made
 
@@ -224,8 +236,46 @@ def _of_transformers(name: str) -> nn.Module:
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
     except (OSError, ValueError) as error:
-        text = str(error).partition("\n")[0]
         raise ScriptError(
-            f"there is no file {name}, and of transformers' models: {type(error).__name__}: {text}"
+            f"there is no file {name}, and of transformers' models: {_shown(error, name)}"
         ) from error
     return model
+
+
+def _made(make: object, path: str, name: str, module: ModuleType) -> object:
+    """What the function gives that a script has under ``name``."""
+    if not callable(make):
+        stem = module.__name__
+        known = [
+            n
+            for n, v in vars(module).items()
+            if getattr(v, "__module__", "") == stem or isinstance(v, nn.Module)
+        ]
+        raise ScriptError(
+            f"{path} has no module {name!r}, and no function {name!r} that makes the model. Name "
+            f"one of its own after a colon: {', '.join(known) or 'it has none'}"
+        )
+    try:
+        inspect.signature(make).bind()
+    except ValueError:  # it has no signature
+        pass
+    except TypeError as error:
+        raise ScriptError(
+            f"{path}:{name}: {name} needs arguments ({error}). {WHAT_WORKS}"
+        ) from None
+    try:
+        return make()
+    except (Exception, SystemExit) as error:
+        raise ScriptError(
+            f"{path}:{name}: {name}(), called on the meta device, raises {_shown(error, path)}. "
+            f"{WHAT_WORKS}"
+        ) from error
+
+
+def _shown(error: BaseException, path: str) -> str:
+    """An error in a line: its type, its first line, and the script's line that it came from."""
+    text = next(iter(str(error).splitlines()), "")
+    what = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f.lineno for f in frames if File(f.filename).resolve() == File(path).resolve()]
+    return f"{what} (line {lines[-1]})" if lines else what

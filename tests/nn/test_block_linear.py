@@ -170,7 +170,7 @@ def test_siblings_share_their_input(device, name):
     loss.backward()
     of_both = x.detach().clone().requires_grad_()
     for module in two.layers:
-        alone = fp8rs.nn.Linear(64, module.out_features, recipe=CHOSEN[name])
+        alone = fp8rs.nn.Linear.from_linear(nn.Linear(64, module.out_features), recipe=CHOSEN[name])
         alone.weight = nn.Parameter(module.weight.detach().clone())
         alone.bias = nn.Parameter(module.bias.detach().clone())
         y = alone(of_both)

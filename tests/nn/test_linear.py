@@ -136,6 +136,23 @@ def test_it_is_a_linear_with_the_same_parameters(device):
     assert "in_features=16, out_features=32, bias=True" in repr(module)
 
 
+def test_from_linear_takes_parameters_hooks_and_mode(device):
+    plain = nn.Linear(16, 32, device=device).eval()
+    seen = []
+    plain.register_forward_hook(lambda *_: seen.append(1))
+    module = fp8nn.Linear.from_linear(plain, recipe="delayed")
+    assert module.weight is plain.weight
+    assert module.bias is plain.bias
+    assert not module.training
+    assert type(plain) is nn.Linear
+    module(data(device, 4, 16))
+    assert seen == [1]
+    plain(data(device, 4, 16))
+    assert seen == [1, 1]
+    with pytest.raises(TypeError, match="linear"):
+        fp8nn.Linear.from_linear(nn.GELU())
+
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -693,7 +710,7 @@ def test_a_saved_input_gives_the_gradients_of_saved_codes(device, recipe):
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_features_may_be_none(recipe, sizes, lead, bias):
     plain = nn.Linear(*sizes, bias=bias)
-    tested = convert_to_float8_training(copy.deepcopy(plain), recipe=recipe)
+    tested = fp8nn.Linear.from_linear(copy.deepcopy(plain), recipe=recipe)
     x = torch.ones(*lead, sizes[0])
     for module in (plain, tested):
         y = module(x.requires_grad_())

@@ -282,7 +282,22 @@ class Linear(Float8Linear):
         recipe: Recipe | RecipeName = "current",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
+        self._own(ModelState(recipe))
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, recipe: Recipe | RecipeName = "current") -> Linear:
+        """A layer with the parameters (the same objects), hooks and mode of ``linear``."""
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"linear must be a torch.nn.Linear, not {type(linear).__name__}")
         state = ModelState(recipe)
+        new = cls.__new__(cls)
+        for name, value in linear.__dict__.items():
+            new.__dict__[name] = value.copy() if isinstance(value, dict) else value
+        new._own(state)
+        return new
+
+    def _own(self, state: ModelState) -> None:
+        """Be the root and only layer of ``state``."""
         self._join(state, "")
         state.attach(self)
 

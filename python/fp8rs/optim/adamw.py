@@ -58,9 +58,6 @@ class AdamW(WithMasters):
             masters, and to nearest where there are.
         seed: of the random numbers, 64 bits. All ranks must have the same.
 
-    ``load_state_dict`` takes the state of a ``torch.optim.AdamW`` too. It raises for a state of
-    another rule (AMSGrad, Adam's own weight decay).
-
     A ``torch.amp.GradScaler`` hands over its scale and what it found: a step that it skips changes
     no byte. Nothing is unscaled in ``.grad``.
 
@@ -191,6 +188,19 @@ class AdamW(WithMasters):
         master = self._master(param, group["master_weights"], bool(group["stochastic_rounding"]))
         exp_avg, exp_avg_sq = (own_part(state[name]) for name in ("exp_avg", "exp_avg_sq"))
         return exp_avg, exp_avg_sq, state["step"], None if master is None else own_part(master)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As ``torch.optim``'s, but moments and masters keep the dtypes that they were saved in.
+
+        Masters are taken as they are, whatever the parameters are at the moment; what is written to
+        these afterwards they follow. The state of a ``torch.optim.AdamW`` is taken too.
+
+        Raises:
+            TypeError, ValueError: an option is none of the constructor's, the state is of another
+                rule (AMSGrad, Adam's own weight decay), or does not fit its parameter. Nothing is
+                loaded then.
+        """
+        super().load_state_dict(state_dict)
 
     def _check_group(self, saved: dict[str, Any]) -> None:
         check_options({**self.defaults, **saved})
