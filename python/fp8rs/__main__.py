@@ -81,6 +81,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_report(report)
     report.set_defaults(run=_report)
+    links = commands.add_parser(
+        "links",
+        help="what a step of a model sends within a host and between hosts, on paper",
+        description="Bytes that each GPU takes in, on one host of 8 GPUs and on 8 of them, by "
+        "recipe and by what fp8rs.fsdp.set_links chooses: a table in Markdown.",
+    )
+    links.add_argument("model", metavar="MODEL", help="as for report")
+    links.set_defaults(run=_links)
     monitor = commands.add_parser(
         "monitor",
         help="the layers that lost most in a run, and a picture of all of them",
@@ -181,6 +189,18 @@ def _report(options: argparse.Namespace) -> int:
         print(f"fp8rs report: {error}", file=sys.stderr)
         return 2
     print(json.dumps(found.as_dict(), indent=2) if options.json else found)
+    return 0
+
+
+def _links(options: argparse.Namespace) -> int:
+    from fp8rs import doctor
+    from fp8rs.convert.step_bytes import table
+
+    try:
+        print(table(doctor.load_model(options.model), (None, "current", "mxfp8")))
+    except (doctor.ScriptError, ValueError) as error:
+        print(f"fp8rs links: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -1,25 +1,20 @@
-"""Writes the table in docs/links.md: what a step sends, on paper.
+"""What a step sends, on paper (``python -m fp8rs links``).
 
-    python tools/links_table.py FILE.py:NAME
-
-``FILE.py:NAME`` is a model, or a function that returns one, as for ``python -m fp8rs report``; the
-page's is that of benches/end_to_end.py. The table is of one host of 8 GPUs and of 8 of them: bytes
-that a GPU takes in, in a step, within its host and over the network, by recipe and by what
-``set_links`` chooses. Gathers and reductions within a host bring each GPU all parts but its own.
-Over the network a ring brings a host each part of the others once, split over its GPUs' adapters;
-with HSDP it is the gradients of the replicas alone, reduced and spread again in float32.
+A table in Markdown, for one host of 8 GPUs and for 8 of them: bytes that a GPU takes in, in a step,
+within its host and over the network, by recipe and by what ``set_links`` chooses. The model is made
+on the meta device. Gathers and reductions within a host bring each GPU all parts but its own. Over
+the network a ring brings a host each part of the others once, split over its GPUs' adapters; with
+HSDP it is the gradients of the replicas alone, reduced and spread again in float32.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from fp8rs.convert.report import report
-from fp8rs.doctor import load_model
 from fp8rs.quantize.recipes import RecipeName
 
 #: GPUs of a host, hosts, and bytes a second that each GPU's network adapter takes in.
@@ -64,7 +59,3 @@ def table(model: nn.Module, recipes: tuple[RecipeName | None, ...]) -> str:
                 f"| {network / 1e9:.2f} | {seconds} |"
             )
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(table(load_model(sys.argv[1]), (None, "current", "mxfp8")))
