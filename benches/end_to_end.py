@@ -11,7 +11,8 @@ bf16-reduce, fp32-reduce (the reduce-scatter), bf16-params, fp32-params (the dty
 rest, which sharded gradients have too; FP8 weights have it in name only), save-input, save-codes
 (what layers keep for the backward), recompute (as --recompute), squares (wgrad_input_block=(128,
 128), of block variants), links, links-gathers, links-reductions (fp8rs.fsdp.set_links: both, or one
-of them).
+of them), torch-links (FSDP2's own set_symm_mem_for_comm, of torch 2.12 and newer; NCCL's copy
+engines want NCCL_CTA_POLICY=2 in the environment).
 
     python benches/end_to_end.py                       # every variant on every GPU
     python benches/end_to_end.py --ranks 2 --variants bf16,current
@@ -44,6 +45,8 @@ from typing import Any
 import torch
 import torch._functorch.config
 import torch.distributed as dist
+from torch.autograd import DeviceType
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fp8rs.demo.launch import Job, RankFailed, launch
@@ -101,6 +104,7 @@ MODIFIERS: dict[str, tuple[str, Any]] = {
     "links": ("links", {}),
     "links-gathers": ("links", {"reduction": "torch"}),
     "links-reductions": ("links", {"gather": "torch"}),
+    "torch-links": ("torch_links", True),
     **{
         f"{dtype}-{kind}": (option, dtype)
         for dtype in DTYPES
@@ -211,6 +215,10 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
     after_step = _prepare(model, variant, kept, device.type, options, arguments["recompute"])
     shard(model, device.type, ranks, DTYPES[arguments["reduce_dtype"]])
     links = None if arguments.get("links") is None else set_links(model, **arguments["links"])
+    if arguments.get("torch_links"):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_symm_mem_for_comm()
     optimizer = _optimizer(model, kept)
     report({"what": f"{params / 1e9:.2f} G parameters"})
 
@@ -336,6 +344,32 @@ def _timed(step: Any, steps: int, device: torch.device) -> list[float]:
     return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
 
 
+#: What communicates, by a part of its name in a profile. Copies of the driver's take no SM, and
+#: those within a GPU are among them.
+COMMUNICATION = {
+    "AllGather": "gathers",
+    "ReduceScatter": "reductions",
+    "SendRecv": "all to all",
+    "sum_rows": "their sums",
+    "AllReduce": "all-reduces",
+    "barrier_kernel": "barriers of symmetric memory",
+    "Memcpy PtoP": "copies by copy engine, between GPUs",
+    "Memcpy DtoD": "copies by copy engine, DtoD",
+}
+
+
+def communication(kernels: list[Any], steps: int) -> str:
+    """A line on the time that those of a profile's kernels took in a step which communicate."""
+    times = dict.fromkeys(COMMUNICATION.values(), 0.0)
+    for kernel in kernels:
+        for part, what in COMMUNICATION.items():
+            if part in kernel.key:
+                times[what] += kernel.self_device_time_total
+                break
+    found = ", ".join(f"{what} {time / steps / 1e3:.2f}" for what, time in times.items())
+    return f"communication, ms of a step: {found}"
+
+
 def _profiled(step: Any, trace: Path | None) -> str:
     """The kernels of two steps, by the time that they take; ``trace``: a file for when they ran."""
     from torch.profiler import ProfilerActivity, profile
@@ -346,13 +380,14 @@ def _profiled(step: Any, trace: Path | None) -> str:
     if trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
         found.export_chrome_trace(str(trace))
-    kernels = [e for e in found.key_averages() if e.self_device_time_total]
+    on_device = [e for e in found.key_averages() if e.device_type != DeviceType.CPU]
+    kernels = [e for e in on_device if e.self_device_time_total and not e.is_user_annotation]
     kernels.sort(key=lambda e: -e.self_device_time_total)
     lines = [
         f"{e.self_device_time_total / 2e3:9.2f} ms {e.count // 2:5d} x {e.key[:90]}"
         for e in kernels
     ]
-    return "\n".join(["a step:", *lines[:40]])
+    return "\n".join([communication(kernels, 2), "a step:", *lines[:40]])
 
 
 def _batch(arguments: dict[str, Any], device: torch.device) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import inspect
+import itertools
 import json
 import os
 import platform
@@ -59,6 +60,7 @@ class Findings:
     torch_cuda: str | None
     no_gpu_because: str | None
     devices: list[Device]
+    no_symmetric_memory_because: str | None
     recipes: list[Path]
 
 
@@ -84,6 +86,7 @@ def examine() -> Findings:
         torch_cuda=torch.version.cuda,
         no_gpu_because=None if devices else _why_no_gpu(driver),
         devices=devices,
+        no_symmetric_memory_because=_why_no_symmetric_memory(devices),
         recipes=paths,
     )
 
@@ -110,6 +113,12 @@ def as_text(findings: Findings) -> str:
         )
     if f.no_gpu_because:
         lines.append(f"GPU: none ({f.no_gpu_because})")
+    why = f.no_symmetric_memory_because
+    lines.append(
+        "fp8rs.fsdp.set_links: "
+        + (f"no symmetric memory ({why}); reductions in bf16" if why else "symmetric memory")
+        + ". fp8rs.report(model) after it says what was chosen for each unit"
+    )
     lines += ["", f"{'recipe':<10}{'device':<9}{'path':<13}why"]
     lines += [f"{p.recipe:<10}{p.device:<9}{p.path:<13}{p.reason}" for p in f.recipes]
     return "\n".join(lines)
@@ -159,6 +168,16 @@ def _why_no_gpu(driver: str | None) -> str:
     except (RuntimeError, AssertionError) as error:
         return str(error).splitlines()[0]
     return "the driver lists no device"
+
+
+def _why_no_symmetric_memory(devices: list[Device]) -> str | None:
+    """Of ranks on all GPUs of this machine. ``set_links`` asks for those that there are."""
+    if len(devices) < 2:
+        return "one GPU" if devices else "no GPU"
+    for one, other in itertools.permutations((device.index for device in devices), 2):
+        if not torch.cuda.can_device_access_peer(one, other):
+            return f"cuda:{one} has no peer access to cuda:{other}"
+    return None
 
 
 def _cores() -> int:

@@ -44,6 +44,13 @@ def test_the_report_says_what_was_chosen_and_why_nothing_better(rig):
         "symmetric memory: 0 B for gathers, 0 B for reductions",
         "reductions so far: 2 in bfloat16",
     ]
+    report = fp8rs.report(model)
+    assert report.links == links.units
+    assert report.scattered == links.reduced["bfloat16"]
+    assert report.memory.symmetric == 0
+    *_, reductions = str(report).splitlines()
+    assert reductions == "    reductions: torch (nothing of it is trained)"
+    assert report.as_dict()["links"][1]["reduction_because"] == "nothing of it is trained"
 
 
 @ranks(2)
@@ -56,6 +63,8 @@ def test_what_is_named_is_taken_and_torch_leaves_things_alone(rig):
     assert {u.reduction for u in set_links(model, gather="torch", reduction="bf16").units} == {
         "bf16"
     }
+    with pytest.raises(ValueError, match=r"^the root has links already: call set_links once"):
+        set_links(model, gather="torch", reduction="torch")
 
 
 @ranks(2)
@@ -166,6 +175,17 @@ def test_a_rank_that_raises_in_a_backward_leaves_the_others_a_time_out(rig):
 
 # --- training ------------------------------------------------------------------------------------
 
+BOUND = 1e-6
+"""How far losses of four ranks may be from those of torch's reductions in float32, relatively.
+
+Two orders of a sum of four numbers of 8 bits differ in float32 only where one of them is some 2^16
+times smaller than another (of normally distributed ones 7 in a million sums), by the last bit, and
+a weight's bfloat16 hides nearly all of that. Measured (benches/RESULTS.md): no loss of 200 steps
+differs in a bit, nor does one of torch's own when ranks exchange their rows, which is another order
+too. Were gradients reduced in bfloat16, losses would be 3.5e-5 apart after 6 steps, and 2.7e-2 at
+most of 200. The bound lies between: ten times the last bit of a loss, a 35th of the former.
+"""
+
 
 def losses(rig, settings, recipe, links):
     """The demo's training, with links or without: the mean loss of each step."""
@@ -189,7 +209,7 @@ def losses(rig, settings, recipe, links):
         seen.append(loss.detach())
     if found is not None:  # but for norms, which newer torch has in float32
         assert found.reduced["bfloat16"] > 10 * found.reduced["float32"]
-    mean = torch.stack(seen)
+    mean = torch.stack(seen).double()  # whose order is of no consequence
     dist.all_reduce(mean)
     return mean / rig.world_size
 
@@ -202,7 +222,7 @@ def check_training(rig, settings, recipe):
     else:
         difference = ((torchs - ours).abs() / torchs).max().item()
         print(f"largest relative difference of losses: {difference:.2g}", file=sys.stderr)
-        assert difference <= 0.02
+        assert difference <= BOUND
 
 
 @ranks(2, 4)
@@ -214,8 +234,8 @@ def test_training_is_that_of_fp32_reductions(rig, recipe):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
-@ranks(2, 4, seconds=1800)
+@pytest.mark.timeout(3600)
+@ranks(2, 4, seconds=3600)
 @pytest.mark.parametrize("recipe", [None, "current"])
 def test_200_steps_of_the_demo_are_those_of_fp32_reductions(rig, recipe):
     check_training(rig, Settings.choose("cpu", rig.world_size), recipe)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -14,6 +15,7 @@ from fp8rs.fsdp.reduction import _divisor
 from parts import local_of
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+ALL_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
 
 class InOrder:
@@ -146,6 +148,24 @@ def test_ranks_that_added_up_different_things_agree_on_the_wire(rig):
 
 
 @ranks(2)
+@pytest.mark.newest_torch
+def test_what_is_filled_in_for_parameters_that_a_rank_did_not_use_is_reduced_in_float32(rig):
+    """FSDP2's zeros may be, there alone."""
+
+    def build():
+        model = make(EVEN, device=rig.device)
+        block = model.blocks[0]
+        block.extra = nn.Parameter(torch.ones(8, device=rig.device))
+        if rig.rank == 0:
+            block.register_forward_hook(lambda module, args, out: out * block.extra.mean())
+        shard(model, rig, mp_policy=BF16)
+        model.set_reduce_scatter_unused_params(True)
+        return model
+
+    assert check(rig, build).reductions == {"float32": 3}
+
+
+@ranks(2)
 def test_evaluations_between_do_not_count(rig):
     def run(model, rig):
         with torch.no_grad():
@@ -197,8 +217,7 @@ def offloaded(model, rig):
 
 
 def in_bf16(model, rig):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    return shard(model, rig, mp_policy=policy)
+    return shard(model, rig, mp_policy=ALL_BF16)
 
 
 def stored_in_bf16(model, rig):
@@ -264,11 +283,12 @@ def test_resharding_over_fewer_ranks(rig):
 
 @ranks(4)
 @pytest.mark.parametrize("all_reduce", [True, False])
-def test_replicas_are_reduced_in_float32(rig, all_reduce):
+@pytest.mark.parametrize("policy", [BF16, ALL_BF16], ids=["fp32", "bf16"])
+def test_replicas_are_reduced_in_float32(rig, all_reduce, policy):
     """In bfloat16 among the ranks that shard; each micro-batch, or at the end alone."""
 
     def build():
-        return shard(make(EVEN, device=rig.device), mesh=rig.mesh(2, 2), mp_policy=BF16)
+        return shard(make(EVEN, device=rig.device), mesh=rig.mesh(2, 2), mp_policy=policy)
 
     def run(model, rig):
         model.set_requires_all_reduce(all_reduce)

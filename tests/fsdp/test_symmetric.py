@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import fp8rs
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import EVEN, HIDDEN, RECIPES, batch, make, same_bytes, shard
@@ -100,6 +101,29 @@ def test_memory_is_made_once_for_the_largest_and_counted(rig):
     assert f"{links.reduction_bytes:,} B for reductions" in str(links)
 
 
+@ranks(2)
+def test_the_report_has_links_and_their_memory(rig):
+    """Before the first step, and as much as there is after it. It is no more than it replaces."""
+    model = shard(make((16, 64, 32), recipe=None, device=rig.device), rig, mp_policy=BF16)
+    before = fp8rs.report(model)
+    assert before.links == ()
+    with memory_of(rig):
+        links = set_links(model)
+        found = fp8rs.report(model)
+        backward(model, rig)
+    assert found.links == links.units == fp8rs.report(model).links
+    made = links.gather_bytes + links.reduction_bytes
+    assert found.memory.symmetric == fp8rs.report(model).memory.symmetric == made
+    assert found.scattered == links.reduced["bfloat16"] == before.scattered // 2
+    added = found.memory.total - before.memory.total
+    padding = 64 * rig.world_size
+    assert links.gather_bytes <= added <= links.gather_bytes + padding
+    text = str(found).splitlines()
+    assert "    gathers: symmetric" in text
+    assert any(line.split()[:2] == ["symmetric", "memory"] for line in text)
+    assert fp8rs.report(model.blocks[1]).links[0].unit == ""
+
+
 @ranks(4)
 def test_replicas_and_several_meshes(rig):
     """Each group of ranks has memory of its own."""
@@ -137,6 +161,38 @@ def test_several_models_take_turns(rig):
     expected = grads_of(models[0])
     for model in models[1:]:
         assert all(same_bytes(grads_of(model)[n], g) for n, g in expected.items())
+
+
+@ranks(2)
+@pytest.mark.newest_torch
+def test_reductions_over_a_group_of_their_own_two_of_them_in_flight(rig):
+    """FSDP2's own order is then looser: what holds each half until it is free is `Halves.wait`."""
+
+    def build():
+        blocks = shard(make((64, 48, 32), device=rig.device), rig, mp_policy=BF16)
+        blocks.set_separate_reduce_scatter_group()
+        blocks.set_reduce_scatter_max_input_buffers(2)
+        return blocks
+
+    def run(model, rig):
+        for step in range(3):
+            backward(model, rig, step)
+
+    with memory_of(rig):
+        links = check(rig, build, run)
+    assert links.reductions == {"bfloat16": 12}
+
+
+@ranks(2)
+def test_modules_that_are_one_unit(rig):
+    def build():
+        model = make((64, 48), device=rig.device)
+        fully_shard(list(model.blocks), mesh=rig.mesh(), mp_policy=BF16)
+        return fully_shard(model, mesh=rig.mesh(), mp_policy=BF16)
+
+    with memory_of(rig):
+        links = check(rig, build)
+    assert links.reductions == {"bfloat16": 2}
 
 
 # --- order ---------------------------------------------------------------------------------------
@@ -252,22 +308,31 @@ def test_a_rank_that_gathers_once_more_runs_into_the_time_out(rig):
 
 
 @ranks(2, cuda=False)
-def test_a_rank_that_raises_in_a_forward_leaves_the_others_a_time_out(rig):
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_rank_that_raises_leaves_the_others_a_time_out(rig, where):
     model = shard(make(EVEN, recipe=None, device=rig.device), rig, mp_policy=BF16)
     with memory_of(rig):
         set_links(model, timeout=SOON)
         backward(model, rig)
 
-        def refuse(module, args):
+        def refuse(*args):
             raise ArithmeticError("not today")
 
         if rig.rank == 0:
-            model.register_forward_pre_hook(refuse, prepend=True)
+            if where == "forward":
+                model.register_forward_pre_hook(refuse, prepend=True)
+            else:
+                model.head.register_forward_hook(
+                    lambda module, args, out: out.register_hook(refuse) and None
+                )
             with pytest.raises(ArithmeticError):
-                model(batch(rig))
+                backward(model, rig)
         else:
-            with pytest.raises(TimeoutError, match="rank 1 waited in vain on channel 0"):
-                model(batch(rig))
+            # In the backward the root's parameters are there still: the first to come is a block.
+            channel = 0 if where == "forward" else len(model.blocks)
+            message = f"rank 1 waited in vain on channel {channel}"
+            with pytest.raises(TimeoutError, match=message):
+                backward(model, rig)
 
 
 def test_a_graph_capture_is_refused():

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -142,6 +143,33 @@ def test_a_benchmark_for_gpus_says_so_at_once(
     monkeypatch.setattr(sys, "argv", ["end_to_end.py", "--device", "cpu"])
     assert end_to_end.main() == 2
     assert "for GPUs" in capsys.readouterr().err
+
+
+def test_the_end_to_end_benchmark_sums_what_communicates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the names that kernels have in a profile: nothing else, and each once."""
+    monkeypatch.syspath_prepend(ROOT / "benches")
+    import end_to_end
+
+    names = [f"{name}-compiled+links" for name in ("bf16", "current", "delayed-fp8", "mxfp8")]
+    assert all(end_to_end.parsed(name)[1] == {"links": {}} for name in names)
+    times = {
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": 2e3,
+        "ncclSymkDevKernel_AllGather_LL(ncclSymkDevWorkArgs4K)": 2e3,
+        "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)": 6e3,
+        "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)": 8e3,
+        "sum_rows": 10e3,
+        "strided_sum_rows": 2e3,
+        "Memcpy PtoP (Device -> Device)": 14e3,
+        "sm90_xmma_gemm_e4m3bf16": 16e3,
+    }
+    kernels = [SimpleNamespace(key=k, self_device_time_total=t) for k, t in times.items()]
+    assert end_to_end.communication(kernels, 2) == (
+        "communication, ms of a step: gathers 2.00, reductions 3.00, all to all 4.00, "
+        "their sums 6.00, all-reduces 0.00, barriers of symmetric memory 0.00, "
+        "copies by copy engine, between GPUs 7.00, copies by copy engine, DtoD 0.00"
+    )
 
 
 def test_release_notes_are_the_dated_section_of_the_version(

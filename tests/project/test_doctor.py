@@ -35,6 +35,8 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) ->
         for index, capability in enumerate(capabilities)
     ]
     monkeypatch.setattr(doctor, "_devices", lambda: devices)
+    # Of GPUs that are not there: the third stands apart.
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: 2 not in pair)
     return doctor.examine()
 
 
@@ -120,6 +122,7 @@ def test_a_no_names_what_works_there(
 def test_text_without_a_gpu_gives_the_reason() -> None:
     text = run(CUDA_VISIBLE_DEVICES="")
     assert "GPU: none (" in text
+    assert "no symmetric memory (no GPU)" in text
     assert "current" in text
     assert "dequantized" in text
 
@@ -128,6 +131,20 @@ def test_text_lists_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     text = doctor.as_text(with_gpu(monkeypatch, (9, 0)))
     assert "cuda:0: Card 0, compute capability 9.0, 80 GiB" in text
     assert "GPU: none" not in text
+
+
+@pytest.mark.parametrize(
+    ("gpus", "text"),
+    [
+        (1, "set_links: no symmetric memory (one GPU); reductions in bf16."),
+        (2, "set_links: symmetric memory."),
+        (3, "no symmetric memory (cuda:0 has no peer access to cuda:2); reductions in bf16."),
+    ],
+)
+def test_text_says_whether_gpus_read_each_others_memory(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, text: str
+) -> None:
+    assert text in doctor.as_text(with_gpu(monkeypatch, *[(9, 0)] * gpus))
 
 
 # --- a model's script ----------------------------------------------------------------------------

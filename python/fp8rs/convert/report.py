@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from fp8rs.convert.convert import settle
 from fp8rs.convert.link import Gather, gather_of
 from fp8rs.convert.report_table import Left, Report
 from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
+from fp8rs.fsdp.chosen_links import links_of
 from fp8rs.fsdp.memory import STATES, Memory, States, memory_of
 from fp8rs.fsdp.placement import place
 from fp8rs.fsdp.sizes import Group, codecs_of, groups_of
@@ -49,7 +51,8 @@ def report(
     """What converting ``model`` and sharding it with FSDP2 would come to. Nothing is changed.
 
     Meta-device parameters are fine. A model that is converted already is reported as it is, and of
-    one that is sharded the groups and ranks are FSDP2's own.
+    one that is sharded the groups and ranks are FSDP2's own. What ``set_links`` chose for it is in
+    the report, and bytes are counted accordingly.
 
     Args:
         model: the model, usually before it is converted.
@@ -110,22 +113,30 @@ def report(
             if (m._fp8_state.fp8_gather if isinstance(m, Float8Linear) else fp8_gather)
         ),
     )
+    links, symmetric = links_of(model)
+    reductions = {link.unit: link.reduction for link in links}
     fp8, plain = (
-        groups_of(
-            model,
-            which,
-            world_size=world_size,
-            param_dtype=param_dtype,
-            reshard_after_forward=reshard_after_forward,
-            unit_fn=fsdp_unit_fn,
-            fp8_weights=fp8_weights,
-        )
+        [
+            replace(group, reduction=reductions.get(group.name, "torch"))
+            for group in groups_of(
+                model,
+                which,
+                world_size=world_size,
+                param_dtype=param_dtype,
+                reshard_after_forward=reshard_after_forward,
+                unit_fn=fsdp_unit_fn,
+                fp8_weights=fp8_weights,
+            )
+        ]
         for which in (codecs, {})
     )
     if optimizer is None:
         ours = any(p.at_rest and p.trained for group in fp8 for p in group.parameters)
         optimizer = "fp8rs-adamw" if ours else "adamw"
-    states = _states(optimizer)
+    memory, memory_high_precision = (
+        memory_of(of, reduce_dtype=reduce_dtype, states=_states(optimizer), symmetric=symmetric)
+        for of in (fp8, plain)
+    )
     return Report(
         recipe=recipe,
         world_size=world_size,
@@ -140,9 +151,10 @@ def report(
         gathered=_gathered(fp8),
         gathered_high_precision=_gathered(plain),
         scattered=sum(group.scattered_bytes(reduce_dtype) for group in fp8),
-        memory=memory_of(fp8, reduce_dtype=reduce_dtype, states=states),
-        memory_high_precision=memory_of(plain, reduce_dtype=reduce_dtype, states=states),
+        memory=memory,
+        memory_high_precision=memory_high_precision,
         gather=gather_of(model, fp8, plain, reduce_dtype, link_bandwidth, gpu_flops, tokens),
+        links=links,
     )
 
 

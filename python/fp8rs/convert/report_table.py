@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fp8rs.convert.link import Gather
+from fp8rs.fsdp.chosen_links import Link, rows
 from fp8rs.fsdp.memory import Memory
 from fp8rs.quantize.recipes import Recipe, describe
 
@@ -54,6 +55,7 @@ class Report:
         scattered: bytes that a rank hands to the reduce-scatters of a step.
         memory, memory_high_precision: what the rank needs: with FP8, and without.
         gather: when the FP8 gather shortens a step; None without a link's and a GPU's figures.
+        links: what ``set_links`` chose, by unit, and why nothing better; empty before it is called.
     """
 
     recipe: Recipe
@@ -72,6 +74,7 @@ class Report:
     memory: Memory
     memory_high_precision: Memory
     gather: Gather | None
+    links: tuple[Link, ...] = ()
 
     def __str__(self) -> str:
         return _text(self)
@@ -88,16 +91,16 @@ class Report:
 def _text(r: Report) -> str:
     high = _dtype(r.param_dtype)
     layers = "layer" if len(r.converted) == 1 else "layers"
-    rows = [(f"converted: {len(r.converted)} {layers}", r.converted_parameters, "")]
-    rows += [(left.reason, left.parameters, _names(left.names)) for left in r.left]
-    width = max(40, *(len(row[0]) for row in rows))
+    parameters = [(f"converted: {len(r.converted)} {layers}", r.converted_parameters, "")]
+    parameters += [(left.reason, left.parameters, _names(left.names)) for left in r.left]
+    width = max(40, *(len(row[0]) for row in parameters))
     lines = [
         f"recipe {describe(r.recipe)}; {r.world_size} ranks; {len(r.units)} units of FSDP2; "
         f"reduced in {_dtype(r.reduce_dtype)}",
         "",
         f"{'parameters':<{width + 2}}{'elements':>18}{'share':>8}",
     ]
-    for what, elements, names in rows:
+    for what, elements, names in parameters:
         share = elements / max(r.parameters, 1)
         lines.append(f"  {what:<{width}}{elements:>18,}{share:>8.1%}  {names}".rstrip())
     plain, fp8 = r.memory_high_precision, r.memory
@@ -112,12 +115,16 @@ def _text(r: Report) -> str:
         ("  gathered: root and two largest units", plain.gathered, fp8.gathered),
         ("  gradients that are being reduced", plain.reduced, fp8.reduced),
     ]
+    if r.links:
+        sizes.append(("  symmetric memory", plain.symmetric, fp8.symmetric))
     width = max(40, *(len(row[0]) for row in sizes))
     lines += ["", f"{'bytes of a rank':<{width + 2}}{high:>14}{'FP8':>14}{'ratio':>8}"]
     for what, before, after in sizes:
         ratio = f"{after / before:>8.3f}" if before else ""
         lines.append(f"  {what:<{width}}{_size(before):>14}{_size(after):>14}{ratio}")
     lines.append(f"Not counted: {NOT_COUNTED}.")
+    if r.links:
+        lines += ["", "links", *(f"  {row}" for row in rows(r.links))]
     if r.gather is not None:
         g = r.gather
         lines += [

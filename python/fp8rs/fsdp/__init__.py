@@ -28,12 +28,14 @@ Beside these, and of use to any model that FSDP2 shards:
 
 - ``reduction``: gradients that travel in bfloat16 and are summed in float32;
 - ``symmetric``: memory that the ranks of a host read from each other;
-- ``links``: which of these serve a model.
+- ``chosen_links``: which of these serve a model, for who asks;
+- ``links``: the choice.
 """
 
 from .adopt import sharding_of
+from .chosen_links import Link, Links
 from .float8_weight import Float8Weight, MXFP8Weight
-from .links import Link, Links, set_links
+from .links import set_links
 from .master_weight import MasterWeight
 from .model import precompute_float8_dynamic_scale_for_fsdp
 from .planes_owner import own

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -13,85 +12,17 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fp8rs._core import UnsupportedError
-from fp8rs._torch import computed_in, fsdp_param_groups, in_backward, not_traced, shard_group
+from fp8rs._torch import computed_in, fsdp_param_groups, shard_group
 from fp8rs.nn.linear import Float8Linear
 
 from . import symmetric
+from .chosen_links import LINKS, Link, Links, named
 from .codec import Codec
 from .reduction import AllToAll, SummedReduction, Wire
 from .sizes import codecs_of, groups_of
 
 GATHERS = ("auto", "symmetric", "torch")
 REDUCTIONS = ("auto", "symmetric", "bf16", "torch")
-
-
-@dataclass(frozen=True)
-class Link:
-    """How one module that ``fully_shard`` was called on communicates.
-
-    Attributes:
-        unit: the module's name; "" is the root.
-        ranks: how many shard it.
-        gather: "symmetric" or "torch".
-        gather_because: why it is not the better one; "" where it is, or was asked for.
-        reduction: "symmetric", "bf16" or "torch".
-        reduction_because: the same for it.
-    """
-
-    unit: str
-    ranks: int
-    gather: str
-    gather_because: str
-    reduction: str
-    reduction_because: str
-
-
-@dataclass
-class Links:
-    """What `set_links` chose. ``str()`` of it is a table.
-
-    Attributes:
-        units: of each module that has parameters of its own.
-        reductions: how many ran, by the dtype that went over the wire: what did not go in bfloat16
-            was float32 when it came.
-        reduced: bytes that this rank handed to them, by the same.
-    """
-
-    units: tuple[Link, ...] = ()
-    reductions: Counter[str] = field(default_factory=Counter)
-    reduced: Counter[str] = field(default_factory=Counter)
-    _gathers: dict[Any, symmetric.Halves] = field(default_factory=dict, repr=False)
-    _sums: dict[Any, symmetric.Halves] = field(default_factory=dict, repr=False)
-    _forwards: int = 0
-
-    @property
-    def gathered(self) -> int:
-        """Bytes that this rank held after gathers through symmetric memory, summed."""
-        return sum(halves.moved for halves in self._gathers.values())
-
-    @property
-    def gather_bytes(self) -> int:
-        """Bytes of symmetric memory on this rank that gathers go through, once they have."""
-        return sum(halves.nbytes for halves in self._gathers.values())
-
-    @property
-    def reduction_bytes(self) -> int:
-        """The same for reductions. They take the place of FSDP2's float32 input, as large."""
-        return sum(halves.nbytes for halves in self._sums.values())
-
-    def __str__(self) -> str:
-        return "\n".join(_lines(self))
-
-    def _reduces(self, sent: torch.Tensor) -> None:
-        dtype = str(sent.dtype).removeprefix("torch.")
-        self.reductions[dtype] += 1
-        self.reduced[dtype] += sent.nbytes
-
-    @not_traced
-    def _begin_forward(self, module: nn.Module, args: Any) -> None:
-        """A forward begins that a backward may follow. (In a backward one is a checkpoint's.)"""
-        if torch.is_grad_enabled() and not in_backward():
-            self._forwards += 1
 
 
 def set_links(
@@ -125,7 +56,7 @@ def set_links(
         What was chosen for each module, and why nothing better was.
 
     Raises:
-        ValueError: nothing of ``model`` is sharded, or a name is not known.
+        ValueError: nothing of ``model`` is sharded, a name is not known, or links were set before.
         UnsupportedError: what was asked for by name cannot be.
     """
     for name, value, known in (("gather", gather, GATHERS), ("reduction", reduction, REDUCTIONS)):
@@ -134,6 +65,11 @@ def set_links(
     units = list(_units(model))
     if not units:
         raise ValueError("nothing of model is sharded: call fully_shard before set_links")
+    for unit in units:
+        if unit.module in LINKS and not LINKS[unit.module][0].is_torchs:
+            raise ValueError(
+                f"{named(unit.name)} has links already: call set_links once for a model"
+            )
     links = Links()
     wanted = {gather, reduction} & {"auto", "symmetric"}
     missing = _missing(units) if wanted else {}
@@ -141,6 +77,7 @@ def set_links(
     plan = _plan(model, units)
     for channel, chosen in enumerate(zip(units, links.units, plan, strict=True)):
         unit, link, nbytes = chosen
+        LINKS[unit.module] = link, links
         _set(unit, link, links, channel, nbytes, timeout)
     if any(link.reduction != "torch" for link in links.units):
         model.register_forward_pre_hook(links._begin_forward)
@@ -203,7 +140,7 @@ def _choose(unit: _Unit, gather: str, reduction: str, missing: dict[Any, tuple[s
     }
     if not why and lacking and "symmetric" in (gather, reduction):
         what = "gather" if gather == "symmetric" else "reduction"
-        raise UnsupportedError(f'{what}="symmetric" cannot be for {_named(unit.name)}: {lacking}')
+        raise UnsupportedError(f'{what}="symmetric" cannot be for {named(unit.name)}: {lacking}')
     return Link(unit.name, unit.ranks, *_best(gather, gathers), *_best(reduction, sums))
 
 
@@ -264,29 +201,3 @@ def _set(
             wire, group, unit.parameters, lambda: links._forwards, links._reduces
         )
         unit.module.set_custom_reduce_scatter(reduction)
-
-
-def _named(unit: str) -> str:
-    return unit or "the root"
-
-
-def _lines(links: Links) -> Iterator[str]:
-    """Modules that communicate alike are one line."""
-    alike: dict[Link, list[str]] = {}
-    for link in links.units:
-        alike.setdefault(replace(link, unit=""), []).append(_named(link.unit))
-    for link, names in alike.items():
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        yield f"{', '.join(names[:3])}{more}: {link.ranks} rank{'s' if link.ranks > 1 else ''}"
-        yield f"  gathers: {link.gather}" + _why(link.gather_because)
-        yield f"  reductions: {link.reduction}" + _why(link.reduction_because)
-    yield (
-        f"symmetric memory: {links.gather_bytes:,} B for gathers, {links.reduction_bytes:,} B for "
-        "reductions"
-    )
-    counts = ", ".join(f"{n} in {dtype}" for dtype, n in sorted(links.reductions.items()))
-    yield f"reductions so far: {counts or 'none'}"
-
-
-def _why(because: str) -> str:
-    return f" ({because})" if because else ""

@@ -58,6 +58,7 @@ class Memory:
         gathered: the root's group and the two largest others, of which one computes while the next
             is gathered; all groups where nothing is resharded after the forward.
         reduced: the largest group's gradients, as the backward makes them and as they are reduced.
+        symmetric: what ``set_links`` has gathers and reductions go through.
     """
 
     parameters: int
@@ -66,6 +67,7 @@ class Memory:
     optimizer: int
     gathered: int
     reduced: int
+    symmetric: int = 0
 
     @property
     def total(self) -> int:
@@ -78,6 +80,7 @@ def memory_of(
     *,
     reduce_dtype: torch.dtype | None,
     states: States,
+    symmetric: int = 0,
 ) -> Memory:
     """What a rank needs for groups.
 
@@ -85,6 +88,7 @@ def memory_of(
         groups: those of the model.
         reduce_dtype: the mixed-precision policy's.
         states: what the optimizer keeps.
+        symmetric: bytes of symmetric memory.
     """
     parameters = codes = gradients = 0
     optimizer = 0.0
@@ -103,9 +107,9 @@ def memory_of(
         gathered = whole.pop("", 0) + sum(sorted(whole.values())[-2:])
     reduced = max(
         (
-            sum(p.gradient_bytes + p.reduced_bytes(reduce_dtype) for p in group.parameters)
+            sum(p.gradient_bytes for p in group.parameters) + group.reducing_bytes(reduce_dtype)
             for group in groups
         ),
         default=0,
     )
-    return Memory(parameters, codes, gradients, round(optimizer), gathered, reduced)
+    return Memory(parameters, codes, gradients, round(optimizer), gathered, reduced, symmetric)

@@ -23,9 +23,9 @@ barrier k; read my part of each peer's half into my other half; add up there.
 - Nobody reads my other half, (k - 1) % 2: peers read it in reduction k - 1, before their barrier k.
 - My half k % 2 is free when the next gradients are copied there, for reduction k + 2, or received
   there, in reduction k + 1: peers read it in reduction k, before their barrier k + 1. The receiving
-  comes after mine. The copy is on another stream, and waits for the end of reduction k + 1: FSDP2
-  has it wait for that anyway, since it holds one reduction's input at a time. What was received in
-  reduction k + 1 has been added up then.
+  comes after mine. The copy is on another stream, and waits for the end of reduction k + 1
+  (`Halves.wait`; FSDP2 has it wait for that anyway, unless it was told to hold more than one
+  reduction's input). What was received in reduction k + 1 has been added up then.
 
 Who comes to fewer barriers, because it raised or was told to run something else, never answers:
 the others' barrier gives up after a time-out, and ends the process's CUDA context with a message.
@@ -101,11 +101,16 @@ class Halves:
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's piece, both halves together."""
-        return 2 * self._half if self._block is not None else 0
+        return self.planned if self._block is not None else 0
+
+    @property
+    def planned(self) -> int:
+        """The same, if it were there."""
+        return 2 * self._half
 
     def plan(self, nbytes: int) -> None:
         """Halves of so many bytes will be needed: the first memory that is made will be enough."""
-        self._half = max(self._half, nbytes)
+        self._half = max(self._half, -(-nbytes // 16) * 16)
 
     def reserve(self, nbytes: int) -> None:
         """Have halves of ``nbytes`` bytes; all ranks call it, and wait where more is made."""
@@ -116,10 +121,12 @@ class Halves:
                 'Use set_links(model, gather="torch", reduction="torch"), or no capture'
             )
         if self._block is None or nbytes > self._half:
+            # This rank has read what it was to. So has each other when it comes to the new block,
+            # where all wait for all; then the old one is given back.
             if self._block is not None and self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # peers have read what is given back
-            self._half = -(-max(nbytes, self._half) // 16) * 16
-            self._block = Block(self.group, self._device, 2 * self._half, self._timeout)
+                torch.cuda.synchronize(self._device)
+            self.plan(nbytes)
+            self._block = Block(self.group, self._device, self.planned, self._timeout)
 
     def half(self, rank: int, which: int) -> Tensor:
         """A half of a rank's piece: uint8."""
