@@ -1,8 +1,7 @@
 """Train on real text, save while training goes on, and go on from the last checkpoint.
 
-torchrun --standalone --nproc-per-node 2 examples/resume.py --folder checkpoints, on GPUs or else
-with gloo. Kill it at any step and start it again, with another number of processes if you like: it
-loses what came after the last checkpoint, no more.
+torchrun --standalone --nproc-per-node 2 examples/resume.py. Kill it at any step and start it again,
+on another number of processes if you like: it loses what came after the last checkpoint, no more.
 """
 
 import argparse
@@ -18,8 +17,6 @@ from fp8rs.demo.train import Settings, Weights, build_model, convert, make_optim
 
 parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
 parser.add_argument("--folder", type=Path, default="checkpoints", help="of the checkpoints")
-parser.add_argument("--recipe", default="delayed")
-parser.add_argument("--weights", choices=("fp8", "master"), default="fp8")
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--save-every", type=int, default=20, help="steps")
 options = parser.parse_args()
@@ -30,25 +27,18 @@ if device == "cuda":
     torch.cuda.set_device(rank)
 dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
 saver = dist.new_group(backend="gloo")  # of the thread that saves
-
-settings, weights = Settings.choose(device, ranks, options.steps), Weights(options.weights)
+settings, weights = Settings.choose(device, ranks, options.steps), Weights("fp8")
 corpus, model = load_corpus(), build_model(settings)
-convert(model, options.recipe, weights)
+convert(model, "delayed", weights)
 shard(model, device, ranks)
 optimizer = make_optimizer(model, settings, weights)
-
-state = {
-    "model": checkpoint.Model(model),
-    "optimizer": checkpoint.Optimizer(model, optimizer),
-    "step": 0,
-}
+state = {"model": checkpoint.Model(model), "step": 0}
+state["optimizer"] = checkpoint.Optimizer(model, optimizer)
 saved = sorted(options.folder.glob("step-*[0-9]"), key=lambda path: int(path.name[5:]))
 if saved:
     checkpoint.load(state, saved[-1])
     if rank == 0:
         print(f"resumed from {saved[-1].name} on {ranks} ranks", flush=True)
-options.folder.mkdir(parents=True, exist_ok=True)
-
 saving = None
 for step in range(state["step"], settings.steps):
     rows = corpus.batch(settings.seed, step, settings.rows, settings.length)
@@ -56,8 +46,7 @@ for step in range(state["step"], settings.steps):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    mean = loss.detach() / ranks
-    dist.all_reduce(mean)
+    dist.all_reduce(mean := loss.detach() / ranks)
     if rank == 0:
         print(f"step {step}: loss {mean.item():.4f}", flush=True)
     if (step + 1) % options.save_every == 0:

@@ -1,13 +1,16 @@
 """Draw the pictures of pages in docs/figures/: python tools/figures.py (needs matplotlib)
 
 speed.svg is drawn from the table in README.md, whose figures are those of benches/RESULTS.md.
-weight.svg and step.svg show what docs/weight.md and docs/fsdp2.md describe.
+weight.svg and step.svg show what docs/weight.md and docs/fsdp2.md describe. linear_shapes.svg is
+drawn where linear_shapes.json lies beside it, which benches/linear_shapes.py --json has written.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -49,6 +52,34 @@ def draw_speeds(path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     speed.invert_yaxis()
     speed.axvline(1, color="black", linewidth=0.8, linestyle=":")
+    figure.savefig(path, metadata={"Date": None})
+
+
+def draw_shapes(measured: dict[str, Any], path: Path) -> None:
+    """How many times as fast as in bf16 a layer is, by the shape of its GEMMs and its recipe."""
+    rows = measured["rows"]
+    groups = list(dict.fromkeys(row["group"] for row in rows))
+    # A line for each shape, and an empty one between groups.
+    lines = [n + groups.index(row["group"]) for n, row in enumerate(rows)]
+    figure = Figure(figsize=(10, 1.4 + 0.3 * len(rows)), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    titles = {"forward": "Forward", "both": "Forward and backward"}
+    for axes, (kind, title) in zip(panels, titles.items(), strict=True):
+        for recipe, marker in zip(list(rows[0]["ms"])[1:], "osD^v", strict=False):
+            ratios = [row["ms"]["bf16"][kind] / row["ms"][recipe][kind] for row in rows]
+            axes.plot(ratios, lines, marker, label=recipe, markersize=5, alpha=0.8)
+        axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
+        axes.set_title(f"{title}, times bf16's speed", fontsize=10)
+        axes.grid(alpha=0.3)
+    names = ["{} x {} x {}".format(*row["shape"]) for row in rows]
+    panels[0].set_yticks(lines, names, fontsize=8)
+    for group in groups:
+        first = next(at for at, row in zip(lines, rows, strict=True) if row["group"] == group)
+        panels[0].text(0.01, first - 0.6, group, transform=panels[0].get_yaxis_transform())
+    panels[0].set_ylim(lines[-1] + 0.6, -1.2)
+    panels[0].set_ylabel("tokens x inputs x outputs")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.suptitle(f"{measured['device']}, torch {measured['torch']}", fontsize=9)
     figure.savefig(path, metadata={"Date": None})
 
 
@@ -137,6 +168,9 @@ def main() -> None:
     draw_speeds(OUT / "speed.svg")
     draw_weight(OUT / "weight.svg")
     draw_step(OUT / "step.svg")
+    shapes = OUT / "linear_shapes.json"
+    if shapes.exists():
+        draw_shapes(json.loads(shapes.read_text()), shapes.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

@@ -48,8 +48,10 @@ def test_the_script_trains_as_the_page_starts_it(
     )
     assert done.returncode == 0, done.stderr
     losses = [float(x) for x in re.findall(r"^step \d+: loss ([\d.]+)$", done.stdout, re.MULTILINE)]
-    assert len(losses) == 5
+    assert len(losses) == 6
+    assert losses[0] > 5
     assert losses[-1] < 1.5
+    assert "8 linear layers converted" in done.stderr
 
 
 def test_figures_are_those_of_the_measurements(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,15 +88,19 @@ class Report:
         return fields
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def _text(r: Report) -> str:
     high = _dtype(r.param_dtype)
-    layers = "layer" if len(r.converted) == 1 else "layers"
-    parameters = [(f"converted: {len(r.converted)} {layers}", r.converted_parameters, "")]
+    converted = f"converted: {_count(len(r.converted), 'layer')}"
+    parameters = [(converted, r.converted_parameters, "")]
     parameters += [(left.reason, left.parameters, _names(left.names)) for left in r.left]
     width = max(40, *(len(row[0]) for row in parameters))
     lines = [
-        f"recipe {describe(r.recipe)}; {r.world_size} ranks; {len(r.units)} units of FSDP2; "
-        f"reduced in {_dtype(r.reduce_dtype)}",
+        f"recipe {describe(r.recipe)}; {_count(r.world_size, 'rank')}; "
+        f"{_count(len(r.units), 'unit')} of FSDP2; reduced in {_dtype(r.reduce_dtype)}",
         "",
         f"{'parameters':<{width + 2}}{'elements':>18}{'share':>8}",
     ]
