@@ -59,18 +59,8 @@ def planes_of(local: QuantizedTensor) -> Planes:
     """The planes of a shard; those of an empty one too."""
     if local.numel():
         return local.planes
-    store = local._store
-    cols = local.shape[1]
-
-    def empty(plane: Plane | None, size: tuple[int, int]) -> Plane | None:
-        if plane is None:
-            return None
-        codes = plane.data.new_empty(size)
-        if plane.format.per_tensor:
-            return Plane(codes, plane.scale, plane.format)
-        return Plane(codes, plane.scale.new_empty(plane.format.scale_shape(*size)), plane.format)
-
-    return empty(store.rowwise, (0, cols)), empty(store.columnwise, (cols, 0))
+    row, col, cols = local._store.rowwise, local._store.columnwise, local.shape[1]
+    return None if row is None else row.empty(0, cols), None if col is None else col.empty(cols, 0)
 
 
 def put(local: QuantizedTensor, planes: Planes) -> None:

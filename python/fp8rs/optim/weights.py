@@ -340,4 +340,4 @@ def wrote(params: Sequence[Tensor]) -> None:
     for param in params:
         of = owner(param)
         if of is not None:
-            of.wrote(agreed=True)
+            of.wrote()

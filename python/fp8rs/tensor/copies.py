@@ -39,7 +39,7 @@ def take(dst: StoreTensor, src: StoreTensor, non_blocking: bool = False) -> bool
         return False
     store.put(made, planes[1], non_blocking)
     if owner is not None:
-        owner.wrote()
+        owner.wrote(dst)
     return True
 
 

@@ -49,8 +49,8 @@ class Owner(Protocol):
     def has_whole(self, tensor: Any) -> bool:
         """Whether a tensor over the weight's planes shows all of this rank's part."""
 
-    def wrote(self, agreed: bool = False) -> None:
-        """Codes or scales have been written; ``agreed``: with the scales of all ranks."""
+    def wrote(self, tensor: Any = None) -> None:
+        """``tensor`` has been written; None: the planes were, with the scales of all ranks."""
 
     def forget_init(self) -> None:
         """Free the values from before the first rounding, and keep no others."""

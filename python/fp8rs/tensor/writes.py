@@ -61,7 +61,7 @@ def quantize(
     if write(dst.region, src, spec, delayed, keep=keep, rest_is_padding=is_padded(dst)):
         note_write(dst)
     if owner is not None:
-        owner.wrote()
+        owner.wrote(dst)
 
 
 def is_padded(t: StoreTensor) -> bool:
