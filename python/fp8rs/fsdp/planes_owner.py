@@ -14,7 +14,7 @@ from fp8rs.tensor.formats import FP8_MAX
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.store import Store
 
-from . import at_rest
+from . import at_rest, padding
 from .placement import local_part, place
 from .weight import Weight
 
@@ -60,6 +60,8 @@ class PlanesOwner(Weight):
         new._init_value = self._init_value  # which nobody writes
         return new
 
+    room = staticmethod(padding.room)
+
     # --- which planes ----------------------------------------------------------------------------
 
     def has(self, store: Store) -> bool:
@@ -72,10 +74,6 @@ class PlanesOwner(Weight):
             return False
         known = getattr(self.parameter_part, "_store", None)
         return known is None or known.owner is not self or known is store
-
-    def has_whole(self, tensor: QuantizedTensor) -> bool:
-        """Whether a tensor over the weight's planes shows all of this rank's part."""
-        return tensor.shape == self.parameter_part.shape
 
     def reshard(self) -> None:
         """Have modules hold their shards again, where FSDP2 has this weight whole in its place.
@@ -130,7 +128,7 @@ class PlanesOwner(Weight):
             to be kept: each rank does so by the same rule from the same scale, so that what they
             differ by are powers of two.
         """
-        whole = self.has_whole(tensor)
+        whole = tensor.shape == self.parameter_part.shape
         self._keep(values if whole else None)
         if not keep and (scales := self._agrees_on(tensor)) is not None:
             scales.write_all([self], [values])
