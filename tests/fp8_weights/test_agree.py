@@ -1,5 +1,7 @@
 """What the ranks of a sharded FP8 weight agree on: its scale, whoever writes it and when."""
 
+import operator
+
 import pytest
 import torch
 from torch import nn
@@ -314,10 +316,11 @@ def test_a_parameter_that_is_written_in_place_has_scales_that_agree_at_once(rig,
     shard(model, rig)
     weight = model.blocks[0].up.weight
     with torch.no_grad():
-        weight.mul_(3.0)
-        assert not weight.to_local()._weight.unagreed
-        if recipe in ("current", "delayed"):
-            assert on_all_ranks(scale(weight).view(1))
+        for write in (torch.Tensor.mul_, operator.imul):
+            write(weight, 3.0)
+            assert not weight.to_local()._weight.unagreed
+            if recipe in ("current", "delayed"):
+                assert on_all_ranks(scale(weight).view(1))
         torch._foreach_mul_([weight], 3.0)
         with Collectives() as seen:
             gathered(model, rig)

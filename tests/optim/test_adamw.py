@@ -397,7 +397,7 @@ class Keeper:
     def write(self, tensor, values, keep):
         return False
 
-    def wrote(self, agreed=False):
+    def wrote(self, tensor=None):
         pass
 
 

@@ -16,7 +16,6 @@ from . import state_dicts
 from .float8_weight import sharded
 from .master_weight import MasterWeight
 from .model import ShardedModel
-from .parameter import Float8Parameter
 from .placement import local_part, place
 from .planes_owner import PlanesOwner, own
 from .weight import Weight, local_of
@@ -47,11 +46,8 @@ def adopt(model: ShardedModel, module: nn.Module, name: str, parameter: Any) -> 
         return
     local, state = local_tensor(parameter), model.state
     quantized = isinstance(local, QuantizedTensor)
-    if quantized:
-        if local._store.gathered:
-            return  # under tensor parallelism a gathered weight is a DTensor too
-        parameter.__class__ = Float8Parameter
-    elif not local.dtype.is_floating_point:
+    # Under tensor parallelism a gathered weight is a DTensor too.
+    if local._store.gathered if quantized else not local.dtype.is_floating_point:
         return
     known = local_of(parameter)
     if known is not None:

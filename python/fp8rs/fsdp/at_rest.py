@@ -36,16 +36,24 @@ def lay_out(codec: Codec, shards: Sequence[Shard]) -> None:
 def inputs(codec: Codec, local: Any, placement: Placement) -> tuple[Tensor, ...]:
     """The tensors to gather of a shard."""
     row, col = planes_of(local)
-    store = local._store
     if local.numel() and local.shape[0] < placement.padded and placement.dim == 0:
-        # FSDP2 keeps short shards padded, with codes of 0: what is gathered lies there already.
-        row, col = (
-            Plane(whole.data, plane.scale, plane.format, plane.lead)
-            if plane is not None and whole.matrix.shape[dim] == placement.padded
-            else plane
-            for plane, whole, dim in ((row, store.rowwise, 0), (col, store.columnwise, 1))
-        )
+        rows, cols = placement.padded, local.shape[1]
+        row, col = _with_memory(row, (rows, cols)), _with_memory(col, (cols, rows))
     return codec.encode((row, col), placement)
+
+
+def _with_memory(plane: Plane | None, size: tuple[int, int]) -> Plane | None:
+    """A short shard's plane with what lies behind it, if that is as long as the longest's.
+
+    FSDP2 keeps shards padded: what is gathered lies there already.
+    """
+    if plane is None:
+        return None
+    data, strides = plane.data, (size[1], 1)
+    ends = data.storage_offset() + size[0] * size[1]
+    if data.stride() != strides or ends > data.untyped_storage().nbytes():
+        return plane
+    return Plane(data.as_strided(size, strides), plane.scale, plane.format, plane.lead)
 
 
 def scale_of(shard: Shard) -> Tensor:
@@ -59,18 +67,8 @@ def planes_of(local: QuantizedTensor) -> Planes:
     """The planes of a shard; those of an empty one too."""
     if local.numel():
         return local.planes
-    store = local._store
-    cols = local.shape[1]
-
-    def empty(plane: Plane | None, size: tuple[int, int]) -> Plane | None:
-        if plane is None:
-            return None
-        codes = plane.data.new_empty(size)
-        if plane.format.per_tensor:
-            return Plane(codes, plane.scale, plane.format)
-        return Plane(codes, plane.scale.new_empty(plane.format.scale_shape(*size)), plane.format)
-
-    return empty(store.rowwise, (0, cols)), empty(store.columnwise, (cols, 0))
+    row, col, cols = local._store.rowwise, local._store.columnwise, local.shape[1]
+    return None if row is None else row.empty(0, cols), None if col is None else col.empty(cols, 0)
 
 
 def put(local: QuantizedTensor, planes: Planes) -> None:

@@ -30,6 +30,19 @@ class Sharded(QuantizedTensor):
         """This, under the name that gathers ask for."""
         return self
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        # Members of lists (torch's foreach and fused optimizers) go as views: ranks agree on their
+        # scales after all of them, and not at each.
+        args = tuple([*map(_view, arg)] if isinstance(arg, (list, tuple)) else arg for arg in args)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _view(x: Any) -> Any:
+    return x.view_of(x._window) if isinstance(x, Sharded) else x
+
 
 class Float8Weight(Sharded, Float8Tensor):
     """A shard with fp32 scales."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -15,7 +14,7 @@ from fp8rs.tensor.formats import FP8_MAX
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.store import Store
 
-from . import at_rest
+from . import at_rest, padding
 from .placement import local_part, place
 from .weight import Weight
 
@@ -45,14 +44,14 @@ class PlanesOwner(Weight):
         keep_init: its first values are kept from before they are rounded.
     """
 
-    __slots__ = ("_by_all_ranks", "_init_value", "_scales", "keep_init", "unagreed", "uncompared")
+    __slots__ = ("_init_value", "_scales", "keep_init", "unagreed", "uncompared")
 
     def __init__(self, module: nn.Module, name: str, scales: Shards | None = None) -> None:
         super().__init__(module, name)
         # Not held: tensors hold their owners, and the garbage collector sees no cycle through what
         # torch holds of tensors.
         self._scales = None if scales is None else weakref.ref(scales)
-        self.unagreed = self.uncompared = self.keep_init = self._by_all_ranks = False
+        self.unagreed = self.uncompared = self.keep_init = False
         self._init_value: Tensor | None = None
 
     def _of(self, module: nn.Module) -> PlanesOwner:
@@ -60,6 +59,8 @@ class PlanesOwner(Weight):
         new.unagreed, new.keep_init = self.unagreed, self.keep_init
         new._init_value = self._init_value  # which nobody writes
         return new
+
+    room = staticmethod(padding.room)
 
     # --- which planes ----------------------------------------------------------------------------
 
@@ -73,10 +74,6 @@ class PlanesOwner(Weight):
             return False
         known = getattr(self.parameter_part, "_store", None)
         return known is None or known.owner is not self or known is store
-
-    def has_whole(self, tensor: QuantizedTensor) -> bool:
-        """Whether a tensor over the weight's planes shows all of this rank's part."""
-        return tensor.shape == self.parameter_part.shape
 
     def reshard(self) -> None:
         """Have modules hold their shards again, where FSDP2 has this weight whole in its place.
@@ -96,11 +93,11 @@ class PlanesOwner(Weight):
     # --- other ranks -----------------------------------------------------------------------------
 
     @property
-    def shards(self) -> Any:
-        """The model's `SharedScales`, which optimizers ask too; None where this one is whole."""
-        return self._shards()
+    def shards(self) -> Shards | None:
+        """What knows of the other ranks' shards; None where this is no shard, or not at the moment.
 
-    def _shards(self) -> Shards | None:
+        Optimizers ask it too.
+        """
         return None if self._scales is None or self.local is None else self._scales()
 
     @property
@@ -111,23 +108,15 @@ class PlanesOwner(Weight):
         parameter: Any = self.parameter if self.in_place else None
         return place(parameter).number if is_distributed(parameter) else 0
 
-    @contextmanager
-    def written_by_all_ranks(self) -> Iterator[None]:
-        """All ranks run what is in here: if it writes the whole shard, scales agree at once."""
-        before, self._by_all_ranks = self._by_all_ranks, True
-        try:
-            yield
-        finally:
-            self._by_all_ranks = before
-        if self.unagreed and (scales := self._shards()) is not None:
-            scales.agree([self])
-
     def _agrees_on(self, tensor: QuantizedTensor) -> Shards | None:
-        """What agrees on scales where all ranks are about to write their whole shards."""
-        local = self.local if self._by_all_ranks else None
-        if local is None or local._store is not tensor._store or local.shape != tensor.shape:
-            return None
-        return self._shards()
+        """What agrees on scales where all ranks write their whole shards; None where they may not.
+
+        An operator on a DTensor, which all ranks run, writes the very object that this has as its
+        local tensor. Who writes on some ranks, or in an order of its own (a checkpoint that is read
+        in place, an assignment to a row of the local tensor), does so through a view. So nothing is
+        to be noted where such operators begin, and no class is needed that sees them.
+        """
+        return self.shards if tensor is self.local else None
 
     # --- writes ----------------------------------------------------------------------------------
 
@@ -135,16 +124,16 @@ class PlanesOwner(Weight):
         """Write ``values`` with scales that all ranks agree on.
 
         Returns:
-            False, with nothing written, where other ranks may not be writing (see
-            `written_by_all_ranks`), and where scales are to be kept: each rank does so by the same
-            rule from the same scale, so that what they differ by are powers of two.
+            False, with nothing written, where other ranks may not be writing, and where scales are
+            to be kept: each rank does so by the same rule from the same scale, so that what they
+            differ by are powers of two.
         """
-        whole = self.has_whole(tensor)
+        whole = tensor.shape == self.parameter_part.shape
         self._keep(values if whole else None)
         if not keep and (scales := self._agrees_on(tensor)) is not None:
             scales.write_all([self], [values])
             return True
-        if whole and self._shards() is None:
+        if whole and self.shards is None:
             self.begin_history(values)
         return False
 
@@ -159,28 +148,32 @@ class PlanesOwner(Weight):
             return False
         with torch.inference_mode(False), torch.no_grad():
             at_rest.put(tensor, at_rest.planes_of(src))
-            self.wrote()
+            self.wrote(tensor)
         return True
 
     def loaded(self) -> None:
         """Codes and scales were read in place, on all ranks: these agree on them."""
         self._keep(None)
-        self.wrote(agreed=True)
+        self.wrote()
 
-    def wrote(self, agreed: bool = False) -> None:
-        """The shard is being written, by this rank for itself unless ``agreed``."""
+    def wrote(self, tensor: QuantizedTensor | None = None) -> None:
+        """The shard is being written, with the scales of all ranks.
+
+        Args:
+            tensor: what was written, by this rank for itself; if all ranks have, they agree now.
+        """
         super().wrote()
-        self.unagreed = not agreed
-        state = self.state_if_any
-        if state is None or state.delayed is None:
+        if tensor is None:
+            state = self.state_if_any
+            self.unagreed, self.uncompared = False, state is not None and state.delayed is not None
             return
-        if not agreed:
-            part = self.parameter_part if self.in_place else None
-            # What FSDP2 has gathered of a shard has no owner.
-            if isinstance(part, QuantizedTensor) and part._store.owner is self:
-                self.follow(part._store.any_plane.scale)
-        else:
-            self.uncompared = True
+        self.unagreed = True
+        part = self.parameter_part if self.in_place else None
+        # What FSDP2 has gathered of a shard has no owner.
+        if isinstance(part, QuantizedTensor) and part._store.owner is self:
+            self.follow(part._store.any_plane.scale)
+        if (scales := self._agrees_on(tensor)) is not None:
+            scales.agree([self])
 
     # --- delayed scaling -------------------------------------------------------------------------
 

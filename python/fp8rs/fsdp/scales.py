@@ -1,11 +1,12 @@
 """Scales that the shards of FP8 weights have in common: one a tensor, those of blocks that are cut.
 
 They are the same on all ranks. Writes that every rank makes together (an initialisation, a state
-dict, fp8rs.optim) find the maxima of all shards first. Writes that a tensor cannot know all ranks
-to make (torch's optimizers, a checkpoint that is read in place) quantize the shard by itself, and
-scales are agreed on afterwards, before anybody reads the bytes: codes of smaller scales are rounded
-to the largest. In-place arithmetic moves scales by powers of two (`QuantSpec.keep_scale`), also
-where all ranks make it together: then that rounding is exact but for subnormal numbers.
+dict, fp8rs.optim) find the maxima of all shards first. Writes through views, which a tensor cannot
+know all ranks to make (a checkpoint that is read in place), and those of torch's optimizers
+quantize the shard by itself, and scales are agreed on afterwards, before anybody reads the bytes:
+codes of smaller scales are rounded to the largest. In-place arithmetic moves scales by powers of
+two (`QuantSpec.keep_scale`), also where all ranks make it together: then that rounding is exact but
+for subnormal numbers.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class SharedScales:
         with torch.inference_mode(False), torch.no_grad():
             for weight, planes in zip(weights, self._maker.planes(shards), strict=True):
                 put(weight.local, planes)
-                weight.wrote(agreed=True)
+                weight.wrote()
 
     def is_cut(self, weight: PlanesOwner) -> bool:
         """Whether some block of the weight has elements on several ranks."""

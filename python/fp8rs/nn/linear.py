@@ -233,8 +233,8 @@ class Float8Linear(nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         delayed = self._fp8_state.delayed
-        with quantized_weight.kept(self, "weight") as wrapped, buffers.kept(self, delayed):
-            out = super()._apply(wrapped(fn), recurse)
+        with quantized_weight.kept(self, "weight"), buffers.kept(self, delayed):
+            out = super()._apply(fn, recurse)
         weight = self._parameters["weight"]
         if is_distributed(weight):
             self._tell_of_shard("weight", weight)  # which may be another tensor now

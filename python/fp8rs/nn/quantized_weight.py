@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fp8rs._torch import hooks_of, is_distributed, own_part, set_hooks, set_local_tensor
+from fp8rs._torch import hooks_of, own_part, set_hooks, set_local_tensor
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import quantize_planes
 from fp8rs.tensor.wrapper import OWN_ATTRIBUTES
@@ -68,26 +68,13 @@ def write_instead(layer: nn.Module, name: str, value: Any) -> Any:
 
 
 @contextmanager
-def kept(layer: nn.Module, name: str) -> Iterator[Callable[[Callable[[Tensor], Any]], Any]]:
-    """What is done to all of a layer's tensors in here leaves marks and hooks of an FP8 weight.
-
-    Gives a function that makes what is to be called with tensors of what a caller gave.
-    """
+def kept(layer: nn.Module, name: str) -> Iterator[None]:
+    """What is done to all of a layer's tensors in here leaves marks and hooks of an FP8 weight."""
     weight: Any = layer._parameters[name]
     # Torch may swap them with the rest.
     marks = {} if weight is None else dict(weight.__dict__)
     hooks = hooks_of(weight) if is_fp8(weight) else (None, None)
-
-    def wrapped(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        def applied(t: Tensor) -> Any:
-            new = function(t)
-            # Modules make parameters of what they are given, which torch allows of no tensor that
-            # detaches to another class, as shards of FP8 codes do.
-            return new.detach() if new is t and is_fp8(t) and is_distributed(t) else new
-
-        return applied
-
-    yield wrapped
+    yield
     weight = layer._parameters[name]
     if is_fp8(weight):
         keep_marks(marks, weight)

@@ -18,7 +18,6 @@ from fp8rs.tensor.planes import Plane, as_bytes
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import reduce_amax
 from fp8rs.tensor.store import Delayed, Owner
-from fp8rs.tensor.writes import is_padded
 
 
 class Shards(Protocol):
@@ -100,7 +99,7 @@ def is_one_plane(weight: QuantizedTensor) -> bool:
 
     Of a view, what is written with a scale of its own would leave other elements with that scale.
     """
-    whole = weight._window is None or is_padded(weight)
+    whole = weight.region.is_whole or not weight.numel()  # an empty shard is a view of room
     return whole and weight._store.has == (True, False)
 
 
@@ -334,4 +333,4 @@ def wrote(params: Sequence[Tensor]) -> None:
     for param in params:
         of = owner(param)
         if of is not None:
-            of.wrote(agreed=True)
+            of.wrote()

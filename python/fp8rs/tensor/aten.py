@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fp8rs._torch import in_staging, make_wrapper_subclass
 from fp8rs.tensor import collectives, copies, views
-from fp8rs.tensor.blank import blank
 from fp8rs.tensor.fallback import dequantized_call, each_member
 from fp8rs.tensor.formats import INPUT_DTYPES, LOGICAL_DTYPES
 from fp8rs.tensor.planes import zeros
@@ -172,9 +171,10 @@ def _new_part(
             "layer's weight is computed from (pruning, parametrizations). Dequantize it first, or "
             "keep it as a buffer"
         )
-    if t._store.owner is None or dtype not in (None, t.dtype) or len(size) != 2:
+    owner = t._store.owner
+    if owner is None or dtype not in (None, t.dtype) or len(size) != 2:
         return _new(func, t, size, dtype=dtype, device=device, **kwargs)
-    store = blank(t._store, size, t.device if device is None else device)
+    store = owner.room(t._store, size, t.device if device is None else device)
     return t.over(store, torch.Size(size), t.dtype)
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from fp8rs.tensor import blank
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.region import Region
 from fp8rs.tensor.spec import Planes
-from fp8rs.tensor.windows import Rectangle, Span
+from fp8rs.tensor.windows import Rectangle
 from fp8rs.tensor.wrapper import StoreTensor
-from fp8rs.tensor.writes import is_box, is_padded
+from fp8rs.tensor.writes import is_box
 
 
 def take(dst: StoreTensor, src: StoreTensor, non_blocking: bool = False) -> bool:
@@ -27,29 +26,24 @@ def take(dst: StoreTensor, src: StoreTensor, non_blocking: bool = False) -> bool
         return False
     owner = store.told
     # FSDP2 copies nothing into an empty shard: there it is the owner who hears of copies.
-    if store.blank and (owner is None or dst.numel()):
-        return blank.begin_with(dst.region, src.region)
+    if store.first_copy is not None and (owner is None or dst.numel()):
+        return store.first_copy(dst.region, src.region)
     if owner is not None and owner.take(dst, src):
         return True
     if store.lead != src._store.lead:
         return False
-    planes = planes_for(dst.region, src.region, is_padded(dst))
+    planes = planes_for(dst.region, src.region)
     made = None if planes is None else completed(planes[0], store.has)
     if planes is None or made is None:
         return False
     store.put(made, planes[1], non_blocking)
     if owner is not None:
-        owner.wrote()
+        owner.wrote(dst)
     return True
 
 
-def planes_for(
-    dst: Region, src: Region, rest_is_padding: bool
-) -> tuple[Planes, Rectangle | None] | None:
+def planes_for(dst: Region, src: Region) -> tuple[Planes, Rectangle | None] | None:
     """The planes that make ``dst`` equal to ``src``, and the rows and columns that they are of."""
-    if rest_is_padding and dst.window is not None:
-        rows = Span(0, dst.shape[0])
-        return src.planes, Rectangle(rows, Span(0, dst.store.matrix[1]))
     if dst.is_whole and src.is_whole and dst.store.matrix == src.store.matrix:
         return (src.store.rowwise, src.store.columnwise), None
     if dst.store.format.per_tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -46,11 +47,11 @@ class Owner(Protocol):
     def has(self, store: Store) -> bool:
         """Whether these are the planes of the weight, or may be: not those of a copy."""
 
-    def has_whole(self, tensor: Any) -> bool:
-        """Whether a tensor over the weight's planes shows all of this rank's part."""
+    def wrote(self, tensor: Any = None) -> None:
+        """``tensor`` has been written; None: the planes were, with the scales of all ranks."""
 
-    def wrote(self, agreed: bool = False) -> None:
-        """Codes or scales have been written; ``agreed``: with the scales of all ranks."""
+    def room(self, like: Store, shape: Iterable[int], device: Any) -> Store:
+        """Room for another part of the weight that ``like`` is of, in the place of zeros."""
 
     def forget_init(self) -> None:
         """Free the values from before the first rounding, and keep no others."""
@@ -64,12 +65,13 @@ class Store:
         spec: how what is written is quantized; None is the planes' format without options.
         delayed: for delayed scaling, the scale to read and the amax to write.
         owner: of a parameter's planes; new tensors that stand for the parameter have it too.
-        blank: nothing has been written yet, and the first tensor that is gives the scales.
+        first_copy: of room for a shard: takes the first tensor that is copied into a region of it,
+            with its scales.
         gathered: FSDP2 has gathered the planes' bytes, and frees and refills them: they are no
             parameter's own.
     """
 
-    __slots__ = ("blank", "columnwise", "delayed", "gathered", "owner", "rowwise", "spec")
+    __slots__ = ("columnwise", "delayed", "first_copy", "gathered", "owner", "rowwise", "spec")
 
     def __init__(
         self,
@@ -83,7 +85,8 @@ class Store:
         self.spec = spec
         self.delayed = delayed
         self.owner: Owner | None = None
-        self.blank = self.gathered = False
+        self.first_copy: Callable[[Any, Any], bool] | None = None
+        self.gathered = False
 
     def over(self, rowwise: Plane | None, columnwise: Plane | None) -> Store:
         """Other planes that stand for the same: with this specification and owner."""

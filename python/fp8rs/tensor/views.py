@@ -29,14 +29,10 @@ def _window(t: QuantizedTensor) -> Window:
 
 def _view_of(t: QuantizedTensor, window: Window) -> QuantizedTensor:
     """The view of the store of ``t`` that has these elements."""
-    if t._window is None:
-        if window.size == t.shape and window.contiguous and window.offset == 0:
-            return t.view_of(None)
-    elif window.offset == 0 and window.contiguous:
-        row = t._store.rowwise
-        if row is not None and row.data.shape == window.size:
-            return t.view_of(None)
-    return t.view_of(window)
+    row = t._store.rowwise
+    shape = row.data.shape if row is not None else t.shape if t._window is None else None
+    whole = window.size == shape and window.contiguous and window.offset == 0
+    return t.view_of(None if whole else window)
 
 
 @implements(aten.detach.default, aten.alias.default)

@@ -72,11 +72,8 @@ class StoreTensor(Tensor):
 
     def _view_of(self, window: Window | None) -> Self:
         if window is None:
-            shape = self.shape
-            if self._window is not None:
-                assert self._store.rowwise is not None
-                shape = self._store.rowwise.data.shape
-            return self.over(self._store, shape, self.dtype)
+            row = self._store.rowwise
+            return self.over(self._store, self.shape if row is None else row.data.shape, self.dtype)
         view: Self = make_wrapper_subclass(
             type(self),
             window.size,

@@ -58,16 +58,10 @@ def quantize(
     owner = dst._store.told
     if owner is not None and owner.write(dst, src, keep):
         return
-    if write(dst.region, src, spec, delayed, keep=keep, rest_is_padding=is_padded(dst)):
+    if write(dst.region, src, spec, delayed, keep=keep):
         note_write(dst)
     if owner is not None:
-        owner.wrote()
-
-
-def is_padded(t: StoreTensor) -> bool:
-    """Whether a view shows all that there is of a weight: what is beside it is padding."""
-    owner = t._store.told
-    return owner is not None and t._window is not None and owner.has_whole(t)
+        owner.wrote(dst)
 
 
 # --- the blocks of a region ----------------------------------------------------------------------
@@ -131,7 +125,6 @@ def write(
     delayed: Delayed | None,
     *,
     keep: bool = False,
-    rest_is_padding: bool = False,
 ) -> bool:
     """Quantize values into a region; returns whether anything was written.
 
@@ -141,14 +134,13 @@ def write(
         spec: how, of the region's format.
         delayed: for delayed scaling, the scale to read and the amax to raise.
         keep: what has the same value as before keeps its codes' value, also where all is written.
-        rest_is_padding: elements of the store that are not in the region need not keep their value.
     """
     store = region.store
     store.any_plane.check_live("this quantized tensor")
     box, filled = target(region)
     if not (values.numel() or (box is None and not keep) or spec.group is not None):
         return False  # (the ranks of a group quantize together, also one that writes nothing)
-    if keep or not (filled or rest_is_padding):
+    if keep or not filled:
         made = requantized(region, values, Target(box, filled), spec, delayed)
     else:
         scale, amax = (None, None) if delayed is None else delayed

@@ -1,7 +1,8 @@
-"""Room for a shard, whose scales and blocks the first copy into it tells.
+"""How FSDP2 pads the shards of FP8 weights.
 
-FSDP2 pads shards so: it asks a parameter for zeros of the shard's padded size, and copies the rows
-that this rank has into the first of them. Only that copy tells where in a block the shard begins.
+It asks a parameter for zeros of the shard's padded size, and copies the rows that this rank has
+into the first of them. Only that copy tells where in a block the shard begins, and how many rows it
+has: planes end there, and nothing but gathers knows of the padding in the memory behind them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fp8rs.tensor.formats import matrix_shape
 from fp8rs.tensor.planes import Plane, zeros
@@ -18,7 +20,7 @@ from fp8rs.tensor.store import Store
 from fp8rs.tensor.windows import Span
 
 
-def blank(like: Store, shape: Iterable[int], device: Any) -> Store:
+def room(like: Store, shape: Iterable[int], device: Any) -> Store:
     """Room for another part of the parameter that a store is of, (rows, cols), codes 0.
 
     One scale a tensor is the parameter's from the start.
@@ -35,55 +37,53 @@ def blank(like: Store, shape: Iterable[int], device: Any) -> Store:
         return Plane(zeros(own.data, size, device), scale, own.format)
 
     new = like.over(plane(like.rowwise, (rows, cols)), plane(like.columnwise, (cols, rows)))
-    new.blank = True
+    new.first_copy = begin_with
     return new
 
 
 def begin_with(dst: Region, src: Region) -> bool:
-    """Take the codes and scales of some rows of another tensor as the first rows of ``dst``.
+    """Take the codes and scales of some rows of another tensor as ``dst``, the first rows.
 
-    Scales and where blocks begin are ``src``'s from then on: only this first copy tells where in a
-    block a shard begins.
+    They are all that the store has from then on: codes of 0 stay in memory behind its planes.
 
     Raises:
         ValueError: they are no whole rows, but the format needs these.
     """
     store, of = dst.store, src.store
     mine, theirs = dst.rectangle, src.rectangle
-    if mine is None or theirs is None or mine.transposed or theirs.transposed:
+    if mine is None or theirs is None or mine.transposed or theirs.transposed or mine.rows.start:
         return False
+    if not mine.rows.length:
+        return True  # an empty shard is a view of the room, of which it has nothing
     if not store.format.per_tensor and theirs.cols.length != of.matrix[1]:
         raise ValueError(
             f"a weight in format {store.format.name!r} is sharded by rows only: have "
             "shard_placement_fn give Shard(0), or use a recipe with one scale a tensor"
         )
-    to, at = ((box.rows.slice, box.cols.slice) for box in (mine, theirs))
+    at = theirs.rows.slice, theirs.cols.slice
     for name, dim in (("rowwise", 0), ("columnwise", 1)):
         own, given = getattr(store, name), getattr(of, name)
         if own is not None and given is not None:
-            own.data[to[::-1] if dim else to] = given.matrix[at[::-1] if dim else at]
-            setattr(store, name, _with_scales_of(own, given, theirs.rows, dim))
-    store.blank = False
+            data = own.data.narrow(dim, 0, mine.rows.length)
+            data.copy_(given.matrix[at[::-1] if dim else at])
+            setattr(store, name, _with_scales_of(data, given, theirs.rows, dim))
+    store.first_copy = None
     return True
 
 
-def _with_scales_of(own: Plane, given: Plane, rows: Span, dim: int) -> Plane:
-    """A plane with the scales of some rows of another matrix, for its first rows.
+def _with_scales_of(data: Tensor, given: Plane, rows: Span, dim: int) -> Plane:
+    """A plane of codes with the scales of some rows of another matrix, whose codes they are.
 
     Args:
-        own: the plane, which may have more rows: theirs have scales of 0.
+        data: the codes.
         given: a plane of the other matrix.
         rows: of that matrix.
         dim: of the planes that the matrices' rows are.
     """
-    block, extent = given.format.block[dim], own.matrix.shape[dim]
-    if block == -1:
-        return Plane(own.data, given.scale.to(own.scale.device, copy=True), own.format)
-    start = rows.start + given.lead[dim]
-    lead = start % block
-    size = list(own.scale.shape)
-    size[dim] = -(-(lead + extent) // block) if extent else 0
-    scale = zeros(own.scale, size)
-    first, last = start // block, -(-(start + rows.length) // block)
-    scale.narrow(dim, 0, last - first).copy_(given.scale.narrow(dim, first, last - first))
-    return Plane(own.data, scale, own.format, (lead, 0) if dim == 0 else (0, lead))
+    block, start = given.format.block[dim], rows.start + given.lead[dim]
+    scale, lead = given.scale, 0
+    if block != -1:
+        lead, first, last = start % block, start // block, -(-(start + rows.length) // block)
+        scale = scale.narrow(dim, first, last - first)
+    scale = scale.to(data.device, copy=True)
+    return Plane(data, scale, given.format, (lead, 0) if dim == 0 else (0, lead))
