@@ -8,6 +8,7 @@ in the order of its loader, on a model of transformers.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import yaml
@@ -19,6 +20,7 @@ pytest.importorskip("axolotl.integrations.base")
 
 from axolotl.integrations.base import BasePlugin, PluginManager  # noqa: E402
 from axolotl.utils.dict import DictDefault  # noqa: E402
+from transformers.integrations import INTEGRATION_TO_CALLBACK  # noqa: E402
 
 NAME = "fp8rs.integrations.axolotl.Float8Plugin"
 
@@ -96,3 +98,30 @@ def test_an_unknown_recipe_is_an_error_of_the_config(manager):
 
     with pytest.raises(ValueError, match="'fp4' is not known; the names are"):
         Float8Args(fp8rs_recipe="fp4")
+
+
+def test_a_run_is_watched_where_a_key_says_so(manager, tmp_path):
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Tracker(TrainerCallback):
+        steps: ClassVar[list[int]] = []
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            if any(name.endswith("/sqnr_db") for name in logs):
+                self.steps.append(state.global_step)
+
+    cfg = DictDefault({"fp8rs_monitor_every": 2})
+    manager.post_model_build(cfg, model := llama())
+    rows = [{"input_ids": list(range(16)), "labels": list(range(16))}] * 4
+    arguments = TrainingArguments(
+        tmp_path, max_steps=4, per_device_train_batch_size=1, report_to="none", use_cpu=True
+    )
+    trainer = Trainer(model, arguments, train_dataset=rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(INTEGRATION_TO_CALLBACK, "tracker", Tracker)
+        trainer.add_callback(Tracker)
+        for callback in manager.add_callbacks_post_trainer(cfg, trainer):
+            trainer.add_callback(callback)
+        trainer.train()
+    assert Tracker.steps == [1, 3]
+    assert not manager.add_callbacks_post_trainer(DictDefault({}), trainer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from harness import assert_gathers_are_fp8, need, run_example
+from harness import HERE, assert_gathers_are_fp8, need, run_example, run_file
 
 need("lightning", "2.6")
 need("transformers", "5.0")
@@ -63,3 +63,10 @@ def test_fabrics_parallelize_fn_is_given_the_converted_model():
     assert seen == [(model, "mesh")]
     assert isinstance(model[0], Float8Linear)
     assert model[0].recipe.name == "rowwise"
+
+
+def test_a_run_is_watched_as_the_page_says():
+    found = run_file(HERE / "lightning_watched.py").returned
+    assert found["steps"] == [1, 3], "steps of the optimizer, of two batches each"
+    name = "fp8/model.layers.0.self_attn.q_proj/grad/sqnr_db"
+    assert all(name in names and len(names) == 14 * 3 * 5 for names in found["names"])

@@ -53,6 +53,14 @@ def assert_agree(run: Run, reference: Run) -> None:
     assert len(run.converted) == 2 * 5, "wqkv, wo, w1, w2 and w3 of two layers, not the head"
 
 
+def test_a_run_is_watched_as_the_page_says(reference, tmp_path):
+    found = run(tmp_path, "--recipe", "current", TEST_WATCHED="1")
+    assert_agree(found, reference())
+    steps, counts = zip(*found.returned["logged"], strict=True)
+    assert steps == (2, 4)
+    assert set(counts) == {2 * 5 * 3 * 5}, "five statistics of three operands of each layer"
+
+
 @pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
 def test_it_trains_with_selective_checkpointing_and_the_chunked_loss(recipe, reference, tmp_path):
     found = run(tmp_path, "--recipe", recipe)

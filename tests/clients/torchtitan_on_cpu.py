@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,33 @@ class CpuTrainer(titan.Trainer):
         return loss
 
 
+#: Steps, and how many statistics of ``fp8rs.monitor`` torchtitan's logger was given at each.
+logged: list[tuple[int, int]] = []
+
+
+def watched() -> type[titan.Trainer]:
+    """The Trainer of docs/clients/torchtitan.md, which watches a run, of this file's."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "clients" / "torchtitan.md"
+    (block,) = re.findall(
+        r"```python\n([^`]*class WatchedTrainer.*?)```", page.read_text(), re.DOTALL
+    )
+    names: dict[str, Any] = {"__name__": __name__}
+    theirs, titan.Trainer = titan.Trainer, CpuTrainer
+    exec(compile(block.replace("every=100", "every=2"), page, "exec", dont_inherit=True), names)
+    titan.Trainer = theirs
+
+    class Kept(names["WatchedTrainer"]):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.metrics_processor.logger.log = keep
+
+    def keep(values: dict[str, Any], step: int) -> None:
+        if all(name.startswith("fp8/") for name in values):
+            logged.append((step, len(values)))
+
+    return Kept
+
+
 def evaluate(model: Any) -> float:
     """The sum of the logits' absolute values for a fixed batch."""
     model._skip_lm_head = False  # the chunked loss calls the head by itself
@@ -138,7 +166,8 @@ def evaluate(model: Any) -> float:
 def main(argv: list[str]) -> dict[str, Any]:
     metrics.build_device_memory_monitor = NoMemory
     titan.dist_utils.set_pg_timeouts = lambda **_: None  # by a barrier with device numbers
-    titan.Trainer.Config._owner = CpuTrainer  # what `config.build()` makes
+    kind = watched() if os.environ.get("TEST_WATCHED") else CpuTrainer
+    titan.Trainer.Config._owner = kind  # what `config.build()` makes
     path = Path(__file__).resolve().parents[2] / "examples" / "torchtitan_llama.py"
     spec = importlib.util.spec_from_file_location("torchtitan_llama", path)
     example = importlib.util.module_from_spec(spec)
@@ -148,4 +177,5 @@ def main(argv: list[str]) -> dict[str, Any]:
     with trainer.train_context():
         evaluated = evaluate(trainer.model_parts[0])
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return {"losses": losses, "step": trainer.step, "evaluated": evaluated, "graphs": graphs}
+    found = {"losses": losses, "step": trainer.step, "evaluated": evaluated, "graphs": graphs}
+    return {**found, "logged": logged}
