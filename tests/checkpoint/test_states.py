@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from cases import each_recipe
 from checkpoint.layouts import KEPT, batch, contents, lay_out, shared_folder, size_of, state_of
 from distributed import ranks
 from distributed.models import HIDDEN, RECIPES, UNEVEN, make, recipes, same_bytes, train
@@ -24,15 +25,8 @@ from fp8rs import checkpoint
 from fp8rs.checkpoint import CheckpointError, Model
 
 FP8 = "FP8 weights, AdamW with masters"
-FEW = ("delayed", "block", "mxfp8 of 1x32")
-
-
-def long_too(value):
-    return pytest.param(value, marks=pytest.mark.long)
-
-
 #: With --full all ways of training them.
-SOME = [n if n in list(KEPT)[1:3] else long_too(n) for n in KEPT]
+SOME = [n if n in list(KEPT)[1:3] else pytest.param(n, marks=pytest.mark.long) for n in KEPT]
 
 
 def same(left, right):
@@ -133,7 +127,7 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("recipe", [n if n in FEW else long_too(n) for n in RECIPES])
+@each_recipe("delayed", "block", "mxfp8 of 1x32", of=RECIPES)
 def test_files_have_plain_tensors_of_a_byte_an_element_that_need_no_fp8rs(recipe, tmp_path):
     import fp8rs
 
