@@ -11,8 +11,8 @@ forward, dgrad and wgrad.
 
 Times are of CUDA events, in milliseconds a call. A round times each layer once, in turn, over
 several inputs and gradients, which together are larger than the L2 cache. The device sleeps before
-it, while the host gets ahead: as in a training step, the device does not wait for the host. Each
-figure is the median of the rounds. ``tools/figures.py`` draws the JSON.
+it, twice as long as the host takes: as in a training step, the device does not wait for the host.
+Each figure is the median of the rounds. ``tools/figures.py`` draws the JSON.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ SMALL = {"small": [(64, 128, 256), (48, 64, 64)]}
 #: Bytes of inputs and gradients that a round reads, and the largest number of pairs.
 COLD, PAIRS = 2**28, 16
 
+#: Of a GPU's clock in a millisecond, at most.
+CYCLES = 2_000_000
+
 Step = Callable[[Tensor, Tensor], object]
 
 
@@ -60,22 +63,30 @@ def steps(layer: nn.Module) -> dict[str, Step]:
     return {"forward": forward, "both": both}
 
 
-def time_ms(step: Step, pairs: list[tuple[Tensor, Tensor]]) -> float:
-    """The mean time of a call, over all pairs."""
-    if not pairs[0][0].is_cuda:
-        begun = time.perf_counter()
-        for pair in pairs:
-            step(*pair)
-        return (time.perf_counter() - begun) * 1e3 / len(pairs)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000 * len(pairs))  # cycles: about a millisecond a call
-    start.record()
+def time_ms(step: Step, pairs: list[tuple[Tensor, Tensor]], host_ms: float) -> tuple[float, float]:
+    """The mean time of a call, over all pairs; and what the host took for one.
+
+    Args:
+        step: what is called.
+        pairs: with what, one after the other.
+        host_ms: the host's time of a call, as last found. The device sleeps twice as long, unless
+            that was a call that compiled.
+    """
+    on_gpu = pairs[0][0].is_cuda
+    if on_gpu:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(int(2 * min(host_ms, 5.0) * len(pairs) * CYCLES))
+        start.record()
+    begun = time.perf_counter()
     for pair in pairs:
         step(*pair)
+    host = (time.perf_counter() - begun) * 1e3 / len(pairs)
+    if not on_gpu:
+        return host, host
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) / len(pairs)
+    return start.elapsed_time(end) / len(pairs), host
 
 
 def measure(
@@ -99,11 +110,12 @@ def measure(
         for _ in range(count)
     ]
     found: dict[str, dict[str, list[float]]] = {name: {} for name in timed}
-    for n in range(rounds + 2):  # two to compile and to warm up
+    host_ms: dict[tuple[str, str], float] = {}
+    for n in range(rounds + 3):  # three to compile, to warm up and to time the host
         for name, of_layer in timed.items():
             for kind, step in of_layer.items():
-                took = time_ms(step, pairs)
-                if n >= 2:
+                took, host_ms[name, kind] = time_ms(step, pairs, host_ms.get((name, kind), 0.0))
+                if n >= 3:
                     found[name].setdefault(kind, []).append(took)
     return {
         name: {kind: round(statistics.median(ms), 5) for kind, ms in kinds.items()}

@@ -52,6 +52,11 @@ def dgrad_fold(format: BlockFormat, scale: Tensor) -> Tensor | None:
     return scale.view(1, -1) if format.per_row else None
 
 
+def contracted_multiple(format: BlockFormat, device: torch.device) -> int:
+    """What a GEMM's contracted dim is to be a multiple of, lest operands be copied to pad them."""
+    return max(16, format.block[1]) if device.type == "cuda" else 1
+
+
 def rebases(device: torch.device, emulate: bool) -> bool:
     """Whether MXFP8 planes are rewritten for one power of two a row: a GPU without their GEMMs."""
     if device.type != "cuda" or emulate:

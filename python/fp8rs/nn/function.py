@@ -10,13 +10,14 @@ GEMM, so that a compiler merges equal ones (siblings share their input).
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from fp8rs._torch import is_traced
-from fp8rs.gemm.operands import dgrad_fold, dgrad_operand
+from fp8rs.gemm.operands import contracted_multiple, dgrad_fold, dgrad_operand
 from fp8rs.gemm.table import scaled_mm
 from fp8rs.ops.inductor import fuse_maxima
 from fp8rs.tensor.planes import Plane
@@ -127,10 +128,40 @@ def _quantize(
     delayed: _Delayed | None,
     fold: Tensor | None = None,
 ) -> Planes:
+    values = _whole_blocks(x, spec) if columnwise else x
     if delayed is None:
-        return quantize_planes(spec, x, rowwise, columnwise, fold=fold)
-    scale = delayed.scale(role, x, spec)
-    return quantize_planes(spec, x, rowwise, columnwise, scale=scale, amax=delayed.amax(role))
+        row, col = quantize_planes(spec, values, rowwise, columnwise, fold=fold)
+    else:
+        scale, amax = delayed.scale(role, x, spec), delayed.amax(role)
+        row, col = quantize_planes(spec, values, rowwise, columnwise, scale=scale, amax=amax)
+    if row is not None and values is not x:
+        row = row.first_rows(x.shape)
+    return row, col
+
+
+def _whole_blocks(x: Tensor, spec: QuantSpec) -> Tensor:
+    """``x``, with zeros behind its last token up to what wgrad contracts over; 2-D then.
+
+    A GEMM wants tokens in 16s or in whole blocks. To copy them before they are quantized costs less
+    than codes that lie at odd addresses, and are copied for the GEMM. In a graph for any number of
+    tokens it is the GEMM that copies.
+    """
+    # (Size.numel would be a number in a graph for any.)
+    tokens, multiple = math.prod(x.shape[:-1]), contracted_multiple(spec.format, x.device)
+    if not isinstance(tokens, int) or tokens % multiple == 0:
+        return x
+    whole = x.new_empty((-(-tokens // multiple) * multiple, x.shape[-1]))
+    whole[:tokens].copy_(x.reshape(tokens, x.shape[-1]))
+    whole[tokens:].zero_()
+    return whole
+
+
+def _as_long(a: Plane, b: Plane) -> tuple[Plane, Plane]:
+    """Operands with zeros behind the one that has fewer tokens: one came quantized, as it was."""
+    more = b.data.shape[1] - a.data.shape[1]
+    if more == 0:
+        return a, b
+    return (a.padded(0, more), b) if more > 0 else (a, b.padded(0, -more))
 
 
 # --- the input -----------------------------------------------------------------------------------
@@ -212,7 +243,7 @@ def _input_again(
         kept.users.add(user)
         return cast(Plane, kept.planes[1])
     values = _in_backward(x, dy) if is_traced(x) else x
-    planes = quantize_planes(quant, values, False, True, scale=scale)
+    planes = quantize_planes(quant, _whole_blocks(values, quant), False, True, scale=scale)
     inputs.keep(x, token, planes, None, user)
     return cast(Plane, planes[1])
 
@@ -365,6 +396,7 @@ class _Linear(torch.autograd.Function):
                 x_col = Plane(saved_x, x_scale, x_format)
             else:
                 x_col = _input_again(spec, saved_x, x_scale, forward, dy)
+            col, x_col = _as_long(col, x_col)
             dw = scaled_mm(
                 col,
                 x_col,

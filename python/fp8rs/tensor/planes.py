@@ -101,6 +101,14 @@ class Plane:
             scale = functional.pad(as_bytes(scale), behind, value=1).view(scale.dtype)
         return Plane(codes.view(self.data.dtype), scale, self.format, self.lead)
 
+    def first_rows(self, shape: torch.Size) -> Plane:
+        """What stands in the first rows of the 2-D view, as a tensor of ``shape``; views."""
+        rows, cols = matrix_shape(shape)
+        scale = self.scale
+        if not self.format.per_tensor:
+            scale = scale[: self.format.scale_shape(rows, cols)[0]]
+        return Plane(self.matrix[:rows].view(shape), scale, self.format)
+
     def spread(self) -> Tensor:
         """The scale of each element of the 2-D view, fp32; of a shape that broadcasts to it."""
         scale = self.scale.to(torch.float32)
