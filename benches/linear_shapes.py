@@ -4,10 +4,10 @@
     python benches/linear_shapes.py --shapes 8192x4096x14336,2048x2048x2048    # TOKENSxINxOUT
     python benches/linear_shapes.py --device cpu        # small shapes: that it runs, no measurement
 
-Layers are compiled (``dynamic=False``), their weights bf16. An FP8 layer quantizes its weight in
-each forward, all of it: of a weight that FSDP2 shards a rank quantizes its part alone, so that in
-training FP8 gains a little more than here. The forward keeps what a backward needs. "both" is the
-forward, dgrad and wgrad.
+Layers are compiled (``dynamic=False``; with ``--eager`` they are not), their weights bf16. An FP8
+layer quantizes its weight in each forward, all of it: of a weight that FSDP2 shards a rank
+quantizes its part alone, so that in training FP8 gains a little more than here. The forward keeps
+what a backward needs. "both" is the forward, dgrad and wgrad.
 
 Times are of CUDA events, in milliseconds a call. A round times each layer once, in turn, over
 several inputs and gradients, which together are larger than the L2 cache. The device sleeps before
@@ -38,6 +38,7 @@ SHAPES = {
     "Llama-3-8B": [(8192, 4096, n) for n in (4096, 1024, 14336)] + [(8192, 14336, 4096)],
     "squares": [(n, n, n) for n in (1024, 2048, 4096, 8192, 16384)],
     "few tokens": [(n, 4096, 14336) for n in (128, 512, 2048)],
+    "odd tokens": [(n, 4096, 4096) for n in (2047, 8191)],
 }
 SMALL = {"small": [(64, 128, 256), (48, 64, 64)]}
 
@@ -50,15 +51,15 @@ CYCLES = 2_000_000
 Step = Callable[[Tensor, Tensor], object]
 
 
-def steps(layer: nn.Module) -> dict[str, Step]:
+def steps(layer: nn.Module, eager: bool) -> dict[str, Step]:
     """What is timed of a layer, given an input and the gradient of its output."""
-    compiled = torch.compile(layer, dynamic=False, fullgraph=True)
+    run = layer if eager else torch.compile(layer, dynamic=False, fullgraph=True)
 
     def forward(x: Tensor, dy: Tensor) -> object:
-        return compiled(x)
+        return run(x)
 
     def both(x: Tensor, dy: Tensor) -> object:
-        return torch.autograd.grad(compiled(x), (x, layer.weight), dy)
+        return torch.autograd.grad(run(x), (x, layer.weight), dy)
 
     return {"forward": forward, "both": both}
 
@@ -90,17 +91,17 @@ def time_ms(step: Step, pairs: list[tuple[Tensor, Tensor]], host_ms: float) -> t
 
 
 def measure(
-    shape: tuple[int, int, int], recipes: list[str], device: str, rounds: int
+    shape: tuple[int, int, int], recipes: list[str], device: str, rounds: int, eager: bool
 ) -> dict[str, dict[str, float]]:
     """Milliseconds of each layer's steps: bf16's and each recipe's."""
     tokens, inputs, outputs = shape
     torch.compiler.reset()
     new = {"dtype": torch.bfloat16, "device": device}
     plain = nn.Linear(inputs, outputs, bias=False, **new)
-    timed = {"bf16": steps(plain)}
+    timed = {"bf16": steps(plain, eager)}
     for recipe in recipes:
         layer = fp8rs.nn.Linear.from_linear(copy.deepcopy(plain), recipe=recipe)
-        timed[recipe] = steps(layer)
+        timed[recipe] = steps(layer, eager)
     count = min(PAIRS, 1 + COLD // (2 * tokens * (inputs + outputs))) if device == "cuda" else 2
     pairs = [
         (
@@ -147,7 +148,7 @@ def main() -> int:
     print("|---|---|---|---|---|---|", flush=True)
     for group, shapes in groups.items():
         for shape in shapes:
-            ms = measure(shape, options.recipes, options.device, options.rounds)
+            ms = measure(shape, options.recipes, options.device, options.rounds, options.eager)
             results["rows"].append({"group": group, "shape": shape, "ms": ms})
             for name, took in ms.items():
                 cells = [f"{took[kind]:.4f} | {ms['bf16'][kind] / took[kind]:.2f}" for kind in took]
@@ -175,6 +176,7 @@ def _options() -> argparse.Namespace:
         default=["current", "rowwise", "mxfp8", "block"],
     )
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--eager", action="store_true", help="do not compile the layers")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     unknown = [name for name in options.recipes if name not in RECIPES]

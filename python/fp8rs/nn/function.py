@@ -143,12 +143,12 @@ def _whole_blocks(x: Tensor, spec: QuantSpec) -> Tensor:
     """``x``, with zeros behind its last token up to what wgrad contracts over; 2-D then.
 
     A GEMM wants tokens in 16s or in whole blocks. To copy them before they are quantized costs less
-    than codes that lie at odd addresses, and are copied for the GEMM. In a graph for any number of
-    tokens it is the GEMM that copies.
+    than codes that lie at odd addresses, and are copied for the GEMM. A graph for any number of
+    tokens copies whatever it is.
     """
-    # (Size.numel would be a number in a graph for any.)
-    tokens, multiple = math.prod(x.shape[:-1]), contracted_multiple(spec.format, x.device)
-    if not isinstance(tokens, int) or tokens % multiple == 0:
+    multiple = contracted_multiple(spec.format, x.device)
+    tokens = math.prod(x.shape[:-1])  # Size.numel would make a number of a symbol
+    if multiple == 1 or (isinstance(tokens, int) and tokens % multiple == 0):
         return x
     whole = x.new_empty((-(-tokens // multiple) * multiple, x.shape[-1]))
     whole[:tokens].copy_(x.reshape(tokens, x.shape[-1]))
