@@ -150,9 +150,11 @@ def _whole_blocks(x: Tensor, spec: QuantSpec) -> Tensor:
     tokens = math.prod(x.shape[:-1])  # Size.numel would make a number of a symbol
     if multiple == 1 or (isinstance(tokens, int) and tokens % multiple == 0):
         return x
-    whole = x.new_empty((-(-tokens // multiple) * multiple, x.shape[-1]))
-    whole[:tokens].copy_(x.reshape(tokens, x.shape[-1]))
-    whole[tokens:].zero_()
+    missing = -tokens % multiple
+    whole = x.new_empty((tokens + missing, x.shape[-1]))
+    # Not by slices, whose sizes are symbols of their own where data says how many tokens there are.
+    whole.narrow(0, 0, tokens).copy_(x.reshape(tokens, x.shape[-1]))
+    whole.narrow(0, tokens, missing).zero_()
     return whole
 
 

@@ -106,8 +106,8 @@ class Plane:
         rows, cols = matrix_shape(shape)
         scale = self.scale
         if not self.format.per_tensor:
-            scale = scale[: self.format.scale_shape(rows, cols)[0]]
-        return Plane(self.matrix[:rows].view(shape), scale, self.format)
+            scale = scale.narrow(0, 0, self.format.scale_shape(rows, cols)[0])
+        return Plane(self.matrix.narrow(0, 0, rows).view(shape), scale, self.format)
 
     def spread(self) -> Tensor:
         """The scale of each element of the 2-D view, fp32; of a shape that broadcasts to it."""
