@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import fp8rs
+from fp8rs.gemm.operands import contracted_multiple
+from fp8rs.nn import function
 from oracle.elements import FORMATS, WIDE
 
 ops = torch.ops.fp8rs
@@ -91,6 +93,14 @@ def skip_without_block_gemms(device):
     """Skip on a GPU without GEMMs for 1x128 scales."""
     if device.type == "cuda" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("1x128 scales need Hopper")
+
+
+def pad_tokens(monkeypatch, device_type):
+    """Have layers put zeros behind their tokens for wgrad as on a device of that type."""
+    like = torch.device(device_type)
+    monkeypatch.setattr(
+        function, "contracted_multiple", lambda format, device: contracted_multiple(format, like)
+    )
 
 
 def scalar(value, device):

@@ -22,8 +22,7 @@ from torch.utils.checkpoint import (
 )
 
 import fp8rs
-from cases import RECIPES, each_recipe, skip_without_block_gemms
-from fp8rs.nn import function
+from cases import RECIPES, each_recipe, pad_tokens, skip_without_block_gemms
 from fp8rs.quantize.recipes import resolve_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -210,17 +209,9 @@ def test_evaluation_and_training(device, recipe):
         assert backend.frame_count == 2
 
 
-@pytest.fixture
-def zeros_as_for_a_gpu(monkeypatch):
-    """wgrad has as many tokens on a CPU as a GPU's GEMMs want of it."""
-    multiple = function.contracted_multiple
-    gpu = torch.device("cuda")
-    monkeypatch.setattr(function, "contracted_multiple", lambda format, _: multiple(format, gpu))
-
-
 @a_few_recipes
-@pytest.mark.usefixtures("zeros_as_for_a_gpu")
-def test_sequence_lengths_do_not_recompile(device, recipe):
+def test_sequence_lengths_do_not_recompile(device, recipe, monkeypatch):
+    pad_tokens(monkeypatch, "cuda")
     # Of two blocks of 128 tokens and more: to torch a size of 1 is a case of its own.
     lengths = (136, 200, 152, 168, 184)
     eager, model = build(recipe, device), build(recipe, device)
@@ -241,9 +232,9 @@ def test_sequence_lengths_do_not_recompile(device, recipe):
 
 
 @a_few_recipes
-@pytest.mark.usefixtures("zeros_as_for_a_gpu")
-def test_tokens_that_data_selects(device, recipe):
+def test_tokens_that_data_selects(device, recipe, monkeypatch):
     """One graph for any number of them, as an expert has; none included."""
+    pad_tokens(monkeypatch, "cuda")
     eager, model = build(recipe, device), build(recipe, device)
     train(eager, eager, device, steps=3), train(model, model, device, steps=3)  # scales are there
 

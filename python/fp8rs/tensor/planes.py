@@ -102,7 +102,10 @@ class Plane:
         return Plane(codes.view(self.data.dtype), scale, self.format, self.lead)
 
     def first_rows(self, shape: torch.Size) -> Plane:
-        """What stands in the first rows of the 2-D view, as a tensor of ``shape``; views."""
+        """What stands in the first rows of the 2-D view, as a tensor of ``shape``; views.
+
+        (`windows.part` asks for numbers, where a compiler may have symbols that only data know.)
+        """
         rows, cols = matrix_shape(shape)
         scale = self.scale
         if not self.format.per_tensor:
