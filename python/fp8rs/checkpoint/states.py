@@ -88,7 +88,7 @@ class Model:
         }
         set_model_state_dict(self.model, plain, options=StateDictOptions(strict=False))
         for name, value in weights.items():
-            _put(value, codes[name])
+            put(value, codes[name])
         for name, layer in _layers_with_histories(self.model):
             if histories[name][0] is not None:
                 _begin_with(layer, histories[name])
@@ -133,7 +133,7 @@ def _layers_with_histories(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield name.removesuffix(".weight"), layer
 
 
-def _put(value: Tensor, parts: dict[str, Tensor]) -> None:
+def put(value: Tensor, parts: dict[str, Tensor]) -> None:
     """Have an FP8 weight hold what was loaded of it, which all ranks do."""
     weight: QuantizedTensor = own_part(value)
     for suffix, into in (parts_of(value) or {}).items():

@@ -1,10 +1,11 @@
-"""What inference servers read: tensors by their names, and sharded safetensors with a config.
+"""Files of inference servers: sharded safetensors with a config, written and loaded.
 
-Formats are rows of `fp8rs.export.formats.FORMATS`. Where the codes that training computes on
-are in the format asked for, these very bytes are exported.
+Formats are rows of `fp8rs.export.formats.FORMATS`. If training computes on codes in the requested
+format, these very bytes are exported.
 """
 
 from .files import save_pretrained
+from .loading import Loaded, load
 from .tensors import tensors
 
-__all__ = ["save_pretrained", "tensors"]
+__all__ = ["Loaded", "load", "save_pretrained", "tensors"]

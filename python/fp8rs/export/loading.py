@@ -1,0 +1,364 @@
+"""Load the files of inference servers into a model that trains, sharded or not.
+
+`load` first compares names, shapes and formats on all ranks. It then reads and writes one tensor at
+a time, of which each rank reads its own part.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fp8rs._torch import dtensor_like, is_distributed, local_shape_and_offset, own_part, plain_name
+from fp8rs.checkpoint.parts import SCALE, parts_of
+from fp8rs.checkpoint.states import put
+from fp8rs.nn import buffers
+from fp8rs.nn.linear import Float8Linear
+from fp8rs.tensor.formats import MX_1X32, MX_32X32
+from fp8rs.tensor.quantized import QuantizedTensor
+
+from .stored import ACTIVATION_SCALES, CODES, HIGH_PRECISION, Part, Scales, Stored
+
+_log = logging.getLogger("fp8rs")
+
+#: How many names of one kind an error lists.
+LISTED = 10
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `load` did. It is the same on all ranks.
+
+    Attributes:
+        missing_keys: parameters and buffers of the model that the files do not contain.
+        unexpected_keys: tensors of the files that the model does not have on any rank.
+        exact: FP8 weights whose codes and scales are those of the files.
+        quantized: the other FP8 weights, which were quantized from the values in the files.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+    exact: list[str]
+    quantized: list[str]
+
+
+@dataclass(eq=False)
+class Target:
+    """A parameter or buffer of the model.
+
+    Attributes:
+        tensor: the parameter or buffer.
+        layer: the converted layer whose weight it is, if it is one.
+        names: its names in the unconverted model; several if it is tied.
+        stored: its name in the files; "" if they do not contain it.
+    """
+
+    tensor: Tensor
+    layer: Float8Linear | None
+    names: list[str] = field(default_factory=list)
+    stored: str = ""
+
+    @property
+    def part(self) -> Part:
+        """Where this rank's part begins, and its size."""
+        tensor: Any = self.tensor
+        if not is_distributed(tensor):
+            return (0,) * tensor.dim(), tuple(tensor.shape)
+        size, begin = local_shape_and_offset(
+            tuple(tensor.shape), tensor.device_mesh, tensor.placements
+        )
+        return begin, size
+
+    @property
+    def fp8_weight(self) -> QuantizedTensor | None:
+        """This rank's part of an FP8 weight; None for any other tensor."""
+        local = own_part(self.tensor)
+        return local if isinstance(local, QuantizedTensor) else None
+
+
+@dataclass
+class Report:
+    """What one rank has found before anything is written.
+
+    Attributes:
+        error: raised while the files were opened or compared.
+        names: of all targets.
+        missing: names of targets that the files do not contain.
+        scales: names of tensors of scales that are used.
+        fp8: names of FP8 weights, and whether this rank can take over their codes and scales.
+    """
+
+    error: Exception | None = None
+    names: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    scales: list[str] = field(default_factory=list)
+    fp8: dict[str, bool] = field(default_factory=dict)
+
+
+def load(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = True) -> Loaded:
+    """Load a safetensors checkpoint, FP8 or not, into a model for training.
+
+    All ranks call it, before or after ``fully_shard``. Each rank reads only its own part of each
+    tensor. The files may be those of `save_pretrained`, DeepSeek's (``weight_scale_inv``) and
+    compressed-tensors' (``weight_scale``; per tensor, per row, in blocks, MXFP8), or in high
+    precision.
+
+    Master weights and unconverted layers get the dequantized values, rounded once to the
+    parameter's dtype. FP8 weights get the codes and scales of the files if these are in the format
+    of the recipe's weights, and otherwise the dequantized values, quantized once. The return value
+    says which. Histories of delayed scaling start again.
+
+    Args:
+        model: converted or not, on a real device: call ``to_empty`` first if it is on the meta
+            device. Buffers that no file contains (``persistent=False``) keep their values.
+        directory: with model.safetensors, or model.safetensors.index.json and the files that it
+            names, and with config.json if there is one.
+        strict: raise an error if names are missing or unexpected. A tied weight is there if the
+            files have one of its names.
+
+    Returns:
+        Missing and unexpected keys, and the FP8 weights that were taken over exactly.
+
+    Raises:
+        ImportError: safetensors is not installed.
+        OSError: the directory or a file of it is missing or damaged.
+        TypeError: ``model`` is not a module.
+        ValueError: the files have a quantization format that is not supported, lack scales, have
+            other names or shapes, or a tensor of the model is on the meta device. In all of these
+            cases nothing was written, and every rank raises.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    report, stored, found = Report(), None, []
+    try:
+        stored = Stored(directory)
+        found = targets(model)
+        compare(stored, found, report)
+    except Exception as error:
+        report.error = error
+    reports = on_all_ranks(report)
+    if report.error is not None:
+        raise report.error
+    for rank, other in enumerate(reports):
+        if other.error is not None:
+            raise type(other.error)(f"rank {rank}: {other.error}")
+    assert stored is not None
+    loaded = summary(stored, reports)
+    if strict and (loaded.missing_keys or loaded.unexpected_keys):
+        raise ValueError(
+            f"{directory} does not fit the model, and nothing was loaded. Pass strict=False to "
+            "load the names that both have"
+            + listed("missing in the files", loaded.missing_keys)
+            + listed("unexpected in the files", loaded.unexpected_keys)
+        )
+    exact = set(loaded.exact)
+    for target in found:
+        if target.stored:
+            write(stored, target, target.names[0] in exact)
+    _log.info(
+        "%s: loaded. Of %d FP8 weights, %d were taken over exactly and %d were quantized",
+        directory,
+        len(loaded.exact) + len(loaded.quantized),
+        len(loaded.exact),
+        len(loaded.quantized),
+    )
+    return loaded
+
+
+# --- what is there -------------------------------------------------------------------------------
+
+
+def targets(model: nn.Module) -> list[Target]:
+    """The parameters and persistent buffers of a model, each once.
+
+    Raises:
+        ValueError: one is on the meta device.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            cast(Any, module).reshard()
+    found: dict[int, Target] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        kept = {
+            key: buffer
+            for key, buffer in module._buffers.items()
+            if key not in module._non_persistent_buffers_set
+        }
+        for key, tensor in (*module._parameters.items(), *kept.items()):
+            if tensor is None:
+                continue
+            name = plain_name(f"{path}.{key}".lstrip("."))
+            if tensor.is_meta:
+                raise ValueError(
+                    f"{name} is on the meta device, without memory to load into: call "
+                    "model.to_empty(device=...) first"
+                )
+            layer = module if key == "weight" and isinstance(module, Float8Linear) else None
+            found.setdefault(id(tensor), Target(tensor, layer)).names.append(name)
+    return list(found.values())
+
+
+def compare(stored: Stored, found: Iterable[Target], report: Report) -> None:
+    """Compare the files with this rank's tensors.
+
+    Raises:
+        ValueError: some do not fit; the message lists them.
+    """
+    problems = []
+    for target in found:
+        report.names += target.names
+        names = [name for name in target.names if name in stored]
+        if not names:
+            report.missing.append(target.names[0])
+            continue
+        target.stored = names[0]
+        try:
+            for name in names:
+                check(stored, target, name)
+                if stored.is_fp8(name):
+                    report.scales.append(stored.scales(name).name)
+            check_ties(stored, target, names)
+            if target.fp8_weight is not None:
+                report.fp8[target.names[0]] = takes(stored, target)
+        except ValueError as error:
+            problems.append(f"{names[0]}: {error}")
+    if problems:
+        raise ValueError(
+            f"{stored.directory} does not fit the model, and nothing was loaded"
+            + listed("these tensors differ", problems)
+        )
+
+
+def check(stored: Stored, target: Target, name: str) -> None:
+    """Raise ValueError if a tensor of the files cannot be loaded into one of the model."""
+    tensor, shape, dtype = target.tensor, stored.shape(name), stored.dtype(name)
+    if shape != tuple(tensor.shape):
+        raise ValueError(f"shape {shape} in the files, {tuple(tensor.shape)} in the model")
+    if tensor.is_floating_point() != (dtype in HIGH_PRECISION or dtype in CODES):
+        raise ValueError(
+            f"type {dtype} in the files, {str(tensor.dtype).removeprefix('torch.')} in the model: "
+            "integers and packed formats are not converted to floating point"
+        )
+
+
+def check_ties(stored: Stored, target: Target, names: list[str]) -> None:
+    """Raise ValueError if files have different values for the names of a tied parameter."""
+    first, *others = (stored.read_values(n, target.part, torch.device("cpu")) for n in names)
+    for name, values in zip(names[1:], others, strict=True):
+        if not torch.equal(first, values):
+            raise ValueError(
+                f"tied to {name} in the model, but the two differ in the files: untie them "
+                "(tie_word_embeddings=False in transformers)"
+            )
+
+
+def takes(stored: Stored, target: Target) -> bool:
+    """Whether the codes and scales of the files are in the format of this rank's FP8 weight."""
+    weight = target.fp8_weight
+    if weight is None or weight._store.owner is None or not stored.is_fp8(target.stored):
+        return False
+    if CODES[stored.dtype(target.stored)] != weight.fp8_dtype:
+        return False
+    if parts_of(target.tensor) is None:
+        return False
+    scales = stored.scales(target.stored)
+    if weight.format.microscaled:
+        if not scales.e8m0 or scales.block != MX_1X32.block:
+            return False
+        return weight.format is MX_1X32 or shares_scales(stored, scales, target)
+    if scales.block != weight.format.block:
+        return False
+    if not weight.spec.power_2_scale:
+        return True
+    own = stored.read_scales(scales, target.part).to(torch.float32)
+    return bool((torch.frexp(own)[0] == 0.5).all())
+
+
+def shares_scales(stored: Stored, scales: Scales, target: Target) -> bool:
+    """Whether all rows of each 32x32 block that this rank's part touches have one scale."""
+    begin, size = whole_blocks(target)
+    own = stored.read_scales(scales, (begin, size)).view(torch.uint8)
+    return torch.equal(own[::32].repeat_interleave(32, 0)[: size[0]], own)
+
+
+def whole_blocks(target: Target) -> Part:
+    """This rank's part, with all rows of the 32x32 blocks that it touches."""
+    begin, size = target.part
+    start = begin[0] // 32 * 32 if size[0] else begin[0]
+    stop = min(-(-(begin[0] + size[0]) // 32) * 32, target.tensor.shape[0])
+    return (start, begin[1]), (stop - start if size[0] else 0, size[1])
+
+
+def on_all_ranks(report: Report) -> list[Report]:
+    """The reports of all ranks, by rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [report]
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, report)
+    return reports
+
+
+def summary(stored: Stored, reports: list[Report]) -> Loaded:
+    """Combine the reports of all ranks. Ranks may have different parts of a model."""
+    known = {name for r in reports for name in (*r.names, *r.scales)}
+    unexpected = [
+        name for name in stored.files if name not in known and not name.endswith(ACTIVATION_SCALES)
+    ]
+    fp8 = dict.fromkeys(name for r in reports for name in r.fp8)
+    exact = [name for name in fp8 if all(r.fp8.get(name, True) for r in reports)]
+    return Loaded(
+        missing_keys=list(dict.fromkeys(name for r in reports for name in r.missing)),
+        unexpected_keys=sorted(unexpected),
+        exact=exact,
+        quantized=[name for name in fp8 if name not in set(exact)],
+    )
+
+
+def listed(what: str, names: list[str]) -> str:
+    """A list of names for an error; "" if there are none."""
+    if not names:
+        return ""
+    more = [f"and {len(names) - LISTED} more"] if len(names) > LISTED else []
+    return "".join(f"\n  {line}" for line in (f"{what}:", *names[:LISTED], *more))
+
+
+# --- writes --------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def write(stored: Stored, target: Target, exact: bool) -> None:
+    """Load one tensor, on all ranks."""
+    tensor, local = target.tensor, own_part(target.tensor)
+    if (layer := target.layer) is not None:
+        buffers.begin_anew(layer, layer._fp8_state.delayed)
+    # The columnwise plane of 1x32 blocks is not in the files: it is quantized from the values.
+    if not exact or cast(QuantizedTensor, local).format is MX_1X32:
+        values = stored.read_values(target.stored, target.part, local.device)
+        tensor.copy_(dtensor_like(tensor, values) if is_distributed(tensor) else values)
+    if exact:
+        take(stored, target)
+
+
+def take(stored: Stored, target: Target) -> None:
+    """Load the codes and scales of an FP8 weight as they are."""
+    weight, parts = target.fp8_weight, parts_of(target.tensor)
+    assert weight is not None and parts is not None
+    scales = stored.scales(target.stored)
+    if weight.format is MX_32X32:
+        own = stored.read_scales(scales, whole_blocks(target))[::32]
+    else:
+        own = stored.read_scales(scales, target.part)
+    if weight.numel() or weight.format.per_tensor:
+        parts[SCALE] = own.view(own_part(parts[SCALE]).shape)
+    if weight.numel():
+        parts[""] = stored.read(target.stored, target.part)
+    put(target.tensor, parts)

@@ -1,0 +1,293 @@
+"""Read safetensors directories: shapes, slices, and the scales of FP8 weights.
+
+The shapes of a weight and its scales determine the block of one scale. Where they leave a choice,
+``quantization_config`` in config.json decides.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8rs.tensor.formats import E4M3, E5M2
+
+from .files import INDEX
+
+#: Rows and columns of one scale; -1 is the whole extent.
+Block = tuple[int, int]
+
+#: Where a part of a tensor begins, and its size.
+Part = tuple[Sequence[int], Sequence[int]]
+
+#: Element types of FP8 codes, by their safetensors names.
+CODES = {"F8_E4M3": E4M3, "F8_E5M2": E5M2}
+
+#: High-precision types.
+HIGH_PRECISION = frozenset(("F64", "F32", "F16", "BF16"))
+
+#: Types of power-of-two scales. compressed-tensors stores E8M0 exponents as bytes.
+E8M0 = frozenset(("F8_E8M0", "U8"))
+
+#: Block shapes that are recognized without a config.
+KNOWN_BLOCKS: tuple[Block, ...] = ((-1, -1), (1, -1), (128, 128), (1, 32))
+
+#: Weight scales, by what is added to the weight's name: DeepSeek's and compressed-tensors'.
+SCALE_SUFFIXES = ("_scale_inv", "_scale")
+
+#: Scales of activations and KV caches, which training computes itself.
+ACTIVATION_SCALES = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
+
+READABLE = (
+    "fp8rs.export.load reads high precision, quant_method 'fp8' (DeepSeek: weight_scale_inv) and "
+    "quant_method 'compressed-tensors' with 8-bit float weights (formats 'float-quantized', "
+    "'naive-quantized' and 'mxfp8-quantized'). Convert the files to one of these, or load the "
+    "high-precision checkpoint that they were made from"
+)
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The scales of one FP8 weight.
+
+    Attributes:
+        name: of their tensor.
+        dtype: its safetensors type.
+        shape: its shape.
+        block: rows and columns of the weight that share a scale.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    block: Block
+
+    @property
+    def e8m0(self) -> bool:
+        """Whether the scales are powers of two by their type."""
+        return self.dtype in E8M0
+
+
+class Stored:
+    """The tensors of a safetensors directory. Files are opened when one of their tensors is read.
+
+    Args:
+        directory: with model.safetensors, or model.safetensors.index.json and the files it names.
+
+    Raises:
+        ImportError: safetensors is not installed.
+        FileNotFoundError: the directory or a file is missing.
+        ValueError: config.json names a quantization format that is not supported.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError as error:
+            raise ImportError(
+                "fp8rs.export.load reads files with safetensors, which is not installed: "
+                "pip install safetensors"
+            ) from error
+        self._open, self._error = safe_open, SafetensorError
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise FileNotFoundError(
+                f"directory is {os.fspath(directory)!r}, which is not a directory on this machine: "
+                "download the model first, for example with huggingface_hub.snapshot_download"
+            )
+        self._opened: dict[str, Any] = {}
+        self._slices: dict[str, Any] = {}
+        config = self.directory / "config.json"
+        quantization = _json(config).get("quantization_config") if config.exists() else None
+        self.blocks = () if quantization is None else tuple(_declared(quantization, self.directory))
+        #: The file of each tensor.
+        self.files = self._files()
+
+    def _files(self) -> dict[str, str]:
+        single, index = "model.safetensors", self.directory / INDEX
+        if (self.directory / single).exists():
+            return dict.fromkeys(self._file(single).keys(), single)
+        if not index.exists():
+            raise FileNotFoundError(
+                f"{self.directory} has neither {single} nor {INDEX}. Other file formats, such as "
+                "pytorch_model.bin, are not supported: save the model as safetensors"
+            )
+        files: dict[str, str] = _json(index)["weight_map"]
+        absent = sorted({f for f in files.values() if not (self.directory / f).exists()})
+        if absent:
+            raise FileNotFoundError(
+                f"{index} names files that are not there: {', '.join(absent)}. Complete the "
+                "download"
+            )
+        return files
+
+    def _file(self, name: str) -> Any:
+        if name not in self._opened:
+            path = self.directory / name
+            try:
+                self._opened[name] = self._open(path, "pt")
+            except self._error as error:
+                raise OSError(f"{path} is damaged or incomplete: {error}") from error
+        return self._opened[name]
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._slices:
+            try:
+                self._slices[name] = self._file(self.files[name]).get_slice(name)
+            except self._error as error:
+                path = self.directory / self.files[name]
+                raise OSError(f"{path} has no tensor {name}: {error}") from error
+        return self._slices[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """The safetensors type of a tensor."""
+        return str(self._slice(name).get_dtype())
+
+    def read(self, name: str, part: Part) -> Tensor:
+        """Read a part of a tensor, on the CPU. The result may be a view of the mapped file."""
+        begin, size = part
+        slices = tuple(slice(b, b + n) for b, n in zip(begin, size, strict=True))
+        read: Tensor = self._slice(name)[slices or ...]
+        return read
+
+    # --- FP8 weights -----------------------------------------------------------------------------
+
+    def is_fp8(self, name: str) -> bool:
+        """Whether a tensor holds FP8 codes."""
+        return self.dtype(name) in CODES
+
+    def scales(self, weight: str) -> Scales:
+        """Find the scales of an FP8 weight.
+
+        Raises:
+            ValueError: there are none, or their type or shape is not one that is supported.
+        """
+        shape = self.shape(weight)
+        name = next((weight + s for s in SCALE_SUFFIXES if weight + s in self), None)
+        if name is None:
+            expected = " or ".join(weight + suffix for suffix in SCALE_SUFFIXES)
+            raise ValueError(f"FP8 codes without scales: expected {expected} in the files")
+        if len(shape) != 2:
+            raise ValueError(f"FP8 codes of shape {shape}: only 2-D weights are supported")
+        scale_shape, dtype = self.shape(name), self.dtype(name)
+        if dtype not in HIGH_PRECISION | E8M0:
+            raise ValueError(f"scales of type {dtype}: they must be floating point or E8M0")
+        first = ((1, 32),) if dtype in E8M0 else ()
+        for block in (*self.blocks, *first, *KNOWN_BLOCKS):
+            if _fits(block, shape, scale_shape):
+                return Scales(name, dtype, scale_shape, block)
+        blocks = ", ".join(map(str, dict.fromkeys((*self.blocks, *KNOWN_BLOCKS))))
+        raise ValueError(
+            f"scales of shape {scale_shape} for a weight of shape {shape}: no block of {blocks} "
+            "(-1: the whole extent) has that many"
+        )
+
+    def read_scales(self, scales: Scales, part: Part) -> Tensor:
+        """Read the scales of the blocks that a part of a weight touches, (rows, columns) of blocks.
+
+        The result is float32, or float8_e8m0fnu if the scales are E8M0.
+        """
+        begin, size = part
+        if scales.block == (-1, -1):
+            read = self.read(scales.name, ([0] * len(scales.shape), scales.shape)).reshape(1, 1)
+        else:
+            spans = [_blocks(*span) for span in zip(scales.block, begin, size, strict=True)]
+            starts, counts = zip(*spans, strict=True)
+            dims = len(scales.shape)  # 1 for rows whose scales are stored as a vector
+            read = self.read(scales.name, (starts[:dims], counts[:dims])).reshape(counts)
+        if scales.dtype == "U8":
+            return read.contiguous().view(torch.float8_e8m0fnu)
+        return read if scales.e8m0 else read.to(torch.float32)
+
+    def read_values(self, name: str, part: Part, device: torch.device) -> Tensor:
+        """Read a part of a tensor in high precision. FP8 codes are dequantized to float32."""
+        if not self.is_fp8(name):
+            return self.read(name, part).to(device)
+        scales = self.scales(name)
+        factors = self.read_scales(scales, part).to(device).to(torch.float32)
+        for dim, (block, begin, size) in enumerate(zip(scales.block, *part, strict=True)):
+            if block > 1:
+                start = begin % block if size else 0
+                factors = factors.repeat_interleave(block, dim).narrow(dim, start, size)
+        return self.read(name, part).to(device).to(torch.float32) * factors
+
+
+def _blocks(block: int, begin: int, size: int) -> tuple[int, int]:
+    """The first block of a range of rows or columns, and how many the range touches."""
+    if block < 0:
+        return 0, 1
+    if not size:
+        return 0, 0
+    first = begin // block
+    return first, -(-(begin + size) // block) - first
+
+
+def _fits(block: Block, shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> bool:
+    if block == (-1, -1):
+        return math.prod(scale_shape) == 1
+    counts = tuple(_blocks(b, 0, n)[1] for b, n in zip(block, shape, strict=True))
+    return scale_shape == counts or (block == (1, -1) and scale_shape == counts[:1])
+
+
+def _declared(quantization: dict[str, Any], directory: Path) -> Iterator[Block]:
+    """The block shapes that a ``quantization_config`` declares.
+
+    Raises:
+        ValueError: it declares a format that is not supported.
+    """
+    method = quantization.get("quant_method")
+    if method == "fp8":
+        if quantization.get("weight_block_size"):
+            down, across = quantization["weight_block_size"]
+            yield down, across
+        return
+    if method != "compressed-tensors":
+        raise ValueError(f"{directory} is quantized with quant_method {method!r}. {READABLE}")
+    sparsity = (quantization.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense" or quantization.get("transform_config"):
+        what = f"sparsity format {sparsity!r}" if sparsity != "dense" else "a transform_config"
+        raise ValueError(f"{directory} uses {what} of compressed-tensors. {READABLE}")
+    for group in (quantization.get("config_groups") or {}).values():
+        weights = group.get("weights")
+        if weights is None:
+            continue
+        format = group.get("format") or quantization.get("format")
+        kind = f"{weights.get('num_bits')}-bit {weights.get('type')}"
+        if (
+            format not in ("float-quantized", "naive-quantized", "mxfp8-quantized")
+            or kind != "8-bit float"
+            or not weights.get("symmetric", True)
+        ):
+            zero = "" if weights.get("symmetric", True) else " with zero points"
+            raise ValueError(
+                f"{directory} is in compressed-tensors format {format!r} ({kind} weights{zero}). "
+                f"{READABLE}"
+            )
+        strategy = weights.get("strategy")
+        if strategy == "block":
+            down, across = weights["block_structure"]
+            yield down, across
+        elif strategy == "group":
+            yield 1, weights["group_size"]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    return found
