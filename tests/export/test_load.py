@@ -34,6 +34,7 @@ from fp8rs.export import load, save_pretrained, tensors
 from fp8rs.export.formats import FORMATS
 from fp8rs.export.stored import Stored
 from fp8rs.optim import AdamW, MasterWeights
+from language_models import llama
 from parts import store_of
 
 pytestmark = pytest.mark.newest_torch
@@ -249,6 +250,29 @@ def test_compiled_and_checkpointed_blocks_are_loaded_by_their_names(tmp_path):
     other.blocks[1] = torch.compile(other.blocks[1])
     load(other, tmp_path)
     assert_same(exported(other, "bf16"), wanted)
+
+
+def test_a_transformers_model_goes_on_training_from_its_fp8_files(tmp_path):
+    transformers = pytest.importorskip("transformers", "5.0")
+    model = fp8rs.convert_to_float8_training(llama("cpu"), recipe="block", filter_fqns=["lm_head"])
+    save_pretrained(model, tmp_path, "fp8-block", dtype=torch.float32)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    other = transformers.AutoModelForCausalLM.from_config(config)
+    fp8rs.convert_to_float8_training(
+        other, recipe="block", filter_fqns=["lm_head"], fp8_weights=True
+    )
+    assert load(other, tmp_path).quantized == []
+    tokens = torch.arange(16).view(1, 16)
+    with torch.no_grad():
+        assert same_bytes(other(input_ids=tokens).logits, model(input_ids=tokens).logits)
+    optimizer = AdamW(other.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(5):
+        losses.append(other(input_ids=tokens, labels=tokens).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
 
 
 # --- files of others -----------------------------------------------------------------------------
@@ -686,7 +710,10 @@ def test_a_load_between_steps_is_not_undone_by_the_next_step(rig, recipe, optimi
         group["lr"] = 0.0
     train(model, stepped, [batch(rig, 2)])
     for name, value in model.state_dict().items():
-        assert torch.equal(full(value), wanted[name]), name
+        # A master that rounds to the loaded code is kept, so the scale may change by a rounding.
+        error, most = (full(value) - wanted[name]).abs(), wanted[name].abs()
+        rounding = most / 8 + most.max() / 2**9 if fp8_weights and most.dim() == 2 else 0
+        assert (error <= rounding).all(), name
 
 
 @ranks(2)
@@ -700,7 +727,7 @@ def test_a_load_with_all_units_gathered_lands_in_the_shards(rig):
     assert_same(exported(model, "bf16"), exported(make((64,), device=rig.device), "bf16"))
 
 
-@ranks(2)
+@ranks(2, 4)
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "block", "mxfp8"])
 @both_weights
 def test_tensor_parallel_weights_get_the_values_of_the_files(rig, recipe, fp8_weights):
@@ -711,7 +738,10 @@ def test_tensor_parallel_weights_get_the_values_of_the_files(rig, recipe, fp8_we
     dist.barrier()
     model = make((128,), seed=1, fp8_weights=fp8_weights, **options)
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    parallelize_module(model.blocks[0], rig.mesh(names=("tp",)), plan)
+    mesh = rig.mesh(rig.world_size // 2, 2, names=("data", "tensor"))
+    parallelize_module(model.blocks[0], mesh["tensor"], plan)
+    if rig.world_size == 4:
+        shard(model, mesh=mesh["data"])
     load(model, folder)
     for name, value in model.named_parameters():
         value, values = full(value), wanted[name]
@@ -731,7 +761,7 @@ def test_ranks_with_other_parts_of_a_model_load_their_own(rig):
     wanted = values_of(exported(whole, "fp8-tensor"), "fp8-tensor")
     dist.barrier()
     stage = make((64, 96), seed=1, device=rig.device)
-    del stage.blocks[str(1 - rig.rank)]
+    delattr(stage.blocks, str(1 - rig.rank))
     if rig.rank == 0:
         del stage.head
     loaded = load(stage, folder)

@@ -34,12 +34,12 @@ LISTED = 10
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load` did. It is the same on all ranks.
+    """Result of `load`, equal on all ranks.
 
     Attributes:
         missing_keys: parameters and buffers of the model that the files do not contain.
         unexpected_keys: tensors of the files that the model does not have on any rank.
-        exact: FP8 weights whose codes and scales are those of the files.
+        exact: FP8 weights that took over the codes and scales in the files.
         quantized: the other FP8 weights, which were quantized from the values in the files.
     """
 
@@ -85,7 +85,7 @@ class Target:
 
 @dataclass
 class Report:
-    """What one rank has found before anything is written.
+    """Findings of one rank before anything is written.
 
     Attributes:
         error: raised while the files were opened or compared.
@@ -106,8 +106,8 @@ def load(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = 
     """Load a safetensors checkpoint, FP8 or not, into a model for training.
 
     All ranks call it, before or after ``fully_shard``. Each rank reads only its own part of each
-    tensor. The files may be those of `save_pretrained`, DeepSeek's (``weight_scale_inv``) and
-    compressed-tensors' (``weight_scale``; per tensor, per row, in blocks, MXFP8), or in high
+    tensor. It reads the files of `save_pretrained`, of DeepSeek (``weight_scale_inv``) and of
+    compressed-tensors (``weight_scale``; per tensor, per row, in blocks, MXFP8), and files in high
     precision.
 
     Master weights and unconverted layers get the dequantized values, rounded once to the
@@ -226,7 +226,8 @@ def compare(stored: Stored, found: Iterable[Target], report: Report) -> None:
                 check(stored, target, name)
                 if stored.is_fp8(name):
                     report.scales.append(stored.scales(name).name)
-            check_ties(stored, target, names)
+            if len(names) > 1:
+                check_ties(stored, target, names)
             if target.fp8_weight is not None:
                 report.fp8[target.names[0]] = takes(stored, target)
         except ValueError as error:

@@ -43,7 +43,7 @@ KNOWN_BLOCKS: tuple[Block, ...] = ((-1, -1), (1, -1), (128, 128), (1, 32))
 SCALE_SUFFIXES = ("_scale_inv", "_scale")
 
 #: Scales of activations and KV caches, which training computes itself.
-ACTIVATION_SCALES = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
+ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
 
 READABLE = (
     "fp8rs.export.load reads high precision, quant_method 'fp8' (DeepSeek: weight_scale_inv) and "
