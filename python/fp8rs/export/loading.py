@@ -106,9 +106,9 @@ def load(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = 
     """Load a safetensors checkpoint, FP8 or not, into a model for training.
 
     All ranks call it, before or after ``fully_shard``. Each rank reads only its own part of each
-    tensor. It reads the files of `save_pretrained`, of DeepSeek (``weight_scale_inv``) and of
-    compressed-tensors (``weight_scale``; per tensor, per row, in blocks, MXFP8), and files in high
-    precision.
+    tensor. Supported files are those of `save_pretrained`, of DeepSeek (``weight_scale_inv``) and
+    of compressed-tensors (``weight_scale``; per tensor, per row, in blocks, MXFP8), and files in
+    high precision.
 
     Master weights and unconverted layers get the dequantized values, rounded once to the
     parameter's dtype. FP8 weights get the codes and scales of the files if these are in the format
