@@ -158,8 +158,9 @@ impl DLDataType {
     }
 }
 
-/// What a [`View`] is made of.
-type Parts = (*mut u8, DType, Device, (usize, usize), (isize, isize));
+/// The parts of a [`View`]: memory, element type, device, shape and strides of a matrix, and the number of matrices
+/// with their stride.
+type Parts = (*mut u8, DType, Device, (usize, usize), (isize, isize), (usize, isize));
 
 impl DLTensor {
     /// A tensor without memory, to be filled in by an exporter.
@@ -176,26 +177,27 @@ impl DLTensor {
         }
     }
 
-    /// The tensor as a matrix to read. `arg` names it in errors.
+    /// The tensor as a matrix to read, or, if `batch`, as a batch of matrices along its first dimension. `arg` names
+    /// it in errors.
     ///
     /// # Safety
     /// The tensor is as an exporter filled it in, and its memory stays readable for `'a`.
-    pub unsafe fn view<'a>(&self, arg: impl FnOnce() -> Arg) -> Result<View<'a>, Error> {
+    pub unsafe fn view<'a>(&self, arg: impl FnOnce() -> Arg, batch: bool) -> Result<View<'a>, Error> {
         // SAFETY: the caller's promise.
-        let (ptr, dtype, device, shape, strides) = unsafe { self.parts(arg) }?;
+        let (ptr, dtype, device, shape, strides, (count, stride)) = unsafe { self.parts(arg, batch) }?;
         // SAFETY: the exporter's shape and strides stay within its memory, which the caller keeps alive.
-        Ok(unsafe { View::from_raw(ptr, dtype, device, shape, strides) })
+        Ok(unsafe { View::from_raw(ptr, dtype, device, shape, strides).batched(count, stride) })
     }
 
-    /// The tensor as a matrix to write. `arg` names it in errors.
+    /// The tensor as a matrix or a batch to write, as in [`Self::view`].
     ///
     /// # Safety
     /// The tensor is as an exporter filled it in, and its memory stays writable for `'a`.
-    pub unsafe fn view_mut<'a>(&self, arg: impl FnOnce() -> Arg) -> Result<ViewMut<'a>, Error> {
+    pub unsafe fn view_mut<'a>(&self, arg: impl FnOnce() -> Arg, batch: bool) -> Result<ViewMut<'a>, Error> {
         // SAFETY: the caller's promise.
-        let (ptr, dtype, device, shape, strides) = unsafe { self.parts(arg) }?;
+        let (ptr, dtype, device, shape, strides, (count, stride)) = unsafe { self.parts(arg, batch) }?;
         // SAFETY: the exporter's shape and strides stay within its memory, which the caller keeps alive.
-        Ok(unsafe { ViewMut::from_raw(ptr, dtype, device, shape, strides) })
+        Ok(unsafe { ViewMut::from_raw(ptr, dtype, device, shape, strides).batched(count, stride) })
     }
 
     /// Where the tensor is, if it is a device that operations know.
@@ -210,7 +212,7 @@ impl DLTensor {
 
     /// # Safety
     /// `shape` and `strides` are as an exporter filled them in.
-    unsafe fn parts(&self, arg: impl FnOnce() -> Arg) -> Result<Parts, Error> {
+    unsafe fn parts(&self, arg: impl FnOnce() -> Arg, batch: bool) -> Result<Parts, Error> {
         let Some(dtype) = self.dtype.known() else {
             return Err(Error::ForeignDType { arg: arg(), got: self.dtype.name() });
         };
@@ -224,12 +226,11 @@ impl DLTensor {
         let ndim = usize::try_from(self.ndim).unwrap_or(0);
         // SAFETY: an exporter gives `ndim` sizes and, where not null, `ndim` strides.
         let (shape, strides) = unsafe { (list(self.shape, ndim), list(self.strides, ndim)) };
-        let matrix = if strides.len() == shape.len() {
-            collapse(shape, strides)
-        } else {
-            collapse(shape, &contiguous(shape))
-        };
-        let Some((rows, cols, row_stride, col_stride)) = matrix else {
+        let of_shape = contiguous(shape);
+        let strides = if strides.len() == shape.len() { strides } else { &of_shape };
+        let first = usize::from(batch && ndim > 0);
+        let matrices = if first == 1 { (shape[0] as usize, strides[0] as isize) } else { (1, 0) };
+        let Some((rows, cols, row_stride, col_stride)) = collapse(&shape[first..], &strides[first..]) else {
             return Err(Error::Value {
                 arg: arg(),
                 got: format!("of shape {shape:?} with strides {strides:?}, which is no 2-d view"),
@@ -238,7 +239,7 @@ impl DLTensor {
         };
         let offset = usize::try_from(self.byte_offset).unwrap_or(0);
         let ptr = self.data.cast::<u8>().wrapping_add(offset);
-        Ok((ptr, dtype, device, (rows, cols), (row_stride, col_stride)))
+        Ok((ptr, dtype, device, (rows, cols), (row_stride, col_stride), matrices))
     }
 }
 
@@ -289,7 +290,7 @@ mod tests {
     fn null_strides_mean_contiguous_and_the_offset_counts() {
         let (mut shape, start) = ([2, 3, 4], std::ptr::dangling::<u64>() as usize);
         // SAFETY: shape lives; no element is read.
-        let view = unsafe { tensor(&mut shape, None, F32).view(|| "x".into()) }.unwrap();
+        let view = unsafe { tensor(&mut shape, None, F32).view(|| "x".into(), false) }.unwrap();
         assert_eq!((view.shape(), view.row_stride(), view.col_stride()), ((6, 4), 4, 1));
         assert_eq!(view.ptr() as usize, start + 4);
     }
@@ -301,8 +302,8 @@ mod tests {
         // SAFETY: shape and strides live; no element is read.
         let (layout, dtype) = unsafe {
             (
-                tensor(&mut shape, Some(&mut strides), F32).view(|| "x".into()).unwrap_err(),
-                tensor(&mut shape, None, int64).view(|| "outs[3]".into()).unwrap_err(),
+                tensor(&mut shape, Some(&mut strides), F32).view(|| "x".into(), false).unwrap_err(),
+                tensor(&mut shape, None, int64).view(|| "outs[3]".into(), false).unwrap_err(),
             )
         };
         assert!(layout.to_string().starts_with("x is of shape [2, 3, 4] with strides [4, 8, 1]"));

@@ -48,6 +48,19 @@ pub(crate) enum Scaling<'a> {
     Current { rule: ScaleRule, scale_out: ViewMut<'a> },
 }
 
+impl Scaling<'_> {
+    /// The scaling of matrix `i` of a batch.
+    pub(crate) fn at(&self, i: usize) -> Scaling<'_> {
+        match self {
+            Self::Known(scale) => Scaling::Known(scale.at(i)),
+            Self::Delayed { scale, amax, scale_used } => {
+                Scaling::Delayed { scale: scale.at(i), amax: amax.at(i), scale_used: scale_used.at(i) }
+            }
+            Self::Current { rule, scale_out } => Scaling::Current { rule: *rule, scale_out: scale_out.at(i) },
+        }
+    }
+}
+
 /// A validated quantization with one scale.
 pub(crate) struct TensorCall<'a> {
     pub(crate) x: View<'a>,
@@ -125,6 +138,16 @@ pub struct BlockPlane<'a> {
     pub scales: ViewMut<'a>,
 }
 
+impl BlockPlane<'_> {
+    fn at(&self, i: usize) -> BlockPlane<'_> {
+        BlockPlane { codes: self.codes.at(i), scales: self.scales.at(i) }
+    }
+
+    fn flat(&self) -> BlockPlane<'_> {
+        BlockPlane { codes: self.codes.flat(), scales: self.scales.flat() }
+    }
+}
+
 /// A validated call of `ops::quantize_blocks`.
 pub(crate) struct BlockCall<'a> {
     pub(crate) x: View<'a>,
@@ -133,6 +156,41 @@ pub(crate) struct BlockCall<'a> {
     pub(crate) given: Given<'a>,
     pub(crate) rowwise: Option<BlockPlane<'a>>,
     pub(crate) columnwise: Option<BlockPlane<'a>>,
+}
+
+impl<'a> BlockCall<'a> {
+    /// The call for matrix `i` of a batch.
+    pub(crate) fn at(&self, i: usize) -> BlockCall<'_> {
+        let at = |view: Option<View<'a>>| view.map(|view| view.at(i));
+        BlockCall {
+            x: self.x.at(i),
+            given: Given {
+                amax: at(self.given.amax),
+                amax_columnwise: at(self.given.amax_columnwise),
+                fold: at(self.given.fold),
+            },
+            rowwise: self.rowwise.as_ref().map(|plane| plane.at(i)),
+            columnwise: self.columnwise.as_ref().map(|plane| plane.at(i)),
+            ..*self
+        }
+    }
+
+    /// The call for the rows of all matrices as one matrix. None if that would put blocks across two matrices, or if
+    /// something is needed by columns.
+    pub(crate) fn flat(&self) -> Option<BlockCall<'_>> {
+        let Self { x, spec, given, rowwise: Some(rowwise), columnwise: None, .. } = self else { return None };
+        if x.batch() == 1 {
+            return Some(self.at(0));
+        }
+        let aligned = spec.row_offset == 0 && spec.block.divides_rows(x.rows()) && !spec.packed;
+        let is_flat = x.is_flat() && rowwise.codes.is_flat() && rowwise.scales.is_flat();
+        let amax_is_flat = given.amax.is_none_or(|amax| amax.is_flat());
+        if !(aligned && is_flat && amax_is_flat && given.fold.is_none()) {
+            return None;
+        }
+        let given = Given { amax: given.amax.map(|amax| amax.flat()), ..Given::default() };
+        Some(BlockCall { x: x.flat(), given, rowwise: Some(rowwise.flat()), columnwise: None, ..*self })
+    }
 }
 
 /// Which lines of the input share a scale after `ops::rebase`.
@@ -172,6 +230,30 @@ pub struct AdamWTensor<'a> {
     pub offset: u64,
     /// See `offset`.
     pub stream: u32,
+}
+
+impl AdamWTensor<'_> {
+    /// The number of matrices.
+    pub(crate) fn batch(&self) -> usize {
+        self.param.batch()
+    }
+
+    /// The tensor of matrix `i` of a batch, whose elements follow those of the matrices before.
+    pub(crate) fn at(&self, i: usize) -> AdamWTensor<'_> {
+        AdamWTensor {
+            grad: self.grad.at(i),
+            exp_avg: self.exp_avg.at(i),
+            exp_avg_sq: self.exp_avg_sq.at(i),
+            param: self.param.at(i),
+            master: self.master.as_ref().map(|master| master.at(i)),
+            step: self.step,
+            scale: self.scale.as_ref().map(|scale| scale.at(i)),
+            new_scale: self.new_scale.map(|scale| scale.at(i)),
+            amax: self.amax.as_ref().map(|amax| amax.at(i)),
+            offset: self.offset + (i * self.param.rows() * self.param.cols()) as u64,
+            stream: self.stream,
+        }
+    }
 }
 
 /// What parameters are, and what of them a step writes.

@@ -8,7 +8,7 @@ The compiler (NVRTC 12.4: its PTX 8.4 is taken by drivers from 550 on) and the a
 from PyPI, pinned below and kept in target/ptx-tools; no CUDA toolkit is needed. PTX and machine
 code depend on the sources and the pinned versions alone: a second build gives the same bytes.
 A module that is named in TARGETS is for newer devices, or for one alone; its row in
-src/cuda/table.rs says so too.
+src/cuda/modules.rs says so too.
 
 Machine code saves the driver's compiler at first use; the PTX beside it serves every other device
 and driver. It is made by the oldest assembler that knows all the targets: its code is taken by
@@ -50,7 +50,7 @@ TARGET = "compute_89"
 #: Modules that use newer instructions: compute_90, or, where no newer generation has them,
 #: compute_90a or compute_100a.
 TARGETS: dict[str, str] = {}
-#: What machine code is made for (`Target` in src/cuda/code.rs).
+#: What machine code is made for (`Target` in src/cuda/image.rs).
 MACHINE_CODE_FOR = ("sm_89", "sm_90", "sm_100")
 #: What the newest ptxas must assemble for without spills.
 ASSEMBLE_FOR = ("sm_90", "sm_120")

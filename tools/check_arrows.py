@@ -14,8 +14,7 @@ import re
 import sys
 from pathlib import Path
 
-#: From the top; modules of one line do not know each other. CUDA's table of kernels and its driver
-#: are one unit: a launch is looked up by what is launched.
+#: Layers from the top. Modules on one line do not import each other.
 ORDER = [
     ["python"],
     ["dlpack", "ops"],

@@ -47,13 +47,14 @@ def register_kernels(tensor: type[Tensor], raiser: object) -> list[str]:
     UnsupportedError where torch's C interface lacks something.
     """
 
-def multi_quantize(xs: _Tensors, scales: Tensor, outs: _Tensors) -> None: ...
+def multi_quantize(xs: _Tensors, scales: Tensor, outs: _Tensors, batched: bool = False) -> None: ...
 def multi_quantize_delayed(
     xs: _Tensors,
     scales: Tensor,
     amaxes: Tensor,
     scales_used: Tensor,
     outs: _Tensors,
+    batched: bool = False,
 ) -> None: ...
 def adamw(
     grads: _Tensors,
@@ -82,6 +83,7 @@ def adamw(
     rounding: str = "ceil",
     power_2_scale: bool = False,
     amax_epsilon: float = 0.0,
+    batched: bool = False,
 ) -> None: ...
 def random_uniform(
     x: Tensor,

@@ -1,7 +1,7 @@
 //! The optimizer's step over a list of tensors, in as few launches as their kinds allow.
 
 use super::driver::{Args, Grid, launch};
-use super::table::{Kernel, kernel};
+use super::modules::{Kernel, kernel};
 use super::tensorwise::Rule;
 use super::views::{aligned, ordinal};
 use super::workspace::{self, PER_CHUNK};

@@ -1,7 +1,7 @@
 //! Operations on FP8 codes that exist.
 
 use super::driver::{Args, Grid, launch};
-use super::table::{Kernel, by_types, format_index, input_index, kernel};
+use super::modules::{Kernel, by_types, format_index, input_index, kernel};
 use super::views::{aligned, ordinal};
 use crate::error::Error;
 use crate::layout::{Block, DType, View, ViewMut};

@@ -17,13 +17,10 @@ use std::sync::{Mutex, OnceLock};
 use cudarc::driver::sys;
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 
-use super::code;
-use super::table::{Kernel, MODULES};
+use super::modules::{Kernel, MODULES};
+use super::{MAX_DEVICES, image};
 use crate::error::Error;
 use crate::spec::Stream;
-
-/// Devices of one machine that can be used.
-pub(super) const MAX_DEVICES: usize = 64;
 
 /// What is known of one device.
 pub(super) struct DeviceState {
@@ -31,7 +28,7 @@ pub(super) struct DeviceState {
     context: usize,
     capability: (u32, u32),
     /// What machine code is taken; `None` where the driver compiles PTX.
-    target: Option<code::Target>,
+    target: Option<image::Target>,
     /// Modules of machine code; `None` where there is none, or the driver refused it.
     modules: [OnceLock<Option<usize>>; MODULES.len()],
     /// Held while a kernel is loaded, so that two threads do not load it twice.
@@ -128,7 +125,7 @@ fn start(ordinal: i32) -> Result<DeviceState, Error> {
         ordinal,
         context: context as usize,
         capability: (major, minor),
-        target: code::Target::of(major, minor).filter(|_| !code::ptx_is_forced()),
+        target: image::Target::of(major, minor).filter(|_| !image::ptx_is_forced()),
         modules: [const { OnceLock::new() }; MODULES.len()],
         loading: Mutex::new(()),
         multiprocessors,
@@ -207,7 +204,7 @@ fn function(state: &DeviceState, kernel: &'static Kernel) -> Result<sys::CUfunct
     let machine = || state.target.and_then(|target| load(&module.machine_code(target)?).ok());
     let loaded = match state.modules[kernel.module as usize].get_or_init(machine) {
         Some(loaded) => *loaded,
-        None => load(&code::one_entry(&module.ptx().unwrap_or_default(), kernel.entry)?)?,
+        None => load(&image::one_entry(&module.ptx().unwrap_or_default(), kernel.entry)?)?,
     };
     let mut function: sys::CUfunction = std::ptr::null_mut();
     let mut registers = 0;

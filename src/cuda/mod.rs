@@ -5,9 +5,9 @@
 //! payload (fp32 0x7FC00000, bf16 0x7FC0, fp16 0x7E00).
 //!
 //! - `driver`: contexts, loading, launches.
-//! - `table`: the embedded modules and the kernels in them; `kernels/*.cu` are their sources, `ptx/*.lzma` and
+//! - `modules`: the embedded modules and the kernels in them; `kernels/*.cu` are their sources, `ptx/*.lzma` and
 //!   `cubin/*/*.lzma` what `tools/build_ptx.py` makes of them.
-//! - `code`: what of a module the driver is given.
+//! - `image`: the part of a module that is loaded into the driver.
 //! - `workspace`: what the blocks of one launch reduce in and wait at.
 //! - `views`: what launches ask of views.
 //! - the rest: an operation picks its kernel by how the views lie, and launches it. Nothing synchronizes.
@@ -17,17 +17,17 @@ mod adamw;
 #[cfg(feature = "cuda")]
 mod blocks;
 #[cfg(feature = "cuda")]
-mod code;
-#[cfg(feature = "cuda")]
 mod codes;
 #[cfg(feature = "cuda")]
 mod driver;
 #[cfg(feature = "cuda")]
+mod image;
+#[cfg(feature = "cuda")]
+mod modules;
+#[cfg(feature = "cuda")]
 mod random;
 #[cfg(feature = "cuda")]
 mod sum_rows;
-#[cfg(feature = "cuda")]
-mod table;
 #[cfg(feature = "cuda")]
 mod tensorwise;
 #[cfg(feature = "cuda")]
@@ -40,7 +40,11 @@ pub(crate) use {
     adamw::*, blocks::*, codes::*, driver::when_memory_lacks, random::*, sum_rows::*, tensorwise::*,
 };
 
-/// What stands in for every operation in a build without CUDA.
+/// The number of CUDA devices of one process that fp8rs supports.
+#[cfg(feature = "cuda")]
+const MAX_DEVICES: usize = 64;
+
+/// Replaces every operation in a build without CUDA.
 #[cfg(not(feature = "cuda"))]
 pub(crate) fn absent(_: crate::spec::Stream) -> Result<(), crate::Error> {
     Err(crate::Error::Unsupported {
@@ -52,7 +56,7 @@ pub(crate) fn absent(_: crate::spec::Stream) -> Result<(), crate::Error> {
 
 /// Every kernel that something launches.
 #[cfg(all(test, feature = "cuda"))]
-fn kernels() -> Vec<&'static table::Kernel> {
+fn kernels() -> Vec<&'static modules::Kernel> {
     [
         adamw::kernels(),
         blocks::kernels(),

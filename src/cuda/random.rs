@@ -1,7 +1,7 @@
 //! Random numbers by position.
 
 use super::driver::{Args, Grid, launch};
-use super::table::{ByInput, by_input, input_index};
+use super::modules::{ByInput, by_input, input_index};
 use super::views::ordinal;
 use crate::error::Error;
 use crate::layout::ViewMut;
@@ -30,7 +30,7 @@ unsafe impl Args for RandomArgs {}
 static RANDOM: ByInput = by_input!(Random, "random_uniform", RandomArgs);
 
 #[cfg(test)]
-pub(super) fn kernels() -> Vec<&'static super::table::Kernel> {
+pub(super) fn kernels() -> Vec<&'static super::modules::Kernel> {
     RANDOM.iter().collect()
 }
 

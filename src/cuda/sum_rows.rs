@@ -1,7 +1,7 @@
 //! The sum of rows.
 
 use super::driver::{Args, Grid, launch};
-use super::table::{Kernel, kernel};
+use super::modules::{Kernel, kernel};
 use super::views::{aligned, ordinal, rows_aligned};
 use crate::error::Error;
 use crate::layout::{View, ViewMut};

@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::driver::{self, MAX_DEVICES};
+use super::{MAX_DEVICES, driver};
 use crate::error::Error;
 use crate::spec::Stream;
 

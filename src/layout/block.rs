@@ -39,6 +39,12 @@ impl Block {
         if self.rows == Self::ALL { 0 } else { row_offset % self.rows }
     }
 
+    /// Whether a matrix of `rows` rows holds whole blocks only, so that blocks do not straddle it and one below it.
+    #[must_use]
+    pub(crate) const fn divides_rows(self, rows: usize) -> bool {
+        self.rows != Self::ALL && rows.is_multiple_of(self.rows)
+    }
+
     /// Whether a block has as many rows as columns, so that the transposed matrix has the transposed scales.
     #[must_use]
     pub const fn is_square(self) -> bool {

@@ -1,4 +1,4 @@
-//! Strided 2-D views of somebody's memory.
+//! Strided views of borrowed memory: a matrix, or a batch of matrices of one shape.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -7,7 +7,7 @@ use super::{DType, Device};
 use crate::error::Error;
 use crate::format::wide::Wide;
 
-/// What views share: where the elements of a 2-D matrix lie.
+/// The position of the elements of one matrix in memory. Backends work on these.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Matrix {
     pub(crate) ptr: *mut u8,
@@ -19,9 +19,9 @@ pub(crate) struct Matrix {
     pub(crate) col_stride: isize,
 }
 
-// SAFETY: a matrix only says where memory is; `View` and `ViewMut` say who may use it.
+// SAFETY: a matrix only describes memory; `View` and `ViewMut` govern access to it.
 unsafe impl Send for Matrix {}
-// SAFETY: the same.
+// SAFETY: a matrix only describes memory; `View` and `ViewMut` govern access to it.
 unsafe impl Sync for Matrix {}
 
 impl Matrix {
@@ -92,10 +92,45 @@ macro_rules! accessors {
             self.matrix.cols
         }
 
-        /// Rows and columns.
+        /// Rows and columns of each matrix.
         #[must_use]
         pub fn shape(&self) -> (usize, usize) {
             (self.matrix.rows, self.matrix.cols)
+        }
+
+        /// The number of matrices.
+        #[must_use]
+        pub fn batch(&self) -> usize {
+            self.batch
+        }
+
+        /// The view of `batch` matrices of this shape, whose first elements are `stride` elements apart.
+        ///
+        /// # Safety
+        /// What `from_raw` requires holds for each of the matrices.
+        #[must_use]
+        pub const unsafe fn batched(self, batch: usize, stride: isize) -> Self {
+            Self { batch, batch_stride: stride, ..self }
+        }
+
+        /// Matrix `i` of the batch.
+        fn matrix_at(&self, i: usize) -> Matrix {
+            let offset = (self.batch_stride * i as isize).wrapping_mul(self.dtype().size() as isize);
+            Matrix { ptr: self.matrix.ptr.wrapping_offset(offset), ..self.matrix }
+        }
+
+        /// The matrices of the batch.
+        pub(crate) fn matrices(&self) -> impl Iterator<Item = Matrix> {
+            (0..self.batch).map(|i| self.matrix_at(i))
+        }
+
+        /// Whether the rows of all matrices are one row stride apart, so that they form one matrix.
+        pub(crate) fn is_flat(&self) -> bool {
+            self.batch <= 1 || self.batch_stride == self.matrix.row_stride * self.matrix.rows as isize
+        }
+
+        fn flat_matrix(&self) -> Matrix {
+            Matrix { rows: self.matrix.rows * self.batch, ..self.matrix }
         }
 
         /// From an element to the one a row below, in elements.
@@ -110,16 +145,17 @@ macro_rules! accessors {
             self.matrix.col_stride
         }
 
-        /// The number of elements.
+        /// The number of elements of all matrices.
         #[must_use]
         pub fn numel(&self) -> usize {
-            self.matrix.numel()
+            self.batch * self.matrix.numel()
         }
 
-        /// Whether the elements lie row after row without gaps.
+        /// Whether the elements lie row after row, and matrix after matrix, without gaps.
         #[must_use]
         pub fn is_contiguous(&self) -> bool {
-            self.matrix.is_contiguous()
+            let apart = self.batch > 1 && self.batch_stride != self.matrix.numel() as isize;
+            self.numel() == 0 || self.matrix.is_contiguous() && !apart
         }
 
         /// The same memory with rows and columns exchanged.
@@ -130,10 +166,12 @@ macro_rules! accessors {
     };
 }
 
-/// A borrowed, strided 2-D view for reading. Any strides, 0 and negative ones too.
+/// A borrowed, strided view for reading. Strides may be 0 or negative.
 #[derive(Debug, Clone, Copy)]
 pub struct View<'a> {
     matrix: Matrix,
+    batch: usize,
+    batch_stride: isize,
     borrow: PhantomData<&'a [u8]>,
 }
 
@@ -155,7 +193,7 @@ impl<'a> View<'a> {
         (row_stride, col_stride): (isize, isize),
     ) -> Self {
         let matrix = Matrix { ptr: ptr.cast_mut(), dtype, device, rows, cols, row_stride, col_stride };
-        Self { matrix, borrow: PhantomData }
+        Self { matrix, batch: 1, batch_stride: 0, borrow: PhantomData }
     }
 
     /// A contiguous matrix of fp32, bf16 or fp16 in a slice of its length.
@@ -175,15 +213,29 @@ impl<'a> View<'a> {
         Ok(unsafe { Self::from_raw(slice.as_ptr(), dtype, Device::Cpu, (rows, cols), (cols as isize, 1)) })
     }
 
+    /// Matrix `i` of the batch as a view.
+    pub(crate) fn at(&self, i: usize) -> Self {
+        Self { matrix: self.matrix_at(i), batch: 1, ..*self }
+    }
+
+    /// The rows of all matrices as one matrix; [`Self::is_flat`] holds.
+    pub(crate) fn flat(&self) -> Self {
+        Self { matrix: self.flat_matrix(), batch: 1, ..*self }
+    }
+
+    /// The only matrix. Backends get views of one matrix each.
     pub(crate) fn matrix(&self) -> Matrix {
+        debug_assert_eq!(self.batch, 1);
         self.matrix
     }
 }
 
-/// A borrowed, strided 2-D view for writing. Operations refuse one whose elements overlap.
+/// A borrowed, strided view for writing. Operations refuse one whose elements overlap.
 #[derive(Debug)]
 pub struct ViewMut<'a> {
     matrix: Matrix,
+    batch: usize,
+    batch_stride: isize,
     // The cell keeps it from being shared between threads: operations write through shared references.
     borrow: PhantomData<(&'a mut [u8], Cell<()>)>,
 }
@@ -206,7 +258,7 @@ impl<'a> ViewMut<'a> {
         (row_stride, col_stride): (isize, isize),
     ) -> Self {
         let matrix = Matrix { ptr, dtype, device, rows, cols, row_stride, col_stride };
-        Self { matrix, borrow: PhantomData }
+        Self { matrix, batch: 1, batch_stride: 0, borrow: PhantomData }
     }
 
     /// A contiguous matrix of fp32, bf16 or fp16 in a slice of its length.
@@ -227,7 +279,19 @@ impl<'a> ViewMut<'a> {
         })
     }
 
+    /// Matrix `i` of the batch as a view. The caller must not use two views of one matrix at a time.
+    pub(crate) fn at(&self, i: usize) -> ViewMut<'_> {
+        ViewMut { matrix: self.matrix_at(i), batch: 1, ..*self }
+    }
+
+    /// The rows of all matrices as one matrix; [`Self::is_flat`] holds.
+    pub(crate) fn flat(&self) -> ViewMut<'_> {
+        ViewMut { matrix: self.flat_matrix(), batch: 1, ..*self }
+    }
+
+    /// The only matrix. Backends get views of one matrix each.
     pub(crate) fn matrix(&self) -> Matrix {
+        debug_assert_eq!(self.batch, 1);
         self.matrix
     }
 }

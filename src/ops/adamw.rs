@@ -1,7 +1,7 @@
 //! The optimizer's step over a list of tensors.
 
 use super::tensorwise::check_rule;
-use super::validate::{Call, Kind, shape};
+use super::validate::{Call, Kind, same_batch, shape};
 use crate::error::{Arg, Error};
 use crate::layout::{Block, DType, View, ViewMut};
 use crate::spec::{AdamW, AdamWCall, AdamWTensor, BlockScale, Stream, Target};
@@ -31,6 +31,8 @@ pub fn adamw(shared: AdamW, tensors: Vec<AdamWTensor>, stream: Stream) -> Result
         }
     }
     let device = call.finish()?;
+    let matrices = |tensor| (0..AdamWTensor::batch(tensor)).map(|i| tensor.at(i));
+    let tensors = tensors.iter().flat_map(matrices).collect();
     let call = AdamWCall { shared, tensors };
     on!(device, stream, cpu: cpu::adamw(call), cuda: cuda::adamw(call, stream))
 }
@@ -77,9 +79,11 @@ fn check_tensor(call: &mut Call, target: &Target, i: usize, tensor: &AdamWTensor
     let plain = matches!(target, Target::Plain);
     call.output(param, &tensor.param, if plain { Kind::Wide } else { Kind::Fp8 })?;
     contiguous(param, tensor.param.is_contiguous())?;
+    let batch = |name, got| same_batch(Arg::Item(name, i), got, tensor.batch(), param);
 
     let list = |name, view: &View| {
         let arg = Arg::Item(name, i);
+        batch(name, view.batch())?;
         shape(arg, view.shape(), of, &format!("the shape of params[{i}]"))?;
         contiguous(arg, view.is_contiguous()).map(|()| arg)
     };
@@ -88,6 +92,7 @@ fn check_tensor(call: &mut Call, target: &Target, i: usize, tensor: &AdamWTensor
     let mut output = |name, view: &ViewMut, kind| {
         let arg = Arg::Item(name, i);
         call.output(arg, view, kind)?;
+        batch(name, view.batch())?;
         shape(arg, view.shape(), of, &format!("the shape of params[{i}]"))?;
         contiguous(arg, view.is_contiguous())
     };
@@ -113,6 +118,7 @@ fn check_tensor(call: &mut Call, target: &Target, i: usize, tensor: &AdamWTensor
     }
     if let Some(scale) = &tensor.scale {
         let arg = Arg::Item("scales", i);
+        batch("scales", scale.batch())?;
         match target {
             Target::Blocks(block, kind) => {
                 call.output(arg, scale, Kind::Is(kind.dtype()))?;
@@ -123,9 +129,11 @@ fn check_tensor(call: &mut Call, target: &Target, i: usize, tensor: &AdamWTensor
         }
     }
     if let Some(scale) = &tensor.new_scale {
+        batch("new_scales", scale.batch())?;
         one(call, "new_scales", i, scale)?;
     }
     if let Some(amax) = &tensor.amax {
+        batch("amaxes", amax.batch())?;
         one_output(call, Arg::Item("amaxes", i), amax)?;
     }
     Ok(())

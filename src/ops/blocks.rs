@@ -5,7 +5,7 @@
 //! have one scale for both, so the columnwise scales are the rowwise ones transposed.
 
 use super::tensorwise::check_rule;
-use super::validate::{Call, Kind, shape};
+use super::validate::{Call, Kind, one_matrix, shape};
 use crate::error::Error;
 use crate::layout::{Block, DType, View, ViewMut, packed};
 use crate::spec::{Axis, BlockCall, BlockPlane, BlockScale, BlockSpec, Given, Stream};
@@ -34,7 +34,12 @@ pub fn block_amax(
     call.output("out", &out, Kind::F32)?;
     let grid = block.grid_from(row_offset, x.rows(), x.cols());
     shape("out", out.shape(), grid, "one element for each block that x touches")?;
-    on!(call.finish()?, stream, cpu: cpu::block_amax(x, block, block.rows_before(row_offset), out), cuda: cuda::block_amax(x, block, block.rows_before(row_offset), out, stream))
+    let (device, rows_before) = (call.finish()?, block.rows_before(row_offset));
+    let block_amax = |x, out| on!(device, stream, cpu: cpu::block_amax(x, block, rows_before, out), cuda: cuda::block_amax(x, block, rows_before, out, stream));
+    if rows_before == 0 && block.divides_rows(x.rows()) && x.is_flat() && out.is_flat() {
+        return block_amax(x.flat(), out.flat());
+    }
+    (0..x.batch()).try_for_each(|i| block_amax(x.at(i), out.at(i)))
 }
 
 /// Quantizes with a scale for each block, in one or both directions from one read.
@@ -98,7 +103,11 @@ pub fn quantize_blocks(
     }
     let device = call.finish()?;
     let call = BlockCall { x, spec, format, given, rowwise, columnwise };
-    on!(device, stream, cpu: cpu::quantize_blocks(call), cuda: cuda::quantize_blocks(call, stream))
+    let quantize_blocks = |call| on!(device, stream, cpu: cpu::quantize_blocks(call), cuda: cuda::quantize_blocks(call, stream));
+    if let Some(call) = call.flat() {
+        return quantize_blocks(call);
+    }
+    (0..x.batch()).try_for_each(|i| quantize_blocks(call.at(i)))
 }
 
 /// Packs E8M0 scales, one element a block of a plane with `rows` rows, into the 128x4 layout. `block_rows` (1
@@ -118,6 +127,7 @@ pub fn pack_scales(
     let expected = (rows.div_ceil(block_rows), scale.cols());
     shape("scale", scale.shape(), expected, "a row of elements for each row of blocks")?;
     packed_vector("out", &out.shape(), out.is_contiguous(), rows, scale.cols())?;
+    one_matrix("scale", scale.batch())?;
     on!(call.finish()?, stream, cpu: cpu::pack_scales(scale, rows, block_rows, out), cuda: cuda::pack_scales(scale, rows, block_rows, out, stream))
 }
 
@@ -136,6 +146,7 @@ pub fn unpack_scales(
     let expected = (rows.div_ceil(block_rows), out.cols());
     shape("out", out.shape(), expected, "a row of elements for each row of blocks")?;
     packed_vector("packed", &packed.shape(), packed.is_contiguous(), rows, out.cols())?;
+    one_matrix("packed", packed.batch())?;
     on!(call.finish()?, stream, cpu: cpu::unpack_scales(packed, rows, block_rows, out), cuda: cuda::unpack_scales(packed, rows, block_rows, out, stream))
 }
 
@@ -171,7 +182,13 @@ pub fn rebase(
     shape("out", out.shape(), expected, is)?;
     call.output("scale_out", &scale_out, Kind::F32)?;
     shape("scale_out", scale_out.shape(), (expected.0, 1), "one element for each row of out")?;
-    on!(call.finish()?, stream, cpu: cpu::rebase(codes, scale, block, axis, out, scale_out), cuda: cuda::rebase(codes, scale, block, axis, out, scale_out, stream))
+    let device = call.finish()?;
+    let rebase = |codes, scale, out, scale_out| on!(device, stream, cpu: cpu::rebase(codes, scale, block, axis, out, scale_out), cuda: cuda::rebase(codes, scale, block, axis, out, scale_out, stream));
+    let flat = codes.is_flat() && scale.is_flat() && out.is_flat() && scale_out.is_flat();
+    if axis == Axis::Rows && block.divides_rows(rows) && flat {
+        return rebase(codes.flat(), scale.flat(), out.flat(), scale_out.flat());
+    }
+    (0..codes.batch()).try_for_each(|i| rebase(codes.at(i), scale.at(i), out.at(i), scale_out.at(i)))
 }
 
 fn check_spec(spec: BlockSpec) -> Result<(), Error> {

@@ -12,7 +12,11 @@ pub fn transpose(codes: View, out: ViewMut, stream: Stream) -> Result<(), Error>
     call.input("codes", &codes, Kind::Fp8)?;
     call.output("out", &out, Kind::Is(codes.dtype()))?;
     shape("out", out.shape(), (codes.cols(), codes.rows()), "the transposed shape of codes")?;
-    on!(call.finish()?, stream, cpu: cpu::transpose(codes, out), cuda: cuda::transpose(codes, out, stream))
+    let device = call.finish()?;
+    (0..codes.batch()).try_for_each(|i| {
+        let (codes, out) = (codes.at(i), out.at(i));
+        on!(device, stream, cpu: cpu::transpose(codes, out), cuda: cuda::transpose(codes, out, stream))
+    })
 }
 
 /// code * scale in fp32, then one cast to the dtype of `out` (fp32, bf16 or fp16; the shape of `codes`). A NaN
@@ -34,5 +38,13 @@ pub fn dequantize(codes: View, scale: View, block: Block, out: ViewMut, stream: 
     shape("scale", scale.shape(), grid, "one element for each block")?;
     call.output("out", &out, Kind::Wide)?;
     shape("out", out.shape(), codes.shape(), "the shape of codes")?;
-    on!(call.finish()?, stream, cpu: cpu::dequantize(codes, scale, block, out), cuda: cuda::dequantize(codes, scale, block, out, stream))
+    // One scale for each matrix of a batch is a scale for each block of its rows.
+    let rows = if block.rows == Block::ALL { codes.rows().max(1) } else { block.rows };
+    let block = if codes.batch() > 1 { Block { rows, ..block } } else { block };
+    let device = call.finish()?;
+    let dequantize = |codes, scale, out| on!(device, stream, cpu: cpu::dequantize(codes, scale, block, out), cuda: cuda::dequantize(codes, scale, block, out, stream));
+    if block.divides_rows(codes.rows()) && codes.is_flat() && scale.is_flat() && out.is_flat() {
+        return dequantize(codes.flat(), scale.flat(), out.flat());
+    }
+    (0..codes.batch()).try_for_each(|i| dequantize(codes.at(i), scale.at(i), out.at(i)))
 }

@@ -1,14 +1,16 @@
-//! The operations: each validates everything, then dispatches by device. Nothing is written on an error, unless it
-//! is the driver's ([`crate::Error::Cuda`]).
+//! The operations. Each validates all arguments, then dispatches by device. Nothing is written on an error other than
+//! the driver's ([`crate::Error::Cuda`]).
 //!
-//! What holds for all of them:
+//! These rules hold for all operations:
 //! - Inputs are fp32, bf16 or fp16 views with any strides; fp32 arithmetic, IEEE, no flush to zero.
 //! - An output's dtype (E4M3 or E5M2) names the format. `rowwise` has the shape of `x`, `columnwise` is the
 //!   transpose, with the shape (cols, rows). Either may be absent, not both.
 //! - A scale that comes out NaN is the positive quiet NaN without payload, and so is an amax.
+//! - Views may be batches of matrices. All arguments of a call then have the same number of matrices, and each matrix is
+//!   processed by itself: scales and blocks never span two of them. A list takes a batch as so many entries.
 //! - All arguments are on one device. On CUDA the work is queued on `stream`, and nothing synchronizes.
 
-/// Calls the backend of a device.
+/// Calls the backend of a device, which takes views of one matrix each.
 macro_rules! on {
     ($device:expr, $stream:expr, cpu: $cpu:expr, cuda: $cuda:expr) => {
         match $device {

@@ -1,6 +1,6 @@
 //! Random numbers by position.
 
-use super::validate::{Call, Kind};
+use super::validate::{Call, Kind, one_matrix};
 use crate::error::Error;
 use crate::layout::ViewMut;
 use crate::spec::{Numbers, Stream};
@@ -16,6 +16,7 @@ pub fn random_uniform(
 ) -> Result<(), Error> {
     let mut call = Call::default();
     call.output("x", &x, Kind::Wide)?;
+    one_matrix("x", x.batch())?;
     if let Some(step) = &numbers.step {
         call.one_input("step", step)?;
     }

@@ -1,6 +1,6 @@
 //! Sums over the rows of a matrix.
 
-use super::validate::{Call, Kind, shape};
+use super::validate::{Call, Kind, one_matrix, shape};
 use crate::error::Error;
 use crate::layout::{DType, View, ViewMut};
 use crate::spec::Stream;
@@ -13,6 +13,7 @@ pub fn sum_rows(out: ViewMut, x: View, divisor: f32, stream: Stream) -> Result<(
     call.output("out", &out, Kind::F32)?;
     call.input("x", &x, Kind::Is(DType::Bf16))?;
     shape("out", out.shape(), (1, x.cols()), "one element for each column of x")?;
+    one_matrix("x", x.batch())?;
     if x.rows() == 0 {
         return Err(Error::Value { arg: "x".into(), got: "no rows".into(), expected: "one or more".into() });
     }

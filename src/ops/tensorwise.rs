@@ -1,30 +1,37 @@
 //! One scale per tensor.
 
-use super::validate::{Call, Kind, length, one_each, shape};
+use super::validate::{Call, Kind, length, one_each, one_matrix, same_batch, shape};
 use crate::error::{Arg, Error};
 use crate::format::Fp8Format;
 use crate::layout::{View, ViewMut};
 use crate::spec::{ScaleRule, Scaling, Stream, TensorCall};
 use crate::{cpu, cuda};
 
-/// The absolute maximum of `x`, into `out` (fp32, one element). The maximum is over the bits of |x| as
+/// The absolute maximum of each matrix of `x`, into `out` (fp32, one element each). The maximum is over the bits of |x| as
 /// integers, so that a NaN or an infinity stays visible; 0 for an empty `x`.
 pub fn amax(x: View, out: ViewMut, stream: Stream) -> Result<(), Error> {
     let mut call = Call::default();
     call.input("x", &x, Kind::Wide)?;
     call.one_output("out", &out)?;
-    on!(call.finish()?, stream, cpu: cpu::amax(x, out), cuda: cuda::amax(x, out, stream))
+    let device = call.finish()?;
+    (0..x.batch()).try_for_each(|i| {
+        let (x, out) = (x.at(i), out.at(i));
+        on!(device, stream, cpu: cpu::amax(x, out), cuda: cuda::amax(x, out, stream))
+    })
 }
 
-/// The absolute maximum of each tensor, into `out` (fp32, 1xN). The dtypes of the tensors may differ.
+/// The absolute maximum of each matrix of a list, into `out` (fp32, 1xN). The dtypes of the tensors may differ.
 pub fn multi_amax(xs: &[View], out: ViewMut, stream: Stream) -> Result<(), Error> {
     let mut call = Call::default();
     call.output("out", &out, Kind::F32)?;
-    one_each("out", out.shape(), xs.len(), "xs")?;
+    one_matrix("out", out.batch())?;
+    one_each("out", out.shape(), count(xs), "xs")?;
     for (i, x) in xs.iter().enumerate() {
         call.input(Arg::Item("xs", i), x, Kind::Wide)?;
     }
-    on!(call.finish()?, stream, cpu: cpu::multi_amax(xs, out), cuda: cuda::multi_amax(xs, out, stream))
+    let device = call.finish()?;
+    let xs = &matrices(xs)[..];
+    on!(device, stream, cpu: cpu::multi_amax(xs, out), cuda: cuda::multi_amax(xs, out, stream))
 }
 
 /// The scale for each absolute maximum ([`ScaleRule::scale`]), into `scale_out` of the same shape; fp32.
@@ -43,10 +50,14 @@ pub fn scale_from_amax(
     call.input("amax", &amax, Kind::F32)?;
     call.output("scale_out", &scale_out, Kind::F32)?;
     shape("scale_out", scale_out.shape(), amax.shape(), "the shape of amax")?;
-    on!(call.finish()?, stream, cpu: cpu::scale_from_amax(amax, format, rule, scale_out), cuda: cuda::scale_from_amax(amax, format, rule, scale_out, stream))
+    let device = call.finish()?;
+    (0..amax.batch()).try_for_each(|i| {
+        let (amax, scale_out) = (amax.at(i), scale_out.at(i));
+        on!(device, stream, cpu: cpu::scale_from_amax(amax, format, rule, scale_out), cuda: cuda::scale_from_amax(amax, format, rule, scale_out, stream))
+    })
 }
 
-/// Quantizes with a known scale (fp32, one element): code = encode(x * (1 / scale)).
+/// Quantizes with a known scale (fp32, one element for each matrix): code = encode(x * (1 / scale)).
 pub fn quantize(
     x: View,
     scale: View,
@@ -109,18 +120,29 @@ fn quantize_tensor(
     }
     let format = call.planes(x.shape(), rowwise.as_ref(), columnwise.as_ref())?;
     let device = call.finish()?;
-    let call = TensorCall { x, scaling, format, rowwise, columnwise };
-    on!(device, stream, cpu: cpu::quantize(call), cuda: cuda::quantize(call, stream))
+    (0..x.batch()).try_for_each(|i| {
+        let call = TensorCall {
+            x: x.at(i),
+            scaling: scaling.at(i),
+            format,
+            rowwise: rowwise.as_ref().map(|codes| codes.at(i)),
+            columnwise: columnwise.as_ref().map(|codes| codes.at(i)),
+        };
+        on!(device, stream, cpu: cpu::quantize(call), cuda: cuda::quantize(call, stream))
+    })
 }
 
-/// Quantizes each tensor with its own known scale: `scales` is fp32, 1xN; each of `outs` has the shape of its
+/// Quantizes each matrix of a list with its own known scale: `scales` is fp32, 1xN; each of `outs` has the shape of its
 /// tensor. The dtypes of the tensors and the formats of the outputs may differ.
 pub fn multi_quantize(xs: &[View], scales: View, outs: &[ViewMut], stream: Stream) -> Result<(), Error> {
     let mut call = Call::default();
     call.input("scales", &scales, Kind::F32)?;
-    one_each("scales", scales.shape(), xs.len(), "xs")?;
+    one_matrix("scales", scales.batch())?;
+    one_each("scales", scales.shape(), count(xs), "xs")?;
     check_lists(&mut call, xs, outs)?;
-    on!(call.finish()?, stream, cpu: cpu::multi_quantize(xs, scales, outs), cuda: cuda::multi_quantize(xs, scales, outs, stream))
+    let device = call.finish()?;
+    let (xs, outs) = (&matrices(xs)[..], &matrices_mut(outs)[..]);
+    on!(device, stream, cpu: cpu::multi_quantize(xs, scales, outs), cuda: cuda::multi_quantize(xs, scales, outs, stream))
 }
 
 /// [`quantize_delayed`] over a list, rowwise only: `scales`, `amaxes` and `scales_used` are fp32, 1xN.
@@ -134,13 +156,18 @@ pub fn multi_quantize_delayed(
 ) -> Result<(), Error> {
     let mut call = Call::default();
     call.input("scales", &scales, Kind::F32)?;
-    one_each("scales", scales.shape(), xs.len(), "xs")?;
+    one_matrix("scales", scales.batch())?;
+    one_each("scales", scales.shape(), count(xs), "xs")?;
     call.output("amaxes", &amaxes, Kind::F32)?;
-    one_each("amaxes", amaxes.shape(), xs.len(), "xs")?;
+    one_matrix("amaxes", amaxes.batch())?;
+    one_each("amaxes", amaxes.shape(), count(xs), "xs")?;
     call.output("scales_used", &scales_used, Kind::F32)?;
-    one_each("scales_used", scales_used.shape(), xs.len(), "xs")?;
+    one_matrix("scales_used", scales_used.batch())?;
+    one_each("scales_used", scales_used.shape(), count(xs), "xs")?;
     check_lists(&mut call, xs, outs)?;
-    on!(call.finish()?, stream, cpu: cpu::multi_quantize_delayed(xs, scales, amaxes, scales_used, outs), cuda: cuda::multi_quantize_delayed(xs, scales, amaxes, scales_used, outs, stream))
+    let device = call.finish()?;
+    let (xs, outs) = (&matrices(xs)[..], &matrices_mut(outs)[..]);
+    on!(device, stream, cpu: cpu::multi_quantize_delayed(xs, scales, amaxes, scales_used, outs), cuda: cuda::multi_quantize_delayed(xs, scales, amaxes, scales_used, outs, stream))
 }
 
 fn check_lists(call: &mut Call, xs: &[View], outs: &[ViewMut]) -> Result<(), Error> {
@@ -151,8 +178,24 @@ fn check_lists(call: &mut Call, xs: &[View], outs: &[ViewMut]) -> Result<(), Err
         if out.shape() != x.shape() {
             shape(Arg::Item("outs", i), out.shape(), x.shape(), &format!("the shape of xs[{i}]"))?;
         }
+        same_batch(Arg::Item("outs", i), out.batch(), x.batch(), Arg::Item("xs", i))?;
     }
     Ok(())
+}
+
+/// The number of matrices in a list.
+fn count(xs: &[View]) -> usize {
+    xs.iter().map(View::batch).sum()
+}
+
+/// The matrices of a list, one view each.
+fn matrices<'a>(xs: &[View<'a>]) -> Vec<View<'a>> {
+    xs.iter().flat_map(|x| (0..x.batch()).map(|i| x.at(i))).collect()
+}
+
+/// The matrices of a list of outputs, one view each.
+fn matrices_mut<'a>(outs: &'a [ViewMut]) -> Vec<ViewMut<'a>> {
+    outs.iter().flat_map(|out| (0..out.batch()).map(|i| out.at(i))).collect()
 }
 
 pub(super) fn check_rule(rule: ScaleRule) -> Result<(), Error> {

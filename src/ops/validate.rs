@@ -1,5 +1,5 @@
-//! What operations refuse. One [`Call`] collects the arguments of a call, checks each one as it comes, and
-//! the relations between them at the end.
+//! Argument checks of operations. One [`Call`] collects the arguments of a call, checks each as it is added, and
+//! checks the relations between them at the end.
 
 use std::borrow::Cow;
 
@@ -56,35 +56,42 @@ struct Used {
 #[derive(Default)]
 pub(super) struct Call {
     device: Option<(Arg, Device)>,
+    /// The number of matrices that each argument has; items of lists have numbers of their own.
+    batch: Option<(Arg, usize)>,
     used: Vec<Used>,
 }
 
 impl Call {
     /// An argument that is read.
     pub(super) fn input(&mut self, arg: impl Into<Arg>, view: &View, kind: Kind) -> Result<(), Error> {
-        self.argument(arg.into(), view.matrix(), kind, false)
+        let arg = arg.into();
+        self.batch(arg, view.batch())?;
+        self.check(arg, view.dtype(), view.device(), kind)?;
+        view.matrices().try_for_each(|matrix| self.memory(arg, matrix, false))
     }
 
     /// An argument that is written (or read and written).
     pub(super) fn output(&mut self, arg: impl Into<Arg>, view: &ViewMut, kind: Kind) -> Result<(), Error> {
         let arg = arg.into();
-        if overlaps_itself(&view.matrix()) {
+        self.batch(arg, view.batch())?;
+        if view.matrices().next().is_some_and(|matrix| overlaps_itself(&matrix)) {
             return Err(Error::SelfOverlap {
                 arg,
                 shape: view.shape(),
                 strides: (view.row_stride(), view.col_stride()),
             });
         }
-        self.argument(arg, view.matrix(), kind, true)
+        self.check(arg, view.dtype(), view.device(), kind)?;
+        view.matrices().try_for_each(|matrix| self.memory(arg, matrix, true))
     }
 
-    /// One element of fp32 that is read.
+    /// One element of fp32 for each matrix that is read.
     pub(super) fn one_input(&mut self, arg: &'static str, view: &View) -> Result<(), Error> {
         self.input(arg, view, Kind::F32)?;
         one(arg, view.shape())
     }
 
-    /// One element of fp32 that is written.
+    /// One element of fp32 for each matrix that is written.
     pub(super) fn one_output(&mut self, arg: &'static str, view: &ViewMut) -> Result<(), Error> {
         self.output(arg, view, Kind::F32)?;
         one(arg, view.shape())
@@ -123,8 +130,7 @@ impl Call {
         Ok(format.fp8().expect("checked to be an FP8 type"))
     }
 
-    /// What only all arguments together show: that no output shares memory with another argument. Gives the
-    /// device of the call.
+    /// Checks that no output shares memory with another argument. Returns the device of the call.
     pub(super) fn finish(mut self) -> Result<Device, Error> {
         // In the order of their starts, an argument can only overlap those that have not ended yet: few, even in
         // a call with a thousand tensors.
@@ -144,17 +150,27 @@ impl Call {
         Ok(self.device.map_or(Device::Cpu, |(_, device)| device))
     }
 
-    fn argument(&mut self, arg: Arg, matrix: Matrix, kind: Kind, written: bool) -> Result<(), Error> {
-        if !kind.takes(matrix.dtype) {
-            return Err(Error::DType { arg, got: matrix.dtype, expected: kind.words() });
+    /// Checks that an argument has as many matrices as the others.
+    fn batch(&mut self, arg: Arg, got: usize) -> Result<(), Error> {
+        if matches!(arg, Arg::Item(..)) {
+            return Ok(());
         }
-        match &self.device {
-            None => self.device = Some((arg, matrix.device)),
-            Some((with, device)) if *device != matrix.device => {
-                return Err(Error::Device { arg, got: matrix.device, expected: *device, with: *with });
-            }
-            Some(_) => {}
+        let (with, expected) = *self.batch.get_or_insert((arg, got));
+        same_batch(arg, got, expected, with)
+    }
+
+    fn check(&mut self, arg: Arg, dtype: DType, device: Device, kind: Kind) -> Result<(), Error> {
+        if !kind.takes(dtype) {
+            return Err(Error::DType { arg, got: dtype, expected: kind.words() });
         }
+        let (with, expected) = *self.device.get_or_insert((arg, device));
+        if device == expected {
+            return Ok(());
+        }
+        Err(Error::Device { arg, got: device, expected, with })
+    }
+
+    fn memory(&mut self, arg: Arg, matrix: Matrix, written: bool) -> Result<(), Error> {
         let Some(extent) = matrix.extent() else { return Ok(()) };
         if matrix.ptr.is_null() {
             return Err(Error::NullPointer { arg, elements: matrix.numel() });
@@ -180,6 +196,27 @@ pub(super) fn shape(
     }
     let expected = format!("({}, {}), {is}", expected.0, expected.1);
     Err(Error::Shape { arg: arg.into(), got, expected })
+}
+
+/// Refuses a batch.
+pub(super) fn one_matrix(arg: &'static str, batch: usize) -> Result<(), Error> {
+    if batch == 1 {
+        return Ok(());
+    }
+    let got = format!("a batch of {batch} matrices");
+    Err(Error::Value { arg: arg.into(), got, expected: "one matrix".into() })
+}
+
+/// Refuses another number of matrices than `with` has.
+pub(super) fn same_batch(arg: Arg, got: usize, expected: usize, with: Arg) -> Result<(), Error> {
+    if got == expected {
+        return Ok(());
+    }
+    Err(Error::Value {
+        arg,
+        got: format!("a batch of {got} matrices"),
+        expected: format!("a batch of {expected}, as {with} is").into(),
+    })
 }
 
 /// Refuses anything but one element.

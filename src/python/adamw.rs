@@ -21,7 +21,7 @@ type Optional<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 #[pyo3(signature = (
     grads, exp_avgs, exp_avg_sqs, params, masters, steps, scales, new_scales, amaxes, offsets, streams,
     lr_tensor=None, grad_scale=None, found_inf=None, *, lr, beta1, beta2, eps, weight_decay, maximize, seed, block, rounding="ceil",
-    power_2_scale=false, amax_epsilon=0.0
+    power_2_scale=false, amax_epsilon=0.0, batched=false
 ))]
 fn adamw<'py>(
     py: Python<'py>,
@@ -50,9 +50,12 @@ fn adamw<'py>(
     rounding: &str,
     power_2_scale: bool,
     amax_epsilon: f64,
+    batched: bool,
 ) -> PyResult<()> {
     let args = Arguments::new(py);
-    let params = args.outputs("params", params)?;
+    let batch = |_, ndim| batched && ndim > 2;
+    let params = args.outputs("params", params, batch)?;
+    let as_param = |i: usize, _| params.get(i).is_some_and(|param| param.batch() != 1);
     let count = params.len();
     let length = |name: &'static str, got: usize, optional: bool| {
         if got == count || optional && got == 0 {
@@ -60,14 +63,14 @@ fn adamw<'py>(
         }
         Err(PyErr::from(Error::Length { arg: name.into(), got, expected: count, with: "params" }))
     };
-    let grads = args.inputs("grads", grads)?;
-    let exp_avgs = args.outputs("exp_avgs", exp_avgs)?;
-    let exp_avg_sqs = args.outputs("exp_avg_sqs", exp_avg_sqs)?;
-    let masters = args.outputs("masters", masters)?;
-    let steps = args.inputs("steps", steps)?;
-    let scales = args.outputs("scales", scales)?;
-    let new_scales = args.inputs("new_scales", new_scales)?;
-    let amaxes = args.outputs("amaxes", amaxes)?;
+    let grads = args.inputs("grads", grads, batch)?;
+    let exp_avgs = args.outputs("exp_avgs", exp_avgs, batch)?;
+    let exp_avg_sqs = args.outputs("exp_avg_sqs", exp_avg_sqs, batch)?;
+    let masters = args.outputs("masters", masters, batch)?;
+    let steps = args.inputs("steps", steps, |_, _| false)?;
+    let scales = args.outputs("scales", scales, as_param)?;
+    let new_scales = args.inputs("new_scales", new_scales, as_param)?;
+    let amaxes = args.outputs("amaxes", amaxes, as_param)?;
     for (name, got, optional) in [
         ("grads", grads.len(), false),
         ("exp_avgs", exp_avgs.len(), false),

@@ -9,23 +9,27 @@ functions!(multi_quantize, multi_quantize_delayed);
 
 type Tensor<'a, 'py> = &'a Bound<'py, PyAny>;
 
-/// Quantizes each tensor with its own known scale.
+/// Quantizes each tensor with its own known scale, or each matrix of tensors that are batches.
 #[pyfunction]
+#[pyo3(signature = (xs, scales, outs, batched=false))]
 fn multi_quantize<'py>(
     py: Python<'py>,
     xs: Tensor<'_, 'py>,
     scales: Tensor<'_, 'py>,
     outs: Tensor<'_, 'py>,
+    batched: bool,
 ) -> PyResult<()> {
     let args = Arguments::new(py);
-    let xs = args.inputs("xs", xs)?;
+    let batch = |_, ndim| batched && ndim > 2;
+    let xs = args.inputs("xs", xs, batch)?;
     let scales = args.input("scales", scales)?;
-    let outs = args.outputs("outs", outs)?;
+    let outs = args.outputs("outs", outs, batch)?;
     args.run(|stream| ops::multi_quantize(&xs, scales, &outs, stream))
 }
 
 /// [`ops::quantize_delayed`] over a list, rowwise.
 #[pyfunction]
+#[pyo3(signature = (xs, scales, amaxes, scales_used, outs, batched=false))]
 fn multi_quantize_delayed<'py>(
     py: Python<'py>,
     xs: Tensor<'_, 'py>,
@@ -33,12 +37,14 @@ fn multi_quantize_delayed<'py>(
     amaxes: Tensor<'_, 'py>,
     scales_used: Tensor<'_, 'py>,
     outs: Tensor<'_, 'py>,
+    batched: bool,
 ) -> PyResult<()> {
     let args = Arguments::new(py);
-    let xs = args.inputs("xs", xs)?;
+    let batch = |_, ndim| batched && ndim > 2;
+    let xs = args.inputs("xs", xs, batch)?;
     let scales = args.input("scales", scales)?;
     let amaxes = args.output("amaxes", amaxes)?;
     let scales_used = args.output("scales_used", scales_used)?;
-    let outs = args.outputs("outs", outs)?;
+    let outs = args.outputs("outs", outs, batch)?;
     args.run(|stream| ops::multi_quantize_delayed(&xs, scales, amaxes, scales_used, &outs, stream))
 }

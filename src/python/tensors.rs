@@ -50,7 +50,7 @@ impl<'py> Arguments<'py> {
     ) -> PyResult<View<'a>> {
         check_sign(name, tensor)?;
         // SAFETY: the object is borrowed for as long as the view lives.
-        unsafe { self.read(Arg::Of(name), tensor) }
+        unsafe { self.read(Arg::Of(name), tensor, |_| false) }
     }
 
     /// A tensor to read, or None.
@@ -70,26 +70,33 @@ impl<'py> Arguments<'py> {
     ) -> PyResult<ViewMut<'a>> {
         check_sign(name, tensor)?;
         // SAFETY: the object is borrowed for as long as the view lives.
-        unsafe { self.write(Arg::Of(name), tensor) }
+        unsafe { self.write(Arg::Of(name), tensor, |_| false) }
     }
 
-    /// A list of tensors to read.
-    pub(super) fn inputs(&self, name: &'static str, tensors: &Bound<'py, PyAny>) -> PyResult<Vec<View<'_>>> {
+    /// A list of tensors to read, each a matrix or, where `batch` says so of its index and dimensions, a batch along its
+    /// first dimension.
+    pub(super) fn inputs(
+        &self,
+        name: &'static str,
+        tensors: &Bound<'py, PyAny>,
+        batch: impl Fn(usize, i32) -> bool,
+    ) -> PyResult<Vec<View<'_>>> {
         let items = self.hold(name, tensors)?;
         // SAFETY: `hold` keeps a reference to each element until the arguments are dropped.
-        let item = |i| unsafe { self.read(Arg::Item(name, i), &items.get_item(i)?) };
+        let item = |i| unsafe { self.read(Arg::Item(name, i), &items.get_item(i)?, |ndim| batch(i, ndim)) };
         (0..items.len()).map(item).collect()
     }
 
-    /// A list of tensors to write.
+    /// A list of tensors to write, as in [`Self::inputs`].
     pub(super) fn outputs(
         &self,
         name: &'static str,
         tensors: &Bound<'py, PyAny>,
+        batch: impl Fn(usize, i32) -> bool,
     ) -> PyResult<Vec<ViewMut<'_>>> {
         let items = self.hold(name, tensors)?;
-        // SAFETY: as in `inputs`.
-        let item = |i| unsafe { self.write(Arg::Item(name, i), &items.get_item(i)?) };
+        // SAFETY: `hold` keeps a reference to each element until the arguments are dropped.
+        let item = |i| unsafe { self.write(Arg::Item(name, i), &items.get_item(i)?, |ndim| batch(i, ndim)) };
         (0..items.len()).map(item).collect()
     }
 
@@ -122,21 +129,31 @@ impl<'py> Arguments<'py> {
 
     /// # Safety
     /// The object must live for `'a`.
-    unsafe fn read<'a>(&'a self, name: Arg, tensor: &Bound<'py, PyAny>) -> PyResult<View<'a>> {
+    unsafe fn read<'a>(
+        &'a self,
+        name: Arg,
+        tensor: &Bound<'py, PyAny>,
+        batch: impl Fn(i32) -> bool,
+    ) -> PyResult<View<'a>> {
         let dl = self.describe(name, tensor)?;
         // SAFETY: the exporter filled it in. Its memory is that of the object, which lives for 'a. (To resize or rebind
         // a tensor while another thread computes with it is the caller's race, as it is with torch's own operators.)
-        let view = unsafe { dl.view(|| name) }?;
+        let view = unsafe { dl.view(|| name, batch(dl.ndim)) }?;
         self.elements.set(self.elements.get().saturating_add(view.numel()));
         Ok(view)
     }
 
     /// # Safety
     /// The object must live for `'a`.
-    unsafe fn write<'a>(&'a self, name: Arg, tensor: &Bound<'py, PyAny>) -> PyResult<ViewMut<'a>> {
+    unsafe fn write<'a>(
+        &'a self,
+        name: Arg,
+        tensor: &Bound<'py, PyAny>,
+        batch: impl Fn(i32) -> bool,
+    ) -> PyResult<ViewMut<'a>> {
         let dl = self.describe(name, tensor)?;
         // SAFETY: as in `read`.
-        let view = unsafe { dl.view_mut(|| name) }?;
+        let view = unsafe { dl.view_mut(|| name, batch(dl.ndim)) }?;
         self.elements.set(self.elements.get().saturating_add(view.numel()));
         Ok(view)
     }

@@ -38,6 +38,7 @@ def adamw_(
     rounding: str = "ceil",
     power_2_scale: bool = False,
     amax_epsilon: float = 0.0,
+    batched: bool = False,
 ) -> None:
     """One step of AdamW for each parameter, all contiguous and of any shape.
 
@@ -75,6 +76,8 @@ def adamw_(
         block: the blocks that have scales of their own, (rows, columns), -1 for the whole extent:
             found, and written in the same pass. Empty where there are none.
         rounding, power_2_scale, amax_epsilon: how such scales are made, as in ``quantize_blocks``.
+        batched: parameters of three or more dimensions are batches of matrices along the first
+            one, with scales and maxima for each matrix.
     """
 
 

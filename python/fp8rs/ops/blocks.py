@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fp8rs.ops import room
 from fp8rs.ops.define import in_rust
-from fp8rs.ops.room import block_count, matrix_shape
+from fp8rs.ops.room import block_count
 
 _F32 = torch.float32
 
@@ -31,22 +31,29 @@ def _packed_size(rows: int, columns: int) -> int:
 
 
 def _scales(
-    x: Tensor, dtype: torch.dtype, grid: tuple[int, int], block: tuple[int, int], packed: bool
+    x: Tensor,
+    dtype: torch.dtype,
+    batch: tuple[int, ...],
+    grid: tuple[int, int],
+    block: tuple[int, int],
+    packed: bool,
 ) -> Tensor:
-    """A plane's scales, by its grid of blocks; packed, ``grid`` starts with its rows."""
+    """Allocate scales for a grid of blocks. If ``packed``, ``grid`` starts with the rows."""
     if packed:
         return x.new_empty(_packed_size(*grid), dtype=dtype)
     if block == (1, 128):
-        return x.new_empty((grid[1], grid[0]), dtype=dtype).t()
-    return x.new_empty(grid, dtype=dtype)
+        return x.new_empty((*batch, grid[1], grid[0]), dtype=dtype).transpose(-1, -2)
+    return x.new_empty((*batch, *grid), dtype=dtype)
 
 
 @in_rust
-def block_amax(x: Tensor, block: Sequence[int], row_offset: int = 0) -> Tensor:
+def block_amax(
+    x: Tensor, block: Sequence[int], row_offset: int = 0, batched: bool = False
+) -> Tensor:
     """The absolute maximum of each block: float32, (rows of blocks, columns of blocks)."""
-    rows, cols = matrix_shape(x.shape)
+    batch, (rows, cols) = room.split(x.shape, batched)
     grid = (block_count(rows, block[0], row_offset), block_count(cols, block[1]))
-    return x.new_empty(grid, dtype=_F32)
+    return x.new_empty((*batch, *grid), dtype=_F32)
 
 
 @in_rust
@@ -67,6 +74,7 @@ def quantize_blocks(
     amax_columnwise: Tensor | None = None,
     fold: Tensor | None = None,
     after: Tensor | None = None,
+    batched: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantize with a scale for each block, in one or both directions from one read.
 
@@ -85,17 +93,17 @@ def quantize_blocks(
     Returns rowwise codes (the shape of ``x``) and their scales, columnwise codes and theirs; what
     is not asked for has the shape (0,).
     """
-    row, col = room.codes(x, fp8_dtype, rowwise, columnwise)
+    row, col = room.codes(x, fp8_dtype, rowwise, columnwise, batched)
     row_scale, col_scale = (x.new_empty(0, dtype=scale_dtype) for _ in range(2))
-    rows, cols = matrix_shape(x.shape)
+    batch, (rows, cols) = room.split(x.shape, batched)
     down, across = block
     # The blocks along a dimension: the rows of x are cut from row_offset on, its columns from 0.
     if rowwise:
         grid = (rows if packed else block_count(rows, down, row_offset), block_count(cols, across))
-        row_scale = _scales(x, scale_dtype, grid, (down, across), packed)
+        row_scale = _scales(x, scale_dtype, batch, grid, (down, across), packed)
     if columnwise:
         grid = (cols if packed else block_count(cols, down), block_count(rows, across, row_offset))
-        col_scale = _scales(x, scale_dtype, grid, (down, across), packed)
+        col_scale = _scales(x, scale_dtype, batch, grid, (down, across), packed)
     return row, row_scale, col, col_scale
 
 
@@ -116,7 +124,12 @@ def unpack_scales(packed: Tensor, rows: int, blocks: int, block_rows: int = 1) -
 
 @in_rust
 def rebase(
-    codes: Tensor, scale: Tensor, block: Sequence[int], axis: int, after: Tensor | None = None
+    codes: Tensor,
+    scale: Tensor,
+    block: Sequence[int],
+    axis: int,
+    after: Tensor | None = None,
+    batched: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """MXFP8 codes rewritten for one power-of-two float32 scale a row or a column.
 
@@ -124,6 +137,6 @@ def rebase(
     transposed codes and a scale for each of their rows; scales have the shape (rows, 1). The
     largest blocks of a row keep their bits; codes pushed into the subnormals lose some.
     """
-    rows, cols = matrix_shape(codes.shape)
-    out = codes.new_empty(codes.shape if axis == 0 else (cols, rows))
-    return out, codes.new_empty((rows if axis == 0 else cols, 1), dtype=_F32)
+    batch, (rows, cols) = room.split(codes.shape, batched)
+    out = codes.new_empty(codes.shape if axis == 0 else (*batch, cols, rows))
+    return out, codes.new_empty((*batch, rows if axis == 0 else cols, 1), dtype=_F32)

@@ -34,21 +34,22 @@ def quantize_current(
     columnwise: bool = False,
     power_2_scale: bool = False,
     amax_epsilon: float = 0.0,
+    batched: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator of that name, of arithmetic that a compiler may fuse and a cast.
+    """Decompose the operator into arithmetic that a compiler can fuse, and a cast.
 
-    Where there is nothing to fuse or to gain, and for what arithmetic does not cover or operators
-    have to refuse, it is their sequence.
+    If nothing can be fused or gained, and for inputs that the arithmetic does not cover or that the
+    operators refuse, this is the sequence of the operators.
     """
-    fused = fuses(x)
+    fused = fuses(x) and not batched
     if fused:
         inductor_reads_memory(_quantize)  # so that the amax is of the values that are cast
-    amax = fused_amax(x) if fused else _amax(x)
+    amax = fused_amax(x) if fused else _amax(x, batched)
     if fused and not power_2_scale and 0 <= amax_epsilon <= torch.finfo(_F32).max:
         scale = fused_scale(amax, torch.finfo(fp8_dtype).max, amax_epsilon)
     else:
         scale = _scale_from_amax(amax, fp8_dtype, power_2_scale, amax_epsilon)
-    return (*_quantize(x, scale, fp8_dtype, rowwise, columnwise), scale)
+    return (*_quantize(x, scale, fp8_dtype, rowwise, columnwise, None, batched), scale)
 
 
 def fuses(x: Tensor) -> bool:

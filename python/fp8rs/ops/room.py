@@ -8,12 +8,20 @@ import torch
 from torch import Tensor
 
 
-def matrix(x: Tensor) -> Tensor:
-    """``x``, or a copy if its leading dimensions do not collapse into one stride."""
+def matrix(x: Tensor, batched: bool = False) -> Tensor:
+    """Return ``x``, or a copy if its leading dimensions do not collapse into one stride.
+
+    Args:
+        x: of any shape.
+        batched: the first dimension is a batch dimension, which may have any stride.
+    """
     if x.dim() < 3 or x.is_contiguous() or x.numel() == 0:
         return x
+    first = int(batched)
     span = None
-    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+    for size, stride in zip(
+        reversed(x.shape[first:-1]), reversed(x.stride()[first:-1]), strict=True
+    ):
         if size == 1:
             continue
         if span is not None and span != stride:
@@ -41,17 +49,34 @@ def block_count(extent: int, size: int, offset: int = 0) -> int:
     return -(-(begin + extent) // size)
 
 
+def split(
+    shape: torch.Size | tuple[int, ...], batched: bool
+) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """Split a shape into its batch dimension and the shape of each of its matrices.
+
+    Args:
+        shape: of the tensor.
+        batched: read three or more dimensions as a batch along the first one.
+
+    Returns:
+        ``(batch,)``, or ``()`` for one matrix; and ``(rows, cols)``.
+    """
+    if batched and len(shape) > 2:
+        return (shape[0],), matrix_shape(shape[1:])
+    return (), matrix_shape(shape)
+
+
 def codes(
-    x: Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool
+    x: Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, batched: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Of the shape of ``x``, and of the transposed matrix; (0,) for one that is not asked for."""
-    rows, cols = matrix_shape(x.shape)
+    """Allocate rowwise and columnwise codes; one that is not requested has the shape ``(0,)``."""
+    batch, (rows, cols) = split(x.shape, batched)
     return (
         x.new_empty(x.shape if rowwise else 0, dtype=fp8_dtype),
-        x.new_empty((cols, rows) if columnwise else 0, dtype=fp8_dtype),
+        x.new_empty((*batch, cols, rows) if columnwise else 0, dtype=fp8_dtype),
     )
 
 
-def scalar(x: Tensor) -> Tensor:
-    """One float32 where ``x`` is."""
-    return x.new_empty((), dtype=torch.float32)
+def scalar(x: Tensor, batched: bool = False) -> Tensor:
+    """Allocate one float32 for ``x``, or one for each matrix of a batch."""
+    return x.new_empty(split(x.shape, batched)[0], dtype=torch.float32)

@@ -1,21 +1,25 @@
-"""The operators of one scale per tensor, and those on codes.
+"""Operators of formats with one scale per tensor, and operators on codes.
 
-What holds for all operators ``torch.ops.fp8rs.*``:
+Rules for all operators ``torch.ops.fp8rs.*``:
 
-- ``x`` is float32, bfloat16 or float16, of any shape, read as the matrix (product of the leading
-  dimensions, last dimension). Strides are free; a tensor of three or more dimensions that is no
-  strided matrix (a permuted one, say) is copied first.
+- ``x`` is float32, bfloat16 or float16, of any shape. It is read as the matrix (product of the
+  leading dimensions, last dimension). Strides are free. A tensor of three or more dimensions whose
+  leading dimensions do not collapse into one stride (a permuted one, for example) is copied first.
+- With ``batched=True``, a tensor of three or more dimensions is read as a batch of matrices along
+  its first dimension. Each matrix has scales of its own, which have the batch dimension in front,
+  and blocks never span two matrices.
 - ``scale`` is the factor that recovers the value: ``x ~ codes * scale``.
-- ``rowwise`` codes have the shape of ``x``; ``columnwise`` ones are the transposed matrix, stored
-  contiguously. One that is not asked for comes back empty, with the shape ``(0,)``.
+- ``rowwise`` codes have the shape of ``x``. ``columnwise`` codes are the transposed matrix, stored
+  contiguously. Codes that are not requested are returned with the shape ``(0,)``.
 - Operators are not differentiable: their autograd formulas are in the modules that call them.
-- ``after`` is not read. Where an operator is traced it places the operator after that tensor: a
-  compiler would compute a weight's second plane in the forward, and keep it for the backward.
+- ``after`` is not read. In a trace, it orders the operator after that tensor. Without it, a
+  compiler would compute a weight's second plane in the forward and save it for the backward.
 - Bad arguments raise TypeError or ValueError that name the argument, before anything is written.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -30,15 +34,19 @@ _F32 = torch.float32
 
 
 @in_rust
-def amax(x: Tensor) -> Tensor:
+def amax(x: Tensor, batched: bool = False) -> Tensor:
     """The absolute maximum of ``x``: float32, shape ()."""
-    return room.scalar(x)
+    return room.scalar(x, batched)
 
 
 @in_rust
-def multi_amax(xs: list[Tensor]) -> Tensor:
-    """The absolute maximum of each tensor: float32, one element for each."""
-    return xs[0].new_empty(len(xs), dtype=_F32)
+def multi_amax(xs: list[Tensor], batched: bool = False) -> Tensor:
+    """The absolute maximum of each tensor, or of each matrix of batches: float32, 1-D."""
+    return xs[0].new_empty(_matrices(xs, batched), dtype=_F32)
+
+
+def _matrices(xs: list[Tensor], batched: bool) -> int:
+    return sum(math.prod(room.split(x.shape, batched)[0]) for x in xs)
 
 
 @in_rust
@@ -65,13 +73,14 @@ def quantize(
     rowwise: bool = True,
     columnwise: bool = False,
     after: Tensor | None = None,
+    batched: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Quantize with a known scale (float32, one element).
 
     Returns:
         Rowwise codes and columnwise codes.
     """
-    return room.codes(x, fp8_dtype, rowwise, columnwise)
+    return room.codes(x, fp8_dtype, rowwise, columnwise, batched)
 
 
 @in_rust
@@ -82,6 +91,7 @@ def _quantize_delayed(
     fp8_dtype: torch.dtype,
     rowwise: bool = True,
     columnwise: bool = False,
+    batched: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``quantize_delayed``, which does not tell autograd or the compiler that it writes ``amax``.
 
@@ -89,7 +99,7 @@ def _quantize_delayed(
     has been given already, which a declared write forbids. The maximum is idempotent, and nothing
     that is traced reads it, so that calls may be merged and ordered at will.
     """
-    return *room.codes(x, fp8_dtype, rowwise, columnwise), room.scalar(x)
+    return *room.codes(x, fp8_dtype, rowwise, columnwise, batched), room.scalar(x, batched)
 
 
 @in_python(torch.ops.fp8rs._quantize_delayed.default, writes=["amax"])
@@ -100,6 +110,7 @@ def quantize_delayed(
     fp8_dtype: torch.dtype,
     rowwise: bool = True,
     columnwise: bool = False,
+    batched: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize with a known scale and raise ``amax`` to the absolute maximum of ``x``, if finite.
 
@@ -109,7 +120,7 @@ def quantize_delayed(
         Rowwise codes, columnwise codes, and the scale used: ``scale``, or NaN where ``x`` holds a
             NaN or an infinity.
     """
-    return _quantize_delayed(x, scale, amax, fp8_dtype, rowwise, columnwise)
+    return _quantize_delayed(x, scale, amax, fp8_dtype, rowwise, columnwise, batched)
 
 
 def _note(scale: Tensor, amax: Tensor, into: Tensor) -> Tensor:
@@ -136,49 +147,58 @@ def quantize_current(
     columnwise: bool = False,
     power_2_scale: bool = False,
     amax_epsilon: float = 0.0,
+    batched: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find the scale of ``x`` and quantize with it.
 
     Returns:
         Rowwise codes, columnwise codes, and the scale.
     """
-    return *room.codes(x, fp8_dtype, rowwise, columnwise), room.scalar(x)
+    return *room.codes(x, fp8_dtype, rowwise, columnwise, batched), room.scalar(x, batched)
 
 
-def _cast_each(xs: list[Tensor], scales: Tensor, outs: list[Tensor]) -> None:
-    _core.multi_quantize([matrix(x) for x in xs], scales, outs)
+def _cast_each(xs: list[Tensor], scales: Tensor, outs: list[Tensor], batched: bool = False) -> None:
+    _core.multi_quantize([matrix(x, batched) for x in xs], scales, outs, batched)
 
 
 @in_python(_cast_each, writes=["outs"])
-def multi_quantize(xs: list[Tensor], scales: Tensor, outs: list[Tensor]) -> None:
-    """Quantize each tensor with its own scale (float32, one element for each) into ``outs``."""
+def multi_quantize(
+    xs: list[Tensor], scales: Tensor, outs: list[Tensor], batched: bool = False
+) -> None:
+    """Quantize each tensor, or each matrix of batches, with its own scale into ``outs``.
+
+    ``scales`` is float32, 1-D, with one element for each.
+    """
 
 
 def _cast_each_delayed(
-    xs: list[Tensor], scales: Tensor, amaxes: Tensor, outs: list[Tensor]
+    xs: list[Tensor], scales: Tensor, amaxes: Tensor, outs: list[Tensor], batched: bool = False
 ) -> Tensor:
-    used = multi_quantize_delayed(xs, scales, amaxes, outs)
-    _core.multi_quantize_delayed([matrix(x) for x in xs], scales, amaxes, used, outs)
+    used = multi_quantize_delayed(xs, scales, amaxes, outs, batched)
+    own = [matrix(x, batched) for x in xs]
+    _core.multi_quantize_delayed(own, scales, amaxes, used, outs, batched)
     return used
 
 
 @in_python(_cast_each_delayed, writes=["amaxes", "outs"])
 def multi_quantize_delayed(
-    xs: list[Tensor], scales: Tensor, amaxes: Tensor, outs: list[Tensor]
+    xs: list[Tensor], scales: Tensor, amaxes: Tensor, outs: list[Tensor], batched: bool = False
 ) -> Tensor:
     """``quantize_delayed`` over a list, rowwise: one element of ``amaxes`` and result for each."""
-    return scales.new_empty(len(xs), dtype=_F32)
+    return scales.new_empty(_matrices(xs, batched), dtype=_F32)
 
 
 @in_rust
-def transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
+def transpose(codes: Tensor, after: Tensor | None = None, batched: bool = False) -> Tensor:
     """The transposed matrix of codes, contiguous."""
-    rows, cols = room.matrix_shape(codes.shape)
-    return codes.new_empty((cols, rows))
+    batch, (rows, cols) = room.split(codes.shape, batched)
+    return codes.new_empty((*batch, cols, rows))
 
 
 @in_rust
-def dequantize(codes: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
+def dequantize(
+    codes: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype, batched: bool = False
+) -> Tensor:
     """Code times scale in float32, then one cast to ``dtype``; the shape of ``codes``.
 
     ``scale`` (float32 or float8_e8m0fnu) has one element for each ``block`` of (rows, columns).

@@ -4,7 +4,7 @@ use std::ptr;
 
 use super::{Job, blocks_of, each};
 use crate::cuda::driver::{Args, launch};
-use crate::cuda::table::{ByInput, Kernel, by_input, input_index, kernel};
+use crate::cuda::modules::{ByInput, Kernel, by_input, input_index, kernel};
 use crate::cuda::views::{ordinal, rows_aligned};
 use crate::error::Error;
 use crate::layout::{Block, DType, Matrix, View, ViewMut};

@@ -5,7 +5,7 @@ use std::ptr;
 use super::amax::{LinesArgs, fill, line_amax};
 use super::{Job, blocks_of, tile};
 use crate::cuda::driver::{Args, launch};
-use crate::cuda::table::{ByTypes, by_types, format_index, input_index};
+use crate::cuda::modules::{ByTypes, by_types, format_index, input_index};
 use crate::cuda::tensorwise::Rule;
 use crate::cuda::views::{aligned, rows_aligned};
 use crate::error::Error;
@@ -59,7 +59,7 @@ static ROW_FOLD: ByTypes = by_types!(Row, "row_fold", RowArgs);
 static ROW_LONG_FOLD: ByTypes = by_types!(Row, "row_long_fold", RowArgs);
 
 #[cfg(test)]
-pub(super) fn kernels() -> Vec<&'static crate::cuda::table::Kernel> {
+pub(super) fn kernels() -> Vec<&'static crate::cuda::modules::Kernel> {
     let all = [&MX_ROW, &MX_ROW_PACKED, &ROW_4, &ROW_8, &ROW_LONG, &ROW_FOLD, &ROW_LONG_FOLD];
     all.into_iter().flatten().flatten().collect()
 }

@@ -21,7 +21,7 @@ pub(crate) use scales::{pack_scales, rebase, unpack_scales};
 
 /// Every kernel that something here launches.
 #[cfg(test)]
-pub(super) fn kernels() -> Vec<&'static super::table::Kernel> {
+pub(super) fn kernels() -> Vec<&'static super::modules::Kernel> {
     [amax::kernels(), lines::kernels(), scales::kernels(), tile::kernels()].concat()
 }
 

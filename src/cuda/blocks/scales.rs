@@ -3,7 +3,7 @@
 use super::amax::{LinesArgs, fill};
 use super::{blocks_of, each};
 use crate::cuda::driver::{self, Args, launch};
-use crate::cuda::table::{Kernel, format_index, kernel};
+use crate::cuda::modules::{Kernel, format_index, kernel};
 use crate::cuda::views::{aligned, ordinal, rows_aligned};
 use crate::error::Error;
 use crate::layout::{Block, Matrix, View, ViewMut, packed};

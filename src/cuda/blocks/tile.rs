@@ -4,7 +4,7 @@ use std::ptr;
 
 use super::{Job, Plane, blocks_of};
 use crate::cuda::driver::{Args, launch};
-use crate::cuda::table::{ByTypes, by_types, format_index, input_index};
+use crate::cuda::modules::{ByTypes, by_types, format_index, input_index};
 use crate::cuda::tensorwise::Rule;
 use crate::cuda::views::rows_aligned;
 use crate::error::Error;
@@ -67,7 +67,7 @@ static BLOCK_SQUARE: ByTypes = by_types!(BlockSquare, "block_square", TileArgs);
 static ROW_BOTH: ByTypes = by_types!(RowBoth, "row_both", TileArgs);
 
 #[cfg(test)]
-pub(super) fn kernels() -> Vec<&'static crate::cuda::table::Kernel> {
+pub(super) fn kernels() -> Vec<&'static crate::cuda::modules::Kernel> {
     [&MX_LINES, &MX_SQUARE, &BLOCK_LINES, &BLOCK_SQUARE, &ROW_BOTH].into_iter().flatten().flatten().collect()
 }
 

@@ -3,7 +3,7 @@
 use super::args::{Delayed, Entry, MultiArgs};
 use super::{AMAX, Cast, STRIDED_AMAX, cast, find_amax};
 use crate::cuda::driver::{self, Grid, launch};
-use crate::cuda::table::{ByInput, ByTypes, Kernel, by_input, by_types, format_index, input_index};
+use crate::cuda::modules::{ByInput, ByTypes, Kernel, by_input, by_types, format_index, input_index};
 use crate::cuda::views::{aligned, contiguous_and_aligned, ordinal};
 use crate::cuda::workspace::{self, PER_CHUNK};
 use crate::error::Error;

@@ -11,7 +11,7 @@ use args::{
 };
 
 use super::driver::{self, Grid, launch};
-use super::table::{ByInput, ByTypes, Kernel, by_input, by_types, format_index, input_index, kernel};
+use super::modules::{ByInput, ByTypes, Kernel, by_input, by_types, format_index, input_index, kernel};
 use super::views::{aligned, contiguous_and_aligned, ordinal};
 use super::workspace;
 use crate::error::Error;

@@ -227,12 +227,28 @@ impl Tensor {
         Ok(unsafe { list(strides, dim) })
     }
 
-    /// Rows and columns of the matrix that the tensor is read as.
-    pub(super) fn matrix_shape(&self) -> Result<(i64, i64), Failure> {
-        Ok(match self.sizes()?.split_last() {
+    /// Whether the tensor is read as a batch of matrices along its first dimension, which takes three dimensions.
+    pub(super) fn is_batch(&self, batched: bool) -> Result<bool, Failure> {
+        Ok(batched && self.sizes()?.len() > 2)
+    }
+
+    /// The first dimension of a batch, and the others; no first dimension for one matrix.
+    fn split(&self, batch: bool) -> Result<(Option<i64>, &[i64]), Failure> {
+        let sizes = self.sizes()?;
+        Ok(if batch { (sizes.first().copied(), sizes.get(1..).unwrap_or(&[])) } else { (None, sizes) })
+    }
+
+    /// Rows and columns of each matrix that the tensor is read as.
+    pub(super) fn matrix_shape(&self, batch: bool) -> Result<(i64, i64), Failure> {
+        Ok(match self.split(batch)?.1.split_last() {
             None => (1, 1),
             Some((cols, leading)) => (leading.iter().product(), *cols),
         })
+    }
+
+    /// Sizes of a result that has `sizes` for each matrix of this tensor.
+    pub(super) fn each(&self, batch: bool, sizes: &[i64]) -> Result<Vec<i64>, Failure> {
+        Ok(self.split(batch)?.0.into_iter().chain(sizes.iter().copied()).collect())
     }
 
     /// The numbers of the device: type, index.
@@ -245,45 +261,59 @@ impl Tensor {
         Ok(if kind == shim::get().cuda { Device::Cuda(index) } else { Device::Cpu })
     }
 
-    fn parts(&self, arg: Arg) -> Result<Parts, Failure> {
+    fn parts(&self, arg: Arg, batch: bool) -> Result<Parts, Failure> {
         let number = self.number()?;
         let dtype = number.known().ok_or_else(|| Error::ForeignDType {
             arg,
             got: number.name().trim_start_matches("torch.").to_owned(),
         })?;
         let (sizes, strides) = (self.sizes()?, self.strides()?);
-        let (rows, cols, row_stride, col_stride) = collapse(sizes, strides).ok_or_else(|| Error::Value {
-            arg,
-            got: format!("of shape {sizes:?} with strides {strides:?}, which is no 2-d view"),
-            expected: "contiguous".into(),
-        })?;
-        Ok((dtype, self.device()?, (rows, cols), (row_stride, col_stride)))
+        let first = usize::from(batch && !sizes.is_empty());
+        let (rows, cols, row_stride, col_stride) =
+            collapse(&sizes[first..], &strides[first..]).ok_or_else(|| Error::Value {
+                arg,
+                got: format!("of shape {sizes:?} with strides {strides:?}, which is no 2-d view"),
+                expected: "contiguous".into(),
+            })?;
+        let matrices = if first == 1 { (sizes[0] as usize, strides[0] as isize) } else { (1, 0) };
+        Ok((dtype, self.device()?, (rows, cols), (row_stride, col_stride), matrices))
     }
 
     /// As a matrix to read.
     pub(super) fn view(&self, name: &'static str) -> Result<View<'_>, Failure> {
-        self.view_of(name.into())
+        self.view_of(name.into(), false)
     }
 
-    fn view_of(&self, arg: Arg) -> Result<View<'_>, Failure> {
-        let (dtype, device, shape, strides) = self.parts(arg)?;
+    /// As a batch to read, or as a matrix.
+    pub(super) fn batch_view(&self, name: &'static str, batch: bool) -> Result<View<'_>, Failure> {
+        self.view_of(name.into(), batch)
+    }
+
+    fn view_of(&self, arg: Arg, batch: bool) -> Result<View<'_>, Failure> {
+        let (dtype, device, shape, strides, (count, stride)) = self.parts(arg, batch)?;
         let data = ask!(data(self.0): ptr::null_mut())?;
         // SAFETY: torch's sizes and strides stay within its memory, which the tensor keeps alive.
-        Ok(unsafe { View::from_raw(data.cast(), dtype, device, shape, strides) })
+        Ok(unsafe { View::from_raw(data.cast(), dtype, device, shape, strides).batched(count, stride) })
     }
 
     /// As a matrix to write.
     pub(super) fn view_mut(&self, name: &'static str) -> Result<ViewMut<'_>, Failure> {
-        let (dtype, device, shape, strides) = self.parts(name.into())?;
-        let data = ask!(data_mut(self.0): ptr::null_mut())?;
-        // SAFETY: as in `view_of`. Nobody else has an output; what an argument shares, operations refuse.
-        Ok(unsafe { ViewMut::from_raw(data.cast(), dtype, device, shape, strides) })
+        self.batch_view_mut(name, false)
     }
 
-    /// Itself, or a copy if its leading dimensions do not collapse into one stride.
-    pub(super) fn matrix(self) -> Result<Self, Failure> {
-        let sizes = self.sizes()?;
-        if sizes.len() < 3 || collapse(sizes, self.strides()?).is_some() {
+    /// As a batch to write, or as a matrix.
+    pub(super) fn batch_view_mut(&self, name: &'static str, batch: bool) -> Result<ViewMut<'_>, Failure> {
+        let (dtype, device, shape, strides, (count, stride)) = self.parts(name.into(), batch)?;
+        let data = ask!(data_mut(self.0): ptr::null_mut())?;
+        // SAFETY: torch's sizes and strides stay within its memory, which the tensor keeps alive. This call owns its
+        // outputs, and operations refuse arguments that share memory with one.
+        Ok(unsafe { ViewMut::from_raw(data.cast(), dtype, device, shape, strides).batched(count, stride) })
+    }
+
+    /// Itself, or a copy if the leading dimensions of its matrices do not collapse into one stride.
+    pub(super) fn matrix(self, batch: bool) -> Result<Self, Failure> {
+        let (sizes, first) = (self.sizes()?, usize::from(batch));
+        if sizes.len() < 3 || collapse(&sizes[first..], &self.strides()?[first..]).is_some() {
             return Ok(self);
         }
         let Some(dtype) = self.number()?.known() else { return Ok(self) };
@@ -377,11 +407,18 @@ static EMPTIES: Mutex<Vec<Empty>> = Mutex::new(Vec::new());
 /// More than torch's own loops take.
 const MOST_DIMENSIONS: usize = 64;
 
-type Parts = (DType, Device, (usize, usize), (isize, isize));
+/// Element type, device, shape and strides of a matrix, and the number of matrices with their stride.
+type Parts = (DType, Device, (usize, usize), (isize, isize), (usize, isize));
 
-/// The elements of a list to read.
-pub(super) fn views<'a>(tensors: &'a [Tensor], name: &'static str) -> Result<Vec<View<'a>>, Failure> {
-    tensors.iter().enumerate().map(|(i, tensor)| tensor.view_of(Arg::Item(name, i))).collect()
+/// The items of a list to read, as batches or as matrices.
+pub(super) fn views<'a>(
+    tensors: &'a [Tensor],
+    name: &'static str,
+    batched: bool,
+) -> Result<Vec<View<'a>>, Failure> {
+    let view =
+        |(i, tensor): (usize, &'a Tensor)| tensor.view_of(Arg::Item(name, i), tensor.is_batch(batched)?);
+    tensors.iter().enumerate().map(view).collect()
 }
 
 /// The stream that a call with these arguments runs on: the current one of the first that is on CUDA.

@@ -8,7 +8,7 @@ use super::call::{Tensor, Values, stream, views};
 use super::raise::{Failure, throw};
 use super::shim::{Kernel, Value};
 use crate::format::Fp8Format;
-use crate::layout::{Block, DType, ViewMut, packed};
+use crate::layout::{Block, DType, View, ViewMut, packed};
 use crate::ops::{self, Axis, BlockPlane, BlockScale, BlockSpec, Given, ScaleRule};
 use crate::python::parse;
 
@@ -76,16 +76,23 @@ struct Codes {
 }
 
 impl Codes {
-    fn new(x: &Tensor, format: Fp8Format, rowwise: bool, columnwise: bool) -> Result<Self, Failure> {
+    fn new(
+        x: &Tensor,
+        batch: bool,
+        format: Fp8Format,
+        rowwise: bool,
+        columnwise: bool,
+    ) -> Result<Self, Failure> {
         let dtype = format.into();
         let row = if rowwise { Some(x.room(dtype, x.sizes()?)?) } else { None };
-        let (rows, cols) = x.matrix_shape()?;
-        let col = if columnwise { Some(x.room_strided(dtype, &[cols, rows], &[rows, 1])?) } else { None };
+        let (rows, cols) = x.matrix_shape(batch)?;
+        let col = if columnwise { Some(transposed_room(x, batch, dtype, (rows, cols))?) } else { None };
         Ok(Self { row, col, format })
     }
 
-    fn views(&self) -> Result<[Option<ViewMut<'_>>; 2], Failure> {
-        Ok([optional_mut(self.row.as_ref(), "rowwise")?, optional_mut(self.col.as_ref(), "columnwise")?])
+    fn views(&self, batch: bool) -> Result<[Option<ViewMut<'_>>; 2], Failure> {
+        let row = optional_mut(self.row.as_ref(), "rowwise", batch)?;
+        Ok([row, optional_mut(self.col.as_ref(), "columnwise", batch)?])
     }
 
     /// The codes, those that were not asked for with the shape (0,).
@@ -95,8 +102,25 @@ impl Codes {
     }
 }
 
-fn optional_mut<'a>(tensor: Option<&'a Tensor>, name: &'static str) -> Result<Option<ViewMut<'a>>, Failure> {
-    tensor.map(|tensor| tensor.view_mut(name)).transpose()
+/// Room for the transpose of each matrix, contiguous.
+fn transposed_room(
+    x: &Tensor,
+    batch: bool,
+    dtype: DType,
+    (rows, cols): (i64, i64),
+) -> Result<Tensor, Failure> {
+    if batch {
+        return x.room(dtype, &x.each(batch, &[cols, rows])?);
+    }
+    x.room_strided(dtype, &[cols, rows], &[rows, 1])
+}
+
+fn optional_mut<'a>(
+    tensor: Option<&'a Tensor>,
+    name: &'static str,
+    batch: bool,
+) -> Result<Option<ViewMut<'a>>, Failure> {
+    tensor.map(|tensor| tensor.batch_view_mut(name, batch)).transpose()
 }
 
 fn or_empty(tensor: Option<Tensor>, like: &Tensor, dtype: DType) -> Result<Tensor, Failure> {
@@ -105,18 +129,27 @@ fn or_empty(tensor: Option<Tensor>, like: &Tensor, dtype: DType) -> Result<Tenso
 
 fn amax(mut values: Values) -> Results {
     let x = values.tensor();
-    let out = x.room(DType::F32, &[])?;
-    let x = x.matrix()?;
-    ops::amax(x.view("x")?, out.view_mut("out")?, stream([&x])?)?;
+    let batch = x.is_batch(values.flag())?;
+    let out = x.room(DType::F32, &x.each(batch, &[])?)?;
+    let x = x.matrix(batch)?;
+    ops::amax(x.batch_view("x", batch)?, out.batch_view_mut("out", batch)?, stream([&x])?)?;
     Ok(vec![out])
 }
 
 fn multi_amax(mut values: Values) -> Results {
-    let xs = values.tensors();
-    let Some(first) = xs.first() else { return Err(Failure::Value("multi_amax: xs is empty".into())) };
-    let out = first.room(DType::F32, &[xs.len() as i64])?;
-    let xs = xs.into_iter().map(Tensor::matrix).collect::<Result<Vec<_>, _>>()?;
-    ops::multi_amax(&views(&xs, "xs")?, out.view_mut("out")?, stream(&xs)?)?;
+    let (xs, batched) = (values.tensors(), values.flag());
+    if xs.is_empty() {
+        return Err(Failure::Value("multi_amax: xs is empty".into()));
+    }
+    let matrix = |x: Tensor| {
+        let batch = x.is_batch(batched)?;
+        x.matrix(batch)
+    };
+    let xs = xs.into_iter().map(matrix).collect::<Result<Vec<_>, _>>()?;
+    let own = views(&xs, "xs", batched)?;
+    let count = own.iter().map(View::batch).sum::<usize>();
+    let out = xs[0].room(DType::F32, &[count as i64])?;
+    ops::multi_amax(&own, out.view_mut("out")?, stream(&xs)?)?;
     Ok(vec![out])
 }
 
@@ -125,7 +158,7 @@ fn scale_from_amax(mut values: Values) -> Results {
     let (power_of_2, amax_epsilon, margin) = (values.flag(), values.float(), values.integer());
     let rule = ScaleRule { power_of_2, amax_epsilon, margin: parse::margin(margin) };
     let format = dtype.format()?;
-    let amax = amax.matrix()?;
+    let amax = amax.matrix(false)?;
     let out = amax.room(DType::F32, amax.sizes()?)?;
     let stream = stream([&amax])?;
     ops::scale_from_amax(amax.view("amax")?, format, rule, out.view_mut("scale_out")?, stream)?;
@@ -136,23 +169,27 @@ fn quantize(mut values: Values) -> Results {
     let (x, scale, dtype) = (values.tensor(), values.tensor(), values.dtype());
     let (rowwise, columnwise) = (values.flag(), values.flag());
     let _after = values.optional_tensor();
-    let codes = Codes::new(&x, dtype.format()?, rowwise, columnwise)?;
-    let x = x.matrix()?;
-    let [row, col] = codes.views()?;
-    ops::quantize(x.view("x")?, scale.view("scale")?, row, col, stream([&x, &scale])?)?;
+    let batch = x.is_batch(values.flag())?;
+    let codes = Codes::new(&x, batch, dtype.format()?, rowwise, columnwise)?;
+    let x = x.matrix(batch)?;
+    let [row, col] = codes.views(batch)?;
+    let stream = stream([&x, &scale])?;
+    ops::quantize(x.batch_view("x", batch)?, scale.batch_view("scale", batch)?, row, col, stream)?;
     Ok(codes.or_empty(&x)?.into())
 }
 
 fn quantize_delayed(mut values: Values) -> Results {
     let (x, scale, amax, dtype) = (values.tensor(), values.tensor(), values.tensor(), values.dtype());
     let (rowwise, columnwise) = (values.flag(), values.flag());
-    let codes = Codes::new(&x, dtype.format()?, rowwise, columnwise)?;
-    let used = x.room(DType::F32, &[])?;
-    let x = x.matrix()?;
-    let [row, col] = codes.views()?;
+    let batch = x.is_batch(values.flag())?;
+    let codes = Codes::new(&x, batch, dtype.format()?, rowwise, columnwise)?;
+    let used = x.room(DType::F32, &x.each(batch, &[])?)?;
+    let x = x.matrix(batch)?;
+    let [row, col] = codes.views(batch)?;
     let stream = stream([&x, &scale, &amax])?;
-    let (scale, amax) = (scale.view("scale")?, amax.view_mut("amax")?);
-    ops::quantize_delayed(x.view("x")?, scale, amax, used.view_mut("scale_used")?, row, col, stream)?;
+    let (scale, amax) = (scale.batch_view("scale", batch)?, amax.batch_view_mut("amax", batch)?);
+    let scale_used = used.batch_view_mut("scale_used", batch)?;
+    ops::quantize_delayed(x.batch_view("x", batch)?, scale, amax, scale_used, row, col, stream)?;
     let [row, col] = codes.or_empty(&x)?;
     Ok(vec![row, col, used])
 }
@@ -161,11 +198,13 @@ fn quantize_current(mut values: Values) -> Results {
     let (x, dtype) = (values.tensor(), values.dtype());
     let (rowwise, columnwise) = (values.flag(), values.flag());
     let rule = ScaleRule { power_of_2: values.flag(), amax_epsilon: values.float(), margin: 0 };
-    let codes = Codes::new(&x, dtype.format()?, rowwise, columnwise)?;
-    let scale = x.room(DType::F32, &[])?;
-    let x = x.matrix()?;
-    let [row, col] = codes.views()?;
-    ops::quantize_current(x.view("x")?, rule, scale.view_mut("scale_out")?, row, col, stream([&x])?)?;
+    let batch = x.is_batch(values.flag())?;
+    let codes = Codes::new(&x, batch, dtype.format()?, rowwise, columnwise)?;
+    let scale = x.room(DType::F32, &x.each(batch, &[])?)?;
+    let x = x.matrix(batch)?;
+    let [row, col] = codes.views(batch)?;
+    let scale_out = scale.batch_view_mut("scale_out", batch)?;
+    ops::quantize_current(x.batch_view("x", batch)?, rule, scale_out, row, col, stream([&x])?)?;
     let [row, col] = codes.or_empty(&x)?;
     Ok(vec![row, col, scale])
 }
@@ -173,16 +212,18 @@ fn quantize_current(mut values: Values) -> Results {
 fn transpose(mut values: Values) -> Results {
     let codes = values.tensor();
     let _after = values.optional_tensor();
-    let (rows, cols) = codes.matrix_shape()?;
-    let codes = codes.matrix()?;
-    let view = codes.view("codes")?;
-    let out = codes.room(view.dtype(), &[cols, rows])?;
-    ops::transpose(view, out.view_mut("out")?, stream([&codes])?)?;
+    let batch = codes.is_batch(values.flag())?;
+    let (rows, cols) = codes.matrix_shape(batch)?;
+    let codes = codes.matrix(batch)?;
+    let view = codes.batch_view("codes", batch)?;
+    let out = codes.room(view.dtype(), &codes.each(batch, &[cols, rows])?)?;
+    ops::transpose(view, out.batch_view_mut("out", batch)?, stream([&codes])?)?;
     Ok(vec![out])
 }
 
 fn dequantize(mut values: Values) -> Results {
     let (codes, scale, block, dtype) = (values.tensor(), values.tensor(), values.integers(), values.dtype());
+    let batch = codes.is_batch(values.flag())?;
     let &[block_rows, block_cols] = &block[..] else {
         let message = format!("block is {block:?}; it must be two sizes, -1 for the whole extent");
         return Err(Failure::Value(message));
@@ -193,9 +234,10 @@ fn dequantize(mut values: Values) -> Results {
     };
     let block = parse::block(block_rows, block_cols)?;
     let out = codes.room(wide, codes.sizes()?)?;
-    let codes = codes.matrix()?;
+    let codes = codes.matrix(batch)?;
     let stream = stream([&codes, &scale])?;
-    ops::dequantize(codes.view("codes")?, scale.view("scale")?, block, out.view_mut("out")?, stream)?;
+    let (view, scale) = (codes.batch_view("codes", batch)?, scale.batch_view("scale", batch)?);
+    ops::dequantize(view, scale, block, out.batch_view_mut("out", batch)?, stream)?;
     Ok(vec![out])
 }
 
@@ -203,11 +245,13 @@ fn block_amax(mut values: Values) -> Results {
     let (x, block, row_offset) = (values.tensor(), values.integers(), values.integer());
     let block = pair(&block)?;
     let row_offset = parse::count("row_offset", row_offset)?;
-    let (rows, cols) = x.matrix_shape()?;
+    let batch = x.is_batch(values.flag())?;
+    let (rows, cols) = x.matrix_shape(batch)?;
     let (down, across) = block.grid_from(row_offset, rows as usize, cols as usize);
-    let out = x.room(DType::F32, &[down as i64, across as i64])?;
-    let x = x.matrix()?;
-    ops::block_amax(x.view("x")?, block, row_offset, out.view_mut("out")?, stream([&x])?)?;
+    let out = x.room(DType::F32, &x.each(batch, &[down as i64, across as i64])?)?;
+    let x = x.matrix(batch)?;
+    let out_view = out.batch_view_mut("out", batch)?;
+    ops::block_amax(x.batch_view("x", batch)?, block, row_offset, out_view, stream([&x])?)?;
     Ok(vec![out])
 }
 
@@ -218,6 +262,7 @@ fn quantize_blocks(mut values: Values) -> Results {
     let (packed, row_offset) = (values.flag(), values.integer());
     let given = [values.optional_tensor(), values.optional_tensor(), values.optional_tensor()];
     let _after = values.optional_tensor();
+    let batch = x.is_batch(values.flag())?;
 
     let block = pair(&block)?;
     let scales = scale_dtype.known();
@@ -233,34 +278,38 @@ fn quantize_blocks(mut values: Values) -> Results {
             return Err(Failure::Type(message));
         }
     };
-    let codes = Codes::new(&x, fp8_dtype.format()?, rowwise, columnwise)?;
+    if batch && packed {
+        return Err(Failure::Value("packed is True; it must be False for a batch of matrices".into()));
+    }
+    let codes = Codes::new(&x, batch, fp8_dtype.format()?, rowwise, columnwise)?;
     let row_offset = parse::count("row_offset", row_offset)?;
     let spec = BlockSpec { block, scale, row_offset, packed };
-    let (rows, cols) = x.matrix_shape()?;
+    let (rows, cols) = x.matrix_shape(batch)?;
     let lines = [(codes.row.is_some(), rows as usize), (codes.col.is_some(), cols as usize)];
     let mut scales = [None, None];
     for (i, ((wanted, lines), grid)) in
         lines.into_iter().zip(spec.grids(rows as usize, cols as usize)).enumerate()
     {
         if wanted {
-            scales[i] = Some(room_for_scales(&x, &spec, lines, grid)?);
+            scales[i] = Some(room_for_scales(&x, batch, &spec, lines, grid)?);
         }
     }
-    let x = x.matrix()?;
+    let x = x.matrix(batch)?;
     {
-        let [row, col] = codes.views()?;
+        let [row, col] = codes.views(batch)?;
         let plane =
             |codes, scales| Option::zip(codes, scales).map(|(codes, scales)| BlockPlane { codes, scales });
-        let rowwise = plane(row, optional_mut(scales[0].as_ref(), "rowwise_scale")?);
-        let columnwise = plane(col, optional_mut(scales[1].as_ref(), "columnwise_scale")?);
-        let view = |i: usize, name| given[i].as_ref().map(|tensor| tensor.view(name)).transpose();
+        let rowwise = plane(row, optional_mut(scales[0].as_ref(), "rowwise_scale", batch)?);
+        let columnwise = plane(col, optional_mut(scales[1].as_ref(), "columnwise_scale", batch)?);
+        let view =
+            |i: usize, name| given[i].as_ref().map(|tensor| tensor.batch_view(name, batch)).transpose();
         let known = Given {
             amax: view(0, "amax")?,
             amax_columnwise: view(1, "amax_columnwise")?,
             fold: view(2, "fold")?,
         };
         let stream = stream(given.iter().flatten().chain([&x]))?;
-        ops::quantize_blocks(x.view("x")?, spec, known, rowwise, columnwise, stream)?;
+        ops::quantize_blocks(x.batch_view("x", batch)?, spec, known, rowwise, columnwise, stream)?;
     }
     let [row_scale, col_scale] = scales;
     let dtype = scale.dtype();
@@ -268,9 +317,11 @@ fn quantize_blocks(mut values: Values) -> Results {
     Ok(vec![row, or_empty(row_scale, &x, dtype)?, col, or_empty(col_scale, &x, dtype)?])
 }
 
-/// Scales of a plane with `lines` rows: contiguous; those of (1, 128) with the rows next to each other.
+/// Room for the scales of a plane with `lines` rows for each matrix: contiguous, for blocks of (1, 128) with the rows
+/// next to each other.
 fn room_for_scales(
     x: &Tensor,
+    batch: bool,
     spec: &BlockSpec,
     lines: usize,
     (down, across): (usize, usize),
@@ -279,10 +330,13 @@ fn room_for_scales(
     if spec.packed {
         return x.room(dtype, &[packed::bytes(lines, across) as i64]);
     }
+    let sizes = x.each(batch, &shape)?;
     if spec.block == (Block { rows: 1, cols: 128 }) {
-        return x.room_strided(dtype, &shape, &[1, shape[0].max(1)]);
+        let [down, across] = shape.map(|extent| extent.max(1));
+        let strides = [down * across, 1, down];
+        return x.room_strided(dtype, &sizes, if batch { &strides } else { &strides[1..] });
     }
-    x.room(dtype, &shape)
+    x.room(dtype, &sizes)
 }
 
 fn pack_scales(mut values: Values) -> Results {
@@ -315,19 +369,21 @@ fn unpack_scales(mut values: Values) -> Results {
 fn rebase(mut values: Values) -> Results {
     let (codes, scale, block, axis) = (values.tensor(), values.tensor(), values.integers(), values.integer());
     let _after = values.optional_tensor();
+    let batch = codes.is_batch(values.flag())?;
     let block = pair(&block)?;
     let axis = parse::axis(axis)?;
-    let (rows, cols) = codes.matrix_shape()?;
-    let codes = codes.matrix()?;
-    let view = codes.view("codes")?;
+    let (rows, cols) = codes.matrix_shape(batch)?;
+    let codes = codes.matrix(batch)?;
+    let view = codes.batch_view("codes", batch)?;
     let (out, lines) = match axis {
         Axis::Rows => (codes.room(view.dtype(), codes.sizes()?)?, rows),
-        Axis::Columns => (codes.room(view.dtype(), &[cols, rows])?, cols),
+        Axis::Columns => (transposed_room(&codes, batch, view.dtype(), (rows, cols))?, cols),
     };
-    let scale_out = codes.room(DType::F32, &[lines, 1])?;
+    let scale_out = codes.room(DType::F32, &codes.each(batch, &[lines, 1])?)?;
     let stream = stream([&codes, &scale])?;
-    let (to, to_scale) = (out.view_mut("out")?, scale_out.view_mut("scale_out")?);
-    ops::rebase(view, scale.view("scale")?, block, axis, to, to_scale, stream)?;
+    let scale = scale.batch_view("scale", batch)?;
+    let (to, to_scale) = (out.batch_view_mut("out", batch)?, scale_out.batch_view_mut("scale_out", batch)?);
+    ops::rebase(view, scale, block, axis, to, to_scale, stream)?;
     Ok(vec![out, scale_out])
 }
 

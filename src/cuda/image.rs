@@ -7,7 +7,7 @@
 
 use std::ffi::CStr;
 
-use super::table::Module;
+use super::modules::Module;
 use crate::error::Error;
 
 /// What machine code is made for.
@@ -84,7 +84,7 @@ pub(super) fn one_entry(ptx: &str, name: &CStr) -> Result<Vec<u8>, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::table::MODULES;
+    use crate::cuda::modules::MODULES;
 
     /// So what all share, and an entry, are a module: entries do not name each other.
     #[test]

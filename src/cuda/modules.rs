@@ -13,7 +13,7 @@ use std::sync::{Mutex, PoisonError};
 
 use cudarc::driver::sys;
 
-use super::driver::MAX_DEVICES;
+use super::MAX_DEVICES;
 use crate::error::Error;
 use crate::format::Fp8Format;
 use crate::layout::DType;
@@ -26,7 +26,7 @@ pub(super) struct Module {
     pub(super) needs: Needs,
     /// The text, compressed (LZMA): what launches read of it is `ptx()`.
     pub(super) packed_ptx: &'static [u8],
-    /// Machine code made of it for each [`Target`](super::code::Target) that it is for, compressed (LZMA).
+    /// Machine code made of it for each [`Target`](super::image::Target) that it is for, compressed (LZMA).
     pub(super) machine_code: [Option<&'static [u8]>; 3],
 }
 
@@ -169,8 +169,8 @@ impl Kernel {
 /// `kernel!(Module, "entry", Args)`: one kernel.
 macro_rules! kernel {
     ($module:ident, $entry:expr, $args:ty) => {
-        $crate::cuda::table::Kernel::new(
-            $crate::cuda::table::ModuleId::$module,
+        $crate::cuda::modules::Kernel::new(
+            $crate::cuda::modules::ModuleId::$module,
             concat!($entry, "\0").as_bytes(),
             size_of::<$args>(),
         )
@@ -181,9 +181,9 @@ macro_rules! kernel {
 macro_rules! by_input {
     ($module:ident, $name:expr, $args:ty) => {
         [
-            $crate::cuda::table::kernel!($module, concat!($name, "_f32"), $args),
-            $crate::cuda::table::kernel!($module, concat!($name, "_bf16"), $args),
-            $crate::cuda::table::kernel!($module, concat!($name, "_f16"), $args),
+            $crate::cuda::modules::kernel!($module, concat!($name, "_f32"), $args),
+            $crate::cuda::modules::kernel!($module, concat!($name, "_bf16"), $args),
+            $crate::cuda::modules::kernel!($module, concat!($name, "_f16"), $args),
         ]
     };
 }
@@ -193,16 +193,16 @@ macro_rules! by_types {
     ($module:ident, $name:expr, $args:ty) => {
         [
             [
-                $crate::cuda::table::kernel!($module, concat!($name, "_f32_e4m3"), $args),
-                $crate::cuda::table::kernel!($module, concat!($name, "_f32_e5m2"), $args),
+                $crate::cuda::modules::kernel!($module, concat!($name, "_f32_e4m3"), $args),
+                $crate::cuda::modules::kernel!($module, concat!($name, "_f32_e5m2"), $args),
             ],
             [
-                $crate::cuda::table::kernel!($module, concat!($name, "_bf16_e4m3"), $args),
-                $crate::cuda::table::kernel!($module, concat!($name, "_bf16_e5m2"), $args),
+                $crate::cuda::modules::kernel!($module, concat!($name, "_bf16_e4m3"), $args),
+                $crate::cuda::modules::kernel!($module, concat!($name, "_bf16_e5m2"), $args),
             ],
             [
-                $crate::cuda::table::kernel!($module, concat!($name, "_f16_e4m3"), $args),
-                $crate::cuda::table::kernel!($module, concat!($name, "_f16_e5m2"), $args),
+                $crate::cuda::modules::kernel!($module, concat!($name, "_f16_e4m3"), $args),
+                $crate::cuda::modules::kernel!($module, concat!($name, "_f16_e5m2"), $args),
             ],
         ]
     };
