@@ -28,7 +28,6 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 from .weight import local_of
 
-
 #: How long a rank waits for others before it warns which ranks are missing.
 WARN_AFTER = timedelta(seconds=30)
 
