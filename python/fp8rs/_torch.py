@@ -44,6 +44,38 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+_will_engine_execute_node: Callable[[Any], bool] = torch._C._will_engine_execute_node
+
+
+def gradients_needed(ctx: Any) -> tuple[bool, ...]:
+    """Return, for each input of an autograd Function, whether this backward needs its gradient.
+
+    ``ctx.needs_input_grad`` is set in the forward. `torch.autograd.grad` and
+    ``backward(inputs=...)`` may need fewer gradients than that, and zero-bubble pipeline schedules
+    compute those of inputs and of weights in two backwards. Torch's own operators ask the engine.
+
+    Dynamo cannot trace the private call, so compiled code uses ``ctx.needs_input_grad``.
+    """
+    needs: tuple[bool, ...] = ctx.needs_input_grad
+    if torch.compiler.is_compiling() or sum(needs) < 2:
+        return needs
+    # Inputs that are not tensors have no edge, and inputs without a gradient have no node.
+    run = [_will_run(node) for node, _ in ctx.next_functions if node is not None]
+    if all(run):
+        return needs
+    found = iter(run)
+    return tuple(need and next(found) for need in needs)
+
+
+def _will_run(node: Any) -> bool:
+    """Return whether the running backward executes a node or returns its gradient."""
+    try:
+        return _will_engine_execute_node(node)
+    except RuntimeError:
+        # Torch raises this for a leaf whose gradient `torch.autograd.grad` returns.
+        return True
+
+
 def current_stream_id(x: Tensor) -> int:
     """The current stream of a CUDA tensor's device as a number, 0 elsewhere.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+import time
+import warnings
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -211,14 +213,65 @@ def test_parts_that_were_converted_by_themselves_may_run_on_some_ranks_only(rig)
     assert seen == [2, 2]
 
 
-@ranks(2)
-def test_who_waits_for_ranks_that_have_converted_nothing_says_so(rig):
+@contextmanager
+def warn_after(seconds):
+    before, agreement.WARN_AFTER = agreement.WARN_AFTER, timedelta(seconds=seconds)
+    try:
+        yield
+    finally:
+        agreement.WARN_AFTER = before
+
+
+def converted_on(rig, waiting):
+    """Return a sharded model that is converted on some ranks only."""
     torch.manual_seed(0)
     model = Stack(EVEN).to(rig.device)
-    if rig.rank == 0:
+    if rig.rank in waiting:
         fp8rs.convert_to_float8_training(model)
-    shard(model, rig)
-    said = "say what they converted, before its first gather: rank 1 has not said so"
-    if rig.rank == 0:
-        with time_out(1), pytest.raises(TimeoutError, match=said):
+    return shard(model, rig)
+
+
+#: Ranks that convert nothing, and the ranks as messages name them.
+MISSING = {
+    "the first": ((0,), "rank 0 has"),
+    "the last": ((3,), "rank 3 has"),
+    "two": ((0, 2), "ranks 0, 2 have"),
+}
+
+
+@ranks(4)
+@pytest.mark.parametrize("missing", list(MISSING))
+def test_ranks_that_converted_nothing_are_named_soon_and_at_the_time_out(rig, missing):
+    missing, named = MISSING[missing]
+    waiting = [rank for rank in range(4) if rank not in missing]
+    model = converted_on(rig, waiting)
+    if rig.rank in missing:
+        return
+    with warnings.catch_warnings(record=True) as caught, time_out(2), warn_after(0.3):
+        warnings.simplefilter("always")
+        with pytest.raises(TimeoutError, match=f"waited 0:00:02 .*: {named} not joined"):
             model(batch(rig))
+    told = [str(w.message) for w in caught if "fp8rs has waited" in str(w.message)]
+    if rig.rank == waiting[0]:
+        assert re.search(f"waited 0.3 s .*: {named} not joined. Check that every rank", told[0])
+    assert len(told) == (rig.rank == waiting[0]), "one rank warns, once"
+
+
+@ranks(2)
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_late_rank_is_warned_of_and_the_step_goes_on(rig, late):
+    model = converted_on(rig, [0, 1])
+    if rig.rank == late:
+        time.sleep(1)
+        model(batch(rig)).sum().backward()
+    else:
+        with warn_after(0.2), pytest.warns(UserWarning, match=f"rank {late} has not joined"):
+            model(batch(rig)).sum().backward()
+
+
+@ranks(2)
+def test_ranks_that_are_in_time_do_not_warn(rig):
+    model = converted_on(rig, [0, 1])
+    with warnings.catch_warnings(), warn_after(20):
+        warnings.simplefilter("error")
+        model(batch(rig)).sum().backward()

@@ -798,3 +798,34 @@ def test_a_tracer_of_torch_fx_is_told_what_an_input_is():
     layer = nn.Sequential(fp8nn.Linear(16, 16))
     with pytest.raises(TypeError, match="input must be a Tensor, not Proxy"):
         torch.fx.symbolic_trace(layer)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_inputs_are_refused(device, layout):
+    x = torch.nested.nested_tensor([data(device, n, 16) for n in (3, 5)], layout=layout)
+    with pytest.raises(TypeError, match=r"not a nested tensor: .*enable_nested_tensor=False"):
+        layer(device)(x)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_without_nested_tensors_evaluates_padded_batches(device):
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, dropout=0.0)
+    x, mask = data(device, 2, 6, 32), torch.zeros(2, 6, dtype=torch.bool, device=device)
+    mask[1, 4:] = True
+    for nested in (False, True):
+        model = nn.TransformerEncoder(encoder, 2, enable_nested_tensor=nested).to(device).eval()
+        with torch.no_grad():
+            expected = model(x, src_key_padding_mask=mask)
+        convert_to_float8_training(model)
+        for part in model.layers:  # a hook disables torch's fused path, which skips our layers
+            part.linear1.register_forward_pre_hook(lambda *args: None)
+        with torch.no_grad():
+            if nested:
+                with pytest.raises(TypeError, match="enable_nested_tensor=False"):
+                    model(x, src_key_padding_mask=mask)
+            else:
+                assert (
+                    0 < relative(model(x, src_key_padding_mask=mask)[~mask], expected[~mask]) < 0.05
+                )

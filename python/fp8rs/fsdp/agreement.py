@@ -1,9 +1,11 @@
-"""The ranks that a model is sharded over have converted it alike: each reads the others' bytes.
+"""Check that the ranks that shard a model have converted it in the same way.
 
-They compare what they converted, and how, once: where the first forward of the converted root
-begins, or else at the first gather. They do it through the store of the process group. A collective
-would meet another one of a rank that has nothing to say, and could not tell which rank that is. A
-digest goes first; only where those differ are the texts sent.
+Ranks read each other's bytes, so they must agree on formats and layers. They compare once for each
+mesh, before the first forward of the converted root or before the first all-gather.
+
+The comparison uses the store of the process group instead of a collective. A rank that converted no
+layer does not take part, and a collective could neither name that rank nor avoid being paired with
+another one. Ranks first exchange digests, and exchange texts only if the digests differ.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -24,20 +28,23 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 from .weight import local_of
 
+#: How long a rank waits for others before it warns which ranks are missing.
+WARN_AFTER = timedelta(seconds=30)
+
 
 def compare_conversions(state: ModelState, mesh: Any) -> None:
-    """All ranks of a mesh are about to gather weights of the model.
+    """Compare the conversion of a model over the ranks of a mesh.
 
     Raises:
-        ValueError: one has converted it in another way.
-        TimeoutError: one does not say how.
+        ValueError: a rank converted the model in another way.
+        TimeoutError: a rank did not take part before the store's time-out.
     """
     if mesh.size() > 1 and mesh.get_coordinate() is not None:
         compare(conversion(state, mesh), mesh.mesh.flatten().tolist())
 
 
 def conversion(state: ModelState, mesh: Any) -> dict[str, Any]:
-    """What was converted of what is sharded over a mesh, and how."""
+    """Describe the converted layers that are sharded over a mesh."""
     recipe: Any = state.recipe
     fields = {f.name: repr(getattr(recipe, f.name)) for f in dataclasses.fields(recipe)}
     layers = {}
@@ -55,9 +62,18 @@ def conversion(state: ModelState, mesh: Any) -> dict[str, Any]:
 
 
 def compare(said: dict[str, Any], ranks: Sequence[int]) -> None:
-    """Raise where a rank says something else than this one; all of ``ranks`` call it.
+    """Raise if the descriptions of two ranks differ. All ``ranks`` call this function.
 
-    The first rank reads what all say, the others what it found: a few messages a rank.
+    The first rank reads all digests, and the other ranks read its result. Each rank sends a
+    constant number of messages.
+
+    Args:
+        said: this rank's `conversion`.
+        ranks: the ranks of the mesh.
+
+    Raises:
+        ValueError: two descriptions differ.
+        TimeoutError: a rank did not take part before the store's time-out.
     """
     store = own_store()
     if store is None:
@@ -66,23 +82,22 @@ def compare(said: dict[str, Any], ranks: Sequence[int]) -> None:
     text = json.dumps(said)
     digest = hashlib.sha256(text.encode()).digest()
     among = f"fp8rs {hashlib.sha256(repr(ranks).encode()).hexdigest()}"
-    # Counted there, so that it goes on where a process group is made again.
+    # The counter is in the store, because it must continue after a process group is created again.
     number = store.add(f"{among} {me}", 1)
     key = f"{among} {number}"
-    told = {rank: f"{key} rank {rank}" for rank in ranks}
-    store.set(told[me], digest)
+    digests = {rank: f"{key} rank {rank}" for rank in ranks}
+    store.set(digests[me], digest)
     try:
         if me == first:
-            store.wait(list(told.values()))
-            others = [rank for rank in ranks if store.get(told[rank]) != digest]
+            _wait(store, list(digests.values()), digests)
+            others = [rank for rank in ranks if store.get(digests[rank]) != digest]
             store.set(f"{key} found", str(others[0] if others else first))
-        store.wait([f"{key} found"])
+        _wait(store, [f"{key} found"], digests)
     except dist.DistStoreError as error:
-        missing = [rank for rank in ranks if not store.check([told[rank]])] or [first]
+        missing = _missing(store, digests) or [first]
         raise TimeoutError(
-            f"fp8rs waited {store.timeout} for all ranks that a model is sharded over to say what "
-            f"they converted, before its first gather: {name_ranks(missing)} not said so. Were no "
-            "layers converted there, or others, or did it come to no forward of the model?"
+            f"fp8rs waited {store.timeout} for all ranks of a mesh to compare their conversion "
+            f"before the first all-gather: {name_ranks(missing)} not joined. {_CHECK}"
         ) from error
     other = int(store.get(f"{key} found"))
     if other == first:
@@ -98,14 +113,53 @@ def compare(said: dict[str, Any], ranks: Sequence[int]) -> None:
     )
 
 
+_CHECK = "Check that every rank converts the same layers and runs the model's forward"
+
+
+def _wait(store: Any, keys: list[str], digests: Mapping[int, str]) -> None:
+    """Wait for keys, and warn after `WARN_AFTER` which ranks are missing.
+
+    Args:
+        store: where the keys are set.
+        keys: the keys to wait for, up to the store's time-out.
+        digests: the key of each rank's digest.
+    """
+    left = store.timeout
+    if left > WARN_AFTER:
+        try:
+            store.wait(keys, WARN_AFTER)
+            return
+        except dist.DistStoreError:
+            _warn(store, digests, left)
+        left -= WARN_AFTER
+    store.wait(keys, left)
+
+
+def _warn(store: Any, digests: Mapping[int, str], limit: timedelta) -> None:
+    """Warn which ranks are missing, on the first of the waiting ranks."""
+    waiting = next(rank for rank, key in digests.items() if store.check([key]))
+    if waiting == dist.get_rank() and (missing := _missing(store, digests)):
+        warnings.warn(
+            f"fp8rs has waited {WARN_AFTER.total_seconds():g} s for all ranks of a mesh to compare "
+            f"their conversion before the first all-gather: {name_ranks(missing)} not joined. "
+            f"{_CHECK}. An error is raised after {limit}",
+            stacklevel=2,
+        )
+
+
+def _missing(store: Any, digests: Mapping[int, str]) -> list[int]:
+    """Return the ranks that have not sent their digest."""
+    return [rank for rank, key in digests.items() if not store.check([key])]
+
+
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Who has not done something, for messages."""
+    """Return the subject of a sentence about ranks, with its verb."""
     some = ", ".join(map(str, ranks[:8])) + (" and more" if len(ranks) > 8 else "")
     return f"rank {some} has" if len(ranks) == 1 else f"ranks {some} have"
 
 
 def difference(first: dict[str, Any], other: dict[str, Any]) -> tuple[str, str, str]:
-    """The first thing in which two conversions differ, and what that is in each."""
+    """Return the first field in which two conversions differ, and its two values."""
     if first["version"] != other["version"]:
         return "fp8rs", first["version"], other["version"]
     ours, theirs = first["layers"], other["layers"]

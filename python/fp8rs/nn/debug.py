@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp8rs._torch import gradients_needed
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .function import linear
@@ -108,7 +109,7 @@ class _HighPrecision(torch.autograd.Function):
             weight if dgrad and gathered is None else None,
         )
         dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        ctx.rest = dgrad, wgrad, gathered, dtypes, dtype
+        ctx.rest = high, gathered, dtypes, dtype
         if y is not None and not high[FORWARD]:
             return y.clone()
         add = None if bias is None else bias.to(dtype)
@@ -116,19 +117,20 @@ class _HighPrecision(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dgrad, wgrad, gathered, (x_dtype, weight_dtype, bias_dtype), dtype = ctx.rest
+        high, gathered, (x_dtype, weight_dtype, bias_dtype), dtype = ctx.rest
+        needs_x, needs_w, needs_bias, needs_y, *_ = gradients_needed(ctx)
         x, weight = ctx.saved_tensors
         values = _values(dy, dtype)
         rows = values.reshape(-1, values.shape[-1])
         dx = dw = db = None
-        if dgrad:
+        if needs_x and high[DGRAD]:
             exact = _values(weight if gathered is None else gathered, dtype)
             dx = (values @ exact).to(x_dtype)
-        if wgrad:
+        if needs_w and high[WGRAD]:
             dw = (rows.t() @ x.reshape(-1, x.shape[-1])).to(weight_dtype)
-        if ctx.needs_input_grad[2]:
+        if needs_bias:
             db = rows.sum(0, dtype=bias_dtype)
-        return dx, dw, db, dy if ctx.needs_input_grad[3] else None, None, None
+        return dx, dw, db, dy if needs_y else None, None, None
 
 
 def _values(x: Tensor, dtype: torch.dtype) -> Tensor:

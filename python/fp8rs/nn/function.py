@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fp8rs._torch import is_traced
+from fp8rs._torch import gradients_needed, is_traced
 from fp8rs.gemm.operands import contracted_multiple, dgrad_fold, dgrad_operand
 from fp8rs.gemm.table import scaled_mm
 from fp8rs.ops.inductor import fuse_maxima
@@ -360,7 +360,7 @@ class _Linear(torch.autograd.Function):
         spec, delayed, watch, quantized, x_format, x_shape, dtypes, forward = ctx.rest
         x_dtype, weight_dtype, bias_dtype = dtypes
         saved_x, x_scale, weight, w_scale = ctx.saved_tensors
-        needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+        needs_x, needs_w, needs_bias, _ = gradients_needed(ctx)
         dx = dw = db = None
         row = col = fold = None
         values = dy

@@ -22,7 +22,6 @@ from . import buffers, quantized_weight
 from .debug import Debug, debugged_linear
 from .function import linear
 from .init import is_sharded, reset_linear
-from .nested import on_nested
 from .registry import ModelState
 
 
@@ -107,7 +106,7 @@ class Float8Linear(nn.Linear):
 
         Raises:
             ValueError: the last dim is not in_features, or the input is 0-d.
-            TypeError: the input is not float32, bfloat16 or float16.
+            TypeError: the input is nested, or not float32, bfloat16 or float16.
             RuntimeError: without autocast, input and weight have two dtypes.
             UnsupportedError: the device cannot run the recipe.
         """
@@ -130,12 +129,12 @@ class Float8Linear(nn.Linear):
 
     def _compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The forward, of local tensors."""
-        try:
-            shape, dtype = input.shape, input.dtype
-        except RuntimeError:
-            if not input.is_nested:
-                raise
-            return on_nested(self._compute, input, weight, bias)
+        if input.is_nested:
+            raise TypeError(
+                "input must be a dense tensor, not a nested tensor: use nn.TransformerEncoder with "
+                "enable_nested_tensor=False, or torch.nested.to_padded_tensor(input, 0.0)"
+            )
+        shape, dtype = input.shape, input.dtype
         if not shape or shape[-1] != weight.shape[1]:
             needed = f"its last dim must be {weight.shape[1]}" if shape else "it must have a dim"
             name = self._fp8_state.names[self._fp8_index]

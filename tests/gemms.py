@@ -1,0 +1,61 @@
+"""Count the GEMMs of a model, and run the backwards of a zero-bubble pipeline schedule."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp8rs.nn import function
+
+zero_bubble_works = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 cannot begin a backward at an autograd.Function"
+)
+
+
+class Count(TorchDispatchMode):
+    """Counts the GEMMs of `nn.Linear`, and GEMMs and quantized directions of FP8 layers."""
+
+    MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+    def __init__(self):
+        super().__init__()
+        self.plain = self.fp8 = 0
+        self.directions = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.plain += func in self.MATMULS
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted_gemms():
+    """Yield a `Count` of what runs inside."""
+    scaled_mm, quantize = function.scaled_mm, function._quantize
+
+    def counting_scaled_mm(*args, **kwargs):
+        count.fp8 += 1
+        return scaled_mm(*args, **kwargs)
+
+    def counting_quantize(spec, role, x, rowwise, columnwise, *rest):
+        if role == function.GRAD:
+            count.directions.append((rowwise, columnwise))
+        return quantize(spec, role, x, rowwise, columnwise, *rest)
+
+    with pytest.MonkeyPatch.context() as patch, Count() as count:
+        patch.setattr(function, "scaled_mm", counting_scaled_mm)
+        patch.setattr(function, "_quantize", counting_quantize)
+        yield count
+
+
+def zero_bubble(model, x):
+    """Run the two backwards of a zero-bubble schedule; return the gradients of the first."""
+    # Imported here because it takes a second.
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    loss = model(x).square().sum()
+    _, groups = stage_backward_input([loss], None, [x], model.parameters())
+    assert all(p.grad is None for p in model.parameters())
+    dx = x.grad
+    stage_backward_weight(model.parameters(), groups)
+    return dx
