@@ -1,11 +1,15 @@
 """What goes wrong: every rank that lives says so, and nothing that was there is harmed."""
 
 import errno
+import io
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -16,6 +20,7 @@ from distributed import ranks
 from distributed.models import UNEVEN, same_bytes, train
 from fp8rs import checkpoint
 from fp8rs.checkpoint import CheckpointError
+from fp8rs.checkpoint.files import parse_metadata
 
 FP8 = "FP8 weights, AdamW with masters"
 
@@ -39,9 +44,31 @@ def cut_short(path):
     os.truncate(path, os.path.getsize(path) // 2)
 
 
-def flip(path, where=0.5):
+def tensor_bytes(folder):
+    """Where the data of a tensor lie: a file, an offset in it and a length.
+
+    Each tensor is an archive of its own. Most bytes of a small one are headers and padding, and
+    nothing reads some of those.
+    """
+    path = largest(folder)
+    metadata = parse_metadata(Path(folder, ".metadata").read_bytes())
+    stored = [
+        i for i in metadata.storage_data.values() if i.relative_path == os.path.basename(path)
+    ]
+    info = max(stored, key=lambda info: info.length)
+    data = Path(path).read_bytes()[info.offset : info.offset + info.length]
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        member = max(archive.infolist(), key=lambda member: member.file_size)
+    assert member.compress_type == zipfile.ZIP_STORED
+    header = data[member.header_offset :]
+    name, extra = struct.unpack("<HH", header[26:30])
+    return path, info.offset + member.header_offset + 30 + name + extra, member.file_size
+
+
+def flip(folder, where):
+    path, offset, length = tensor_bytes(folder)
     with open(path, "r+b") as file:
-        file.seek(int(os.path.getsize(path) * where))
+        file.seek(offset + int(where * (length - 1)))
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 0x10]))
@@ -50,7 +77,9 @@ def flip(path, where=0.5):
 DAMAGE = {
     "a file is missing": lambda folder: os.remove(largest(folder)),
     "a file is cut short": lambda folder: cut_short(largest(folder)),
-    "a bit of a tensor is flipped": lambda folder: flip(largest(folder)),
+    "a bit of a tensor is flipped": lambda folder: flip(folder, 0.5),
+    "the first byte of a tensor is changed": lambda folder: flip(folder, 0.0),
+    "the last byte of a tensor is changed": lambda folder: flip(folder, 1.0),
     "the metadata is missing": lambda folder: os.remove(f"{folder}/.metadata"),
     "the metadata is cut short": lambda folder: cut_short(f"{folder}/.metadata"),
     "all is missing": shutil.rmtree,

@@ -12,7 +12,18 @@ from torch.distributed.tensor import distribute_tensor
 import fp8rs
 from distributed import ranks
 from distributed.collectives import Collectives
-from distributed.models import RECIPES, UNEVEN, batch, make, on_all_ranks, shard, watch_weights
+from distributed.models import (
+    RECIPES,
+    UNEVEN,
+    batch,
+    bits,
+    linears,
+    make,
+    on_all_ranks,
+    same_bytes,
+    shard,
+    watch_weights,
+)
 from fp8rs import precompute_float8_dynamic_scale_for_fsdp
 from fp8rs.optim import AdamW
 from parts import store_of
@@ -287,6 +298,77 @@ def test_what_a_write_leaves_as_it_was_is_gathered_as_it_was(rig, recipe, hidden
             for name, (values, found) in gathered(model, rig).items():
                 assert torch.equal(values, before[name][0]), name
                 assert torch.equal(found.float(), before[name][1].float()), name
+
+
+def plane_bytes(model):
+    """Copies of the codes and scales of every plane of the blocks' shards."""
+    found = {}
+    for name, layer in linears(model.blocks).items():
+        store = store_of(layer.weight.to_local())
+        for side in ("rowwise", "columnwise"):
+            plane = getattr(store, side)
+            if plane is not None:
+                found[f"{name} {side} codes"] = bits(plane.data).clone()
+                found[f"{name} {side} scales"] = bits(plane.scale).clone()
+    return found
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("recipe", list(RECIPES))
+@pytest.mark.parametrize("hidden", [UNEVEN, WITHIN_BLOCKS, ONE_ROW], ids=["uneven", "cut", "empty"])
+def test_arithmetic_that_changes_no_value_changes_no_byte_of_a_shard(rig, recipe, hidden):
+    model = make(hidden, recipe=RECIPES[recipe], fp8_weights=True, device=rig.device)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for block in model.blocks:
+            for weight in (block.up.weight, block.down.weight):
+                # Rows of one block differ by more than the range in which a scale stays.
+                shape = (weight.shape[0], 1)
+                exponents = torch.randint(-9, 9, shape, generator=generator)
+                rows = (exponents > -6) * 2.0**exponents
+                weight.copy_(weight.dequantize() * rows.to(rig.device))
+        model.blocks[1].down.weight[3, 0] = torch.nan
+    shard(model, rig)
+    weights = [layer.weight for block in model.blocks for layer in (block.up, block.down)]
+    before = plane_bytes(model)
+    with torch.no_grad():
+        for write in WRITES.values():
+            for weight in weights:
+                write(weight.detach(), weight.to_local())
+            for name, found in plane_bytes(model).items():
+                assert torch.equal(found, before[name]), name
+            gathered(model, rig)
+            for name, found in plane_bytes(model).items():
+                assert torch.equal(found, before[name]), f"{name}, after a gather"
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_a_change_on_one_rank_gives_the_scales_of_the_unsharded_weight(rig, recipe):
+    """The other ranks change nothing, and their own values would need smaller scales."""
+    sharded, whole = (
+        make(WITHIN_BLOCKS, recipe=RECIPES[recipe], fp8_weights=True, device=rig.device)
+        for _ in range(2)
+    )
+    rows = torch.ones(160, 1, device=rig.device)
+    rows[80:84] = 32.0  # the second rank's first rows have the largest values of the split block
+    for model in (sharded, whole):
+        weight = model.blocks[0].up.weight
+        with torch.no_grad():
+            weight.copy_(weight.dequantize() * rows)
+    shard(sharded, rig)
+    factor = 1 / rows
+    expected, weight = whole.blocks[0].up.weight, sharded.blocks[0].up.weight
+    with torch.no_grad():
+        expected.mul_(factor)
+        weight.to_local().mul_(factor[80 * rig.rank :][:80])
+    sharded.blocks[0].unshard()
+    gathered_weight = sharded.blocks[0].up.weight
+    for side in ("rowwise", "columnwise"):
+        plane, other = getattr(gathered_weight, side), getattr(expected, side)
+        if plane is not None and other is not None:
+            assert same_bytes(plane.scale.view(other.scale.shape), other.scale), side
+            assert same_bytes(plane.dequantize(torch.float32), other.dequantize(torch.float32))
 
 
 @ranks(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import subprocess
 import sys
@@ -160,15 +161,21 @@ def test_an_optimizer_from_before_the_weights_were_quantized(device, recipe, our
     assert losses[-1] < losses[0]
 
 
+FRESH = {
+    "fp8rs": AdamW,
+    "torch": torch.optim.AdamW,
+    "torch, foreach": functools.partial(torch.optim.AdamW, foreach=True),  # the default on GPUs
+}
+
+
 @ranks(2)
 @recipes
-@pytest.mark.parametrize("ours", [True, False])
-def test_the_state_of_a_fresh_optimizer(rig, recipe, ours):
-    """torch makes it by a step without gradients to speak of."""
+@pytest.mark.parametrize("kind", list(FRESH))
+def test_the_state_of_a_fresh_optimizer(rig, recipe, kind):
+    """torch initializes the state by a step with gradients of 0 and a learning rate of 0."""
     _, model = pair(rig, recipe)
     before = contents(model)
-    kind = AdamW if ours else torch.optim.AdamW
-    optimizer = kind(model.parameters(), lr=1e-2)
+    optimizer = FRESH[kind](model.parameters(), lr=1e-2)
     state = get_optimizer_state_dict(model, optimizer)
     assert len(state["state"]) == len(list(model.parameters()))
     assert same(contents(model), before)

@@ -1,12 +1,13 @@
-"""Scales that the shards of FP8 weights have in common: one a tensor, those of blocks that are cut.
+"""Keeps the scales of FP8 weights equal on all ranks that share them.
 
-They are the same on all ranks. Writes that every rank makes together (an initialisation, a state
-dict, fp8rs.optim) find the maxima of all shards first. Writes through views, which a tensor cannot
-know all ranks to make (a checkpoint that is read in place), and those of torch's optimizers
-quantize the shard by itself, and scales are agreed on afterwards, before anybody reads the bytes:
-codes of smaller scales are rounded to the largest. In-place arithmetic moves scales by powers of
-two (`QuantSpec.keep_scale`), also where all ranks make it together: then that rounding is exact but
-for subnormal numbers.
+Shards share the scale of a per-tensor format, and the scales of blocks that a shard boundary
+splits. If every rank writes its whole shard (initialization, a state dict, `fp8rs.optim`), the
+amaxes of all shards are reduced first. Other writes quantize the shard alone: writes through views,
+which other ranks may not make, and the steps of torch's optimizers. The ranks then agree on the
+scales before the bytes are read, and a rank whose scale changes rounds its codes again.
+
+In-place arithmetic moves scales by powers of two (`QuantSpec.keep_scale`). Rounding codes again is
+then exact except for subnormal numbers. If all ranks store the same scale, nothing is rounded.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from fp8rs.scaling.reductions import reduce_packed_
 from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.spec import QuantSpec
 
 from .at_rest import planes_of, put, scale_of
 from .block_maker import BlockMaker
@@ -117,22 +119,67 @@ def _owner(shard: Shard) -> PlanesOwner:
     return shard.weight
 
 
+# --- the common scale ----------------------------------------------------------------------------
+
+_LARGEST_BITS = 0x7FFFFFFF
+"""Scales are reduced with MAX, as int32 bits. This minus the bits gives the least scale."""
+
+
+def _contribution(scale: Tensor, wanted: Tensor) -> Tensor:
+    """Return what a rank adds to the agreement on scales, (3, ...), to be reduced with MAX.
+
+    Args:
+        scale: the scales that this rank stores, fp32.
+        wanted: the scales that this rank's own values need, fp32 of the same shape. 0 where they
+            are zeros.
+    """
+    reversed_scale = (_LARGEST_BITS - scale.view(torch.int32)).view(torch.float32)
+    return torch.stack([wanted, scale, reversed_scale])
+
+
+def _wanted(spec: QuantSpec, scale: Tensor, amax: Tensor) -> Tensor:
+    """Return the scales that a rank's largest values need, starting from the stored ones."""
+    return torch.where(amax == 0, 0.0, spec.keep_scale(scale, amax))
+
+
+def _common(wanted: Tensor, most: Tensor, reversed_least: Tensor) -> Tensor:
+    """Return the common scales, from reduced contributions.
+
+    If all ranks store the same scale, it stays. A rank that changed nothing therefore keeps its
+    bytes, however small its own values are. Otherwise the common scale is the one that the largest
+    value of all ranks needs.
+    """
+    agreed = most.view(torch.int32) == _LARGEST_BITS - reversed_least.view(torch.int32)
+    return torch.where(agreed | (wanted == 0), most, wanted)
+
+
+def _differs(a: Tensor, b: Tensor) -> Tensor:
+    """Compare fp32 scales bit for bit, since NaN does not equal itself."""
+    return a.view(torch.int32) != b.view(torch.int32)
+
+
 # --- one scale a tensor --------------------------------------------------------------------------
 
 
 def _agree_on_tensors(maker: Maker, shards: Sequence[Shard]) -> None:
     own = []
     for shard in shards:
-        scale, data = scale_of(shard), shard.data
+        scale, data = scale_of(shard).view(()), shard.data
         if not data.numel():
-            scale = torch.zeros_like(scale)
+            # An empty shard stores a scale, which must not decide.
+            lanes = scale.new_zeros(3)
         elif _owner(shard).unagreed:
-            # Of zeros the scale is 1, which says nothing of theirs.
-            codes = planes_of(data)[0].data.view(torch.uint8)  # type: ignore[arg-type,union-attr]
-            scale = torch.where(((codes & 0x7F) != 0).any(), scale, 0.0)
-        own.append(scale.to(shard.device))
-    common = maker.reduce(shards, torch.stack(own))
-    common = torch.where(common == 0, 1.0, common)
+            row = planes_of(data)[0]  # type: ignore[arg-type]
+            assert row is not None
+            largest = (row.data.view(torch.uint8) & 0x7F).amax().view(row.data.dtype)
+            amax = largest.to(torch.float32) * scale
+            lanes = _contribution(scale, _wanted(maker.spec, scale, amax))
+        else:
+            lanes = _contribution(scale, scale)
+        own.append(lanes.to(shard.device))
+    # (shards, 3) as three runs of one value a shard.
+    reduced = maker.reduce([*shards] * 3, torch.stack(own, 1).view(-1))
+    common = _common(*reduced.view(3, -1).unbind())
     for shard, scale in zip(shards, common.unbind(), strict=True):
         if _owner(shard).unagreed:
             local: Any = shard.data
@@ -141,7 +188,9 @@ def _agree_on_tensors(maker: Maker, shards: Sequence[Shard]) -> None:
             assert row is not None
             values = local.dequantize(torch.float32)
             codes = _quantize(values, scale, row.data.dtype, True, False, None)[0]
-            put(local, (Plane(codes, scale, row.format), None))
+            moved = _differs(scale, row.scale.view(()))
+            kept = torch.where(moved, codes.view(torch.uint8), row.data.view(torch.uint8))
+            put(local, (Plane(kept.view(row.data.dtype), scale, row.format), None))
             _owner(shard).follow(scale)
 
 
@@ -153,44 +202,53 @@ def _agree_on_cut_blocks(maker: BlockMaker, shards: Sequence[Shard]) -> None:
     if not cut:
         return
     own = [_block_rows(maker, shard) for shard in cut]
-    common = maker.reduce_cut(cut, [known for known, _ in own])
-    for shard, (_, values), scales in zip(cut, own, common, strict=True):
+    lanes = [lanes[i] for i in range(3) for lanes, _ in own]
+    reduced = maker.reduce_cut(cut * 3, lanes)
+    count = len(cut)
+    for i, (shard, (_, values)) in enumerate(zip(cut, own, strict=True)):
         if _owner(shard).unagreed and values.shape[0]:
-            for row, scale in zip(maker.cuts(shard.placement), scales, strict=True):
+            common = _common(*reduced[i::count])
+            for row, scale in zip(maker.cuts(shard.placement), common, strict=True):
                 _recode(maker, shard, row, scale.to(values.device), values)
 
 
 def _block_rows(maker: BlockMaker, shard: Shard) -> tuple[Tensor, Tensor]:
-    """The scales of the rows of blocks that a shard touches, fp32 (0 of zeros), and its values."""
+    """Return a shard's contributions for each block that it touches, and its values.
+
+    Both are in the orientation of the weight: contributions (3, rows of blocks, columns of
+    blocks), values (rows, columns).
+    """
     row, col = planes_of(shard.data)  # type: ignore[arg-type]
     plane = col if maker.codec.both else row
     assert plane is not None
     scales, values = plane.scale.to(torch.float32), plane.dequantize(torch.float32)
     if maker.codec.both:
-        scales, values = scales.t(), values.t()
+        scales, values = scales.t().contiguous(), values.t()
     amax = _block_amax(values, maker.cut_block, shard.placement.offset % maker.height)
-    return torch.where(amax == 0, 0.0, scales), values
+    return _contribution(scales, _wanted(maker.spec, scales, amax)), values
 
 
 def _recode(maker: BlockMaker, shard: Shard, row: int, scale: Tensor, values: Tensor) -> None:
-    """Round what a shard has of a row of blocks to common scales, fp32 (blocks,); 0: none."""
+    """Give a shard's part of a row of blocks the common scales, fp32 (columns of blocks,).
+
+    Blocks that have their common scale already keep their bytes.
+    """
     codec, offset, height = maker.codec, shard.placement.offset, maker.height
     start, end = max(row * height - offset, 0), min((row + 1) * height - offset, values.shape[0])
     if start >= end:
         return
-    least = 2.0**-127 if codec.format.microscaled else 1.0
-    scale = torch.where(scale == 0, least, scale)
-    wide = scale.repeat_interleave(maker.cut_block[1])[: values.shape[1]]
-    codes = (values[start:end] * (1.0 / wide)).to(codec.fp8_dtype).view(torch.uint8)
     place = row - offset // height
     own, other = planes_of(shard.data)  # type: ignore[arg-type]
     plane = other if codec.both else own
     assert plane is not None
-    data = plane.data.view(torch.uint8)
-    as_stored = scale.to(plane.scale.dtype)
+    data, scales = plane.data.view(torch.uint8), plane.scale
     if codec.both:
-        data[:, start:end] = codes.t()
-        plane.scale[:, place] = as_stored
-    else:
-        data[start:end] = codes
-        plane.scale[place] = as_stored
+        data, scales = data.t(), scales.t()
+    moved = _differs(scale, scales[place].to(torch.float32))
+
+    def wide(x: Tensor) -> Tensor:
+        return x.repeat_interleave(maker.cut_block[1])[: values.shape[1]]
+
+    codes = (values[start:end] * (1.0 / wide(scale))).to(codec.fp8_dtype).view(torch.uint8)
+    data[start:end] = torch.where(wide(moved), codes, data[start:end])
+    scales[place] = scale.to(scales.dtype)

@@ -16,7 +16,7 @@ from torch import Tensor
 from fp8rs import ops  # noqa: F401  (registers torch.ops.fp8rs)
 from fp8rs._torch import group_named
 from fp8rs.tensor.formats import FP8_BOUND, FP8_MAX, BlockFormat
-from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.planes import Plane, as_bytes
 
 _amax = torch.ops.fp8rs.amax.default
 _block_amax = torch.ops.fp8rs.block_amax.default
@@ -181,34 +181,60 @@ def quantize_planes(
 
 
 def requantize_plane(
-    spec: QuantSpec, plane: Plane, values: Tensor, noted: Tensor | None = None
+    spec: QuantSpec,
+    plane: Plane,
+    values: Tensor,
+    changed: Tensor,
+    noted: Tensor | None = None,
 ) -> Plane:
-    """The plane of ``values``, most of which ``plane`` has codes of: these stay exact.
+    """Quantize ``values`` into a new plane, close to the bytes of ``plane``.
+
+    A block in which no element changed keeps its codes and its scale. In the other blocks, the
+    elements that did not change keep their value, as far as `QuantSpec.keep_scale` allows it.
 
     Args:
-        spec: how; of the plane's format.
-        plane: what is there.
-        values: of its 2-D view.
-        noted: of delayed scaling: raised to the largest value, where that is finite.
+        spec: quantization of the plane's format.
+        plane: the plane before the write.
+        values: the values after the write, in the shape of the plane's 2-D view.
+        changed: bool of the same shape. Tells which elements the write changes.
+        noted: with delayed scaling, the amax to raise. A non-finite amax does not enter it.
     """
     format, dtype, (above, before) = plane.format, spec.fp8_dtype, plane.lead
+    flags = changed.to(torch.bfloat16)
     if format.per_tensor:
-        amax = _amax(values)
+        amax, any_changed = _amax(values), _amax(flags)
         if spec.group is not None:
-            amax = reduce_amax(amax, spec.group)
+            # The ranks of the group share the scale, so one rank's change is a change for all.
+            amax, any_changed = reduce_amax(torch.stack([amax, any_changed]), spec.group).unbind()
         if noted is not None:
             noted.copy_(torch.where(amax.isfinite(), noted.maximum(amax), noted))
-        scale = spec.keep_scale(plane.scale.view(()), amax)
-        return Plane(_quantize(values, scale, dtype)[0], scale, format)
-    if before:  # blocks may begin above an operator's rows, not before its columns
-        amax = _block_amax(values.t(), format.block[::-1], before).t()
+        old, written = plane.scale.view(()), any_changed != 0
+        scale = torch.where(written, spec.keep_scale(old, amax), old)
+        codes = _quantize(values, scale, dtype)[0]
+        return Plane(_select(written, codes, plane.matrix), scale, format)
+    if before:  # The operator takes an offset of rows only, so reduce the transposed matrix.
+        amax, any_changed = (
+            _block_amax(x.t(), format.block[::-1], before).t() for x in (values, flags)
+        )
     else:
-        amax = _block_amax(values, format.block, above)
+        amax, any_changed = (_block_amax(x, format.block, above) for x in (values, flags))
+    written = any_changed != 0
     scale = spec.keep_scale(plane.scale.to(torch.float32), amax)
-    # At most: of E8M0's least scale it is no number where subnormal ones are taken for 0.
+    # Devices that flush subnormals would compute the inverse of the least E8M0 scale as infinite.
     factor = Plane(plane.data, (1.0 / scale).clamp(max=2.0**127), format, plane.lead)
     codes = _quantize(values.to(torch.float32) * factor.spread(), scale.new_ones(()), dtype)[0]
-    return Plane(codes, scale.to(format.scale_dtype), format, plane.lead)
+    spread = Plane(plane.data, any_changed, format, plane.lead).spread() != 0
+    return Plane(
+        _select(spread, codes, plane.matrix),
+        _select(written, scale.to(format.scale_dtype), plane.scale),
+        format,
+        plane.lead,
+    )
+
+
+def _select(condition: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """``torch.where`` for codes and scales, bit for bit."""
+    return torch.where(condition, as_bytes(new), as_bytes(old)).view(old.dtype)
 
 
 def plane_leads(format: BlockFormat, lead: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -156,7 +156,10 @@ def write(
 def requantized(
     region: Region, values: Tensor, where: Target, spec: QuantSpec, delayed: Delayed | None
 ) -> Planes:
-    """The planes of a write's blocks, with all that it leaves as it was."""
+    """Return the planes of the blocks that a write concerns.
+
+    Blocks without a changed element keep their bytes.
+    """
     row, col = region.store.part(where.box)
     matrix = laid_out(region, values, where.box)
     changed = changes(region, values, where)
@@ -166,21 +169,15 @@ def requantized(
         if col is not None and row.format.square:
             return row, row.transposed("columnwise", "a write")
     if col is not None:
-        turned = None if changed is None else changed.t()
-        col = _requantized(col, matrix.t(), turned, where.filled, spec, noted)
+        col = _requantized(col, matrix.t(), changed.t(), where.filled, spec, noted)
     return row, col
 
 
-def changes(region: Region, values: Tensor, where: Target) -> Tensor | None:
-    """Which elements of a write's box it changes; None where the values say all there is to know.
+def changes(region: Region, values: Tensor, where: Target) -> Tensor:
+    """Return which elements of a write's box the write changes, as a bool matrix.
 
-    They do not in float16, which has not the range of all scales; nor of the second plane of oblong
-    blocks, which has values of its own.
+    NaN in the place of NaN is not a change, and neither is a zero of the other sign.
     """
-    store = region.store
-    one_plane = store.has != (True, True) or store.format.square
-    if where.filled and values.dtype != torch.float16 and one_plane:
-        return None
     old = region.values(values.dtype)
     return laid_out(region, (values != old) & ~(values.isnan() & old.isnan()), where.box)
 
@@ -188,14 +185,16 @@ def changes(region: Region, values: Tensor, where: Target) -> Tensor | None:
 def _requantized(
     plane: Plane,
     values: Tensor,
-    changed: Tensor | None,
+    changed: Tensor,
     filled: bool,
     spec: QuantSpec,
     noted: Tensor | None,
 ) -> Plane:
-    if changed is not None:
-        own = plane.dequantize(torch.float32).view(values.shape)
-        if filled:  # a NaN is none to keep where the other plane, which was read, has none
-            changed = changed | own.isnan()
-        values = torch.where(changed, values.to(torch.float32), own)
-    return requantize_plane(spec, plane, values, noted)
+    own = plane.dequantize(torch.float32).view(values.shape)
+    taken = changed
+    if filled:
+        # `changed` compares with the plane that is read. Where only this plane has NaN, the
+        # value replaces it as soon as something in the block changes.
+        taken = changed | own.isnan()
+    values = torch.where(taken, values.to(torch.float32), own)
+    return requantize_plane(spec, plane, values, changed, noted)
