@@ -80,8 +80,11 @@ def pages(arguments: dict[str, Any], report: Any) -> dict[str, str | list[float]
     """
     os.chdir(arguments["folder"])
     found: dict[str, str | list[float]] = {}
-    # The ranks have joined already.
-    with mock.patch.object(dist, "init_process_group"):
+    # The ranks have joined already, and all blocks use one process group.
+    with (
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+    ):
         for name, texts in arguments["blocks"].items():
             names: dict[str, Any] = {}
             try:
