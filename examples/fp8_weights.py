@@ -4,6 +4,7 @@ torchrun --standalone --nproc-per-node 2 examples/fp8_weights.py, on GPUs or els
 """
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,7 @@ class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -56,4 +56,5 @@ for step in range(30):
     optimizer.zero_grad()
     if rank == 0 and step % 29 == 0:
         print(f"step {step}: loss {loss.item():.4f}", flush=True)
+time.sleep(0.1)  # or a thread of gloo may abort the exit, see docs/faq.md
 dist.destroy_process_group()

@@ -6,6 +6,7 @@ on another number of processes if you like: it loses what came after the last ch
 
 import argparse
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -57,4 +58,5 @@ for step in range(state["step"], settings.steps):
         saving = checkpoint.async_save(state, folder, process_group=saver)
 if saving is not None:
     saving.result()
+time.sleep(0.1)  # or a thread of gloo may abort the exit, see docs/faq.md
 dist.destroy_process_group()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
+import traceback
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -65,44 +67,35 @@ def quick_start(arguments: dict[str, Any], report: Any) -> list[float]:
     return losses
 
 
-def goes_on(arguments: dict[str, Any], report: Any) -> list[str]:
-    """Runs blocks that go on from the README's script, each after that script's parts; errors.
+def pages(arguments: dict[str, Any], report: Any) -> dict[str, str | list[float]]:
+    """Run the blocks of code of the documentation, each in new globals.
 
     Args:
-        arguments: "folder" to run in; "blocks", each a list of texts that run one after the other.
-        report: told nothing.
+        arguments: "folder" to run in; "blocks", the texts of each block by name, which run one
+            after the other.
+        report: not called.
+
+    Returns:
+        For each block its error, or the bytes an element of each FP8 weight of its ``model``.
     """
     os.chdir(arguments["folder"])
-    joined = dist.init_process_group  # as it was before: the ranks are there already
-    failed = []
-    for texts in arguments["blocks"]:
-        names: dict[str, Any] = {}
-        try:
-            dist.init_process_group = lambda *_: None
-            for text in texts:
-                exec(compile(text, "<page>", "exec", dont_inherit=True), names)
-        except Exception as error:
-            failed.append(f"{type(error).__name__}: {error}\n{texts[-1]}")
-        finally:
-            dist.init_process_group = joined
-    return failed
-
-
-def page(arguments: dict[str, Any], report: Any) -> list[list[float]]:
-    """Runs a page's blocks of code, each with a model of its own; bytes at rest that they leave."""
-    config = LlamaConfig(vocabulary=64, dim=64, layers=2, heads=2, kv_heads=1, hidden=128)
-    left = []
-    for code in arguments["blocks"]:
-        model = Llama(config)
-        model.init_weights(torch.Generator().manual_seed(0))
-        tokens = torch.arange(2 * 33).reshape(2, 33) % 64
-        names: dict[str, Any] = {
-            "model": model.to(arguments["device"]),
-            "tokens": tokens.to(arguments["device"]),
-        }
-        exec(compile(code, "<page>", "exec", dont_inherit=True), names)
-        left.append([_bytes_at_rest(p) for p in names["model"].parameters() if _is_quantized(p)])
-    return left
+    found: dict[str, str | list[float]] = {}
+    # The ranks have joined already, and all blocks use one process group.
+    with (
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+    ):
+        for name, texts in arguments["blocks"].items():
+            names: dict[str, Any] = {}
+            try:
+                for text in texts:
+                    exec(compile(text, name, "exec", dont_inherit=True), names)
+            except Exception:
+                found[name] = traceback.format_exc(limit=-1)
+                continue
+            parameters = names["model"].parameters() if "model" in names else ()
+            found[name] = [_bytes_at_rest(p) for p in parameters if _is_quantized(p)]
+    return found
 
 
 def _is_quantized(parameter: Any) -> bool:

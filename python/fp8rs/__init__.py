@@ -4,16 +4,8 @@
 no GPU.
 """
 
-import signal
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-if sys.orig_argv[1:3] == ["-m", "fp8rs"] and (
-    signal.getsignal(signal.SIGINT) is signal.default_int_handler
-):
-    # The command line: Ctrl-C during imports, which take seconds, ends it without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from . import ops  # isort: skip  (registers the operators that the rest calls)
 
@@ -87,7 +79,7 @@ __all__ = [
     "tensor_parallel",
 ]
 
-#: What is imported when it is first asked for: what not all need, and what needs
+#: Names whose modules are imported at the first access. They are not always needed, and some import
 #: torch.distributed.tensor, which takes two seconds.
 _LATER = {
     "Monitor": "fp8rs.monitoring",

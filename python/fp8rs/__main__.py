@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -237,6 +236,4 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as fp8rs/__init__.py has left it
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,34 +81,6 @@ def test_what_is_no_model_is_an_error_of_one_line(
     assert main(["report", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"fp8rs report: there is no file {tmp_path}, and ")
-
-
-def test_an_interrupted_import_ends_without_a_traceback(tmp_path: Path) -> None:
-    """torch takes seconds to import: here one that says so and takes a minute."""
-    (tmp_path / "torch.py").write_text(
-        "import time\n\nprint('importing', flush=True)\ntime.sleep(60)\n"
-    )
-    code = (
-        # Ignored in what a script's shell starts in the background, and then here as well.
-        "import os, signal, sys\n"
-        "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
-        "os.execv(sys.executable, [sys.executable, '-m', 'fp8rs', 'doctor'])"
-    )
-    path = os.pathsep.join([str(tmp_path), str(Path(fp8rs.__file__).parents[1])])
-    started = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path},
-        text=True,
-    )
-    with started:
-        assert started.stdout is not None
-        assert started.stderr is not None
-        assert started.stdout.readline() == "importing\n"
-        started.send_signal(signal.SIGINT)
-        assert started.wait(30) == -signal.SIGINT
-        assert started.stderr.read() == ""
 
 
 def test_type_checkers_know_every_recipes_name() -> None:

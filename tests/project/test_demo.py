@@ -434,6 +434,17 @@ def test_an_output_that_cannot_be_written_is_said_before_training(
     assert f"--json {path}: it cannot be written" in capsys.readouterr().err
 
 
+@pytest.mark.newest_torch
+def test_a_plot_without_matplotlib_is_refused_before_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fp8rs.demo import run
+
+    monkeypatch.setattr(run, "find_spec", lambda name: None)
+    assert refused(["demo", "--device", "cpu", "--plot", "loss.png"], monkeypatch) == 2
+    assert "--plot loss.png: matplotlib is not installed" in capsys.readouterr().err
+
+
 def refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     """The exit code of a command line that must launch nothing."""
     from fp8rs.demo import run
@@ -508,21 +519,6 @@ def test_table_of_one_rank_has_no_gathers(outcome: report.Outcome) -> None:
     for result in (*outcome.reference, *outcome.fp8):
         result["allgather_bytes"] = result["weight_bytes"] = 0
     assert "0.00 MB" in report.table(outcome)
-
-
-def test_without_matplotlib_there_is_a_message_and_the_rest(
-    outcome: report.Outcome,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    report.show(outcome, tmp_path / "result.json", tmp_path / "loss.png")
-    out, err = capsys.readouterr()
-    assert "held-out loss, last" in out
-    assert "pip install matplotlib" in err
-    assert list(json.loads((tmp_path / "result.json").read_text())) == FIELDS
-    assert not (tmp_path / "loss.png").exists()
 
 
 @pytest.mark.parametrize("live", [True, False])

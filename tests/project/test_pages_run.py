@@ -17,7 +17,6 @@ import torch
 from fp8rs.demo.launch import Job, launch
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["docs/fp8-weights.md", "docs/checkpoints.md"]
 RANKS = 2
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.newest_torch]
@@ -28,37 +27,42 @@ def device() -> str:
     if not torch.cuda.is_available():
         return "cpu"
     if torch.cuda.device_count() < RANKS:
-        pytest.skip(f"needs {RANKS} GPUs: FSDP2 shards over the GPUs where there are some")
+        pytest.skip(f"needs {RANKS} GPUs: FSDP2 shards over GPUs where there are any")
     return "cuda"
 
 
-def blocks_of_fp8_weights(page: Path) -> list[str]:
-    if page.relative_to(ROOT).as_posix() not in PAGES:
-        return []
-    return [code for code in scripts(page) if "in the place of its part 2" in code]
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_blocks_of_code_run(page: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=":")
-    code = blocks_of_fp8_weights(ROOT / page)
-    assert code
-    job = Job("demo_jobs:page", {"blocks": code, "device": device}, device)
-    for run in launch(job, RANKS, lambda _: None):
-        # What a block leaves behind: the bytes a parameter at rest of each FP8 weight.
-        assert len(run) == len(code)
-        for at_rest in run:
-            assert at_rest
-            assert all(1 <= each < 1.07 for each in at_rest)
-
-
-#: How a block begins that is no script of its own: with what it goes on from.
+#: First line of a block that continues another script.
 GOES_ON = re.compile(
     r"# Goes on from (?:(this page)'s first block|(\S+?)(?:'s train\.py)?)(?:, (.+))?$"
 )
 
-#: Clients' blocks are run by tests/clients, in the scripts that they are parts of.
+#: tests/clients runs the blocks of docs/clients, within the scripts that they are parts of.
 ALL_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+#: Sizes that two CPU cores can compute, and meshes of two ranks. Nothing else is replaced.
+SMALLER = {
+    "docs/modules.md": {
+        "8192, 128": "16, 8",
+        "8192": "16",
+        "14336": "128",
+        "4096": "64",
+        " 32,": " 8,",
+        '"cuda", (4, 2)': '"DEVICE", (1, 2)',
+    },
+    "docs/tensor-parallel.md": {
+        "1024, 2816, 16": "64, 128, 4",
+        '"cuda", (2, 4)': '"DEVICE", (1, 2)',
+    },
+}
+
+#: Blocks that do not run here, and why.
+ELSEWHERE = {
+    "docs/clients/": "tests/clients runs them",
+    "docs/monitor.md": "tests/monitoring/test_page.py runs them",
+    "docs/modules.md#1": "reads a checkpoint of Llama",
+    "docs/serving.md#0": "reads a model of transformers",
+    "docs/migrate-from-torchao.md": "imports torchao",
+}
 
 
 def scripts(page: Path) -> list[str]:
@@ -67,7 +71,7 @@ def scripts(page: Path) -> list[str]:
 
 
 def names_of(code: str) -> tuple[set[str], set[str]]:
-    """What a text binds, and what it reads that it does not bind."""
+    """Return the names that a text binds, and those that it reads without binding them."""
     bound, read = set(), set()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Name):
@@ -81,57 +85,83 @@ def names_of(code: str) -> tuple[set[str], set[str]]:
     return bound, read - bound - set(dir(builtins))
 
 
-@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_every_block_stands_alone_or_says_what_it_goes_on_from(page: Path) -> None:
-    for code in scripts(page):
-        line, (_, missing) = code.split("\n", 1)[0], names_of(code)
-        said = GOES_ON.fullmatch(line)
-        if not said:
-            assert not missing, (line, missing)
-            continue
-        source = page if said[1] else ROOT / said[2]
-        bound, lacking = names_of(scripts(source)[0])
-        assert not lacking
-        assert missing <= bound, (line, missing - bound)
+def context_in_readme(said: str) -> str:
+    """Return the part of the README's script that a block's first line names.
 
-
-def going_on() -> list[list[str]]:
-    """Blocks of pages after the parts of the README's script that they go on from."""
-    head, *parts = re.split(r"(?m)^(?=# \d\. )", scripts(ROOT / "README.md")[0])
-    first, second, third = parts
+    Training is cut to two steps, and the process group stays for the next block.
+    """
+    head, first, second, third = re.split(r"(?m)^(?=# \d\. )", scripts(ROOT / "README.md")[0])
     third = third.replace("enumerate(batches, 1)", "enumerate(batches[:2], 1)")
-    third = third.replace("dist.destroy_process_group()", "")
+    third = re.sub(r"time\.sleep.*\ndist\.destroy_process_group\(\)", "", third)
+    (policy,) = re.findall(r"(?m)^policy = .*\n", second)
     unsharded = re.sub(r"(?m)^ *(fully_shard\(.*|for block in .*)\n", "", second)
-    before = {
-        "in the place of its part 2": (),
-        "in the place of its part 2, with tokens = batches[0]": ("tokens = batches[0]",),
-        "after its part 2": (second,),
-        "after its part 2, without fully_shard": (unsharded,),
-        "before its last line": (second, third),
-    }
-    found = []
-    for page in ALL_PAGES:
-        for code in scripts(page):
-            said = GOES_ON.fullmatch(code.split("\n", 1)[0])
-            # What some leave is looked at above; torchao need not be here.
-            elsewhere = code in blocks_of_fp8_weights(page) or "torchao" in code
-            if said and said[2] == "README.md" and not elsewhere:
-                policy = "policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)"
-                found.append([head + first, policy, *before[said[3]], code])
+    place, *given = said.split(", with ")
+    parts = {
+        "in the place of its part 2": "",
+        "after its part 2": second,
+        "after its part 2, without fully_shard": unsharded,
+        "before its last line": second + third,
+    }[place]
+    extra = {"its policy": policy, "tokens = batches[0]": "tokens = batches[0]\n"}
+    return "".join([head, first, parts, *(extra[name] for name in given)])
+
+
+def context(page: Path, code: str) -> str:
+    """Return the code that a block says it goes on from."""
+    said = GOES_ON.fullmatch(code.split("\n", 1)[0])
+    if not said:
+        return ""
+    if said[1]:
+        return scripts(page)[0]
+    return context_in_readme(said[3]) if said[2] == "README.md" else scripts(ROOT / said[2])[0]
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_every_name_in_a_block_comes_from_the_context_that_it_says(page: Path) -> None:
+    for code in scripts(page):
+        bound, lacking = names_of(context(page, code))
+        assert not lacking
+        _, missing = names_of(code)
+        assert missing <= bound, (code.split("\n", 1)[0], missing - bound)
+
+
+def blocks_to_run(device: str) -> dict[str, list[str]]:
+    """Return each page's blocks, each as the texts that run one after the other."""
+    found = {}
+    for page in ALL_PAGES[1:]:
+        name = page.relative_to(ROOT).as_posix()
+        for index, code in enumerate(scripts(page)):
+            block = f"{name}#{index}"
+            if not block.startswith(tuple(ELSEWHERE)):
+                texts = [context(page, code), code]
+                for size, smaller in SMALLER.get(name, {}).items():
+                    smaller = smaller.replace("DEVICE", device)
+                    texts = [text.replace(size, smaller) for text in texts]
+                found[block] = texts
     return found
 
 
-def test_blocks_that_go_on_from_the_readmes_script_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_block_runs_in_the_context_that_it_says(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("safetensors")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=":")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    code = going_on()
-    assert len(code) > 10
-    job = Job("demo_jobs:goes_on", {"blocks": code, "folder": str(tmp_path)}, "cpu")
-    for failed in launch(job, RANKS, lambda _: None):
-        assert not failed, "\n".join(failed)
+    blocks = blocks_to_run(device)
+    job = Job("demo_jobs:pages", {"blocks": blocks, "folder": str(tmp_path)}, device)
+    for results in launch(job, RANKS, lambda _: None):
+        errors = [f"{name}: {found}" for name, found in results.items() if isinstance(found, str)]
+        assert not errors, "\n".join(errors)
+        for name, texts in blocks.items():
+            fp8 = "fp8_weights=True" in texts[-1] or "quantized_init(" in texts[-1]
+            assert bool(results[name]) == fp8, name
+            assert all(1 <= nbytes < 1.07 for nbytes in results[name]), name
+
+
+@pytest.mark.parametrize("script", ["README.md", "examples/fp8_weights.py", "examples/resume.py"])
+def test_scripts_pause_before_they_destroy_the_process_group(script: str) -> None:
+    """Without the pause, a thread of gloo sometimes aborts a run that has succeeded."""
+    code = scripts(ROOT / script)[0]
+    assert re.search(r"^time\.sleep\(0\.1\).*\ndist\.destroy_process_group\(\)$", code, re.M)
 
 
 @pytest.mark.long

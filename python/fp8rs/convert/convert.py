@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch import nn
 
-from fp8rs.convert.fp8_weights import check_weight, fits, high_precision_weight, quantize_weight
-from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
+from fp8rs.convert.fp8_weights import check_weight, fits, own, quantize_weight
+from fp8rs.convert.select import LARGE_3D, SHARDED, ModuleFilter, large_3d, select
 from fp8rs.convert.torchao import from_float8_linear_config
 from fp8rs.nn.linear import Float8Linear, float8_class
 from fp8rs.nn.registry import ModelState
@@ -21,9 +24,11 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 _log = logging.getLogger("fp8rs")
 
+M = TypeVar("M", bound=nn.Module)
+
 
 def convert_to_float8_training(
-    module: nn.Module,
+    module: M,
     *,
     recipe: Recipe | RecipeName | None = None,
     module_filter_fn: ModuleFilter | None = None,
@@ -33,45 +38,56 @@ def convert_to_float8_training(
     fp8_weights: bool = False,
     preserve_high_precision_init_val: bool = False,
     config: Any = None,
-) -> nn.Module:
-    """Make the ``nn.Linear`` layers of ``module`` train in FP8. Before parallelising it.
+) -> M:
+    """Convert the ``nn.Linear`` layers of ``module`` to train in FP8.
 
-    Layers become ``fp8rs.nn.Linear`` in place: the objects, their hooks and names stay.
-    Afterwards every selected layer is on this recipe: one that is already is left as it is, so
-    that a second call changes nothing, and one on another recipe is an error. A subclass of
-    nn.Linear that inherits its forward is converted too, and stays an instance of its class; one
-    with a forward of its own is left alone, since it may use its weight in its own way. So is, with
-    a warning, a layer whose weight is tied to another module's, or is no parameter because it is
-    computed from others (weight_norm, spectral_norm, pruning, parametrizations). Where no layer is
-    left, a warning says so. What was converted and what was left out, with the reasons, is logged
-    (logger "fp8rs", level INFO).
+    Layers become ``fp8rs.nn.Linear`` in place: objects, hooks and names stay. Call this before
+    parallelizing the model.
+
+    A layer that has this recipe already stays as it is, so a second call changes nothing. A layer
+    with another recipe is an error. A subclass of nn.Linear that inherits its forward is converted
+    and stays an instance of its class.
+
+    These layers stay in high precision: subclasses with a forward of their own, and, with a
+    warning, layers whose weight is tied to another module's or computed from other parameters
+    (weight_norm, spectral_norm, pruning, parametrizations). If no layer is converted, a warning
+    says so.
+
+    The logger "fp8rs" receives what was converted and why other layers were not, at level INFO. If
+    the program has not configured logging, rank 0 prints one line to stderr instead. To silence it,
+    call ``logging.getLogger("fp8rs").setLevel(logging.WARNING)``.
+
+    Everything is checked before the model is changed. If memory runs out while weights become FP8,
+    some of them are FP8 already.
 
     Args:
-        module: the model; an nn.Linear itself will do. Meta-device parameters are fine.
-        recipe: a recipe or its short name; "current" by default.
-        module_filter_fn: called with each layer and its fully qualified name; False leaves it out.
-        filter_fqns: a layer whose name contains one of these strings is left out.
-        enable_fsdp_float8_all_gather: under FSDP2, quantize weights before they are gathered: True
-            unless ``config`` says otherwise. With False they are gathered in the mixed-precision
-            policy's dtype. Either way the parameters stay the objects that they are.
-        amax_reduction_group: process group over which amaxes are reduced. For delayed scaling once
-            a step; None is the ranks of the mesh that FSDP2 shards the model over, and nobody for
-            a model that is not sharded, whose other ranks may have no forward to run. For current
-            scaling those of activations and gradients at each quantization; None is no group.
-        fp8_weights: make the weights FP8 weights: codes and scales, 1 byte a parameter, without
-            high-precision copies. For frozen models, inference, and `fp8rs.optim.AdamW`, which
-            trains them with or without masters of its own.
-        preserve_high_precision_init_val: with ``fp8_weights``, keep each weight's values from
-            before the rounding, on the CPU, for an optimizer's masters.
+        module: the model, or a single nn.Linear. Parameters may be on the meta device.
+        recipe: a recipe or its short name, by default "current".
+        module_filter_fn: called with each layer and its fully qualified name. A layer for which it
+            returns False stays in high precision.
+        filter_fqns: layers whose name contains one of these strings stay in high precision.
+        enable_fsdp_float8_all_gather: under FSDP2, quantize weights before the all-gather. True by
+            default, unless ``config`` says otherwise. With False, weights are gathered in the
+            mixed-precision policy's dtype.
+        amax_reduction_group: process group over which amaxes are reduced. With delayed scaling they
+            are reduced once a step, by default over the mesh that FSDP2 shards the model on; a
+            model that is not sharded has no reduction. With current scaling, the amaxes of
+            activations and gradients are reduced at each quantization, by default not at all.
+        fp8_weights: store the weights as codes and scales, 1 byte a parameter, without
+            high-precision copies. Use it for frozen models, inference, and `fp8rs.optim.AdamW`,
+            which trains them with or without masters.
+        preserve_high_precision_init_val: with ``fp8_weights``, keep each weight's values before
+            quantization on the CPU, for an optimizer's masters.
         config: a torchao Float8LinearConfig, instead of ``recipe``.
 
     Returns:
         ``module``.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, ``config`` asks for what there is not or
-            contradicts another argument, a layer is on another recipe, or ``module`` went through
-            fully_shard already.
+        TypeError, ValueError: an argument is wrong, ``config`` asks for something that no recipe
+            supports or contradicts another argument, a layer has another recipe, or ``module`` went
+            through fully_shard already.
+        RuntimeError: with ``fp8_weights``, a graph or a weak reference holds a weight's tensor.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
@@ -90,18 +106,28 @@ def convert_to_float8_training(
     recipe, enable_fsdp_float8_all_gather = settle(
         recipe, config, enable_fsdp_float8_all_gather, fp8_weights
     )
-    group_name(amax_reduction_group)  # which is an error of what is no group
+    group_name(amax_reduction_group)  # raises if it is not a group
     if preserve_high_precision_init_val and not fp8_weights:
         raise ValueError(
-            "preserve_high_precision_init_val=True is for fp8_weights=True: other weights keep "
+            "preserve_high_precision_init_val=True requires fp8_weights=True: other weights keep "
             "their high-precision values anyway"
         )
     selected = select(module, module_filter_fn, filter_fqns, recipe, fp8_weights)
-    if selected.sharded:
-        raise ValueError(f"{selected.sharded[0]} is sharded already: convert before fully_shard")
+    for name, reason in selected.left.items():
+        if reason == SHARDED:
+            raise ValueError(f"{name} is sharded already: convert before fully_shard")
+    layers = selected.layers
+    for name, layer in layers:
+        if fp8_weights:
+            check_weight(layer, recipe)
+        elif isinstance(layer.weight, QuantizedTensor) and not fits(layer.weight, recipe):
+            raise ValueError(
+                f"the weight of {name or 'the root'} is FP8 already, in format "
+                f"{layer.weight.format.name!r}, but weights of recipe {recipe.name!r} have another "
+                "format: give fp8_weights=True to quantize it again"
+            )
     for message in (*selected.unused, *selected.warnings):
         warnings.warn(message, stacklevel=2)
-    layers = selected.layers
     if not layers:
         if not any(isinstance(m, Float8Linear) for m in module.modules()):
             warnings.warn(
@@ -112,86 +138,52 @@ def convert_to_float8_training(
         return module
     state = ModelState(recipe, amax_reduction_group=amax_reduction_group, shard_with=shard_with)
     state.fp8_gather = enable_fsdp_float8_all_gather
-    for name, layer in layers:
-        if fp8_weights:
-            check_weight(layer, recipe)
-        elif isinstance(layer.weight, QuantizedTensor) and not fits(layer.weight, recipe):
-            raise ValueError(
-                f"the weight of {name or 'the root'} is FP8 already, in format "
-                f"{layer.weight.format.name!r}, which recipe {recipe.name!r} does not have weights "
-                "in: give fp8_weights=True to quantize it anew"
-            )
-    left = _join_all(state, layers, fp8_weights, preserve_high_precision_init_val)
-    for joined in left:
-        joined.detach()
-    if fp8_weights:
-        from fp8rs.optim import others  # of which other models have no use
-
-        state.watch_steps()
-        others.watch()
+    _convert(state, layers, fp8_weights, preserve_high_precision_init_val)
     state.attach(module)
-    _log.info("%s", _report(module, recipe, selected.left))
+    _log_conversion(module, recipe, selected.left)
     return module
 
 
-def _join_all(
-    state: ModelState,
-    layers: Sequence[tuple[str, nn.Linear]],
-    fp8_weights: bool,
-    keep_init: bool,
-) -> list[ModelState]:
-    """Make layers those of ``state``: all of them, or none where one raises.
+def _convert(
+    state: ModelState, layers: Sequence[tuple[str, nn.Linear]], fp8_weights: bool, keep_init: bool
+) -> None:
+    """Make layers, which have been checked, the layers of ``state``.
 
-    Returns:
-        The states that they were of before.
+    Weights are quantized first, because that is the one part that a device can refuse.
     """
-    before = [(layer, type(layer), _contents(layer)) for _, layer in layers]
-    high_precision = [layer for _, layer in layers if not isinstance(layer.weight, QuantizedTensor)]
-    left = []
-    try:
-        for name, layer in layers:
-            if isinstance(layer, Float8Linear):
-                left.append(layer._fp8_state)
-            else:
-                layer.__class__ = float8_class(type(layer))
-            assert isinstance(layer, Float8Linear)
-            layer._join(state, name)
-        if fp8_weights:
-            for _, layer in layers:
-                quantize_weight(layer, state.recipe, keep_init)
-    except BaseException:
-        for layer in high_precision:
-            high_precision_weight(layer)
-        for layer, kind, contents in before:
-            layer.__class__ = kind
-            for known, was in contents:
-                known.clear()
-                known.update(was)
-        raise
-    return left
+    largest = []
+    if fp8_weights:
+        largest = [quantize_weight(layer, state.recipe, keep_init) for _, layer in layers]
+    previous = []
+    for name, layer in layers:
+        if isinstance(layer, Float8Linear):
+            previous.append(layer._fp8_state)
+        else:
+            layer.__class__ = float8_class(type(layer))
+        assert isinstance(layer, Float8Linear)
+        layer._join(state, name)
+    for joined in previous:
+        joined.detach()
+    if fp8_weights:
+        from fp8rs.optim import others  # imported only by models that need it
 
-
-def _contents(layer: nn.Module) -> list[tuple[Any, Any]]:
-    """What a module keeps its attributes and buffers in, each with a copy of what is in it."""
-    kept: tuple[Any, ...] = (
-        layer.__dict__,
-        layer._buffers,
-        layer._non_persistent_buffers_set,
-        layer._load_state_dict_pre_hooks,
-        layer._load_state_dict_post_hooks,
-    )
-    return [(known, known.copy()) for known in kept]
+        for (_, layer), amax in zip(layers, largest, strict=True):
+            own(layer, "weight").begin_history(amax)
+        state.watch_steps()
+        others.watch()
 
 
 def settle(recipe: Any, config: Any, gather: bool | None, fp8_weights: bool) -> tuple[Recipe, bool]:
-    """The recipe, and whether weights are quantized before they are gathered.
+    """Return the recipe, and whether weights are quantized before the all-gather.
 
     Args:
-        recipe, config, gather, fp8_weights: what a caller gave as ``recipe``, ``config``,
-            ``enable_fsdp_float8_all_gather`` and ``fp8_weights``.
+        recipe: the caller's ``recipe``.
+        config: the caller's ``config``.
+        gather: the caller's ``enable_fsdp_float8_all_gather``.
+        fp8_weights: the caller's ``fp8_weights``.
 
     Raises:
-        TypeError, ValueError: they are wrong or contradict each other.
+        TypeError, ValueError: an argument is wrong, or two contradict each other.
     """
     if config is not None:
         if recipe is not None:
@@ -208,40 +200,64 @@ def settle(recipe: Any, config: Any, gather: bool | None, fp8_weights: bool) -> 
         gather = gather is None or gather
     if fp8_weights and not gather:
         raise ValueError(
-            "enable_fsdp_float8_all_gather=False does not go with fp8_weights=True: there is no "
-            "high-precision weight to gather"
+            "enable_fsdp_float8_all_gather=False does not go with fp8_weights=True: FP8 weights "
+            "have no high-precision values to gather"
         )
     return recipe, gather
 
 
-def _report(root: nn.Module, recipe: Recipe, left: dict[str, str]) -> str:
-    """What a conversion did, in a few lines."""
+def _log_conversion(root: nn.Module, recipe: Recipe, left: dict[str, str]) -> None:
+    """Log what a conversion did at level INFO.
+
+    If the program has not configured logging, rank 0 prints the first line to stderr, so that a
+    conversion is visible by default. A level above INFO on the logger silences it.
+    """
+    summary, reasons = _summary(root, recipe, left)
+    if _log.hasHandlers():
+        _log.info("%s", "\n".join([summary, *reasons]))
+    elif _log.level <= logging.INFO and _rank() == 0:
+        print(f"fp8rs: {summary}", file=sys.stderr)
+
+
+def _rank() -> int:
+    """Return this process's rank, also before the default process group exists."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+def _summary(root: nn.Module, recipe: Recipe, left: dict[str, str]) -> tuple[str, list[str]]:
+    """Return a line on the converted layers, and one for each reason to leave layers out."""
     converted = [m for m in root.modules() if isinstance(m, Float8Linear)]
     weights = sum(m.weight.numel() for m in converted)
     parameters = sum(0 if nn.parameter.is_lazy(p) else p.numel() for p in root.parameters())
-    lines = [
-        f"recipe {recipe.name!r}: {len(converted)} linear "
-        f"{'layer' if len(converted) == 1 else 'layers'} converted, whose weights are "
+    count = "1 linear layer" if len(converted) == 1 else f"{len(converted)} linear layers"
+    summary = (
+        f"recipe {recipe.name!r}: {count} converted, whose weights are "
         f"{weights / max(parameters, 1):.1%} of {parameters:,} parameters"
-    ]
+    )
     reasons: dict[str, list[str]] = {}
     for name, reason in left.items():
         reasons.setdefault(reason, []).append(name)
     experts = [name for name, _ in large_3d(root)]
     if experts:
         reasons[LARGE_3D] = experts
+    if reasons:
+        summary += f"; {sum(map(len, reasons.values()))} left in high precision"
+    lines = []
     for reason, names in reasons.items():
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         lines.append(f"  left in high precision: {', '.join(names[:4])}{more}: {reason}")
-    return "\n".join(lines)
+    return summary, lines
 
 
 def optimizer_stepped(module: nn.Module) -> None:
-    """Say that the weights in ``module`` have been updated: delayed scaling's histories roll.
+    """Notify the layers in ``module`` that their weights were updated.
 
-    For optimizers that are no ``torch.optim.Optimizer``, and updates by hand. Every rank must say
-    so, once a step, after it. Of steps of torch.optim's optimizers and their subclasses torch
-    tells. A model with delayed scaling that is told of none warns after some forwards.
+    Delayed scaling then updates its amax histories. Optimizers that derive from
+    ``torch.optim.Optimizer`` do this by themselves. Call it on every rank, once after each step, if
+    weights are updated in another way. A model with delayed scaling that is never notified warns
+    after some forwards.
 
     Args:
         module: a module that contains converted layers.
@@ -252,7 +268,7 @@ def optimizer_stepped(module: nn.Module) -> None:
 
 
 def shard_with(state: ModelState) -> Sharding:
-    """What keeps a model's sharded weights: `fp8rs.fsdp`, which those import who shard."""
+    """Return the FSDP2 side of a model, importing `fp8rs.fsdp` at the first use."""
     from fp8rs.fsdp import sharding_of
 
     return sharding_of(state)

@@ -1,4 +1,4 @@
-"""FP8 weights: parameters that are codes and scales, in the place of high-precision ones."""
+"""FP8 weights: parameters that hold codes and scales instead of high-precision values."""
 
 from __future__ import annotations
 
@@ -18,83 +18,73 @@ if TYPE_CHECKING:
 
 
 def check_weight(layer: nn.Linear, recipe: Recipe) -> None:
-    """Raise what `quantize_weight` would, and change nothing.
-
-    It quantizes the weight, for nobody: whether there is room for that is known only then. What a
-    model has after its first weights are quantized is more room.
+    """Check that `quantize_weight` can replace a layer's weight, without changing anything.
 
     Raises:
-        RuntimeError: something refers to the parameter that cannot follow it.
+        RuntimeError: a graph or a weak reference holds the parameter's tensor.
     """
-    weight = layer.weight
-    if fits(weight, recipe):
+    if fits(layer.weight, recipe):
         return
     try:
-        check_can_become(weight)
+        check_can_become(layer.weight)
     except RuntimeError as error:
-        raise _held(error) from error
-    new_weight(_values(weight), recipe)
+        raise RuntimeError(
+            "a weight cannot become FP8 in place while something holds on to its tensor (a graph "
+            "that has not been freed, a weak reference): convert before training with it. "
+            f"Found: {error}"
+        ) from error
 
 
 def fits(weight: Tensor, recipe: Recipe) -> bool:
-    """Whether a weight is quantized in the format that a recipe has weights in."""
+    """Return whether a weight is already quantized in the format of a recipe's weights."""
     if not isinstance(weight, QuantizedTensor):
         return False
     spec = quant_spec(recipe, "weight")
     return (weight.format, weight.fp8_dtype) == (spec.format, spec.fp8_dtype)
 
 
-def _values(weight: Tensor) -> Tensor:
-    return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight.detach()
-
-
-def quantize_weight(layer: nn.Linear, recipe: Recipe, keep_init: bool) -> None:
-    """Make a layer's weight a quantized one, in place: the parameter stays the object that it is.
+def quantize_weight(layer: nn.Linear, recipe: Recipe, keep_init: bool) -> Tensor:
+    """Replace a layer's weight by a quantized one. The parameter stays the same object.
 
     Args:
-        layer: its weight is high precision, or quantized already, by another recipe perhaps. It
-            need not be converted yet.
-        recipe: the weight's format is that of its recipe.
-        keep_init: keep the values before quantizing, on the CPU.
+        layer: a layer with a high-precision weight, or one quantized by any recipe. It may be
+            converted later.
+        recipe: the recipe whose weight format is used.
+        keep_init: keep the values before quantization on the CPU.
+
+    Returns:
+        The largest absolute value of the weight, of shape ().
 
     Raises:
-        RuntimeError: something refers to the parameter that cannot follow it.
+        RuntimeError: a graph or a weak reference holds the parameter's tensor.
     """
     weight = layer.weight
+    values = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight.detach()
+    largest = values.abs().amax() if values.numel() else values.new_zeros(())
     if fits(weight, recipe):
-        own(layer, "weight").begin_history(_values(weight))
-        return
-    values = _values(weight)
+        return largest
+    check_weight(layer, recipe)
     quantized = new_weight(values, recipe)
     init_value = values.to("cpu", copy=True) if keep_init and not values.is_meta else None
-    largest = values.detach().abs().amax() if values.numel() else values.new_zeros(())
     del values
-    try:
-        become(weight, quantized)
-    except RuntimeError as error:
-        raise _held(error) from error
+    become(weight, quantized)
     owner = own(layer, "weight")
     owner.keep_init, owner.init_value = keep_init, init_value
-    owner.begin_history(largest)
-
-
-def _held(error: RuntimeError) -> RuntimeError:
-    return RuntimeError(
-        "a weight cannot become FP8 in place while something holds on to its tensor (a graph "
-        "that has not been freed, a weak reference): convert before training with it. What was "
-        f"found: {error}"
-    )
+    return largest
 
 
 def own(layer: nn.Module, name: str) -> PlanesOwner:
-    """A parameter's planes are to know it: see `fp8rs.fsdp.own`."""
+    """Register a layer's parameter as the owner of its planes, see `fp8rs.fsdp.own`."""
     from fp8rs.fsdp import own
 
     return own(layer, name)
 
 
 def new_weight(values: Tensor, recipe: Recipe) -> QuantizedTensor:
-    """A quantized weight with scales from the data: one plane, two where none gives the other."""
+    """Quantize values (out_features, in_features) with scales from the data.
+
+    The result has one plane, or two if neither plane determines the other.
+    """
     spec = quant_spec(recipe, "weight")
     format = spec.format
     both = not format.square and not format.per_row
@@ -104,7 +94,7 @@ def new_weight(values: Tensor, recipe: Recipe) -> QuantizedTensor:
 
 
 def high_precision_weight(layer: nn.Linear) -> None:
-    """Undo `quantize_weight`, but for the rounding."""
+    """Replace a quantized weight by its dequantized values."""
     weight = layer.weight
     if isinstance(weight, QuantizedTensor):
         become(weight, weight.dequantize())

@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
 
 from fp8rs.convert.convert import convert_to_float8_training
 from fp8rs.convert.fp8_weights import high_precision_weight, quantize_weight
-from fp8rs.convert.select import Candidate, ModuleFilter, why_not
+from fp8rs.convert.select import ModuleFilter, why_not
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 
@@ -101,7 +101,7 @@ def _can_be_converted(layer: nn.Linear) -> bool:
     """Whether a conversion takes a layer, as far as the layer alone tells."""
     if isinstance(layer, Float8Linear):
         return layer._fp8_state.by_hand
-    return why_not(Candidate(layer)) is None
+    return why_not(layer) is None
 
 
 def _only(linears: dict[int, nn.Linear], keep: ModuleFilter | None) -> ModuleFilter:

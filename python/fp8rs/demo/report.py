@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,6 @@ ON_CPU = (
     "Memory and time on a CPU say nothing of a GPU's: the memory is the whole process's, libraries "
     "included, and GEMMs multiply fp32 copies of the FP8 operands."
 )
-
-MISSING_MATPLOTLIB = "no plot: matplotlib is not installed (pip install matplotlib)"
 
 
 @dataclass(frozen=True)
@@ -141,11 +138,7 @@ def write_json(outcome: Outcome, path: Path) -> None:
 
 
 def plot(outcome: Outcome, path: Path) -> None:
-    """Draws both held-out loss curves, the gathered bytes and the memory.
-
-    Raises:
-        ImportError: matplotlib is missing.
-    """
+    """Draw both held-out loss curves, the gathered bytes and the memory."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4), layout="constrained")
@@ -179,11 +172,8 @@ def show(outcome: Outcome, json_path: Path | None, plot_path: Path | None) -> No
         write_json(outcome, json_path)
         print(f"fields: {json_path}")
     if plot_path is not None:
-        try:
-            plot(outcome, plot_path)
-            print(f"plot: {plot_path}")
-        except ImportError:
-            print(MISSING_MATPLOTLIB, file=sys.stderr)
+        plot(outcome, plot_path)
+        print(f"plot: {plot_path}")
 
 
 def _ends(result: dict[str, Any]) -> list[float]:

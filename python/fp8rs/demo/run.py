@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,10 @@ def _check(
             raise DemoError(f"{option} {path}: this is a folder: name a file", code=2)
         if not os.access(path if path.exists() else folder, os.W_OK):
             raise DemoError(f"{option} {path}: it cannot be written", code=2)
+    if plot_path is not None and find_spec("matplotlib") is None:
+        raise DemoError(
+            f"--plot {plot_path}: matplotlib is not installed (pip install matplotlib)", code=2
+        )
     if plot_path is not None and plot_path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise DemoError(f"--plot {plot_path}: its name must end in .png, .svg or .pdf", code=2)
 

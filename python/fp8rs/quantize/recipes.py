@@ -6,6 +6,7 @@ so is its short name (:func:`resolve_recipe`).
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
@@ -247,12 +248,18 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "mxfp8": MXFP8BlockScaling,
 }
 
+#: Recipe names of other libraries that have no equal here, and what to do instead.
+_ABSENT = {
+    "rowwise_with_gw_hp": "torchao's recipe of this name computes weight gradients in high "
+    "precision, which no recipe does here. The closest is 'rowwise'",
+}
+
 
 def resolve_recipe(recipe: Recipe | str | Any) -> Recipe:
-    """A recipe object from itself or from its short name.
+    """Return a recipe, given one or its short name.
 
     Raises:
-        ValueError: an unknown name; the message lists those known.
+        ValueError: an unknown name. The message lists the known names and suggests the closest.
         TypeError: neither a name nor a recipe, or another library's recipe.
     """
     if isinstance(recipe, Recipe):
@@ -262,7 +269,8 @@ def resolve_recipe(recipe: Recipe | str | Any) -> Recipe:
             return RECIPES[recipe]()
         except KeyError:
             known = ", ".join(repr(name) for name in RECIPES)
-            raise ValueError(f"recipe {recipe!r} is not known; the names are {known}") from None
+            message = f"recipe {recipe!r} is not known; the names are {known}"
+            raise ValueError(message + _suggestion(recipe)) from None
     if isinstance(recipe, type) and issubclass(recipe, Recipe):
         raise TypeError(f"recipe is the class {recipe.__name__}: give {recipe.__name__}()")
     kind = type(recipe)  # with its module: others have recipes of the same names
@@ -270,6 +278,13 @@ def resolve_recipe(recipe: Recipe | str | Any) -> Recipe:
         "recipe must be a recipe of fp8rs or its short name, not "
         f"{kind.__module__}.{kind.__qualname__}"
     )
+
+
+def _suggestion(name: str) -> str:
+    if name in _ABSENT:
+        return f". {_ABSENT[name]}"
+    close = difflib.get_close_matches(name.lower(), RECIPES, n=1)
+    return f". Did you mean {close[0]!r}?" if close else ""
 
 
 def describe(recipe: Recipe) -> str:
