@@ -23,6 +23,7 @@ from fp8rs._torch import (
     local_shape_and_offset,
     own_part,
 )
+from fp8rs.tensor.dcp import splits_blocks
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -102,7 +103,7 @@ def parts_of(value: Tensor) -> dict[str, Tensor] | None:
         if plane is None:
             continue
         turned = suffix == COLUMNWISE
-        if _cuts_blocks(value, plane, turned):
+        if splits_blocks(value, plane, turned):
             return None
         plane = shown[suffix] if local.numel() else _empty(plane, local.shape, turned)
         assert plane is not None
@@ -138,23 +139,3 @@ def _tensors_of(value: Tensor, plane: Plane, turned: bool) -> tuple[Tensor, Tens
     shared = [int(n > 0) for n in plane.lead]
     own = part(scale, (first[0], first[1]), (shared[0], shared[1]))
     return whole, dtensor_like(value, own, format.scale_shape(rows, cols))
-
-
-def _cuts_blocks(value: Any, plane: Plane, turned: bool) -> bool:
-    """Whether tensor parallelism begins blocks anew within those of the whole tensor."""
-    if not is_distributed(value):
-        return False
-    owner: Any = own_part(value)._store.owner
-    sharded = [(i, p.dim) for i, p in enumerate(value.placements) if not p.is_replicate()]
-    if owner is not None and owner.shards is not None:
-        sharded = sharded[1:]  # FSDP2 cuts blocks that are the whole's, and agrees on their scales
-        if plane.format.per_tensor:
-            return False
-    extent = list(value.shape)
-    block = plane.format.block[::-1] if turned else plane.format.block
-    for mesh_dim, dim in sharded:
-        length = -(-extent[dim] // value.device_mesh.size(mesh_dim))
-        if length < extent[dim] and (block[dim] < 0 or length % block[dim]):
-            return True
-        extent[dim] = length
-    return False

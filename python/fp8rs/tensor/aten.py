@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rs._torch import in_staging, make_wrapper_subclass
 from fp8rs.tensor import collectives, copies, views
 from fp8rs.tensor.fallback import dequantized_call, each_member
 from fp8rs.tensor.formats import INPUT_DTYPES, LOGICAL_DTYPES
@@ -136,21 +135,6 @@ def _empty_like(
     return t.map(lambda x: zeros(x, x.shape, device))
 
 
-@implements(aten.new_empty.default)
-def _new_empty(func: Any, t: QuantizedTensor, size: Any, **kwargs: Any) -> Any:
-    if not in_staging():
-        return _new(func, t, size, **kwargs)
-    # `async_save` gives this copies of all attributes of ``t``: of its store and window too.
-    return make_wrapper_subclass(
-        type(t),
-        t.shape,
-        strides=t.stride(),
-        storage_offset=t.storage_offset(),
-        dtype=t.dtype,
-        device=torch.device("cpu"),
-    )
-
-
 @implements(aten.new_zeros.default)
 def _new_part(
     func: Any,
@@ -192,6 +176,7 @@ def _new_like(func: Any, t: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
 
 
 @implements(
+    aten.new_empty.default,
     aten.new_ones.default,
     aten.new_full.default,
     aten.new_empty_strided.default,

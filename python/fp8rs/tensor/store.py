@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -14,6 +15,14 @@ from fp8rs.tensor.formats import BlockFormat, matrix_shape
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.spec import Planes, QuantSpec
 from fp8rs.tensor.windows import Rectangle
+
+#: Why a quantized tensor cannot be copied as the bytes of one storage, and what to do instead.
+NO_SINGLE_MEMORY = (
+    "its codes and scales are separate tensors (rowwise.data, rowwise.scale), so it has no single "
+    "block of memory. Asynchronous saves of torch copy tensors as one block. To save a checkpoint "
+    "in the background use fp8rs.checkpoint.async_save, or pass fp8rs.checkpoint.Model(model) to "
+    "dcp.async_save in place of model.state_dict()"
+)
 
 #: What a delayed scale is read from and the amax written to, each fp32 of one element.
 Delayed = tuple[Tensor, Tensor]
@@ -93,6 +102,19 @@ class Store:
         new = Store(rowwise, columnwise, self.spec, self.delayed)
         new.owner = self.owner
         return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Store:
+        """Refuse to copy the planes without their tensor, as torch's checkpoint stager does."""
+        raise TypeError(f"cannot copy a quantized tensor by its attributes: {NO_SINGLE_MEMORY}")
+
+    def deepcopy(self, memo: dict[int, Any]) -> Store:
+        """Return a copy with planes of its own, for the deep copy of a tensor."""
+        if id(self) not in memo:
+            new = memo[id(self)] = Store(None, None)
+            for name in self.__slots__:
+                setattr(new, name, copy.deepcopy(getattr(self, name), memo))
+        found: Store = memo[id(self)]
+        return found
 
     @property
     def told(self) -> Owner | None:

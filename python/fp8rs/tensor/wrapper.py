@@ -35,6 +35,9 @@ class StoreTensor(Tensor):
     planes of their own, and what users have set on the tensor.
     """
 
+    #: Whether copies into it are pieces of a shard that DCP loads (`fp8rs.tensor.dcp`).
+    loads_pieces: ClassVar[bool] = False
+
     #: Scale dtypes that a subclass stands for; checked at construction.
     scale_dtype: ClassVar[torch.dtype | None] = None
 
@@ -173,7 +176,9 @@ class StoreTensor(Tensor):
             new = self.view_of(self._window)
             memo[id(self)] = new
             # With its attributes: the planes, marks that users set, and that it is a parameter.
-            new.__dict__.update(copy.deepcopy({**self.__dict__, "_shown": None}, memo))
+            rest = {k: v for k, v in self.__dict__.items() if k not in ("_store", "_shown")}
+            new.__dict__.update(copy.deepcopy(rest, memo))
+            new._store = self._store.deepcopy(memo)
         new.requires_grad_(self.requires_grad)
         if self.grad is not None:
             new.grad = copy.deepcopy(self.grad, memo)
