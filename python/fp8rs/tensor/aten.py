@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8rs.tensor import collectives, copies, views
 from fp8rs.tensor.fallback import dequantized_call, each_member
-from fp8rs.tensor.formats import INPUT_DTYPES, LOGICAL_DTYPES
+from fp8rs.tensor.formats import FP8_MAX, INPUT_DTYPES, LOGICAL_DTYPES
 from fp8rs.tensor.planes import zeros
 from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
 from fp8rs.tensor.table import HANDLERS, Handler, implements
@@ -91,6 +91,12 @@ def _copy(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> An
         and copies.take(dst, src, non_blocking)
     ):
         return dst
+    if src.dtype in FP8_MAX:
+        raise TypeError(
+            f"cannot copy {src.dtype} into a quantized tensor of shape {tuple(dst.shape)}: codes "
+            "without their scales are not its values. Expected values in high precision, or "
+            "another quantized tensor. Multiply the codes by their scales first"
+        )
     if isinstance(src, QuantizedTensor):
         src = src.dequantize()
     if src.device != dst.device:

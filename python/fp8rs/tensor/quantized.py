@@ -280,7 +280,7 @@ class QuantizedTensor(StoreTensor):
     def __create_write_items__(self, fqn: str, whole: Tensor) -> list[Any]:
         return dcp.write_items(fqn, whole)
 
-    def __get_tensor_shard__(self, index: Any) -> QuantizedTensor:
+    def __get_tensor_shard__(self, index: Any = None) -> QuantizedTensor:
         shard: Any = self.view_of(self._window)
         shard.__class__ = LoadedShard
         found: LoadedShard = shard
