@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -102,19 +101,6 @@ class Store:
         new = Store(rowwise, columnwise, self.spec, self.delayed)
         new.owner = self.owner
         return new
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Store:
-        """Refuse to copy the planes without their tensor, as torch's checkpoint stager does."""
-        raise TypeError(f"cannot copy a quantized tensor by its attributes: {NO_SINGLE_MEMORY}")
-
-    def deepcopy(self, memo: dict[int, Any]) -> Store:
-        """Return a copy with planes of its own, for the deep copy of a tensor."""
-        if id(self) not in memo:
-            new = memo[id(self)] = Store(None, None)
-            for name in self.__slots__:
-                setattr(new, name, copy.deepcopy(getattr(self, name), memo))
-        found: Store = memo[id(self)]
-        return found
 
     @property
     def told(self) -> Owner | None:

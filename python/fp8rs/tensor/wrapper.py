@@ -176,9 +176,7 @@ class StoreTensor(Tensor):
             new = self.view_of(self._window)
             memo[id(self)] = new
             # With its attributes: the planes, marks that users set, and that it is a parameter.
-            rest = {k: v for k, v in self.__dict__.items() if k not in ("_store", "_shown")}
-            new.__dict__.update(copy.deepcopy(rest, memo))
-            new._store = self._store.deepcopy(memo)
+            new.__dict__.update(copy.deepcopy({**self.__dict__, "_shown": None}, memo))
         new.requires_grad_(self.requires_grad)
         if self.grad is not None:
             new.grad = copy.deepcopy(self.grad, memo)
