@@ -5,7 +5,6 @@ Each has the reason why nothing public serves.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -427,22 +426,6 @@ def reduces_in_stored_dtype() -> bool:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     return hasattr(FSDPParamGroup, "_get_reduce_dtype")
-
-
-def in_staging() -> bool:
-    """Whether what runs was called where `torch.distributed.checkpoint.async_save` copies a tensor.
-
-    It takes what has a pointer for the bytes of one storage, and of what has none copies the
-    attributes. Nothing tells a tensor that it is asked for that.
-    """
-    frame = sys._getframe(1)
-    for _ in range(3):
-        if frame.f_code.co_name == "_offload_tensor":
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False
 
 
 def is_gathered_for_forward(root: Any, module: Any) -> bool:

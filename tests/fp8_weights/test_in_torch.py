@@ -11,8 +11,6 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -38,7 +36,6 @@ from fp8_weights.test_in_use import (
 )
 from fp8rs.optim import AdamW
 from fp8rs.tensor.quantized import QuantizedTensor
-from fsdp.test_state_dict import shared_folder
 from parts import local_of, store_of
 from saving import reloaded
 
@@ -238,32 +235,6 @@ def test_full_state_dicts(rig, recipe, meta, broadcast):
 # --- copies and pickles --------------------------------------------------------------------------
 
 
-@ranks(1, 2)
-@recipes
-@pytest.mark.parametrize("sharded", [False, True])
-def test_an_asynchronous_save(rig, recipe, sharded):
-    """What is saved are the bytes of the call, though the weights are written meanwhile."""
-    whole, model = pair(rig, recipe)
-    model, other = (model, pair(rig, recipe)[1]) if sharded else (whole, copy.deepcopy(whole))
-    before = contents(model)
-    folder = shared_folder(rig)
-    group = dist.new_group(backend="gloo")  # its thread's, while this one's reduces maxima
-    for name in ("first", "second"):  # whose staging reuses what the first one's has allocated
-        saving = dcp.async_save(
-            model.state_dict(), checkpoint_id=f"{folder}/{name}", process_group=group
-        )
-        with torch.no_grad():
-            for m in (model, other):
-                for parameter in m.parameters():
-                    parameter.mul_(2)
-        saving.result()
-        state = other.state_dict()
-        dcp.load(state, checkpoint_id=f"{folder}/{name}")
-        other.load_state_dict(state)
-        same(contents(other), before)
-        before = contents(model)
-
-
 INITS = {
     "uniform_": {},
     "normal_": {},
@@ -396,8 +367,9 @@ def test_pointers_tell_parameters_apart(device, recipe):
     assert 0 not in pointers and len(set(pointers)) == len(pointers)
     weight = model.head.weight
     assert weight.data_ptr() == weight.rowwise.data.data_ptr()
-    assert weight.detach().data_ptr() == weight[:32].data_ptr() == weight.data_ptr()
-    assert weight.view(-1)[7:].data_ptr() == weight.data_ptr() + 7
+    for alias in (weight.detach(), weight[:32], weight.view(-1)):
+        with pytest.raises(RuntimeError, match="no single block of memory"):
+            alias.data_ptr()
     if weight.columnwise is None and weight.format.square:
         weight.update_usage(columnwise=True)
     if weight.columnwise is not None:

@@ -23,6 +23,8 @@ from fp8rs._torch import (
     local_shape_and_offset,
     own_part,
 )
+from fp8rs.tensor.dcp import splits_blocks
+from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -30,14 +32,94 @@ from fp8rs.tensor.quantized import QuantizedTensor
 SCALE, COLUMNWISE = "_scale", "_columnwise"
 
 
-class Part(Tensor):
+class PlainPart(Tensor):
+    """Base of plain tensors that say themselves how DCP saves and loads them.
+
+    Operators give plain tensors. The checkpoint stager of torch makes a new tensor and sets its
+    storage and attributes, so ``new_empty`` keeps the class.
+    """
+
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+
+    def new_empty(self, *args: Any, **kwargs: Any) -> Any:
+        """As of a plain tensor, with this class."""
+        return super().new_empty(*args, **kwargs).as_subclass(type(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError(
+            "cannot copy the state dict of fp8rs.checkpoint.Model tensor by tensor. "
+            "torch's BlockingAsyncStager and FileSystemWriter do so in dcp.async_save: pass "
+            "checkpoint_id to it alone, or use fp8rs.checkpoint.async_save"
+        )
+
+
+class Codes(PlainPart):
+    """FP8 codes of a weight, which DCP saves as the plain tensor that they are.
+
+    DCP casts what it loads to the dtype of the tensor that it loads into. Values in high precision
+    would become codes without their scales, so they are quantized into the weight instead.
+    """
+
+    #: The weight, of the same shape: a piece of a load is written to it.
+    weight: Weight
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Codes:
+        return self
+
+    def narrow(self, dim: int, start: int, length: int) -> Codes:  # type: ignore[override]
+        """Rows or columns of codes and weight."""
+        weight = self.weight.tensor.narrow(dim, start, length)
+        return codes_of(weight, super().narrow(dim, start, length))
+
+    def detach(self) -> Codes:
+        """An alias of the codes, with the weight."""
+        return codes_of(self.weight.tensor, super().detach())
+
+    def copy_(self, src: Tensor, non_blocking: bool = False) -> Codes:  # type: ignore[override]
+        """Copy codes, or quantize values into the weight.
+
+        Raises:
+            TypeError: ``src`` has codes of another format, or integers.
+        """
+        if src.dtype == self.dtype:
+            super().copy_(src, non_blocking)
+        elif src.dtype in INPUT_DTYPES:
+            self.weight.tensor.copy_(src)
+        else:
+            raise TypeError(
+                f"cannot load {src.dtype} into FP8 codes of {self.dtype}: expected these codes or "
+                "values in float32, bfloat16 or float16. Convert the model with the recipe of the "
+                "checkpoint"
+            )
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+class Weight:
+    """Holds the weight of `Codes`. A staged copy has codes alone."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Weight:
+        return Weight(None)
+
+
+def codes_of(weight: Any, codes: Tensor) -> Codes:
+    """Return `Codes` over the memory of ``codes``, of the same shape as ``weight``."""
+    made = codes.as_subclass(Codes)
+    made.weight = Weight(weight)
+    return made
+
+
+class Part(PlainPart):
     """This rank's part of a tensor that no placement of a DTensor describes.
 
     Scales of blocks, which shards share where a boundary cuts a block, and planes of the transpose.
     A DTensor asks its local tensor, which this is, what DCP is to write and to read of it.
     """
-
-    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     #: Where it begins in the whole tensor.
     begin: tuple[int, int]
@@ -102,10 +184,13 @@ def parts_of(value: Tensor) -> dict[str, Tensor] | None:
         if plane is None:
             continue
         turned = suffix == COLUMNWISE
-        if _cuts_blocks(value, plane, turned):
+        if splits_blocks(value, plane, turned):
             return None
         plane = shown[suffix] if local.numel() else _empty(plane, local.shape, turned)
         assert plane is not None
+        if not turned:
+            data = codes_of(local.__get_tensor_shard__(), plane.data)
+            plane = Plane(data, plane.scale, plane.format, plane.lead)
         found[suffix], found[suffix + SCALE] = _tensors_of(value, plane, turned)
     return found
 
@@ -138,23 +223,3 @@ def _tensors_of(value: Tensor, plane: Plane, turned: bool) -> tuple[Tensor, Tens
     shared = [int(n > 0) for n in plane.lead]
     own = part(scale, (first[0], first[1]), (shared[0], shared[1]))
     return whole, dtensor_like(value, own, format.scale_shape(rows, cols))
-
-
-def _cuts_blocks(value: Any, plane: Plane, turned: bool) -> bool:
-    """Whether tensor parallelism begins blocks anew within those of the whole tensor."""
-    if not is_distributed(value):
-        return False
-    owner: Any = own_part(value)._store.owner
-    sharded = [(i, p.dim) for i, p in enumerate(value.placements) if not p.is_replicate()]
-    if owner is not None and owner.shards is not None:
-        sharded = sharded[1:]  # FSDP2 cuts blocks that are the whole's, and agrees on their scales
-        if plane.format.per_tensor:
-            return False
-    extent = list(value.shape)
-    block = plane.format.block[::-1] if turned else plane.format.block
-    for mesh_dim, dim in sharded:
-        length = -(-extent[dim] // value.device_mesh.size(mesh_dim))
-        if length < extent[dim] and (block[dim] < 0 or length % block[dim]):
-            return True
-        extent[dim] = length
-    return False

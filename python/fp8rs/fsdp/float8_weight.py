@@ -26,6 +26,11 @@ class Sharded(QuantizedTensor):
         return weight
 
     @property
+    def _is_weight(self) -> bool:
+        """Whether this object is the local tensor of the parameter, and not a view or a copy."""
+        return self._weight.in_place and self is self._weight.parameter_part
+
+    @property
     def shard(self) -> Tensor:
         """This, under the name that gathers ask for."""
         return self

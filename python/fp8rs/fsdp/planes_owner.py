@@ -152,9 +152,15 @@ class PlanesOwner(Weight):
         return True
 
     def loaded(self) -> None:
-        """Codes and scales were read in place, on all ranks: these agree on them."""
+        """Codes and scales were loaded in place, on all ranks, with scales that they share.
+
+        Values in high precision may have been loaded instead. Each rank has quantized its own, and
+        the scales remain to be synchronized.
+        """
+        unagreed = self.unagreed
         self._keep(None)
         self.wrote()
+        self.unagreed = unagreed
 
     def wrote(self, tensor: QuantizedTensor | None = None) -> None:
         """The shard is being written, with the scales of all ranks.

@@ -33,7 +33,11 @@ def make_plain(
     """
     key = prefix + "weight"
     value = state_dict.get(key)
-    if isinstance(own_part(value), Sharded):
+    local = own_part(value)
+    if isinstance(local, Sharded):
+        # Once for the model. Afterwards its weights have nothing left to synchronize.
+        if (shards := local._weight.shards) is not None:
+            shards.agree()
         return
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         state_dict[key] = plain(value)

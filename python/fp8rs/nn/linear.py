@@ -48,6 +48,7 @@ def before_load(
     key, delayed = prefix + "weight", layer._fp8_state.delayed
     if key not in state_dict:
         return
+    quantized_weight.refuse_codes(layer, state_dict, prefix)
     buffers.begin_anew(layer, delayed)
     if local_metadata.get("assign_to_params_buffers", False):
         if not state_dict[key].is_meta:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fp8rs._torch import hooks_of, own_part, set_hooks, set_local_tensor
+from fp8rs.tensor.formats import FP8_MAX
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import quantize_planes
 from fp8rs.tensor.wrapper import OWN_ATTRIBUTES
@@ -28,6 +29,34 @@ def keep_marks(before: dict[str, Any], parameter: Any) -> None:
 def is_fp8(weight: Any) -> bool:
     """Whether a parameter, sharded or not, is an FP8 weight."""
     return isinstance(own_part(weight), QuantizedTensor)
+
+
+def refuse_codes(module: nn.Module, state_dict: Any, prefix: str, *args: Any) -> None:
+    """Load-state-dict pre-hook: refuse quantized weights, whose codes torch would copy as values.
+
+    Raises:
+        TypeError: the state dict has FP8 codes, or scales beside a weight. Nothing was loaded.
+    """
+    found = []
+    for name, layer in module.named_modules():
+        if hasattr(layer, "_fp8_state"):
+            key = f"{prefix}{name}.weight" if name else f"{prefix}weight"
+            if _is_quantized(state_dict.get(key), key, state_dict):
+                found.append(key)
+    if found:
+        raise TypeError(
+            f"the state dict has {len(found)} quantized weights, the first of them {found[0]} of "
+            f"{state_dict[found[0]].dtype}: load_state_dict would take their codes as values. "
+            "Expected values in high precision. Load a checkpoint of fp8rs.checkpoint by "
+            "fp8rs.checkpoint.load. In other files multiply each code by its scale first"
+        )
+
+
+def _is_quantized(value: Any, key: str, state_dict: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or is_fp8(value):
+        return False
+    scales = (f"{key}_scale", f"{key}_scale_inv")
+    return value.dtype in FP8_MAX or any(scale in state_dict for scale in scales)
 
 
 def cut_as(before: Any, parameter: Any) -> None:

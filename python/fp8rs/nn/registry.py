@@ -29,6 +29,7 @@ from fp8rs.scaling.delayed import Delayed, note_compiled
 from fp8rs.scaling.histories import BUFFERS
 
 from .function import prepare_compilers
+from .quantized_weight import refuse_codes
 from .sharding import Sharding
 from .siblings import forget_inputs
 from .spec import ROLES, register
@@ -143,6 +144,10 @@ class ModelState:
         before.move_to_end(name, last=False)
         root._forward_hooks_always_called[name] = True  # type: ignore[index]
         self._hook_name = name
+        # On the root too, so that nothing has been loaded when it raises.
+        hooks: Any = root._load_state_dict_pre_hooks.values()
+        if refuse_codes not in (known.hook for known in hooks):
+            root.register_load_state_dict_pre_hook(refuse_codes)
         if self.delayed is not None:
             keep_from_ddp(root, [f"{n}.{b}".lstrip(".") for n in self.names for b in BUFFERS])
 

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rs._torch import in_staging, make_wrapper_subclass
 from fp8rs.tensor import collectives, copies, views
 from fp8rs.tensor.fallback import dequantized_call, each_member
-from fp8rs.tensor.formats import INPUT_DTYPES, LOGICAL_DTYPES
+from fp8rs.tensor.formats import FP8_MAX, INPUT_DTYPES, LOGICAL_DTYPES
 from fp8rs.tensor.planes import zeros
 from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
 from fp8rs.tensor.table import HANDLERS, Handler, implements
@@ -92,6 +91,12 @@ def _copy(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> An
         and copies.take(dst, src, non_blocking)
     ):
         return dst
+    if src.dtype in FP8_MAX:
+        raise TypeError(
+            f"cannot copy {src.dtype} into a quantized tensor of shape {tuple(dst.shape)}: codes "
+            "without their scales are not its values. Expected values in high precision, or "
+            "another quantized tensor. Multiply the codes by their scales first"
+        )
     if isinstance(src, QuantizedTensor):
         src = src.dequantize()
     if src.device != dst.device:
@@ -136,21 +141,6 @@ def _empty_like(
     return t.map(lambda x: zeros(x, x.shape, device))
 
 
-@implements(aten.new_empty.default)
-def _new_empty(func: Any, t: QuantizedTensor, size: Any, **kwargs: Any) -> Any:
-    if not in_staging():
-        return _new(func, t, size, **kwargs)
-    # `async_save` gives this copies of all attributes of ``t``: of its store and window too.
-    return make_wrapper_subclass(
-        type(t),
-        t.shape,
-        strides=t.stride(),
-        storage_offset=t.storage_offset(),
-        dtype=t.dtype,
-        device=torch.device("cpu"),
-    )
-
-
 @implements(aten.new_zeros.default)
 def _new_part(
     func: Any,
@@ -192,6 +182,7 @@ def _new_like(func: Any, t: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
 
 
 @implements(
+    aten.new_empty.default,
     aten.new_ones.default,
     aten.new_full.default,
     aten.new_empty_strided.default,

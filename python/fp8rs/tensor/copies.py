@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from fp8rs._torch import note_write
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.region import Region
 from fp8rs.tensor.spec import Planes
-from fp8rs.tensor.windows import Rectangle
+from fp8rs.tensor.windows import Rectangle, Span
 from fp8rs.tensor.wrapper import StoreTensor
 from fp8rs.tensor.writes import is_box
 
@@ -25,6 +29,11 @@ def take(dst: StoreTensor, src: StoreTensor, non_blocking: bool = False) -> bool
     if given.format is not own.format or given.data.dtype != own.data.dtype:
         return False
     owner = store.told
+    if dst.loads_pieces:
+        loaded = load_piece(dst, src)
+        if loaded and owner is not None:
+            owner.wrote(dst)
+        return loaded
     # FSDP2 copies nothing into an empty shard: there it is the owner who hears of copies.
     if store.first_copy is not None and (owner is None or dst.numel()):
         return store.first_copy(dst.region, src.region)
@@ -93,3 +102,64 @@ def arranged(dst: Region, src: Region) -> Plane | None:
         given, codes = codes, torch.empty(matrix, dtype=torch.uint8, device=row.data.device)
         window.of(codes).copy_(given)
     return Plane(codes.view(row.data.dtype), row.scale, row.format)
+
+
+def load_piece(dst: StoreTensor, src: StoreTensor) -> bool:
+    """Load a piece of a shard: replace codes and scales of ``dst`` by those of ``src``.
+
+    Other elements of the blocks keep their codes, not their values: other pieces will replace
+    them. Keeping their values could change the scale, and so the codes of ``src``.
+
+    Returns:
+        False, with nothing written, if ``src`` lacks a plane that cannot be made from the other.
+
+    Raises:
+        ValueError: the blocks of ``src`` begin elsewhere.
+    """
+    store, of = dst._store, src._store
+    to, given = dst.region.rectangle, src.region.rectangle
+    planes = completed((of.rowwise, of.columnwise), store.has)
+    if planes is None or to is None or given is None or to.transposed or given.transposed:
+        return False
+    copies: list[tuple[Tensor, Tensor]] = []
+    for own, plane, turned in zip(
+        (store.rowwise, store.columnwise), planes, (False, True), strict=True
+    ):
+        if own is not None:
+            assert plane is not None
+            spans, froms = (to[1::-1], given[1::-1]) if turned else (to[:2], given[:2])
+            copies += _pairs(own, spans, plane, froms)
+    for target, values in copies:
+        target.copy_(values)
+    for own in (store.rowwise, store.columnwise):
+        if own is not None:
+            note_write(own.data)
+    return True
+
+
+def _pairs(own: Plane, to: Any, plane: Plane, given: Any) -> list[tuple[Tensor, Tensor]]:
+    """Return codes and scales of some rows and columns of two planes, each to copy into."""
+    codes = own.matrix[to[0].slice, to[1].slice], plane.matrix[given[0].slice, given[1].slice]
+    if own.format.per_tensor:
+        return [codes, (own.scale, plane.scale)]
+    at: list[tuple[slice, slice]] = []
+    for span, source, block, lead, source_lead in zip(
+        to, given, own.format.block, own.lead, plane.lead, strict=True
+    ):
+        if block > 0 and (span.start + lead - source.start - source_lead) % block:
+            raise ValueError(
+                f"cannot load FP8 codes of format {own.format.name!r} into this layout: they were "
+                "saved in blocks that begin at other rows or columns. Save and load with "
+                "fp8rs.checkpoint.Model(model) in place of the model's state dict"
+            )
+        at.append((_blocks(span, block, lead), _blocks(source, block, source_lead)))
+    (rows, source_rows), (cols, source_cols) = at
+    return [codes, (own.scale[rows, cols], plane.scale[source_rows, source_cols])]
+
+
+def _blocks(span: Span, block: int, lead: int) -> slice:
+    """Return the blocks that rows or columns lie in; ``block`` is negative if it is all of them."""
+    if block < 0:
+        return slice(None)
+    start = span.start + lead
+    return slice(start // block, -(-(start + span.length) // block))

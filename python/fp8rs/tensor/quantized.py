@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from fp8rs._torch import disabled_torch_function, in_staging, is_traced
-from fp8rs.tensor import formats, pickles, writes
+from fp8rs._torch import disabled_torch_function, is_traced
+from fp8rs.tensor import dcp, formats, pickles, writes
 from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.planes import Plane as Plane
 from fp8rs.tensor.planes import check_planes
 from fp8rs.tensor.spec import QuantSpec, default_spec
-from fp8rs.tensor.store import Delayed, Store
+from fp8rs.tensor.store import NO_SINGLE_MEMORY, Delayed, Store
 from fp8rs.tensor.table import HANDLERS
 from fp8rs.tensor.wrapper import PLANES, TENSOR_TYPES, StoreTensor, tensor_over
 
@@ -213,20 +213,26 @@ class QuantizedTensor(StoreTensor):
 
     # --- memory -----------------------------------------------------------------------------------
 
-    def data_ptr(self) -> int:
-        """Where the codes begin: of the rowwise plane, or of the columnwise one if it is alone.
+    @property
+    def _is_weight(self) -> bool:
+        """Whether this object is a parameter, or the local tensor of a sharded one."""
+        return isinstance(self, torch.nn.Parameter)
 
-        Parameters have one each, by which optimizers and wrappers tell them apart. 0 in a trace,
-        and for `async_save`, which then copies codes and scales.
+    def data_ptr(self) -> int:
+        """Return the address of the codes: of the rowwise plane, or else of the columnwise one.
+
+        Optimizers and wrappers tell parameters apart by it. It is 0 in a trace.
+
+        Raises:
+            RuntimeError: this is not a parameter. Codes and scales have different addresses, and
+                code that reads or allocates memory for a state dict must not miss the scales.
         """
-        if in_staging():
+        codes = self._store.any_plane.data
+        if is_traced(codes):
             return 0
-        row, col = self.planes
-        plane = row if row is not None else col
-        codes, offset = (self._store.any_plane if plane is None else plane).data, 0
-        if plane is None and self._window is not None and self._store.rowwise is not None:
-            offset = self._window.offset
-        return 0 if is_traced(codes) else codes.data_ptr() + offset
+        if not self._is_weight:
+            raise RuntimeError(f"data_ptr() of a {type(self).__name__}: {NO_SINGLE_MEMORY}")
+        return codes.data_ptr()
 
     def share_memory_(self) -> Self:
         """Move codes and scales to shared memory; of a view, those of the whole tensor."""
@@ -269,6 +275,17 @@ class QuantizedTensor(StoreTensor):
             f"planes={planes}, device={str(self.device)!r}, requires_grad={self.requires_grad})"
         )
 
+    # --- torch.distributed.checkpoint -------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, whole: Tensor) -> list[Any]:
+        return dcp.write_items(fqn, whole)
+
+    def __get_tensor_shard__(self, index: Any = None) -> QuantizedTensor:
+        shard: Any = self.view_of(self._window)
+        shard.__class__ = LoadedShard
+        found: LoadedShard = shard
+        return found
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return pickles.rebuild, pickles.parts(self)
 
@@ -277,6 +294,12 @@ class QuantizedTensor(StoreTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return HANDLERS[func](func, *args, **(kwargs or {}))
+
+
+class LoadedShard(QuantizedTensor):
+    """An alias of a quantized tensor, into which DCP copies the pieces that it loads."""
+
+    loads_pieces = True
 
 
 class Float8Tensor(QuantizedTensor):

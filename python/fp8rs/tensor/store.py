@@ -15,6 +15,14 @@ from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.spec import Planes, QuantSpec
 from fp8rs.tensor.windows import Rectangle
 
+#: Why a quantized tensor cannot be copied as the bytes of one storage, and what to do instead.
+NO_SINGLE_MEMORY = (
+    "its codes and scales are separate tensors (rowwise.data, rowwise.scale), so it has no single "
+    "block of memory. Asynchronous saves of torch copy tensors as one block. To save a checkpoint "
+    "in the background use fp8rs.checkpoint.async_save, or pass fp8rs.checkpoint.Model(model) to "
+    "dcp.async_save in place of model.state_dict()"
+)
+
 #: What a delayed scale is read from and the amax written to, each fp32 of one element.
 Delayed = tuple[Tensor, Tensor]
 

@@ -35,6 +35,9 @@ class StoreTensor(Tensor):
     planes of their own, and what users have set on the tensor.
     """
 
+    #: Whether copies into it are pieces of a shard that DCP loads (`fp8rs.tensor.dcp`).
+    loads_pieces: ClassVar[bool] = False
+
     #: Scale dtypes that a subclass stands for; checked at construction.
     scale_dtype: ClassVar[torch.dtype | None] = None
 

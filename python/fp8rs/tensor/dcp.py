@@ -1,0 +1,81 @@
+"""How torch.distributed.checkpoint (DCP) saves a quantized tensor that is in a state dict.
+
+DCP saves each shard as one tensor, whose pickle holds codes and scales. It loads a shard in pieces,
+one for each saved shard that overlaps it (`fp8rs.tensor.copies.load_piece`). A block may get its
+codes from several pieces, which then need the same scale. So tensors whose parts have blocks of
+their own are not saved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fp8rs._torch import is_distributed, local_shape_and_offset, own_part
+from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.wrapper import StoreTensor
+
+
+def write_items(fqn: str, whole: Any) -> list[Any]:
+    """Return what DCP writes of this rank's part: the same as for a plain tensor.
+
+    Args:
+        fqn: the name of the tensor.
+        whole: the quantized tensor, or a DTensor of quantized tensors.
+
+    Raises:
+        ValueError: tensor parallelism splits blocks, so that other layouts cannot read the parts.
+    """
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+    )
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    local: StoreTensor = own_part(whole)
+    for plane, turned in ((local._store.rowwise, False), (local._store.columnwise, True)):
+        if plane is not None and splits_blocks(whole, plane, turned):
+            raise ValueError(
+                f"{fqn} is an FP8 weight, and tensor parallelism splits its blocks of format "
+                f"{plane.format.name!r} over ranks: each rank has scales of its own, which a "
+                "checkpoint of the whole weight cannot hold. Pass fp8rs.checkpoint.Model(model) in "
+                "place of the model's state dict: it saves such weights in high precision"
+            )
+    kind, sizes, offsets = WriteItemType.TENSOR, tuple(whole.shape), (0,) * whole.dim()
+    if is_distributed(whole):
+        kind = WriteItemType.SHARD
+        sizes, offsets = local_shape_and_offset(sizes, whole.device_mesh, whole.placements)
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)),
+        properties=TensorProperties.create_from_tensor(local),
+        size=whole.size(),
+    )
+    return [WriteItem(index=MetadataIndex(fqn, torch.Size(offsets)), type=kind, tensor_data=data)]
+
+
+def splits_blocks(value: Any, plane: Plane, turned: bool) -> bool:
+    """Whether tensor parallelism splits blocks of the whole tensor into smaller ones.
+
+    Args:
+        value: the quantized tensor, or a DTensor of quantized tensors.
+        plane: one of its planes.
+        turned: whether that is the columnwise plane.
+    """
+    if not is_distributed(value):
+        return False
+    owner: Any = own_part(value)._store.owner
+    sharded = [(i, p.dim) for i, p in enumerate(value.placements) if not p.is_replicate()]
+    if owner is not None and owner.shards is not None:
+        sharded = sharded[1:]  # ranks of FSDP2 share the scales of blocks that shards split
+        if plane.format.per_tensor:
+            return False
+    extent = list(value.shape)
+    block = plane.format.block[::-1] if turned else plane.format.block
+    for mesh_dim, dim in sharded:
+        length = -(-extent[dim] // value.device_mesh.size(mesh_dim))
+        if length < extent[dim] and (block[dim] < 0 or length % block[dim]):
+            return True
+        extent[dim] = length
+    return False
