@@ -159,9 +159,7 @@ class AdamW(WithMasters):
             else:
                 tensor = lr.to(device=device, dtype=torch.float32, non_blocking=True)
                 lr = 0.0
-        stochastic, seed = group["stochastic_rounding"], group["seed"]
-        if stochastic is None:
-            stochastic = not group["master_weights"]
+        stochastic, seed = self._rounds_stochastically(group), group["seed"]
         scaler = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
         return {
             "lr": lr,
@@ -176,6 +174,10 @@ class AdamW(WithMasters):
             },
         }
 
+    def _rounds_stochastically(self, group: dict[str, Any]) -> bool:
+        stochastic = group["stochastic_rounding"]
+        return bool(not group["master_weights"] if stochastic is None else stochastic)
+
     def _state(
         self, group: dict[str, Any], param: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -185,7 +187,8 @@ class AdamW(WithMasters):
             state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = state_like(param, weight, getattr(torch, group["state_dtype"]))
-        master = self._master(param, group["master_weights"], bool(group["stochastic_rounding"]))
+        stochastic = self._rounds_stochastically(group)
+        master = self._master(param, group["master_weights"], stochastic)
         exp_avg, exp_avg_sq = (own_part(state[name]) for name in ("exp_avg", "exp_avg_sq"))
         return exp_avg, exp_avg_sq, state["step"], None if master is None else own_part(master)
 

@@ -265,18 +265,80 @@ def round_(param: Tensor, values: Tensor, seed: int, stream: int, step: Tensor) 
         col.matrix.copy_(stochastic.encode(col, values.t(), numbers.t()))
 
 
-def writes(param: Tensor) -> tuple[int, int, int]:
-    """What every write to a parameter changes, whoever makes it.
+def write_count(param: Tensor) -> tuple[int, ...]:
+    """Return numbers of which each write to an FP8 weight changes one, no matter which code writes.
 
-    But for those that nothing tells of: through ``.data`` of a plain parameter, or into the plain
-    tensors of a state dict.
+    A sharded weight has a handle that counts. FSDP2 may replace its tensors, so their versions do
+    not count. The handle of a whole weight does not see writes to its planes. Their version counter
+    does.
     """
+    weight, of = quantized(param), owner(param)
+    assert weight is not None
+    count = 0 if of is None else of.writes
+    if is_distributed(param):
+        return (count,)
+    return count, param._version, weight._store.any_plane.data._version
+
+
+class Content:
+    """What a plain parameter contains at present.
+
+    Args:
+        param: the parameter.
+    """
+
+    def __init__(self, param: Tensor) -> None:
+        self._version, self._bits = param._version, bits_of(plain_part(param)).clone()
+
+    def is_in(self, param: Tensor) -> Tensor:
+        """Return whether the parameter was not written since, as a bool on its device.
+
+        The version counter misses some writes. The bits miss writes of equal values.
+        """
+        same = (bits_of(plain_part(param)) == self._bits).all()
+        return same & (param._version == self._version)
+
+
+def is_rounded(param: Tensor, master: Tensor) -> bool:
+    """Return whether a plain parameter is its rounded master; True for FP8 weights.
+
+    This reads a value from the device.
+    """
+    if quantized(param) is not None:
+        return True
+    part = plain_part(param)
+    return torch.equal(master.to(part.dtype), part)
+
+
+def plain_part(param: Tensor) -> Tensor:
+    """Return the local part of a parameter that is not an FP8 weight, as a plain tensor."""
     part: Any = own_part(param)
-    of = owner(param) or getattr(part, "_weight", None)  # of FP8 weights, of master weights
-    plain: Tensor = getattr(part, "shard", part)
-    # FSDP2 puts other tensors in the place of short shards, with other versions and what they had.
-    version = 0 if shards(param) is not None else plain._version
-    return param._version, version, 0 if of is None else of.writes
+    plain: Tensor = getattr(part, "high_precision", part)  # that of a `MasterWeight`
+    return plain
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """Return a floating-point tensor as integers, in which equal NaNs are equal."""
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def read_plain(param: Tensor, master: Tensor, outdated: Content | None) -> None:
+    """Read what other code has written to a plain parameter into its master.
+
+    An element that equals its rounded master was not written: it keeps its master.
+
+    Args:
+        param: the parameter.
+        master: of the local part.
+        outdated: the content of the parameter when the master was loaded, if it differed. If the
+            parameter was not written since, it does not change the master.
+    """
+    part = plain_part(param)
+    kept = master.to(part.dtype) == part
+    if outdated is not None:
+        kept |= outdated.is_in(param)
+    values = part.float() if part.dtype == torch.float64 else part  # others are promoted
+    torch.where(kept, master, values, out=master)
 
 
 def follow(
@@ -295,11 +357,9 @@ def follow(
             in the values. As long as the weight has it, its largest code is that of all larger
             values too; of another's write it is that of what rounds to it alone.
     """
-    weight, part = quantized(param), own_part(param)
-    if not part.numel():
-        return
-    if weight is None:
-        master.copy_(torch.where(master.to(part.dtype) == part, master, part.float()))
+    weight = quantized(param)
+    assert weight is not None
+    if not weight.numel():
         return
     row, col = weight.planes
     values = master.view(matrix_shape(weight.shape))
