@@ -24,8 +24,8 @@ from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes
 
+from .input_cache import input_token, this_thread
 from .observe import Watch
-from .siblings import here, token_of
 from .spec import GRAD, INPUT, WEIGHT, LinearSpec, spec_for
 
 _amax = torch.ops.fp8rs.amax.default
@@ -172,9 +172,10 @@ def _as_long(a: Plane, b: Plane) -> tuple[Plane, Plane]:
 def _input_planes(
     spec: LinearSpec, x: Tensor, user: int, columnwise: bool, delayed: _Delayed | None
 ) -> tuple[Planes, Tensor]:
-    """The planes of the input, rowwise and columnwise if asked for; and the scale it was given.
+    """Return the input's planes, columnwise only if requested, and the scale of its values.
 
-    That is the rowwise plane's, but a sibling's plane has it from an operator of its own.
+    With delayed scaling, a cached rowwise plane has a copy of that scale, made by the operator that
+    records the amax for this layer.
     """
     if isinstance(x, QuantizedTensor):
         _check_quantized(spec, x)
@@ -190,25 +191,25 @@ def _input_planes(
             given = Plane(given.data, noted, given.format)
         return (given, column), scale
     record = None if delayed is None else delayed.record
-    inputs, token = here.inputs, token_of(x, (spec.input, spec.wgrad_input, record))
-    if (kept := inputs.of(token, user)) is not None:
-        row, col = kept.planes
+    cache, token = this_thread.input_cache, input_token(x, (spec.input, spec.wgrad_input, record))
+    if (cached := cache.get(token, user)) is not None:
+        row, col = cached.planes
         if row is not None and (not columnwise or col is not None or row.format.square):
             if columnwise and col is None:
                 col = row.transposed("columnwise", "wgrad")
-                kept.planes = row, col
-            kept.users.add(user)
+                cached.planes = row, col
+            cached.users.add(user)
             scale = row.scale
             if delayed is not None and delayed.record:
-                # This layer's history sees what the layer's that quantized for it has seen.
-                noted = _note_amax(scale, kept.amax, delayed.amax(INPUT))
+                # Record the amax that the layer which quantized the input has recorded.
+                noted = _note_amax(scale, cached.amax, delayed.amax(INPUT))
                 row = Plane(row.data, noted, row.format)
             return (row, col if columnwise else None), scale
     both = columnwise and spec.wgrad_input is None
     planes = _quantize(spec.input, INPUT, x, True, both, delayed)
     if columnwise and spec.wgrad_input is not None:
         planes = planes[0], _quantize(spec.wgrad_input, INPUT, x, False, True, delayed)[1]
-    inputs.keep(x, token, planes, None if delayed is None else delayed.amax(INPUT), user)
+    cache.put(x, token, planes, None if delayed is None else delayed.amax(INPUT), user)
     return planes, cast(Plane, planes[0]).scale
 
 
@@ -231,22 +232,28 @@ def _check_quantized(spec: LinearSpec, x: QuantizedTensor) -> None:
 def _input_again(
     spec: LinearSpec, x: Tensor, scale: Tensor | None, forward: tuple[int, object], dy: Tensor
 ) -> Plane:
-    """The columnwise plane of an input that was saved, with the forward's scale if that is one.
+    """Quantize a saved input columnwise, with the scale of the forward if it has one per tensor.
 
-    As in the ``forward``, of which a weight's id and an era are given, siblings quantize their
-    input once; but not where hooks on saved tensors (checkpoints, offloading) give each a tensor of
-    its own.
+    Layers with the same input share the plane, as in the forward. They do not if hooks on saved
+    tensors (checkpointing, offloading) return a tensor of its own for each layer.
+
+    Args:
+        spec: the layer's.
+        x: (..., in), the saved input.
+        scale: the input's scale in the forward, or None.
+        forward: the id of the weight, and the cache's generation in the forward.
+        dy: (..., out), the gradient of the output.
     """
     quant = spec.wgrad_input or spec.input
-    user, era = forward
-    key = (quant, None if scale is None else id(scale), era)
-    inputs, token = here.inputs, token_of(x, key)
-    if (kept := inputs.of(token, user)) is not None:
-        kept.users.add(user)
-        return cast(Plane, kept.planes[1])
+    user, generation = forward
+    key = (quant, None if scale is None else id(scale), generation)
+    cache, token = this_thread.input_cache, input_token(x, key)
+    if (cached := cache.get(token, user)) is not None:
+        cached.users.add(user)
+        return cast(Plane, cached.planes[1])
     values = _in_backward(x, dy) if is_traced(x) else x
     planes = quantize_planes(quant, _whole_blocks(values, quant), False, True, scale=scale)
-    inputs.keep(x, token, planes, None, user)
+    cache.put(x, token, planes, None, user)
     return cast(Plane, planes[1])
 
 
@@ -344,7 +351,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(saved_x, x_scale, saved_w, saved_w_scale)
         bias_dtype = None if bias is None else bias.dtype
         dtypes = x.dtype, weight.dtype, bias_dtype
-        forward = id(weight), here.inputs.era
+        forward = id(weight), this_thread.input_cache.generation
         quantized = None if gathered is None else (gathered, _version(gathered))
         ctx.rest = spec, delayed, watch, quantized, x_format, x.shape, dtypes, forward
         return y

@@ -29,8 +29,8 @@ from fp8rs.scaling.delayed import Delayed, note_compiled
 from fp8rs.scaling.histories import BUFFERS
 
 from .function import prepare_compilers
+from .input_cache import clear_input_cache
 from .sharding import Sharding
-from .siblings import forget_inputs
 from .spec import ROLES, register
 
 
@@ -194,9 +194,9 @@ class ModelState:
             return
         if self._root is None or not self.linears:
             self._link(module)
-        # Of layers that are made one by one, each is a root: none would find what a sibling left.
+        # Layers that were made one by one are roots themselves. Clearing would disable the cache.
         if not self.by_hand or len(self.names) > 1:
-            forget_inputs()  # which may have been written since, as a buffer that is received into
+            clear_input_cache()  # collectives write receive buffers without a new version
         new = self.clock.begin_forward(
             training=module.training, grad=torch.is_grad_enabled(), in_backward=in_backward()
         )
