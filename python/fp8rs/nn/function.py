@@ -25,7 +25,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes
 
 from .input_cache import input_token, this_thread
-from .observe import Watch
+from .observe import OperandStats
 from .spec import GRAD, INPUT, WEIGHT, LinearSpec, spec_for
 
 _amax = torch.ops.fp8rs.amax.default
@@ -47,7 +47,7 @@ def linear(
     amaxes: tuple[Tensor, ...] | None = None,
     ready: tuple[bool, bool, bool] = (False, False, False),
     record: bool = False,
-    watch: Watch | None = None,
+    stats: OperandStats | None = None,
 ) -> Tensor:
     """x @ weight.T + bias on quantized operands, differentiable once.
 
@@ -64,7 +64,7 @@ def linear(
             raised to the operands' finite amaxes, and one that nobody reads.
         ready: which scales are known not to be 0, so that no data need be read for them.
         record: whether amaxes are written.
-        watch: where operands' statistics are added up.
+        stats: where operands' statistics are added up.
 
     Raises:
         ValueError: an operand has not the plane that is needed, or a quantized input is not what
@@ -78,9 +78,9 @@ def linear(
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):
         # In one tuple what is no tensor of the graph: an argument takes a third of a microsecond.
-        y: Tensor = _Linear.apply(x, weight, bias, (spec, out_dtype, delayed, watch))
+        y: Tensor = _Linear.apply(x, weight, bias, (spec, out_dtype, delayed, stats))
         return y
-    return _forward(spec, x, weight, bias, out_dtype, delayed, False, watch)[0]
+    return _forward(spec, x, weight, bias, out_dtype, delayed, False, stats)[0]
 
 
 @functools.cache
@@ -281,7 +281,7 @@ def _forward(
     out_dtype: torch.dtype,
     delayed: _Delayed | None,
     columnwise: bool,
-    watch: Watch | None,
+    stats: OperandStats | None,
 ) -> tuple[Tensor, Planes, tuple[Tensor, Tensor]]:
     """The output, the input's planes (columnwise if asked for), and both operands' scales."""
     x_planes, x_scale = _input_planes(spec, x, id(weight), columnwise, delayed)
@@ -290,9 +290,9 @@ def _forward(
         _check_live(weight, w_row)
     else:
         w_row = cast(Plane, _quantize(spec.weight, WEIGHT, weight, True, False, delayed)[0])
-    if watch is not None:
-        x_planes = watch.seen(INPUT, x, cast(Plane, x_planes[0])), x_planes[1]
-        w_row = watch.seen(WEIGHT, weight, w_row)
+    if stats is not None:
+        x_planes = stats.add(INPUT, x, cast(Plane, x_planes[0])), x_planes[1]
+        w_row = stats.add(WEIGHT, weight, w_row)
     y = scaled_mm(
         cast(Plane, x_planes[0]),
         w_row,
@@ -325,16 +325,16 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        how: tuple[LinearSpec, torch.dtype, _Delayed | None, Watch | None],
+        how: tuple[LinearSpec, torch.dtype, _Delayed | None, OperandStats | None],
     ) -> Tensor:
-        spec, out_dtype, delayed, watch = how
+        spec, out_dtype, delayed, stats = how
         needs_x, needs_w = ctx.needs_input_grad[:2]
         save_input = spec.save_input
         if save_input is None:
             save_input = is_traced(x)
         columnwise = needs_w and not (save_input and not isinstance(x, QuantizedTensor))
         y, (x_row, x_col), (row_scale, w_scale) = _forward(
-            spec, x, weight, bias, out_dtype, delayed, columnwise, watch
+            spec, x, weight, bias, out_dtype, delayed, columnwise, stats
         )
         # Saved are plain tensors, as checkpointing and offloading hooks know them. A gathered
         # weight is not among them: FSDP frees and refills its planes, and only it may keep them.
@@ -353,7 +353,7 @@ class _Linear(torch.autograd.Function):
         dtypes = x.dtype, weight.dtype, bias_dtype
         forward = id(weight), this_thread.input_cache.generation
         quantized = None if gathered is None else (gathered, _version(gathered))
-        ctx.rest = spec, delayed, watch, quantized, x_format, x.shape, dtypes, forward
+        ctx.rest = spec, delayed, stats, quantized, x_format, x.shape, dtypes, forward
         return y
 
     @staticmethod
@@ -364,7 +364,7 @@ class _Linear(torch.autograd.Function):
                 "call backward or torch.autograd.grad without create_graph=True"
             )
         spec: LinearSpec
-        spec, delayed, watch, quantized, x_format, x_shape, dtypes, forward = ctx.rest
+        spec, delayed, stats, quantized, x_format, x_shape, dtypes, forward = ctx.rest
         x_dtype, weight_dtype, bias_dtype = dtypes
         saved_x, x_scale, weight, w_scale = ctx.saved_tensors
         needs_x, needs_w, needs_bias, _ = gradients_needed(ctx)
@@ -388,8 +388,8 @@ class _Linear(torch.autograd.Function):
         elif needs_x or needs_w:
             fold = _weight_fold(spec, weight, w_scale) if needs_x else None
             row, col = _quantize(spec.grad, GRAD, dy, needs_x, needs_w, delayed, fold)
-        if watch is not None:
-            row, col = watch.gradient(values, row, col, fold)
+        if stats is not None:
+            row, col = stats.add_gradient(values, row, col, fold)
         if row is not None:
             dx = scaled_mm(
                 row,
