@@ -10,7 +10,7 @@ from torch import nn
 import fp8rs
 from cases import skip_without_block_gemms
 from fp8rs.gemm.table import scaled_mm
-from fp8rs.nn.registry import ModelState
+from fp8rs.nn.model_state import ModelState
 from fp8rs.quantize.recipes import RECIPES
 from nn.test_linear import Calls
 from oracle.blocks import quantize

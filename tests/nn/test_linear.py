@@ -17,7 +17,7 @@ from fp8rs import nn as fp8nn
 from fp8rs.gemm.devices import capability as capability_of
 from fp8rs.gemm.devices import check_cuda
 from fp8rs.gemm.table import scaled_mm
-from fp8rs.nn.siblings import here
+from fp8rs.nn.input_cache import this_thread
 from fp8rs.quantize.quantizers import Float8CurrentScalingQuantizer, Quantizer
 from fp8rs.quantize.recipes import (
     DelayedScaling,
@@ -402,11 +402,11 @@ def test_shared_activations_are_not_kept(device):
     model = attention(device)
     x, other = data(device, 8, 16), data(device, 8, 16)
     model.q(x)
-    alive = weakref.ref(here.inputs.kept.planes[0].data)
+    alive = weakref.ref(this_thread.input_cache.entry.planes[0].data)
     assert alive() is not None
     model.q(other)  # x lives on, its planes do not
     assert alive() is None
-    alive = weakref.ref(here.inputs.kept.planes[0].data)
+    alive = weakref.ref(this_thread.input_cache.entry.planes[0].data)
     del other
     assert alive() is None
 

@@ -16,7 +16,7 @@ from fp8rs.convert.fp8_weights import check_weight, fits, own, quantize_weight
 from fp8rs.convert.select import LARGE_3D, SHARDED, ModuleFilter, large_3d, select
 from fp8rs.convert.torchao import from_float8_linear_config
 from fp8rs.nn.linear import Float8Linear, float8_class
-from fp8rs.nn.registry import ModelState
+from fp8rs.nn.model_state import ModelState
 from fp8rs.nn.sharding import Sharding
 from fp8rs.quantize.quantizers import group_name
 from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from fp8rs._torch import local_tensor, set_local_tensor
+from fp8rs.nn.model_state import ModelState
 from fp8rs.nn.quantized_weight import keep_marks
-from fp8rs.nn.registry import ModelState
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from . import state_dicts

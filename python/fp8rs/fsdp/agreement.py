@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import fp8rs
 from fp8rs._torch import own_store
-from fp8rs.nn.registry import ModelState
+from fp8rs.nn.model_state import ModelState
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .weight import local_of

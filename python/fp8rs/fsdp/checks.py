@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fp8rs._torch import fsdp_groups, fsdp_place, local_tensor
-from fp8rs.nn.registry import ModelState
+from fp8rs.nn.model_state import ModelState
 from fp8rs.tensor.quantized import QuantizedTensor
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from fp8rs._torch import sharded_parameters
 from fp8rs.nn.linear import Float8Linear
-from fp8rs.nn.registry import ModelState
+from fp8rs.nn.model_state import ModelState
 from fp8rs.quantize.spec import quant_spec
 
 from .agreement import compare_conversions

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import gathered_with, in_backward, is_gathered_for_forward
-from fp8rs.nn.registry import ModelState
+from fp8rs.nn.model_state import ModelState
 
 from . import at_rest
 from .checks import refuse_partial_reshard, refuse_recast

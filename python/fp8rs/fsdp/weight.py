@@ -15,7 +15,7 @@ from fp8rs.scaling.histories import keep_local
 from .placement import Placement, place
 
 if TYPE_CHECKING:
-    from fp8rs.nn.registry import ModelState
+    from fp8rs.nn.model_state import ModelState
 
 
 class Weight:

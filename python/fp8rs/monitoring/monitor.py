@@ -14,7 +14,7 @@ from fp8rs._torch import is_distributed, keep_address, own_part
 from fp8rs.nn import observe
 from fp8rs.nn.debug import set_debug
 from fp8rs.nn.linear import Float8Linear
-from fp8rs.nn.observe import Watch
+from fp8rs.nn.observe import OperandStats
 from fp8rs.nn.spec import ROLES
 from fp8rs.quantize.recipes import DelayedScaling
 
@@ -57,7 +57,7 @@ class Monitor:
             dtype=torch.float64,
             device=_device(self._layers),
         )
-        self._watches = [Watch(keep_address(slots)) for slots in self._slots]
+        self._operand_stats = [OperandStats(keep_address(slots)) for slots in self._slots]
         self._watching = False
         self._set(self._is_due)
 
@@ -106,12 +106,12 @@ class Monitor:
         if watching:
             observe.clear_(self._slots)
             self._note_histories()
-            self._watches = [
-                _with_shard(watch, layer)
-                for watch, layer in zip(self._watches, self._layers.values(), strict=True)
+            self._operand_stats = [
+                _with_shard(stats, layer)
+                for stats, layer in zip(self._operand_stats, self._layers.values(), strict=True)
             ]
-        for watch, layer in zip(self._watches, self._layers.values(), strict=True):
-            set_debug(layer, watch=watch if watching else None)
+        for stats, layer in zip(self._operand_stats, self._layers.values(), strict=True):
+            set_debug(layer, stats=stats if watching else None)
 
     def _note_histories(self) -> None:
         """Of delayed scaling: the amax that each scale of the step comes from; 0 for none."""
@@ -238,18 +238,18 @@ def _device(layers: dict[str, Float8Linear]) -> torch.device:
     return device
 
 
-def _with_shard(watch: Watch, layer: Float8Linear) -> Watch:
+def _with_shard(stats: OperandStats, layer: Float8Linear) -> OperandStats:
     """With what this rank has of a weight that is gathered in FP8, in high precision."""
     parameter: Any = layer._parameters.get("weight")
     if not is_distributed(parameter):
-        return watch  # whole; or gathered at the moment, which changes no shard
+        return stats  # whole; or gathered at the moment, which changes no shard
     from fp8rs.fsdp.master_weight import MasterWeight
     from fp8rs.fsdp.weight import local_of
 
     local = local_of(parameter)
     if not isinstance(local, MasterWeight):
-        return watch
+        return stats
     placement = local._weight.placement
     origin = [0, 0]
     origin[placement.dim] = placement.offset
-    return Watch(watch.slots, local.high_precision, *origin)
+    return OperandStats(stats.slots, local.high_precision, *origin)

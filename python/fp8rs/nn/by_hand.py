@@ -7,7 +7,7 @@ from torch import nn
 from fp8rs.quantize.recipes import Recipe, RecipeName
 
 from .linear import float8_class
-from .registry import ModelState
+from .model_state import ModelState
 
 
 def make_float8(module: nn.Module, recipe: Recipe | RecipeName | None) -> None:

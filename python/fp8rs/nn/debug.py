@@ -1,7 +1,7 @@
-"""What layers do otherwise while a run is debugged: they are watched, or compute in high precision.
+"""Debug options of a layer: statistics of its operands, and GEMMs in high precision.
 
-A layer's `Debug` is looked at in each call, also by compilers: what it says is a constant of a
-graph, so that another one is made, or found, when it changes.
+A layer reads its `Debug` in each call. Compilers treat it as a constant, so that changing it
+selects or compiles another graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp8rs._torch import gradients_needed
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .function import linear
-from .observe import Watch
+from .observe import OperandStats
 
 #: The GEMMs of a layer.
 GEMMS = ("forward", "dgrad", "wgrad")
@@ -26,24 +26,24 @@ FORWARD, DGRAD, WGRAD = range(3)
 
 
 class Debug(NamedTuple):
-    """What one layer does otherwise.
+    """The debug options of one layer.
 
     Attributes:
-        high_precision: for each of `GEMMS`, whether it multiplies operands in high precision.
-        watch: where statistics of a training forward and its backward are added up.
+        high_precision: for each of `GEMMS`, whether its operands are in high precision.
+        stats: accumulates statistics of training forwards and their backwards.
     """
 
     high_precision: tuple[bool, bool, bool] = (False, False, False)
-    watch: Watch | None = None
+    stats: OperandStats | None = None
 
     def now(self, training: bool) -> Debug:
-        """What it does in a call."""
-        return self if training or self.watch is None else Debug(self.high_precision)
+        """Return the options of a call."""
+        return self if training or self.stats is None else Debug(self.high_precision)
 
 
 @functools.cache
 def prepare_compilers() -> None:
-    """Have compilers put `debugged_linear` into their graphs."""
+    """Let compilers put `debugged_linear` into their graphs without tracing it."""
     torch.compiler.allow_in_graph(debugged_linear)
 
 
@@ -63,18 +63,25 @@ def debugged_linear(
     out_dtype: torch.dtype,
     *delayed: Any,
 ) -> Tensor:
-    """`linear`, as ``debug`` says. (In a graph the tuples that are given have lost their names.)
+    """Run `linear` with debug options.
 
-    ``delayed`` are its arguments for delayed scaling.
+    Args:
+        debug: the options. In a graph named tuples arrive as plain tuples.
+        x: (..., in_features).
+        weight: (out_features, in_features).
+        bias: (out_features,) or None.
+        key: see `linear`.
+        out_dtype: see `linear`.
+        delayed: the arguments of `linear` for delayed scaling.
     """
-    high, watch = debug
-    watched = None if watch is None else Watch(*watch)
-    quantized: Callable[..., Tensor] = functools.partial(linear, watch=watched)
+    high, stats = debug
+    stats = None if stats is None else OperandStats(*stats)
+    quantized: Callable[..., Tensor] = functools.partial(linear, stats=stats)
     if not any(high):
         return quantized(x, weight, bias, key, out_dtype, *delayed)
     y = None
     if not all(high):
-        # An operand whose gradient comes from high precision is given detached.
+        # Detach the operands whose gradients are computed in high precision.
         y = quantized(
             x.detach() if high[DGRAD] else x,
             weight.detach() if high[WGRAD] else weight,
@@ -88,7 +95,7 @@ def debugged_linear(
 
 
 class _HighPrecision(torch.autograd.Function):
-    """The GEMMs that are in high precision; ``y`` is the layer that has the others, if any are."""
+    """Runs the GEMMs in high precision. The FP8 layer that runs the others has the output ``y``."""
 
     @staticmethod
     def forward(
@@ -102,7 +109,7 @@ class _HighPrecision(torch.autograd.Function):
     ) -> Tensor:
         dgrad = ctx.needs_input_grad[0] and high[DGRAD]
         wgrad = ctx.needs_input_grad[1] and high[WGRAD]
-        # FSDP2 frees and refills a gathered weight, and only it may keep its planes.
+        # Only FSDP2 may hold the planes of a gathered weight, because it frees and refills them.
         gathered = weight if isinstance(weight, QuantizedTensor) else None
         ctx.save_for_backward(
             _values(x, dtype) if wgrad else None,
@@ -134,5 +141,5 @@ class _HighPrecision(torch.autograd.Function):
 
 
 def _values(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """An operand in high precision: of one that comes quantized, what its codes stand for."""
+    """Return an operand in high precision. Quantized operands are dequantized."""
     return x.dequantize(dtype) if isinstance(x, QuantizedTensor) else x.to(dtype)

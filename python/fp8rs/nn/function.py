@@ -24,8 +24,8 @@ from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes
 
-from .observe import Watch
-from .siblings import here, token_of
+from .input_cache import input_token, this_thread
+from .observe import OperandStats
 from .spec import GRAD, INPUT, WEIGHT, LinearSpec, spec_for
 
 _amax = torch.ops.fp8rs.amax.default
@@ -47,7 +47,7 @@ def linear(
     amaxes: tuple[Tensor, ...] | None = None,
     ready: tuple[bool, bool, bool] = (False, False, False),
     record: bool = False,
-    watch: Watch | None = None,
+    stats: OperandStats | None = None,
 ) -> Tensor:
     """x @ weight.T + bias on quantized operands, differentiable once.
 
@@ -64,7 +64,7 @@ def linear(
             raised to the operands' finite amaxes, and one that nobody reads.
         ready: which scales are known not to be 0, so that no data need be read for them.
         record: whether amaxes are written.
-        watch: where operands' statistics are added up.
+        stats: where operands' statistics are added up.
 
     Raises:
         ValueError: an operand has not the plane that is needed, or a quantized input is not what
@@ -78,9 +78,9 @@ def linear(
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):
         # In one tuple what is no tensor of the graph: an argument takes a third of a microsecond.
-        y: Tensor = _Linear.apply(x, weight, bias, (spec, out_dtype, delayed, watch))
+        y: Tensor = _Linear.apply(x, weight, bias, (spec, out_dtype, delayed, stats))
         return y
-    return _forward(spec, x, weight, bias, out_dtype, delayed, False, watch)[0]
+    return _forward(spec, x, weight, bias, out_dtype, delayed, False, stats)[0]
 
 
 @functools.cache
@@ -172,9 +172,10 @@ def _as_long(a: Plane, b: Plane) -> tuple[Plane, Plane]:
 def _input_planes(
     spec: LinearSpec, x: Tensor, user: int, columnwise: bool, delayed: _Delayed | None
 ) -> tuple[Planes, Tensor]:
-    """The planes of the input, rowwise and columnwise if asked for; and the scale it was given.
+    """Return the input's planes, columnwise only if requested, and the scale of its values.
 
-    That is the rowwise plane's, but a sibling's plane has it from an operator of its own.
+    With delayed scaling, a cached rowwise plane has a copy of that scale, made by the operator that
+    records the amax for this layer.
     """
     if isinstance(x, QuantizedTensor):
         _check_quantized(spec, x)
@@ -190,25 +191,25 @@ def _input_planes(
             given = Plane(given.data, noted, given.format)
         return (given, column), scale
     record = None if delayed is None else delayed.record
-    inputs, token = here.inputs, token_of(x, (spec.input, spec.wgrad_input, record))
-    if (kept := inputs.of(token, user)) is not None:
-        row, col = kept.planes
+    cache, token = this_thread.input_cache, input_token(x, (spec.input, spec.wgrad_input, record))
+    if (cached := cache.get(token, user)) is not None:
+        row, col = cached.planes
         if row is not None and (not columnwise or col is not None or row.format.square):
             if columnwise and col is None:
                 col = row.transposed("columnwise", "wgrad")
-                kept.planes = row, col
-            kept.users.add(user)
+                cached.planes = row, col
+            cached.users.add(user)
             scale = row.scale
             if delayed is not None and delayed.record:
-                # This layer's history sees what the layer's that quantized for it has seen.
-                noted = _note_amax(scale, kept.amax, delayed.amax(INPUT))
+                # Record the amax that the layer which quantized the input has recorded.
+                noted = _note_amax(scale, cached.amax, delayed.amax(INPUT))
                 row = Plane(row.data, noted, row.format)
             return (row, col if columnwise else None), scale
     both = columnwise and spec.wgrad_input is None
     planes = _quantize(spec.input, INPUT, x, True, both, delayed)
     if columnwise and spec.wgrad_input is not None:
         planes = planes[0], _quantize(spec.wgrad_input, INPUT, x, False, True, delayed)[1]
-    inputs.keep(x, token, planes, None if delayed is None else delayed.amax(INPUT), user)
+    cache.put(x, token, planes, None if delayed is None else delayed.amax(INPUT), user)
     return planes, cast(Plane, planes[0]).scale
 
 
@@ -231,22 +232,28 @@ def _check_quantized(spec: LinearSpec, x: QuantizedTensor) -> None:
 def _input_again(
     spec: LinearSpec, x: Tensor, scale: Tensor | None, forward: tuple[int, object], dy: Tensor
 ) -> Plane:
-    """The columnwise plane of an input that was saved, with the forward's scale if that is one.
+    """Quantize a saved input columnwise, with the scale of the forward if it has one per tensor.
 
-    As in the ``forward``, of which a weight's id and an era are given, siblings quantize their
-    input once; but not where hooks on saved tensors (checkpoints, offloading) give each a tensor of
-    its own.
+    Layers with the same input share the plane, as in the forward. They do not if hooks on saved
+    tensors (checkpointing, offloading) return a tensor of its own for each layer.
+
+    Args:
+        spec: the layer's.
+        x: (..., in), the saved input.
+        scale: the input's scale in the forward, or None.
+        forward: the id of the weight, and the cache's generation in the forward.
+        dy: (..., out), the gradient of the output.
     """
     quant = spec.wgrad_input or spec.input
-    user, era = forward
-    key = (quant, None if scale is None else id(scale), era)
-    inputs, token = here.inputs, token_of(x, key)
-    if (kept := inputs.of(token, user)) is not None:
-        kept.users.add(user)
-        return cast(Plane, kept.planes[1])
+    user, generation = forward
+    key = (quant, None if scale is None else id(scale), generation)
+    cache, token = this_thread.input_cache, input_token(x, key)
+    if (cached := cache.get(token, user)) is not None:
+        cached.users.add(user)
+        return cast(Plane, cached.planes[1])
     values = _in_backward(x, dy) if is_traced(x) else x
     planes = quantize_planes(quant, _whole_blocks(values, quant), False, True, scale=scale)
-    inputs.keep(x, token, planes, None, user)
+    cache.put(x, token, planes, None, user)
     return cast(Plane, planes[1])
 
 
@@ -274,7 +281,7 @@ def _forward(
     out_dtype: torch.dtype,
     delayed: _Delayed | None,
     columnwise: bool,
-    watch: Watch | None,
+    stats: OperandStats | None,
 ) -> tuple[Tensor, Planes, tuple[Tensor, Tensor]]:
     """The output, the input's planes (columnwise if asked for), and both operands' scales."""
     x_planes, x_scale = _input_planes(spec, x, id(weight), columnwise, delayed)
@@ -283,9 +290,9 @@ def _forward(
         _check_live(weight, w_row)
     else:
         w_row = cast(Plane, _quantize(spec.weight, WEIGHT, weight, True, False, delayed)[0])
-    if watch is not None:
-        x_planes = watch.seen(INPUT, x, cast(Plane, x_planes[0])), x_planes[1]
-        w_row = watch.seen(WEIGHT, weight, w_row)
+    if stats is not None:
+        x_planes = stats.add(INPUT, x, cast(Plane, x_planes[0])), x_planes[1]
+        w_row = stats.add(WEIGHT, weight, w_row)
     y = scaled_mm(
         cast(Plane, x_planes[0]),
         w_row,
@@ -318,16 +325,16 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        how: tuple[LinearSpec, torch.dtype, _Delayed | None, Watch | None],
+        how: tuple[LinearSpec, torch.dtype, _Delayed | None, OperandStats | None],
     ) -> Tensor:
-        spec, out_dtype, delayed, watch = how
+        spec, out_dtype, delayed, stats = how
         needs_x, needs_w = ctx.needs_input_grad[:2]
         save_input = spec.save_input
         if save_input is None:
             save_input = is_traced(x)
         columnwise = needs_w and not (save_input and not isinstance(x, QuantizedTensor))
         y, (x_row, x_col), (row_scale, w_scale) = _forward(
-            spec, x, weight, bias, out_dtype, delayed, columnwise, watch
+            spec, x, weight, bias, out_dtype, delayed, columnwise, stats
         )
         # Saved are plain tensors, as checkpointing and offloading hooks know them. A gathered
         # weight is not among them: FSDP frees and refills its planes, and only it may keep them.
@@ -344,9 +351,9 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(saved_x, x_scale, saved_w, saved_w_scale)
         bias_dtype = None if bias is None else bias.dtype
         dtypes = x.dtype, weight.dtype, bias_dtype
-        forward = id(weight), here.inputs.era
+        forward = id(weight), this_thread.input_cache.generation
         quantized = None if gathered is None else (gathered, _version(gathered))
-        ctx.rest = spec, delayed, watch, quantized, x_format, x.shape, dtypes, forward
+        ctx.rest = spec, delayed, stats, quantized, x_format, x.shape, dtypes, forward
         return y
 
     @staticmethod
@@ -357,7 +364,7 @@ class _Linear(torch.autograd.Function):
                 "call backward or torch.autograd.grad without create_graph=True"
             )
         spec: LinearSpec
-        spec, delayed, watch, quantized, x_format, x_shape, dtypes, forward = ctx.rest
+        spec, delayed, stats, quantized, x_format, x_shape, dtypes, forward = ctx.rest
         x_dtype, weight_dtype, bias_dtype = dtypes
         saved_x, x_scale, weight, w_scale = ctx.saved_tensors
         needs_x, needs_w, needs_bias, _ = gradients_needed(ctx)
@@ -381,8 +388,8 @@ class _Linear(torch.autograd.Function):
         elif needs_x or needs_w:
             fold = _weight_fold(spec, weight, w_scale) if needs_x else None
             row, col = _quantize(spec.grad, GRAD, dy, needs_x, needs_w, delayed, fold)
-        if watch is not None:
-            row, col = watch.gradient(values, row, col, fold)
+        if stats is not None:
+            row, col = stats.add_gradient(values, row, col, fold)
         if row is not None:
             dx = scaled_mm(
                 row,

@@ -22,7 +22,7 @@ from . import buffers, quantized_weight
 from .debug import Debug, debugged_linear
 from .function import linear
 from .init import is_sharded, reset_linear
-from .registry import ModelState
+from .model_state import ModelState
 
 
 @constant_when_traced
@@ -268,7 +268,7 @@ class Linear(Float8Linear):
         recipe: a recipe or its short name.
 
     Layers that ``fp8rs.convert_to_float8_training`` makes share one
-    ``fp8rs.nn.registry.ModelState``; a layer made by hand has its own.
+    ``fp8rs.nn.model_state.ModelState``; a layer made by hand has its own.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The operator that adds up what quantization did to an operand: `fp8rs.monitor`'s statistics.
+"""The operator behind `fp8rs.monitor`: it accumulates statistics of quantized operands.
 
-It runs where a layer computes, in eager code and in graphs, on the codes that the GEMM is about to
-multiply. What it adds up stays on the device.
+Layers call it in eager code and in graphs, on the codes that the GEMM multiplies. The statistics
+stay on the device.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from fp8rs.tensor.windows import Span
 
 from .spec import GRAD, WEIGHT
 
-#: What is kept of an operand, fp64: first what is summed over micro-batches and ranks. (Of what
-#: comes quantized, elements and the sums after it are not counted: nobody has the values.)
+#: The statistics of an operand, in fp64. These are summed over micro-batches and ranks. For an
+#: operand that comes quantized only `SEEN` is counted, because its values are not known.
 SEEN, ELEMENTS, SIGNAL, NOISE, SATURATED, UNDERFLOWN = range(6)
 SUMMED = 6
-#: Then that of which the maximum is taken. The smallest scale is kept with its sign changed.
+#: These are reduced by a maximum. The smallest scale is stored negated.
 AMAX, SCALE, MINUS_SMALLEST_SCALE, HISTORY = range(SUMMED, 10)
-#: An even number, so that each layer's begin at a multiple of 16 bytes: compilers copy what does
-#: not, and would lose what is written to it.
+#: An even number, so that the slots of each layer are aligned to 16 bytes. Compilers copy unaligned
+#: inputs, and would lose what is written to them.
 KEPT = 10
 
-#: Elements that are looked at together: eight fp32 copies of all of a large operand would take
-#: gigabytes.
+#: Elements that are processed together. The computation makes eight fp32 copies, which would take
+#: gigabytes for a large operand.
 CHUNK = 1 << 23
 
 
-class Watch(NamedTuple):
-    """Where a layer's statistics are added up. Compilers know it by its fields.
+class OperandStats(NamedTuple):
+    """Accumulates the statistics of a layer's operands.
 
     Attributes:
         slots: (operands, `KEPT`), fp64.
-        shard: this rank's part of a weight that FSDP2 gathers in FP8, in high precision; None where
-            nobody has it so.
-        row, col: where that begins in what was gathered.
+        shard: this rank's high-precision shard of a weight that FSDP2 gathers in FP8, or None.
+        row: the first row of the shard in the gathered weight.
+        col: the first column of the shard in the gathered weight.
     """
 
     slots: Tensor
@@ -52,14 +52,17 @@ class Watch(NamedTuple):
     row: int = 0
     col: int = 0
 
-    def seen(self, role: int, x: Tensor, plane: Plane, fold: Tensor | None = None) -> Plane:
-        """Add up what an operand's plane lost; gives the plane, for the GEMM to wait for it.
+    def add(self, role: int, x: Tensor, plane: Plane, fold: Tensor | None = None) -> Plane:
+        """Add the quantization error of an operand.
 
         Args:
             role: the operand.
-            x: what was quantized, or what came so.
-            plane: a plane of it.
+            x: the operand before it was quantized, or a QuantizedTensor.
+            plane: one of its planes.
             fold: see `_observe`.
+
+        Returns:
+            The plane, which now depends on the operator. A graph therefore keeps the call.
         """
         values, row, col = None if isinstance(x, QuantizedTensor) else x, 0, 0
         if role == WEIGHT and values is None and self.shard is not None:
@@ -68,20 +71,27 @@ class Watch(NamedTuple):
         scale = observe(values, plane.data, plane.scale, block, row, col, fold, self.slots, role)
         return Plane(plane.data, scale, plane.format)
 
-    def gradient(
+    def add_gradient(
         self, dy: Tensor, row: Plane | None, col: Plane | None, fold: Tensor | None
     ) -> Planes:
-        """`seen` of the output's gradient, in the plane that has it as it is if there is one."""
+        """Add the output's gradient, from a plane without folded factors if there is one.
+
+        Args:
+            dy: (..., out_features).
+            row: the rowwise plane, or None.
+            col: the columnwise plane, or None.
+            fold: factors that were folded into the rowwise plane, or None.
+        """
         if row is not None and (fold is None or col is None):
-            return self.seen(GRAD, dy, row, fold), col
+            return self.add(GRAD, dy, row, fold), col
         if col is not None:
             plain = not isinstance(dy, QuantizedTensor)
-            return row, self.seen(GRAD, dy.reshape(-1, dy.shape[-1]).t() if plain else dy, col)
+            return row, self.add(GRAD, dy.reshape(-1, dy.shape[-1]).t() if plain else dy, col)
         return row, col
 
 
 def clear_(slots: Tensor) -> None:
-    """Have nothing been seen."""
+    """Reset the statistics."""
     slots.zero_()
     slots[..., MINUS_SMALLEST_SCALE] = -torch.inf
 
@@ -103,7 +113,7 @@ def _add(
     seen = codes if values is None else values
     if seen.numel():
         rows, cols = seen.reshape(-1, seen.shape[-1]).shape
-        kept = slots.data[role]  # whose version nobody has saved
+        kept = slots.data[role]  # no graph saved the version of .data
         kept[SEEN] += 1
         if values is not None:
             values = values.reshape(rows, cols)
@@ -127,20 +137,25 @@ def _observe(
     slots: Tensor,
     role: int,
 ) -> Tensor:
-    """Add what ``codes`` lost of ``values`` to ``slots[role]``; gives a copy of ``scale``.
+    """Add the quantization error of ``values`` to ``slots[role]``.
 
-    As in ``_note_amax`` the write is not declared, and what is returned keeps the call in a graph.
+    The write is not declared to torch, as in ``_note_amax``. A graph keeps the call because the
+    GEMM uses its result.
 
     Args:
-        values: fp32, bf16 or fp16; its 2-D view is a part of that of the codes. None: nobody has
-            them, and amax and scales alone are known.
-        codes: of a whole plane.
-        scale: of that plane.
-        block: of that plane's format.
-        row, col: where the part begins.
-        fold: factors of the values' columns, that were multiplied into them before the cast.
+        values: (rows, cols) after flattening, a part of the codes, fp32, bf16 or fp16. With None
+            only amax and scales are added.
+        codes: the codes of a whole plane.
+        scale: the scales of that plane.
+        block: the block of that plane's format.
+        row: the first row of ``values`` in the codes.
+        col: the first column of ``values`` in the codes.
+        fold: (1, cols) factors that were multiplied into ``values`` before the cast, or None.
         slots: (operands, `KEPT`), fp64.
         role: the operand.
+
+    Returns:
+        A copy of ``scale``.
     """
     return torch.empty_like(scale)
 
@@ -156,14 +171,14 @@ def _add_part(kept: Tensor, x: Tensor | None, part: Plane) -> None:
     if part.format.per_tensor:
         largest = smallest = part.scale.view(())
     else:
-        used = codes != 0  # the scale of a block of zeros says nothing
+        used = codes != 0  # the scale of an all-zero block is arbitrary
         largest = torch.where(used, scale, 0.0).amax()
         smallest = torch.where(used, scale, torch.inf).amin()
     found = torch.stack([amax, largest, -smallest]).double()
     torch.maximum(kept[AMAX:HISTORY], found, out=kept[AMAX:HISTORY])
     if x is None:
         return
-    # Squares of gradients may be too small for fp32; those of their shares of the largest are not.
+    # Divide by the amax first, because squares of small gradients underflow in fp32.
     unit = torch.where(amax > 0, amax, 1.0)
     sums = torch.stack([(v / unit).square().sum() for v in (x, x - decoded)])
     kept[SIGNAL : NOISE + 1] += sums.double() * unit.double().square()
@@ -174,14 +189,14 @@ def _add_part(kept: Tensor, x: Tensor | None, part: Plane) -> None:
 
 
 def _chunks(rows: int, cols: int) -> Iterator[Span]:
-    """The rows, in parts of at most `CHUNK` elements."""
+    """Yield spans of rows of at most `CHUNK` elements."""
     height = max(1, CHUNK // cols)
     for start in range(0, rows, height):
         yield Span(start, min(height, rows - start))
 
 
 def _part(plane: Plane, rows: Span, cols: Span) -> Plane:
-    """The plane of some rows and columns, which may begin within a block."""
+    """Return the plane of some rows and columns, which may begin within a block."""
     codes, scale = plane.matrix[rows.slice, cols.slice], plane.scale
     if plane.format.per_tensor:
         return Plane(codes, scale, plane.format)

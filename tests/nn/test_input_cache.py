@@ -1,4 +1,4 @@
-"""Layers share what one input is quantized to, and never what it was before a write."""
+"""Layers reuse the planes of a shared input, and never planes from before a write."""
 
 import copy
 import dataclasses
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import fp8rs
 from cases import skip_without_block_gemms
-from fp8rs.nn.siblings import Inputs, token_of
+from fp8rs.nn.input_cache import QuantizedInputCache, input_token
 from fp8rs.quantize.recipes import resolve_recipe
 from saving import reloaded
 
@@ -112,15 +112,15 @@ def test_a_buffer_that_two_backwards_read(device, recipe, write):
 
 def test_a_tensor_that_dies_late_takes_its_own_planes_along(device):
     """Another thread may free it while this one keeps the next."""
-    inputs, planes = Inputs(), (None, None)
+    cache, planes = QuantizedInputCache(), (None, None)
     x, y = data(device), data(device, 1)
-    inputs.keep(x, token_of(x, None), planes, None, user=1)
-    first = inputs.kept.tensor
-    inputs.keep(y, token_of(y, None), planes, None, user=1)
-    inputs._died(first)
-    assert inputs.of(token_of(y, None), user=2) is inputs.kept
+    cache.put(x, input_token(x, None), planes, None, user=1)
+    first = cache.entry.tensor
+    cache.put(y, input_token(y, None), planes, None, user=1)
+    cache._freed(first)
+    assert cache.get(input_token(y, None), user=2) is cache.entry
     del y
-    assert inputs.kept is None
+    assert cache.entry is None
 
 
 @every_recipe

@@ -1,7 +1,8 @@
-"""What the converted linear layers of one model share: a recipe, a clock, delayed scaling's state.
+"""The state that the converted layers of one model share.
 
-One `ModelState` belongs to one converted root module. It knows the layers by index, and tells the
-clock, delayed scaling and those who shard the model of the root's forwards.
+A `ModelState` belongs to one converted root module. It holds the recipe, the clock and the state of
+delayed scaling, and finds the layers by index. It notifies the clock, delayed scaling and the
+sharding of the root's forwards.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from fp8rs.scaling.delayed import Delayed, note_compiled
 from fp8rs.scaling.histories import BUFFERS
 
 from .function import prepare_compilers
+from .input_cache import clear_input_cache
 from .quantized_weight import refuse_codes
 from .sharding import Sharding
-from .siblings import forget_inputs
 from .spec import ROLES, register
 
 
@@ -41,18 +42,18 @@ class ModelState:
     Args:
         recipe: a recipe or its short name.
         amax_reduction_group: see ``convert_to_float8_training``.
-        shard_with: makes ``sharding`` when the first weight is sharded; None leaves weights as they
-            are.
+        shard_with: creates ``sharding`` when the first weight is sharded. With None, weights are
+            gathered in high precision.
 
     Attributes:
         recipe: the recipe of every layer.
         key: names the recipe and the group in graphs (`fp8rs.nn.spec`).
-        clock: the model's.
+        clock: counts the model's forwards and steps.
         linears: weak references to the layers, by index.
         names: their fully qualified names, for messages.
         fp8_gather: whether weights are quantized before FSDP gathers them.
-        delayed: what there is beside for delayed scaling, else None.
-        sharding: keeps the sharded weights; None while there are none. Copies start without.
+        delayed: the state of delayed scaling, or None for other recipes.
+        sharding: holds the sharded weights. None while no weight is sharded, and in a new copy.
     """
 
     def __init__(
@@ -75,13 +76,13 @@ class ModelState:
         self._shard_with = shard_with
         self._group = amax_reduction_group
         self._root: weakref.ref[nn.Module] | None = None
-        #: The key of its hooks in the root's dictionaries.
+        #: The key of this state's hooks in the root's hook dictionaries.
         self._hook_name: str | None = None
         self._warned_of_flat = False
         self._begin()
 
     def _begin(self) -> None:
-        """What a model that is new in this process starts with."""
+        """Create the state that is not copied or pickled."""
         group = self._group
         by_tensor = group is not None and not self.recipe.delayed
         prepare_compilers()
@@ -94,16 +95,16 @@ class ModelState:
             self.watch_steps()
 
     def watch_steps(self) -> None:
-        """Be told of the steps of optimizers that own this model's parameters."""
+        """Subscribe to steps of optimizers that own this model's parameters."""
         steps.watch(self)
 
     @property
     def by_hand(self) -> bool:
-        """Whether nobody has converted its layers: they were made with a ``recipe``."""
+        """Whether layers were constructed with a ``recipe`` instead of converted."""
         return self._shard_with is None
 
     def shards(self) -> Sharding | None:
-        """``sharding``, made at the first use; None where weights are left as they are."""
+        """Return ``sharding``, created at the first use, or None without ``shard_with``."""
         if self.sharding is None and self._shard_with is not None:
             self.sharding = self._shard_with(self)
         return self.sharding
@@ -111,31 +112,31 @@ class ModelState:
     # --- layers and the root ---------------------------------------------------------------------
 
     def add_linear(self, module: nn.Module, name: str) -> int:
-        """Register a layer; returns its index."""
+        """Register a layer and return its index."""
         self.linears.append(weakref.ref(module))
         self.names.append(name)
         return len(self.names) - 1
 
     def layers(self) -> Sequence[nn.Module | None]:
-        """The layers by index; None for one that is gone."""
+        """Return the layers by index, with None for a layer that was freed."""
         if not self.linears and (root := self.root) is not None:
-            self._link(root)  # this is the state of a copy that has not run yet
+            self._link(root)  # the state was copied and no forward ran since
         return [reference() for reference in self.linears]
 
     @property
     def root(self) -> nn.Module | None:
-        """The module whose forwards are announced; None if it is not known (yet)."""
+        """The module whose forwards this state observes, or None if it is not known yet."""
         return None if self._root is None else self._root()
 
     def set_root(self, root: nn.Module) -> None:
-        """Say which module's forwards are announced; :meth:`attach` and its hooks' copies do."""
+        """Set the root. :meth:`attach` and copies of its hooks call this."""
         self._root = weakref.ref(root)
 
     def attach(self, root: nn.Module) -> None:
-        """Have the forwards of ``root`` announced to this state.
+        """Register hooks on the forward of ``root``.
 
-        By names of ours: torch numbers hooks, and a graph that one model's was compiled into would
-        serve no other model for the sake of the number.
+        Hooks are inserted under names of ours. Torch numbers hooks, and compiled graphs guard on
+        the numbers, so that a graph would serve one model only.
         """
         begin, end = RootHook(self, "begin_forward", root), RootHook(self, "end_forward", root)
         before, after = cast(Any, root._forward_pre_hooks), cast(Any, root._forward_hooks)
@@ -161,20 +162,20 @@ class ModelState:
         self._root = self._hook_name = None
 
     def _link(self, root: nn.Module) -> None:
-        """Find the layers of a copied or unpickled model."""
+        """Find the layers of a copied or unpickled model by its root."""
         self.set_root(root)
         linears: dict[int, Any] = {}
         for module in root.modules():
             if getattr(module, "_fp8_state", None) is self:
                 linears[cast(int, module._fp8_index)] = weakref.ref(module)
-        # A layer that the model has lost leaves a reference that is dead already.
+        # Layers that were removed from the model get a dead reference.
         self.linears = [linears.get(i, lambda: None) for i in range(len(self.names))]
 
     def has(self, layer: nn.Module) -> None:
-        """A layer of this state tells of itself.
+        """Register a layer again if it is not found below the root.
 
-        A copy's layers are found below its root, which may have stayed behind: adapters wrap layers
-        into modules of their own.
+        The layers of a copied model are found below its root. An adapter may have moved a layer
+        into a module that is not below it.
         """
         self.layers()
         index = cast(int, cast(Any, layer)._fp8_index)
@@ -184,7 +185,7 @@ class ModelState:
             self.linears[index] = weakref.ref(layer)
 
     def keep_first(self) -> None:
-        """Move the root's pre-hook before hooks that were prepended later, FSDP's for one."""
+        """Move the root's pre-hook before hooks that were prepended later, such as FSDP's."""
         root = self.root
         if root is not None and self._hook_name is not None:
             hooks = cast(Any, root._forward_pre_hooks)
@@ -199,9 +200,9 @@ class ModelState:
             return
         if self._root is None or not self.linears:
             self._link(module)
-        # Of layers that are made one by one, each is a root: none would find what a sibling left.
+        # Layers that were made one by one are roots themselves. Clearing would disable the cache.
         if not self.by_hand or len(self.names) > 1:
-            forget_inputs()  # which may have been written since, as a buffer that is received into
+            clear_input_cache()  # collectives write receive buffers without a new version
         new = self.clock.begin_forward(
             training=module.training, grad=torch.is_grad_enabled(), in_backward=in_backward()
         )
@@ -216,23 +217,23 @@ class ModelState:
             self.clock.end_forward()
 
     def met_plain(self, weight: Tensor) -> None:
-        """A layer's weight is no parameter: warn, once, if FSDP's first version gathered it."""
+        """Warn once if FullyShardedDataParallel (FSDP1) gathered a layer's weight."""
         if self.fp8_gather and not self._warned_of_flat and is_view_of_flat_parameter(weight):
             self._warned_of_flat = True
             warnings.warn(
                 "FullyShardedDataParallel gathers weights in high precision, in one flat tensor: "
-                "layers quantize what they are given of it. For gathers in FP8 use fully_shard; to "
-                "be silent about it convert with enable_fsdp_float8_all_gather=False",
+                "layers quantize the gathered weight. For gathers in FP8 use fully_shard; to "
+                "silence this warning convert with enable_fsdp_float8_all_gather=False",
                 stacklevel=2,
             )
 
     # --- steps -----------------------------------------------------------------------------------
 
     def owns(self, parameters: set[int]) -> bool:
-        """Whether a parameter of this model is among those of these ids."""
+        """Return whether this model has a parameter with one of these ids."""
         root = self.root
         if root is not None:
-            # For a while FSDP2 has whole parameters in the place of those that an optimizer has.
+            # While FSDP2 has gathered parameters, the modules hold other objects than optimizers.
             return any(id(p) in parameters for p in root.parameters()) or any(
                 id(p) in parameters for p in sharded_parameters(root)
             )
@@ -240,9 +241,10 @@ class ModelState:
         return any(id(p) in parameters for layer in layers for p in layer.parameters())
 
     def stepped(self) -> None:
-        """An optimizer that has one of this model's parameters has stepped.
+        """Handle the step of an optimizer that has parameters of this model.
 
-        Torch tells of its own; of others a training loop does, by ``fp8rs.optimizer_stepped``.
+        Torch's optimizers call this through a hook. For others, training loops call
+        ``fp8rs.optimizer_stepped``.
         """
         if self.sharding is not None:
             self.sharding.stepped()
@@ -274,9 +276,10 @@ class ModelState:
             self.delayed.begin_with(*left_to_do)
 
     def _contents(self) -> dict[str, Any]:
-        """What of the state means something to a copy: not who refers to it, nor what is sharded.
+        """Return the attributes that a copy keeps.
 
-        The copied root's hooks tell which it is; the layers are found when they are asked for.
+        References to the root, the layers and the sharding are dropped. The hooks of the copied
+        root set the root, and the layers are found at the first use.
         """
         state = {**self.__dict__, "names": list(self.names), "linears": []}
         state.update(dict.fromkeys(("_root", "sharding")))
@@ -288,8 +291,8 @@ class ModelState:
 class RootHook:
     """A method of the state as a hook of the root.
 
-    It is copied and pickled with the root, and then tells the state which that is: fully_shard
-    wants to know before the first forward.
+    If the root is copied or unpickled, the copied hook sets the root of the copied state.
+    ``fully_shard`` needs the root before the first forward.
     """
 
     def __init__(self, state: ModelState, method: str, root: nn.Module) -> None:
