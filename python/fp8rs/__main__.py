@@ -74,20 +74,12 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(run=_doctor)
     report = commands.add_parser(
         "report",
-        help="what converting a model would come to: layers, bytes, memory",
-        description="What would be converted, what a step would gather and the memory that a rank "
-        "would need. The model is made on the meta device, and takes no memory here.",
+        help="layers, bytes and memory of converting a model",
+        description="Prints the layers that would be converted, the bytes that a step would "
+        "gather and the memory of a rank. The model is built on the meta device.",
     )
     _add_report(report)
     report.set_defaults(run=_report)
-    links = commands.add_parser(
-        "links",
-        help="what a step of a model sends within a host and between hosts, on paper",
-        description="Bytes that each GPU takes in, on one host of 8 GPUs and on 8 of them, by "
-        "recipe and by what fp8rs.fsdp.set_links chooses: a table in Markdown.",
-    )
-    links.add_argument("model", metavar="MODEL", help="as for report")
-    links.set_defaults(run=_links)
     monitor = commands.add_parser(
         "monitor",
         help="the layers that lost most in a run, and a picture of all of them",
@@ -135,9 +127,6 @@ def _add_report(report: argparse.ArgumentParser) -> None:
         help="torch's adam, adamw, lion, momentum, muon or sgd; or fp8rs-adamw[-bf16][-no-masters]"
         "; default: adamw, fp8rs-adamw where FP8 weights are trained",
     )
-    report.add_argument("--link", type=float, metavar="GB/S", help="what a rank takes in by link")
-    report.add_argument("--tflops", type=float, help="what a GPU reaches in this model's GEMMs")
-    report.add_argument("--tokens", type=_positive, help="a rank and step")
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -171,7 +160,6 @@ def _doctor(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     from fp8rs import doctor, report
 
-    link, tflops = options.link, options.tflops
     try:
         found = report(
             doctor.load_model(options.model),
@@ -180,26 +168,11 @@ def _report(options: argparse.Namespace) -> int:
             world_size=options.ranks,
             optimizer=options.optimizer,
             fp8_weights=options.weights == "fp8",
-            link_bandwidth=None if link is None else link * 1e9,
-            gpu_flops=None if tflops is None else tflops * 1e12,
-            tokens=options.tokens,
         )
     except (doctor.ScriptError, ValueError) as error:
         print(f"fp8rs report: {error}", file=sys.stderr)
         return 2
     print(json.dumps(found.as_dict(), indent=2) if options.json else found)
-    return 0
-
-
-def _links(options: argparse.Namespace) -> int:
-    from fp8rs import doctor
-    from fp8rs.convert.step_bytes import table
-
-    try:
-        print(table(doctor.load_model(options.model), (None, "current", "mxfp8")))
-    except (doctor.ScriptError, ValueError) as error:
-        print(f"fp8rs links: {error}", file=sys.stderr)
-        return 2
     return 0
 
 

@@ -42,18 +42,6 @@ def test_a_report_is_of_what_was_asked(script: str, capsys: pytest.CaptureFixtur
     assert "converted: 1 layer " in output
 
 
-def test_links_are_what_gpus_take_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """64 M weights of a root, gathered once: 7/8 of 2 B, of FP8 1 B, and of 4 or 2 B reduced."""
-    path = tmp_path / "large.py"
-    path.write_text("from torch import nn\n\nmodel = nn.Linear(8000, 8000, bias=False)\n")
-    assert main(["links", str(path)]) == 0
-    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
-    assert [row[3] for row in rows if row[:2] == ["bf16", "1 host"]] == ["0.34", "0.22"]
-    assert [row[3] for row in rows if row[:2] == ["current", "1 host"]] == ["0.28", "0.17"]
-    # HSDP's replicas add up float32 shards between 8 hosts: twice 7/8 of 4 B of an eighth.
-    assert {row[4] for row in rows if row[1] == "8 hosts, HSDP"} == {"0.06"}
-
-
 def test_a_report_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["report"])

@@ -238,19 +238,3 @@ def test_a_script_that_raises_is_an_error_of_one_line(
 def test_a_name_to_leave_out_that_no_layer_has_is_warned_of(script: Path) -> None:
     with pytest.warns(UserWarning, match="filter_fqns leaves nothing out for 'heed'"):
         assert main(["report", f"{script}", "--leave-out", "heed", "--leave-out", "2"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--link", "50"], "(on the command line --tflops)"),
-        (["--tflops", "600"], "(on the command line --link)"),
-        (["--tokens", "8"], "(on the command line --link and --tflops)"),
-        (["--link", "0", "--tflops", "600"], "(on the command line --link)"),
-    ],
-)
-def test_a_figure_that_is_missing_or_wrong_is_named_as_it_was_typed(
-    script: Path, flags: list[str], said: str, capsys: pytest.CaptureFixture
-) -> None:
-    assert main(["report", f"{script}", *flags]) == 2
-    assert said in capsys.readouterr().err

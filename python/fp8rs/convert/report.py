@@ -1,4 +1,4 @@
-"""What converting and sharding a model would come to, before any GPU time is spent."""
+"""Report the layers, bytes and memory of converting and sharding a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8rs.convert.convert import settle
-from fp8rs.convert.link import Gather, gather_of
 from fp8rs.convert.report_table import Left, Report
 from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
 from fp8rs.fsdp.chosen_links import links_of
@@ -23,9 +22,9 @@ from fp8rs.fsdp.sizes import Group, codecs_of, groups_of
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import Recipe, RecipeName
 
-__all__ = ["Gather", "Left", "Memory", "Report", "report"]
+__all__ = ["Left", "Memory", "Report", "report"]
 
-#: The ranks of a report on a model that is not sharded, in a process that is not distributed.
+#: Default number of ranks without a process group.
 USUAL_RANKS = 8
 
 
@@ -44,51 +43,44 @@ def report(
     fsdp_unit_fn: Callable[[nn.Module, str], bool] | None = None,
     optimizer: str | float | None = None,
     fp8_weights: bool = False,
-    link_bandwidth: float | None = None,
-    gpu_flops: float | None = None,
-    tokens: int | None = None,
 ) -> Report:
-    """What converting ``model`` and sharding it with FSDP2 would come to. Nothing is changed.
+    """Report what converting ``model`` and sharding it with FSDP2 would take, without changing it.
 
-    Meta-device parameters are fine. A model that is converted already is reported as it is, and of
-    one that is sharded the groups and ranks are FSDP2's own. What ``set_links`` chose for it is in
-    the report, and bytes are counted accordingly.
+    Parameters may be on the meta device. A converted model is reported as it is. For a sharded
+    model, groups and ranks come from FSDP2, and bytes follow the choices of ``set_links``.
 
     Args:
-        model: the model, usually before it is converted.
-        recipe: as in ``convert_to_float8_training``, and by default a converted model's own.
-        module_filter_fn: as there.
-        filter_fqns: as there.
-        enable_fsdp_float8_all_gather: as there.
-        config: as there.
-        world_size: ranks that shard the model; with HSDP the shards, not the replicas. By default
-            those of the process group, or 8 where there is none.
-        param_dtype: of FSDP2's mixed-precision policy; None gathers what is stored.
-        reduce_dtype: of that policy. Without one (None) newer torch reduces gradients in the dtype
-            that parameters are stored in, torch 2.11 in that which they come in.
-        reshard_after_forward: as given to ``fully_shard``. None, its default, keeps the root's own
-            parameters between forward and backward.
-        fsdp_unit_fn: called with each module and its name: whether ``fully_shard`` is called on
-            it. By default on the classes that a transformers model names in ``_no_split_modules``,
-            else on the members of each outermost nn.ModuleList; and on the root in any case.
-        optimizer: torch's by "adam", "adamw", "lion", "momentum" (SGD's), "muon", "sgd";
-            ``fp8rs.optim.AdamW`` by "fp8rs-adamw" (8 bytes an element of fp32 moments, and 4 of a
-            master where the parameter is not plain fp32), "fp8rs-adamw-bf16" (4 of moments, and the
-            master), "fp8rs-adamw-no-masters" (8), "fp8rs-adamw-bf16-no-masters" (4); or how many
-            tensors of a parameter's size and dtype it keeps, such as 0.5 for two states of one byte
-            each and fp32 parameters. By default "fp8rs-adamw" where FP8 weights are trained, else
-            "adamw".
-        fp8_weights: count converted weights as stored in FP8 alone, without master weights. Those
-            of a model that has such weights already are counted so in any case.
-        link_bandwidth: bytes a second that a rank takes in during an all-gather.
-        gpu_flops: floating-point operations a second that a GPU reaches in this model's GEMMs.
-        tokens: a rank and step, for the seconds in ``Report.gather``.
+        model: the model, usually before its conversion.
+        recipe: as in ``convert_to_float8_training``. By default a converted model's own recipe.
+        module_filter_fn: as in ``convert_to_float8_training``.
+        filter_fqns: as in ``convert_to_float8_training``.
+        enable_fsdp_float8_all_gather: as in ``convert_to_float8_training``.
+        config: as in ``convert_to_float8_training``.
+        world_size: ranks that shard the model. With HSDP, count the shards and not the replicas.
+            By default the size of the process group, or 8 without one.
+        param_dtype: ``param_dtype`` of FSDP2's mixed-precision policy. With None, parameters are
+            gathered in their stored dtype.
+        reduce_dtype: ``reduce_dtype`` of the policy. With None, torch 2.11 reduces gradients in
+            their own dtype, and newer releases in the dtype of the stored parameter.
+        reshard_after_forward: as in ``fully_shard``. With None, its default, the root's own
+            parameters stay gathered between forward and backward.
+        fsdp_unit_fn: called with each module and its name, returns whether ``fully_shard`` is
+            called on it. The default is the classes in ``_no_split_modules`` of a transformers
+            model, or else the members of each outermost nn.ModuleList. The root is always sharded.
+        optimizer: "adam", "adamw", "lion", "momentum" (SGD with it), "muon" or "sgd" for torch's
+            optimizers. ``fp8rs.optim.AdamW`` is "fp8rs-adamw" (8 bytes of fp32 moments an element,
+            and 4 for a master unless the parameter is plain fp32), "fp8rs-adamw-bf16" (4 and the
+            master), "fp8rs-adamw-no-masters" (8) or "fp8rs-adamw-bf16-no-masters" (4). A number
+            counts tensors of the parameter's size and dtype: 0.5 means two states of one byte for
+            fp32 parameters. The default is "fp8rs-adamw" if FP8 weights are trained, else "adamw".
+        fp8_weights: count converted weights as FP8 weights, without masters. FP8 weights of a
+            converted model are always counted as such.
 
     Warns:
-        UserWarning: a name in ``filter_fqns`` is in no linear layer's.
+        UserWarning: a name in ``filter_fqns`` matches no linear layer.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or a layer is on another recipe.
+        TypeError, ValueError: an argument is wrong, or a layer has another recipe.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -98,7 +90,7 @@ def report(
     recipe, fp8_gather = settle(recipe, config, enable_fsdp_float8_all_gather, fp8_weights)
     world_size = _ranks(world_size, model)
     selected = select(model, module_filter_fn, filter_fqns, recipe)
-    for message in selected.unused:  # of the other warnings the table has a row each
+    for message in selected.unused:  # the table has a row for each other warning
         warnings.warn(message, stacklevel=2)
     chosen: dict[str, nn.Linear] = {
         n: m for n, m in layers.items() if (n or "the root") not in selected.left
@@ -153,12 +145,8 @@ def report(
         scattered=sum(group.scattered_bytes(reduce_dtype) for group in fp8),
         memory=memory,
         memory_high_precision=memory_high_precision,
-        gather=gather_of(model, fp8, plain, reduce_dtype, link_bandwidth, gpu_flops, tokens),
         links=links,
     )
-
-
-# --- arguments -----------------------------------------------------------------------------------
 
 
 def _states(optimizer: str | float) -> States:
@@ -196,13 +184,10 @@ def _ranks(world_size: int | None, model: nn.Module) -> int:
     return world_size
 
 
-# --- what is found -------------------------------------------------------------------------------
-
-
 def _left(
     model: nn.Module, reasons: dict[str, str], chosen: dict[str, nn.Linear]
 ) -> tuple[Left, ...]:
-    """All parameters that are not converted weights, each once, by reason."""
+    """Return the parameters that are not converted weights, each once, grouped by reason."""
     names: dict[str, list[str]] = {}
     sizes: dict[str, int] = {}
     seen = {id(m.weight) for m in chosen.values()}

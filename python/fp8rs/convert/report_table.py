@@ -1,4 +1,4 @@
-"""What a report on a model has, and its table."""
+"""The report on a model, and its table."""
 
 from __future__ import annotations
 
@@ -7,26 +7,24 @@ from typing import Any
 
 import torch
 
-from fp8rs.convert.link import Gather
 from fp8rs.fsdp.chosen_links import Link, rows
 from fp8rs.fsdp.memory import Memory
 from fp8rs.quantize.recipes import Recipe, describe
 
 NOT_COUNTED = (
-    "activations and what layers save for the backward, the transposed plane of the weight at "
-    "hand, buffers, the all-reduce of largest values, the CUDA context, NCCL, what the allocator "
-    "holds beside"
+    "activations, tensors saved for the backward, the transposed plane of the weight in use, "
+    "buffers, the all-reduce of amaxes, the CUDA context, NCCL, unused memory of the allocator"
 )
 
 
 @dataclass(frozen=True)
 class Left:
-    """Parameters that stay in high precision.
+    """Parameters that stay in high precision for one reason.
 
     Attributes:
-        reason: why.
-        names: of the layers, or of the parameters where they are in no linear layer.
-        parameters: how many elements they have.
+        reason: the reason.
+        names: names of the layers, or of parameters outside of linear layers.
+        parameters: their number of elements.
     """
 
     reason: str
@@ -36,26 +34,25 @@ class Left:
 
 @dataclass(frozen=True)
 class Report:
-    """What converting a model would come to. ``str()`` of it is a table.
+    """The layers, bytes and memory of a converted and sharded model. ``str()`` gives a table.
 
-    Bytes are of one rank and, where they go over the wire, of one step: a forward and a backward.
+    Bytes are per rank. Communicated bytes are per step, that is one forward and one backward.
 
     Attributes:
         recipe: the recipe.
-        world_size: ranks that shard the model. Replicas gather nothing.
+        world_size: ranks that shard the model, without replicas.
         param_dtype, reduce_dtype: as given.
-        optimizer: as given, or which one it is by default.
-        converted: names of the layers that are converted, or would be.
-        converted_parameters: elements of their weights.
-        parameters: elements of all parameters.
-        left: what stays in high precision, by reason.
-        units: names of the modules that are gathered at once; "" is the root.
-        gathered, gathered_high_precision: bytes that a rank holds after each all-gather of a step,
-            padding included, summed: with FP8, and without.
-        scattered: bytes that a rank hands to the reduce-scatters of a step.
-        memory, memory_high_precision: what the rank needs: with FP8, and without.
-        gather: when the FP8 gather shortens a step; None without a link's and a GPU's figures.
-        links: what ``set_links`` chose, by unit, and why nothing better; empty before it is called.
+        optimizer: as given, or the default.
+        converted: names of the converted layers.
+        converted_parameters: number of elements of their weights.
+        parameters: number of elements of all parameters.
+        left: parameters that stay in high precision, by reason.
+        units: names of the modules that are gathered together. The root is "".
+        gathered, gathered_high_precision: size of the outputs of a step's all-gathers, padding
+            included, with and without FP8.
+        scattered: size of the inputs of a step's reduce-scatters.
+        memory, memory_high_precision: memory of a rank, with and without FP8.
+        links: the choice of ``set_links`` for each unit with its reason, or empty without a call.
     """
 
     recipe: Recipe
@@ -73,14 +70,13 @@ class Report:
     scattered: int
     memory: Memory
     memory_high_precision: Memory
-    gather: Gather | None
     links: tuple[Link, ...] = ()
 
     def __str__(self) -> str:
         return _text(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields, of what JSON has: dtypes by their names, the recipe as its repr."""
+        """Return the fields for JSON, with dtypes by name and the recipe as its repr."""
         fields = asdict(self)
         fields["recipe"] = repr(self.recipe)
         for name in ("param_dtype", "reduce_dtype"):
@@ -129,19 +125,6 @@ def _text(r: Report) -> str:
     lines.append(f"Not counted: {NOT_COUNTED}.")
     if r.links:
         lines += ["", "links", *(f"  {row}" for row in rows(r.links))]
-    if r.gather is not None:
-        g = r.gather
-        lines += [
-            "",
-            f"The link is hidden from {g.hidden_high_precision:,} tokens a rank and step on in "
-            f"{high}, from {g.hidden_fp8:,} with the FP8 gather.",
-        ]
-        if g.seconds_high_precision is not None and g.seconds_fp8 is not None:
-            gain = g.seconds_high_precision / g.seconds_fp8
-            lines.append(
-                f"A step takes at least {g.seconds_high_precision:.3g} s in {high}, "
-                f"{g.seconds_fp8:.3g} s with the FP8 gather: {gain:.2f} times as fast."
-            )
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""What a rank needs for a model's parameters, in bytes, before any rank runs."""
+"""Estimate the memory of a rank for a model's parameters."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from .sizes import Group, ShardedParameter
 
 @dataclass(frozen=True)
 class States:
-    """What an optimizer keeps for a parameter.
+    """The state that an optimizer keeps for a parameter.
 
     Attributes:
-        alike: how many tensors of its size and dtype; an FP8 weight's is that which it stands for.
-        own: bytes an element of tensors whose dtype is the optimizer's choice.
-        masters: whether there is an fp32 copy of all that is not plain fp32.
+        alike: number of tensors with the parameter's size and dtype. The dtype of an FP8 weight is
+            its logical dtype.
+        own: bytes an element of tensors whose dtype the optimizer chooses.
+        masters: whether it keeps an fp32 copy of parameters that are not plain fp32.
     """
 
     alike: float = 0
@@ -25,13 +26,13 @@ class States:
     masters: bool = False
 
     def nbytes(self, p: ShardedParameter) -> float:
-        """Bytes for a shard."""
+        """Return the bytes of the state of a shard."""
         exact = p.parameter.dtype == torch.float32 and not p.at_rest
         own = self.own + (4 if self.masters and not exact else 0)
         return self.alike * p.plain_bytes + own * p.placement.padded_numel
 
 
-#: torch's optimizers, and fp8rs.optim.AdamW by its ``state_dtype`` and ``master_weights``.
+#: torch's optimizers, and `fp8rs.optim.AdamW` with its ``state_dtype`` and ``master_weights``.
 STATES = {
     "adam": States(2),
     "adamw": States(2),
@@ -48,17 +49,17 @@ STATES = {
 
 @dataclass(frozen=True)
 class Memory:
-    """What a rank needs for a model's parameters, in bytes.
+    """Memory of a rank for a model's parameters, in bytes.
 
     Attributes:
-        parameters: the shards, as they are stored: of FP8 weights codes and scales.
-        codes: FP8 codes and scales beside masters, kept from a forward to the next.
-        gradients: of the shards, in the dtype of the parameters.
-        optimizer: its states.
-        gathered: the root's group and the two largest others, of which one computes while the next
-            is gathered; all groups where nothing is resharded after the forward.
-        reduced: the largest group's gradients, as the backward makes them and as they are reduced.
-        symmetric: what ``set_links`` has gathers and reductions go through.
+        parameters: shards as they are stored. FP8 weights are codes and scales.
+        codes: FP8 codes and scales that are kept in addition to masters between forwards.
+        gradients: gradients of the shards, in the dtype of the parameters.
+        optimizer: states of the optimizer.
+        gathered: the root's group and the two largest others, because the next group is gathered
+            while one computes. All groups, if nothing is resharded after the forward.
+        reduced: gradients of the largest group, before and during their reduction.
+        symmetric: symmetric memory that ``set_links`` uses for gathers and reductions.
     """
 
     parameters: int
@@ -71,7 +72,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it together."""
+        """Return the sum of all parts."""
         return sum(getattr(self, part.name) for part in fields(self))
 
 
@@ -82,12 +83,12 @@ def memory_of(
     states: States,
     symmetric: int = 0,
 ) -> Memory:
-    """What a rank needs for groups.
+    """Return the memory of a rank.
 
     Args:
-        groups: those of the model.
-        reduce_dtype: the mixed-precision policy's.
-        states: what the optimizer keeps.
+        groups: the FSDP2 groups of the model.
+        reduce_dtype: ``reduce_dtype`` of the mixed-precision policy.
+        states: the state that the optimizer keeps for a parameter.
         symmetric: bytes of symmetric memory.
     """
     parameters = codes = gradients = 0
