@@ -26,8 +26,8 @@ def locate(directory: str | os.PathLike[str]) -> Path | str:
     text = os.fspath(directory)
     if COLLAPSED_URL.match(text):
         raise ValueError(
-            f"directory is {directory!r}, a URL whose slashes pathlib has collapsed. Pass the URL as "
-            "a str"
+            f"directory is {directory!r}, a URL whose slashes pathlib has collapsed. Pass the URL "
+            "as a str"
         )
     if "://" not in text:
         return Path(text)
@@ -38,8 +38,8 @@ def locate(directory: str | os.PathLike[str]) -> Path | str:
         store, path = url_to_fs(text)
     except (ImportError, ValueError) as error:
         raise ValueError(
-            f"directory is {text!r}, which fsspec cannot open: {error}. Pass a local path, or a URL "
-            "of a scheme whose package is installed (s3fs for s3://, gcsfs for gs://)"
+            f"directory is {text!r}, which fsspec cannot open: {error}. Pass a local path, or a "
+            "URL of a scheme whose package is installed (s3fs for s3://, gcsfs for gs://)"
         ) from error
     return Path(path) if isinstance(store, LocalFileSystem) else text
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import known_implementations
 
 from checkpoint.layouts import batch, contents, lay_out, shared_folder, state_of
 from distributed import ranks
@@ -16,11 +18,20 @@ from distributed.models import UNEVEN, same_bytes, train
 from fp8rs import checkpoint
 from fp8rs.checkpoint import CheckpointError
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 FP8 = "FP8 weights, AdamW with masters"
 
 
 def same(left, right):
     return left.keys() == right.keys() and all(same_bytes(left[n], right[n]) for n in left)
+
+
+def saved(how, state, directory, group):
+    if how == "save":
+        checkpoint.save(state, directory)
+    else:
+        checkpoint.async_save(state, directory, process_group=group).result()
 
 
 @pytest.fixture
@@ -37,14 +48,11 @@ def files(url):
     return sorted(name.rpartition("/")[2] for name in store.find(path))
 
 
-@pytest.mark.parametrize("save", ["save", "async_save"])
-def test_a_store_returns_what_was_saved(store, save, tmp_path, monkeypatch):
+@pytest.mark.parametrize("how", ["save", "async_save"])
+def test_a_store_returns_what_was_saved(store, how, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     state = {"weights": torch.randn(8, 8), "step": 3}
-    if save == "save":
-        checkpoint.save(state, f"{store}/1")
-    else:
-        checkpoint.async_save(state, f"{store}/1", process_group=None).result()
+    saved(how, state, f"{store}/1", None)
     again = {"weights": torch.zeros(8, 8), "step": 0}
     checkpoint.load(again, f"{store}/1")
     assert torch.equal(again["weights"], state["weights"]) and again["step"] == 3
@@ -52,6 +60,7 @@ def test_a_store_returns_what_was_saved(store, save, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []  # no local folder "memory:"
 
 
+@pytest.mark.filterwarnings("ignore:fsync not supported")  # of torch's own save
 def test_torch_loads_from_a_store_what_we_saved_and_the_reverse(store):
     values = torch.randn(8)
     checkpoint.save({"a": values}, f"{store}/ours")
@@ -124,13 +133,11 @@ CALLS = {
 def test_a_url_that_fsspec_cannot_open_is_refused(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     missing = {"class": "package_that_is_missing.Store", "err": "Install package-that-is-missing"}
-    monkeypatch.setitem(fsspec.registry.known_implementations, "absent", missing)
+    monkeypatch.setitem(known_implementations, "absent", missing)
     with pytest.raises(ValueError, match=r"directory is 'nosuch://a/b'.*Protocol not known"):
         CALLS[call]("nosuch://a/b")
     with pytest.raises(ValueError, match=r"directory is 'absent://a/b'.*Install package-that"):
         CALLS[call]("absent://a/b")
-    from pathlib import Path
-
     with pytest.raises(ValueError, match="pathlib has collapsed"):
         CALLS[call](Path("memory://a/b"))
     assert os.listdir(tmp_path) == []
@@ -161,12 +168,9 @@ def test_a_save_to_what_ranks_do_not_share_fails_on_all(rig, how, where):
     model, optimizer, _ = lay_out(rig, "FSDP of 2", "current", FP8, UNEVEN)
     state = state_of(model, optimizer)
     error = r"does not see 1 of 2 files in [^ ]*: __1_0.distcp \(rank 1, 0 of \d+ bytes\)"
+    group = dist.new_group(backend="gloo")
     with pytest.raises(CheckpointError, match=error + ". Pass a directory that all ranks share"):
-        if how == "save":
-            checkpoint.save(state, own)
-        else:
-            group = dist.new_group(backend="gloo")
-            checkpoint.async_save(state, own, process_group=group).result()
+        saved(how, state, own, group)
     if where == "disks":
         assert os.listdir(os.path.dirname(own)) == []
     dist.barrier()

@@ -153,7 +153,7 @@ def load(
         )
     with torch.no_grad():
         for key, value in state.items():
-            if str(key) not in read:
+            if read[str(key)] is ABSENT:
                 continue
             written = _written(live[key], read[str(key)], keep=not isinstance(value, Stateful))
             if isinstance(value, Stateful):

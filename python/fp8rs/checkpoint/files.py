@@ -125,7 +125,7 @@ class Writer(FileSystemWriter):
         self._check_written(results)
         super().finish(metadata, results)
         if self.local:
-            self.path.rename(self.directory)
+            Path(self.path).rename(self.directory)
 
     def _check_written(self, results: list[list[WriteResult]]) -> None:
         sizes: dict[str, tuple[int, int]] = {}

@@ -28,7 +28,6 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 from .parts import COLUMNWISE, SCALE, like
 
-
 #: A param group's options. Pipeline stages save theirs under the same names.
 GROUP_OPTION = re.compile(r"\.param_groups\.\d+\.(?!params$)")
 
@@ -54,18 +53,18 @@ Differences = dict[str, dict[str, list[int]]]
 SHOWN = 3
 
 
-def mismatch(text: str, found: Differences, world_size: int) -> MismatchError:
+def mismatch(text: str, found: Differences, world_size: int, remedies: str) -> MismatchError:
     """Return an error that counts the differences of each kind and lists the first of them."""
-    lines, all_lines = [text], []
+    lines, differences = [text], []
     for kind, ranks_of in found.items():
         each = [
             line if len(ranks) == world_size else f"{line} (rank {', '.join(map(str, ranks))})"
             for line, ranks in ranks_of.items()
         ]
-        all_lines += each
-        lines += [f"{len(each)} {kind}:", *(f"  {line}" for line in each[:SHOWN])]
+        differences += each
+        lines += [f"{kind} ({len(each)}):", *(f"  {line}" for line in each[:SHOWN])]
         lines += [f"  and {len(each) - SHOWN} more"] if len(each) > SHOWN else []
-    return MismatchError("\n".join(lines), all_lines)
+    return MismatchError("\n".join([*lines, remedies]), differences)
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -106,10 +105,11 @@ class SavePlanner(DefaultSavePlanner):
                 first, of = known.setdefault(name, (own, rank))
                 if own != first:
                     line = f"{name}: {first} on rank {of}, {own}"
-                    ranks = found.setdefault("entries differ between ranks", {}).setdefault(line, [])
+                    ranks = found.setdefault(DIFFER, {}).setdefault(line, [])
                     ranks += [] if rank in ranks else [rank]
         if found:
-            raise mismatch("ranks disagree on what they save", found, len(all_plans))
+            text = "ranks disagree on what they save"
+            raise mismatch(text, found, len(all_plans), "Give all ranks one value for a name.")
         return super().create_global_plan(
             [replace(plan, planner_data=plan.planner_data[0]) for plan in all_plans]
         )
@@ -139,8 +139,8 @@ class LoadPlanner(DefaultLoadPlanner):
         """
         assert metadata is not None
         saved = metadata.state_dict_metadata
-        for owner, path, key in list(_entries(state_dict)):
-            _adapt(owner, path, key, saved)
+        for entry in list(_entries(state_dict)):
+            _adapt(*entry, saved)
         self._asked = tuple(f"{key}." for key in state_dict)
         super().set_up_planner(state_dict, metadata, is_coordinator)
         refuse_quantized(self.state_dict)
@@ -148,8 +148,8 @@ class LoadPlanner(DefaultLoadPlanner):
             return
         for name in [n for n in self.state_dict if n not in saved and not _is_part(n, saved)]:
             path = self.mappings[name]
-            owner: Any = reduce(getitem, path[:-1], state_dict)  # type: ignore[arg-type]
-            if isinstance(owner, list):
+            owner: Any = reduce(getitem, path[:-1], state_dict)
+            if isinstance(owner, list) or len(path) == 1:
                 owner[path[-1]] = ABSENT
             else:
                 del owner[path[-1]]
@@ -197,10 +197,17 @@ class LoadPlanner(DefaultLoadPlanner):
                 line = f"{name}: {there} in the checkpoint, unknown here"
                 found.setdefault(UNKNOWN, {})[line] = ranks
         if found:
-            remedies = [remedy for names, remedy in REMEDIES if any(map(names.search, _lines(found)))]
-            remedies += [REMEDY[kind] for kind in found if kind in REMEDY]
-            text = "the checkpoint does not fit, and nothing was loaded. "
-            raise mismatch(text + " ".join(dict.fromkeys(remedies)), found, len(global_plan))
+            lines = list(chain.from_iterable(found.values()))
+            remedies = [remedy for names, remedy in REMEDIES if any(map(names.search, lines))]
+            if META in found:
+                remedies.append("Call model.to_empty(device=...) before loading.")
+            if OTHER not in found and (MISSING in found or UNKNOWN in found):
+                remedies.append(
+                    "load(..., strict=False) loads the entries that both have, and leaves the "
+                    "others as they are."
+                )
+            text = "the checkpoint does not fit, and nothing was loaded"
+            raise mismatch(text, found, len(global_plan), " ".join(remedies))
         return super().create_global_plan(global_plan)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -220,22 +227,15 @@ class LoadPlanner(DefaultLoadPlanner):
         super().load_bytes(read_item, checked)
 
 
-#: Stands in a list for an entry that the checkpoint does not have.
+#: Stands in a list or at the top of a state for an entry that the checkpoint does not have.
 ABSENT = object()
 
-MISSING = "entries are not in the checkpoint"
-UNKNOWN = "entries of the checkpoint are not in the state of any rank"
-OTHER = "entries have another shape or dtype"
-META = "entries are on the meta device"
-_PARTIAL = (
-    "load(..., strict=False) loads the entries that both have and leaves the others as they are."
-)
-#: What to do about a kind of differences.
-REMEDY = {
-    MISSING: _PARTIAL,
-    UNKNOWN: _PARTIAL,
-    META: "Call model.to_empty(device=...) before loading.",
-}
+#: Kinds of differences.
+DIFFER = "Different between ranks"
+MISSING = "Not in the checkpoint"
+UNKNOWN = "In the checkpoint, and not in the state of any rank"
+OTHER = "Of another shape or dtype"
+META = "On the meta device"
 #: What to do about lines that match.
 REMEDIES = [
     (
@@ -244,20 +244,16 @@ REMEDIES = [
     ),
     (
         re.compile(rf"(?<!fp8)({SCALE}|{COLUMNWISE}): |float8\w+ [^:]*, (?!float8)"),
-        "FP8 codes and scales load into a model that was converted with the same recipe and "
-        "fp8_weights=True.",
+        "FP8 weights load into a model that was converted with the recipe that they were saved "
+        "with and fp8_weights=True.",
     ),
 ]
 
 
-def _lines(found: Differences) -> Iterator[str]:
-    return chain.from_iterable(found.values())
-
-
 def _is_part(name: str, saved: dict[str, Any]) -> bool:
-    """Whether a name is a part of an FP8 weight that the checkpoint has, so that both must be."""
+    """Whether a name is a part of an FP8 weight whose codes the checkpoint has."""
     weight = name.removesuffix(SCALE).removesuffix(COLUMNWISE)
-    return weight != name and weight in saved
+    return weight != name and _describe_saved(saved.get(weight)).startswith("float8")
 
 
 def refuse_quantized(flat: dict[str, Any]) -> None:
@@ -271,9 +267,9 @@ def refuse_quantized(flat: dict[str, Any]) -> None:
 
 
 SAFE = (
-    "Checkpoints have tensors, numpy arrays, and what torch.load(weights_only=True) reads: numbers, "
-    "str, bytes, None, list, tuple, dict, set. Convert the value to these, or register its type by "
-    "torch.serialization.add_safe_globals before saving and before loading"
+    "Checkpoints have tensors, numpy arrays, and what torch.load(weights_only=True) reads: "
+    "numbers, str, bytes, None, list, tuple, dict, set. Convert the value to these, or register "
+    "its type by torch.serialization.add_safe_globals before saving and before loading"
 )
 
 

@@ -173,7 +173,7 @@ class Files:
         self._part, self._part_bytes = {}, 0
 
     def finish(self, config: str) -> None:
-        """Write the remaining tensors and config.json, and replace the files of an earlier export."""
+        """Write the remaining files and replace those of an earlier export."""
         if self._part:
             self._write()
         count = len(self._written)
