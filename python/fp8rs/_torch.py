@@ -368,6 +368,13 @@ def names_of(model: Any, name: str) -> set[str]:
     return set(_get_fqns(model, name))
 
 
+def fsspec_file_system(url: str) -> Any:
+    """Return DCP's file system for the URL of a store. Its ``fs`` is fsspec's."""
+    from torch.distributed.checkpoint._storage_utils import _storage_setup
+
+    return cast(Any, _storage_setup(None, url, reader=True)).fs
+
+
 def spec(parameter: Any) -> Any:
     """A DTensor's specification: the same object for as long as its sharding is the same."""
     return parameter._spec

@@ -168,7 +168,7 @@ def test_ranks_that_disagree_are_an_error_on_both(rig):
     agreed, _, _ = lay_out(rig, "FSDP of 2", "block", FP8, UNEVEN)
     checkpoint.save({"model": checkpoint.Model(agreed)}, f"{folder}/saved")
     before = contents(model, optimizer)
-    with pytest.raises(CheckpointError, match="rank 1: ValueError: the checkpoint does not fit"):
+    with pytest.raises(CheckpointError, match=r"the checkpoint does not fit[^!]*\(rank 1\)"):
         checkpoint.load(state, f"{folder}/saved")
     assert same(contents(model, optimizer), before)
 

@@ -18,21 +18,27 @@ from torch.distributed.checkpoint.stateful import Stateful
 from fp8rs._torch import own_part
 
 from .files import Reader, Writer, mapped
-from .plans import LoadPlanner, SavePlanner
+from .plans import ABSENT, LoadPlanner, MismatchError, SavePlanner
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be saved or loaded; each rank has this error, with all ranks' reasons.
+    """A checkpoint could not be saved or loaded. Every rank raises it, with all ranks' reasons.
 
     Attributes:
-        causes: the exception of each rank that had one.
+        causes: the exceptions, by the rank that raised each.
     """
 
     def __init__(self, what: str, causes: dict[int, BaseException]) -> None:
         by_text: dict[str, list[int]] = {}
         for rank, cause in sorted(causes.items()):
             by_text.setdefault(f"{type(cause).__name__}: {cause}", []).append(rank)
-        texts = [f"rank {', '.join(map(str, of))}: {text}" for text, of in by_text.items()]
+        texts = [
+            # The coordinator compares all ranks, and its message has the ranks that it is about.
+            str(causes[of[0]])
+            if isinstance(causes[of[0]], MismatchError)
+            else f"rank {', '.join(map(str, of))}: {text}"
+            for text, of in by_text.items()
+        ]
         super().__init__("\n".join([what, *texts]))
         self.causes = causes
 
@@ -40,20 +46,24 @@ class CheckpointError(RuntimeError):
 def save(
     state: dict[str, Any], directory: str | os.PathLike[str], *, process_group: Any = None
 ) -> None:
-    """Save a checkpoint, by ``torch.distributed.checkpoint.save`` on all ranks.
+    """Save a checkpoint by ``torch.distributed.checkpoint.save``. All ranks call it.
 
-    It is written to a directory beside, which gets its name when all ranks have written: an older
-    checkpoint is as it was, whatever happens.
+    A local directory is written under another name and renamed when all ranks have written. In a
+    store, the file ``.metadata`` is written last, and a directory without it is not a checkpoint.
+    Older checkpoints are not touched.
 
     Args:
         state: `Model` and `Optimizer` under names of your choice, other ``Stateful`` objects,
-            tensors, and values that ``torch.load(weights_only=True)`` takes.
-        directory: of this checkpoint; it does not exist yet.
-        process_group: of the ranks that save; the default group.
+            tensors, numpy arrays, and values that ``torch.load(weights_only=True)`` reads.
+        directory: a directory that does not exist and that all ranks share, or a URL that fsspec
+            supports (``s3://``, ``gs://``, ``memory://``, ``file://``), as a str.
+        process_group: the ranks that save. The default is the default group.
 
     Raises:
-        CheckpointError: on all ranks, where one could not: its disk is full, ranks disagree on what
-            they save, or the directory exists. Nothing is left of the checkpoint.
+        ValueError: fsspec does not support the URL.
+        CheckpointError: on all ranks, if one of them could not save: its disk is full, ranks
+            disagree on what they save, a value could not be loaded again, the ranks do not share
+            the directory, or it exists. Nothing is left of the checkpoint.
     """
     writer = Writer(directory)
     with _clear_errors(f"{directory} was not saved", writer):
@@ -65,18 +75,18 @@ def save(
 def async_save(
     state: dict[str, Any], directory: str | os.PathLike[str], *, process_group: Any
 ) -> Future[None]:
-    """As `save`, from a copy on the CPU, in a thread: training goes on meanwhile.
+    """Copy the state to the CPU and save it in a thread, while training goes on.
 
     Args:
         state: as for `save`.
-        directory: as there.
-        process_group: one with a backend for the CPU that nothing else uses meanwhile: neither
-            training nor another save (``dist.new_group(backend="gloo")``). None is the default
-            group, of a single process.
+        directory: as for `save`.
+        process_group: a group with a CPU backend that nothing else uses meanwhile, neither training
+            nor another save: ``dist.new_group(backend="gloo")``. None is the default group, of a
+            single process.
 
     Returns:
-        A future. Its ``result()`` waits until the checkpoint has its name, and raises what `save`
-        does.
+        A future. Its ``result()`` waits until the checkpoint is complete, and raises what `save`
+        raises.
     """
     writer = Writer(directory)
     what = f"{directory} was not saved"
@@ -99,51 +109,80 @@ def async_save(
 
 
 def load(
-    state: dict[str, Any], directory: str | os.PathLike[str], *, process_group: Any = None
+    state: dict[str, Any],
+    directory: str | os.PathLike[str],
+    *,
+    process_group: Any = None,
+    strict: bool = True,
 ) -> None:
-    """Load a checkpoint, by ``torch.distributed.checkpoint.load`` on all ranks.
+    """Load a checkpoint by ``torch.distributed.checkpoint.load``. All ranks call it.
 
-    Names, shapes and dtypes are compared before anything is read, and bytes are checked before
-    anything is written: all is read into memory of the CPU first, as much as a rank has of the
-    state. So the model and its optimizers are as they were, if any rank cannot read its part.
+    Names, shapes and dtypes are compared before anything is read. Bytes are checked before anything
+    is written: all of a rank's state is first read into CPU memory. If any rank cannot read its
+    part, the model and its optimizers are as they were.
 
-    Any number of ranks reads a checkpoint of any other. What a checkpoint has beside the keys of
-    ``state`` is left alone. Under these keys only two things may be absent: histories of delayed
-    scaling, which begin anew, and scales of FP8 weights that the checkpoint has in high precision,
-    which are quantized.
+    Any number of ranks reads a checkpoint of any other number. Names are compared over all ranks:
+    each may have its own, such as those of a pipeline stage. Entries under other keys than those of
+    ``state`` are ignored. Under its keys only two things may be missing in the checkpoint:
+    histories of delayed scaling, which start again, and scales of FP8 weights that it has in high
+    precision, which are quantized.
 
     Args:
-        state: as for `save`. Tensors are written in place; other values are replaced in it.
-        directory: of the checkpoint; one that ``torch.distributed.checkpoint.save`` has written
-            will do.
-        process_group: of the ranks that load; the default group.
+        state: as for `save`. Tensors are written in place. Other values are replaced.
+        directory: a checkpoint of `save` or of ``torch.distributed.checkpoint.save``: a directory,
+            or a URL that fsspec supports, as a str.
+        process_group: the ranks that load. The default is the default group.
+        strict: False loads the entries that the state and the checkpoint both have, and leaves the
+            others as they are: a parameter without a saved optimizer state, say, since it had no
+            gradient yet. Entries of another shape or dtype are still an error.
 
     Raises:
-        CheckpointError: on all ranks, where one could not: files are missing or damaged, or the
-            state differs from the checkpoint, in what the message lists. Nothing was written.
+        ValueError: fsspec does not support the URL.
+        CheckpointError: on all ranks, if one of them could not load: files are missing or damaged,
+            or the state does not fit the checkpoint. Nothing was written.
     """
+    reader = Reader(directory)
     live = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state.items()}
-    read = mapped(live, lambda t: torch.empty_like(t, device="cpu"))
+    read = mapped(live, lambda t: torch.empty_like(t, device="cpu"), str)
     with _clear_errors(f"{directory} was not loaded"):
         state_dict_loader.load(
             read,
-            storage_reader=Reader(directory),
-            planner=LoadPlanner(),
+            storage_reader=reader,
+            planner=LoadPlanner(strict),
             process_group=process_group,
         )
     with torch.no_grad():
-        live = _written(live, read)
+        for key, value in state.items():
+            if read[str(key)] is ABSENT:
+                continue
+            written = _written(live[key], read[str(key)], keep=not isinstance(value, Stateful))
+            if isinstance(value, Stateful):
+                live[key] = written
+            else:
+                state[key] = written
     for key, value in state.items():
         if isinstance(value, Stateful):
             value.load_state_dict(live[key])
-        else:
-            state[key] = live[key]
 
 
-def _written(live: Any, read: Any) -> Any:
-    """What was read, in the tensors that are there for it."""
-    if isinstance(read, dict):
-        return {key: _written(live[key], value) for key, value in read.items()}
+def _written(live: Any, read: Any, keep: bool) -> Any:
+    """Write what was read to the tensors and containers of a state, and return what it is now.
+
+    Args:
+        live: the state, or a value in it.
+        read: what was read for it. Its keys are str.
+        keep: whether to write to dictionaries too. Otherwise new ones are returned, which do not
+            have the entries that the checkpoint does not have.
+    """
+    if isinstance(live, dict) and isinstance(read, dict):
+        found = {k: _written(v, read[str(k)], keep) for k, v in live.items() if str(k) in read}
+        if not keep:
+            return found
+        for k, v in found.items():
+            live[k] = v  # which Counter.update would add
+        return live
+    if isinstance(live, list) and isinstance(read, list) and len(live) == len(read):
+        return [v if r is ABSENT else _written(v, r, keep) for v, r in zip(live, read, strict=True)]
     if isinstance(read, Tensor) and isinstance(live, Tensor) and read.dtype == live.dtype:
         own_part(live).copy_(own_part(read))
         return live
@@ -152,7 +191,7 @@ def _written(live: Any, read: Any) -> Any:
 
 @contextmanager
 def _clear_errors(what: str, writer: Writer | None = None) -> Iterator[None]:
-    """Have what DCP raises on all ranks say what happened, and leave no half of a checkpoint."""
+    """Raise a `CheckpointError` for DCP's error, and remove what was written so far."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")

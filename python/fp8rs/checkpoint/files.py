@@ -8,16 +8,19 @@ import os
 import pickle
 import shutil
 import zipfile
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
-from fp8rs._torch import is_distributed, own_part
+from fp8rs._torch import fsspec_file_system, is_distributed, own_part
+from fp8rs.storage import locate
 
 from .parts import like
 
@@ -40,12 +43,20 @@ class DamagedError(ValueError):
     """A file of a checkpoint is missing, cut short, or has other bytes than were written."""
 
 
-def mapped(value: Any, function: Any) -> Any:
-    """A state dict with a function applied to each rank's own tensors."""
+def mapped(value: Any, function: Any, key: Any = lambda k: k) -> Any:
+    """Apply a function to this rank's part of each tensor in a state.
+
+    Args:
+        value: the state, or a value in it.
+        function: called with local tensors.
+        key: called with the keys of dictionaries that DCP flattens. It does not flatten tuples.
+    """
     if isinstance(value, dict):
-        return {key: mapped(item, function) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(mapped(item, function) for item in value)
+        return {key(name): mapped(item, function, key) for name, item in value.items()}
+    if type(value) is list:
+        return [mapped(item, function, key) for item in value]
+    if type(value) is tuple:
+        return tuple(mapped(item, function) for item in value)
     if not isinstance(value, Tensor):
         return value
     own = function(own_part(value).detach())
@@ -53,77 +64,150 @@ def mapped(value: Any, function: Any) -> Any:
 
 
 class Writer(FileSystemWriter):
-    """DCP's own, into a directory that gets its name when all ranks have written.
+    """Writes a checkpoint that is there as a whole or not at all.
+
+    A local directory is written as ``NAME.partial`` and renamed when all ranks have written. A
+    store has no atomic rename of directories. There, ``.metadata`` is written last, and a directory
+    without it is not a checkpoint.
 
     Args:
-        directory: of the checkpoint; there is none yet.
+        directory: the directory or URL of the checkpoint.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = Path(directory)
-        super().__init__(self.directory.with_name(f"{self.directory.name}.partial"))
+        self.directory = locate(directory)
+        self.local = isinstance(self.directory, Path)
+        # A store cannot flush a file before it is closed.
+        super().__init__(_partial(self.directory), sync_files=self.local)
+        if isinstance(self.directory, str):
+            self.fs, self.path = fsspec_file_system(self.directory), cast(Any, self.directory)
+        self._begun = False
 
     def stage(self, state_dict: Any) -> Any:
-        """A copy on the CPU of what an asynchronous save is to write."""
+        """Copy to the CPU what an asynchronous save writes."""
         self.per_thread_copy_ahead = 0
         return mapped(state_dict, lambda t: t.to("cpu", copy=True))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Remove what a save that failed has left.
+        """Remove the files of a save that did not finish.
 
         Raises:
-            FileExistsError: there is a checkpoint of this name.
+            FileExistsError: the directory exists, and is not what such a save left.
         """
         if is_coordinator:
-            if self.directory.exists():
+            if self._exists():
                 raise FileExistsError(
-                    f"{self.directory} exists, and checkpoints are not overwritten: the one before "
-                    "would be lost if this one fails. Save under another name"
+                    f"{self.directory} exists, and checkpoints are not overwritten: the old one "
+                    "would be lost if this save fails. Save under another name"
                 )
+            self._begun = True
             self.remove()
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
+    def _exists(self) -> bool:
+        if isinstance(self.directory, Path):
+            return self.directory.exists()
+        store = cast(Any, self.fs).fs
+        found = store.ls(self.path, detail=False) if store.exists(self.path) else []
+        return not all(name.endswith((".distcp", f"{METADATA}.tmp")) for name in found)
+
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """See the base; the directory may have gone with what was left in it."""
+        """Create the directory again, which `set_up_storage_writer` may have removed."""
         self.fs.mkdir(self.path)
         return super().prepare_global_plan(plans)
 
     def finish(self, metadata: Metadata, results: Any) -> None:
-        """Give the directory its name: all ranks have written."""
+        """Write the metadata and give the directory its name.
+
+        Raises:
+            DamagedError: the coordinator does not see what the ranks have written.
+        """
+        self._check_written(results)
         super().finish(metadata, results)
-        Path(self.path).rename(self.directory)
+        if self.local:
+            Path(self.path).rename(self.directory)
+
+    def _check_written(self, results: list[list[WriteResult]]) -> None:
+        sizes: dict[str, tuple[int, int]] = {}
+        for rank, written in enumerate(results):
+            for info in (result.storage_data for result in written):
+                _, size = sizes.get(info.relative_path, (rank, 0))
+                sizes[info.relative_path] = rank, max(size, info.offset + info.length)
+        if not self.local:
+            cast(Any, self.fs).fs.invalidate_cache()
+        missing = []
+        for name, (rank, size) in sizes.items():
+            try:
+                with self.fs.create_stream(self.fs.concat_path(self.path, name), "rb") as file:
+                    found = file.seek(0, os.SEEK_END)
+            except FileNotFoundError:
+                found = 0
+            if found < size:
+                missing.append(f"{name} (rank {rank}, {found} of {size} bytes)")
+        if missing:
+            raise DamagedError(
+                f"the first rank does not see {len(missing)} of {len(sizes)} files in {self.path}: "
+                f"{', '.join(missing[:3])}{', ...' if missing[3:] else ''}. Pass a directory that "
+                "all ranks share: on a network file system, or the URL of a store"
+            )
 
     def remove(self) -> None:
-        """Remove what is not whole."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Remove the files of a save that did not finish."""
+        if self.local:
+            shutil.rmtree(self.path, ignore_errors=True)
+        elif self._begun:
+            with suppress(Exception):  # which would hide why the save failed
+                cast(Any, self.fs).fs.rm(self.path, recursive=True)
+
+
+def _partial(directory: Path | str) -> Path | str:
+    if isinstance(directory, str):
+        return directory
+    return directory.with_name(f"{directory.name}.partial")
 
 
 class Reader(FileSystemReader):
-    """DCP's own, which takes no bytes but those that were written."""
+    """Reads a checkpoint and checks its bytes.
+
+    Args:
+        directory: the directory or URL of the checkpoint.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        located = locate(directory)
+        super().__init__(located)
+        if isinstance(located, str):
+            self.fs, self.path = fsspec_file_system(located), cast(Any, located)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the checkpoint has; nothing where that cannot be had, of which the next call tells.
+        """Read the metadata, or return empty metadata and keep the error.
 
-        DCP would go on to look for other files after an error here, and not pass it on.
+        After an error here, DCP would look for other files and drop the error.
+        `set_up_storage_reader` raises it.
         """
-        path = Path(self.path, METADATA)
+        path = self.fs.concat_path(self.path, METADATA)
         self.problem: DamagedError | None = None
         try:
-            metadata = parse_metadata(path.read_bytes())
-        except OSError as error:
-            self.problem = DamagedError(f"{self.path} is no checkpoint, or not whole: {error}")
-        except Exception as error:  # whatever bytes of chance lead to
+            with self.fs.create_stream(path, "rb") as file:
+                data = file.read()
+        except Exception as error:  # of any store
+            self.problem = DamagedError(
+                f"{self.path} is not a checkpoint, or not whole: {_first_line(error)}"
+            )
+            return Metadata({})
+        try:
+            metadata = parse_metadata(data)
+        except Exception as error:  # of any kind that random bytes lead to
             self.problem = DamagedError(f"{path} is damaged: {_first_line(error)}")
-        if self.problem is not None:
             return Metadata({})
         metadata.storage_meta = StorageMeta(checkpoint_id=self.path, load_id=self.load_id)
         return metadata
 
     def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
-        """See the base.
+        """Set up DCP's reader.
 
         Raises:
-            DamagedError: the metadata could not be had.
+            DamagedError: the metadata could not be read.
         """
         if self.problem is not None:
             raise self.problem
@@ -133,11 +217,12 @@ class Reader(FileSystemReader):
         data = super()._slice_file(file, sinfo).read()
         problem = damage(data, sinfo.length)
         if problem is not None:
-            raise DamagedError(f"{Path(self.path, sinfo.relative_path)} is damaged: {problem}")
+            path = self.fs.concat_path(self.path, sinfo.relative_path)
+            raise DamagedError(f"{path} is damaged: {problem}")
         return io.BytesIO(data)
 
     def read_data(self, plan: Any, planner: Any) -> Any:
-        """See the base.
+        """Read the entries of a plan.
 
         Raises:
             DamagedError: a file is missing or damaged.

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
 import io
+import pickle
+import re
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import reduce
+from itertools import chain
+from operator import getitem
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -19,105 +28,305 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 from .parts import COLUMNWISE, SCALE, like
 
+#: A param group's options. Pipeline stages save theirs under the same names.
+GROUP_OPTION = re.compile(r"\.param_groups\.\d+\.(?!params$)")
+
+
+class MismatchError(ValueError):
+    """The state does not fit the checkpoint, or ranks disagree. It is an error of all ranks.
+
+    Attributes:
+        differences: a line for each difference.
+    """
+
+    def __init__(self, text: str, differences: list[str]) -> None:
+        super().__init__(text, differences)
+        self.differences = differences
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+#: The ranks that see a difference, by its kind and its line.
+Differences = dict[str, dict[str, list[int]]]
+#: How many differences of a kind a message lists.
+SHOWN = 3
+
+
+def mismatch(text: str, found: Differences, world_size: int, remedies: str) -> MismatchError:
+    """Return an error that counts the differences of each kind and lists the first of them."""
+    lines, differences = [text], []
+    for kind, ranks_of in found.items():
+        each = [
+            line if len(ranks) == world_size else f"{line} (rank {', '.join(map(str, ranks))})"
+            for line, ranks in ranks_of.items()
+        ]
+        differences += each
+        lines += [f"{kind} ({len(each)}):", *(f"  {line}" for line in each[:SHOWN])]
+        lines += [f"  and {len(each) - SHOWN} more"] if len(each) > SHOWN else []
+    return MismatchError("\n".join([*lines, remedies]), differences)
+
 
 class SavePlanner(DefaultSavePlanner):
-    """DCP's own, for ranks that mean the same."""
+    """DCP's planner. It refuses values that `LoadPlanner` refuses, and ranks that disagree."""
 
     def set_up_planner(
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        """See the base."""
-        refuse_quantized(state_dict)
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Compare the ranks' plans, on one of them.
+        """Flatten the state.
 
         Raises:
-            ValueError: ranks have a tensor of that name, but of another shape or dtype.
+            TypeError: it has quantized tensors, or values that cannot be loaded safely.
+        """
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        refuse_quantized(self.state_dict)
+        refuse_foreign(self.state_dict)
+
+    def create_local_plan(self) -> SavePlan:
+        """Plan this rank's writes, with the options of its param groups for the comparison."""
+        plan = super().create_local_plan()
+        options = {n: repr(v) for n, v in self.state_dict.items() if GROUP_OPTION.search(n)}
+        return replace(plan, planner_data=(plan.planner_data, options))
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Compare the ranks' plans.
+
+        Raises:
+            MismatchError: a name has another shape, dtype or option of a param group on some rank.
         """
         known: dict[str, tuple[str, int]] = {}
-        found: dict[str, None] = {}
+        found: Differences = {}
         for rank, plan in enumerate(all_plans):
+            _, options = plan.planner_data
             for item in plan.items:
                 data, name = item.tensor_data, item.index.fqn
                 own = "no tensor" if data is None else _text(data.properties.dtype, data.size)
+                own = options.get(name, own)
                 first, of = known.setdefault(name, (own, rank))
                 if own != first:
-                    found[f"  {name}: {first} on rank {of}, {own} on rank {rank}"] = None
+                    line = f"{name}: {first} on rank {of}, {own}"
+                    ranks = found.setdefault(DIFFER, {}).setdefault(line, [])
+                    ranks += [] if rank in ranks else [rank]
         if found:
-            raise ValueError("ranks disagree on what they save:\n" + "\n".join(found))
-        return super().create_global_plan(all_plans)
+            text = "ranks disagree on what they save"
+            raise mismatch(text, found, len(all_plans), "Give all ranks one value for a name.")
+        return super().create_global_plan(
+            [replace(plan, planner_data=plan.planner_data[0]) for plan in all_plans]
+        )
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """DCP's own, for a checkpoint that fits: else nothing is read.
+    """DCP's planner. Nothing is read unless the checkpoint fits the states of all ranks.
 
-    High precision is read for FP8 weights of which the checkpoint has no scales, and histories that
-    it has none of are left out.
+    It reads high precision for an FP8 weight whose scales the checkpoint does not have, and skips
+    histories that the checkpoint does not have.
+
+    Args:
+        strict: whether the checkpoint and the states must have the same names.
     """
+
+    def __init__(self, strict: bool) -> None:
+        super().__init__()
+        self.strict = strict
 
     def set_up_planner(
         self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """See the base. Entries of ``state_dict`` become what the checkpoint has of them."""
-        assert metadata is not None
-        refuse_quantized(state_dict)
-        for owner, path, key in list(_entries(state_dict)):
-            _adapt(owner, path, key, metadata.state_dict_metadata)
-        self._asked = tuple(f"{key}." for key in state_dict)
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-
-    def create_local_plan(self) -> LoadPlan:
-        """Compare this rank's state with the checkpoint.
+        """Flatten the state, whose entries become what the checkpoint has for them.
 
         Raises:
-            ValueError: they differ; all that does is listed.
+            TypeError: the state has quantized tensors.
         """
+        assert metadata is not None
+        saved = metadata.state_dict_metadata
+        for entry in list(_entries(state_dict)):
+            _adapt(*entry, saved)
+        self._asked = tuple(f"{key}." for key in state_dict)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        refuse_quantized(self.state_dict)
+        if self.strict:
+            return
+        for name in [n for n in self.state_dict if n not in saved and not _is_part(n, saved)]:
+            path = self.mappings[name]
+            owner: Any = reduce(getitem, path[:-1], state_dict)
+            if isinstance(owner, list) or len(path) == 1:
+                owner[path[-1]] = ABSENT
+            else:
+                del owner[path[-1]]
+            del self.state_dict[name]
+
+    def create_local_plan(self) -> LoadPlan:
+        """Compare this rank's state with the checkpoint, and plan reads if it fits."""
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
-        problems = []
+        found: dict[str, list[str]] = {}
         for name, value in self.state_dict.items():
             own = _describe(value)
             if name not in saved:
-                problems.append(f"  {name}: not in the checkpoint, {own} here")
+                found.setdefault(MISSING, []).append(f"{name}: not in the checkpoint, {own} here")
             elif own != (there := _describe_saved(saved[name])):
-                problems.append(f"  {name}: {there} in the checkpoint, {own} here")
+                line = f"{name}: {there} in the checkpoint, {own} here"
+                found.setdefault(OTHER, []).append(line)
             elif isinstance(value, Tensor) and value.is_meta:
-                problems.append(f"  {name}: on the meta device here: call to_empty(device=...)")
-        problems += [
-            f"  {name}: {_describe_saved(saved[name])} in the checkpoint, unknown here"
-            for name in saved
-            if name.startswith(self._asked) and name not in self.state_dict
-        ]
-        if problems:
-            raise ValueError(
-                "the checkpoint does not fit, and nothing was loaded. (FP8 weights and histories "
-                "are read by models with the same recipe alone.)\n" + "\n".join(problems)
-            )
-        return super().create_local_plan()
+                found.setdefault(META, []).append(f"{name}: {own}")
+        plan = LoadPlan([]) if found else super().create_local_plan()
+        asked = {name for name in saved if self.strict and name.startswith(self._asked)}
+        return replace(plan, planner_data=(found, asked, set(self.state_dict)))
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Compare the states of all ranks with the checkpoint. Ranks may have different names.
+
+        Raises:
+            MismatchError: they differ.
+        """
+        assert self.metadata is not None
+        found: Differences = {}
+        asked: dict[str, list[int]] = {}
+        known: set[str] = set()
+        for rank, plan in enumerate(global_plan):
+            local, asks, has = plan.planner_data
+            known |= has
+            for name in sorted(asks):
+                asked.setdefault(name, []).append(rank)
+            for kind, lines in local.items():
+                for line in lines:
+                    found.setdefault(kind, {}).setdefault(line, []).append(rank)
+        for name, ranks in asked.items():
+            if name not in known:
+                there = _describe_saved(self.metadata.state_dict_metadata[name])
+                line = f"{name}: {there} in the checkpoint, unknown here"
+                found.setdefault(UNKNOWN, {})[line] = ranks
+        if found:
+            lines = list(chain.from_iterable(found.values()))
+            remedies = [remedy for names, remedy in REMEDIES if any(map(names.search, lines))]
+            if META in found:
+                remedies.append("Call model.to_empty(device=...) before loading.")
+            if OTHER not in found and (MISSING in found or UNKNOWN in found):
+                remedies.append(
+                    "load(..., strict=False) loads the entries that both have, and leaves the "
+                    "others as they are."
+                )
+            text = "the checkpoint does not fit, and nothing was loaded"
+            raise mismatch(text, found, len(global_plan), " ".join(remedies))
+        return super().create_global_plan(global_plan)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Read what is no tensor, without running what it says."""
-        found = torch.load(value, weights_only=True)
+        """Read a value that is not a tensor, without running code that it names.
+
+        Raises:
+            TypeError: it is of a type that cannot be read so.
+        """
+        name = read_item.dest_index.fqn
+        try:
+            found = load_safely(value)
+        except pickle.UnpicklingError as error:
+            raise TypeError(f"{name} cannot be loaded safely: {_reason(error)}. {SAFE}") from None
         checked = io.BytesIO()
         torch.save(found, checked)
         checked.seek(0)
         super().load_bytes(read_item, checked)
 
 
-def refuse_quantized(state: Any) -> None:
-    """TypeError where a state dict has quantized tensors, which are no plain ones."""
-    for owner, path, key in _entries(state):
-        if isinstance(own_part(owner[key]), QuantizedTensor):
+#: Stands in a list or at the top of a state for an entry that the checkpoint does not have.
+ABSENT = object()
+
+#: Kinds of differences.
+DIFFER = "Different between ranks"
+MISSING = "Not in the checkpoint"
+UNKNOWN = "In the checkpoint, and not in the state of any rank"
+OTHER = "Of another shape or dtype"
+META = "On the meta device"
+#: What to do about lines that match.
+REMEDIES = [
+    (
+        re.compile(rf"\.({'|'.join(BUFFERS)}): .* unknown here"),
+        "The checkpoint has the histories of delayed scaling, and the model has another recipe.",
+    ),
+    (
+        re.compile(rf"(?<!fp8)({SCALE}|{COLUMNWISE}): |float8\w+ [^:]*, (?!float8)"),
+        "FP8 weights load into a model that was converted with the recipe that they were saved "
+        "with and fp8_weights=True.",
+    ),
+]
+
+
+def _is_part(name: str, saved: dict[str, Any]) -> bool:
+    """Whether a name is a part of an FP8 weight whose codes the checkpoint has."""
+    weight = name.removesuffix(SCALE).removesuffix(COLUMNWISE)
+    return weight != name and _describe_saved(saved.get(weight)).startswith("float8")
+
+
+def refuse_quantized(flat: dict[str, Any]) -> None:
+    """Raise TypeError if a flat state has quantized tensors."""
+    for name, value in flat.items():
+        if isinstance(own_part(value), QuantizedTensor):
             raise TypeError(
-                f"{path}{key} is a quantized tensor: put fp8rs.checkpoint.Model(model) in the "
+                f"{name} is a quantized tensor: put fp8rs.checkpoint.Model(model) in the "
                 "place of the model's state dict, which has codes and scales"
             )
 
 
+SAFE = (
+    "Checkpoints have tensors, numpy arrays, and what torch.load(weights_only=True) reads: "
+    "numbers, str, bytes, None, list, tuple, dict, set. Convert the value to these, or register "
+    "its type by torch.serialization.add_safe_globals before saving and before loading"
+)
+
+
+def refuse_foreign(flat: dict[str, Any]) -> None:
+    """Raise TypeError if a flat state has values that `load_safely` would refuse."""
+    found = []
+    for name, value in flat.items():
+        if isinstance(value, Tensor):
+            continue
+        buffer = io.BytesIO()
+        try:
+            torch.save(value, buffer)
+            buffer.seek(0)
+            load_safely(buffer)
+        except Exception as error:  # of any kind that a type's own pickling raises
+            kind = type(value)
+            found.append(f"  {name}: {kind.__module__}.{kind.__qualname__} ({_reason(error)})")
+    if found:
+        raise TypeError("\n".join(["values could not be loaded again", *found, SAFE]))
+
+
+def _reason(error: Exception) -> str:
+    """Return the line of an error of ``torch.load`` that says what it refuses."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if line.startswith("WeightsUnpickler error: ")]
+    text = (named or lines or [type(error).__name__])[0]
+    return text.removeprefix("WeightsUnpickler error: ").split(". ")[0].rstrip(".")
+
+
+_LOADING = threading.Lock()
+
+
+def load_safely(file: io.BytesIO) -> Any:
+    """Call ``torch.load(weights_only=True)``, and allow numpy's scalars, arrays and dtypes.
+
+    Raises:
+        pickle.UnpicklingError: the value is of a type that is not allowed.
+    """
+    with _LOADING:  # the asynchronous save has a thread, and the list is one of the process
+        ours = [g for g in NUMPY if g not in torch.serialization.get_safe_globals()]
+        with torch.serialization.safe_globals(ours):
+            return torch.load(file, weights_only=True)
+
+
+#: What pickles of numpy's scalars, arrays and dtypes call.
+NUMPY: list[Any] = [
+    np.ndarray,
+    np.dtype,
+    codecs.encode,
+    np.empty(0).__reduce__()[0],
+    np.float32(0).__reduce__()[0],
+    *{type(np.dtype(code)) for code in np.typecodes["All"]},
+]
+
+
 def _entries(state: Any, path: str = "") -> Iterator[tuple[dict[str, Any], str, str]]:
-    """The dictionaries of a state with their paths, by each of their keys."""
+    """Yield the dictionary, the path and the key of each entry of nested dictionaries."""
     for key, value in state.items():
         if isinstance(value, dict):
             yield from _entries(value, f"{path}{key}.")

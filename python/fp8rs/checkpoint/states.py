@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.optim import Optimizer as TorchOptimizer
 
@@ -24,6 +24,9 @@ from fp8rs.scaling.histories import BUFFERS, keep_local
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .parts import SCALE, like, parts_of
+
+#: The name that ``fp8rs.optim`` gives to masters in a parameter's state.
+MASTER = "master"
 
 
 class Model:
@@ -95,26 +98,54 @@ class Model:
 
 
 class Optimizer:
-    """The optimizers' part of a checkpoint: a ``Stateful``, as DCP calls it.
+    """The optimizers' part of a checkpoint: a ``Stateful`` object for DCP.
 
-    Names are ``state.``, the parameter's, and the state's: ``exp_avg``, ``master``; and
-    ``param_groups``, which is no tensor.
+    Entries are ``state.NAME.exp_avg``, ``state.NAME.master`` and so on, where NAME is the
+    parameter's, and ``param_groups``, which are not tensors.
 
     Args:
-        model: whose parameters they step.
-        optimizers: torch's, or those of ``fp8rs.optim``.
+        model: the module whose parameters they step.
+        optimizers: optimizers of ``torch.optim`` or ``fp8rs.optim``.
     """
 
     def __init__(self, model: nn.Module, *optimizers: TorchOptimizer) -> None:
         self.model, self.optimizers = model, optimizers
+        #: Whether there was a state before torch created an empty one to load into.
+        self._had_state = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizers' own tensors."""
+        """Return the optimizers' own tensors, under the names of their parameters."""
+        self._had_state = any(optimizer.state for optimizer in self.optimizers)
         return get_optimizer_state_dict(self.model, self.optimizers)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what was loaded."""
-        set_optimizer_state_dict(self.model, self.optimizers, state_dict)
+        """Load a state dict, and leave what it does not contain as it was.
+
+        A param group takes the options of the saved group that has one of its parameters. Pipeline
+        stages save their groups under the same names, so one stage's group may stand for all: a
+        group without a match takes the options of the saved group at its position.
+        """
+        own: Any = get_optimizer_state_dict(self.model, self.optimizers)
+        states, saved = state_dict.get("state", {}), state_dict.get("param_groups", [])
+        of = {name: group for group in saved for name in group.get("params", ())}
+        groups = iter(enumerate(own["param_groups"]))
+        for optimizer in self.optimizers:
+            packed: dict[str, Any] = {"state": {}, "param_groups": []}
+            ids = count()
+            for position, group in islice(groups, len(optimizer.param_groups)):
+                names = group["params"]
+                same_position = saved[position] if position < len(saved) else {}
+                found = next((of[name] for name in names if name in of), same_position)
+                keys = [next(ids) for _ in names]
+                packed["param_groups"].append({**group, **found, "params": keys})
+                for key, name in zip(keys, names, strict=True):
+                    state = states.get(name) or {}
+                    if state or self._had_state:
+                        kept = own["state"].get(name, {}).items()
+                        state = {k: v for k, v in kept if k != MASTER} | state
+                    if state:
+                        packed["state"][key] = state
+            optimizer.load_state_dict(packed)
 
 
 def _is_fp8(value: Any) -> bool:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from fp8rs.storage import locate, open_store
 
 from .formats import ServingFormat, serving_format
 from .tensors import kept_layers, tensors
@@ -29,18 +33,19 @@ def save_pretrained(
     scale_fmt: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write what ``tensors`` gives to a directory that servers load.
+    """Write the tensors of ``tensors`` to a directory that servers load.
 
-    All ranks call it; the first one writes, one file's tensors in memory at a time. Files of an
-    export that was there before are replaced once all new ones are written: an error leaves them as
+    All ranks call it. The first rank writes, and keeps one file's tensors in memory at a time. The
+    files of an earlier export are replaced when all new ones are written. An error leaves them as
     they were.
 
     Args:
         model: as for ``tensors``. Where it has a ``config`` as transformers' models do, that is
             saved with it.
-        directory: made if it is not there. It gets model.safetensors, or
-            model-00001-of-0000N.safetensors and so on with model.safetensors.index.json, and
-            config.json with what the format says under ``quantization_config``.
+        directory: a directory, which is created if it does not exist, or a URL that fsspec supports
+            (``s3://``, ``gs://``, ``memory://``, ``file://``), as a str. It gets model.safetensors,
+            or model-00001-of-0000N.safetensors and so on with model.safetensors.index.json, and
+            config.json with the format's entry under ``quantization_config``.
         format: as for ``tensors``.
         dtype: likewise.
         scale_fmt: likewise.
@@ -48,14 +53,14 @@ def save_pretrained(
 
     Raises:
         ImportError: safetensors is not installed.
-        TypeError, ValueError: as ``tensors``.
+        TypeError, ValueError: as ``tensors``. ValueError: fsspec does not support the URL.
         OSError: what is written did not fit, or may not be written; on every rank.
     """
     serving = serving_format(format, scale_fmt)
     if not isinstance(max_shard_bytes, int) or max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes!r}; it must be a positive int")
     # Errors of these are every rank's.
-    save, path = safetensors_writer(), Path(directory)
+    save, path = safetensors_writer(), locate(directory)
     config = json_of(config_of(model, serving, dtype))
     each = tensors(model, format, dtype=dtype, scale_fmt=scale_fmt)
     writes = not dist.is_initialized() or dist.get_rank() == 0
@@ -127,19 +132,27 @@ def safetensors_writer() -> Save:
 
 
 class Files:
-    """The files of one export, written beside the directory's own until they are all there."""
+    """The files of one export. They replace those of an earlier one when all are written.
 
-    def __init__(self, directory: Path, max_bytes: int, save: Save) -> None:
-        self._directory, self._max_bytes, self._save = directory, max_bytes, save
-        directory.mkdir(parents=True, exist_ok=True)
-        self._new = Path(tempfile.mkdtemp(prefix=".export-", dir=directory))
+    Args:
+        directory: a local path, or the URL of a store.
+        max_bytes: the size of a file, unless one tensor is larger.
+        save: writes tensors to a local file.
+    """
+
+    def __init__(self, directory: Path | str, max_bytes: int, save: Save) -> None:
+        self._local, self._max_bytes, self._save = isinstance(directory, Path), max_bytes, save
         self._part: dict[str, Tensor] = {}
         self._part_bytes = self._total_bytes = 0
         #: The names in each file that is written.
         self._written: list[list[str]] = []
+        with _os_errors(directory):
+            self._store, self._directory = open_store(directory)
+            self._new = f"{self._directory}/.export-{uuid4().hex}"
+            self._store.makedirs(self._new)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take in one tensor; a file is written when the next one would not fit."""
+        """Add one tensor. A file is written when the tensor would not fit in it."""
         size = tensor.numel() * tensor.element_size()
         if self._part and self._part_bytes + size > self._max_bytes:
             self._write()
@@ -148,36 +161,62 @@ class Files:
         self._total_bytes += size
 
     def _write(self) -> None:
-        self._save(self._part, self._new / f"{len(self._written)}.safetensors")
+        path = f"{self._new}/{len(self._written)}.safetensors"
+        if self._local:
+            self._save(self._part, Path(path))
+        else:
+            with tempfile.TemporaryDirectory() as folder, _os_errors(path):
+                local = Path(folder, "part.safetensors")
+                self._save(self._part, local)
+                self._store.put_file(str(local), path)
         self._written.append(list(self._part))
         self._part, self._part_bytes = {}, 0
 
     def finish(self, config: str) -> None:
-        """Write the rest and config.json, and put all in the place of what was there."""
+        """Write the remaining files and replace those of an earlier export."""
         if self._part:
             self._write()
         count = len(self._written)
         names = [file_name(i, count) for i in range(count)]
+        texts = {"config.json": config}
         if count > 1:
             where = {t: file for file, held in zip(names, self._written, strict=True) for t in held}
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": where}
-            (self._new / INDEX).write_text(json_of(index))
-        (self._new / "config.json").write_text(config)
-        for i, name in enumerate(names):
-            os.replace(self._new / f"{i}.safetensors", self._directory / name)
-        others = ["config.json", *([INDEX] if count > 1 else [])]
-        for name in others:
-            os.replace(self._new / name, self._directory / name)
-        for path in self._directory.glob("model*.safetensors*"):
-            if path.name not in (*names, *others):
-                path.unlink()
+            texts[INDEX] = json_of(index)
+        with _os_errors(self._directory):
+            for name, text in texts.items():
+                self._store.pipe_file(f"{self._new}/{name}", text.encode())
+            for i, name in enumerate(names):
+                self._replace(f"{i}.safetensors", name)
+            for name in texts:
+                self._replace(name, name)
+            for path in self._store.ls(self._directory, detail=False):
+                name = path.rpartition("/")[2]
+                old = fnmatch(name, "model*.safetensors*") and name not in (*names, *texts)
+                if old:
+                    self._store.rm_file(path)
+
+    def _replace(self, new: str, name: str) -> None:
+        self._store.mv(f"{self._new}/{new}", f"{self._directory}/{name}")
 
     def __enter__(self) -> Files:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Remove what was not put in its place."""
-        shutil.rmtree(self._new, ignore_errors=True)
+        """Remove new files that replaced none."""
+        with suppress(Exception):
+            self._store.rm(self._new, recursive=True)
+
+
+@contextmanager
+def _os_errors(path: Path | str) -> Iterator[None]:
+    """Raise OSError for the errors of stores, which have types of their own."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{path}: {type(error).__name__}: {error}") from error
 
 
 def file_name(number: int, count: int) -> str:

@@ -114,7 +114,8 @@ class AdamW(WithMasters):
         super().__setstate__(state)
         for group in self.param_groups:
             for name, value in self.defaults.items():
-                group.setdefault(name, value)
+                if name != "differentiable":  # torch adds it to the defaults of every optimizer
+                    group.setdefault(name, value)
 
     # Traced, a parameter's state was given to another parameter.
     @not_traced

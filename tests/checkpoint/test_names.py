@@ -1,0 +1,362 @@
+"""Names: each rank's own, names that only one side has, and what the errors say of them."""
+
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import fp8rs
+from cases import each_recipe
+from checkpoint.layouts import KEPT, batch, contents, lay_out, shared_folder, state_of
+from distributed import ranks
+from distributed.models import RECIPES, UNEVEN, same_bytes, train
+from fp8rs import checkpoint
+from fp8rs.checkpoint import CheckpointError, Model, Optimizer
+from fp8rs.optim import AdamW
+
+FP8 = "FP8 weights, AdamW with masters"
+MASTERS = "master weights, torch's AdamW"
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(same_bytes(left[n], right[n]) for n in left)
+
+
+class Stage(nn.Module):
+    """Some layers of a model, under their names in the whole model."""
+
+    def __init__(self, layers, seed, device):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleDict({str(k): nn.Linear(64, 64, device=device) for k in layers})
+
+    def forward(self, x):
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+def stage(rig, layers, recipe, fp8_weights, seed, mesh, lr=1e-2):
+    model = Stage(layers, seed, rig.device)
+    if recipe is not None:
+        options = {"recipe": RECIPES[recipe], "fp8_weights": fp8_weights}
+        fp8rs.convert_to_float8_training(model, **options)
+    if mesh is not None:
+        fully_shard(model, mesh=mesh)
+    optimizer = AdamW if fp8_weights else torch.optim.AdamW
+    return model, optimizer(model.parameters(), lr=lr)
+
+
+def steps(rig, model, optimizer, numbers):
+    losses = []
+    for number in numbers:
+        generator = torch.Generator().manual_seed(number)
+        loss = model(torch.randn(16, 64, generator=generator).to(rig.device)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@ranks(2, 4)
+@each_recipe("current", "delayed", "mxfp8", of=RECIPES)
+@pytest.mark.parametrize("fp8_weights", [False, True])
+def test_pipeline_stages_save_and_load_one_checkpoint(rig, recipe, fp8_weights):
+    folder = shared_folder(rig)
+    mesh = init_device_mesh(rig.device_type, (2, rig.world_size // 2), mesh_dim_names=("pp", "dp"))
+    sharded = mesh["dp"] if rig.world_size > 2 else None
+    layers = [(0, 1), (2, 3)][mesh["pp"].get_local_rank()]
+    model, optimizer = stage(rig, layers, recipe, fp8_weights, 0, sharded)
+    steps(rig, model, optimizer, range(2))
+    checkpoint.save(state_of(model, optimizer), f"{folder}/saved")
+    other, resumed = stage(rig, layers, recipe, fp8_weights, 1, sharded, lr=5.0)
+    checkpoint.load(state_of(other, resumed), f"{folder}/saved")
+    assert resumed.param_groups[0]["lr"] == 1e-2
+    assert steps(rig, other, resumed, range(2, 5)) == steps(rig, model, optimizer, range(2, 5))
+    dist.barrier()
+    if rig.rank == 0:
+        shutil.rmtree(folder)
+
+
+@ranks(2)
+def test_stages_load_as_one_model_and_a_model_as_stages(rig):
+    folder = shared_folder(rig)
+    layers = [(0, 1), (2, 3)][rig.rank]
+    model, optimizer = stage(rig, layers, "current", True, 0, None)
+    steps(rig, model, optimizer, range(2))
+    checkpoint.save(state_of(model, optimizer), f"{folder}/stages")
+    mesh = init_device_mesh(rig.device_type, (2,))
+    whole, of_whole = stage(rig, range(4), "current", True, 1, mesh)
+    checkpoint.load(state_of(whole, of_whole), f"{folder}/stages")
+    checkpoint.save(state_of(whole, of_whole), f"{folder}/whole")
+    other, resumed = stage(rig, layers, "current", True, 2, None)
+    checkpoint.load(state_of(other, resumed), f"{folder}/whole")
+    assert steps(rig, other, resumed, range(2, 4)) == steps(rig, model, optimizer, range(2, 4))
+    dist.barrier()
+    if rig.rank == 0:
+        shutil.rmtree(folder)
+
+
+@ranks(2)
+def test_stages_whose_param_groups_differ_are_refused_by_the_save(rig):
+    """Their options have the same names in a checkpoint, which keeps one stage's."""
+    folder = shared_folder(rig)
+    model, optimizer = stage(
+        rig, [(0,), (1,)][rig.rank], None, False, 0, None, [1e-2, 1e-3][rig.rank]
+    )
+    with pytest.raises(CheckpointError) as raised:
+        checkpoint.save(state_of(model, optimizer), f"{folder}/saved")
+    line = "optimizer.param_groups.0.lr: 0.01 on rank 0, 0.001 (rank 1)"
+    assert line in str(raised.value), str(raised.value)
+    dist.barrier()
+    if rig.rank == 0:
+        shutil.rmtree(folder)
+
+
+@ranks(2)
+def test_a_name_that_no_rank_has_is_refused(rig):
+    folder = shared_folder(rig)
+    saved = stage(rig, [(0, 1), (2, 3)][rig.rank], None, False, 0, None)
+    checkpoint.save(state_of(*saved), f"{folder}/saved")
+    model, optimizer = stage(rig, [(0, 1), (2,)][rig.rank], None, False, 1, None)
+    before = contents(model, optimizer)
+    with pytest.raises(CheckpointError) as raised:
+        checkpoint.load({"model": Model(model)}, f"{folder}/saved")
+    differences = raised.value.causes[0].differences
+    assert differences == [
+        "model.layers.3.bias: float32 (64,) in the checkpoint, unknown here",
+        "model.layers.3.weight: float32 (64, 64) in the checkpoint, unknown here",
+    ]
+    assert same(contents(model, optimizer), before)
+    dist.barrier()
+    if rig.rank == 0:
+        shutil.rmtree(folder)
+
+
+class WithUnused(nn.Module):
+    def __init__(self, seed, unused="unused"):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.used = nn.Linear(64, 64)
+        self.add_module(unused, nn.Linear(64, 64))
+
+    def forward(self, x):
+        return self.used(x)
+
+
+OPTIMIZERS = {
+    "torch's AdamW": (False, lambda p: torch.optim.AdamW(p, lr=1e-2)),
+    "fp8rs's AdamW": (True, lambda p: AdamW(p, lr=1e-2)),
+    "torch's SGD": (False, lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9)),
+}
+
+
+def with_unused(kept, seed, unused="unused"):
+    fp8_weights, optimizer = OPTIMIZERS[kept]
+    model = WithUnused(seed, unused)
+    fp8rs.convert_to_float8_training(model, recipe="current", fp8_weights=fp8_weights)
+    return model, optimizer(model.parameters())
+
+
+def go(model, optimizer, numbers):
+    losses = []
+    for number in numbers:
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(number))
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def whole(model, optimizer):
+    """Copies of values and of the optimizer's state."""
+    found = {}
+    for name, p in model.named_parameters():
+        local = p.detach()
+        exact = isinstance(local, fp8rs.QuantizedTensor)
+        found[name] = local.dequantize().clone() if exact else local.clone()
+        for key, value in optimizer.state.get(p, {}).items():
+            if isinstance(value, torch.Tensor):
+                found[f"{name} {key}"] = value.clone()
+    return found
+
+
+@pytest.mark.parametrize("kept", list(OPTIMIZERS))
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_parameter_without_gradients_resumes_without_a_state(kept, stepped, tmp_path):
+    model, optimizer = with_unused(kept, 0)
+    go(model, optimizer, range(3))
+    checkpoint.save(state_of(model, optimizer), tmp_path / "saved")
+    other, resumed = with_unused(kept, 1)
+    if stepped:
+        go(other, resumed, range(1))
+    checkpoint.load(state_of(other, resumed), tmp_path / "saved", strict=False)
+    assert same(whole(other, resumed), whole(model, optimizer))
+    assert go(other, resumed, range(3, 6)) == go(model, optimizer, range(3, 6))
+    # Its first gradient comes later.
+    for m, o in ((model, optimizer), (other, resumed)):
+        m.unused(torch.ones(16, 64)).sum().backward()
+        o.step()
+        o.zero_grad()
+    assert same(whole(other, resumed), whole(model, optimizer))
+
+
+@pytest.mark.parametrize("kept", ["torch's AdamW", "fp8rs's AdamW"])
+def test_a_missing_optimizer_state_is_refused_before_the_model_is_written(kept, tmp_path):
+    model, optimizer = with_unused(kept, 0)
+    go(model, optimizer, range(1))
+    checkpoint.save(state_of(model, optimizer), tmp_path / "saved")
+    other, resumed = with_unused(kept, 1)
+    state = state_of(other, resumed)
+    state["optimizer"].state_dict()  # in which torch creates a state of zeros
+    before = whole(other, resumed)
+    with pytest.raises(CheckpointError, match=r"state.unused.weight.*not in the check") as e:
+        checkpoint.load(state, tmp_path / "saved")
+    assert "strict=False" in str(e.value)
+    assert same(whole(other, resumed), before)
+
+
+@pytest.mark.parametrize("kept", list(OPTIMIZERS))
+def test_a_partial_load_leaves_what_the_checkpoint_does_not_have(kept, tmp_path):
+    model, optimizer = with_unused(kept, 0, "first")
+    go(model, optimizer, range(2))
+    checkpoint.save({**state_of(model, optimizer), "extra": {"a": 1}}, tmp_path / "saved")
+    other, resumed = with_unused(kept, 1, "second")
+    go(other, resumed, range(3))
+    other.second(torch.ones(16, 64)).sum().backward()
+    resumed.step()
+    resumed.zero_grad()
+    before, expected = whole(other, resumed), whole(model, optimizer)
+    extra = {"a": 0, "b": [torch.ones(2), 7], "c": torch.ones(2), 5: [{"d": torch.ones(1)}]}
+    state = {**state_of(other, resumed), "extra": extra, "more": torch.full((2,), 3.0)}
+    checkpoint.load(state, tmp_path / "saved", strict=False)
+    # The masters of the other parameters are read from their weights again.
+    before = {n: v for n, v in before.items() if n != "second.weight master"}
+    after = {n: v for n, v in whole(other, resumed).items() if n != "second.weight master"}
+    assert after.keys() == before.keys()
+    for name, value in after.items():
+        assert same_bytes(value, (before if name.startswith("second") else expected)[name]), name
+    assert extra["a"] == 1 and extra["b"][1] == 7 and set(extra) == {"a", "b", "c", 5}
+    for tensor in (extra["b"][0], extra["c"], extra[5][0]["d"]):
+        assert torch.equal(tensor, torch.ones_like(tensor))
+    assert torch.equal(state["more"], torch.full((2,), 3.0))
+    go(other, resumed, range(3, 5))  # no state is missing
+
+
+@pytest.mark.parametrize("kept", ["torch's AdamW", "fp8rs's AdamW"])
+def test_a_partial_load_still_refuses_another_shape_or_dtype(kept, tmp_path):
+    model, optimizer = with_unused(kept, 0)
+    checkpoint.save({"model": Model(model)}, tmp_path / "saved")
+    other, _ = with_unused(kept, 1)
+    other.unused.bias = nn.Parameter(torch.zeros(32))
+    before = whole(other, optimizer)
+    with pytest.raises(CheckpointError, match=r"unused.bias: float32 \(64,\) in the checkpoint"):
+        checkpoint.load({"model": Model(other)}, tmp_path / "saved", strict=False)
+    assert same(whole(other, optimizer), before)
+
+
+def test_a_partial_load_refuses_codes_without_their_scales(tmp_path):
+    model, _ = with_unused("fp8rs's AdamW", 0)
+    parts = Model(model).state_dict()
+    del parts["used.weight_scale"]
+    checkpoint.save({"model": parts}, tmp_path / "saved")
+    other, _ = with_unused("fp8rs's AdamW", 1)
+    with pytest.raises(CheckpointError, match=r"model.used.weight_scale: not in the checkpoint"):
+        checkpoint.load({"model": Model(other)}, tmp_path / "saved", strict=False)
+
+
+def test_a_master_that_the_checkpoint_does_not_have_is_the_loaded_weight(tmp_path):
+    model, optimizer = with_unused("fp8rs's AdamW", 0)
+    go(model, optimizer, range(2))
+    state = {"model": Model(model), "optimizer": Optimizer(model, optimizer).state_dict()}
+    for values in state["optimizer"]["state"].values():
+        values.pop("master", None)
+    checkpoint.save(state, tmp_path / "saved")
+    other, resumed = with_unused("fp8rs's AdamW", 1)
+    go(other, resumed, range(1))
+    checkpoint.load(state_of(other, resumed), tmp_path / "saved", strict=False)
+    values = other.used.weight.detach().dequantize().clone()
+    assert torch.equal(values, model.used.weight.detach().dequantize())
+    for group in resumed.param_groups:
+        group["lr"] = 0.0
+    go(other, resumed, range(1))
+    assert torch.equal(other.used.weight.detach().dequantize(), values)
+
+
+@ranks(2)
+@pytest.mark.parametrize("kept", [FP8, MASTERS])
+def test_a_checkpoint_of_another_recipe_is_refused_in_one_short_message(rig, kept):
+    folder = shared_folder(rig)
+    model, optimizer, _ = lay_out(rig, "FSDP of 2", "delayed", kept, UNEVEN)
+    train(model, optimizer, [batch(rig, 0)])
+    checkpoint.save(state_of(model, optimizer), f"{folder}/saved")
+    for recipe in ("current", "block"):
+        other, resumed, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN, seed=1)
+        state = state_of(other, resumed)
+        with pytest.raises(CheckpointError) as raised:
+            checkpoint.load(state, f"{folder}/saved")
+        message = str(raised.value)
+        saved = Model(model).state_dict()
+        if kept == FP8:  # the optimizer keeps scales with delayed scaling
+            saved |= Optimizer(model, optimizer).state_dict()["state"]
+        left = 3 * sum(name.endswith(".fp8_scale") for name in saved)
+        left += sum("scale" in value for value in saved.values() if isinstance(value, dict))
+        assert f"In the checkpoint, and not in the state of any rank ({left}):" in message
+        assert "histories of delayed scaling" in message
+        needs_recipe = recipe == "block" and kept == FP8
+        assert ("converted with the recipe" in message) == needs_recipe, message
+        assert ("strict=False" in message) != needs_recipe, message
+        lines = message.splitlines()
+        assert len(lines) <= 3 + 5 * (2 if needs_recipe else 1), message
+        assert len(set(lines)) == len(lines)
+        assert len(raised.value.causes[0].differences) >= left
+        if not needs_recipe:  # the remedy works
+            checkpoint.load(state, f"{folder}/saved", strict=False)
+            loaded, trained = contents(other, resumed), contents(model, optimizer)
+            assert len(loaded) > len(list(model.parameters()))
+            assert same(loaded, {name: trained[name] for name in loaded})
+    dist.barrier()
+    if rig.rank == 0:
+        shutil.rmtree(folder)
+
+
+@ranks(2)
+def test_a_difference_is_listed_once_with_the_ranks_that_see_it(rig):
+    folder = shared_folder(rig)
+    checkpoint.save({"a": torch.ones(3), "b": torch.ones(3)}, f"{folder}/saved")
+    state = {"a": torch.ones(2), "b": torch.ones(2 if rig.rank else 3)}
+    with pytest.raises(CheckpointError) as raised:
+        checkpoint.load(state, f"{folder}/saved")
+    assert raised.value.causes[0].differences == [
+        "a: float32 (3,) in the checkpoint, float32 (2,) here",
+        "b: float32 (3,) in the checkpoint, float32 (2,) here (rank 1)",
+    ]
+    dist.barrier()
+    if rig.rank == 0:
+        shutil.rmtree(folder)
+
+
+@ranks(2)
+@each_recipe("delayed", of=RECIPES)
+@pytest.mark.parametrize("kept", list(KEPT))
+@pytest.mark.filterwarnings("ignore:.*FP8 weights, and keeps no masters")
+def test_the_checkpoint_of_a_resumed_training_resumes(rig, recipe, kept):
+    """The options of its param groups are those of a new optimizer."""
+    folder = shared_folder(rig)
+    model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN)
+    train(model, optimizer, [batch(rig, 0)])
+    for number in range(2):
+        checkpoint.save(state_of(model, optimizer), f"{folder}/{number}")
+        model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN, seed=1 + number)
+        checkpoint.load(state_of(model, optimizer), f"{folder}/{number}")
+    dist.barrier()
+    if rig.rank == 0:
+        shutil.rmtree(folder)

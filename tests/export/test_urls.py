@@ -1,0 +1,122 @@
+"""Exports to the URLs of stores."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+import fp8rs
+from checkpoint.layouts import shared_folder
+from distributed import ranks
+from distributed.models import make, shard
+from fp8rs.export import save_pretrained, tensors
+
+pytest.importorskip("safetensors")
+
+from safetensors.torch import load, load_file
+
+
+@pytest.fixture
+def store():
+    """fsspec's in-memory store, which is empty."""
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    yield MemoryFileSystem()
+    MemoryFileSystem.store.clear()
+
+
+def model(layers=3):
+    torch.manual_seed(layers)
+    made = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(layers)))
+    return fp8rs.convert_to_float8_training(made, recipe="current")
+
+
+def files(store):
+    return {name.rpartition("/")[2]: store.cat_file(name) for name in store.find("/bucket")}
+
+
+def read(found):
+    return {
+        n: t
+        for name in found
+        if name.endswith(".safetensors")
+        for n, t in load(found[name]).items()
+    }
+
+
+def equal(left, right):
+    return left.keys() == right.keys() and all(
+        torch.equal(left[n].view(torch.uint8), right[n].view(torch.uint8)) for n in left
+    )
+
+
+@pytest.mark.parametrize("size", [5 * 10**9, 20_000])
+def test_a_store_gets_the_files_of_a_local_export(store, size, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_pretrained(model(), "memory://bucket/model", max_shard_bytes=size)
+    assert os.listdir(tmp_path) == []  # no local folder "memory:"
+    save_pretrained(model(), tmp_path / "model", max_shard_bytes=size)
+    local = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    assert files(store) == local
+    assert equal(read(files(store)), dict(tensors(model())))
+    assert ("model.safetensors.index.json" in local) == (size == 20_000)
+
+
+def test_an_export_to_a_store_replaces_the_files_of_an_earlier_one(store):
+    store.pipe_file("/bucket/model/tokenizer.json", b"{}")
+    save_pretrained(model(3), "memory://bucket/model", max_shard_bytes=20_000)
+    save_pretrained(model(1), "memory://bucket/model/")
+    found = files(store)
+    assert sorted(found) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert equal(read(found), dict(tensors(model(1))))
+
+
+@pytest.mark.parametrize("file", ["0.safetensors", "1.safetensors", "config.json"])
+def test_an_export_to_a_store_that_fails_leaves_the_earlier_one(store, file, monkeypatch):
+    class StoreError(Exception):
+        """Stores have errors of their own."""
+
+    save_pretrained(model(3), "memory://bucket/model", max_shard_bytes=20_000)
+    before = files(store)
+    put, pipe = MemoryFileSystem.put_file, MemoryFileSystem.pipe_file
+
+    def fail(original):
+        def write(self, source, target, *args, **kwargs):
+            if str(target).endswith(f"/{file}") or str(source).endswith(f"/{file}"):
+                raise StoreError("quota exceeded")
+            return original(self, source, target, *args, **kwargs)
+
+        return write
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "put_file", fail(put))
+        patch.setattr(MemoryFileSystem, "pipe_file", fail(pipe))
+        with pytest.raises(OSError, match="StoreError: quota exceeded"):
+            save_pretrained(model(2), "memory://bucket/model", max_shard_bytes=20_000)
+    assert files(store) == before
+
+
+def test_a_url_that_fsspec_cannot_open_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"directory is 'nosuch://a/b'.*Protocol not known"):
+        save_pretrained(model(), "nosuch://a/b")
+    assert os.listdir(tmp_path) == []
+
+
+@ranks(2)
+def test_sharded_models_are_exported_to_a_file_url(rig):
+    folder = shared_folder(rig)
+    made = make([256, 128], recipe="current", device=rig.device)
+    shard(made)
+    save_pretrained(made, f"file://{folder}/model")
+    expected = {name: tensor.cpu() for name, tensor in tensors(made)}
+    assert equal(load_file(f"{folder}/model/model.safetensors"), expected)
+    config = Path(folder, "model", "config.json").read_text()
+    assert "quantization_config" in json.loads(config)
+    torch.distributed.barrier()
+    if rig.rank == 0:
+        shutil.rmtree(folder)
