@@ -32,7 +32,7 @@ def compare_conversions(state: ModelState, mesh: Any) -> None:
         ValueError: one has converted it in another way.
         TimeoutError: one does not say how.
     """
-    if mesh.size() > 1 and mesh.get_coordinate() is not None:
+    if mesh.size() > 1 and mesh.get_coordinate() is not None and own_store() is not None:
         compare(conversion(state, mesh), mesh.mesh.flatten().tolist())
 
 
