@@ -230,6 +230,18 @@ def set_hooks(parameter: Any, hooks: tuple[Any, Any]) -> None:
     parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
 
 
+def forget_fake(parameter: Tensor) -> None:
+    """Drop the weak reference by which a ``FakeTensorMode`` remembers a parameter.
+
+    The mode maps each tensor that it has converted to its fake. ``torch.utils.swap_tensors``
+    refuses tensors that have a weak reference.
+    """
+    if isinstance(parameter, FakeTensor):
+        memo = parameter.fake_mode.fake_tensor_converter.meta_converter.tensor_memo
+        for key in [key for key, fake in memo.items() if fake is parameter]:
+            del memo[key]
+
+
 def become(parameter: Tensor, new: Tensor) -> None:
     """Have a parameter be ``new`` from now on, as the object that it is, for all who refer to it.
 
@@ -238,6 +250,7 @@ def become(parameter: Tensor, new: Tensor) -> None:
     Raises:
         RuntimeError: torch cannot swap them: a graph or a weak reference holds on to one.
     """
+    forget_fake(parameter)
     hooks = hooks_of(parameter)
     other: Any = torch.nn.Parameter(new, requires_grad=parameter.requires_grad)
     for mark, value in parameter.__dict__.items():
@@ -256,6 +269,7 @@ def check_can_become(parameter: Tensor) -> None:
     Raises:
         RuntimeError: torch cannot swap it: a graph or a weak reference holds on to it.
     """
+    forget_fake(parameter)
     if weakref.getweakrefs(parameter):
         raise RuntimeError("the parameter has a weak reference")
     held: int = cast(Any, parameter)._use_count()

@@ -39,7 +39,7 @@ def compare_conversions(state: ModelState, mesh: Any) -> None:
         ValueError: a rank converted the model in another way.
         TimeoutError: a rank did not take part before the store's time-out.
     """
-    if mesh.size() > 1 and mesh.get_coordinate() is not None:
+    if mesh.size() > 1 and mesh.get_coordinate() is not None and own_store() is not None:
         compare(conversion(state, mesh), mesh.mesh.flatten().tolist())
 
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fp8rs._torch import is_traced
+
 from .codec import Codec
 from .placement import Placement
 
@@ -30,7 +32,8 @@ class Ready:
 
     def __init__(self, device: torch.device, made: Sequence[Tensor]) -> None:
         self.stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
+        # Fake tensors have no memory, and nothing runs on a stream.
+        if device.type == "cuda" and not any(map(is_traced, made)):
             self.stream = torch.cuda.current_stream(device)
             self.event = torch.cuda.Event()
             self.event.record(self.stream)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from fp8rs._torch import (
     disabled_torch_function,
+    is_alias,
     is_traced,
     real_subclass,
     wrapper_subclass,
@@ -176,8 +177,7 @@ def is_copied_elsewhere(to: Any, values: Any) -> bool:
     local = local_of(weight.parameter)
     if not isinstance(local, MasterWeight):
         return False
-    here, there = (master._data.untyped_storage().data_ptr() for master in (local, to))
-    return here != there
+    return not is_alias(local._data, to._data)
 
 
 def on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

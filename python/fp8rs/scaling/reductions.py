@@ -11,12 +11,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp8rs._torch import dispatch_mode
 from fp8rs.tensor.spec import reduce_amax
 
 
-@lru_cache(maxsize=1024)
 def index_tensor(indices: tuple[int, ...], device: torch.device) -> Tensor:
-    """Indices on a device. Made once, because a list's copy to a GPU has the host wait for it."""
+    """Return indices as an int64 tensor on a device.
+
+    The tensor is cached, because copying a list to a GPU makes the host wait. A tensor that is made
+    inside a dispatch mode may be of a kind that is valid only there, such as a fake tensor, so it
+    is not cached.
+    """
+    if dispatch_mode() is not None:
+        return torch.tensor(indices, dtype=torch.int64, device=device)
+    return _cached_indices(indices, device)
+
+
+@lru_cache(maxsize=1024)
+def _cached_indices(indices: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(indices, dtype=torch.int64, device=device)
 
 
