@@ -339,7 +339,7 @@ def test_tensor_parallelism_alone_has_scales_of_a_ranks_own(rig, recipe, fp8_wei
             codes = found[f"{name}.weight"]
             scale = found[f"{name}.{serving_format(format).scale_name}"]
             assert on_all_ranks(codes.view(torch.uint8)) and on_all_ranks(scale)
-            got = codes.float() * spread(scale, *codes.shape)
+            got = (codes.float() * spread(scale, *codes.shape)).to(values.device)
             assert ((got - values).abs() <= values.abs() / 16 + values.abs().max() / 2**10).all()
 
 

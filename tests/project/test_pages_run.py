@@ -61,6 +61,7 @@ ELSEWHERE = {
     "docs/monitor.md": "tests/monitoring/test_page.py runs them",
     "docs/modules.md#1": "reads a checkpoint of Llama",
     "docs/serving.md#0": "reads a model of transformers",
+    "docs/serving.md#1": "reads files of a model of transformers",
     "docs/migrate-from-torchao.md": "imports torchao",
 }
 
