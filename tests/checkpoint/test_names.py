@@ -1,4 +1,4 @@
-"""Names: each rank's own, names that only one side has, and what the errors say of them."""
+"""Checkpoints in which ranks, or the model and the checkpoint, have different names."""
 
 import shutil
 
@@ -349,7 +349,7 @@ def test_a_difference_is_listed_once_with_the_ranks_that_see_it(rig):
 @pytest.mark.parametrize("kept", list(KEPT))
 @pytest.mark.filterwarnings("ignore:.*FP8 weights, and keeps no masters")
 def test_the_checkpoint_of_a_resumed_training_resumes(rig, recipe, kept):
-    """The options of its param groups are those of a new optimizer."""
+    """A load adds no options to the param groups."""
     folder = shared_folder(rig)
     model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN)
     train(model, optimizer, [batch(rig, 0)])

@@ -1,4 +1,4 @@
-"""Values that are not tensors: what is saved can be loaded, and the rest is refused by the save."""
+"""Values that are not tensors. A save refuses those that a load would refuse."""
 
 import collections
 import dataclasses

@@ -1,12 +1,12 @@
 """Checkpoints of models with FP8 layers, by torch.distributed.checkpoint (DCP).
 
-Their files have plain tensors, under the names of the unconverted model: no fp8rs is needed to read
-them.
+Files contain plain tensors under the names of the unconverted model. Reading them does not need
+fp8rs.
 
-- ``parts``: a quantized tensor as plain ones, and what DCP writes and reads of each;
-- ``states``: a model and its optimizers as DCP asks for them;
-- ``plans``: what is compared before anything is read or written;
-- ``files``: directories that are there whole or not at all, and bytes that are checked;
+- ``parts``: the plain tensors of a quantized tensor, and the chunks that DCP writes and reads.
+- ``states``: ``Stateful`` objects for a model and its optimizers.
+- ``plans``: checks of names, shapes, dtypes and values before anything is read or written.
+- ``files``: readers and writers for directories and stores, and checks of bytes.
 - ``api``: saving and loading.
 
 Not imported by ``import fp8rs``: torch.distributed.checkpoint takes seconds.

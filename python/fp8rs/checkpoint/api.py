@@ -1,4 +1,4 @@
-"""Save and load, by DCP: a checkpoint is there whole or not at all, and a load leaves no half."""
+"""Save and load checkpoints by DCP."""
 
 from __future__ import annotations
 
@@ -121,11 +121,11 @@ def load(
     is written: all of a rank's state is first read into CPU memory. If any rank cannot read its
     part, the model and its optimizers are as they were.
 
-    Any number of ranks reads a checkpoint of any other number. Names are compared over all ranks:
-    each may have its own, such as those of a pipeline stage. Entries under other keys than those of
-    ``state`` are ignored. Under its keys only two things may be missing in the checkpoint:
-    histories of delayed scaling, which start again, and scales of FP8 weights that it has in high
-    precision, which are quantized.
+    Any number of ranks reads a checkpoint of any other number. Names are compared over all ranks,
+    so each rank may have its own: the names of a pipeline stage, for example. Entries of the
+    checkpoint under keys that ``state`` does not have are ignored. Under its keys only two things
+    may be missing in the checkpoint: histories of delayed scaling, which start again, and scales of
+    FP8 weights that it has in high precision, which are quantized.
 
     Args:
         state: as for `save`. Tensors are written in place. Other values are replaced.

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: whole or not there when written, checked when read."""
+"""Reader and writer of a checkpoint's files, in a local directory or a store."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from .parts import like
 
 METADATA = ".metadata"
 
-#: DCP's classes, which a checkpoint's metadata is made of.
+#: The module of DCP's metadata classes.
 CLASSES = "torch.distributed.checkpoint.metadata"
-#: What it is made of beside.
+#: Other types and functions that a pickle of metadata may name.
 VALUES = (
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),
@@ -234,19 +234,19 @@ class Reader(FileSystemReader):
 
 
 def damage(data: bytes, length: int) -> str | None:
-    """What is wrong with the bytes of one tensor, as ``torch.save`` wrote them; None if nothing."""
+    """Describe the damage to the bytes of one ``torch.save``, or return None if they are intact."""
     if len(data) != length:
         return f"it ends after {len(data)} of a tensor's {length} bytes"
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             broken = archive.testzip()
-    except Exception as error:  # whatever bytes of chance lead to
+    except Exception as error:  # of any kind that random bytes lead to
         return _first_line(error)
     return None if broken is None else f"{broken} has another checksum than was written"
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes plain values and what DCP's metadata has, and calls nothing else."""
+    """Unpickler that refuses every global except the classes of DCP's metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = getattr(importlib.import_module(module), name, None) if module in MODULES else None
@@ -257,10 +257,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def parse_metadata(data: bytes) -> Metadata:
-    """The metadata of a checkpoint, from its bytes.
+    """Parse the metadata of a checkpoint.
 
     Raises:
-        Exception: of any kind, where they are not that.
+        Exception: of any kind, if the bytes are damaged or name other types.
     """
     metadata = _Unpickler(io.BytesIO(data)).load()
     if not isinstance(metadata, Metadata):
@@ -282,7 +282,7 @@ def parse_metadata(data: bytes) -> Metadata:
 
 
 def _check_chunks(name: str, entry: TensorStorageMetadata) -> None:
-    """ValueError where the chunks of a tensor do not make up all of it."""
+    """Raise ValueError unless the chunks of a tensor cover all of it."""
     size = torch.Size(entry.size)
     covered = 0
     for chunk in entry.chunks:

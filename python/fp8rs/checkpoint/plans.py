@@ -1,4 +1,4 @@
-"""What is compared before anything is read or written, on all ranks."""
+"""Planners that compare the state of all ranks and the checkpoint before any read or write."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ MISSING = "Not in the checkpoint"
 UNKNOWN = "In the checkpoint, and not in the state of any rank"
 OTHER = "Of another shape or dtype"
 META = "On the meta device"
-#: What to do about lines that match.
+#: Remedies, by the lines that call for them.
 REMEDIES = [
     (
         re.compile(rf"\.({'|'.join(BUFFERS)}): .* unknown here"),
@@ -314,7 +314,7 @@ def load_safely(file: io.BytesIO) -> Any:
             return torch.load(file, weights_only=True)
 
 
-#: What pickles of numpy's scalars, arrays and dtypes call.
+#: Globals in pickles of numpy's scalars, arrays and dtypes.
 NUMPY: list[Any] = [
     np.ndarray,
     np.dtype,

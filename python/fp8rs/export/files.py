@@ -118,7 +118,7 @@ Save = Callable[[dict[str, Tensor], Path], None]
 
 
 def safetensors_writer() -> Save:
-    """What raises ImportError where safetensors is not installed, and OSError of a full disk."""
+    """Return a function that writes tensors to a file. It raises OSError if the disk is full."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -132,7 +132,7 @@ def safetensors_writer() -> Save:
 
 
 class Files:
-    """The files of one export. They replace those of an earlier one when all are written.
+    """The files of one export. They replace an earlier export when all are written.
 
     Args:
         directory: a local path, or the URL of a store.
@@ -173,7 +173,7 @@ class Files:
         self._part, self._part_bytes = {}, 0
 
     def finish(self, config: str) -> None:
-        """Write the remaining files and replace those of an earlier export."""
+        """Write the remaining files, then replace the earlier export."""
         if self._part:
             self._write()
         count = len(self._written)
