@@ -35,7 +35,7 @@ def is_bool(value: ast.expr | None, known: set[str]) -> bool:
 
 
 def own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
-    """The nodes of a function without those of functions that it defines."""
+    """The nodes of a function, except the bodies of nested functions."""
     left: list[ast.AST] = list(function.body)
     while left:
         node = left.pop()

@@ -77,7 +77,7 @@ class Codes(PlainPart):
         """An alias of the codes, with the weight."""
         return codes_of(self.weight.tensor, super().detach())
 
-    def copy_(self, src: Tensor, non_blocking: bool = False) -> Codes:  # type: ignore[override]
+    def copy_(self, src: Tensor, non_blocking: bool = False) -> Codes:
         """Copy codes, or quantize values into the weight.
 
         Raises:
