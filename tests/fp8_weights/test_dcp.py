@@ -77,7 +77,7 @@ def state_of(model, optimizer):
 
 
 def saved_state(model, optimizer):
-    """What a state dict of torch holds. Histories of delayed scaling are not part of it."""
+    """The contents without histories of delayed scaling, which torch's state dicts leave out."""
     found = contents(model, optimizer)
     return {name: t for name, t in found.items() if not name.split()[-1].startswith("fp8_")}
 
@@ -205,7 +205,7 @@ def test_asynchronous_saves_of_fp8_parameters_are_refused(rig, recipe, sharded):
 @recipes
 @pytest.mark.parametrize("sharded", [False, True])
 def test_asynchronous_saves_of_checkpoint_models_are_exact(rig, recipe, sharded):
-    """The saved bytes are those of the call, although the weights are written meanwhile."""
+    """A write after the call does not change what is saved."""
     whole, model = pair(rig, recipe)
     model, other = (model, pair(rig, recipe)[1]) if sharded else (whole, copy.deepcopy(whole))
     before = planes_of(model)
@@ -236,7 +236,7 @@ def test_asynchronous_saves_of_checkpoint_models_are_exact(rig, recipe, sharded)
 @pytest.mark.parametrize("of", ["Model", "state_dict"])
 @pytest.mark.parametrize("hidden", ["uneven", "empty"])
 def test_partial_loads_quantize_high_precision_weights(rig, recipe, of, hidden):
-    """A checkpoint of the unconverted model loads into FP8 weights with new parameters beside."""
+    """A checkpoint of the unconverted model loads into FP8 weights of a model with an adapter."""
     folder = shared_folder(rig)
     hidden = {"uneven": UNEVEN, "empty": EMPTY}[hidden]
     plain = shard(make(hidden, recipe=None, device=rig.device, seed=1), rig)

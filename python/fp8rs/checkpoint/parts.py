@@ -5,6 +5,7 @@ The tensors share memory with the quantized one: what is read into them is read 
 
 from __future__ import annotations
 
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.multiprocessing.reductions import reduce_tensor
 
 from fp8rs._torch import (
     disabled_torch_function,
@@ -157,6 +159,21 @@ def part(local: Tensor, begin: tuple[int, int], shared: tuple[int, int]) -> Part
     made = local.as_subclass(Part)
     made.begin, made.shared = begin, shared
     return made
+
+
+def _for_other_process(value: PlainPart) -> Any:
+    """Pickle a part for `dcp.async_save`, which may write in another process.
+
+    multiprocessing knows how to send FP8 tensors, but none of their subclasses.
+    """
+    plain = value.as_subclass(Tensor)
+    if isinstance(value, Part):
+        return part, (plain, value.begin, value.shared)
+    return reduce_tensor(plain)
+
+
+for _kind in (Codes, Part):
+    ForkingPickler.register(_kind, _for_other_process)
 
 
 def like(value: Tensor, local: Tensor) -> Tensor:

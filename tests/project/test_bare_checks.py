@@ -1,0 +1,135 @@
+"""A check that a test calls and does not assert passes whatever it finds."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+
+#: Functions that return a bool, of Python and of torch, by the last part of their names.
+KNOWN = {"all", "any", "isinstance", "issubclass", "hasattr", "callable", "bool"}
+KNOWN |= {"equal", "allclose", "is_tensor"}
+
+
+def name_of(call: ast.expr) -> str:
+    """The name that a call has for its function: ``f`` of ``f(x)`` and of ``module.f(x)``."""
+    if not isinstance(call, ast.Call):
+        return ""
+    function = call.func
+    return getattr(function, "id", "") or getattr(function, "attr", "")
+
+
+def is_bool(value: ast.expr | None, known: set[str]) -> bool:
+    """Whether an expression can only be a bool."""
+    if isinstance(value, ast.Compare):
+        return True
+    if isinstance(value, ast.Constant):
+        return isinstance(value.value, bool)
+    if isinstance(value, ast.UnaryOp):
+        return isinstance(value.op, ast.Not)
+    if isinstance(value, ast.BoolOp):
+        return all(is_bool(part, known) for part in value.values)
+    return value is not None and name_of(value) in known
+
+
+def own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    """The nodes of a function, except the bodies of nested functions."""
+    left: list[ast.AST] = list(function.body)
+    while left:
+        node = left.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            left += ast.iter_child_nodes(node)
+
+
+def returns_bool(function: ast.FunctionDef, known: set[str]) -> bool:
+    """Whether a function returns a bool, by its annotation or by all of its return statements."""
+    if function.returns is not None:
+        return ast.unparse(function.returns) == "bool"
+    found = [node.value for node in own_nodes(function) if isinstance(node, ast.Return)]
+    return bool(found) and all(is_bool(value, known) for value in found)
+
+
+def imported(name: str, tree: ast.Module) -> Iterator[tuple[str, str, str]]:
+    """Each name that a module imports from another: module, name there, name here."""
+    package = name.split(".")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield module, alias.name, alias.asname or alias.name
+
+
+def bare_checks(trees: dict[str, ast.Module]) -> list[str]:
+    """Statements that call a function that returns a bool and drop the result.
+
+    Args:
+        trees: modules by name.
+
+    Returns:
+        The place and the source of each.
+    """
+    known = {name: set(KNOWN) for name in trees}
+    before = 0
+    while (count := sum(map(len, known.values()))) > before:  # a helper may call another one
+        before = count
+        for name, tree in trees.items():
+            functions = [f for f in tree.body if isinstance(f, ast.FunctionDef)]
+            known[name] |= {f.name for f in functions if returns_bool(f, known[name])}
+            known[name] |= {
+                here
+                for module, there, here in imported(name, tree)
+                if there in known.get(module, ())
+            }
+    return [
+        f"{name}:{node.lineno}: {ast.unparse(node)}"
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and name_of(node.value) in known[name]
+    ]
+
+
+def modules(paths: Iterable[Path]) -> dict[str, ast.Module]:
+    return {
+        ".".join(path.relative_to(TESTS).with_suffix("").parts): ast.parse(path.read_text())
+        for path in paths
+    }
+
+
+def test_checks_are_asserted():
+    assert not bare_checks(modules(sorted(TESTS.rglob("*.py"))))
+
+
+def test_bare_checks_are_found():
+    helpers = """
+def same(a, b):
+    return all(x == y for x, y in zip(a, b))
+def alike(a, b):
+    if not a:
+        return False
+    return same(a, b) and len(a) > 1
+def count(a):
+    def inner():
+        return True
+    return len(a)
+"""
+    source = """
+from .helpers import alike as equal_enough
+from package.helpers import count, same
+def case():
+    same([], [])
+    equal_enough([], [])
+    torch.equal(a, b)
+    count([])
+    assert same([], [])
+    found = same([], [])
+"""
+    trees = {"package.helpers": ast.parse(helpers), "package.case": ast.parse(source)}
+    assert [place.split(": ")[1] for place in bare_checks(trees)] == [
+        "same([], [])",
+        "equal_enough([], [])",
+        "torch.equal(a, b)",
+    ]
