@@ -23,8 +23,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+import fp8rs
 from cases import each_recipe
 from checkpoint.layouts import KEPT, PLAN, batch, contents, lay_out, shared_folder
 from distributed import ranks
@@ -155,6 +157,36 @@ def test_blocks_split_by_tensor_parallelism_are_refused(rig, recipe):
         parallelize_module(block, rig.mesh(), PLAN)
     with pytest.raises(CheckpointException, match=r"fp8rs.checkpoint.Model\(model\)"):
         dcp.save(model.state_dict(), checkpoint_id=shared_folder(rig))
+
+
+@ranks(2, 4, seconds=40)
+@each_recipe("current", "block", of=RECIPES)
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize("of", ["state_dict", "Model"])
+def test_a_load_in_place_reaches_ranks_with_empty_shards(rig, recipe, fp8, of):
+    """The next forward sees the loaded weight on all ranks, also on those that loaded nothing."""
+
+    def small(seed, factor, recipe):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(32, rig.world_size - 1, bias=False))
+        model.to(rig.device)[0].weight.data.mul_(factor)
+        if recipe is not None:
+            fp8rs.convert_to_float8_training(model, recipe=RECIPES[recipe], fp8_weights=True)
+        return model
+
+    def part_of(model):
+        return checkpoint.Model(model) if of == "Model" else model.state_dict()
+
+    folder, whole = shared_folder(rig), small(0, 0.01, recipe)
+    saved = small(0, 0.01, recipe if fp8 else None)
+    dcp.save({"model": part_of(fully_shard(saved, mesh=rig.mesh()))}, checkpoint_id=folder)
+    model = fully_shard(small(1, 1.0, recipe), mesh=rig.mesh())
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load({"model": part_of(model)}, checkpoint_id=folder, planner=planner)
+    x = batch(rig, 0)
+    with torch.no_grad():
+        found, wanted = model(x), whole(x)
+    assert (found - wanted).norm() <= (0 if fp8 else 0.05) * wanted.norm()
 
 
 # --- asynchronous saves --------------------------------------------------------------------------

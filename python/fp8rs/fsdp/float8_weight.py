@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,16 @@ class Sharded(QuantizedTensor):
     def _is_weight(self) -> bool:
         """Whether this object is the local tensor of the parameter, and not a view or a copy."""
         return self._weight.in_place and self is self._weight.parameter_part
+
+    @property
+    def __create_chunk_list__(self) -> Callable[[], list[Any]]:
+        """What DCP calls on every rank when a load begins; only empty shards have it.
+
+        They are given nothing to load, but take part when the other ranks synchronize the scales.
+        """
+        if self.numel():
+            raise AttributeError("__create_chunk_list__")
+        return self._weight.begin_empty_load
 
     @property
     def shard(self) -> Tensor:

@@ -151,16 +151,20 @@ class PlanesOwner(Weight):
             self.wrote(tensor)
         return True
 
-    def loaded(self) -> None:
-        """Codes and scales were loaded in place, on all ranks, with scales that they share.
+    def begin_empty_load(self) -> list[Any]:
+        """Other ranks begin to load their shards; this rank's is empty. Returns no chunks."""
+        self.unagreed = True
+        return []
 
-        Values in high precision may have been loaded instead. Each rank has quantized its own, and
-        the scales remain to be synchronized.
+    def loaded(self) -> None:
+        """Codes and scales were loaded in place, on all ranks.
+
+        Each rank may have loaded and quantized values in high precision instead, so the scales are
+        synchronized before they are next read. Codes with a common scale stay as they are.
         """
-        unagreed = self.unagreed
         self._keep(None)
         self.wrote()
-        self.unagreed = unagreed
+        self.unagreed = True
 
     def wrote(self, tensor: QuantizedTensor | None = None) -> None:
         """The shard is being written, with the scales of all ranks.
