@@ -85,6 +85,12 @@ def current_stream_id(x: Tensor) -> int:
     return int(torch._C._cuda_getCurrentRawStream(x.device.index))
 
 
+def in_fake_mode() -> bool:
+    """Return whether a FakeTensorMode is active, alone or below other dispatch modes."""
+    fake = torch._C._TorchDispatchModeKey.FAKE
+    return torch._C._get_dispatch_mode(fake) is not None
+
+
 def dispatch_mode() -> object:
     """The innermost ``TorchDispatchMode`` that is entered, or None.
 

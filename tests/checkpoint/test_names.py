@@ -199,7 +199,10 @@ def test_a_parameter_without_gradients_resumes_without_a_state(kept, stepped, tm
     if stepped:
         go(other, resumed, range(1))
     checkpoint.load(state_of(other, resumed), tmp_path / "saved", strict=False)
-    assert same(whole(other, resumed), whole(model, optimizer))
+    after = whole(other, resumed)
+    # A master that the checkpoint does not have is read from the loaded weight when it is next used.
+    after = {n: v for n, v in after.items() if n != "unused.weight master"}
+    assert same(after, whole(model, optimizer))
     assert go(other, resumed, range(3, 6)) == go(model, optimizer, range(3, 6))
     # Its first gradient comes later.
     for m, o in ((model, optimizer), (other, resumed)):

@@ -191,7 +191,8 @@ def _agree_on_tensors(maker: Maker, shards: Sequence[Shard]) -> None:
             moved = _differs(scale, row.scale.view(()))
             kept = torch.where(moved, codes.view(torch.uint8), row.data.view(torch.uint8))
             put(local, (Plane(kept.view(row.data.dtype), scale, row.format), None))
-            _owner(shard).follow(scale)
+            # The history follows a scale that stays, or was loaded with it.
+            _owner(shard).follow(torch.where(moved, scale, torch.nan))
 
 
 # --- blocks that are cut -------------------------------------------------------------------------

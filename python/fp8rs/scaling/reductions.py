@@ -11,18 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8rs._torch import dispatch_mode
+from fp8rs._torch import in_fake_mode
 from fp8rs.tensor.spec import reduce_amax
 
 
 def index_tensor(indices: tuple[int, ...], device: torch.device) -> Tensor:
     """Return indices as an int64 tensor on a device.
 
-    The tensor is cached, because copying a list to a GPU makes the host wait. A tensor that is made
-    inside a dispatch mode may be of a kind that is valid only there, such as a fake tensor, so it
-    is not cached.
+    The tensor is cached, because copying a list to a GPU makes the host wait. A fake tensor is not
+    cached, because it is valid only in its mode.
     """
-    if dispatch_mode() is not None:
+    if in_fake_mode():
         return torch.tensor(indices, dtype=torch.int64, device=device)
     return _cached_indices(indices, device)
 
