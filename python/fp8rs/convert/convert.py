@@ -125,10 +125,10 @@ def convert_to_float8_training(
     for joined in left:
         joined.detach()
     if fp8_weights:
-        from fp8rs.optim import others  # of which other models have no use
+        from fp8rs.optim.warnings import watch  # other models do not need it
 
         state.watch_steps()
-        others.watch()
+        watch()
     state.attach(module)
     _log.info("%s", _report(module, recipe, selected.left))
     return module

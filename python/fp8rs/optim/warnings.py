@@ -1,0 +1,55 @@
+"""A warning when an optimizer without masters is about to step FP8 weights."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from fp8rs._torch import not_traced
+from fp8rs.optim.masters import MasterWeightOptimizer
+from fp8rs.optim.param import Param
+
+#: The optimizers that have taken their first step.
+_stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_hook: Any = None
+
+
+def watch() -> None:
+    """Start warning, once per optimizer."""
+    global _hook
+    if _hook is None:
+        _hook = register_optimizer_step_pre_hook(not_traced(_before_step))
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in _stepped or has_zero_lr(optimizer):
+        return
+    _stepped.add(optimizer)
+    if isinstance(optimizer, MasterWeightOptimizer):
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    fp8 = [param for param in params if param.requires_grad and Param(param).handle is not None]
+    if fp8:
+        kind = type(optimizer).__name__
+        warnings.warn(
+            f"{kind} steps {len(fp8)} FP8 weights, and keeps no masters. It loses the part of each "
+            "step that is less than half the distance to the next code, which is 3 to 6% of a "
+            "weight, and training stalls (two layers, 400 steps of AdamW at lr 1e-3: the loss went "
+            "from 0.30 to 0.24, with masters to 0.02). Use fp8rs.optim.AdamW, or any optimizer on "
+            f"fp32 masters by fp8rs.optim.MasterWeights(params, {kind}, ...), or convert with "
+            "fp8_weights=False",
+            stacklevel=5,
+        )
+
+
+def has_zero_lr(optimizer: Optimizer) -> bool:
+    """Whether all learning rates are 0, as in the step by which torch initializes a state."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return all(
+        rate is not None and not (isinstance(rate, Tensor) and rate.is_cuda) and bool(rate == 0)
+        for rate in rates
+    )
