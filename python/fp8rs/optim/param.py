@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fp8rs._torch import dtensor_like, is_distributed, own_part
+from fp8rs._torch import dtensor_like, is_distributed, is_traced, own_part
 from fp8rs.tensor import formats, stochastic
 from fp8rs.tensor.formats import FP8_MAX, matrix_shape
 from fp8rs.tensor.planes import Plane
@@ -241,6 +241,9 @@ class Param:
                 was not written since, it does not change the master.
         """
         part = self.plain
+        # On the CPU, comparing is several times faster than selecting, and does not synchronize.
+        if part.is_cpu and not is_traced(part) and self.is_rounded(master):
+            return
         kept = master.to(part.dtype) == part
         if unread is not None:
             kept |= unread.is_in(part, self.param._version)
