@@ -200,7 +200,7 @@ def test_a_parameter_without_gradients_resumes_without_a_state(kept, stepped, tm
         go(other, resumed, range(1))
     checkpoint.load(state_of(other, resumed), tmp_path / "saved", strict=False)
     after = whole(other, resumed)
-    # A master that the checkpoint does not have is read from the loaded weight when it is next used.
+    # A master that the checkpoint lacks is read from the loaded weight when it is next used.
     after = {n: v for n, v in after.items() if n != "unused.weight master"}
     assert same(after, whole(model, optimizer))
     assert go(other, resumed, range(3, 6)) == go(model, optimizer, range(3, 6))

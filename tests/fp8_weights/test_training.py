@@ -31,7 +31,7 @@ from distributed.models import (
     shardings,
 )
 from fp8rs.optim import AdamW
-from fp8rs.optim import weights as optim_weights
+from fp8rs.optim.param import Param
 from fp8rs.tensor.quantized import QuantizedTensor
 from parts import local_of, store_of
 
@@ -278,8 +278,8 @@ def test_masters_are_read_from_fp8_weights_only_after_foreign_writes(rig, hidden
     shard(model, rig)
     optimizer = AdamW(model.parameters(), lr=1e-2)
     followed = []
-    follow = optim_weights.follow
-    optim_weights.follow = lambda *args: followed.append(args) or follow(*args)
+    read_codes = Param.read_codes
+    Param.read_codes = lambda *args: followed.append(args) or read_codes(*args)
     try:
         for n in range(3):
             if n:  # a step before the first forward, at which FSDP2 pads
@@ -293,7 +293,7 @@ def test_masters_are_read_from_fp8_weights_only_after_foreign_writes(rig, hidden
         set_gradients(model, rig, 3)
         optimizer.step()
     finally:
-        optim_weights.follow = follow
+        Param.read_codes = read_codes
     assert len(followed) == sum("master" in state for state in optimizer.state.values()) > 3
 
 

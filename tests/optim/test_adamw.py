@@ -14,7 +14,7 @@ from fp8rs import (
     QuantizedTensor,
     convert_to_float8_training,
 )
-from fp8rs.optim import AdamW, casts, weights
+from fp8rs.optim import AdamW, param
 from parts import store_of
 
 ops = torch.ops.fp8rs
@@ -411,7 +411,7 @@ def test_masters_start_from_the_kept_values_which_are_then_dropped(name):
     train(a, 2)
     train(b, 2)
     assert torch.equal(a.state[kept]["master"], plain)
-    assert weights.kept_init(kept) is None
+    assert store_of(kept).owner.init_value is None
 
 
 PARAMETERS = {
@@ -587,8 +587,8 @@ def test_shards_round_as_the_whole_does(cols, name, block, cuts):
 def test_codes_that_torch_rounds_are_those_of_the_kernel(device, name, fp8_dtype, monkeypatch):
     """What shards get whose blocks are cut, of a weight whose blocks are whole."""
     found = []
-    for own in (casts.OWN_SCALES, ()):
-        monkeypatch.setattr(casts, "OWN_SCALES", own)
+    for own in (param.OWN_SCALES, ()):
+        monkeypatch.setattr(param, "OWN_SCALES", own)
         torch.manual_seed(1)
         start = torch.randn(300, 132) * torch.randn(300, 132).mul(3).exp()
         start[7, 40] = float("nan")

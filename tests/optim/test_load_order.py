@@ -94,7 +94,7 @@ def assert_begins_from(run, weights, masters):
 
 
 def part_of(state, without):
-    """A state without that of one parameter."""
+    """A state that lacks one parameter."""
     return {**state, "state": {k: v for k, v in state["state"].items() if k != without}}
 
 
@@ -267,7 +267,7 @@ def test_the_last_load_wins_for_layers(recipe, optimizer, order, fp8_weights):
 def test_writes_through_data_are_seen(optimizer, before):
     """They move no version counter."""
     a, b, c = (bare("bfloat16", optimizer, seed) for seed in range(3))
-    if before:  # masters that are not those of the weights
+    if before:  # masters that do not round to the weights
         a.optimizer.load_state_dict(c.state)
     for p, q in zip(a.model.parameters(), b.model.parameters(), strict=True):
         p.data.copy_(q.data)

@@ -165,12 +165,12 @@ def _convert(
     for joined in previous:
         joined.detach()
     if fp8_weights:
-        from fp8rs.optim import others  # imported only by models that need it
+        from fp8rs.optim.warnings import watch  # imported only by models that need it
 
         for (_, layer), amax in zip(layers, largest, strict=True):
             own(layer, "weight").begin_history(amax)
         state.watch_steps()
-        others.watch()
+        watch()
 
 
 def settle(recipe: Any, config: Any, gather: bool | None, fp8_weights: bool) -> tuple[Recipe, bool]:

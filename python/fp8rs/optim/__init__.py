@@ -1,4 +1,4 @@
-"""Optimizers for FP8 weights, and for plain ones beside them."""
+"""Optimizers for models with FP8 weights."""
 
 from fp8rs.optim.adamw import AdamW
 from fp8rs.optim.master_weights import MasterWeights

@@ -12,58 +12,60 @@ from torch import Tensor
 from fp8rs._torch import not_traced, own_part
 from fp8rs.optim import weights
 from fp8rs.optim.lists import Item, Options, Step
-from fp8rs.optim.masters import WithMasters, distributed_like
+from fp8rs.optim.masters import MasterWeightOptimizer
+from fp8rs.optim.param import Param
 from fp8rs.tensor.formats import INPUT_DTYPES
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 
 
-class AdamW(WithMasters):
+class AdamW(MasterWeightOptimizer):
     """Decoupled weight decay (Loshchilov and Hutter, 2019), as ``torch.optim.AdamW`` computes it.
 
-    Parameters may be FP8 weights (quantized tensors, or DTensors over them) and plain (float32,
-    bfloat16, float16) in one call. FP8 codes are written by the kernel that updates: with scales
-    known beforehand (delayed scaling), or found in the same pass (a row's, a block's); where a
-    tensor has one scale of its own values, their maxima are found first, and those of all weights
-    reduced over ranks at once. Nothing waits for the device, so that a step can be captured in a
-    CUDA graph, and all parameters of a kind go in one launch. CPU and CUDA write the same bytes.
+    Parameters may be FP8 weights (quantized tensors, or DTensors over them) and plain float32,
+    bfloat16 or float16 tensors in one optimizer. The kernel that updates a weight also writes its
+    codes. With delayed scaling, the scales are known before. With a scale per row or block, they
+    are computed in the same pass. With one current scale per tensor, a first pass computes the
+    maxima of all weights, which one collective per mesh reduces. A step does not synchronize with
+    the device, can be captured in a CUDA graph, and updates all parameters of a kind in one launch.
+    CPU and CUDA write equal bytes.
 
-    The arithmetic is that of ``torch.ops.fp8rs.adamw_``, in float32 whatever the dtypes. Moments in
-    bfloat16 are rounded to nearest where they are stored: with ``betas[1]`` above 0.998 the second
-    one then cannot shrink (a step changes it by less than half a unit in the last place).
+    ``torch.ops.fp8rs.adamw_`` defines the arithmetic, in float32 for all dtypes. bfloat16 moments
+    are rounded to nearest when they are stored. With ``betas[1]`` above 0.998 the second moment
+    then cannot shrink, because a step changes it by less than half a unit in the last place.
 
-    Without masters the step starts from the codes. Rounding to nearest would lose all steps shorter
-    than half the distance to the next code, so codes are rounded stochastically: right in the mean,
+    Without masters, a step starts from the codes. Rounding to nearest would lose all steps shorter
+    than half the distance to the next code. Codes are therefore rounded stochastically: unbiased,
     with the noise of FP8 in every weight. The random numbers depend on ``seed``, the step, the
-    parameter's number and an element's place in the whole weight, and so not on the number of
-    ranks that it is cut over by rows; cut by columns, no two elements have one number. Plain
-    parameters are rounded to nearest. Formats and shards whose codes other means make (1x128, 1x32,
-    blocks that shards cut) take several passes.
+    parameter's index and an element's place in the whole weight. They do not depend on the number
+    of ranks that shard its rows. If its columns are sharded, no two elements share a number. Plain
+    parameters are rounded to nearest. Formats and shards whose codes the kernel does not write
+    (1x128, 1x32, blocks that span ranks) take several passes.
 
     Args:
         params: parameters or groups of them.
-        lr: the learning rate; a tensor of one element where it is to change under a CUDA graph.
-        betas: how much of the moments is kept.
+        lr: the learning rate; a tensor of one element if it changes under a CUDA graph.
+        betas: decay rates of the two moments.
         eps: added to the denominator.
-        weight_decay: times ``lr``, the part of each weight that a step takes away.
-        maximize: go uphill.
-        capturable: for ``torch.optim``'s checks; every step is.
+        weight_decay: times ``lr``, the fraction of each weight that a step subtracts.
+        maximize: maximize the objective.
+        capturable: for the checks of ``torch.optim``; every step is capturable.
         state_dtype: of the moments, torch.float32 or torch.bfloat16.
         master_weights: keep a float32 master of each parameter that is not float32, in the state
-            under "master". It starts from the values that a weight was initialized with, where
-            those were kept, else from the weight. Where others write the parameter between steps
-            (an average is swapped in, a checkpoint is loaded), it becomes what they wrote, but
-            for the elements that are still its rounding.
-        stochastic_rounding: how codes are rounded; None is stochastically where there are no
-            masters, and to nearest where there are.
-        seed: of the random numbers, 64 bits. All ranks must have the same.
+            under "master". It starts from the values that a weight was initialized with, if they
+            were kept, else from the weight. If other code writes the parameter between steps (it
+            swaps in an average, or loads a checkpoint), the master becomes what was written, except
+            for the elements that still are its rounding.
+        stochastic_rounding: how codes are rounded. None is stochastic without masters and to
+            nearest with them.
+        seed: of the random numbers, 64 bits. All ranks must have the same seed.
 
-    A ``torch.amp.GradScaler`` hands over its scale and what it found: a step that it skips changes
-    no byte. Nothing is unscaled in ``.grad``.
+    A ``torch.amp.GradScaler`` passes its scale and what it found to the step. A step that it skips
+    changes no byte. ``.grad`` stays scaled.
 
     Raises:
-        TypeError, ValueError: an argument is none of those; at a step, a gradient does not fit its
-            parameter. Nothing is written then.
+        TypeError, ValueError: an argument is not as described. At a step, a gradient does not fit
+            its parameter. Nothing is written then.
     """
 
     _step_supports_amp_scaling = True
@@ -101,10 +103,10 @@ class AdamW(WithMasters):
         self.defaults["state_dtype"] = name_of(state_dtype)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As ``torch.optim``'s; the group may have any of the constructor's options.
+        """Add a group, which may have any option of the constructor.
 
         Raises:
-            TypeError, ValueError: as the constructor.
+            TypeError, ValueError: the constructor would refuse an option.
         """
         group = {**self.defaults, **param_group}
         check_options(group)
@@ -120,36 +122,34 @@ class AdamW(WithMasters):
     # Traced, a parameter's state was given to another parameter.
     @not_traced
     def _update(self) -> None:
-        weights.prepare([p for group in self.param_groups for p in group["params"]])
+        params = [(group, Param(param)) for group in self.param_groups for param in group["params"]]
+        weights.prepare([p for _, p in params])
         for group in self.param_groups:
             check_options(group)
-        # All that a step is of is checked before the state of anything begins.
+        # Check all gradients before any state is created.
         given = [
-            (group, index, param, *checked(param))
-            for index, (group, param) in enumerate(
-                (group, param) for group in self.param_groups for param in group["params"]
-            )
-            if param.grad is not None
+            (group, index, p, local_grad(p))
+            for index, (group, p) in enumerate(params)
+            if p.param.grad is not None
         ]
         items: dict[torch.device, list[Item]] = {}
         options: dict[tuple[int, torch.device], Options] = {}
-        for group, index, param, weight, grad in given:
-            key = id(group), weight.device
+        for group, index, p, grad in given:
+            device = p.part.device
+            key = id(group), device
             if key not in options:
-                options[key] = self._options(group, weight.device)
-            item = Item(
-                param, weight, grad, *self._state(group, param, weight), index, options[key]
-            )
-            items.setdefault(weight.device, []).append(item)
+                options[key] = self._options(group, device)
+            item = Item(p, grad, *self._state(group, p), index, options[key])
+            items.setdefault(device, []).append(item)
         found_inf = getattr(self, "found_inf", None)
         for device, here in items.items():
             counters = [item.step for item in here]
             torch._foreach_add_(counters, 1)
             Step(here).run()
-            if found_inf is not None:  # what was skipped was no step
+            if found_inf is not None:  # a skipped step does not count
                 skipped = found_inf.to(device, non_blocking=True).view(())
                 torch._foreach_sub_(counters, [skipped] * len(counters))
-        self._wrote([item.param for here in items.values() for item in here])
+        self._wrote([item.p for here in items.values() for item in here])
 
     def _options(self, group: dict[str, Any], device: torch.device) -> Options:
         lr = group["lr"]
@@ -180,29 +180,29 @@ class AdamW(WithMasters):
         return bool(not group["master_weights"] if stochastic is None else stochastic)
 
     def _state(
-        self, group: dict[str, Any], param: Tensor, weight: Tensor
+        self, group: dict[str, Any], p: Param
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """A parameter's moments, counter of steps and master, made where there are none yet."""
-        state = self.state[param]
+        """Return the moments, the step counter and the master of a parameter. Create them first."""
+        state = self.state[p.param]
         if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.part.device)
             for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = state_like(param, weight, getattr(torch, group["state_dtype"]))
-        stochastic = self._rounds_stochastically(group)
-        master = self._master(param, group["master_weights"], stochastic)
+                state[name] = state_like(p, getattr(torch, group["state_dtype"]))
+        master = self._master(p, group["master_weights"], self._rounds_stochastically(group))
         exp_avg, exp_avg_sq = (own_part(state[name]) for name in ("exp_avg", "exp_avg_sq"))
         return exp_avg, exp_avg_sq, state["step"], None if master is None else own_part(master)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As ``torch.optim``'s, but moments and masters keep the dtypes that they were saved in.
+        """Load a state, also of ``torch.optim.AdamW``. Moments and masters keep their saved dtypes.
 
-        Masters are taken as they are, whatever the parameters are at the moment; what is written to
-        these afterwards they follow. The state of a ``torch.optim.AdamW`` is taken too.
+        The masters that it contains win over what was written to the parameters before. Masters
+        that it does not contain stay. Later writes to the parameters are read into the masters at
+        the next step.
 
         Raises:
-            TypeError, ValueError: an option is none of the constructor's, the state is of another
-                rule (AMSGrad, Adam's own weight decay), or does not fit its parameter. Nothing is
-                loaded then.
+            TypeError, ValueError: the state has an option that the constructor refuses, belongs to
+                another rule (AMSGrad, Adam's own weight decay), or does not fit its parameter.
+                Nothing is loaded then.
         """
         super().load_state_dict(state_dict)
 
@@ -216,19 +216,19 @@ class AdamW(WithMasters):
 
 
 def name_of(dtype: torch.dtype | str) -> str:
-    """A dtype's name: tools that gather state dicts take no dtypes."""
+    """Return the name of a dtype. Tools that gather state dicts do not accept dtypes."""
     return str(dtype).removeprefix("torch.")
 
 
 def check_options(group: dict[str, Any]) -> None:
-    """Raise for what no group can have."""
+    """Raise for options that a group cannot have."""
     lr, betas, seed = group["lr"], group["betas"], group["seed"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr is a tensor of shape {tuple(lr.shape)}; it must have one element")
     for name in ("lr", "eps", "weight_decay"):
         value = group[name]
         if name == "lr" and isinstance(value, Tensor):
-            continue  # nothing is read of a tensor on a device
+            continue  # reading it would synchronize with the device
         if not is_number(value):
             raise TypeError(f"{name} is {value!r}; it must be a number")
         if not 0 <= value < float("inf"):
@@ -255,58 +255,57 @@ def check_options(group: dict[str, Any]) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a number of Python's or NumPy's."""
+    """Return whether ``value`` is a real number of Python or NumPy."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_rule(group: dict[str, Any]) -> None:
-    """Raise for a group of ``torch.optim`` that is updated in another way than here."""
+    """Raise for a group of ``torch.optim`` whose update rule differs."""
     if group.get("amsgrad"):
-        raise ValueError("the state is of amsgrad=True; AMSGrad's maxima have no place here")
+        raise ValueError("the state is of amsgrad=True; AMSGrad is not supported")
     if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
         raise ValueError(
             f"the state is of Adam with weight_decay={group['weight_decay']}, which adds it to the "
-            "gradient; here it is decoupled. Save it with weight_decay 0, and choose one anew"
+            "gradient; here it is decoupled. Save it with weight_decay 0, and choose one again"
         )
 
 
-def checked(param: Tensor) -> tuple[Tensor, Tensor]:
-    """The local parts of a parameter and its gradient; raises where they do not fit."""
-    grad = param.grad
+def local_grad(p: Param) -> Tensor:
+    """Return the local part of a parameter's gradient. Raise if the two do not fit."""
+    grad, part = p.param.grad, p.part
     assert grad is not None
-    weight = own_part(param)
     if grad.layout != torch.strided:
         raise TypeError(f"a gradient is of layout {grad.layout}; it must be strided")
-    if weight.dtype not in INPUT_DTYPES:
+    if part.dtype not in INPUT_DTYPES:
         raise TypeError(
-            f"a parameter has dtype {weight.dtype}; it must be float32, bfloat16 or float16"
+            f"a parameter has dtype {part.dtype}; it must be float32, bfloat16 or float16"
         )
     whole: Any = grad
     if hasattr(whole, "placements"):
-        like: Any = param
+        like: Any = p.param
         if not hasattr(like, "placements"):
             raise ValueError(
-                f"a gradient has placements {whole.placements}, its parameter is no DTensor"
+                f"a gradient has placements {whole.placements}, its parameter is not a DTensor"
             )
-        if whole.placements != like.placements:  # an embedding's that is split by rows
+        if whole.placements != like.placements:  # of an embedding that is split by rows
             whole = whole.redistribute(placements=like.placements)
-        grad = whole.to_local()  # which waits for it
+        grad = whole.to_local()  # waits for it
     if grad.dtype not in INPUT_DTYPES:
         raise TypeError(
             f"a gradient has dtype {grad.dtype}; it must be float32, bfloat16 or float16"
         )
-    if grad.shape != weight.shape or grad.device != weight.device:
+    if grad.shape != part.shape or grad.device != part.device:
         raise ValueError(
             f"a gradient has shape {tuple(grad.shape)} on {grad.device}, its parameter"
-            f" {tuple(weight.shape)} on {weight.device}; they must be the same"
+            f" {tuple(part.shape)} on {part.device}; they must be the same"
         )
-    return weight, grad
+    return grad
 
 
-def state_like(param: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros laid out as a parameter's local part is; a DTensor where the parameter is one."""
-    if weights.quantized(param) is not None:
-        zeros = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+def state_like(p: Param, dtype: torch.dtype) -> Tensor:
+    """Return zeros for a parameter, with the layout of its local part, distributed as it is."""
+    if p.weight is not None:
+        zeros = torch.zeros(p.part.shape, dtype=dtype, device=p.part.device)
     else:
-        zeros = torch.zeros_like(weight, dtype=dtype, memory_format=torch.preserve_format)
-    return distributed_like(param, zeros)
+        zeros = torch.zeros_like(p.part, dtype=dtype, memory_format=torch.preserve_format)
+    return p.like(zeros)

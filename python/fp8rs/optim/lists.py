@@ -1,47 +1,43 @@
-"""The lists of tensors of one step: which parameters go through which calls of ``adamw_``."""
+"""One step of AdamW: which parameters go through which calls of ``adamw_``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8rs.optim import casts, weights
-from fp8rs.optim.casts import kind
-from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.optim.param import Param, UpdateKind
 from fp8rs.tensor.spec import QuantSpec
 
 _adamw = torch.ops.fp8rs.adamw_.default
 
-#: The operator's lists: its arguments up to ``streams``.
+#: The operator's list arguments, up to ``streams``.
 _names = [argument.name for argument in _adamw._schema.arguments]
 LISTS = _names[: _names.index("streams") + 1]
 
-#: Those of each parameter that are laid out alike.
+#: The lists whose tensors have one layout for each parameter.
 WRITTEN = ("params", "exp_avgs", "exp_avg_sqs", "masters")
 
-#: What a group and a device have in common, and the operator takes by keyword: ``seed`` and
-#: ``found_inf`` (of a step that is to be skipped) are looked at here too.
+#: The operator's keyword arguments, common to a group and a device.
 Options = dict[str, Any]
 
 
 @dataclass(slots=True)
 class Item:
-    """A parameter in a step: local tensors.
+    """A parameter in a step, with local tensors.
 
     Attributes:
-        param: as the optimizer has it.
-        weight: its local part, plain or quantized.
-        grad, exp_avg, exp_avg_sq, step, master: what goes with it.
-        index: its number in the optimizer.
+        p: the parameter.
+        grad, exp_avg, exp_avg_sq, step, master: its gradient and state.
+        index: its index in the optimizer, which selects its random numbers.
         options: of its group and device.
     """
 
-    param: Tensor
-    weight: Tensor
+    p: Param
     grad: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
@@ -51,9 +47,12 @@ class Item:
     options: Options
 
     @property
-    def spec(self) -> QuantSpec:
-        """How its codes are made."""
-        return cast(QuantizedTensor, self.weight).spec
+    def kind(self) -> UpdateKind:
+        """How the parameter is written."""
+        kind = self.p.kind
+        stochastic = self.master is not None and self.options["seed"] is not None
+        # The cast of masters with one current scale rounds to nearest.
+        return UpdateKind.SEPARATE if kind is UpdateKind.CURRENT_SCALE and stochastic else kind
 
 
 class Call:
@@ -61,7 +60,7 @@ class Call:
 
     Args:
         options: of all its parameters.
-        spec: of scales that the operator finds itself.
+        spec: of the scales, if the operator computes them.
     """
 
     def __init__(self, options: Options, spec: QuantSpec | None = None) -> None:
@@ -74,7 +73,7 @@ class Call:
                 power_2_scale=spec.power_2_scale,
                 amax_epsilon=spec.amax_epsilon,
             )
-        #: What to copy after it, (to, from).
+        #: Copies to make after the call, (to, from).
         self._back: list[tuple[Tensor, Tensor]] = []
 
     def add(
@@ -85,7 +84,7 @@ class Call:
         offset: int = 0,
         **scales: Tensor,
     ) -> None:
-        """Append a tensor, which is laid out first if it is strided; ``scales`` by their list."""
+        """Append a tensor, made contiguous if needed, with its scales by the list they go to."""
         tensors = [param, item.exp_avg, item.exp_avg_sq, *([] if master is None else [master])]
         tensors, grad, back = laid_out(tensors, item.grad)
         self._back += back
@@ -100,10 +99,9 @@ class Call:
             lists[name].append(scale)
 
     def add_codes(self, item: Item, master: Tensor | None, **scales: Tensor) -> None:
-        """The same of the codes of an FP8 weight with one plane."""
-        plane = weights.plane(cast(QuantizedTensor, item.weight))
-        number = weights.number(item.param)
-        self.add(item, plane.data, master, number, scales=plane.scale, **scales)
+        """Append the codes of an FP8 weight with one plane."""
+        plane = item.p.plane
+        self.add(item, plane.data, master, item.p.element_offset, scales=plane.scale, **scales)
 
     def run(self) -> None:
         """Call the operator."""
@@ -115,9 +113,9 @@ class Call:
 def laid_out(
     tensors: list[Tensor], grad: Tensor
 ) -> tuple[list[Tensor], Tensor, list[tuple[Tensor, Tensor]]]:
-    """Tensors of one shape as contiguous ones, and what to copy back after they are written.
+    """Make tensors of one shape contiguous. Also return what to copy back after they are written.
 
-    A permuted tensor is permuted back, which costs nothing where all are alike; others are copied.
+    Permuted tensors are permuted back, without a copy if all are permuted alike. Others are copied.
     """
     if all(t.is_contiguous() for t in tensors):
         return tensors, grad.contiguous(), []
@@ -131,112 +129,110 @@ def laid_out(
 
 
 class Step:
-    """One step of some parameters of one device."""
+    """One step of the parameters of one device."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         self._calls: dict[Any, Call] = {}
         self._current: list[Item] = []
         self._known: list[Item] = []
-        self._other: list[tuple[Item, Tensor]] = []
+        self._separate: list[tuple[Item, Tensor]] = []
         for item in items:
             self._add(item)
 
     def _add(self, item: Item) -> None:
-        weight, master = item.weight, item.master
-        how = kind(item.param, weight)
-        if how == "current" and master is not None and item.options["seed"] is not None:
-            how = "other"  # masters are cast by what rounds to nearest
-        if how == "plain":
-            self._call(how, item, master).add(item, weight, master)
-        elif how == "current":
+        kind, master = item.kind, item.master
+        if kind is UpdateKind.PLAIN:
+            self._call(kind, item, master).add(item, item.p.part, master)
+        elif kind is UpdateKind.CURRENT_SCALE:
             self._current.append(item)
-        elif how == "known":
+        elif kind is UpdateKind.KNOWN_SCALE:
             self._known.append(item)
-        elif how == "own":
-            self._call(how, item, master, item.spec).add_codes(item, master)
+        elif kind is UpdateKind.OWN_SCALES:
+            self._call(kind, item, master, item.p.codes.spec).add_codes(item, master)
         else:
-            values = master
-            if values is None:
-                values = cast(QuantizedTensor, weight).dequantize(torch.float32)
-            self._call("plain", item, None).add(item, values)
-            self._other.append((item, values))
+            values = item.p.codes.dequantize(torch.float32) if master is None else master
+            self._call(UpdateKind.PLAIN, item, None).add(item, values)
+            self._separate.append((item, values))
 
     def _call(
-        self, how: str, item: Item, master: Tensor | None, spec: QuantSpec | None = None
+        self, kind: UpdateKind, item: Item, master: Tensor | None, spec: QuantSpec | None = None
     ) -> Call:
-        key = how, id(item.options), master is None, spec
+        key = kind, id(item.options), master is None, spec
         if key not in self._calls:
             self._calls[key] = Call(item.options, spec)
         return self._calls[key]
 
     def run(self) -> None:
-        """Update all, and write all codes."""
+        """Update all parameters, and write all codes."""
         amaxes = self._measure()
-        slots = weights.known_scales([item.param for item in self._known])
+        slots = weights.known_scales([item.p for item in self._known])
         for item, (new, amax, _) in zip(self._known, slots, strict=True):
-            call = self._call("known", item, item.master)
+            call = self._call(UpdateKind.KNOWN_SCALE, item, item.master)
             call.add_codes(item, item.master, new_scales=new, amaxes=amax)
         for call in self._calls.values():
             call.run()
         weights.pass_on(slots)
-        if self._other:
-            self._write_others()
+        if self._separate:
+            self._write_separate()
         if amaxes is not None:
-            weights.reduce_amaxes_([item.param for item in self._current], amaxes)
-            self._write_measured(amaxes)
+            weights.reduce_amaxes_([item.p for item in self._current], amaxes)
+            self._write_current(amaxes)
 
     def _measure(self) -> Tensor | None:
-        """Have the calls find the maxima that scales come from, fp32: one of each weight."""
+        """Have the calls measure the maxima (n,), fp32, of the weights with one current scale."""
         if not self._current:
             return None
-        # Those with masters first; neighbours share a specification, and so one launch that makes
-        # scales; in an order that all ranks have.
+        # Weights with masters come first. Neighbors share a specification, and so a launch that
+        # computes scales. All ranks have this order.
         specs: dict[QuantSpec, int] = {}
         for item in self._current:
-            specs.setdefault(item.spec, len(specs))
-        self._current.sort(key=lambda item: (item.master is None, specs[item.spec]))
-        device = self._current[0].weight.device
+            specs.setdefault(item.p.codes.spec, len(specs))
+        self._current.sort(key=lambda item: (item.master is None, specs[item.p.codes.spec]))
+        device = self._current[0].p.part.device
         amaxes = torch.zeros(len(self._current), dtype=torch.float32, device=device)
         for item, amax in zip(self._current, amaxes.unbind(), strict=True):
-            call = self._call("measure", item, item.master)
+            call = self._call(UpdateKind.CURRENT_SCALE, item, item.master)
             if item.master is not None:
                 call.add(item, item.master, amaxes=amax)
             else:
                 call.add_codes(item, None, amaxes=amax)
         return amaxes
 
-    def _write_others(self) -> None:
+    def _write_separate(self) -> None:
         before = [
             (item.options["found_inf"], t, t.clone())
-            for item, _ in self._other
+            for item, _ in self._separate
             if item.options["found_inf"] is not None
-            for t in weights.stored(item.param)
+            for t in weights.stored(item.p)
         ]
-        params = [item.param for item, _ in self._other]
-        weights.write_all_(params, [values for _, values in self._other])
-        for item, values in self._other:
+        params = [item.p for item, _ in self._separate]
+        weights.write_all_(params, [values for _, values in self._separate])
+        for item, values in self._separate:
             seed = item.options["seed"]
             if seed is not None:
-                weights.round_(item.param, values, seed, item.index, item.step)
-        # A skipped step has written what the codes or the masters say, rounded anew.
+                item.p.round_(values, seed, item.index, item.step)
+        # A skipped step has rounded the values again.
         for found_inf, t, old in before:
             t.copy_(torch.where(found_inf.view(()) != 0, old, t))
 
-    def _write_measured(self, amaxes: Tensor) -> None:
-        """Write the codes of the weights that were measured, with the scales of these maxima."""
+    def _write_current(self, amaxes: Tensor) -> None:
+        """Write the codes of the measured weights, with the scales of these maxima."""
         masters = [item.master for item in self._current if item.master is not None]
-        cast_, others = self._current[: len(masters)], self._current[len(masters) :]
-        if cast_:
-            params, found_inf = [item.param for item in cast_], cast_[0].options["found_inf"]
+        with_masters, others = self._current[: len(masters)], self._current[len(masters) :]
+        if with_masters:
+            found_inf = with_masters[0].options["found_inf"]
+            params = [item.p for item in with_masters]
             casts.with_maxima(params, masters, amaxes[: len(masters)], found_inf)
         if others:
-            self._again(others, casts.scales_from(amaxes[len(masters) :], [i.spec for i in others]))
+            specs = [item.p.codes.spec for item in others]
+            self._repeat(others, casts.scales_from(amaxes[len(masters) :], specs))
 
-    def _again(self, items: Sequence[Item], scales: Tensor) -> None:
-        """The same update of weights without masters, which now knows the scales to round to."""
+    def _repeat(self, items: Sequence[Item], scales: Tensor) -> None:
+        """Repeat the update of weights without masters, with the scales to round to."""
         calls = {}
         for item, scale in zip(items, scales.unbind(), strict=True):
-            call = calls[id(item.options)] = self._call("measure", item, item.master)
+            call = self._call(UpdateKind.CURRENT_SCALE, item, item.master)
+            calls[id(item.options)] = call
             call.lists["new_scales"].append(scale)
         for call in calls.values():
             call.lists["amaxes"] = []

@@ -1,4 +1,4 @@
-"""Any optimizer of torch's kind for FP8 weights: it steps fp32 masters."""
+"""Runs any torch optimizer on fp32 masters of FP8 weights."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from torch.optim import Optimizer
 
 from fp8rs._torch import not_traced, own_part
 from fp8rs.optim import casts, weights
-from fp8rs.optim.masters import OWN, WithMasters, distributed_like
+from fp8rs.optim.masters import OWN, MasterWeightOptimizer
+from fp8rs.optim.param import Param
 
 
-class MasterWeights(WithMasters):
-    """An optimizer of your choice, run on float32 masters of the parameters.
+class MasterWeights(MasterWeightOptimizer):
+    """Runs an optimizer of your choice on float32 masters of the parameters.
 
         optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
 
-    A step hands each gradient to its master in float32, has the optimizer step the masters, and
-    writes what the quantizers make of them into the weights. With one scale a tensor all weights
-    are cast in one launch, and their maxima reduced over ranks in one collective a mesh (current
-    scaling); delayed scaling casts with the scales that it knows, as ``fp8rs.optim.AdamW`` does.
+    A step passes each gradient to its master in float32, calls the optimizer, and quantizes the
+    masters into the weights. Weights with one scale per tensor are cast in one launch. With current
+    scaling, their maxima are reduced over ranks in one collective per mesh. With delayed scaling,
+    they are cast with the next scales, as by ``fp8rs.optim.AdamW``.
 
-    FP8 weights and plain bfloat16 and float16 parameters have masters, from their first gradient
-    on. These begin and follow others' writes as those of ``fp8rs.optim.AdamW`` do. Other parameters
-    are stepped where they are. Masters of DTensors are DTensors on the same mesh with the same
-    placements, so that an optimizer that wants whole matrices (Muon) finds them.
+    FP8 weights and plain bfloat16 and float16 parameters get masters at their first gradient. These
+    start from the same values as the masters of ``fp8rs.optim.AdamW``, and read what other code
+    writes to the parameters. All other parameters are stepped in place. Masters of DTensors are
+    DTensors with the same mesh and placements, for optimizers that need whole matrices (Muon).
 
-    To all others this is the one optimizer that there is: its groups have the model's parameters
-    and the chosen optimizer's options, which schedulers change. Its state is the chosen
-    optimizer's, and has each master under "master". A state of the chosen optimizer without masters
-    is taken too.
+    The groups have the model's parameters and the chosen optimizer's options, for schedulers. The
+    state is the chosen optimizer's, with each master under "master". States of the chosen optimizer
+    without masters can be loaded.
 
     Args:
         params: parameters or groups of them.
-        optimizer_class: a subclass of ``torch.optim.Optimizer`` that finds its parameters in its
+        optimizer_class: a subclass of ``torch.optim.Optimizer`` that reads its parameters from its
             groups at each step, as torch's do.
         options: of that class.
 
     Raises:
-        TypeError: ``optimizer_class`` is no such class, or evaluates its closure within a step
+        TypeError: ``optimizer_class`` is not such a class, or evaluates its closure within a step
             (``torch.optim.LBFGS``).
-        Exception: what ``optimizer_class`` raises for the parameters or the options.
+        Exception: ``optimizer_class`` refuses the parameters or the options.
     """
 
     _inner: Optimizer | None = None
@@ -63,15 +63,15 @@ class MasterWeights(WithMasters):
         inner = optimizer_class(params, **options)
         super().__init__([dict(group) for group in inner.param_groups], inner.defaults)
         self._inner = inner
-        self._let_go(inner)
+        self._release(inner)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the chosen optimizer's; the group may have any of its options."""
+        """Add a group, which may have any option of the chosen optimizer."""
         inner = self._inner
         if inner is not None:
             inner.add_param_group(dict(param_group))
             param_group = dict(inner.param_groups[-1])
-            self._let_go(inner)
+            self._release(inner)
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -79,21 +79,24 @@ class MasterWeights(WithMasters):
 
     @not_traced
     def _update(self) -> None:
-        params = [param for group in self.param_groups for param in group["params"]]
+        params = [Param(param) for group in self.param_groups for param in group["params"]]
         weights.prepare(params)
-        params = [param for param in params if param.grad is not None]
+        params = [p for p in params if p.param.grad is not None]
         masters = {p: master for p in params if (master := self._master(p)) is not None}
-        self._step({p: masters[p] if p in masters else alias(p) for p in params})
-        low = [p for p in masters if weights.quantized(p) is None]
-        if low:
-            torch._foreach_copy_([own_part(p) for p in low], [own_part(masters[p]) for p in low])
-        quantized = [p for p in masters if weights.quantized(p) is not None]
-        if quantized:
-            casts.write(quantized, [own_part(masters[p]) for p in quantized])
+        # A plain parameter is stepped through another tensor over its memory.
+        self._step(
+            {p.param: masters[p] if p in masters else p.like(p.part.detach()) for p in params}
+        )
+        plain = [p for p in masters if p.weight is None]
+        if plain:
+            torch._foreach_copy_([p.part for p in plain], [own_part(masters[p]) for p in plain])
+        fp8 = [p for p in masters if p.weight is not None]
+        if fp8:
+            casts.write(fp8, [own_part(masters[p]) for p in fp8])
         self._wrote(params)
 
     def _step(self, given: dict[Tensor, Tensor]) -> None:
-        """Have the chosen optimizer step ``given`` in the parameters' places, with their state."""
+        """Step ``given`` in place of the parameters, with the chosen optimizer and their state."""
         inner = self._inner
         assert inner is not None
         for param, tensor in given.items():
@@ -102,7 +105,7 @@ class MasterWeights(WithMasters):
         for group, own in zip(self.param_groups, inner.param_groups, strict=True):
             own.update(group, params=[given[p] for p in group["params"] if p in given])
         kept = {}
-        for param in given:  # optimizers begin where a state is empty
+        for param in given:  # optimizers initialize an empty state
             state = self.state[param]
             kept[param] = {name: state.pop(name) for name in OWN if name in state}
         inner.state.update({given.get(key, key): value for key, value in self.state.items()})
@@ -118,16 +121,11 @@ class MasterWeights(WithMasters):
                 group.update({name: own[name] for name in own if name != "params"})
             for tensor in given.values():
                 tensor.grad = None
-            self._let_go(inner)
+            self._release(inner)
 
     @staticmethod
-    def _let_go(inner: Optimizer) -> None:
-        """Have the chosen optimizer hold no tensor between steps: parameters may be replaced."""
+    def _release(inner: Optimizer) -> None:
+        """Drop the chosen optimizer's references to tensors, as parameters may be replaced."""
         inner.state.clear()
         for group in inner.param_groups:
             group["params"] = []
-
-
-def alias(param: Any) -> Tensor:
-    """A tensor over the memory of a plain parameter that is none of the model's."""
-    return distributed_like(param, own_part(param).detach())

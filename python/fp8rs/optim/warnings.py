@@ -11,17 +11,18 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
-from fp8rs._torch import not_traced
-from fp8rs.optim import weights
-from fp8rs.optim.masters import WithMasters
+from fp8rs._torch import not_traced, own_part
+from fp8rs.optim.masters import MasterWeightOptimizer
+from fp8rs.optim.param import Param
+from fp8rs.tensor.quantized import QuantizedTensor
 
-#: Those whose first step has been.
-_met: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+#: The optimizers that have taken their first step.
+_stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _hook: Any = None
 
 
 def watch() -> None:
-    """Warn from now on, once for each optimizer and averaged model."""
+    """Start warning, once for each optimizer and averaged model."""
     global _hook
     if _hook is None:
         _hook = register_optimizer_step_pre_hook(not_traced(_before_step))
@@ -29,26 +30,22 @@ def watch() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer in _met or stands_still(optimizer):
+    if optimizer in _stepped or has_zero_lr(optimizer):
         return
-    _met.add(optimizer)
-    if isinstance(optimizer, WithMasters):
+    _stepped.add(optimizer)
+    if isinstance(optimizer, MasterWeightOptimizer):
         return
-    fp8 = [
-        param
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if param.requires_grad and weights.owner(param) is not None
-    ]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    fp8 = [param for param in params if param.requires_grad and Param(param).handle is not None]
     if fp8:
         kind = type(optimizer).__name__
         warnings.warn(
-            f"{kind} steps {len(fp8)} FP8 weights, and keeps no masters: of "
-            "each step it loses what is less than half the way to the next code, which is 3 to 6% "
-            "of a weight, and training stalls (two layers, 400 steps of AdamW at lr 1e-3: a loss "
-            "of 0.30 became 0.24, with masters 0.02). Use fp8rs.optim.AdamW, or any "
-            f"optimizer on fp32 masters by fp8rs.optim.MasterWeights(params, {kind}, ...), or "
-            "convert with fp8_weights=False",
+            f"{kind} steps {len(fp8)} FP8 weights, and keeps no masters. It loses the part of each "
+            "step that is less than half the distance to the next code, which is 3 to 6% of a "
+            "weight, and training stalls (two layers, 400 steps of AdamW at lr 1e-3: the loss went "
+            "from 0.30 to 0.24, with masters to 0.02). Use fp8rs.optim.AdamW, or any optimizer on "
+            f"fp32 masters by fp8rs.optim.MasterWeights(params, {kind}, ...), or convert with "
+            "fp8_weights=False",
             stacklevel=5,
         )
 
@@ -57,7 +54,7 @@ def _before_averaging(module: nn.Module, name: str, submodule: nn.Module | None)
     """Warn if an `AveragedModel` is made from a model with FP8 weights."""
     if not isinstance(module, AveragedModel) or submodule is None:
         return
-    count = sum(weights.quantized(p) is not None for p in submodule.parameters())
+    count = sum(isinstance(own_part(p), QuantizedTensor) for p in submodule.parameters())
     if count:
         warnings.warn(
             f"AveragedModel averages {count} FP8 weights: it rounds the average to FP8 codes at "
@@ -68,8 +65,8 @@ def _before_averaging(module: nn.Module, name: str, submodule: nn.Module | None)
         )
 
 
-def stands_still(optimizer: Optimizer) -> bool:
-    """Whether all rates are 0, as in the step by which torch makes a state to load into."""
+def has_zero_lr(optimizer: Optimizer) -> bool:
+    """Whether all learning rates are 0, as in the step by which torch initializes a state."""
     rates = [group.get("lr") for group in optimizer.param_groups]
     return all(
         rate is not None and not (isinstance(rate, Tensor) and rate.is_cuda) and bool(rate == 0)

@@ -1,0 +1,309 @@
+"""One parameter of an optimizer, FP8 or plain, sharded or not.
+
+`Param` is the only place that knows how a parameter is distributed and where its codes are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fp8rs._torch import dtensor_like, is_distributed, is_traced, own_part
+from fp8rs.tensor import formats, stochastic
+from fp8rs.tensor.formats import FP8_MAX, matrix_shape
+from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.store import Delayed, Owner
+
+#: Formats whose scales ``adamw_`` computes in the pass that writes the codes.
+OWN_SCALES = (formats.ROW, formats.BLOCK_128X128, formats.MX_32X32)
+
+
+class ShardGroup(Protocol):
+    """The sharded FP8 weights of a model. All ranks call these methods, with the same weights."""
+
+    def is_cut(self, weight: Any) -> bool:
+        """Return whether several ranks share a block of the weight."""
+
+    def reduce_(self, weights: Sequence[Any], amaxes: Tensor) -> None:
+        """Reduce the amaxes (n,) of shards over their ranks, in place: one all-reduce per mesh."""
+
+    def write_all(self, weights: Sequence[Any], values: Sequence[Tensor]) -> None:
+        """Quantize values into whole shards, with the scales of the whole weights."""
+
+    def agree(self) -> None:
+        """Synchronize the scales of all weights."""
+
+
+class Float8ParamHandle(Owner, Protocol):
+    """The handle of a layer's FP8 weight, as far as optimizers use it.
+
+    Attributes:
+        writes: how many times the weight was written.
+        unagreed: whether scales that shards share may differ between ranks.
+    """
+
+    writes: int
+    unagreed: bool
+
+    def reshard(self) -> None:
+        """Make modules hold their shards, if FSDP2 has the weight unsharded."""
+
+    @property
+    def slots(self) -> Delayed | None:
+        """With delayed scaling, the next scale (0: none yet) and where amaxes are recorded."""
+
+    @property
+    def number(self) -> int:
+        """The index of this rank's first element in the whole weight."""
+
+    @property
+    def shards(self) -> ShardGroup | None:
+        """The sharded weights that this one belongs to; None if it is not sharded."""
+
+
+class UpdateKind(Enum):
+    """How a step writes a parameter. All ranks that hold a part of it choose the same."""
+
+    PLAIN = auto()  #: not an FP8 weight
+    KNOWN_SCALE = auto()  #: one scale, known before the step (delayed scaling)
+    CURRENT_SCALE = auto()  #: one scale, from the maximum of the new values
+    OWN_SCALES = auto()  #: a scale per row or block, computed in the same pass as the codes
+    SEPARATE = auto()  #: quantized after the step
+
+
+class Content:
+    """A copy of the present values of a plain parameter.
+
+    Args:
+        part: its local part.
+        version: the version counter of the parameter.
+    """
+
+    def __init__(self, part: Tensor, version: int) -> None:
+        self._bits, self._version = bits_of(part).clone(), version
+
+    def is_in(self, part: Tensor, version: int) -> Tensor:
+        """Return whether the parameter was not written since, as a bool on its device.
+
+        The version counter misses some writes. The bits miss writes of equal values.
+        """
+        return (bits_of(part) == self._bits).all() & (version == self._version)
+
+
+#: Identifies the last write to a parameter: numbers for an FP8 weight, the content of a plain one.
+LastWrite = tuple[int, ...] | Content
+
+
+class Param:
+    """A parameter at one step. FSDP2 may replace the local tensors between steps.
+
+    Args:
+        param: the parameter, as the optimizer has it.
+
+    Attributes:
+        part: its local part.
+        weight: the local part of an FP8 weight, else None.
+        handle: the handle of a layer's FP8 weight, else None.
+    """
+
+    __slots__ = ("handle", "param", "part", "weight")
+
+    def __init__(self, param: Tensor) -> None:
+        self.param = param
+        self.part: Tensor = own_part(param)
+        self.weight = self.part if isinstance(self.part, QuantizedTensor) else None
+        self.handle: Float8ParamHandle | None = None
+        if self.weight is not None:
+            self.handle = self.weight._store.owner  # type: ignore[assignment]
+
+    # --- layout ----------------------------------------------------------------------------------
+
+    @property
+    def codes(self) -> QuantizedTensor:
+        """The local part of a parameter that is known to be an FP8 weight."""
+        assert self.weight is not None
+        return self.weight
+
+    @property
+    def plain(self) -> Tensor:
+        """The local part of any other parameter, as a plain tensor."""
+        high_precision: Tensor = getattr(self.part, "high_precision", self.part)
+        return high_precision
+
+    @property
+    def shards(self) -> ShardGroup | None:
+        """The sharded weights that an FP8 weight belongs to; None if it is not sharded."""
+        return None if self.handle is None else self.handle.shards
+
+    @property
+    def element_offset(self) -> int:
+        """The index of the first local element in the whole parameter."""
+        if self.handle is None or not is_distributed(self.param):
+            return 0
+        return self.handle.number
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the parameter needs no master: it is neither FP8 nor a 16-bit float."""
+        return self.weight is None and self.part.dtype not in (torch.bfloat16, torch.float16)
+
+    @property
+    def kind(self) -> UpdateKind:
+        """How a step writes the parameter."""
+        weight = self.weight
+        if weight is None:
+            return UpdateKind.PLAIN
+        # A scale of one plane, or of a view, would change other elements. An empty shard is a view.
+        whole = weight.region.is_whole or not weight.numel()
+        if not whole or weight._store.has != (True, False):
+            return UpdateKind.SEPARATE
+        if weight.format.per_tensor:
+            return UpdateKind.CURRENT_SCALE if self.delayed is None else UpdateKind.KNOWN_SCALE
+        shards = self.shards
+        cut = shards is not None and shards.is_cut(self.handle)
+        return (
+            UpdateKind.OWN_SCALES
+            if weight.format in OWN_SCALES and not cut
+            else UpdateKind.SEPARATE
+        )
+
+    @property
+    def plane(self) -> Plane:
+        """The rowwise plane of the local part, which may be empty."""
+        weight = self.codes
+        row = weight.rowwise
+        if row is None or not weight.numel():
+            return weight._store.any_plane.empty(*matrix_shape(weight.shape))
+        return row
+
+    @property
+    def delayed(self) -> Delayed | None:
+        """With delayed scaling, the next scale (0: none yet) and where amaxes are recorded."""
+        weight = self.weight
+        if weight is None or not weight.format.per_tensor:
+            return None
+        return weight._store.delayed or (None if self.handle is None else self.handle.slots)
+
+    def like(self, part: Tensor) -> Tensor:
+        """Return a tensor that is distributed as the parameter, with this local part."""
+        return dtensor_like(self.param, part) if is_distributed(self.param) else part
+
+    # --- masters ---------------------------------------------------------------------------------
+
+    def new_master(self) -> Tensor:
+        """Return a float32 copy of the values, or of those from before their first rounding."""
+        kept = None if self.handle is None else self.handle.init_value
+        if kept is not None:
+            master = kept.detach().to(self.part.device, torch.float32, copy=True).contiguous()
+        elif self.weight is not None:
+            master = self.weight.dequantize(torch.float32)
+        else:
+            master = torch.zeros_like(self.part, dtype=torch.float32).copy_(self.part)
+        return self.like(master)
+
+    def forget_init(self) -> None:
+        """Free the values from before the first rounding."""
+        if self.handle is not None:
+            self.handle.forget_init()
+
+    @property
+    def last_write(self) -> LastWrite:
+        """Identifies the last write, no matter which code wrote.
+
+        A sharded FP8 weight has a handle that counts. FSDP2 may replace its tensors, so their
+        versions do not count. The handle of a whole weight does not see writes to its planes. Their
+        version counter does.
+        """
+        if self.weight is None:
+            return Content(self.plain, self.param._version)
+        count = 0 if self.handle is None else self.handle.writes
+        if is_distributed(self.param):
+            return (count,)
+        return count, self.param._version, self.weight._store.any_plane.data._version
+
+    def is_rounded(self, master: Tensor) -> bool:
+        """Return whether a plain parameter is its rounded master. Reads a value from the device."""
+        return torch.equal(master.to(self.plain.dtype), self.plain)
+
+    def read_plain(self, master: Tensor, unread: Content | None) -> None:
+        """Read what other code has written to a plain parameter into its master.
+
+        An element that equals its rounded master was not written: it keeps its master.
+
+        Args:
+            master: of the local part.
+            unread: the content that the master was loaded over, if it differed. If the parameter
+                was not written since, it does not change the master.
+        """
+        part = self.plain
+        # On the CPU, comparing is several times faster than selecting, and does not synchronize.
+        if part.is_cpu and not is_traced(part) and self.is_rounded(master):
+            return
+        kept = master.to(part.dtype) == part
+        if unread is not None:
+            kept |= unread.is_in(part, self.param._version)
+        values = part.float() if part.dtype == torch.float64 else part  # others are promoted
+        torch.where(kept, master, values, out=master)
+
+    def read_codes(self, master: Tensor, stochastically: bool, written: Tensor | None) -> None:
+        """Read what other code has written to an FP8 weight into its master.
+
+        An element whose master rounds to its code was not written: it keeps its master.
+
+        Args:
+            master: of the local part.
+            stochastically: how the optimizer rounds.
+            written: with delayed scaling, the scale that the optimizer last wrote codes with. While
+                the weight has it, the largest code stands for all larger values too. With another
+                scale, it stands only for values that round to it.
+        """
+        weight = self.codes
+        if not weight.numel():
+            return
+        row, col = weight.planes
+        values = master.view(matrix_shape(weight.shape))
+        if written is not None and self.delayed is not None:
+            scale = self.plane.scale
+            # A full state dict has rounded the values to the model's dtype, and so the scale.
+            unchanged = torch.isclose(scale, written, rtol=2.0**-8, atol=0.0)
+            most = scale * (1.01 * FP8_MAX[weight.fp8_dtype])  # rounds to the largest code
+            values = torch.where(unchanged, values.clamp(-most, most), values)
+        saturates = weight.format.microscaled
+        if row is not None:
+            kept = stochastic.is_of(row, values, stochastically, saturates)
+        else:
+            assert col is not None
+            kept = stochastic.is_of(col, values.t(), stochastically, saturates).t()
+        torch.where(
+            kept.reshape(master.shape), master, weight.dequantize(torch.float32), out=master
+        )
+
+    # --- codes -----------------------------------------------------------------------------------
+
+    def round_(self, values: Tensor, seed: int, stream: int, step: Tensor) -> None:
+        """Write the codes again, rounded stochastically to the scales that the weight has.
+
+        Args:
+            values: fp32, of the local part: what was written.
+            seed, stream, step: select the random numbers, with the place in the whole weight.
+        """
+        weight = self.codes
+        if not weight.numel():
+            return
+        values = values.view(matrix_shape(weight.shape))
+        numbers = stochastic.units(values, seed, stream, step, self.element_offset)
+        row, col = weight.planes
+        if row is not None:
+            row.matrix.copy_(stochastic.encode(row, values, numbers))
+        if col is not None:
+            col.matrix.copy_(stochastic.encode(col, values.t(), numbers.t()))
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """Return a floating-point tensor as integers, in which equal NaNs are equal."""
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
