@@ -189,6 +189,12 @@ def whole(model, optimizer):
     return found
 
 
+def without_master(model, optimizer):
+    found = whole(model, optimizer)
+    found.pop("unused.weight master", None)
+    return found
+
+
 @pytest.mark.parametrize("kept", list(OPTIMIZERS))
 @pytest.mark.parametrize("stepped", [False, True])
 def test_a_parameter_without_gradients_resumes_without_a_state(kept, stepped, tmp_path):
@@ -199,17 +205,16 @@ def test_a_parameter_without_gradients_resumes_without_a_state(kept, stepped, tm
     if stepped:
         go(other, resumed, range(1))
     checkpoint.load(state_of(other, resumed), tmp_path / "saved", strict=False)
-    after = whole(other, resumed)
     # A master that the checkpoint lacks is read from the loaded weight when it is next used.
-    after = {n: v for n, v in after.items() if n != "unused.weight master"}
-    assert same(after, whole(model, optimizer))
+    # Elements that round to the loaded code keep their value.
+    assert same(without_master(other, resumed), without_master(model, optimizer))
     assert go(other, resumed, range(3, 6)) == go(model, optimizer, range(3, 6))
     # Its first gradient comes later.
     for m, o in ((model, optimizer), (other, resumed)):
         m.unused(torch.ones(16, 64)).sum().backward()
         o.step()
         o.zero_grad()
-    assert same(whole(other, resumed), whole(model, optimizer))
+    assert same(without_master(other, resumed), without_master(model, optimizer))
 
 
 @pytest.mark.parametrize("kept", ["torch's AdamW", "fp8rs's AdamW"])
