@@ -338,17 +338,20 @@ fn rebase_along_columns_is_rebase_of_the_transposed_plane_along_rows() {
 
 #[test]
 fn per_row_scales_with_and_without_fold() {
-    // Rows with maxima 448 and 3, the first with a fold that doubles its largest column.
+    // Rows with maxima 448 and 3, the first with a column_scale that doubles its largest column.
     let x = [448.0_f32, -1.0, 3.0, 0.5];
-    let fold = [2.0_f32, 1.0];
-    let run = |fold: Option<&[f32]>, power_of_2| {
+    let column_scale = [2.0_f32, 1.0];
+    let run = |column_scale: Option<&[f32]>, power_of_2| {
         let (mut codes, mut scales) = ([0_u8; 4], [0_f32; 2]);
         let (mut codes_t, mut scales_t) = ([0_u8; 4], [0_f32; 2]);
         let rule = ScaleRule { power_of_2, ..Default::default() };
         ops::quantize_blocks(
             View::from_slice(&x, 2, 2).unwrap(),
             BlockSpec { block: Block::ROW, scale: BlockScale::F32(rule), row_offset: 0, packed: false },
-            Given { fold: fold.map(|f| View::from_slice(f, 1, 2).unwrap()), ..Default::default() },
+            Given {
+                column_scale: column_scale.map(|f| View::from_slice(f, 1, 2).unwrap()),
+                ..Default::default()
+            },
             Some(BlockPlane {
                 codes: ViewMut::from_bytes(&mut codes, DType::E4m3, 2, 2).unwrap(),
                 scales: ViewMut::from_slice(&mut scales, 2, 1).unwrap(),
@@ -367,7 +370,7 @@ fn per_row_scales_with_and_without_fold() {
     assert_eq!(codes, [0x7E, 0xB8, 0x7C, 0x68]); // 3 * 128 = 384, 0.5 * 128 = 64
     assert_eq!(scales_t, [1.0, 2.0_f32.powi(-8)]); // column maxima 448 and 1
     assert_eq!(codes_t, [0x7E, 0x44, 0xF8, 0x70]); // 448, 3; -256, 128
-    let (codes, scales, codes_t2, scales_t2) = run(Some(&fold), true);
+    let (codes, scales, codes_t2, scales_t2) = run(Some(&column_scale), true);
     assert_eq!(scales, [2.0, 2.0_f32.powi(-6)]); // 896, 6
     assert_eq!(codes, [0x7E, 0xB0, 0x7C, 0x60]); // 448, -0.5; 384, 32
     assert_eq!((codes_t2, scales_t2), (codes_t, scales_t));

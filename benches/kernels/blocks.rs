@@ -20,7 +20,7 @@ const SQUARE: Block = Block { rows: 128, cols: 128 };
 /// The largest magnitude that random inputs have, as a maximum that is known beforehand.
 const AMAX: f32 = 2.0;
 /// A factor for columns.
-const FOLD: f32 = 1.5;
+const COLUMN_SCALE: f32 = 1.5;
 
 /// A way to quantize.
 #[derive(Clone, Copy)]
@@ -31,12 +31,12 @@ struct Format {
     /// Maxima are known.
     given: bool,
     /// Columns have factors.
-    fold: bool,
+    column_scale: bool,
 }
 
 impl Format {
     const fn new(name: &'static str, block: Block) -> Self {
-        Self { name, block, packed: false, given: false, fold: false }
+        Self { name, block, packed: false, given: false, column_scale: false }
     }
 
     fn spec(self) -> BlockSpec {
@@ -66,7 +66,7 @@ const FORMATS: [(Format, &[Directions]); 6] = [
     (Format::new("128x128", SQUARE), &[Rowwise, Both]),
     (Format::new("per_row", Block::ROW), &[Rowwise, Both]),
     (Format { given: true, ..Format::new("per_row_given", Block::ROW) }, &[Rowwise, Both]),
-    (Format { fold: true, ..Format::new("per_row_fold", Block::ROW) }, &[Rowwise, Both]),
+    (Format { column_scale: true, ..Format::new("per_row_column_scale", Block::ROW) }, &[Rowwise, Both]),
 ];
 
 /// All of them, each operation's rows one after the other.
@@ -131,7 +131,7 @@ fn quantize(case: Case, format: Format, directions: Directions) -> Row {
     let x = o.case(case);
     let rowwise = (!matches!(directions, Columnwise)).then(|| Plane::new(&mut o, format, (rows, cols)));
     let columnwise = (!matches!(directions, Rowwise)).then(|| Plane::new(&mut o, format, (cols, rows)));
-    let fold = format.fold.then(|| o.value(FOLD, (1, cols)));
+    let column_scale = format.column_scale.then(|| o.value(COLUMN_SCALE, (1, cols)));
     let direction = match directions {
         Rowwise => "rowwise",
         Columnwise => "columnwise",
@@ -144,7 +144,7 @@ fn quantize(case: Case, format: Format, directions: Directions) -> Row {
         let given = Given {
             amax: amax(rowwise),
             amax_columnwise: amax(columnwise),
-            fold: fold.map(|fold| r.view(fold)),
+            column_scale: column_scale.map(|column_scale| r.view(column_scale)),
         };
         ops::quantize_blocks(r.view(x), spec, given, rowwise.map(plane), columnwise.map(plane), r.stream())
     })

@@ -343,8 +343,10 @@ def test_meta_tensors_do_not_mix(device):
         (lambda: ops.quantize(x, meta, E4M3), "^scale is on meta and x is on c"),
         (lambda: ops._quantize_delayed(x, amax, meta, E4M3), "^amax is on meta and x is on c"),
         (
-            lambda: ops.quantize_blocks(x, E4M3, [1, -1], torch.float32, fold=meta.expand(2)),
-            "^fold is on meta and x is on c",
+            lambda: ops.quantize_blocks(
+                x, E4M3, [1, -1], torch.float32, column_scale=meta.expand(2)
+            ),
+            "^column_scale is on meta and x is on c",
         ),
         (lambda: ops.multi_amax([x, x.to("meta")]), "^xs is on meta and xs is on c"),
         (lambda: ops.dequantize(x.to(E4M3), meta, [-1, -1], x.dtype), "^scale is on meta"),

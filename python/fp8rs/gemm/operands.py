@@ -26,7 +26,7 @@ def dgrad_operand(row: Plane, emulate: bool, after: Tensor | None = None) -> Pla
     """A weight's plane for dgrad from its rowwise one, without quantizing again.
 
     Where blocks are square it is the transpose. With one scale a row the codes are transposed and
-    the scales are 1: the row scales are to be folded into the gradient (:func:`dgrad_fold`).
+    the scales are 1: the row scales are to be folded into the gradient (:func:`dgrad_column_scale`).
 
     Args:
         row: the rowwise plane.
@@ -44,7 +44,7 @@ def dgrad_operand(row: Plane, emulate: bool, after: Tensor | None = None) -> Pla
     return row.transposed("columnwise", "dgrad", after)
 
 
-def dgrad_fold(format: BlockFormat, scale: Tensor) -> Tensor | None:
+def dgrad_column_scale(format: BlockFormat, scale: Tensor) -> Tensor | None:
     """What multiplies the gradient before it is quantized for dgrad: the weight's row scales.
 
     None where the weight's plane for dgrad has its own scales.

@@ -52,28 +52,30 @@ class Watch(NamedTuple):
     row: int = 0
     col: int = 0
 
-    def seen(self, role: int, x: Tensor, plane: Plane, fold: Tensor | None = None) -> Plane:
+    def seen(self, role: int, x: Tensor, plane: Plane, column_scale: Tensor | None = None) -> Plane:
         """Add up what an operand's plane lost; gives the plane, for the GEMM to wait for it.
 
         Args:
             role: the operand.
             x: what was quantized, or what came so.
             plane: a plane of it.
-            fold: see `_observe`.
+            column_scale: see `_observe`.
         """
         values, row, col = None if isinstance(x, QuantizedTensor) else x, 0, 0
         if role == WEIGHT and values is None and self.shard is not None:
             values, row, col = self.shard.to(plane.data.device), self.row, self.col
         block = list(plane.format.block)
-        scale = observe(values, plane.data, plane.scale, block, row, col, fold, self.slots, role)
+        scale = observe(
+            values, plane.data, plane.scale, block, row, col, column_scale, self.slots, role
+        )
         return Plane(plane.data, scale, plane.format)
 
     def gradient(
-        self, dy: Tensor, row: Plane | None, col: Plane | None, fold: Tensor | None
+        self, dy: Tensor, row: Plane | None, col: Plane | None, column_scale: Tensor | None
     ) -> Planes:
         """`seen` of the output's gradient, in the plane that has it as it is if there is one."""
-        if row is not None and (fold is None or col is None):
-            return self.seen(GRAD, dy, row, fold), col
+        if row is not None and (column_scale is None or col is None):
+            return self.seen(GRAD, dy, row, column_scale), col
         if col is not None:
             plain = not isinstance(dy, QuantizedTensor)
             return row, self.seen(GRAD, dy.reshape(-1, dy.shape[-1]).t() if plain else dy, col)
@@ -93,7 +95,7 @@ def _add(
     block: Sequence[int],
     row: int,
     col: int,
-    fold: Tensor | None,
+    column_scale: Tensor | None,
     slots: Tensor,
     role: int,
 ) -> Tensor:
@@ -111,7 +113,7 @@ def _add(
         for span in _chunks(rows, cols):
             part = _part(plane, Span(row + span.start, span.length), Span(col, cols))
             x = None if values is None else values[span.slice].to(torch.float32)
-            _add_part(kept, x if x is None or fold is None else x * fold, part)
+            _add_part(kept, x if x is None or column_scale is None else x * column_scale, part)
     return scale.clone()
 
 
@@ -123,7 +125,7 @@ def _observe(
     block: Sequence[int],
     row: int,
     col: int,
-    fold: Tensor | None,
+    column_scale: Tensor | None,
     slots: Tensor,
     role: int,
 ) -> Tensor:
@@ -138,7 +140,7 @@ def _observe(
         scale: of that plane.
         block: of that plane's format.
         row, col: where the part begins.
-        fold: factors of the values' columns, that were multiplied into them before the cast.
+        column_scale: factors of the values' columns, that were multiplied into them before the cast.
         slots: (operands, `KEPT`), fp64.
         role: the operand.
     """

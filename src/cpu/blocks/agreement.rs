@@ -161,7 +161,7 @@ struct Quantization {
     /// Whether rowwise and columnwise outputs are asked for.
     directions: [bool; 2],
     amax: bool,
-    fold: bool,
+    column_scale: bool,
 }
 
 impl Quantization {
@@ -179,11 +179,11 @@ impl Quantization {
             let values = values.map(|(i, x)| if i % 8 == 7 { *x } else { x.abs() }).collect();
             Filled { rows: grid.0, cols: grid.1, lay: Lay::Spread, dtype: DType::F32, values }.fill()
         };
-        let (amax, amax_t, fold) = (factors(grid), factors(grid_t), factors((1, cols)));
+        let (amax, amax_t, column_scale) = (factors(grid), factors(grid_t), factors((1, cols)));
         let given = Given {
             amax: (self.amax && (*rowwise || block.is_square())).then(|| amax.view()),
             amax_columnwise: (self.amax && *columnwise && !block.is_square()).then(|| amax_t.view()),
-            fold: (self.fold && *rowwise && block == Block::ROW).then(|| fold.view()),
+            column_scale: (self.column_scale && *rowwise && block == Block::ROW).then(|| column_scale.view()),
         };
         let scale_dtype = if matches!(spec.scale, BlockScale::F32(_)) { DType::F32 } else { DType::E8m0 };
         let scale_shape = |lines: usize, grid: (usize, usize)| {
@@ -271,11 +271,11 @@ proptest! {
         dtype in fp8(),
         lays in (lay(), lay()),
         which in 0..3_usize,
-        (amax, fold) in (any::<bool>(), any::<bool>()),
+        (amax, column_scale) in (any::<bool>(), any::<bool>()),
     ) {
         spec.row_offset = if spec.packed { row_offset / 32 * 32 } else { row_offset };
         let directions = [which != 1, which != 0];
-        Quantization { input, spec, dtype, lays, directions, amax, fold }.check();
+        Quantization { input, spec, dtype, lays, directions, amax, column_scale }.check();
     }
 
     #[test]
@@ -330,7 +330,7 @@ fn large_quantizations_are_split_over_threads_without_a_seam() {
         let scale = BlockScale::F32(ScaleRule { power_of_2, ..Default::default() });
         BlockSpec { block, scale, row_offset, packed: false }
     };
-    for (spec, fold) in [
+    for (spec, column_scale) in [
         (mx(1, Rounding::Ceil, false, 0), false),
         (mx(1, Rounding::Floor, true, 64), false),
         (mx(32, Rounding::Ceil, false, 45), false),
@@ -343,7 +343,7 @@ fn large_quantizations_are_split_over_threads_without_a_seam() {
         for (dtype, lay) in [(DType::Bf16, Lay::Rows), (DType::F32, Lay::Columns)] {
             let (input, lays) = (large(dtype, lay), (Lay::Rows, Lay::Rows));
             let (dtype, directions, amax) = (DType::E4m3, [true, true], false);
-            Quantization { input, spec, dtype, lays, directions, amax, fold }.check();
+            Quantization { input, spec, dtype, lays, directions, amax, column_scale }.check();
         }
     }
 }

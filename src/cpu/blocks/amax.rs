@@ -20,8 +20,14 @@ pub(crate) fn block_amax(x: View, block: Block, rows_before: usize, out: ViewMut
     maxima(x.matrix(), None, block, rows_before, &out.matrix());
 }
 
-/// Maxima of the blocks of x, or of x * fold, into `out` (fp32, any strides).
-pub(super) fn maxima(x: Matrix, fold: Option<&[f32]>, block: Block, rows_before: usize, out: &Matrix) {
+/// Maxima of the blocks of x, or of x * column_scale, into `out` (fp32, any strides).
+pub(super) fn maxima(
+    x: Matrix,
+    column_scale: Option<&[f32]>,
+    block: Block,
+    rows_before: usize,
+    out: &Matrix,
+) {
     let _env = DefaultFloatEnv::enter();
     for r in 0..out.rows {
         for c in 0..out.cols {
@@ -32,14 +38,14 @@ pub(super) fn maxima(x: Matrix, fold: Option<&[f32]>, block: Block, rows_before:
     let parallel = x.rows * x.cols >= PARALLEL;
     pool::for_each(strips(x.rows, rows_before), parallel, |strip| {
         with_element!(x.dtype, T => {
-            dispatch(Maxima::<T> { x, fold, block, rows_before, out, strip, element: PhantomData });
+            dispatch(Maxima::<T> { x, column_scale, block, rows_before, out, strip, element: PhantomData });
         });
     });
 }
 
 struct Maxima<'a, T> {
     x: Matrix,
-    fold: Option<&'a [f32]>,
+    column_scale: Option<&'a [f32]>,
     block: Block,
     rows_before: usize,
     out: &'a Matrix,
@@ -60,9 +66,9 @@ impl<T: Element> Kernel for Maxima<'_, T> {
                 for row in strip {
                     // SAFETY: a part of the input, whose dtype `T` was chosen by.
                     let xs = unsafe { self.x.row::<T>(row, cols.clone(), &mut buffer) };
-                    let fold = self.fold.map(|fold| &fold[cols.clone()]);
-                    self.put_row(row, &cols, |range| match fold {
-                        Some(fold) => folded(&xs[range.clone()], &fold[range]),
+                    let column_scale = self.column_scale.map(|column_scale| &column_scale[cols.clone()]);
+                    self.put_row(row, &cols, |range| match column_scale {
+                        Some(column_scale) => folded(&xs[range.clone()], &column_scale[range]),
                         None => rows::amax(&xs[range]),
                     });
                 }
@@ -111,10 +117,10 @@ pub(super) fn fold_in<T: Element>(columns: &mut [T::Bits; CHUNK], xs: &[T]) {
 
 /// The absolute maximum of the products, as fp32 bits.
 #[inline(always)]
-fn folded<T: Element>(xs: &[T], fold: &[f32]) -> u32 {
+fn folded<T: Element>(xs: &[T], column_scale: &[f32]) -> u32 {
     let mut found = 0;
-    for (x, fold) in xs.iter().zip(fold) {
-        found = found.max((x.widen() * fold).magnitude());
+    for (x, column_scale) in xs.iter().zip(column_scale) {
+        found = found.max((x.widen() * column_scale).magnitude());
     }
     found
 }

@@ -122,13 +122,13 @@ fn quantize_plane(direction: &Direction, spec: &BlockSpec, format: Fp8Format, pl
 
 pub(super) fn quantize_blocks(call: BlockCall) {
     let BlockCall { x, spec, format, given, rowwise, columnwise } = call;
-    let (x, fold) = (x.matrix(), given.fold.map(|fold| fold.matrix()));
+    let (x, column_scale) = (x.matrix(), given.column_scale.map(|column_scale| column_scale.matrix()));
     let square = spec.block.rows == spec.block.cols;
     let amax = given.amax.map(|amax| amax.matrix());
     if let Some(plane) = rowwise {
         let value = |row, col| {
             let x = load(&x, row, col);
-            fold.map_or(x, |fold| x * get::<f32>(&fold, 0, col))
+            column_scale.map_or(x, |column_scale| x * get::<f32>(&column_scale, 0, col))
         };
         let (shape, first) = ((x.rows, x.cols), (spec.row_offset, 0));
         quantize_plane(&Direction { shape, first, value: &value, amax }, &spec, format, &plane);

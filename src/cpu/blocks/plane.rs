@@ -18,7 +18,7 @@ pub(super) struct Plane {
     pub(super) scale: BlockScale,
     pub(super) format: Fp8Format,
     pub(super) amax: Option<Matrix>,
-    pub(super) fold: Option<Matrix>,
+    pub(super) column_scale: Option<Matrix>,
     pub(super) codes: Matrix,
     pub(super) scales: Matrix,
     pub(super) packed: bool,
@@ -36,7 +36,7 @@ impl Plane {
             scale: spec.scale,
             format: *format,
             amax: given.amax.map(|m| m.matrix()),
-            fold: given.fold.map(|m| m.matrix()),
+            column_scale: given.column_scale.map(|m| m.matrix()),
             codes: plane.codes.matrix(),
             scales: plane.scales.matrix(),
             packed: spec.packed,
@@ -52,7 +52,7 @@ impl Plane {
             } else {
                 given.amax_columnwise.map(|m| m.matrix())
             },
-            fold: None,
+            column_scale: None,
             codes: plane.codes.matrix(),
             scales: plane.scales.matrix(),
             packed: spec.packed,

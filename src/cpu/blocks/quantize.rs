@@ -54,7 +54,7 @@ struct Job {
     rows_before: usize,
     /// Per-line scales: the factors of the walked rows and columns, for `along` and `across`.
     lines: [Vec<f32>; 2],
-    fold: Option<Vec<f32>>,
+    column_scale: Option<Vec<f32>>,
 }
 
 impl Job {
@@ -64,8 +64,10 @@ impl Job {
         let any = rowwise.or(columnwise).expect("validated: at least one output");
         let rows_before = rowwise.map_or(0, |p| p.before.0).max(columnwise.map_or(0, |p| p.before.1));
         // SAFETY: fp32, with an element for each column of x.
-        let read = |fold: &Matrix, c| unsafe { fold.read(0, c) };
-        let fold = rowwise.and_then(|p| p.fold).map(|fold| (0..x.cols).map(|c| read(&fold, c)).collect());
+        let read = |column_scale: &Matrix, c| unsafe { column_scale.read(0, c) };
+        let column_scale = rowwise
+            .and_then(|p| p.column_scale)
+            .map(|column_scale| (0..x.cols).map(|c| read(&column_scale, c)).collect());
         let mut job = Self {
             x,
             format,
@@ -73,14 +75,14 @@ impl Job {
             across: columnwise,
             rows_before,
             lines: Default::default(),
-            fold,
+            column_scale,
         };
-        if x.prefers_columns() && rows_before == 0 && job.fold.is_none() {
+        if x.prefers_columns() && rows_before == 0 && job.column_scale.is_none() {
             (job.x, job.along, job.across) = (x.transposed(), columnwise, rowwise);
         }
         if any.block == Block::ROW {
-            let fold = job.fold.as_deref();
-            let along = job.along.as_ref().map(|plane| line_factors(plane, job.x, fold, Block::ROW));
+            let column_scale = job.column_scale.as_deref();
+            let along = job.along.as_ref().map(|plane| line_factors(plane, job.x, column_scale, Block::ROW));
             let across =
                 job.across.as_ref().map(|plane| line_factors(plane, job.x, None, Block::ROW.transposed()));
             job.lines = [along.unwrap_or_default(), across.unwrap_or_default()];
@@ -97,7 +99,7 @@ impl Job {
 }
 
 /// Writes the scales of a plane with one a row; gives the factors. `block` is a line of the walked matrix.
-fn line_factors(plane: &Plane, x: Matrix, fold: Option<&[f32]>, block: Block) -> Vec<f32> {
+fn line_factors(plane: &Plane, x: Matrix, column_scale: Option<&[f32]>, block: Block) -> Vec<f32> {
     let lines = plane.x.rows;
     let mut found = vec![0_u32; lines];
     if plane.amax.is_none() {
@@ -105,7 +107,7 @@ fn line_factors(plane: &Plane, x: Matrix, fold: Option<&[f32]>, block: Block) ->
         let (row_stride, col_stride) = (cols as isize, 1);
         let ptr = found.as_mut_ptr().cast();
         let out = Matrix { ptr, dtype: DType::F32, device: Device::Cpu, rows, cols, row_stride, col_stride };
-        maxima(x, fold, block, 0, &out);
+        maxima(x, column_scale, block, 0, &out);
     }
     let mut factors = vec![0.0; lines];
     plane.finish(|line| (line, 0), &mut found, &mut factors);
@@ -274,7 +276,8 @@ impl<T: Element, C: Codes> Part<'_, T, C> {
     #[inline(always)]
     fn cast_along(&self, plane: &Plane, factors: &Factors, buffer: &mut Vec<T>) {
         let size = plane.block.cols.min(CHUNK);
-        let fold = self.job.fold.as_ref().map(|fold| &fold[self.cols.clone()]);
+        let column_scale =
+            self.job.column_scale.as_ref().map(|column_scale| &column_scale[self.cols.clone()]);
         let contiguous = plane.codes.col_stride == 1;
         let mut line = [0_u8; CHUNK];
         for row in self.rows() {
@@ -287,8 +290,8 @@ impl<T: Element, C: Codes> Part<'_, T, C> {
                 &mut line[..self.cols.len()]
             };
             let along = &factors.along[self.in_strip(row)];
-            match fold {
-                Some(fold) => cast_folded::<T, C>(xs, fold, along[0], out),
+            match column_scale {
+                Some(column_scale) => cast_folded::<T, C>(xs, column_scale, along[0], out),
                 None if size == NARROWEST => cast_blocks::<T, C, NARROWEST>(xs, along, out),
                 None if size == CHUNK => {
                     rows::cast::<T, C, false>(xs, along[0], out);
@@ -364,10 +367,10 @@ fn cast_each<T: Element, C: Codes>(xs: &[T], factors: &[f32], out: &mut [u8]) {
     }
 }
 
-/// out = encode((x * fold) * factor).
+/// out = encode((x * column_scale) * factor).
 #[inline(always)]
-fn cast_folded<T: Element, C: Codes>(xs: &[T], fold: &[f32], factor: f32, out: &mut [u8]) {
-    for ((x, fold), out) in xs.iter().zip(fold).zip(out) {
-        *out = C::encode(x.widen() * fold * factor);
+fn cast_folded<T: Element, C: Codes>(xs: &[T], column_scale: &[f32], factor: f32, out: &mut [u8]) {
+    for ((x, column_scale), out) in xs.iter().zip(column_scale).zip(out) {
+        *out = C::encode(x.widen() * column_scale * factor);
     }
 }

@@ -33,12 +33,12 @@ struct LineAmaxArgs {
     x: *const u8,
     row: *mut u8,
     col: *mut u8,
-    fold: *const u8,
+    column_scale: *const u8,
     x_rs: i64,
     x_cs: i64,
     row_stride: i64,
     col_stride: i64,
-    fold_cs: i64,
+    column_scale_cs: i64,
     rows: i64,
     cols: i64,
     tiles_across: i64,
@@ -111,15 +111,15 @@ pub(super) fn fill(device: i32, stream: Stream, lines: &LinesArgs) -> Result<(),
     launch(device, stream, &FILL_LINES, each(lines.longest()), lines)
 }
 
-/// Raises the elements of `row` (rows, 1) and `col` (cols, 1), which are 0, to the maxima of the rows (of x * fold) and
+/// Raises the elements of `row` (rows, 1) and `col` (cols, 1), which are 0, to the maxima of the rows (of x * column_scale) and
 /// columns, marked as such.
 pub(super) fn line_amax(job: &Job, row: Option<&Matrix>, col: Option<&Matrix>) -> Result<(), Error> {
-    run_lines(&job.x, job.fold.as_ref(), row, col, MAXIMUM, job.device, job.stream)
+    run_lines(&job.x, job.column_scale.as_ref(), row, col, MAXIMUM, job.device, job.stream)
 }
 
 fn run_lines(
     x: &Matrix,
-    fold: Option<&Matrix>,
+    column_scale: Option<&Matrix>,
     row: Option<&Matrix>,
     col: Option<&Matrix>,
     mark: u32,
@@ -136,12 +136,12 @@ fn run_lines(
         x: x.ptr,
         row: lines.first,
         col: lines.second,
-        fold: fold.map_or(ptr::null(), |m| m.ptr),
+        column_scale: column_scale.map_or(ptr::null(), |m| m.ptr),
         x_rs: x.row_stride as i64,
         x_cs: x.col_stride as i64,
         row_stride: lines.first_stride,
         col_stride: lines.second_stride,
-        fold_cs: fold.map_or(0, |m| m.col_stride as i64),
+        column_scale_cs: column_scale.map_or(0, |m| m.col_stride as i64),
         rows: x.rows as i64,
         cols: x.cols as i64,
         tiles_across: tiles_across as i64,

@@ -35,7 +35,7 @@ struct RowArgs {
     codes: *mut u8,
     scale: *mut u8,
     amax: *const u8,
-    fold: *const u8,
+    column_scale: *const u8,
     x_rs: i64,
     codes_rs: i64,
     scale_rs: i64,
@@ -147,19 +147,20 @@ pub(super) fn quantize(job: &Job, rule: ScaleRule) -> Result<(), Error> {
 /// Rowwise output alone, with the rows in registers; whether the views lie so.
 fn one_read(job: &Job, rule: ScaleRule) -> Result<bool, Error> {
     let (Some(row), None) = (job.row, job.col) else { return Ok(false) };
-    let Job { x, fold, .. } = job;
+    let Job { x, column_scale, .. } = job;
     let vector = 16 / x.dtype.size();
     let lies = rows_aligned(x, 16)
         && rows_aligned(&row.codes, vector)
         && x.cols.is_multiple_of(vector)
-        && fold.is_none_or(|fold| fold.col_stride == 1 && aligned(fold.ptr, 16));
+        && column_scale
+            .is_none_or(|column_scale| column_scale.col_stride == 1 && aligned(column_scale.ptr, 16));
     if !lies {
         return Ok(false);
     }
     let vectors = x.cols / vector;
     let most = |each: usize, threads: usize| vectors <= each * threads;
     let threads = |each: usize| vectors.div_ceil(each).next_multiple_of(32);
-    let (kernels, threads) = match fold {
+    let (kernels, threads) = match column_scale {
         None if most(4, 256) => (&ROW_4, threads(4)),
         None if most(8, 512) => (&ROW_8, threads(8)),
         None => (&ROW_LONG, 512),
@@ -171,7 +172,7 @@ fn one_read(job: &Job, rule: ScaleRule) -> Result<bool, Error> {
         codes: row.codes.ptr,
         scale: row.scales.ptr,
         amax: row.amax.map_or(ptr::null(), |m| m.ptr),
-        fold: fold.map_or(ptr::null(), |m| m.ptr),
+        column_scale: column_scale.map_or(ptr::null(), |m| m.ptr),
         x_rs: x.row_stride as i64,
         codes_rs: row.codes.row_stride as i64,
         scale_rs: row.scales.row_stride as i64,

@@ -46,7 +46,7 @@ struct Job {
     col: Option<Plane>,
     /// Maxima of square blocks, which serve both.
     square_amax: Option<Matrix>,
-    fold: Option<Matrix>,
+    column_scale: Option<Matrix>,
     /// Rows of the first block before `x`.
     rows_before: usize,
 }
@@ -76,7 +76,7 @@ impl Job {
             row,
             col,
             square_amax: amax.filter(|_| square),
-            fold: given.fold.map(|m| m.matrix()),
+            column_scale: given.column_scale.map(|m| m.matrix()),
             rows_before: cut.rows_before(spec.row_offset),
         };
         for (arg, plane) in [("rowwise_scale", &job.row), ("columnwise_scale", &job.col)] {
@@ -84,7 +84,11 @@ impl Job {
                 return Err(Error::Misaligned { arg: arg.into(), size: 16 });
             }
         }
-        if job.x.col_stride != 1 && job.x.row_stride == 1 && job.rows_before == 0 && job.fold.is_none() {
+        if job.x.col_stride != 1
+            && job.x.row_stride == 1
+            && job.rows_before == 0
+            && job.column_scale.is_none()
+        {
             job.x = job.x.transposed();
             (job.row, job.col) = (job.col, job.row);
             job.square_amax = job.square_amax.map(Matrix::transposed);

@@ -33,7 +33,7 @@ struct TileArgs {
     col_scale: *mut u8,
     row_amax: *const u8,
     col_amax: *const u8,
-    fold: *const u8,
+    column_scale: *const u8,
     x_rs: i64,
     x_cs: i64,
     row_rs: i64,
@@ -48,7 +48,7 @@ struct TileArgs {
     row_amax_cs: i64,
     col_amax_rs: i64,
     col_amax_cs: i64,
-    fold_cs: i64,
+    column_scale_cs: i64,
     rows: i64,
     cols: i64,
     rows_before: i64,
@@ -134,7 +134,7 @@ fn run(job: &Job, kernels: &'static ByTypes, found: bool) -> Result<(), Error> {
     let (col_scale, col_scale_rs, col_scale_cs) = place(col_scale.as_ref());
     let (row_amax, row_amax_rs, row_amax_cs) = place(row_amax.as_ref());
     let (col_amax, col_amax_rs, col_amax_cs) = place(col_amax.as_ref());
-    let (fold, _, fold_cs) = place(job.fold.as_ref());
+    let (column_scale, _, column_scale_cs) = place(job.column_scale.as_ref());
     let args = TileArgs {
         x: x.ptr,
         row,
@@ -143,7 +143,7 @@ fn run(job: &Job, kernels: &'static ByTypes, found: bool) -> Result<(), Error> {
         col_scale,
         row_amax,
         col_amax,
-        fold,
+        column_scale,
         x_rs: x.row_stride as i64,
         x_cs: x.col_stride as i64,
         row_rs,
@@ -158,7 +158,7 @@ fn run(job: &Job, kernels: &'static ByTypes, found: bool) -> Result<(), Error> {
         row_amax_cs,
         col_amax_rs,
         col_amax_cs,
-        fold_cs,
+        column_scale_cs,
         rows: x.rows as i64,
         cols: x.cols as i64,
         rows_before: *rows_before as i64,

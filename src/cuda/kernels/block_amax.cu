@@ -22,8 +22,8 @@ extern "C" __global__ void fill_lines(const __grid_constant__ LinesArgs a) {
 struct LineAmaxArgs {
   const void *x;
   float *row, *col;      // maxima of each row (folded) and column; either may be null
-  const float *fold;     // per column, or null
-  i64 x_rs, x_cs, row_stride, col_stride, fold_cs;
+  const float *column_scale;     // per column, or null
+  i64 x_rs, x_cs, row_stride, col_stride, column_scale_cs;
   i64 rows, cols, tiles_across;
   u32 flags;             // X_VECTORS
   u32 mark;              // 0, or MAXIMUM: that a quantizer turns into a scale
@@ -51,18 +51,18 @@ template <class T> DEVICE void line_amax(const LineAmaxArgs &a) {
   u32 d[16][4];
   load_tile<T>(a, p, d);
 
-  if (a.row && a.fold) {
-    float fold[COLS];
+  if (a.row && a.column_scale) {
+    float column_scale[COLS];
 #pragma unroll
     for (int j = 0; j < COLS; j++)
-      fold[j] = p.col + j < a.cols ? a.fold[(p.col + j) * a.fold_cs] : 0.0f;
+      column_scale[j] = p.col + j < a.cols ? a.column_scale[(p.col + j) * a.column_scale_cs] : 0.0f;
     u32 unit[16];
 #pragma unroll
     for (int r = 0; r < 16; r++) {
       u32 m = 0;
 #pragma unroll
       for (int j = 0; j < COLS; j++) {
-        float v = T::get(d[r][j / T::PER_REG], j % T::PER_REG) * fold[j];
+        float v = T::get(d[r][j / T::PER_REG], j % T::PER_REG) * column_scale[j];
         m = max(m, __float_as_uint(v) & 0x7fffffffu);
       }
       unit[r] = m;

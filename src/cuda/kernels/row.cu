@@ -12,7 +12,7 @@ struct RowArgs {
   u8 *codes;
   float *scale;         // (rows)
   const float *amax;    // (rows) or null
-  const float *fold;    // (cols), contiguous, 16-byte aligned, or null
+  const float *column_scale;    // (cols), contiguous, 16-byte aligned, or null
   i64 x_rs, codes_rs, scale_rs, amax_rs;
   i64 cols;
   Rule rule;
@@ -26,7 +26,7 @@ template <> struct Count<0> { typedef i64 type; };
 
 /// Rowwise with the row in registers: a block a row, `VECTORS` 16-byte vectors a thread, or, with
 /// VECTORS 0, a row of any length read twice. Factors of a folded row are applied before anything.
-template <class T, class F, int VECTORS, bool FOLD> DEVICE void row_scaled(const RowArgs &a) {
+template <class T, class F, int VECTORS, bool COLUMN_SCALE> DEVICE void row_scaled(const RowArgs &a) {
   constexpr int COLS = 4 * T::PER_REG;
   constexpr int HELD = VECTORS ? VECTORS : 1;
   typedef typename Count<VECTORS>::type N;
@@ -40,17 +40,17 @@ template <class T, class F, int VECTORS, bool FOLD> DEVICE void row_scaled(const
     u32 w[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int j = 0; j < COLS; j++) out[j] = T::get(w[j / T::PER_REG], j % T::PER_REG);
-    if (FOLD) {
+    if (COLUMN_SCALE) {
 #pragma unroll
       for (int j = 0; j < COLS; j += 4) {
-        float4 f = ((const float4 *)a.fold)[(i * COLS + j) / 4];
+        float4 f = ((const float4 *)a.column_scale)[(i * COLS + j) / 4];
         out[j] *= f.x, out[j + 1] *= f.y, out[j + 2] *= f.z, out[j + 3] *= f.w;
       }
     }
   };
   auto maximum = [&](const uint4 &v, N i) {
     u32 bits = 0;
-    if (FOLD) {
+    if (COLUMN_SCALE) {
       float x[COLS];
       values(v, i, x);
 #pragma unroll
@@ -82,7 +82,7 @@ template <class T, class F, int VECTORS, bool FOLD> DEVICE void row_scaled(const
 #pragma unroll
       for (int k = 0; k < HELD; k++) {
         int i = threadIdx.x + k * blockDim.x;
-        if (!FOLD || i < vectors) bits = max(bits, maximum(held[k], i));
+        if (!COLUMN_SCALE || i < vectors) bits = max(bits, maximum(held[k], i));
       }
     }
   } else if (!a.amax) {

@@ -112,13 +112,13 @@ template <class T, class F, Blocks KIND> DEVICE void scaled_tile(const TileArgs 
   if (a.row) {
     const float *f = row_factor + p.row_in_tile;
     if (KIND == WHOLE_LINES) {
-      // Without a fold the factor is 1, which changes no byte: one piece of code less.
-      float fold[S::COLS];
+      // Without a column_scale the factor is 1, which changes no byte: one piece of code less.
+      float column_scale[S::COLS];
 #pragma unroll
       for (int j = 0; j < S::COLS; j++)
-        fold[j] = a.fold && p.col + j < a.cols ? a.fold[(p.col + j) * a.fold_cs] : 1.0f;
+        column_scale[j] = a.column_scale && p.col + j < a.cols ? a.column_scale[(p.col + j) * a.column_scale_cs] : 1.0f;
       store_rows<T, F>(a, p, d, [&](int r) { return f[r]; },
-                       [&](int j, float x) { return x * fold[j]; });
+                       [&](int j, float x) { return x * column_scale[j]; });
     } else {
       store_rows<T, F>(a, p, d, [&](int r) { return f[r]; }, [](int, float x) { return x; });
     }

@@ -19,10 +19,10 @@ struct TileArgs {
   void *col_scale;                   // with `col`; indexed (column, row block)
   const float *row_amax;             // given maxima, indexed as row_scale, or null
   const float *col_amax;             // the same for col_scale
-  const float *fold;                 // per-column factors of the rowwise output, or null
+  const float *column_scale;                 // per-column factors of the rowwise output, or null
   i64 x_rs, x_cs, row_rs, row_cs, col_rs, col_cs;
   i64 row_scale_rs, row_scale_cs, col_scale_rs, col_scale_cs;
-  i64 row_amax_rs, row_amax_cs, col_amax_rs, col_amax_cs, fold_cs;
+  i64 row_amax_rs, row_amax_cs, col_amax_rs, col_amax_cs, column_scale_cs;
   i64 rows, cols;
   i64 rows_before;                   // rows of the first block that lie before this view
   i64 tiles_across;
@@ -160,10 +160,10 @@ template <class T> DEVICE u32 square_maximum(const u32 (&unit)[4]) {
   return T::amax(m, shuffle_xor(m, 8));
 }
 
-/// Stores the rowwise codes; `factor(r)` scales row r, `fold(j)` column j.
-template <class T, class F, class Factor, class Fold>
+/// Stores the rowwise codes; `factor(r)` scales row r, `column_scale(j)` column j.
+template <class T, class F, class Factor, class ColumnScale>
 DEVICE void store_rows(const TileArgs &a, const TilePlace<T> &p, const u32 (&d)[16][4],
-                       Factor factor, Fold fold) {
+                       Factor factor, ColumnScale column_scale) {
   constexpr int COLS = TileShape<T>::COLS;
   bool vectors = (a.flags & ROW_VECTORS) && p.cols_inside;
   u8 *at = a.row + p.row * a.row_rs + p.col * a.row_cs;
@@ -175,7 +175,7 @@ DEVICE void store_rows(const TileArgs &a, const TilePlace<T> &p, const u32 (&d)[
     for (int j = 0; j < COLS; j += 2) {
       float lo = T::get(d[r][j / T::PER_REG], 0);
       float hi = T::get(d[r][(j + 1) / T::PER_REG], T::PER_REG - 1);
-      u32 two = F::pair(fold(j, lo) * f, fold(j + 1, hi) * f);
+      u32 two = F::pair(column_scale(j, lo) * f, column_scale(j + 1, hi) * f);
       word[j / 4] |= two << (j % 4 * 8);
     }
     bool inside = p.rows_inside || (p.row + r >= 0 && p.row + r < a.rows);

@@ -306,7 +306,7 @@ fn quantize_blocks(mut values: Values) -> Results {
         let known = Given {
             amax: view(0, "amax")?,
             amax_columnwise: view(1, "amax_columnwise")?,
-            fold: view(2, "fold")?,
+            column_scale: view(2, "column_scale")?,
         };
         let stream = stream(given.iter().flatten().chain([&x]))?;
         ops::quantize_blocks(x.batch_view("x", batch)?, spec, known, rowwise, columnwise, stream)?;
