@@ -127,7 +127,7 @@ pub struct Given<'a> {
     /// columnwise scales). The rules for `amax` apply.
     pub amax_columnwise: Option<View<'a>>,
     /// One factor per column of `x` (fp32, 1 x cols), for the rowwise output only: the call quantizes x *
-    /// column_scale, rounded to fp32. It requires blocks of a whole row. If `amax` is given, it is the
+    /// `column_scale`, rounded to fp32. It requires blocks of a whole row. If `amax` is given, it is the
     /// maximum of the product.
     pub column_scale: Option<View<'a>>,
 }

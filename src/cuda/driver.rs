@@ -247,7 +247,7 @@ pub(super) struct Grid {
 /// # Safety
 ///
 /// The type must be `repr(C)` and have the fields of the struct that the kernel declares.
-/// tests/kernel_arguments.rs compares the fields, and a test of `modules` compares the size with the PTX.
+/// `tests/kernel_arguments.rs` compares the fields, and a test of `modules` compares the size with the PTX.
 pub(super) unsafe trait Args: Copy {}
 
 /// Queues a kernel on `stream` of the device. Does nothing if the grid is empty.

@@ -42,15 +42,15 @@ fn check_numbers(shared: &AdamW) -> Result<(), Error> {
     let hyper = shared.hyper;
     let unit = 0.0..1.0;
     for (arg, value, works, expected) in [
-        ("lr", hyper.lr, hyper.lr >= 0.0 && hyper.lr.is_finite(), "finite and >= 0"),
-        ("beta1", hyper.beta1, unit.contains(&hyper.beta1), "in [0, 1)"),
-        ("beta2", hyper.beta2, unit.contains(&hyper.beta2), "in [0, 1)"),
-        ("eps", hyper.eps, hyper.eps >= 0.0 && hyper.eps.is_finite(), "finite and >= 0"),
+        ("lr", hyper.lr, hyper.lr >= 0.0 && hyper.lr.is_finite(), "finite and at least 0"),
+        ("beta1", hyper.beta1, unit.contains(&hyper.beta1), "at least 0 and below 1"),
+        ("beta2", hyper.beta2, unit.contains(&hyper.beta2), "at least 0 and below 1"),
+        ("eps", hyper.eps, hyper.eps >= 0.0 && hyper.eps.is_finite(), "finite and at least 0"),
         (
             "weight_decay",
             hyper.weight_decay,
             hyper.weight_decay >= 0.0 && hyper.weight_decay.is_finite(),
-            "finite and >= 0",
+            "finite and at least 0",
         ),
     ] {
         if !works {

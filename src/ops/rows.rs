@@ -17,8 +17,8 @@ pub fn sum_rows(out: ViewMut, x: View, divisor: f32, stream: Stream) -> Result<(
     if x.rows() == 0 {
         return Err(Error::Value {
             arg: "x".into(),
-            got: "without rows".into(),
-            expected: "of at least one row".into(),
+            got: "a matrix without rows".into(),
+            expected: "a matrix with at least one row".into(),
         });
     }
     if !divisor.is_finite() || divisor == 0.0 {

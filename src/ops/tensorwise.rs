@@ -206,7 +206,7 @@ pub(super) fn check_rule(rule: ScaleRule) -> Result<(), Error> {
         return Err(Error::Value {
             arg: "amax_epsilon".into(),
             got: rule.amax_epsilon.to_string(),
-            expected: "finite and >= 0".into(),
+            expected: "finite and at least 0".into(),
         });
     }
     if !(-126..=127).contains(&rule.margin) {

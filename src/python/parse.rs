@@ -34,7 +34,9 @@ pub(super) fn extent(block: i64) -> Result<usize, Refused> {
     match block {
         -1 => Ok(Block::ALL),
         1.. => Ok(block.unsigned_abs() as usize),
-        _ => Err(Refused(format!("block has the size {block}; it must be >= 1, or -1 for the whole extent"))),
+        _ => Err(Refused(format!(
+            "block has the size {block}; it must be at least 1, or -1 for the whole extent"
+        ))),
     }
 }
 
@@ -45,12 +47,12 @@ pub(super) fn block(rows: i64, cols: i64) -> Result<Block, Refused> {
 
 /// Parses a nonnegative number.
 pub(super) fn count(name: &str, value: i64) -> Result<usize, Refused> {
-    usize::try_from(value).map_err(|_| Refused(format!("{name} is {value}; it must be >= 0")))
+    usize::try_from(value).map_err(|_| Refused(format!("{name} is {value}; it must be at least 0")))
 }
 
 /// Parses an unsigned 32-bit number.
 pub(super) fn number(name: &str, value: i64) -> Result<u32, Refused> {
-    let expected = "it must be in [0, 2**32)";
+    let expected = "it must be at least 0 and below 4294967296";
     u32::try_from(value).map_err(|_| Refused(format!("{name} is {value}; {expected}")))
 }
 

@@ -259,12 +259,12 @@ BAD = {
     # Memory.
     "core x meta": (
         TypeError,
-        "^x must be a dense tensor with memory: Cannot pack tensors on meta$",
+        "^x must be a dense tensor with storage: Cannot pack tensors on meta$",
         lambda c: _core.random_uniform(c.wide.to("meta"), 1),
     ),
     "core x sparse": (
         TypeError,
-        "^x must be a dense tensor with memory",
+        "^x must be a dense tensor with storage",
         lambda c: _core.random_uniform(c.x.cpu().to_sparse(), 1),
     ),
     "core x without memory": (

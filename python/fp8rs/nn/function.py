@@ -434,9 +434,10 @@ def _weight_for_dgrad(spec: LinearSpec, weight: Tensor, scale: Tensor | None, dy
 
 
 def _weight_column_scale(spec: LinearSpec, weight: Tensor, scale: Tensor | None) -> Tensor | None:
-    """(1, out) factors of the gradient that dgrad quantizes, or None for none.
+    """Return the column scale, (1, out_features), for the gradient that dgrad quantizes, or None.
 
-    They are the scales of a weight that has one a row, so that its one plane serves dgrad too.
+    If the weight has one scale per row, these scales are multiplied into the gradient, so that the
+    rowwise plane of the weight is enough for dgrad.
     """
     if isinstance(weight, QuantizedTensor):
         row = weight.rowwise

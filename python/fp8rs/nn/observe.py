@@ -140,7 +140,7 @@ def _observe(
         scale: of that plane.
         block: of that plane's format.
         row, col: where the part begins.
-        column_scale: factors of the values' columns, that were multiplied into them before the cast.
+        column_scale: factors of the values' columns, multiplied into the values before the cast.
         slots: (operands, `KEPT`), fp64.
         role: the operand.
     """

@@ -20,7 +20,7 @@ pub(crate) fn block_amax(x: View, block: Block, rows_before: usize, out: ViewMut
     maxima(x.matrix(), None, block, rows_before, &out.matrix());
 }
 
-/// Computes the maxima of the blocks of x, or of x * column_scale, into `out` (fp32, any strides).
+/// Computes the maxima of the blocks of x, or of x * `column_scale`, into `out` (fp32, any strides).
 pub(super) fn maxima(
     x: Matrix,
     column_scale: Option<&[f32]>,

@@ -372,7 +372,7 @@ fn cast_each<T: Element, C: Codes>(xs: &[T], factors: &[f32], out: &mut [u8]) {
     }
 }
 
-/// Computes out = encode((x * column_scale) * factor).
+/// Computes out = encode((x * `column_scale`) * factor).
 #[inline(always)]
 fn cast_column_scaled<T: Element, C: Codes>(xs: &[T], column_scale: &[f32], factor: f32, out: &mut [u8]) {
     for ((x, column_scale), out) in xs.iter().zip(column_scale).zip(out) {

@@ -111,7 +111,7 @@ pub(super) fn fill(device: i32, stream: Stream, lines: &LinesArgs) -> Result<(),
     launch(device, stream, &FILL_LINES, each(lines.longest()), lines)
 }
 
-/// Raises the elements of `row` (rows, 1) and `col` (cols, 1) to the maxima of the rows (of x * column_scale)
+/// Raises the elements of `row` (rows, 1) and `col` (cols, 1) to the maxima of the rows (of x * `column_scale`)
 /// and of the columns. The elements must be 0 before. Results are marked as maxima ([`MAXIMUM`]).
 pub(super) fn line_amax(job: &Job, row: Option<&Matrix>, col: Option<&Matrix>) -> Result<(), Error> {
     run_lines(&job.x, job.column_scale.as_ref(), row, col, MAXIMUM, job.device, job.stream)

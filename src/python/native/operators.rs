@@ -396,7 +396,7 @@ fn pair(block: &[i64]) -> Result<Block, Failure> {
     };
     if [rows, cols].iter().any(|size| *size != -1 && *size < 1) {
         return Err(Failure::Value(format!(
-            "block is {block:?}; each size must be >= 1, or -1 for the whole extent"
+            "block is {block:?}; each size must be at least 1, or -1 for the whole extent"
         )));
     }
     Ok(parse::block(rows, cols)?)
