@@ -63,10 +63,10 @@ def kernels(xs: list[Tensor]) -> Rows:
     quantize("128x128 both", (128, 128), "rc")
     quantize("per row", (1, -1), "r")
     quantize("per row, power of two", (1, -1), "r", power_2_scale=True)
-    fold = torch.ones(cols, device="cuda")
-    quantize("per row, fold", (1, -1), "r", fold=fold)
+    column_scale = torch.ones(cols, device="cuda")
+    quantize("per row, column scale", (1, -1), "r", column_scale=column_scale)
     quantize("per row both", (1, -1), "rc")
-    quantize("per row both, fold", (1, -1), "rc", fold=fold)
+    quantize("per row both, column scale", (1, -1), "rc", column_scale=column_scale)
     quantize("per row both, amax given", (1, -1), "rc", given=True)
     for name, block in (("32x32", (32, 32)), ("128x128", (128, 128)), ("rows", (1, -1))):
         add(f"block amax, {name}", size, lambda x, block=block: ops.block_amax(x, block))

@@ -58,7 +58,7 @@ def formats(rows: int, cols: int, dtype: torch.dtype, device: str) -> dict[str, 
     pair = [x[: rows // 2].clone(), x[rows // 2 :].clone()]
     outs = [torch.empty(p.shape, dtype=E4M3, device=device) for p in pair]
     scales, amaxes = torch.ones(2, device=device), torch.zeros(2, device=device)
-    fold = torch.rand(cols, device=device)
+    column_scale = torch.rand(cols, device=device)
 
     def blocks(block: tuple[int, int], kind: torch.dtype, *directions: bool, **more: Any) -> Call:
         return lambda: ops.quantize_blocks(x, E4M3, block, kind, *directions, **more)
@@ -80,9 +80,9 @@ def formats(rows: int, cols: int, dtype: torch.dtype, device: str) -> dict[str, 
         "1x128 both": blocks((1, 128), F32, True, True),
         "128x128 both": blocks((128, 128), F32, True, True),
         "per row": blocks((1, -1), F32, True, False),
-        "per row, fold": blocks((1, -1), F32, True, False, fold=fold),
+        "per row, column scale": blocks((1, -1), F32, True, False, column_scale=column_scale),
         "per row both": blocks((1, -1), F32, True, True),
-        "per row both, fold": blocks((1, -1), F32, True, True, fold=fold),
+        "per row both, column scale": blocks((1, -1), F32, True, True, column_scale=column_scale),
         "rebase 32x32, rows": lambda: ops.rebase(codes, square, (32, 32), 0),
         "rebase 32x32, columns": lambda: ops.rebase(codes, square, (32, 32), 1),
         "rebase 1x32, columns": lambda: ops.rebase(codes, lines, (1, 32), 1),
@@ -194,9 +194,9 @@ def bytes_agree(device: str) -> dict[str, Any]:
             there = x.to(device)
             finite = x.nan_to_num(1.0, 2.0, 3.0)  # else every code of current scaling is NaN's
             finite_there = finite.to(device)
-            fold = torch.rand(cols)
+            column_scale = torch.rand(cols)
             for fp8 in (E4M3, E5M2):
-                for options in ({}, {"fold": fold}, {"power_2_scale": True}):
+                for options in ({}, {"column_scale": column_scale}, {"power_2_scale": True}):
                     moved = {
                         k: v.to(device) if isinstance(v, torch.Tensor) else v
                         for k, v in options.items()

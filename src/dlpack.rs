@@ -1,15 +1,15 @@
 //! The `DLPack` ABI, version 1, and its C exchange API.
 //!
-//! Written from `dlpack.h` 1.3 (<https://github.com/dmlc/dlpack>). Only what a consumer that
-//! borrows tensors for the length of one call needs: the tensor, and the table of functions behind
+//! Written from `dlpack.h` 1.3 (<https://github.com/dmlc/dlpack>). It contains only what a consumer needs to
+//! borrow a tensor for the duration of one call: the tensor struct, and the function table in
 //! `type(t).__dlpack_c_exchange_api__`.
 //!
-//! Invariants of a tensor that comes through here:
-//! - Nothing is owned: shape, strides and data belong to the exporter and live as long as the
-//!   caller keeps the exporting object alive.
-//! - The exchange API checks nothing. A fake tensor or a wrapper subclass comes with a null data
-//!   pointer, so null is refused wherever there are elements.
-//! - A [`View`] needs two dimensions: layouts that have none are refused here, by name.
+//! Invariants of a borrowed tensor:
+//! - Nothing is owned. Shape, strides and data belong to the exporter and live as long as the caller keeps
+//!   the exporting object alive.
+//! - The exchange API does not check anything. A fake tensor or a wrapper subclass has a null data pointer,
+//!   so a null pointer is an error if the tensor has elements.
+//! - A [`View`] is 2-d. A layout that cannot be viewed as 2-d is an error that names the argument.
 
 use std::ffi::{c_int, c_void};
 use std::slice;
@@ -17,9 +17,9 @@ use std::slice;
 use crate::error::{Arg, Error};
 use crate::layout::{DType, Device, View, ViewMut, collapse};
 
-/// `DLPACK_MAJOR_VERSION` that these structures follow.
+/// The `DLPACK_MAJOR_VERSION` of these structs.
 pub const MAJOR_VERSION: u32 = 1;
-/// Name of the capsule in `__dlpack_c_exchange_api__`.
+/// The name of the capsule in `__dlpack_c_exchange_api__`.
 pub const EXCHANGE_CAPSULE: &std::ffi::CStr = c"dlpack_exchange_api";
 
 const CPU: i32 = 1;
@@ -31,9 +31,9 @@ const CUDA_MANAGED: i32 = 13;
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct DLPackVersion {
-    /// Layout of the structures: must equal [`MAJOR_VERSION`].
+    /// Struct layout version. It must equal [`MAJOR_VERSION`].
     pub major: u32,
-    /// Set of enumeration values.
+    /// Version of the set of enumeration values.
     pub minor: u32,
 }
 
@@ -59,13 +59,13 @@ pub struct DLDataType {
     pub lanes: u16,
 }
 
-/// `DLTensor`: a borrowed description of memory.
+/// `DLTensor`: describes borrowed memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct DLTensor {
-    /// Start of the allocation; may be null where there are no elements.
+    /// Start of the allocation. It may be null if there are no elements.
     pub data: *mut c_void,
-    /// Where the memory is.
+    /// The device of the memory.
     pub device: DLDevice,
     /// Number of dimensions.
     pub ndim: i32,
@@ -73,9 +73,9 @@ pub struct DLTensor {
     pub dtype: DLDataType,
     /// `ndim` sizes.
     pub shape: *mut i64,
-    /// `ndim` strides in elements; before `DLPack` 1.2 null means contiguous.
+    /// `ndim` strides in elements. Before `DLPack` 1.2, null means contiguous.
     pub strides: *mut i64,
-    /// Bytes from `data` to the first element.
+    /// Offset in bytes from `data` to the first element.
     pub byte_offset: u64,
 }
 
@@ -85,42 +85,43 @@ pub struct DLTensor {
 pub struct ExchangeHeader {
     /// Version of the table that follows.
     pub version: DLPackVersion,
-    /// An older table, or null.
+    /// The table of an older version, or null.
     pub prev_api: *mut ExchangeHeader,
 }
 
-/// `DLPackExchangeAPI`: an exporter's functions, valid for the life of the process.
+/// `DLPackExchangeAPI`: the exporter's function table, valid for the lifetime of the process.
 #[repr(C)]
 #[derive(Debug)]
 pub struct ExchangeApi {
-    /// Version, and older tables.
+    /// Version, and the chain of older tables.
     pub header: ExchangeHeader,
-    /// Functions for tensors with an owner: an allocator, from an object, to an object.
+    /// Functions for owning tensors: allocate, import from an object, export to an object.
     pub owning: [*mut c_void; 3],
-    /// Object to borrowed tensor; the one function used for each argument. May be null.
+    /// Borrows a tensor from an object. This is the only function that is called for each argument. May be
+    /// null.
     pub dltensor_from_py_object_no_sync: Option<unsafe extern "C" fn(*mut c_void, *mut DLTensor) -> c_int>,
-    /// The exporter's current stream on a device.
+    /// Returns the exporter's current stream on a device.
     pub current_work_stream: Option<unsafe extern "C" fn(i32, i32, *mut *mut c_void) -> c_int>,
 }
 
-// SAFETY: a table is never written to once its exporter has published it, and lives for ever.
+// SAFETY: an exporter does not write to a table after publishing it, and never frees it.
 unsafe impl Send for ExchangeApi {}
-// SAFETY: as above.
+// SAFETY: an exporter does not write to a table after publishing it, so threads may share references to it.
 unsafe impl Sync for ExchangeApi {}
 
 impl ExchangeApi {
-    /// The newest table of major version [`MAJOR_VERSION`] in the chain that starts at `api`.
+    /// Returns the newest table of major version [`MAJOR_VERSION`] in the chain that starts at `api`.
     ///
     /// # Safety
-    /// `api` is null or comes from an exporter's capsule, whose tables live for ever.
+    /// `api` must be null or come from an exporter's capsule. Exporters never free their tables.
     #[must_use]
     pub unsafe fn compatible(api: *const ExchangeApi) -> Option<&'static ExchangeApi> {
         let mut header = api.cast::<ExchangeHeader>();
         while !header.is_null() {
-            // SAFETY: every table starts with this header, whatever its version.
+            // SAFETY: `header` is not null, and tables of every version start with this header.
             let candidate = unsafe { &*header };
             if candidate.version.major == MAJOR_VERSION {
-                // SAFETY: the major version says that the rest is laid out as above.
+                // SAFETY: the major version matches, so the table has the layout of `ExchangeApi`.
                 return Some(unsafe { &*header.cast::<ExchangeApi>() });
             }
             header = candidate.prev_api;
@@ -130,7 +131,7 @@ impl ExchangeApi {
 }
 
 impl DLDataType {
-    /// The element type, if it is one of ours.
+    /// Returns the element type, or None if the crate does not support it.
     fn known(self) -> Option<DType> {
         match (self.code, self.bits, self.lanes) {
             (2, 32, 1) => Some(DType::F32),
@@ -143,7 +144,7 @@ impl DLDataType {
         }
     }
 
-    /// Its name as torch has it, for messages.
+    /// Returns the name that torch uses for this type, for error messages.
     fn name(self) -> String {
         let Self { code, bits, lanes } = self;
         let lanes = if lanes == 1 { String::new() } else { format!("x{lanes}") };
@@ -158,12 +159,12 @@ impl DLDataType {
     }
 }
 
-/// The parts of a [`View`]: memory, element type, device, shape and strides of a matrix, and the number of matrices
-/// with their stride.
+/// The parts of a [`View`]: data pointer, element type, device, shape and strides of a matrix, then the
+/// number of matrices and their stride.
 type Parts = (*mut u8, DType, Device, (usize, usize), (isize, isize), (usize, isize));
 
 impl DLTensor {
-    /// A tensor without memory, to be filled in by an exporter.
+    /// Returns a tensor without memory, for an exporter to fill in.
     #[must_use]
     pub const fn empty() -> Self {
         Self {
@@ -177,30 +178,32 @@ impl DLTensor {
         }
     }
 
-    /// The tensor as a matrix to read, or, if `batch`, as a batch of matrices along its first dimension. `arg` names
-    /// it in errors.
+    /// Returns the tensor as a matrix to read or, if `batch` is set, as a batch of matrices along its first
+    /// dimension. Error messages call the tensor `arg`.
     ///
     /// # Safety
-    /// The tensor is as an exporter filled it in, and its memory stays readable for `'a`.
+    /// The tensor must have been filled in by an exporter, and its memory must stay readable for `'a`.
     pub unsafe fn view<'a>(&self, arg: impl FnOnce() -> Arg, batch: bool) -> Result<View<'a>, Error> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees that an exporter filled in the tensor.
         let (ptr, dtype, device, shape, strides, (count, stride)) = unsafe { self.parts(arg, batch) }?;
-        // SAFETY: the exporter's shape and strides stay within its memory, which the caller keeps alive.
+        // SAFETY: the exporter's shape and strides stay within its memory, which the caller keeps readable
+        // for 'a.
         Ok(unsafe { View::from_raw(ptr, dtype, device, shape, strides).batched(count, stride) })
     }
 
-    /// The tensor as a matrix or a batch to write, as in [`Self::view`].
+    /// Returns the tensor as a matrix or a batch to write. The arguments are those of [`Self::view`].
     ///
     /// # Safety
-    /// The tensor is as an exporter filled it in, and its memory stays writable for `'a`.
+    /// The tensor must have been filled in by an exporter, and its memory must stay writable for `'a`.
     pub unsafe fn view_mut<'a>(&self, arg: impl FnOnce() -> Arg, batch: bool) -> Result<ViewMut<'a>, Error> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees that an exporter filled in the tensor.
         let (ptr, dtype, device, shape, strides, (count, stride)) = unsafe { self.parts(arg, batch) }?;
-        // SAFETY: the exporter's shape and strides stay within its memory, which the caller keeps alive.
+        // SAFETY: the exporter's shape and strides stay within its memory, which the caller keeps writable
+        // for 'a.
         Ok(unsafe { ViewMut::from_raw(ptr, dtype, device, shape, strides).batched(count, stride) })
     }
 
-    /// Where the tensor is, if it is a device that operations know.
+    /// Returns the device of the tensor, or None if operations do not support it.
     #[must_use]
     pub fn device(&self) -> Option<Device> {
         match self.device.device_type {
@@ -211,7 +214,7 @@ impl DLTensor {
     }
 
     /// # Safety
-    /// `shape` and `strides` are as an exporter filled them in.
+    /// `shape` and `strides` must have been filled in by an exporter.
     unsafe fn parts(&self, arg: impl FnOnce() -> Arg, batch: bool) -> Result<Parts, Error> {
         let Some(dtype) = self.dtype.known() else {
             return Err(Error::ForeignDType { arg: arg(), got: self.dtype.name() });
@@ -224,7 +227,7 @@ impl DLTensor {
             });
         };
         let ndim = usize::try_from(self.ndim).unwrap_or(0);
-        // SAFETY: an exporter gives `ndim` sizes and, where not null, `ndim` strides.
+        // SAFETY: an exporter provides `ndim` sizes and, unless `strides` is null, `ndim` strides.
         let (shape, strides) = unsafe { (list(self.shape, ndim), list(self.strides, ndim)) };
         let of_shape = contiguous(shape);
         let strides = if strides.len() == shape.len() { strides } else { &of_shape };
@@ -233,7 +236,7 @@ impl DLTensor {
         let Some((rows, cols, row_stride, col_stride)) = collapse(&shape[first..], &strides[first..]) else {
             return Err(Error::Value {
                 arg: arg(),
-                got: format!("of shape {shape:?} with strides {strides:?}, which is no 2-d view"),
+                got: format!("of shape {shape:?} with strides {strides:?}, which cannot be viewed as 2-d"),
                 expected: "contiguous".into(),
             });
         };
@@ -244,12 +247,12 @@ impl DLTensor {
 }
 
 /// # Safety
-/// `start` is null or points to `len` numbers that live for `'a`.
+/// `start` must be null or point to `len` numbers that live for `'a`.
 unsafe fn list<'a>(start: *const i64, len: usize) -> &'a [i64] {
     if start.is_null() {
         return &[];
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: `start` is not null, so it points to `len` numbers that live for 'a.
     unsafe { slice::from_raw_parts(start, len) }
 }
 
@@ -280,26 +283,26 @@ mod tests {
     const F32: DLDataType = DLDataType { code: 2, bits: 32, lanes: 1 };
 
     #[test]
-    fn layout_of_the_abi_is_that_of_dlpack_h() {
+    fn struct_layout_matches_dlpack_h() {
         assert_eq!(size_of::<DLTensor>(), 48);
         assert_eq!(std::mem::offset_of!(DLTensor, shape), 24);
         assert_eq!(std::mem::offset_of!(ExchangeApi, dltensor_from_py_object_no_sync), 40);
     }
 
     #[test]
-    fn null_strides_mean_contiguous_and_the_offset_counts() {
+    fn null_strides_mean_contiguous_and_byte_offset_is_added() {
         let (mut shape, start) = ([2, 3, 4], std::ptr::dangling::<u64>() as usize);
-        // SAFETY: shape lives; no element is read.
+        // SAFETY: `shape` outlives the view, and no element is read.
         let view = unsafe { tensor(&mut shape, None, F32).view(|| "x".into(), false) }.unwrap();
         assert_eq!((view.shape(), view.row_stride(), view.col_stride()), ((6, 4), 4, 1));
         assert_eq!(view.ptr() as usize, start + 4);
     }
 
     #[test]
-    fn what_has_no_matrix_is_refused_by_name() {
+    fn unsupported_layouts_and_dtypes_name_the_argument() {
         let (mut shape, mut strides) = ([2, 3, 4], [4, 8, 1]);
         let int64 = DLDataType { code: 0, bits: 64, lanes: 1 };
-        // SAFETY: shape and strides live; no element is read.
+        // SAFETY: `shape` and `strides` outlive the calls, and no element is read.
         let (layout, dtype) = unsafe {
             (
                 tensor(&mut shape, Some(&mut strides), F32).view(|| "x".into(), false).unwrap_err(),
@@ -311,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn an_older_table_is_found_behind_a_newer_one() {
+    fn compatible_finds_an_older_table_in_the_chain() {
         let table = |major, prev_api| ExchangeApi {
             header: ExchangeHeader { version: DLPackVersion { major, minor: 0 }, prev_api },
             owning: [std::ptr::null_mut(); 3],

@@ -1,11 +1,12 @@
-//! The one error enum. Each variant maps to one Python exception (in `python`).
+//! The error type of the crate. The `python` module maps each variant to one Python exception.
 
 use std::borrow::Cow;
 use std::fmt;
 
 use crate::format::{DType, Device};
 
-/// The name of an argument as the caller knows it: `x`, `outs[3]`. Made into words only for a message.
+/// The name of an argument in the caller's terms: `x`, `outs[3]`. It is formatted only when a message is
+/// needed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Arg {
     /// An argument.
@@ -35,21 +36,22 @@ impl fmt::Display for Arg {
     }
 }
 
-/// Why an operation did not run. Nothing was written, and nothing queued; but see [`Error::Cuda`].
+/// The reason an operation did not run. Nothing was written or queued, except as described at
+/// [`Error::Cuda`].
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An argument's element type is not one that the operation takes (Python: `TypeError`).
+    /// The operation does not support an argument's element type (Python: `TypeError`).
     #[error("{arg} has dtype {got}; it must be {expected}")]
     DType {
         /// The argument.
         arg: Arg,
         /// Its element type.
         got: DType,
-        /// The element types that work.
+        /// The supported element types.
         expected: Cow<'static, str>,
     },
-    /// An argument's element type is none that the crate knows (Python: `TypeError`).
+    /// The crate does not support an argument's element type at all (Python: `TypeError`).
     #[error("{arg} has dtype {got}; it must be float32, bfloat16, float16 or a float8 type")]
     ForeignDType {
         /// The argument.
@@ -57,44 +59,44 @@ pub enum Error {
         /// The name of its element type.
         got: String,
     },
-    /// An argument's shape does not fit the others (Python: `ValueError`).
+    /// An argument's shape does not match the other arguments (Python: `ValueError`).
     #[error("{arg} has shape ({}, {}) as a 2-d view; it must be {expected}", got.0, got.1)]
     Shape {
         /// The argument.
         arg: Arg,
         /// Its rows and columns.
         got: (usize, usize),
-        /// The shape that works.
+        /// The required shape.
         expected: String,
     },
-    /// A list has another length than the list it goes with (Python: `ValueError`).
+    /// A list's length differs from the length of the list that it belongs to (Python: `ValueError`).
     #[error("{arg} has {got} elements; it must have {expected}, as many as {with}")]
     Length {
         /// The list.
         arg: Arg,
         /// Its length.
         got: usize,
-        /// The length that works.
+        /// The required length.
         expected: usize,
-        /// The list that it goes with.
+        /// The list that sets the required length.
         with: &'static str,
     },
-    /// The arguments do not live on one device (Python: `ValueError`).
+    /// The arguments are on different devices (Python: `ValueError`).
     #[error("{arg} is on {got}; it must be on {expected}, where {with} is")]
     Device {
         /// The argument.
         arg: Arg,
         /// Its device.
         got: Device,
-        /// The device that works.
+        /// The required device.
         expected: Device,
-        /// The argument that is there.
+        /// The argument that is on the required device.
         with: Arg,
     },
     /// Two elements of an output share memory (Python: `ValueError`).
     #[error(
-        "{arg} has strides ({}, {}) for shape ({}, {}), so that its elements overlap; \
-         an output must have one place for each element",
+        "{arg} has strides ({}, {}) for shape ({}, {}), so its elements overlap in memory; \
+         each element of an output must have its own address",
         strides.0, strides.1, shape.0, shape.1
     )]
     SelfOverlap {
@@ -106,14 +108,15 @@ pub enum Error {
         strides: (isize, isize),
     },
     /// An output shares memory with another argument (Python: `ValueError`).
-    #[error("{arg} overlaps {with} in memory; an output must have memory of its own")]
+    #[error("{arg} overlaps {with} in memory; an output must not share memory with another argument")]
     Overlap {
         /// The output.
         arg: Arg,
-        /// The argument that it overlaps.
+        /// The argument that shares memory with it.
         with: Arg,
     },
-    /// An argument has elements and no memory, as fake and wrapper tensors do (Python: `ValueError`).
+    /// An argument has elements but a null data pointer, as fake tensors and wrapper subclasses do (Python:
+    /// `ValueError`).
     #[error("{arg} has {elements} elements and a null data pointer; it must be a tensor with storage")]
     NullPointer {
         /// The argument.
@@ -121,54 +124,58 @@ pub enum Error {
         /// Its number of elements.
         elements: usize,
     },
-    /// An argument's address is no multiple of its element size (Python: `ValueError`).
-    #[error("{arg} starts at an address that is no multiple of its {size}-byte elements; copy it first")]
+    /// An argument's address is not a multiple of its element size (Python: `ValueError`).
+    #[error(
+        "{arg} starts at an address that is not a multiple of its element size, {size} bytes; copy it first"
+    )]
     Misaligned {
         /// The argument.
         arg: Arg,
         /// The size of an element in bytes.
         size: usize,
     },
-    /// A number is out of its range, or needed arguments are absent (Python: `ValueError`).
+    /// A number is out of range, or a required argument is missing (Python: `ValueError`).
     #[error("{arg} is {got}; it must be {expected}")]
     Value {
         /// The argument.
         arg: Arg,
-        /// What it was.
+        /// The value that was given.
         got: String,
-        /// What works.
+        /// The accepted values.
         expected: Cow<'static, str>,
     },
-    /// This device or build cannot run the operation (Python: `fp8rs.UnsupportedError`).
+    /// The device or this build does not support the operation (Python: `fp8rs.UnsupportedError`).
     #[error("{what} is not supported: {reason}; {instead}")]
     Unsupported {
         /// The operation or recipe.
         what: Cow<'static, str>,
-        /// Why not.
+        /// The reason.
         reason: Cow<'static, str>,
-        /// The nearest thing that works.
+        /// A supported alternative.
         instead: Cow<'static, str>,
     },
-    /// The CUDA driver refused a call (Python: `fp8rs.CudaError`). An operation may take several launches (a
-    /// list is cut into some, current scaling takes two): those before the refused one are queued, so that what
-    /// the outputs hold is not known. The driver also reports here what went wrong in earlier work.
+    /// A CUDA call failed without a driver error code (Python: `fp8rs.CudaError`). An operation may take
+    /// several launches: a long list is split, and current scaling takes two. Launches before the failed one
+    /// are already queued, so the contents of the outputs are undefined. The driver also reports errors of
+    /// earlier asynchronous work here.
     #[error("{call} failed: {message}")]
     Cuda {
-        /// What was tried.
+        /// The call that failed.
         call: Cow<'static, str>,
         /// Why it failed.
         message: String,
     },
-    /// The same, with the driver's own code (Python: `fp8rs.CudaError`).
+    /// The CUDA driver returned an error code (Python: `fp8rs.CudaError`). As with [`Error::Cuda`], the
+    /// contents of the outputs are undefined.
     #[error("{call} failed: {message} ({name})")]
     Driver {
         /// The driver call.
         call: Cow<'static, str>,
-        /// The driver's words.
+        /// The driver's message.
         message: String,
-        /// Its number in `CUresult`.
+        /// The error code, a `CUresult`.
         code: u32,
-        /// Its name there, such as `CUDA_ERROR_ILLEGAL_ADDRESS`.
+        /// The name of the error code, such as `CUDA_ERROR_ILLEGAL_ADDRESS`.
         name: String,
     },
 }
@@ -177,8 +184,8 @@ pub enum Error {
 const OUT_OF_MEMORY: u32 = 2;
 
 impl Error {
-    /// Whether the device has no memory left. Other errors of the driver may be for good: after a fault in a kernel,
-    /// each call in the process reports it again.
+    /// Whether the device is out of memory. Other driver errors may be permanent: after a fault in a kernel,
+    /// every later call in the process fails with the same error.
     #[must_use]
     pub fn is_out_of_memory(&self) -> bool {
         matches!(self, Self::Driver { code: OUT_OF_MEMORY, .. })
@@ -190,7 +197,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn running_out_of_memory_is_told_from_a_fault() {
+    fn is_out_of_memory_is_false_for_a_kernel_fault() {
         let error = |code, name: &str| Error::Driver {
             call: "cuMemAlloc".into(),
             message: "no".into(),

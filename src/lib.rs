@@ -1,34 +1,38 @@
 //! FP8 quantization for training: CUDA and CPU kernels that agree byte for byte.
 //!
-//! The crate is usable from Rust alone; Python is a feature of it. Arrows point down only (`tools/check_arrows.py`):
+//! The crate does not depend on Python; the extension module is an optional feature. A module imports only
+//! modules that are listed below it (`tools/check_arrows.py` checks this):
 //!
 //! ```text
 //! python   the extension module `fp8rs._core` (feature "python")
-//! dlpack   the DLPack ABI and the C exchange API
-//! ops      one function an operation: validate everything, then dispatch by device
+//! dlpack   the DLPack ABI and its C exchange API
+//! ops      one function per operation: validates all arguments, then dispatches by device
 //! cpu      SIMD and threads          cuda   driver loading, module cache, launches
-//! spec     what a call asks for: the words that the three above share
+//! spec     argument types that ops, cpu and cuda share
 //! layout   views, block shapes
-//! error    one enum
-//! format   E4M3, E5M2, E8M0, element types, the scale rule: the definition
+//! error    the error enum
+//! format   E4M3, E5M2, E8M0, element types, the scale rule: defines the bytes
 //! ```
 //!
-//! Words that mean one thing throughout:
+//! Glossary:
 //!
-//! - **scale**: the factor that recovers the value, `x ~ code * scale`. **amax**: the absolute maximum that it is made of.
-//! - **plane**: the codes and scales of one direction. The *rowwise* one has the shape of `x`; the *columnwise* one is the
-//!   transpose, and its blocks run along the rows of the transpose.
-//! - **block**: elements that share a scale; in the CUDA launches also a thread block, where "threads" stands near.
-//!   **grid**: the blocks of a matrix, and the shape of its scales. **line**: a row or a column that shares one scale.
-//! - **row offset**: the row of the whole matrix that a part of it begins with. **rows before**: those of the part's first
-//!   block that lie before the part.
-//! - **fold**: factors of the columns that are multiplied into the rowwise plane alone.
-//! - **found**: an amax that was found in this call, as opposed to **given**.
-//! - **strip**, **chunk**, **piece** (CPU): 128 rows that hold whole blocks; the 512 columns of it that stay in the cache;
-//!   what one thread takes at a time. **tile**: a rectangle that is written as rows and read as columns; on CUDA also what
-//!   one thread block takes.
-//! - **workspace**, **slot** (CUDA): memory that is zero between launches, by which the thread blocks of one reduce and
-//!   wait for each other.
+//! - **scale**: the factor that recovers a value, `x ~ code * scale`. **amax**: the absolute maximum that a
+//!   scale is computed from.
+//! - **plane**: the codes and scales of one direction. The *rowwise* plane has the shape of `x`. The
+//!   *columnwise* plane is the transpose, and its blocks run along the rows of the transpose.
+//! - **block**: elements that share a scale. In the CUDA launch code, "block" also means a thread block where
+//!   threads are mentioned. **grid**: the blocks of a matrix, and the shape of its scales. **line**: a row or
+//!   a column that shares one scale.
+//! - **row offset**: for a part of a matrix, the row of the whole matrix at which the part begins. **rows
+//!   before**: the rows of the part's first block that lie before the part.
+//! - **column scale**: one factor per column, multiplied into the rowwise plane only.
+//! - **given** and **found**: a given amax is an argument. A found amax is computed by the call.
+//! - **strip**, **chunk**, **piece** (CPU): a strip is 128 rows and holds whole blocks. A chunk is 512
+//!   columns of a strip and stays in the cache. A piece is the work that a thread takes at a time. **tile**:
+//!   a rectangle that is written by rows and read by columns. On CUDA, a tile is also the work of one thread
+//!   block.
+//! - **workspace**, **slot** (CUDA): memory that is zero between launches. The thread blocks of one launch
+//!   use it to reduce values and to synchronize.
 //!
 //! ```
 //! use fp8rs::{DType, ScaleRule, Stream, View, ViewMut, ops};

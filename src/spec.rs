@@ -1,4 +1,4 @@
-//! What a call asks for, in the words that `ops`, `cpu` and `cuda` share.
+//! Argument types that `ops`, `cpu` and `cuda` share.
 
 use std::ffi::c_void;
 
@@ -9,16 +9,16 @@ use crate::format::e8m0::Rounding;
 use crate::format::{DType, Fp8Format};
 use crate::layout::{Block, View, ViewMut};
 
-/// A CUDA stream; by default the legacy one. Ignored on the CPU.
+/// A CUDA stream. The default is the legacy default stream. CPU operations ignore it.
 #[derive(Debug, Clone, Copy)]
 pub struct Stream(pub(crate) *mut c_void);
 
 impl Stream {
-    /// A raw stream (`CUstream`); null is the legacy default stream.
+    /// Wraps a raw stream (`CUstream`). Null is the legacy default stream.
     ///
     /// # Safety
-    /// The stream must be alive while work is queued on it, and be of the device, and of the primary context, of the
-    /// views that operations are given with it.
+    /// The stream must stay alive while work is queued on it. It must belong to the device, and to the
+    /// primary context of the device, of all views that are passed to an operation together with it.
     #[must_use]
     pub const unsafe fn from_raw(stream: *mut c_void) -> Self {
         Self(stream)
@@ -37,14 +37,14 @@ impl Default for Stream {
     }
 }
 
-/// Where the one scale of a tensor comes from.
+/// How the scale of a per-tensor quantization is obtained.
 #[derive(Debug)]
 pub(crate) enum Scaling<'a> {
-    /// It is known.
+    /// The scale is given.
     Known(View<'a>),
-    /// It is known, and the absolute maximum is followed.
+    /// The scale is given, and the call also records the absolute maximum.
     Delayed { scale: View<'a>, amax: ViewMut<'a>, scale_used: ViewMut<'a> },
-    /// It follows from the absolute maximum.
+    /// The scale is computed from the absolute maximum of the tensor.
     Current { rule: ScaleRule, scale_out: ViewMut<'a> },
 }
 
@@ -61,7 +61,7 @@ impl Scaling<'_> {
     }
 }
 
-/// A validated quantization with one scale.
+/// A validated per-tensor quantization.
 pub(crate) struct TensorCall<'a> {
     pub(crate) x: View<'a>,
     pub(crate) scaling: Scaling<'a>,
@@ -70,12 +70,12 @@ pub(crate) struct TensorCall<'a> {
     pub(crate) columnwise: Option<ViewMut<'a>>,
 }
 
-/// What a block's scale is, and how it follows from the block's absolute maximum.
+/// The type of a block's scale, and how the scale is computed from the block's absolute maximum.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum BlockScale {
-    /// fp32, by the rule of per-tensor scales; no margin.
+    /// fp32, computed by the rule for per-tensor scales. The margin must be 0.
     F32(ScaleRule),
-    /// A power of two in a byte.
+    /// A power of two, stored as one byte.
     E8m0(Rounding),
 }
 
@@ -90,23 +90,23 @@ impl BlockScale {
     }
 }
 
-/// How to cut a matrix into blocks, and what to scale them by.
+/// How a matrix is divided into blocks, and which scales the blocks get.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BlockSpec {
     /// (1, [`Block::ALL`]), (1, 128) or (128, 128) with fp32 scales, (1, 32) or (32, 32) with E8M0.
     pub block: Block,
-    /// The scales.
+    /// The type and rule of the scales.
     pub scale: BlockScale,
-    /// The row of the whole matrix that row 0 of `x` is: blocks are those of the whole matrix, so that a shard
-    /// whose first row is inside a block has a short first block.
+    /// The row of the whole matrix that row 0 of `x` corresponds to. Block boundaries are those of the whole
+    /// matrix, so a shard that starts inside a block has a short first block.
     pub row_offset: usize,
     /// Write E8M0 scales in the packed 128x4 layout ([`packed`]), as a contiguous vector of
-    /// [`packed::bytes`]`(rows of the plane, blocks a row)`. Blocks must not start before `x`.
+    /// [`packed::bytes`]`(rows of the plane, blocks per row)`. The first block must start at row 0 of `x`.
     pub packed: bool,
 }
 
 impl BlockSpec {
-    /// The grids of blocks of the rowwise and the columnwise plane of a matrix: the shapes of their scales.
+    /// Returns the block grids of the rowwise and the columnwise plane, which are the shapes of their scales.
     #[must_use]
     pub fn grids(&self, rows: usize, cols: usize) -> [(usize, usize); 2] {
         let grid = self.block.grid_from(self.row_offset, rows, cols);
@@ -115,26 +115,29 @@ impl BlockSpec {
     }
 }
 
-/// What is known before the data is read.
+/// Optional inputs of a block quantization that replace or scale what the call would compute.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Given<'a> {
-    /// Absolute maxima of the rowwise blocks, or of square ones; fp32, shaped as their compact scales. Without
-    /// them they are found. With them, `x` may be a part of what they were found over. None may be negative, which
-    /// is not checked, because that would wait for the device.
+    /// Absolute maxima of the rowwise blocks or of square blocks (fp32, in the shape of the unpacked scales).
+    /// If absent, the call computes them. If present, they may cover more than `x`, for example the whole
+    /// matrix when `x` is a shard of it. They must not be negative. This is not checked, because reading them
+    /// would synchronize with the device.
     pub amax: Option<View<'a>>,
-    /// The same for the columnwise blocks, where they are not square; shaped as the columnwise scales.
+    /// Absolute maxima of the columnwise blocks if blocks are not square (fp32, in the shape of the
+    /// columnwise scales). The rules for `amax` apply.
     pub amax_columnwise: Option<View<'a>>,
-    /// Factors of the columns of `x` (fp32, 1 x cols), for the rowwise output only: what is quantized is
-    /// x * fold, rounded to fp32. Only with blocks of a whole row; `amax` is then that of the product.
-    pub fold: Option<View<'a>>,
+    /// One factor per column of `x` (fp32, 1 x cols), for the rowwise output only: the call quantizes x *
+    /// `column_scale`, rounded to fp32. It requires blocks of a whole row. If `amax` is given, it is the
+    /// maximum of the product.
+    pub column_scale: Option<View<'a>>,
 }
 
-/// Where one direction's results go.
+/// The outputs of one direction.
 #[derive(Debug)]
 pub struct BlockPlane<'a> {
-    /// FP8 codes; their dtype names the format.
+    /// FP8 codes. Their dtype selects the format.
     pub codes: ViewMut<'a>,
-    /// Scales: one element a block of `codes`, or packed.
+    /// Scales: one element per block of `codes`, or the packed layout.
     pub scales: ViewMut<'a>,
 }
 
@@ -159,7 +162,7 @@ pub(crate) struct BlockCall<'a> {
 }
 
 impl<'a> BlockCall<'a> {
-    /// The call for matrix `i` of a batch.
+    /// Returns the call for matrix `i` of a batch.
     pub(crate) fn at(&self, i: usize) -> BlockCall<'_> {
         let at = |view: Option<View<'a>>| view.map(|view| view.at(i));
         BlockCall {
@@ -167,7 +170,7 @@ impl<'a> BlockCall<'a> {
             given: Given {
                 amax: at(self.given.amax),
                 amax_columnwise: at(self.given.amax_columnwise),
-                fold: at(self.given.fold),
+                column_scale: at(self.given.column_scale),
             },
             rowwise: self.rowwise.as_ref().map(|plane| plane.at(i)),
             columnwise: self.columnwise.as_ref().map(|plane| plane.at(i)),
@@ -175,8 +178,8 @@ impl<'a> BlockCall<'a> {
         }
     }
 
-    /// The call for the rows of all matrices as one matrix. None if that would put blocks across two matrices, or if
-    /// something is needed by columns.
+    /// Returns the call for the rows of all matrices as one matrix. Returns None if a block would then span
+    /// two matrices, or if the call has columnwise outputs or a column scale.
     pub(crate) fn flat(&self) -> Option<BlockCall<'_>> {
         let Self { x, spec, given, rowwise: Some(rowwise), columnwise: None, .. } = self else { return None };
         if x.batch() == 1 {
@@ -185,7 +188,7 @@ impl<'a> BlockCall<'a> {
         let aligned = spec.row_offset == 0 && spec.block.divides_rows(x.rows()) && !spec.packed;
         let is_flat = x.is_flat() && rowwise.codes.is_flat() && rowwise.scales.is_flat();
         let amax_is_flat = given.amax.is_none_or(|amax| amax.is_flat());
-        if !(aligned && is_flat && amax_is_flat && given.fold.is_none()) {
+        if !(aligned && is_flat && amax_is_flat && given.column_scale.is_none()) {
             return None;
         }
         let given = Given { amax: given.amax.map(|amax| amax.flat()), ..Given::default() };
@@ -193,52 +196,54 @@ impl<'a> BlockCall<'a> {
     }
 }
 
-/// Which lines of the input share a scale after `ops::rebase`.
+/// The lines of the input that share a scale after `ops::rebase`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Axis {
-    /// Its rows; the codes keep their places.
+    /// Rows. The codes keep their positions.
     Rows,
-    /// Its columns; the codes come out transposed, so that the columns are rows.
+    /// Columns. The codes are written transposed, so that columns become rows.
     Columns,
 }
 
-/// One tensor of [`crate::ops::adamw`]: all of its views have the shape of `param`, unless said otherwise, and are
-/// contiguous.
+/// One tensor of [`crate::ops::adamw`]. All views are contiguous. Unless noted otherwise, they have the shape
+/// of `param`.
 #[derive(Debug)]
 pub struct AdamWTensor<'a> {
     /// The gradient; fp32, bf16 or fp16.
     pub grad: View<'a>,
     /// The first moment; fp32 or bf16.
     pub exp_avg: ViewMut<'a>,
-    /// The second moment, of the first one's dtype.
+    /// The second moment, with the dtype of `exp_avg`.
     pub exp_avg_sq: ViewMut<'a>,
-    /// The parameter: fp32, bf16 or fp16, or FP8 codes, as the [`Target`] says.
+    /// The parameter: fp32, bf16, fp16 or FP8 codes, depending on the [`Target`].
     pub param: ViewMut<'a>,
-    /// fp32. With it the step starts from its value, and leaves the unrounded result in it.
+    /// fp32 master weight. If present, the step reads the parameter's value from it and stores the unrounded
+    /// result in it.
     pub master: Option<ViewMut<'a>>,
     /// The number of this step, counted from 1; fp32, one element.
     pub step: View<'a>,
-    /// The scales of the codes, which are read (without a `master`) and written. One fp32 element, or one element a
-    /// block of [`Target::Blocks`]. Absent for [`Target::Plain`].
+    /// The scales of the codes. They are written, and also read if there is no `master`. One fp32 element, or
+    /// one element per block with [`Target::Blocks`]. Absent with [`Target::Plain`].
     pub scale: Option<ViewMut<'a>>,
-    /// [`Target::Tensor`]: the scale to write codes with; fp32, one element.
+    /// The scale to quantize the updated values with; only with [`Target::Tensor`]. fp32, one element.
     pub new_scale: Option<View<'a>>,
-    /// Where the absolute maximum of the updated values goes; fp32, one element. Not for [`Target::Blocks`].
+    /// Output for the absolute maximum of the updated values; fp32, one element. Not with [`Target::Blocks`].
     pub amax: Option<ViewMut<'a>>,
-    /// The index of the first element in the whole tensor, and the number of that tensor: what random words depend
-    /// on beside the seed and the step.
+    /// The index of the tensor's first element in the whole tensor. Together with `stream`, the seed and the
+    /// step, it determines the random words.
     pub offset: u64,
-    /// See `offset`.
+    /// The number of the whole tensor in the random number generator. See `offset`.
     pub stream: u32,
 }
 
 impl AdamWTensor<'_> {
-    /// The number of matrices.
+    /// Returns the number of matrices.
     pub(crate) fn batch(&self) -> usize {
         self.param.batch()
     }
 
-    /// The tensor of matrix `i` of a batch, whose elements follow those of the matrices before.
+    /// Returns the tensor of matrix `i` of a batch. Its elements are numbered after those of the matrices
+    /// before it.
     pub(crate) fn at(&self, i: usize) -> AdamWTensor<'_> {
         AdamWTensor {
             grad: self.grad.at(i),
@@ -256,48 +261,49 @@ impl AdamWTensor<'_> {
     }
 }
 
-/// What parameters are, and what of them a step writes.
+/// The type of a parameter, and which outputs a step writes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Target {
-    /// fp32, bf16 or fp16, rounded to nearest. `amax` becomes the maximum (of the unrounded values).
+    /// fp32, bf16 or fp16, rounded to nearest. `amax` becomes the maximum of the unrounded values.
     Plain,
-    /// FP8 codes with one scale. Nothing is written but `amax`, which becomes the maximum.
+    /// FP8 codes with one scale. Only `amax` is written. It becomes the maximum of the updated values.
     Measure,
-    /// FP8 codes with one scale, which is known: `new_scale`. `amax` is raised to the maximum where that is finite.
-    /// `scale` becomes `new_scale`, or NaN where a value is not finite; the codes stay as cast.
+    /// FP8 codes with one scale. The step quantizes with `new_scale`. `amax` is raised to the maximum if that
+    /// is finite. `scale` becomes `new_scale`, or NaN if a value is not finite. The codes are written in both
+    /// cases.
     Tensor,
-    /// FP8 codes with scales of their own for blocks of (1, [`Block::ALL`]) or (128, 128) with fp32 scales, or
-    /// (32, 32) with E8M0; row 0 begins a block.
+    /// FP8 codes with one scale per block of (1, [`Block::ALL`]) or (128, 128) with fp32 scales, or of (32,
+    /// 32) with E8M0 scales. Row 0 starts a block.
     Blocks(Block, BlockScale),
 }
 
-/// What all tensors of [`crate::ops::adamw`] share.
+/// Arguments that all tensors of [`crate::ops::adamw`] share.
 #[derive(Debug, Clone, Copy)]
 pub struct AdamW<'a> {
-    /// The numbers.
+    /// The hyperparameters.
     pub hyper: Hyper,
-    /// The learning rate in place of the number; fp32, one element.
+    /// The learning rate, which replaces the one in `hyper`; fp32, one element.
     pub lr: Option<View<'a>>,
-    /// What gradients were multiplied with; fp32, one element.
+    /// The factor that the gradients were multiplied by; fp32, one element.
     pub grad_scale: Option<View<'a>>,
-    /// Nothing is written where this is not zero; fp32, one element.
+    /// If this is not zero, nothing is written; fp32, one element.
     pub found_inf: Option<View<'a>>,
-    /// Round codes stochastically, with this seed; to nearest without.
+    /// The seed for stochastic rounding of codes. If absent, codes are rounded to nearest.
     pub stochastic: Option<u64>,
-    /// What parameters are.
+    /// The type of the parameters.
     pub target: Target,
 }
 
-/// Which random numbers elements get: those of [`crate::format::random::Words`].
+/// Selects the random numbers of a tensor's elements ([`crate::format::random::Words`]).
 #[derive(Debug, Clone, Copy)]
 pub struct Numbers<'a> {
     /// The seed.
     pub seed: u64,
     /// The index of the first element.
     pub offset: u64,
-    /// The number of the tensor.
+    /// The number of the tensor in the random number generator.
     pub stream: u32,
-    /// The step, without a fraction; fp32, one element. 0 without.
+    /// The step, an integer; fp32, one element. If absent, 0.
     pub step: Option<View<'a>>,
 }
 

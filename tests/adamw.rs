@@ -1,5 +1,5 @@
-//! The optimizer's step and random numbers on the CPU: the bytes of the definition, element by element, on every
-//! instruction set, for every kind of parameter; and what is refused.
+//! The `AdamW` step and random numbers on the CPU. Results match the definition byte for byte, on every
+//! instruction set and for every kind of parameter, and invalid calls return errors.
 
 mod common;
 
@@ -37,7 +37,7 @@ fn put(to: &mut Owned, row: usize, col: usize, value: f32) {
     }
 }
 
-/// The call, from the definition alone.
+/// Performs the call as the definition specifies.
 fn defined(shared: &Shared, target: Target, tensors: &mut [Tensor]) {
     if shared.found_inf.is_some_and(|found| found != 0.0) {
         return;
@@ -135,7 +135,7 @@ fn defined(shared: &Shared, target: Target, tensors: &mut [Tensor]) {
     }
 }
 
-/// What all tensors share, with its memory.
+/// The arguments that all tensors share, with their memory.
 #[derive(Debug, Clone, Copy)]
 struct Shared {
     hyper: Hyper,
@@ -217,9 +217,10 @@ fn shared() -> impl Strategy<Value = Shared> {
     })
 }
 
-/// Of a tensor: its shape, the gradient's dtype, whether moments are bf16, dtypes of a plain parameter and of codes.
+/// Properties of a tensor: shape, dtype of the gradient, whether moments are bf16, dtype of a plain parameter, dtype of
+/// codes.
 type Kinds = ((usize, usize), DType, bool, DType, DType);
-/// Its scale, a seed, its step, its number, and how many elements lie before it.
+/// Numbers of a tensor: scale, seed, step, tensor number, and number of elements before it in memory.
 type Numbers = (f32, u64, u32, u32, usize);
 
 fn tensors(target: Target) -> impl Strategy<Value = Vec<Tensor>> {
@@ -276,7 +277,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn a_step_writes_the_bytes_of_the_definition_and_nothing_else(
+    fn step_matches_the_definition_and_writes_nothing_else(
         shared in shared(),
         (target, tensors) in target().prop_flat_map(|target| (Just(target), tensors(target))),
     ) {
@@ -290,7 +291,7 @@ proptest! {
     }
 
     #[test]
-    fn random_numbers_are_those_of_their_places(
+    fn random_uniform_matches_the_definition(
         (dtype, shape, layout) in (common::wide_dtype(), common::shape(), common::output_layout()),
         (seed, offset, stream) in (any::<u64>(), 0..u64::MAX / 2, any::<u32>()),
         step in proptest::option::of(0..1_u32 << 24),
@@ -312,9 +313,9 @@ proptest! {
     }
 }
 
-/// Long enough for threads, and for a moment's buffer to be filled more than once.
+/// The tensor is large enough for threads, and for several uses of the scratch buffers.
 #[test]
-fn large_tensors_are_as_small_ones() {
+fn step_over_threads_matches_the_definition() {
     let rule = BlockScale::F32(ScaleRule::default());
     for target in [Target::Plain, Target::Tensor, Target::Blocks(Block::ROW, rule)] {
         let shape = (130, 3001);
@@ -367,13 +368,13 @@ fn refused(shared: Shared, target: Target, change: impl Fn(&mut Tensor), message
     let mut tensors = vec![plain(), plain()];
     change(&mut tensors[1]);
     let before = memory(&tensors);
-    let error = run(&shared, target, &mut tensors).expect_err("the call should have been refused");
+    let error = run(&shared, target, &mut tensors).expect_err("the call must return an error");
     assert_eq!(error.to_string(), message);
     assert_eq!(memory(&tensors), before);
 }
 
 #[test]
-fn bad_calls_are_refused_before_anything_is_written() {
+fn invalid_calls_return_errors_and_write_nothing() {
     let wide = |dtype| Owned::dense(dtype, (4, 8));
     refused(
         SHARED,
@@ -397,7 +398,7 @@ fn bad_calls_are_refused_before_anything_is_written() {
         SHARED,
         Target::Plain,
         |t| t.master = Some(wide(DType::F32)),
-        "masters[1] is given; it must be what the first tensor has",
+        "masters[1] is given; it must be as for the first tensor (present for all tensors or for none)",
     );
     refused(
         SHARED,
@@ -421,7 +422,7 @@ fn bad_calls_are_refused_before_anything_is_written() {
         SHARED,
         Target::Plain,
         |t| t.scale = Some(wide(DType::F32)),
-        "scales[1] is given; it must be present for codes, and only for them",
+        "scales[1] is given; it must be present if and only if the parameter is FP8 codes",
     );
     refused(
         SHARED,
@@ -444,7 +445,7 @@ fn bad_calls_are_refused_before_anything_is_written() {
     let mut x = Owned::dense(DType::F32, (2, 2));
     for (low, high, message) in [
         (f32::NAN, 1.0, "low is NaN; it must be finite"),
-        (1.0, 0.0, "high is 0; it must be at least low, 1, and at a finite distance from it"),
+        (1.0, 0.0, "high is 0; it must be at least low (1), and high - low must be finite"),
     ] {
         let numbers = ops::Numbers { seed: 0, offset: 0, stream: 0, step: None };
         let error = ops::random_uniform(x.view_mut(), numbers, (low, high), Stream::default()).unwrap_err();
@@ -453,7 +454,7 @@ fn bad_calls_are_refused_before_anything_is_written() {
 }
 
 #[test]
-fn a_state_that_is_not_contiguous_is_refused() {
+fn strided_optimizer_state_is_an_error() {
     let strided = || Owned::new(DType::F32, (4, 8), Layout::Transposed, 0).random(3);
     let words = |name: &str| format!("{name} is strided; it must be contiguous");
     refused(SHARED, Target::Plain, |t| t.moments[0] = strided(), &words("exp_avgs[1]"));
@@ -474,18 +475,18 @@ fn a_state_that_is_not_contiguous_is_refused() {
 }
 
 #[test]
-fn what_is_measured_needs_a_place() {
+fn measure_requires_an_amax() {
     let mut tensors = vec![Tensor {
         param: Owned::dense(DType::E4m3, (4, 8)).random(4),
         scale: Some(Owned::dense(DType::F32, (1, 1)).random(6)),
         ..plain()
     }];
     let error = run(&SHARED, Target::Measure, &mut tensors).unwrap_err();
-    assert_eq!(error.to_string(), "amaxes[0] is absent; it must be present");
+    assert_eq!(error.to_string(), "amaxes[0] is absent; it must be present, to measure");
 }
 
 #[test]
-fn a_found_inf_that_is_no_zero_keeps_everything() {
+fn nonzero_found_inf_skips_the_step() {
     for found in [f32::NAN, -1.0, f32::INFINITY, f32::from_bits(1)] {
         let mut tensors = vec![plain()];
         let before = memory(&tensors);
@@ -495,7 +496,7 @@ fn a_found_inf_that_is_no_zero_keeps_everything() {
 }
 
 #[test]
-fn an_amax_that_is_nan_is_replaced_by_what_a_step_finds() {
+fn step_replaces_a_nan_amax() {
     let mut amax = Owned::dense(DType::F32, (1, 1));
     amax.set(0, 0, f32::NAN);
     let mut scale = Owned::dense(DType::F32, (1, 1));
@@ -524,8 +525,8 @@ fn an_amax_that_is_nan_is_replaced_by_what_a_step_finds() {
 }
 
 #[test]
-fn a_moment_at_half_way_is_counted_from_the_gradient() {
-    // As torch.lerp does: at a weight of 0.5 the two ends differ in the last bit.
+fn first_moment_interpolates_from_the_gradient_at_weight_one_half() {
+    // torch.lerp does the same. At a weight of 0.5, the two formulas differ in the last bit.
     let factors = Hyper { beta1: 0.5, ..HYPER }.factors(3.0, None);
     let (grad, exp_avg) = (1.000_000_1_f32, 3.1e-8_f32);
     let from_grad = grad + (grad - exp_avg) * -0.5;

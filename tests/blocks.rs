@@ -1,4 +1,5 @@
-//! Block formats through the public API: bytes from the specification, layouts, shard-cut blocks.
+//! Block formats through the public API: bytes from the specification, layouts, and blocks that shard
+//! boundaries split.
 
 use fp8rs::format::e8m0::Rounding;
 use fp8rs::ops::{self, Axis, BlockPlane, BlockScale, BlockSpec, Given};
@@ -11,7 +12,7 @@ fn mx(block: Block, rounding: Rounding) -> BlockSpec {
     BlockSpec { block, scale: BlockScale::E8m0(rounding), row_offset: 0, packed: false }
 }
 
-/// Row-major codes and scale bytes of one direction.
+/// Returns the row-major codes and scale bytes of one direction.
 fn quantize(
     x: &[f32],
     (rows, cols): (usize, usize),
@@ -34,39 +35,40 @@ fn quantize(
     (codes, scales)
 }
 
-/// A block of 32 that starts with `head` and goes on with `tail`.
+/// Returns a block of 32 values that starts with `head` and is filled with `tail`.
 fn block(head: &[f32], tail: f32) -> Vec<f32> {
     head.iter().copied().chain(std::iter::repeat(tail)).take(32).collect()
 }
 
-/// Head of a block, the rest of it, rounding; scale byte, first codes, code of the rest.
+/// (start of a block, remaining values, rounding, scale byte, first codes, code of the remaining values).
 type Case<'a> = (&'a [f32], f32, Rounding, u8, &'a [u8], u8);
 
 #[test]
-fn mx_bytes_of_special_blocks_are_those_of_the_specification() {
+fn mx_bytes_of_special_blocks_match_the_specification() {
     use Rounding::{Ceil, Floor};
-    let max = f32::MAX; // (2 - 2^-23) * 2^127: a mantissa above .75, so rounding up takes 2^(127 - 8 + 1)
+    let max = f32::MAX; // (2 - 2^-23) * 2^127. The mantissa is above .75, so Ceil yields 2^(127 - 8 + 1).
     let two = |e: i32| 2.0_f64.powi(e) as f32;
     let cases: [Case; 15] = [
         (&[0.0, -0.0], 0.0, Ceil, 0, &[0x00, 0x80], 0x00),
         (&[two(-149), -two(-149)], 0.0, Ceil, 0, &[0x00, 0x80], 0x00),
-        // e = -127 is the smallest: 2^-127 is 1, 2^-126 is 2.
+        // e = -127 is the smallest exponent: 2^-127 becomes 1, and 2^-126 becomes 2.
         (&[two(-127), -two(-126)], 0.0, Ceil, 0, &[0x38, 0xC0], 0x00),
         (&[1.0, f32::NAN], 2.0, Ceil, 255, &[0x7F, 0x7F], 0x7F),
         (&[-0.0, f32::NEG_INFINITY], 0.0, Floor, 255, &[0x7F, 0x7F], 0x7F),
-        // 255.99 rounds to 256; FLOOR leaves 511.99, which saturates.
+        // 255.99 rounds to 256. With Floor it is 511.99, which saturates.
         (&[max, -max], 0.0, Ceil, 247, &[0x78, 0xF8], 0x00),
         (&[max, -max], 0.0, Floor, 246, &[0x7E, 0xFE], 0x00),
-        // 448 is the largest that fits 2^0; 449 needs 2^1: 224.5 rounds to 224.
+        // 448 is the largest value for scale 2^0. 449 needs 2^1, and 224.5 rounds to 224.
         (&[448.0], -448.0, Ceil, 127, &[0x7E], 0xFE),
         (&[449.0], 0.0, Ceil, 128, &[0x76], 0x00),
         (&[449.0], 0.0, Floor, 127, &[0x7E], 0x00),
-        // 1 <= 448 * 2^-8: 256.
+        // 1 <= 448 * 2^-8, so the code is 256.
         (&[1.0], 1.0, Ceil, 119, &[0x78], 0x78),
         (&[1.0], 1.0, Floor, 119, &[0x78], 0x78),
-        // One huge, 31 tiny: 448 * 2^20 takes 2^20, 1 is lost to a signed zero.
+        // One huge value and 31 tiny ones. 448 * 2^20 needs 2^20, so -1 becomes a signed zero.
         (&[448.0 * two(20)], -1.0, Ceil, 147, &[0x7E], 0x80),
-        // Steps of 2^-9 at the bottom: half a step goes to even, one and a half of it up.
+        // Subnormal codes are multiples of 2^-9. Half a step rounds to even (down), and one and a half steps
+        // round up.
         (
             &[448.0 * two(20), two(11), two(10), 1.5 * two(10), 3.0 * two(10)],
             0.0,
@@ -90,14 +92,14 @@ fn mx_bytes_of_special_blocks_are_those_of_the_specification() {
             assert_eq!(got, (expected.clone(), vec![byte]), "{head:?} {tail} {rounding:?} {columnwise}");
         }
     }
-    // E5M2: 1 <= 57344 * 2^-15, so 2^15, of exponent field 30; NaN is 0x7F here too.
+    // E5M2: 1 <= 57344 * 2^-15, so the code is 2^15, whose exponent field is 30. NaN is 0x7F here as well.
     assert_eq!(quantize(&[1.0; 32], (1, 32), mx(MX, Ceil), DType::E5m2, false), (vec![0x78; 32], vec![112]));
     let got = quantize(&block(&[f32::NAN], 1.0), (1, 32), mx(MX, Ceil), DType::E5m2, false);
     assert_eq!(got, (vec![0x7F; 32], vec![255]));
 }
 
 #[test]
-fn a_nan_stays_in_its_block() {
+fn nan_affects_only_its_block() {
     let mut x = vec![1.0_f32; 3 * 96];
     x[96 + 40] = f32::NAN;
     let (codes, scales) = quantize(&x, (3, 96), mx(MX, Rounding::Ceil), DType::E4m3, false);
@@ -108,8 +110,8 @@ fn a_nan_stays_in_its_block() {
 }
 
 #[test]
-fn short_last_blocks_are_blocks() {
-    // 2 x 35: blocks of 32 and 3 in each row.
+fn short_last_blocks_have_scales() {
+    // 2 x 35: each row has blocks of 32 and 3.
     let x: Vec<f32> = (0..70).map(|i| if i % 35 < 32 { 1.0 } else { 4.0 }).collect();
     let (codes, scales) = quantize(&x, (2, 35), mx(MX, Rounding::Ceil), DType::E4m3, false);
     assert_eq!(scales, [119, 121, 119, 121]);
@@ -120,9 +122,9 @@ fn short_last_blocks_are_blocks() {
     assert!(codes.iter().all(|&c| c == 0x78));
 }
 
-/// The packed layout from its definition: pad the (lines, blocks) matrix to (128a, 4b), walk its 128x4 tiles
-/// in row-major order, and lay each out as 32 rows of four groups of four: row r, column c of the tile is at
-/// (r % 32, (r / 32) * 4 + c).
+/// The packed layout from its definition: pad the (lines, blocks) matrix to (128a, 4b), and store its 128x4
+/// tiles in row-major order. A tile is 32 rows of four groups of four: row r, column c of the tile is at (r %
+/// 32, (r / 32) * 4 + c).
 fn swizzle(bytes: &[u8], lines: usize, blocks: usize) -> Vec<u8> {
     let mut out = Vec::new();
     for tile_row in 0..lines.div_ceil(128) {
@@ -142,7 +144,7 @@ fn swizzle(bytes: &[u8], lines: usize, blocks: usize) -> Vec<u8> {
     out
 }
 
-/// Values whose block maxima differ from block to block.
+/// Returns values whose block maxima differ from block to block.
 fn varied(rows: usize, cols: usize) -> Vec<f32> {
     (0..rows * cols)
         .map(|i| {
@@ -154,8 +156,8 @@ fn varied(rows: usize, cols: usize) -> Vec<f32> {
 }
 
 #[test]
-fn packed_scales_follow_the_tile_definition_over_ragged_edges() {
-    // 3 x 3 tiles and more, the last ones ragged: 300 lines, 9 blocks; columnwise 270 lines, 10 blocks.
+fn packed_scales_match_the_definition_with_partial_tiles() {
+    // More than 3 x 3 tiles, the last ones partial: 300 lines, 9 blocks; columnwise 270 lines, 10 blocks.
     let (rows, cols) = (300, 270);
     let x = varied(rows, cols);
     for columnwise in [false, true] {
@@ -177,7 +179,7 @@ fn packed_scales_follow_the_tile_definition_over_ragged_edges() {
         ops::unpack_scales(from, lines, 1, to, Stream::default()).unwrap();
         assert_eq!(back, compact);
 
-        // 32x32: a scale repeats for each row of its block.
+        // 32x32 blocks: a scale is repeated for each row of its block.
         let (_, square) = quantize(&x, (rows, cols), mx(MX_SQUARE, Rounding::Ceil), DType::E4m3, columnwise);
         let repeated: Vec<u8> =
             (0..lines).flat_map(|line| square[line / 32 * blocks..][..blocks].to_vec()).collect();
@@ -193,7 +195,7 @@ fn packed_scales_follow_the_tile_definition_over_ragged_edges() {
 }
 
 #[test]
-fn square_blocks_are_the_same_bytes_transposed() {
+fn square_blocks_are_transposed_bytes_columnwise() {
     let (rows, cols) = (70, 100);
     let x = varied(rows, cols);
     let (codes, scales) = quantize(&x, (rows, cols), mx(MX_SQUARE, Rounding::Floor), DType::E5m2, false);
@@ -206,7 +208,7 @@ fn square_blocks_are_the_same_bytes_transposed() {
 }
 
 #[test]
-fn shards_with_exchanged_maxima_give_the_whole_tensors_bytes() {
+fn shards_with_reduced_maxima_match_the_whole_tensor() {
     let (rows, cols) = (150, 70);
     let x = varied(rows, cols);
     for (block, scale) in [
@@ -252,7 +254,7 @@ fn shards_with_exchanged_maxima_give_the_whole_tensors_bytes() {
             let touched = block.grid_from(start, end - start, cols);
             let first = start / block.rows;
             let known = &amax[first * grid.1..(first + touched.0) * grid.1];
-            // The shard's own maxima are at most the whole tensor's.
+            // The maxima of the shard alone are at most those of the whole tensor.
             let mut own = vec![0_f32; touched.0 * touched.1];
             let out = ViewMut::from_slice(&mut own, touched.0, touched.1).unwrap();
             ops::block_amax(part, block, start, out, Stream::default()).unwrap();
@@ -290,9 +292,9 @@ fn rebase(
 }
 
 #[test]
-fn rebase_keeps_the_largest_blocks_and_rounds_only_into_subnormals() {
-    // One row, blocks 2^0, 2^-3, 2^-20, NaN, byte 0. 1.75 (0x3E) * 2^-3 = 0.21875 (0x26) exactly; times 2^-20
-    // it is nothing; 2^-6 (0x08) * 2^-3 = 2^-9 (0x01); 2^-9 * 2^-3 is nothing.
+fn rebase_keeps_the_largest_blocks_and_rounds_subnormals() {
+    // One row with blocks 2^0, 2^-3, 2^-20, NaN, byte 0. 1.75 (0x3E) * 2^-3 = 0.21875 (0x26) exactly. 1.75 *
+    // 2^-20 becomes zero. 2^-6 (0x08) * 2^-3 = 2^-9 (0x01). 2^-9 * 2^-3 becomes zero.
     let scales = [127, 124, 107, 255, 0];
     let mut codes = [0x3E_u8; 160];
     (codes[33], codes[34], codes[35]) = (0x08, 0x81, 0x7F);
@@ -309,15 +311,15 @@ fn rebase_scales_of_zero_nan_and_tiny_rows() {
     let zeros = [0x00_u8, 0x80].repeat(16);
     assert_eq!(rebase(&zeros, &[140], (1, 32), MX, Axis::Rows), (zeros.clone(), vec![1.0]));
     assert_eq!(rebase(&[0x7F; 32], &[255], (1, 32), MX, Axis::Rows), (vec![0x7F; 32], vec![1.0]));
-    // 2^-127 is below the smallest scale, 2^-126: 0x38 (1) becomes 0x30 (0.5).
+    // 2^-127 is below the smallest scale, 2^-126, so 0x38 (1) becomes 0x30 (0.5).
     let tiny = rebase(&[0x38; 32], &[0], (1, 32), MX, Axis::Rows);
     assert_eq!(tiny, (vec![0x30; 32], vec![2.0_f32.powi(-126)]));
-    // The largest byte: 2^127.
+    // The largest scale byte, 2^127.
     assert_eq!(
         rebase(&[0x78; 32], &[254], (1, 32), MX, Axis::Rows),
         (vec![0x78; 32], vec![2.0_f32.powi(127)])
     );
-    // In a 32x32 block, a row of zeros has its own scale 1.
+    // In a 32x32 block, a row of zeros has scale 1.
     let mut codes = vec![0x38_u8; 64 * 32];
     codes[32..64].fill(0x00);
     let (_, scale) = rebase(&codes, &[130, 120], (64, 32), MX_SQUARE, Axis::Rows);
@@ -325,7 +327,7 @@ fn rebase_scales_of_zero_nan_and_tiny_rows() {
 }
 
 #[test]
-fn rebase_along_columns_is_rebase_of_the_transposed_plane_along_rows() {
+fn rebase_along_columns_equals_rebase_of_the_transpose_along_rows() {
     let (rows, cols) = (70, 100);
     let x = varied(rows, cols);
     let (codes, scales) = quantize(&x, (rows, cols), mx(MX_SQUARE, Rounding::Ceil), DType::E4m3, false);
@@ -337,18 +339,21 @@ fn rebase_along_columns_is_rebase_of_the_transposed_plane_along_rows() {
 }
 
 #[test]
-fn per_row_scales_with_and_without_fold() {
-    // Rows with maxima 448 and 3, the first with a fold that doubles its largest column.
+fn per_row_scales_with_and_without_column_scale() {
+    // Rows with maxima 448 and 3. The column scale doubles the first column.
     let x = [448.0_f32, -1.0, 3.0, 0.5];
-    let fold = [2.0_f32, 1.0];
-    let run = |fold: Option<&[f32]>, power_of_2| {
+    let column_scale = [2.0_f32, 1.0];
+    let run = |column_scale: Option<&[f32]>, power_of_2| {
         let (mut codes, mut scales) = ([0_u8; 4], [0_f32; 2]);
         let (mut codes_t, mut scales_t) = ([0_u8; 4], [0_f32; 2]);
         let rule = ScaleRule { power_of_2, ..Default::default() };
         ops::quantize_blocks(
             View::from_slice(&x, 2, 2).unwrap(),
             BlockSpec { block: Block::ROW, scale: BlockScale::F32(rule), row_offset: 0, packed: false },
-            Given { fold: fold.map(|f| View::from_slice(f, 1, 2).unwrap()), ..Default::default() },
+            Given {
+                column_scale: column_scale.map(|f| View::from_slice(f, 1, 2).unwrap()),
+                ..Default::default()
+            },
             Some(BlockPlane {
                 codes: ViewMut::from_bytes(&mut codes, DType::E4m3, 2, 2).unwrap(),
                 scales: ViewMut::from_slice(&mut scales, 2, 1).unwrap(),
@@ -367,7 +372,7 @@ fn per_row_scales_with_and_without_fold() {
     assert_eq!(codes, [0x7E, 0xB8, 0x7C, 0x68]); // 3 * 128 = 384, 0.5 * 128 = 64
     assert_eq!(scales_t, [1.0, 2.0_f32.powi(-8)]); // column maxima 448 and 1
     assert_eq!(codes_t, [0x7E, 0x44, 0xF8, 0x70]); // 448, 3; -256, 128
-    let (codes, scales, codes_t2, scales_t2) = run(Some(&fold), true);
+    let (codes, scales, codes_t2, scales_t2) = run(Some(&column_scale), true);
     assert_eq!(scales, [2.0, 2.0_f32.powi(-6)]); // 896, 6
     assert_eq!(codes, [0x7E, 0xB0, 0x7C, 0x60]); // 448, -0.5; 384, 32
     assert_eq!((codes_t2, scales_t2), (codes_t, scales_t));
@@ -375,7 +380,7 @@ fn per_row_scales_with_and_without_fold() {
 }
 
 #[test]
-fn bad_calls_name_the_argument() {
+fn invalid_calls_name_the_argument() {
     let x = [1.0_f32; 64];
     let call = |spec: BlockSpec, scales: (usize, usize)| {
         let (mut codes, mut bytes) = ([0_u8; 64], vec![0_u8; scales.0 * scales.1]);

@@ -1,5 +1,5 @@
-//! Every CPU operation gives the bytes of the definition, on every instruction set, for every layout, and writes
-//! nothing else.
+//! Every CPU operation matches its definition byte for byte, on every instruction set and for every layout,
+//! and writes nothing else.
 
 mod common;
 
@@ -16,7 +16,7 @@ fn one_ref(value: &f32) -> View<'_> {
     View::from_slice(std::slice::from_ref(value), 1, 1).unwrap()
 }
 
-/// A quantization to check: an input and the outputs that it goes to.
+/// A quantization to check: an input and its outputs.
 #[derive(Debug, Clone)]
 struct Case {
     x: Owned,
@@ -29,7 +29,7 @@ impl Case {
         self.rowwise.as_ref().or(self.columnwise.as_ref()).unwrap().dtype.fp8().unwrap()
     }
 
-    /// Runs an operation on copies of the outputs and compares all their memory with the definition's.
+    /// Runs an operation on copies of the outputs, and compares all of their memory with the definition's.
     fn check(&self, scale: f32, run: impl FnOnce(View, Option<ViewMut>, Option<ViewMut>)) {
         let mut got = (self.rowwise.clone(), self.columnwise.clone());
         let mut expected = got.clone();
@@ -66,14 +66,14 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn quantize_gives_the_bytes_of_the_definition(case in case(), scale in common::scale()) {
+    fn quantize_matches_the_definition(case in case(), scale in common::scale()) {
         on_each_level(|| case.check(scale, |x, rowwise, columnwise| {
             ops::quantize(x, one_ref(&scale), rowwise, columnwise, Stream::default()).unwrap();
         }));
     }
 
     #[test]
-    fn current_scaling_finds_the_scale_that_it_casts_with(
+    fn current_scaling_matches_the_definition(
         case in case(),
         power_of_2: bool,
         amax_epsilon in prop_oneof![Just(0.0_f32), Just(1000.0)],
@@ -91,7 +91,7 @@ proptest! {
     }
 
     #[test]
-    fn delayed_scaling_follows_finite_maxima_and_shows_others(
+    fn delayed_scaling_records_finite_maxima_and_reports_others(
         case in case(),
         scale in common::scale(),
         before in prop_oneof![Just(0.0_f32), 0.0_f32..1e6],
@@ -122,7 +122,7 @@ proptest! {
     }
 
     #[test]
-    fn lists_give_the_bytes_of_single_calls(
+    fn list_operations_match_single_calls(
         cases in prop::collection::vec(case(), 0..6),
         scales in prop::collection::vec(common::scale(), 6),
     ) {
@@ -188,7 +188,7 @@ proptest! {
     }
 
     #[test]
-    fn dequantize_gives_the_bytes_of_the_definition(
+    fn dequantize_matches_the_definition(
         (codes, out) in (common::fp8_dtype(), common::wide_dtype()),
         shape in common::shape(),
         layouts in (common::input_layout(), common::input_layout(), common::output_layout()),
@@ -236,7 +236,7 @@ proptest! {
 }
 
 #[test]
-fn large_tensors_are_split_over_threads_without_a_seam() {
+fn quantize_over_threads_matches_the_definition() {
     for (shape, layout) in [
         ((700, 513), Layout::Dense),
         ((513, 700), Layout::Transposed),
@@ -266,9 +266,9 @@ fn large_tensors_are_split_over_threads_without_a_seam() {
     }
 }
 
-/// From 8 MiB on columns are written past the cache, where they begin at cache lines.
+/// From 8 MiB on, stores of columns that start at cache lines bypass the cache.
 #[test]
-fn large_columns_may_begin_anywhere() {
+fn large_transposes_support_any_alignment() {
     let (rows, cols) = (4096, 2048);
     let codes: Vec<u8> = (0..rows * cols).map(|i| (i % 251) as u8).collect();
     let mut memory = vec![0xAA_u8; cols * (rows + 8) + 128];
@@ -276,7 +276,7 @@ fn large_columns_may_begin_anywhere() {
     for (start, pitch) in [(line, rows), (line + 1, rows), (line, rows + 8)] {
         memory.fill(0xAA);
         let out = &mut memory[start..];
-        // SAFETY: inside the memory, which is borrowed.
+        // SAFETY: the view stays inside the memory, which is borrowed mutably.
         let view = unsafe {
             ViewMut::from_raw(out.as_mut_ptr(), DType::E4m3, Device::Cpu, (cols, rows), (pitch as isize, 1))
         };
@@ -292,7 +292,7 @@ fn large_columns_may_begin_anywhere() {
 }
 
 #[test]
-fn a_caller_that_flushes_subnormals_gets_the_same_bytes() {
+fn results_do_not_depend_on_the_callers_flush_to_zero() {
     let tiny = f32::from_bits(1 << 10);
     let x = [tiny; 64];
     let (scale, mut codes) = (f32::from_bits(0x0080_0000), [0_u8; 64]);

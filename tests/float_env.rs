@@ -1,5 +1,6 @@
-//! A caller that flushes subnormals (`torch.set_flush_denormal`) gets the same bytes, on its own thread and on those of
-//! the pool. One test, and a process of its own: the pool must be made by a caller that flushes.
+//! Results do not depend on whether the caller flushes subnormals (`torch.set_flush_denormal`), neither on
+//! the caller's thread nor on the pool's threads. This is a separate test binary with one test, because the
+//! pool must be created by a caller that flushes.
 
 mod common;
 
@@ -9,7 +10,8 @@ use fp8rs::format::e8m0::Rounding;
 use fp8rs::ops::{AdamW, AdamWTensor, BlockPlane, BlockScale, BlockSpec, Given, Numbers, Target};
 use fp8rs::{Block, DType, Fp8Format, ScaleRule, Stream, View, ViewMut, ops};
 
-/// What an operation gives while subnormals are flushed, and while they are not, are the same bits, not all zero.
+/// Asserts that the results of an operation with and without flushing are the same bits, and that they are
+/// not all zero.
 #[track_caller]
 fn both<T: PartialEq + Default + Clone>(n: usize, operation: impl Fn(&mut [T])) {
     let [got, expected] = [true, false].map(|flush| {
@@ -24,19 +26,19 @@ fn both<T: PartialEq + Default + Clone>(n: usize, operation: impl Fn(&mut [T])) 
 }
 
 fn floats(words: &mut [u32]) -> &mut [f32] {
-    // SAFETY: of one size and alignment, and any bits are a value of each.
+    // SAFETY: `u32` and `f32` have the same size and alignment, and any bits are a valid value of both.
     unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), words.len()) }
 }
 
 #[test]
-fn a_caller_that_flushes_subnormals_gets_the_same_bytes_of_every_operation() {
+fn no_operation_depends_on_the_callers_flush_to_zero() {
     let stream = Stream::default();
     let tiny = f32::from_bits(1 << 20);
     let few = [tiny; 64];
     let x = || View::from_slice(&few, 2, 32).unwrap();
     let one = |value: &'static [f32; 1]| View::from_slice(value, 1, 1).unwrap();
 
-    // The pool is made by an operation that has no numbers of its own.
+    // Create the pool with an operation that does no arithmetic.
     let (rows, cols) = (512, 1024);
     let (many, codes) = (vec![tiny; rows * cols], vec![1_u8; rows * cols]);
     let mut transposed = vec![0_u8; rows * cols];
@@ -56,7 +58,7 @@ fn a_caller_that_flushes_subnormals_gets_the_same_bytes_of_every_operation() {
 
     both::<u32>(64, |out| {
         let out = ViewMut::from_slice(floats(out), 2, 32).unwrap();
-        // 1 where there is no amax.
+        // The scale would be 1 if the amax were flushed to zero.
         ops::scale_from_amax(x(), Fp8Format::E4m3, ScaleRule::default(), out, stream).unwrap();
     });
     both::<u8>(64, |out| {
@@ -100,7 +102,7 @@ fn a_caller_that_flushes_subnormals_gets_the_same_bytes_of_every_operation() {
         let out = ViewMut::from_slice(floats(out), 2, 32).unwrap();
         ops::random_uniform(out, numbers, (tiny, f32::from_bits(1 << 21)), stream).unwrap();
     });
-    // The second moment: the square of a gradient that is small, but no subnormal.
+    // The second moment is subnormal: the square of a small but normal gradient.
     both::<u32>(64, |out| {
         let (grad, mut exp_avg, mut param) = ([1e-18_f32; 64], [1e-18_f32; 64], [1_f32; 64]);
         let hyper =

@@ -1,4 +1,4 @@
-//! A forked child, as a `DataLoader` worker is, has none of its parent's threads.
+//! A forked child, such as a `DataLoader` worker, has none of its parent's threads.
 
 #![cfg(unix)]
 
@@ -17,7 +17,7 @@ fn amax_of_a_large_tensor() -> f32 {
     out[0]
 }
 
-/// The threads of this process that the pool has started.
+/// Returns the number of threads of this process that the pool started.
 #[cfg(target_os = "linux")]
 fn pool_threads() -> usize {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
@@ -26,16 +26,16 @@ fn pool_threads() -> usize {
 }
 
 #[test]
-fn a_forked_child_makes_threads_of_its_own() {
-    // On a machine with one core, too, there must be a pool: it is what a fork breaks.
-    // SAFETY: the only test of this process, so that no other thread reads the environment.
+fn forked_child_starts_its_own_threads() {
+    // Force a pool, also on a machine with one core, because the pool is what a fork breaks.
+    // SAFETY: this is the only test of the process, so no other thread reads the environment.
     unsafe { std::env::set_var("RAYON_NUM_THREADS", "2") };
-    // The parent's pool exists, and its threads do not come along.
+    // Create the parent's pool, whose threads do not exist in the child.
     assert_eq!(amax_of_a_large_tensor(), 3.0);
     #[cfg(target_os = "linux")]
     assert!(pool_threads() > 0, "work on a large tensor starts threads");
-    // SAFETY: the child only computes and leaves with `_exit`; an alarm ends it should it wait for threads that
-    // are not there.
+    // SAFETY: the child only computes and exits with `_exit`. If it waits for threads that do not exist, the
+    // alarm ends it.
     let status = unsafe {
         let child = libc::fork();
         if child == 0 {

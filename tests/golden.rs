@@ -1,4 +1,5 @@
-//! The formats against golden bytes of NVIDIA's `cuda_fp8.h` and of `ml_dtypes` (tests/golden/README.md).
+//! Compares the formats with golden bytes from NVIDIA's `cuda_fp8.h` and from `ml_dtypes`
+//! (tests/golden/README.md).
 
 use fp8rs::Fp8Format::{self, E4m3, E5m2};
 use fp8rs::format::wide::Wide;
@@ -41,7 +42,7 @@ fn assert_codes(format: Fp8Format, inputs: impl Iterator<Item = f32>, golden: &[
 }
 
 #[test]
-fn cuda_fp8_casts_every_bf16_every_fp16_and_sampled_fp32_alike() {
+fn encode_matches_cuda_fp8_for_every_bf16_and_fp16_and_sampled_fp32() {
     assert_eq!(CUDA_FP8.len(), 6 * PART);
     let parts: Vec<&[u8]> = CUDA_FP8.chunks(PART).collect();
     for (i, format) in [E4m3, E5m2].into_iter().enumerate() {
@@ -52,7 +53,7 @@ fn cuda_fp8_casts_every_bf16_every_fp16_and_sampled_fp32_alike() {
 }
 
 #[test]
-fn ml_dtypes_decodes_every_code_alike_and_casts_alike_in_range() {
+fn decode_and_encode_in_range_match_ml_dtypes() {
     assert_eq!(ML_DTYPES.len(), 2 * (256 * 4 + PART));
     let (values, codes) = ML_DTYPES.split_at(2 * 256 * 4);
     for (i, format) in [E4m3, E5m2].into_iter().enumerate() {

@@ -1,14 +1,15 @@
-//! The structs that launches pass are the structs that kernels take, field by field: their names, in one order, of
-//! one size each. (That the sizes are those of the PTX, a test beside the table of kernels checks.)
+//! The argument structs of launches have the fields of the kernels' structs: same names, same order, same
+//! types. Both sides lay out structs by the C rules, so equal fields have equal offsets. (A test of
+//! `cuda::modules` compares the sizes with the PTX.)
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-/// A field: its name, and what it is: "pointer", a number's size and kind, or the name of another struct.
+/// A field: its name, and its type: "pointer", a number type, an array, or the name of another struct.
 type Field = (String, String);
 
-/// Every file below a folder with one of these endings, as one text without comments.
+/// Returns every file below a folder with one of these extensions, concatenated, without comments.
 fn text(folder: &str, endings: &[&str]) -> String {
     fn collect(folder: &Path, endings: &[&str], text: &mut String) {
         let mut entries: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -30,18 +31,18 @@ fn text(folder: &str, endings: &[&str]) -> String {
     text
 }
 
-/// What is between the first "{" and its "}".
+/// Returns the text between the first "{" and its "}".
 fn body(text: &str) -> &str {
     let start = text.find('{').unwrap() + 1;
     &text[start..start + text[start..].find('}').unwrap()]
 }
 
-/// The name that a text begins with.
+/// Returns the identifier that a text starts with.
 fn name(text: &str) -> &str {
     text.split(|c: char| !(c.is_alphanumeric() || c == '_')).next().unwrap()
 }
 
-/// `#[repr(C)] struct NAME { field: Type, ... }`.
+/// Parses `#[repr(C)] struct NAME { field: Type, ... }`.
 fn rust_structs(text: &str) -> BTreeMap<String, Vec<Field>> {
     let mut found = BTreeMap::new();
     for part in text.split("#[repr(C)]").skip(1) {
@@ -58,7 +59,7 @@ fn rust_structs(text: &str) -> BTreeMap<String, Vec<Field>> {
     found
 }
 
-/// `struct NAME { type field, field; ... };`.
+/// Parses `struct NAME { type field, field; ... };`.
 fn cuda_struct(text: &str, wanted: &str) -> Option<Vec<Field>> {
     let at = text.find(&format!("struct {wanted} {{"))?;
     let mut fields = Vec::new();
@@ -83,16 +84,20 @@ fn cuda_struct(text: &str, wanted: &str) -> Option<Vec<Field>> {
 }
 
 #[test]
-fn launches_pass_what_kernels_take() {
-    let rust = rust_structs(&text("src/cuda", &["rs"]));
-    let cuda = text("src/cuda/kernels", &["cu", "cuh"]);
+fn argument_structs_match_the_kernels() {
+    let source = text("src/cuda", &["rs"]);
+    let (rust, cuda) = (rust_structs(&source), text("src/cuda/kernels", &["cu", "cuh"]));
     assert!(rust.len() >= 21, "only {:?}", rust.keys());
-    for (name, fields) in rust {
-        assert_eq!(Some(&fields), cuda_struct(&cuda, &name).as_ref(), "{name}");
+    for passed in source.split(" Args for ").skip(1).map(name) {
+        assert!(rust.contains_key(passed), "{passed} is not repr(C)");
+    }
+    for (name, fields) in &rust {
+        assert_eq!(cuda.matches(&format!("struct {name} {{")).count(), 1, "{name}");
+        assert_eq!(Some(fields), cuda_struct(&cuda, name).as_ref(), "{name}");
     }
 }
 
-/// The number behind a constant's name in a text.
+/// Returns the number after a constant's declaration.
 fn constant(text: &str, declared: &str) -> u64 {
     let number = text.split_once(declared).unwrap_or_else(|| panic!("no {declared}")).1.trim();
     let number = number.split(|c: char| !(c.is_alphanumeric() || c == '_')).next().unwrap();
@@ -102,15 +107,36 @@ fn constant(text: &str, declared: &str) -> u64 {
 }
 
 #[test]
-fn launches_and_kernels_have_the_same_limits() {
+fn constants_match_the_kernels() {
     let (rust, cuda) = (text("src/cuda", &["rs"]), text("src/cuda/kernels", &["cu", "cuh"]));
     assert_eq!(constant(&rust, "const MOST_OWN: u64 ="), constant(&cuda, "#define MOST_OWN"));
     assert_eq!(constant(&rust, "const MAXIMUM: u32 ="), constant(&cuda, "#define MAXIMUM"));
-    assert_eq!(constant(&rust, "const FOUND: u32 ="), constant(&cuda, "FOUND ="));
+    for flag in [
+        "X_VECTORS",
+        "ROW_VECTORS",
+        "COL_VECTORS",
+        "PACKED",
+        "FLOOR_RULE",
+        "ROW_SCALE_WORDS",
+        "COL_SCALE_WORDS",
+        "FOUND",
+        "GRAD_BF16",
+        "GRAD_F16",
+        "MOMENTS_BF16",
+        "VECTORS",
+        "IS_E5M2",
+        "IS_E8M0",
+        "MAXIMIZE",
+        "STOCHASTIC",
+        "FLOOR",
+    ] {
+        let in_rust = constant(&rust, &format!("const {flag}: u32 ="));
+        assert_eq!(in_rust, constant(&cuda, &format!("\n  {flag} =")), "{flag}");
+    }
 }
 
 #[test]
-fn two_swapped_fields_are_noticed() {
+fn swapped_fields_are_detected() {
     let cuda = "struct Args {\n  const void *x;\n  i64 rows, cols;\n  float rule;\n  Entry entries[N];\n};";
     let rust =
         |fields: &str| rust_structs(&format!("#[repr(C)]\nstruct Args<const N: usize> {{\n{fields}}}\n"));

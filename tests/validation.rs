@@ -1,5 +1,5 @@
-//! Bad calls are refused before anything is written, with a message that names the argument, what it was and
-//! what works.
+//! Invalid calls return errors before anything is written. The message names the argument, what was given,
+//! and what is expected.
 
 mod common;
 
@@ -20,7 +20,7 @@ fn codes(rows: usize, cols: usize) -> Owned {
     matrix(DType::E4m3, rows, cols)
 }
 
-/// A view of somebody's memory with other properties.
+/// Returns a view of an existing matrix's memory with other properties.
 fn view_as(
     of: &Owned,
     dtype: DType,
@@ -28,7 +28,7 @@ fn view_as(
     shape: (usize, usize),
     strides: (isize, isize),
 ) -> View<'_> {
-    // SAFETY: refused before it is read.
+    // SAFETY: the call returns an error before it reads the view.
     unsafe { View::from_raw(of.view().ptr(), dtype, device, shape, strides) }
 }
 
@@ -39,18 +39,18 @@ fn out_as(
     shape: (usize, usize),
     strides: (isize, isize),
 ) -> ViewMut<'_> {
-    // SAFETY: refused before it is written.
+    // SAFETY: the call returns an error before it writes to the view.
     unsafe { ViewMut::from_raw(of.view_mut().ptr(), dtype, device, shape, strides) }
 }
 
 fn null(shape: (usize, usize)) -> View<'static> {
-    // SAFETY: refused before it is read.
+    // SAFETY: the call returns an error before it reads the view, or the view has no elements.
     unsafe { View::from_raw(std::ptr::null(), DType::F32, Device::Cpu, shape, (shape.1 as isize, 1)) }
 }
 
 #[track_caller]
 fn refused(result: Result<(), Error>, message: &str) {
-    assert_eq!(result.expect_err("the call should have been refused").to_string(), message);
+    assert_eq!(result.expect_err("the call must return an error").to_string(), message);
 }
 
 #[test]
@@ -260,31 +260,31 @@ fn overlaps() {
     let self_overlap = out_as(&mut buffer, DType::E4m3, Device::Cpu, (4, 4), (0, 1));
     refused(
         ops::quantize(x.view(), scalar.view(), Some(self_overlap), None, Stream::default()),
-        "rowwise has strides (0, 1) for shape (4, 4), so that its elements overlap; \
-         an output must have one place for each element",
+        "rowwise has strides (0, 1) for shape (4, 4), so its elements overlap in memory; \
+         each element of an output must have its own address",
     );
     let self_overlap = out_as(&mut buffer, DType::E4m3, Device::Cpu, (4, 4), (3, 1));
     assert!(matches!(
         ops::quantize(x.view(), scalar.view(), None, Some(self_overlap), Stream::default()),
         Err(Error::SelfOverlap { .. })
     ));
-    // Both planes in one place.
+    // Both planes in the same memory.
     let rowwise = out_as(&mut buffer, DType::E4m3, Device::Cpu, (4, 4), (4, 1));
     let other = rowwise.ptr();
-    // SAFETY: refused before it is written.
+    // SAFETY: the call returns an error before it writes to the view.
     let columnwise = unsafe { ViewMut::from_raw(other.add(15), DType::E4m3, Device::Cpu, (4, 4), (4, 1)) };
     refused(
         ops::quantize(x.view(), scalar.view(), Some(rowwise), Some(columnwise), Stream::default()),
-        "columnwise overlaps rowwise in memory; an output must have memory of its own",
+        "columnwise overlaps rowwise in memory; an output must not share memory with another argument",
     );
-    // An output in its input.
+    // An output inside its input.
     let inside = out_as(&mut x, DType::E4m3, Device::Cpu, (4, 4), (4, 1));
     let input = inside.ptr();
-    // SAFETY: refused before it is read.
+    // SAFETY: the call returns an error before it reads the view.
     let input = unsafe { View::from_raw(input, DType::F32, Device::Cpu, (4, 4), (4, 1)) };
     refused(
         ops::quantize(input, scalar.view(), Some(inside), None, Stream::default()),
-        "rowwise overlaps x in memory; an output must have memory of its own",
+        "rowwise overlaps x in memory; an output must not share memory with another argument",
     );
 }
 
@@ -293,7 +293,7 @@ fn halves_of_one_buffer_do_not_overlap() {
     let (x, scales) = (f32s(4, 4), f32s(1, 2));
     let mut buffer = Owned::dense(DType::E4m3, (4, 8));
     let ptr = buffer.view_mut().ptr();
-    // SAFETY: the left and the right half of the buffer.
+    // SAFETY: these are the left and the right half of the buffer, which do not overlap.
     let halves = [0, 4]
         .map(|start| unsafe { ViewMut::from_raw(ptr.add(start), DType::E4m3, Device::Cpu, (4, 4), (8, 1)) });
     ops::multi_quantize(&[x.view(), x.view()], scales.view(), &halves, Stream::default()).unwrap();
@@ -304,14 +304,14 @@ fn halves_of_one_buffer_do_not_overlap() {
             assert_eq!(buffer.get::<u8>(row, col + 4 * half), expected.get::<u8>(row, col));
         }
     }
-    // One column too far to the left.
+    // The right half starts one column too far to the left.
     let (left, right) = (ptr, ptr.wrapping_add(3));
-    // SAFETY: refused before they are written.
+    // SAFETY: the call returns an error before it writes to the views.
     let halves =
         [left, right].map(|ptr| unsafe { ViewMut::from_raw(ptr, DType::E4m3, Device::Cpu, (4, 4), (8, 1)) });
     refused(
         ops::multi_quantize(&[x.view(), x.view()], scales.view(), &halves, Stream::default()),
-        "outs[1] overlaps outs[0] in memory; an output must have memory of its own",
+        "outs[1] overlaps outs[0] in memory; an output must not share memory with another argument",
     );
 }
 
@@ -325,12 +325,12 @@ fn pointers() {
     ops::amax(null((0, 3)), out.view_mut(), Stream::default()).unwrap();
     assert_eq!(out.get::<f32>(0, 0), 0.0);
     let x = f32s(2, 2);
-    // SAFETY: refused before it is read.
+    // SAFETY: the call returns an error before it reads the view.
     let misaligned =
         unsafe { View::from_raw(x.view().ptr().add(1), DType::F32, Device::Cpu, (1, 2), (2, 1)) };
     refused(
         ops::amax(misaligned, out.view_mut(), Stream::default()),
-        "x starts at an address that is no multiple of its 4-byte elements; copy it first",
+        "x starts at an address that is not a multiple of its element size, 4 bytes; copy it first",
     );
 }
 
@@ -345,7 +345,7 @@ fn numbers() {
             ScaleRule { amax_epsilon: f32::NAN, ..Default::default() },
             "amax_epsilon is NaN; it must be finite and at least 0",
         ),
-        (ScaleRule { margin: 128, ..Default::default() }, "margin is 128; it must be from -126 to 127"),
+        (ScaleRule { margin: 128, ..Default::default() }, "margin is 128; it must be between -126 and 127"),
     ] {
         let mut out = f32s(1, 1);
         refused(
@@ -379,7 +379,7 @@ fn slices() {
 }
 
 #[test]
-fn a_refused_call_writes_nothing() {
+fn invalid_call_writes_nothing() {
     let x = Owned::new(DType::F32, (4, 4), Layout::Dense, 0).random(3);
     let scale = f32s(1, 1);
     let (mut amax, mut used) = (f32s(1, 1), f32s(1, 1));
@@ -404,23 +404,23 @@ fn a_refused_call_writes_nothing() {
 fn overlaps_of_every_order() {
     let mut buffer = vec![0_f32; 256];
     let ptr = buffer.as_mut_ptr();
-    // SAFETY: inside the buffer, which outlives the views; calls that are refused write nothing.
+    // SAFETY: the view stays inside the buffer, which outlives it. Calls that return errors write nothing.
     let view = |at: usize, n: usize| unsafe {
         View::from_raw(ptr.add(at).cast(), DType::F32, Device::Cpu, (1, n), (n as isize, 1))
     };
-    // SAFETY: the same.
+    // SAFETY: the view stays inside the buffer, which outlives it. Calls that return errors write nothing.
     let out = |at: usize, n: usize| unsafe {
         ViewMut::from_raw(ptr.add(at).cast(), DType::F32, Device::Cpu, (1, n), (n as isize, 1))
     };
     let scale = Owned::dense(DType::F32, (1, 1));
-    // An output that begins before the input which it covers.
-    // SAFETY: the same.
+    // An output that begins before the input that it overlaps.
+    // SAFETY: the view stays inside the buffer, which outlives it. Calls that return errors write nothing.
     let codes = unsafe { View::from_raw(ptr.add(2).cast(), DType::E4m3, Device::Cpu, (1, 64), (64, 1)) };
     refused(
         ops::dequantize(codes, scale.view(), Block::TENSOR, out(0, 64), Stream::default()),
-        "out overlaps codes in memory; an output must have memory of its own",
+        "out overlaps codes in memory; an output must not share memory with another argument",
     );
-    // A long input, another input inside of it, and then the output.
+    // A long input, another input inside it, and then the output.
     let mut codes = Owned::dense(DType::E4m3, (1, 64));
     let mut used = Owned::dense(DType::F32, (1, 1));
     refused(
@@ -433,7 +433,7 @@ fn overlaps_of_every_order() {
             None,
             Stream::default(),
         ),
-        "amax overlaps x in memory; an output must have memory of its own",
+        "amax overlaps x in memory; an output must not share memory with another argument",
     );
 }
 
@@ -447,7 +447,7 @@ fn quantize(spec: BlockSpec, scales: ViewMut, given: Given) -> Result<(), Error>
 }
 
 #[test]
-fn what_packed_scales_must_be() {
+fn packed_scales_must_be_e8m0_and_contiguous() {
     let mut packed = Owned::dense(DType::F32, (1, 512));
     let spec = BlockSpec {
         block: ONE_128,
@@ -460,13 +460,13 @@ fn what_packed_scales_must_be() {
         "packed is true; it must be false with float32 scales",
     );
     let mut bytes = vec![0_u8; 1024];
-    // SAFETY: inside the memory, which is borrowed.
+    // SAFETY: the view stays inside the memory, which is borrowed mutably.
     let spread =
         unsafe { ViewMut::from_raw(bytes.as_mut_ptr(), DType::E8m0, Device::Cpu, (1, 512), (1024, 2)) };
     let spec = BlockSpec { block: MX, scale: BlockScale::E8m0(Rounding::Ceil), row_offset: 0, packed: true };
     refused(
         quantize(spec, spread, Given::default()),
-        "columnwise_scale is strided; it must be contiguous, being packed scales",
+        "columnwise_scale is strided; it must be contiguous, because scales are packed",
     );
     let (bytes, scales) = ([0_u8; 1024], Owned::dense(DType::E8m0, (4, 2)));
     let mut out = Owned::dense(DType::E8m0, (1, 512));
@@ -474,17 +474,17 @@ fn what_packed_scales_must_be() {
         ops::pack_scales(scales.view(), 7, 2, out.view_mut(), Stream::default()),
         "block_rows is 2; it must be 1 or 32",
     );
-    // SAFETY: the same.
+    // SAFETY: the view stays inside the memory, which is borrowed.
     let spread = unsafe { View::from_raw(bytes.as_ptr(), DType::E8m0, Device::Cpu, (1, 512), (1024, 2)) };
     let mut to = Owned::dense(DType::E8m0, (4, 2));
     refused(
         ops::unpack_scales(spread, 4, 1, to.view_mut(), Stream::default()),
-        "packed is strided; it must be contiguous, being packed scales",
+        "packed is strided; it must be contiguous, because scales are packed",
     );
 }
 
 #[test]
-fn what_is_given_must_be_used() {
+fn unused_given_maxima_are_an_error() {
     let spec = BlockSpec { block: MX, scale: BlockScale::E8m0(Rounding::Ceil), row_offset: 0, packed: false };
     let (amax, mut scales) = (Owned::dense(DType::F32, (4, 2)).random(1), Owned::dense(DType::E8m0, (64, 1)));
     refused(
@@ -494,7 +494,7 @@ fn what_is_given_must_be_used() {
 }
 
 #[test]
-fn block_scales_have_no_margin_and_block_maxima_known_sizes() {
+fn block_scales_reject_margins_and_block_amax_rejects_other_sizes() {
     let rule = ScaleRule { margin: 1, ..ScaleRule::default() };
     let mut scales = Owned::dense(DType::F32, (64, 1));
     let spec = BlockSpec { block: ONE_128, scale: BlockScale::F32(rule), row_offset: 0, packed: false };
@@ -505,17 +505,17 @@ fn block_scales_have_no_margin_and_block_maxima_known_sizes() {
     let (x, mut out) = (Owned::dense(DType::F32, (4, 64)).random(1), Owned::dense(DType::F32, (1, 1)));
     refused(
         ops::block_amax(x.view(), Block { rows: 64, cols: 64 }, 0, out.view_mut(), Stream::default()),
-        "block is (64, 64); it must be each of 1, 32, 128 or all",
+        "block is (64, 64); it must be made of 1, 32, 128 or all",
     );
 }
 
 #[test]
-fn numbers_at_their_bounds() {
+fn bounds_of_numbers() {
     let (amax, mut out) = (Owned::dense(DType::F32, (1, 1)), Owned::dense(DType::F32, (1, 1)));
     let mut call =
         |rule| ops::scale_from_amax(amax.view(), Fp8Format::E4m3, rule, out.view_mut(), Stream::default());
     for margin in [-127, 128] {
-        let words = format!("margin is {margin}; it must be from -126 to 127");
+        let words = format!("margin is {margin}; it must be between -126 and 127");
         refused(call(ScaleRule { margin, ..ScaleRule::default() }), &words);
     }
     for margin in [-126, 127] {
@@ -528,5 +528,5 @@ fn numbers_at_their_bounds() {
     let numbers = Numbers { seed: 0, offset: 0, stream: 0, step: None };
     let wide = (f32::MIN, f32::MAX);
     let error = ops::random_uniform(out.view_mut(), numbers, wide, Stream::default()).unwrap_err();
-    assert!(error.to_string().ends_with("and at a finite distance from it"), "{error}");
+    assert!(error.to_string().ends_with("and high - low must be finite"), "{error}");
 }

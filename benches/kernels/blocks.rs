@@ -1,4 +1,4 @@
-//! Rows of the block formats; E4M3 out.
+//! Rows of the block formats, with E4M3 outputs.
 
 use fp8rs::format::e8m0::Rounding;
 use fp8rs::layout::packed;
@@ -17,26 +17,26 @@ const MX_SQUARE: Block = Block { rows: 32, cols: 32 };
 const LINE: Block = Block { rows: 1, cols: 128 };
 const SQUARE: Block = Block { rows: 128, cols: 128 };
 
-/// The largest magnitude that random inputs have, as a maximum that is known beforehand.
+/// The largest magnitude of random inputs, used as given maximum.
 const AMAX: f32 = 2.0;
-/// A factor for columns.
-const FOLD: f32 = 1.5;
+/// The column scale.
+const COLUMN_SCALE: f32 = 1.5;
 
-/// A way to quantize.
+/// A block format and its options.
 #[derive(Clone, Copy)]
 struct Format {
     name: &'static str,
     block: Block,
     packed: bool,
-    /// Maxima are known.
+    /// Whether maxima are given.
     given: bool,
-    /// Columns have factors.
-    fold: bool,
+    /// Whether there is a column scale.
+    column_scale: bool,
 }
 
 impl Format {
     const fn new(name: &'static str, block: Block) -> Self {
-        Self { name, block, packed: false, given: false, fold: false }
+        Self { name, block, packed: false, given: false, column_scale: false }
     }
 
     fn spec(self) -> BlockSpec {
@@ -66,10 +66,10 @@ const FORMATS: [(Format, &[Directions]); 6] = [
     (Format::new("128x128", SQUARE), &[Rowwise, Both]),
     (Format::new("per_row", Block::ROW), &[Rowwise, Both]),
     (Format { given: true, ..Format::new("per_row_given", Block::ROW) }, &[Rowwise, Both]),
-    (Format { fold: true, ..Format::new("per_row_fold", Block::ROW) }, &[Rowwise, Both]),
+    (Format { column_scale: true, ..Format::new("per_row_column_scale", Block::ROW) }, &[Rowwise, Both]),
 ];
 
-/// All of them, each operation's rows one after the other.
+/// Returns all rows, grouped by operation.
 pub(crate) fn rows(plan: &Plan) -> Vec<Row> {
     let mut rows = Vec::new();
     for &case in &plan.mx {
@@ -116,7 +116,7 @@ impl Plane {
         let scales = match format.spec().scale {
             BlockScale::E8m0(_) if format.packed => o.output(E8M0, (1, packed::bytes(shape.0, grid.1))),
             BlockScale::E8m0(_) => o.output(E8M0, grid),
-            // As the GEMM on 1x128 blocks wants them.
+            // The layout that GEMMs with 1x128 blocks require.
             BlockScale::F32(_) if format.block == LINE => o.output_by_columns(F32, grid),
             BlockScale::F32(_) => o.output(F32, grid),
         };
@@ -131,7 +131,7 @@ fn quantize(case: Case, format: Format, directions: Directions) -> Row {
     let x = o.case(case);
     let rowwise = (!matches!(directions, Columnwise)).then(|| Plane::new(&mut o, format, (rows, cols)));
     let columnwise = (!matches!(directions, Rowwise)).then(|| Plane::new(&mut o, format, (cols, rows)));
-    let fold = format.fold.then(|| o.value(FOLD, (1, cols)));
+    let column_scale = format.column_scale.then(|| o.value(COLUMN_SCALE, (1, cols)));
     let direction = match directions {
         Rowwise => "rowwise",
         Columnwise => "columnwise",
@@ -144,7 +144,7 @@ fn quantize(case: Case, format: Format, directions: Directions) -> Row {
         let given = Given {
             amax: amax(rowwise),
             amax_columnwise: amax(columnwise),
-            fold: fold.map(|fold| r.view(fold)),
+            column_scale: column_scale.map(|column_scale| r.view(column_scale)),
         };
         ops::quantize_blocks(r.view(x), spec, given, rowwise.map(plane), columnwise.map(plane), r.stream())
     })
@@ -178,7 +178,7 @@ fn dequantize(case: Case) -> Row {
     })
 }
 
-/// The scales of a 1x32 plane of the case's shape, compact and packed: (shape, shape).
+/// Returns the shapes of the unpacked and the packed scales of a 1x32 plane of the case's shape.
 fn scales(case: Case) -> ((usize, usize), (usize, usize)) {
     let compact = MX.grid(case.shape.0, case.shape.1);
     (compact, (1, packed::bytes(compact.0, compact.1)))

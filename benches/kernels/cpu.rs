@@ -1,4 +1,4 @@
-//! The host: wall clock, and a copy on all threads.
+//! The host: wall clock, and a copy that uses all threads.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::time::{Duration, Instant};
@@ -12,14 +12,14 @@ pub(crate) struct Cpu;
 
 const SHAPE: (usize, usize) = (4096, 4096);
 
-/// Where allocations begin: on a cache line.
+/// Alignment of allocations: a cache line.
 const ALIGN: usize = 64;
 
-/// What a thread copies at once.
+/// Bytes that a thread copies at a time.
 const PART: usize = 1 << 20;
 
 fn layout(bytes: usize) -> Layout {
-    Layout::from_size_align(bytes.max(1), ALIGN).expect("a size that an allocation can have")
+    Layout::from_size_align(bytes.max(1), ALIGN).expect("the size of an operand is a valid allocation size")
 }
 
 impl Machine for Cpu {
@@ -59,7 +59,7 @@ impl Machine for Cpu {
 
     fn allocate(&self, bytes: usize) -> *mut u8 {
         let layout = layout(bytes);
-        // SAFETY: the layout has a size.
+        // SAFETY: the size of the layout is not zero.
         let at = unsafe { alloc_zeroed(layout) };
         if at.is_null() {
             handle_alloc_error(layout);
@@ -68,18 +68,19 @@ impl Machine for Cpu {
     }
 
     unsafe fn free(&self, at: *mut u8, bytes: usize) {
-        // SAFETY: the caller says that `at` is from `allocate`, which had this layout.
+        // SAFETY: the caller guarantees that `at` comes from `allocate`, which used this layout.
         unsafe { dealloc(at, layout(bytes)) }
     }
 
     unsafe fn write(&self, to: *mut u8, from: &[u8]) {
-        // SAFETY: the caller says that there is room, which no slice of the host's shares.
+        // SAFETY: the caller guarantees that `to` has space for the bytes. Memory of `allocate` does not
+        // overlap slices.
         unsafe { to.copy_from_nonoverlapping(from.as_ptr(), from.len()) }
     }
 
     unsafe fn copy(&self, to: *mut u8, from: *const u8, bytes: usize) {
-        // SAFETY: the caller says that both are there and do not overlap; memory of `allocate` is
-        // initialized.
+        // SAFETY: the caller guarantees that both ranges are valid and do not overlap. Memory of `allocate`
+        // is initialized.
         let (to, from) =
             unsafe { (std::slice::from_raw_parts_mut(to, bytes), std::slice::from_raw_parts(from, bytes)) };
         let parts = to.par_chunks_mut(PART).zip(from.par_chunks(PART));

@@ -1,11 +1,12 @@
-//! The first CUDA device, through the driver: the primary context, which is the library's too, one stream of
-//! its own, and events for the time.
+//! The first CUDA device, through the driver API: the primary context, which the library uses as well, a
+//! separate stream, and events to measure time.
 //!
-//! What holds:
-//! - The context is made current on the thread that opens the machine, and criterion runs everything there.
-//! - Memory comes from the driver, which aligns it to 256 bytes: what the fastest kernels want.
-//! - Rounds are queued one after the other without waiting, between two events. So a kernel that takes less
-//!   time than its launch (some microseconds) shows the launch.
+//! Invariants:
+//! - The context is made current on the thread that opens the machine, and criterion runs everything on that
+//!   thread.
+//! - The driver aligns memory to 256 bytes, which the fastest kernels require.
+//! - Rounds are queued one after the other without waiting, between two events. If a kernel takes less time
+//!   than its launch (some microseconds), the launch is measured.
 
 use std::ffi::{CStr, c_int};
 use std::time::Duration;
@@ -17,7 +18,7 @@ use fp8rs::{DType, Device, Stream};
 use crate::machine::{Case, Machine, Plan};
 
 const SHAPE: (usize, usize) = (8192, 8192);
-/// The tokens of two long sequences by the hidden size of Llama-3-8B's feed-forward layer.
+/// The number of tokens of two long sequences by the hidden size of Llama-3-8B's feed-forward layer.
 const LARGE: (usize, usize) = (16384, 14336);
 
 pub(crate) struct Cuda {
@@ -26,13 +27,13 @@ pub(crate) struct Cuda {
     end: sys::CUevent,
 }
 
-/// The driver's words for a code that is not success.
+/// Returns the driver's message for an error code.
 fn check(call: &str, code: sys::CUresult) -> Result<(), String> {
     if code == sys::CUresult::CUDA_SUCCESS {
         return Ok(());
     }
     let mut text = std::ptr::null();
-    // SAFETY: the library is loaded, since it has returned `code`; `text` is a place to write to.
+    // SAFETY: the library is loaded, since it returned `code`. `text` is a valid place for the result.
     let known = unsafe { sys::cuGetErrorString(code, &raw mut text) } == sys::CUresult::CUDA_SUCCESS;
     if !known || text.is_null() {
         return Err(format!("{call}: error {}", code as u32));
@@ -41,7 +42,7 @@ fn check(call: &str, code: sys::CUresult) -> Result<(), String> {
     Err(format!("{call}: {}", unsafe { CStr::from_ptr(text) }.to_string_lossy()))
 }
 
-/// Fails the benchmark: what the driver refuses here is a mistake of the benchmark, or a full device.
+/// Fails the benchmark. A driver error here is a bug of the benchmark, or the device is out of memory.
 fn must(call: &str, code: sys::CUresult) {
     if let Err(message) = check(call, code) {
         panic!("{message}");
@@ -49,19 +50,19 @@ fn must(call: &str, code: sys::CUresult) {
 }
 
 impl Cuda {
-    /// The first device, or why there is none that runs the kernels.
+    /// Opens the first device, or returns the reason why the kernels cannot run.
     pub(crate) fn open() -> Result<Self, String> {
-        // SAFETY: only asks whether the library can be opened.
+        // SAFETY: the call only checks whether the library can be opened.
         if !unsafe { sys::is_culib_present() } {
             return Err("there is no CUDA driver on this machine".into());
         }
         let (mut count, mut device): (c_int, sys::CUdevice) = (0, 0);
-        // SAFETY: the library is there; both pointers are to locals that outlive the calls.
+        // SAFETY: the library is loaded, and both pointers are to locals that outlive the calls.
         unsafe {
             check("cuInit", sys::cuInit(0))?;
             check("cuDeviceGetCount", sys::cuDeviceGetCount(&raw mut count))?;
             if count == 0 {
-                return Err("the CUDA driver shows no device".into());
+                return Err("the CUDA driver reports no device".into());
             }
             check("cuDeviceGet", sys::cuDeviceGet(&raw mut device, 0))?;
         }
@@ -74,15 +75,15 @@ impl Cuda {
         let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         if (major, minor) < (8, 9) {
-            return Err(format!("the device has compute capability {major}.{minor}, and FP8 takes 8.9"));
+            return Err(format!("the device has compute capability {major}.{minor}, and FP8 requires 8.9"));
         }
         let mut context = std::ptr::null_mut();
         let (mut stream, mut begin, mut end) =
             (std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut());
         let apart = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         let timed = sys::CUevent_flags::CU_EVENT_DEFAULT as u32;
-        // SAFETY: every pointer is to a local that outlives the call; the stream and the events are made in
-        // the context that is current by then. All four live as long as the process.
+        // SAFETY: every pointer is to a local that outlives the call. The stream and the events are created
+        // in the context that was made current before. All four live as long as the process.
         unsafe {
             check("cuDevicePrimaryCtxRetain", sys::cuDevicePrimaryCtxRetain(&raw mut context, device))?;
             check("cuCtxSetCurrent", sys::cuCtxSetCurrent(context))?;
@@ -104,7 +105,7 @@ impl Machine for Cuda {
     }
 
     fn stream(&self) -> Stream {
-        // SAFETY: a stream of this device, which lives as long as the benchmark.
+        // SAFETY: the stream belongs to this device and lives as long as the benchmark.
         unsafe { Stream::from_raw(self.stream.cast()) }
     }
 
@@ -126,13 +127,13 @@ impl Machine for Cuda {
 
     fn time(&self, rounds: u64, round: &mut dyn FnMut()) -> Duration {
         let mut milliseconds = 0.0;
-        // SAFETY: the events and the stream are alive, and of the current context.
+        // SAFETY: the event and the stream are alive and belong to the current context.
         must("cuEventRecord", unsafe { sys::cuEventRecord(self.begin, self.stream) });
         for _ in 0..rounds {
             round();
         }
-        // SAFETY: as above; both events have been recorded, and the later one has come to pass, when the time
-        // between them is asked for.
+        // SAFETY: the events and the stream are alive and belong to the current context. Both events were
+        // recorded, and the later one is complete, when the time between them is read.
         unsafe {
             must("cuEventRecord", sys::cuEventRecord(self.end, self.stream));
             must("cuEventSynchronize", sys::cuEventSynchronize(self.end));
@@ -144,7 +145,7 @@ impl Machine for Cuda {
 
     fn allocate(&self, bytes: usize) -> *mut u8 {
         let mut at = 0;
-        // SAFETY: the context is current; the fill is of the memory just made, and done when this returns.
+        // SAFETY: the context is current. The fill covers the new memory and is complete when this returns.
         unsafe {
             must("cuMemAlloc", sys::cuMemAlloc_v2(&raw mut at, bytes.max(1)));
             must("cuMemsetD8Async", sys::cuMemsetD8Async(at, 0, bytes, self.stream));
@@ -154,7 +155,8 @@ impl Machine for Cuda {
     }
 
     unsafe fn free(&self, at: *mut u8, _: usize) {
-        // SAFETY: the caller says that `at` is from `allocate`; nothing on the stream uses it any more.
+        // SAFETY: the caller guarantees that `at` comes from `allocate`. After the synchronization, no work
+        // uses it.
         unsafe {
             must("cuStreamSynchronize", sys::cuStreamSynchronize(self.stream));
             must("cuMemFree", sys::cuMemFree_v2(at as u64));
@@ -162,7 +164,8 @@ impl Machine for Cuda {
     }
 
     unsafe fn write(&self, to: *mut u8, from: &[u8]) {
-        // SAFETY: the caller says that there is room; the slice is alive until the copy is done.
+        // SAFETY: the caller guarantees that `to` has space for the bytes. The slice is alive until the copy
+        // is complete.
         unsafe {
             let code = sys::cuMemcpyHtoDAsync_v2(to as u64, from.as_ptr().cast(), from.len(), self.stream);
             must("cuMemcpyHtoDAsync", code);
@@ -171,7 +174,7 @@ impl Machine for Cuda {
     }
 
     unsafe fn copy(&self, to: *mut u8, from: *const u8, bytes: usize) {
-        // SAFETY: the caller says that both are there, and do not overlap.
+        // SAFETY: the caller guarantees that both ranges are valid and do not overlap.
         let code = unsafe { sys::cuMemcpyDtoDAsync_v2(to as u64, from as u64, bytes, self.stream) };
         must("cuMemcpyDtoDAsync", code);
     }

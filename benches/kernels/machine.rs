@@ -1,52 +1,53 @@
-//! What a device must do for its kernels to be timed: allocate, fill, copy, run rounds and time them.
+//! The interface of a device on which kernels are timed: allocate, fill, copy, run rounds and time them.
 
 use std::time::Duration;
 
 use fp8rs::{DType, Device, Stream};
 use half::{bf16, f16};
 
-/// A device and how to time work on it.
+/// A device, and how to time work on it.
 pub(crate) trait Machine {
-    /// The part of a benchmark's name that says where it ran.
+    /// Returns the part of a benchmark's name that identifies the device.
     fn name(&self) -> &'static str;
 
-    /// The device of the views.
+    /// Returns the device of the views.
     fn device(&self) -> Device;
 
-    /// Where operations queue their work.
+    /// Returns the stream on which operations queue their work.
     fn stream(&self) -> Stream;
 
-    /// What is timed here, and for how long.
+    /// Returns the inputs of the benchmarks on this machine, and their duration.
     fn plan(&self) -> Plan;
 
-    /// The time of `rounds` calls of `round`, which queue work (or do it, on the host).
+    /// Returns the time of `rounds` calls of `round`, which queue work (or do it, on the host).
     fn time(&self, rounds: u64, round: &mut dyn FnMut()) -> Duration;
 
-    /// Memory that holds zeros, for [`Machine::free`]. It begins at a multiple of 64 bytes, as torch's does.
+    /// Allocates zeroed memory, to be freed with [`Machine::free`]. It is aligned to 64 bytes, as torch's is.
     fn allocate(&self, bytes: usize) -> *mut u8;
 
-    /// Gives memory back, after the work that was queued.
+    /// Frees memory after the queued work is done.
     ///
     /// # Safety
-    /// `at` is from [`Machine::allocate`] with as many bytes, and is not used afterwards.
+    /// `at` must come from [`Machine::allocate`] with the same number of bytes, and must not be used
+    /// afterwards.
     unsafe fn free(&self, at: *mut u8, bytes: usize);
 
-    /// Writes host bytes, and returns when they are there.
+    /// Writes host bytes, and returns when they have been written.
     ///
     /// # Safety
-    /// `to` has room for them in memory of this machine.
+    /// `to` must point to memory of this machine with space for the bytes.
     unsafe fn write(&self, to: *mut u8, from: &[u8]);
 
-    /// Queues a copy: the fastest way that the platform offers.
+    /// Queues a copy, by the fastest method of the platform.
     ///
     /// # Safety
-    /// Both are `bytes` of this machine's memory, and do not overlap.
+    /// Both must point to `bytes` bytes of this machine's memory, and must not overlap.
     unsafe fn copy(&self, to: *mut u8, from: *const u8, bytes: usize);
 }
 
-/// How many copies of a row's operands, of `bytes` together, rounds take turns with, so that caches hold
-/// nothing of the next round's: 180 MB of them, which is three times the L2 of an H200, and at least three.
-/// Rows of a few bytes, which show what a call costs, get no more than 64.
+/// Returns the number of copies of a row's operands (`bytes` in total) that rounds alternate between, so that
+/// caches do not hold the operands of the next round: 180 MB, three times the L2 of an H200, and at least
+/// three copies. Rows of a few bytes, which measure the cost of a call, get at most 64.
 pub(crate) fn copies(bytes: usize) -> usize {
     (180_000_000 / bytes.max(1) + 1).clamp(3, 64)
 }
@@ -58,14 +59,14 @@ pub(crate) struct Case {
     pub(crate) shape: (usize, usize),
 }
 
-/// Which inputs each kind of row has on a machine, and how long a benchmark takes.
+/// The inputs of each kind of row on a machine, and the duration of a benchmark.
 pub(crate) struct Plan {
     /// Per-tensor operations.
     pub(crate) tensorwise: Vec<Case>,
-    /// Those whose speed the others build on: amax and the casts with a known scale.
+    /// Operations whose speed limits that of others: amax and casts with a given scale.
     pub(crate) basic: Vec<Case>,
-    /// Operations on lists, which cut it into as many matrices as a model has weights. Calls of them take
-    /// the host longer, so that a GPU needs more elements to be kept busy.
+    /// Operations on lists, which split the input into as many matrices as a model has weights. Calls take
+    /// longer on the host, so a GPU needs more elements to be busy.
     pub(crate) lists: Vec<Case>,
     /// Block formats.
     pub(crate) blocks: Vec<Case>,
@@ -75,7 +76,7 @@ pub(crate) struct Plan {
     pub(crate) measurement: Duration,
 }
 
-/// Memory of a machine, given back when dropped.
+/// Memory of a machine, freed when dropped.
 pub(crate) struct Buffer<'m> {
     machine: &'m dyn Machine,
     at: *mut u8,
@@ -83,7 +84,8 @@ pub(crate) struct Buffer<'m> {
 }
 
 impl<'m> Buffer<'m> {
-    /// `bytes` (at least one) that hold `pattern` again and again, or zeros where it is empty.
+    /// Allocates `bytes` (at least one) and fills them with repetitions of `pattern`, or with zeros if it is
+    /// empty.
     pub(crate) fn new(machine: &'m dyn Machine, bytes: usize, pattern: &[u8]) -> Self {
         let at = machine.allocate(bytes);
         let mut filled = pattern.len().min(bytes);
@@ -93,7 +95,8 @@ impl<'m> Buffer<'m> {
         }
         while 0 < filled && filled < bytes {
             let more = filled.min(bytes - filled);
-            // SAFETY: the first `filled` bytes and the `more` after them are inside and do not overlap.
+            // SAFETY: the first `filled` bytes and the `more` bytes after them are inside the memory and do
+            // not overlap.
             unsafe { machine.copy(at.wrapping_add(filled), at, more) };
             filled += more;
         }
@@ -107,28 +110,28 @@ impl<'m> Buffer<'m> {
 
 impl Drop for Buffer<'_> {
     fn drop(&mut self) {
-        // SAFETY: allocated by this machine with as many bytes; a buffer outlives the views of it.
+        // SAFETY: this machine allocated as many bytes, and a buffer outlives its views.
         unsafe { self.machine.free(self.at, self.bytes) }
     }
 }
 
-/// What an operand holds before the first round.
+/// The initial contents of an operand.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Fill {
     Zeros,
-    /// fp32, all the same.
+    /// fp32, all elements equal.
     Value(f32),
-    /// Near to a normal distribution, no value special; FP8 codes without NaN; E8M0 scales near one. Zeros
-    /// would draw less power on a GPU, and run faster.
+    /// Close to a normal distribution, without special values. FP8 codes are not NaN, and E8M0 scales are
+    /// near one. Zeros would draw less power on a GPU and therefore run faster.
     Random,
 }
 
 impl Fill {
-    /// Random data repeats after this many elements: making more on the host would take longer than the
-    /// benchmark.
+    /// Random data repeats after this many elements, because generating more on the host would take longer
+    /// than the benchmark.
     const PERIOD: usize = 1 << 22;
 
-    /// The bytes of (the first) `count` elements; none for zeros.
+    /// Returns the bytes of the first `count` elements, or nothing for zeros.
     pub(crate) fn pattern(self, dtype: DType, count: usize) -> Vec<u8> {
         let count = count.min(Self::PERIOD);
         let mut random = Random(0);
@@ -142,7 +145,7 @@ impl Fill {
             (Self::Random, DType::F16) => {
                 (0..count).flat_map(|_| f16::from_f32(random.value()).to_ne_bytes()).collect()
             }
-            // A byte that is NaN in E4M3 (0x7F, 0xFF) becomes the largest finite one.
+            // NaN codes of E4M3 (0x7F, 0xFF) become the largest finite code.
             (Self::Random, DType::E4m3 | DType::E5m2) => {
                 let codes = (0..count).map(|_| (random.bits() >> 56) as u8);
                 codes.map(|code| if code & 0x7F == 0x7F { code ^ 1 } else { code }).collect()
@@ -152,7 +155,7 @@ impl Fill {
     }
 }
 
-/// splitmix64: a few operations a number, and good enough to look at.
+/// splitmix64, which needs few operations per number and is random enough for this purpose.
 struct Random(u64);
 
 impl Random {
@@ -163,7 +166,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// The sum of four uniform numbers: within (-2, 2).
+    /// Returns the sum of four uniform numbers, shifted to [-2, 2).
     fn value(&mut self) -> f32 {
         let bits = self.bits();
         let sum: f32 = (0..4).map(|part| ((bits >> (16 * part)) & 0xFFFF) as f32).sum();

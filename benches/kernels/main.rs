@@ -1,15 +1,14 @@
-//! Kernel benchmarks: one table of operations, which every device runs, and beside each row a copy of the
-//! same bytes on the same device in the same run.
+//! Kernel benchmarks: one table of operations, which every device runs. Each row is compared with a copy of
+//! the same number of bytes on the same device in the same run.
 //!
-//! - `tensorwise`, `blocks`: the table. A row declares its operands and calls an operation over views of
-//!   them.
-//! - `row`: what a row is. `machine`: what a device must do to run it. `cpu`, `cuda`: the devices.
+//! - `tensorwise`, `blocks`: the table. A row declares its operands and calls an operation on views of them.
+//! - `row`: the row type. `machine`: the interface of a device. `cpu`, `cuda`: the devices.
 //!
-//! A group is an operation; a benchmark is `operation/device/what`. `cargo bench -- quantize/cpu` runs a
-//! part, `cargo bench -- cuda` one device. Throughput is in bytes read and written: each operand once. After
-//! a row comes its fraction of the copy's throughput.
+//! A group is an operation, and a benchmark is `operation/device/what`. `cargo bench -- quantize/cpu` runs a
+//! part, and `cargo bench -- cuda` one device. Throughput counts bytes read and written, each operand once.
+//! After each row, its throughput is printed as a fraction of the copy's.
 //!
-//! Where there is no CUDA device, its rows are skipped, and one line says so.
+//! If there is no CUDA device, its rows are skipped with a message.
 
 mod blocks;
 mod cpu;
@@ -47,7 +46,7 @@ fn cuda() -> Result<Box<dyn Machine>, String> {
     Err("this build has no CUDA backend (feature \"cuda\")".into())
 }
 
-/// The table on one machine.
+/// Runs the table on one machine.
 fn run(c: &mut Criterion, machine: &dyn Machine) {
     let plan = machine.plan();
     let mut rows = tensorwise::rows(&plan);
@@ -68,14 +67,14 @@ fn run(c: &mut Criterion, machine: &dyn Machine) {
     }
 }
 
-/// One benchmark; gives its median throughput in bytes a second, unless it is filtered out.
+/// Runs one benchmark. Returns its median throughput in bytes per second, or None if it is filtered out.
 fn bench(group: &mut BenchmarkGroup<WallTime>, machine: &dyn Machine, row: &Row) -> Option<f64> {
     let bytes = row.bytes();
     let mut ready: Option<Ready> = None;
     let mut speeds = Vec::new();
     group.throughput(Throughput::BytesDecimal(bytes as u64));
     group.bench_function(BenchmarkId::new(machine.name(), &row.name), |b| {
-        // Memory is made for the rows that run, while they do.
+        // Memory is allocated only for rows that run, and only while they run.
         let ready = ready.get_or_insert_with(|| row.prepare(machine));
         b.iter_custom(|rounds| {
             let took = machine.time(rounds, &mut || ready.run());
@@ -83,7 +82,7 @@ fn bench(group: &mut BenchmarkGroup<WallTime>, machine: &dyn Machine, row: &Row)
             took
         });
     });
-    // The samples come after the warm-up; there are none where benchmarks are only tested or listed.
+    // The samples come after the warm-up. There are none if benchmarks are only tested or listed.
     let mut samples = speeds.split_off(speeds.len().checked_sub(SAMPLES)?);
     samples.sort_by(f64::total_cmp);
     Some(samples[SAMPLES / 2])

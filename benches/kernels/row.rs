@@ -1,26 +1,26 @@
-//! A row of the table: the operands of an operation, declared once, and a call of it over views of them. The
-//! same row runs on any machine.
+//! A row of the table declares the operands of an operation once, and calls the operation on views of them.
+//! The same row runs on any machine.
 
 use fp8rs::{DType, Error, Stream, View, ViewMut};
 
 use crate::machine::{Buffer, Case, Fill, Machine, copies};
 
-/// What a row calls in each round.
+/// The call of a row in each round.
 type Call = Box<dyn Fn(&Round) -> Result<(), Error>>;
 
 /// One benchmark.
 pub(crate) struct Row {
-    /// The operation, which names the group.
+    /// The operation, which is the name of the group.
     pub(crate) op: &'static str,
-    /// What tells it from the other rows of the operation.
+    /// The name of the row within the group.
     pub(crate) name: String,
     operands: Vec<Operand>,
     call: Call,
 }
 
 impl Row {
-    /// A copy that reads and writes `bytes` together, to compare a row with; in whole units of 16 bytes,
-    /// as the row's own large operands are.
+    /// Creates a row that copies, reading and writing `bytes` in total, to compare other rows with. Sizes are
+    /// multiples of 16 bytes, as those of the large operands are.
     pub(crate) fn copy(bytes: usize) -> Self {
         let mut o = Operands::default();
         let half = (1, (bytes / 32).max(1) * 16);
@@ -31,12 +31,13 @@ impl Row {
         })
     }
 
-    /// The bytes of all operands: what must be read and written once.
+    /// Returns the bytes of all operands, each of which must be read or written once.
     pub(crate) fn bytes(&self) -> usize {
         self.operands.iter().map(Operand::bytes).sum()
     }
 
-    /// The row's memory on a machine, ready to run: its kernels are loaded, and every page has been touched.
+    /// Allocates the row's memory on a machine and runs it once, so that kernels are loaded and all pages are
+    /// touched.
     pub(crate) fn prepare<'m>(&'m self, machine: &'m dyn Machine) -> Ready<'m> {
         let copies = copies(self.bytes());
         let operand = |operand: &'m Operand| {
@@ -51,7 +52,8 @@ impl Row {
     }
 }
 
-/// Bytes in three significant digits, so that sizes which differ only by a few scales share a copy.
+/// Formats a number of bytes with three significant digits, so that sizes that differ only by a few scales
+/// share a copy.
 pub(crate) fn size(bytes: usize) -> String {
     let (value, unit) = match bytes as f64 {
         bytes if bytes < 1e6 => (bytes / 1e3, "kB"),
@@ -79,11 +81,11 @@ impl Operand {
     }
 }
 
-/// The name of an operand in its row.
+/// Identifies an operand in its row.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Id(usize);
 
-/// The operands of a row that is being made.
+/// The operands of a row under construction.
 #[derive(Default)]
 pub(crate) struct Operands(Vec<Operand>);
 
@@ -93,34 +95,34 @@ impl Operands {
         Id(self.0.len() - 1)
     }
 
-    /// A contiguous matrix of random data.
+    /// Adds a contiguous matrix of random data.
     pub(crate) fn input(&mut self, dtype: DType, shape: (usize, usize)) -> Id {
         self.add(dtype, shape, Fill::Random)
     }
 
-    /// The matrix that a case says.
+    /// Adds the input of a case.
     pub(crate) fn case(&mut self, case: Case) -> Id {
         self.input(case.dtype, case.shape)
     }
 
-    /// A contiguous matrix of fp32, every element `value`.
+    /// Adds a contiguous fp32 matrix whose elements are all `value`.
     pub(crate) fn value(&mut self, value: f32, shape: (usize, usize)) -> Id {
         self.add(DType::F32, shape, Fill::Value(value))
     }
 
-    /// A contiguous matrix to write to.
+    /// Adds a contiguous matrix to write to.
     pub(crate) fn output(&mut self, dtype: DType, shape: (usize, usize)) -> Id {
         self.add(dtype, shape, Fill::Zeros)
     }
 
-    /// A matrix to write to whose columns have contiguous elements.
+    /// Adds a matrix to write to whose columns are contiguous.
     pub(crate) fn output_by_columns(&mut self, dtype: DType, shape: (usize, usize)) -> Id {
         let id = self.output(dtype, shape);
         self.0[id.0].strides = (1, shape.0 as isize);
         id
     }
 
-    /// The row of these operands.
+    /// Creates the row with these operands.
     pub(crate) fn row(
         self,
         op: &'static str,
@@ -138,14 +140,14 @@ pub(crate) struct Ready<'m> {
 }
 
 impl Ready<'_> {
-    /// One call, with the next copy of the operands.
+    /// Calls the operation with the next copy of the operands.
     pub(crate) fn run(&mut self) {
         self.round.turn = self.round.turn.wrapping_add(1);
         (self.call)(&self.round).expect("the row's operands fit the operation");
     }
 }
 
-/// The operands as a call sees them.
+/// The operands of one call.
 pub(crate) struct Round<'m> {
     machine: &'m dyn Machine,
     operands: Vec<(&'m Operand, Vec<Buffer<'m>>)>,
@@ -162,41 +164,48 @@ impl Round<'_> {
         (operand, buffers[self.turn % buffers.len()].at())
     }
 
-    /// An operand to read.
+    /// Returns a view of an operand to read.
     pub(crate) fn view(&self, id: Id) -> View<'_> {
         let (Operand { dtype, shape, strides, .. }, at) = self.operand(id);
-        // SAFETY: the buffer holds the elements on this device, and is freed after the work queued with it.
+        // SAFETY: the buffer holds the elements on this device, and is freed after the work that was queued
+        // with it.
         unsafe { View::from_raw(at, *dtype, self.machine.device(), *shape, *strides) }
     }
 
-    /// An operand to write; for one argument of one call, which refuses outputs that overlap.
+    /// Returns a view of an operand to write to. It must be used for one argument of one call; calls return
+    /// an error if outputs overlap.
     pub(crate) fn out(&self, id: Id) -> ViewMut<'_> {
         let (Operand { dtype, shape, strides, .. }, at) = self.operand(id);
-        // SAFETY: as above; a call is the only user of this round's memory.
+        // SAFETY: the buffer holds the elements on this device, and is freed after the work that was queued
+        // with it. Only one call uses this round's memory.
         unsafe { ViewMut::from_raw(at, *dtype, self.machine.device(), *shape, *strides) }
     }
 
-    /// A contiguous operand to read, cut into `count` matrices of as many rows.
+    /// Returns views of a contiguous operand to read, split into `count` matrices with the same number of
+    /// rows.
     pub(crate) fn views(&self, id: Id, count: usize) -> Vec<View<'_>> {
         let (Operand { dtype, shape, strides, .. }, at) = self.operand(id);
         let part = (shape.0 / count, shape.1);
         let bytes = part.0 * part.1 * dtype.size();
         let device = self.machine.device();
         let view = |i| {
-            // SAFETY: as above; part `i` is inside the matrix.
+            // SAFETY: part `i` is inside the buffer, which is on this device and is freed after the work that
+            // was queued with it.
             unsafe { View::from_raw(at.wrapping_add(i * bytes), *dtype, device, part, *strides) }
         };
         (0..count).map(view).collect()
     }
 
-    /// A contiguous operand to write, cut into `count` matrices of as many rows.
+    /// Returns views of a contiguous operand to write to, split into `count` matrices with the same number of
+    /// rows.
     pub(crate) fn outs(&self, id: Id, count: usize) -> Vec<ViewMut<'_>> {
         let (Operand { dtype, shape, strides, .. }, at) = self.operand(id);
         let part = (shape.0 / count, shape.1);
         let bytes = part.0 * part.1 * dtype.size();
         let device = self.machine.device();
         let out = |i| {
-            // SAFETY: as above; part `i` is inside the matrix, and the parts do not overlap.
+            // SAFETY: part `i` is inside the buffer, which is on this device and is freed after the work that
+            // was queued with it. The parts do not overlap.
             unsafe { ViewMut::from_raw(at.wrapping_add(i * bytes), *dtype, device, part, *strides) }
         };
         (0..count).map(out).collect()
@@ -204,7 +213,7 @@ impl Round<'_> {
 
     fn copy(&self, to: Id, from: Id) {
         let ((operand, to), (_, from)) = (self.operand(to), self.operand(from));
-        // SAFETY: two operands of one size, each with its own buffer.
+        // SAFETY: the operands have the same size, and each has its own buffer.
         unsafe { self.machine.copy(to, from, operand.bytes()) }
     }
 }

@@ -1,4 +1,4 @@
-//! Rows of the per-tensor operations; E4M3 out.
+//! Rows of the per-tensor operations, with E4M3 outputs.
 
 use fp8rs::{Block, DType, Fp8Format, ScaleRule, ops};
 
@@ -9,14 +9,15 @@ const E4M3: DType = DType::E4m3;
 const F32: DType = DType::F32;
 const ONE: (usize, usize) = (1, 1);
 
-/// Matrices that an input is cut into where an operation takes a list: more than the short lists' kernels take.
+/// Number of matrices that the input of a list operation is split into. It is larger than the short list
+/// kernels support.
 const LIST: usize = 128;
-/// The weights of a model, for the operation on their scales.
+/// Number of weights of a model, for the operation on their scales.
 const WEIGHTS: usize = 256;
 
 type MakeRow = fn(Case) -> Row;
 
-/// All of them, each operation's rows one after the other.
+/// Returns all rows, grouped by operation.
 pub(crate) fn rows(plan: &Plan) -> Vec<Row> {
     let ops: [(&[Case], MakeRow); 12] = [
         (&plan.basic, amax),
@@ -40,7 +41,7 @@ fn name(Case { dtype, shape }: Case) -> String {
     format!("{dtype}/{}x{}", shape.0, shape.1)
 }
 
-fn turned((rows, cols): (usize, usize)) -> (usize, usize) {
+fn transposed((rows, cols): (usize, usize)) -> (usize, usize) {
     (cols, rows)
 }
 
@@ -64,7 +65,7 @@ fn quantize(case: Case, both: bool) -> Row {
     let mut o = Operands::default();
     let (x, scale) = (o.case(case), o.value(0.01, ONE));
     let rowwise = o.output(E4M3, case.shape);
-    let columnwise = both.then(|| o.output(E4M3, turned(case.shape)));
+    let columnwise = both.then(|| o.output(E4M3, transposed(case.shape)));
     o.row(if both { "quantize_both" } else { "quantize" }, name(case), move |r| {
         let columnwise = columnwise.map(|out| r.out(out));
         ops::quantize(r.view(x), r.view(scale), Some(r.out(rowwise)), columnwise, r.stream())
@@ -76,7 +77,7 @@ fn quantize_delayed(case: Case, both: bool) -> Row {
     let (x, scale) = (o.case(case), o.value(0.01, ONE));
     let (amax, used) = (o.output(F32, ONE), o.output(F32, ONE));
     let rowwise = o.output(E4M3, case.shape);
-    let columnwise = both.then(|| o.output(E4M3, turned(case.shape)));
+    let columnwise = both.then(|| o.output(E4M3, transposed(case.shape)));
     o.row(if both { "quantize_delayed_both" } else { "quantize_delayed" }, name(case), move |r| {
         let (rowwise, columnwise) = (Some(r.out(rowwise)), columnwise.map(|out| r.out(out)));
         let (amax, used) = (r.out(amax), r.out(used));
@@ -84,12 +85,12 @@ fn quantize_delayed(case: Case, both: bool) -> Row {
     })
 }
 
-/// Its bytes count the input once, though it is read for the maximum and again for the codes.
+/// Counts the bytes of the input once, although it is read for the maximum and again for the codes.
 fn quantize_current(case: Case, both: bool) -> Row {
     let mut o = Operands::default();
     let (x, scale) = (o.case(case), o.output(F32, ONE));
     let rowwise = o.output(E4M3, case.shape);
-    let columnwise = both.then(|| o.output(E4M3, turned(case.shape)));
+    let columnwise = both.then(|| o.output(E4M3, transposed(case.shape)));
     o.row(if both { "quantize_current_both" } else { "quantize_current" }, name(case), move |r| {
         let (rowwise, columnwise) = (Some(r.out(rowwise)), columnwise.map(|out| r.out(out)));
         let rule = ScaleRule::default();
@@ -100,7 +101,7 @@ fn quantize_current(case: Case, both: bool) -> Row {
 fn transpose(case: Case) -> Row {
     let case = Case { dtype: E4M3, ..case };
     let mut o = Operands::default();
-    let (codes, out) = (o.case(case), o.output(E4M3, turned(case.shape)));
+    let (codes, out) = (o.case(case), o.output(E4M3, transposed(case.shape)));
     o.row("transpose", name(case), move |r| ops::transpose(r.view(codes), r.out(out), r.stream()))
 }
 

@@ -1,15 +1,15 @@
 //! Elements and rows of a matrix in memory.
 //!
-//! Whoever made a view vouched for each of its elements (`View::from_raw`), and `ops` has refused null,
-//! misaligned and overlapping ones. What a caller here vouches for is to stay inside the matrix, while its view
-//! lives, and that no two threads have one element of an output.
+//! The creator of a view guarantees that each of its elements is valid (`View::from_raw`), and `ops` has
+//! rejected null, misaligned and overlapping views. A caller of this module guarantees that it stays inside
+//! the matrix while the matrix's view is alive, and that no two threads access the same element of an output.
 
 use std::ops::Range;
 
 use crate::layout::Matrix;
 
 impl Matrix {
-    /// The address of an element. Not dereferenced, so any indices are safe.
+    /// Returns the address of an element. The address is not dereferenced, so any indices are safe.
     #[inline(always)]
     pub(super) fn at(&self, row: usize, col: usize) -> *mut u8 {
         let offset = row as isize * self.row_stride + col as isize * self.col_stride;
@@ -19,30 +19,32 @@ impl Matrix {
     /// Reads an element.
     ///
     /// # Safety
-    /// The view that the matrix is of must be alive and its memory on the host, `row` and `col` inside, and `T` of
-    /// the size of the dtype, and any bits a value of it. Nobody may write to the element meanwhile.
+    /// The view of the matrix must be alive, and its memory must be on the host. `row` and `col` must be
+    /// inside the matrix. `T` must have the size of the dtype, and any bits must be a valid `T`. No other
+    /// code may write to the element at the same time.
     #[inline(always)]
     pub(super) unsafe fn read<T: Copy>(&self, row: usize, col: usize) -> T {
         debug_assert!(row < self.rows && col < self.cols && size_of::<T>() == self.dtype.size());
-        // SAFETY: an element of the matrix, for which the caller vouches.
+        // SAFETY: the caller guarantees that this is an element of the matrix and readable.
         unsafe { self.at(row, col).cast::<T>().read() }
     }
 
     /// Writes an element.
     ///
     /// # Safety
-    /// As for [`Self::read`], of a view to write to; nobody else may use the element meanwhile.
+    /// The requirements of [`Self::read`] apply. The view must be writable, and no other code may access the
+    /// element at the same time.
     #[inline(always)]
     pub(super) unsafe fn write<T: Copy>(&self, row: usize, col: usize, value: T) {
         debug_assert!(row < self.rows && col < self.cols && size_of::<T>() == self.dtype.size());
-        // SAFETY: an element of the matrix, for which the caller vouches.
+        // SAFETY: the caller guarantees that this is an element of the matrix and writable.
         unsafe { self.at(row, col).cast::<T>().write(value) }
     }
 
-    /// Elements of a row, copied into `buffer` where they are not next to each other.
+    /// Returns elements of a row. If they are not contiguous, they are copied to `buffer`.
     ///
     /// # Safety
-    /// As for [`Self::read`], of each of the elements, for as long as the slice lives.
+    /// The requirements of [`Self::read`] apply to each of the elements for as long as the slice lives.
     #[inline(always)]
     pub(super) unsafe fn row<'a, T: Copy>(
         &self,
@@ -52,16 +54,16 @@ impl Matrix {
     ) -> &'a [T] {
         debug_assert!(row < self.rows && cols.end <= self.cols && size_of::<T>() == self.dtype.size());
         if self.col_stride == 1 || cols.len() == 1 {
-            // SAFETY: these elements of the matrix are contiguous; the caller vouches for the rest.
+            // SAFETY: these elements are contiguous, and the caller guarantees that they are readable.
             return unsafe { std::slice::from_raw_parts(self.at(row, cols.start).cast(), cols.len()) };
         }
         buffer.clear();
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees that each of these elements is readable.
         buffer.extend(cols.map(|col| unsafe { self.read::<T>(row, col) }));
         buffer
     }
 
-    /// Asks for elements of a row ahead of time, if there is such a row and its elements are contiguous.
+    /// Prefetches elements of a row, if the row exists and its elements are contiguous.
     #[inline(always)]
     pub(super) fn prefetch(&self, row: usize, cols: Range<usize>) {
         if row < self.rows && self.col_stride == 1 {
@@ -72,41 +74,42 @@ impl Matrix {
         }
     }
 
-    /// Contiguous elements of a row, to write to.
+    /// Returns contiguous elements of a row to write to.
     ///
     /// # Safety
-    /// As for [`Self::write`], of each of the elements, for as long as the slice lives; they must be contiguous.
+    /// The elements must be contiguous. The requirements of [`Self::write`] apply to each of them for as long
+    /// as the slice lives.
     #[inline(always)]
     pub(super) unsafe fn row_mut<'a, T>(&self, row: usize, cols: Range<usize>) -> &'a mut [T] {
         debug_assert!(row < self.rows && cols.end <= self.cols && (self.col_stride == 1 || cols.len() <= 1));
-        // SAFETY: contiguous elements of the matrix, for which the caller vouches.
+        // SAFETY: the caller guarantees that these elements are contiguous and writable.
         unsafe { std::slice::from_raw_parts_mut(self.at(row, cols.start).cast(), cols.len()) }
     }
 
-    /// The elements of a contiguous matrix as one row.
+    /// Returns the elements of a contiguous matrix as one row.
     pub(super) fn flat(self) -> Self {
         let cols = self.rows * self.cols;
         Self { rows: 1, cols, row_stride: cols as isize, col_stride: 1, ..self }
     }
 
-    /// Whether the loops should run along the columns instead: the elements of a column are nearer to each
-    /// other than those of a row.
+    /// Whether loops should run along the columns, because the elements of a column are closer in memory than
+    /// the elements of a row.
     pub(super) fn prefers_columns(&self) -> bool {
         let (row, col) = (self.row_stride.unsigned_abs(), self.col_stride.unsigned_abs());
         self.rows > 1 && (self.cols == 1 || col != 1 && row != 0 && row < col)
     }
 }
 
-/// Asks for the cache line of an address.
+/// Prefetches the cache line of an address.
 #[inline(always)]
 #[cfg(target_arch = "x86_64")]
 fn prefetch_line(at: *const u8) {
     use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-    // SAFETY: SSE is part of the architecture, and a prefetch touches nothing, whatever the address.
+    // SAFETY: SSE is part of the architecture, and a prefetch never faults, whatever the address.
     unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
 }
 
-/// Other processors are left to notice by themselves.
+/// Does nothing: other processors rely on hardware prefetching.
 #[inline(always)]
 #[cfg(not(target_arch = "x86_64"))]
 fn prefetch_line(_: *const u8) {}

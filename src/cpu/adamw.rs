@@ -1,7 +1,8 @@
-//! The optimizer's step over a list of tensors.
+//! The `AdamW` step over a list of tensors.
 //!
-//! Elements are taken [`CHUNK`] at a time: what is read is widened to fp32, the update is one loop over fp32, and what
-//! is written is narrowed. Codes with scales of their own are made of new values that wait until their maxima are known.
+//! Elements are processed [`CHUNK`] at a time. Inputs are widened to fp32, the update is one loop over fp32,
+//! and outputs are narrowed. With one scale per block, new values are kept until the maxima of their blocks
+//! are known, and then encoded.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -21,13 +22,13 @@ use crate::format::{DType, Fp8Format, e8m0};
 use crate::layout::{Block, Matrix, View};
 use crate::spec::{AdamWCall, AdamWTensor, BlockScale, Target};
 
-/// Elements that are updated together: a multiple of the columns of every square block.
+/// Number of elements that are updated together. It is a multiple of the columns of every square block.
 const CHUNK: usize = 512;
 
-/// The fewest columns of a block.
+/// The smallest number of columns of a block.
 const SMALLEST: usize = 32;
 
-/// A tensor's part in a call: its views, each as one row.
+/// The work on one tensor of a call. Each view is flattened to one row.
 struct Task {
     grad: Matrix,
     moments: [Matrix; 2],
@@ -41,22 +42,22 @@ struct Task {
     words: Option<Words>,
     offset: u64,
     target: Target,
-    /// The absolute maximum found, as [`rows::amax`] gives it.
+    /// The absolute maximum so far, in the form that [`rows::amax`] returns.
     found: AtomicU32,
 }
 
-/// The one element of a view.
+/// Reads the only element of a view.
 ///
 /// # Safety
-/// It is of fp32 and has one.
+/// The view must be fp32 and have one element.
 unsafe fn one(view: &View) -> f32 {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees one fp32 element.
     unsafe { view.matrix().read(0, 0) }
 }
 
 impl Task {
     fn new(call: &AdamWCall, hyper: &Hyper, grad_scale: Option<f32>, tensor: &AdamWTensor) -> Self {
-        // SAFETY: a step has one element of fp32.
+        // SAFETY: `ops` checks that `step` is one fp32 element.
         let step = unsafe { one(&tensor.step) };
         let words = |seed| Words { seed, stream: tensor.stream, step: step as u32 };
         Self {
@@ -65,7 +66,7 @@ impl Task {
             param: tensor.param.matrix().flat(),
             master: tensor.master.as_ref().map(|master| master.matrix().flat()),
             scale: tensor.scale.as_ref().map(|scale| scale.matrix().flat()),
-            // SAFETY: a scale has one element of fp32.
+            // SAFETY: `ops` checks that `new_scale` is one fp32 element.
             new_scale: tensor.new_scale.as_ref().map_or(1.0, |scale| unsafe { one(scale) }),
             shape: tensor.param.shape(),
             factors: hyper.factors(step, grad_scale),
@@ -76,13 +77,13 @@ impl Task {
         }
     }
 
-    /// The absolute maximum, the NaN in its one form.
+    /// Returns the absolute maximum. A NaN is returned in canonical form.
     fn found(&self) -> f32 {
         let bits = self.found.load(Ordering::Relaxed);
         f32::from_bits(if bits > INF_BITS { NAN_BITS } else { bits })
     }
 
-    /// What threads take at a time: ranges of elements, or rows of blocks.
+    /// Splits the work into pieces for threads: ranges of elements, or rows of blocks.
     fn pieces(&self) -> Vec<Range<usize>> {
         let step = |n: usize, step| (0..n).step_by(step).map(move |at| at..(at + step).min(n)).collect();
         match self.target {
@@ -100,28 +101,28 @@ impl Task {
         });
     }
 
-    /// The value of a scale.
+    /// Returns the value of a scale.
     ///
     /// # Safety
-    /// There is a scale of this index, and nobody writes it meanwhile.
+    /// A scale with this index must exist, and no other code may write to it at the same time.
     unsafe fn scale_at(&self, index: usize) -> f32 {
         let Some(scale) = self.scale else { return 1.0 };
-        // SAFETY: the caller's promise, and the dtype is one of the two.
+        // SAFETY: the caller guarantees that the scale exists, and `ops` checks that scales are E8M0 or fp32.
         unsafe {
             if scale.dtype == DType::E8m0 { e8m0::decode(scale.read(0, index)) } else { scale.read(0, index) }
         }
     }
 }
 
-/// Contiguous elements as fp32.
+/// Loads contiguous elements as fp32.
 ///
 /// # Safety
-/// The elements are there, and nobody writes them meanwhile.
+/// The elements must exist, and no other code may write to them at the same time.
 #[inline(always)]
 unsafe fn load(from: &Matrix, at: Range<usize>, to: &mut [f32]) {
     with_element!(from.dtype, T => {
         let mut unused = Vec::new();
-        // SAFETY: the caller's promise; the dtype is `T`'s.
+        // SAFETY: the caller guarantees that the elements exist, and `T` is the type of the dtype.
         let from = unsafe { from.row::<T>(0, at, &mut unused) };
         for (to, from) in to.iter_mut().zip(from) {
             *to = from.widen();
@@ -129,14 +130,14 @@ unsafe fn load(from: &Matrix, at: Range<usize>, to: &mut [f32]) {
     });
 }
 
-/// fp32 values to contiguous elements, rounded to nearest.
+/// Stores fp32 values to contiguous elements, rounding to nearest.
 ///
 /// # Safety
-/// The elements are there, and nobody else uses them meanwhile.
+/// The elements must exist, and no other code may access them at the same time.
 #[inline(always)]
 unsafe fn store(from: &[f32], to: &Matrix, at: Range<usize>) {
     with_element!(to.dtype, T => {
-        // SAFETY: the caller's promise; the dtype is `T`'s.
+        // SAFETY: the caller guarantees exclusive access to the elements, and `T` is the type of the dtype.
         let to = unsafe { to.row_mut::<T>(0, at) };
         for (to, from) in to.iter_mut().zip(from) {
             *to = T::narrow(*from);
@@ -144,23 +145,23 @@ unsafe fn store(from: &[f32], to: &Matrix, at: Range<usize>) {
     });
 }
 
-/// Room for what [`CHUNK`] elements are updated from.
-struct Room {
+/// Buffers for the update of [`CHUNK`] elements.
+struct Scratch {
     grad: [f32; CHUNK],
     moments: [[f32; CHUNK]; 2],
     words: Buffer,
 }
 
-impl Room {
+impl Scratch {
     const fn new() -> Self {
         Self { grad: [0.0; CHUNK], moments: [[0.0; CHUNK]; 2], words: Buffer::new() }
     }
 
-    /// The new values of some elements (at most [`CHUNK`]), and with `keep` their moments and masters. Codes are read
-    /// with a scale for each `width` of them.
+    /// Computes the new values of at most [`CHUNK`] elements. With `keep`, also stores their moments and
+    /// masters. Codes are decoded with one scale for each `width` of them.
     ///
     /// # Safety
-    /// The elements are there, and nobody else uses them meanwhile.
+    /// The elements must exist, and no other code may access them at the same time.
     #[inline(always)]
     unsafe fn update<C: Codes>(
         &mut self,
@@ -174,7 +175,7 @@ impl Room {
         let [exp_avg, exp_avg_sq] = &mut self.moments;
         let (grad, exp_avg, exp_avg_sq) = (&mut self.grad[..n], &mut exp_avg[..n], &mut exp_avg_sq[..n]);
         let values = &mut values[..n];
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees that the elements exist and are not accessed by other code.
         unsafe {
             load(&task.grad, at.clone(), grad);
             load(&task.moments[0], at.clone(), exp_avg);
@@ -200,7 +201,7 @@ impl Room {
                 factors.update(grad[i], exp_avg[i], exp_avg_sq[i], values[i]);
         }
         if keep {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees that the elements exist and are not accessed by other code.
             unsafe {
                 store(exp_avg, &task.moments[0], at.clone());
                 store(exp_avg_sq, &task.moments[1], at.clone());
@@ -211,10 +212,10 @@ impl Room {
         }
     }
 
-    /// The codes of values (at most [`CHUNK`]), with a factor for each `width` of them.
+    /// Encodes at most [`CHUNK`] values, with one factor for each `width` of them.
     ///
     /// # Safety
-    /// As for [`Self::update`].
+    /// The elements must exist, and no other code may access them at the same time.
     #[inline(always)]
     unsafe fn encode<C: Codes>(
         &mut self,
@@ -223,7 +224,7 @@ impl Room {
         values: &[f32],
         (factors, width): (&[f32], usize),
     ) {
-        // SAFETY: the caller's promise; codes are bytes.
+        // SAFETY: the caller guarantees exclusive access to the elements, and codes are bytes.
         let out = unsafe { task.param.row_mut::<u8>(0, at.clone()) };
         let parts = out.chunks_mut(width).zip(values.chunks(width)).zip(factors);
         let Some(words) = task.words else {
@@ -241,7 +242,7 @@ impl Room {
     }
 }
 
-/// A range of elements that share a scale, or have none.
+/// A range of elements that share one scale or have no scale.
 struct Elements<'a, C> {
     task: &'a Task,
     range: Range<usize>,
@@ -253,21 +254,21 @@ impl<C: Codes> Kernel for Elements<'_, C> {
 
     #[inline(always)]
     fn run(self) {
-        let (task, mut room, mut values) = (self.task, Room::new(), [0.0; CHUNK]);
+        let (task, mut scratch, mut values) = (self.task, Scratch::new(), [0.0; CHUNK]);
         let keep = task.target != Target::Measure;
         let q = reciprocal(task.new_scale);
-        // SAFETY: one element; written when all pieces are done.
+        // SAFETY: a tensor without blocks has one scale. It is written after all pieces are done.
         let scale = unsafe { task.scale_at(0) };
         let mut found = 0;
         for start in self.range.clone().step_by(CHUNK) {
             let at = start..(start + CHUNK).min(self.range.end);
             let values = &mut values[..at.len()];
-            // SAFETY: this piece is the only one that has these elements.
+            // SAFETY: no other piece contains these elements.
             unsafe {
-                room.update::<C>(task, at.clone(), (&[scale], CHUNK), keep, values);
+                scratch.update::<C>(task, at.clone(), (&[scale], CHUNK), keep, values);
                 match task.target {
                     Target::Plain => store(values, &task.param, at),
-                    Target::Tensor => room.encode::<C>(task, at, values, (&[q], CHUNK)),
+                    Target::Tensor => scratch.encode::<C>(task, at, values, (&[q], CHUNK)),
                     Target::Measure | Target::Blocks(..) => {}
                 }
             }
@@ -277,28 +278,28 @@ impl<C: Codes> Kernel for Elements<'_, C> {
     }
 }
 
-/// Some rows, one row of blocks.
+/// The rows of one row of blocks.
 struct Blocks<'a, C> {
     task: &'a Task,
     rows: Range<usize>,
     format: std::marker::PhantomData<C>,
 }
 
-/// Writes a block's scale, and gives the factor that it quantizes with.
+/// Writes a block's scale and returns the factor to quantize with.
 ///
 /// # Safety
-/// There is a scale of this index, and nobody else uses it meanwhile.
+/// A scale with this index must exist, and no other code may access it at the same time.
 unsafe fn rescale<C: Codes>(scales: &Matrix, index: usize, kind: BlockScale, amax: f32) -> f32 {
     match kind {
         BlockScale::F32(rule) => {
             let scale = rule.scale(amax, C::FORMAT);
-            // SAFETY: the caller's promise; such scales are of fp32.
+            // SAFETY: the caller guarantees exclusive access to the scale, and scales of this kind are fp32.
             unsafe { scales.write(0, index, scale) };
             reciprocal(scale)
         }
         BlockScale::E8m0(rounding) => {
             let byte = e8m0::from_amax(amax, C::FORMAT, rounding);
-            // SAFETY: the caller's promise; such scales are bytes.
+            // SAFETY: the caller guarantees exclusive access to the scale, and scales of this kind are bytes.
             unsafe { scales.write(0, index, byte) };
             e8m0::reciprocal(byte)
         }
@@ -308,10 +309,11 @@ unsafe fn rescale<C: Codes>(scales: &Matrix, index: usize, kind: BlockScale, ama
 impl<C: Codes> Kernel for Blocks<'_, C> {
     type Output = ();
 
-    /// A stretch of columns after the other: as many whole squares as a chunk has, or the whole row.
+    /// Processes the columns in stretches. A stretch has as many whole square blocks as fit in a chunk, or is
+    /// the whole row.
     #[inline(always)]
     fn run(self) {
-        let (task, mut room) = (self.task, Room::new());
+        let (task, mut scratch) = (self.task, Scratch::new());
         let (Target::Blocks(block, kind), Some(scales)) = (task.target, task.scale) else { return };
         let columns = task.shape.1;
         let across = block.grid(1, columns).1;
@@ -327,18 +329,18 @@ impl<C: Codes> Kernel for Blocks<'_, C> {
             let first = self.rows.start / block.rows * across + start / block.cols;
             let mut factors = [0.0_f32; CHUNK / SMALLEST];
             for (i, factor) in factors[..blocks].iter_mut().enumerate() {
-                // SAFETY: this piece is the only one that has these blocks, their scales among them.
+                // SAFETY: no other piece contains these blocks and their scales.
                 *factor = unsafe { task.scale_at(first + i) };
             }
-            // The largest magnitude of each column of a chunk.
+            // The largest magnitude in each column of a chunk.
             let mut largest = [0_u32; CHUNK];
             for (i, row) in self.rows.clone().enumerate() {
                 for col in cols.clone().step_by(CHUNK) {
                     let at = row * columns + col..row * columns + (col + CHUNK).min(cols.end);
                     let from = i * cols.len() + col - start;
                     let values = &mut values[from..from + at.len()];
-                    // SAFETY: as above.
-                    unsafe { room.update::<C>(task, at, (&factors, width), true, values) };
+                    // SAFETY: no other piece contains the elements of these blocks.
+                    unsafe { scratch.update::<C>(task, at, (&factors, width), true, values) };
                     for (largest, value) in largest.iter_mut().zip(values) {
                         *largest = (*largest).max(value.magnitude());
                     }
@@ -347,7 +349,7 @@ impl<C: Codes> Kernel for Blocks<'_, C> {
             for (i, (factor, largest)) in factors[..blocks].iter_mut().zip(largest.chunks(width)).enumerate()
             {
                 let bits = largest.iter().fold(0, |before, bits| before.max(*bits));
-                // SAFETY: as above.
+                // SAFETY: no other piece contains the scales of these blocks.
                 *factor = unsafe { rescale::<C>(&scales, first + i, kind, f32::from_bits(bits)) };
             }
             for (i, row) in self.rows.clone().enumerate() {
@@ -355,8 +357,8 @@ impl<C: Codes> Kernel for Blocks<'_, C> {
                     let at = row * columns + col..row * columns + (col + CHUNK).min(cols.end);
                     let from = i * cols.len() + col - start;
                     let values = &values[from..from + at.len()];
-                    // SAFETY: as above.
-                    unsafe { room.encode::<C>(task, at, values, (&factors, width)) };
+                    // SAFETY: no other piece contains the codes of these blocks.
+                    unsafe { scratch.encode::<C>(task, at, values, (&factors, width)) };
                 }
             }
         }
@@ -366,7 +368,7 @@ impl<C: Codes> Kernel for Blocks<'_, C> {
 pub(crate) fn adamw(call: AdamWCall) {
     let _env = DefaultFloatEnv::enter();
     let shared = &call.shared;
-    // SAFETY: each has one element of fp32.
+    // SAFETY: `ops` checks that each is one fp32 element.
     let [lr, grad_scale, found_inf] =
         [shared.lr, shared.grad_scale, shared.found_inf].map(|view| view.map(|view| unsafe { one(&view) }));
     if found_inf.is_some_and(|found| found != 0.0) {
@@ -385,7 +387,8 @@ pub(crate) fn adamw(call: AdamWCall) {
     for (task, tensor) in tasks.iter().zip(&call.tensors) {
         let found = task.found();
         let known = shared.target == Target::Tensor;
-        // SAFETY: each has one element of fp32, and the outputs share memory with nothing.
+        // SAFETY: `ops` checks that each is one fp32 element and that outputs do not share memory with other
+        // arguments.
         unsafe {
             if let Some(amax) = &tensor.amax {
                 let amax = amax.matrix();

@@ -1,4 +1,4 @@
-//! Operations on codes that exist.
+//! Operations on existing FP8 codes.
 
 use std::ops::Range;
 
@@ -74,7 +74,7 @@ impl Dequantize {
     #[inline(always)]
     fn scale(&self, row: usize, col: usize) -> f32 {
         let (row, col) = (row / self.block.rows, col / self.block.cols);
-        // SAFETY: `ops` has checked that there is a scale for each block, of one of these types.
+        // SAFETY: `ops` checks that there is a scale of one of these types for each block.
         unsafe {
             match self.scale.dtype {
                 DType::E8m0 => e8m0::decode(self.scale.read(row, col)),
@@ -102,17 +102,17 @@ impl<C: Codes, T: Element> Kernel for DequantizePiece<'_, C, T> {
         for row in rows {
             for part in block_parts(cols.clone(), block.cols) {
                 let scale = self.task.scale(row, part.start);
-                // SAFETY: a part of a row of the input.
+                // SAFETY: pieces are parts of the input, whose elements are bytes.
                 let codes = unsafe { codes.row(row, part.clone(), &mut self.codes) };
                 if out.col_stride == 1 {
-                    // SAFETY: the elements are contiguous, and this piece is the only one that has them.
+                    // SAFETY: the elements are contiguous, and no other piece contains them.
                     rows::dequantize::<C, T>(codes, scale, unsafe { out.row_mut(row, part) });
                 } else {
                     self.out.resize(part.len(), T::narrow(0.0));
                     rows::dequantize::<C, T>(codes, scale, &mut self.out);
                     for (col, value) in part.zip(&self.out) {
-                        // SAFETY: an element of the output, whose dtype `T` was chosen by, that only this
-                        // piece has.
+                        // SAFETY: this is an element of the output, `T` is the type of its dtype, and no
+                        // other piece contains it.
                         unsafe { out.write(row, col, *value) };
                     }
                 }
@@ -121,7 +121,7 @@ impl<C: Codes, T: Element> Kernel for DequantizePiece<'_, C, T> {
     }
 }
 
-/// Splits columns where a new block begins.
+/// Splits a range of columns at block boundaries.
 #[inline(always)]
 fn block_parts(cols: Range<usize>, block: usize) -> impl Iterator<Item = Range<usize>> {
     let end = cols.end;
@@ -136,7 +136,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_end_where_blocks_do() {
+    fn block_parts_end_at_block_boundaries() {
         assert_eq!(block_parts(10..70, 32).collect::<Vec<_>>(), [10..32, 32..64, 64..70]);
         assert_eq!(block_parts(0..5, Block::ALL).map(|part| part.len()).collect::<Vec<_>>(), [5]);
     }

@@ -1,5 +1,6 @@
-//! The conversions of `format` without branches, in fp32 and integer arithmetic, so that a loop over them
-//! becomes vector code. Tested against the definitions for every bf16, fp16 and code, and sampled for fp32.
+//! Branch-free versions of the conversions in `format`. They use fp32 and integer arithmetic, so that the
+//! compiler vectorizes loops over them. Tests compare them with the definitions for every bf16, fp16 and
+//! code, and for a sample of fp32 values.
 
 use half::{bf16, f16};
 
@@ -10,11 +11,12 @@ const MAGNITUDE: u32 = 0x7FFF_FFFF;
 const EXPONENT: u32 = 0x7F80_0000;
 
 /// Rounds a finite magnitude, given as fp32 bits, to a format with `MANTISSA` stored mantissa bits and the
-/// smallest normal exponent `EMIN`; ties to even. Gives the magnitude's code, which counts the format's values
-/// upwards from zero.
+/// smallest normal exponent `EMIN`; ties to even. Returns the magnitude's code. Codes enumerate the format's
+/// values upwards from zero.
 ///
-/// Adding 2^(e + 23 - `MANTISSA`), e the exponent of the value, leaves the sum with a spacing of
-/// 2^(e - `MANTISSA`): the addition rounds as the format does, and the sum's low bits count the steps.
+/// Let e be the exponent of the value. After adding 2^(e + 23 - `MANTISSA`), fp32 values are 2^(e -
+/// `MANTISSA`) apart. The addition therefore rounds as the format does, and the low bits of the sum count the
+/// steps.
 #[inline(always)]
 const fn round_to<const MANTISSA: u32, const EMIN: i32>(magnitude: u32) -> u32 {
     let smallest = ((EMIN + 127) as u32) << 23;
@@ -26,11 +28,11 @@ const fn round_to<const MANTISSA: u32, const EMIN: i32>(magnitude: u32) -> u32 {
     steps.wrapping_add(exponent.wrapping_sub(smallest) >> (23 - MANTISSA))
 }
 
-/// The fp32 bits of a magnitude's code in a format with `MANTISSA` stored mantissa bits and the smallest normal
-/// exponent `EMIN`; codes of infinities and NaNs count on as if they were numbers.
+/// Returns the fp32 bits of a magnitude's code in a format with `MANTISSA` stored mantissa bits and the
+/// smallest normal exponent `EMIN`. Codes of infinities and NaNs are treated as if they were numbers.
 ///
-/// A subnormal is read with an implicit one, which is then subtracted: exact, and no fp32 subnormal appears,
-/// which some CPUs are slow on.
+/// A subnormal is decoded with an implicit one, which is then subtracted. This is exact and produces no fp32
+/// subnormals, which are slow on some CPUs.
 #[inline(always)]
 const fn expand<const MANTISSA: u32, const EMIN: i32>(code: u32) -> u32 {
     let smallest = ((EMIN + 127) as u32) << 23;
@@ -40,7 +42,7 @@ const fn expand<const MANTISSA: u32, const EMIN: i32>(code: u32) -> u32 {
     if code < 1 << MANTISSA { subnormal.to_bits() } else { normal }
 }
 
-/// An FP8 format known at compile time.
+/// An FP8 format that is known at compile time.
 pub(crate) trait Codes: Copy + Send + Sync + 'static {
     const FORMAT: Fp8Format;
 
@@ -50,7 +52,7 @@ pub(crate) trait Codes: Copy + Send + Sync + 'static {
     /// [`Fp8Format::encode_stochastic`].
     fn encode_stochastic(x: f32, random: u32) -> u8;
 
-    /// [`Fp8Format::decode`], but for the sign of a NaN.
+    /// [`Fp8Format::decode`], except for the sign of a NaN.
     fn decode(code: u8) -> f32;
 }
 
@@ -68,8 +70,9 @@ fn encode<const MANTISSA: u32, const EMIN: i32>(x: f32, max: f32) -> u8 {
     (if magnitude > INF_BITS { u32::from(Fp8Format::NAN) } else { code }) as u8
 }
 
-/// A magnitude counted in the format's steps around it: the whole ones are the code's mantissa, the rest is the way to
-/// the next. All of it is exact but the cut of that rest to 24 bits.
+/// Expresses a magnitude in steps of the format. The integer part is the mantissa of the code, and the
+/// fraction is the position between this code and the next. All operations are exact except the truncation of
+/// the fraction to 24 bits.
 #[inline(always)]
 fn encode_stochastic<const MANTISSA: u32, const EMIN: i32>(x: f32, max: f32, random: u32) -> u8 {
     let smallest = ((EMIN + 127) as u32) << 23;
@@ -78,11 +81,11 @@ fn encode_stochastic<const MANTISSA: u32, const EMIN: i32>(x: f32, max: f32, ran
     let clamped = magnitude.min(max.to_bits());
     let exponent = clamped & EXPONENT;
     let exponent = if exponent > smallest { exponent } else { smallest };
-    // 2^(MANTISSA - exponent), for exponents of at most 15.
+    // 2^(MANTISSA - exponent), where the exponent is at most 15.
     let steps = f32::from_bits(clamped) * f32::from_bits(((254 + MANTISSA) << 23) - exponent);
-    // SAFETY: at most 2^(MANTISSA + 1), and finite.
+    // SAFETY: the value is finite and at most 2^(MANTISSA + 1).
     let whole = unsafe { steps.to_int_unchecked::<i32>() };
-    // SAFETY: below 2^24.
+    // SAFETY: the value is below 2^24.
     let fraction = unsafe { ((steps - whole as f32) * 16_777_216.0).to_int_unchecked::<i32>() };
     let up = i32::from(((random >> 8) as i32) < fraction);
     let code = (whole + up) as u32 + ((exponent - smallest) >> (23 - MANTISSA));
@@ -137,18 +140,18 @@ impl Codes for E5m2 {
     }
 }
 
-/// fp32, bf16 or fp16, in vectorizable form.
+/// fp32, bf16 or fp16, with conversions that vectorize.
 pub(crate) trait Element: Wide {
     /// The unsigned integer of the same size.
     type Bits: Copy + Ord + Default;
 
-    /// The bits of |self|, which order as the magnitudes do, NaNs above infinity.
+    /// Returns the bits of |self|. Their order is that of the magnitudes, with NaNs above infinity.
     fn magnitude(self) -> Self::Bits;
 
-    /// The fp32 bits of such a magnitude.
+    /// Returns the fp32 bits of a magnitude.
     fn widen_magnitude(bits: Self::Bits) -> u32;
 
-    /// [`Wide::to_f32`], but for the payload of a NaN.
+    /// [`Wide::to_f32`], except for the payload of a NaN.
     fn widen(self) -> f32;
 
     /// [`Wide::from_f32`].
@@ -219,7 +222,7 @@ impl Element for f16 {
     fn widen_magnitude(bits: u16) -> u32 {
         let code = u32::from(bits);
         let value = expand::<10, -14>(code);
-        // Infinity and NaN: from the largest exponent of fp16 to that of fp32.
+        // Infinity and NaN have the largest exponent of fp16, which becomes the largest exponent of fp32.
         if code >= 0x7C00 { value | EXPONENT } else { value }
     }
 
@@ -233,7 +236,7 @@ impl Element for f16 {
     fn narrow(x: f32) -> Self {
         let bits = x.to_bits();
         let magnitude = bits & MAGNITUDE;
-        // 65520 and above round to infinity, whose code follows that of the largest number.
+        // 65520 and above round to infinity, whose code is one above the code of the largest number.
         let code = round_to::<10, -14>(magnitude.min(65536.0_f32.to_bits())) | (bits >> 16 & 0x8000);
         Self::from_bits((if magnitude > INF_BITS { 0x7E00 } else { code }) as u16)
     }
@@ -243,17 +246,17 @@ impl Element for f16 {
 mod tests {
     use super::*;
 
-    fn encodes_as_defined(x: f32) {
+    fn assert_encode_matches(x: f32) {
         assert_eq!(E4m3::encode(x), Fp8Format::E4m3.encode(x), "{x:e}");
         assert_eq!(E5m2::encode(x), Fp8Format::E5m2.encode(x), "{x:e}");
     }
 
     #[test]
-    fn every_bf16_and_fp16_converts_as_defined() {
+    fn conversion_matches_the_definition_for_every_bf16_and_fp16() {
         for bits in 0..=u16::MAX {
             let (b, h) = (bf16::from_bits(bits), f16::from_bits(bits));
-            encodes_as_defined(b.widen());
-            encodes_as_defined(h.widen());
+            assert_encode_matches(b.widen());
+            assert_encode_matches(h.widen());
             assert_eq!(b.widen().to_bits(), Wide::to_f32(b).to_bits());
             if h.is_nan() {
                 assert!(h.widen().is_nan());
@@ -265,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn every_code_decodes_as_defined() {
+    fn decode_matches_the_definition_for_every_code() {
         for code in 0..=u8::MAX {
             for (fast, defined) in [
                 (E4m3::decode(code), Fp8Format::E4m3.decode(code)),
@@ -280,21 +283,22 @@ mod tests {
     }
 
     #[test]
-    fn every_midpoint_of_the_codes_and_its_neighbours_encode_as_defined() {
+    fn encode_matches_the_definition_around_every_midpoint() {
         for format in [Fp8Format::E4m3, Fp8Format::E5m2] {
             for code in 0..format.max_code() {
                 let midpoint = f32::midpoint(format.decode(code), format.decode(code + 1));
                 for bits in midpoint.to_bits() - 2..=midpoint.to_bits() + 2 {
-                    encodes_as_defined(f32::from_bits(bits));
-                    encodes_as_defined(-f32::from_bits(bits));
+                    assert_encode_matches(f32::from_bits(bits));
+                    assert_encode_matches(-f32::from_bits(bits));
                 }
             }
         }
     }
 
-    /// Each interval between two codes and its surroundings, at many places, with words around each place's own way.
+    /// Checks values in and around each interval between two codes, with random words near each value's
+    /// position in the interval.
     #[test]
-    fn stochastic_rounding_is_as_defined() {
+    fn stochastic_rounding_matches_the_definition() {
         let agrees = |x: f32, word: u32| {
             for x in [x, -x] {
                 assert_eq!(
@@ -312,12 +316,12 @@ mod tests {
         for exponent in 0..=255_u32 {
             for mantissa in (0..0x0080_0000_u32).step_by(0x3_FF1) {
                 let x = f32::from_bits(exponent << 23 | mantissa);
-                for way in [0, mantissa << 4, mantissa << 3, mantissa, u32::MAX >> 8] {
+                for position in [0, mantissa << 4, mantissa << 3, mantissa, u32::MAX >> 8] {
                     for word in [
-                        way << 8,
-                        (way << 8).wrapping_sub(1),
-                        (way << 8) + 0xFF,
-                        way.wrapping_mul(0x9E37_79B9),
+                        position << 8,
+                        (position << 8).wrapping_sub(1),
+                        (position << 8) + 0xFF,
+                        position.wrapping_mul(0x9E37_79B9),
                     ] {
                         agrees(x, word);
                     }
@@ -331,8 +335,8 @@ mod tests {
     }
 
     #[test]
-    fn narrowing_rounds_as_defined() {
-        // Around each value of each format and halfway to its neighbour.
+    fn narrow_matches_the_definition() {
+        // Around each value of bf16 and fp16, and around the midpoint to the next value.
         for bits in 0..=u16::MAX {
             for wide in [Wide::to_f32(bf16::from_bits(bits)), Wide::to_f32(f16::from_bits(bits))] {
                 for low in [0_u32, 1, 0x7FFF, 0x8000, 0x8001, 0x0FFF, 0x1000, 0x1001] {
@@ -345,12 +349,13 @@ mod tests {
         }
     }
 
-    /// All 2^32 values; minutes in a release build: `cargo test --release -- --ignored every_fp32`.
+    /// Checks all 2^32 values. Takes minutes in a release build: `cargo test --release -- --ignored
+    /// every_fp32`.
     #[test]
     #[ignore = "takes minutes"]
-    fn every_fp32_encodes_as_defined() {
+    fn encode_matches_the_definition_for_every_fp32() {
         for bits in 0..=u32::MAX {
-            encodes_as_defined(f32::from_bits(bits));
+            assert_encode_matches(f32::from_bits(bits));
         }
     }
 }

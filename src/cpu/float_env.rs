@@ -1,9 +1,9 @@
-//! The floating-point environment: round to nearest, subnormals kept.
+//! The floating-point environment: round to nearest, keep subnormals.
 //!
-//! A caller may run with flush-to-zero (`torch.set_flush_denormal`), and a thread inherits what its creator had;
-//! the bytes must not depend on it.
+//! A caller may have enabled flush-to-zero (`torch.set_flush_denormal`), and a thread inherits the
+//! environment of its creator. Results must not depend on either.
 
-/// Sets the default environment; drop restores the caller's.
+/// Sets the default environment. Dropping it restores the caller's environment.
 pub(super) struct DefaultFloatEnv {
     saved: Control,
 }
@@ -18,7 +18,7 @@ impl DefaultFloatEnv {
     }
 
     /// Sets the default environment for the rest of the thread's life.
-    pub(super) fn enter_for_good() {
+    pub(super) fn enter_for_thread() {
         std::mem::forget(Self::enter());
     }
 }
@@ -34,20 +34,20 @@ impl Drop for DefaultFloatEnv {
 #[cfg(target_arch = "x86_64")]
 mod arch {
     pub(super) type Control = u32;
-    /// Flush to zero, rounding, exception masks, denormals are zero.
+    /// Bits for flush to zero, rounding, exception masks, and denormals are zero.
     pub(super) const RELEVANT: Control = 0xFFC0;
-    /// All exceptions masked.
+    /// All exceptions are masked, and the other bits are zero.
     pub(super) const DEFAULT: Control = 0x1F80;
 
     pub(super) fn read() -> Control {
         let mut control: Control = 0;
-        // SAFETY: stores MXCSR in a variable of its size.
+        // SAFETY: stores MXCSR to a variable of its size.
         unsafe { std::arch::asm!("stmxcsr [{}]", in(reg) &raw mut control, options(nostack)) };
         control
     }
 
     pub(super) fn write(control: Control) {
-        // SAFETY: loads MXCSR with a value that differs from the one read only in defined bits.
+        // SAFETY: loads MXCSR with a value that differs only in defined bits from the value that was read.
         unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const control, options(nostack)) };
     }
 }
@@ -55,19 +55,19 @@ mod arch {
 #[cfg(target_arch = "aarch64")]
 mod arch {
     pub(super) type Control = u64;
-    /// FZ16, rounding, flush to zero, default NaN.
+    /// Bits for FZ16, rounding, flush to zero and default NaN.
     pub(super) const RELEVANT: Control = 0x07C8_0000;
     pub(super) const DEFAULT: Control = 0;
 
     pub(super) fn read() -> Control {
         let control: Control;
-        // SAFETY: reads FPCR.
+        // SAFETY: reads FPCR, which has no other effect.
         unsafe { std::arch::asm!("mrs {}, fpcr", out(reg) control, options(nostack)) };
         control
     }
 
     pub(super) fn write(control: Control) {
-        // SAFETY: writes FPCR with a value that differs from the one read only in defined bits.
+        // SAFETY: writes FPCR with a value that differs only in defined bits from the value that was read.
         unsafe { std::arch::asm!("msr fpcr, {}", in(reg) control, options(nostack)) };
     }
 }
@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn flush_to_zero_is_off_inside_and_back_after() {
+    fn flush_to_zero_is_disabled_inside_and_restored_after() {
         let before = read();
         write(before | 0x8040);
         {

@@ -1,10 +1,12 @@
-//! The CPU backend: vector code for the instruction set found at run time, on a pool of threads.
+//! The CPU backend: vector code for the instruction set that is detected at run time, on a thread pool.
 //!
-//! - `types` compiles one source for each element type and format, `simd` for each instruction set; `convert`
-//!   has the branch-free conversions, `rows` the loops over contiguous elements.
-//! - `walk` takes a matrix of any strides through them, `tile` transposes bytes.
-//! - `pool` splits work over threads, also in a forked process; `float_env` keeps a caller's flush-to-zero out.
-//! - `tensorwise`, `blocks`, `codes`, `adamw`, `random` and `sum_rows` are the operations. They are called with validated arguments.
+//! - `types` compiles a kernel for each element type and format, and `simd` for each instruction set.
+//!   `convert` has the branch-free conversions, and `rows` the loops over contiguous elements.
+//! - `walk` iterates over a matrix of any strides, and `tile` transposes bytes.
+//! - `pool` distributes work over threads, also in a forked process. `float_env` disables a caller's
+//!   flush-to-zero.
+//! - `tensorwise`, `blocks`, `codes`, `adamw`, `random` and `sum_rows` implement the operations. Their
+//!   arguments have been validated.
 
 mod access;
 mod adamw;

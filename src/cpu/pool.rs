@@ -1,9 +1,9 @@
-//! Threads. The pool is keyed by process: a forked child (a `DataLoader` worker) has none of its parent's
-//! threads, so it makes its own at first use.
+//! The thread pool. There is one pool per process, because a forked child (a `DataLoader` worker) has none of
+//! its parent's threads. The child creates its own pool at first use.
 //!
-//! As many threads as `RAYON_NUM_THREADS` says, else `OMP_NUM_THREADS` (which torchrun sets), else as the
-//! process may use; read when the pool is made. With one thread there is no pool: work runs where it is asked
-//! for.
+//! The number of threads is `RAYON_NUM_THREADS`, otherwise `OMP_NUM_THREADS` (which torchrun sets), otherwise
+//! the number of CPUs available to the process. It is read when the pool is created. With one thread, no pool
+//! is created and work runs on the calling thread.
 
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -15,15 +15,15 @@ use super::float_env::DefaultFloatEnv;
 
 struct Entry {
     process: u32,
-    /// None where one thread is enough, or where threads could not be started.
+    /// None if one thread is enough, or if the threads could not be started.
     pool: Option<ThreadPool>,
 }
 
-/// The pool of the process that made it. Never dropped: dropping a parent's pool in a forked child would wait for
-/// threads that are not there. No lock either, which a fork could leave taken.
+/// The pool of the process that created it. It is never dropped, because dropping a parent's pool in a forked child
+/// would wait for threads that do not exist. A lock would not be safe either: a fork can copy it in the locked state.
 static POOL: AtomicPtr<Entry> = AtomicPtr::new(ptr::null_mut());
 
-/// Calls `f` with 0..count, in any order, on the pool if `parallel`.
+/// Calls `f` with each of 0..count in any order, on the pool if `parallel` is set.
 pub(super) fn for_each(count: usize, parallel: bool, f: impl Fn(usize) + Sync) {
     match pool() {
         Some(pool) if parallel && count > 1 => {
@@ -36,7 +36,7 @@ pub(super) fn for_each(count: usize, parallel: bool, f: impl Fn(usize) + Sync) {
 fn pool() -> Option<&'static ThreadPool> {
     let process = std::process::id();
     let current = POOL.load(Ordering::Acquire);
-    // SAFETY: null or an entry that was leaked below.
+    // SAFETY: the pointer is null or points to an entry that was leaked below.
     if let Some(entry) = unsafe { current.as_ref() }
         && entry.process == process
     {
@@ -44,11 +44,11 @@ fn pool() -> Option<&'static ThreadPool> {
     }
     let made = Box::into_raw(Box::new(Entry { process, pool: build() }));
     match POOL.compare_exchange(current, made, Ordering::AcqRel, Ordering::Acquire) {
-        // SAFETY: it was just leaked.
+        // SAFETY: `made` was leaked by `Box::into_raw` above.
         Ok(_) => unsafe { &*made }.pool.as_ref(),
         Err(other) => {
-            // Another thread of this process was faster.
-            // SAFETY: `made` was never shared; `other` is a leaked entry.
+            // Another thread of this process created a pool first.
+            // SAFETY: `made` was never shared, and `other` points to a leaked entry.
             unsafe {
                 drop(Box::from_raw(made));
                 (*other).pool.as_ref()
@@ -69,7 +69,7 @@ fn build() -> Option<ThreadPool> {
     ThreadPoolBuilder::new()
         .num_threads(threads)
         .thread_name(|i| format!("fp8rs-{i}"))
-        .start_handler(|_| DefaultFloatEnv::enter_for_good())
+        .start_handler(|_| DefaultFloatEnv::enter_for_thread())
         .build()
         .ok()
 }

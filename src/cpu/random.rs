@@ -1,4 +1,4 @@
-//! Random numbers by position.
+//! Random numbers that depend on an element's position only.
 
 use super::convert::Element;
 use super::pool;
@@ -9,10 +9,10 @@ use crate::format::random::{Words, between};
 use crate::layout::{Matrix, ViewMut};
 use crate::spec::Numbers;
 
-/// Elements whose words are made together.
+/// Number of elements whose words are computed together.
 const CHUNK: usize = 512;
 
-/// Room for the words of [`CHUNK`] elements: their first block may begin before them.
+/// Buffer for the words of [`CHUNK`] elements. Their first Philox block may start up to 3 elements earlier.
 pub(super) struct Buffer([u32; CHUNK + 4]);
 
 impl Buffer {
@@ -20,7 +20,7 @@ impl Buffer {
         Self([0; CHUNK + 4])
     }
 
-    /// The words of `count` elements (at most [`CHUNK`]) from `index` on.
+    /// Returns the words of `count` elements (at most [`CHUNK`]), starting at `index`.
     #[inline(always)]
     pub(super) fn words(&mut self, words: Words, index: u64, count: usize) -> &[u32] {
         let (first, skip) = (index >> 2, (index & 3) as usize);
@@ -53,7 +53,8 @@ impl<T: Element> Kernel for Fill<T> {
             let index = self.offset.wrapping_add((self.row * self.x.cols + start) as u64);
             for (i, word) in buffer.words(self.words, index, count).iter().enumerate() {
                 let value = T::narrow(between(*word, self.range.0, self.range.1));
-                // SAFETY: inside the matrix, whose dtype `T` was chosen by; no other piece has the element.
+                // SAFETY: the element is inside the matrix, `T` is the type of its dtype, and no other piece
+                // contains it.
                 unsafe { self.x.write(self.row, start + i, value) };
             }
         }
@@ -69,7 +70,7 @@ pub(crate) fn random_uniform(x: ViewMut, numbers: Numbers, range: (f32, f32)) {
     }
     let per_row = x.cols.div_ceil(PIECE);
     let Numbers { seed, offset, stream, step } = numbers;
-    // SAFETY: a step has one element of fp32.
+    // SAFETY: `ops` checks that `step` is one fp32 element.
     let step = step.map_or(0.0, |step| unsafe { step.matrix().read::<f32>(0, 0) });
     let words = Words { seed, stream, step: step as u32 };
     pool::for_each(x.rows * per_row, x.numel() >= PARALLEL, |i| {

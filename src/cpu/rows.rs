@@ -1,9 +1,10 @@
-//! What is done to a contiguous run of elements. To be called inside a [`super::simd::Kernel`], whose
-//! instruction set the loops take on.
+//! Operations on contiguous runs of elements. They must be called inside a [`super::simd::Kernel`], so that
+//! their loops are compiled for its instruction set.
 
 use super::convert::{Codes, Element};
 
-/// The fp32 bits of the absolute maximum; NaNs are the largest, and keep a payload; 0 for no elements.
+/// Returns the fp32 bits of the absolute maximum. NaNs are the largest and keep a payload. Returns 0 without
+/// elements.
 #[inline(always)]
 pub(crate) fn amax<T: Element>(xs: &[T]) -> u32 {
     let mut found = T::Bits::default();
@@ -13,7 +14,7 @@ pub(crate) fn amax<T: Element>(xs: &[T]) -> u32 {
     T::widen_magnitude(found)
 }
 
-/// out = encode(x * q). With `AMAX`, gives what [`amax`] gives; else 0.
+/// Computes out = encode(x * q). With `AMAX`, returns the result of [`amax`]; otherwise returns 0.
 #[inline(always)]
 pub(crate) fn cast<T: Element, C: Codes, const AMAX: bool>(xs: &[T], q: f32, out: &mut [u8]) -> u32 {
     let mut found = 0;
@@ -27,7 +28,7 @@ pub(crate) fn cast<T: Element, C: Codes, const AMAX: bool>(xs: &[T], q: f32, out
     found
 }
 
-/// out = narrow(decode(code) * scale).
+/// Computes out = narrow(decode(code) * scale).
 #[inline(always)]
 pub(crate) fn dequantize<C: Codes, T: Element>(codes: &[u8], scale: f32, out: &mut [T]) {
     for (code, out) in codes.iter().zip(out) {

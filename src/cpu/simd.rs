@@ -1,13 +1,13 @@
-//! One source for every instruction set: a [`Kernel`] is plain code, compiled once for each [`Level`] and
-//! chosen at run time. The loops inside are written so that the compiler turns them into vector code: no
-//! branches, no calls, selects on integers.
+//! Run-time selection of the instruction set. A [`Kernel`] is plain code that is compiled once for each
+//! [`Level`]. Its inner loops are written so that the compiler vectorizes them: no branches, no calls,
+//! selects on integers.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
 /// An instruction set that kernels are compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Level {
-    /// What every CPU of the architecture has.
+    /// The baseline instruction set of the architecture.
     Scalar,
     /// AVX2.
     Avx2,
@@ -16,7 +16,7 @@ pub enum Level {
 }
 
 impl Level {
-    /// Its name on the command line and in Python.
+    /// Returns the level's name on the command line and in Python.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -26,7 +26,7 @@ impl Level {
         }
     }
 
-    /// Whether this CPU can run it.
+    /// Returns whether this CPU supports the level.
     #[must_use]
     pub fn is_available(self) -> bool {
         #[cfg(target_arch = "x86_64")]
@@ -47,14 +47,14 @@ impl Level {
 
 const UNSET: u8 = u8::MAX;
 
-/// The level in use, as its index in `LEVELS`.
+/// The current level, as its index in `LEVELS`.
 static CURRENT: AtomicU8 = AtomicU8::new(UNSET);
 
 const LEVELS: [Level; 3] = [Level::Scalar, Level::Avx2, Level::Avx512];
 
-/// Sets the level that kernels run on from now on, in all threads; None is the best that the CPU has. For
-/// tests and benchmarks: the bytes are the same on each. Gives false, and changes nothing, where the CPU
-/// cannot run it.
+/// Sets the level of the kernels for all threads. None selects the best level that the CPU supports. For
+/// tests and benchmarks; results are byte-identical. If the CPU does not support the level, returns false and
+/// changes nothing.
 pub fn set_simd(level: Option<Level>) -> bool {
     let level = level.unwrap_or_else(best);
     let available = level.is_available();
@@ -64,7 +64,7 @@ pub fn set_simd(level: Option<Level>) -> bool {
     available
 }
 
-/// The level that kernels run on.
+/// Returns the level of the kernels.
 #[must_use]
 pub fn simd() -> Level {
     match CURRENT.load(Ordering::Relaxed) {
@@ -81,24 +81,25 @@ fn best() -> Level {
     LEVELS.into_iter().rev().find(|level| level.is_available()).unwrap_or(Level::Scalar)
 }
 
-/// Work that is compiled for each level.
+/// Code that is compiled for each level.
 pub(crate) trait Kernel {
     type Output;
 
-    /// Must be `#[inline(always)]`, and so must all that it calls in its loops: it takes on the instruction
-    /// set of the function that it is inlined into.
+    /// Must be `#[inline(always)]`, and so must everything that it calls in its loops. The code is compiled
+    /// for the instruction set of the function that it is inlined into.
     fn run(self) -> Self::Output;
 }
 
-/// Runs a kernel on the current level.
+/// Runs a kernel at the current level.
 pub(crate) fn dispatch<K: Kernel>(kernel: K) -> K::Output {
     match simd() {
         Level::Scalar => kernel.run(),
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: `set_simd` and `simd` only let through a level that this CPU has.
+        // SAFETY: `set_simd` and `simd` only select levels that this CPU supports, so it has AVX2.
         Level::Avx2 => unsafe { avx2(kernel) },
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the same.
+        // SAFETY: `set_simd` and `simd` only select levels that this CPU supports, so it has these AVX-512
+        // extensions.
         Level::Avx512 => unsafe { avx512(kernel) },
         #[cfg(not(target_arch = "x86_64"))]
         Level::Avx2 | Level::Avx512 => kernel.run(),
@@ -126,10 +127,10 @@ mod tests {
 
     use super::{LEVELS, Level, set_simd};
 
-    /// Tests run in threads of one process, and the level is the process's.
+    /// Serializes tests that set the level. Tests run in threads of one process, and the level is global.
     static OVERRIDE: Mutex<()> = Mutex::new(());
 
-    /// Calls `check` on each level that this CPU has.
+    /// Calls `check` at each level that this CPU supports.
     pub(crate) fn on_each_level(mut check: impl FnMut(Level)) {
         let _alone = OVERRIDE.lock().unwrap_or_else(PoisonError::into_inner);
         for level in LEVELS {
@@ -141,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn the_level_that_is_set_is_the_one_in_use() {
+    fn set_simd_selects_the_level() {
         on_each_level(|level| assert_eq!(super::simd(), level));
     }
 }

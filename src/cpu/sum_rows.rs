@@ -1,4 +1,4 @@
-//! The sum of rows.
+//! The sum of the rows of a matrix.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use super::simd::{Kernel, dispatch};
 use super::tensorwise::{PARALLEL, PIECE};
 use crate::layout::{Matrix, View, ViewMut};
 
-/// Columns whose sums are made together: they stay in the first cache from row to row.
+/// Number of columns that are summed together. They stay in the L1 cache from row to row.
 const CHUNK: usize = 1024;
 
 struct Columns {
@@ -32,14 +32,14 @@ impl Kernel for Columns {
             let chunk = start..(start + CHUNK).min(cols.end);
             let mut sums = [-0.0_f32; CHUNK];
             for row in 0..x.rows {
-                // SAFETY: inside the matrix, whose dtype is bf16.
+                // SAFETY: the elements are inside the matrix, whose dtype is bf16.
                 let values: &[bf16] = unsafe { x.row(row, chunk.clone(), &mut buffer) };
                 for (sum, value) in sums.iter_mut().zip(values) {
                     *sum += value.widen();
                 }
             }
             for (col, sum) in chunk.zip(sums) {
-                // SAFETY: inside the matrix of fp32; no other piece has the element.
+                // SAFETY: the element is inside the fp32 output, and no other piece contains it.
                 unsafe { out.write(0, col, f32::narrow(sum / divisor)) };
             }
         }
@@ -62,8 +62,9 @@ mod tests {
     use crate::format::sum::divided_sum;
 
     #[test]
-    fn every_level_gives_the_definition_for_all_values() {
-        // Each pair of a value and another one a prime away; CHUNK + 3 columns leave a tail.
+    fn sum_rows_matches_the_definition_at_every_level() {
+        // Each column combines bf16 values whose bit patterns are a prime apart. CHUNK + 3 columns leave a
+        // tail.
         let (rows, cols) = (3, 65_536 + CHUNK + 3);
         let value = |row: usize, col: usize| bf16::from_bits((col * (row + 1) + row * 40_961) as u16);
         let x: Vec<bf16> = (0..rows).flat_map(|row| (0..cols).map(move |col| value(row, col))).collect();

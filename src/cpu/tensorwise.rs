@@ -1,4 +1,4 @@
-//! One scale per tensor.
+//! Quantization with one scale per tensor.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -14,26 +14,27 @@ use crate::format::wide::{INF_BITS, NAN_BITS};
 use crate::layout::{Matrix, View, ViewMut};
 use crate::spec::{ScaleRule, Scaling, TensorCall};
 
-/// Elements that a thread takes at a time: large enough that handing them out costs nothing, small enough that a
-/// piece's input is still in the second-level cache when it is read twice.
+/// Number of elements per piece of work. It is large enough that scheduling costs nothing, and small enough
+/// that the input of a piece is still in the L2 cache when it is read a second time.
 pub(super) const PIECE: usize = 64 * 1024;
 
-/// Below this many elements a call runs on the caller's thread: waking others takes longer than the work.
+/// Number of elements below which a call runs on the caller's thread, because waking other threads takes
+/// longer than the work.
 pub(super) const PARALLEL: usize = 128 * 1024;
 
-/// A tensor's part in a call.
+/// The work on one tensor of a call.
 struct Task {
     walk: Walk,
-    /// The format of the outputs; without outputs it does not matter.
+    /// The format of the outputs. It is not used if there are no outputs.
     format: Fp8Format,
-    /// What elements are multiplied with.
+    /// The factor that elements are multiplied by.
     q: f32,
-    /// The absolute maximum found, as [`rows::amax`] gives it.
+    /// The absolute maximum so far, in the form that [`rows::amax`] returns.
     found: AtomicU32,
 }
 
 impl Task {
-    /// Only the absolute maximum.
+    /// Creates a task that only computes the absolute maximum.
     fn amax(x: &View) -> Self {
         Self::new(x, 1.0, None, None)
     }
@@ -46,7 +47,7 @@ impl Task {
         Self { walk: Walk::new(x.matrix(), sinks), format, q: reciprocal(scale), found }
     }
 
-    /// The absolute maximum, the NaN in its one form.
+    /// Returns the absolute maximum. A NaN is returned in canonical form.
     fn found(&self) -> f32 {
         let bits = self.found.load(Ordering::Relaxed);
         f32::from_bits(if bits > INF_BITS { NAN_BITS } else { bits })
@@ -80,7 +81,7 @@ impl<T: Element> Kernel for AmaxPiece<T> {
     fn run(mut self) -> u32 {
         let mut found = 0;
         for row in self.piece.rows {
-            // SAFETY: pieces are parts of the input, whose dtype `T` was chosen by.
+            // SAFETY: pieces are parts of the input, and `T` is the type of its dtype.
             let xs = unsafe { self.x.row(row, self.piece.cols.clone(), &mut self.buffer) };
             found = found.max(rows::amax(xs));
         }
@@ -104,7 +105,7 @@ impl<T: Element, C: Codes, const AMAX: bool> Kernel for CastPiece<'_, T, C, AMAX
     }
 }
 
-/// Runs the pieces of all tasks together: many small tensors are as parallel as one large one.
+/// Runs the pieces of all tasks together, so that many small tensors use as many threads as one large tensor.
 fn run(tasks: &[Task], amax: bool) {
     let pieces: Vec<(&Task, Piece)> = tasks
         .iter()
@@ -117,14 +118,15 @@ fn run(tasks: &[Task], amax: bool) {
     });
 }
 
-/// Raises an amax by what a task found, if finite, and says which scale its codes have. A NaN that is in the place
-/// of an amax is none: what was found replaces it, so that a history recovers.
+/// Raises `amax` to the maximum that the task found, if that is finite, and sets `scale_used`. If the current
+/// amax is NaN, it is replaced, so that a history recovers.
 ///
 /// # Safety
-/// Each is of fp32 with an element of this index, and nobody else uses those meanwhile.
-unsafe fn follow(task: &Task, scale: &Matrix, amax: &Matrix, scale_used: &Matrix, index: usize) {
+/// Each matrix must be fp32 with an element at this index, and no other code may access these elements at the
+/// same time.
+unsafe fn update_amax(task: &Task, scale: &Matrix, amax: &Matrix, scale_used: &Matrix, index: usize) {
     let found = task.found();
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees exclusive access to these fp32 elements.
     unsafe {
         let scale: u32 = scale.read(0, index);
         if found.is_finite() {
@@ -135,12 +137,12 @@ unsafe fn follow(task: &Task, scale: &Matrix, amax: &Matrix, scale_used: &Matrix
     }
 }
 
-/// One of a list of fp32.
+/// Reads an element of an fp32 list.
 ///
 /// # Safety
-/// There is an element of this index.
+/// The list must be fp32 with an element at this index.
 unsafe fn item(list: &Matrix, index: usize) -> f32 {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees that the element exists and is fp32.
     unsafe { list.read(0, index) }
 }
 
@@ -153,7 +155,7 @@ pub(crate) fn multi_amax(xs: &[View], out: ViewMut) {
     let tasks: Vec<Task> = xs.iter().map(Task::amax).collect();
     run(&tasks, true);
     for (i, task) in tasks.iter().enumerate() {
-        // SAFETY: `out` has an element for each tensor.
+        // SAFETY: `ops` checks that `out` has one fp32 element per tensor.
         unsafe { out.matrix().write(0, i, task.found()) };
     }
 }
@@ -163,7 +165,7 @@ pub(crate) fn scale_from_amax(amax: View, format: Fp8Format, rule: ScaleRule, sc
     let (amax, scale_out) = (amax.matrix(), scale_out.matrix());
     for row in 0..amax.rows {
         for col in 0..amax.cols {
-            // SAFETY: both are of fp32 and of one shape.
+            // SAFETY: `ops` checks that both are fp32 and have the same shape.
             unsafe { scale_out.write(row, col, rule.scale(amax.read(row, col), format)) };
         }
     }
@@ -175,21 +177,22 @@ pub(crate) fn quantize(call: TensorCall) {
     let TensorCall { x, scaling, format, rowwise, columnwise } = call;
     let task = |scale| [Task::new(&x, scale, rowwise.as_ref(), columnwise.as_ref())];
     match scaling {
-        // SAFETY: a scale has one element.
+        // SAFETY: `ops` checks that the scale is one fp32 element.
         Scaling::Known(scale) => run(&task(unsafe { item(&scale.matrix(), 0) }), false),
         Scaling::Delayed { scale, amax, scale_used } => {
             let scale = scale.matrix();
-            // SAFETY: a scale has one element.
+            // SAFETY: `ops` checks that the scale is one fp32 element.
             let task = task(unsafe { item(&scale, 0) });
             run(&task, true);
-            // SAFETY: each has one element of fp32, and the outputs share memory with nothing.
-            unsafe { follow(&task[0], &scale, &amax.matrix(), &scale_used.matrix(), 0) };
+            // SAFETY: `ops` checks that each is one fp32 element and that outputs do not share memory with
+            // other arguments.
+            unsafe { update_amax(&task[0], &scale, &amax.matrix(), &scale_used.matrix(), 0) };
         }
         Scaling::Current { rule, scale_out } => {
             let found = [Task::amax(&x)];
             run(&found, true);
             let scale = rule.scale(found[0].found(), format);
-            // SAFETY: one element of fp32, an output.
+            // SAFETY: `ops` checks that the output is one fp32 element.
             unsafe { scale_out.matrix().write(0, 0, scale) };
             run(&task(scale), false);
         }
@@ -212,13 +215,14 @@ pub(crate) fn multi_quantize_delayed(
     let tasks = tasks(xs, &scales.matrix(), outs);
     run(&tasks, true);
     for (i, task) in tasks.iter().enumerate() {
-        // SAFETY: each is of fp32 with an element for each tensor, and the outputs share memory with nothing.
-        unsafe { follow(task, &scales.matrix(), &amaxes.matrix(), &scales_used.matrix(), i) };
+        // SAFETY: `ops` checks that each has one fp32 element per tensor and that outputs do not share memory
+        // with other arguments.
+        unsafe { update_amax(task, &scales.matrix(), &amaxes.matrix(), &scales_used.matrix(), i) };
     }
 }
 
 fn tasks(xs: &[View], scales: &Matrix, outs: &[ViewMut]) -> Vec<Task> {
     let lists = xs.iter().zip(outs).enumerate();
-    // SAFETY: `scales` is of fp32 with an element for each tensor.
+    // SAFETY: `ops` checks that `scales` has one fp32 element per tensor.
     lists.map(|(i, (x, out))| Task::new(x, unsafe { item(scales, i) }, Some(out), None)).collect()
 }

@@ -1,43 +1,46 @@
-//! Transposing bytes in tiles that stay in the cache.
+//! Transposition of bytes in tiles that stay in the cache.
 //!
-//! A tile is written as rows and read as columns. It is large because each row and each column of it is another
-//! page of memory: the more bytes of one page are moved at a time, the fewer address translations are missed.
+//! A tile is written by rows and read by columns. Each row and each column of a tile is on a different page
+//! of memory. Large tiles move more bytes per page and therefore cause fewer TLB misses.
 
 use std::cell::Cell;
 use std::ops::Range;
 
 use crate::layout::Matrix;
 
-/// Rows of a tile, and so the bytes that are written at a time to one transposed row.
+/// Rows of a tile, which is also the number of bytes that are written at a time to a transposed row.
 pub(super) const ROWS: usize = 128;
 
 /// Columns of a tile.
 pub(super) const COLS: usize = 512;
 
-/// From a row of the tile to the next. Not a power of two: the rows of a column would share a few cache sets.
+/// Distance in bytes between rows of a tile. It is not a power of two, because then the elements of a column
+/// would map to few cache sets.
 const PITCH: usize = COLS + 64;
 
-/// From this size on an output is not expected to be found in the cache by its reader, and is written past it.
+/// Output size from which stores bypass the cache, because the reader of such an output would not find it in
+/// the cache.
 const STREAMING_BYTES: usize = 8 << 20;
 
-/// The side of the squares that are transposed in registers.
+/// Side of the squares that are transposed in registers.
 const SIDE: usize = 16;
 
-/// Codes of `ROWS` x `COLS` elements, before they are written to the outputs.
+/// The codes of `ROWS` x `COLS` elements, before they are written to the outputs.
 struct Tile {
     bytes: Box<[u8]>,
 }
 
-/// Makes the bytes of a part of a row. A trait and no closure: closures cannot be told to be inlined, and what is not
-/// takes on no instruction set (`simd`), which costs three times the time.
+/// Computes the bytes of a part of a row. This is a trait rather than a closure because closures cannot be
+/// marked `inline(always)`. Code that is not inlined is not compiled for the kernel's instruction set
+/// (`simd`), which takes three times as long.
 pub(super) trait Fill {
     fn fill(&mut self, row: usize, cols: Range<usize>, out: &mut [u8]);
 }
 
-/// Fills a part of a matrix tile by tile, and gives each tile to each of the outputs.
+/// Fills a part of a matrix tile by tile, and stores each tile to each of the outputs.
 ///
 /// # Safety
-/// Nobody else may use these elements of the outputs meanwhile.
+/// No other code may access these elements of the outputs at the same time.
 #[inline(always)]
 pub(super) unsafe fn by_tiles(
     rows: Range<usize>,
@@ -54,7 +57,7 @@ pub(super) unsafe fn by_tiles(
                 fill.fill(row, cols.clone(), tile.row_mut(row - first_row, cols.len()));
             }
             for sink in sinks {
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller guarantees exclusive access to these elements.
                 unsafe { tile.store(sink, rows.clone(), cols.clone()) };
             }
         }
@@ -63,64 +66,65 @@ pub(super) unsafe fn by_tiles(
 }
 
 thread_local! {
-    /// A tile that the thread has used before: its memory is in the cache.
+    /// A tile that this thread has used before, so its memory is likely in the cache.
     static SPARE: Cell<Option<Tile>> = const { Cell::new(None) };
 }
 
 impl Tile {
-    /// The thread's tile; what is in it is left from earlier.
+    /// Takes the thread's tile. Its contents are left over from earlier use.
     fn take() -> Self {
         SPARE.take().unwrap_or_else(|| Self { bytes: vec![0; ROWS * PITCH].into() })
     }
 
-    /// Leaves it to the thread's next user.
+    /// Returns the tile to the thread for the next use.
     fn put_back(self) {
         SPARE.set(Some(self));
     }
 
-    /// A part of a row.
+    /// Returns a part of a row.
     #[inline(always)]
     fn row(&self, row: usize, cols: usize) -> &[u8] {
         &self.bytes[row * PITCH..][..cols]
     }
 
-    /// A part of a row, to fill.
+    /// Returns a part of a row to fill.
     #[inline(always)]
     fn row_mut(&mut self, row: usize, cols: usize) -> &mut [u8] {
         &mut self.bytes[row * PITCH..][..cols]
     }
 
-    /// Writes the tile to a part of a matrix of bytes; its first row and column belong to the first of these.
+    /// Writes the tile to a part of a matrix of bytes that starts at row `rows.start` and column
+    /// `cols.start`.
     ///
     /// # Safety
-    /// Nobody else may use these elements meanwhile.
+    /// No other code may access these elements at the same time.
     #[inline(always)]
     unsafe fn store(&self, sink: &Matrix, rows: Range<usize>, cols: Range<usize>) {
         if sink.col_stride == 1 {
             for (i, row) in rows.enumerate() {
-                // SAFETY: the elements are contiguous; the caller vouches that they are ours.
+                // SAFETY: the elements are contiguous, and the caller guarantees exclusive access.
                 unsafe { sink.row_mut(row, cols.clone()) }.copy_from_slice(self.row(i, cols.len()));
             }
         } else if sink.row_stride == 1 {
             let out = sink.at(rows.start, cols.start);
             let streaming = sink.numel() >= STREAMING_BYTES;
-            // SAFETY: the elements of a column are contiguous; the caller vouches that they are ours.
+            // SAFETY: the elements of a column are contiguous, and the caller guarantees exclusive access.
             unsafe { self.store_transposed(rows.len(), cols.len(), out, sink.col_stride, streaming) };
         } else {
             for (i, row) in rows.enumerate() {
                 for (col, byte) in cols.clone().zip(self.row(i, cols.len())) {
-                    // SAFETY: the caller vouches that the element is ours.
+                    // SAFETY: the caller guarantees exclusive access to the element.
                     unsafe { sink.write(row, col, *byte) };
                 }
             }
         }
     }
 
-    /// Writes the first `rows` of each of the first `cols` columns, contiguous, at `out + column * stride`; with
-    /// `streaming`, past the cache where whole cache lines are written.
+    /// Writes the first `rows` bytes of each of the first `cols` columns contiguously to `out + column *
+    /// stride`. With `streaming`, whole cache lines bypass the cache.
     ///
     /// # Safety
-    /// These bytes must be writable, and nobody else may use them meanwhile.
+    /// These bytes must be writable, and no other code may access them at the same time.
     #[inline(always)]
     unsafe fn store_transposed(
         &self,
@@ -141,7 +145,8 @@ impl Tile {
             let columns = SIDE.min(cols - first);
             for (i, line) in lines.0.iter().enumerate().take(columns) {
                 let out = out.wrapping_offset((first + i) as isize * stride);
-                // SAFETY: `rows` bytes of an output column, for which the caller vouches.
+                // SAFETY: these are `rows` bytes of an output column, and the caller guarantees exclusive
+                // access.
                 unsafe {
                     if streaming {
                         stream(&line[..rows], out);
@@ -157,14 +162,14 @@ impl Tile {
     }
 }
 
-/// Bytes of a cache line.
+/// Size of a cache line in bytes.
 const LINE: usize = 64;
 
 fn is_aligned(out: *mut u8) -> bool {
     (out as usize).is_multiple_of(LINE)
 }
 
-/// Copies past the cache.
+/// Copies bytes with stores that bypass the cache.
 ///
 /// # Safety
 /// `out` must be aligned to a cache line and writable for the length of `line`, a multiple of 16.
@@ -173,17 +178,18 @@ unsafe fn stream(line: &[u8], out: *mut u8) {
     #[cfg(target_arch = "x86_64")]
     for (i, part) in line.chunks_exact(16).enumerate() {
         use std::arch::x86_64::{_mm_loadu_si128, _mm_stream_si128};
-        // SAFETY: SSE2 is part of the architecture; the caller vouches for `out`.
+        // SAFETY: SSE2 is part of the architecture, and the caller guarantees that `out` is aligned and
+        // writable.
         unsafe { _mm_stream_si128(out.add(16 * i).cast(), _mm_loadu_si128(part.as_ptr().cast())) };
     }
     #[cfg(not(target_arch = "x86_64"))]
-    // SAFETY: the caller vouches for `out`.
+    // SAFETY: the caller guarantees that `out` is writable for this length.
     unsafe {
         std::ptr::copy_nonoverlapping(line.as_ptr(), out, line.len());
     }
 }
 
-/// Makes streamed bytes visible to whoever sees what this thread does next.
+/// Makes streamed stores visible before later stores of this thread.
 #[inline(always)]
 fn fence() {
     #[cfg(target_arch = "x86_64")]
@@ -196,13 +202,13 @@ fn fence() {
 #[repr(align(64))]
 struct Lines([[u8; ROWS]; SIDE]);
 
-/// out[c][row + r] = square[r * PITCH + c] for r and c below 16.
+/// Computes out[c][row + r] = square[r * PITCH + c] for r and c below 16.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 fn transpose_square(square: &[u8], row: usize, out: &mut [[u8; ROWS]; SIDE]) {
     use std::arch::x86_64::{_mm_loadu_si128, _mm_storeu_si128, _mm_unpackhi_epi8, _mm_unpacklo_epi8};
 
-    // Spelled out, because the compiler keeps a loop over the lanes as a loop, and then the lanes in memory.
+    // Spelled out, because the compiler would keep a loop over the lanes, and with it the lanes in memory.
     macro_rules! each {
         ($each:ident) => {
             [
@@ -227,7 +233,8 @@ fn transpose_square(square: &[u8], row: usize, out: &mut [[u8; ROWS]; SIDE]) {
     }
     assert!(square.len() == (SIDE - 1) * PITCH + SIDE && row + SIDE <= ROWS);
     let source = square.as_ptr();
-    // SAFETY: SSE2 is part of the architecture; loads and stores are inside the slices.
+    // SAFETY: SSE2 is part of the architecture, and the assertion above keeps loads and stores inside the
+    // slices.
     unsafe {
         macro_rules! load {
             ($r:literal) => {
@@ -235,8 +242,8 @@ fn transpose_square(square: &[u8], row: usize, out: &mut [[u8; ROWS]; SIDE]) {
             };
         }
         let mut lanes = each!(load);
-        // Interleaving lane i with lane i + 8 moves the top bit of the row number under the column number; four
-        // rounds move all of it.
+        // Interleaving lane i with lane i + 8 moves the top bit of the row number below the column number.
+        // Four rounds move all four bits.
         macro_rules! interleave {
             ($i:literal) => {
                 if $i % 2 == 0 {
@@ -259,7 +266,7 @@ fn transpose_square(square: &[u8], row: usize, out: &mut [[u8; ROWS]; SIDE]) {
     }
 }
 
-/// out[c][row + r] = square[r * PITCH + c] for r and c below 16.
+/// Computes out[c][row + r] = square[r * PITCH + c] for r and c below 16.
 #[cfg(not(target_arch = "x86_64"))]
 #[inline(always)]
 fn transpose_square(square: &[u8], row: usize, out: &mut [[u8; ROWS]; SIDE]) {
@@ -275,7 +282,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn any_part_of_a_tile_is_transposed_and_nothing_else_written() {
+    fn store_transposed_writes_exactly_the_given_part() {
         let mut tile = Tile::take();
         let byte = |r: usize, c: usize| (r * 7 + c * 13 + c / 256 + r / 256) as u8;
         for r in 0..ROWS {

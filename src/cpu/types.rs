@@ -1,7 +1,8 @@
-//! From the types that views name at run time to those that kernels are compiled for: a new element type or
-//! format is a row here, for every operation.
+//! Dispatch from run-time types to compile-time types. A new element type or format needs one line here, for
+//! all operations.
 
-/// `with_element!(dtype, T => body)`: the body with `T` the element type, which validation has let through.
+/// `with_element!(dtype, T => body)` evaluates the body with `T` as the element type. Validation rejects
+/// other types.
 macro_rules! with_element {
     ($dtype:expr, $T:ident => $body:expr) => {
         $crate::cpu::types::with_type!($dtype, $T => $body, {
@@ -12,7 +13,7 @@ macro_rules! with_element {
     };
 }
 
-/// `with_codes!(format, C => body)`: the body with `C` the type of the format's codes.
+/// `with_codes!(format, C => body)` evaluates the body with `C` as the type of the format's codes.
 macro_rules! with_codes {
     ($format:expr, $C:ident => $body:expr) => {
         $crate::cpu::types::with_type!($format, $C => $body, {
@@ -22,7 +23,7 @@ macro_rules! with_codes {
     };
 }
 
-/// A match with the same body in each arm, compiled for the type that the arm names.
+/// A match with the same body in each arm, compiled for the arm's type.
 macro_rules! with_type {
     (
         $value:expr, $T:ident => $body:expr, { $($pattern:path => $type:ty,)* }

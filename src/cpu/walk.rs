@@ -1,4 +1,5 @@
-//! Walking a matrix of any strides: parts of its rows become bytes, which go to outputs of any strides.
+//! Iteration over a matrix of any strides. Parts of rows are converted to bytes, which are written to outputs
+//! of any strides.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -8,15 +9,15 @@ use super::rows;
 use super::tile::{self, Fill};
 use crate::layout::Matrix;
 
-/// How far ahead of the casts the rows of a tile are asked for. Each row is on another page, where the hardware
-/// has not begun to prefetch: without this, casting into tiles takes 1.7 times as long.
+/// Distance at which rows of a tile are prefetched. Each row is on a different page, where the hardware
+/// prefetcher has not started. Without prefetching, casting into tiles takes 1.7 times as long.
 const PREFETCH_BYTES: usize = 8192;
 
-/// Casts to codes and, with `AMAX`, follows the absolute maximum.
+/// Casts to codes and, with `AMAX`, records the absolute maximum.
 pub(super) struct Cast<T, C, const AMAX: bool> {
     x: Matrix,
     q: f32,
-    /// The absolute maximum so far, as [`rows::amax`] gives it.
+    /// The absolute maximum so far, in the form that [`rows::amax`] returns.
     pub(super) found: u32,
     buffer: Vec<T>,
     format: PhantomData<C>,
@@ -31,7 +32,7 @@ impl<T, C, const AMAX: bool> Cast<T, C, AMAX> {
 impl<T: Element, C: Codes, const AMAX: bool> Fill for Cast<T, C, AMAX> {
     #[inline(always)]
     fn fill(&mut self, row: usize, cols: Range<usize>, out: &mut [u8]) {
-        // SAFETY: walks stay inside their source, whose dtype `T` was chosen by.
+        // SAFETY: walks stay inside their source, and `T` is the type of its dtype.
         let xs = unsafe { self.x.row(row, cols, &mut self.buffer) };
         self.found = self.found.max(rows::cast::<T, C, AMAX>(xs, self.q, out));
     }
@@ -46,12 +47,12 @@ pub(super) struct Copy {
 impl Fill for Copy {
     #[inline(always)]
     fn fill(&mut self, row: usize, cols: Range<usize>, out: &mut [u8]) {
-        // SAFETY: walks stay inside their source, which is of bytes.
+        // SAFETY: walks stay inside their source, whose elements are bytes.
         out.copy_from_slice(unsafe { self.bytes.row(row, cols, &mut self.buffer) });
     }
 }
 
-/// Asks for later rows of the source first.
+/// Prefetches later rows of the source before filling a row.
 struct Ahead<'a, F> {
     source: &'a Matrix,
     distance: usize,
@@ -66,22 +67,22 @@ impl<F: Fill> Fill for Ahead<'_, F> {
     }
 }
 
-/// A part of a matrix: what one thread takes at a time.
+/// A part of a matrix that a thread processes at a time.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Piece {
     pub(super) rows: Range<usize>,
     pub(super) cols: Range<usize>,
 }
 
-/// A source and the outputs that get an element for each of its elements, all of one shape.
+/// A source, and outputs with one element for each source element. All have one shape.
 pub(super) struct Walk {
     pub(super) source: Matrix,
     pub(super) sinks: Vec<Matrix>,
 }
 
 impl Walk {
-    /// Chooses the orientation in which the source is read along its memory, and makes one long row of
-    /// everything where nothing has gaps.
+    /// Chooses the orientation in which the source is contiguous. If no matrix has gaps, flattens all of them
+    /// to one row.
     pub(super) fn new(source: Matrix, sinks: Vec<Matrix>) -> Self {
         let (mut source, mut sinks) = (source, sinks);
         if source.prefers_columns() {
@@ -110,7 +111,7 @@ impl Walk {
             .collect()
     }
 
-    /// Whether the bytes can be made where they go.
+    /// Whether bytes can be written directly to the output, without a tile.
     fn is_direct(&self) -> bool {
         match &self.sinks[..] {
             [] => true,
@@ -126,13 +127,13 @@ impl Walk {
         if self.is_direct() {
             let sink = &self.sinks[0];
             for row in rows {
-                // SAFETY: the elements are contiguous, and this piece is the only one that has them.
+                // SAFETY: the elements are contiguous, and no other piece contains them.
                 fill.fill(row, cols.clone(), unsafe { sink.row_mut(row, cols.clone()) });
             }
             return;
         }
         let distance = PREFETCH_BYTES.div_ceil(tile::COLS * self.source.dtype.size());
-        // SAFETY: this piece is the only one that has these elements.
+        // SAFETY: no other piece contains these elements.
         unsafe {
             tile::by_tiles(rows, cols, &self.sinks, &mut Ahead { source: &self.source, distance, fill });
         };
@@ -150,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_cover_everything_once() {
+    fn pieces_cover_each_element_once() {
         let dense = |rows, cols| matrix(rows, cols, cols as isize, 1);
         for (rows, cols) in [(1, 1), (1, 100_000), (100_000, 1), (130, 700), (64, 4096), (3, 5000)] {
             let x = dense(rows, cols);
@@ -169,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn a_transposed_source_is_read_along_its_memory() {
+    fn transposed_source_is_walked_in_memory_order() {
         let walk = Walk::new(matrix(30, 20, 1, 30), vec![matrix(30, 20, 20, 1)]);
         assert_eq!((walk.source.rows, walk.source.col_stride, walk.sinks[0].row_stride), (20, 1, 1));
         let broadcast_row = Walk::new(matrix(30, 20, 0, 1), vec![]);

@@ -1,4 +1,4 @@
-//! The optimizer's step over a list of tensors, in as few launches as their kinds allow.
+//! The `AdamW` step over a list of tensors, with one launch per kernel and [`ENTRIES`] tensors.
 
 use super::driver::{Args, Grid, launch};
 use super::modules::{Kernel, kernel};
@@ -10,11 +10,11 @@ use crate::format::e8m0::Rounding;
 use crate::layout::{DType, Device, View, ViewMut};
 use crate::spec::{AdamWCall, AdamWTensor, BlockScale, ScaleRule, Stream, Target};
 
-/// Entries of a launch: the parameters of a kernel have 32 KB.
+/// Entries of a launch. The parameters of a kernel are limited to 32 KB.
 const ENTRIES: usize = 290;
 const _: () = assert!(ENTRIES <= PER_CHUNK);
 
-/// Elements that a block of threads takes of a tensor without scales to find.
+/// Elements per thread block for tensors without block scales.
 const PER_BLOCK: usize = 4096;
 
 /// Flags of an entry (`kernels/adamw.cuh`).
@@ -71,7 +71,7 @@ struct AdamWArgs {
     entries: [AdamWEntry; ENTRIES],
 }
 
-// SAFETY: it is `repr(C)` and mirrors the struct of that name in the kernels; its size is tested.
+// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
 unsafe impl Args for AdamWArgs {}
 
 macro_rules! kernels {
@@ -99,10 +99,11 @@ kernels! {
     SQUARE_32_TWICE = AdamWBlocks "adamw_square_32_twice";
 }
 
-/// What a tensor is launched with: the kernel, its threads, and how many blocks of them.
+/// How a tensor is launched: the kernel, threads per block, and number of blocks.
 type Shape = (&'static Kernel, u32, u64);
 
-/// Whether four neighbours, from a multiple of four on, can be read and written at once.
+/// Whether groups of four adjacent elements, starting at multiples of four, can be loaded and stored as
+/// vectors.
 fn four_at_once(tensor: &AdamWTensor, target: &Target) -> bool {
     let views = [
         (tensor.grad.ptr(), tensor.grad.dtype()),
@@ -136,7 +137,7 @@ fn shape(tensor: &AdamWTensor, target: &Target, vectors: bool) -> Shape {
         DType::F16 => &PLAIN_F16,
         _ => &CODES,
     };
-    // Without elements too there is an amax to write, or a scale.
+    // A tensor without elements still needs a block if there is an amax or a scale to write.
     let least = u64::from(tensor.amax.is_some() || tensor.new_scale.is_some());
     (kernel, 256, ((rows * cols).div_ceil(PER_BLOCK) as u64).max(least))
 }
@@ -174,7 +175,7 @@ fn entry(tensor: &AdamWTensor, vectors: bool) -> AdamWEntry {
     }
 }
 
-#[expect(clippy::large_stack_arrays, reason = "a kernel's parameters: 32 KB, once")]
+#[expect(clippy::large_stack_arrays, reason = "a kernel's parameters take 32 KB")]
 pub(crate) fn adamw(call: AdamWCall, stream: Stream) -> Result<(), Error> {
     let AdamWCall { shared, tensors } = call;
     let Some(Device::Cuda(_)) = tensors.first().map(|tensor| tensor.param.device()) else { return Ok(()) };
@@ -231,13 +232,13 @@ pub(crate) fn adamw(call: AdamWCall, stream: Stream) -> Result<(), Error> {
             entries.push((shape, entry(tensor, vectors)));
         }
     }
-    // By kernel; a stable sort, so that a list's order stays.
+    // Sort by kernel. The sort is stable, so it keeps the order of the list.
     entries.sort_by_key(|((kernel, ..), _)| std::ptr::from_ref(*kernel).addr());
     for own in entries.chunk_by(|(a, _), (b, _)| std::ptr::eq(a.0, b.0)) {
         for part in own.chunks(ENTRIES) {
             let mut blocks = 0_u64;
             for (slot, ((_, _, count), entry)) in args.entries.iter_mut().zip(part) {
-                // 2^32 blocks are 2^41 elements at least: more than any device holds.
+                // 2^32 blocks cover at least 2^41 elements, more than any device holds.
                 *slot = AdamWEntry { first_block: blocks as u32, ..*entry };
                 blocks += count;
             }

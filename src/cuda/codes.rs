@@ -1,4 +1,4 @@
-//! Operations on FP8 codes that exist.
+//! Operations on existing FP8 codes.
 
 use super::driver::{Args, Grid, launch};
 use super::modules::{Kernel, by_types, format_index, input_index, kernel};
@@ -40,14 +40,16 @@ struct DequantizeArgs {
     e8m0: u32,
 }
 
-// SAFETY: `repr(C)`, and the struct of that name in kernels/codes.cu.
+// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the struct in
+// kernels/codes.cu.
 unsafe impl Args for TransposeArgs {}
-// SAFETY: the same.
+// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the struct in
+// kernels/codes.cu.
 unsafe impl Args for DequantizeArgs {}
 
 static TRANSPOSE: Kernel = kernel!(Codes, "transpose", TransposeArgs);
 static STRIDED_TRANSPOSE: Kernel = kernel!(Codes, "strided_transpose", TransposeArgs);
-// By the dtype of the output, then by format.
+// Indexed by the dtype of the output, then by format.
 static DEQUANTIZE: [[Kernel; 2]; 3] = by_types!(Codes, "dequantize", DequantizeArgs);
 static STRIDED_DEQUANTIZE: [[Kernel; 2]; 3] = by_types!(Codes, "strided_dequantize", DequantizeArgs);
 
@@ -100,7 +102,7 @@ pub(crate) fn dequantize(
     let (rows, cols) = codes.shape();
     let n = codes.numel() as u64;
     let block_cols = block.cols.min(cols.max(1));
-    // What a thread of the fast kernel takes.
+    // Elements per thread of the fast kernel.
     let each = if out.dtype() == DType::F32 { 8 } else { 16 };
     let fast = codes.is_contiguous()
         && out.is_contiguous()

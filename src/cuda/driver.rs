@@ -1,15 +1,16 @@
-//! The driver: contexts, modules, launches. Nothing here owns what torch owns.
+//! The CUDA driver: contexts, modules, launches. This module does not own anything that torch owns.
 //!
-//! What holds:
-//! - libcuda is opened, and `cuInit` called, by the first CUDA argument; never by loading this library (a
-//!   forked `DataLoader` worker that uses the CPU alone must not have a context).
-//! - A launch runs in the primary context of the argument's device, which is torch's too. The thread's current
-//!   context is put back afterwards; a thread that has none (autograd's) keeps that of device 0, but no other's.
-//! - Contexts and modules are kept for the life of the process and never dropped.
-//! - A kernel is loaded at its first launch: its module's machine code where there is some for the device
-//!   (milliseconds), else its own entry of the PTX alone, which the driver compiles (`code`).
-//! - First uses load and allocate in relaxed capture mode ([`Relaxed`]): neither a capture on this stream nor
-//!   another thread's is broken by one.
+//! Invariants:
+//! - The first CUDA argument opens libcuda and calls `cuInit`. Loading this library does not, because a
+//!   forked `DataLoader` worker that only uses the CPU must not have a context.
+//! - A launch runs in the primary context of the argument's device, which torch uses as well. The thread's
+//!   current context is restored afterwards. A thread without a context (autograd's threads) keeps the
+//!   context of device 0, but not the context of another device.
+//! - Contexts and modules are kept for the lifetime of the process.
+//! - A kernel is loaded at its first launch. If its module has machine code for the device, that is loaded
+//!   (milliseconds). Otherwise the driver compiles the kernel's entry of the PTX (`image`).
+//! - The first use of a kernel or a workspace loads or allocates in relaxed capture mode ([`Relaxed`]), which
+//!   does not invalidate a capture on this stream or in another thread.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::{Mutex, OnceLock};
@@ -22,18 +23,19 @@ use super::{MAX_DEVICES, image};
 use crate::error::Error;
 use crate::spec::Stream;
 
-/// What is known of one device.
+/// State of one device.
 pub(super) struct DeviceState {
     ordinal: i32,
     context: usize,
     capability: (u32, u32),
-    /// What machine code is taken; `None` where the driver compiles PTX.
+    /// The target whose machine code is loaded; `None` if the driver compiles PTX.
     target: Option<image::Target>,
-    /// Modules of machine code; `None` where there is none, or the driver refused it.
+    /// Loaded machine code modules. `None` if a module has no machine code for the target, or if the driver
+    /// rejected it.
     modules: [OnceLock<Option<usize>>; MODULES.len()],
     /// Held while a kernel is loaded, so that two threads do not load it twice.
     loading: Mutex<()>,
-    /// Streaming multiprocessors.
+    /// Number of streaming multiprocessors.
     pub(super) multiprocessors: u32,
 }
 
@@ -44,19 +46,19 @@ pub(super) fn check(call: &'static str, code: sys::CUresult) -> Result<(), Error
     if code == sys::CUresult::CUDA_SUCCESS {
         return Ok(());
     }
-    let words = [sys::cuGetErrorString, sys::cuGetErrorName].map(|ask| describe(code, ask));
-    let [message, name] = words;
+    let texts = [sys::cuGetErrorString, sys::cuGetErrorName].map(|text_of| describe(code, text_of));
+    let [message, name] = texts;
     Err(Error::Driver { call: call.into(), message, code: code as u32, name })
 }
 
-/// What one of the driver's functions says of a code.
+/// Returns the text that one of the driver's functions has for an error code.
 fn describe(
     code: sys::CUresult,
-    ask: unsafe fn(sys::CUresult, *mut *const c_char) -> sys::CUresult,
+    text_of: unsafe fn(sys::CUresult, *mut *const c_char) -> sys::CUresult,
 ) -> String {
     let mut text = std::ptr::null();
-    // SAFETY: the library is loaded, since it has returned `code`; `text` is a place to write to.
-    let known = unsafe { ask(code, &raw mut text) } == sys::CUresult::CUDA_SUCCESS;
+    // SAFETY: the library is loaded, since it returned `code`. `text` is a valid place for the result.
+    let known = unsafe { text_of(code, &raw mut text) } == sys::CUresult::CUDA_SUCCESS;
     if known && !text.is_null() {
         // SAFETY: the driver's string is static and ends in NUL.
         unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
@@ -65,7 +67,7 @@ fn describe(
     }
 }
 
-/// The state of a device; its primary context is retained at the first call.
+/// Returns the state of a device. The first call retains its primary context.
 pub(super) fn device(ordinal: i32) -> Result<&'static DeviceState, Error> {
     let slot = usize::try_from(ordinal).ok().and_then(|i| DEVICES.get(i)).ok_or_else(|| Error::Value {
         arg: "device".into(),
@@ -78,32 +80,32 @@ pub(super) fn device(ordinal: i32) -> Result<&'static DeviceState, Error> {
     let _guard = STARTING.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     if slot.get().is_none() {
         let state = start(ordinal)?;
-        // Nobody else sets it while the lock is held.
+        // The lock is held, so no other thread sets the slot.
         let _ = slot.set(state);
     }
     slot.get().ok_or_else(|| Error::Cuda {
         call: "device".into(),
-        message: format!("cuda:{ordinal} did not start"),
+        message: format!("cuda:{ordinal} could not be initialized"),
     })
 }
 
 fn start(ordinal: i32) -> Result<DeviceState, Error> {
-    // SAFETY: only asks whether the library can be opened.
+    // SAFETY: the call only checks whether the library can be opened.
     if !unsafe { sys::is_culib_present() } {
         return Err(Error::Cuda {
             call: "libcuda".into(),
-            message: "the driver library cannot be opened on this machine".into(),
+            message: "the driver library cannot be opened on this machine; install the NVIDIA driver".into(),
         });
     }
     let mut device: sys::CUdevice = 0;
-    // SAFETY: the library is there; every pointer is to a local that outlives the call.
+    // SAFETY: the library is loaded, and the pointer is to a local that outlives the call.
     unsafe {
         check("cuInit", sys::cuInit(0))?;
         check("cuDeviceGet", sys::cuDeviceGet(&raw mut device, ordinal))?;
     }
     let attribute = |which| -> Result<u32, Error> {
         let mut value = 0;
-        // SAFETY: as above.
+        // SAFETY: the driver is initialized, and the pointer is to a local that outlives the call.
         check("cuDeviceGetAttribute", unsafe { sys::cuDeviceGetAttribute(&raw mut value, which, device) })?;
         Ok(value as u32)
     };
@@ -112,14 +114,18 @@ fn start(ordinal: i32) -> Result<DeviceState, Error> {
     if (major, minor) < (8, 9) {
         return Err(Error::Unsupported {
             what: "FP8 conversion on CUDA".into(),
-            reason: format!("cuda:{ordinal} has compute capability {major}.{minor}, and it takes 8.9").into(),
+            reason: format!(
+                "cuda:{ordinal} has compute capability {major}.{minor}, and 8.9 or newer is required"
+            )
+            .into(),
             instead: "use CPU tensors, or a GPU of the Ada, Hopper or a newer generation".into(),
         });
     }
     let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-    // Last, so that a device that is refused is left without a context that nobody would release.
+    // Retain the context last, so that an unsupported device is not left with a context that is never
+    // released.
     let mut context: sys::CUcontext = std::ptr::null_mut();
-    // SAFETY: as above.
+    // SAFETY: the driver is initialized, and the pointer is to a local that outlives the call.
     check("cuDevicePrimaryCtxRetain", unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) })?;
     Ok(DeviceState {
         ordinal,
@@ -132,13 +138,13 @@ fn start(ordinal: i32) -> Result<DeviceState, Error> {
     })
 }
 
-/// Puts the thread's context back.
+/// Restores the thread's context when dropped.
 struct Restore(Option<sys::CUcontext>);
 
 impl Drop for Restore {
     fn drop(&mut self) {
         if let Some(previous) = self.0 {
-            // SAFETY: `previous` was current when the guard was made. A failure here has no remedy.
+            // SAFETY: `previous` was current when the guard was created. A failure here cannot be handled.
             let _ = unsafe { sys::cuCtxSetCurrent(previous) };
         }
     }
@@ -148,29 +154,30 @@ impl Drop for Restore {
 fn enter(state: &DeviceState) -> Result<Restore, Error> {
     let wanted = state.context as sys::CUcontext;
     let mut current: sys::CUcontext = std::ptr::null_mut();
-    // SAFETY: the driver is initialised: there is a device state.
+    // SAFETY: a device state exists, so the driver is initialized.
     check("cuCtxGetCurrent", unsafe { sys::cuCtxGetCurrent(&raw mut current) })?;
     if current == wanted {
         return Ok(Restore(None));
     }
-    // SAFETY: `wanted` is retained for the life of the process.
+    // SAFETY: `wanted` is retained for the lifetime of the process.
     check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(wanted) })?;
-    // To the CUDA runtime a thread without a context (autograd's) is on device 0. So it keeps that device's, as after
-    // any call of the runtime, and must not find itself on another.
+    // The CUDA runtime treats a thread without a context (autograd's threads) as being on device 0. The
+    // thread therefore keeps device 0's context, as after any runtime call, but must not end up on another
+    // device.
     let keeps = current.is_null() && state.ordinal == 0;
     Ok(Restore((!keeps).then_some(current)))
 }
 
-/// Lets this thread load and allocate while a graph is captured, by whichever thread, until dropped.
+/// Allows this thread to load and allocate while any thread captures a graph, until dropped.
 ///
-/// In the default mode such calls fail while any thread captures, and invalidate its capture: they might wait for
-/// what is only being recorded. Nothing here does.
+/// In the default mode, such calls fail while any thread captures, and invalidate its capture, because they
+/// might wait for work that is only being recorded. The calls in this module do not wait for captured work.
 pub(super) struct Relaxed(sys::CUstreamCaptureMode);
 
 impl Relaxed {
     fn enter() -> Result<Self, Error> {
         let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: the driver is initialised; the mode is a local, and gets the thread's former one.
+        // SAFETY: the driver is initialized. `mode` is a local that receives the thread's previous mode.
         check("cuThreadExchangeStreamCaptureMode", unsafe {
             sys::cuThreadExchangeStreamCaptureMode(&raw mut mode)
         })?;
@@ -180,7 +187,8 @@ impl Relaxed {
 
 impl Drop for Relaxed {
     fn drop(&mut self) {
-        // SAFETY: as above. A failure here has no remedy.
+        // SAFETY: the driver is initialized, and the pointer is to a field that outlives the call. A failure
+        // here cannot be handled.
         let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut self.0) };
     }
 }
@@ -188,19 +196,19 @@ impl Drop for Relaxed {
 /// Loads an image: a cubin, or PTX that ends in NUL.
 fn load(image: &[u8]) -> Result<usize, Error> {
     let mut module: sys::CUmodule = std::ptr::null_mut();
-    // SAFETY: the image is whole, and PTX ends in NUL; the context is current.
+    // SAFETY: the image is complete, PTX ends in NUL, and a context is current.
     check("cuModuleLoadData", unsafe {
         sys::cuModuleLoadData(&raw mut module, image.as_ptr().cast::<c_void>())
     })?;
     Ok(module as usize)
 }
 
-/// The kernel's function, loaded now; the device's context is current.
+/// Loads and returns the kernel's function. The device's context must be current.
 fn function(state: &DeviceState, kernel: &'static Kernel) -> Result<sys::CUfunction, Error> {
     let _relaxed = Relaxed::enter()?;
     let module = &MODULES[kernel.module as usize];
     module.needs.check(module.name, state.ordinal, state.capability)?;
-    // An older driver than the assembler's may refuse the machine code, and then takes the PTX.
+    // A driver that is older than the assembler may reject the machine code. The PTX is loaded then.
     let machine = || state.target.and_then(|target| load(&module.machine_code(target)?).ok());
     let loaded = match state.modules[kernel.module as usize].get_or_init(machine) {
         Some(loaded) => *loaded,
@@ -208,8 +216,8 @@ fn function(state: &DeviceState, kernel: &'static Kernel) -> Result<sys::CUfunct
     };
     let mut function: sys::CUfunction = std::ptr::null_mut();
     let mut registers = 0;
-    // SAFETY: the module stays loaded; the name ends in NUL. Asking for an attribute loads what the driver would
-    // otherwise leave until the first launch, outside of this guard.
+    // SAFETY: the module stays loaded, and the name ends in NUL. Reading an attribute forces the driver to
+    // load the function now, rather than at the first launch, when `_relaxed` is gone.
     unsafe {
         check(
             "cuModuleGetFunction",
@@ -227,22 +235,22 @@ fn function(state: &DeviceState, kernel: &'static Kernel) -> Result<sys::CUfunct
     Ok(function)
 }
 
-/// A launch's shape.
+/// The shape of a launch.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Grid {
     pub(super) blocks: u64,
     pub(super) threads: u32,
 }
 
-/// A kernel takes one struct by value: this marks those structs.
+/// Marker for structs that a kernel takes as its only parameter, by value.
 ///
 /// # Safety
 ///
-/// The type is `repr(C)`, without padding that the kernel would lay out in another way, and is the struct that
-/// the kernel declares; its size is compared with the PTX by a test.
+/// The type must be `repr(C)` and have the fields of the struct that the kernel declares.
+/// `tests/kernel_arguments.rs` compares the fields, and a test of `modules` compares the size with the PTX.
 pub(super) unsafe trait Args: Copy {}
 
-/// Queues a kernel on `stream` of the device. An empty grid is no launch.
+/// Queues a kernel on `stream` of the device. Does nothing if the grid is empty.
 pub(super) fn launch<A: Args>(
     ordinal: i32,
     stream: Stream,
@@ -256,15 +264,15 @@ pub(super) fn launch<A: Args>(
     let blocks = i32::try_from(grid.blocks).map(|b| b as u32).map_err(|_| Error::Value {
         arg: "x".into(),
         got: format!("a tensor that needs {} thread blocks", grid.blocks),
-        expected: "one that needs fewer than 2^31".into(),
+        expected: "a tensor that needs fewer than 2^31; split it".into(),
     })?;
     debug_assert_eq!(size_of::<A>(), kernel.args_size, "{:?}", kernel.entry);
     let state = device(ordinal)?;
     let _restore = enter(state)?;
     let function = kernel.function(ordinal, &state.loading, || function(state, kernel))?;
     let mut parameters = [std::ptr::from_ref(args).cast_mut().cast::<c_void>()];
-    // SAFETY: the kernel takes one struct of this type and size; its pointers are those of validated views,
-    // which the caller keeps alive on the stream.
+    // SAFETY: the kernel takes one struct of this type and size. Its pointers come from validated views,
+    // which the caller keeps alive until the work on the stream is done.
     check("cuLaunchKernel", unsafe {
         sys::cuLaunchKernel(
             function,
@@ -274,7 +282,7 @@ pub(super) fn launch<A: Args>(
             grid.threads,
             1,
             1,
-            // Kernels declare their shared memory.
+            // Kernels declare their shared memory statically.
             0,
             stream.0.cast(),
             parameters.as_mut_ptr(),
@@ -289,25 +297,25 @@ pub(super) fn zero(ordinal: i32, stream: Stream, at: *mut u8, bytes: usize) -> R
         return Ok(());
     }
     let _restore = enter(device(ordinal)?)?;
-    // SAFETY: `at` is an output (or a workspace) of at least `bytes` bytes on this device.
+    // SAFETY: `at` is an output or a workspace of at least `bytes` bytes on this device.
     check("cuMemsetD8Async", unsafe { sys::cuMemsetD8Async(at as u64, 0, bytes, stream.0.cast()) })
 }
 
-/// Allocates zeroed device memory that is never freed: workspaces.
+/// Allocates zeroed device memory for a workspace. It is never freed.
 ///
-/// Possible while a graph is captured: the fill runs on a stream of its own, since the legacy stream and the
-/// context may not be waited for then.
+/// This works while a graph is captured. The fill runs on a separate stream, because waiting for the legacy
+/// stream or the context is not allowed during a capture.
 pub(super) fn workspace(ordinal: i32, bytes: usize) -> Result<*mut u8, Error> {
     let _restore = enter(device(ordinal)?)?;
     let _relaxed = Relaxed::enter()?;
     let mut at = 0;
     let mut stream: sys::CUstream = std::ptr::null_mut();
     let non_blocking = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-    // SAFETY: the context is current; the fill is over before the memory is handed out.
+    // SAFETY: the context is current, and the fill is complete before the memory is returned.
     unsafe {
         check("cuStreamCreate", sys::cuStreamCreate(&raw mut stream, non_blocking))?;
         let allocate = || check("cuMemAlloc", sys::cuMemAlloc_v2(&raw mut at, bytes));
-        let filled = again_when_released(allocate, || RELEASE.get().copied())
+        let filled = retry_after_release(allocate, || RELEASE.get().copied())
             .and_then(|()| check("cuMemsetD8Async", sys::cuMemsetD8Async(at, 0, bytes, stream)))
             .and_then(|()| check("cuStreamSynchronize", sys::cuStreamSynchronize(stream)));
         let _ = sys::cuStreamDestroy_v2(stream);
@@ -316,15 +324,15 @@ pub(super) fn workspace(ordinal: i32, bytes: usize) -> Result<*mut u8, Error> {
     Ok(at as *mut u8)
 }
 
-/// What makes others' allocators give back the device memory that they keep for later.
+/// A function that releases device memory that other allocators cache.
 static RELEASE: OnceLock<fn()> = OnceLock::new();
 
-/// Sets what is called where device memory lacks, before it is asked for once more.
+/// Sets the function that is called if the device is out of memory, before the allocation is retried.
 pub(crate) fn when_memory_lacks(release: fn()) {
     let _ = RELEASE.set(release);
 }
 
-fn again_when_released(
+fn retry_after_release(
     mut allocate: impl FnMut() -> Result<(), Error>,
     release: impl FnOnce() -> Option<fn()>,
 ) -> Result<(), Error> {
@@ -337,30 +345,32 @@ fn again_when_released(
     }
 }
 
-/// The number of a stream, which no other stream of this process gets; a handle is used again when its stream is gone.
+/// Returns the ID of a stream, which is unique in this process. A handle is not: it may be reused after its
+/// stream is destroyed.
 pub(super) fn stream_id(ordinal: i32, stream: Stream) -> Result<u64, Error> {
     let _restore = enter(device(ordinal)?)?;
     let mut id = 0;
-    // SAFETY: the stream is torch's and alive.
+    // SAFETY: the stream is alive, because the caller queues work on it.
     check("cuStreamGetId", unsafe { sys::cuStreamGetId(stream.0.cast(), &raw mut id) })?;
     Ok(id)
 }
 
-/// A graph that a stream's launches are captured in.
+/// A graph that captures a stream's launches.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Capture {
-    /// No other capture of this process has it.
+    /// The ID of the capture, which is unique in this process.
     pub(super) id: u64,
     graph: sys::CUgraph,
 }
 
-/// The graph that the stream is captured in, if it is.
+/// Returns the graph that captures the stream, or None if the stream is not being captured.
 pub(super) fn capture(ordinal: i32, stream: Stream) -> Result<Option<Capture>, Error> {
     let _restore = enter(device(ordinal)?)?;
     let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
     let mut id = 0;
     let mut graph: sys::CUgraph = std::ptr::null_mut();
-    // SAFETY: the stream is torch's and alive; what is not asked for is null.
+    // SAFETY: the stream is alive, because the caller queues work on it. Null pointers are allowed for
+    // results that are not needed.
     check("cuStreamGetCaptureInfo", unsafe {
         sys::cuStreamGetCaptureInfo_v2(
             stream.0.cast(),
@@ -378,24 +388,25 @@ pub(super) fn capture(ordinal: i32, stream: Stream) -> Result<Option<Capture>, E
     Ok(active.then_some(Capture { id, graph }))
 }
 
-/// Has `tell(data)` called once the captured graph, and all that was made of it, are destroyed and have run.
-/// It is called by a thread of the driver's, and must not call the driver; also if this fails.
+/// Registers `notify(data)` to be called once the captured graph and everything instantiated from it has run
+/// and is destroyed. A thread of the driver calls it, and it must not call the driver. If this function
+/// fails, `notify(data)` is called as well.
 pub(super) fn when_destroyed(
     ordinal: i32,
     capture: Capture,
-    tell: unsafe extern "C" fn(*mut c_void),
+    notify: unsafe extern "C" fn(*mut c_void),
     data: *mut c_void,
 ) -> Result<(), Error> {
     let _restore = enter(device(ordinal)?)?;
     let mut object: sys::CUuserObject = std::ptr::null_mut();
-    // The driver's only value for the flags: nobody waits for `tell`.
+    // The only value that the driver accepts: graph destruction does not wait for `notify`.
     let no_sync = sys::CUuserObject_flags::CU_USER_OBJECT_NO_DESTRUCTOR_SYNC as u32;
     let give_away = sys::CUuserObjectRetain_flags::CU_GRAPH_USER_OBJECT_MOVE as u32;
-    // SAFETY: `tell` takes `data`; the graph is being captured into, which allows this.
+    // SAFETY: `notify` accepts `data`. The graph is being captured into, which allows retaining objects.
     unsafe {
-        let made = sys::cuUserObjectCreate(&raw mut object, data, Some(tell), 1, no_sync);
+        let made = sys::cuUserObjectCreate(&raw mut object, data, Some(notify), 1, no_sync);
         if let Err(error) = check("cuUserObjectCreate", made) {
-            tell(data);
+            notify(data);
             return Err(error);
         }
         let retained = sys::cuGraphRetainUserObject(capture.graph, object, 1, give_away);
@@ -410,7 +421,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_asked_for_once_more_when_others_gave_theirs_back() {
+    fn allocation_is_retried_once_after_releasing_memory() {
         let refused = |code| {
             let words = String::new;
             Err(Error::Driver { call: "cuMemAlloc".into(), message: words(), code, name: words() })
@@ -419,15 +430,15 @@ mod tests {
         for (code, release, expected) in
             [(out_of_memory, Some((|| ()) as fn()), 2), (out_of_memory, None, 1), (other, Some(|| ()), 1)]
         {
-            let mut asked = 0;
-            let result = again_when_released(
+            let mut attempts = 0;
+            let result = retry_after_release(
                 || {
-                    asked += 1;
-                    if asked == 1 { refused(code) } else { Ok(()) }
+                    attempts += 1;
+                    if attempts == 1 { refused(code) } else { Ok(()) }
                 },
                 || release,
             );
-            assert_eq!((asked, result.is_ok()), (expected, expected == 2));
+            assert_eq!((attempts, result.is_ok()), (expected, expected == 2));
         }
     }
 }

@@ -1,28 +1,28 @@
-//! What the driver loads: machine code made beforehand, or one entry of the PTX.
+//! The code that the driver loads: prebuilt machine code, or one entry of the PTX.
 //!
-//! The driver compiles PTX when it is loaded, whole modules of it in seconds. So modules are embedded as machine code
-//! too, for the generations in [`Target`]. What there is no machine code for (a newer GPU, an older driver,
-//! `CUDA_FORCE_PTX_JIT=1`) loads the one entry that is launched, cut out of the PTX. Both are compressed, since the
-//! kernels of a module differ in little but types.
+//! The driver compiles PTX when it is loaded, which takes seconds for a whole module. Modules are therefore
+//! also embedded as machine code, for the generations in [`Target`]. In other cases (a newer GPU, an older
+//! driver, `CUDA_FORCE_PTX_JIT=1`), only the entry that is launched is extracted from the PTX and loaded.
+//! Both are compressed, since the kernels of a module differ in little but types.
 
 use std::ffi::CStr;
 
 use super::modules::Module;
 use crate::error::Error;
 
-/// What machine code is made for.
+/// A generation that machine code is built for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Target {
     /// Ada.
     Sm89,
     /// Hopper.
     Sm90,
-    /// Blackwell in data centres: 10.0, and what has the same major version.
+    /// Data center Blackwell: compute capability 10.0 and others with the same major version.
     Sm100,
 }
 
 impl Target {
-    /// For a device of this compute capability.
+    /// Returns the target for a compute capability, or None if there is no machine code for it.
     pub(super) fn of(major: u32, minor: u32) -> Option<Self> {
         match (major, minor) {
             (8, 9) => Some(Self::Sm89),
@@ -33,18 +33,19 @@ impl Target {
     }
 }
 
-/// The driver's own switch, by which it refuses machine code.
+/// Returns whether the driver's environment variable that disables machine code is set.
 pub(super) fn ptx_is_forced() -> bool {
     std::env::var_os("CUDA_FORCE_PTX_JIT").is_some_and(|value| !value.is_empty() && value != "0")
 }
 
 impl Module {
-    /// The module's machine code; `None` where there is none for the target, or it does not decompress.
+    /// Returns the module's machine code, or `None` if there is none for the target or it does not
+    /// decompress.
     pub(super) fn machine_code(&self, target: Target) -> Option<Vec<u8>> {
         unpacked(self.machine_code[target as usize]?)
     }
 
-    /// The module's PTX; `None` where it does not decompress.
+    /// Returns the module's PTX, or `None` if it does not decompress.
     pub(super) fn ptx(&self) -> Option<String> {
         String::from_utf8(unpacked(self.packed_ptx)?).ok()
     }
@@ -57,7 +58,7 @@ fn unpacked(mut packed: &[u8]) -> Option<Vec<u8>> {
 
 const ENTRY: &str = ".visible .entry ";
 
-/// The parts of a module's PTX: what all entries share, and each entry with its name.
+/// Splits a module's PTX into the declarations that all entries share, and the entries with their names.
 fn parts(ptx: &str) -> (&str, impl Iterator<Item = (&str, &str)>) {
     let at = ptx.find(ENTRY).unwrap_or(ptx.len());
     let (shared, mut rest) = ptx.split_at(at);
@@ -71,7 +72,7 @@ fn parts(ptx: &str) -> (&str, impl Iterator<Item = (&str, &str)>) {
     (shared, entries)
 }
 
-/// The PTX of one entry of a module, ending in NUL.
+/// Returns the PTX of one entry of a module, ending in NUL.
 pub(super) fn one_entry(ptx: &str, name: &CStr) -> Result<Vec<u8>, Error> {
     let (shared, mut entries) = parts(ptx);
     let Some((_, entry)) = entries.find(|(found, _)| found.as_bytes() == name.to_bytes()) else {
@@ -86,9 +87,9 @@ mod tests {
     use super::*;
     use crate::cuda::modules::MODULES;
 
-    /// So what all share, and an entry, are a module: entries do not name each other.
+    /// Entries do not refer to each other, so that the shared declarations and one entry form a module.
     #[test]
-    fn modules_are_shared_declarations_and_entries_alone() {
+    fn modules_consist_of_shared_declarations_and_independent_entries() {
         for module in &MODULES {
             let ptx = module.ptx().expect("it decompresses");
             let (shared, entries) = parts(&ptx);
@@ -98,7 +99,7 @@ mod tests {
             for word in [".func", "call", ".extern", ".alias"] {
                 assert!(!ptx.split_whitespace().any(|w| w == word), "{}: {word}", module.name);
             }
-            // Declarations stand in front of all entries: none is between two of them.
+            // All declarations come before the first entry.
             for (name, entry) in parts(&ptx).1 {
                 let body = entry.find('{').map(|at| &entry[at..]).expect("an entry has a body");
                 let (mut depth, mut closed) = (0, false);
@@ -116,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn each_kernel_has_one_entry_to_itself() {
+    fn one_entry_extracts_each_kernel() {
         let ptx: Vec<_> = MODULES.iter().map(|module| module.ptx().expect("it decompresses")).collect();
         for kernel in crate::cuda::kernels() {
             let cut = one_entry(&ptx[kernel.module as usize], kernel.entry).expect("it is there");
@@ -131,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn machine_code_is_there_for_every_entry_and_target() {
+    fn machine_code_contains_every_entry_for_every_target() {
         for module in &MODULES {
             let ptx = module.ptx().expect("it decompresses");
             for (target, flags) in [(Target::Sm89, 89), (Target::Sm90, 90), (Target::Sm100, 100)] {
@@ -140,7 +141,8 @@ mod tests {
                 }
                 let code = module.machine_code(target).expect("it decompresses");
                 assert_eq!(&code[..4], b"\x7fELF", "{}", module.name);
-                // e_flags of the ELF header: the architecture, from Blackwell on in the second byte.
+                // e_flags of the ELF header: the architecture, which is in the second byte for Blackwell and
+                // newer.
                 let found = if flags < 100 { code[48] } else { code[49] };
                 assert_eq!(found, flags, "{}", module.name);
                 for (name, _) in parts(&ptx).1 {
@@ -152,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_take_what_was_made_for_them() {
+    fn target_depends_on_the_compute_capability() {
         let of = |major, minor| Target::of(major, minor);
         assert_eq!([of(8, 9), of(9, 0)], [Some(Target::Sm89), Some(Target::Sm90)]);
         assert_eq!([of(10, 0), of(10, 3)], [Some(Target::Sm100); 2]);

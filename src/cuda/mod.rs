@@ -1,16 +1,17 @@
 //! The CUDA backend.
 //!
-//! Called with validated arguments, all on one CUDA device. What the CPU backend does to each byte holds
-//! here, NaNs included: an amax, a scale or a dequantized value that is NaN is the positive quiet NaN without
+//! Arguments have been validated and are on one CUDA device. Results are byte-identical to the CPU backend's,
+//! NaNs included: an amax, a scale or a dequantized value that is NaN is the positive quiet NaN without
 //! payload (fp32 0x7FC00000, bf16 0x7FC0, fp16 0x7E00).
 //!
 //! - `driver`: contexts, loading, launches.
-//! - `modules`: the embedded modules and the kernels in them; `kernels/*.cu` are their sources, `ptx/*.lzma` and
-//!   `cubin/*/*.lzma` what `tools/build_ptx.py` makes of them.
-//! - `image`: the part of a module that is loaded into the driver.
-//! - `workspace`: what the blocks of one launch reduce in and wait at.
-//! - `views`: what launches ask of views.
-//! - the rest: an operation picks its kernel by how the views lie, and launches it. Nothing synchronizes.
+//! - `modules`: the embedded modules and their kernels. The sources are `kernels/*.cu`. `tools/build_ptx.py`
+//!   builds `ptx/*.lzma` and `cubin/*/*.lzma` from them.
+//! - `image`: the part of a module that the driver loads.
+//! - `workspace`: memory in which the blocks of one launch reduce values and synchronize.
+//! - `views`: alignment and layout checks for launches.
+//! - The other modules implement the operations. An operation selects a kernel for the layout of its views
+//!   and launches it, without synchronization.
 
 #[cfg(feature = "cuda")]
 mod adamw;
@@ -40,7 +41,7 @@ pub(crate) use {
     adamw::*, blocks::*, codes::*, driver::when_memory_lacks, random::*, sum_rows::*, tensorwise::*,
 };
 
-/// The number of CUDA devices of one process that fp8rs supports.
+/// The number of CUDA devices per process that fp8rs supports.
 #[cfg(feature = "cuda")]
 const MAX_DEVICES: usize = 64;
 
@@ -54,7 +55,7 @@ pub(crate) fn absent(_: crate::spec::Stream) -> Result<(), crate::Error> {
     })
 }
 
-/// Every kernel that something launches.
+/// Returns every kernel that is launched anywhere.
 #[cfg(all(test, feature = "cuda"))]
 fn kernels() -> Vec<&'static modules::Kernel> {
     [

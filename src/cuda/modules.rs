@@ -1,11 +1,13 @@
-//! The table of modules and kernels: what code is embedded, and what each entry takes.
+//! The table of modules and kernels: the embedded code, and the argument struct of each entry.
 //!
-//! A module is a row of [`MODULES`]; its PTX is built from `kernels/NAME.cu` by `tools/build_ptx.py`, its machine code
-//! from the PTX, and both are checked in. A row without a target is for every device that FP8 has kernels for; one
-//! `for sm_100a` uses instructions of that target alone, and elsewhere its kernels are refused.
+//! A module is a row of [`MODULES`]. `tools/build_ptx.py` builds its PTX from `kernels/NAME.cu` and its
+//! machine code from the PTX; both are checked in. A row without a target supports every device that has FP8
+//! conversions. A row with `for sm_100a` uses instructions of that target only, and its kernels return an
+//! error on other devices.
 //!
-//! A kernel is a static made by [`kernel!`] or [`by_types!`] beside the code that launches it, and takes one struct by
-//! value. A test compares every entry's parameter with that struct's size.
+//! A kernel is a static that is defined with [`kernel!`] or [`by_types!`] next to the code that launches it.
+//! It takes one struct by value. A test compares the size of every entry's parameter with the size of that
+//! struct.
 
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -20,32 +22,33 @@ use crate::layout::DType;
 
 /// Embedded PTX and machine code.
 pub(super) struct Module {
-    /// The name of its source, `kernels/NAME.cu`.
+    /// The name of the source, `kernels/NAME.cu`.
     pub(super) name: &'static str,
-    /// The devices that it is for.
+    /// The devices that the module supports.
     pub(super) needs: Needs,
-    /// The text, compressed (LZMA): what launches read of it is `ptx()`.
+    /// The PTX, compressed (LZMA). Launches read it through `ptx()`.
     pub(super) packed_ptx: &'static [u8],
-    /// Machine code made of it for each [`Target`](super::image::Target) that it is for, compressed (LZMA).
+    /// Machine code for each [`Target`](super::image::Target) that the module supports, compressed (LZMA).
     pub(super) machine_code: [Option<&'static [u8]>; 3],
 }
 
-/// Which devices a module is for, by compute capability.
+/// The devices that a module supports, by compute capability.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Needs {
-    /// This one and newer ones.
+    /// This compute capability and newer ones.
     AtLeast(u32, u32),
-    /// This one alone: instructions of targets with a letter (`sm_100a`) are in no newer generation.
-    #[cfg_attr(not(test), expect(dead_code, reason = "no module is for one target yet"))]
+    /// Exactly this compute capability. Instructions of targets with a letter (`sm_100a`) do not exist in
+    /// newer generations.
+    #[cfg_attr(not(test), expect(dead_code, reason = "no module needs one exact target yet"))]
     Exactly(u32, u32),
 }
 
 impl Needs {
-    /// Refuses a device that the module is not for.
+    /// Returns an error if the module does not support the device.
     pub(super) fn check(self, module: &str, ordinal: i32, capability: (u32, u32)) -> Result<(), Error> {
         let ((major, minor), fits, more) = match self {
             Self::AtLeast(major, minor) => ((major, minor), capability >= (major, minor), " or newer"),
-            Self::Exactly(major, minor) => ((major, minor), capability == (major, minor), " alone"),
+            Self::Exactly(major, minor) => ((major, minor), capability == (major, minor), " exactly"),
         };
         if fits {
             return Ok(());
@@ -54,7 +57,7 @@ impl Needs {
         Err(Error::Unsupported {
             what: format!("{module} on CUDA").into(),
             reason: format!(
-                "cuda:{ordinal} has compute capability {its_major}.{its_minor}, and it takes {major}.{minor}{more}"
+                "cuda:{ordinal} has compute capability {its_major}.{its_minor}, and {major}.{minor}{more} is required"
             )
             .into(),
             instead: "use CPU tensors, or such a GPU".into(),
@@ -68,7 +71,7 @@ macro_rules! machine_code {
     };
 }
 
-/// What the target of a module's row says: the devices that it is for, and its machine code.
+/// Expands the target of a module's row to the supported devices and the machine code.
 macro_rules! made_for {
     ($name:literal) => {
         (
@@ -93,7 +96,7 @@ macro_rules! modules {
         #[derive(Debug, Clone, Copy)]
         pub(super) enum ModuleId { $($id),* }
 
-        /// Every module.
+        /// All modules.
         pub(super) static MODULES: [Module; [$(ModuleId::$id),*].len()] = [
             $({
                 let (needs, machine_code) = made_for!($name $($target)?);
@@ -131,7 +134,7 @@ modules! {
 pub(super) struct Kernel {
     pub(super) module: ModuleId,
     pub(super) entry: &'static CStr,
-    /// The size of the struct it takes.
+    /// The size of the kernel's argument struct.
     pub(super) args_size: usize,
     functions: [AtomicUsize; MAX_DEVICES],
 }
@@ -142,8 +145,9 @@ impl Kernel {
         Self { module, entry, args_size, functions: [const { AtomicUsize::new(0) }; MAX_DEVICES] }
     }
 
-    /// The function on a device, looked up by `find` the first time, under the device's `loading`: of two threads that
-    /// launch a kernel first, one waits and finds what the other loaded.
+    /// Returns the function on a device. The first call loads it with `find`, holding the device's `loading`
+    /// lock. If two threads launch a kernel for the first time, one waits and uses the function that the
+    /// other loaded.
     pub(super) fn function(
         &self,
         ordinal: i32,
@@ -166,7 +170,7 @@ impl Kernel {
     }
 }
 
-/// `kernel!(Module, "entry", Args)`: one kernel.
+/// `kernel!(Module, "entry", Args)` defines one kernel.
 macro_rules! kernel {
     ($module:ident, $entry:expr, $args:ty) => {
         $crate::cuda::modules::Kernel::new(
@@ -177,7 +181,7 @@ macro_rules! kernel {
     };
 }
 
-/// `by_input!(Module, "name", Args)`: a kernel for each input type, `name_f32` and so on.
+/// `by_input!(Module, "name", Args)` defines a kernel for each input type, `name_f32` and so on.
 macro_rules! by_input {
     ($module:ident, $name:expr, $args:ty) => {
         [
@@ -188,7 +192,8 @@ macro_rules! by_input {
     };
 }
 
-/// `by_types!(Module, "name", Args)`: a kernel for each input type and format, `name_f32_e4m3` and so on.
+/// `by_types!(Module, "name", Args)` defines a kernel for each input type and format, `name_f32_e4m3` and so
+/// on.
 macro_rules! by_types {
     ($module:ident, $name:expr, $args:ty) => {
         [
@@ -215,7 +220,7 @@ pub(super) type ByInput = [Kernel; 3];
 /// Kernels for each input type and format.
 pub(super) type ByTypes = [[Kernel; 2]; 3];
 
-/// The place of a type that can be quantized in [`ByInput`] and [`ByTypes`].
+/// Returns the index of an input type in [`ByInput`] and [`ByTypes`].
 pub(super) fn input_index(dtype: DType) -> usize {
     match dtype {
         DType::Bf16 => 1,
@@ -224,7 +229,7 @@ pub(super) fn input_index(dtype: DType) -> usize {
     }
 }
 
-/// The place of a format in [`ByTypes`].
+/// Returns the index of a format in [`ByTypes`].
 pub(super) fn format_index(format: Fp8Format) -> usize {
     match format {
         Fp8Format::E4m3 => 0,
@@ -237,7 +242,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn threads_that_launch_a_kernel_first_load_it_once() {
+    fn concurrent_first_launches_load_a_kernel_once() {
         static KERNEL: Kernel = kernel!(Amax, "amax", u64);
         let (loading, loads, barrier) = (Mutex::new(()), AtomicUsize::new(0), std::sync::Barrier::new(8));
         let load = || {
@@ -246,18 +251,18 @@ mod tests {
             Ok(at as sys::CUfunction)
         };
         let found = std::thread::scope(|scope| {
-            let ask = || {
+            let launch = || {
                 barrier.wait();
                 KERNEL.function(0, &loading, load).map(|f| f as usize)
             };
-            let threads: Vec<_> = (0..8).map(|_| scope.spawn(ask)).collect();
+            let threads: Vec<_> = (0..8).map(|_| scope.spawn(launch)).collect();
             threads.into_iter().map(|t| t.join().expect("no panic").expect("it loads")).collect::<Vec<_>>()
         });
         assert_eq!((found, loads.into_inner()), (vec![1; 8], 1));
     }
 
     #[test]
-    fn a_device_that_a_module_is_not_for_is_refused_by_name() {
+    fn unsupported_devices_are_named_in_the_error() {
         let check = |needs: Needs, capability| needs.check("nvfp4", 1, capability);
         for capability in [(9, 0), (10, 0), (10, 3), (12, 0)] {
             assert!(check(Needs::AtLeast(9, 0), capability).is_ok());
@@ -266,13 +271,13 @@ mod tests {
         let refused = |needs, capability| check(needs, capability).unwrap_err().to_string();
         assert_eq!(
             refused(Needs::Exactly(10, 0), (9, 0)),
-            "nvfp4 on CUDA is not supported: cuda:1 has compute capability 9.0, and it takes 10.0 alone; use CPU tensors, \
+            "nvfp4 on CUDA is not supported: cuda:1 has compute capability 9.0, and 10.0 exactly is required; use CPU tensors, \
              or such a GPU"
         );
         assert!(refused(Needs::AtLeast(9, 0), (8, 9)).contains("9.0 or newer"));
     }
 
-    /// `(entry, bytes of its parameters)` of a module's PTX.
+    /// Returns `(entry, size of its parameter in bytes)` for each entry of a module's PTX.
     fn entries(module: &Module) -> Vec<(String, usize)> {
         let ptx = module.ptx().expect("it decompresses");
         let mut found = Vec::new();
@@ -291,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn every_entry_takes_the_struct_that_its_launch_passes() {
+    fn parameter_size_of_every_entry_matches_its_struct() {
         let kernels = crate::cuda::kernels();
         let entries: Vec<_> = MODULES.iter().map(entries).collect();
         for (slot, module) in MODULES.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Random numbers by position.
+//! Random numbers that depend on an element's position only.
 
 use super::driver::{Args, Grid, launch};
 use super::modules::{ByInput, by_input, input_index};
@@ -24,7 +24,7 @@ struct RandomArgs {
     stream: u32,
 }
 
-// SAFETY: it is `repr(C)` and mirrors the struct of that name in the kernels; its size is tested.
+// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
 unsafe impl Args for RandomArgs {}
 
 static RANDOM: ByInput = by_input!(Random, "random_uniform", RandomArgs);
@@ -57,7 +57,8 @@ pub(crate) fn random_uniform(
         contiguous: u32::from(x.is_contiguous()),
         stream: numbers.stream,
     };
-    // A thread has the words of four elements, of which the first and the last may have fewer.
+    // A thread computes the random words of four elements. The first and the last thread may have fewer
+    // elements.
     let words = (numbers.offset & 3) + x.numel() as u64;
     let grid = Grid { blocks: words.div_ceil(4 * 256), threads: 256 };
     launch(ordinal(x.device()), stream, &RANDOM[input_index(x.dtype())], grid, &args)

@@ -1,4 +1,4 @@
-//! The sum of rows.
+//! The sum of the rows of a matrix.
 
 use super::driver::{Args, Grid, launch};
 use super::modules::{Kernel, kernel};
@@ -20,7 +20,7 @@ struct SumRowsArgs {
     divisor: f32,
 }
 
-// SAFETY: it is `repr(C)` and mirrors the struct of that name in the kernels; its size is tested.
+// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
 unsafe impl Args for SumRowsArgs {}
 
 static SUM_ROWS: Kernel = kernel!(SumRows, "sum_rows", SumRowsArgs);

@@ -1,12 +1,13 @@
-//! The workspace of launches whose thread blocks reduce over the whole grid, or wait for each other: slots of device
+//! The workspace of launches whose thread blocks reduce over the whole grid or synchronize: slots of device
 //! memory that are zero before and after each launch.
 //!
-//! Launches on one stream follow each other, so they share slots; each stream has its own. A launch that is captured in
-//! a graph gets slots that nobody else has while the graph lives, because its replays may run beside anything; the
-//! graph's end gives them back.
+//! Launches on one stream run one after the other, so they share slots. Each stream has its own slots. A
+//! launch that is captured in a graph gets slots that nothing else uses while the graph lives, because its
+//! replays may run concurrently with any other work. Destroying the graph releases them.
 //!
-//! Two launches that share slots at once would wait for each other's blocks. So a graph must not run twice at once, and
-//! streams are known by the driver's numbers: a handle is used again while work of the stream before may still run.
+//! If two launches used the same slots at the same time, they would wait for each other's blocks. Therefore a
+//! graph must not run concurrently with itself. Streams are identified by the driver's IDs, because a handle
+//! can be reused while work of the previous stream is still running.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -16,31 +17,32 @@ use super::{MAX_DEVICES, driver};
 use crate::error::Error;
 use crate::spec::Stream;
 
-/// The bytes of a slot (`struct GridMax` in `kernels/elements.cuh`).
+/// Size of a slot in bytes (`struct GridMax` in `kernels/elements.cuh`).
 const SLOT: usize = 8;
-/// Slots of a chunk, which a stream or a graph takes whole: as many as one launch can ask for.
+/// Slots of a chunk, which is also the most that one launch can use. Chunks are assigned to streams and
+/// graphs as a whole.
 pub(super) const PER_CHUNK: usize = 1024;
-/// Chunks that are allocated at once.
+/// Number of chunks that are allocated together.
 const PER_SLAB: usize = 128;
 
-/// One device's chunks.
+/// The chunks of one device.
 #[derive(Default)]
 struct Pool {
     free: Vec<usize>,
     streams: HashMap<u64, usize>,
-    /// By the capture's number: the chunk that its launches take from now, and how many of it are taken.
+    /// For each capture ID: the chunk that its next launches use, and how many of its slots are used.
     captures: HashMap<u64, (usize, usize)>,
 }
 
-/// A chunk that a graph had.
+/// A chunk that belonged to a destroyed graph.
 struct Returned {
     capture: u64,
     chunk: usize,
 }
 
 static POOLS: [Mutex<Option<Pool>>; MAX_DEVICES] = [const { Mutex::new(None) }; MAX_DEVICES];
-/// What destroyed graphs left. A lock of its own, under which nobody calls the driver: a thread of the driver's
-/// takes it.
+/// Chunks of destroyed graphs. They have a separate lock because a thread of the driver acquires it. No code calls the
+/// driver while holding it.
 static RETURNED: [Mutex<Vec<Returned>>; MAX_DEVICES] = [const { Mutex::new(Vec::new()) }; MAX_DEVICES];
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -48,7 +50,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Pool {
-    /// Makes the chunks of destroyed graphs free.
+    /// Adds the chunks of destroyed graphs to the free chunks.
     fn recover(&mut self, returned: Vec<Returned>) {
         for Returned { capture, chunk } in returned {
             if self.captures.get(&capture).is_some_and(|(at, _)| *at == chunk) {
@@ -58,7 +60,7 @@ impl Pool {
         }
     }
 
-    /// A chunk, from a new slab that starts where `grow` says if there is no free one.
+    /// Returns a free chunk. If there is none, `grow` allocates a new slab and returns its address.
     fn chunk(&mut self, grow: impl FnOnce(usize) -> Result<usize, Error>) -> Result<usize, Error> {
         if self.free.is_empty() {
             let start = grow(PER_SLAB * PER_CHUNK * SLOT)?;
@@ -67,7 +69,7 @@ impl Pool {
         Ok(self.free.pop().unwrap_or_default())
     }
 
-    /// The slots of a stream.
+    /// Returns the slots of a stream.
     fn of_stream(
         &mut self,
         stream: u64,
@@ -81,7 +83,8 @@ impl Pool {
         Ok(chunk)
     }
 
-    /// Slots for one launch of a capture. `own` ties a chunk to the graph's life, before it is used.
+    /// Returns slots for one launch of a capture. `own` ties a new chunk to the graph's lifetime before the
+    /// chunk is used.
     fn of_capture(
         &mut self,
         capture: u64,
@@ -103,7 +106,7 @@ impl Pool {
     }
 }
 
-/// `count` slots (at most [`PER_CHUNK`]) for a launch on this stream.
+/// Returns `count` slots (at most [`PER_CHUNK`]) for a launch on this stream.
 pub(super) fn slots(ordinal: i32, stream: Stream, count: usize) -> Result<*mut u8, Error> {
     debug_assert!(count <= PER_CHUNK);
     driver::device(ordinal)?;
@@ -124,9 +127,9 @@ pub(super) fn slots(ordinal: i32, stream: Stream, count: usize) -> Result<*mut u
     Ok(at as *mut u8)
 }
 
-/// Called with what [`slots`] boxed, once, when a graph is gone.
+/// Called once with the box that [`slots`] created, when a graph has been destroyed.
 unsafe extern "C" fn give_back(data: *mut c_void) {
-    // SAFETY: `data` is that box, and nobody else has it.
+    // SAFETY: `data` came from `Box::into_raw` in `slots`, and the driver calls this once.
     let (ordinal, returned) = *unsafe { Box::from_raw(data.cast::<(i32, Returned)>()) };
     lock(&RETURNED[ordinal as usize]).push(returned);
 }
@@ -137,7 +140,7 @@ mod tests {
 
     const CHUNK: usize = PER_CHUNK * SLOT;
 
-    /// A pool over slabs at made-up addresses, and how many it took.
+    /// Generates slab addresses and counts the slabs.
     struct Slabs(usize);
 
     impl Slabs {
@@ -158,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_keeps_its_place_and_shares_it_with_none() {
+    fn streams_have_distinct_chunks_and_keep_them() {
         let (mut pool, mut slabs) = (Pool::default(), Slabs(0));
         let places: Vec<_> = (0..300).map(|s| pool.of_stream(s, slabs.grow()).expect("a place")).collect();
         for (stream, place) in (0..).zip(&places) {
@@ -170,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn launches_of_a_capture_share_no_slot() {
+    fn launches_of_a_capture_have_distinct_slots() {
         let (mut pool, mut owned) = (Pool::default(), Vec::new());
         let counts = [1, 1, 1000, 30, 1, 1024, 1];
         let mut spans: Vec<_> =
@@ -178,13 +181,13 @@ mod tests {
         spans.push((capture(&mut pool, 8, 5, &mut owned), 5 * SLOT));
         spans.sort_unstable();
         assert!(spans.windows(2).all(|w| w[0].0 + w[0].1 <= w[1].0));
-        // Every chunk is some graph's.
+        // Every chunk is owned by a graph.
         assert!(spans.iter().all(|(at, _)| owned.iter().any(|o| (o.chunk..o.chunk + CHUNK).contains(at))));
     }
 
-    /// As many captures as there are, of graphs that die, take the memory of one.
+    /// However many graphs are captured and destroyed, one slab is enough.
     #[test]
-    fn destroyed_graphs_give_their_places_back() {
+    fn destroyed_graphs_release_their_chunks() {
         let (mut pool, mut owned) = (Pool::default(), Vec::new());
         for id in 0..10_000 {
             for _ in 0..3 {
@@ -198,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chunk_that_no_graph_owns_is_not_used() {
+    fn chunk_is_not_used_if_tying_it_to_the_graph_fails() {
         let mut pool = Pool::default();
         let refused = || Error::Cuda { call: "test".into(), message: String::new() };
         assert!(pool.of_capture(1, 1, |_| Ok(1 << 32), |_| Err(refused())).is_err());

@@ -1,51 +1,51 @@
-//! One step of `AdamW` (Loshchilov and Hutter: Decoupled weight decay regularization; ICLR 2019): the arithmetic,
-//! each operation rounded, none contracted.
+//! The arithmetic of one `AdamW` step (Loshchilov and Hutter: Decoupled weight decay regularization; ICLR
+//! 2019). Every operation is rounded; none is contracted into a fused multiply-add.
 //!
-//! What depends on the step alone is computed in fp64 and rounded to fp32 once ([`Factors`]); what is done to each
-//! element is fp32 ([`Factors::update`]), in the order of `torch.optim.AdamW`.
+//! Values that depend on the step only are computed in fp64 and rounded to fp32 once ([`Factors`]). The
+//! update of an element is fp32 ([`Factors::update`]), with operations in the order of `torch.optim.AdamW`.
 
-/// What a step is made with.
+/// The hyperparameters of a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Hyper {
     /// The learning rate.
     pub lr: f64,
-    /// How much of the first moment is kept.
+    /// The fraction of the first moment that is kept.
     pub beta1: f64,
-    /// How much of the second moment is kept.
+    /// The fraction of the second moment that is kept.
     pub beta2: f64,
     /// Added to the denominator.
     pub eps: f64,
-    /// Times `lr`: the part of the weight that is taken away.
+    /// Decoupled weight decay: the step subtracts `lr` * `weight_decay` * weight.
     pub weight_decay: f64,
-    /// Go uphill.
+    /// Maximize the objective instead of minimizing it.
     pub maximize: bool,
 }
 
-/// The numbers of one step that all elements share.
+/// The values of one step that all elements share.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Factors {
-    /// Of the gradient: 1 / (its scale), negative to go uphill.
+    /// Factor of the gradient: 1 / `grad_scale`, negative to maximize.
     pub grad: f32,
-    /// Of the weight: 1 - `lr` * `weight_decay`.
+    /// Factor of the weight: 1 - `lr` * `weight_decay`.
     pub decay: f32,
-    /// Of the way from the first moment to the gradient: 1 - `beta1`; where that is 0.5 or more, the part of the
-    /// way back from the gradient, negative.
+    /// Interpolation weight from the first moment to the gradient: 1 - `beta1`. If that is at least 0.5, 1 is
+    /// subtracted from it, and the interpolation starts from the gradient.
     pub lerp: f32,
-    /// Whether the way is counted from the gradient.
+    /// Whether the interpolation starts from the gradient.
     pub from_grad: bool,
-    /// Of the second moment.
+    /// Factor of the second moment.
     pub beta2: f32,
-    /// Of the squared gradient: 1 - `beta2`.
+    /// Factor of the squared gradient: 1 - `beta2`.
     pub rest: f32,
     /// The square root of 1 - `beta2`^step.
     pub root: f32,
     /// Added to the denominator.
     pub eps: f32,
-    /// `lr` / (1 - `beta1`^step).
+    /// The step size, `lr` / (1 - `beta1`^step).
     pub size: f32,
 }
 
-/// `base`^`exponent` by squaring, from the exponent's lowest bit up.
+/// Computes `base`^`exponent` by squaring, starting at the exponent's lowest bit.
 #[must_use]
 pub const fn power(base: f64, exponent: u32) -> f64 {
     let (mut base, mut exponent, mut result) = (base, exponent, 1.0);
@@ -60,8 +60,8 @@ pub const fn power(base: f64, exponent: u32) -> f64 {
 }
 
 impl Hyper {
-    /// The factors of step number `step`, counted from 1 (towards zero where it is no whole number). `grad_scale` is
-    /// what the gradient was multiplied with.
+    /// Returns the factors of step `step`, counted from 1. A fractional step is truncated. `grad_scale` is
+    /// the factor that the gradient was multiplied by.
     #[must_use]
     pub fn factors(&self, step: f32, grad_scale: Option<f32>) -> Factors {
         let step = step as u32;
@@ -83,7 +83,8 @@ impl Hyper {
 }
 
 impl Factors {
-    /// The new first moment, second moment and weight. All are used as computed here, whatever they are stored as.
+    /// Returns the new first moment, second moment and weight. The weight is computed from the unrounded
+    /// moments, whatever dtype they are stored in.
     #[inline(always)]
     #[must_use]
     pub fn update(&self, grad: f32, exp_avg: f32, exp_avg_sq: f32, weight: f32) -> (f32, f32, f32) {
@@ -105,9 +106,10 @@ mod tests {
         Hyper { lr: 1e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, maximize: false };
 
     #[test]
-    fn power_is_the_power() {
+    fn power_matches_powf() {
         for (base, n) in [(0.9, 0), (0.9, 1), (0.999, 7), (0.95, 1000), (0.0, 3), (0.999_999, 1 << 24)] {
-            // A squaring doubles the relative error and adds a rounding: n of them in all, and one of the other side.
+            // Each squaring doubles the relative error and adds a rounding. This gives n roundings, plus one
+            // in `powf`.
             let (got, expected) = (power(base, n), base.powf(f64::from(n)));
             let bound = expected * f64::from(n + 4) * f64::EPSILON;
             assert!((got - expected).abs() <= bound, "{base}^{n}: {got} and {expected}");
@@ -115,18 +117,18 @@ mod tests {
     }
 
     #[test]
-    fn the_first_step_is_as_long_as_the_learning_rate() {
+    fn first_step_moves_by_the_learning_rate() {
         let factors = HYPER.factors(1.0, None);
         let (m, v, w) = factors.update(2.0, 0.0, 0.0, 1.0);
         assert!((m - 0.2).abs() < 1e-7 && (v - 0.004).abs() < 1e-8);
         assert!((w - (1.0 - 1e-4 - 1e-3)).abs() < 1e-6, "{w}");
-        // Uphill, and with a gradient that was scaled.
+        // Maximizing, with a scaled gradient.
         let uphill = Hyper { maximize: true, ..HYPER }.factors(1.0, Some(1024.0));
         assert_eq!(uphill.update(-2.0 * 1024.0, 0.0, 0.0, 1.0), (m, v, w));
     }
 
     #[test]
-    fn a_moment_goes_the_same_way_from_both_ends() {
+    fn first_moment_is_the_same_from_either_end_of_the_interpolation() {
         for beta1 in [0.0, 0.3, 0.5, 0.51, 0.9, 1.0 - 1e-9] {
             let factors = Hyper { beta1, ..HYPER }.factors(3.0, None);
             let (m, _, _) = factors.update(3.0, -5.0, 0.0, 0.0);

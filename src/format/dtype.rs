@@ -1,4 +1,4 @@
-//! What elements are, and where.
+//! Element types and devices.
 
 use std::fmt;
 
@@ -11,18 +11,18 @@ pub enum DType {
     F32,
     /// IEEE half precision.
     F16,
-    /// The upper half of single precision.
+    /// The upper 16 bits of IEEE single precision.
     Bf16,
-    /// FP8 codes, a byte each.
+    /// FP8 E4M3 codes, one byte each.
     E4m3,
-    /// FP8 codes, a byte each.
+    /// FP8 E5M2 codes, one byte each.
     E5m2,
-    /// Power-of-two scales, a byte each.
+    /// E8M0 power-of-two scales, one byte each.
     E8m0,
 }
 
 impl DType {
-    /// The size of an element in bytes.
+    /// Returns the size of an element in bytes.
     #[must_use]
     pub const fn size(self) -> usize {
         match self {
@@ -32,7 +32,7 @@ impl DType {
         }
     }
 
-    /// The FP8 format, if it is one.
+    /// Returns the FP8 format, or None for other types.
     #[must_use]
     pub const fn fp8(self) -> Option<Fp8Format> {
         match self {
@@ -42,7 +42,7 @@ impl DType {
         }
     }
 
-    /// Whether it is fp32, bf16 or fp16.
+    /// Returns whether the type is fp32, bf16 or fp16.
     #[must_use]
     pub const fn is_wide(self) -> bool {
         matches!(self, Self::F32 | Self::F16 | Self::Bf16)
@@ -71,7 +71,7 @@ impl fmt::Display for DType {
     }
 }
 
-/// Where memory is.
+/// The device that memory is on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Device {
     /// The host.

@@ -1,13 +1,13 @@
 //! E8M0: the power-of-two scales of MX blocks (OCP Microscaling Formats, version 1.0). Byte b is 2^(b - 127),
-//! 255 is NaN. By integer arithmetic on bit patterns, never exp2 or log2.
+//! and 255 is NaN. All functions use integer arithmetic on bit patterns, never exp2 or log2.
 
 use super::Fp8Format;
 use super::wide::{INF_BITS, NAN_BITS};
 
-/// The byte that says: this block holds a NaN or an infinity.
+/// The byte for a block that holds a NaN or an infinity.
 pub const NAN: u8 = 255;
 
-/// How the exponent of a block's scale is found from its absolute maximum.
+/// How the exponent of a block's scale is computed from its absolute maximum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Rounding {
     /// The smallest e with amax <= max * 2^e, so that nothing saturates.
@@ -17,8 +17,8 @@ pub enum Rounding {
     Floor,
 }
 
-/// The scale byte for a block's absolute maximum: e + 127, e in [-127, 127]; 0 for amax 0; 255 for an amax
-/// that is not finite. A negative amax, which is none, counts as 0.
+/// Returns the scale byte for a block's absolute maximum: e + 127, with e in [-127, 127]. The byte is 0 if
+/// amax is 0, and 255 if amax is not finite. A negative amax is invalid and counts as 0.
 #[must_use]
 pub fn from_amax(amax: f32, format: Fp8Format, rounding: Rounding) -> u8 {
     let bits = amax.to_bits() & 0x7FFF_FFFF;
@@ -27,9 +27,9 @@ pub fn from_amax(amax: f32, format: Fp8Format, rounding: Rounding) -> u8 {
     }
     let bits = if amax.is_sign_negative() { 0 } else { bits };
     match rounding {
-        // max = m * 2^emax with the mantissa bits of the format's largest value: amax / 2^emax rounds up to the
-        // next exponent exactly when its own mantissa is above them. In a subnormal amax the exponent field
-        // is 0 or the sum carries into it at most once; the result is then below emax, which clamps to 0.
+        // Let max = m * 2^emax. amax / 2^emax rounds up to the next exponent exactly if its mantissa is
+        // greater than the mantissa of max. If amax is subnormal, its exponent field is 0 and the addition
+        // carries into it at most once. The result is then below emax, and clamps to 0.
         Rounding::Ceil => {
             let mantissa_of_max = format.max().to_bits() & 0x007F_FFFF;
             let rounded_up = (bits + (0x007F_FFFF - mantissa_of_max)) >> 23;
@@ -39,7 +39,7 @@ pub fn from_amax(amax: f32, format: Fp8Format, rounding: Rounding) -> u8 {
     }
 }
 
-/// The value of a scale byte: 2^(byte - 127), exact (byte 0 is subnormal), NaN for 255.
+/// Returns the value of a scale byte, 2^(byte - 127). It is exact (byte 0 is subnormal), and NaN for 255.
 #[must_use]
 pub fn decode(byte: u8) -> f32 {
     f32::from_bits(match byte {
@@ -49,7 +49,7 @@ pub fn decode(byte: u8) -> f32 {
     })
 }
 
-/// The factor that a scale byte quantizes with: 2^(127 - byte), exact (byte 254 is subnormal), NaN for 255.
+/// Returns the factor to quantize with, 2^(127 - byte). It is exact (byte 254 is subnormal), and NaN for 255.
 #[must_use]
 pub fn reciprocal(byte: u8) -> f32 {
     match byte {
@@ -63,7 +63,7 @@ mod tests {
     use super::*;
     use crate::format::Fp8Format::{E4m3, E5m2};
 
-    /// The definition, searched for in f64.
+    /// Evaluates the definition by a search in f64.
     fn ceil_by_search(amax: f32, format: Fp8Format) -> u8 {
         if amax == 0.0 {
             return 0;
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn every_exponent_and_the_mantissas_around_the_maximum() {
+    fn from_amax_matches_the_definition_for_every_exponent() {
         for format in [E4m3, E5m2] {
             for exponent in 0..255_u32 {
                 for mantissa in [0, 1, 0x5F_FFFF, 0x60_0000, 0x60_0001, 0x6F_FFFF, 0x70_0000, 0x7F_FFFF] {

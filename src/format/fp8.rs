@@ -1,4 +1,5 @@
-//! E4M3 and E5M2 (OCP 8-bit floating point, revision 1.0), as a GPU's `cvt.rn.satfinite` casts to them.
+//! E4M3 and E5M2 (OCP 8-bit floating point, revision 1.0). Casts round as the GPU instruction
+//! `cvt.rn.satfinite` does.
 
 use std::fmt;
 
@@ -12,10 +13,10 @@ pub enum Fp8Format {
 }
 
 impl Fp8Format {
-    /// The code that a NaN is cast to, in both formats; the sign of the NaN is dropped.
+    /// The code that a NaN is cast to in both formats. The sign of the NaN is dropped.
     pub const NAN: u8 = 0x7F;
 
-    /// The largest finite value.
+    /// Returns the largest finite value.
     #[must_use]
     pub const fn max(self) -> f32 {
         match self {
@@ -24,7 +25,7 @@ impl Fp8Format {
         }
     }
 
-    /// The exponent of the largest finite value (`emax` of the MX specification).
+    /// Returns the exponent of the largest finite value (`emax` in the MX specification).
     #[must_use]
     pub const fn emax(self) -> i32 {
         match self {
@@ -33,7 +34,7 @@ impl Fp8Format {
         }
     }
 
-    /// The number of mantissa bits that are stored.
+    /// Returns the number of stored mantissa bits.
     #[must_use]
     pub const fn mantissa_bits(self) -> u32 {
         match self {
@@ -42,7 +43,7 @@ impl Fp8Format {
         }
     }
 
-    /// The exponent of the smallest normal value.
+    /// Returns the exponent of the smallest normal value.
     #[must_use]
     pub const fn emin(self) -> i32 {
         match self {
@@ -51,7 +52,7 @@ impl Fp8Format {
         }
     }
 
-    /// The code of the largest finite value.
+    /// Returns the code of the largest finite value.
     #[must_use]
     pub const fn max_code(self) -> u8 {
         match self {
@@ -60,8 +61,8 @@ impl Fp8Format {
         }
     }
 
-    /// Casts to the nearest code: ties to even, overflow and infinity to the largest finite value of the
-    /// same sign, any NaN to 0x7F.
+    /// Casts to the nearest code, ties to even. Overflow and infinity become the largest finite value of the
+    /// same sign, and any NaN becomes 0x7F.
     #[must_use]
     pub fn encode(self, x: f32) -> u8 {
         if x.is_nan() {
@@ -72,19 +73,21 @@ impl Fp8Format {
         if magnitude >= self.max() {
             return sign | self.max_code();
         }
-        // The spacing of the format around x is 2^(e - mantissa bits), e the exponent of x, or emin where x is
-        // subnormal in the format. Dividing by a power of two of this size is exact in f64.
+        // Around x, the format's values are 2^(e - mantissa bits) apart, where e is the exponent of x, or
+        // emin if x is subnormal in the format. Dividing by such a power of two is exact in f64.
         let exponent = exponent_of(magnitude).max(self.emin());
         let spacing = 2.0_f64.powi(exponent - self.mantissa_bits() as i32);
         let steps = (f64::from(magnitude) / spacing).round_ties_even() as u32;
-        // Codes count the values of the format upwards from zero, so a carry out of the mantissa is right too.
+        // Codes enumerate the format's values upwards from zero, so a carry out of the mantissa yields the
+        // right code.
         let code = steps + (((exponent - self.emin()) as u32) << self.mantissa_bits());
         sign | (code as u8).min(self.max_code())
     }
 
-    /// Casts to one of the two codes around `x`, upwards in magnitude with the probability that makes the mean `x`:
-    /// where the upper 24 bits of `random`, as a number below 1, are less than how far `x` lies between the two, cut
-    /// to 24 bits (exact where `x` is normal in the format). Overflow, infinity and NaN as in [`Self::encode`].
+    /// Casts to one of the two codes around `x`. It rounds up in magnitude with the probability that makes
+    /// the mean equal to `x`: if the upper 24 bits of `random`, as a fraction of 2^24, are less than the
+    /// position of `x` between the two codes, truncated to 24 bits. The position is exact if `x` is normal in
+    /// the format. Overflow, infinity and NaN are cast as by [`Self::encode`].
     #[must_use]
     pub fn encode_stochastic(self, x: f32, random: u32) -> u8 {
         let magnitude = x.abs();
@@ -100,8 +103,9 @@ impl Fp8Format {
         code as u8 | if x.is_sign_negative() { 0x80 } else { 0 }
     }
 
-    /// The value of a code. Exact. E4M3 has NaN at 0x7F and 0xFF; E5M2 has infinity at 0x7C and 0xFC, NaN
-    /// above. A NaN comes back as the quiet one without sign ([`super::wide::NAN_BITS`]).
+    /// Returns the exact value of a code. In E4M3, 0x7F and 0xFF are NaN. In E5M2, 0x7C and 0xFC are infinity
+    /// and larger magnitudes are NaN. A NaN is returned as the positive quiet NaN without payload
+    /// ([`super::wide::NAN_BITS`]).
     #[must_use]
     pub fn decode(self, code: u8) -> f32 {
         let magnitude = u32::from(code & 0x7F);
@@ -129,7 +133,7 @@ impl fmt::Display for Fp8Format {
     }
 }
 
-/// floor(log2(x)) for finite x >= 0; fp32 subnormals and zero count as -127, which is below every `emin`.
+/// Returns floor(log2(x)) for finite x >= 0. fp32 subnormals and zero give -127, which is below every `emin`.
 fn exponent_of(x: f32) -> i32 {
     (x.to_bits() >> 23) as i32 - 127
 }
@@ -139,7 +143,7 @@ mod tests {
     use super::Fp8Format::{E4m3, E5m2};
 
     #[test]
-    fn known_bytes_from_the_specification() {
+    fn encode_matches_the_specification() {
         for (x, code) in [
             (0.0, 0x00),
             (-0.0, 0x80),
@@ -169,9 +173,10 @@ mod tests {
         }
     }
 
-    /// Every code, at every sixteenth of the way to its neighbour: of evenly spread words, as many round up.
+    /// Checks every code at each sixteenth of the distance to the next code: of evenly spread random words,
+    /// the same fraction rounds up.
     #[test]
-    fn stochastic_rounding_goes_up_as_often_as_the_value_is_on_the_way() {
+    fn stochastic_rounding_probability_matches_the_position_between_codes() {
         for format in [E4m3, E5m2] {
             for code in 0..format.max_code() {
                 let (low, high) = (format.decode(code), format.decode(code + 1));
@@ -192,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn stochastic_rounding_keeps_what_needs_none() {
+    fn stochastic_rounding_keeps_representable_values() {
         for format in [E4m3, E5m2] {
             for word in [0, 1 << 31, u32::MAX] {
                 for code in (0..=255_u8).filter(|code| format.decode(*code).is_finite()) {

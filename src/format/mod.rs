@@ -1,9 +1,9 @@
-//! Number formats: the definition that every backend is tested against, byte for byte.
+//! Number formats. These scalar functions define the bytes that every backend is tested against.
 //!
-//! Scalar and obvious. [`Fp8Format`] is E4M3 or E5M2, [`e8m0`] the power-of-two scales of MX blocks,
-//! [`scale`] the fp32 scale rule, [`wide`] the high-precision types (fp32, bf16, fp16), [`adamw`] an optimizer's step,
-//! [`random`] the numbers that stochastic rounding takes, [`sum`] the sum over ranks. [`DType`] names all element
-//! types, [`Device`] where they are.
+//! [`Fp8Format`] is E4M3 or E5M2. [`e8m0`] has the power-of-two scales of MX blocks, [`scale`] the fp32 scale
+//! rule, and [`wide`] the high-precision types (fp32, bf16, fp16). [`adamw`] is an optimizer step, [`random`]
+//! the random numbers for stochastic rounding, and [`sum`] the sum over ranks. [`DType`] lists all element
+//! types, and [`Device`] the devices.
 
 pub mod adamw;
 mod dtype;

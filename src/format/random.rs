@@ -1,9 +1,9 @@
-//! Random numbers by position: the number of an element depends on a seed and on where the element is, never on
-//! who asks or in what order.
+//! Counter-based random numbers. The number of an element depends on a seed and on the element's position
+//! only, not on the order of evaluation or the number of threads.
 //!
 //! Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC 2011).
 
-/// The ten rounds of Philox4x32: four random words for a counter and a key.
+/// Computes the ten rounds of Philox4x32: four random words for a counter and a key.
 #[inline(always)]
 #[must_use]
 pub const fn philox(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
@@ -18,19 +18,19 @@ pub const fn philox(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     [a, b, c, d]
 }
 
-/// The random words of one tensor at one time.
+/// The random words of one tensor at one step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Words {
     /// The key.
     pub seed: u64,
-    /// The third word of the counter: which tensor.
+    /// The number of the tensor, which is the third word of the counter.
     pub stream: u32,
-    /// The fourth word of the counter: which step.
+    /// The number of the step, which is the fourth word of the counter.
     pub step: u32,
 }
 
 impl Words {
-    /// The four words of elements 4 * `block` to 4 * `block` + 3.
+    /// Returns the four words of elements 4 * `block` to 4 * `block` + 3.
     #[inline(always)]
     #[must_use]
     pub const fn block(self, block: u64) -> [u32; 4] {
@@ -38,22 +38,22 @@ impl Words {
         philox(counter, [self.seed as u32, (self.seed >> 32) as u32])
     }
 
-    /// The word of an element, by its index in the whole tensor.
+    /// Returns the word of an element, by its index in the whole tensor.
     #[must_use]
     pub const fn of(self, index: u64) -> u32 {
         self.block(index >> 2)[(index & 3) as usize]
     }
 }
 
-/// The number of a word in [0, 1): its upper 24 bits, so that every value is exact in fp32.
+/// Converts a word to a number in [0, 1). It uses the upper 24 bits, so every value is exact in fp32.
 #[inline(always)]
 #[must_use]
 pub const fn unit(word: u32) -> f32 {
     (word >> 8) as f32 * f32::from_bits(0x3380_0000)
 }
 
-/// The number of a word between `low` and `high`: low + unit * (high - low), three rounded fp32 operations.
-/// `low` is reached, and `high` only by rounding.
+/// Converts a word to a number between `low` and `high`: low + unit * (high - low), three rounded fp32
+/// operations. The result can equal `low`, and equals `high` only due to rounding.
 #[inline(always)]
 #[must_use]
 pub const fn between(word: u32, low: f32, high: f32) -> f32 {
@@ -64,9 +64,9 @@ pub const fn between(word: u32, low: f32, high: f32) -> f32 {
 mod tests {
     use super::*;
 
-    /// The known answers that come with the authors' library (Random123, `kat_vectors`).
+    /// The known answers of the authors' library (Random123, `kat_vectors`).
     #[test]
-    fn philox_gives_the_known_answers() {
+    fn philox_matches_the_known_answers() {
         for (counter, key, words) in [
             ([0; 4], [0; 2], [0x6627_E8D5, 0xE169_C58D, 0xBC57_AC4C, 0x9B00_DBD8]),
             ([u32::MAX; 4], [u32::MAX; 2], [0x408F_276D, 0x41C8_3B0E, 0xA20B_C7C6, 0x6D54_51FD]),
@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn an_element_has_its_word_of_its_block() {
+    fn word_of_an_element_is_taken_from_its_block() {
         let words = Words { seed: 0x0123_4567_89AB_CDEF, stream: 3, step: 7 };
         for index in [0, 1, 2, 3, 4, 7, u64::from(u32::MAX) * 4 + 5, u64::MAX] {
             let block = index >> 2;
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_stay_in_their_range_and_meet_its_ends() {
+    fn numbers_stay_within_low_and_high() {
         assert_eq!(unit(0), 0.0);
         assert_eq!(unit(u32::MAX), 1.0 - 2.0_f32.powi(-24));
         assert_eq!(between(0, -3.0, 5.0), -3.0);

@@ -1,33 +1,34 @@
-//! The fp32 scale rule: what an absolute maximum makes of a scale, and a scale of a code.
+//! The fp32 scale rule: scale from absolute maximum, and quantization factor from scale.
 
 use super::Fp8Format;
 use super::wide::NAN_BITS;
 
-/// The smallest scale: 1 / scale is finite, and scale is a normal number.
+/// The smallest scale. It is a normal number, and 1 / scale is finite.
 pub const MIN_SCALE: f32 = f32::from_bits(0x0080_0000);
 
-/// The largest scale (2^127), which only a margin can reach: rounding it up to a power of two stays finite.
+/// The largest scale, 2^127. Rounding it up to a power of two stays finite. Only a margin can reach it.
 pub const MAX_SCALE: f32 = f32::from_bits(0x7F00_0000);
 
-/// How a scale is made from an absolute maximum.
+/// How a scale is computed from an absolute maximum.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct ScaleRule {
     /// Round the scale up to a power of two.
     pub power_of_2: bool,
-    /// The smallest absolute maximum that counts; finite, at least 0.
+    /// Lower bound for the absolute maximum; finite and >= 0.
     pub amax_epsilon: f32,
-    /// Multiplies the scale by 2^margin, -126 to 127 (headroom for delayed scaling).
+    /// Multiplies the scale by 2^margin, with margin in -126..=127 (headroom for delayed scaling).
     pub margin: i32,
 }
 
 impl ScaleRule {
-    /// The scale for this absolute maximum, all in fp32 with IEEE division and subnormals:
+    /// Returns the scale for an absolute maximum. All operations are fp32 with IEEE division and subnormals:
     ///
-    /// 1. not finite: NaN ([`NAN_BITS`]);
-    /// 2. a = max(amax, `amax_epsilon`), so that a negative amax, which is none, counts as 0; where that is 0: 1;
-    /// 3. s = (a / max) * 2^margin, two rounded operations in this order;
-    /// 4. clamped to [2^-126, 2^127];
-    /// 5. with `power_of_2`, rounded up to a power of two.
+    /// 1. If amax is not finite, the scale is NaN ([`NAN_BITS`]).
+    /// 2. a = max(amax, `amax_epsilon`). A negative amax is invalid and counts as 0. If a is 0, the scale is
+    ///    1.
+    /// 3. s = (a / max) * 2^margin, two rounded operations in this order.
+    /// 4. s is clamped to [2^-126, 2^127].
+    /// 5. With `power_of_2`, s is rounded up to a power of two.
     #[must_use]
     pub fn scale(self, amax: f32, format: Fp8Format) -> f32 {
         if !amax.is_finite() {
@@ -43,13 +44,14 @@ impl ScaleRule {
     }
 }
 
-/// The factor that a scale quantizes with: code = encode(x * q).
+/// Returns the factor q to quantize with: code = encode(x * q).
 #[must_use]
 pub fn reciprocal(scale: f32) -> f32 {
     1.0 / scale
 }
 
-/// The smallest power of two that is not below a normal, positive `scale` of at most 2^127.
+/// Returns the smallest power of two that is at least `scale`, which must be normal, positive and at most
+/// 2^127.
 fn round_up_to_power_of_2(scale: f32) -> f32 {
     f32::from_bits((scale.to_bits() + 0x007F_FFFF) & 0x7F80_0000)
 }

@@ -1,13 +1,13 @@
-//! The sum of what ranks have sent to each other: fp32, in the order of ranks.
+//! The sum that reduces values received from all ranks: fp32, in rank order.
 
 use super::wide::NAN_BITS;
 
-/// The sum of `values` from the first to the last, each addition rounded to fp32, divided by `divisor` (IEEE division,
-/// rounded once; by 1 it changes nothing). Of zeros that are all negative it is the negative one. What fp32 addition
-/// makes infinite or NaN comes out so; a NaN as [`NAN_BITS`].
+/// Adds `values` from first to last, rounding each addition to fp32, and divides by `divisor` (IEEE division,
+/// rounded once). The sum of zeros that are all negative is -0. Infinities and NaNs of fp32 addition are
+/// kept; a NaN is returned as [`NAN_BITS`].
 #[must_use]
 pub fn divided_sum(values: impl IntoIterator<Item = f32>, divisor: f32) -> f32 {
-    // Adding to -0 changes no value; adding to +0 would change -0.
+    // Starting from -0 changes no value. Starting from +0 would turn -0 into +0.
     let sum = values.into_iter().fold(-0.0, |sum: f32, value| sum + value);
     let result = sum / divisor;
     if result.is_nan() { f32::from_bits(NAN_BITS) } else { result }
@@ -18,29 +18,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_order_is_that_of_the_values() {
-        let big = f32::from_bits(0x4B80_0000); // 2^24: adding 1 to it is lost
+    fn values_are_added_in_order() {
+        let big = f32::from_bits(0x4B80_0000); // 2^24, where adding 1 has no effect
         assert_eq!(divided_sum([1.0, 1.0, big], 1.0), big + 2.0);
         assert_eq!(divided_sum([big, 1.0, 1.0], 1.0), big);
     }
 
     #[test]
-    fn zeros_keep_their_sign_and_nothing_is_flushed() {
+    fn negative_zeros_and_subnormals_are_kept() {
         assert_eq!(divided_sum([-0.0, -0.0], 2.0).to_bits(), (-0.0_f32).to_bits());
         assert_eq!(divided_sum([-0.0, 0.0], 2.0).to_bits(), 0);
         assert_eq!(divided_sum([f32::MIN_POSITIVE; 2], 4.0).to_bits(), 0x0040_0000);
     }
 
     #[test]
-    fn what_is_not_finite_stays_visible() {
+    fn infinity_and_nan_are_kept() {
         assert_eq!(divided_sum([f32::MAX, f32::MAX, -f32::MAX], 4.0), f32::INFINITY);
         assert_eq!(divided_sum([f32::INFINITY, f32::NEG_INFINITY], 1.0).to_bits(), NAN_BITS);
         assert_eq!(divided_sum([1.0, f32::from_bits(0xFFC1_2345)], 1.0).to_bits(), NAN_BITS);
     }
 
     #[test]
-    fn the_division_is_rounded_once() {
-        // Not the product with the rounded reciprocal.
+    fn division_is_rounded_once() {
+        // Multiplying by the rounded reciprocal would give another result.
         assert_eq!(divided_sum([2.0, 3.0], 3.0), 5.0 / 3.0);
         assert_ne!(divided_sum([2.0, 3.0], 3.0), 5.0 * (1.0 / 3.0));
     }

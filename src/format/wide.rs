@@ -4,20 +4,20 @@ use half::{bf16, f16};
 
 use super::DType;
 
-/// The one NaN that results carry, so that backends agree in every byte: quiet, positive, no payload.
+/// The only NaN in results, so that backends agree in every byte: quiet, positive, no payload.
 pub const NAN_BITS: u32 = 0x7FC0_0000;
 
-/// The bits of infinity: larger ones (without the sign) are NaN.
+/// The bits of infinity. Larger bit patterns (without the sign) are NaN.
 pub const INF_BITS: u32 = 0x7F80_0000;
 
-/// `value` as an fp32, rounded to nearest even, also where the caller flushes subnormals, as
-/// `torch.set_flush_denormal` has it: an argument means the same to all who give it.
+/// Converts `value` to fp32, rounding to nearest even. The result does not depend on whether the calling
+/// thread flushes subnormals (`torch.set_flush_denormal`).
 #[must_use]
 pub fn narrowed(value: f64) -> f32 {
     if value.is_nan() || value.abs() >= f64::from(f32::MIN_POSITIVE) {
         return value as f32;
     }
-    // In units of the least subnormal; 2^149 takes it to where fp64 has no subnormals.
+    // Count in units of the smallest fp32 subnormal. Multiplying by 2^149 avoids fp64 subnormals.
     let units = (value.abs() * f64::from_bits((1023 + 149) << 52)).round_ties_even() as u32;
     f32::from_bits(units).copysign(if value.is_sign_negative() { -1.0 } else { 1.0 })
 }
@@ -31,13 +31,14 @@ mod sealed {
 
 /// A high-precision element type.
 pub trait Wide: Copy + Send + Sync + 'static + sealed::Sealed {
-    /// Its name in the layout.
+    /// The element type as a [`DType`].
     const DTYPE: DType;
 
-    /// Exact.
+    /// Converts to fp32 exactly.
     fn to_f32(self) -> f32;
 
-    /// Round to nearest even; overflow gives infinity; NaN gives the positive quiet NaN without payload.
+    /// Converts from fp32, rounding to nearest even. Overflow gives infinity, and NaN gives the positive
+    /// quiet NaN without payload.
     fn from_f32(x: f32) -> Self;
 }
 
@@ -77,8 +78,8 @@ impl Wide for f16 {
     }
 }
 
-/// max of |x| as integers over the bits of |x|, so that NaN > Inf > every number; 0 for no elements. Any NaN
-/// is reported as [`NAN_BITS`], whatever its payload.
+/// Returns the maximum of |x|, comparing the bits of |x| as integers, so that NaN > Inf > every number.
+/// Returns 0 without elements. Any NaN is returned as [`NAN_BITS`], regardless of its payload.
 #[must_use]
 pub fn amax<T: Wide>(xs: impl IntoIterator<Item = T>) -> f32 {
     let bits = xs.into_iter().map(|x| x.to_f32().to_bits() & 0x7FFF_FFFF).max().unwrap_or(0);
@@ -90,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn amax_orders_nan_over_inf_over_numbers() {
+    fn amax_orders_numbers_below_infinity_below_nan() {
         assert_eq!(amax::<f32>([]).to_bits(), 0);
         assert_eq!(amax([-3.0_f32, 2.0]), 3.0);
         assert_eq!(amax([f32::NEG_INFINITY, 2.0]), f32::INFINITY);

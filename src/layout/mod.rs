@@ -1,4 +1,4 @@
-//! How elements lie in memory: element types, devices, 2-D views, block shapes.
+//! The layout of elements in memory: element types, devices, 2-D views, block shapes.
 
 mod block;
 mod view;

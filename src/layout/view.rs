@@ -7,7 +7,7 @@ use super::{DType, Device};
 use crate::error::Error;
 use crate::format::wide::Wide;
 
-/// The position of the elements of one matrix in memory. Backends work on these.
+/// Describes where the elements of one matrix lie in memory. Backends work on this type.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Matrix {
     pub(crate) ptr: *mut u8,
@@ -19,9 +19,10 @@ pub(crate) struct Matrix {
     pub(crate) col_stride: isize,
 }
 
-// SAFETY: a matrix only describes memory; `View` and `ViewMut` govern access to it.
+// SAFETY: a matrix only describes memory. `View` and `ViewMut` govern access to it, whichever thread it is
+// sent to.
 unsafe impl Send for Matrix {}
-// SAFETY: a matrix only describes memory; `View` and `ViewMut` govern access to it.
+// SAFETY: a matrix only describes memory, and has no interior mutability. `View` and `ViewMut` govern access.
 unsafe impl Sync for Matrix {}
 
 impl Matrix {
@@ -45,7 +46,8 @@ impl Matrix {
                 && (self.rows == 1 || self.row_stride == self.cols as isize)
     }
 
-    /// The first byte and the byte after the last one that the elements touch; None without elements.
+    /// Returns the first byte that the elements touch and the byte after the last one, or None without
+    /// elements.
     pub(crate) fn extent(&self) -> Option<(usize, usize)> {
         if self.numel() == 0 {
             return None;
@@ -62,69 +64,69 @@ impl Matrix {
 
 macro_rules! accessors {
     ($($ptr:tt)*) => {
-        /// The first element.
+        /// Returns a pointer to the first element.
         #[must_use]
         pub fn ptr(&self) -> $($ptr)* u8 {
             self.matrix.ptr
         }
 
-        /// The element type.
+        /// Returns the element type.
         #[must_use]
         pub fn dtype(&self) -> DType {
             self.matrix.dtype
         }
 
-        /// Where the memory is.
+        /// Returns the device of the memory.
         #[must_use]
         pub fn device(&self) -> Device {
             self.matrix.device
         }
 
-        /// The number of rows.
+        /// Returns the number of rows.
         #[must_use]
         pub fn rows(&self) -> usize {
             self.matrix.rows
         }
 
-        /// The number of columns.
+        /// Returns the number of columns.
         #[must_use]
         pub fn cols(&self) -> usize {
             self.matrix.cols
         }
 
-        /// Rows and columns of each matrix.
+        /// Returns the rows and columns of each matrix.
         #[must_use]
         pub fn shape(&self) -> (usize, usize) {
             (self.matrix.rows, self.matrix.cols)
         }
 
-        /// The number of matrices.
+        /// Returns the number of matrices.
         #[must_use]
         pub fn batch(&self) -> usize {
             self.batch
         }
 
-        /// The view of `batch` matrices of this shape, whose first elements are `stride` elements apart.
+        /// Returns a view of `batch` matrices of this shape whose first elements are `stride` elements apart.
         ///
         /// # Safety
-        /// What `from_raw` requires holds for each of the matrices.
+        /// Each of the matrices must satisfy the requirements of `from_raw`.
         #[must_use]
         pub const unsafe fn batched(self, batch: usize, stride: isize) -> Self {
             Self { batch, batch_stride: stride, ..self }
         }
 
-        /// Matrix `i` of the batch.
+        /// Returns matrix `i` of the batch.
         fn matrix_at(&self, i: usize) -> Matrix {
             let offset = (self.batch_stride * i as isize).wrapping_mul(self.dtype().size() as isize);
             Matrix { ptr: self.matrix.ptr.wrapping_offset(offset), ..self.matrix }
         }
 
-        /// The matrices of the batch.
+        /// Iterates over the matrices of the batch.
         pub(crate) fn matrices(&self) -> impl Iterator<Item = Matrix> {
             (0..self.batch).map(|i| self.matrix_at(i))
         }
 
-        /// Whether the rows of all matrices are one row stride apart, so that they form one matrix.
+        /// Returns whether the rows of all matrices are one row stride apart, so that they form one matrix.
         pub(crate) fn is_flat(&self) -> bool {
             self.batch <= 1 || self.batch_stride == self.matrix.row_stride * self.matrix.rows as isize
         }
@@ -133,32 +135,32 @@ macro_rules! accessors {
             Matrix { rows: self.matrix.rows * self.batch, ..self.matrix }
         }
 
-        /// From an element to the one a row below, in elements.
+        /// Returns the distance from an element to the element one row below, in elements.
         #[must_use]
         pub fn row_stride(&self) -> isize {
             self.matrix.row_stride
         }
 
-        /// From an element to the next in its row, in elements.
+        /// Returns the distance from an element to the next element of its row, in elements.
         #[must_use]
         pub fn col_stride(&self) -> isize {
             self.matrix.col_stride
         }
 
-        /// The number of elements of all matrices.
+        /// Returns the number of elements of all matrices.
         #[must_use]
         pub fn numel(&self) -> usize {
             self.batch * self.matrix.numel()
         }
 
-        /// Whether the elements lie row after row, and matrix after matrix, without gaps.
+        /// Returns whether the elements lie row after row, and matrix after matrix, without gaps.
         #[must_use]
         pub fn is_contiguous(&self) -> bool {
             let apart = self.batch > 1 && self.batch_stride != self.matrix.numel() as isize;
             self.numel() == 0 || self.matrix.is_contiguous() && !apart
         }
 
-        /// The same memory with rows and columns exchanged.
+        /// Returns a view of the same memory with rows and columns exchanged.
         #[must_use]
         pub fn transposed(self) -> Self {
             Self { matrix: self.matrix.transposed(), ..self }
@@ -178,12 +180,12 @@ pub struct View<'a> {
 impl<'a> View<'a> {
     accessors!(*const);
 
-    /// A view of somebody's memory, on any device. Strides are in elements.
+    /// Creates a view of borrowed memory on any device. Strides are in elements.
     ///
     /// # Safety
-    /// Each element `ptr + (row * row_stride + col * col_stride) * dtype.size()` must be readable on `device`,
-    /// and not written to, while the view or work queued with it lives. A null pointer is allowed: operations
-    /// refuse it where there are elements.
+    /// Each element `ptr + (row * row_stride + col * col_stride) * dtype.size()` must be readable on
+    /// `device`, and must not be written to, while the view or work queued with it lives. A null pointer is
+    /// allowed: operations return an error if a null view has elements.
     #[must_use]
     pub const unsafe fn from_raw(
         ptr: *const u8,
@@ -196,7 +198,8 @@ impl<'a> View<'a> {
         Self { matrix, batch: 1, batch_stride: 0, borrow: PhantomData }
     }
 
-    /// A contiguous matrix of fp32, bf16 or fp16 in a slice of its length.
+    /// Creates a view of a slice as a contiguous matrix of fp32, bf16 or fp16. The slice must have rows *
+    /// cols elements.
     pub fn from_slice<T: Wide>(slice: &'a [T], rows: usize, cols: usize) -> Result<Self, Error> {
         check_length(slice.len(), rows, cols)?;
         // SAFETY: the slice has rows * cols initialized elements and is borrowed for 'a.
@@ -205,7 +208,8 @@ impl<'a> View<'a> {
         })
     }
 
-    /// A contiguous matrix of bytes of a one-byte `dtype` in a slice of its length.
+    /// Creates a view of a slice as a contiguous matrix of a one-byte `dtype`. The slice must have rows *
+    /// cols bytes.
     pub fn from_bytes(slice: &'a [u8], dtype: DType, rows: usize, cols: usize) -> Result<Self, Error> {
         check_length(slice.len(), rows, cols)?;
         check_byte(dtype)?;
@@ -213,42 +217,42 @@ impl<'a> View<'a> {
         Ok(unsafe { Self::from_raw(slice.as_ptr(), dtype, Device::Cpu, (rows, cols), (cols as isize, 1)) })
     }
 
-    /// Matrix `i` of the batch as a view.
+    /// Returns matrix `i` of the batch as a view.
     pub(crate) fn at(&self, i: usize) -> Self {
         Self { matrix: self.matrix_at(i), batch: 1, ..*self }
     }
 
-    /// The rows of all matrices as one matrix; [`Self::is_flat`] holds.
+    /// Returns the rows of all matrices as one matrix. Requires [`Self::is_flat`].
     pub(crate) fn flat(&self) -> Self {
         Self { matrix: self.flat_matrix(), batch: 1, ..*self }
     }
 
-    /// The only matrix. Backends get views of one matrix each.
+    /// Returns the only matrix. Backends get views of one matrix each.
     pub(crate) fn matrix(&self) -> Matrix {
         debug_assert_eq!(self.batch, 1);
         self.matrix
     }
 }
 
-/// A borrowed, strided view for writing. Operations refuse one whose elements overlap.
+/// A borrowed, strided view for writing. Operations return an error if its elements overlap.
 #[derive(Debug)]
 pub struct ViewMut<'a> {
     matrix: Matrix,
     batch: usize,
     batch_stride: isize,
-    // The cell keeps it from being shared between threads: operations write through shared references.
+    // `Cell` makes the type `!Sync`, because operations write through shared references.
     borrow: PhantomData<(&'a mut [u8], Cell<()>)>,
 }
 
 impl<'a> ViewMut<'a> {
     accessors!(*mut);
 
-    /// A view of somebody's memory, on any device. Strides are in elements.
+    /// Creates a view of borrowed memory on any device. Strides are in elements.
     ///
     /// # Safety
-    /// Each element `ptr + (row * row_stride + col * col_stride) * dtype.size()` must be writable on `device`,
-    /// and used by nobody else, while the view or work queued with it lives. A null pointer is allowed:
-    /// operations refuse it where there are elements.
+    /// Each element `ptr + (row * row_stride + col * col_stride) * dtype.size()` must be writable on
+    /// `device`, and must not be accessed by other code, while the view or work queued with it lives. A null
+    /// pointer is allowed: operations return an error if a null view has elements.
     #[must_use]
     pub const unsafe fn from_raw(
         ptr: *mut u8,
@@ -261,7 +265,8 @@ impl<'a> ViewMut<'a> {
         Self { matrix, batch: 1, batch_stride: 0, borrow: PhantomData }
     }
 
-    /// A contiguous matrix of fp32, bf16 or fp16 in a slice of its length.
+    /// Creates a view of a slice as a contiguous matrix of fp32, bf16 or fp16. The slice must have rows *
+    /// cols elements.
     pub fn from_slice<T: Wide>(slice: &'a mut [T], rows: usize, cols: usize) -> Result<Self, Error> {
         check_length(slice.len(), rows, cols)?;
         let ptr = slice.as_mut_ptr().cast();
@@ -269,7 +274,8 @@ impl<'a> ViewMut<'a> {
         Ok(unsafe { Self::from_raw(ptr, T::DTYPE, Device::Cpu, (rows, cols), (cols as isize, 1)) })
     }
 
-    /// A contiguous matrix of bytes of a one-byte `dtype` in a slice of its length.
+    /// Creates a view of a slice as a contiguous matrix of a one-byte `dtype`. The slice must have rows *
+    /// cols bytes.
     pub fn from_bytes(slice: &'a mut [u8], dtype: DType, rows: usize, cols: usize) -> Result<Self, Error> {
         check_length(slice.len(), rows, cols)?;
         check_byte(dtype)?;
@@ -279,17 +285,18 @@ impl<'a> ViewMut<'a> {
         })
     }
 
-    /// Matrix `i` of the batch as a view. The caller must not use two views of one matrix at a time.
+    /// Returns matrix `i` of the batch as a view. The caller must not use two views of one matrix at the same
+    /// time.
     pub(crate) fn at(&self, i: usize) -> ViewMut<'_> {
         ViewMut { matrix: self.matrix_at(i), batch: 1, ..*self }
     }
 
-    /// The rows of all matrices as one matrix; [`Self::is_flat`] holds.
+    /// Returns the rows of all matrices as one matrix. Requires [`Self::is_flat`].
     pub(crate) fn flat(&self) -> ViewMut<'_> {
         ViewMut { matrix: self.flat_matrix(), batch: 1, ..*self }
     }
 
-    /// The only matrix. Backends get views of one matrix each.
+    /// Returns the only matrix. Backends get views of one matrix each.
     pub(crate) fn matrix(&self) -> Matrix {
         debug_assert_eq!(self.batch, 1);
         self.matrix
@@ -312,9 +319,10 @@ fn check_byte(dtype: DType) -> Result<(), Error> {
     Err(Error::DType { arg: "slice".into(), got: dtype, expected })
 }
 
-/// A tensor's shape and strides (in elements) as a matrix: (rows, cols, row stride, column stride), the rows
-/// being the product of the leading dimensions. No dimension is 1x1, one dimension is 1xN. None where the
-/// leading dimensions do not collapse into one stride (the caller copies then).
+/// Collapses a tensor's shape and strides (in elements) into a matrix: (rows, cols, row stride, column
+/// stride). The number of rows is the product of the leading dimensions. A 0-d tensor is 1x1, a 1-d tensor is
+/// 1xN. Returns None if one row stride cannot describe the leading dimensions; the caller then has to copy
+/// the tensor.
 #[must_use]
 pub fn collapse(shape: &[i64], strides: &[i64]) -> Option<(usize, usize, isize, isize)> {
     let (Some((&cols, leading)), Some((&col_stride, leading_strides))) =
@@ -326,7 +334,7 @@ pub fn collapse(shape: &[i64], strides: &[i64]) -> Option<(usize, usize, isize, 
     if rows == 0 || cols == 0 {
         return Some((rows as usize, cols as usize, cols.max(1) as isize, 1));
     }
-    // From the innermost dimension out: each stride must be what the dimensions inside it span.
+    // From the innermost dimension out, each stride must equal the span of the dimensions inside it.
     let mut row_stride = cols * col_stride;
     let mut span: Option<i64> = None;
     for (&n, &stride) in leading.iter().zip(leading_strides).rev().filter(|(n, _)| **n != 1) {
@@ -345,7 +353,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn collapse_takes_what_one_row_stride_describes() {
+    fn collapse_requires_one_row_stride() {
         assert_eq!(collapse(&[], &[]), Some((1, 1, 1, 1)));
         assert_eq!(collapse(&[5], &[3]), Some((1, 5, 15, 3)));
         assert_eq!(collapse(&[2, 3, 4], &[12, 4, 1]), Some((6, 4, 4, 1)));

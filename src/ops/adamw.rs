@@ -1,4 +1,4 @@
-//! The optimizer's step over a list of tensors.
+//! The `AdamW` step over a list of tensors.
 
 use super::tensorwise::check_rule;
 use super::validate::{Call, Kind, same_batch, shape};
@@ -7,10 +7,11 @@ use crate::layout::{Block, DType, View, ViewMut};
 use crate::spec::{AdamW, AdamWCall, AdamWTensor, BlockScale, Stream, Target};
 use crate::{cpu, cuda};
 
-/// One step of `AdamW` ([`crate::format::adamw`]) for each tensor: its moments, and what the [`Target`] says of its
-/// parameter. A moment is rounded to nearest where it is stored; what comes of it is computed from the unrounded one.
+/// Performs one step of `AdamW` ([`crate::format::adamw`]) for each tensor. It updates the moments, and
+/// writes the parameter as the [`Target`] specifies. Stored moments are rounded to nearest; the parameter is
+/// computed from the unrounded moments.
 ///
-/// The dtypes of the tensors may differ, not what they have (masters, scales, maxima): all or none of them.
+/// Tensors may have different dtypes. Masters and maxima must be present for all tensors or for none.
 pub fn adamw(shared: AdamW, tensors: Vec<AdamWTensor>, stream: Stream) -> Result<(), Error> {
     let mut call = Call::default();
     for (arg, view) in [("lr", shared.lr), ("grad_scale", shared.grad_scale), ("found_inf", shared.found_inf)]
@@ -27,7 +28,7 @@ pub fn adamw(shared: AdamW, tensors: Vec<AdamWTensor>, stream: Stream) -> Result
             ("masters", tensor.master.is_some(), first.master.is_some()),
             ("amaxes", tensor.amax.is_some(), first.amax.is_some()),
         ] {
-            given(list, i, has, expected, "what the first tensor has")?;
+            given(list, i, has, expected, "as for the first tensor (present for all tensors or for none)")?;
         }
     }
     let device = call.finish()?;
@@ -103,17 +104,17 @@ fn check_tensor(call: &mut Call, target: &Target, i: usize, tensor: &AdamWTensor
     }
     one(call, "steps", i, &tensor.step)?;
 
-    given("scales", i, tensor.scale.is_some(), !plain, "present for codes, and only for them")?;
+    given("scales", i, tensor.scale.is_some(), !plain, "present if and only if the parameter is FP8 codes")?;
     given(
         "new_scales",
         i,
         tensor.new_scale.is_some(),
         matches!(target, Target::Tensor),
-        "present where the scale is known, and only there",
+        "present if and only if the target is one given scale",
     )?;
     match target {
-        Target::Measure => given("amaxes", i, tensor.amax.is_some(), true, "present")?,
-        Target::Blocks(..) => given("amaxes", i, tensor.amax.is_some(), false, "absent for blocks")?,
+        Target::Measure => given("amaxes", i, tensor.amax.is_some(), true, "present, to measure")?,
+        Target::Blocks(..) => given("amaxes", i, tensor.amax.is_some(), false, "absent with block scales")?,
         Target::Plain | Target::Tensor => {}
     }
     if let Some(scale) = &tensor.scale {

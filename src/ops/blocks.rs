@@ -1,8 +1,9 @@
-//! Scales per block: per row, 1x128, 128x128 in fp32; MXFP8's 1x32 and 32x32 in E8M0.
+//! Quantization with one scale per block: rows, 1x128 and 128x128 with fp32 scales; MXFP8's 1x32 and 32x32
+//! with E8M0 scales.
 //!
-//! A block shape means the same in both directions: rowwise blocks of (1, n) run along the rows of `x`,
-//! columnwise ones along the rows of its transpose, which is what the columnwise plane holds. Square blocks
-//! have one scale for both, so the columnwise scales are the rowwise ones transposed.
+//! A block shape means the same in both directions. Rowwise blocks of (1, n) run along the rows of `x`.
+//! Columnwise blocks run along the rows of its transpose, which is what the columnwise plane holds. A square
+//! block has one scale for both directions, so the columnwise scales are the transposed rowwise scales.
 
 use super::tensorwise::check_rule;
 use super::validate::{Call, Kind, one_matrix, shape};
@@ -11,12 +12,12 @@ use crate::layout::{Block, DType, View, ViewMut, packed};
 use crate::spec::{Axis, BlockCall, BlockPlane, BlockScale, BlockSpec, Given, Stream};
 use crate::{cpu, cuda};
 
-/// Rows, or rows and columns, of an MX block.
+/// The rows, or the rows and columns, of an MX block.
 pub(crate) const MX: usize = 32;
 
-/// The absolute maximum of each block, by the rule of [`super::amax`], into `out` (fp32): a row of elements for
-/// each row of blocks that rows `row_offset` and following of the whole matrix touch. Block rows and columns
-/// are 1, 32, 128 or [`Block::ALL`].
+/// Computes the absolute maximum of each block by the rule of [`super::amax`], into `out` (fp32). `out` has
+/// one row of elements for each row of blocks that `x` touches, where row 0 of `x` is row `row_offset` of the
+/// whole matrix. Block rows and columns are 1, 32, 128 or [`Block::ALL`].
 pub fn block_amax(
     x: View,
     block: Block,
@@ -26,7 +27,7 @@ pub fn block_amax(
 ) -> Result<(), Error> {
     for extent in [block.rows, block.cols] {
         if ![1, 32, 128, Block::ALL].contains(&extent) {
-            return Err(bad_block(block, "each of 1, 32, 128 or all"));
+            return Err(bad_block(block, "made of 1, 32, 128 or all"));
         }
     }
     let mut call = Call::default();
@@ -44,9 +45,9 @@ pub fn block_amax(
 
 /// Quantizes with a scale for each block, in one or both directions from one read.
 ///
-/// fp32 scales follow [`ScaleRule::scale`]; E8M0 scales [`crate::format::e8m0::from_amax`]. Codes are
-/// encode(x * (1 / scale)). A block that holds a NaN or an infinity has a NaN scale (byte 255) and all codes
-/// 0x7F; its neighbours do not notice.
+/// fp32 scales follow [`ScaleRule::scale`]; E8M0 scales follow [`crate::format::e8m0::from_amax`]. Codes are
+/// encode(x * (1 / scale)). If a block holds a NaN or an infinity, its scale is NaN (E8M0: byte 255) and all
+/// its codes are 0x7F. Neighbouring blocks are not affected.
 pub fn quantize_blocks(
     x: View,
     spec: BlockSpec,
@@ -83,7 +84,7 @@ pub fn quantize_blocks(
             columnwise_grid,
             columnwise.is_some() && !block.is_square(),
         ),
-        ("fold", given.fold, (1, cols), rowwise.is_some() && block == Block::ROW),
+        ("column_scale", given.column_scale, (1, cols), rowwise.is_some() && block == Block::ROW),
     ] {
         let Some(view) = view else { continue };
         if !used {
@@ -91,7 +92,7 @@ pub fn quantize_blocks(
                 arg: arg.into(),
                 got: "given".into(),
                 expected: match arg {
-                    "fold" => "absent, unless there is a rowwise output with a scale for each row",
+                    "column_scale" => "absent, unless blocks are (1, all) and there is a rowwise output",
                     "amax" => "absent, unless there is a rowwise output or blocks are square",
                     _ => "absent, unless there is a columnwise output and blocks are not square",
                 }
@@ -99,7 +100,8 @@ pub fn quantize_blocks(
             });
         }
         call.input(arg, &view, Kind::F32)?;
-        shape(arg, view.shape(), expected, "one element for each block (fold: for each column of x)")?;
+        let of = if arg == "column_scale" { "column of x" } else { "block" };
+        shape(arg, view.shape(), expected, &format!("one element for each {of}"))?;
     }
     let device = call.finish()?;
     let call = BlockCall { x, spec, format, given, rowwise, columnwise };
@@ -110,9 +112,9 @@ pub fn quantize_blocks(
     (0..x.batch()).try_for_each(|i| quantize_blocks(call.at(i)))
 }
 
-/// Packs E8M0 scales, one element a block of a plane with `rows` rows, into the 128x4 layout. `block_rows` (1
-/// or 32) rows share a scale, which repeats for each; padding is byte 0. `out` is a contiguous vector of
-/// [`packed::bytes`]`(rows, blocks a row)`.
+/// Packs E8M0 scales into the 128x4 layout. `scale` has one element per block of a plane with `rows` rows.
+/// `block_rows` rows (1 or 32) share a scale, which is repeated for each of them. Padding bytes are 0. `out`
+/// is a contiguous vector of [`packed::bytes`]`(rows, blocks per row)`.
 pub fn pack_scales(
     scale: View,
     rows: usize,
@@ -125,13 +127,14 @@ pub fn pack_scales(
     call.input("scale", &scale, Kind::Is(DType::E8m0))?;
     call.output("out", &out, Kind::Is(DType::E8m0))?;
     let expected = (rows.div_ceil(block_rows), scale.cols());
-    shape("scale", scale.shape(), expected, "a row of elements for each row of blocks")?;
+    shape("scale", scale.shape(), expected, "one row for each row of blocks")?;
     packed_vector("out", &out.shape(), out.is_contiguous(), rows, scale.cols())?;
     one_matrix("scale", scale.batch())?;
     on!(call.finish()?, stream, cpu: cpu::pack_scales(scale, rows, block_rows, out), cuda: cuda::pack_scales(scale, rows, block_rows, out, stream))
 }
 
-/// The inverse of [`pack_scales`]: `out` gets the scale of each block from the first of its rows.
+/// Unpacks scales from the 128x4 layout; the inverse of [`pack_scales`]. The scale of a block is read from
+/// its first row.
 pub fn unpack_scales(
     packed: View,
     rows: usize,
@@ -144,19 +147,19 @@ pub fn unpack_scales(
     call.input("packed", &packed, Kind::Is(DType::E8m0))?;
     call.output("out", &out, Kind::Is(DType::E8m0))?;
     let expected = (rows.div_ceil(block_rows), out.cols());
-    shape("out", out.shape(), expected, "a row of elements for each row of blocks")?;
+    shape("out", out.shape(), expected, "one row for each row of blocks")?;
     packed_vector("packed", &packed.shape(), packed.is_contiguous(), rows, out.cols())?;
     one_matrix("packed", packed.batch())?;
     on!(call.finish()?, stream, cpu: cpu::unpack_scales(packed, rows, block_rows, out), cuda: cuda::unpack_scales(packed, rows, block_rows, out, stream))
 }
 
-/// Rewrites the codes of an MXFP8 plane (blocks (1, 32) or (32, 32), E8M0 scales) for one fp32 scale, a power
-/// of two, for each row of `out`: code' = encode(code * 2^(`e_block` - e)), e the largest exponent of the line's
-/// blocks that are not NaN, at least -126. So the largest blocks keep their bits, and only codes pushed into
-/// the format's subnormals lose any.
+/// Rewrites the codes of an MXFP8 plane (blocks of (1, 32) or (32, 32), E8M0 scales) so that each row of
+/// `out` has one fp32 scale, a power of two. For a line, e is the largest exponent of its blocks that are not
+/// NaN, at least -126, and code' = encode(code * 2^(`e_block` - e)). The blocks with the largest exponent
+/// keep their bits. Other codes lose bits only if they become subnormal in the format.
 ///
-/// NaN codes stay NaN, and all codes of a NaN block become NaN (0x7F). A line without a code that is neither
-/// zero nor NaN has scale 1. `scale_out` is fp32, (rows of `out`, 1).
+/// NaN codes stay NaN, and all codes of a NaN block become NaN (0x7F). A line whose codes are all zero or NaN
+/// has scale 1. `scale_out` is fp32, (rows of `out`, 1).
 pub fn rebase(
     codes: View,
     scale: View,
@@ -223,7 +226,7 @@ fn check_spec(spec: BlockSpec) -> Result<(), Error> {
                 return Err(Error::Value {
                     arg: "row_offset".into(),
                     got: row_offset.to_string(),
-                    expected: "a multiple of 32 where scales are packed".into(),
+                    expected: "a multiple of 32 if scales are packed".into(),
                 });
             }
         }
@@ -247,7 +250,7 @@ fn bad_block(block: Block, expected: &'static str) -> Error {
     }
 }
 
-/// Refuses anything but a contiguous vector of the packed size.
+/// Returns an error unless `got` is a contiguous vector of the packed size.
 fn packed_vector(
     arg: &'static str,
     got: &(usize, usize),
@@ -264,6 +267,6 @@ fn packed_vector(
     Err(Error::Value {
         arg: arg.into(),
         got: "strided".into(),
-        expected: "contiguous, being packed scales".into(),
+        expected: "contiguous, because scales are packed".into(),
     })
 }

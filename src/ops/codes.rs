@@ -1,4 +1,4 @@
-//! Operations on codes that exist.
+//! Operations on existing FP8 codes.
 
 use super::validate::{Call, Kind, shape};
 use crate::error::Error;
@@ -19,10 +19,10 @@ pub fn transpose(codes: View, out: ViewMut, stream: Stream) -> Result<(), Error>
     })
 }
 
-/// code * scale in fp32, then one cast to the dtype of `out` (fp32, bf16 or fp16; the shape of `codes`). A NaN
-/// comes out as the positive quiet NaN without payload.
+/// Computes code * scale in fp32 and casts it once to the dtype of `out` (fp32, bf16 or fp16; the shape of
+/// `codes`). A NaN becomes the positive quiet NaN without payload.
 ///
-/// `scale` is fp32 or E8M0 with an element for each block ([`Block::grid`] of the shape of `codes`).
+/// `scale` is fp32 or E8M0, with one element per block ([`Block::grid`] of the shape of `codes`).
 pub fn dequantize(codes: View, scale: View, block: Block, out: ViewMut, stream: Stream) -> Result<(), Error> {
     if block.rows == 0 || block.cols == 0 {
         return Err(Error::Value {
@@ -38,7 +38,7 @@ pub fn dequantize(codes: View, scale: View, block: Block, out: ViewMut, stream: 
     shape("scale", scale.shape(), grid, "one element for each block")?;
     call.output("out", &out, Kind::Wide)?;
     shape("out", out.shape(), codes.shape(), "the shape of codes")?;
-    // One scale for each matrix of a batch is a scale for each block of its rows.
+    // With one scale per matrix, each matrix of a batch is one block of the flattened rows.
     let rows = if block.rows == Block::ALL { codes.rows().max(1) } else { block.rows };
     let block = if codes.batch() > 1 { Block { rows, ..block } } else { block };
     let device = call.finish()?;

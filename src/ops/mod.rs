@@ -1,16 +1,18 @@
-//! The operations. Each validates all arguments, then dispatches by device. Nothing is written on an error other than
-//! the driver's ([`crate::Error::Cuda`]).
+//! The operations. Each validates all arguments, then dispatches by device. If an operation returns an error,
+//! nothing was written, except for driver errors ([`crate::Error::Cuda`]).
 //!
 //! These rules hold for all operations:
-//! - Inputs are fp32, bf16 or fp16 views with any strides; fp32 arithmetic, IEEE, no flush to zero.
-//! - An output's dtype (E4M3 or E5M2) names the format. `rowwise` has the shape of `x`, `columnwise` is the
-//!   transpose, with the shape (cols, rows). Either may be absent, not both.
-//! - A scale that comes out NaN is the positive quiet NaN without payload, and so is an amax.
-//! - Views may be batches of matrices. All arguments of a call then have the same number of matrices, and each matrix is
-//!   processed by itself: scales and blocks never span two of them. A list takes a batch as so many entries.
-//! - All arguments are on one device. On CUDA the work is queued on `stream`, and nothing synchronizes.
+//! - Inputs are fp32, bf16 or fp16 views with any strides. Arithmetic is IEEE fp32 without flushing
+//!   subnormals to zero.
+//! - An output's dtype (E4M3 or E5M2) selects the format. `rowwise` has the shape of `x`. `columnwise` is the
+//!   transpose, with the shape (cols, rows). One of them may be absent.
+//! - If a scale or an amax is NaN, it is the positive quiet NaN without payload.
+//! - Views may be batches of matrices. All arguments of a call then have the same number of matrices, and
+//!   each matrix is processed by itself: scales and blocks never span two matrices. In a list, a batch counts
+//!   as one entry per matrix.
+//! - All arguments are on one device. On CUDA, the work is queued on `stream` without synchronization.
 
-/// Calls the backend of a device, which takes views of one matrix each.
+/// Calls the backend of a device. Backends take views of one matrix each.
 macro_rules! on {
     ($device:expr, $stream:expr, cpu: $cpu:expr, cuda: $cuda:expr) => {
         match $device {
@@ -46,8 +48,9 @@ pub use random::*;
 pub use rows::*;
 pub use tensorwise::*;
 
-/// Sets what is called where the driver has no memory left for a workspace, before it is asked once more: what gives back
-/// memory that another allocator of this process keeps for later. The first call counts.
+/// Sets the function that is called if the driver is out of memory for a workspace, before the allocation is
+/// retried. It should release memory that another allocator of this process caches. Only the first call has
+/// an effect.
 pub fn when_device_memory_lacks(release: fn()) {
     #[cfg(feature = "cuda")]
     crate::cuda::when_memory_lacks(release);

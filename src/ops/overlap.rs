@@ -1,14 +1,15 @@
-//! Whether matrices share memory, element by element and not only by their ranges: the columns of one buffer lie
-//! between each other without touching.
+//! Decides whether matrices share memory. The test is exact per element, not per range: columns of one buffer
+//! have overlapping ranges but share no element.
 
 use crate::layout::Matrix;
 
-/// From this many steps on an answer is not looked for: two matrices whose ranges overlap then count as sharing
-/// memory. Tensors take a few steps; only strides made for it take more.
+/// The limit on search steps. Beyond it, two matrices whose ranges overlap count as sharing memory. Real
+/// tensors take a few steps; only contrived strides reach the limit.
 const MOST_STEPS: usize = 10_000;
 
-/// Whether two elements of a matrix share memory. They are of one size, and lie that far apart at least unless they
-/// are the same: two do if `i * row_stride == j * col_stride` for some (i, j) but (0, 0).
+/// Returns whether two elements of a matrix share memory. Elements have one size and their addresses are
+/// multiples of it apart, so two elements overlap only if their addresses are equal: `i * row_stride == j *
+/// col_stride` for some (i, j) other than (0, 0).
 pub(super) fn overlaps_itself(m: &Matrix) -> bool {
     if m.numel() < 2 {
         return false;
@@ -24,13 +25,13 @@ pub(super) fn overlaps_itself(m: &Matrix) -> bool {
     across / common < m.rows && down / common < m.cols
 }
 
-/// Whether an element of one matrix shares memory with an element of the other.
+/// Returns whether an element of one matrix shares memory with an element of the other.
 pub(super) fn overlap(a: &Matrix, b: &Matrix) -> bool {
     if a.numel() == 0 || b.numel() == 0 {
         return false;
     }
-    // start_a + (steps of a) and start_b + (steps of b) are less than an element apart: a sum of steps, all counted
-    // upwards, equals a number from `low` to `high`.
+    // Two elements overlap if start_a + (steps of a) and start_b + (steps of b) are less than an element
+    // apart. With all steps counted upwards, this means that a sum of steps lies between `low` and `high`.
     let (size_a, size_b) = (a.dtype.size() as i128, b.dtype.size() as i128);
     let mut target = (b.ptr.addr() as i128) - (a.ptr.addr() as i128);
     let mut steps: Vec<Step> = Vec::with_capacity(4);
@@ -45,7 +46,7 @@ pub(super) fn overlap(a: &Matrix, b: &Matrix) -> bool {
             continue;
         }
         if stride < 0 {
-            // Counted from the other end.
+            // Count from the other end.
             target -= stride * most;
         }
         let size = stride.abs();
@@ -60,21 +61,22 @@ pub(super) fn overlap(a: &Matrix, b: &Matrix) -> bool {
     reaches(&steps, low, high, &mut left)
 }
 
-/// Up to `most` steps of a size in bytes.
+/// Up to `most` steps of `size` bytes each.
 #[derive(Debug, Clone, Copy)]
 struct Step {
     size: i128,
     most: i128,
 }
 
-/// Whether a sum of steps is from `low` to `high`; yes, where that would take more than `left` tries.
+/// Returns whether a sum of steps lies between `low` and `high`. Returns true if the search takes more than
+/// `left` tries.
 fn reaches(steps: &[Step], low: i128, high: i128, left: &mut usize) -> bool {
     let span: i128 = steps.iter().map(|step| step.size * step.most).sum();
     if high < 0 || low > span {
         return false;
     }
     let Some((first, rest)) = steps.split_first() else { return true };
-    // All sums are multiples of what the sizes have in common.
+    // All sums are multiples of the greatest common divisor of the sizes.
     let common = steps.iter().fold(0, |common, step| gcd(common, step.size as usize)) as i128;
     if low.max(0).div_euclid(common) == high.div_euclid(common) && low.max(0).rem_euclid(common) != 0 {
         return false;
@@ -141,13 +143,13 @@ mod tests {
         #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, ..Default::default() })]
 
         #[test]
-        fn two_overlap_where_they_have_a_byte_in_common(a in any_matrix(), b in any_matrix()) {
+        fn matrices_overlap_if_they_share_a_byte(a in any_matrix(), b in any_matrix()) {
             prop_assert_eq!(overlap(&a, &b), !bytes(&a).is_disjoint(&bytes(&b)));
             prop_assert_eq!(overlap(&b, &a), overlap(&a, &b));
         }
 
         #[test]
-        fn one_overlaps_itself_where_two_elements_have_one_place(m in any_matrix()) {
+        fn matrix_overlaps_itself_if_two_elements_share_an_address(m in any_matrix()) {
             let places: HashSet<isize> = elements(&m).into_iter().collect();
             prop_assert_eq!(overlaps_itself(&m), places.len() < m.numel());
         }
@@ -165,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn what_would_take_for_ever_counts_as_shared() {
+    fn matrices_count_as_overlapping_beyond_the_step_limit() {
         let odd = |start, strides| matrix(start, DType::E4m3, (1 << 20, 1 << 20), strides);
         let (a, b) = (odd(1 << 40, (1_000_003, 999_983)), odd((1 << 40) + 1, (1_000_033, 999_979)));
         assert!(overlap(&a, &b));

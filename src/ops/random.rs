@@ -1,4 +1,4 @@
-//! Random numbers by position.
+//! Random numbers that depend on an element's position only.
 
 use super::validate::{Call, Kind, one_matrix};
 use crate::error::Error;
@@ -6,8 +6,8 @@ use crate::layout::ViewMut;
 use crate::spec::{Numbers, Stream};
 use crate::{cpu, cuda};
 
-/// Fills `x` with random numbers between `low` and `high` ([`crate::format::random::between`], rounded to the dtype of
-/// `x`): element i, counted row by row, gets that of index `numbers.offset` + i.
+/// Fills `x` with random numbers between `low` and `high` ([`crate::format::random::between`], rounded to the
+/// dtype of `x`). Element i in row-major order gets the number with index `numbers.offset` + i.
 pub fn random_uniform(
     x: ViewMut,
     numbers: Numbers,
@@ -27,7 +27,7 @@ pub fn random_uniform(
         }
     }
     if high < low || !(high - low).is_finite() {
-        let expected = format!("at least low, {low}, and at a finite distance from it").into();
+        let expected = format!("at least low ({low}), and high - low must be finite").into();
         return Err(Error::Value { arg: "high".into(), got: high.to_string(), expected });
     }
     on!(call.finish()?, stream, cpu: cpu::random_uniform(x, numbers, (low, high)), cuda: cuda::random_uniform(x, numbers, (low, high), stream))

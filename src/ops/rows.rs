@@ -6,8 +6,8 @@ use crate::layout::{DType, View, ViewMut};
 use crate::spec::Stream;
 use crate::{cpu, cuda};
 
-/// The sum of the rows of `x` (bf16) in fp32, from the first row to the last, divided by `divisor`
-/// ([`crate::format::sum::divided_sum`]): into `out`, a row of fp32 with an element for each column.
+/// Sums the rows of `x` (bf16) in fp32 from first to last, and divides by `divisor`
+/// ([`crate::format::sum::divided_sum`]). `out` is fp32, one row with an element for each column.
 pub fn sum_rows(out: ViewMut, x: View, divisor: f32, stream: Stream) -> Result<(), Error> {
     let mut call = Call::default();
     call.output("out", &out, Kind::F32)?;
@@ -15,7 +15,11 @@ pub fn sum_rows(out: ViewMut, x: View, divisor: f32, stream: Stream) -> Result<(
     shape("out", out.shape(), (1, x.cols()), "one element for each column of x")?;
     one_matrix("x", x.batch())?;
     if x.rows() == 0 {
-        return Err(Error::Value { arg: "x".into(), got: "no rows".into(), expected: "one or more".into() });
+        return Err(Error::Value {
+            arg: "x".into(),
+            got: "a matrix without rows".into(),
+            expected: "a matrix with at least one row".into(),
+        });
     }
     if !divisor.is_finite() || divisor == 0.0 {
         let expected = "finite and not zero".into();

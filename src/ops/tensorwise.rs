@@ -1,4 +1,4 @@
-//! One scale per tensor.
+//! Quantization with one scale per tensor.
 
 use super::validate::{Call, Kind, length, one_each, one_matrix, same_batch, shape};
 use crate::error::{Arg, Error};
@@ -7,8 +7,8 @@ use crate::layout::{View, ViewMut};
 use crate::spec::{ScaleRule, Scaling, Stream, TensorCall};
 use crate::{cpu, cuda};
 
-/// The absolute maximum of each matrix of `x`, into `out` (fp32, one element each). The maximum is over the bits of |x| as
-/// integers, so that a NaN or an infinity stays visible; 0 for an empty `x`.
+/// Computes the absolute maximum of each matrix of `x`, into `out` (fp32, one element per matrix). The bits
+/// of |x| are compared as integers, so a NaN or an infinity is never lost. If `x` is empty, the maximum is 0.
 pub fn amax(x: View, out: ViewMut, stream: Stream) -> Result<(), Error> {
     let mut call = Call::default();
     call.input("x", &x, Kind::Wide)?;
@@ -20,7 +20,8 @@ pub fn amax(x: View, out: ViewMut, stream: Stream) -> Result<(), Error> {
     })
 }
 
-/// The absolute maximum of each matrix of a list, into `out` (fp32, 1xN). The dtypes of the tensors may differ.
+/// Computes the absolute maximum of each matrix of a list, into `out` (fp32, 1xN). Tensors may have different
+/// dtypes.
 pub fn multi_amax(xs: &[View], out: ViewMut, stream: Stream) -> Result<(), Error> {
     let mut call = Call::default();
     call.output("out", &out, Kind::F32)?;
@@ -34,10 +35,11 @@ pub fn multi_amax(xs: &[View], out: ViewMut, stream: Stream) -> Result<(), Error
     on!(device, stream, cpu: cpu::multi_amax(xs, out), cuda: cuda::multi_amax(xs, out, stream))
 }
 
-/// The scale for each absolute maximum ([`ScaleRule::scale`]), into `scale_out` of the same shape; fp32.
+/// Computes the scale for each absolute maximum ([`ScaleRule::scale`]), into `scale_out` of the same shape;
+/// fp32.
 ///
-/// No amax may be negative. This is not checked, because that would wait for the device; what a negative one
-/// gives is not the same on every device.
+/// No amax may be negative. This is not checked, because reading the values would synchronize with the
+/// device. The result for a negative amax differs between devices.
 pub fn scale_from_amax(
     amax: View,
     format: Fp8Format,
@@ -57,7 +59,7 @@ pub fn scale_from_amax(
     })
 }
 
-/// Quantizes with a known scale (fp32, one element for each matrix): code = encode(x * (1 / scale)).
+/// Quantizes with a given scale (fp32, one element per matrix): code = encode(x * (1 / scale)).
 pub fn quantize(
     x: View,
     scale: View,
@@ -68,11 +70,11 @@ pub fn quantize(
     quantize_tensor(x, Scaling::Known(scale), rowwise, columnwise, stream)
 }
 
-/// Quantizes with a known scale and, from the same read, follows the absolute maximum (delayed scaling).
+/// Quantizes with a given scale and records the absolute maximum from the same read (delayed scaling).
 ///
-/// - `amax` (fp32, one element) is raised to the absolute maximum of `x` where that is finite.
-/// - `scale_used` (fp32, one element) becomes `scale`, or NaN if `x` holds a NaN or an infinity; the codes stay
-///   as cast.
+/// - `amax` (fp32, one element) is raised to the absolute maximum of `x` if that is finite.
+/// - `scale_used` (fp32, one element) becomes `scale`, or NaN if `x` holds a NaN or an infinity. The codes
+///   are written in both cases.
 pub fn quantize_delayed(
     x: View,
     scale: View,
@@ -86,8 +88,8 @@ pub fn quantize_delayed(
     quantize_tensor(x, scaling, rowwise, columnwise, stream)
 }
 
-/// Current scaling: finds the absolute maximum, makes the scale of it, into `scale_out` (fp32, one element),
-/// and quantizes with it.
+/// Quantizes with current scaling: computes the absolute maximum, computes the scale from it into `scale_out`
+/// (fp32, one element), and quantizes with that scale.
 pub fn quantize_current(
     x: View,
     rule: ScaleRule,
@@ -132,8 +134,8 @@ fn quantize_tensor(
     })
 }
 
-/// Quantizes each matrix of a list with its own known scale: `scales` is fp32, 1xN; each of `outs` has the shape of its
-/// tensor. The dtypes of the tensors and the formats of the outputs may differ.
+/// Quantizes each matrix of a list with its own given scale. `scales` is fp32, 1xN. Each of `outs` has the
+/// shape of its tensor. Tensors may have different dtypes, and outputs different formats.
 pub fn multi_quantize(xs: &[View], scales: View, outs: &[ViewMut], stream: Stream) -> Result<(), Error> {
     let mut call = Call::default();
     call.input("scales", &scales, Kind::F32)?;
@@ -145,7 +147,8 @@ pub fn multi_quantize(xs: &[View], scales: View, outs: &[ViewMut], stream: Strea
     on!(device, stream, cpu: cpu::multi_quantize(xs, scales, outs), cuda: cuda::multi_quantize(xs, scales, outs, stream))
 }
 
-/// [`quantize_delayed`] over a list, rowwise only: `scales`, `amaxes` and `scales_used` are fp32, 1xN.
+/// Quantizes each matrix of a list as [`quantize_delayed`] does, rowwise only. `scales`, `amaxes` and
+/// `scales_used` are fp32, 1xN.
 pub fn multi_quantize_delayed(
     xs: &[View],
     scales: View,
@@ -183,17 +186,17 @@ fn check_lists(call: &mut Call, xs: &[View], outs: &[ViewMut]) -> Result<(), Err
     Ok(())
 }
 
-/// The number of matrices in a list.
+/// Returns the number of matrices in a list.
 fn count(xs: &[View]) -> usize {
     xs.iter().map(View::batch).sum()
 }
 
-/// The matrices of a list, one view each.
+/// Returns the matrices of a list, one view each.
 fn matrices<'a>(xs: &[View<'a>]) -> Vec<View<'a>> {
     xs.iter().flat_map(|x| (0..x.batch()).map(|i| x.at(i))).collect()
 }
 
-/// The matrices of a list of outputs, one view each.
+/// Returns the matrices of a list of outputs, one view each.
 fn matrices_mut<'a>(outs: &'a [ViewMut]) -> Vec<ViewMut<'a>> {
     outs.iter().flat_map(|out| (0..out.batch()).map(|i| out.at(i))).collect()
 }
@@ -210,7 +213,7 @@ pub(super) fn check_rule(rule: ScaleRule) -> Result<(), Error> {
         return Err(Error::Value {
             arg: "margin".into(),
             got: rule.margin.to_string(),
-            expected: "from -126 to 127".into(),
+            expected: "between -126 and 127".into(),
         });
     }
     Ok(())

@@ -1,5 +1,5 @@
-//! Argument checks of operations. One [`Call`] collects the arguments of a call, checks each as it is added, and
-//! checks the relations between them at the end.
+//! Argument checks of operations. A [`Call`] collects the arguments of a call. It checks each argument as it
+//! is added, and the relations between arguments at the end.
 
 use std::borrow::Cow;
 
@@ -8,7 +8,7 @@ use crate::error::{Arg, Error};
 use crate::format::Fp8Format;
 use crate::layout::{DType, Device, Matrix, View, ViewMut};
 
-/// What kind of elements an argument may have.
+/// The element types that an argument may have.
 #[derive(Clone, Copy)]
 pub(super) enum Kind {
     /// fp32, bf16 or fp16.
@@ -17,7 +17,7 @@ pub(super) enum Kind {
     F32,
     /// FP8 codes.
     Fp8,
-    /// Exactly this.
+    /// Exactly this type.
     Is(DType),
     /// The types of block scales: fp32 or E8M0.
     Scale,
@@ -52,17 +52,17 @@ struct Used {
     matrix: Matrix,
 }
 
-/// The arguments of one call.
+/// The arguments of one call that were checked so far.
 #[derive(Default)]
 pub(super) struct Call {
     device: Option<(Arg, Device)>,
-    /// The number of matrices that each argument has; items of lists have numbers of their own.
+    /// The number of matrices of every argument. Items of lists are exempt: each may have its own number.
     batch: Option<(Arg, usize)>,
     used: Vec<Used>,
 }
 
 impl Call {
-    /// An argument that is read.
+    /// Adds an argument that is read.
     pub(super) fn input(&mut self, arg: impl Into<Arg>, view: &View, kind: Kind) -> Result<(), Error> {
         let arg = arg.into();
         self.batch(arg, view.batch())?;
@@ -70,7 +70,7 @@ impl Call {
         view.matrices().try_for_each(|matrix| self.memory(arg, matrix, false))
     }
 
-    /// An argument that is written (or read and written).
+    /// Adds an argument that is written, or read and written.
     pub(super) fn output(&mut self, arg: impl Into<Arg>, view: &ViewMut, kind: Kind) -> Result<(), Error> {
         let arg = arg.into();
         self.batch(arg, view.batch())?;
@@ -85,19 +85,19 @@ impl Call {
         view.matrices().try_for_each(|matrix| self.memory(arg, matrix, true))
     }
 
-    /// One element of fp32 for each matrix that is read.
+    /// Adds an argument that is read and has one fp32 element per matrix.
     pub(super) fn one_input(&mut self, arg: &'static str, view: &View) -> Result<(), Error> {
         self.input(arg, view, Kind::F32)?;
         one(arg, view.shape())
     }
 
-    /// One element of fp32 for each matrix that is written.
+    /// Adds an argument that is written and has one fp32 element per matrix.
     pub(super) fn one_output(&mut self, arg: &'static str, view: &ViewMut) -> Result<(), Error> {
         self.output(arg, view, Kind::F32)?;
         one(arg, view.shape())
     }
 
-    /// The code outputs of a quantization of an `x` of this shape. Gives their format.
+    /// Adds the code outputs of a quantization of an `x` of this shape. Returns their format.
     pub(super) fn planes(
         &mut self,
         (rows, cols): (usize, usize),
@@ -132,8 +132,8 @@ impl Call {
 
     /// Checks that no output shares memory with another argument. Returns the device of the call.
     pub(super) fn finish(mut self) -> Result<Device, Error> {
-        // In the order of their starts, an argument can only overlap those that have not ended yet: few, even in
-        // a call with a thousand tensors.
+        // Visit the arguments by start address. Each can only overlap earlier ones whose end is still ahead.
+        // These are few, even in a call with a thousand tensors.
         self.used.sort_by_key(|used| used.extent.0);
         let mut open: Vec<&Used> = Vec::new();
         for used in &self.used {
@@ -150,7 +150,7 @@ impl Call {
         Ok(self.device.map_or(Device::Cpu, |(_, device)| device))
     }
 
-    /// Checks that an argument has as many matrices as the others.
+    /// Checks that an argument has as many matrices as the other arguments.
     fn batch(&mut self, arg: Arg, got: usize) -> Result<(), Error> {
         if matches!(arg, Arg::Item(..)) {
             return Ok(());
@@ -184,7 +184,7 @@ impl Call {
     }
 }
 
-/// Refuses another shape than the one that works; `is` says which one that is.
+/// Returns an error unless `got` is the expected shape. `is` describes the expected shape in the message.
 pub(super) fn shape(
     arg: impl Into<Arg>,
     got: (usize, usize),
@@ -198,7 +198,7 @@ pub(super) fn shape(
     Err(Error::Shape { arg: arg.into(), got, expected })
 }
 
-/// Refuses a batch.
+/// Returns an error if the argument is a batch.
 pub(super) fn one_matrix(arg: &'static str, batch: usize) -> Result<(), Error> {
     if batch == 1 {
         return Ok(());
@@ -207,7 +207,7 @@ pub(super) fn one_matrix(arg: &'static str, batch: usize) -> Result<(), Error> {
     Err(Error::Value { arg: arg.into(), got, expected: "one matrix".into() })
 }
 
-/// Refuses another number of matrices than `with` has.
+/// Returns an error unless the argument has as many matrices as `with`.
 pub(super) fn same_batch(arg: Arg, got: usize, expected: usize, with: Arg) -> Result<(), Error> {
     if got == expected {
         return Ok(());
@@ -219,12 +219,12 @@ pub(super) fn same_batch(arg: Arg, got: usize, expected: usize, with: Arg) -> Re
     })
 }
 
-/// Refuses anything but one element.
+/// Returns an error unless the argument has one element.
 fn one(arg: &'static str, got: (usize, usize)) -> Result<(), Error> {
     shape(arg, got, (1, 1), "one element")
 }
 
-/// Refuses anything but a row with an element for each of the tensors in `with`.
+/// Returns an error unless the argument is a row with one element per matrix of the list `with`.
 pub(super) fn one_each(
     arg: &'static str,
     got: (usize, usize),
@@ -237,7 +237,7 @@ pub(super) fn one_each(
     length(arg, got.1, count, with)
 }
 
-/// Refuses a list of another length than the one it goes with.
+/// Returns an error unless a list is as long as the list `with`.
 pub(super) fn length(
     arg: &'static str,
     got: usize,

@@ -1,4 +1,5 @@
-//! The optimizer's step, and random numbers: see the functions of the same names in [`crate::ops`].
+//! Bindings of the optimizer step and of random numbers. They wrap the functions of the same names in
+//! [`crate::ops`].
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -15,8 +16,9 @@ functions!(adamw, random_uniform);
 type Tensor<'a, 'py> = &'a Bound<'py, PyAny>;
 type Optional<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 
-/// One step for each tensor of the lists. `masters`, `scales`, `new_scales` and `amaxes` are as long as `params`, or
-/// empty; `block` is empty, or the two sizes of blocks that have scales of their own.
+/// Performs one optimizer step for each tensor of the lists. `masters`, `scales`, `new_scales` and `amaxes`
+/// are as long as `params`, or empty. `block` is empty, or the two block sizes if parameters have one scale
+/// per block.
 #[pyfunction]
 #[pyo3(signature = (
     grads, exp_avgs, exp_avg_sqs, params, masters, steps, scales, new_scales, amaxes, offsets, streams,
@@ -98,7 +100,7 @@ fn adamw<'py>(
         }
         _ => {
             let message =
-                format!("block is {block:?}; it must be empty, or two sizes, -1 for the whole extent");
+                format!("block is {block:?}; it must be empty or two sizes, where -1 is the whole extent");
             return Err(PyValueError::new_err(message));
         }
     };
@@ -133,7 +135,7 @@ fn adamw<'py>(
     args.run(|stream| ops::adamw(shared, tensors, stream))
 }
 
-/// Fills `x` with the random numbers of its elements' indices.
+/// Fills `x` with random numbers that depend on the indices of its elements.
 #[pyfunction]
 #[pyo3(signature = (x, seed, offset=0, low=0.0, high=1.0, stream=0, step=None))]
 fn random_uniform<'py>(

@@ -1,4 +1,4 @@
-//! The one place where errors become exceptions.
+//! Maps errors to Python exceptions.
 
 use pyo3::create_exception;
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
@@ -10,15 +10,15 @@ create_exception!(
     fp8rs,
     CudaError,
     PyRuntimeError,
-    "The CUDA driver refused a call.\n\n``code`` is its number in CUresult and ``name`` its name there \
-     (CUDA_ERROR_ILLEGAL_ADDRESS); both are None where no call came that far. ``is_out_of_memory`` says whether \
-     memory was what lacked."
+    "A CUDA call failed.\n\n``code`` is the driver's error code (CUresult) and ``name`` its name \
+     (CUDA_ERROR_ILLEGAL_ADDRESS). Both are None if the failure did not come from the driver. \
+     ``is_out_of_memory`` is True if the device is out of memory."
 );
 create_exception!(
     fp8rs,
     UnsupportedError,
     PyRuntimeError,
-    "This device or build cannot run an operation; the message says why and what can."
+    "The device or this build does not support an operation. The message gives the reason and an alternative."
 );
 
 impl From<Error> for PyErr {

@@ -1,4 +1,5 @@
-//! Lists of tensors, one scale each: see the functions of the same names in [`crate::ops`].
+//! Bindings of operations on lists of tensors with one scale each. They wrap the functions of the same names
+//! in [`crate::ops`].
 
 use pyo3::prelude::*;
 
@@ -9,7 +10,8 @@ functions!(multi_quantize, multi_quantize_delayed);
 
 type Tensor<'a, 'py> = &'a Bound<'py, PyAny>;
 
-/// Quantizes each tensor with its own known scale, or each matrix of tensors that are batches.
+/// Quantizes each tensor with its own given scale. If `batched`, each matrix of a tensor with more than two
+/// dimensions has its own scale.
 #[pyfunction]
 #[pyo3(signature = (xs, scales, outs, batched=false))]
 fn multi_quantize<'py>(
@@ -27,7 +29,7 @@ fn multi_quantize<'py>(
     args.run(|stream| ops::multi_quantize(&xs, scales, &outs, stream))
 }
 
-/// [`ops::quantize_delayed`] over a list, rowwise.
+/// Runs [`ops::quantize_delayed`] on each tensor of a list, rowwise only.
 #[pyfunction]
 #[pyo3(signature = (xs, scales, amaxes, scales_used, outs, batched=false))]
 fn multi_quantize_delayed<'py>(

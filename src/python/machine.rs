@@ -1,4 +1,4 @@
-//! What this machine has.
+//! Bindings to query and override the CPU instruction set.
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -8,14 +8,14 @@ use crate::cpu::{self, Level};
 
 functions!(cpu_features, set_cpu_simd);
 
-/// The instruction set that CPU kernels run on: "scalar", "avx2" or "avx512".
+/// Returns the instruction set of the CPU kernels: "scalar", "avx2" or "avx512".
 #[pyfunction]
 fn cpu_features() -> &'static str {
     cpu::simd().name()
 }
 
-/// Makes CPU kernels run on another instruction set, in all threads; None is the best there is. For tests and
-/// benchmarks: the bytes are the same.
+/// Selects the instruction set of the CPU kernels for all threads. None selects the best one that the CPU
+/// supports. For tests and benchmarks; results are byte-identical.
 #[pyfunction]
 #[pyo3(signature = (level))]
 fn set_cpu_simd(level: Option<&str>) -> PyResult<()> {

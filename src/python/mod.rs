@@ -1,12 +1,12 @@
-//! The extension module `fp8rs._core`: glue and nothing else.
+//! The extension module `fp8rs._core`. It converts tensors to views and errors to exceptions. All argument
+//! checks are in [`crate::ops`].
 //!
-//! `native` has the kernels of most operators. The functions beside it compute what the others, whose kernels are in
-//! Python, write: they take tensors that the caller allocated. The checks that matter are those of [`crate::ops`];
-//! here tensors become views, and errors exceptions.
+//! `native` has the kernels of most operators. The other operators have kernels in Python, which call the
+//! functions of this module. These functions write to tensors that the caller allocated.
 
 use pyo3::prelude::*;
 
-/// `functions!(one, another)`: what puts a file's functions into the module.
+/// `functions!(one, another)` defines `register`, which adds a file's functions to the module.
 macro_rules! functions {
     ($($name:ident),* $(,)?) => {
         pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -40,8 +40,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     Ok(())
 }
 
-/// Has torch give back the device memory that it keeps for later. Whatever fails, the driver is asked again, and its
-/// error counts.
+/// Empties torch's caching allocator. If that fails, the error is ignored: the driver call is retried anyway,
+/// and its error is reported.
 fn empty_torch_cache() {
     Python::attach(|py| {
         let _ = py.import("torch.cuda").and_then(|cuda| cuda.call_method0("empty_cache"));

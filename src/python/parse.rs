@@ -1,4 +1,4 @@
-//! Numbers and words of arguments, for functions and kernels alike.
+//! Parsing of numbers and strings, for functions and kernels.
 
 use pyo3::PyErr;
 use pyo3::exceptions::PyValueError;
@@ -8,7 +8,7 @@ use crate::format::wide::narrowed;
 use crate::layout::Block;
 use crate::ops::{Axis, ScaleRule};
 
-/// Why an argument is refused (Python: `ValueError`).
+/// The message for an invalid argument (Python: `ValueError`).
 #[derive(Debug)]
 pub(super) struct Refused(pub(super) String);
 
@@ -18,17 +18,18 @@ impl From<Refused> for PyErr {
     }
 }
 
-/// What does not fit is out of the operation's range too, and refused there.
+/// Clamps a margin to i32. Every clamped value is also outside the range that operations accept, so the
+/// operation reports it.
 pub(super) fn margin(margin: i64) -> i32 {
     margin.clamp(i32::MIN.into(), i32::MAX.into()) as i32
 }
 
-/// How fp32 scales come from amaxes.
+/// Returns the rule for fp32 scales.
 pub(super) fn scale_rule(power_of_2: bool, amax_epsilon: f64, margin: i64) -> ScaleRule {
     ScaleRule { power_of_2, amax_epsilon: narrowed(amax_epsilon), margin: self::margin(margin) }
 }
 
-/// A size of a block; -1 is the whole extent.
+/// Parses a size of a block, where -1 is the whole extent.
 pub(super) fn extent(block: i64) -> Result<usize, Refused> {
     match block {
         -1 => Ok(Block::ALL),
@@ -39,23 +40,23 @@ pub(super) fn extent(block: i64) -> Result<usize, Refused> {
     }
 }
 
-/// Both sizes of a block.
+/// Parses both sizes of a block.
 pub(super) fn block(rows: i64, cols: i64) -> Result<Block, Refused> {
     Ok(Block { rows: extent(rows)?, cols: extent(cols)? })
 }
 
-/// A number of things.
+/// Parses a nonnegative number.
 pub(super) fn count(name: &str, value: i64) -> Result<usize, Refused> {
     usize::try_from(value).map_err(|_| Refused(format!("{name} is {value}; it must be at least 0")))
 }
 
-/// A number of 32 bits.
+/// Parses an unsigned 32-bit number.
 pub(super) fn number(name: &str, value: i64) -> Result<u32, Refused> {
     let expected = "it must be at least 0 and below 4294967296";
     u32::try_from(value).map_err(|_| Refused(format!("{name} is {value}; {expected}")))
 }
 
-/// How E8M0 scales are rounded.
+/// Parses the rounding mode of E8M0 scales.
 pub(super) fn rounding(rounding: &str) -> Result<Rounding, Refused> {
     match rounding {
         "ceil" => Ok(Rounding::Ceil),
@@ -64,7 +65,7 @@ pub(super) fn rounding(rounding: &str) -> Result<Rounding, Refused> {
     }
 }
 
-/// Which lines share a scale.
+/// Parses the axis whose lines share a scale.
 pub(super) fn axis(axis: i64) -> Result<Axis, Refused> {
     match axis {
         0 => Ok(Axis::Rows),

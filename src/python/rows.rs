@@ -1,4 +1,4 @@
-//! Sums over rows: see the function of the same name in [`crate::ops`].
+//! Binding of the sum over rows. It wraps the function of the same name in [`crate::ops`].
 
 use pyo3::prelude::*;
 
@@ -8,7 +8,7 @@ use crate::ops;
 
 functions!(sum_rows);
 
-/// The sum of the rows of `x` in fp32, divided, into `out`.
+/// Sums the rows of `x` in fp32, divides by `divisor`, and writes the result to `out`.
 #[pyfunction]
 fn sum_rows<'py>(
     py: Python<'py>,

@@ -1,11 +1,11 @@
-//! Python objects as views, for the length of one call.
+//! Views of Python tensors for the duration of one call.
 //!
-//! [`Arguments`] takes each tensor of a call through its type's C exchange API (no reference is taken and nothing
-//! allocated), and remembers what the launch needs to know: the stream, and how much work it is. Objects without that
-//! API (numpy's) are refused: `torch.from_dlpack` makes tensors of them.
+//! [`Arguments`] reads each tensor of a call through its type's C exchange API, without taking a reference or
+//! allocating. It also records the current stream and the amount of work. Objects without that API (numpy
+//! arrays) are errors; convert them with `torch.from_dlpack`.
 //!
-//! Views borrow from the arguments, and from the objects themselves where nothing else keeps those alive, so
-//! that the compiler sees to it that memory outlives the work on it, also while other threads run Python.
+//! Views borrow from the arguments, or from the Python objects if nothing else keeps them alive. The borrow
+//! checker thus ensures that memory outlives the work on it, also while other threads run Python.
 
 use std::cell::{Cell, RefCell};
 use std::ptr;
@@ -22,18 +22,18 @@ use crate::error::{Arg, Error};
 use crate::layout::{Device, View, ViewMut};
 use crate::ops::Stream;
 
-/// From this many elements on, CPU work lets go of the interpreter: below, the hand-over costs more than the
-/// work (about 10 us).
+/// Number of elements from which CPU work releases the interpreter. For smaller work, releasing it costs more
+/// (about 10 us) than the work.
 const DETACH_FROM: usize = 1 << 15;
 
-/// The tensors of one call, which its views borrow from.
+/// The tensors of one call. Views of them borrow from this struct.
 pub(super) struct Arguments<'py> {
     py: Python<'py>,
-    /// Of the first tensor on CUDA: its library's current stream on that device.
+    /// The current stream of the first CUDA tensor's library on that tensor's device.
     stream: Cell<Option<Stream>>,
     elements: Cell<usize>,
-    /// The elements of lists, by a reference of our own each: another thread may empty a list while the
-    /// interpreter is let go of. Only grows.
+    /// Owned references to the elements of lists, because another thread may modify a list while the
+    /// interpreter is released. Tuples are only added.
     lists: RefCell<Vec<Bound<'py, PyTuple>>>,
 }
 
@@ -42,7 +42,7 @@ impl<'py> Arguments<'py> {
         Self { py, stream: Cell::new(None), elements: Cell::new(0), lists: RefCell::default() }
     }
 
-    /// A tensor to read.
+    /// Returns a view of a tensor to read.
     pub(super) fn input<'a>(
         &'a self,
         name: &'static str,
@@ -53,7 +53,7 @@ impl<'py> Arguments<'py> {
         unsafe { self.read(Arg::Of(name), tensor, |_| false) }
     }
 
-    /// A tensor to read, or None.
+    /// Returns a view of a tensor to read, or None.
     pub(super) fn optional_input<'a>(
         &'a self,
         name: &'static str,
@@ -62,7 +62,7 @@ impl<'py> Arguments<'py> {
         tensor.map(|tensor| self.input(name, tensor)).transpose()
     }
 
-    /// A tensor to write.
+    /// Returns a view of a tensor to write.
     pub(super) fn output<'a>(
         &'a self,
         name: &'static str,
@@ -73,8 +73,8 @@ impl<'py> Arguments<'py> {
         unsafe { self.write(Arg::Of(name), tensor, |_| false) }
     }
 
-    /// A list of tensors to read, each a matrix or, where `batch` says so of its index and dimensions, a batch along its
-    /// first dimension.
+    /// Returns views of a list of tensors to read. `batch(index, ndim)` decides whether a tensor is a batch
+    /// along its first dimension; otherwise it is one matrix.
     pub(super) fn inputs(
         &self,
         name: &'static str,
@@ -87,7 +87,7 @@ impl<'py> Arguments<'py> {
         (0..items.len()).map(item).collect()
     }
 
-    /// A list of tensors to write, as in [`Self::inputs`].
+    /// Returns views of a list of tensors to write. See [`Self::inputs`].
     pub(super) fn outputs(
         &self,
         name: &'static str,
@@ -100,8 +100,8 @@ impl<'py> Arguments<'py> {
         (0..items.len()).map(item).collect()
     }
 
-    /// Runs the operation, without the interpreter where others may have to wait: CPU work from some size on, and all
-    /// of CUDA's, since a launch may wait for the queue, and its first use loads a kernel.
+    /// Runs the operation. It releases the interpreter for large CPU work and for all CUDA work, because a
+    /// launch may wait for the queue and the first use of a kernel loads it.
     pub(super) fn run(&self, operation: impl FnOnce(Stream) -> Result<(), Error>) -> PyResult<()> {
         let stream = self.stream.get();
         if stream.is_none() && self.elements.get() < DETACH_FROM {
@@ -111,8 +111,8 @@ impl<'py> Arguments<'py> {
         Ok(self.py.detach(move || operation.call())?)
     }
 
-    /// The elements of a list or tuple, kept alive until the arguments are dropped. Not of any iterable: a tensor
-    /// is one too, of its rows.
+    /// Returns the elements of a list or tuple and keeps them alive until the arguments are dropped. Other
+    /// iterables are errors: a tensor is an iterable over its rows.
     fn hold(&self, name: &'static str, tensors: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyTuple>> {
         let items = if let Ok(list) = tensors.cast::<PyList>() {
             list.to_tuple()
@@ -136,8 +136,9 @@ impl<'py> Arguments<'py> {
         batch: impl Fn(i32) -> bool,
     ) -> PyResult<View<'a>> {
         let dl = self.describe(name, tensor)?;
-        // SAFETY: the exporter filled it in. Its memory is that of the object, which lives for 'a. (To resize or rebind
-        // a tensor while another thread computes with it is the caller's race, as it is with torch's own operators.)
+        // SAFETY: the exporter filled in `dl`. The memory belongs to the object, which lives for 'a. Resizing
+        // or rebinding a tensor while another thread computes with it is a data race in the caller, as with
+        // torch's own operators.
         let view = unsafe { dl.view(|| name, batch(dl.ndim)) }?;
         self.elements.set(self.elements.get().saturating_add(view.numel()));
         Ok(view)
@@ -152,20 +153,22 @@ impl<'py> Arguments<'py> {
         batch: impl Fn(i32) -> bool,
     ) -> PyResult<ViewMut<'a>> {
         let dl = self.describe(name, tensor)?;
-        // SAFETY: as in `read`.
+        // SAFETY: the exporter filled in `dl`. The memory belongs to the object, which lives for 'a.
+        // Concurrent resizing is a data race in the caller, as with torch's own operators.
         let view = unsafe { dl.view_mut(|| name, batch(dl.ndim)) }?;
         self.elements.set(self.elements.get().saturating_add(view.numel()));
         Ok(view)
     }
 
-    /// The tensor behind an object.
+    /// Describes an object's tensor through its exchange API.
     fn describe(&self, name: Arg, tensor: &Bound<'py, PyAny>) -> PyResult<DLTensor> {
         let api = exchange_api(&tensor.get_type())?.ok_or_else(|| not_a_tensor(name, tensor))?;
         let mut dl = DLTensor::empty();
         let export = api
             .dltensor_from_py_object_no_sync
-            .ok_or_else(|| PyTypeError::new_err(format!("{name}'s type cannot lend a DLPack tensor")))?;
-        // SAFETY: the function belongs to this object's type, the object is alive, `dl` is ours.
+            .ok_or_else(|| PyTypeError::new_err(format!("{name} is of a type whose DLPack exchange API cannot lend a tensor; it must be a torch tensor")))?;
+        // SAFETY: the function belongs to this object's type, the object is alive, and `dl` is a valid place
+        // for the result.
         if unsafe { export(tensor.as_ptr().cast(), &raw mut dl) } != 0 {
             return Err(refused(name, tensor));
         }
@@ -177,24 +180,24 @@ impl<'py> Arguments<'py> {
         Ok(dl)
     }
 
-    /// The current stream of a tensor's library.
+    /// Returns the current stream of the library that exported a tensor.
     fn stream_of(&self, api: &ExchangeApi, dl: &DLTensor) -> PyResult<Stream> {
         let Some(current) = api.current_work_stream else { return Ok(Stream::default()) };
         let mut stream = ptr::null_mut();
-        // SAFETY: the device is one that the exporter just named.
+        // SAFETY: the exporter returned this device for one of its tensors.
         if unsafe { current(CUDA, dl.device.device_id, &raw mut stream) } != 0 {
             return Err(PyErr::fetch(self.py));
         }
-        // SAFETY: the exporter says that it is its current one, on its tensors' device.
+        // SAFETY: the exporter returned its current stream on the device of its tensor.
         Ok(unsafe { Stream::from_raw(stream) })
     }
 }
 
-/// Lets raw pointers cross into `Python::detach`, which runs on this same thread.
+/// Makes a closure with raw pointers `Send` for `Python::detach`, which runs it on the same thread.
 struct AssertSend<F>(F);
 
-// SAFETY: `detach` calls the closure on the calling thread, and returns when it has run; the views in it borrow
-// from the arguments, which outlive the call. The closure holds no Python object.
+// SAFETY: `detach` runs the closure on the calling thread and returns after it. The views in the closure
+// borrow from the arguments, which outlive the call. The closure holds no Python object.
 unsafe impl<F> Send for AssertSend<F> {}
 
 impl<F: FnOnce() -> T, T> AssertSend<F> {
@@ -203,25 +206,26 @@ impl<F: FnOnce() -> T, T> AssertSend<F> {
     }
 }
 
-/// Types seen so far, by address, each with its exchange API.
+/// Known types by address, each with its exchange API.
 static KNOWN: Mutex<Vec<(usize, Option<&'static ExchangeApi>)>> = Mutex::new(Vec::new());
 
-/// No more types than this are remembered, since each is kept alive for ever.
+/// Limit on the number of cached types, because each is kept alive forever.
 const MOST_KNOWN: usize = 64;
 
 thread_local! {
-    /// The type that this thread asked for last.
+    /// The type that this thread looked up last.
     static LAST: Cell<(usize, Option<&'static ExchangeApi>)> = const { Cell::new((0, None)) };
 }
 
-/// The exchange API of a type, looked up once for each type.
+/// Returns the exchange API of a type. The result is cached per type.
 pub(super) fn exchange_api(class: &Bound<'_, PyType>) -> PyResult<Option<&'static ExchangeApi>> {
     let address = class.as_ptr().addr();
     let (last, api) = LAST.get();
     if last == address {
         return Ok(api);
     }
-    // The lock is never held while Python code runs, and the interpreter is: so no fork finds it taken.
+    // Python code never runs while the lock is held, and the interpreter is held. Therefore a fork cannot
+    // copy a locked mutex.
     {
         let known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = known.iter().find(|(known, _)| *known == address) {
@@ -232,41 +236,45 @@ pub(super) fn exchange_api(class: &Bound<'_, PyType>) -> PyResult<Option<&'stati
     let api = match class.getattr_opt("__dlpack_c_exchange_api__")? {
         None => None,
         Some(capsule) => {
-            // SAFETY: a live object; PyCapsule_GetPointer checks that it is a capsule of this name.
+            // SAFETY: the capsule is a live object. PyCapsule_GetPointer checks that it is a capsule of this
+            // name.
             let table = unsafe { ffi::PyCapsule_GetPointer(capsule.as_ptr(), EXCHANGE_CAPSULE.as_ptr()) };
             if table.is_null() {
                 return Err(PyErr::fetch(class.py()));
             }
-            // SAFETY: the protocol says that tables live as long as the process.
+            // SAFETY: the protocol requires that tables live as long as the process.
             unsafe { ExchangeApi::compatible(table.cast()) }
         }
     };
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     if known.len() < MOST_KNOWN {
-        // Never freed, so that no other type can come to lie at this address.
+        // Leak a reference to the type, so that its address is never reused for another type.
         let _ = class.clone().into_ptr();
         known.push((address, api));
     }
     Ok(api)
 }
 
-/// Refuses a view that torch negates when it reads it (the imaginary part of a conjugate): DLPack does not show the
-/// sign. Elements of lists are not asked, at 0.2 us each: torch's dispatcher has resolved those of our operators.
+/// Returns an error for a view with the negative bit (the imaginary part of a conjugate), because DLPack does
+/// not export the sign. Elements of lists are not checked, which would take 0.2 us each: torch's dispatcher
+/// has already resolved the sign of operator arguments.
 fn check_sign(name: &str, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
     let negated = tensor.getattr_opt(intern!(tensor.py(), "is_neg"))?;
     if negated.map_or(Ok(false), |negated| negated.call0()?.is_truthy())? {
-        let message = format!("{name} is a view that torch negates when it reads it; give its resolve_neg()");
+        let message =
+            format!("{name} is a view that torch negates when it is read; pass {name}.resolve_neg()");
         return Err(PyValueError::new_err(message));
     }
     Ok(())
 }
 
-/// The exporter's refusal, in our words and the first line of its own.
+/// Returns the error for a tensor that the exporter cannot export, with the first line of the exporter's
+/// message.
 fn refused(name: Arg, tensor: &Bound<'_, PyAny>) -> PyErr {
     let py = tensor.py();
     let cause = PyErr::take(py).map(|cause| cause.value(py).to_string()).unwrap_or_default();
     let reason = cause.lines().next().unwrap_or("no reason given").to_owned();
-    PyTypeError::new_err(format!("{name} must be a dense tensor with memory: {reason}"))
+    PyTypeError::new_err(format!("{name} must be a dense tensor with storage: {reason}"))
 }
 
 fn not_a_tensor(name: Arg, object: &Bound<'_, PyAny>) -> PyErr {

@@ -1,6 +1,6 @@
-//! Matrices of any layout for tests, and the operations written from the definition.
+//! Matrices of any layout for tests, and reference operations written from the definition.
 
-#![allow(dead_code, reason = "each test binary uses its part")]
+#![allow(dead_code, reason = "each test binary uses a part of this")]
 
 use std::sync::{Mutex, PoisonError};
 
@@ -11,10 +11,11 @@ use fp8rs::{Block, DType, Device, View, ViewMut};
 use half::{bf16, f16};
 use proptest::prelude::*;
 
-/// Tests run in threads of one process, and the instruction set is the process's.
+/// Serializes tests that set the instruction set. Tests run in threads of one process, and the setting is
+/// global.
 static OVERRIDE: Mutex<()> = Mutex::new(());
 
-/// Runs `check` on each instruction set that this CPU has.
+/// Runs `check` with each instruction set that this CPU supports.
 pub(crate) fn on_each_level(mut check: impl FnMut()) {
     let _alone = OVERRIDE.lock().unwrap_or_else(PoisonError::into_inner);
     for level in [Level::Scalar, Level::Avx2, Level::Avx512] {
@@ -25,7 +26,7 @@ pub(crate) fn on_each_level(mut check: impl FnMut()) {
     set_simd(None);
 }
 
-/// How the elements of a matrix lie.
+/// The layout of a matrix in memory.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Layout {
     Dense,
@@ -36,9 +37,9 @@ pub(crate) enum Layout {
     TransposedPadded,
     /// Every second element of a larger matrix, in both directions.
     Sparse,
-    /// One row in place of all (inputs only).
+    /// One row that is repeated (inputs only).
     BroadcastRow,
-    /// One element in place of each row (inputs only).
+    /// One element per row that is repeated (inputs only).
     BroadcastElement,
 }
 
@@ -60,8 +61,8 @@ impl Layout {
     }
 }
 
-/// A matrix with its own memory, which starts `offset` elements into an allocation and is full of canaries
-/// where no element is.
+/// A matrix with its own memory. It starts `offset` elements into an allocation. Memory that belongs to no
+/// element is filled with canaries.
 #[derive(Debug, Clone)]
 pub(crate) struct Owned {
     pub(crate) bytes: Vec<u64>,
@@ -92,14 +93,14 @@ impl Owned {
 
     pub(crate) fn get<T: Copy>(&self, row: usize, col: usize) -> T {
         assert_eq!(size_of::<T>(), self.dtype.size());
-        // SAFETY: the allocation has room for each index.
+        // SAFETY: the allocation contains the element at every index of the matrix.
         unsafe { self.bytes.as_ptr().cast::<T>().add(self.index(row, col)).read() }
     }
 
     pub(crate) fn set<T: Copy>(&mut self, row: usize, col: usize, value: T) {
         assert_eq!(size_of::<T>(), self.dtype.size());
         let index = self.index(row, col);
-        // SAFETY: the allocation has room for each index.
+        // SAFETY: the allocation contains the element at every index of the matrix.
         unsafe { self.bytes.as_mut_ptr().cast::<T>().add(index).write(value) }
     }
 
@@ -108,7 +109,7 @@ impl Owned {
         (0..rows).flat_map(move |row| (0..cols).map(move |col| (row, col)))
     }
 
-    /// Fills it from random bits, most of them in the range that the formats can show.
+    /// Fills the matrix from random bits. Most values are in the range of the formats.
     pub(crate) fn random(mut self, seed: u64) -> Self {
         let mut random = Random(seed);
         for (row, col) in self.cells() {
@@ -126,18 +127,18 @@ impl Owned {
     pub(crate) fn view(&self) -> View<'_> {
         let strides = self.layout.strides(self.shape.0, self.shape.1);
         let ptr = self.bytes.as_ptr().cast::<u8>().wrapping_add(self.offset * self.dtype.size());
-        // SAFETY: the allocation has all elements and is borrowed.
+        // SAFETY: the allocation contains all elements and is borrowed.
         unsafe { View::from_raw(ptr, self.dtype, Device::Cpu, self.shape, strides) }
     }
 
     pub(crate) fn view_mut(&mut self) -> ViewMut<'_> {
         let strides = self.layout.strides(self.shape.0, self.shape.1);
         let ptr = self.bytes.as_mut_ptr().cast::<u8>().wrapping_add(self.offset * self.dtype.size());
-        // SAFETY: the allocation has all elements and is borrowed mutably.
+        // SAFETY: the allocation contains all elements and is borrowed mutably.
         unsafe { ViewMut::from_raw(ptr, self.dtype, Device::Cpu, self.shape, strides) }
     }
 
-    /// The value of an element, by the definitions.
+    /// Returns the value of an element according to the format definitions.
     pub(crate) fn value(&self, row: usize, col: usize) -> f32 {
         match self.dtype {
             DType::F32 => self.get(row, col),
@@ -150,13 +151,13 @@ impl Owned {
     }
 }
 
-/// The reference of [`fp8rs::ops::amax`].
+/// Reference implementation of [`fp8rs::ops::amax`].
 pub(crate) fn amax(x: &Owned) -> f32 {
     let bits = x.cells().map(|(row, col)| x.value(row, col).to_bits() & 0x7FFF_FFFF).max().unwrap_or(0);
     f32::from_bits(if bits > INF_BITS { NAN_BITS } else { bits })
 }
 
-/// The reference of a cast with a known scale into a rowwise output.
+/// Reference implementation of a cast with a given scale to a rowwise output.
 pub(crate) fn cast(x: &Owned, scale: f32, out: &mut Owned) {
     let format = out.dtype.fp8().unwrap();
     let q = 1.0 / scale;
@@ -165,7 +166,7 @@ pub(crate) fn cast(x: &Owned, scale: f32, out: &mut Owned) {
     }
 }
 
-/// The reference of a cast with a known scale into a columnwise output.
+/// Reference implementation of a cast with a given scale to a columnwise output.
 pub(crate) fn cast_transposed(x: &Owned, scale: f32, out: &mut Owned) {
     let format = out.dtype.fp8().unwrap();
     let q = 1.0 / scale;
@@ -174,7 +175,7 @@ pub(crate) fn cast_transposed(x: &Owned, scale: f32, out: &mut Owned) {
     }
 }
 
-/// The reference of [`fp8rs::ops::dequantize`].
+/// Reference implementation of [`fp8rs::ops::dequantize`].
 pub(crate) fn dequantize(codes: &Owned, scale: &Owned, block: Block, out: &mut Owned) {
     for (row, col) in codes.cells() {
         let value = codes.value(row, col) * scale.value(row / block.rows, col / block.cols);
@@ -186,7 +187,7 @@ pub(crate) fn dequantize(codes: &Owned, scale: &Owned, block: Block, out: &mut O
     }
 }
 
-/// A small generator (xorshift64*), so that a seed says everything.
+/// A small random number generator (xorshift64*), so that a seed determines all values.
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
@@ -197,7 +198,8 @@ impl Random {
     }
 }
 
-/// A value that is near the formats' range most of the time, with ties, and anything at all now and then.
+/// Returns a value that is usually near the range of the formats, including ties, and occasionally any bit
+/// pattern.
 fn random_f32(bits: u64) -> f32 {
     let (low, high) = (bits as u32, (bits >> 32) as u32);
     match high % 64 {
@@ -216,7 +218,7 @@ pub(crate) fn fp8_dtype() -> impl Strategy<Value = DType> {
     prop_oneof![Just(DType::E4m3), Just(DType::E5m2)]
 }
 
-/// Sizes around the vector and tile sizes, empty ones too.
+/// Sizes around the vector and tile sizes, including 0.
 pub(crate) fn size() -> impl Strategy<Value = usize> {
     prop_oneof![0_usize..4, 0_usize..140, Just(64), 500_usize..530]
 }
@@ -244,12 +246,12 @@ pub(crate) fn scale() -> impl Strategy<Value = f32> {
     ]
 }
 
-/// What `torch.set_flush_denormal` does.
+/// Does what `torch.set_flush_denormal` does.
 pub(crate) fn set_flush_to_zero(on: bool) {
     #[cfg(target_arch = "x86_64")]
     {
         let control: u32 = if on { 0x9FC0 } else { 0x1F80 };
-        // SAFETY: a valid value of MXCSR.
+        // SAFETY: this is a valid value of MXCSR.
         unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const control, options(nostack)) };
     }
     let _ = on;

@@ -176,10 +176,10 @@ def test_one_plane_serves_dgrad(on):
     made = operands.dgrad_operand(row, False)
     assert torch.equal(made.data.view(torch.uint8), row.data.view(torch.uint8).t())
     assert torch.equal(made.scale, torch.ones(72, 1))
-    assert torch.equal(operands.dgrad_fold(row.format, row.scale), row.scale.t())
+    assert torch.equal(operands.dgrad_column_scale(row.format, row.scale), row.scale.t())
     square = quantized(w, formats.MX_32X32)
     assert operands.dgrad_operand(square, False).format == formats.MX_32X32
-    assert operands.dgrad_fold(square.format, square.scale) is None
+    assert operands.dgrad_column_scale(square.format, square.scale) is None
     with pytest.raises(ValueError, match="not square"):
         operands.dgrad_operand(quantized(w, formats.MX_1X32), False)
     on(HOPPER)

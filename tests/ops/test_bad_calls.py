@@ -259,12 +259,12 @@ BAD = {
     # Memory.
     "core x meta": (
         TypeError,
-        "^x must be a dense tensor with memory: Cannot pack tensors on meta$",
+        "^x must be a dense tensor with storage: Cannot pack tensors on meta$",
         lambda c: _core.random_uniform(c.wide.to("meta"), 1),
     ),
     "core x sparse": (
         TypeError,
-        "^x must be a dense tensor with memory",
+        "^x must be a dense tensor with storage",
         lambda c: _core.random_uniform(c.x.cpu().to_sparse(), 1),
     ),
     "core x without memory": (
@@ -343,8 +343,10 @@ def test_meta_tensors_do_not_mix(device):
         (lambda: ops.quantize(x, meta, E4M3), "^scale is on meta and x is on c"),
         (lambda: ops._quantize_delayed(x, amax, meta, E4M3), "^amax is on meta and x is on c"),
         (
-            lambda: ops.quantize_blocks(x, E4M3, [1, -1], torch.float32, fold=meta.expand(2)),
-            "^fold is on meta and x is on c",
+            lambda: ops.quantize_blocks(
+                x, E4M3, [1, -1], torch.float32, column_scale=meta.expand(2)
+            ),
+            "^column_scale is on meta and x is on c",
         ),
         (lambda: ops.multi_amax([x, x.to("meta")]), "^xs is on meta and xs is on c"),
         (lambda: ops.dequantize(x.to(E4M3), meta, [-1, -1], x.dtype), "^scale is on meta"),

@@ -233,14 +233,16 @@ def test_amax_epsilon(device):
 
 
 @pytest.mark.parametrize("power_2_scale", [False, True])
-def test_fold_goes_into_the_rowwise_output_only(device, power_2_scale):
-    x, fold = data(device, 70, 90, dtype=torch.bfloat16), data(device, 90, seed=1).abs()
+def test_column_scale_applies_to_the_rowwise_output_only(device, power_2_scale):
+    x, column_scale = data(device, 70, 90, dtype=torch.bfloat16), data(device, 90, seed=1).abs()
     plain = ops.quantize_blocks(x, E4M3, [1, -1], F32, True, True, power_2_scale=power_2_scale)
-    folded = ops.quantize_blocks(
-        x, E4M3, [1, -1], F32, True, True, power_2_scale=power_2_scale, fold=fold
+    scaled = ops.quantize_blocks(
+        x, E4M3, [1, -1], F32, True, True, power_2_scale=power_2_scale, column_scale=column_scale
     )
-    product = ops.quantize_blocks(x.float() * fold, E4M3, [1, -1], F32, power_2_scale=power_2_scale)
-    for got, expected in zip(folded, (*product[:2], *plain[2:]), strict=True):
+    product = ops.quantize_blocks(
+        x.float() * column_scale, E4M3, [1, -1], F32, power_2_scale=power_2_scale
+    )
+    for got, expected in zip(scaled, (*product[:2], *plain[2:]), strict=True):
         assert torch.equal(bits(got), bits(expected))
 
 
@@ -359,15 +361,15 @@ BAD = {
             x, E4M3, [32, 32], E8M0, False, True, amax_columnwise=x.new_zeros(3, 2)
         ),
     ),
-    "fold": (
+    "column_scale": (
         ValueError,
-        "fold",
-        lambda x: ops.quantize_blocks(x, E4M3, [1, 128], F32, fold=x.new_ones(96)),
+        "column_scale",
+        lambda x: ops.quantize_blocks(x, E4M3, [1, 128], F32, column_scale=x.new_ones(96)),
     ),
-    "fold shape": (
+    "column_scale shape": (
         ValueError,
-        "fold",
-        lambda x: ops.quantize_blocks(x, E4M3, [1, -1], F32, fold=x.new_ones(95)),
+        "column_scale",
+        lambda x: ops.quantize_blocks(x, E4M3, [1, -1], F32, column_scale=x.new_ones(95)),
     ),
     "block_amax block": (ValueError, "block", lambda x: ops.block_amax(x, [16, 32])),
     "pack rows": (

@@ -139,8 +139,8 @@ def test_cut_blocks_and_given_maxima(block, scale_dtype, row_offset, given, dtyp
 @every_type
 @every_dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_fold(fp8_dtype, dtype, shape):
-    x, fold = wild(*shape, dtype=dtype), data("cpu", shape[1], seed=9)
+def test_column_scale(fp8_dtype, dtype, shape):
+    x, column_scale = wild(*shape, dtype=dtype), data("cpu", shape[1], seed=9)
     for directions in ((True, False), (True, True)):
         for power_2_scale in (False, True):
             same(
@@ -151,7 +151,7 @@ def test_fold(fp8_dtype, dtype, shape):
                     [1, -1],
                     F32,
                     *directions,
-                    fold=fold,
+                    column_scale=column_scale,
                     power_2_scale=power_2_scale,
                 )
             )
@@ -224,15 +224,15 @@ def needs_memory(gibibytes):
         pytest.skip(f"needs {gibibytes} GiB of GPU memory")
 
 
-@pytest.mark.parametrize("fold", [False, True])
-def test_a_row_of_more_vectors_than_32_bits_count(fold):
+@pytest.mark.parametrize("column_scale", [False, True])
+def test_a_row_with_more_than_2_to_the_32_vectors(column_scale):
     """2^33 elements of fp32 are 2^31 vectors."""
     n = 2**33 + 64
-    needs_memory(72 if fold else 40)
+    needs_memory(72 if column_scale else 40)
     x = torch.zeros(1, n, device="cuda")
     at = [0, 2**31 + 5, 2**32 + 3, 2**33 + 1, n - 1]
     x[0, at] = torch.tensor([1.0, -2.0, 4.0, -8.0, 448.0], device="cuda")
-    options = {"fold": torch.ones(n, device="cuda")} if fold else {}
+    options = {"column_scale": torch.ones(n, device="cuda")} if column_scale else {}
     codes, scale, _, _ = ops.quantize_blocks(x, E4M3, (1, -1), F32, True, False, **options)
     assert scale.item() == 1.0
     got = codes.view(torch.uint8)

@@ -115,7 +115,7 @@ BF16 = torch.zeros(2, 5, dtype=torch.bfloat16)
         (torch.zeros(5), torch.zeros(2, 5), 1.0, TypeError, "x has dtype float32"),
         (torch.zeros(5).bfloat16(), BF16, 1.0, TypeError, "out has dtype bfloat16"),
         (torch.zeros(4), BF16, 1.0, ValueError, r"out has shape \(1, 4\)"),
-        (torch.zeros(5), BF16[:0], 1.0, ValueError, "x is no rows; it must be one or more"),
+        (torch.zeros(5), BF16[:0], 1.0, ValueError, "x is a matrix without rows; it must be"),
         (torch.zeros(5), BF16, 0.0, ValueError, "divisor is 0; it must be finite and not zero"),
         (torch.zeros(5), BF16, float("inf"), ValueError, "divisor is inf"),
         (torch.zeros(5), BF16, float("nan"), ValueError, "divisor is NaN"),

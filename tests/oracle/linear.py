@@ -81,8 +81,8 @@ class _Linear(torch.autograd.Function):
         dy2 = dy.reshape(-1, dy.shape[-1])
         if blocks.weight == (1, -1):
             w, scale = rounded(weight, E4M3, (1, -1), power_2_scale=blocks.power_2_scale)
-            folded = dy2.float() * scale.view(1, -1)
-            dx = _operand(folded, grad_dtype, blocks, rebased) @ (w / scale)
+            scaled = dy2.float() * scale.view(1, -1)
+            dx = _operand(scaled, grad_dtype, blocks, rebased) @ (w / scale)
         else:
             w = _weight(weight.t(), blocks, rebased).t()
             dx = _operand(dy2, grad_dtype, blocks, rebased) @ w

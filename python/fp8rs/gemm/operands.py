@@ -26,7 +26,8 @@ def dgrad_operand(row: Plane, emulate: bool, after: Tensor | None = None) -> Pla
     """A weight's plane for dgrad from its rowwise one, without quantizing again.
 
     Where blocks are square it is the transpose. With one scale a row the codes are transposed and
-    the scales are 1: the row scales are to be folded into the gradient (:func:`dgrad_fold`).
+    the scales are 1. The row scales are multiplied into the gradient before it is quantized
+    (:func:`dgrad_column_scale`).
 
     Args:
         row: the rowwise plane.
@@ -44,10 +45,10 @@ def dgrad_operand(row: Plane, emulate: bool, after: Tensor | None = None) -> Pla
     return row.transposed("columnwise", "dgrad", after)
 
 
-def dgrad_fold(format: BlockFormat, scale: Tensor) -> Tensor | None:
-    """What multiplies the gradient before it is quantized for dgrad: the weight's row scales.
+def dgrad_column_scale(format: BlockFormat, scale: Tensor) -> Tensor | None:
+    """Return the column scale for the gradient that dgrad quantizes: the weight's row scales.
 
-    None where the weight's plane for dgrad has its own scales.
+    Return None if the weight's plane for dgrad has its own scales.
     """
     return scale.view(1, -1) if format.per_row else None
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import gradients_needed, is_traced
-from fp8rs.gemm.operands import contracted_multiple, dgrad_fold, dgrad_operand
+from fp8rs.gemm.operands import contracted_multiple, dgrad_column_scale, dgrad_operand
 from fp8rs.gemm.table import scaled_mm
 from fp8rs.ops.inductor import fuse_maxima
 from fp8rs.tensor.planes import Plane
@@ -126,11 +126,11 @@ def _quantize(
     rowwise: bool,
     columnwise: bool,
     delayed: _Delayed | None,
-    fold: Tensor | None = None,
+    column_scale: Tensor | None = None,
 ) -> Planes:
     values = _whole_blocks(x, spec) if columnwise else x
     if delayed is None:
-        row, col = quantize_planes(spec, values, rowwise, columnwise, fold=fold)
+        row, col = quantize_planes(spec, values, rowwise, columnwise, column_scale=column_scale)
     else:
         scale, amax = delayed.scale(role, x, spec), delayed.amax(role)
         row, col = quantize_planes(spec, values, rowwise, columnwise, scale=scale, amax=amax)
@@ -369,7 +369,7 @@ class _Linear(torch.autograd.Function):
         saved_x, x_scale, weight, w_scale = ctx.saved_tensors
         needs_x, needs_w, needs_bias, _ = gradients_needed(ctx)
         dx = dw = db = None
-        row = col = fold = None
+        row = col = column_scale = None
         values = dy
         if quantized is not None:
             weight, version = quantized
@@ -386,10 +386,10 @@ class _Linear(torch.autograd.Function):
             assert not needs_bias  # which is added to what tensor parallelism has reduced
             dy = dy.any_plane().data.view(torch.uint8)  # for others to wait for
         elif needs_x or needs_w:
-            fold = _weight_fold(spec, weight, w_scale) if needs_x else None
-            row, col = _quantize(spec.grad, GRAD, dy, needs_x, needs_w, delayed, fold)
+            column_scale = _weight_column_scale(spec, weight, w_scale) if needs_x else None
+            row, col = _quantize(spec.grad, GRAD, dy, needs_x, needs_w, delayed, column_scale)
         if stats is not None:
-            row, col = stats.add_gradient(values, row, col, fold)
+            row, col = stats.add_gradient(values, row, col, column_scale)
         if row is not None:
             dx = scaled_mm(
                 row,
@@ -440,15 +440,16 @@ def _weight_for_dgrad(spec: LinearSpec, weight: Tensor, scale: Tensor | None, dy
     return cast(Plane, col)
 
 
-def _weight_fold(spec: LinearSpec, weight: Tensor, scale: Tensor | None) -> Tensor | None:
-    """(1, out) factors of the gradient that dgrad quantizes, or None for none.
+def _weight_column_scale(spec: LinearSpec, weight: Tensor, scale: Tensor | None) -> Tensor | None:
+    """Return the column scale, (1, out_features), for the gradient that dgrad quantizes, or None.
 
-    They are the scales of a weight that has one a row, so that its one plane serves dgrad too.
+    If the weight has one scale per row, these scales are multiplied into the gradient, so that the
+    rowwise plane of the weight is enough for dgrad.
     """
     if isinstance(weight, QuantizedTensor):
         row = weight.rowwise
         if row is None:
             return None
         _check_live(weight, row)
-        return dgrad_fold(row.format, row.scale)
-    return None if scale is None else dgrad_fold(spec.weight.format, scale)
+        return dgrad_column_scale(row.format, row.scale)
+    return None if scale is None else dgrad_column_scale(spec.weight.format, scale)

@@ -52,14 +52,14 @@ class OperandStats(NamedTuple):
     row: int = 0
     col: int = 0
 
-    def add(self, role: int, x: Tensor, plane: Plane, fold: Tensor | None = None) -> Plane:
+    def add(self, role: int, x: Tensor, plane: Plane, column_scale: Tensor | None = None) -> Plane:
         """Add the quantization error of an operand.
 
         Args:
             role: the operand.
             x: the operand before it was quantized, or a QuantizedTensor.
             plane: one of its planes.
-            fold: see `_observe`.
+            column_scale: see `_observe`.
 
         Returns:
             The plane, which now depends on the operator. A graph therefore keeps the call.
@@ -68,22 +68,24 @@ class OperandStats(NamedTuple):
         if role == WEIGHT and values is None and self.shard is not None:
             values, row, col = self.shard.to(plane.data.device), self.row, self.col
         block = list(plane.format.block)
-        scale = observe(values, plane.data, plane.scale, block, row, col, fold, self.slots, role)
+        scale = observe(
+            values, plane.data, plane.scale, block, row, col, column_scale, self.slots, role
+        )
         return Plane(plane.data, scale, plane.format)
 
     def add_gradient(
-        self, dy: Tensor, row: Plane | None, col: Plane | None, fold: Tensor | None
+        self, dy: Tensor, row: Plane | None, col: Plane | None, column_scale: Tensor | None
     ) -> Planes:
-        """Add the output's gradient, from a plane without folded factors if there is one.
+        """Add the output's gradient, from a plane that was not scaled by column if there is one.
 
         Args:
             dy: (..., out_features).
             row: the rowwise plane, or None.
             col: the columnwise plane, or None.
-            fold: factors that were folded into the rowwise plane, or None.
+            column_scale: factors by which the rowwise plane was multiplied, or None.
         """
-        if row is not None and (fold is None or col is None):
-            return self.add(GRAD, dy, row, fold), col
+        if row is not None and (column_scale is None or col is None):
+            return self.add(GRAD, dy, row, column_scale), col
         if col is not None:
             plain = not isinstance(dy, QuantizedTensor)
             return row, self.add(GRAD, dy.reshape(-1, dy.shape[-1]).t() if plain else dy, col)
@@ -103,7 +105,7 @@ def _add(
     block: Sequence[int],
     row: int,
     col: int,
-    fold: Tensor | None,
+    column_scale: Tensor | None,
     slots: Tensor,
     role: int,
 ) -> Tensor:
@@ -121,7 +123,7 @@ def _add(
         for span in _chunks(rows, cols):
             part = _part(plane, Span(row + span.start, span.length), Span(col, cols))
             x = None if values is None else values[span.slice].to(torch.float32)
-            _add_part(kept, x if x is None or fold is None else x * fold, part)
+            _add_part(kept, x if x is None or column_scale is None else x * column_scale, part)
     return scale.clone()
 
 
@@ -133,7 +135,7 @@ def _observe(
     block: Sequence[int],
     row: int,
     col: int,
-    fold: Tensor | None,
+    column_scale: Tensor | None,
     slots: Tensor,
     role: int,
 ) -> Tensor:
@@ -150,7 +152,7 @@ def _observe(
         block: the block of that plane's format.
         row: the first row of ``values`` in the codes.
         col: the first column of ``values`` in the codes.
-        fold: (1, cols) factors that were multiplied into ``values`` before the cast, or None.
+        column_scale: (1, cols) factors that multiplied ``values`` before the cast, or None.
         slots: (operands, `KEPT`), fp64.
         role: the operand.
 

@@ -72,7 +72,7 @@ def quantize_blocks(
     row_offset: int = 0,
     amax: Tensor | None = None,
     amax_columnwise: Tensor | None = None,
-    fold: Tensor | None = None,
+    column_scale: Tensor | None = None,
     after: Tensor | None = None,
     batched: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -87,8 +87,8 @@ def quantize_blocks(
       blocks the first serves both directions) replace the maxima of ``x``, so that a shard that
       cuts a block gets the whole matrix's bytes. They must not be negative, which is not checked,
       because that would wait for the device.
-    - ``fold`` (float32, one factor for each column of ``x``) multiplies what goes into the rowwise
-      output, and only that. It goes with blocks of a whole row.
+    - ``column_scale`` (float32, one factor for each column of ``x``) is multiplied into the rowwise
+      output only. It requires blocks of a whole row.
 
     Returns rowwise codes (the shape of ``x``) and their scales, columnwise codes and theirs; what
     is not asked for has the shape (0,).

@@ -116,7 +116,7 @@ def quantize_planes(
     *,
     scale: Tensor | None = None,
     amax: Tensor | None = None,
-    fold: Tensor | None = None,
+    column_scale: Tensor | None = None,
     after: Tensor | None = None,
     declared: bool = False,
     lead: int = 0,
@@ -133,8 +133,8 @@ def quantize_planes(
         scale: one fp32 scale that is known already, for one scale a tensor.
         amax: with ``scale``: fp32 of one element, raised to the finite amax of ``x``. A tensor
             with NaN or Inf leaves it and gets the scale NaN.
-        fold: fp32 factors of the columns of ``x``, multiplied into the rowwise plane alone; for
-            blocks of a whole row.
+        column_scale: fp32 factors of the columns of ``x``, multiplied into the rowwise plane only.
+            It requires blocks of a whole row.
         after: a tensor that a compiler must have before this is computed; not for current scaling.
         declared: tell autograd and compilers of the write to ``amax``.
         lead: rows that the first blocks have in front of ``x``.
@@ -146,8 +146,8 @@ def quantize_planes(
     if not format.per_tensor:
         # What is not the default: each keyword takes half a microsecond.
         options = spec.block_options
-        if fold is not None or after is not None:
-            options = {**options, "fold": fold, "after": after}
+        if column_scale is not None or after is not None:
+            options = {**options, "column_scale": column_scale, "after": after}
         down = along = (0, 0)
         if lead:
             options = {**options, "row_offset": lead}
@@ -159,8 +159,8 @@ def quantize_planes(
             Plane(row, row_scale, format, down) if rowwise else None,
             Plane(col, col_scale, format, along) if columnwise else None,
         )
-    if fold is not None:
-        raise ValueError("fold is for blocks of a whole row, not for one scale a tensor")
+    if column_scale is not None:
+        raise ValueError("column_scale is given; it must be None with one scale per tensor")
     if scale is not None and amax is not None:
         quantize: Any = _quantize_delayed if declared else _quantize_delayed_silently
         row, col, scale = quantize(x, scale, amax, spec.fp8_dtype, rowwise, columnwise)

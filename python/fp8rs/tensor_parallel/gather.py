@@ -125,7 +125,7 @@ class _Reduce(torch.autograd.Function):
 def gathers_grad(spec: LinearSpec) -> bool:
     """Whether the gradient of a row-parallel layer's output is gathered in FP8.
 
-    Not where the weight's row scales are folded into it before it is quantized: they are a rank's
+    Not where it is multiplied by the weight's row scales before it is quantized: they are a rank's
     own, and codes that were gathered without would have to be quantized again for each GEMM.
     """
     return not spec.weight.format.per_row

@@ -1,4 +1,4 @@
-//! The fast block operations against the definition, byte for byte, on every instruction set.
+//! Compares the block operations with their definition, byte for byte, on every instruction set.
 
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -48,19 +48,20 @@ impl Buffer {
     fn view(&self) -> View<'_> {
         let (start, strides) = self.place();
         let ptr = self.words.as_ptr().cast::<u8>().wrapping_add(start * self.dtype.size());
-        // SAFETY: every layout stays inside the buffer, which has twice the elements.
+        // SAFETY: every layout stays inside the buffer, which is twice as large as the matrix.
         unsafe { View::from_raw(ptr, self.dtype, crate::Device::Cpu, self.shape, strides) }
     }
 
     fn view_mut(&mut self) -> ViewMut<'_> {
         let (start, strides) = self.place();
         let ptr = self.words.as_mut_ptr().cast::<u8>().wrapping_add(start * self.dtype.size());
-        // SAFETY: as in `view`.
+        // SAFETY: every layout stays inside the buffer, which is twice as large as the matrix, and the buffer
+        // is borrowed mutably.
         unsafe { ViewMut::from_raw(ptr, self.dtype, crate::Device::Cpu, self.shape, strides) }
     }
 }
 
-/// Values of very different sizes, with specials.
+/// Values of very different magnitudes, with special values.
 fn value() -> impl Strategy<Value = f32> {
     prop_oneof![
         20 => (-1.0_f32..1.0, -140..120).prop_map(|(m, e)| (f64::from(m) * 2.0_f64.powi(e)) as f32),
@@ -83,7 +84,7 @@ fn extent() -> impl Strategy<Value = usize> {
     prop_oneof![1 => Just(0_usize), 2 => 1..40_usize, 2 => 60..140_usize, 1 => 250..300_usize]
 }
 
-/// What a buffer is filled with: these values again and again.
+/// A matrix that repeats the given values.
 #[derive(Debug, Clone)]
 struct Filled {
     rows: usize,
@@ -93,7 +94,8 @@ struct Filled {
     values: Vec<f32>,
 }
 
-/// Shape, offset, element type and values by index; a few values only, so that a case is quick to make.
+/// Generates a shape, layout, element type, values and a row offset. There are only a few values, so that a
+/// case is generated quickly.
 fn input() -> impl Strategy<Value = (Filled, usize)> {
     (
         extent(),
@@ -115,7 +117,7 @@ impl Filled {
         let mut buffer = Buffer::new(self.dtype, (self.rows, self.cols), self.lay);
         let m = buffer.view_mut().matrix();
         for (i, (row, col)) in cells(self.rows, self.cols).enumerate() {
-            // A stride that is prime to most lengths, so that neighbours differ from row to row.
+            // The stride is coprime to most lengths, so that neighbours differ from row to row.
             let x = self.values[(i * 7 + row) % self.values.len()];
             match self.dtype {
                 DType::F32 => put(&m, row, col, x),
@@ -156,12 +158,12 @@ struct Quantization {
     input: Filled,
     spec: BlockSpec,
     dtype: DType,
-    /// Of the rowwise codes; of the columnwise codes and all scales.
+    /// Layouts of (the rowwise codes, the columnwise codes and all scales).
     lays: (Lay, Lay),
-    /// Whether rowwise and columnwise outputs are asked for.
+    /// Whether the rowwise and columnwise outputs are requested.
     directions: [bool; 2],
     amax: bool,
-    fold: bool,
+    column_scale: bool,
 }
 
 impl Quantization {
@@ -174,16 +176,16 @@ impl Quantization {
         let along = block.transposed().grid_from(spec.row_offset, rows, cols);
         let grid_t = if block.is_square() { (grid.1, grid.0) } else { (along.1, along.0) };
         let factors = |grid: (usize, usize)| {
-            // Some of them negative: an amax must not be, and counts as 0.
+            // Some values are negative. A negative amax is invalid and counts as 0.
             let values = input.values.iter().enumerate();
             let values = values.map(|(i, x)| if i % 8 == 7 { *x } else { x.abs() }).collect();
             Filled { rows: grid.0, cols: grid.1, lay: Lay::Spread, dtype: DType::F32, values }.fill()
         };
-        let (amax, amax_t, fold) = (factors(grid), factors(grid_t), factors((1, cols)));
+        let (amax, amax_t, column_scale) = (factors(grid), factors(grid_t), factors((1, cols)));
         let given = Given {
             amax: (self.amax && (*rowwise || block.is_square())).then(|| amax.view()),
             amax_columnwise: (self.amax && *columnwise && !block.is_square()).then(|| amax_t.view()),
-            fold: (self.fold && *rowwise && block == Block::ROW).then(|| fold.view()),
+            column_scale: (self.column_scale && *rowwise && block == Block::ROW).then(|| column_scale.view()),
         };
         let scale_dtype = if matches!(spec.scale, BlockScale::F32(_)) { DType::F32 } else { DType::E8m0 };
         let scale_shape = |lines: usize, grid: (usize, usize)| {
@@ -223,7 +225,7 @@ fn check_block_amax(input: &Filled, row_offset: usize, block: Block, out_lay: La
     on_each_level(|level| assert!(run(&super::block_amax) == expected, "{level:?}: {block:?}"));
 }
 
-/// A call of `rebase`. Codes and scales are these bytes again and again.
+/// A call of `rebase`. Codes and scales repeat the given bytes.
 struct Rebasing<'a> {
     shape: (usize, usize),
     block: Block,
@@ -231,7 +233,7 @@ struct Rebasing<'a> {
     dtype: DType,
     codes: &'a [u8],
     scales: &'a [u8],
-    /// Of the codes and the new scales; of the old scales and the new codes.
+    /// Layouts of (the codes and the new scales, the old scales and the new codes).
     lays: (Lay, Lay),
 }
 
@@ -265,21 +267,21 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..Default::default() })]
 
     #[test]
-    fn quantize_blocks_is_the_definition(
+    fn quantize_blocks_matches_the_definition(
         (input, row_offset) in input(),
         mut spec in spec(),
         dtype in fp8(),
         lays in (lay(), lay()),
         which in 0..3_usize,
-        (amax, fold) in (any::<bool>(), any::<bool>()),
+        (amax, column_scale) in (any::<bool>(), any::<bool>()),
     ) {
         spec.row_offset = if spec.packed { row_offset / 32 * 32 } else { row_offset };
         let directions = [which != 1, which != 0];
-        Quantization { input, spec, dtype, lays, directions, amax, fold }.check();
+        Quantization { input, spec, dtype, lays, directions, amax, column_scale }.check();
     }
 
     #[test]
-    fn block_amax_is_the_definition(
+    fn block_amax_matches_the_definition(
         (input, row_offset) in input(),
         rows in prop::sample::select(vec![1, 32, 128, Block::ALL]),
         cols in prop::sample::select(vec![1, 32, 128, Block::ALL]),
@@ -289,7 +291,7 @@ proptest! {
     }
 
     #[test]
-    fn rebase_is_the_definition(
+    fn rebase_matches_the_definition(
         shape in (extent(), extent()),
         rows in prop::sample::select(vec![1_usize, 32]),
         axis in prop::sample::select(vec![Axis::Rows, Axis::Columns]),
@@ -303,15 +305,15 @@ proptest! {
     }
 }
 
-/// Above the size from which work goes to other threads, and no multiple of what a thread takes.
+/// A shape above the threshold for threads that is not a multiple of a thread's piece.
 const LARGE: (usize, usize) = (700, 513);
 
-/// Values of many sizes, a few of them special.
+/// Values of many magnitudes, with a few special values.
 fn large(dtype: DType, lay: Lay) -> Filled {
     let mut values: Vec<f32> =
         (0..997).map(|i: i32| (i - 498) as f32 * 2.0_f32.powi(i * 31 % 24 - 20)).collect();
     (values[300], values[600]) = (f32::NAN, f32::INFINITY);
-    // Special values in few blocks: in what is not special the bytes say more.
+    // Special values occur in few blocks only, because the bytes of other blocks are more informative.
     let values =
         [values.clone(), values.iter().map(|x| if x.is_finite() { *x } else { -0.5 }).collect::<Vec<_>>()]
             .concat();
@@ -319,7 +321,7 @@ fn large(dtype: DType, lay: Lay) -> Filled {
 }
 
 #[test]
-fn large_quantizations_are_split_over_threads_without_a_seam() {
+fn quantize_blocks_over_threads_matches_the_definition() {
     let mx = |rows, rounding, packed, row_offset| BlockSpec {
         block: Block { rows, cols: 32 },
         scale: BlockScale::E8m0(rounding),
@@ -330,7 +332,7 @@ fn large_quantizations_are_split_over_threads_without_a_seam() {
         let scale = BlockScale::F32(ScaleRule { power_of_2, ..Default::default() });
         BlockSpec { block, scale, row_offset, packed: false }
     };
-    for (spec, fold) in [
+    for (spec, column_scale) in [
         (mx(1, Rounding::Ceil, false, 0), false),
         (mx(1, Rounding::Floor, true, 64), false),
         (mx(32, Rounding::Ceil, false, 45), false),
@@ -343,13 +345,13 @@ fn large_quantizations_are_split_over_threads_without_a_seam() {
         for (dtype, lay) in [(DType::Bf16, Lay::Rows), (DType::F32, Lay::Columns)] {
             let (input, lays) = (large(dtype, lay), (Lay::Rows, Lay::Rows));
             let (dtype, directions, amax) = (DType::E4m3, [true, true], false);
-            Quantization { input, spec, dtype, lays, directions, amax, fold }.check();
+            Quantization { input, spec, dtype, lays, directions, amax, column_scale }.check();
         }
     }
 }
 
 #[test]
-fn large_block_maxima_are_split_over_threads_without_a_seam() {
+fn block_amax_over_threads_matches_the_definition() {
     let all = Block::ALL;
     for (rows, cols) in [(1, 32), (32, 32), (128, 128), (1, all), (all, 1), (32, 1), (all, all)] {
         for lay in [Lay::Rows, Lay::Columns] {
@@ -359,7 +361,7 @@ fn large_block_maxima_are_split_over_threads_without_a_seam() {
 }
 
 #[test]
-fn large_rebases_are_split_over_threads_without_a_seam() {
+fn rebase_over_threads_matches_the_definition() {
     let codes: Vec<u8> = (0..=255).collect();
     let scales: Vec<u8> = (0..41).map(|i| if i == 17 { 255 } else { 110 + i % 13 }).collect();
     for (rows, axis) in [(1, Axis::Rows), (32, Axis::Rows), (1, Axis::Columns), (32, Axis::Columns)] {
@@ -372,7 +374,7 @@ fn large_rebases_are_split_over_threads_without_a_seam() {
 }
 
 #[test]
-fn large_scales_are_packed_over_threads_without_a_seam() {
+fn pack_scales_over_threads_matches_the_layout() {
     for (lines, blocks, block_rows) in [(1000, 133, 1), (2001, 67, 32)] {
         let rows = usize::div_ceil(lines, block_rows);
         let compact: Vec<u8> = (0..rows * blocks).map(|i| (i * 7 + i / blocks) as u8).collect();

@@ -15,31 +15,37 @@ use crate::cpu::{pool, rows};
 use crate::format::wide::{INF_BITS, NAN_BITS};
 use crate::layout::{Block, Matrix, View, ViewMut};
 
-/// See [`crate::ops::block_amax`]; `rows_before` rows of the first block come before `x`.
+/// See [`crate::ops::block_amax`]. The first block has `rows_before` rows before `x`.
 pub(crate) fn block_amax(x: View, block: Block, rows_before: usize, out: ViewMut) {
     maxima(x.matrix(), None, block, rows_before, &out.matrix());
 }
 
-/// Maxima of the blocks of x, or of x * fold, into `out` (fp32, any strides).
-pub(super) fn maxima(x: Matrix, fold: Option<&[f32]>, block: Block, rows_before: usize, out: &Matrix) {
+/// Computes the maxima of the blocks of x, or of x * `column_scale`, into `out` (fp32, any strides).
+pub(super) fn maxima(
+    x: Matrix,
+    column_scale: Option<&[f32]>,
+    block: Block,
+    rows_before: usize,
+    out: &Matrix,
+) {
     let _env = DefaultFloatEnv::enter();
     for r in 0..out.rows {
         for c in 0..out.cols {
-            // SAFETY: an element of the output, of fp32.
+            // SAFETY: this is an element of the output, which is fp32.
             unsafe { out.write(r, c, 0_u32) };
         }
     }
     let parallel = x.rows * x.cols >= PARALLEL;
     pool::for_each(strips(x.rows, rows_before), parallel, |strip| {
         with_element!(x.dtype, T => {
-            dispatch(Maxima::<T> { x, fold, block, rows_before, out, strip, element: PhantomData });
+            dispatch(Maxima::<T> { x, column_scale, block, rows_before, out, strip, element: PhantomData });
         });
     });
 }
 
 struct Maxima<'a, T> {
     x: Matrix,
-    fold: Option<&'a [f32]>,
+    column_scale: Option<&'a [f32]>,
     block: Block,
     rows_before: usize,
     out: &'a Matrix,
@@ -58,11 +64,11 @@ impl<T: Element> Kernel for Maxima<'_, T> {
             let strip = part(self.strip, STRIP, self.rows_before, self.x.rows);
             if self.block.rows == 1 {
                 for row in strip {
-                    // SAFETY: a part of the input, whose dtype `T` was chosen by.
+                    // SAFETY: this is a part of a row of the input, and `T` is the type of its dtype.
                     let xs = unsafe { self.x.row::<T>(row, cols.clone(), &mut buffer) };
-                    let fold = self.fold.map(|fold| &fold[cols.clone()]);
-                    self.put_row(row, &cols, |range| match fold {
-                        Some(fold) => folded(&xs[range.clone()], &fold[range]),
+                    let column_scale = self.column_scale.map(|column_scale| &column_scale[cols.clone()]);
+                    self.put_row(row, &cols, |range| match column_scale {
+                        Some(column_scale) => scaled_amax(&xs[range.clone()], &column_scale[range]),
                         None => rows::amax(&xs[range]),
                     });
                 }
@@ -76,8 +82,8 @@ impl<T: Element> Kernel for Maxima<'_, T> {
                     continue;
                 }
                 for row in inside {
-                    // SAFETY: as above.
-                    fold_in(&mut columns, unsafe { self.x.row::<T>(row, cols.clone(), &mut buffer) });
+                    // SAFETY: this is a part of a row of the input, and `T` is the type of its dtype.
+                    raise_maxima(&mut columns, unsafe { self.x.row::<T>(row, cols.clone(), &mut buffer) });
                 }
                 let row = if self.block.rows == Block::ALL { 0 } else { block };
                 self.put_row(row, &cols, |range| largest::<T>(&columns[range]));
@@ -87,7 +93,8 @@ impl<T: Element> Kernel for Maxima<'_, T> {
 }
 
 impl<T> Maxima<'_, T> {
-    /// Joins the maxima of a chunk's part of a row of blocks with what other chunks and strips found.
+    /// Combines the maxima of a chunk's part of a row of blocks with the maxima that other chunks and strips
+    /// found.
     #[inline(always)]
     fn put_row(&self, r: usize, cols: &Range<usize>, find: impl Fn(Range<usize>) -> u32) {
         let size = self.block.cols.min(CHUNK);
@@ -95,26 +102,27 @@ impl<T> Maxima<'_, T> {
             let bits = find(start..(start + size).min(cols.len()));
             let bits = if bits > INF_BITS { NAN_BITS } else { bits };
             let to = self.out.at(r, (cols.start + start) / self.block.cols).cast();
-            // SAFETY: an aligned element of the output, which threads only touch like this meanwhile.
+            // SAFETY: this is an aligned element of the output, which all threads access only through this
+            // atomic operation.
             unsafe { AtomicU32::from_ptr(to) }.fetch_max(bits, Ordering::Relaxed);
         }
     }
 }
 
-/// Raises the magnitudes of columns to those of a row's elements.
+/// Raises the maxima of columns to the magnitudes of a row's elements.
 #[inline(always)]
-pub(super) fn fold_in<T: Element>(columns: &mut [T::Bits; CHUNK], xs: &[T]) {
+pub(super) fn raise_maxima<T: Element>(columns: &mut [T::Bits; CHUNK], xs: &[T]) {
     for (column, x) in columns.iter_mut().zip(xs) {
         *column = x.magnitude().max(*column);
     }
 }
 
-/// The absolute maximum of the products, as fp32 bits.
+/// Returns the absolute maximum of the products, as fp32 bits.
 #[inline(always)]
-fn folded<T: Element>(xs: &[T], fold: &[f32]) -> u32 {
+fn scaled_amax<T: Element>(xs: &[T], column_scale: &[f32]) -> u32 {
     let mut found = 0;
-    for (x, fold) in xs.iter().zip(fold) {
-        found = found.max((x.widen() * fold).magnitude());
+    for (x, column_scale) in xs.iter().zip(column_scale) {
+        found = found.max((x.widen() * column_scale).magnitude());
     }
     found
 }

@@ -1,8 +1,8 @@
-//! The block operations element by element, from the definition alone.
+//! The block operations element by element, written from the definition.
 //!
-//! Nothing here is shared with what it judges but the formats (`crate::format`, which are the definition) and the
-//! words of a call: which block an element is in, how many there are, where a scale lies packed and where the
-//! columnwise plane begins are worked out anew, from the whole matrix that `x` is a part of.
+//! This module shares only the formats (`crate::format`, which are part of the definition) and the argument
+//! types with the code that it tests. Block indices, block counts, packed positions and the start of the
+//! columnwise plane are computed independently, from the whole matrix that `x` is a part of.
 
 use half::{bf16, f16};
 
@@ -14,7 +14,7 @@ pub(super) fn cells(rows: usize, cols: usize) -> impl Iterator<Item = (usize, us
     (0..rows).flat_map(move |row| (0..cols).map(move |col| (row, col)))
 }
 
-/// The address of an element, from the view's own words.
+/// Returns the address of an element, computed from the view's fields.
 fn at(m: &Matrix, row: usize, col: usize) -> *mut u8 {
     assert!(row < m.rows && col < m.cols, "({row}, {col}) is outside");
     let elements = row as isize * m.row_stride + col as isize * m.col_stride;
@@ -23,13 +23,13 @@ fn at(m: &Matrix, row: usize, col: usize) -> *mut u8 {
 
 pub(super) fn get<T: Copy>(m: &Matrix, row: usize, col: usize) -> T {
     assert_eq!(size_of::<T>(), m.dtype.size());
-    // SAFETY: an element of a view that the test has.
+    // SAFETY: the assertions check the position and the size, and the view is alive in the test.
     unsafe { at(m, row, col).cast::<T>().read() }
 }
 
 pub(super) fn put<T: Copy>(m: &Matrix, row: usize, col: usize, value: T) {
     assert_eq!(size_of::<T>(), m.dtype.size());
-    // SAFETY: the same, of a view to write to.
+    // SAFETY: the assertions check the position and the size, and the view is alive in the test and writable.
     unsafe { at(m, row, col).cast::<T>().write(value) }
 }
 
@@ -42,13 +42,14 @@ fn load(m: &Matrix, row: usize, col: usize) -> f32 {
     }
 }
 
-/// The number of the block that the `i`-th of a dimension's elements is in, the first being number `first` of the
-/// whole matrix's, counted from the block of that one.
+/// Returns the block that contains element `i` of a dimension, counted from the block of element 0. Element 0
+/// has index `first` in the whole matrix.
 fn block_of(i: usize, first: usize, size: usize) -> usize {
     if size == Block::ALL { 0 } else { (first + i) / size - first / size }
 }
 
-/// How many blocks `n` elements touch; the whole extent is one block even where it is empty.
+/// Returns the number of blocks that `n` elements touch. A block of the whole extent counts as one even if
+/// the extent is 0.
 fn blocks(n: usize, first: usize, size: usize) -> usize {
     if size == Block::ALL {
         1
@@ -59,8 +60,8 @@ fn blocks(n: usize, first: usize, size: usize) -> usize {
     }
 }
 
-/// The byte of the packed layout that the scale of a row's block has: 128x4 tiles, row-major, each as 32 rows of 16
-/// bytes, where row r of a tile has its four scales at (r % 32, r / 32 * 4).
+/// Returns the position of a scale in the packed layout. The layout has row-major tiles of 128x4 scales. A
+/// tile is 32 rows of 16 bytes, and the four scales of row r of the tile are at (r % 32, r / 32 * 4).
 fn packed_at(row: usize, block: usize, blocks: usize) -> usize {
     let tiles_across = blocks.div_ceil(4);
     let tile = (row / 128) * tiles_across + block / 4;
@@ -68,8 +69,8 @@ fn packed_at(row: usize, block: usize, blocks: usize) -> usize {
     tile * 512 + (in_row % 32) * 16 + (in_row / 32) * 4 + in_col
 }
 
-/// One direction: `value` gives the elements of the plane's matrix, of `rows` by `cols`, which starts at `first` of
-/// the whole one.
+/// One direction of a quantization. `value` returns the elements of the plane's matrix, which starts at
+/// `first` in the whole matrix.
 struct Direction<'a> {
     shape: (usize, usize),
     first: (usize, usize),
@@ -122,28 +123,28 @@ fn quantize_plane(direction: &Direction, spec: &BlockSpec, format: Fp8Format, pl
 
 pub(super) fn quantize_blocks(call: BlockCall) {
     let BlockCall { x, spec, format, given, rowwise, columnwise } = call;
-    let (x, fold) = (x.matrix(), given.fold.map(|fold| fold.matrix()));
+    let (x, column_scale) = (x.matrix(), given.column_scale.map(|column_scale| column_scale.matrix()));
     let square = spec.block.rows == spec.block.cols;
     let amax = given.amax.map(|amax| amax.matrix());
     if let Some(plane) = rowwise {
         let value = |row, col| {
             let x = load(&x, row, col);
-            fold.map_or(x, |fold| x * get::<f32>(&fold, 0, col))
+            column_scale.map_or(x, |column_scale| x * get::<f32>(&column_scale, 0, col))
         };
         let (shape, first) = ((x.rows, x.cols), (spec.row_offset, 0));
         quantize_plane(&Direction { shape, first, value: &value, amax }, &spec, format, &plane);
     }
     if let Some(plane) = columnwise {
-        // The transposed matrix: its columns are the rows of x, which start inside the whole matrix.
+        // The transposed matrix. Its columns are the rows of x, so they start inside the whole matrix.
         let value = |row, col| load(&x, col, row);
-        let turned = amax.map(|m| Matrix {
+        let transposed = amax.map(|m| Matrix {
             rows: m.cols,
             cols: m.rows,
             row_stride: m.col_stride,
             col_stride: m.row_stride,
             ..m
         });
-        let amax = if square { turned } else { given.amax_columnwise.map(|amax| amax.matrix()) };
+        let amax = if square { transposed } else { given.amax_columnwise.map(|amax| amax.matrix()) };
         let (shape, first) = ((x.cols, x.rows), (0, spec.row_offset));
         quantize_plane(&Direction { shape, first, value: &value, amax }, &spec, format, &plane);
     }
@@ -161,7 +162,7 @@ pub(super) fn block_amax(x: View, block: Block, rows_before: usize, out: ViewMut
 pub(super) fn rebase(codes: View, scales: View, block: Block, axis: Axis, out: ViewMut, scale_out: ViewMut) {
     let format = codes.dtype().fp8().expect("codes");
     let (codes, scales, out, scale_out) = (codes.matrix(), scales.matrix(), out.matrix(), scale_out.matrix());
-    // Line by line: rows, or columns.
+    // Process one line (a row or a column) after the other.
     let (lines, length) =
         if axis == Axis::Rows { (codes.rows, codes.cols) } else { (codes.cols, codes.rows) };
     let place = |line, i| if axis == Axis::Rows { (line, i) } else { (i, line) };
@@ -188,8 +189,8 @@ pub(super) fn rebase(codes: View, scales: View, block: Block, axis: Axis, out: V
 }
 
 #[test]
-fn the_packed_layout_is_that_of_the_specification() {
-    // (r / 128, c / 4) tiles of (32, 16): section 2 of the byte contract, with numbers worked out by hand.
+fn packed_at_matches_the_specification() {
+    // (r / 128, c / 4) tiles of (32, 16), with positions worked out by hand.
     assert_eq!([packed_at(0, 1, 8), packed_at(1, 0, 8), packed_at(32, 0, 8)], [1, 16, 4]);
     assert_eq!([packed_at(0, 4, 8), packed_at(128, 0, 5), packed_at(127, 3, 4)], [512, 1024, 511]);
 }

@@ -1,12 +1,13 @@
 //! Block formats on the CPU.
 //!
-//! A matrix is taken in strips of 128 rows, counted from the first row of the whole matrix, so that a strip
-//! holds whole blocks of every format, and in chunks of 512 columns: 128 KiB of bf16, which stay in the
-//! second-level cache while maxima are found and values are cast.
+//! A matrix is processed in strips of 128 rows, counted from the first row of the whole matrix, so that a
+//! strip holds whole blocks of every format. A strip is processed in chunks of 512 columns. A chunk is 128
+//! KiB of bf16, and stays in the L2 cache while maxima are computed and values are cast.
 //!
-//! - `plane` is what is to be made of one direction, `quantize` makes it; `amax` finds maxima.
-//! - `scales` packs and unpacks, `rebase` rewrites codes for a scale a row.
-//! - `definition` (tests only) is all of that element by element, `agreement` compares the two.
+//! - `plane` describes one direction of a quantization, `quantize` computes it, and `amax` computes maxima.
+//! - `scales` packs and unpacks scales. `rebase` rewrites codes for one scale per line.
+//! - `definition` (tests only) implements the operations element by element, and `agreement` compares the two
+//!   implementations.
 
 #[cfg(test)]
 mod agreement;
@@ -33,12 +34,13 @@ const STRIP: usize = 128;
 /// Columns of a chunk: a multiple of the columns of every block.
 const CHUNK: usize = tile::COLS;
 
-/// How many strips there are for `rows` rows, `rows_before` rows of the first strip being absent.
+/// Returns the number of strips for `rows` rows. `rows_before` rows of the first strip lie before row 0.
 fn strips(rows: usize, rows_before: usize) -> usize {
     if rows == 0 { 0 } else { (rows_before + rows).div_ceil(STRIP) }
 }
 
-/// The rows of a part of `size` rows (a strip, a row of blocks), `rows_before` rows being absent before row 0.
+/// Returns the rows of a part of `size` rows (a strip or a row of blocks). `rows_before` rows of the first
+/// part lie before row 0.
 fn part(index: usize, size: usize, rows_before: usize, rows: usize) -> Range<usize> {
     let start = (index * size).saturating_sub(rows_before).min(rows);
     start..((index + 1) * size).saturating_sub(rows_before).min(rows)

@@ -1,31 +1,32 @@
-//! What is to be made of one direction of a quantization.
+//! One direction of a block quantization.
 
 use crate::cpu::convert::Element;
 use crate::format::{Fp8Format, e8m0, scale};
 use crate::layout::{Block, Matrix, packed};
 use crate::spec::{BlockCall, BlockScale};
 
-/// Scales that are computed at a time, as vector code.
+/// Number of scales that are computed together, as vector code.
 const RUN: usize = 64;
 
-/// One direction as a rowwise one: for the columnwise plane, `x` is transposed.
+/// One direction, expressed as a rowwise one. For the columnwise plane, `x` is transposed.
 #[derive(Clone, Copy)]
 pub(super) struct Plane {
     pub(super) x: Matrix,
     pub(super) block: Block,
-    /// Rows and columns of the first block that lie before `x`.
+    /// The rows and columns of the first block that lie before `x`.
     pub(super) before: (usize, usize),
     pub(super) scale: BlockScale,
     pub(super) format: Fp8Format,
     pub(super) amax: Option<Matrix>,
-    pub(super) fold: Option<Matrix>,
+    pub(super) column_scale: Option<Matrix>,
     pub(super) codes: Matrix,
     pub(super) scales: Matrix,
     pub(super) packed: bool,
 }
 
 impl Plane {
-    /// The directions of a call: rowwise and columnwise, where they are asked for.
+    /// Returns the rowwise and the columnwise direction of a call, or None for a direction that is not
+    /// requested.
     pub(super) fn of(call: &BlockCall) -> [Option<Self>; 2] {
         let BlockCall { x, spec, format, given, .. } = call;
         let block = spec.block;
@@ -36,7 +37,7 @@ impl Plane {
             scale: spec.scale,
             format: *format,
             amax: given.amax.map(|m| m.matrix()),
-            fold: given.fold.map(|m| m.matrix()),
+            column_scale: given.column_scale.map(|m| m.matrix()),
             codes: plane.codes.matrix(),
             scales: plane.scales.matrix(),
             packed: spec.packed,
@@ -52,7 +53,7 @@ impl Plane {
             } else {
                 given.amax_columnwise.map(|m| m.matrix())
             },
-            fold: None,
+            column_scale: None,
             codes: plane.codes.matrix(),
             scales: plane.scales.matrix(),
             packed: spec.packed,
@@ -60,7 +61,7 @@ impl Plane {
         [rowwise, columnwise]
     }
 
-    /// Blocks along a row of the plane.
+    /// Returns the number of blocks along a row of the plane.
     pub(super) fn blocks(&self) -> usize {
         match self.block.cols {
             Block::ALL => 1,
@@ -69,8 +70,8 @@ impl Plane {
         }
     }
 
-    /// Writes the scales of a run of blocks, the i-th of which is `at(i)`, for their absolute maxima, which given
-    /// ones replace. Gives the factors that the blocks' elements are multiplied with.
+    /// Computes and writes the scales of a run of blocks. Block i is at position `at(i)`. If maxima are
+    /// given, they replace `found`. Stores the factors that the blocks' elements are multiplied by.
     #[inline(always)]
     pub(super) fn finish(
         &self,
@@ -81,7 +82,7 @@ impl Plane {
         if let Some(given) = &self.amax {
             for (i, found) in found.iter_mut().enumerate() {
                 let (r, c) = at(i);
-                // SAFETY: `ops` has checked that there is one, of fp32, for each block.
+                // SAFETY: `ops` checks that there is one fp32 element for each block.
                 *found = unsafe { given.read(r, c) };
             }
         }
@@ -97,7 +98,8 @@ impl Plane {
                     }
                     for (i, scale) in scales[..found.len()].iter().enumerate() {
                         let (r, c) = at(i);
-                        // SAFETY: an output of fp32 with an element for each block, each written by one thread.
+                        // SAFETY: the output is fp32 with one element per block, and each is written by one
+                        // thread.
                         unsafe { self.scales.write(r, c, *scale) };
                     }
                 }
@@ -119,19 +121,19 @@ impl Plane {
     #[inline(always)]
     fn put_byte(&self, r: usize, c: usize, byte: u8) {
         if !self.packed {
-            // SAFETY: an output of bytes with an element for each block, each written by one thread.
+            // SAFETY: the output is bytes with one element per block, and each is written by one thread.
             return unsafe { self.scales.write(r, c, byte) };
         }
-        // A scale repeats for each of its rows.
+        // The packed layout repeats a scale for each row of its block.
         let start = r * self.block.rows;
         for row in start..(start + self.block.rows).min(self.x.rows) {
-            // SAFETY: inside the packed layout, whose size `ops` has checked.
+            // SAFETY: the index is inside the packed layout, whose size `ops` checks.
             unsafe { self.scales.write(0, packed::index(row, c, self.blocks()), byte) };
         }
     }
 }
 
-/// The largest of these magnitudes, as fp32 bits.
+/// Returns the largest of the magnitudes, as fp32 bits.
 #[inline(always)]
 pub(super) fn largest<T: Element>(magnitudes: &[T::Bits]) -> u32 {
     let mut found = T::Bits::default();

@@ -1,9 +1,9 @@
-//! Quantization to blocks.
+//! Quantization with block scales.
 
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::amax::{fold_in, maxima};
+use super::amax::{maxima, raise_maxima};
 use super::plane::{Plane, largest};
 use super::{CHUNK, STRIP, part, strips};
 use crate::cpu::convert::{Codes, Element};
@@ -17,7 +17,7 @@ use crate::format::Fp8Format;
 use crate::layout::{Block, DType, Device, Matrix};
 use crate::spec::BlockCall;
 
-/// Columns of the narrowest block along a row.
+/// Columns of the narrowest block.
 const NARROWEST: usize = 32;
 
 /// See [`crate::ops::quantize_blocks`].
@@ -37,24 +37,26 @@ pub(crate) fn quantize_blocks(call: BlockCall) {
 
 fn zero(packed: &Matrix) {
     for i in 0..packed.cols {
-        // SAFETY: an output of bytes.
+        // SAFETY: `i` is inside the output, whose elements are bytes.
         unsafe { packed.write(0, i, 0_u8) };
     }
 }
 
-/// The walk over x, or over its transpose where that has the contiguous rows.
+/// The quantization of x, or of its transpose if that has the contiguous rows. The "walked matrix" is the one
+/// of the two that is read.
 struct Job {
     x: Matrix,
     format: Fp8Format,
-    /// Blocks along the rows of the walked matrix: codes keep their places.
+    /// The plane with blocks along the rows of the walked matrix. Codes keep their positions.
     along: Option<Plane>,
-    /// Blocks down its columns: codes come out transposed.
+    /// The plane with blocks down the columns of the walked matrix. Codes are written transposed.
     across: Option<Plane>,
-    /// Rows of the first block before the walked matrix.
+    /// Rows of the first block that lie before the walked matrix.
     rows_before: usize,
-    /// Per-line scales: the factors of the walked rows and columns, for `along` and `across`.
+    /// With one scale per line: the factors of the rows and of the columns of the walked matrix, for `along`
+    /// and `across`.
     lines: [Vec<f32>; 2],
-    fold: Option<Vec<f32>>,
+    column_scale: Option<Vec<f32>>,
 }
 
 impl Job {
@@ -63,9 +65,11 @@ impl Job {
         let [rowwise, columnwise] = Plane::of(call);
         let any = rowwise.or(columnwise).expect("validated: at least one output");
         let rows_before = rowwise.map_or(0, |p| p.before.0).max(columnwise.map_or(0, |p| p.before.1));
-        // SAFETY: fp32, with an element for each column of x.
-        let read = |fold: &Matrix, c| unsafe { fold.read(0, c) };
-        let fold = rowwise.and_then(|p| p.fold).map(|fold| (0..x.cols).map(|c| read(&fold, c)).collect());
+        // SAFETY: `ops` checks that the column scale is fp32 with one element for each column of x.
+        let read = |column_scale: &Matrix, c| unsafe { column_scale.read(0, c) };
+        let column_scale = rowwise
+            .and_then(|p| p.column_scale)
+            .map(|column_scale| (0..x.cols).map(|c| read(&column_scale, c)).collect());
         let mut job = Self {
             x,
             format,
@@ -73,14 +77,14 @@ impl Job {
             across: columnwise,
             rows_before,
             lines: Default::default(),
-            fold,
+            column_scale,
         };
-        if x.prefers_columns() && rows_before == 0 && job.fold.is_none() {
+        if x.prefers_columns() && rows_before == 0 && job.column_scale.is_none() {
             (job.x, job.along, job.across) = (x.transposed(), columnwise, rowwise);
         }
         if any.block == Block::ROW {
-            let fold = job.fold.as_deref();
-            let along = job.along.as_ref().map(|plane| line_factors(plane, job.x, fold, Block::ROW));
+            let column_scale = job.column_scale.as_deref();
+            let along = job.along.as_ref().map(|plane| line_factors(plane, job.x, column_scale, Block::ROW));
             let across =
                 job.across.as_ref().map(|plane| line_factors(plane, job.x, None, Block::ROW.transposed()));
             job.lines = [along.unwrap_or_default(), across.unwrap_or_default()];
@@ -96,8 +100,9 @@ impl Job {
     }
 }
 
-/// Writes the scales of a plane with one a row; gives the factors. `block` is a line of the walked matrix.
-fn line_factors(plane: &Plane, x: Matrix, fold: Option<&[f32]>, block: Block) -> Vec<f32> {
+/// Writes the scales of a plane with one scale per row, and returns the factors. `block` is the shape of a
+/// line of the walked matrix.
+fn line_factors(plane: &Plane, x: Matrix, column_scale: Option<&[f32]>, block: Block) -> Vec<f32> {
     let lines = plane.x.rows;
     let mut found = vec![0_u32; lines];
     if plane.amax.is_none() {
@@ -105,14 +110,14 @@ fn line_factors(plane: &Plane, x: Matrix, fold: Option<&[f32]>, block: Block) ->
         let (row_stride, col_stride) = (cols as isize, 1);
         let ptr = found.as_mut_ptr().cast();
         let out = Matrix { ptr, dtype: DType::F32, device: Device::Cpu, rows, cols, row_stride, col_stride };
-        maxima(x, fold, block, 0, &out);
+        maxima(x, column_scale, block, 0, &out);
     }
     let mut factors = vec![0.0; lines];
     plane.finish(|line| (line, 0), &mut found, &mut factors);
     factors
 }
 
-/// A chunk of a strip.
+/// One chunk of one strip.
 struct Part<'a, T, C> {
     job: &'a Job,
     strip: usize,
@@ -120,11 +125,11 @@ struct Part<'a, T, C> {
     types: PhantomData<(T, C)>,
 }
 
-/// The factors of a part's elements.
+/// The factors of a chunk's elements.
 struct Factors {
-    /// Along rows: [row of the strip][block].
+    /// For `along`: [row of the strip][block].
     along: Box<[[f32; CHUNK / NARROWEST]; STRIP]>,
-    /// Down columns: [row of blocks of the strip][column].
+    /// For `across`: [row of blocks in the strip][column].
     across: Box<[[f32; CHUNK]; STRIP / NARROWEST]>,
 }
 
@@ -162,17 +167,18 @@ impl<T: Element, C: Codes> Kernel for Part<'_, T, C> {
 }
 
 impl<T: Element, C: Codes> Part<'_, T, C> {
-    /// The rows of the strip.
+    /// Returns the rows of the strip.
     fn rows(&self) -> Range<usize> {
         part(self.strip, STRIP, self.job.rows_before, self.job.x.rows)
     }
 
-    /// A row's place in the strip.
+    /// Returns the index of a row in the strip.
     fn in_strip(&self, row: usize) -> usize {
         row + self.job.rows_before - self.strip * STRIP
     }
 
-    /// The rows of blocks of `size` rows in the strip: their number in the matrix and their rows.
+    /// Iterates over the rows of blocks in the strip that are not empty. A block has `size` rows. Yields the
+    /// index of the block in the matrix, and its rows.
     fn row_blocks(&self, size: usize) -> impl Iterator<Item = (usize, Range<usize>)> + use<T, C> {
         let (rows_before, rows) = (self.job.rows_before, self.job.x.rows);
         let per_strip = STRIP / size;
@@ -199,7 +205,7 @@ impl<T: Element, C: Codes> Part<'_, T, C> {
         let size = plane.block.cols;
         let first = self.cols.start / size;
         for row in self.rows() {
-            // SAFETY: a part of the input, whose dtype `T` was chosen by.
+            // SAFETY: this is a part of a row of the input, and `T` is the type of its dtype.
             let xs = unsafe { self.job.x.row::<T>(row, self.cols.clone(), buffer) };
             let to = &mut factors.along[self.in_strip(row)];
             let mut found = [0; CHUNK / NARROWEST];
@@ -219,8 +225,8 @@ impl<T: Element, C: Codes> Part<'_, T, C> {
     fn column_maxima(&self, rows: Range<usize>, buffer: &mut Vec<T>) -> [T::Bits; CHUNK] {
         let mut columns = [T::Bits::default(); CHUNK];
         for row in rows {
-            // SAFETY: a part of the input, whose dtype `T` was chosen by.
-            fold_in(&mut columns, unsafe { self.job.x.row::<T>(row, self.cols.clone(), buffer) });
+            // SAFETY: this is a part of a row of the input, and `T` is the type of its dtype.
+            raise_maxima(&mut columns, unsafe { self.job.x.row::<T>(row, self.cols.clone(), buffer) });
         }
         columns
     }
@@ -274,21 +280,22 @@ impl<T: Element, C: Codes> Part<'_, T, C> {
     #[inline(always)]
     fn cast_along(&self, plane: &Plane, factors: &Factors, buffer: &mut Vec<T>) {
         let size = plane.block.cols.min(CHUNK);
-        let fold = self.job.fold.as_ref().map(|fold| &fold[self.cols.clone()]);
+        let column_scale =
+            self.job.column_scale.as_ref().map(|column_scale| &column_scale[self.cols.clone()]);
         let contiguous = plane.codes.col_stride == 1;
         let mut line = [0_u8; CHUNK];
         for row in self.rows() {
-            // SAFETY: as above.
+            // SAFETY: this is a part of a row of the input, and `T` is the type of its dtype.
             let xs = unsafe { self.job.x.row::<T>(row, self.cols.clone(), buffer) };
             let out = if contiguous {
-                // SAFETY: contiguous elements of the output, which only this part writes.
+                // SAFETY: the elements of the output are contiguous, and only this part writes to them.
                 unsafe { plane.codes.row_mut::<u8>(row, self.cols.clone()) }
             } else {
                 &mut line[..self.cols.len()]
             };
             let along = &factors.along[self.in_strip(row)];
-            match fold {
-                Some(fold) => cast_folded::<T, C>(xs, fold, along[0], out),
+            match column_scale {
+                Some(column_scale) => cast_column_scaled::<T, C>(xs, column_scale, along[0], out),
                 None if size == NARROWEST => cast_blocks::<T, C, NARROWEST>(xs, along, out),
                 None if size == CHUNK => {
                     rows::cast::<T, C, false>(xs, along[0], out);
@@ -297,7 +304,7 @@ impl<T: Element, C: Codes> Part<'_, T, C> {
             }
             if !contiguous {
                 for (col, code) in self.cols.clone().zip(line) {
-                    // SAFETY: an element of the output, which only this part writes.
+                    // SAFETY: this is an element of the output, and only this part writes to it.
                     unsafe { plane.codes.write(row, col, code) };
                 }
             }
@@ -307,14 +314,14 @@ impl<T: Element, C: Codes> Part<'_, T, C> {
     #[inline(always)]
     fn cast_across(&self, plane: &Plane, factors: &Factors, buffer: &mut Vec<T>) {
         let mut fill = Across { part: self, size: plane.block.cols.min(STRIP), factors, buffer };
-        // `codes` is the transposed matrix: its rows are our columns.
+        // `codes` is the transposed matrix, so its rows are the columns of the walked matrix.
         let sink = plane.codes.transposed();
-        // SAFETY: these columns of the walked matrix, which only this part writes.
+        // SAFETY: only this part writes the codes of these elements.
         unsafe { by_tiles(self.rows(), self.cols.clone(), &[sink], &mut fill) };
     }
 }
 
-/// Casts by the factors of columns, of `size` rows each.
+/// Casts with one factor per column, which covers `size` rows.
 struct Across<'a, T, C> {
     part: &'a Part<'a, T, C>,
     size: usize,
@@ -325,13 +332,14 @@ struct Across<'a, T, C> {
 impl<T: Element, C: Codes> Fill for Across<'_, T, C> {
     #[inline(always)]
     fn fill(&mut self, row: usize, cols: Range<usize>, out: &mut [u8]) {
-        // SAFETY: a part of the input, whose dtype `T` was chosen by.
+        // SAFETY: this is a part of a row of the input, and `T` is the type of its dtype.
         let xs = unsafe { self.part.job.x.row::<T>(row, cols, self.buffer) };
         cast_each::<T, C>(xs, &self.factors.across[self.part.in_strip(row) / self.size], out);
     }
 }
 
-/// The absolute maxima of blocks of N, as fp32 bits. The constant length makes short loops good vector code.
+/// Computes the absolute maxima of blocks of N elements, as fp32 bits. The constant length lets the compiler
+/// vectorize short loops well.
 #[inline(always)]
 fn maxima_of<T: Element, const N: usize>(xs: &[T], found: &mut [u32]) {
     let (blocks, rest) = xs.as_chunks::<N>();
@@ -343,7 +351,7 @@ fn maxima_of<T: Element, const N: usize>(xs: &[T], found: &mut [u32]) {
     }
 }
 
-/// out = encode(x * factor), a factor for each block of N.
+/// Computes out = encode(x * factor), with one factor for each block of N elements.
 #[inline(always)]
 fn cast_blocks<T: Element, C: Codes, const N: usize>(xs: &[T], factors: &[f32], out: &mut [u8]) {
     let (blocks, rest) = xs.as_chunks::<N>();
@@ -356,7 +364,7 @@ fn cast_blocks<T: Element, C: Codes, const N: usize>(xs: &[T], factors: &[f32], 
     }
 }
 
-/// out = encode(x * factor), a factor for each element.
+/// Computes out = encode(x * factor), with one factor for each element.
 #[inline(always)]
 fn cast_each<T: Element, C: Codes>(xs: &[T], factors: &[f32], out: &mut [u8]) {
     for ((x, factor), out) in xs.iter().zip(factors).zip(out) {
@@ -364,10 +372,10 @@ fn cast_each<T: Element, C: Codes>(xs: &[T], factors: &[f32], out: &mut [u8]) {
     }
 }
 
-/// out = encode((x * fold) * factor).
+/// Computes out = encode((x * `column_scale`) * factor).
 #[inline(always)]
-fn cast_folded<T: Element, C: Codes>(xs: &[T], fold: &[f32], factor: f32, out: &mut [u8]) {
-    for ((x, fold), out) in xs.iter().zip(fold).zip(out) {
-        *out = C::encode(x.widen() * fold * factor);
+fn cast_column_scaled<T: Element, C: Codes>(xs: &[T], column_scale: &[f32], factor: f32, out: &mut [u8]) {
+    for ((x, column_scale), out) in xs.iter().zip(column_scale).zip(out) {
+        *out = C::encode(x.widen() * column_scale * factor);
     }
 }

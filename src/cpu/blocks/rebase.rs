@@ -1,4 +1,4 @@
-//! Rebase of MXFP8 planes to one power-of-two scale a line.
+//! Rebase of MXFP8 planes to one power-of-two scale per line.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -26,7 +26,7 @@ pub(crate) fn rebase(codes: View, scales: View, block: Block, axis: Axis, out: V
     let scale_out = scale_out.matrix();
     let (codes, scales) = (codes.matrix(), scales.matrix());
     let lines = (0..scale_out.rows).map(|_| AtomicU8::new(0)).collect();
-    // SAFETY: E8M0 scales, with these rows and columns.
+    // SAFETY: the scales are E8M0, and `r` and `c` are inside the matrix.
     let byte = |r, c| unsafe { scales.read::<u8>(r, c) };
     let largest = match axis {
         Axis::Rows => (0..scales.rows).map(|r| base((0..scales.cols).map(|c| byte(r, c)))).collect(),
@@ -43,12 +43,12 @@ pub(crate) fn rebase(codes: View, scales: View, block: Block, axis: Axis, out: V
             Axis::Columns => job.largest[line / BLOCK],
         };
         let scale = if seen.load(Ordering::Relaxed) == 0 { 1.0 } else { e8m0::decode(largest) };
-        // SAFETY: an output of fp32 with a row for each line.
+        // SAFETY: the output is fp32 with one row per line.
         unsafe { scale_out.write(line, 0, scale) };
     }
 }
 
-/// The largest byte that is not NaN; at least 1, which is 2^-126.
+/// Returns the largest byte that is not NaN, but at least 1, which is 2^-126.
 fn base(bytes: impl Iterator<Item = u8>) -> u8 {
     bytes.filter(|&byte| byte != e8m0::NAN).max().unwrap_or(0).max(1)
 }
@@ -59,14 +59,14 @@ struct Job {
     block: Block,
     axis: Axis,
     out: Matrix,
-    /// The base of each row, or column, of blocks.
+    /// The base of each row or column of blocks.
     largest: Vec<u8>,
-    /// Whether a line has a code that counts: neither zero nor NaN, in a block that is not NaN.
+    /// Whether a line has a code that is neither zero nor NaN, in a block that is not NaN.
     lines: Vec<AtomicU8>,
 }
 
 impl Job {
-    /// The output, in the orientation of the codes.
+    /// Returns the output in the orientation of the codes.
     fn sink(&self) -> Matrix {
         if self.axis == Axis::Columns { self.out.transposed() } else { self.out }
     }
@@ -88,7 +88,7 @@ impl<C: Codes> Kernel for Strip<'_, C> {
         for start in (0..job.codes.cols).step_by(CHUNK) {
             let cols = start..(start + CHUNK).min(job.codes.cols);
             let mut fill = Chunk::<C> { job, seen: [0; CHUNK], buffer: Vec::new(), format: PhantomData };
-            // SAFETY: these rows of the input, of which the output is written by this strip alone.
+            // SAFETY: only this strip writes the outputs for these rows of the input.
             unsafe { by_tiles(rows.clone(), cols.clone(), &[job.sink()], &mut fill) };
             if job.axis == Axis::Columns {
                 for (line, seen) in job.lines[cols].iter().zip(fill.seen) {
@@ -99,10 +99,10 @@ impl<C: Codes> Kernel for Strip<'_, C> {
     }
 }
 
-/// The rows of a strip in a chunk of columns, rewritten.
+/// Rewrites the codes of a strip in a chunk of columns.
 struct Chunk<'a, C> {
     job: &'a Job,
-    /// Whether a column has a code that counts.
+    /// Whether a column has a code that is neither zero nor NaN.
     seen: [u8; CHUNK],
     buffer: Vec<u8>,
     format: PhantomData<C>,
@@ -112,7 +112,7 @@ impl<C: Codes> Fill for Chunk<'_, C> {
     #[inline(always)]
     fn fill(&mut self, row: usize, cols: Range<usize>, line: &mut [u8]) {
         let Job { codes, scales, block, axis, largest, lines, .. } = self.job;
-        // SAFETY: a part of a row of the input.
+        // SAFETY: this is a part of a row of the input, whose elements are bytes.
         let codes = unsafe { codes.row::<u8>(row, cols.clone(), &mut self.buffer) };
         let r = row / block.rows;
         let mut any = 0;
@@ -120,14 +120,14 @@ impl<C: Codes> Fill for Chunk<'_, C> {
             codes.chunks(BLOCK).zip(line.chunks_mut(BLOCK)).zip(self.seen.chunks_mut(BLOCK)).enumerate()
         {
             let c = cols.start / BLOCK + i;
-            // SAFETY: `ops` has checked that there is a scale for each block.
+            // SAFETY: `ops` checks that there is a scale for each block.
             let byte = unsafe { scales.read::<u8>(r, c) };
             if byte == e8m0::NAN {
                 out.fill(Fp8Format::NAN);
                 continue;
             }
             let base = if *axis == Axis::Rows { largest[r] } else { largest[c] };
-            // Below 2^-64 every code becomes zero all the same.
+            // With a factor below 2^-64, every code would become zero as well.
             let factor = e8m0::decode(127 - (base - byte).min(64));
             for ((code, out), seen) in codes.iter().zip(out).zip(seen) {
                 let value = C::decode(*code);

@@ -1,17 +1,17 @@
-//! The packed 128x4 layout of E8M0 scales, and its inverse.
+//! Packing of E8M0 scales to the 128x4 layout, and unpacking.
 
 use super::STRIP;
 use crate::cpu::pool;
 use crate::layout::{View, ViewMut, packed};
 
-/// Below this many scales the work is not handed to other threads.
+/// Number of scales below which the work is not distributed over threads.
 const PARALLEL: usize = 64 * 1024;
 
 /// See [`crate::ops::pack_scales`].
 pub(crate) fn pack_scales(scales: View, rows: usize, block_rows: usize, out: ViewMut) {
     let (scales, out) = (scales.matrix(), out.matrix());
     if out.numel() == 0 {
-        return; // of rows without blocks there may be any number
+        return; // without blocks, the number of rows is unlimited
     }
     let (padded, blocks) = packed::padded(rows, scales.cols);
     pool::for_each(padded / STRIP, padded * blocks >= PARALLEL, |tile_row| {
@@ -20,8 +20,8 @@ pub(crate) fn pack_scales(scales: View, rows: usize, block_rows: usize, out: Vie
                 let at = packed::index(row, first, scales.cols);
                 for i in 0..packed::TILE_COLS {
                     let inside = row < rows && first + i < scales.cols;
-                    // SAFETY: inside, and inside the packed layout, whose size `ops` has checked; this tile is
-                    // this thread's.
+                    // SAFETY: `inside` checks the scale's position. `at + i` is inside the packed layout,
+                    // whose size `ops` checks, and only this thread writes this tile.
                     unsafe {
                         let byte = if inside { scales.read(row / block_rows, first + i) } else { 0_u8 };
                         out.write(0, at + i, byte);
@@ -43,7 +43,8 @@ pub(crate) fn unpack_scales(packed: View, _rows: usize, block_rows: usize, out: 
             for first in (0..out.cols).step_by(packed::TILE_COLS) {
                 let at = packed::index(row * block_rows, first, out.cols);
                 for block in first..(first + packed::TILE_COLS).min(out.cols) {
-                    // SAFETY: the same, the other way.
+                    // SAFETY: the index is inside the packed layout, whose size `ops` checks, and only this
+                    // thread writes this row.
                     unsafe { out.write(row, block, packed.read::<u8>(0, at + block - first)) };
                 }
             }

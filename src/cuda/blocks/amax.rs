@@ -1,4 +1,4 @@
-//! Absolute maxima (`kernels/block_amax.cu`): of blocks, and of all rows and columns from one read.
+//! Absolute maxima (`kernels/block_amax.cu`): of blocks, or of all rows and columns from one read.
 
 use std::ptr;
 
@@ -10,10 +10,10 @@ use crate::error::Error;
 use crate::layout::{Block, DType, Matrix, View, ViewMut};
 use crate::spec::Stream;
 
-/// In `kernels/tile.cuh`.
+/// Defined in `kernels/tile.cuh`.
 const MAXIMUM: u32 = 0x8000_0000;
 
-/// Two vectors of fp32, either of which may be absent.
+/// Two fp32 vectors, each of which may be absent.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct LinesArgs {
@@ -33,12 +33,12 @@ struct LineAmaxArgs {
     x: *const u8,
     row: *mut u8,
     col: *mut u8,
-    fold: *const u8,
+    column_scale: *const u8,
     x_rs: i64,
     x_cs: i64,
     row_stride: i64,
     col_stride: i64,
-    fold_cs: i64,
+    column_scale_cs: i64,
     rows: i64,
     cols: i64,
     tiles_across: i64,
@@ -65,11 +65,11 @@ struct BlockAmaxArgs {
     unused: u32,
 }
 
-// SAFETY: `repr(C)`, the structs of these names in the kernels; sizes are tested.
+// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
 unsafe impl Args for LinesArgs {}
-// SAFETY: the same.
+// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
 unsafe impl Args for LineAmaxArgs {}
-// SAFETY: the same.
+// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
 unsafe impl Args for BlockAmaxArgs {}
 
 static FILL_LINES: Kernel = kernel!(BlockAmax, "fill_lines", LinesArgs);
@@ -84,7 +84,7 @@ pub(super) fn kernels() -> Vec<&'static Kernel> {
 }
 
 impl LinesArgs {
-    /// Vectors are (n, 1).
+    /// The vectors have the shape (n, 1).
     pub(super) fn new(first: Option<&Matrix>, second: Option<&Matrix>, value: f32) -> Self {
         let ptr = |m: Option<&Matrix>| m.map_or(ptr::null_mut(), |m| m.ptr);
         let stride = |m: Option<&Matrix>| m.map_or(0, |m| m.row_stride as i64);
@@ -106,20 +106,20 @@ impl LinesArgs {
     }
 }
 
-/// Sets both vectors to their value.
+/// Sets all elements of both vectors to the struct's value.
 pub(super) fn fill(device: i32, stream: Stream, lines: &LinesArgs) -> Result<(), Error> {
     launch(device, stream, &FILL_LINES, each(lines.longest()), lines)
 }
 
-/// Raises the elements of `row` (rows, 1) and `col` (cols, 1), which are 0, to the maxima of the rows (of x * fold) and
-/// columns, marked as such.
+/// Raises the elements of `row` (rows, 1) and `col` (cols, 1) to the maxima of the rows (of x * `column_scale`)
+/// and of the columns. The elements must be 0 before. Results are marked as maxima ([`MAXIMUM`]).
 pub(super) fn line_amax(job: &Job, row: Option<&Matrix>, col: Option<&Matrix>) -> Result<(), Error> {
-    run_lines(&job.x, job.fold.as_ref(), row, col, MAXIMUM, job.device, job.stream)
+    run_lines(&job.x, job.column_scale.as_ref(), row, col, MAXIMUM, job.device, job.stream)
 }
 
 fn run_lines(
     x: &Matrix,
-    fold: Option<&Matrix>,
+    column_scale: Option<&Matrix>,
     row: Option<&Matrix>,
     col: Option<&Matrix>,
     mark: u32,
@@ -129,19 +129,19 @@ fn run_lines(
     if row.is_none() && col.is_none() {
         return Ok(());
     }
-    // A block takes 128 rows of 32 16-byte vectors.
+    // A thread block processes 128 rows of 32 16-byte vectors.
     let tiles_across = x.cols.div_ceil(32 * 16 / x.dtype.size());
     let lines = LinesArgs::new(row, col, 0.0);
     let args = LineAmaxArgs {
         x: x.ptr,
         row: lines.first,
         col: lines.second,
-        fold: fold.map_or(ptr::null(), |m| m.ptr),
+        column_scale: column_scale.map_or(ptr::null(), |m| m.ptr),
         x_rs: x.row_stride as i64,
         x_cs: x.col_stride as i64,
         row_stride: lines.first_stride,
         col_stride: lines.second_stride,
-        fold_cs: fold.map_or(0, |m| m.col_stride as i64),
+        column_scale_cs: column_scale.map_or(0, |m| m.col_stride as i64),
         rows: x.rows as i64,
         cols: x.cols as i64,
         tiles_across: tiles_across as i64,
@@ -152,7 +152,7 @@ fn run_lines(
     launch(device, stream, &LINE_AMAX[input_index(x.dtype)], grid, &args)
 }
 
-/// See [`crate::ops::block_amax`]; `rows_before` rows of the first block come before `x`.
+/// See [`crate::ops::block_amax`]. The first block has `rows_before` rows before `x`.
 pub(crate) fn block_amax(
     x: View,
     block: Block,
@@ -165,7 +165,7 @@ pub(crate) fn block_amax(
         (x, out, block) = (x.transposed(), out.transposed(), block.transposed());
     }
     let device = ordinal(x.device);
-    // The whole extent as a multiple of what a thread block takes.
+    // The whole extent is represented by a multiple of a thread block's rows and columns.
     let extent = |n: usize| if n == Block::ALL { 1 << 62 } else { n as i64 };
     let mut args = BlockAmaxArgs {
         x: x.ptr,

@@ -1,4 +1,5 @@
-//! Rowwise kernels that reach copy speed (`kernels/mx_row.cu`, `kernels/row.cu`), and per-row scales.
+//! Rowwise kernels that run at the speed of a copy (`kernels/mx_row.cu`, `kernels/row.cu`), and per-row
+//! scales.
 
 use std::ptr;
 
@@ -35,7 +36,7 @@ struct RowArgs {
     codes: *mut u8,
     scale: *mut u8,
     amax: *const u8,
-    fold: *const u8,
+    column_scale: *const u8,
     x_rs: i64,
     codes_rs: i64,
     scale_rs: i64,
@@ -45,9 +46,9 @@ struct RowArgs {
     unused: u32,
 }
 
-// SAFETY: `repr(C)`, the structs of these names in the kernels; sizes are tested.
+// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
 unsafe impl Args for MxRowArgs {}
-// SAFETY: the same.
+// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
 unsafe impl Args for RowArgs {}
 
 static MX_ROW: ByTypes = by_types!(MxRow, "mx_row", MxRowArgs);
@@ -64,7 +65,8 @@ pub(super) fn kernels() -> Vec<&'static crate::cuda::modules::Kernel> {
     all.into_iter().flatten().flatten().collect()
 }
 
-/// MXFP8, 1x32, one direction: whether the views lie so that the fast kernels take them, which then run.
+/// Quantizes to MXFP8 with 1x32 blocks in one direction, if the fast kernels support the layout of the views.
+/// Returns whether they do.
 pub(super) fn mx_rowwise(job: &Job, rounding: Rounding) -> Result<bool, Error> {
     let (Some(row), None, None) = (job.row, job.col, job.square_amax) else { return Ok(false) };
     if row.amax.is_some() || job.spec.block.is_square() {
@@ -119,7 +121,7 @@ pub(super) fn mx_rowwise(job: &Job, rounding: Rounding) -> Result<bool, Error> {
     Ok(false)
 }
 
-/// A scale a row (and a column, for transposed codes).
+/// Quantizes with one scale per row, and per column for transposed codes.
 pub(super) fn quantize(job: &Job, rule: ScaleRule) -> Result<(), Error> {
     if job.x.numel() > 0 && one_read(job, rule)? {
         return Ok(());
@@ -128,7 +130,7 @@ pub(super) fn quantize(job: &Job, rule: ScaleRule) -> Result<(), Error> {
     if job.x.numel() > 0 && planes.iter().flatten().all(|plane| plane.amax.is_some()) {
         return tile::quantize_lines(job, false);
     }
-    // Maxima, where they are not given, are gathered in the places of the scales, and become them.
+    // Maxima that are not given are computed in the memory of the scales, which later replace them.
     let found = planes.map(|plane| plane.filter(|plane| plane.amax.is_none()).map(|plane| plane.scales));
     let empty = job.x.numel() == 0;
     let first = if empty { rule.scale(0.0, job.format) } else { 0.0 };
@@ -144,22 +146,24 @@ pub(super) fn quantize(job: &Job, rule: ScaleRule) -> Result<(), Error> {
     if empty { Ok(()) } else { tile::quantize_lines(job, true) }
 }
 
-/// Rowwise output alone, with the rows in registers; whether the views lie so.
+/// Quantizes rowwise only, with the rows in registers, if the kernels support the layout of the views.
+/// Returns whether they do.
 fn one_read(job: &Job, rule: ScaleRule) -> Result<bool, Error> {
     let (Some(row), None) = (job.row, job.col) else { return Ok(false) };
-    let Job { x, fold, .. } = job;
+    let Job { x, column_scale, .. } = job;
     let vector = 16 / x.dtype.size();
-    let lies = rows_aligned(x, 16)
+    let supported = rows_aligned(x, 16)
         && rows_aligned(&row.codes, vector)
         && x.cols.is_multiple_of(vector)
-        && fold.is_none_or(|fold| fold.col_stride == 1 && aligned(fold.ptr, 16));
-    if !lies {
+        && column_scale
+            .is_none_or(|column_scale| column_scale.col_stride == 1 && aligned(column_scale.ptr, 16));
+    if !supported {
         return Ok(false);
     }
     let vectors = x.cols / vector;
     let most = |each: usize, threads: usize| vectors <= each * threads;
     let threads = |each: usize| vectors.div_ceil(each).next_multiple_of(32);
-    let (kernels, threads) = match fold {
+    let (kernels, threads) = match column_scale {
         None if most(4, 256) => (&ROW_4, threads(4)),
         None if most(8, 512) => (&ROW_8, threads(8)),
         None => (&ROW_LONG, 512),
@@ -171,7 +175,7 @@ fn one_read(job: &Job, rule: ScaleRule) -> Result<bool, Error> {
         codes: row.codes.ptr,
         scale: row.scales.ptr,
         amax: row.amax.map_or(ptr::null(), |m| m.ptr),
-        fold: fold.map_or(ptr::null(), |m| m.ptr),
+        column_scale: column_scale.map_or(ptr::null(), |m| m.ptr),
         x_rs: x.row_stride as i64,
         codes_rs: row.codes.row_stride as i64,
         scale_rs: row.scales.row_stride as i64,

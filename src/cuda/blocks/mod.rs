@@ -1,8 +1,8 @@
-//! Block formats: each picks a kernel for how the views lie, and launches it.
+//! Block formats. Each operation selects a kernel for the layout of its views and launches it.
 //!
 //! - `tile` quantizes 128x128 tiles in one or both directions, for any format and any strides.
-//! - `lines` has the kernels of one direction that reach copy speed, and per-row scales.
-//! - `amax` finds maxima, `scales` packs, unpacks and rebases.
+//! - `lines` has the kernels for one direction that run at the speed of a copy, and per-row scales.
+//! - `amax` computes maxima. `scales` packs, unpacks and rebases.
 
 mod amax;
 mod lines;
@@ -19,13 +19,13 @@ use crate::spec::{BlockCall, BlockScale, BlockSpec, Stream};
 pub(crate) use amax::block_amax;
 pub(crate) use scales::{pack_scales, rebase, unpack_scales};
 
-/// Every kernel that something here launches.
+/// Returns every kernel that this module launches.
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static super::modules::Kernel> {
     [amax::kernels(), lines::kernels(), scales::kernels(), tile::kernels()].concat()
 }
 
-/// One direction's outputs, and the maxima given for it: a plane.
+/// The outputs and the given maxima of one direction.
 #[derive(Clone, Copy)]
 struct Plane {
     codes: Matrix,
@@ -33,21 +33,21 @@ struct Plane {
     amax: Option<Matrix>,
 }
 
-/// A call as the kernels see it: rows of `x` have contiguous elements where it or its transpose has such rows.
+/// A call in the kernels' orientation: if `x` or its transpose has contiguous rows, that one is `x`.
 struct Job {
     device: i32,
     stream: Stream,
     x: Matrix,
     spec: BlockSpec,
     format: Fp8Format,
-    /// Codes in the places of `x`.
+    /// The plane whose codes have the positions of `x`.
     row: Option<Plane>,
-    /// Codes transposed.
+    /// The plane whose codes are transposed.
     col: Option<Plane>,
-    /// Maxima of square blocks, which serve both.
+    /// Maxima of square blocks, which apply to both planes.
     square_amax: Option<Matrix>,
-    fold: Option<Matrix>,
-    /// Rows of the first block before `x`.
+    column_scale: Option<Matrix>,
+    /// Rows of the first block that lie before `x`.
     rows_before: usize,
 }
 
@@ -64,8 +64,8 @@ impl Job {
         let amax_columnwise = given.amax_columnwise.map(|m| m.matrix());
         let row = call.rowwise.as_ref().map(|out| plane(out, amax.filter(|_| !square)));
         let col = call.columnwise.as_ref().map(|out| plane(out, amax_columnwise));
-        // Rowwise blocks of one row are not cut.
-        let cut =
+        // Rowwise blocks have one row, so a shard boundary does not split them.
+        let split =
             if square || col.is_some() { Block { rows: spec.block.cols, ..spec.block } } else { Block::ROW };
         let mut job = Self {
             device: ordinal(call.x.device()),
@@ -76,15 +76,19 @@ impl Job {
             row,
             col,
             square_amax: amax.filter(|_| square),
-            fold: given.fold.map(|m| m.matrix()),
-            rows_before: cut.rows_before(spec.row_offset),
+            column_scale: given.column_scale.map(|m| m.matrix()),
+            rows_before: split.rows_before(spec.row_offset),
         };
         for (arg, plane) in [("rowwise_scale", &job.row), ("columnwise_scale", &job.col)] {
             if spec.packed && plane.is_some_and(|plane| !aligned(plane.scales.ptr, 16)) {
                 return Err(Error::Misaligned { arg: arg.into(), size: 16 });
             }
         }
-        if job.x.col_stride != 1 && job.x.row_stride == 1 && job.rows_before == 0 && job.fold.is_none() {
+        if job.x.col_stride != 1
+            && job.x.row_stride == 1
+            && job.rows_before == 0
+            && job.column_scale.is_none()
+        {
             job.x = job.x.transposed();
             (job.row, job.col) = (job.col, job.row);
             job.square_amax = job.square_amax.map(Matrix::transposed);
@@ -98,14 +102,14 @@ pub(crate) fn quantize_blocks(call: BlockCall, stream: Stream) -> Result<(), Err
     let job = Job::new(&call, stream)?;
     match job.spec.scale {
         BlockScale::F32(rule) if job.spec.block == Block::ROW => lines::quantize(&job, rule),
-        // Nothing has scales where nothing has elements.
+        // An empty matrix has no scales.
         _ if job.x.numel() == 0 => Ok(()),
         BlockScale::E8m0(rounding) if lines::mx_rowwise(&job, rounding)? => Ok(()),
         _ => tile::quantize(&job),
     }
 }
 
-/// One thread for each of `items`.
+/// Returns a grid with one thread for each of `items`.
 fn each(items: usize) -> Grid {
     Grid { blocks: (items as u64).div_ceil(256), threads: 256 }
 }

@@ -45,9 +45,9 @@ struct RebaseArgs {
     unused: u32,
 }
 
-// SAFETY: `repr(C)`, the structs of these names in the kernels; sizes are tested.
+// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
 unsafe impl Args for PackArgs {}
-// SAFETY: the same.
+// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
 unsafe impl Args for RebaseArgs {}
 
 static PACK: Kernel = kernel!(MxScales, "mx_pack", PackArgs);
@@ -66,7 +66,7 @@ pub(super) fn kernels() -> Vec<&'static Kernel> {
     [&PACK, &UNPACK].into_iter().chain(&REBASE_ROWS).chain(&REBASE_COLS).collect()
 }
 
-/// `arg` is the argument that `packed` is.
+/// Returns the arguments of packing or unpacking. `arg` is the name of the argument `packed`.
 fn pack_args(
     arg: &'static str,
     scales: &Matrix,
@@ -133,7 +133,8 @@ pub(crate) fn rebase(
     let width = if axis == Axis::Rows { 16 } else { 8 };
     let tiles_across = codes.cols.div_ceil(128);
     let words = vectors(&scales, 4) && scales.cols.is_multiple_of(4);
-    // Eight rows a block, where that gives each multiprocessor two blocks.
+    // A thread block processes eight rows, if that results in at least two blocks per multiprocessor.
+    // Otherwise it processes one row.
     let whole_blocks = codes.rows < 8 * 2 * driver::device(device)?.multiprocessors as usize;
     let flags = [vectors(&codes, width), vectors(&out, 16), words, whole_blocks];
     let flags = flags.iter().enumerate().map(|(bit, on)| u32::from(*on) << bit).sum();

@@ -33,7 +33,7 @@ struct TileArgs {
     col_scale: *mut u8,
     row_amax: *const u8,
     col_amax: *const u8,
-    fold: *const u8,
+    column_scale: *const u8,
     x_rs: i64,
     x_cs: i64,
     row_rs: i64,
@@ -48,7 +48,7 @@ struct TileArgs {
     row_amax_cs: i64,
     col_amax_rs: i64,
     col_amax_cs: i64,
-    fold_cs: i64,
+    column_scale_cs: i64,
     rows: i64,
     cols: i64,
     rows_before: i64,
@@ -57,7 +57,8 @@ struct TileArgs {
     flags: u32,
 }
 
-// SAFETY: `repr(C)`, the struct of that name in kernels/tile.cuh; the size is tested.
+// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the struct in
+// kernels/tile.cuh.
 unsafe impl Args for TileArgs {}
 
 static MX_LINES: ByTypes = by_types!(MxLines, "mx_lines", TileArgs);
@@ -71,17 +72,17 @@ pub(super) fn kernels() -> Vec<&'static crate::cuda::modules::Kernel> {
     [&MX_LINES, &MX_SQUARE, &BLOCK_LINES, &BLOCK_SQUARE, &ROW_BOTH].into_iter().flatten().flatten().collect()
 }
 
-/// Pointer and strides; null where there is none.
+/// Returns the pointer and strides of a matrix, or null if it is absent.
 fn place(m: Option<&Matrix>) -> (*mut u8, i64, i64) {
     m.map_or((ptr::null_mut(), 0, 0), |m| (m.ptr, m.row_stride as i64, m.col_stride as i64))
 }
 
-/// Whether four neighbouring bytes of a row can be stored as a word.
+/// Whether four adjacent bytes of a row can be stored as a word.
 fn words(scales: &Matrix) -> bool {
     scales.dtype == DType::E8m0 && rows_aligned(scales, 4) && scales.cols > 1
 }
 
-/// Blocks of 32 or 128.
+/// Quantizes with blocks of 32 or 128.
 pub(super) fn quantize(job: &Job) -> Result<(), Error> {
     let kernels = match job.spec.scale {
         BlockScale::E8m0(_) if job.spec.block.is_square() => &MX_SQUARE,
@@ -92,8 +93,9 @@ pub(super) fn quantize(job: &Job) -> Result<(), Error> {
     run(job, kernels, false)
 }
 
-/// A scale a row and a column: from the planes' maxima, or, with `found`, from what stands in the places of their
-/// scales: maxima that `line_amax` marked, or scales.
+/// Quantizes with one scale per row and per column. The scales come from the planes' given maxima. With
+/// `found`, they come from the memory of the scales, which then holds maxima that `line_amax` marked, or
+/// final scales.
 pub(super) fn quantize_lines(job: &Job, found: bool) -> Result<(), Error> {
     run(job, &ROW_BOTH, found)
 }
@@ -134,7 +136,7 @@ fn run(job: &Job, kernels: &'static ByTypes, found: bool) -> Result<(), Error> {
     let (col_scale, col_scale_rs, col_scale_cs) = place(col_scale.as_ref());
     let (row_amax, row_amax_rs, row_amax_cs) = place(row_amax.as_ref());
     let (col_amax, col_amax_rs, col_amax_cs) = place(col_amax.as_ref());
-    let (fold, _, fold_cs) = place(job.fold.as_ref());
+    let (column_scale, _, column_scale_cs) = place(job.column_scale.as_ref());
     let args = TileArgs {
         x: x.ptr,
         row,
@@ -143,7 +145,7 @@ fn run(job: &Job, kernels: &'static ByTypes, found: bool) -> Result<(), Error> {
         col_scale,
         row_amax,
         col_amax,
-        fold,
+        column_scale,
         x_rs: x.row_stride as i64,
         x_cs: x.col_stride as i64,
         row_rs,
@@ -158,7 +160,7 @@ fn run(job: &Job, kernels: &'static ByTypes, found: bool) -> Result<(), Error> {
         row_amax_cs,
         col_amax_rs,
         col_amax_cs,
-        fold_cs,
+        column_scale_cs,
         rows: x.rows as i64,
         cols: x.cols as i64,
         rows_before: *rows_before as i64,

@@ -1,7 +1,7 @@
-// AdamW over plain parameters, and over codes whose scale is one for the tensor and known.
+// AdamW for plain parameters, and for codes with one given scale per tensor.
 #include "adamw.cuh"
 
-/// Groups of four that a thread has loaded at once, and how often it loads.
+/// Groups of four elements that a thread loads together, and the number of such loads.
 constexpr int GROUPS = 2, ROUNDS = 2, PER_BLOCK = 256 * 4 * GROUPS * ROUNDS;
 
 template <u32 KIND> DEVICE void elements(const AdamWArgs &a) {
@@ -24,7 +24,7 @@ template <u32 KIND> DEVICE void elements(const AdamWArgs &a) {
       if (vectors && i + 4 <= n) d[g] = load(t, i, KIND);
     }
     if (round == 0) {
-      // While the first loads are on their way.
+      // Overlaps with the first loads.
       if (threadIdx.x == 0) shared = factors_of(a, t);
       __syncthreads();
     }

@@ -1,12 +1,12 @@
-// One step of AdamW (format/adamw.rs): what is done to four neighbours, and how they are read and
-// written. The dtypes of gradients and moments are flags: a branch that a whole launch takes alike
-// costs less than a kernel for each combination.
+// One step of AdamW (format/adamw.rs): loads, updates and stores of four adjacent elements.
+// The dtypes of gradients and moments are flags, because a branch that is uniform over a
+// launch costs less than a kernel for each combination.
 #pragma once
 #include "blocks.cuh"
 #include "philox.cuh"
 #include "values.cuh"
 
-/// A tensor, contiguous.
+/// A contiguous tensor.
 struct AdamWEntry {
   const void *grad;
   void *exp_avg;
@@ -14,27 +14,27 @@ struct AdamWEntry {
   void *param;
   float *master;           // or null
   const float *step;
-  void *scale;             // one fp32, or one element a block; null where there are no codes
-  const float *new_scale;  // or null: with codes that have one scale, nothing but amax is written
+  void *scale;             // one fp32, or one element per block; null without codes
+  const float *new_scale;  // or null: for codes with one scale, only amax is written then
   float *amax;             // or null
   u64 rows, cols, offset;
-  u32 first_block;         // of this tensor, in the launch
+  u32 first_block;         // of this tensor in the launch
   u32 stream;
   u32 flags;
-  u32 unused;              // the struct ends on 8 bytes
+  u32 unused;              // pads the struct to a multiple of 8 bytes
 };
 
-/// What fits in the 32 KB of a kernel's parameters.
+/// The largest number of entries that fits in the 32 KB of a kernel's parameters.
 constexpr int ENTRIES = 290;
 
 struct AdamWArgs {
-  const float *lr;         // or null: the number
+  const float *lr;         // or null: lr_value is used
   const float *grad_scale; // or null
   const float *found_inf;  // or null
-  GridMax *maxima;         // one an entry
+  GridMax *maxima;         // one per entry
   double lr_value, beta1, beta2, eps, weight_decay;
   u64 seed;
-  Rule rule;               // of scales that are found
+  Rule rule;               // for computed scales
   u32 flags;
   u32 count, blocks;
   AdamWEntry entries[ENTRIES];
@@ -45,9 +45,9 @@ enum : u32 {
   GRAD_BF16 = 1,
   GRAD_F16 = 2,
   MOMENTS_BF16 = 4,
-  VECTORS = 8,             // four neighbours lie at a multiple of their size, in every tensor
+  VECTORS = 8,             // groups of four elements are aligned in every tensor
   IS_E5M2 = 16,
-  IS_E8M0 = 32,            // what scales are
+  IS_E8M0 = 32,            // the type of the scales
 };
 
 /// Flags of a launch.
@@ -60,7 +60,7 @@ enum : u32 {
 /// How elements are stored.
 enum Kind : u32 { F32, BF16, F16, CODES };
 
-/// What all elements of a tensor share in a step.
+/// The values of a step that all elements of a tensor share (format/adamw.rs).
 struct Factors {
   float grad, decay, lerp, beta2, rest, root, eps, size;
   u32 from_grad, step;
@@ -96,7 +96,7 @@ DEVICE Factors factors_of(const AdamWArgs &a, const AdamWEntry &t) {
 
 DEVICE bool skipped(const AdamWArgs &a) { return a.found_inf && *a.found_inf != 0.0f; }
 
-/// What is read and written: a gradient's, a moment's element type.
+/// The element types of gradients and moments.
 DEVICE u32 grad_kind(const AdamWEntry &t) {
   static_assert(GRAD_BF16 == BF16 && GRAD_F16 == F16, "flags are kinds");
   return t.flags & (GRAD_BF16 | GRAD_F16);
@@ -114,7 +114,7 @@ DEVICE void store_one(void *p, u64 i, u32 kind, float v) {
   else ((u16 *)p)[i] = (u16)(kind == BF16 ? OutBf16::bits(v) : OutF16::bits(v));
 }
 
-/// Four neighbours as they lie in memory.
+/// Loads four adjacent elements without converting them.
 DEVICE uint4 load_four(const void *p, u64 i, u32 kind) {
   if (kind == F32) return *(const uint4 *)((const float *)p + i);
   if (kind == CODES) return make_uint4(*(const u32 *)((const u8 *)p + i), 0, 0, 0);
@@ -148,24 +148,24 @@ DEVICE void store_four(void *p, u64 i, u32 kind, const float (&v)[4]) {
   }
 }
 
-/// The values of the two codes in the low 16 bits, as fp16.
+/// Decodes the two codes in the low 16 bits to fp16.
 DEVICE u32 halves_of(const AdamWEntry &t, u32 codes) {
   return t.flags & IS_E5M2 ? FromE5m2::halves(codes) : FromE4m3::halves(codes);
 }
 
-/// The two codes of two values, nearest.
+/// Encodes two values, rounding to nearest.
 DEVICE u32 pair_of(const AdamWEntry &t, float low, float high) {
   return t.flags & IS_E5M2 ? E5m2::pair(low, high) : E4m3::pair(low, high);
 }
 
-/// One of the two codes around a value (format/fp8.rs).
+/// Encodes a value with stochastic rounding (format/fp8.rs).
 DEVICE u32 encode_stochastic(const AdamWEntry &t, float v, u32 random) {
   bool wide = t.flags & IS_E5M2;
   u32 mantissa = wide ? 2 : 3, smallest = (wide ? 113u : 121u) << 23;
   u32 bits = __float_as_uint(v), magnitude = bits & 0x7fffffffu;
   u32 clamped = min(magnitude, wide ? 0x47600000u : 0x43e00000u);
   u32 exponent = max(clamped & 0x7f800000u, smallest);
-  // Counted in the format's steps around it.
+  // The magnitude in steps of the format.
   float steps =
       __fmul_rn(__uint_as_float(clamped), __uint_as_float(((254u + mantissa) << 23) - exponent));
   int whole = __float2int_rz(steps);
@@ -175,7 +175,8 @@ DEVICE u32 encode_stochastic(const AdamWEntry &t, float v, u32 random) {
   return magnitude > 0x7f800000u ? 0x7fu : code;
 }
 
-/// The codes of four neighbours at a multiple of four, in the whole tensor too.
+/// Encodes four adjacent elements. Their index is a multiple of four, in the tensor and in the
+/// whole tensor.
 DEVICE u32 encode_four(const AdamWArgs &a, const AdamWEntry &t, u32 step, u64 i,
                        const float (&v)[4], float q) {
   float x[4];
@@ -195,12 +196,12 @@ DEVICE u8 encode_one(const AdamWArgs &a, const AdamWEntry &t, u32 step, u64 i, f
   return (u8)encode_stochastic(t, x, word_of(t.offset + i, t.stream, step, a.seed));
 }
 
-/// What four neighbours are updated from.
+/// The inputs of the update of four adjacent elements.
 struct Four {
   uint4 grad, exp_avg, exp_avg_sq, weight;
 };
 
-/// `kind` is the parameter's.
+/// `kind` is the kind of the parameter.
 DEVICE Four load(const AdamWEntry &t, u64 i, u32 kind) {
   Four d;
   d.grad = load_four(t.grad, i, grad_kind(t));
@@ -210,7 +211,7 @@ DEVICE Four load(const AdamWEntry &t, u64 i, u32 kind) {
   return d;
 }
 
-/// The step of one element.
+/// Updates one element.
 DEVICE void advance(const Factors &f, float g, float &m, float &v, float &w) {
   float grad = __fmul_rn(g, f.grad);
   float weight = __fmul_rn(w, f.decay);
@@ -221,7 +222,7 @@ DEVICE void advance(const Factors &f, float g, float &m, float &v, float &w) {
   w = __fsub_rn(weight, __fdiv_rn(__fmul_rn(f.size, m), denominator));
 }
 
-/// The new values; with `keep` moments and master are stored.
+/// Computes the new values. With `keep`, stores moments and master.
 DEVICE void update(const AdamWEntry &t, const Factors &f, const Four &d, u32 kind, float scale,
                    u64 i, bool keep, float (&w)[4]) {
   float g[4], m[4], v[4];
@@ -243,7 +244,7 @@ DEVICE void update(const AdamWEntry &t, const Factors &f, const Four &d, u32 kin
   if (t.master) store_four(t.master, i, F32, w);
 }
 
-/// The same of one element.
+/// Updates one element as `update` does, and returns its new value.
 DEVICE float update_one(const AdamWEntry &t, const Factors &f, u32 kind, float scale, u64 i,
                         bool keep) {
   u32 moments = moment_kind(t);

@@ -1,9 +1,9 @@
-// AdamW over codes with scales of their own: a row's, or a square's. New values stay in registers
-// until their maximum is known; those of rows too long for that, and of tensors that cannot be read
-// four elements at a time, are computed twice.
+// AdamW for codes with one scale per row or square block. New values stay in registers until
+// their maximum is known. For rows too long for that, and for tensors that do not allow loads
+// of four elements, new values are computed twice.
 #include "adamw.cuh"
 
-/// The value of a block's scale before the step.
+/// Returns the value of a block's scale before the step.
 DEVICE float scale_before(const AdamWEntry &t, u64 at) {
   if (t.master) return 1.0f;
   if (!(t.flags & IS_E8M0)) return ((const float *)t.scale)[at];
@@ -11,7 +11,7 @@ DEVICE float scale_before(const AdamWEntry &t, u64 at) {
   return __uint_as_float(b == 255u ? NAN_BITS : b == 0u ? 0x00400000u : b << 23);
 }
 
-/// The factor for a block's maximum; its scale is written by one thread.
+/// Returns the factor for a block's maximum. The thread with `writes` stores the scale.
 DEVICE float scale_after(const AdamWArgs &a, const AdamWEntry &t, u64 at, u32 bits, bool writes) {
   bool wide = t.flags & IS_E5M2;
   if (t.flags & IS_E8M0) {
@@ -24,7 +24,8 @@ DEVICE float scale_after(const AdamWArgs &a, const AdamWEntry &t, u64 at, u32 bi
   return reciprocal(scale);
 }
 
-/// Largest of `bits` over groups of WARPS warps, a power of two; all threads of a block come here.
+/// Returns the largest of `bits` over groups of WARPS warps, a power of two. All threads of
+/// the block must call this.
 template <u32 WARPS> DEVICE u32 largest(u32 bits) {
   __shared__ u32 part[32];
   bits = __reduce_max_sync(0xffffffffu, bits);
@@ -36,12 +37,13 @@ template <u32 WARPS> DEVICE u32 largest(u32 bits) {
 
 /// Rows and columns of a tensor that share a scale.
 struct Rectangle {
-  u64 start;               // the index of its first element
+  u64 start;               // the index of the first element
   u32 rows;
   u64 cols;
 };
 
-/// The block of a grid of `size` by `size`, or with 0 of whole rows.
+/// Returns the block with this number in a grid of `size` by `size` blocks. Size 0 means whole
+/// rows.
 DEVICE Rectangle rectangle(const AdamWEntry &t, u64 number, u32 size) {
   if (size == 0) return {number * t.cols, 1, t.cols};
   u64 across = (t.cols + size - 1) / size;
@@ -50,16 +52,16 @@ DEVICE Rectangle rectangle(const AdamWEntry &t, u64 number, u32 size) {
   return {row * t.cols + col, (u32)(rows < size ? rows : size), cols < size ? cols : size};
 }
 
-/// The factors of the step, for all threads of a block.
+/// Computes the factors of the step and shares them with all threads of a block.
 DEVICE void share_factors(const AdamWArgs &a, const AdamWEntry &t, Factors &shared) {
   if (threadIdx.x == 0) shared = factors_of(a, t);
   __syncthreads();
 }
 
-/// A rectangle in the registers of THREADS threads of the block: HELD groups of four each, next to
-/// each other in a row, ACROSS groups a row. All threads come here, also those of a `p` without rows.
-/// Half of the threads that an SM can have hide what loads take: 64 registers each, and one group's
-/// loads at a time.
+/// Updates a rectangle that THREADS threads hold in registers. Each thread holds HELD groups
+/// of four adjacent elements of a row, and a row has ACROSS groups. All threads must call
+/// this, also those whose `p` has no rows. Half of the threads that an SM supports are enough
+/// to hide the latency of loads, so each has 64 registers and loads one group at a time.
 template <int HELD, u32 THREADS, u32 ACROSS>
 DEVICE void held(const AdamWArgs &a, const AdamWEntry &t, const Factors &f, const Rectangle &p,
                  u64 number) {
@@ -93,19 +95,19 @@ template <int HELD, u32 THREADS> DEVICE void row_held(const AdamWArgs &a) {
   const AdamWEntry &t = a.entries[entry_of(a, blockIdx.x)];
   u64 row = blockIdx.x - t.first_block;
   share_factors(a, t, shared);
-  // One row: no group is beyond it.
+  // There is only one row, so ACROSS is larger than any number of groups.
   held<HELD, THREADS, 1u << 30>(a, t, shared, rectangle(t, row, 0), row);
 }
 
-/// A block of threads takes a row of up to 4096 columns.
+/// A thread block updates a row of up to 4096 columns.
 extern "C" __global__ void __launch_bounds__(512, 2)
     adamw_row_4096(const __grid_constant__ AdamWArgs a) { row_held<2, 512>(a); }
 
-/// A block of threads takes a row of up to 16384 columns.
+/// A thread block updates a row of up to 16384 columns.
 extern "C" __global__ void __launch_bounds__(1024)
     adamw_row_16384(const __grid_constant__ AdamWArgs a) { row_held<4, 1024>(a); }
 
-/// A block of threads takes a square.
+/// A thread block updates a square block.
 extern "C" __global__ void __launch_bounds__(1024)
     adamw_square_128(const __grid_constant__ AdamWArgs a) {
   __shared__ Factors shared;
@@ -116,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(1024)
   held<4, 1024, 32>(a, t, shared, rectangle(t, number, 128), number);
 }
 
-/// 128 threads take a square, four squares a block.
+/// 128 threads update a square block. A thread block updates four of them.
 extern "C" __global__ void __launch_bounds__(512, 2)
     adamw_square_32(const __grid_constant__ AdamWArgs a) {
   __shared__ Factors shared;
@@ -130,8 +132,8 @@ extern "C" __global__ void __launch_bounds__(512, 2)
   held<2, 128, 8>(a, t, shared, p, number < last ? number : last);
 }
 
-/// A block of threads takes a row of any length, or a square of 128 or 32, element by element and
-/// twice: first for the maximum alone.
+/// A thread block updates a row of any length, or a square block of 128 or 32, element by
+/// element. New values are computed twice. The first time only determines the maximum.
 template <int SIZE> DEVICE void twice(const AdamWArgs &a) {
   __shared__ Factors shared;
   if (skipped(a)) return;

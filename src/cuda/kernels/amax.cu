@@ -1,7 +1,7 @@
-// The absolute maximum of one contiguous tensor, and the scale from it in the same launch.
+// The absolute maximum of one contiguous tensor, or the scale computed from it, in one launch.
 //
-// A fixed grid strides over the tensor with four 16-byte loads in flight a thread; the block that
-// arrives last writes the result.
+// A fixed grid strides over the tensor. Each thread has four 16-byte loads in flight. The
+// block that arrives last writes the result.
 #include "elements.cuh"
 
 struct AmaxArgs {
@@ -9,7 +9,7 @@ struct AmaxArgs {
   u64 n;                 // elements; x is 16-byte aligned
   float *out;
   GridMax *grid_max;
-  Rule rule;             // where the scale is wanted
+  Rule rule;             // used if the scale is computed
 };
 
 template <class T> DEVICE u32 amax_of(const AmaxArgs &a) {

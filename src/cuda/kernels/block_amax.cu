@@ -1,15 +1,16 @@
-// Absolute maxima of blocks, and of all rows and columns from one read.
+// Absolute maxima of blocks, or of all rows and columns from one read.
 //
-// Maxima are kept as fp32 bits and joined by atomic integer maxima, so the outputs start at zero
-// (`fill_lines`, `fill_grid`). NaN outranks Inf; every NaN leaves as 0x7fc00000.
+// Maxima are fp32 bits that are combined with atomic integer maxima, so the outputs must be
+// set to zero first (`fill_lines`, `fill_grid`). NaN is greater than Inf, and every NaN is
+// stored as 0x7fc00000.
 #include "tile.cuh"
 
-/// Two strided vectors of fp32; either may be null.
+/// Two strided fp32 vectors, either of which may be null.
 struct LinesArgs {
   float *first, *second;
   i64 first_stride, second_stride, first_count, second_count;
   float value;
-  u32 unused;            // the struct ends on 8 bytes
+  u32 unused;            // pads the struct to a multiple of 8 bytes
 };
 
 /// Sets both vectors to `value`.
@@ -21,12 +22,12 @@ extern "C" __global__ void fill_lines(const __grid_constant__ LinesArgs a) {
 
 struct LineAmaxArgs {
   const void *x;
-  float *row, *col;      // maxima of each row (folded) and column; either may be null
-  const float *fold;     // per column, or null
-  i64 x_rs, x_cs, row_stride, col_stride, fold_cs;
+  float *row, *col;      // maxima of each row (of x * column_scale) and column; either may be null
+  const float *column_scale;  // per column, or null
+  i64 x_rs, x_cs, row_stride, col_stride, column_scale_cs;
   i64 rows, cols, tiles_across;
   u32 flags;             // X_VECTORS
-  u32 mark;              // 0, or MAXIMUM: that a quantizer turns into a scale
+  u32 mark;              // 0, or MAXIMUM if a quantizer converts the maxima to scales
 };
 
 template <class T> struct LinePlace {
@@ -35,7 +36,8 @@ template <class T> struct LinePlace {
   bool rows_inside, cols_inside;
 };
 
-/// A block of 256 takes 128 rows; each warp 16 of them, each lane 16 bytes of each row.
+/// A block of 256 threads processes 128 rows. A warp processes 16 of them, and each lane 16
+/// bytes of each row.
 template <class T> DEVICE void line_amax(const LineAmaxArgs &a) {
   constexpr int COLS = 4 * T::PER_REG;
   constexpr int UNITS = 16 / T::PER_REG;
@@ -51,18 +53,18 @@ template <class T> DEVICE void line_amax(const LineAmaxArgs &a) {
   u32 d[16][4];
   load_tile<T>(a, p, d);
 
-  if (a.row && a.fold) {
-    float fold[COLS];
+  if (a.row && a.column_scale) {
+    float column_scale[COLS];
 #pragma unroll
     for (int j = 0; j < COLS; j++)
-      fold[j] = p.col + j < a.cols ? a.fold[(p.col + j) * a.fold_cs] : 0.0f;
+      column_scale[j] = p.col + j < a.cols ? a.column_scale[(p.col + j) * a.column_scale_cs] : 0.0f;
     u32 unit[16];
 #pragma unroll
     for (int r = 0; r < 16; r++) {
       u32 m = 0;
 #pragma unroll
       for (int j = 0; j < COLS; j++) {
-        float v = T::get(d[r][j / T::PER_REG], j % T::PER_REG) * fold[j];
+        float v = T::get(d[r][j / T::PER_REG], j % T::PER_REG) * column_scale[j];
         m = max(m, __float_as_uint(v) & 0x7fffffffu);
       }
       unit[r] = m;
@@ -119,10 +121,10 @@ struct BlockAmaxArgs {
   i64 x_rs, x_cs, out_rs, out_cs;
   i64 rows, cols;
   i64 block_rows, block_cols;    // 1, or a multiple of 32
-  i64 rows_before;               // rows of the first block before this view
+  i64 rows_before;               // rows of the first block that lie before this view
   i64 tiles_across;
   u32 flags;                     // X_VECTORS
-  u32 unused;                    // the struct ends on 8 bytes
+  u32 unused;                    // pads the struct to a multiple of 8 bytes
 };
 
 /// Sets the grid of `rows` x `cols` blocks to zero.
@@ -132,7 +134,8 @@ extern "C" __global__ void fill_grid(const __grid_constant__ BlockAmaxArgs a) {
   if (r < a.rows) a.out[r * a.out_rs + c * a.out_cs] = 0.0f;
 }
 
-/// Maxima of blocks of any listed shape: a warp takes 32 columns of 32 (virtual) rows.
+/// Computes maxima of blocks of any supported shape. A warp processes 32 columns of 32
+/// (virtual) rows.
 template <class T> DEVICE void block_amax(const BlockAmaxArgs &a) {
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   i64 tile_row = blockIdx.x / a.tiles_across;
@@ -160,11 +163,12 @@ template <class T> DEVICE void block_amax(const BlockAmaxArgs &a) {
       bits = max(bits, m);
     }
   }
-  // A tile may lie wholly behind the last row only if there is none.
+  // Every tile has at least one row of the tensor, unless the tensor has no rows.
   if (a.block_rows > 1) put(v / a.block_rows, bits);
 }
 
-/// Blocks of 32 rows and more, read as the tile kernels read: a thread has 16 rows of 16 bytes.
+/// Computes maxima of blocks with at least 32 rows. A thread has 16 rows of 16 bytes, as in
+/// the tile kernels.
 template <class T> DEVICE void tall_amax(const BlockAmaxArgs &a) {
   typedef TileShape<T> S;
   TilePlace<T> p(a);
@@ -174,10 +178,10 @@ template <class T> DEVICE void tall_amax(const BlockAmaxArgs &a) {
   col_maxima<T>(d, unit);
   i64 row_block = (p.tile_row * 128 + p.row_in_tile) / a.block_rows;
   float *out = a.out + row_block * a.out_rs;
-  // The last tile may have rows of blocks behind the tensor: these have no place in the grid.
+  // The last tile may have rows of blocks below the tensor, which are not in the grid.
   bool behind = p.tile_row * 128 + p.row_in_tile / 32 * 32 - a.rows_before >= a.rows;
   if (a.block_cols == 1) {
-    // Both lanes of 32 rows have every column; each puts half of them.
+    // Both lanes of 32 rows have all columns. Each writes half of them.
     fold_halves<T>(unit, 4, p.lane, 8);
     int first = p.lane & 8 ? 2 : 0;
 #pragma unroll

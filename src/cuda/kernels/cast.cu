@@ -1,7 +1,8 @@
-// Quantize a contiguous tensor, one direction.
+// Quantization of a contiguous tensor in one direction.
 //
-// With a known scale in one-shot blocks of 256; a thread takes 16 neighbours: 16-byte loads side by
-// side and one 16-byte store, so that a warp writes 512 contiguous bytes.
+// With a given scale, each block of 256 threads processes one run of elements. A thread
+// processes 16 adjacent elements with adjacent 16-byte loads and one 16-byte store, so that a
+// warp writes 512 contiguous bytes.
 #include "current.cuh"
 
 struct CastArgs {
@@ -9,10 +10,11 @@ struct CastArgs {
   u8 *codes;
   u64 n;                 // elements; x and codes are 16-byte aligned
   const float *scale;
-  Delayed delayed;       // where amaxes are followed
+  Delayed delayed;       // used if amaxes are recorded
 };
 
-/// What a block holds at once: each thread GROUPS times 16 elements, 4096 apart.
+/// The elements that a block holds at a time. Each thread holds GROUPS times 16 elements, 4096
+/// apart.
 template <class T, int GROUPS> struct Run {
   static constexpr int THREADS = 256, VECTORS = T::BYTES;
   uint4 v[GROUPS * VECTORS];
@@ -65,7 +67,8 @@ template <class T, int GROUPS> struct Run {
 };
 
 template <class T, class F, bool DELAYED> DEVICE void cast(const CastArgs &a) {
-  // Blocks that follow the amax meet at its end: fewer of them queue less.
+  // Blocks that record the amax all update one address at the end. Fewer blocks cause less
+  // contention.
   Run<T, DELAYED ? 4 : 1> run;
   float scale = *a.scale;
   run.load(a, blockIdx.x);
@@ -77,7 +80,7 @@ template <class T, class F, bool DELAYED> DEVICE void cast(const CastArgs &a) {
 }
 
 struct CurrentCastArgs {
-  CastArgs cast;         // whose scale is not read
+  CastArgs cast;         // cast.scale is not read
   Current current;
 };
 

@@ -1,28 +1,30 @@
-// Quantize with one scale and write both directions from one read (or the transpose alone).
+// Quantization with one scale, which writes both directions from one read, or the transpose
+// only.
 //
-// By registers. A thread holds 8 columns of 16 rows (8 rows of fp32), read by 16-byte loads; a
-// warp is 8 lanes across and 4 down, four warps make a tile. Rowwise codes leave as 8-byte stores
-// of 64 contiguous bytes a row; a column's 16 rows are converted again rather than permuted, and
-// leave as one 16-byte store.
+// Works in registers. A thread holds 8 columns of 16 rows (8 rows of fp32), loaded with
+// 16-byte loads. A warp is 8 lanes across and 4 down, and four warps are a tile. Rowwise codes
+// are written with 8-byte stores, 64 contiguous bytes per row. The 16 rows of a column are
+// converted again, which is cheaper than permuting bytes, and written with one 16-byte store.
 #include "current.cuh"
 
 struct CastTransposeArgs {
-  const void *x;         // 16-byte aligned rows
-  u8 *rowwise;           // 8-byte aligned rows, or null
-  u8 *columnwise;        // contiguous, aligned by the rows a thread holds
-  i64 rows, cols;        // rows a multiple of the rows a thread holds, cols of 8
+  const void *x;         // rows are 16-byte aligned
+  u8 *rowwise;           // rows are 8-byte aligned; or null
+  u8 *columnwise;        // contiguous, aligned to the number of rows that a thread holds
+  i64 rows, cols;        // multiples of the rows that a thread holds and of 8
   i64 x_rs, rowwise_rs;
   i64 tiles_across;
   const float *scale;
   Delayed delayed;
 };
 
-/// What a thread holds: the vectors of its ROWS rows, one after the other.
+/// The vectors that a thread holds, ROWS rows one after the other.
 template <class T> struct Patch {
   static constexpr int THREADS = 128, ROWS = T::BYTES == 4 ? 8 : 16, VECTORS = T::BYTES / 2;
   uint4 v[ROWS * VECTORS];
 
-  /// The thread's first element; false if it has none.
+  /// Computes the position of the thread's first element. Returns false if the thread has no
+  /// element.
   DEVICE bool place(const CastTransposeArgs &a, i64 tile, i64 &r, i64 &c) const {
     i64 tile_row = tile / a.tiles_across, tile_col = tile - tile_row * a.tiles_across;
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -53,7 +55,7 @@ template <class T> struct Patch {
     return magnitude<T>(m);
   }
 
-  /// The register with element j of row i.
+  /// Returns the register that contains element j of row i.
   DEVICE u32 word(int i, int j) const {
     int w = j / T::PER_REG;
     const uint4 &d = v[i * VECTORS + w / 4];
@@ -110,7 +112,7 @@ template <class T, class F, bool DELAYED> DEVICE void cast_transpose(const CastT
 }
 
 struct CurrentCastTransposeArgs {
-  CastTransposeArgs cast;  // whose scale is not read
+  CastTransposeArgs cast;  // cast.scale is not read
   Current current;
 };
 

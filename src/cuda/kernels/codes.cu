@@ -1,4 +1,4 @@
-// FP8 codes: transpose, and dequantize with the scales of any block shape.
+// Operations on FP8 codes: transpose, and dequantize with the scales of any block shape.
 #include "values.cuh"
 
 struct TransposeArgs {
@@ -9,8 +9,9 @@ struct TransposeArgs {
   i64 tiles_across;
 };
 
-/// A thread takes 16 rows of 8 columns; a warp 64x64, four warps 128x128. Rows are a multiple of
-/// 16 and columns of 8, and both sides are aligned and contiguous in their rows.
+/// A thread transposes 16 rows of 8 columns, a warp 64x64, and four warps 128x128. The number
+/// of rows is a multiple of 16, and of columns a multiple of 8. Rows of both matrices are
+/// contiguous and aligned.
 extern "C" __global__ void __launch_bounds__(128)
     transpose(const __grid_constant__ TransposeArgs a) {
   i64 tile_row = blockIdx.x / a.tiles_across, tile_col = blockIdx.x - tile_row * a.tiles_across;
@@ -68,9 +69,10 @@ DEVICE float scale_at(const DequantizeArgs &a, i64 r, i64 c) {
   return __uint_as_float(b == 255u ? NAN_BITS : b == 0u ? 0x00400000u : b << 23);
 }
 
-/// A thread takes neighbours under one scale: all contiguous and aligned, columns and the block's
-/// columns multiples of their number. That is 16, for the sake of the divisions that find the scale;
-/// 8 of fp32 outputs, whose stores would else lie 64 bytes apart.
+/// A thread dequantizes N adjacent elements with the same scale. All matrices are contiguous
+/// and aligned, and the number of columns and of the block's columns are multiples of N. N is
+/// 16, so that the divisions that locate the scale are rare. For fp32 outputs N is 8, because
+/// the 16-byte stores of a warp would otherwise be 64 bytes apart.
 template <class F, class O> DEVICE void dequantize(const DequantizeArgs &a) {
   constexpr int N = O::BYTES == 4 ? 8 : 16;
   i64 at = ((i64)blockIdx.x * 256 + threadIdx.x) * N;

@@ -1,20 +1,20 @@
 // Current scaling in one launch: the absolute maximum, a barrier, then the cast.
 //
-// Blocks claim pieces of the tensor from a counter: whoever waits at the barrier waits for blocks
-// that run. So not all blocks need be resident at once, which a collective beside them would
-// prevent. The tensor's last pieces are cast by those that read them, which still have them in
-// registers and shared memory; the others by whoever is free, the last ones, which may be in the
-// L2, first.
+// Blocks claim pieces of the tensor from a counter. A block that waits at the barrier thus
+// only waits for blocks that are running, so the blocks need not all be resident at the same
+// time, which a concurrent collective would prevent. The last pieces of the tensor are cast by
+// the blocks that read them and still have them in registers or shared memory. The other
+// pieces are cast by any free block, starting with the last ones, which may still be in L2.
 #pragma once
 #include "elements.cuh"
 
-/// The state of such a launch's barrier, in a workspace: zero before and after it. As large as three
-/// `GridMax`es.
+/// The state of the barrier, in a workspace. It is zero before and after a launch, and has the
+/// size of three `GridMax`.
 struct GridBarrier {
   u32 max_bits;
-  u32 done;              // pieces that were read
-  u32 read;              // pieces claimed for reading
-  u32 cast;              // pieces claimed for casting
+  u32 done;              // number of pieces that were read
+  u32 read;              // number of pieces claimed for reading
+  u32 cast;              // number of pieces claimed for casting
   u32 arrived;
   u32 unused;
 };
@@ -22,14 +22,14 @@ struct GridBarrier {
 static_assert(sizeof(GridBarrier) == 3 * sizeof(GridMax), "SLOTS in the launch code");
 
 struct Current {
-  float *scale;          // is written
+  float *scale;          // output
   GridBarrier *barrier;
   Rule rule;
   u32 pieces;
-  u32 common;            // of them: the first ones, which are cast by whoever is free
+  u32 common;            // number of leading pieces that any block may cast
 };
 
-/// The pieces that are not common are at most so many: one block may come to have them all.
+/// The largest number of pieces that are not common, because one block may get all of them.
 #define MOST_OWN 2048
 
 DEVICE u32 load_acquire(const u32 *at) {
@@ -38,28 +38,30 @@ DEVICE u32 load_acquire(const u32 *at) {
   return d;
 }
 
-/// Numbers from a counter, each to one block; the next is asked for while the block is at work.
+/// Numbers claimed from a counter; each is claimed by one block. The next number is fetched
+/// while the block works.
 struct Claims {
   u32 *counter;
   u32 next, count;
 
-  DEVICE Claims(u32 *counter) : counter(counter), next(0), count(0) { ask(); }
+  DEVICE Claims(u32 *counter) : counter(counter), next(0), count(0) { fetch(); }
 
-  DEVICE void ask() {
+  DEVICE void fetch() {
     if (threadIdx.x == 0) next = atomicAdd(counter, 1u);
   }
 
   DEVICE u32 take(u32 (&slots)[2]) {
-    // Two slots, so that nobody writes what another thread has still to read.
+    // Two slots, so that thread 0 does not overwrite a slot that another thread still has to
+    // read.
     u32 *slot = slots + (count++ & 1);
     if (threadIdx.x == 0) *slot = next;
     __syncthreads();
-    ask();
+    fetch();
     return *slot;
   }
 };
 
-/// `Piece` is what a block holds in registers: vectors `v` of each thread, with `load(args, index)`,
+/// `Piece` holds a piece in registers: vectors `v` of each thread, with `load(args, index)`,
 /// `amax(args, index)` and `store<F>(args, index, q)`.
 template <class F, class Piece, class Args>
 DEVICE void quantize_current(const Args &a, const Current &c) {
@@ -126,7 +128,8 @@ DEVICE void quantize_current(const Args &a, const Current &c) {
     p.template store<F>(a, piece, q);
   }
 
-  // The last one finds all claims taken, and every block past the barrier.
+  // The last block to arrive knows that all pieces are claimed and that every block has passed
+  // the barrier.
   if (threadIdx.x == 0) {
     __threadfence();
     if (atomicInc(&at->arrived, gridDim.x - 1) == gridDim.x - 1) {

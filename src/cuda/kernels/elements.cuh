@@ -1,7 +1,7 @@
 // Element types: inputs, FP8 conversion, absolute maxima, the fp32 scale rule.
 //
-// Inputs of every type are handled as 32-bit registers: one fp32 value each, or two 16-bit values.
-// Only inline PTX is used, so that no CUDA header is needed to compile.
+// Inputs of every type are processed as 32-bit registers: one fp32 value, or two 16-bit
+// values. Conversions use inline PTX, so that compiling needs no CUDA headers.
 #pragma once
 
 typedef unsigned char u8;
@@ -44,7 +44,7 @@ DEVICE u32 byte_permute(u32 a, u32 b, u32 selector) {
   return d;
 }
 
-/// Four rows of four bytes to four columns: each output word holds one column.
+/// Transposes four rows of four bytes. Each output word holds one column.
 DEVICE void transpose_4x4(u32 a, u32 b, u32 c, u32 d, u32 (&out)[4]) {
   u32 ab_low = byte_permute(a, b, 0x5140), ab_high = byte_permute(a, b, 0x7362);
   u32 cd_low = byte_permute(c, d, 0x5140), cd_high = byte_permute(c, d, 0x7362);
@@ -54,15 +54,17 @@ DEVICE void transpose_4x4(u32 a, u32 b, u32 c, u32 d, u32 (&out)[4]) {
   out[3] = byte_permute(ab_high, cd_high, 0x7632);
 }
 
-/// fp32 in: one element a register.
+/// fp32 input: one element per register.
 struct InF32 {
   static constexpr int PER_REG = 1;
   static constexpr int BYTES = 4;
   static DEVICE float get(u32 reg, int) { return __uint_as_float(reg); }
-  /// The same for a second use; of two elements a register by another instruction, where there is
-  /// one: results of equal ones would be kept in registers that there are not.
+  /// Returns the same value as `get`, for a second use. For types with two elements per
+  /// register, it uses a different instruction if there is one. Otherwise the compiler would
+  /// keep the results of the first use, and run out of registers.
   static DEVICE float get_again(u32 reg, int) { return __uint_as_float(reg); }
-  /// The larger magnitude, NaN if either is; its sign means nothing.
+  /// Returns the larger magnitude, or NaN if either is NaN. The sign of the result has no
+  /// meaning.
   static DEVICE u32 amax(u32 a, u32 b) {
     float d;
     asm("max.NaN.xorsign.abs.f32 %0, %1, %2;"
@@ -70,14 +72,14 @@ struct InF32 {
         : "f"(__uint_as_float(a)), "f"(__uint_as_float(b)));
     return __float_as_uint(d);
   }
-  /// The fp32 bits of an `amax` result's magnitude.
+  /// Returns the fp32 bits of the magnitude of an `amax` result.
   static DEVICE u32 amax_bits(u32 reg, int) { return reg & 0x7fffffffu; }
   static DEVICE u32 load(const void *p, i64 i) { return ((const u32 *)p)[i]; }
-  /// A register whose elements move down by one; the first of `next` comes in.
+  /// Moves the elements of a register down by one, and appends the first element of `next`.
   static DEVICE u32 shift_in(u32, u32 next) { return next; }
 };
 
-/// bf16 in: two elements a register, the first in the low half.
+/// bf16 input: two elements per register, the first in the low half.
 struct InBf16 {
   static constexpr int PER_REG = 2;
   static constexpr int BYTES = 2;
@@ -99,7 +101,7 @@ struct InBf16 {
   static DEVICE u32 shift_in(u32 reg, u32 next) { return byte_permute(reg, next, 0x5432); }
 };
 
-/// fp16 in: as bf16.
+/// fp16 input: two elements per register, the first in the low half.
 struct InF16 {
   static constexpr int PER_REG = 2;
   static constexpr int BYTES = 2;
@@ -122,14 +124,14 @@ struct InF16 {
   static DEVICE u32 shift_in(u32 reg, u32 next) { return byte_permute(reg, next, 0x5432); }
 };
 
-/// The bits that stand for a NaN in amaxes and scales: positive, quiet, without payload.
+/// The bits of every NaN in amaxes and scales: positive, quiet, without payload.
 #define NAN_BITS 0x7fc00000u
 
 DEVICE u32 canonical(u32 bits) { return bits > 0x7f800000u ? NAN_BITS : bits; }
 
 DEVICE u32 max_u32(u32 a, u32 b) { return a > b ? a : b; }
 
-/// How a scale is made from an absolute maximum (`ScaleRule` in format/scale.rs).
+/// How a scale is computed from an absolute maximum (`ScaleRule` in format/scale.rs).
 struct Rule {
   float epsilon;
   float margin;          // 2^margin
@@ -149,10 +151,10 @@ template <class F> DEVICE float scale_of(u32 amax_bits, const Rule &rule) {
 
 DEVICE float reciprocal(float scale) { return __fdiv_rn(1.0f, scale); }
 
-/// The code of one element.
+/// Returns the code of one element.
 template <class F> DEVICE u8 encode(float v) { return (u8)F::pair(v, 0.0f); }
 
-/// `WORDS` registers of input to bytes: four codes a word.
+/// Converts `WORDS` registers of input to codes, four per output word.
 template <class T, class F, int WORDS>
 DEVICE void encode_words(const u32 (&in)[WORDS], float q, u32 (&out)[WORDS * T::PER_REG / 4]) {
 #pragma unroll
@@ -167,18 +169,20 @@ DEVICE void encode_words(const u32 (&in)[WORDS], float q, u32 (&out)[WORDS * T::
   }
 }
 
-/// The bits of the absolute maximum of registers that hold `T::amax` results or raw elements.
+/// Returns the bits of the absolute maximum of a register that holds `T::amax` results or raw
+/// elements.
 template <class T> DEVICE u32 magnitude(u32 reg) {
   u32 m = T::amax_bits(reg, 0);
   return T::PER_REG == 2 ? max_u32(m, T::amax_bits(reg, T::PER_REG - 1)) : m;
 }
 
-/// The `T::amax` of the elements of a vector.
+/// Returns the `T::amax` of the elements of a vector.
 template <class T> DEVICE u32 vector_amax(const uint4 &v) {
   return T::amax(T::amax(v.x, v.y), T::amax(v.z, v.w));
 }
 
-/// The maximum over a block of up to 1024 threads, in all of its threads, or in its first warp.
+/// Returns the maximum over a block of up to 1024 threads, in all of its threads (ALL) or in
+/// its first warp.
 template <bool ALL> DEVICE u32 block_max(u32 m, u32 (&part)[32]) {
   m = __reduce_max_sync(0xffffffffu, m);
   int warps = blockDim.x >> 5, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -191,19 +195,21 @@ template <bool ALL> DEVICE u32 block_max(u32 m, u32 (&part)[32]) {
   return m;
 }
 
-/// The maximum over a block, in thread 0.
+/// Returns the maximum over a block, in thread 0.
 DEVICE u32 block_max(u32 m) {
   __shared__ u32 warps[32];
   return block_max<false>(m, warps);
 }
 
-/// How the blocks of a launch find a maximum over all of them, in a workspace: zero before and after it.
+/// The state of a maximum over all blocks of a launch, in a workspace. It is zero before and
+/// after a launch.
 struct GridMax {
   u32 max_bits;
   u32 arrived;
 };
 
-/// Adds a block's maximum; true in thread 0 of the last block, with the maximum of all in `m`.
+/// Adds a block's maximum. Returns true in thread 0 of the last block, with the maximum of all
+/// blocks in `m`.
 DEVICE bool last_of(GridMax *at, u32 blocks, u32 &m) {
   if (threadIdx.x != 0) return false;
   atomicMax(&at->max_bits, canonical(m));
@@ -214,13 +220,16 @@ DEVICE bool last_of(GridMax *at, u32 blocks, u32 &m) {
   return true;
 }
 
-/// What the last block of a delayed-scaling cast leaves behind.
+/// The outputs of a delayed-scaling cast, which the last block writes.
 ///
-/// `amax` is raised to the cast's maximum. A maximum that is NaN or Inf leaves it as it was, whatever
-/// it was. A NaN that stands there already (nothing here writes one; a reduction or a checkpoint may
-/// have) counts as nothing seen, whatever its sign and payload: the first finite maximum replaces it.
-/// An Inf that stands there stays. `scale` is used as it is: with a NaN every code is 0x7F, and
-/// `scale_used` gets its bits, payload included; if the maximum is not finite, the NaN without payload.
+/// `amax` is raised to the maximum of the cast. If that maximum is NaN or Inf, `amax` is
+/// unchanged. If `amax` is NaN (these kernels never write NaN, but a reduction or a checkpoint
+/// may have), the first finite maximum replaces it, whatever the sign and payload of the NaN.
+/// If `amax` is Inf, it stays Inf.
+///
+/// `scale` is used unchanged. If it is NaN, every code is 0x7F, and `scale_used` gets its
+/// bits, payload included. If the maximum is not finite, `scale_used` is the NaN without
+/// payload.
 struct Delayed {
   float *amax;
   float *scale_used;
@@ -229,13 +238,13 @@ struct Delayed {
 
 DEVICE void finish_delayed(const Delayed &d, float scale, u32 m) {
   bool finite = m < 0x7f800000u;
-  // fmaxf gives the number where the other is NaN.
+  // If one operand is NaN, fmaxf returns the other.
   if (finite) *d.amax = fmaxf(*d.amax, __uint_as_float(m));
   *d.scale_used = finite ? scale : __uint_as_float(NAN_BITS);
 }
 
-/// Of a launch over a list of tensors: the entry that a block belongs to, the last one that begins at
-/// or before it.
+/// For a launch over a list of tensors: returns the entry that a block belongs to, which is
+/// the last entry that begins at or before the block.
 template <class Args> DEVICE u32 entry_of(const Args &a, u32 block) {
   u32 low = 0, high = a.count;
   while (high - low > 1) {
@@ -246,7 +255,7 @@ template <class Args> DEVICE u32 entry_of(const Args &a, u32 block) {
   return low;
 }
 
-/// The block behind the last one of such an entry.
+/// Returns the block after the last block of an entry.
 template <class Args> DEVICE u32 end_of(const Args &a, u32 e) {
   return e + 1 < a.count ? a.entries[e + 1].first_block : a.blocks;
 }

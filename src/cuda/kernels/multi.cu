@@ -1,19 +1,19 @@
-// A list of contiguous tensors in one launch. The list travels in the kernel's parameters.
+// A list of contiguous tensors in one launch. The list is passed in the kernel's parameters.
 #include "elements.cuh"
 
 struct Entry {
   const void *x;         // 16-byte aligned
   u8 *codes;             // 16-byte aligned
   u64 n;
-  u32 first_block;       // of this tensor, in the launch
-  u32 index;             // of this tensor, in the caller's list
+  u32 first_block;       // of this tensor in the launch
+  u32 index;             // of this tensor in the caller's list
 };
 
 template <int N> struct MultiArgs {
   const float *scales;
   float *amaxes;
   float *scales_used;
-  GridMax *maxima;        // one an entry
+  GridMax *maxima;        // one per entry
   u32 count, blocks;
   Entry entries[N];
 };
@@ -44,7 +44,7 @@ template <class T, int N> DEVICE void multi_amax(const MultiArgs<N> &a) {
   u64 tail = vectors * PER + threadIdx.x;
   if (blockIdx.x == t.first_block && tail < n) m = max_u32(m, T::amax_bits(T::load(t.x, tail), 0));
   m = block_max(m);
-  // Zeroed before the launch.
+  // `amaxes` is set to zero before the launch.
   if (threadIdx.x == 0) atomicMax((u32 *)a.amaxes + t.index, canonical(m));
 }
 

@@ -1,7 +1,7 @@
 // MXFP8: 1x32 blocks rowwise, 32x1 columnwise, from one read.
 #include "mx_tile.cuh"
 
-/// 1x32 blocks rowwise, 32x1 columnwise.
+/// 1x32 blocks rowwise, 32x1 blocks columnwise.
 template <class T, class F> DEVICE void mx_lines(const TileArgs &a) {
   typedef TileShape<T> S;
   __shared__ __align__(16) u8 row_bytes[4][128];   // [block][row]
@@ -54,7 +54,7 @@ template <class T, class F> DEVICE void mx_lines(const TileArgs &a) {
               e8m0_byte<F>(T::amax_bits(unit[i], h), floor_rule);
     }
   }
-  // Found bytes are read by the warp that wrote them; given ones by all.
+  // Computed bytes are read by the warp that wrote them. Given ones are read by all warps.
   if (a.row_amax || a.col_amax) __syncthreads();
   else __syncwarp();
 
@@ -83,7 +83,8 @@ template <class T, class F> DEVICE void mx_lines(const TileArgs &a) {
                  [&](int i, int k) { return (u32)row_bytes[k][i]; });
   if (a.col) {
     i64 tiles_down = (row_blocks + 3) / 4;
-    // The last warp, so that the first one is not handed both directions' packed scales.
+    // Uses the last warp, so that the first warp does not store the packed scales of both
+    // directions.
     store_scales((u8 *)a.col_scale, a.col_scale_rs, a.col_scale_cs, packed,
                  a.flags & COL_SCALE_WORDS, S::THREADS - 1 - threadIdx.x, S::THREADS,
                  p.tile_col * tiles_down + p.tile_row, p.tile_col * 128, a.cols, p.tile_row * 4,

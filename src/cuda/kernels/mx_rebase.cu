@@ -1,7 +1,7 @@
-// Rebase of MXFP8 planes to one power-of-two fp32 scale a row or a column.
+// Rebase of MXFP8 planes to one power-of-two fp32 scale per row or column.
 //
-// Every code is rewritten for the largest scale of its line: code' = cvt(code * 2^(e_block - e)).
-// Only codes pushed into the format's subnormals lose bits.
+// Every code is rewritten for the largest scale of its line: code' = cvt(code * 2^(e_block -
+// e)). Codes lose bits only if they become subnormal in the format.
 #include "blocks.cuh"
 #include "values.cuh"
 
@@ -9,19 +9,20 @@ struct RebaseArgs {
   const u8 *codes;       // (rows, cols)
   const u8 *scales;      // (row blocks, column blocks of 32)
   u8 *out;               // (rows, cols), or (cols, rows)
-  float *out_scale;      // one a row of `out`
+  float *out_scale;      // one per row of `out`
   i64 codes_rs, codes_cs, scales_rs, scales_cs, out_rs, out_cs, out_scale_rs;
   i64 rows, cols;
   i64 block_rows;        // 1 or 32
   i64 tiles_across;
-  u32 flags;             // 1: `codes` in 16-byte (columns: 8-byte) vectors, 2: `out` in 16-byte
-                         // ones, 4: four scales are an aligned word, 8: a block a row
-  u32 unused;            // the struct ends on 8 bytes
+  u32 flags;             // 1: `codes` allows 16-byte (columns: 8-byte) loads, 2: `out` allows 16-byte
+                         // stores, 4: four scales are an aligned word, 8: one block per row
+  u32 unused;            // pads the struct to a multiple of 8 bytes
 };
 
-// Codes are exact in fp16, and so is their product with a power of two down to 2^-20 (E4M3, of 4
-// bits; E5M2: 2^-21), as fp16's last bit is 2^-24. Of what lies below that nothing is left whichever
-// way it is rounded: half the smallest code is 2^-10 (E5M2: 2^-17).
+// Codes are exact in fp16. Their product with a power of two is exact down to 2^-20 (E4M3,
+// which has 4 significant bits; E5M2: 2^-21), because the last bit of fp16 is 2^-24. Smaller
+// products become zero however they are rounded, because half the smallest code is 2^-10
+// (E5M2: 2^-17).
 struct CodesE4m3 : FromE4m3 {
   /// 448 * 2^-24 rounds to zero.
   static constexpr u32 LARGEST_SHIFT = 24;
@@ -47,26 +48,26 @@ DEVICE u32 times(u32 halves, u32 factors) {
   return d;
 }
 
-/// The larger of each two; the other of one that is NaN.
+/// Returns the larger of each pair of halves. If one is NaN, returns the other.
 DEVICE u32 larger(u32 a, u32 b) {
   u32 d;
   asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
 
-/// 2^-shift in both halves, for a shift of at most 24.
+/// Returns 2^-shift in both halves, for a shift of at most 24.
 DEVICE u32 halves_of_power(u32 shift) {
   u32 bits = shift <= 14 ? (15 - shift) << 10 : 1u << (24 - shift);
   return bits | bits << 16;
 }
 
-/// Scale byte as an exponent that never wins: 255 says NaN, whose block does not count.
+/// Returns a scale byte as a candidate for the maximum. 255 is NaN, and its block is ignored.
 DEVICE u32 countable(u32 byte) { return byte == 255u ? 0u : byte; }
 
-/// 2^(byte - base) for byte <= base, as one fp16 factor or two; NaN for 255.
+/// The factor 2^(byte - base) for byte <= base, as one fp16 factor or two; NaN for 255.
 template <class F> struct Factor {
   u32 first, second;
-  bool counts;                                       // no NaN block
+  bool counts;                                       // the block is not NaN
 
   DEVICE Factor(u32 byte, u32 base) {
     counts = byte != 255u;
@@ -75,7 +76,8 @@ template <class F> struct Factor {
     second = halves_of_power(shift - min(shift, 24u));
   }
 
-  /// Two codes as halves, rebased; `seen` keeps their magnitudes, NaN codes and blocks left out.
+  /// Rebases two codes, given as halves. `seen` collects their magnitudes, except for NaN
+  /// codes and blocks.
   DEVICE u16 apply(u32 halves, u32 &seen) const {
     if (counts) seen = larger(seen, halves & 0x7fff7fffu);
     u32 product = times(halves, first);
@@ -83,18 +85,19 @@ template <class F> struct Factor {
     return F::pair(product);
   }
 
-  /// Four codes, rebased.
+  /// Rebases four codes.
   DEVICE u32 word(u32 codes, u32 &seen_lo, u32 &seen_hi) const {
     u32 lo = apply(F::halves(codes), seen_lo);
     return lo | (u32)apply(F::halves(codes >> 16), seen_hi) << 16;
   }
 };
 
-/// Scale of a line whose largest byte is `base` (at least 1, which is 2^-126).
+/// Returns the scale of a line whose largest byte is `base` (at least 1, which is 2^-126).
 DEVICE float line_scale(u32 base) { return __uint_as_float(base << 23); }
 
-/// Along rows: a warp a row, which needs no barrier, or where these would be few a block of 256. Its
-/// first codes are on their way while it looks for its largest scale.
+/// Rebases along rows. A warp processes a row, which needs no barrier. If that would result in
+/// few blocks, a block of 256 threads processes a row. The first codes are loaded while the
+/// largest scale is computed.
 template <class F> DEVICE void rebase_rows(const RebaseArgs &a) {
   constexpr int LOADS = 8;
   __shared__ u32 part[8];
@@ -155,11 +158,12 @@ template <class F> DEVICE void rebase_rows(const RebaseArgs &a) {
   if (thread == 0) a.out_scale[row * a.out_scale_rs] = any ? line_scale(base) : 1.0f;
 }
 
-/// Along columns, transposed: a block takes a tile of 128x128 codes, a thread 16 rows of 8.
-/// `out_scale` is all ones before; a column gets its scale from every tile with a non-zero code.
-/// Each tile reads its columns' scales anew, which is not what it waits for: without that search it
-/// is no faster, and launches that found them once, and gave columns of zeros their 1 at the end,
-/// were slower (benches/RESULTS.md).
+/// Rebases along columns and transposes. A block processes a tile of 128x128 codes, and a
+/// thread 16 rows of 8 codes. `out_scale` must be all ones before. A column gets its scale
+/// from every tile that has a nonzero code. Each tile searches the scales of its columns, but
+/// does not wait for that: without the search the kernel was not faster. Separate launches
+/// that computed the maxima once, and set the scales of all-zero columns to 1 at the end, were
+/// slower (benches/RESULTS.md).
 template <class F> DEVICE void rebase_cols(const RebaseArgs &a) {
   constexpr int WARPS = 4;
   __shared__ u32 part[WARPS][4];
@@ -193,13 +197,13 @@ template <class F> DEVICE void rebase_cols(const RebaseArgs &a) {
     }
   }
 
-  // Its own scale is on its way too before any barrier.
+  // The thread's own scale is also loaded before any barrier.
   int k = col_in_tile / 32;
   const u8 *own = a.scales + row / a.block_rows * a.scales_rs + (tile_col * 4 + k) * a.scales_cs;
   bool inside = row < a.rows && col < a.cols;
   u32 byte = inside ? *own : 0;
 
-  // The largest byte of the tile's four columns of blocks, over all rows.
+  // The largest byte in each of the tile's four columns of blocks, over all rows.
   i64 row_blocks = (a.rows + a.block_rows - 1) / a.block_rows, blocks = (a.cols + 31) / 32;
   {
     u32 base[4] = {1, 1, 1, 1};

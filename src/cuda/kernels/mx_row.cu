@@ -1,29 +1,30 @@
-// MXFP8, 1x32 blocks in one direction at copy speed.
+// MXFP8 with 1x32 blocks in one direction, at the speed of a copy.
 //
-// A warp takes 1024 elements, 32 blocks: with compact scales 1024 neighbours of a contiguous
-// tensor, so that its scale bytes leave as one 32-byte sector; with packed ones 8 rows of 128
-// columns, so that a block of 512 threads fills one 128x4 tile.
-// Each 16-byte load instruction of a warp covers 512 (16-bit) or 128 (fp32) neighbours.
+// A warp processes 1024 elements, which are 32 blocks. With unpacked scales these are 1024
+// adjacent elements of a contiguous tensor, so that the scale bytes are written as one 32-byte
+// sector. With packed scales they are 8 rows of 128 columns, so that a block of 512 threads
+// writes one 128x4 tile. Each 16-byte load of a warp covers 512 (16-bit) or 128 (fp32)
+// adjacent elements.
 #include "blocks.cuh"
 
 struct MxRowArgs {
   const void *x;
   u8 *codes;
   u8 *scales;
-  i64 rows, cols;        // compact: 1 and the element count, a multiple of 32
+  i64 rows, cols;        // unpacked: 1, and the number of elements, a multiple of 32
   i64 x_rs, codes_rs;    // packed only
   i64 tiles_across;      // packed only
   u32 floor_rule;
-  u32 unused;            // the struct ends on 8 bytes
+  u32 unused;            // pads the struct to a multiple of 8 bytes
 };
 
 template <class T> struct MxRow;
 
-/// fp32: 8 groups of 4 elements a thread; 8 lanes share a block.
+/// fp32: 8 groups of 4 elements per thread. 8 lanes share a block.
 template <> struct MxRow<InF32> {
   static constexpr int GROUPS = 8, ELEMENTS = 4, LANES = 8, VECTORS = 1;
 };
-/// 16-bit: 2 groups of 16 elements a thread; 2 lanes share a block.
+/// 16-bit types: 2 groups of 16 elements per thread. 2 lanes share a block.
 struct MxRow16 {
   static constexpr int GROUPS = 2, ELEMENTS = 16, LANES = 2, VECTORS = 2;
 };
@@ -32,8 +33,8 @@ template <> struct MxRow<InF16> : MxRow16 {};
 
 template <class T, class F, bool PACKED> DEVICE void mx_row(const MxRowArgs &a) {
   typedef MxRow<T> S;
-  constexpr int WORDS = 4 * S::VECTORS;              // registers a group
-  constexpr int SPAN = 32 * S::ELEMENTS;             // elements of a warp's group
+  constexpr int WORDS = 4 * S::VECTORS;              // registers per group
+  constexpr int SPAN = 32 * S::ELEMENTS;             // elements of a group over all lanes
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   i64 tile_row = 0, tile_col = 0, warp_at = 0;
   if (PACKED) {
@@ -48,7 +49,7 @@ template <class T, class F, bool PACKED> DEVICE void mx_row(const MxRowArgs &a) 
 #pragma unroll
   for (int g = 0; g < S::GROUPS; g++) {
     if (PACKED) {
-      int e = g * SPAN + lane * S::ELEMENTS;         // in the warp's 8x128
+      int e = g * SPAN + lane * S::ELEMENTS;         // in the warp's 8x128 elements
       i64 r = tile_row * 128 + warp * 8 + e / 128, c = tile_col * 128 + e % 128;
       inside[g] = r < a.rows && c < a.cols;
       from[g] = (const char *)a.x + (r * a.x_rs + c) * T::BYTES;
@@ -105,7 +106,8 @@ template <class T, class F, bool PACKED> DEVICE void mx_row(const MxRowArgs &a) 
 
 #pragma unroll
   for (int g = 0; g < S::GROUPS; g++) {
-    // The lane of this block that holds group g's byte: fold_halves takes the high bit first.
+    // The lane of this block that holds group g's byte. `fold_halves` halves the highest bit
+    // of g first.
     int owner = S::LANES == 2 ? g : (g >> 2 & 1) | (g & 2) | (g & 1) << 2;
     u32 b = __shfl_sync(0xffffffffu, byte, (lane & ~(S::LANES - 1)) | owner);
     float f = e8m0_factor(b);
@@ -129,7 +131,8 @@ template <class T, class F, bool PACKED> DEVICE void mx_row(const MxRowArgs &a) 
 
   int block = group * (SPAN / 32) + lane / S::LANES; // in the warp's 32 blocks
   if (PACKED) {
-    // The warp's blocks are 8 rows of 4; zeros outside the tensor give byte 0, the padding.
+    // The warp's blocks are 8 rows of 4. Zeros outside the tensor yield byte 0, which is the
+    // padding.
     __shared__ __align__(16) u8 tile[512];
     int r = warp * 8 + block / 4;
     tile[(r % 32) * 16 + r / 32 * 4 + block % 4] = byte;

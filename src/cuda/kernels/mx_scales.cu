@@ -1,20 +1,21 @@
 // The packed 128x4 layout of E8M0 scales, and its inverse.
 //
-// Scales (line r, block c) of a plane, padded to (128a, 4b), lie in tiles of 128x4, tiles
-// row-major, each as 32 rows of 16 bytes: (r % 32, r / 32 * 4 + c). Padding is byte 0.
+// The scales (line r, block c) of a plane are padded to (128a, 4b) and stored in row-major
+// tiles of 128x4. A tile is 32 rows of 16 bytes, and its scale (r, c) is at (r % 32, r / 32 *
+// 4 + c). Padding bytes are 0.
 #include "blocks.cuh"
 
 struct PackArgs {
   u8 *scales;            // (row blocks, blocks)
-  u8 *packed;            // 512 bytes a tile
+  u8 *packed;            // 512 bytes per tile
   i64 scales_rs, scales_cs;
-  i64 lines, blocks;     // rows of the plane, scales a row
+  i64 lines, blocks;     // rows of the plane, scales per row
   i64 block_rows;        // rows that share a scale
   i64 tiles_across;
   i64 words;             // of `packed`
 };
 
-/// One thread a word of four scales.
+/// One thread per word of four scales.
 extern "C" __global__ void mx_pack(const __grid_constant__ PackArgs a) {
   i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= a.words) return;
@@ -31,7 +32,7 @@ extern "C" __global__ void mx_pack(const __grid_constant__ PackArgs a) {
   ((u32 *)a.packed)[i] = word;
 }
 
-/// One thread a scale; `lines` counts rows of blocks here.
+/// One thread per scale. `lines` is the number of rows of blocks here.
 extern "C" __global__ void mx_unpack(const __grid_constant__ PackArgs a) {
   i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   i64 r = i / a.blocks, c = i - r * a.blocks;

@@ -1,7 +1,7 @@
 // MXFP8: 32x32 blocks.
 #include "mx_tile.cuh"
 
-/// 32x32 blocks: one scale serves both directions.
+/// 32x32 blocks. One scale applies to both directions.
 template <class T, class F> DEVICE void mx_square(const TileArgs &a) {
   typedef TileShape<T> S;
   __shared__ u8 block_bytes[4][4];                 // [row block][column block]
@@ -23,7 +23,7 @@ template <class T, class F> DEVICE void mx_square(const TileArgs &a) {
   }
   u32 byte = e8m0_byte<F>(bits, a.flags & FLOOR_RULE);
   float f = e8m0_factor(byte);
-  // Every thread of a block writes the same byte.
+  // All threads of a block of scales write the same byte.
   block_bytes[p.row_in_tile / 32][p.col_in_tile / 32] = byte;
 
   if (a.row)

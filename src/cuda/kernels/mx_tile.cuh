@@ -1,9 +1,10 @@
-// What the MXFP8 tile kernels share: their scale bytes.
+// Shared by the MXFP8 tile kernels: storing scale bytes.
 #pragma once
 #include "tile.cuh"
 
-/// Stores the tile's scale bytes of one direction. `line(i, k)` is the byte of line i (a row of the
-/// plane, 0..128 in the tile) and its block k (0..4); `first_line` is line 0's index in the plane.
+/// Stores the tile's scale bytes of one direction. `line(i, k)` returns the byte of line i (a
+/// row of the plane, 0..128 in the tile) and its block k (0..4). `first_line` is the index of
+/// line 0 in the plane.
 template <class Line>
 DEVICE void store_scales(u8 *to, i64 rs, i64 cs, bool packed, bool words, int thread, int threads,
                          i64 tile, i64 first_line, i64 lines, i64 first_block, i64 blocks,

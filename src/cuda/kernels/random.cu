@@ -1,4 +1,4 @@
-// Fills a tensor with random numbers by position.
+// Fills a tensor with random numbers that depend on an element's position only.
 #include "philox.cuh"
 #include "values.cuh"
 
@@ -6,13 +6,14 @@ struct RandomArgs {
   void *x;
   u64 rows, cols;
   i64 x_rs, x_cs;
-  const float *step;     // may be null: step 0
+  const float *step;     // step 0 if null
   u64 seed, offset;
   float low, high;
   u32 contiguous, stream;
 };
 
-/// A thread makes the elements of one block of words: four neighbours, or the first or last few.
+/// A thread computes the elements of one block of words: four adjacent elements, or fewer at
+/// the start and end.
 template <class O> DEVICE void random_uniform(const RandomArgs &a) {
   u64 n = a.rows * a.cols, block = (u64)blockIdx.x * 256 + threadIdx.x;
   i64 first = (i64)(block * 4) - (i64)(a.offset & 3u);

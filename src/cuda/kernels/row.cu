@@ -1,7 +1,7 @@
-// One fp32 scale a row, rowwise output alone, from one read.
+// Quantization with one fp32 scale per row, rowwise only, from one read.
 #include "blocks.cuh"
 
-/// Largest of `bits` over the block; all threads get it.
+/// Returns the largest of `bits` over the block, in all threads.
 DEVICE u32 block_max_for_all(u32 bits) {
   __shared__ u32 part[32];
   return block_max<true>(bits, part);
@@ -12,21 +12,22 @@ struct RowArgs {
   u8 *codes;
   float *scale;         // (rows)
   const float *amax;    // (rows) or null
-  const float *fold;    // (cols), contiguous, 16-byte aligned, or null
+  const float *column_scale;  // (cols), contiguous, 16-byte aligned, or null
   i64 x_rs, codes_rs, scale_rs, amax_rs;
   i64 cols;
   Rule rule;
-  u32 unused;           // the struct ends on 8 bytes
+  u32 unused;           // pads the struct to a multiple of 8 bytes
 };
 
-/// Counts vectors of a row: 32 bits where the row is held in registers, 64 where it has any length
-/// (2^31 vectors are 2^33 elements of fp32).
+/// Type of vector indices in a row: 32 bits if the row is held in registers, and 64 bits for
+/// rows of any length (2^31 vectors are 2^33 elements of fp32).
 template <int VECTORS> struct Count { typedef int type; };
 template <> struct Count<0> { typedef i64 type; };
 
-/// Rowwise with the row in registers: a block a row, `VECTORS` 16-byte vectors a thread, or, with
-/// VECTORS 0, a row of any length read twice. Factors of a folded row are applied before anything.
-template <class T, class F, int VECTORS, bool FOLD> DEVICE void row_scaled(const RowArgs &a) {
+/// Quantizes a row that is held in registers. A block processes a row, and a thread `VECTORS`
+/// 16-byte vectors. With VECTORS 0, the row may have any length and is read twice. Column
+/// scales are applied before the maximum is computed.
+template <class T, class F, int VECTORS, bool COLUMN_SCALE> DEVICE void row_scaled(const RowArgs &a) {
   constexpr int COLS = 4 * T::PER_REG;
   constexpr int HELD = VECTORS ? VECTORS : 1;
   typedef typename Count<VECTORS>::type N;
@@ -35,22 +36,22 @@ template <class T, class F, int VECTORS, bool FOLD> DEVICE void row_scaled(const
   N vectors = a.cols / COLS;
 
   uint4 held[HELD];
-  // The values of a vector, folded.
+  // The values of a vector, multiplied by the column scales.
   auto values = [&](const uint4 &v, N i, float (&out)[COLS]) {
     u32 w[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int j = 0; j < COLS; j++) out[j] = T::get(w[j / T::PER_REG], j % T::PER_REG);
-    if (FOLD) {
+    if (COLUMN_SCALE) {
 #pragma unroll
       for (int j = 0; j < COLS; j += 4) {
-        float4 f = ((const float4 *)a.fold)[(i * COLS + j) / 4];
+        float4 f = ((const float4 *)a.column_scale)[(i * COLS + j) / 4];
         out[j] *= f.x, out[j + 1] *= f.y, out[j + 2] *= f.z, out[j + 3] *= f.w;
       }
     }
   };
   auto maximum = [&](const uint4 &v, N i) {
     u32 bits = 0;
-    if (FOLD) {
+    if (COLUMN_SCALE) {
       float x[COLS];
       values(v, i, x);
 #pragma unroll
@@ -82,7 +83,7 @@ template <class T, class F, int VECTORS, bool FOLD> DEVICE void row_scaled(const
 #pragma unroll
       for (int k = 0; k < HELD; k++) {
         int i = threadIdx.x + k * blockDim.x;
-        if (!FOLD || i < vectors) bits = max(bits, maximum(held[k], i));
+        if (!COLUMN_SCALE || i < vectors) bits = max(bits, maximum(held[k], i));
       }
     }
   } else if (!a.amax) {

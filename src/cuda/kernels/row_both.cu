@@ -1,4 +1,5 @@
-// One fp32 scale a row for the rowwise output and a column for the columnwise one, maxima known.
+// One fp32 scale per row for the rowwise output and per column for the columnwise output. The
+// maxima are computed before.
 #include "scaled.cuh"
 
 #define KERNEL(NAME, T, F)                                                              \

@@ -6,10 +6,11 @@
 enum Blocks {
   LINES_128,    // 1x128 rowwise, 128x1 columnwise
   SQUARE_128,   // 128x128
-  WHOLE_LINES,  // a row rowwise, a column columnwise; maxima or scales are given
+  WHOLE_LINES,  // whole rows rowwise, whole columns columnwise; maxima or scales are given
 };
 
-/// Quantizes one tile; thread t turns the maxima of the tile's row t and column t into factors.
+/// Quantizes one tile. Thread t converts the maxima of the tile's row t and column t to
+/// factors.
 template <class T, class F, Blocks KIND> DEVICE void scaled_tile(const TileArgs &a) {
   typedef TileShape<T> S;
   __shared__ u32 row_part[S::WARPS_ACROSS][128];
@@ -112,13 +113,16 @@ template <class T, class F, Blocks KIND> DEVICE void scaled_tile(const TileArgs 
   if (a.row) {
     const float *f = row_factor + p.row_in_tile;
     if (KIND == WHOLE_LINES) {
-      // Without a fold the factor is 1, which changes no byte: one piece of code less.
-      float fold[S::COLS];
+      // Without column scales the factor is 1, which changes no byte and avoids a second copy
+      // of this code.
+      float column_scale[S::COLS];
 #pragma unroll
       for (int j = 0; j < S::COLS; j++)
-        fold[j] = a.fold && p.col + j < a.cols ? a.fold[(p.col + j) * a.fold_cs] : 1.0f;
+        column_scale[j] = a.column_scale && p.col + j < a.cols
+                              ? a.column_scale[(p.col + j) * a.column_scale_cs]
+                              : 1.0f;
       store_rows<T, F>(a, p, d, [&](int r) { return f[r]; },
-                       [&](int j, float x) { return x * fold[j]; });
+                       [&](int j, float x) { return x * column_scale[j]; });
     } else {
       store_rows<T, F>(a, p, d, [&](int r) { return f[r]; }, [](int, float x) { return x; });
     }

@@ -1,7 +1,7 @@
-// Any strides, any alignment, any size: tiles of 32x32 through shared memory.
+// Views with any strides, any alignment and any size, in tiles of 32x32 through shared memory.
 //
-// Reads follow the input's shorter stride and writes each output's, so that a transposed view is as
-// good as a contiguous one.
+// Loads run along the input's shorter stride, and stores along each output's, so that a
+// transposed view is as fast as a contiguous one.
 #include "elements.cuh"
 
 struct StridedArgs {
@@ -14,7 +14,7 @@ struct StridedArgs {
   i64 columnwise_rs, columnwise_cs;
   i64 tiles_across;
   const float *scale;
-  Delayed delayed;       // no grid_max: amaxes are not followed
+  Delayed delayed;       // without grid_max, amaxes are not recorded
 };
 
 template <class T, class F> DEVICE void strided_cast(const StridedArgs &a) {
@@ -53,7 +53,7 @@ FOR_TYPES(STRIDED)
 
 struct StridedAmaxArgs {
   const void *x;
-  i64 rows, cols;        // the last dim is the one of the shorter stride
+  i64 rows, cols;        // the last dimension has the shorter stride
   i64 x_rs, x_cs;
   float *out;
   GridMax *grid_max;

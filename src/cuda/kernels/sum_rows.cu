@@ -1,4 +1,5 @@
-// The sum of rows of bf16 in fp32, from the first row to the last, divided (format/sum.rs).
+// The sum of the rows of a bf16 matrix in fp32, from first to last, divided by `divisor`
+// (format/sum.rs).
 #include "values.cuh"
 
 struct SumRowsArgs {
@@ -10,16 +11,16 @@ struct SumRowsArgs {
   float divisor;
 };
 
-/// Rows whose loads a thread has in flight at once.
+/// Number of rows that a thread loads at a time.
 #define DEPTH 4
 
 DEVICE float divided(float sum, float divisor) {
   return __uint_as_float(OutF32::bits(__fdiv_rn(sum, divisor)));
 }
 
-/// One column, wherever its elements are.
+/// Sums one column of any strides.
 DEVICE void sum_column(const SumRowsArgs &a, u64 col) {
-  float sum = -0.0f;  // adding to it changes no value
+  float sum = -0.0f;  // adding to -0 changes no value
   for (u64 row = 0; row < a.rows; row++) {
     u32 value = InBf16::load(a.x, (i64)row * a.x_rs + (i64)col * a.x_cs);
     sum = __fadd_rn(sum, InBf16::get(value, 0));
@@ -27,7 +28,8 @@ DEVICE void sum_column(const SumRowsArgs &a, u64 col) {
   a.out[(i64)col * a.out_cs] = divided(sum, a.divisor);
 }
 
-/// Eight columns: a 16-byte load a row, of which DEPTH are in flight, and two 16-byte stores.
+/// Sums eight columns with a 16-byte load per row, of which DEPTH are in flight, and two
+/// 16-byte stores.
 DEVICE void sum_columns(const SumRowsArgs &a, u64 first) {
   float sums[8];
 #pragma unroll
@@ -54,7 +56,7 @@ DEVICE void sum_columns(const SumRowsArgs &a, u64 first) {
                         divided(sums[4 * i + 2], a.divisor), divided(sums[4 * i + 3], a.divisor));
 }
 
-/// Rows and `out` are 16-byte aligned, elements next to each other.
+/// Rows and `out` are contiguous and 16-byte aligned.
 extern "C" __global__ void __launch_bounds__(256)
     sum_rows(const __grid_constant__ SumRowsArgs a) {
   u64 first = ((u64)blockIdx.x * 256 + threadIdx.x) * 8;

@@ -1,32 +1,33 @@
-// Quantization of a 128x128 tile to blocks, in one or both directions, from one read.
+// Block quantization of a 128x128 tile in one or both directions, from one read.
 //
-// A thread holds 16 rows of 16 bytes in registers; a warp is 8 lanes across and 4 down, so that
-// row-major codes leave in 64-byte and transposed codes in 64-byte pieces. Values are converted
-// once for each direction: that is cheaper than permuting bytes. Block maxima move by shuffles,
-// scale bytes and factors through a little shared memory.
+// A thread holds 16 rows of 16 bytes in registers. A warp is 8 lanes across and 4 down, so
+// that both row-major and transposed codes are written in pieces of 64 bytes. Values are
+// converted once per direction, which is cheaper than permuting bytes. Block maxima are
+// exchanged by shuffles, and scale bytes and factors through a little shared memory.
 //
-// `rows_before` shifts the tile grid up: a shard that starts inside a block has its blocks where the
-// whole tensor has them. Positions in the shifted grid are "virtual" rows here.
+// `rows_before` shifts the tile grid up, so that a shard that starts inside a block has the
+// block boundaries of the whole tensor. Positions in the shifted grid are called "virtual"
+// rows.
 #pragma once
 #include "blocks.cuh"
 
-/// Launch argument of every tile kernel; mirrored by `TileArgs` in the launch code.
+/// The arguments of every tile kernel, mirrored by `TileArgs` in the launch code.
 struct TileArgs {
   const void *x;                     // (rows, cols)
   u8 *row;                           // codes (rows, cols), or null
   u8 *col;                           // codes (cols, rows), or null
   void *row_scale;                   // with `row`
   void *col_scale;                   // with `col`; indexed (column, row block)
-  const float *row_amax;             // given maxima, indexed as row_scale, or null
-  const float *col_amax;             // the same for col_scale
-  const float *fold;                 // per-column factors of the rowwise output, or null
+  const float *row_amax;             // given maxima, indexed like row_scale, or null
+  const float *col_amax;             // given maxima, indexed like col_scale, or null
+  const float *column_scale;         // per-column factors of the rowwise output, or null
   i64 x_rs, x_cs, row_rs, row_cs, col_rs, col_cs;
   i64 row_scale_rs, row_scale_cs, col_scale_rs, col_scale_cs;
-  i64 row_amax_rs, row_amax_cs, col_amax_rs, col_amax_cs, fold_cs;
+  i64 row_amax_rs, row_amax_cs, col_amax_rs, col_amax_cs, column_scale_cs;
   i64 rows, cols;
   i64 rows_before;                   // rows of the first block that lie before this view
   i64 tiles_across;
-  Rule rule;                         // of fp32 scales
+  Rule rule;                         // for fp32 scales
   u32 flags;
 };
 
@@ -34,32 +35,32 @@ enum : u32 {
   X_VECTORS = 1,      // rows of x are contiguous and 16-byte aligned
   ROW_VECTORS = 2,    // rows of `row` are contiguous and 8-byte aligned
   COL_VECTORS = 4,    // rows of `col` are contiguous and 16-byte aligned; rows_before in 16s
-  PACKED = 8,         // scales leave in the 128x4 layout
+  PACKED = 8,         // scales are stored in the 128x4 layout
   FLOOR_RULE = 16,
-  ROW_SCALE_WORDS = 32,  // four neighbouring scale bytes can be stored as one word
+  ROW_SCALE_WORDS = 32,  // four adjacent scale bytes can be stored as one word
   COL_SCALE_WORDS = 64,
-  FOUND = 128,           // row_amax and col_amax are row_scale and col_scale: they hold maxima with
-                         // the bit MAXIMUM, or what other tiles have made of these. What found them
-                         // has left the end of x in the L2, which is taken first
+  FOUND = 128,           // row_amax and col_amax point to row_scale and col_scale. These hold maxima
+                         // marked with MAXIMUM, or scales that other tiles computed from them. The
+                         // kernel before left the end of x in L2, so tiles start from the end.
 };
 
-/// Marks what stands in the place of a scale, which is positive: a maximum.
+/// Marks a maximum that is stored in the place of a scale. Scales are positive.
 #define MAXIMUM 0x80000000u
 
 template <class T> struct TileShape {
-  static constexpr int COLS = 4 * T::PER_REG;       // of a thread
+  static constexpr int COLS = 4 * T::PER_REG;       // per thread
   static constexpr int WARPS_ACROSS = 128 / (8 * COLS);
   static constexpr int THREADS = 64 * WARPS_ACROSS;
-  static constexpr int UNITS = 16 / T::PER_REG;     // registers that hold 16 rows' maxima
+  static constexpr int UNITS = 16 / T::PER_REG;     // registers for the maxima of 16 rows
 };
 
-/// Where this thread sits, and what part of the tensor it holds.
+/// The position of a thread, and the part of the tensor that it holds.
 template <class T> struct TilePlace {
   typedef TileShape<T> S;
   int lane, row_in_tile, col_in_tile;
-  i64 tile_row, tile_col;            // of the tile, in tiles
-  i64 row, col;                      // of the thread's first element; row may be negative
-  bool rows_inside, cols_inside;     // of the thread's 16 rows and COLS columns: all of them
+  i64 tile_row, tile_col;            // position of the tile, in tiles
+  i64 row, col;                      // the thread's first element; row may be negative
+  bool rows_inside, cols_inside;     // whether all 16 rows and all COLS columns are inside
 
   template <class Args> DEVICE TilePlace(const Args &a, u32 block = blockIdx.x) {
     lane = threadIdx.x & 31;
@@ -76,7 +77,7 @@ template <class T> struct TilePlace {
   }
 };
 
-/// Loads the 16 rows of `p`, a TilePlace or what else says where the thread sits; zeros outside.
+/// Loads the 16 rows at `p`, a TilePlace or a similar struct. Elements outside are zero.
 template <class T, class Args, class Place>
 DEVICE void load_tile(const Args &a, const Place &p, u32 (&d)[16][4]) {
   constexpr int COLS = TileShape<T>::COLS;
@@ -99,8 +100,9 @@ DEVICE void load_tile(const Args &a, const Place &p, u32 (&d)[16][4]) {
     }
     return;
   }
-  // Element by element, of all 16 rows at once: each enters its row's registers from above. One loop
-  // a row would take the driver's compiler twice as long as all the rest of a kernel.
+  // Loads element by element, for all 16 rows at a time. Each element is shifted into its
+  // row's registers from above. With one loop per row, the driver's compiler would take twice
+  // as long as for the rest of a kernel.
 #pragma unroll
   for (int r = 0; r < 16; r++) d[r][0] = d[r][1] = d[r][2] = d[r][3] = 0;
   const char *at = (const char *)a.x + (p.row * a.x_rs + p.col * a.x_cs) * T::BYTES;
@@ -120,7 +122,8 @@ DEVICE void load_tile(const Args &a, const Place &p, u32 (&d)[16][4]) {
   }
 }
 
-/// Absolute maxima of the thread's 16 rows, two a register for 16-bit inputs.
+/// Computes the absolute maxima of the thread's 16 rows. A register holds two of them for
+/// 16-bit inputs.
 template <class T>
 DEVICE void row_maxima(const u32 (&d)[16][4], u32 (&unit)[TileShape<T>::UNITS]) {
 #pragma unroll
@@ -136,7 +139,7 @@ DEVICE void row_maxima(const u32 (&d)[16][4], u32 (&unit)[TileShape<T>::UNITS]) 
   }
 }
 
-/// Absolute maxima of the thread's columns over its 16 rows.
+/// Computes the absolute maxima of the thread's columns over its 16 rows.
 template <class T> DEVICE void col_maxima(const u32 (&d)[16][4], u32 (&unit)[4]) {
 #pragma unroll
   for (int k = 0; k < 4; k++) {
@@ -151,8 +154,9 @@ template <class T> DEVICE void col_maxima(const u32 (&d)[16][4], u32 (&unit)[4])
   }
 }
 
-/// The absolute maximum of the 32x32 elements around the thread's, from its columns': in all lanes
-/// that share them (`magnitude` gives its bits).
+/// Returns the absolute maximum of the 32x32 elements around the thread's elements, given the
+/// maxima of its columns. All lanes that share the elements get the result (`magnitude`
+/// converts it to bits).
 template <class T> DEVICE u32 square_maximum(const u32 (&unit)[4]) {
   u32 m = T::amax(T::amax(unit[0], unit[1]), T::amax(unit[2], unit[3]));
 #pragma unroll
@@ -160,10 +164,11 @@ template <class T> DEVICE u32 square_maximum(const u32 (&unit)[4]) {
   return T::amax(m, shuffle_xor(m, 8));
 }
 
-/// Stores the rowwise codes; `factor(r)` scales row r, `fold(j)` column j.
-template <class T, class F, class Factor, class Fold>
+/// Stores the rowwise codes. `factor(r)` scales row r, and `column_scale(j, x)` scales x in
+/// column j.
+template <class T, class F, class Factor, class ColumnScale>
 DEVICE void store_rows(const TileArgs &a, const TilePlace<T> &p, const u32 (&d)[16][4],
-                       Factor factor, Fold fold) {
+                       Factor factor, ColumnScale column_scale) {
   constexpr int COLS = TileShape<T>::COLS;
   bool vectors = (a.flags & ROW_VECTORS) && p.cols_inside;
   u8 *at = a.row + p.row * a.row_rs + p.col * a.row_cs;
@@ -175,7 +180,7 @@ DEVICE void store_rows(const TileArgs &a, const TilePlace<T> &p, const u32 (&d)[
     for (int j = 0; j < COLS; j += 2) {
       float lo = T::get(d[r][j / T::PER_REG], 0);
       float hi = T::get(d[r][(j + 1) / T::PER_REG], T::PER_REG - 1);
-      u32 two = F::pair(fold(j, lo) * f, fold(j + 1, hi) * f);
+      u32 two = F::pair(column_scale(j, lo) * f, column_scale(j + 1, hi) * f);
       word[j / 4] |= two << (j % 4 * 8);
     }
     bool inside = p.rows_inside || (p.row + r >= 0 && p.row + r < a.rows);
@@ -192,7 +197,7 @@ DEVICE void store_rows(const TileArgs &a, const TilePlace<T> &p, const u32 (&d)[
   }
 }
 
-/// Stores the transposed codes; `factor(j)` scales column j.
+/// Stores the transposed codes. `factor(j)` scales column j.
 template <class T, class F, class Factor>
 DEVICE void store_cols(const TileArgs &a, const TilePlace<T> &p, const u32 (&d)[16][4],
                        Factor factor) {
@@ -225,5 +230,5 @@ DEVICE void store_cols(const TileArgs &a, const TilePlace<T> &p, const u32 (&d)[
   }
 }
 
-/// Four blocks an SM: without the bound a thread would take 148 registers.
+/// Four blocks per SM. Without the bound, a thread would take 148 registers.
 #define TILE_BOUNDS(T) __launch_bounds__(TileShape<T>::THREADS, 512 / TileShape<T>::THREADS)

@@ -1,8 +1,8 @@
-// From codes to values, and from values to elements of every type.
+// Conversion of codes to values, and of values to elements of every type.
 #pragma once
 #include "elements.cuh"
 
-/// The values of two codes in the low 16 bits.
+/// Decodes the two codes in the low 16 bits.
 struct FromE4m3 {
   static DEVICE u32 halves(u32 codes) {
     u32 d;

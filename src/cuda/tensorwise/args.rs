@@ -1,4 +1,5 @@
-//! What the kernels take: the structs of these names in `kernels/elements.cuh` and in each module's source.
+//! The argument structs of the kernels. The structs with the same names are in `kernels/elements.cuh` and in
+//! each module's source.
 
 use crate::cuda::driver::Args;
 use crate::spec::ScaleRule;
@@ -45,15 +46,16 @@ pub(super) struct Current {
 }
 
 impl Current {
-    /// Slots of the workspace (`struct GridMax`) in the place of one barrier (`struct GridBarrier`).
+    /// Number of workspace slots (`struct GridMax`) that one barrier (`struct GridBarrier`) takes.
     pub(super) const SLOTS: usize = 3;
-    /// In `kernels/current.cuh`.
+    /// Defined in `kernels/current.cuh`.
     const MOST_OWN: u64 = 2048;
 
-    /// A launch of so many blocks over so many pieces. A block has room for two that it keeps.
+    /// Creates the arguments of a launch of `blocks` blocks over `pieces` pieces. A block can keep two
+    /// pieces.
     pub(super) fn new(rule: ScaleRule, scale: *mut u8, barrier: *mut u8, pieces: u64, blocks: u64) -> Self {
         let common = pieces.saturating_sub((2 * blocks).min(Self::MOST_OWN));
-        // 2^32 pieces are 2^46 elements: more than any device holds.
+        // 2^32 pieces are 2^46 elements, more than any device holds.
         let [pieces, common] = [pieces, common].map(|count| count as u32);
         Self { scale, barrier, rule: rule.into(), pieces, common }
     }
@@ -176,21 +178,22 @@ pub(super) struct MultiArgs<const N: usize> {
     pub(super) entries: [Entry; N],
 }
 
-// SAFETY: each is `repr(C)` and mirrors the struct of that name in the kernels; sizes are tested.
+// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
 unsafe impl Args for AmaxArgs {}
-// SAFETY: the same.
+// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
 unsafe impl Args for StridedAmaxArgs {}
-// SAFETY: the same.
+// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
 unsafe impl Args for ScaleArgs {}
-// SAFETY: the same.
+// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
 unsafe impl Args for CastArgs {}
-// SAFETY: the same.
+// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
 unsafe impl Args for CastTransposeArgs {}
-// SAFETY: the same.
+// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
 unsafe impl Args for CurrentCastArgs {}
-// SAFETY: the same.
+// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
 unsafe impl Args for CurrentCastTransposeArgs {}
-// SAFETY: the same.
+// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
 unsafe impl Args for StridedArgs {}
-// SAFETY: the same.
+// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct,
+// for any N.
 unsafe impl<const N: usize> Args for MultiArgs<N> {}

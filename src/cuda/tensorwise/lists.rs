@@ -1,4 +1,4 @@
-//! Lists of tensors, in as few launches as their types allow.
+//! Operations on lists of tensors, in as few launches as the types of the tensors allow.
 
 use super::args::{Delayed, Entry, MultiArgs};
 use super::{AMAX, Cast, STRIDED_AMAX, cast, find_amax};
@@ -10,7 +10,7 @@ use crate::error::Error;
 use crate::layout::{View, ViewMut};
 use crate::spec::{ScaleRule, Stream};
 
-/// Entries of the two sizes of [`MultiArgs`]: small parameters launch faster.
+/// Number of entries in the two sizes of [`MultiArgs`]. Small parameters launch faster.
 const SHORT: usize = 64;
 const LONG: usize = 1000;
 const _: () = assert!(LONG <= PER_CHUNK);
@@ -29,28 +29,28 @@ pub(super) fn kernels() -> Vec<&'static Kernel> {
     [&AMAX_SHORT, &AMAX_LONG].into_iter().flatten().chain(by_types).collect()
 }
 
-/// No tensor: what is behind the entries of a launch.
+/// The unused entries of a launch.
 const NONE: Entry =
     Entry { x: std::ptr::null(), codes: std::ptr::null_mut(), n: 0, first_block: 0, index: 0 };
 
-/// The pointer to element `i` of a one-row list of fp32.
+/// Returns the pointer to element `i` of an fp32 list.
 fn element(list: *mut u8, col_stride: isize, i: usize) -> *mut u8 {
     list.wrapping_offset(col_stride * 4 * i as isize)
 }
 
-/// Whether a list kernel takes the tensor; the others are launched one by one.
+/// Whether a list kernel supports the tensor. Other tensors are launched one by one.
 fn listed(x: &View, out: Option<&ViewMut>) -> bool {
     contiguous_and_aligned(x)
         && x.numel() < 1 << 40
         && out.is_none_or(|o| o.is_contiguous() && aligned(o.ptr(), 16))
 }
 
-/// The step from an element to the next: a one-row view, or a one-column one.
+/// Returns the distance between elements of a view with one row or one column.
 fn list_step(rows: usize, row_stride: isize, col_stride: isize) -> isize {
     if rows == 1 { col_stride } else { row_stride }
 }
 
-/// Launches one kernel for each run of entries that share an input type (and a format).
+/// Launches one kernel for entries that share an input type (and a format).
 fn launch_list(
     device: i32,
     stream: Stream,
@@ -82,7 +82,7 @@ fn fill<const N: usize>(head: &MultiArgs<0>, entries: &[Entry], blocks: u32) -> 
     args
 }
 
-/// Cuts a list into launches: entries whose kernels are the same, at most [`LONG`] at once.
+/// Splits a list into launches of at most [`LONG`] entries that use the same kernel.
 fn for_each_launch(
     entries: Vec<((usize, usize), Entry)>,
     per_block: impl Fn(usize) -> u64,
@@ -101,7 +101,7 @@ fn for_each_launch(
                 entry.first_block = blocks as u32;
                 blocks += entry.n.div_ceil(per_block(key.0)).max(least);
             }
-            // 2^31 blocks are 2^43 elements: more than any device holds.
+            // 2^31 blocks are 2^43 elements, more than any device holds.
             run(key, &part, blocks as u32)?;
         }
     }
@@ -143,15 +143,15 @@ pub(crate) fn multi_amax(xs: &[View], out: ViewMut, stream: Stream) -> Result<()
         blocks: 0,
         entries: [],
     };
-    // Elements of a block: 256 threads, 8 loads, 4 rounds of 16 bytes.
+    // Elements per block: 256 threads, 8 loads, 4 rounds of 16 bytes.
     let per_block = |input: usize| 256 * 8 * 4 * if input == 0 { 4 } else { 8 };
     for_each_launch(entries, per_block, 0, |(i, _), part, blocks| {
         launch_list(device, stream, part, &head, blocks, &AMAX_SHORT[i], &AMAX_LONG[i])
     })
 }
 
-/// What a cast of a list follows: amaxes and scales used, both lists like `scales`.
-struct Follow {
+/// The outputs of a delayed cast of a list: amaxes and used scales, both shaped like `scales`.
+struct DelayedOutputs {
     amaxes: ViewMutParts,
     scales_used: ViewMutParts,
 }
@@ -171,19 +171,19 @@ impl ViewMutParts {
 fn multi_cast(
     xs: &[View],
     scales: &View,
-    follow: Option<&Follow>,
+    delayed: Option<&DelayedOutputs>,
     outs: &[ViewMut],
     stream: Stream,
 ) -> Result<(), Error> {
     let device = ordinal(scales.device());
     let step = list_step(scales.rows(), scales.row_stride(), scales.col_stride());
     let dense =
-        xs.len() <= 1 || step == 1 && follow.is_none_or(|f| f.amaxes.step == 1 && f.scales_used.step == 1);
+        xs.len() <= 1 || step == 1 && delayed.is_none_or(|f| f.amaxes.step == 1 && f.scales_used.step == 1);
     let mut entries = Vec::with_capacity(xs.len());
     for (i, (x, out)) in xs.iter().zip(outs).enumerate() {
         let Some(format) = out.dtype().fp8() else { continue };
         if dense && listed(x, Some(out)) {
-            if x.numel() > 0 || follow.is_some() {
+            if x.numel() > 0 || delayed.is_some() {
                 let entry = Entry {
                     x: x.ptr(),
                     codes: out.ptr(),
@@ -196,7 +196,7 @@ fn multi_cast(
             continue;
         }
         let scale = element(scales.ptr().cast_mut(), step, i).cast_const();
-        let how = match follow {
+        let how = match delayed {
             None => Cast::Known(scale),
             Some(f) => {
                 let delayed = Delayed {
@@ -209,7 +209,7 @@ fn multi_cast(
         };
         cast(x, how, format, Some(out), None, stream)?;
     }
-    let least = u64::from(follow.is_some());
+    let least = u64::from(delayed.is_some());
     for_each_launch(
         entries,
         |_| 2 * 4096,
@@ -217,9 +217,9 @@ fn multi_cast(
         |(i, j), part, blocks| {
             let head = MultiArgs::<0> {
                 scales: scales.ptr(),
-                amaxes: follow.map_or(std::ptr::null_mut(), |f| f.amaxes.ptr),
-                scales_used: follow.map_or(std::ptr::null_mut(), |f| f.scales_used.ptr),
-                maxima: match follow {
+                amaxes: delayed.map_or(std::ptr::null_mut(), |f| f.amaxes.ptr),
+                scales_used: delayed.map_or(std::ptr::null_mut(), |f| f.scales_used.ptr),
+                maxima: match delayed {
                     None => std::ptr::null_mut(),
                     Some(_) => workspace::slots(device, stream, part.len())?,
                 },
@@ -227,7 +227,7 @@ fn multi_cast(
                 blocks: 0,
                 entries: [],
             };
-            let (short, long) = match follow {
+            let (short, long) = match delayed {
                 None => (&MULTI_SHORT[i][j], &MULTI_LONG[i][j]),
                 Some(_) => (&DELAYED_SHORT[i][j], &DELAYED_LONG[i][j]),
             };
@@ -253,8 +253,9 @@ pub(crate) fn multi_quantize_delayed(
     outs: &[ViewMut],
     stream: Stream,
 ) -> Result<(), Error> {
-    let follow = Follow { amaxes: ViewMutParts::of(&amaxes), scales_used: ViewMutParts::of(&scales_used) };
-    multi_cast(xs, &scales, Some(&follow), outs, stream)
+    let delayed =
+        DelayedOutputs { amaxes: ViewMutParts::of(&amaxes), scales_used: ViewMutParts::of(&scales_used) };
+    multi_cast(xs, &scales, Some(&delayed), outs, stream)
 }
 
 #[cfg(test)]
@@ -263,10 +264,10 @@ mod tests {
 
     use super::*;
 
-    /// What the cutting of a list came to, launch by launch.
+    /// The launches that a list was split into.
     type Launches = Vec<((usize, usize), Vec<Entry>, u32)>;
 
-    fn cut(sizes: &[((usize, usize), u64)], least: u64) -> Launches {
+    fn split(sizes: &[((usize, usize), u64)], least: u64) -> Launches {
         let entries = (0..).zip(sizes).map(|(index, &(key, n))| (key, Entry { n, index, ..NONE })).collect();
         let mut launches = Launches::new();
         let run = |key, part: &[Entry], blocks| {
@@ -281,16 +282,16 @@ mod tests {
         [16, 100, 7][input]
     }
 
-    /// So few that some have more than one launch.
+    /// Few enough keys that some have more than one launch.
     const KEYS: &[(usize, usize)] = &[(1, 1), (0, 0), (2, 0)];
 
     proptest! {
         #[test]
-        fn every_entry_has_a_block_for_its_elements(
+        fn every_entry_has_blocks_for_its_elements(
             sizes in prop::collection::vec((prop::sample::select(KEYS), 0..500_u64), 0..4 * LONG),
             least in 0..2_u64,
         ) {
-            let launches = cut(&sizes, least);
+            let launches = split(&sizes, least);
             let mut seen = vec![0; sizes.len()];
             for (key, part, blocks) in &launches {
                 prop_assert!(!part.is_empty() && part.len() <= LONG);
@@ -305,7 +306,7 @@ mod tests {
                 prop_assert_eq!(u64::from(*blocks), next);
             }
             prop_assert!(seen.iter().all(|&times| times == 1));
-            // No more launches than the kernels' lengths ask for.
+            // There are as few launches as the kernels' lengths allow.
             let mut keys: Vec<_> = sizes.iter().map(|(key, _)| *key).collect();
             keys.sort_unstable();
             let runs = keys.chunk_by(|a, b| a == b).map(|run| run.len().div_ceil(LONG));
@@ -314,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failing_launch_ends_the_cutting() {
+    fn failing_launch_stops_the_list() {
         let entry = Entry { n: 1, ..NONE };
         let entries = vec![((0, 0), entry), ((1, 0), entry)];
         let mut launches = 0;
@@ -326,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn parameters_hold_the_entries_and_no_others() {
+    fn parameters_contain_the_entries_and_are_empty_after_them() {
         let entry = |index| Entry {
             x: std::ptr::without_provenance(16),
             codes: std::ptr::without_provenance_mut(32),
@@ -353,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_step_along_their_one_line() {
+    fn list_step_follows_the_only_row_or_column() {
         assert_eq!(list_step(1, 7, 2), 2);
         assert_eq!(list_step(4, 7, 2), 7);
         let list = std::ptr::without_provenance_mut::<u8>(1000);

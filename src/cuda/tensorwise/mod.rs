@@ -1,6 +1,6 @@
-//! One scale per tensor: picks a kernel for how the views lie, and launches it.
+//! One scale per tensor. Each operation selects a kernel for the layout of its views and launches it.
 //!
-//! `args` is what the kernels take; `lists` launches them for many tensors at once.
+//! `args` has the kernels' argument structs. `lists` launches kernels for many tensors at once.
 
 mod args;
 mod lists;
@@ -61,7 +61,8 @@ pub(crate) fn amax(x: View, out: ViewMut, stream: Stream) -> Result<(), Error> {
     find_amax(&x, out.ptr(), &AMAX[at], &STRIDED_AMAX[at], ScaleRule::default(), stream)
 }
 
-/// Launches the kernel that finds the absolute maximum and leaves it, or the scale from it, at `out`.
+/// Launches the kernel that computes the absolute maximum and writes it, or the scale computed from it, to
+/// `out`.
 fn find_amax(
     x: &View,
     out: *mut u8,
@@ -73,7 +74,7 @@ fn find_amax(
     let device = ordinal(x.device());
     let grid_max = workspace::slots(device, stream, 1)?;
     let n = x.numel() as u64;
-    // Four blocks a multiprocessor; fewer where a thread would have no full round of loads.
+    // Four blocks per multiprocessor, or fewer if a thread would not have a full round of loads.
     let most = 4 * u64::from(driver::device(device)?.multiprocessors);
     if contiguous_and_aligned(x) {
         let per_block = 512 * 4 * 16 / x.dtype().size() as u64;
@@ -110,7 +111,7 @@ pub(crate) fn scale_from_amax(
     scales(&amax.matrix(), format, rule, &scale_out.matrix(), stream)
 }
 
-/// The scale of each absolute maximum.
+/// Computes the scale for each absolute maximum.
 pub(super) fn scales(
     amax: &Matrix,
     format: Fp8Format,
@@ -134,7 +135,7 @@ pub(super) fn scales(
     launch(ordinal(amax.device), stream, &SCALE[format_index(format)], grid, &args)
 }
 
-/// Where the scale of a cast comes from, and what is left behind.
+/// The source of a cast's scale, and the outputs besides codes.
 #[derive(Clone, Copy)]
 enum Cast {
     Known(*const u8),
@@ -157,8 +158,8 @@ pub(crate) fn quantize(call: TensorCall, stream: Stream) -> Result<(), Error> {
     cast(&x, how, format, rowwise.as_ref(), columnwise.as_ref(), stream)
 }
 
-/// Launches the cast of a format. Current scaling is one launch where the views lie well, else two: the scale, then
-/// the cast.
+/// Launches the cast. Current scaling takes one launch if the fast kernels support the layout of the views.
+/// Otherwise it takes two: the scale, then the cast.
 fn cast(
     x: &View,
     how: Cast,
@@ -175,7 +176,8 @@ fn cast(
         Cast::Delayed { scale, delayed } => (scale, delayed),
         Cast::Current { scale, .. } => (scale.cast_const(), Delayed::NONE),
     };
-    // Current scaling: a barrier, and four blocks a multiprocessor, which the kernels' registers are made for.
+    // Current scaling needs a barrier, and at most four blocks per multiprocessor, which the kernels'
+    // register use allows.
     let current = |rule: ScaleRule, pieces: u64| -> Result<(Current, u64), Error> {
         let barrier = workspace::slots(device, stream, Current::SLOTS)?;
         let blocks = pieces.clamp(1, 4 * u64::from(driver::device(device)?.multiprocessors));
@@ -199,7 +201,7 @@ fn cast(
                 launch(device, stream, &CAST_DELAYED[i][j], grid, &cast)
             }
             Cast::Current { rule, .. } => {
-                // 32 KiB of x at once.
+                // A piece is 32 KiB of x.
                 let (current, blocks) = current(rule, n.div_ceil((32 << 10) / x.dtype().size() as u64))?;
                 let args = CurrentCastArgs { cast, current };
                 launch(device, stream, &CAST_CURRENT[i][j], Grid { blocks, threads }, &args)
@@ -256,12 +258,12 @@ fn cast(
     if let Cast::Current { rule, scale } = how {
         find_amax(x, scale, &CURRENT_SCALE[i][j], &STRIDED_SCALE[i][j], rule, stream)?;
     }
-    // An empty tensor still leaves its delayed scale behind.
+    // With delayed scaling, an empty tensor still needs a block, which writes `scale_used`.
     let least = u64::from(matches!(how, Cast::Delayed { .. }));
     strided_cast(x, scale, delayed, least, &STRIDED_CAST[i][j], [rowwise, columnwise], stream)
 }
 
-/// Launches the cast that takes any views.
+/// Launches the cast that supports any views.
 fn strided_cast(
     x: &View,
     scale: *const u8,

@@ -1,7 +1,7 @@
-//! The arguments and results of one call of a kernel.
+//! The arguments and results of one kernel call.
 //!
-//! Values come in the order of the operator's schema, and each belongs to the kernel: all are taken before anything
-//! can fail, and given back when dropped.
+//! Arguments arrive in the order of the operator's schema, and the kernel owns them. A kernel reads all of
+//! them before anything can fail. They are released when dropped.
 
 use std::ffi::{CStr, c_void};
 use std::ptr::{self, NonNull};
@@ -16,7 +16,7 @@ use crate::format::wide::narrowed;
 use crate::layout::{DType, Device, View, ViewMut, collapse};
 use crate::ops::Stream;
 
-/// The values of a call, read one after the other.
+/// Reads the arguments of a call one after the other.
 pub(super) struct Values<'a> {
     shim: &'static Shim,
     values: std::slice::Iter<'a, Value>,
@@ -28,7 +28,7 @@ impl<'a> Values<'a> {
     }
 
     fn next(&mut self) -> Value {
-        *self.values.next().expect("the kernel takes what the schema says")
+        *self.values.next().expect("the kernel reads as many arguments as the schema has")
     }
 
     fn pointer(&mut self) -> *mut c_void {
@@ -41,7 +41,7 @@ impl<'a> Values<'a> {
 
     pub(super) fn optional_tensor(&mut self) -> Option<Tensor> {
         let inner = NonNull::new(self.pointer().cast::<Value>())?;
-        // SAFETY: a value that torch made with `new` for us to delete.
+        // SAFETY: torch allocated the value with `new`, and the kernel owns it.
         let value = unsafe {
             let value = inner.read();
             (self.shim.delete_value)(inner.as_ptr().cast());
@@ -61,7 +61,7 @@ impl<'a> Values<'a> {
 
     fn list(&mut self) -> Vec<Value> {
         let (shim, list, mut len) = (self.shim, self.pointer(), 0);
-        // SAFETY: a list that torch made for us; its items are below its size.
+        // SAFETY: the kernel owns the list, and every index is below its size.
         unsafe {
             (shim.list_size)(list, &raw mut len);
             let item = |i| {
@@ -77,7 +77,7 @@ impl<'a> Values<'a> {
 
     pub(super) fn string(&mut self) -> String {
         let (shim, string, mut chars) = (self.shim, self.pointer(), ptr::null());
-        // SAFETY: a string that torch made for us, ending in NUL.
+        // SAFETY: the kernel owns the string, which ends in NUL.
         unsafe {
             (shim.string_chars)(string, &raw mut chars);
             let text = CStr::from_ptr(chars).to_string_lossy().into_owned();
@@ -98,23 +98,23 @@ impl<'a> Values<'a> {
         self.next() as u8 != 0
     }
 
-    /// An element type, by torch's number.
+    /// Reads an element type, as torch's number.
     pub(super) fn dtype(&mut self) -> Number {
         Number(self.next() as i32)
     }
 }
 
-/// An element type, by torch's number.
+/// An element type, as torch's number.
 #[derive(Clone, Copy)]
 pub(super) struct Number(i32);
 
 impl Number {
-    /// One of ours.
+    /// Returns the element type, or None if the crate does not support it.
     pub(super) fn known(self) -> Option<DType> {
         shim::get().known(self.0)
     }
 
-    /// The name that Python gives it.
+    /// Returns the type's name in Python.
     pub(super) fn name(self) -> String {
         usize::try_from(self.0)
             .ok()
@@ -122,7 +122,7 @@ impl Number {
             .map_or_else(|| format!("a type with the number {}", self.0), |name| format!("torch.{name}"))
     }
 
-    /// The FP8 format, or a refusal in the words of the Python kernels.
+    /// Returns the FP8 format, or the error that the Python kernels raise.
     pub(super) fn format(self) -> Result<Fp8Format, Failure> {
         self.known().and_then(DType::fp8).ok_or_else(|| {
             let got = self.name();
@@ -131,7 +131,7 @@ impl Number {
     }
 }
 
-/// `c10::ScalarType`, for messages.
+/// The names of `c10::ScalarType` for error messages.
 const NAMES: [&str; 46] = [
     "uint8",
     "int8",
@@ -181,21 +181,21 @@ const NAMES: [&str; 46] = [
     "float4_e2m1fn_x2",
 ];
 
-/// A tensor that is ours to give back.
+/// An owned reference to a tensor.
 pub(super) struct Tensor(RawTensor);
 
 impl Drop for Tensor {
     fn drop(&mut self) {
-        // SAFETY: ours, and given back once.
+        // SAFETY: this struct owns the reference and releases it once.
         unsafe { (shim::get().delete_tensor)(self.0) };
     }
 }
 
-/// Calls a function that gives an error code and leaves its result behind.
-macro_rules! ask {
+/// Calls a shim function that returns an error code and writes its result to a pointer.
+macro_rules! query {
     ($function:ident($tensor:expr): $zero:expr) => {{
         let mut result = $zero;
-        // SAFETY: a live tensor, and a place for the result.
+        // SAFETY: the tensor is alive, and `result` is a valid place for the result.
         match unsafe { (shim::get().$function)($tensor, &raw mut result) } {
             0 => Ok(result),
             _ => Err(Failure::Torch(stringify!($function))),
@@ -204,7 +204,7 @@ macro_rules! ask {
 }
 
 impl Tensor {
-    /// As a result of the kernel.
+    /// Converts the tensor to a result of the kernel.
     pub(super) fn into_value(self) -> Value {
         let raw = self.0;
         std::mem::forget(self);
@@ -212,33 +212,35 @@ impl Tensor {
     }
 
     fn number(&self) -> Result<Number, Failure> {
-        ask!(dtype(self.0): 0).map(Number)
+        query!(dtype(self.0): 0).map(Number)
     }
 
     pub(super) fn sizes(&self) -> Result<&[i64], Failure> {
-        let (dim, sizes) = (ask!(dim(self.0): 0_i64)?, ask!(sizes(self.0): ptr::null::<i64>())?);
-        // SAFETY: the numbers of a live tensor.
+        let (dim, sizes) = (query!(dim(self.0): 0_i64)?, query!(sizes(self.0): ptr::null::<i64>())?);
+        // SAFETY: torch returned `dim` sizes, which live as long as the tensor.
         Ok(unsafe { list(sizes, dim) })
     }
 
     fn strides(&self) -> Result<&[i64], Failure> {
-        let (dim, strides) = (ask!(dim(self.0): 0_i64)?, ask!(strides(self.0): ptr::null::<i64>())?);
-        // SAFETY: the numbers of a live tensor.
+        let (dim, strides) = (query!(dim(self.0): 0_i64)?, query!(strides(self.0): ptr::null::<i64>())?);
+        // SAFETY: torch returned `dim` strides, which live as long as the tensor.
         Ok(unsafe { list(strides, dim) })
     }
 
-    /// Whether the tensor is read as a batch of matrices along its first dimension, which takes three dimensions.
+    /// Returns whether the tensor is read as a batch of matrices along its first dimension. This requires at
+    /// least three dimensions.
     pub(super) fn is_batch(&self, batched: bool) -> Result<bool, Failure> {
         Ok(batched && self.sizes()?.len() > 2)
     }
 
-    /// The first dimension of a batch, and the others; no first dimension for one matrix.
+    /// Splits the sizes into the batch dimension and the other dimensions. The batch dimension is None if the
+    /// tensor is one matrix.
     fn split(&self, batch: bool) -> Result<(Option<i64>, &[i64]), Failure> {
         let sizes = self.sizes()?;
         Ok(if batch { (sizes.first().copied(), sizes.get(1..).unwrap_or(&[])) } else { (None, sizes) })
     }
 
-    /// Rows and columns of each matrix that the tensor is read as.
+    /// Returns the rows and columns of each matrix that the tensor is read as.
     pub(super) fn matrix_shape(&self, batch: bool) -> Result<(i64, i64), Failure> {
         Ok(match self.split(batch)?.1.split_last() {
             None => (1, 1),
@@ -246,14 +248,14 @@ impl Tensor {
         })
     }
 
-    /// Sizes of a result that has `sizes` for each matrix of this tensor.
+    /// Returns the sizes of a result that has `sizes` for each matrix of this tensor.
     pub(super) fn each(&self, batch: bool, sizes: &[i64]) -> Result<Vec<i64>, Failure> {
         Ok(self.split(batch)?.0.into_iter().chain(sizes.iter().copied()).collect())
     }
 
-    /// The numbers of the device: type, index.
+    /// Returns the device type and device index as torch's numbers.
     fn place(&self) -> Result<(i32, i32), Failure> {
-        Ok((ask!(device_type(self.0): 0)?, ask!(device_index(self.0): 0)?))
+        Ok((query!(device_type(self.0): 0)?, query!(device_index(self.0): 0)?))
     }
 
     pub(super) fn device(&self) -> Result<Device, Failure> {
@@ -272,77 +274,87 @@ impl Tensor {
         let (rows, cols, row_stride, col_stride) =
             collapse(&sizes[first..], &strides[first..]).ok_or_else(|| Error::Value {
                 arg,
-                got: format!("of shape {sizes:?} with strides {strides:?}, which is no 2-d view"),
+                got: format!("of shape {sizes:?} with strides {strides:?}, which cannot be viewed as 2-d"),
                 expected: "contiguous".into(),
             })?;
         let matrices = if first == 1 { (sizes[0] as usize, strides[0] as isize) } else { (1, 0) };
         Ok((dtype, self.device()?, (rows, cols), (row_stride, col_stride), matrices))
     }
 
-    /// As a matrix to read.
+    /// Returns a view of the tensor as a matrix to read.
     pub(super) fn view(&self, name: &'static str) -> Result<View<'_>, Failure> {
         self.view_of(name.into(), false)
     }
 
-    /// As a batch to read, or as a matrix.
+    /// Returns a view of the tensor to read, as a batch if `batch` is set and as a matrix otherwise.
     pub(super) fn batch_view(&self, name: &'static str, batch: bool) -> Result<View<'_>, Failure> {
         self.view_of(name.into(), batch)
     }
 
     fn view_of(&self, arg: Arg, batch: bool) -> Result<View<'_>, Failure> {
         let (dtype, device, shape, strides, (count, stride)) = self.parts(arg, batch)?;
-        let data = ask!(data(self.0): ptr::null_mut())?;
-        // SAFETY: torch's sizes and strides stay within its memory, which the tensor keeps alive.
+        let data = query!(data(self.0): ptr::null_mut())?;
+        // SAFETY: torch's sizes and strides stay within the tensor's memory, which the tensor keeps alive.
         Ok(unsafe { View::from_raw(data.cast(), dtype, device, shape, strides).batched(count, stride) })
     }
 
-    /// As a matrix to write.
+    /// Returns a view of the tensor as a matrix to write.
     pub(super) fn view_mut(&self, name: &'static str) -> Result<ViewMut<'_>, Failure> {
         self.batch_view_mut(name, false)
     }
 
-    /// As a batch to write, or as a matrix.
+    /// Returns a view of the tensor to write, as a batch if `batch` is set and as a matrix otherwise.
     pub(super) fn batch_view_mut(&self, name: &'static str, batch: bool) -> Result<ViewMut<'_>, Failure> {
         let (dtype, device, shape, strides, (count, stride)) = self.parts(name.into(), batch)?;
-        let data = ask!(data_mut(self.0): ptr::null_mut())?;
-        // SAFETY: torch's sizes and strides stay within its memory, which the tensor keeps alive. This call owns its
-        // outputs, and operations refuse arguments that share memory with one.
+        let data = query!(data_mut(self.0): ptr::null_mut())?;
+        // SAFETY: torch's sizes and strides stay within the tensor's memory, which the tensor keeps alive.
+        // The call owns its outputs, and operations return an error if an output shares memory with another
+        // argument.
         Ok(unsafe { ViewMut::from_raw(data.cast(), dtype, device, shape, strides).batched(count, stride) })
     }
 
-    /// Itself, or a copy if the leading dimensions of its matrices do not collapse into one stride.
+    /// Returns the tensor, or a contiguous copy if the leading dimensions of its matrices do not collapse
+    /// into one stride.
     pub(super) fn matrix(self, batch: bool) -> Result<Self, Failure> {
         let (sizes, first) = (self.sizes()?, usize::from(batch));
         if sizes.len() < 3 || collapse(&sizes[first..], &self.strides()?[first..]).is_some() {
             return Ok(self);
         }
         let Some(dtype) = self.number()?.known() else { return Ok(self) };
-        let copy = self.room(dtype, sizes)?;
-        // SAFETY: two live tensors of one shape.
+        let copy = self.allocate(dtype, sizes)?;
+        // SAFETY: both tensors are alive and have the same shape.
         match unsafe { (shim::get().copy)(copy.0, self.0, 0) } {
             0 => Ok(copy),
             _ => Err(Failure::Torch("copy")),
         }
     }
 
-    /// Room on this tensor's device, contiguous.
-    pub(super) fn room(&self, dtype: DType, sizes: &[i64]) -> Result<Self, Failure> {
+    /// Allocates a contiguous tensor on this tensor's device.
+    pub(super) fn allocate(&self, dtype: DType, sizes: &[i64]) -> Result<Self, Failure> {
         let mut strides = [1_i64; MOST_DIMENSIONS];
         if sizes.len() > MOST_DIMENSIONS {
-            return Err(Failure::Value(format!("a tensor has more than {MOST_DIMENSIONS} dimensions")));
+            let message =
+                format!("a tensor has {} dimensions; at most {MOST_DIMENSIONS} are supported", sizes.len());
+            return Err(Failure::Value(message));
         }
         for i in (1..sizes.len()).rev() {
             strides[i - 1] = strides[i] * sizes[i].max(1);
         }
-        self.room_strided(dtype, sizes, &strides[..sizes.len()])
+        self.allocate_strided(dtype, sizes, &strides[..sizes.len()])
     }
 
-    /// Room on this tensor's device.
-    pub(super) fn room_strided(&self, dtype: DType, sizes: &[i64], strides: &[i64]) -> Result<Self, Failure> {
+    /// Allocates a tensor with the given strides on this tensor's device.
+    pub(super) fn allocate_strided(
+        &self,
+        dtype: DType,
+        sizes: &[i64],
+        strides: &[i64],
+    ) -> Result<Self, Failure> {
         let shim = shim::get();
         let ((kind, index), mut made) = (self.place()?, None);
         let number = shim.number(dtype);
-        // SAFETY: as many sizes and strides as dimensions, and a place for the tensor.
+        // SAFETY: `sizes` and `strides` have one entry per dimension, and `made` is a valid place for the
+        // tensor.
         let code = unsafe {
             (shim.empty_strided)(
                 sizes.len() as i64,
@@ -364,53 +376,55 @@ impl Tensor {
 }
 
 impl Tensor {
-    /// Of the shape (0,) on this tensor's device: a tensor of its own over an allocation of no bytes that is made once,
-    /// since to allocate none takes nearly as long as to allocate some. Nobody waits for another thread here: a process
-    /// that is forked meanwhile has not got the thread, and would wait forever.
+    /// Returns a tensor of shape (0,) on this tensor's device. It is a new tensor over an empty allocation
+    /// that is made once, because allocating zero bytes takes nearly as long as allocating some. The lock is
+    /// never waited for: if the process is forked while another thread holds it, that thread does not exist
+    /// in the child, and the child would wait forever.
     pub(super) fn empty(&self, dtype: DType) -> Result<Self, Failure> {
         let place = self.place()?;
         let mut empties = match EMPTIES.try_lock() {
             Ok(empties) => empties,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return self.room(dtype, &[0]),
+            Err(TryLockError::WouldBlock) => return self.allocate(dtype, &[0]),
         };
         let known = empties.iter().find(|known| (known.place, known.dtype) == (place, dtype));
         let first = if let Some(known) = known {
             known.tensor.0
         } else {
-            let tensor = self.room(dtype, &[0])?;
+            let tensor = self.allocate(dtype, &[0])?;
             let first = tensor.0;
             empties.push(Empty { place, dtype, tensor });
             first
         };
         let (none, one, mut made) = (0_i64, 1_i64, None);
-        // SAFETY: a tensor that is kept for ever; one size and stride for one dimension, and a place for the result.
+        // SAFETY: `first` is never freed. There is one size and one stride for one dimension, and `made` is a
+        // valid place for the result.
         let code =
             unsafe { (shim::get().reinterpret)(first, 1, &raw const none, &raw const one, 0, &raw mut made) };
-        made.filter(|_| code == 0).map(Self).ok_or(Failure::Torch("another tensor of no elements"))
+        made.filter(|_| code == 0).map(Self).ok_or(Failure::Torch("aoti_torch__reinterpret_tensor"))
     }
 }
 
-/// A tensor of no elements that others are made of.
+/// A cached tensor without elements.
 struct Empty {
     place: (i32, i32),
     dtype: DType,
     tensor: Tensor,
 }
 
-// SAFETY: torch counts references atomically, and nobody writes to the tensor.
+// SAFETY: torch's reference counts are atomic, and no code writes to the tensor.
 unsafe impl Send for Empty {}
 
-/// A handful: one for each device and type. Kept for ever.
+/// The cached tensors, one per device and type. They are never freed.
 static EMPTIES: Mutex<Vec<Empty>> = Mutex::new(Vec::new());
 
-/// More than torch's own loops take.
+/// Limit on dimensions, which is higher than the limit of torch's own loops.
 const MOST_DIMENSIONS: usize = 64;
 
-/// Element type, device, shape and strides of a matrix, and the number of matrices with their stride.
+/// Element type, device, shape and strides of a matrix, then the number of matrices and their stride.
 type Parts = (DType, Device, (usize, usize), (isize, isize), (usize, isize));
 
-/// The items of a list to read, as batches or as matrices.
+/// Returns views of the items of a list to read, each a batch or a matrix.
 pub(super) fn views<'a>(
     tensors: &'a [Tensor],
     name: &'static str,
@@ -421,27 +435,30 @@ pub(super) fn views<'a>(
     tensors.iter().enumerate().map(view).collect()
 }
 
-/// The stream that a call with these arguments runs on: the current one of the first that is on CUDA.
+/// Returns the stream for a call with these arguments: the current stream of the first argument that is on
+/// CUDA.
 pub(super) fn stream<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) -> Result<Stream, Failure> {
     for tensor in tensors {
         let Device::Cuda(index) = tensor.device()? else { continue };
         let mut stream = ptr::null_mut();
-        // SAFETY: the device is one that a tensor is on.
+        // SAFETY: a tensor is on this device, so it exists.
         if unsafe { (shim::get().current_stream)(CUDA, index, &raw mut stream) } != 0 {
-            return Err(Failure::Torch("the current stream"));
+            return Err(Failure::Torch("reading the current stream"));
         }
-        // SAFETY: torch's current stream on the device of the call's tensors, which `ops` compares.
+        // SAFETY: this is torch's current stream on the device of a tensor of the call, and `ops` checks that
+        // all tensors are on that device.
         return Ok(unsafe { Stream::from_raw(stream) });
     }
     Ok(Stream::default())
 }
 
 /// # Safety
-/// `start` points to `len` numbers that live for `'a`, or `len` is 0.
+/// `start` must point to `len` numbers that live for `'a`, unless `len` is 0.
 unsafe fn list<'a>(start: *const i64, len: i64) -> &'a [i64] {
     if len <= 0 || start.is_null() {
         return &[];
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: `start` is not null and `len` is positive, so the caller guarantees `len` numbers that live for
+    // 'a.
     unsafe { std::slice::from_raw_parts(start, len as usize) }
 }

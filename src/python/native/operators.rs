@@ -1,5 +1,5 @@
-//! The operators: each takes its arguments in the order of its schema (`python/fp8rs/ops`), makes room for its
-//! results as the schema's fake kernel does, and calls the operation of its name.
+//! The operators. Each reads its arguments in the order of its schema (`python/fp8rs/ops`), allocates its
+//! results as the schema's fake kernel does, and calls the operation of the same name.
 
 use std::ffi::CStr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -16,11 +16,11 @@ type Results = Result<Vec<Tensor>, Failure>;
 
 macro_rules! operators {
     ($($name:ident $symbol:literal)*) => {
-        /// Every operator that has a kernel here. Not those that declare a write: to count a tensor's version is
-        /// nothing that torch's C interface can do.
+        /// All operators that have a kernel here. Operators that declare a write are not among them, because
+        /// torch's C interface cannot increase a tensor's version.
         pub(super) const ALL: &[(&CStr, Kernel)] = &[$(($symbol, {
             unsafe extern "C-unwind" fn kernel(stack: *mut Value, inputs: u64, outputs: u64) {
-                // SAFETY: torch's values, as many as it says.
+                // SAFETY: torch passes `inputs` arguments and provides space for `outputs` results.
                 unsafe { run($name, stack, inputs, outputs) }
             }
             kernel
@@ -45,14 +45,14 @@ operators! {
 }
 
 /// # Safety
-/// `stack` has room for `inputs` and `outputs` values; the inputs are those of the operator's schema.
+/// `stack` must have space for `inputs` and `outputs` values. The inputs must match the operator's schema.
 unsafe fn run(operator: fn(Values<'_>) -> Results, stack: *mut Value, inputs: u64, outputs: u64) {
     let called = catch_unwind(AssertUnwindSafe(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees `inputs` values at `stack`.
         let results = operator(Values::new(unsafe { std::slice::from_raw_parts(stack, inputs as usize) }))?;
-        assert_eq!(results.len() as u64, outputs, "the kernel gives what the schema says");
+        assert_eq!(results.len() as u64, outputs, "the kernel returns as many results as the schema has");
         for (i, result) in results.into_iter().enumerate() {
-            // SAFETY: below `outputs`.
+            // SAFETY: `i` is below `outputs`, and the caller guarantees space for `outputs` values.
             unsafe { stack.add(i).write(result.into_value()) };
         }
         Ok(())
@@ -68,7 +68,7 @@ unsafe fn run(operator: fn(Values<'_>) -> Results, stack: *mut Value, inputs: u6
     throw(failure)
 }
 
-/// Room for the codes of one quantization.
+/// The code outputs of one quantization.
 struct Codes {
     row: Option<Tensor>,
     col: Option<Tensor>,
@@ -84,9 +84,9 @@ impl Codes {
         columnwise: bool,
     ) -> Result<Self, Failure> {
         let dtype = format.into();
-        let row = if rowwise { Some(x.room(dtype, x.sizes()?)?) } else { None };
+        let row = if rowwise { Some(x.allocate(dtype, x.sizes()?)?) } else { None };
         let (rows, cols) = x.matrix_shape(batch)?;
-        let col = if columnwise { Some(transposed_room(x, batch, dtype, (rows, cols))?) } else { None };
+        let col = if columnwise { Some(allocate_transposed(x, batch, dtype, (rows, cols))?) } else { None };
         Ok(Self { row, col, format })
     }
 
@@ -95,24 +95,24 @@ impl Codes {
         Ok([row, optional_mut(self.col.as_ref(), "columnwise", batch)?])
     }
 
-    /// The codes, those that were not asked for with the shape (0,).
+    /// Returns the codes. A plane that was not requested has the shape (0,).
     fn or_empty(self, x: &Tensor) -> Result<[Tensor; 2], Failure> {
         let dtype = self.format.into();
         Ok([or_empty(self.row, x, dtype)?, or_empty(self.col, x, dtype)?])
     }
 }
 
-/// Room for the transpose of each matrix, contiguous.
-fn transposed_room(
+/// Allocates a contiguous output for the transpose of each matrix.
+fn allocate_transposed(
     x: &Tensor,
     batch: bool,
     dtype: DType,
     (rows, cols): (i64, i64),
 ) -> Result<Tensor, Failure> {
     if batch {
-        return x.room(dtype, &x.each(batch, &[cols, rows])?);
+        return x.allocate(dtype, &x.each(batch, &[cols, rows])?);
     }
-    x.room_strided(dtype, &[cols, rows], &[rows, 1])
+    x.allocate_strided(dtype, &[cols, rows], &[rows, 1])
 }
 
 fn optional_mut<'a>(
@@ -130,7 +130,7 @@ fn or_empty(tensor: Option<Tensor>, like: &Tensor, dtype: DType) -> Result<Tenso
 fn amax(mut values: Values) -> Results {
     let x = values.tensor();
     let batch = x.is_batch(values.flag())?;
-    let out = x.room(DType::F32, &x.each(batch, &[])?)?;
+    let out = x.allocate(DType::F32, &x.each(batch, &[])?)?;
     let x = x.matrix(batch)?;
     ops::amax(x.batch_view("x", batch)?, out.batch_view_mut("out", batch)?, stream([&x])?)?;
     Ok(vec![out])
@@ -139,7 +139,7 @@ fn amax(mut values: Values) -> Results {
 fn multi_amax(mut values: Values) -> Results {
     let (xs, batched) = (values.tensors(), values.flag());
     if xs.is_empty() {
-        return Err(Failure::Value("multi_amax: xs is empty".into()));
+        return Err(Failure::Value("xs is empty; it must have at least one tensor".into()));
     }
     let matrix = |x: Tensor| {
         let batch = x.is_batch(batched)?;
@@ -148,7 +148,7 @@ fn multi_amax(mut values: Values) -> Results {
     let xs = xs.into_iter().map(matrix).collect::<Result<Vec<_>, _>>()?;
     let own = views(&xs, "xs", batched)?;
     let count = own.iter().map(View::batch).sum::<usize>();
-    let out = xs[0].room(DType::F32, &[count as i64])?;
+    let out = xs[0].allocate(DType::F32, &[count as i64])?;
     ops::multi_amax(&own, out.view_mut("out")?, stream(&xs)?)?;
     Ok(vec![out])
 }
@@ -159,7 +159,7 @@ fn scale_from_amax(mut values: Values) -> Results {
     let rule = ScaleRule { power_of_2, amax_epsilon, margin: parse::margin(margin) };
     let format = dtype.format()?;
     let amax = amax.matrix(false)?;
-    let out = amax.room(DType::F32, amax.sizes()?)?;
+    let out = amax.allocate(DType::F32, amax.sizes()?)?;
     let stream = stream([&amax])?;
     ops::scale_from_amax(amax.view("amax")?, format, rule, out.view_mut("scale_out")?, stream)?;
     Ok(vec![out])
@@ -183,7 +183,7 @@ fn quantize_delayed(mut values: Values) -> Results {
     let (rowwise, columnwise) = (values.flag(), values.flag());
     let batch = x.is_batch(values.flag())?;
     let codes = Codes::new(&x, batch, dtype.format()?, rowwise, columnwise)?;
-    let used = x.room(DType::F32, &x.each(batch, &[])?)?;
+    let used = x.allocate(DType::F32, &x.each(batch, &[])?)?;
     let x = x.matrix(batch)?;
     let [row, col] = codes.views(batch)?;
     let stream = stream([&x, &scale, &amax])?;
@@ -200,7 +200,7 @@ fn quantize_current(mut values: Values) -> Results {
     let rule = ScaleRule { power_of_2: values.flag(), amax_epsilon: values.float(), margin: 0 };
     let batch = x.is_batch(values.flag())?;
     let codes = Codes::new(&x, batch, dtype.format()?, rowwise, columnwise)?;
-    let scale = x.room(DType::F32, &x.each(batch, &[])?)?;
+    let scale = x.allocate(DType::F32, &x.each(batch, &[])?)?;
     let x = x.matrix(batch)?;
     let [row, col] = codes.views(batch)?;
     let scale_out = scale.batch_view_mut("scale_out", batch)?;
@@ -216,7 +216,7 @@ fn transpose(mut values: Values) -> Results {
     let (rows, cols) = codes.matrix_shape(batch)?;
     let codes = codes.matrix(batch)?;
     let view = codes.batch_view("codes", batch)?;
-    let out = codes.room(view.dtype(), &codes.each(batch, &[cols, rows])?)?;
+    let out = codes.allocate(view.dtype(), &codes.each(batch, &[cols, rows])?)?;
     ops::transpose(view, out.batch_view_mut("out", batch)?, stream([&codes])?)?;
     Ok(vec![out])
 }
@@ -225,7 +225,7 @@ fn dequantize(mut values: Values) -> Results {
     let (codes, scale, block, dtype) = (values.tensor(), values.tensor(), values.integers(), values.dtype());
     let batch = codes.is_batch(values.flag())?;
     let &[block_rows, block_cols] = &block[..] else {
-        let message = format!("block is {block:?}; it must be two sizes, -1 for the whole extent");
+        let message = format!("block is {block:?}; it must be two sizes, where -1 is the whole extent");
         return Err(Failure::Value(message));
     };
     let Some(wide) = dtype.known().filter(|dtype| dtype.is_wide()) else {
@@ -233,7 +233,7 @@ fn dequantize(mut values: Values) -> Results {
         return Err(Failure::Type(message));
     };
     let block = parse::block(block_rows, block_cols)?;
-    let out = codes.room(wide, codes.sizes()?)?;
+    let out = codes.allocate(wide, codes.sizes()?)?;
     let codes = codes.matrix(batch)?;
     let stream = stream([&codes, &scale])?;
     let (view, scale) = (codes.batch_view("codes", batch)?, scale.batch_view("scale", batch)?);
@@ -248,7 +248,7 @@ fn block_amax(mut values: Values) -> Results {
     let batch = x.is_batch(values.flag())?;
     let (rows, cols) = x.matrix_shape(batch)?;
     let (down, across) = block.grid_from(row_offset, rows as usize, cols as usize);
-    let out = x.room(DType::F32, &x.each(batch, &[down as i64, across as i64])?)?;
+    let out = x.allocate(DType::F32, &x.each(batch, &[down as i64, across as i64])?)?;
     let x = x.matrix(batch)?;
     let out_view = out.batch_view_mut("out", batch)?;
     ops::block_amax(x.batch_view("x", batch)?, block, row_offset, out_view, stream([&x])?)?;
@@ -291,7 +291,7 @@ fn quantize_blocks(mut values: Values) -> Results {
         lines.into_iter().zip(spec.grids(rows as usize, cols as usize)).enumerate()
     {
         if wanted {
-            scales[i] = Some(room_for_scales(&x, batch, &spec, lines, grid)?);
+            scales[i] = Some(allocate_scales(&x, batch, &spec, lines, grid)?);
         }
     }
     let x = x.matrix(batch)?;
@@ -306,7 +306,7 @@ fn quantize_blocks(mut values: Values) -> Results {
         let known = Given {
             amax: view(0, "amax")?,
             amax_columnwise: view(1, "amax_columnwise")?,
-            fold: view(2, "fold")?,
+            column_scale: view(2, "column_scale")?,
         };
         let stream = stream(given.iter().flatten().chain([&x]))?;
         ops::quantize_blocks(x.batch_view("x", batch)?, spec, known, rowwise, columnwise, stream)?;
@@ -317,9 +317,9 @@ fn quantize_blocks(mut values: Values) -> Results {
     Ok(vec![row, or_empty(row_scale, &x, dtype)?, col, or_empty(col_scale, &x, dtype)?])
 }
 
-/// Room for the scales of a plane with `lines` rows for each matrix: contiguous, for blocks of (1, 128) with the rows
-/// next to each other.
-fn room_for_scales(
+/// Allocates the scales of a plane with `lines` rows per matrix. The layout is contiguous, except that for
+/// blocks of (1, 128) it is column-major, so that scales of adjacent rows are adjacent.
+fn allocate_scales(
     x: &Tensor,
     batch: bool,
     spec: &BlockSpec,
@@ -328,15 +328,15 @@ fn room_for_scales(
 ) -> Result<Tensor, Failure> {
     let (dtype, shape) = (spec.scale.dtype(), [down as i64, across as i64]);
     if spec.packed {
-        return x.room(dtype, &[packed::bytes(lines, across) as i64]);
+        return x.allocate(dtype, &[packed::bytes(lines, across) as i64]);
     }
     let sizes = x.each(batch, &shape)?;
     if spec.block == (Block { rows: 1, cols: 128 }) {
         let [down, across] = shape.map(|extent| extent.max(1));
         let strides = [down * across, 1, down];
-        return x.room_strided(dtype, &sizes, if batch { &strides } else { &strides[1..] });
+        return x.allocate_strided(dtype, &sizes, if batch { &strides } else { &strides[1..] });
     }
-    x.room(dtype, &sizes)
+    x.allocate(dtype, &sizes)
 }
 
 fn pack_scales(mut values: Values) -> Results {
@@ -347,7 +347,7 @@ fn pack_scales(mut values: Values) -> Results {
     };
     let (rows, block_rows) = (parse::count("rows", rows)?, parse::count("block_rows", block_rows)?);
     let view = scale.view("scale")?;
-    let out = scale.room(view.dtype(), &[packed::bytes(rows, blocks as usize) as i64])?;
+    let out = scale.allocate(view.dtype(), &[packed::bytes(rows, blocks as usize) as i64])?;
     ops::pack_scales(view, rows, block_rows, out.view_mut("out")?, stream([&scale])?)?;
     Ok(vec![out])
 }
@@ -361,7 +361,7 @@ fn unpack_scales(mut values: Values) -> Results {
     let (rows, blocks) = (parse::count("rows", rows)?, parse::count("blocks", blocks)?);
     let block_rows = block_rows as usize;
     let view = packed.view("packed")?;
-    let out = packed.room(view.dtype(), &[rows.div_ceil(block_rows) as i64, blocks as i64])?;
+    let out = packed.allocate(view.dtype(), &[rows.div_ceil(block_rows) as i64, blocks as i64])?;
     ops::unpack_scales(view, rows, block_rows, out.view_mut("out")?, stream([&packed])?)?;
     Ok(vec![out])
 }
@@ -376,10 +376,10 @@ fn rebase(mut values: Values) -> Results {
     let codes = codes.matrix(batch)?;
     let view = codes.batch_view("codes", batch)?;
     let (out, lines) = match axis {
-        Axis::Rows => (codes.room(view.dtype(), codes.sizes()?)?, rows),
-        Axis::Columns => (transposed_room(&codes, batch, view.dtype(), (rows, cols))?, cols),
+        Axis::Rows => (codes.allocate(view.dtype(), codes.sizes()?)?, rows),
+        Axis::Columns => (allocate_transposed(&codes, batch, view.dtype(), (rows, cols))?, cols),
     };
-    let scale_out = codes.room(DType::F32, &codes.each(batch, &[lines, 1])?)?;
+    let scale_out = codes.allocate(DType::F32, &codes.each(batch, &[lines, 1])?)?;
     let stream = stream([&codes, &scale])?;
     let scale = scale.batch_view("scale", batch)?;
     let (to, to_scale) = (out.batch_view_mut("out", batch)?, scale_out.batch_view_mut("scale_out", batch)?);
@@ -387,11 +387,11 @@ fn rebase(mut values: Values) -> Results {
     Ok(vec![out, scale_out])
 }
 
-/// The sizes of a block, as the Python kernels check them.
+/// Parses the sizes of a block with the checks and messages of the Python kernels.
 fn pair(block: &[i64]) -> Result<Block, Failure> {
     let &[rows, cols] = block else {
         return Err(Failure::Value(format!(
-            "block is {block:?}; it must be two sizes, -1 for the whole extent"
+            "block is {block:?}; it must be two sizes, where -1 is the whole extent"
         )));
     };
     if [rows, cols].iter().any(|size| *size != -1 && *size < 1) {

@@ -1,15 +1,16 @@
-//! How an error of a kernel reaches Python with its type.
+//! Raises a kernel's error as a Python exception of the right type.
 //!
-//! A kernel that fails must throw: torch's C interface has no other way to say so. What survives torch's C++ with
-//! the exception's type is what a kernel in Python throws too: `python_error`, with the exception set in the
-//! interpreter. A function of `libtorch_python` throws it where a `__torch_function__` has raised, so that we let
-//! one raise. Where a torch function mode catches that, or a torch has no such function (its name is private),
-//! `aoti_torch_check` of torch's C interface throws the words, as a `RuntimeError`.
+//! A kernel reports failure by throwing a C++ exception: torch ignores a kernel's return value. To keep the
+//! exception's type, the C++ exception must be `python_error`, which kernels written in Python throw as well,
+//! with the Python exception set in the interpreter. A function of `libtorch_python` throws it if a
+//! `__torch_function__` raised, so this module calls that function with an object whose `__torch_function__`
+//! raises. If a torch function mode catches the exception, or if this torch lacks the function (its name is
+//! private), `aoti_torch_check` of torch's C interface throws the message as a `RuntimeError`.
 //!
-//! The unwinding passes through frames of ours that are declared for it ("C-unwind"). It needs one unwinder in the
-//! process, libgcc's: `tools/build_wheel.py` links the wheel to it. No way was found in which no exception passes
-//! through them. Of what a kernel gives back torch looks at the results alone; and of the functions that our last
-//! instruction could jump to, those that take the interpreter's lock by themselves throw no exception of our choice.
+//! The exception unwinds through Rust frames, which are declared "C-unwind". This requires one unwinder in
+//! the process, libgcc's; `tools/build_wheel.py` links the wheel to it. Ending the kernel with a jump to a
+//! throwing function would avoid the unwinding, but the functions that acquire the interpreter's lock
+//! themselves cannot throw an arbitrary exception.
 
 use std::ffi::{c_char, c_int};
 use std::sync::OnceLock;
@@ -23,20 +24,20 @@ use super::shim::{loaded, symbol};
 use crate::error::Error;
 use crate::python::parse::Refused;
 
-/// Why a kernel did not run.
+/// The reason a kernel did not run.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// The operation's own words.
+    /// The operation returned an error.
     Operation(Error),
-    /// An argument of the wrong type (Python: `TypeError`).
+    /// An argument has the wrong type (Python: `TypeError`).
     Type(String),
-    /// An argument out of its range (Python: `ValueError`).
+    /// An argument is out of range (Python: `ValueError`).
     Value(String),
-    /// A function of torch's failed (Python: `RuntimeError`).
+    /// A torch function failed (Python: `RuntimeError`).
     Torch(&'static str),
-    /// Room for an output was refused. Asked for again in Python, it gives torch's own exception.
+    /// The allocation of an output failed. It is repeated from Python, to raise torch's own exception.
     Allocation { sizes: Vec<i64>, strides: Vec<i64>, dtype: String, device: String },
-    /// A defect of ours.
+    /// A bug in fp8rs.
     Panic(String),
 }
 
@@ -61,11 +62,13 @@ impl Failure {
             Self::Torch(call) => PyRuntimeError::new_err(format!("{call} failed")),
             Self::Allocation { sizes, strides, dtype, device } => {
                 match allocate(py, sizes, strides, &dtype, &device) {
-                    Ok(()) => PyRuntimeError::new_err("torch refused to allocate an output, once"),
+                    Ok(()) => PyRuntimeError::new_err(
+                        "allocating an output failed, but succeeded when it was repeated; try again",
+                    ),
                     Err(error) => error,
                 }
             }
-            Self::Panic(message) => PyRuntimeError::new_err(format!("a defect of fp8rs: {message}")),
+            Self::Panic(message) => PyRuntimeError::new_err(format!("internal error in fp8rs: {message}")),
         }
     }
 }
@@ -85,8 +88,8 @@ struct Objects {
     len: usize,
 }
 
-/// `torch::handle_torch_function_no_python_arg_parser`: (overloaded arguments, args, kwargs, name of the function,
-/// the function, name of its module, 0 for `__torch_function__`).
+/// `torch::handle_torch_function_no_python_arg_parser`: (overloaded arguments, args, kwargs, function name,
+/// function, module name, 0 for `__torch_function__`).
 type Handle = unsafe extern "C-unwind" fn(
     Objects,
     *mut ffi::PyObject,
@@ -111,20 +114,21 @@ struct Raise {
 
 static RAISE: OnceLock<Raise> = OnceLock::new();
 
-/// Looks up what throws. `raiser`'s `__torch_function__` is called with the exception to raise, or it itself where a
-/// function mode passes the call on.
+/// Looks up the functions that throw. `raiser.__torch_function__` is called with the exception to raise. If a
+/// torch function mode passes the call on, `raiser` itself is called with it.
 pub(super) fn prepare(raiser: &Bound<'_, PyAny>) -> Result<(), String> {
     let handle = loaded(c"libtorch_python.so").and_then(|library| symbol(library, HANDLE)).ok();
-    // SAFETY: the mangled name says that it is this function, with these parameters.
+    // SAFETY: the mangled name identifies this function and its parameter types.
     let handle = handle.map(|f| unsafe { std::mem::transmute::<*mut std::ffi::c_void, Handle>(f) });
     let check = symbol(loaded(c"libtorch_cpu.so")?, c"aoti_torch_check")?;
-    // SAFETY: the function is in a header of torch's, with these parameters.
+    // SAFETY: torch's header declares the function with these parameters.
     let check = unsafe { std::mem::transmute::<*mut std::ffi::c_void, Check>(check) };
     let _ = RAISE.set(Raise { handle, check, raiser: raiser.clone().unbind() });
     Ok(())
 }
 
-/// Throws the failure as a Python exception. Needs no interpreter held, and must have nothing of a call alive.
+/// Throws the failure as a Python exception. The interpreter need not be held. All values of the call must have been
+/// dropped.
 pub(super) fn throw(failure: Failure) -> ! {
     let Raise { handle, check, raiser } = RAISE.get().expect("prepared before a kernel is registered");
     let mut words = Python::attach(|py| {
@@ -138,14 +142,15 @@ pub(super) fn throw(failure: Failure) -> ! {
         let (raiser, kwargs) = (raiser.as_ptr(), PyDict::new(py));
         let overloaded = Objects { start: &raw const raiser, len: 1 };
         let (name, module) = (c"fp8rs".as_ptr(), c"torch.ops".as_ptr());
-        // SAFETY: live objects, borrowed for the call, which throws.
+        // SAFETY: all objects are alive and borrowed for the call. The call throws unless a function mode
+        // catches the exception.
         unsafe { handle(overloaded, args.as_ptr(), kwargs.as_ptr(), name, raiser, module, 0) };
         words
     });
     words.retain(|c| c != '\0');
     words.push('\0');
     let file = c"fp8rs".as_ptr();
-    // SAFETY: strings that end in NUL; torch copies them. It throws.
+    // SAFETY: the strings end in NUL, and torch copies them before it throws.
     unsafe { check(false, file, file, 0, words.as_ptr().cast()) };
     unreachable!("torch's check throws")
 }

@@ -1,7 +1,7 @@
 //! The functions of torch's stable C interface that kernels use, looked up once.
 //!
-//! Written from `torch/csrc/stable/c/shim.h` and `torch/csrc/inductor/aoti_torch/c/shim.h`, as of torch 2.11. A
-//! function gives 0, or an error code when it has caught an exception.
+//! Written from `torch/csrc/stable/c/shim.h` and `torch/csrc/inductor/aoti_torch/c/shim.h` of torch 2.11.
+//! Functions return 0, or an error code if they caught an exception.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::{self, NonNull};
@@ -9,14 +9,14 @@ use std::sync::OnceLock;
 
 use crate::layout::DType;
 
-/// The version of torch that the interface below is that of: 2.11.0, as `torch_library_impl` wants it.
+/// The torch version whose interface is declared below, 2.11.0, in the encoding of `torch_library_impl`.
 const VERSION: u64 = 2 << 56 | 11 << 48;
 
 /// An `at::Tensor` on torch's heap.
 pub(super) type RawTensor = NonNull<c_void>;
 /// An argument or result of a kernel.
 pub(super) type Value = u64;
-/// A kernel: the values, how many come in, how many go out. It may throw, as C++ does.
+/// A kernel: (values, number of arguments, number of results). It may throw a C++ exception.
 pub(super) type Kernel = unsafe extern "C-unwind" fn(*mut Value, u64, u64);
 /// `CurrentWorkStream` of the DLPack exchange API.
 pub(super) type CurrentStream = unsafe extern "C" fn(i32, i32, *mut *mut c_void) -> c_int;
@@ -25,21 +25,21 @@ type Out<T> = *mut T;
 
 macro_rules! functions {
     ($($(#[$doc:meta])* $name:ident = $symbol:literal: fn($($arg:ty),*) $(-> $result:ty)?;)*) => {
-        /// The functions, and what they say of torch's numbers.
+        /// Torch's functions and the numbers of its types.
         pub(super) struct Shim {
             $($(#[$doc])* pub(super) $name: unsafe extern "C" fn($($arg),*) $(-> $result)?,)*
             /// The number of each element type.
             dtypes: [(DType, i32); 6],
-            /// The number of CUDA devices' type.
+            /// The number of the CUDA device type.
             pub(super) cuda: i32,
-            /// The current stream of a CUDA device.
+            /// Returns the current stream of a CUDA device.
             pub(super) current_stream: CurrentStream,
-            /// Frees a value that an optional argument is in.
+            /// Frees the heap value of an optional argument.
             pub(super) delete_value: unsafe extern "C" fn(*mut c_void),
         }
 
         fn look_up(library: *mut c_void, current_stream: CurrentStream) -> Result<Shim, String> {
-            // SAFETY: each symbol is a C function of the type that its header gives.
+            // SAFETY: each symbol is a C function of the type that its header declares.
             unsafe {
                 $(let $name = std::mem::transmute::<
                     *mut c_void, unsafe extern "C" fn($($arg),*) $(-> $result)?
@@ -83,10 +83,11 @@ functions! {
     data_mut = c"torch_get_mutable_data_ptr": fn(RawTensor, Out<*mut c_void>) -> i32;
     empty_strided = c"aoti_torch_empty_strided":
         fn(i64, *const i64, *const i64, i32, i32, i32, Out<Option<RawTensor>>) -> i32;
-    /// (of, dimensions, sizes, strides, offset): another tensor over the same memory; no operator is called.
+    /// (tensor, dimensions, sizes, strides, offset): creates another tensor over the same memory without
+    /// calling an operator.
     reinterpret = c"aoti_torch__reinterpret_tensor":
         fn(RawTensor, i64, *const i64, *const i64, i64, Out<Option<RawTensor>>) -> i32;
-    /// (to, from, non-blocking)
+    /// (destination, source, non-blocking)
     copy = c"aoti_torch_copy_": fn(RawTensor, RawTensor, i32) -> i32;
     list_size = c"torch_list_size": fn(*mut c_void, Out<usize>) -> i32;
     list_item = c"torch_list_get_item": fn(*mut c_void, usize, Out<Value>) -> i32;
@@ -97,7 +98,7 @@ functions! {
 
 static SHIM: OnceLock<Shim> = OnceLock::new();
 
-/// Looks the functions up, the first time.
+/// Looks up the functions on the first call.
 pub(super) fn load(current_stream: CurrentStream) -> Result<&'static Shim, String> {
     if let Some(shim) = SHIM.get() {
         return Ok(shim);
@@ -106,35 +107,40 @@ pub(super) fn load(current_stream: CurrentStream) -> Result<&'static Shim, Strin
     Ok(SHIM.get_or_init(|| shim))
 }
 
-/// The functions; only kernels call it, which are registered after [`load`].
+/// Returns the functions. Only kernels call this, and they are registered after [`load`].
 pub(super) fn get() -> &'static Shim {
     SHIM.get().expect("loaded before a kernel is registered")
 }
 
 impl Shim {
-    /// A handle, kept for ever, to the kernels that one dispatch key has for our operators.
+    /// Returns a handle to the kernels of one dispatch key. The handle is never freed.
     pub(super) fn library(&self, key: &CStr) -> Result<*mut c_void, String> {
         let mut library = ptr::null_mut();
-        // SAFETY: the strings live through the call; torch copies them.
+        // SAFETY: the strings live through the call, and torch copies them.
         let code = unsafe {
             (self.library_init)(c"fp8rs".as_ptr(), key.as_ptr(), c"fp8rs".as_ptr(), 0, &raw mut library)
         };
-        if code == 0 { Ok(library) } else { Err(format!("torch refused a library for {key:?}")) }
+        if code == 0 {
+            Ok(library)
+        } else {
+            Err(format!("torch failed to create a library for the dispatch key {key:?}"))
+        }
     }
 
-    /// Makes `kernel` an operator's kernel.
+    /// Registers `kernel` for an operator.
     pub(super) fn implement(&self, library: *mut c_void, name: &CStr, kernel: Kernel) -> Result<(), String> {
-        // SAFETY: a live library; the kernel lives as long as the process, as Python never unloads a module.
+        // SAFETY: the library handle is never freed. The kernel lives as long as the process, because Python
+        // never unloads an extension module.
         let code = unsafe { (self.library_impl)(library, name.as_ptr(), kernel, VERSION) };
-        if code == 0 { Ok(()) } else { Err(format!("torch refused a kernel for {name:?}")) }
+        if code == 0 { Ok(()) } else { Err(format!("torch failed to register a kernel for {name:?}")) }
     }
 
-    /// The element type with this number, if it is one of ours.
+    /// Returns the element type with this number, or None if the crate does not support it.
     pub(super) fn known(&self, number: i32) -> Option<DType> {
         self.dtypes.iter().find(|(_, known)| *known == number).map(|(dtype, _)| *dtype)
     }
 
-    /// The number of an element type.
+    /// Returns the number of an element type.
     pub(super) fn number(&self, dtype: DType) -> i32 {
         self.dtypes.iter().find(|(known, _)| *known == dtype).expect("every type has a number").1
     }
@@ -148,21 +154,23 @@ unsafe extern "C" {
 /// `RTLD_LAZY | RTLD_NOLOAD` of Linux.
 const ONLY_IF_LOADED: c_int = 1 | 4;
 
-/// A library that this process has loaded, under its own name.
+/// Returns the handle of a library that this process has loaded.
 pub(super) fn loaded(name: &CStr) -> Result<*mut c_void, String> {
-    // SAFETY: a string; nothing is loaded.
+    // SAFETY: `name` ends in NUL. The flags prevent loading, so no library code runs.
     let library = unsafe { dlopen(name.as_ptr(), ONLY_IF_LOADED) };
     if library.is_null() { Err(format!("{} is not loaded", name.to_string_lossy())) } else { Ok(library) }
 }
 
-/// `operator delete(void*)` as torch has it: a preloaded allocator's, or that of its C++ library.
+/// Returns the `operator delete(void*)` that torch uses: from a preloaded allocator, or from torch's C++
+/// library.
 fn operator_delete(library: *mut c_void) -> Result<*mut c_void, String> {
     symbol(ptr::null_mut(), c"_ZdlPv").or_else(|_| symbol(library, c"_ZdlPv"))
 }
 
-/// The address of a function in a library and what it links, or, of null, in what everybody sees.
+/// Returns the address of a function in a library or its dependencies. With a null library, searches the
+/// global scope.
 pub(super) fn symbol(library: *mut c_void, name: &CStr) -> Result<*mut c_void, String> {
-    // SAFETY: a loaded library, and a string.
+    // SAFETY: `library` is null or a loaded library, and `name` ends in NUL.
     let address = unsafe { dlsym(library, name.as_ptr()) };
     if address.is_null() { Err(format!("it has no {}", name.to_string_lossy())) } else { Ok(address) }
 }
