@@ -13,7 +13,7 @@ import fp8rs
 from distributed import ranks
 from distributed.models import EVEN, RECIPES, batch, make
 from fp8rs.fsdp import MasterWeight
-from fp8rs.fsdp.weight import Weight
+from fp8rs.fsdp.param import ParamHandle
 from parts import local_of
 from saving import reloaded
 
@@ -26,8 +26,8 @@ class Whole:
 def weight():
     """A shard as FSDP2 has it, by itself."""
     layer = make(EVEN).head
-    master = MasterWeight(layer.weight, Weight(layer, "weight"), requires_grad=True)
-    master.layer = layer  # a `Weight` does not keep its module alive
+    master = MasterWeight(layer.weight, ParamHandle(layer, "weight"), requires_grad=True)
+    master.layer = layer  # a `ParamHandle` does not keep its module alive
     return master
 
 

@@ -30,7 +30,7 @@ from distributed.models import (
     watch_weights,
     whole_planes,
 )
-from fp8rs.fsdp.weight import Weight, mark_writes, wait_for_writes
+from fp8rs.fsdp.param import ParamHandle, mark_writes, wait_for_writes
 
 # Recipes whose weights' bytes follow from the weights alone; delayed ones while they have no scale.
 recipes = pytest.mark.parametrize("recipe", ["current", "delayed", *BLOCKS])
@@ -393,7 +393,7 @@ def test_writes_in_any_order(rig, script, all_reduces, hidden, recipe):
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_gather_waits_for_what_was_written_before_the_forward(marked):
     """And, where that was marked, for nothing that the writer's stream does afterwards."""
-    weight = Weight(nn.Linear(1, 1), "weight")
+    weight = ParamHandle(nn.Linear(1, 1), "weight")
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     written = torch.zeros(1 << 24, device="cuda")
     written.fill_(0).sum()  # a kernel's first use would wait for whatever runs

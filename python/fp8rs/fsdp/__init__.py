@@ -32,13 +32,19 @@ Beside these, and of use to any model that FSDP2 shards:
 - ``links``: the choice.
 """
 
-from .adopt import sharding_of
-from .chosen_links import Link, Links
-from .float8_weight import Float8Weight, MXFP8Weight
-from .links import set_links
-from .master_weight import MasterWeight
-from .model import precompute_float8_dynamic_scale_for_fsdp
-from .planes_owner import own
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .adopt import sharding_of
+    from .chosen_links import Link, Links
+    from .float8_weight import Float8Weight, MXFP8Weight
+    from .links import set_links
+    from .master_weight import MasterWeight
+    from .model import precompute_float8_dynamic_scale_for_fsdp
+    from .planes_owner import own
 
 __all__ = [
     "Float8Weight",
@@ -51,3 +57,22 @@ __all__ = [
     "set_links",
     "sharding_of",
 ]
+
+#: Modules that are imported on first use, because torch.distributed.fsdp takes seconds to import.
+_LAZY = {
+    "Float8Weight": "float8_weight",
+    "Link": "chosen_links",
+    "Links": "chosen_links",
+    "MXFP8Weight": "float8_weight",
+    "MasterWeight": "master_weight",
+    "own": "planes_owner",
+    "precompute_float8_dynamic_scale_for_fsdp": "model",
+    "set_links": "links",
+    "sharding_of": "adopt",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -16,9 +16,9 @@ from . import state_dicts
 from .float8_weight import sharded
 from .master_weight import MasterWeight
 from .model import ShardedModel
+from .param import ParamHandle, local_of
 from .placement import local_part, place
 from .planes_owner import PlanesOwner, own
-from .weight import Weight, local_of
 
 
 def sharding_of(state: ModelState) -> ShardedModel:
@@ -36,10 +36,11 @@ def adopt(model: ShardedModel, module: nn.Module, name: str, parameter: Any) -> 
     Args:
         model: whose layer.
         module: a converted layer.
-        name: of the parameter; only "weight" is quantized.
+        name: of the parameter; those in ``_fp8_params`` are quantized.
         parameter: the DTensor; of a whole FP8 weight, itself, which is then owned.
     """
-    if name != "weight":
+    handles: dict[str, ParamHandle] = cast(Any, module)._fp8_params
+    if name not in handles:
         return
     if isinstance(parameter, QuantizedTensor):
         own(module, name)
@@ -70,12 +71,14 @@ def adopt(model: ShardedModel, module: nn.Module, name: str, parameter: Any) -> 
         )
         model.left.add(index)
         return
-    weight: Weight
+    weight: ParamHandle
     if quantized:
-        weight = owner_of_shard(model, local, module, name, parameter)
+        handles[name] = weight = owner_of_shard(model, local, module, name, parameter)
         set_local_tensor(parameter, sharded(local, weight))
     else:
-        weight = Weight(module, name)
+        weight = handles[name]
+        if type(weight) is not ParamHandle:  # an FP8 weight was here before
+            weight = handles[name] = ParamHandle(module, name)
         set_local_tensor(parameter, MasterWeight(local, weight))
     weight.written = True
     before_it = module._parameters.get(name)

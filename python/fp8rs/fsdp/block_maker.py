@@ -13,8 +13,8 @@ from fp8rs.tensor.spec import Planes, QuantSpec, plane_leads
 
 from .gathered import Pass, Shard
 from .maker import Maker
+from .param import ParamHandle
 from .placement import Placement
-from .weight import Weight
 
 _block_amax = torch.ops.fp8rs.block_amax.default
 _quantize_blocks = torch.ops.fp8rs.quantize_blocks.default
@@ -35,7 +35,7 @@ class BlockMaker(Maker):
         #: The blocks whose amaxes ranks compare: those of the plane that the cuts go through.
         self.cut_block = [self.height, 1] if self.codec.both else list(spec.format.block)
 
-    def check(self, weight: Weight, placement: Placement) -> None:
+    def check(self, weight: ParamHandle, placement: Placement) -> None:
         if placement.dim != 0:
             raise ValueError(
                 f"shard_placement_fn puts {weight.fqn} on Shard({placement.dim}), but "

@@ -19,7 +19,7 @@ from .codec import Codec
 from .placement import Placement
 
 if TYPE_CHECKING:
-    from .weight import Weight
+    from .param import ParamHandle
 
 
 #: With fewer elements than this left in a rank's other shards, a gather casts those too: that takes
@@ -75,7 +75,7 @@ class Shard:
         taken: a gather outside a backward has had them.
     """
 
-    weight: Weight
+    weight: ParamHandle
     data: Tensor
     placement: Placement
     codec: Codec
@@ -152,7 +152,7 @@ class Pass:
             shard.ready = self._begun
             shard.left_to = None if cast is None else self
 
-    def make(self, weights: Collection[Weight] | None = None) -> None:
+    def make(self, weights: Collection[ParamHandle] | None = None) -> None:
         """Make the bytes of these weights, or of all, on the current stream."""
         # Without those that have been quantized anew since.
         left = {i: shard for i, shard in self._left.items() if shard.left_to is self}

@@ -14,7 +14,7 @@ from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
 
 from .gathered import Shard
 from .model import of
-from .weight import Weight
+from .param import ParamHandle
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # The one-argument form lets data and scales have sizes of their own.
 def pre_all_gather(self: Any, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Shard]:
     """The shard's bytes (flat uint8 tensors, equally long on all ranks) and metadata."""
-    weight: Weight = self._weight
+    weight: ParamHandle = self._weight
     shard = of(weight.state).passes.gather(weight, self.shard)
     return shard.inputs, shard
 

@@ -19,8 +19,8 @@ from fp8rs.tensor.spec import Planes, QuantSpec
 from .codec import Codec
 from .cuts import cut_rows
 from .gathered import Pass, Shard, on_mesh
+from .param import ParamHandle
 from .placement import Placement
-from .weight import Weight
 
 
 class Maker:
@@ -36,7 +36,7 @@ class Maker:
     def __init__(self, spec: QuantSpec) -> None:
         self.spec, self.codec = spec, Codec(spec.format, spec.fp8_dtype)
 
-    def shard(self, weight: Weight, values: Tensor | None = None) -> Shard:
+    def shard(self, weight: ParamHandle, values: Tensor | None = None) -> Shard:
         """A weight's shard as it is, or is to be. ValueError for a sharding that cannot work.
 
         The module's own: the tensor that FSDP2 has at hand is a copy of it where it offloads.
@@ -48,7 +48,7 @@ class Maker:
         device = on_mesh(values.device, placement)
         return Shard(weight, values, placement, self.codec, device)
 
-    def check(self, weight: Weight, placement: Placement) -> None:
+    def check(self, weight: ParamHandle, placement: Placement) -> None:
         """Raise ValueError for a sharding that cannot work, the same on all ranks."""
 
     def cuts(self, placement: Placement) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from fp8rs._torch import (
 )
 
 from . import hooks
-from .weight import Weight, local_of
+from .param import ParamHandle, local_of
 
 aten = torch.ops.aten
 
@@ -40,10 +40,12 @@ class MasterWeight(Tensor):
     """
 
     _data: Tensor
-    _weight: Weight
+    _weight: ParamHandle
 
     @staticmethod
-    def __new__(cls, data: Tensor, weight: Weight, *, requires_grad: bool = False) -> MasterWeight:
+    def __new__(
+        cls, data: Tensor, weight: ParamHandle, *, requires_grad: bool = False
+    ) -> MasterWeight:
         if isinstance(data, MasterWeight):
             data = data._data
         self: MasterWeight
@@ -121,16 +123,16 @@ class MasterWeight(Tensor):
         """Whether it stands for a master weight in a compiler's trace; what it gives is plain."""
         return is_traced(self._data)
 
-    def __tensor_flatten__(self) -> tuple[list[str], Weight]:
+    def __tensor_flatten__(self) -> tuple[list[str], ParamHandle]:
         return ["_data"], self._weight
 
     @classmethod
-    def __metadata_guard__(cls, traced: Weight, weight: Weight) -> bool:
+    def __metadata_guard__(cls, traced: ParamHandle, weight: ParamHandle) -> bool:
         return True
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], weight: Weight, outer_size: Any, outer_stride: Any
+        inner: dict[str, Tensor], weight: ParamHandle, outer_size: Any, outer_stride: Any
     ) -> MasterWeight:
         return MasterWeight(inner["_data"], weight)
 

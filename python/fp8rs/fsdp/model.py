@@ -16,10 +16,10 @@ from fp8rs.quantize.spec import quant_spec
 from .agreement import compare_conversions
 from .block_maker import BlockMaker
 from .maker import Maker
+from .param import ParamHandle
 from .passes import WeightPasses
 from .scales import SharedScales
 from .tensor_maker import TensorMaker
-from .weight import Weight
 
 #: Makes a sharded parameter of a layer one that is gathered in FP8, if it is to be.
 Adopt = Callable[["ShardedModel", nn.Module, str, Any], None]
@@ -42,7 +42,7 @@ class ShardedModel:
         self._state = weakref.ref(state)
         self._adopt = adopt
         #: By the layer's index and the parameter's name, in that order, which is that of all ranks.
-        self._weights: dict[tuple[int, str], Weight] = {}
+        self._weights: dict[tuple[int, str], ParamHandle] = {}
         maker = maker_for(state)
         self.scales = SharedScales(maker, self.weights)
         self.passes = WeightPasses(state, maker, self.scales, self.weights, self._meet)
@@ -87,7 +87,7 @@ class ShardedModel:
             compare_conversions(self.state, mesh)
             self._met.add(mesh)
 
-    def add(self, weight: Weight) -> None:
+    def add(self, weight: ParamHandle) -> None:
         """A weight is sharded, in the place of another one maybe."""
         place = (weight.index, weight.name)
         before = self._weights.get(place)
@@ -95,7 +95,7 @@ class ShardedModel:
             self.passes.replaced(before)
         self._weights = dict(sorted({**self._weights, place: weight}.items()))
 
-    def weights(self) -> list[Weight]:
+    def weights(self) -> list[ParamHandle]:
         """Every weight of which the module holds the shard at the moment, once."""
         shards = (weight.local for weight in self._weights.values())
         return list(dict.fromkeys(shard._weight for shard in shards if shard is not None))

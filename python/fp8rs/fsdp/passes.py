@@ -32,9 +32,9 @@ from . import at_rest
 from .checks import refuse_partial_reshard, refuse_recast
 from .gathered import Pass, Ready, Shard
 from .maker import Maker
+from .param import ParamHandle, mark_writes, wait_for_writes
 from .placement import Placement
 from .scales import SharedScales
-from .weight import Weight, mark_writes, wait_for_writes
 
 
 class WeightPasses:
@@ -56,17 +56,17 @@ class WeightPasses:
         state: ModelState,
         maker: Maker,
         scales: SharedScales,
-        weights: Callable[[], Sequence[Weight]],
+        weights: Callable[[], Sequence[ParamHandle]],
         meet: Callable[[Any], None],
     ) -> None:
         self._state = weakref.ref(state)
         self._maker, self._scales = maker, scales
         self._weights, self._meet = weights, meet
-        self.latest: dict[Weight, Shard] = {}
+        self.latest: dict[ParamHandle, Shard] = {}
         #: Scales that were found for these weights ahead of a forward, for that one alone.
-        self._precomputed: tuple[list[Weight], Tensor, Ready] | None = None
+        self._precomputed: tuple[list[ParamHandle], Tensor, Ready] | None = None
         self._checked = False
-        self._units: dict[Weight, frozenset[Weight]] = {}
+        self._units: dict[ParamHandle, frozenset[ParamHandle]] = {}
 
     @property
     def state(self) -> ModelState:
@@ -76,7 +76,7 @@ class WeightPasses:
 
     # --- a gather --------------------------------------------------------------------------------
 
-    def gather(self, weight: Weight, data: Tensor) -> Shard:
+    def gather(self, weight: ParamHandle, data: Tensor) -> Shard:
         """The bytes for a gather of a weight, quantized now or before.
 
         Args:
@@ -147,7 +147,7 @@ class WeightPasses:
 
     # --- a pass ----------------------------------------------------------------------------------
 
-    def _begin_pass(self, weight: Weight) -> None:
+    def _begin_pass(self, weight: ParamHandle) -> None:
         """Quantize all weights that take part in the forward that begins.
 
         In an announced forward these are all of the model. Else those that are sharded as the one
@@ -195,7 +195,7 @@ class WeightPasses:
         shards = map(self._maker.shard, self._weights())
         return [s for s in shards if like is None or s.placement.shard_groups == like.shard_groups]
 
-    def _unit(self, weight: Weight) -> frozenset[Weight] | None:
+    def _unit(self, weight: ParamHandle) -> frozenset[ParamHandle] | None:
         """The weights that FSDP2 gathers together with this one; None if that is not known."""
         known = self._units.get(weight)
         if known is None:
@@ -226,7 +226,7 @@ class WeightPasses:
         """Parameters have been moved or cast: look at them before the next gather."""
         self._checked = False
 
-    def replaced(self, weight: Weight) -> None:
+    def replaced(self, weight: ParamHandle) -> None:
         """Another tensor is in a weight's place: free what was kept of the one before.
 
         Not what is on its way: a backward still has the bytes that its forward had.
@@ -234,7 +234,7 @@ class WeightPasses:
         self.latest.pop(weight, None)
         self._units.clear()  # others' have it too
 
-    def forget(self, weight: Weight) -> None:
+    def forget(self, weight: ParamHandle) -> None:
         """Have a weight's bytes made no more."""
         before = self.latest.pop(weight, None)
         if before is not None:
@@ -261,7 +261,7 @@ class WeightPasses:
                 ready = Ready(found.device, [found])
                 self._precomputed = [s.weight for s in shards], found, ready
 
-    def _take_precomputed(self, weights: list[Weight]) -> Tensor | None:
+    def _take_precomputed(self, weights: list[ParamHandle]) -> Tensor | None:
         """What was found for these weights, in this order, once."""
         known, self._precomputed = self._precomputed, None
         if known is None or known[0] != weights:

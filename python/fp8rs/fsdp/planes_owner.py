@@ -15,8 +15,8 @@ from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.store import Store
 
 from . import at_rest, padding
+from .param import ParamHandle
 from .placement import local_part, place
-from .weight import Weight
 
 
 class Shards(Protocol):
@@ -29,7 +29,7 @@ class Shards(Protocol):
         """Quantize values into whole shards, as those of the whole weights."""
 
 
-class PlanesOwner(Weight):
+class PlanesOwner(ParamHandle):
     """An FP8 weight: what its quantized tensors tell of writes (`fp8rs.tensor.store.Owner`).
 
     Args:
@@ -258,4 +258,5 @@ def own(module: nn.Module, name: str) -> PlanesOwner:
     owner = parameter._store.owner
     if not isinstance(owner, PlanesOwner) or owner._module() is not module:
         owner = parameter._store.owner = PlanesOwner(module, name)
+    module.__dict__.setdefault("_fp8_params", {})[name] = owner
     return owner

@@ -26,8 +26,8 @@ from .at_rest import planes_of, put, scale_of
 from .block_maker import BlockMaker
 from .gathered import Shard, on_mesh
 from .maker import Maker
+from .param import ParamHandle
 from .planes_owner import PlanesOwner
-from .weight import Weight
 
 _block_amax = torch.ops.fp8rs.block_amax.default
 _quantize = torch.ops.fp8rs.quantize.default
@@ -43,7 +43,7 @@ class SharedScales:
         weights: gives the weights that are sharded at the moment, in an order of all ranks.
     """
 
-    def __init__(self, maker: Maker, weights: Callable[[], Sequence[Weight]]) -> None:
+    def __init__(self, maker: Maker, weights: Callable[[], Sequence[ParamHandle]]) -> None:
         self._maker, self._weights = maker, weights
 
     def stepped(self) -> None:

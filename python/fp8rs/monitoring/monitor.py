@@ -244,7 +244,7 @@ def _with_shard(stats: OperandStats, layer: Float8Linear) -> OperandStats:
     if not is_distributed(parameter):
         return stats  # whole; or gathered at the moment, which changes no shard
     from fp8rs.fsdp.master_weight import MasterWeight
-    from fp8rs.fsdp.weight import local_of
+    from fp8rs.fsdp.param import local_of
 
     local = local_of(parameter)
     if not isinstance(local, MasterWeight):

@@ -76,6 +76,8 @@ class Float8Linear(nn.Linear):
     fp8_amax: Tensor
     _fp8_index: int
     _fp8_slots: buffers.KnownSlots
+    #: The handle of each FP8 parameter, by the parameter's name.
+    _fp8_params: dict[str, Any]
     #: Delayed scaling: for weight, input and gradient, whether there is a scale. One roll behind
     #: the buffers, which need not be read for it.
     fp8_ready: tuple[bool, bool, bool] = NOTHING_READY
@@ -89,6 +91,7 @@ class Float8Linear(nn.Linear):
         self._fp8_state = state
         self._fp8_index = state.add_linear(self, name)
         self._fp8_slots = buffers.KnownSlots()
+        self._fp8_params = state.handles_of(self, ("weight",))
         self.fp8_ready = NOTHING_READY
         self._fp8_debug = None
         buffers.register(self, state.delayed, self.weight.device)

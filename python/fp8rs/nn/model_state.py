@@ -109,6 +109,13 @@ class ModelState:
             self.sharding = self._shard_with(self)
         return self.sharding
 
+    @staticmethod
+    def handles_of(module: nn.Module, names: Sequence[str]) -> dict[str, Any]:
+        """Return a `fp8rs.fsdp.param.ParamHandle` for each FP8 parameter of a module."""
+        from fp8rs.fsdp.param import handles_of
+
+        return dict(handles_of(module, names))
+
     # --- layers and the root ---------------------------------------------------------------------
 
     def add_linear(self, module: nn.Module, name: str) -> int:

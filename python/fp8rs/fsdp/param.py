@@ -1,4 +1,4 @@
-"""One weight: a parameter of a module, whichever tensor stands for it at the moment."""
+"""The handle of one FP8 parameter, and the order of its writes on CUDA streams."""
 
 from __future__ import annotations
 
@@ -18,20 +18,18 @@ if TYPE_CHECKING:
     from fp8rs.nn.model_state import ModelState
 
 
-class Weight:
-    """A parameter's place: (module, name). All else is found through that.
+class ParamHandle:
+    """One FP8 parameter of one module.
 
-    FSDP2 replaces the sharded tensors as it likes, so nothing is remembered on them; every
-    `MasterWeight` of one parameter refers to one `Weight`. It compares by identity, and a copy of a
-    tensor alone keeps it: as metadata of a traced tensor it is a constant.
+    FSDP2 may replace the sharded tensor at any time, so state lives here rather than on the tensor.
+    A converted module has its handles in ``_fp8_params``, and every `MasterWeight` of a parameter
+    refers to the parameter's handle. Handles compare by identity.
 
     Attributes:
-        name: of the parameter in its module.
-        written: the shard was written since it was last quantized, by an operator that every rank
-            has run, those with an empty shard too.
-        written_on: the CUDA stream that it was last written on, or the event on that stream before
-            which it was.
-        writes: how many times the shard was written.
+        name: the parameter's name in its module.
+        written: an operator wrote to the shard since it was last quantized.
+        written_on: the CUDA stream of the last write, or an event on that stream after the write.
+        writes: number of writes to the shard.
     """
 
     __slots__ = ("__weakref__", "_module", "_placed", "name", "writes", "written", "written_on")
@@ -137,19 +135,37 @@ class Weight:
         """Of delayed scaling: that scale is known not to be 0, without a look at it."""
         return bool(cast(Any, self.module).fp8_ready[0])
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Weight:
-        """That of the copied module, if one is being copied; else the same."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParamHandle:
+        """Return the copied module's handle, or this one if only a tensor is copied."""
         copy = memo.get(id(self._module()))
         if copy is None:
             return self
         found = memo.get(id(self))
         if found is None:
             found = memo[id(self)] = self._of(copy)
-        return cast(Weight, found)
+        return cast(ParamHandle, found)
 
-    def _of(self, module: nn.Module) -> Weight:
-        """The copy's, of a copy of the module."""
+    def _of(self, module: nn.Module) -> ParamHandle:
+        """Return the handle of the same parameter in a copy of the module."""
         return type(self)(module, self.name)
+
+    def __reduce__(self) -> Any:
+        return ParamHandle, (self.module, self.name)
+
+
+def handles_of(module: nn.Module, names: Iterable[str]) -> dict[str, ParamHandle]:
+    """Return the handles of a module's FP8 parameters by name.
+
+    The owner of a quantized parameter's planes is its handle already.
+    """
+    handles: dict[str, ParamHandle] = {}
+    for name in names:
+        store = getattr(own_part(module._parameters.get(name)), "_store", None)
+        owner = getattr(store, "owner", None)
+        if not isinstance(owner, ParamHandle) or owner._module() is not module:
+            owner = ParamHandle(module, name)
+        handles[name] = owner
+    return handles
 
 
 def local_of(parameter: Any) -> Any:
@@ -159,10 +175,10 @@ def local_of(parameter: Any) -> Any:
     the quantized tensor as ``shard``.
     """
     local = own_part(parameter)
-    return local if isinstance(getattr(local, "_weight", None), Weight) else None
+    return local if isinstance(getattr(local, "_weight", None), ParamHandle) else None
 
 
-def wait_for_writes(weights: Sequence[Weight]) -> None:
+def wait_for_writes(weights: Sequence[ParamHandle]) -> None:
     """Have the current stream see what other streams have written to the weights."""
     for on in {weight.written_on for weight in weights} - {None}:
         assert on is not None
@@ -175,7 +191,7 @@ def wait_for_writes(weights: Sequence[Weight]) -> None:
         weight.written_on = None
 
 
-def mark_writes(weights: Iterable[Weight]) -> None:
+def mark_writes(weights: Iterable[ParamHandle]) -> None:
     """Have streams that wait for what was written to the weights wait for nothing after now."""
     events: dict[torch.cuda.Stream, torch.cuda.Event] = {}
     for weight in weights:
