@@ -16,7 +16,7 @@ from fp8rs.tensor.store import Store
 
 from . import at_rest, padding
 from .param import ParamHandle
-from .placement import local_part, place
+from .shard_spec import local_part, shard_spec
 
 
 class Shards(Protocol):
@@ -102,11 +102,11 @@ class PlanesOwner(ParamHandle):
 
     @property
     def number(self) -> int:
-        """The number of the first element that this rank has: see `Placement.number`."""
+        """The number of the first element that this rank has: see `ShardSpec.number`."""
         if self.local is not None:
-            return self.placement.number
+            return self.spec.number
         parameter: Any = self.parameter if self.in_place else None
-        return place(parameter).number if is_distributed(parameter) else 0
+        return shard_spec(parameter).number if is_distributed(parameter) else 0
 
     def _agrees_on(self, tensor: QuantizedTensor) -> Shards | None:
         """What agrees on scales where all ranks write their whole shards; None where they may not.

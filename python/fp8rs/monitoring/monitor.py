@@ -249,7 +249,7 @@ def _with_shard(stats: OperandStats, layer: Float8Linear) -> OperandStats:
     local = local_of(parameter)
     if not isinstance(local, MasterWeight):
         return stats
-    placement = local._weight.placement
+    placement = local._handle.spec
     origin = [0, 0]
     origin[placement.dim] = placement.offset
     return OperandStats(stats.slots, local.high_precision, *origin)
