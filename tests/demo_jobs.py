@@ -17,7 +17,7 @@ import fp8rs
 from fp8rs.demo.model import Llama, LlamaConfig, parameter_count
 from fp8rs.demo.traffic import counted
 from fp8rs.demo.train import Weights, convert, fp8_adamw, linear_weights, shard
-from parts import local_of
+from internals import local_of
 
 
 def add(arguments: dict[str, Any], report: Any) -> dict[str, Any]:

@@ -1,15 +1,5 @@
-"""What a parameter is made of: the private names that tests ask for, of torch and of fp8rs."""
+"""The former name of `internals`."""
 
-from torch import Tensor
+from internals import local_of, store_of
 
-from fp8rs.tensor.store import Store
-
-
-def local_of(t: Tensor) -> Tensor:
-    """This rank's part of a DTensor, not a view of it; another tensor itself."""
-    return getattr(t, "_local_tensor", t)
-
-
-def store_of(t: Tensor) -> Store:
-    """What an FP8 tensor, sharded or not, shares with its views: planes, owner, delayed scale."""
-    return local_of(t)._store
+__all__ = ["local_of", "store_of"]

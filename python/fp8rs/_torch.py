@@ -455,29 +455,6 @@ def reduces_in_stored_dtype() -> bool:
     return hasattr(FSDPParamGroup, "_get_reduce_dtype")
 
 
-def is_gathered_for_forward(root: Any, module: Any) -> bool:
-    """Whether FSDP2 is gathering a module's parameters for a forward, below ``root``.
-
-    That a backward is running does not tell: it may run forwards, of a teacher for one.
-    """
-    group = _group_of(root, module)
-    return group is not None and bool(group._training_state.name == "FORWARD")
-
-
-def gathered_with(root: Any, module: Any) -> list[Any]:
-    """The modules below ``root`` whose parameters FSDP2 gathers with those of ``module``."""
-    group = _group_of(root, module)
-    return [] if group is None else [p._module_info.module for p in group.fsdp_params]
-
-
-def _group_of(root: Any, module: Any) -> Any:
-    """FSDP2's group of parameters that a module's are in, below ``root``; None if in none."""
-    for _, group in fsdp_groups(root):
-        if any(p._module_info.module is module for p in group.fsdp_params):
-            return group
-    return None
-
-
 def check_graph_capture(optimizer: Any) -> None:
     """Refuse a step of an optimizer in a graph capture for which it is not declared capturable."""
     for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):

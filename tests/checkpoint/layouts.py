@@ -18,7 +18,7 @@ from fp8rs._torch import dtensor_like
 from fp8rs.optim import AdamW, MasterWeights
 from fp8rs.scaling.histories import BUFFERS
 from fp8rs.tensor.quantized import QuantizedTensor
-from parts import local_of
+from internals import local_of
 
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 

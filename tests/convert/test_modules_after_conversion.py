@@ -11,8 +11,8 @@ from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import RECIPES, batch, recipes, reduces, same_bytes, train, whole_planes
 from fp8rs.tensor.quantized import QuantizedTensor
+from internals import store_of
 from oracle.compare import relative
-from parts import store_of
 
 
 class Two(nn.Module):

@@ -37,8 +37,8 @@ from distributed.models import (
     watch_weights,
     whole_planes,
 )
+from internals import local_of
 from oracle.compare import relative
-from parts import local_of
 from saving import reloaded
 
 

@@ -129,15 +129,13 @@ def test_memory_by_hand() -> None:
     memory = found.memory
     assert memory.parameters == memory.gradients == (weight + norm) * 4 // 4
     assert memory.optimizer == 2 * memory.parameters
-    assert memory.codes == weight // 4 + 2 * 4
     assert memory.gathered == weight + blocks * 2 * 4 + norm * 2
     assert memory.reduced == (weight + norm) * (2 + 4)
     assert memory.total == sum(
-        (memory.parameters, memory.codes, memory.gradients, memory.optimizer, memory.gathered)
-    ) + memory.reduced  # fmt: skip
+        (memory.parameters, memory.gradients, memory.optimizer, memory.gathered, memory.reduced)
+    )
     at_rest = fp8rs.report(model, world_size=4, recipe="block", fp8_weights=True).memory
-    assert at_rest.codes == 0
-    assert at_rest.parameters == memory.codes + norm * 4 // 4
+    assert at_rest.parameters == weight // 4 + 2 * 4 + norm * 4 // 4
     assert at_rest.gradients == memory.gradients
     assert at_rest.optimizer == (weight * 12 + norm * 8) // 4
     assert fp8rs.report(model, world_size=4, optimizer=0.5).memory.optimizer == (
@@ -160,22 +158,21 @@ def test_fp8_weights_are_seen_in_the_model(recipe: str, device: str, way: str) -
     planned = fp8rs.report(stack((64, 64)), fp8_weights=True, **options)
     found = fp8rs.report(model, filter_fqns=["head"])
     assert found == planned
-    assert found.memory.codes == 0
     assert found.optimizer == "fp8rs-adamw"
     masters = fp8rs.report(stack((64, 64)), optimizer="fp8rs-adamw", **options)
     scales = 4 * 4 if recipe in ("current", "delayed") else 0
     weights = 4 * 32 * 64 * 4 // 8
-    assert found.memory.parameters == (
-        masters.memory.parameters - weights + masters.memory.codes + scales
-    )
+    codes = found.memory.parameters - scales - (masters.memory.parameters - weights)
+    if scales:
+        assert codes == weights // 4
+    else:
+        assert weights // 4 < codes < weights
     assert found.memory.gradients == masters.memory.gradients
     assert found.memory_high_precision == masters.memory_high_precision
 
     model.head.to_empty(device=device)
     fp8rs.convert_to_float8_training(model.head, recipe=RECIPES[recipe])
     mixed = fp8rs.report(model)
-    alone = fp8rs.report(stack((64, 64)).head, recipe=RECIPES[recipe], world_size=8)
-    assert mixed.memory.codes == alone.memory.codes > 0
     assert mixed.memory.parameters == found.memory.parameters
 
     for block in model.blocks:
@@ -213,7 +210,7 @@ def test_the_table_has_room_for_long_names() -> None:
     text = str(fp8rs.report(stack(), optimizer="fp8rs-adamw-bf16-no-masters")).splitlines()
     start = next(i for i, line in enumerate(text) if line.startswith("bytes of a rank"))
     whole = len(text[start])
-    assert {len(line) for line in text[start:-1]} == {whole, whole - len("   ratio")}
+    assert {len(line) for line in text[start:-1]} == {whole}
 
 
 def test_frozen_parameters_have_no_gradients() -> None:
@@ -319,7 +316,6 @@ def test_the_command_line_reports_on_fp8_weights(
         memory = json.loads(capsys.readouterr().out)["memory"]
         weight, bias = (1 << 40) // 64, (1 << 20) // 64
         assert memory["parameters"] == weight + 4 + 4 * bias
-        assert memory["codes"] == 0
         assert memory["optimizer"] == size * weight + min(size, 8) * bias
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -15,7 +12,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fp8rs
-import fp8rs.fsdp.gathered
 from fp8rs.quantize.recipes import resolve_recipe
 from fp8rs.tensor.quantized import TENSOR_TYPES
 
@@ -103,33 +99,6 @@ def shard(model: Stack, rig: Any = None, **options: Any) -> Stack:
         fully_shard(block, **options)
     fully_shard(model, **options)
     return model
-
-
-@contextmanager
-def as_if_large(limit: int = 0) -> Iterator[None]:
-    """Casts are launched as those of a large model are: each gather's by itself."""
-    before, fp8rs.fsdp.gathered.LARGE = fp8rs.fsdp.gathered.LARGE, limit
-    try:
-        yield
-    finally:
-        fp8rs.fsdp.gathered.LARGE = before
-
-
-def large_too(case: Callable) -> Callable:
-    """Run a case also `as_if_large`."""
-
-    @functools.wraps(case)
-    def run(rig: Any, *, large: bool, **arguments: Any) -> Any:
-        with as_if_large() if large else nullcontext():
-            return case(rig, **arguments)
-
-    own = inspect.signature(case)
-    large = inspect.Parameter("large", inspect.Parameter.KEYWORD_ONLY)
-    run.__signature__ = own.replace(  # type: ignore[attr-defined]
-        parameters=[*own.parameters.values(), large]
-    )
-    run.pytestmark = list(getattr(case, "pytestmark", []))  # type: ignore[attr-defined]
-    return pytest.mark.parametrize("large", [False, True], ids=["small", "large"])(run)
 
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:

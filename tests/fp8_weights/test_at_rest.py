@@ -26,10 +26,10 @@ from distributed.models import (
     watch_weights,
 )
 from fp8rs._torch import fsdp_param_groups
-from fp8rs.fsdp.placement import place
+from fp8rs.fsdp.shard_spec import shard_spec
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import quantize_planes
-from parts import local_of, store_of
+from internals import local_of, store_of
 
 
 def planes_of(model):
@@ -94,7 +94,7 @@ def test_what_is_gathered_are_the_bytes_at_rest(rig, hidden, recipe, reshard):
 
 def shard_planes(layer, whole):
     """What this rank's shard of a whole weight's planes is: (codes, scales) a plane."""
-    placement = place(layer.weight)
+    placement = shard_spec(layer.weight)
     rows = slice(placement.offset, placement.offset + local(layer).shape[0])
     found = []
     for plane, dim in zip(whole, (0, 1), strict=True):
@@ -195,7 +195,7 @@ def test_writes_agree_before_anybody_reads(rig, hidden, recipe, how):
     model(batch(rig))
     model.reshard()
     for name, layer in linears(model).items():
-        start = place(layer.weight).offset
+        start = shard_spec(layer.weight).offset
         shown = local(layer).dequantize()
         assert same_bytes(shown, whole[name][start : start + len(shown)])
 
@@ -208,7 +208,7 @@ def test_empty_shards_hear_of_a_checkpoint_that_is_read_in_place(rig, recipe):
     values = new_values(model, rig)
     empty = 0
     for name, layer in linears(model).items():
-        placement, shown = place(layer.weight), local(layer)
+        placement, shown = shard_spec(layer.weight), local(layer)
         empty += shown.numel() == 0
         if shown.numel():
             part = values[name].narrow(0, placement.offset, len(shown))

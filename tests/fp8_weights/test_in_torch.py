@@ -36,7 +36,7 @@ from fp8_weights.test_in_use import (
 )
 from fp8rs.optim import AdamW
 from fp8rs.tensor.quantized import QuantizedTensor
-from parts import local_of, store_of
+from internals import local_of, store_of
 from saving import reloaded
 
 FULL = StateDictOptions(full_state_dict=True)

@@ -35,10 +35,10 @@ from distributed.models import (
     watch_weights,
 )
 from fp8rs.fsdp import MasterWeight
-from fp8rs.fsdp.placement import place
+from fp8rs.fsdp.shard_spec import shard_spec
 from fp8rs.optim import AdamW
 from fp8rs.tensor.quantized import QuantizedTensor
-from parts import local_of, store_of
+from internals import local_of, store_of
 from saving import reloaded
 
 
@@ -105,7 +105,7 @@ def assert_equal(model, whole):
 def assert_fp8(model):
     for name, local in shards(model).items():
         assert quantized(local), name
-        assert local._weight.module is linears(model)[name]
+        assert local._handle.module is linears(model)[name]
 
 
 def loss_of(model, x):
@@ -461,7 +461,7 @@ def test_views_of_a_shard_are_views(rig, recipe):
     watch_weights(model, lambda name, weight: seen.update({name: weight.dequantize()}))
     model(batch(rig))  # which brings the ranks' scales together
     model.reshard()
-    start = place(linears(model)[name].weight).offset
+    start = shard_spec(linears(model)[name].weight).offset
     gathered = seen[name][start : start + len(local)]
     assert gathered.isfinite().all() and gathered.any()
     assert same_bytes(gathered, local.dequantize())

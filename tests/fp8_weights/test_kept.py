@@ -14,9 +14,9 @@ from distributed import ranks
 from distributed.models import HIDDEN, RECIPES, batch, linears, make, recipes, shard, shardings
 from fp8rs.convert.fp8_weights import high_precision_weight
 from fp8rs.fsdp import at_rest
-from fp8rs.fsdp.placement import place
+from fp8rs.fsdp.shard_spec import shard_spec
 from fp8rs.optim import AdamW
-from parts import local_of, store_of
+from internals import gathered_bytes, local_of, store_of
 
 
 def make_fp8(hidden, recipe, rig, **options):
@@ -155,15 +155,15 @@ def test_one_rank_alone_asks_for_a_state_dict_and_writes_a_copy(rig, hidden):
 def test_a_padded_shard_is_gathered_from_where_it_lies(rig, recipe):
     model = shard(make_fp8("uneven", recipe, rig), rig)
     model(batch(rig))
+    model.reshard()
     found = 0
     for layer in linears(model).values():
-        passes = layer._fp8_state.sharding.passes
-        for weight, kept in passes.latest.items():
-            if weight.module is layer and kept.data.numel():
-                stored = store_of(kept.data).rowwise.data
-                assert kept.inputs[0].data_ptr() == stored.data_ptr()
-                assert kept.inputs[0].numel() >= stored.numel()
-                found += 1
+        stored = store_of(layer.weight).rowwise
+        if stored is not None and stored.data.numel():
+            codes = gathered_bytes(layer)[0]
+            assert codes.data_ptr() == stored.data.data_ptr()
+            assert codes.numel() >= stored.data.numel()
+            found += 1
     assert found == len(linears(model))
 
 
@@ -180,7 +180,7 @@ def test_optimizer_states_are_gathered(rig, hidden):
         state = found["state"]["blocks.0.up.weight"]
         assert state["master"].shape == model.blocks[0].up.weight.shape
         assert state["exp_avg"].dtype == torch.bfloat16
-    assert place(model.blocks[0].up.weight).ranks == 2
+    assert shard_spec(model.blocks[0].up.weight).ranks == 2
 
 
 @recipes

@@ -33,7 +33,7 @@ from distributed.models import (
 from fp8rs.optim import AdamW
 from fp8rs.optim.param import Param
 from fp8rs.tensor.quantized import QuantizedTensor
-from parts import local_of, store_of
+from internals import local_of, store_of
 
 kinds = pytest.mark.parametrize("masters", [True, False], ids=["masters", "no masters"])
 

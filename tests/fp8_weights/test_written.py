@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8rs
 from distributed import ranks
 from distributed.models import EVEN, RECIPES, batch, make, recipes, same_bytes, shard
-from parts import store_of
+from internals import store_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* FP8 weights, and keeps no masters")
 modified = pytest.raises(RuntimeError, match="modified by an inplace operation")

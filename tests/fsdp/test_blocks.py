@@ -24,7 +24,7 @@ from distributed.models import (
     same_bytes,
     whole_planes,
 )
-from fp8rs.fsdp.cuts import cut_rows, scale_order, touched
+from fp8rs.fsdp.layout import block_rows, scale_order, split_block_rows
 
 ROWS = {
     "even and aligned": (512, 256),
@@ -133,11 +133,11 @@ def test_where_blocks_are_found(ranks_, height):
         holders: dict[int, set[int]] = {}
         for row in range(rows):
             holders.setdefault(row // height, set()).add(row // padded)
-        each = touched(rows, padded, ranks_, height)
+        each = block_rows(rows, padded, ranks_, height)
         assert each == max(
             sum(rank in ranks for ranks in holders.values()) for rank in range(ranks_)
         )
-        assert cut_rows(rows, padded, ranks_, height) == tuple(
+        assert split_block_rows(rows, padded, ranks_, height) == tuple(
             block for block, ranks in holders.items() if len(ranks) > 1
         )
         order = scale_order(rows, padded, ranks_, height)

@@ -12,19 +12,24 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from distributed import ranks
+from distributed.collectives import Collectives
 from distributed.models import (
     EMPTY,
+    RECIPES,
     UNEVEN,
     batch,
     full_weights,
+    linears,
     make,
+    reduces,
     same_bytes,
     shard,
     train_with_histories,
     watch_weights,
+    whole_planes,
 )
+from internals import local_of
 from oracle.tensorwise import scale_from_amax
-from parts import local_of
 
 
 def local(p):
@@ -120,6 +125,9 @@ def by_narrowed_copy(model, rig):
             part.detach().copy_(torch.full(part.shape, 0.75))
 
 
+EVEN_BLOCKS = (256, 256)
+"""Hidden sizes whose shards consist of whole blocks on two ranks."""
+
 WRITES = [
     through_data,
     through_data_setter,
@@ -178,22 +186,52 @@ def test_the_next_forward_sees_the_write(rig, write, hidden, recipe):
 
 
 @ranks(2)
-def test_a_write_between_forward_and_backward_leaves_the_forwards_bytes(rig):
-    model = make(UNEVEN, device=rig.device)
+@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block", "mxfp8"])
+@pytest.mark.parametrize("writer", ["all ranks", "one rank"])
+def test_the_backward_casts_a_written_shard_with_the_forwards_scale(rig, writer, recipe):
+    """The scales of rows and blocks that no shard boundary splits are those of the new values."""
+    model = make(EVEN_BLOCKS, recipe=RECIPES[recipe], device=rig.device)
     shard(model, rig)
     forward, backward = {}, {}
-    watch_weights(model, lambda name, w: forward.update({name: w.rowwise.data.clone()}))
-    for name in ("blocks.0.down", "blocks.1.up"):
-        model.get_submodule(name).register_full_backward_pre_hook(
+    watch_weights(model, lambda name, w: forward.update({name: w.rowwise.map(torch.clone)}))
+    for name, layer in linears(model).items():
+        layer.register_full_backward_pre_hook(
             lambda module, grads, name=name: backward.update(
-                {name: module.weight.rowwise.data.clone()}
+                {name: module.weight.rowwise.map(torch.clone)}
             )
         )
     loss = model(batch(rig)).sum()
     with torch.no_grad():
         for block in model.blocks:
             for p in weights(block):
-                p.mul_(3.0)
+                if writer == "all ranks" or rig.rank == 1:
+                    local_of(p).add_(0.01).mul_(3)
+    written = full_weights(model)
+    with Collectives() as seen:
+        loss.backward()
+    assert reduces(seen) == []
+    for name in ("blocks.0.up", "blocks.1.up"):
+        codes, scale, *_ = whole_planes(written[name], recipe)
+        if recipe in ("current", "delayed"):
+            scale = forward[name].scale
+            codes, _ = torch.ops.fp8rs.quantize(written[name], scale, torch.float8_e4m3fn)
+        assert same_bytes(backward[name].scale, scale), name
+        assert same_bytes(backward[name].data, codes), name
+        assert not same_bytes(backward[name].data, forward[name].data)
+
+
+@ranks(2)
+def test_a_written_split_block_has_the_forwards_scale_in_the_backward(rig):
+    model = shard(make((96, 96), recipe=RECIPES["block"], device=rig.device), rig)
+    scales = []
+    up = model.blocks[1].up
+    up.register_forward_pre_hook(lambda m, args: scales.append(m.weight.rowwise.scale.clone()))
+    up.register_full_backward_pre_hook(
+        lambda m, grads: scales.append(m.weight.rowwise.scale.clone())
+    )
+    loss = model(batch(rig)).sum()
+    if rig.rank == 1:
+        with torch.no_grad():
+            local_of(up.weight).mul_(3)
     loss.backward()
-    assert backward
-    assert all(same_bytes(backward[n], forward[n]) for n in backward)
+    assert same_bytes(*scales)

@@ -30,7 +30,7 @@ from distributed.models import (
 )
 from fp8rs.fsdp import MasterWeight
 from fp8rs.tensor.quantized import Float8Tensor
-from parts import local_of
+from internals import local_of
 
 
 def check_forward(model, rig, recipe="current", dtype=torch.float32, backward=True):

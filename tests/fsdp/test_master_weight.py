@@ -13,8 +13,8 @@ import fp8rs
 from distributed import ranks
 from distributed.models import EVEN, RECIPES, batch, make
 from fp8rs.fsdp import MasterWeight
-from fp8rs.fsdp.weight import Weight
-from parts import local_of
+from fp8rs.fsdp.param import ParamHandle
+from internals import handle_of_tensor, local_of
 from saving import reloaded
 
 
@@ -26,8 +26,8 @@ class Whole:
 def weight():
     """A shard as FSDP2 has it, by itself."""
     layer = make(EVEN).head
-    master = MasterWeight(layer.weight, Weight(layer, "weight"), requires_grad=True)
-    master.layer = layer  # a `Weight` does not keep its module alive
+    master = MasterWeight(layer.weight, ParamHandle(layer, "weight"), requires_grad=True)
+    master.layer = layer  # a `ParamHandle` does not keep its module alive
     return master
 
 
@@ -66,7 +66,7 @@ def test_views_are_master_weights_that_share_memory(weight, name):
         view = take(weight)
         expected = take(weight.high_precision)
     assert isinstance(view, MasterWeight)
-    assert view._weight is weight._weight
+    assert view._handle is weight._handle
     assert (view.shape, view.stride(), view.storage_offset()) == (
         expected.shape,
         expected.stride(),
@@ -82,7 +82,7 @@ def test_new_tensors_stand_for_the_same_weight(weight, name):
     new = NEW[name](weight.detach())
     expected = NEW[name](weight.high_precision)
     assert isinstance(new, MasterWeight)
-    assert new._weight is weight._weight
+    assert new._handle is weight._handle
     assert (new.shape, new.dtype, new.device) == (expected.shape, expected.dtype, expected.device)
     if name != "to meta" and "empty" not in name:
         assert torch.equal(new.high_precision, expected)
@@ -160,18 +160,18 @@ WRITES = {
 
 @pytest.mark.parametrize("name", list(WRITES))
 def test_writes_are_seen(weight, name):
-    assert not weight._weight.written
+    handle = handle_of_tensor(weight)
     with torch.no_grad():
         weight.detach().sum()
         torch.empty(32, 32).copy_(weight)
-        assert not weight._weight.written, "reads are not"
+        assert handle.writes == 0, "reads are not writes"
         WRITES[name](weight.detach() if name != "the data setter" else weight)
-    assert weight._weight.written
+    assert handle.writes > 0
 
 
 def test_a_copied_tensor_alone_keeps_its_weight(weight):
     again = copy.deepcopy(weight.detach())
-    assert again._weight is weight._weight
+    assert again._handle is weight._handle
     assert again.high_precision.data_ptr() != weight.high_precision.data_ptr()
     assert torch.equal(again.high_precision, weight.high_precision)
 
@@ -256,7 +256,7 @@ def test_a_pickled_model_still_gathers_fp8(save, recipe):
             assert torch.equal(new.weight, old.weight)
     state = again.head._fp8_state
     assert state.root is again
-    assert state.shards() is not model.head._fp8_state.shards() is not None
+    assert state.shard() is not model.head._fp8_state.shard() is not None
     assert torch.equal(again(batch(Whole)), model(batch(Whole)))
 
 

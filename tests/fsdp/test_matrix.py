@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor
 from distributed import ranks
 from distributed.models import RECIPES, WIDTH, linears, make, on_all_ranks, same_bytes, shard
 from fp8rs.fsdp import MasterWeight
-from fp8rs.fsdp.placement import place
+from fp8rs.fsdp.shard_spec import shard_spec
 from fp8rs.optim import AdamW
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import quantize_planes
-from parts import local_of, store_of
+from internals import local_of, store_of
 
 #: With the oldest torch what the other files show of FSDP2 must do: the matrix takes minutes.
 pytestmark = pytest.mark.newest_torch
@@ -142,7 +142,7 @@ def check_shards(model, weights, shards):
     for layer in linears(model).values():
         assert isinstance(layer.weight, DTensor)
         assert isinstance(local_of(layer.weight), kind)
-        placement = place(layer.weight)
+        placement = shard_spec(layer.weight)
         rows = placement.whole[0]
         last = rows - min((placement.ranks - 1) * placement.padded, rows)
         sizes.append("empty" if not last else "even" if last == placement.padded else "uneven")

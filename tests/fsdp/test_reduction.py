@@ -12,7 +12,7 @@ from distributed.collectives import Collectives
 from distributed.models import EMPTY, EVEN, HIDDEN, RECIPES, batch, make, same_bytes, shard
 from fp8rs.fsdp import set_links
 from fp8rs.fsdp.reduction import _divisor
-from parts import local_of
+from internals import local_of
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 ALL_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)

@@ -20,7 +20,6 @@ from distributed.models import (
     Stack,
     batch,
     full_weights,
-    large_too,
     linears,
     make,
     reduces,
@@ -30,7 +29,7 @@ from distributed.models import (
     watch_weights,
     whole_planes,
 )
-from fp8rs.fsdp.weight import Weight, mark_writes, wait_for_writes
+from fp8rs.fsdp.param import ParamHandle, mark_writes, wait_for_writes
 
 # Recipes whose weights' bytes follow from the weights alone; delayed ones while they have no scale.
 recipes = pytest.mark.parametrize("recipe", ["current", "delayed", *BLOCKS])
@@ -144,7 +143,6 @@ def shard_encoders(model, rig):
 @recipes
 @shardings
 @pytest.mark.parametrize("before", [True, False], ids=["before", "between"])
-@large_too
 def test_a_target_that_the_forward_moves_is_gathered_as_it_is_then(rig, before, hidden, recipe):
     model = build(Moving, rig, recipe, hidden)
     model.before = before
@@ -174,13 +172,14 @@ def test_writes_made_together_cost_one_all_reduce(rig, before, hidden):
 @ranks(2)
 @shardings
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_models_that_write_nothing_have_one_all_reduce_a_forward(rig, hidden, recipe):
+def test_a_forward_has_at_most_one_all_reduce(rig, hidden, recipe):
     model = shard(make(HIDDEN[hidden], recipe=recipe, device=rig.device), rig)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    for _ in range(3):
+    # From the third forward on, delayed scales come from the histories.
+    for expected in (1, 1, 1 if recipe == "current" else 0):
         with Collectives() as forward:
             loss = model(batch(rig)).square().mean()
-        assert len(reduces(forward)) == 1, forward.seen
+        assert len(reduces(forward)) == expected, forward.seen
         with Collectives() as backward:
             loss.backward()
         assert reduces(backward) == []
@@ -206,7 +205,6 @@ class Clipped(nn.Module):
 @ranks(2)
 @recipes
 @shardings
-@large_too
 def test_weights_that_the_forward_clips(rig, hidden, recipe):
     model = sharded(build(Clipped, rig, recipe, hidden), rig)
     fresh = Fresh(model, recipe)
@@ -245,7 +243,6 @@ def step_in_forwards(model, x, forwards, steps):
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "block", "mxfp8", "mxfp8 of 1x32"])
 @shardings
 @pytest.mark.parametrize("steps", [1, 3])
-@large_too
 def test_steps_in_a_forward_are_those_of_the_unsharded_model(rig, steps, hidden, recipe):
     """Both ranks have the same batch: the mean of their gradients is each one's own."""
     x = batch(rig).new_ones(8, 32) * torch.linspace(-1, 1, 32, device=rig.device)
@@ -299,6 +296,8 @@ def test_a_teacher_in_a_hook_of_its_students_backward(rig, grad, whole, recipe):
 
     for n in range(3):
         fresh.write(1.25)
+        if grad or not whole:  # inside a backward, only a new forward of the root updates scales
+            fp8rs.precompute_float8_dynamic_scale_for_fsdp(part)
         before = fresh.checked
         y = student(x)
         y.register_hook(teach)
@@ -314,7 +313,6 @@ def test_a_teacher_in_a_hook_of_its_students_backward(rig, grad, whole, recipe):
 @recipes
 @shardings
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-@large_too
 def test_a_forward_after_one_that_was_broken_off(rig, error, hidden, recipe):
     model = make(HIDDEN[hidden], recipe=BLOCKS.get(recipe, recipe), device=rig.device)
     shard(model, rig, reshard_after_forward=True)
@@ -371,10 +369,9 @@ class Script(nn.Module):
         ("r0w1r1", 2),
         ("r0w0r1", 1),
         ("r0w0w1r0r1", 2),
-        ("r0r1r0r1", 2),
+        ("r0r1r0r1", 1),
     ],
 )
-@large_too
 def test_writes_in_any_order(rig, script, all_reduces, hidden, recipe):
     model = sharded(build(Script, rig, recipe, hidden), rig)
     model.script = script
@@ -393,7 +390,8 @@ def test_writes_in_any_order(rig, script, all_reduces, hidden, recipe):
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_gather_waits_for_what_was_written_before_the_forward(marked):
     """And, where that was marked, for nothing that the writer's stream does afterwards."""
-    weight = Weight(nn.Linear(1, 1), "weight")
+    layer = nn.Linear(1, 1)
+    weight = ParamHandle(layer, "weight")
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     written = torch.zeros(1 << 24, device="cuda")
     written.fill_(0).sum()  # a kernel's first use would wait for whatever runs

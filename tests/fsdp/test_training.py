@@ -28,7 +28,7 @@ from distributed.models import (
     whole_planes,
 )
 from fp8rs.fsdp import MasterWeight
-from parts import local_of
+from internals import local_of
 
 WHOLE = type("Whole", (), {"world_size": 1, "rank": 0})
 STEPS = 20

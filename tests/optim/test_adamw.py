@@ -15,7 +15,7 @@ from fp8rs import (
     convert_to_float8_training,
 )
 from fp8rs.optim import AdamW, param
-from parts import store_of
+from internals import store_of
 
 ops = torch.ops.fp8rs
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -30,6 +30,7 @@ from distributed.models import EMPTY, RECIPES, UNEVEN, linears, make, reduces, s
 from fp8_weights.test_in_use import assert_equal, batch, contents, full, loss_of, same
 from fp8rs.optim import AdamW, MasterWeights
 from fp8rs.tensor.quantized import QuantizedTensor
+from internals import store_of
 from optim.test_adamw import (
     E4M3,
     QUANTIZERS,
@@ -44,7 +45,6 @@ from optim.test_adamw import (
     parameter,
     train,
 )
-from parts import store_of
 from saving import reloaded
 
 NAMES = ["current", "delayed", "rowwise", "block", "mxfp8"]

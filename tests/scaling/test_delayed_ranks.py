@@ -253,8 +253,8 @@ def test_a_foreign_optimizers_steps_roll_sharded_histories(rig, hidden, kind):
     counts = run(model, batch(rig), globals()[kind](model.parameters()))
     assert rolls(model) == 4
     assert all(layer.fp8_ready[0] for layer in linears(model).values())
-    # A forward's own, and a step's for the roll: none to spare.
-    assert counts == [1, 1, 1] * 4
+    # A step's for the roll. The first steps' forwards have no scales from histories yet.
+    assert counts == [1, 1, 1] * 2 + [0, 0, 1] * 2
 
 
 @ranks(2)

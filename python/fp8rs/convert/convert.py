@@ -17,7 +17,6 @@ from fp8rs.convert.select import LARGE_3D, SHARDED, ModuleFilter, large_3d, sele
 from fp8rs.convert.torchao import from_float8_linear_config
 from fp8rs.nn.linear import Float8Linear, float8_class
 from fp8rs.nn.model_state import ModelState
-from fp8rs.nn.sharding import Sharding
 from fp8rs.quantize.quantizers import group_name
 from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -136,7 +135,7 @@ def convert_to_float8_training(
                 stacklevel=2,
             )
         return module
-    state = ModelState(recipe, amax_reduction_group=amax_reduction_group, shard_with=shard_with)
+    state = ModelState(recipe, amax_reduction_group=amax_reduction_group)
     state.fp8_gather = enable_fsdp_float8_all_gather
     _convert(state, layers, fp8_weights, preserve_high_precision_init_val)
     state.attach(module)
@@ -265,10 +264,3 @@ def optimizer_stepped(module: nn.Module) -> None:
     states = {id(s): s for m in module.modules() if (s := getattr(m, "_fp8_state", None))}
     for state in states.values():
         state.stepped()
-
-
-def shard_with(state: ModelState) -> Sharding:
-    """Return the FSDP2 side of a model, importing `fp8rs.fsdp` at the first use."""
-    from fp8rs.fsdp import sharding_of
-
-    return sharding_of(state)

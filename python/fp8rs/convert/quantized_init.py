@@ -100,7 +100,7 @@ def quantized_init(
 def _can_be_converted(layer: nn.Linear) -> bool:
     """Whether a conversion takes a layer, as far as the layer alone tells."""
     if isinstance(layer, Float8Linear):
-        return layer._fp8_state.by_hand
+        return layer._fp8_state.standalone
     return why_not(layer) is None
 
 

@@ -17,7 +17,7 @@ from fp8rs.convert.report_table import Left, Report
 from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
 from fp8rs.fsdp.chosen_links import links_of
 from fp8rs.fsdp.memory import STATES, Memory, States, memory_of
-from fp8rs.fsdp.placement import place
+from fp8rs.fsdp.shard_spec import shard_spec
 from fp8rs.fsdp.sizes import Group, codecs_of, groups_of
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import Recipe, RecipeName
@@ -169,7 +169,7 @@ def _states(optimizer: str | float) -> States:
 def _ranks(world_size: int | None, model: nn.Module) -> int:
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
-            found = place(parameter).ranks
+            found = shard_spec(parameter).ranks
             if world_size not in (None, found):
                 raise ValueError(
                     f"world_size is {world_size}, but the model is sharded over {found} ranks"

@@ -109,7 +109,6 @@ def _text(r: Report) -> str:
         ("a step reduce-scatters", r.scattered, r.scattered),
         ("memory", plain.total, fp8.total),
         ("  shards of parameters", plain.parameters, fp8.parameters),
-        ("  their FP8 codes", plain.codes, fp8.codes),
         ("  gradients", plain.gradients, fp8.gradients),
         (f"  optimizer states ({r.optimizer})", plain.optimizer, fp8.optimizer),
         ("  gathered: root and two largest units", plain.gathered, fp8.gathered),

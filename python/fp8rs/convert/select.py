@@ -185,7 +185,7 @@ def _joins(layer: Float8Linear, name: str, recipe: Recipe, fp8_weights: bool) ->
             "To change it, load the state dict into a model that was not converted, and convert "
             "that; to keep it, leave the layer out with filter_fqns or module_filter_fn"
         )
-    if layer._fp8_state.by_hand:
+    if layer._fp8_state.standalone:
         return True
     if fp8_weights and not isinstance(layer._parameters["weight"], QuantizedTensor):
         raise ValueError(

@@ -26,7 +26,7 @@ from fp8rs._torch import own_store
 from fp8rs.nn.model_state import ModelState
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from .weight import local_of
+from .param import local_of
 
 #: How long a rank waits for others before it warns which ranks are missing.
 WARN_AFTER = timedelta(seconds=30)

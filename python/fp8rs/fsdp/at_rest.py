@@ -13,33 +13,29 @@ from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import Planes
 from fp8rs.tensor.windows import Rectangle, Span
 
-from .codec import Codec
-from .gathered import Shard, set_scales
-from .placement import Placement
+from .layout import AllGatherLayout
+from .param import LocalShard, set_scales
+from .shard_spec import ShardSpec
 
 
-def is_at_rest(shard: Shard) -> bool:
+def is_at_rest(shard: LocalShard) -> bool:
     """Whether the shard is quantized already."""
     return isinstance(shard.data, QuantizedTensor)
 
 
-def lay_out(codec: Codec, shards: Sequence[Shard]) -> None:
-    """Set the shards' tensors to gather, and the scales to read them with."""
-    if codec.format.per_tensor:
-        # Copies: what is gathered keeps its scale when the shard is written.
+def copy_scales(layout: AllGatherLayout, shards: Sequence[LocalShard]) -> None:
+    """Copy per-tensor scales to the handles: a gathered weight keeps its scale after a write."""
+    if layout.format.per_tensor:
         set_scales(shards, torch.stack([scale_of(s).to(s.device) for s in shards]))
-    for shard in shards:
-        if not shard.offloaded:
-            shard.inputs = inputs(codec, shard.data, shard.placement)
 
 
-def inputs(codec: Codec, local: Any, placement: Placement) -> tuple[Tensor, ...]:
+def inputs(layout: AllGatherLayout, local: Any, spec: ShardSpec) -> tuple[Tensor, ...]:
     """The tensors to gather of a shard."""
     row, col = planes_of(local)
-    if local.numel() and local.shape[0] < placement.padded and placement.dim == 0:
-        rows, cols = placement.padded, local.shape[1]
+    if local.numel() and local.shape[0] < spec.padded and spec.dim == 0:
+        rows, cols = spec.padded, local.shape[1]
         row, col = _with_memory(row, (rows, cols)), _with_memory(col, (cols, rows))
-    return codec.encode((row, col), placement)
+    return layout.pack((row, col), spec)
 
 
 def _with_memory(plane: Plane | None, size: tuple[int, int]) -> Plane | None:
@@ -56,7 +52,7 @@ def _with_memory(plane: Plane | None, size: tuple[int, int]) -> Plane | None:
     return Plane(data.as_strided(size, strides), plane.scale, plane.format, plane.lead)
 
 
-def scale_of(shard: Shard) -> Tensor:
+def scale_of(shard: LocalShard) -> Tensor:
     """The scale of a format with one a tensor."""
     data: Any = shard.data
     scale: Tensor = data._store.any_plane.scale

@@ -21,7 +21,7 @@ class Sharded(QuantizedTensor):
     fsdp_post_all_gather = hooks.post_all_gather
 
     @property
-    def _weight(self) -> PlanesOwner:
+    def _handle(self) -> PlanesOwner:
         weight = self._store.owner
         assert isinstance(weight, PlanesOwner)
         return weight
@@ -29,7 +29,7 @@ class Sharded(QuantizedTensor):
     @property
     def _is_weight(self) -> bool:
         """Whether this object is the local tensor of the parameter, and not a view or a copy."""
-        return self._weight.in_place and self is self._weight.parameter_part
+        return self._handle.in_place and self is self._handle.parameter_part
 
     @property
     def __create_chunk_list__(self) -> Callable[[], list[Any]]:
@@ -39,7 +39,8 @@ class Sharded(QuantizedTensor):
         """
         if self.numel():
             raise AttributeError("__create_chunk_list__")
-        return self._weight.begin_empty_load
+        found: Callable[[], list[Any]] = self._handle.begin_empty_load
+        return found
 
     @property
     def shard(self) -> Tensor:

@@ -1,8 +1,9 @@
-"""What FSDP2 calls before and after an all-gather: methods of both kinds of local tensor."""
+"""The hooks that FSDP2 calls around an all-gather: methods of both kinds of local tensor."""
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,64 +13,85 @@ from fp8rs._torch import own_part
 from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
 
-from .gathered import Shard
-from .model import of
-from .weight import Weight
+from .layout import AllGatherLayout
+from .param import ParamHandle, StreamDependency
+from .shard_spec import ShardSpec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-# The one-argument form lets data and scales have sizes of their own.
-def pre_all_gather(self: Any, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Shard]:
-    """The shard's bytes (flat uint8 tensors, equally long on all ranks) and metadata."""
-    weight: Weight = self._weight
-    shard = of(weight.state).passes.gather(weight, self.shard)
-    return shard.inputs, shard
+@dataclass(frozen=True, eq=False, slots=True)
+class AllGatherMetadata:
+    """What the post-all-gather hook needs besides the gathered bytes.
+
+    Attributes:
+        handle: the parameter's handle.
+        spec: how the parameter is sharded.
+        layout: how the gathered bytes are laid out.
+        scale: the scale () of formats with one scale per tensor.
+        inputs: the tensors to gather, kept only for one rank. FSDP2 passes on the first alone.
+        ready: the work that wrote ``scale`` and ``inputs``.
+    """
+
+    handle: ParamHandle
+    spec: ShardSpec
+    layout: AllGatherLayout
+    scale: Tensor | None
+    inputs: tuple[Tensor, ...]
+    ready: StreamDependency
+
+
+# In the one-argument form, codes and scales may have different sizes.
+def pre_all_gather(self: Any, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], AllGatherMetadata]:
+    """Return the shard as flat uint8 tensors, equally long on all ranks, and metadata."""
+    handle: ParamHandle = self._handle
+    found: tuple[tuple[Tensor, ...], AllGatherMetadata]
+    found = handle.state.shard().all_gather_inputs(handle, self.shard)
+    return found
 
 
 def post_all_gather(
     self: Any,
     all_gather_outputs: tuple[Tensor, ...],
-    metadata: Shard,
+    metadata: AllGatherMetadata,
     param_dtype: torch.dtype,
     *,
     out: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """Build the quantized weight over the gathered bytes, or have ``out`` show the new ones.
+    """Build the unsharded weight over the gathered bytes, or let ``out`` refer to them.
 
-    Returns, the first time, the weight and the tensors beside the gathered ones that hold its
-    bytes, for FSDP2 to free and allocate with them.
+    Returns:
+        On the first call, the weight and its inner tensors besides the gathered ones. FSDP2 frees
+        and allocates their memory.
     """
-    outputs, shard = all_gather_outputs, metadata
-    assert shard.ready is not None
-    shard.ready.used_here()
-    # With one rank FSDP2 passes the first tensor only; the others are as they were handed over.
-    outputs = (*outputs, *shard.inputs[len(outputs) :])
-    codec, placement = shard.codec, shard.placement
-    shape = torch.Size(placement.whole)
-    # In inference too: what is made or written here, a training forward writes next.
+    metadata.handle.state.shard().end_all_gather()
+    metadata.ready.wait()
+    outputs = (*all_gather_outputs, *metadata.inputs[len(all_gather_outputs) :])
+    layout, spec = metadata.layout, metadata.spec
+    shape = torch.Size(spec.whole)
+    # A training forward may write tensors that an inference forward has created.
     with torch.inference_mode(False), torch.no_grad():
         if out is not None:
             local = own_part(out)
             assert isinstance(local, QuantizedTensor)
-            inner = codec.inner_of((local.rowwise, local.columnwise))
-            local.rowwise, local.columnwise = codec.decode(
-                outputs, inner, placement, shard.scale, shape
+            inner = layout.inner_of((local.rowwise, local.columnwise))
+            local.rowwise, local.columnwise = layout.unpack(
+                outputs, inner, spec, metadata.scale, shape
             )
             return None
         if param_dtype not in INPUT_DTYPES:
             raise TypeError(
-                f"{shard.weight.fqn} is to be gathered as {param_dtype}, by "
+                f"{metadata.handle.fqn} is to be gathered as {param_dtype}, by "
                 "MixedPrecisionPolicy(param_dtype=...) or its own dtype; FP8 layers compute in "
                 "float32, bfloat16 or float16"
             )
-        inner = codec.inner_tensors(placement, outputs[0].device)
-        planes = codec.decode(outputs, inner, placement, shard.scale, shape)
+        inner = layout.inner_tensors(spec, outputs[0].device)
+        planes = layout.unpack(outputs, inner, spec, metadata.scale, shape)
         weight = wrap_planes(*planes, shape=shape, dtype=param_dtype)
         weight._store.gathered = True
         return weight, tuple(inner)
 
 
-# FSDP2 asks for the signature at every gather; found anew each time it costs more than the hook.
+# FSDP2 reads the signature at every all-gather. Computing it takes longer than the hook.
 pre_all_gather.__signature__ = inspect.signature(pre_all_gather)  # type: ignore[attr-defined]

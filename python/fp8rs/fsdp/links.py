@@ -17,7 +17,7 @@ from fp8rs.nn.linear import Float8Linear
 
 from . import symmetric
 from .chosen_links import LINKS, Link, Links, named
-from .codec import Codec
+from .layout import AllGatherLayout
 from .reduction import AllToAll, SummedReduction, Wire
 from .sizes import codecs_of, groups_of
 
@@ -165,7 +165,7 @@ def _no_bf16(computed: set[torch.dtype]) -> str:
 
 def _plan(model: nn.Module, units: list[_Unit]) -> list[tuple[int, int]]:
     """Of each unit the bytes that a gather sends, and those of its gradients in bfloat16."""
-    codecs: dict[int, Codec] = {}
+    codecs: dict[int, AllGatherLayout] = {}
     for layer in model.modules():
         if isinstance(layer, Float8Linear) and layer._fp8_state.fp8_gather:
             codecs.update(codecs_of(layer.recipe, [layer]))

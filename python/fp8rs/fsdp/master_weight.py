@@ -1,10 +1,9 @@
-"""The sharded parameter's local tensor: a high-precision shard that FSDP2 asks for FP8 bytes.
+"""MasterWeight: the local tensor of a sharded high-precision parameter, gathered in FP8.
 
-A parameter that is not sharded is the nn.Parameter that it was, whoever converted it: nothing of
-this library is on it. When FSDP2 puts a sharded DTensor in its place, the layer makes the DTensor's
-local tensor a `MasterWeight` over the same storage (`adopt`): what optimizers, checkpoints and
-collectives work on is plain memory with a real pointer, and behaves so. Nothing is cached on it,
-because FSDP2 replaces the object on some ranks and not on others.
+When FSDP2 puts a sharded DTensor on a converted module, the DTensor's local tensor becomes a
+`MasterWeight` over the same storage (`fp8rs.fsdp.wrap`). Optimizers, checkpoints and collectives
+see plain memory with a real pointer. Parameters that are not sharded remain plain. FSDP2 may
+replace the tensor at any time, so it has no state of its own beyond its `ParamHandle`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from fp8rs._torch import (
 )
 
 from . import hooks
-from .weight import Weight, local_of
+from .param import ParamHandle, local_of
 
 aten = torch.ops.aten
 
@@ -33,47 +32,48 @@ class MasterWeight(Tensor):
     """A high-precision shard that is gathered in FP8.
 
     Args:
-        data: the plain tensor, float32, bfloat16 or float16; shared, not copied. Writes to
-            the one are writes to the other.
-        weight: whose shard it is; every tensor derived from this one has it too.
-        requires_grad: as in torch.
+        data: the plain tensor, float32, bfloat16 or float16. Its memory is shared.
+        handle: the parameter's handle, which views of this tensor have too.
+        requires_grad: whether autograd records operations on it.
     """
 
     _data: Tensor
-    _weight: Weight
+    _handle: ParamHandle
 
     @staticmethod
-    def __new__(cls, data: Tensor, weight: Weight, *, requires_grad: bool = False) -> MasterWeight:
+    def __new__(
+        cls, data: Tensor, handle: ParamHandle, *, requires_grad: bool = False
+    ) -> MasterWeight:
         if isinstance(data, MasterWeight):
             data = data._data
         self: MasterWeight
         if is_traced(data):
-            # Not detached: a trace must write to the tensor that it was given.
+            # A detached tensor would hide the trace's writes from its input.
             self = wrapper_subclass(cls, data, requires_grad)
         else:
             data = data.detach()
             self = real_subclass(cls, data, requires_grad)
         self._data = data
-        self._weight = weight
+        self._handle = handle
         return self
 
     fsdp_pre_all_gather = hooks.pre_all_gather
     fsdp_post_all_gather = hooks.post_all_gather
 
-    # The C++ operators come straight to __torch_dispatch__.
+    # Operators go to __torch_dispatch__ directly.
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @property
     def high_precision(self) -> Tensor:
-        """The plain tensor, detached; it shares the memory."""
+        """The plain tensor, detached. It shares the memory."""
         return self._data
 
     @property
     def shard(self) -> Tensor:
-        """The same, under the name that gathers ask for."""
+        """The plain tensor, as all-gathers read it."""
         return self._data
 
-    # `p.data = tensor` replaces a tensor's contents behind the dispatcher's back.
+    # `p.data = tensor` replaces a tensor's contents without the dispatcher.
     @property
     def data(self) -> Tensor:
         return self.detach()
@@ -83,15 +83,15 @@ class MasterWeight(Tensor):
         plain = value._data if isinstance(value, MasterWeight) else value
         Tensor.data.__set__(self, plain)  # type: ignore[attr-defined]
         self._data = plain.detach()
-        self._weight.wrote()
+        self._handle.wrote()
 
-    # torch refuses these of every subclass with a dispatch of its own.
+    # torch does not support these for subclasses with a __torch_dispatch__.
     def numpy(self, *, force: bool = False) -> Any:
-        """As of a plain tensor."""
+        """Return the values as an array, like a plain tensor's ``numpy``."""
         return self._data.numpy(force=force)
 
     def tolist(self) -> Any:
-        """As of a plain tensor."""
+        """Return the values as nested lists, like a plain tensor's ``tolist``."""
         return self._data.tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -101,38 +101,38 @@ class MasterWeight(Tensor):
         if id(self) in memo:
             found: MasterWeight = memo[id(self)]
             return found
-        weight = self._weight.__deepcopy__(memo)
-        copy = MasterWeight(self._data.clone(), weight, requires_grad=self.requires_grad)
+        handle = self._handle.__deepcopy__(memo)
+        copy = MasterWeight(self._data.clone(), handle, requires_grad=self.requires_grad)
         if self.grad is not None:
             copy.grad = self.grad.clone()
         memo[id(self)] = copy
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A pickle must be readable without this library: it holds the plain tensor.
+        # Pickles hold the plain tensor, so that they are readable without this library.
         return self._data.__reduce_ex__(protocol)
 
-    # For torch.compile, of an optimizer's step say. What is traced has no memory, so no real
-    # subclass can be made of it. Whose weight it is must not be written into a graph: one graph
-    # serves all weights of a shape.
+    # For torch.compile, for example of an optimizer's step. Traced tensors have no memory, so they
+    # cannot become real subclasses. The handle must not be part of the graph: one graph serves all
+    # weights of a shape.
 
     @property
     def traced(self) -> bool:
-        """Whether it stands for a master weight in a compiler's trace; what it gives is plain."""
+        """Whether a compiler traces this tensor. Operators then return plain tensors."""
         return is_traced(self._data)
 
-    def __tensor_flatten__(self) -> tuple[list[str], Weight]:
-        return ["_data"], self._weight
+    def __tensor_flatten__(self) -> tuple[list[str], ParamHandle]:
+        return ["_data"], self._handle
 
     @classmethod
-    def __metadata_guard__(cls, traced: Weight, weight: Weight) -> bool:
+    def __metadata_guard__(cls, traced: ParamHandle, handle: ParamHandle) -> bool:
         return True
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], weight: Weight, outer_size: Any, outer_stride: Any
+        inner: dict[str, Tensor], handle: ParamHandle, outer_size: Any, outer_stride: Any
     ) -> MasterWeight:
-        return MasterWeight(inner["_data"], weight)
+        return MasterWeight(inner["_data"], handle)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -145,14 +145,14 @@ class MasterWeight(Tensor):
         first = args[0] if args else None
         if func not in STANDING_FOR or not isinstance(first, MasterWeight) or first.traced:
             return out
-        weight = first._weight
+        handle = first._handle
         return tree_map_only(
-            Tensor, lambda x: MasterWeight(x, weight) if x.is_floating_point() else x, out
+            Tensor, lambda x: MasterWeight(x, handle) if x.is_floating_point() else x, out
         )
 
 
 def note_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tell the weights that ``func`` writes of it."""
+    """Note the writes of an operator on the handles of its outputs."""
     if func is aten.copy_.default and is_copied_elsewhere(*args[:2]):
         return
     for position, argument in enumerate(func._schema.arguments):
@@ -160,28 +160,28 @@ def note_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             for item in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(item, MasterWeight):
-                    item._weight.wrote()
+                    item._handle.wrote()
 
 
 def is_copied_elsewhere(to: Any, values: Any) -> bool:
-    """Whether a weight's values are copied to memory that is not the parameter's (yet).
+    """Whether a copy goes from a parameter to memory that is not the parameter's.
 
-    So FSDP2 pads a shard, at its first forward of a module or after a load: on some ranks only, so
-    that for what is a write to them others would wait in vain.
+    FSDP2 pads shards this way, in the first forward of a module or after a load. Only some ranks
+    make this copy. Treating it as a write would start an all-reduce that other ranks never join.
     """
     if not (isinstance(to, MasterWeight) and isinstance(values, MasterWeight)):
         return False
-    weight = to._weight
-    if values._weight is not weight or to.traced or values.traced:
+    handle = to._handle
+    if values._handle is not handle or to.traced or values.traced:
         return False
-    local = local_of(weight.parameter)
+    local = local_of(handle.parameter)
     if not isinstance(local, MasterWeight):
         return False
     return not is_alias(local._data, to._data)
 
 
 def on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on the plain tensors. What it wrote to comes back as it was passed."""
+    """Run an operator on the plain tensors. Written tensors are returned as they were passed."""
     masters: dict[int, MasterWeight] = {}
 
     def unwrap(master: MasterWeight) -> Tensor:
@@ -193,11 +193,11 @@ def on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tree_map(lambda x: masters.get(id(x), x), out)
 
 
-#: What gives tensors that stand for the same weight; all else gives plain ones. (zeros_like makes
-#: optimizer states.)
+#: Operators whose results are MasterWeights of the same parameter. All others return plain tensors,
+#: such as zeros_like, which creates optimizer states.
 STANDING_FOR = frozenset(
     (
-        # Views that FSDP2, DTensor and DCP take: true views, so that writes land and are seen.
+        # Views that FSDP2, DTensor and DCP take. Writes to them are seen.
         aten.alias.default,
         aten.as_strided.default,
         aten.detach.default,

@@ -53,7 +53,6 @@ class Memory:
 
     Attributes:
         parameters: shards as they are stored. FP8 weights are codes and scales.
-        codes: FP8 codes and scales that are kept in addition to masters between forwards.
         gradients: gradients of the shards, in the dtype of the parameters.
         optimizer: states of the optimizer.
         gathered: the root's group and the two largest others, because the next group is gathered
@@ -63,7 +62,6 @@ class Memory:
     """
 
     parameters: int
-    codes: int
     gradients: int
     optimizer: int
     gathered: int
@@ -91,11 +89,10 @@ def memory_of(
         states: the state that the optimizer keeps for a parameter.
         symmetric: bytes of symmetric memory.
     """
-    parameters = codes = gradients = 0
+    parameters = gradients = 0
     optimizer = 0.0
     for p in (p for group in groups for p in group.parameters):
         parameters += p.shard_bytes
-        codes += p.code_bytes
         if p.trained:
             gradients += p.plain_bytes
             optimizer += states.nbytes(p)
@@ -113,4 +110,4 @@ def memory_of(
         ),
         default=0,
     )
-    return Memory(parameters, codes, gradients, round(optimizer), gathered, reduced, symmetric)
+    return Memory(parameters, gradients, round(optimizer), gathered, reduced, symmetric)

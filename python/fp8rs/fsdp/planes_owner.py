@@ -15,8 +15,8 @@ from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.store import Store
 
 from . import at_rest, padding
-from .placement import local_part, place
-from .weight import Weight
+from .param import ParamHandle
+from .shard_spec import local_part, shard_spec
 
 
 class Shards(Protocol):
@@ -29,7 +29,7 @@ class Shards(Protocol):
         """Quantize values into whole shards, as those of the whole weights."""
 
 
-class PlanesOwner(Weight):
+class PlanesOwner(ParamHandle):
     """An FP8 weight: what its quantized tensors tell of writes (`fp8rs.tensor.store.Owner`).
 
     Args:
@@ -102,11 +102,11 @@ class PlanesOwner(Weight):
 
     @property
     def number(self) -> int:
-        """The number of the first element that this rank has: see `Placement.number`."""
+        """The number of the first element that this rank has: see `ShardSpec.number`."""
         if self.local is not None:
-            return self.placement.number
+            return self.spec.number
         parameter: Any = self.parameter if self.in_place else None
-        return place(parameter).number if is_distributed(parameter) else 0
+        return shard_spec(parameter).number if is_distributed(parameter) else 0
 
     def _agrees_on(self, tensor: QuantizedTensor) -> Shards | None:
         """What agrees on scales where all ranks write their whole shards; None where they may not.
@@ -262,4 +262,5 @@ def own(module: nn.Module, name: str) -> PlanesOwner:
     owner = parameter._store.owner
     if not isinstance(owner, PlanesOwner) or owner._module() is not module:
         owner = parameter._store.owner = PlanesOwner(module, name)
+    module.__dict__.setdefault("_fp8_params", {})[name] = owner
     return owner

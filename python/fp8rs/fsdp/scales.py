@@ -23,11 +23,9 @@ from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.spec import QuantSpec
 
 from .at_rest import planes_of, put, scale_of
-from .block_maker import BlockMaker
-from .gathered import Shard, on_mesh
-from .maker import Maker
+from .param import LocalShard, ParamHandle
 from .planes_owner import PlanesOwner
-from .weight import Weight
+from .quantize import BlockwiseShardQuantizer, ShardQuantizer
 
 _block_amax = torch.ops.fp8rs.block_amax.default
 _quantize = torch.ops.fp8rs.quantize.default
@@ -39,12 +37,14 @@ class SharedScales:
     What reduces runs on all ranks, with the same weights.
 
     Args:
-        maker: quantizes what is written, and reduces maxima over the ranks.
+        quantizer: quantizes what is written, and reduces maxima over the ranks.
         weights: gives the weights that are sharded at the moment, in an order of all ranks.
     """
 
-    def __init__(self, maker: Maker, weights: Callable[[], Sequence[Weight]]) -> None:
-        self._maker, self._weights = maker, weights
+    def __init__(
+        self, quantizer: ShardQuantizer, weights: Callable[[], Sequence[ParamHandle]]
+    ) -> None:
+        self._quantizer, self._weights = quantizer, weights
 
     def stepped(self) -> None:
         """An optimizer has stepped: scales are to be those of all ranks."""
@@ -61,16 +61,16 @@ class SharedScales:
         with torch.inference_mode(False), torch.no_grad():
             weights = self._resting() if weights is None else weights
             if any(w.unagreed for w in weights):
-                self.agree_on(list(map(self._maker.shard, weights)))
+                self.agree_on(list(map(self._quantizer.shard, weights)))
 
-    def agree_on(self, shards: Sequence[Shard]) -> None:
+    def agree_on(self, shards: Sequence[LocalShard]) -> None:
         """The same of shards: one all-reduce where any is unagreed, and codes are rounded."""
         if not any(_owner(s).unagreed for s in shards):
             return
-        if isinstance(self._maker, BlockMaker):
-            _agree_on_cut_blocks(self._maker, shards)
+        if isinstance(self._quantizer, BlockwiseShardQuantizer):
+            _agree_on_cut_blocks(self._quantizer, shards)
         else:
-            _agree_on_tensors(self._maker, shards)
+            _agree_on_tensors(self._quantizer, shards)
         for shard in shards:
             _owner(shard).unagreed = False
 
@@ -80,10 +80,10 @@ class SharedScales:
             return
         for weight in weights:
             weight.uncompared = False
-        shards = list(map(self._maker.shard, weights))
+        shards = list(map(self._quantizer.shard, weights))
         scales = [scale_of(s) for s in shards]
         values = torch.stack(scales).to(shards[0].device)
-        reduced = self._maker.reduce(shards, values)
+        reduced = self._quantizer.reduce(shards, values)
         torch._foreach_copy_(scales, list(reduced.unbind()))
 
     def _resting(self) -> list[PlanesOwner]:
@@ -94,29 +94,29 @@ class SharedScales:
 
     def write_all(self, weights: Sequence[PlanesOwner], values: Sequence[Tensor]) -> None:
         """Quantize values into whole shards, as those of the whole weights: one all-reduce."""
-        shards = list(map(self._maker.shard, weights, values))
+        shards = list(map(self._quantizer.shard, weights, values))
         with torch.inference_mode(False), torch.no_grad():
-            for weight, planes in zip(weights, self._maker.planes(shards), strict=True):
+            for weight, planes in zip(weights, self._quantizer.planes(shards), strict=True):
                 put(weight.local, planes)
                 weight.wrote()
 
     def is_cut(self, weight: PlanesOwner) -> bool:
         """Whether some block of the weight has elements on several ranks."""
-        return bool(self._maker.cuts(weight.placement))
+        return bool(self._quantizer.split_rows(weight.spec))
 
     def reduce_(self, weights: Sequence[PlanesOwner], amaxes: Tensor) -> None:
         """Make shards' maxima (n,), fp32, those of the whole weights, in place."""
-        placed = [weight.placement for weight in weights]
+        placed = [weight.spec for weight in weights]
         # A group need not have a backend for where weights are offloaded to.
-        values = amaxes.to(on_mesh(amaxes.device, placed[0]))
+        values = amaxes.to(placed[0].mesh_device(amaxes.device))
         reduce_packed_(values, ((range(i, i + 1), p.groups) for i, p in enumerate(placed)))
         if values is not amaxes:
             amaxes.copy_(values)
 
 
-def _owner(shard: Shard) -> PlanesOwner:
-    assert isinstance(shard.weight, PlanesOwner)
-    return shard.weight
+def _owner(shard: LocalShard) -> PlanesOwner:
+    assert isinstance(shard.handle, PlanesOwner)
+    return shard.handle
 
 
 # --- the common scale ----------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def _differs(a: Tensor, b: Tensor) -> Tensor:
 # --- one scale a tensor --------------------------------------------------------------------------
 
 
-def _agree_on_tensors(maker: Maker, shards: Sequence[Shard]) -> None:
+def _agree_on_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> None:
     own = []
     for shard in shards:
         scale, data = scale_of(shard).view(()), shard.data
@@ -173,12 +173,12 @@ def _agree_on_tensors(maker: Maker, shards: Sequence[Shard]) -> None:
             assert row is not None
             largest = (row.data.view(torch.uint8) & 0x7F).amax().view(row.data.dtype)
             amax = largest.to(torch.float32) * scale
-            lanes = _contribution(scale, _wanted(maker.spec, scale, amax))
+            lanes = _contribution(scale, _wanted(quantizer.spec, scale, amax))
         else:
             lanes = _contribution(scale, scale)
         own.append(lanes.to(shard.device))
     # (shards, 3) as three runs of one value a shard.
-    reduced = maker.reduce([*shards] * 3, torch.stack(own, 1).view(-1))
+    reduced = quantizer.reduce([*shards] * 3, torch.stack(own, 1).view(-1))
     common = _common(*reduced.view(3, -1).unbind())
     for shard, scale in zip(shards, common.unbind(), strict=True):
         if _owner(shard).unagreed:
@@ -198,58 +198,60 @@ def _agree_on_tensors(maker: Maker, shards: Sequence[Shard]) -> None:
 # --- blocks that are cut -------------------------------------------------------------------------
 
 
-def _agree_on_cut_blocks(maker: BlockMaker, shards: Sequence[Shard]) -> None:
-    cut = [shard for shard in shards if maker.cuts(shard.placement)]
+def _agree_on_cut_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[LocalShard]) -> None:
+    cut = [shard for shard in shards if quantizer.split_rows(shard.spec)]
     if not cut:
         return
-    own = [_block_rows(maker, shard) for shard in cut]
+    own = [_block_rows(quantizer, shard) for shard in cut]
     lanes = [lanes[i] for i in range(3) for lanes, _ in own]
-    reduced = maker.reduce_cut(cut * 3, lanes)
+    reduced = quantizer.reduce_split(cut * 3, lanes)
     count = len(cut)
     for i, (shard, (_, values)) in enumerate(zip(cut, own, strict=True)):
         if _owner(shard).unagreed and values.shape[0]:
             common = _common(*reduced[i::count])
-            for row, scale in zip(maker.cuts(shard.placement), common, strict=True):
-                _recode(maker, shard, row, scale.to(values.device), values)
+            for row, scale in zip(quantizer.split_rows(shard.spec), common, strict=True):
+                _recode(quantizer, shard, row, scale.to(values.device), values)
 
 
-def _block_rows(maker: BlockMaker, shard: Shard) -> tuple[Tensor, Tensor]:
+def _block_rows(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> tuple[Tensor, Tensor]:
     """Return a shard's contributions for each block that it touches, and its values.
 
     Both are in the orientation of the weight: contributions (3, rows of blocks, columns of
     blocks), values (rows, columns).
     """
     row, col = planes_of(shard.data)  # type: ignore[arg-type]
-    plane = col if maker.codec.both else row
+    plane = col if quantizer.layout.both else row
     assert plane is not None
     scales, values = plane.scale.to(torch.float32), plane.dequantize(torch.float32)
-    if maker.codec.both:
+    if quantizer.layout.both:
         scales, values = scales.t().contiguous(), values.t()
-    amax = _block_amax(values, maker.cut_block, shard.placement.offset % maker.height)
-    return _contribution(scales, _wanted(maker.spec, scales, amax)), values
+    amax = _block_amax(values, quantizer.split_block, shard.spec.offset % quantizer.height)
+    return _contribution(scales, _wanted(quantizer.spec, scales, amax)), values
 
 
-def _recode(maker: BlockMaker, shard: Shard, row: int, scale: Tensor, values: Tensor) -> None:
+def _recode(
+    quantizer: BlockwiseShardQuantizer, shard: LocalShard, row: int, scale: Tensor, values: Tensor
+) -> None:
     """Give a shard's part of a row of blocks the common scales, fp32 (columns of blocks,).
 
     Blocks that have their common scale already keep their bytes.
     """
-    codec, offset, height = maker.codec, shard.placement.offset, maker.height
+    layout, offset, height = quantizer.layout, shard.spec.offset, quantizer.height
     start, end = max(row * height - offset, 0), min((row + 1) * height - offset, values.shape[0])
     if start >= end:
         return
     place = row - offset // height
     own, other = planes_of(shard.data)  # type: ignore[arg-type]
-    plane = other if codec.both else own
+    plane = other if layout.both else own
     assert plane is not None
     data, scales = plane.data.view(torch.uint8), plane.scale
-    if codec.both:
+    if layout.both:
         data, scales = data.t(), scales.t()
     moved = _differs(scale, scales[place].to(torch.float32))
 
     def wide(x: Tensor) -> Tensor:
-        return x.repeat_interleave(maker.cut_block[1])[: values.shape[1]]
+        return x.repeat_interleave(quantizer.split_block[1])[: values.shape[1]]
 
-    codes = (values[start:end] * (1.0 / wide(scale))).to(codec.fp8_dtype).view(torch.uint8)
+    codes = (values[start:end] * (1.0 / wide(scale))).to(layout.fp8_dtype).view(torch.uint8)
     data[start:end] = torch.where(wide(moved), codes, data[start:end])
     scales[place] = scale.to(scales.dtype)

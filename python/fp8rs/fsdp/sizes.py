@@ -1,8 +1,8 @@
 """What sharding a model makes of its parameters, in bytes, before any rank runs.
 
 FSDP2 gathers the parameters of a `Group` together, each padded to equal shards, and reduces their
-gradients together. What a converted weight hands over comes from its `Codec`, as when it is
-gathered. Tests compare these numbers with the collectives that ran.
+gradients together. The bytes of a converted weight come from its `AllGatherLayout`. Tests compare
+these numbers with the collectives that ran.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fp8rs.quantize.recipes import Recipe
 from fp8rs.quantize.spec import quant_spec
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from .codec import Codec
-from .placement import Placement, place
+from .layout import AllGatherLayout
+from .shard_spec import ShardSpec, shard_spec
 
 UnitFn = Callable[[nn.Module, str], bool]
 
@@ -39,9 +39,9 @@ class ShardedParameter:
     """
 
     parameter: nn.Parameter
-    placement: Placement
+    placement: ShardSpec
     gathered_dtype: torch.dtype
-    codec: Codec | None
+    codec: AllGatherLayout | None
     at_rest: bool
 
     @property
@@ -62,13 +62,6 @@ class ShardedParameter:
     def plain_bytes(self) -> int:
         """Bytes of the shard in the parameter's dtype: FSDP2 leaves gradients of it in that."""
         return self.placement.padded_numel * self.parameter.dtype.itemsize
-
-    @property
-    def code_bytes(self) -> int:
-        """Bytes of the codes and scales that are kept beside the stored shard."""
-        if self.codec is None or self.at_rest:
-            return 0
-        return self.codec.nbytes(self.placement)
 
     @property
     def gathered_bytes(self) -> int:
@@ -138,16 +131,16 @@ class Group:
         return {"bf16": 2, "symmetric": 0}[self.reduction] * self.scattered_bytes(reduce_dtype)
 
 
-def codecs_of(recipe: Recipe, layers: Iterable[nn.Module]) -> dict[int, Codec]:
+def codecs_of(recipe: Recipe, layers: Iterable[nn.Module]) -> dict[int, AllGatherLayout]:
     """For `groups_of`: a recipe's codec for each of the layers that are gathered by it."""
     spec = quant_spec(recipe, "weight")
-    codec = Codec(spec.format, spec.fp8_dtype)
+    codec = AllGatherLayout(spec.format, spec.fp8_dtype)
     return {id(layer): codec for layer in layers}
 
 
 def groups_of(
     root: nn.Module,
-    codecs: dict[int, Codec],
+    codecs: dict[int, AllGatherLayout],
     *,
     world_size: int,
     param_dtype: torch.dtype | None,
@@ -171,12 +164,12 @@ def groups_of(
 
     def sharded(module: nn.Module, name: str, parameter: nn.Parameter) -> ShardedParameter:
         if isinstance(parameter, DTensor):
-            placement = place(parameter)
+            placement = shard_spec(parameter)
         else:
             shape = tuple(parameter.shape) or (1,)
             start = (0,) * len(shape)
             kind = parameter.device.type
-            placement = Placement(kind, (), (), world_size, 0, 0, shape, shape, start)
+            placement = ShardSpec(kind, (), (), world_size, 0, 0, shape, shape, start)
         stored = parameter.dtype
         gathered = param_dtype if param_dtype and stored.is_floating_point else stored
         codec = codecs.get(id(module)) if name == "weight" else None

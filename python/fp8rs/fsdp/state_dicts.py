@@ -36,7 +36,7 @@ def make_plain(
     local = own_part(value)
     if isinstance(local, Sharded):
         # Once for the model. Afterwards its weights have nothing left to synchronize.
-        if (shards := local._weight.shards) is not None:
+        if (shards := local._handle.shards) is not None:
             shards.agree()
         return
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):

@@ -244,12 +244,12 @@ def _with_shard(stats: OperandStats, layer: Float8Linear) -> OperandStats:
     if not is_distributed(parameter):
         return stats  # whole; or gathered at the moment, which changes no shard
     from fp8rs.fsdp.master_weight import MasterWeight
-    from fp8rs.fsdp.weight import local_of
+    from fp8rs.fsdp.param import local_of
 
     local = local_of(parameter)
     if not isinstance(local, MasterWeight):
         return stats
-    placement = local._weight.placement
+    placement = local._handle.spec
     origin = [0, 0]
     origin[placement.dim] = placement.offset
     return OperandStats(stats.slots, local.high_precision, *origin)

@@ -23,7 +23,7 @@ def make_float8(module: nn.Module, recipe: Recipe | RecipeName | None) -> None:
     """
     if recipe is None:
         return
-    state = ModelState(recipe)
+    state = ModelState(recipe, standalone=True)
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear):
             layer.__class__ = kind = float8_class(type(layer))

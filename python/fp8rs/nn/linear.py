@@ -76,6 +76,8 @@ class Float8Linear(nn.Linear):
     fp8_amax: Tensor
     _fp8_index: int
     _fp8_slots: buffers.KnownSlots
+    #: The handle of each FP8 parameter, by the parameter's name.
+    _fp8_params: dict[str, Any]
     #: Delayed scaling: for weight, input and gradient, whether there is a scale. One roll behind
     #: the buffers, which need not be read for it.
     fp8_ready: tuple[bool, bool, bool] = NOTHING_READY
@@ -89,6 +91,7 @@ class Float8Linear(nn.Linear):
         self._fp8_state = state
         self._fp8_index = state.add_linear(self, name)
         self._fp8_slots = buffers.KnownSlots()
+        self._fp8_params = state.handles_of(self, ("weight",))
         self.fp8_ready = NOTHING_READY
         self._fp8_debug = None
         buffers.register(self, state.delayed, self.weight.device)
@@ -208,9 +211,9 @@ class Float8Linear(nn.Linear):
         super().__setattr__(name, value)
 
     def _tell_of_shard(self, name: str, parameter: Any) -> None:
-        sharding = self._fp8_state.shards()
-        if sharding is not None:
-            sharding.sharded(self, name, parameter)
+        sharded_model = self._fp8_state.shard()
+        if sharded_model is not None:
+            sharded_model.wrap(self, name, parameter)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As torch's. What parallel styles cut of an FP8 weight is one."""
@@ -282,14 +285,14 @@ class Linear(Float8Linear):
         recipe: Recipe | RecipeName = "current",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._own(ModelState(recipe))
+        self._own(ModelState(recipe, standalone=True))
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, recipe: Recipe | RecipeName = "current") -> Linear:
         """A layer with the parameters (the same objects), hooks and mode of ``linear``."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear must be a torch.nn.Linear, not {type(linear).__name__}")
-        state = ModelState(recipe)
+        state = ModelState(recipe, standalone=True)
         new = cls.__new__(cls)
         for name, value in linear.__dict__.items():
             new.__dict__[name] = value.copy() if isinstance(value, dict) else value

@@ -1,8 +1,7 @@
-"""The state that the converted layers of one model share.
+"""State shared by the converted layers of one model: a recipe, counters, delayed scaling's state.
 
-A `ModelState` belongs to one converted root module. It holds the recipe, the clock and the state of
-delayed scaling, and finds the layers by index. It notifies the clock, delayed scaling and the
-sharding of the root's forwards.
+One `ModelState` belongs to one converted root module. It has the layers by index, and notifies the
+step tracker, delayed scaling and the sharded model of the root's forwards.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -25,14 +24,13 @@ from fp8rs._torch import (
 from fp8rs.quantize.recipes import DelayedScaling, Recipe, resolve_recipe
 from fp8rs.quantize.spec import quant_spec
 from fp8rs.scaling import steps
-from fp8rs.scaling.clock import Clock
 from fp8rs.scaling.delayed import Delayed, note_compiled
 from fp8rs.scaling.histories import BUFFERS
+from fp8rs.scaling.step_tracker import StepTracker
 
 from .function import prepare_compilers
 from .input_cache import clear_input_cache
 from .quantized_weight import refuse_codes
-from .sharding import Sharding
 from .spec import ROLES, register
 
 
@@ -42,18 +40,19 @@ class ModelState:
     Args:
         recipe: a recipe or its short name.
         amax_reduction_group: see ``convert_to_float8_training``.
-        shard_with: creates ``sharding`` when the first weight is sharded. With None, weights are
-            gathered in high precision.
+        standalone: its layers were made with a ``recipe`` and not by a conversion. FSDP2 gathers
+            their weights as they are.
 
     Attributes:
         recipe: the recipe of every layer.
         key: names the recipe and the group in graphs (`fp8rs.nn.spec`).
-        clock: counts the model's forwards and steps.
+        tracker: counts the model's forwards and steps.
         linears: weak references to the layers, by index.
         names: their fully qualified names, for messages.
         fp8_gather: whether weights are quantized before FSDP gathers them.
         delayed: the state of delayed scaling, or None for other recipes.
-        sharding: holds the sharded weights. None while no weight is sharded, and in a new copy.
+        sharded_model: the `fp8rs.fsdp.sharded_model.ShardedModel`. None while no weight is sharded,
+            and in a new copy.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class ModelState:
         recipe: Recipe | str,
         *,
         amax_reduction_group: Any = None,
-        shard_with: Callable[[ModelState], Sharding] | None = None,
+        standalone: bool = False,
     ) -> None:
         self.recipe = resolve_recipe(recipe)
         if amax_reduction_group is not None and not self.recipe.block_format("input").per_tensor:
@@ -72,8 +71,8 @@ class ModelState:
         self.linears: list[weakref.ref[nn.Module]] = []
         self.names: list[str] = []
         self.fp8_gather = False
-        self.sharding: Sharding | None = None
-        self._shard_with = shard_with
+        self.sharded_model: Any = None
+        self.standalone = standalone
         self._group = amax_reduction_group
         self._root: weakref.ref[nn.Module] | None = None
         #: The key of this state's hooks in the root's hook dictionaries.
@@ -87,27 +86,31 @@ class ModelState:
         by_tensor = group is not None and not self.recipe.delayed
         prepare_compilers()
         self.key = register(self.recipe, group.group_name if by_tensor else None)
-        self.clock = Clock()
+        self.tracker = StepTracker()
         self.delayed: Delayed | None = None
         if isinstance(self.recipe, DelayedScaling):
             specs = [quant_spec(self.recipe, role) for role in ROLES]
-            self.delayed = Delayed(self.recipe, specs, self.clock, self.layers, group)
+            self.delayed = Delayed(self.recipe, specs, self.tracker, self.layers, group)
             self.watch_steps()
 
     def watch_steps(self) -> None:
         """Subscribe to steps of optimizers that own this model's parameters."""
         steps.watch(self)
 
-    @property
-    def by_hand(self) -> bool:
-        """Whether layers were constructed with a ``recipe`` instead of converted."""
-        return self._shard_with is None
+    def shard(self) -> Any:
+        """Return ``sharded_model``, created on first use. None for standalone layers."""
+        if self.sharded_model is None and not self.standalone:
+            from fp8rs.fsdp.sharded_model import ShardedModel
 
-    def shards(self) -> Sharding | None:
-        """Return ``sharding``, created at the first use, or None without ``shard_with``."""
-        if self.sharding is None and self._shard_with is not None:
-            self.sharding = self._shard_with(self)
-        return self.sharding
+            self.sharded_model = ShardedModel(self)
+        return self.sharded_model
+
+    @staticmethod
+    def handles_of(module: nn.Module, names: Sequence[str]) -> dict[str, Any]:
+        """Return a `fp8rs.fsdp.param.ParamHandle` for each FP8 parameter of a module."""
+        from fp8rs.fsdp.param import handles_of
+
+        return dict(handles_of(module, names))
 
     # --- layers and the root ---------------------------------------------------------------------
 
@@ -201,20 +204,20 @@ class ModelState:
         if self._root is None or not self.linears:
             self._link(module)
         # Layers that were made one by one are roots themselves. Clearing would disable the cache.
-        if not self.by_hand or len(self.names) > 1:
+        if not self.standalone or len(self.names) > 1:
             clear_input_cache()  # collectives write receive buffers without a new version
-        new = self.clock.begin_forward(
+        new = self.tracker.begin_forward(
             training=module.training, grad=torch.is_grad_enabled(), in_backward=in_backward()
         )
         if new and module.training and self.delayed is not None:
             self.delayed.forward_begins()
-        if new and self.sharding is not None:
-            self.sharding.forward_begins(module)
+        if new and self.sharded_model is not None:
+            self.sharded_model.forward_begins(module)
 
     def end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """The root's forward hook; it runs after an exception too."""
         if not torch.compiler.is_compiling():
-            self.clock.end_forward()
+            self.tracker.end_forward()
 
     def met_plain(self, weight: Tensor) -> None:
         """Warn once if FullyShardedDataParallel (FSDP1) gathered a layer's weight."""
@@ -246,8 +249,8 @@ class ModelState:
         Torch's optimizers call this through a hook. For others, training loops call
         ``fp8rs.optimizer_stepped``.
         """
-        if self.sharding is not None:
-            self.sharding.stepped()
+        if self.sharded_model is not None:
+            self.sharded_model.stepped()
         if self.delayed is not None:
             self.delayed.stepped()
 
@@ -282,9 +285,9 @@ class ModelState:
         root set the root, and the layers are found at the first use.
         """
         state = {**self.__dict__, "names": list(self.names), "linears": []}
-        state.update(dict.fromkeys(("_root", "sharding")))
+        state.update(dict.fromkeys(("_root", "sharded_model")))
         state["delayed"] = None if self.delayed is None else self.delayed.left_to_do
-        del state["key"], state["clock"]
+        del state["key"], state["tracker"]
         return state
 
 

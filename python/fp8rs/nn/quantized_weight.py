@@ -16,7 +16,7 @@ from fp8rs.tensor.spec import quantize_planes
 from fp8rs.tensor.wrapper import OWN_ATTRIBUTES
 
 #: What this library and torch keep on parameters: quantized tensors, master weights, DTensors.
-NOT_MARKS = OWN_ATTRIBUTES | {"_data", "_weight", "_local_tensor", "_spec"}
+NOT_MARKS = OWN_ATTRIBUTES | {"_data", "_handle", "_local_tensor", "_spec"}
 
 
 def keep_marks(before: dict[str, Any], parameter: Any) -> None:

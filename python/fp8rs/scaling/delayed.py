@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from fp8rs._torch import constant_when_traced, in_backward
 from fp8rs.quantize.recipes import DelayedScaling
-from fp8rs.scaling.clock import Clock
 from fp8rs.scaling.histories import Histories, keep_local
 from fp8rs.scaling.reductions import check_same, mesh_groups, reduce_packed_
+from fp8rs.scaling.step_tracker import StepTracker
 from fp8rs.tensor.spec import QuantSpec
 
 #: Forwards in training mode after which a model that was never told of a step warns.
@@ -28,7 +28,7 @@ class Delayed:
     Args:
         recipe: the model's.
         specs: how weights, inputs and gradients are quantized.
-        clock: the model's.
+        tracker: counts the model's forwards and steps.
         layers: gives the layers, with None for one that is gone; the places are the indices.
         group: the process group that amaxes are reduced over, if one was asked for.
 
@@ -41,7 +41,7 @@ class Delayed:
         self,
         recipe: DelayedScaling,
         specs: Sequence[QuantSpec],
-        clock: Clock,
+        tracker: StepTracker,
         layers: Callable[[], Sequence[nn.Module | None]],
         group: Any,
     ) -> None:
@@ -49,7 +49,7 @@ class Delayed:
         self.mark = f"model {next(_marks)}"
         _models[self.mark] = self
         self.layers = layers
-        self._clock, self._group = clock, group
+        self._tracker, self._group = tracker, group
         #: What layers are sharded over, with their indices, in the order in which they came.
         self._meshes: dict[Any, dict[int, None]] = {}
         self._compared = False
@@ -78,24 +78,24 @@ class Delayed:
 
         Where a part of the model is called on its own, no hook of the root has run.
         """
-        if training and not self._clock.in_forward and not in_backward():
+        if training and not self._tracker.in_forward and not in_backward():
             self._record()
 
     def _record(self) -> None:
         # Before any layer's slots go into a graph: the backward would write to those from before.
         self.histories.keep_packed()
-        self._clock.recorded()
+        self._tracker.recorded()
 
     def stepped(self) -> None:
         """An optimizer that has one of the model's parameters has stepped."""
         self._was_told = True
-        clock = self._clock
-        clock.stepped(silent=self._runs_silently)
-        if clock.unannounced:
-            clock.recorded()
-        if clock.roll_is_due:
-            clock.rolled()
-            self.histories.roll(self._reduce, unsure=clock.unannounced)
+        tracker = self._tracker
+        tracker.stepped(silent=self._runs_silently)
+        if tracker.unannounced:
+            tracker.recorded()
+        if tracker.roll_is_due:
+            tracker.rolled()
+            self.histories.roll(self._reduce, unsure=tracker.unannounced)
 
     @property
     def _runs_silently(self) -> bool:
@@ -104,9 +104,9 @@ class Delayed:
         With the hooks of the model; or its layers, of a model whose own forward does not train: of
         one whose does, they are compiled parts, and it is that which begins.
         """
-        clock, compiled = self._clock, _compiled.get(self.mark, ())
+        tracker, compiled = self._tracker, _compiled.get(self.mark, ())
         return "model" in compiled or (
-            "layer" in compiled and not (clock.forward and clock.training)
+            "layer" in compiled and not (tracker.forward_id and tracker.training)
         )
 
     # --- ranks -----------------------------------------------------------------------------------
@@ -154,14 +154,14 @@ class Delayed:
     @property
     def left_to_do(self) -> tuple[bool, bool]:
         """For a copy: whether a roll is due, and whether amaxes are not yet rolled."""
-        return self._clock.roll_is_due, self._clock.has_recorded
+        return self._tracker.roll_is_due, self._tracker.has_recorded
 
     def begin_with(self, roll_is_due: bool, recorded: bool) -> None:
         """Begin as the copy of a model of which this was left to do."""
         if recorded:
-            self._clock.recorded()
+            self._tracker.recorded()
         if roll_is_due:
-            self._clock.stepped()
+            self._tracker.stepped()
 
 
 _marks = itertools.count()

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8rs.fsdp.codec import Codec
-from fp8rs.fsdp.placement import Placement
+from fp8rs.fsdp.layout import AllGatherLayout
+from fp8rs.fsdp.shard_spec import ShardSpec
 from fp8rs.tensor.formats import E4M3, E5M2, FORMATS
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.spec import QuantSpec, quantize_planes
@@ -21,7 +21,7 @@ counts = st.integers(1, 5)
 
 
 def placement(ranks, rank, shape, dim=0, whole=None, origin=(0, 0)):
-    return Placement("cpu", (), (), ranks, rank, dim, shape, whole or shape, origin)
+    return ShardSpec("cpu", (), (), ranks, rank, dim, shape, whole or shape, origin)
 
 
 def length(p):
@@ -88,22 +88,22 @@ def cut(plane, p, height, dim):
 )
 def test_what_is_gathered_is_read_as_the_whole_weights_planes(rows, cols, ranks, name, fp8_dtype):
     format = FORMATS[name]
-    codec = Codec(format, fp8_dtype)
+    layout = AllGatherLayout(format, fp8_dtype)
     x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows * cols)).exp()
-    row, col = quantize_planes(QuantSpec(format, fp8_dtype), x, True, codec.both)
+    row, col = quantize_planes(QuantSpec(format, fp8_dtype), x, True, layout.both)
     sent = []
     for rank in range(ranks):
         p = placement(ranks, rank, (rows, cols))
         own = cut(row, p, format.block[0], 0)
-        other = cut(col, p, codec.height, 1) if codec.both else None
-        sent.append(codec.encode((own, other), p))
+        other = cut(col, p, layout.height, 1) if layout.both else None
+        sent.append(layout.pack((own, other), p))
         assert [t.numel() for t in sent[-1]] == [t.numel() for t in sent[0]]
-        assert sum(t.nbytes for t in sent[-1]) == codec.nbytes(p)
+        assert sum(t.nbytes for t in sent[-1]) == layout.nbytes(p)
     outputs = [torch.cat(parts) for parts in zip(*sent, strict=True)]
     scale = row.scale if format.per_tensor else None
-    inner = codec.inner_tensors(p, x.device)
-    found = codec.decode(outputs, inner, p, scale, x.shape)
-    assert codec.both == (found[1] is not None)
+    inner = layout.inner_tensors(p, x.device)
+    found = layout.unpack(outputs, inner, p, scale, x.shape)
+    assert layout.both == (found[1] is not None)
     for whole, gathered in zip((row, col), found, strict=True):
         if gathered is not None:
             assert same(gathered.data, whole.data)

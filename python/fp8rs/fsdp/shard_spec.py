@@ -1,31 +1,34 @@
-"""Where a weight's shard lies in the whole weight, and which ranks hold the rest."""
+"""Which part of a parameter this rank holds, and which ranks hold the rest."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fp8rs._torch import local_tensor
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Placement:
-    """How one weight is sharded.
+class ShardSpec:
+    """How one parameter is sharded.
 
     Attributes:
-        device_type: the mesh's.
-        groups: process groups of all mesh dimensions that the weight is sharded on and that have
-            more than one rank: FSDP's and tensor parallelism's, never replicas.
-        shard_groups: FSDP's alone.
-        ranks: the number of FSDP's shards.
+        device_type: the mesh's device type.
+        groups: process groups of all mesh dimensions that shard the parameter over more than one
+            rank: FSDP2's and tensor parallelism's, without replicas.
+        shard_groups: FSDP2's process group alone; empty with one rank.
+        ranks: number of FSDP2's shards.
         rank: this rank's shard.
-        dim: the dimension that FSDP cuts.
-        shape: the parameter's.
-        whole: the shape that FSDP gathers: under tensor parallelism, this rank's part.
+        dim: the dimension that FSDP2 shards.
+        shape: the parameter's shape.
+        whole: the shape that FSDP2 gathers. With tensor parallelism, this rank's part.
         origin: where that part begins in the parameter, for each dimension.
     """
 
@@ -46,7 +49,7 @@ class Placement:
 
     @property
     def padded_numel(self) -> int:
-        """Elements of the longest shard, to which FSDP2 pads all of them."""
+        """Number of elements of the longest shard. FSDP2 pads all shards to it."""
         shape = list(self.whole)
         shape[self.dim] = self.padded
         return prod(shape)
@@ -56,12 +59,19 @@ class Placement:
         """The shard's first row (along ``dim``) in the whole weight."""
         return min(self.rank * self.padded, self.whole[self.dim])
 
+    def mesh_device(self, device: torch.device) -> torch.device:
+        """Return the mesh's device for a shard that is on ``device``, possibly offloaded."""
+        if device.type == self.device_type:
+            return device
+        accelerator = torch.get_device_module(self.device_type)
+        return torch.device(self.device_type, accelerator.current_device())
+
     @property
     def number(self) -> int:
-        """The number of the shard's first element, where no two elements of the matrix have one.
+        """The number of the shard's first element, unique among the elements of the parameter.
 
-        They are counted by rows. Of a matrix that is cut by columns all elements of one part come
-        before those of the next: a shard's own are consecutive.
+        Elements are counted by rows. If columns are sharded, all elements of one part are counted
+        before the next part, so that the elements of a shard are consecutive.
         """
         start, size = list(self.origin), list(self.whole)
         start[self.dim] += self.offset
@@ -69,17 +79,17 @@ class Placement:
         return self.shape[0] * start[1] + start[0] * size[1]
 
 
-def place(parameter: DTensor) -> Placement:
-    """The placement of a parameter that FSDP2 has sharded."""
+def shard_spec(parameter: DTensor) -> ShardSpec:
+    """Return how FSDP2 has sharded a parameter."""
     mesh = parameter.device_mesh
     coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "a rank outside the mesh holds no shard"
+    assert coordinate is not None, "ranks outside the mesh hold no shard"
     placements: list[Any] = list(parameter.placements)
     sharded = [(i, p) for i, p in enumerate(placements) if not p.is_replicate()]
     shape = tuple(parameter.shape)
     if not sharded:
-        return Placement(mesh.device_type, (), (), 1, 0, 0, shape, shape, (0,) * len(shape))
-    # FSDP's mesh dimension comes before those of tensor parallelism.
+        return ShardSpec(mesh.device_type, (), (), 1, 0, 0, shape, shape, (0,) * len(shape))
+    # FSDP2's mesh dimension comes before those of tensor parallelism.
     fsdp, placement = sharded[0]
     whole, origin = list(shape), [0] * len(shape)
     for i, p in sharded[1:]:
@@ -88,7 +98,7 @@ def place(parameter: DTensor) -> Placement:
         origin[p.dim] += start
         whole[p.dim] = min(chunk, whole[p.dim] - start)
     groups = {i: mesh.get_group(i) for i, _ in sharded if mesh.size(i) > 1}
-    return Placement(
+    return ShardSpec(
         mesh.device_type,
         tuple(groups.values()),
         tuple(group for i, group in groups.items() if i == fsdp),
@@ -102,15 +112,15 @@ def place(parameter: DTensor) -> Placement:
 
 
 def local_part(values: Tensor, parameter: DTensor) -> Tensor:
-    """What this rank's shard has of a parameter's values, as a tensor of its own.
+    """Return a copy of the part of a parameter's values that this rank's shard holds.
 
     Args:
-        values: of the whole parameter, or of the part of it that FSDP cuts.
-        parameter: says how it is cut.
+        values: values of the whole parameter, or of the part that FSDP2 gathers.
+        parameter: the sharded parameter.
     """
-    placement = place(parameter)
-    if values.shape != placement.whole:
-        for dim, (start, length) in enumerate(zip(placement.origin, placement.whole, strict=True)):
+    spec = shard_spec(parameter)
+    if values.shape != spec.whole:
+        for dim, (start, length) in enumerate(zip(spec.origin, spec.whole, strict=True)):
             values = values.narrow(dim, start, length)
-    length = local_tensor(parameter).shape[placement.dim]
-    return values.narrow(placement.dim, placement.offset, length).clone()
+    length = local_tensor(parameter).shape[spec.dim]
+    return values.narrow(spec.dim, spec.offset, length).clone()

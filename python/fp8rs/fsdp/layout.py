@@ -1,0 +1,212 @@
+"""Layout of all-gathered weights: planes to flat uint8 buffers and back, and split blocks.
+
+Every rank passes equally long flat uint8 tensors to the all-gather. Square blocks and whole rows
+need one plane. Blocks along the rows (1x32) have a columnwise plane of their own, which is gathered
+too and assembled by a copy. A block that a shard boundary splits has its scale on every rank that
+holds a part of it, and the first of them is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fp8rs._torch import preserve_version_counter
+from fp8rs.scaling.reductions import index_tensor
+from fp8rs.tensor.formats import BlockFormat
+from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.spec import Planes
+
+from .shard_spec import ShardSpec
+
+#: Bytes between the starts of shards in one buffer, as an allocator would align them.
+ALIGNMENT = 256
+
+
+class AllGatherLayout:
+    """How weights of one format are laid out in all-gather buffers.
+
+    Args:
+        format: block format of the weight's planes.
+        fp8_dtype: dtype of their codes.
+
+    Attributes:
+        both: whether the columnwise plane is gathered, because the rowwise one does not give it.
+        height: number of rows of the blocks that a shard boundary can split; 1 if it splits none.
+    """
+
+    def __init__(self, format: BlockFormat, fp8_dtype: torch.dtype) -> None:
+        self.format, self.fp8_dtype = format, fp8_dtype
+        rows, cols = format.block
+        self.both = not format.square and cols != -1
+        self.height = cols if self.both else max(rows, 1)
+
+    # --- shards ----------------------------------------------------------------------------------
+
+    def allocate(self, specs: Sequence[ShardSpec], device: torch.device) -> list[Tensor]:
+        """Allocate the codes of shards with one scale per tensor, as flat uint8, in one buffer."""
+        lengths = [spec.padded_numel for spec in specs]
+        sizes = [-(-length // ALIGNMENT) * ALIGNMENT for length in lengths]
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        return [part[:n] for part, n in zip(buffer.split(sizes), lengths, strict=True)]
+
+    def codes(self, buffer: Tensor, shape: torch.Size) -> Tensor:
+        """Return the codes of shape ``shape`` in a flat uint8 buffer, as a view."""
+        return buffer[: shape.numel()].view(self.fp8_dtype).view(shape)
+
+    def pack(self, planes: Planes, spec: ShardSpec) -> tuple[Tensor, ...]:
+        """Return the planes of a shard as flat uint8 tensors, as long as on any other rank.
+
+        Per-tensor scales are not included, because every rank has them.
+        """
+        row, col = planes
+        assert row is not None
+        extents = self.extents(spec)
+        if self.format.per_tensor:
+            return (flat(row.data.reshape(1, -1), *extents[0]),)
+        made = [row.data, row.scale]
+        if self.both:
+            assert col is not None
+            made += [col.data, col.scale]
+        return tuple(flat(t, *extent) for t, extent in zip(made, extents, strict=True))
+
+    def extents(self, spec: ShardSpec) -> tuple[tuple[int, int], ...]:
+        """Return the rows and columns, in elements, of each matrix of a packed shard.
+
+        These are the rowwise codes and scales, then the columnwise ones if they are gathered. With
+        one scale per tensor, these are the codes in one row.
+        """
+        if self.format.per_tensor:
+            return ((1, spec.padded_numel),)
+        (rows, cols), padded, ranks = spec.whole, spec.padded, spec.ranks
+        scale_rows = block_rows(rows, padded, ranks, self.format.block[0])
+        row = (padded, cols), (scale_rows, self.format.scale_shape(rows, cols)[1])
+        if not self.both:
+            return row
+        return (*row, (cols, padded), (cols, block_rows(rows, padded, ranks, self.height)))
+
+    def nbytes(self, spec: ShardSpec) -> int:
+        """Return the bytes of a packed shard."""
+        sizes = (self.fp8_dtype.itemsize, self.format.scale_dtype.itemsize)
+        extents = self.extents(spec)
+        return sum(rows * cols * sizes[i % 2] for i, (rows, cols) in enumerate(extents))
+
+    # --- unsharded weights -----------------------------------------------------------------------
+
+    def inner_tensors(self, spec: ShardSpec, device: torch.device) -> list[Tensor]:
+        """Allocate the tensors that an unsharded weight needs besides the gathered ones."""
+        if not self.both:
+            return []
+        rows, cols = spec.whole
+        blocks = cols, -(-rows // self.height) * self.format.scale_dtype.itemsize
+        return [
+            torch.empty(shape, dtype=torch.uint8, device=device) for shape in ((cols, rows), blocks)
+        ]
+
+    def inner_of(self, planes: Planes) -> list[Tensor]:
+        """Return the tensors of `inner_tensors` that planes of an unsharded weight use."""
+        col = planes[1]
+        return [t.view(torch.uint8) for t in (col.data, col.scale)] if self.both and col else []
+
+    def unpack(
+        self,
+        outputs: Sequence[Tensor],
+        inner: Sequence[Tensor],
+        spec: ShardSpec,
+        scale: Tensor | None,
+        shape: torch.Size,
+    ) -> Planes:
+        """Return the planes of the unsharded weight, over the gathered tensors.
+
+        Args:
+            outputs: the gathered tensors, each with the ranks' tensors one after the other.
+            inner: the tensors of `inner_tensors`, with memory.
+            spec: the shard's.
+            scale: the scale () of formats with one scale per tensor.
+            shape: the weight's shape (out_features, in_features).
+        """
+        format = self.format
+        codes = self.codes(outputs[0], shape)
+        if format.per_tensor:
+            assert scale is not None
+            return Plane(codes, scale, format), None
+        rows, cols = shape
+        padded, ranks = spec.padded, spec.ranks
+        count, blocks_a_row = format.scale_shape(rows, cols)
+        scale = outputs[1].view(format.scale_dtype).view(-1, blocks_a_row)
+        scale = pick(scale, count, scale_order(rows, padded, ranks, format.block[0]))
+        row = Plane(codes, scale, format)
+        if not self.both:
+            return row, None
+
+        with preserve_version_counter(inner[0]):
+            shards = outputs[2].view(ranks, cols, padded)
+            for i, part in enumerate(inner[0].split(padded, 1)):
+                part.copy_(shards[i, :, : part.shape[1]])
+        # Gathered as (rank, column, block). Blocks come first to be selected.
+        scale = outputs[3].view(format.scale_dtype).view(ranks, cols, -1)
+        blocks = scale.view(torch.uint8).transpose(1, 2).reshape(-1, cols)
+        order = scale_order(rows, padded, ranks, self.height)
+        blocks = pick(blocks, -(-rows // self.height), order)
+        with preserve_version_counter(inner[1]):
+            inner[1].copy_(blocks.t())
+        scale = inner[1].view(format.scale_dtype)
+        return row, Plane(inner[0].view(self.fp8_dtype), scale, format)
+
+
+def flat(t: Tensor, rows: int, cols: int) -> Tensor:
+    """Return a matrix as flat uint8, padded with zeros to (rows, cols) elements."""
+    t = t.contiguous()
+    if t.shape == (rows, cols):
+        return t.view(-1).view(torch.uint8)
+    full = torch.zeros((rows, cols * t.itemsize), dtype=torch.uint8, device=t.device)
+    if t.numel():
+        full[: t.shape[0], : t.shape[1] * t.itemsize] = t.view(torch.uint8)
+    return full.view(-1)
+
+
+def pick(scale: Tensor, count: int, order: tuple[int, ...] | None) -> Tensor:
+    """Return ``count`` rows of a matrix of scales, in the order that `scale_order` gave."""
+    if order is None:
+        return scale[:count]
+    chosen = scale.view(torch.uint8).index_select(0, index_tensor(order, scale.device))
+    return chosen.view(scale.dtype)
+
+
+# --- blocks at shard boundaries ------------------------------------------------------------------
+#
+# A matrix of `rows` rows has shards of `padded` rows and blocks of `height` rows.
+
+
+@lru_cache(maxsize=1024)
+def block_rows(rows: int, padded: int, ranks: int, height: int) -> int:
+    """Return the largest number of rows of blocks that a shard touches."""
+    most = 0
+    for start in range(0, min(rows, ranks * padded), max(padded, 1)):
+        end = min(start + padded, rows)
+        most = max(most, -(-end // height) - start // height)
+    return most
+
+
+@lru_cache(maxsize=1024)
+def split_block_rows(rows: int, padded: int, ranks: int, height: int) -> tuple[int, ...]:
+    """Return the rows of blocks that lie in more than one shard."""
+    boundaries = (k * padded for k in range(1, ranks))
+    return tuple(sorted({row // height for row in boundaries if row < rows and row % height}))
+
+
+@lru_cache(maxsize=1024)
+def scale_order(rows: int, padded: int, ranks: int, height: int) -> tuple[int, ...] | None:
+    """Return where each row of blocks is among the gathered ones: in the first shard that has it.
+
+    None if the gathered rows are in order, so that they need not be selected.
+    """
+    each = block_rows(rows, padded, ranks, height)
+    order = []
+    for block in range(-(-rows // height)):
+        shard = block * height // padded
+        order.append(shard * each + block - shard * padded // height)
+    return None if order == list(range(len(order))) else tuple(order)

@@ -1,0 +1,302 @@
+"""The handle of one FP8 parameter, and the order of its writes and reads on CUDA streams."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fp8rs._torch import is_traced, own_part, spec
+from fp8rs.scaling.histories import keep_local
+
+from .shard_spec import ShardSpec, shard_spec
+
+if TYPE_CHECKING:
+    from fp8rs.nn.model_state import ModelState
+
+
+class StreamDependency:
+    """Tensors that one CUDA stream wrote and others read. A no-op for other devices."""
+
+    def __init__(self, device: torch.device, tensors: Iterable[Tensor]) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        # Under FakeTensorMode, nothing runs on a stream.
+        if device.type == "cuda" and not is_traced(torch.empty(0, device=device)):
+            self._stream = torch.cuda.current_stream(device)
+            self._event = self._stream.record_event()
+            # Views of one buffer share its storage.
+            self._tensors = list({t.untyped_storage().data_ptr(): t for t in tensors}.values())
+            self._streams = {self._stream.cuda_stream}
+
+    def wait(self) -> None:
+        """Make the current stream wait for the writes, and keep the memory alive for its reads."""
+        if self._stream is None:
+            return
+        current = torch.cuda.current_stream(self._stream.device)
+        if current.cuda_stream not in self._streams:
+            self._streams.add(current.cuda_stream)
+            current.wait_event(self._event)
+            for tensor in self._tensors:
+                tensor.record_stream(current)
+
+
+class ParamHandle:
+    """One FP8 parameter of one module.
+
+    FSDP2 may replace the sharded tensor at any time, so state lives here rather than on the tensor.
+    A converted module has its handles in ``_fp8_params``, and every `MasterWeight` of a parameter
+    refers to the parameter's handle. Handles compare by identity.
+
+    Attributes:
+        name: the parameter's name in its module.
+        writes: number of times that operators wrote to the shard.
+        written_on: the CUDA stream of the last write, or an event on that stream after the write.
+        scale: the scale () of the whole parameter, for formats with one scale per tensor.
+        amaxes: amaxes of the blocks that the shard touches, if shard boundaries split blocks.
+        ready: the work that computed ``scale`` and ``amaxes``.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_forward_id",
+        "_module",
+        "_spec",
+        "_writes_seen",
+        "amaxes",
+        "name",
+        "ready",
+        "scale",
+        "writes",
+        "written_on",
+    )
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = weakref.ref(module)
+        self.name = name
+        self.writes = 0
+        self.written_on: torch.cuda.Stream | torch.cuda.Event | None = None
+        self.scale: Tensor | None = None
+        self.amaxes: Tensor | None = None
+        self.ready: StreamDependency | None = None
+        #: The forward and the number of writes that the scale was computed for.
+        self._forward_id = self._writes_seen = -1
+        self._spec: tuple[Any, ShardSpec] | None = None
+
+    # --- the parameter ---------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that has the parameter. RuntimeError if it no longer exists."""
+        module = self._module()
+        if module is None:
+            raise RuntimeError("the module that this weight belongs to no longer exists")
+        return module
+
+    @property
+    def state(self) -> ModelState:
+        """The state of the converted model."""
+        return cast("ModelState", self.module._fp8_state)
+
+    @property
+    def state_if_any(self) -> ModelState | None:
+        """The state of the converted model. None before conversion or without the module."""
+        return getattr(self._module(), "_fp8_state", None)
+
+    @property
+    def index(self) -> int:
+        """The module's index among the layers of the converted model."""
+        return cast(int, self.module._fp8_index)
+
+    @property
+    def fqn(self) -> str:
+        """The fully qualified name, for messages."""
+        return f"{self.state.names[self.index]}.{self.name}".lstrip(".")
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the module has a parameter of this name.
+
+        weight_norm, pruning and parametrizations move it to another name. It is then an ordinary
+        parameter that the weight is computed from.
+        """
+        module = self._module()
+        return module is not None and module._parameters.get(self.name) is not None
+
+    @property
+    def parameter(self) -> Tensor:
+        """The module's parameter: sharded, or unsharded while FSDP2 has it gathered."""
+        return cast(Tensor, self.module._parameters[self.name])
+
+    @property
+    def parameter_part(self) -> Tensor:
+        """This rank's part of the parameter."""
+        part: Tensor = own_part(self.parameter)
+        return part
+
+    @property
+    def local(self) -> Any:
+        """The local tensor with all-gather hooks that the module holds now, or None.
+
+        For a tied parameter, its handle may be another module's.
+        """
+        return local_of(self.parameter) if self.in_place else None
+
+    @property
+    def spec(self) -> ShardSpec:
+        """How the parameter is sharded. RuntimeError while the module holds no shard."""
+        parameter: Any = self.parameter
+        if local_of(parameter) is None:
+            raise RuntimeError(f"{self.fqn} is gathered, but its module holds no sharded parameter")
+        # Reading a mesh's groups is slow. The DTensor's specification stays the same object.
+        if self._spec is None or self._spec[0] is not spec(parameter):
+            self._spec = spec(parameter), shard_spec(parameter)
+        return self._spec[1]
+
+    # --- scales and writes -----------------------------------------------------------------------
+
+    def is_stale(self, forward_id: int, in_backward: bool) -> bool:
+        """Whether the scale was computed for an earlier forward or before a write.
+
+        Inside a backward, writes do not count: one rank may have written its shard alone.
+        """
+        if self._forward_id < forward_id:
+            return True
+        return not in_backward and self.written
+
+    @property
+    def written(self) -> bool:
+        """Whether the shard was written since the scale was computed."""
+        return self._writes_seen != self.writes
+
+    def set_fresh(self, forward_id: int, ready: StreamDependency) -> None:
+        """Note that the scale was computed from the shard as it is, for a forward."""
+        self._forward_id, self._writes_seen, self.ready = forward_id, self.writes, ready
+        self.written_on = None  # `ready` waited for it
+
+    def mark_stale(self) -> None:
+        """Note that the values changed without an operator."""
+        self._writes_seen = -1
+
+    def wrote(self) -> None:
+        """Note that an operator writes to the shard."""
+        self.writes += 1
+        if torch.cuda.is_initialized():
+            # FSDP2's all-gather streams wait for this stream only when the root's forward begins.
+            self.written_on = torch.cuda.current_stream()
+
+    # --- delayed scaling -------------------------------------------------------------------------
+
+    @property
+    def slots(self) -> tuple[Tensor, Tensor] | None:
+        """With delayed scaling, the next scale (0 if there is none) and the recorded amax."""
+        state = self.state_if_any
+        if state is None or state.delayed is None or not self.in_place:
+            return None
+        module: Any = self.module
+        keep_local(module._buffers)
+        return module.fp8_scale[0, 0], module.fp8_amax[0, 0]
+
+    @property
+    def has_scale(self) -> bool:
+        """With delayed scaling, whether the host knows that the next scale is not 0."""
+        return bool(cast(Any, self.module).fp8_ready[0])
+
+    # --- copies ----------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParamHandle:
+        """Return the copied module's handle, or this one if only a tensor is copied."""
+        copy = memo.get(id(self._module()))
+        if copy is None:
+            return self
+        found = memo.get(id(self))
+        if found is None:
+            found = memo[id(self)] = self._of(copy)
+        return cast(ParamHandle, found)
+
+    def _of(self, module: nn.Module) -> ParamHandle:
+        """Return the handle of the same parameter in a copy of the module."""
+        return type(self)(module, self.name)
+
+    def __reduce__(self) -> Any:
+        return ParamHandle, (self.module, self.name)
+
+
+def handles_of(module: nn.Module, names: Iterable[str]) -> dict[str, ParamHandle]:
+    """Return the handles of a module's FP8 parameters by name.
+
+    The owner of a quantized parameter's planes is its handle already.
+    """
+    handles: dict[str, ParamHandle] = {}
+    for name in names:
+        store = getattr(own_part(module._parameters.get(name)), "_store", None)
+        owner = getattr(store, "owner", None)
+        if not isinstance(owner, ParamHandle) or owner._module() is not module:
+            owner = ParamHandle(module, name)
+        handles[name] = owner
+    return handles
+
+
+def local_of(parameter: Any) -> Any:
+    """Return the local tensor of a parameter if it has all-gather hooks, else None.
+
+    It is a `MasterWeight` or a sharded FP8 weight. Its ``_handle`` is the parameter's handle, and
+    its ``shard`` the plain or quantized tensor.
+    """
+    local = own_part(parameter)
+    return local if isinstance(getattr(local, "_handle", None), ParamHandle) else None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LocalShard:
+    """The values of one parameter's shard on this rank.
+
+    Attributes:
+        handle: the parameter's handle.
+        data: the shard without padding, in high precision, or an FP8 weight's quantized shard.
+        spec: how the parameter is sharded.
+        device: the mesh's device. An offloaded shard is on another one.
+    """
+
+    handle: ParamHandle
+    data: Tensor
+    spec: ShardSpec
+    device: torch.device
+
+
+def set_scales(shards: Sequence[LocalShard], scales: Tensor) -> None:
+    """Give each handle its scale, of scales (n,)."""
+    for shard, scale in zip(shards, aligned(scales), strict=True):
+        shard.handle.scale = scale
+
+
+def aligned(scales: Tensor) -> tuple[Tensor, ...]:
+    """Return copies of scales (n,) at multiples of 16 bytes, which GEMMs require."""
+    buffer = scales.new_empty(scales.shape[0], 4)
+    buffer[:, 0] = scales
+    return buffer[:, 0].unbind()
+
+
+def wait_for_writes(handles: Sequence[ParamHandle]) -> None:
+    """Make the current stream wait for writes that other streams made to the shards."""
+    for written_on in {handle.written_on for handle in handles} - {None}:
+        assert written_on is not None
+        current = torch.cuda.current_stream(written_on.device)
+        if isinstance(written_on, torch.cuda.Event):
+            current.wait_event(written_on)
+        elif current != written_on:
+            current.wait_stream(written_on)
+
+
+def mark_writes(handles: Iterable[ParamHandle]) -> None:
+    """Record events for the writes made so far, so that nothing later is waited for with them."""
+    events: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+    for handle in handles:
+        stream = handle.written_on
+        if isinstance(stream, torch.cuda.Stream):
+            if stream not in events:
+                events[stream] = stream.record_event()
+            handle.written_on = events[stream]

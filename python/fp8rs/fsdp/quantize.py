@@ -1,0 +1,330 @@
+"""Quantize high-precision shards for their all-gathers: amaxes, one all-reduce, casts.
+
+A `ShardQuantizer` works in two steps. `update_scales` computes what depends on other ranks: the
+scales of per-tensor formats, or the amaxes of blocks that shard boundaries split. It runs one
+all-reduce per process group for all shards together. `cast` quantizes shards without a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8rs.scaling.histories import Histories
+from fp8rs.scaling.reductions import index_tensor, reduce_packed_
+from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.spec import Planes, QuantSpec, plane_leads
+
+from .layout import AllGatherLayout, split_block_rows
+from .param import LocalShard, ParamHandle, StreamDependency, aligned, set_scales
+from .planes_owner import PlanesOwner
+from .shard_spec import ShardSpec
+
+_block_amax = torch.ops.fp8rs.block_amax.default
+_multi_amax = torch.ops.fp8rs.multi_amax.default
+_multi_quantize = torch.ops.fp8rs.multi_quantize.default
+_multi_quantize_delayed = torch.ops.fp8rs.multi_quantize_delayed.default
+_quantize = torch.ops.fp8rs.quantize.default
+_quantize_blocks = torch.ops.fp8rs.quantize_blocks.default
+
+
+class ShardQuantizer:
+    """Base class of the quantizers. One serves all sharded weights of a model.
+
+    Args:
+        spec: how weights are quantized.
+
+    Attributes:
+        layout: how quantized shards are gathered.
+    """
+
+    def __init__(self, spec: QuantSpec) -> None:
+        self.spec, self.layout = spec, AllGatherLayout(spec.format, spec.fp8_dtype)
+
+    def shard(self, handle: ParamHandle, data: Tensor | None = None) -> LocalShard:
+        """Return a parameter's shard, with other values if ``data`` is given.
+
+        Raises:
+            ValueError: the format does not support this sharding. All ranks raise it.
+        """
+        spec = handle.spec
+        self.check(handle, spec)
+        if data is None:
+            data = handle.local.shard
+        return LocalShard(handle, data, spec, spec.mesh_device(data.device))
+
+    def check(self, handle: ParamHandle, spec: ShardSpec) -> None:
+        """Raise ValueError if the format does not support a sharding."""
+
+    def split_rows(self, spec: ShardSpec) -> tuple[int, ...]:
+        """Return the rows of blocks that shard boundaries split."""
+        return split_block_rows(spec.whole[0], spec.padded, spec.ranks, self.layout.height)
+
+    def reduce(self, shards: Sequence[LocalShard], values: Tensor) -> Tensor:
+        """Reduce maxima of shards over their ranks, in place: one all-reduce per process group.
+
+        Args:
+            shards: the shards.
+            values: `size` maxima of each shard, fp32 and contiguous.
+        """
+        ends = list(accumulate(map(self.size, shards)))
+        parts = map(range, [0, *ends], ends)
+        return reduce_packed_(values, zip(parts, map(self.groups, shards), strict=True))
+
+    def groups(self, shard: LocalShard) -> tuple[Any, ...]:
+        """Return the process groups that a shard's maxima are reduced over."""
+        return shard.spec.groups
+
+    def size(self, shard: LocalShard) -> int:
+        """Return the number of maxima of a shard that are reduced."""
+        raise NotImplementedError
+
+    def update_scales(self, shards: Sequence[LocalShard], record: bool) -> None:
+        """Compute what ``cast`` needs from other ranks, and store it on the handles.
+
+        Args:
+            shards: all shards that are sharded over the same ranks and have no valid scale.
+            record: whether amaxes enter the histories of delayed scaling.
+        """
+        raise NotImplementedError
+
+    def cast(
+        self, shards: Sequence[LocalShard], *, in_backward: bool, record: bool
+    ) -> list[tuple[Tensor, ...]]:
+        """Quantize shards with the scales on their handles. Return the tensors to gather for each.
+
+        Args:
+            shards: shards whose ``data`` is on the mesh's device.
+            in_backward: the gather is for a backward, whose forward has cast the same values.
+            record: whether amaxes enter the histories of delayed scaling.
+        """
+        raise NotImplementedError
+
+    def planes(self, shards: Sequence[LocalShard]) -> list[Planes]:
+        """Quantize values that are written to whole FP8 weights, with scales from these values."""
+        raise NotImplementedError
+
+
+# --- one scale per tensor ------------------------------------------------------------------------
+
+
+class TensorwiseShardQuantizer(ShardQuantizer):
+    """Per-tensor scales, from the amaxes of all shards or from the histories of delayed scaling.
+
+    With delayed scaling, the cast of a forward records the amaxes and finds non-finite values. The
+    scale of such a shard becomes NaN on this rank alone, without a collective. Its loss becomes
+    NaN, and so do the gradients of all ranks.
+    """
+
+    def __init__(self, spec: QuantSpec, histories: Histories | None) -> None:
+        super().__init__(spec)
+        self._histories = histories
+
+    def size(self, shard: LocalShard) -> int:
+        return 1
+
+    def update_scales(self, shards: Sequence[LocalShard], record: bool) -> None:
+        if self._histories is None:
+            set_scales(shards, self.spec.scale_from_amax(self._amaxes(shards)))
+        else:
+            set_scales(shards, self._delayed_scales(self._histories, shards, record))
+
+    def cast(
+        self, shards: Sequence[LocalShard], *, in_backward: bool, record: bool
+    ) -> list[tuple[Tensor, ...]]:
+        buffers = self.layout.allocate([s.spec for s in shards], shards[0].device)
+        for shard, buffer in zip(shards, buffers, strict=True):
+            buffer[shard.data.numel() :].zero_()  # padding is gathered too
+        values = [s.data for s in shards]
+        codes = [self.layout.codes(b, s.data.shape) for s, b in zip(shards, buffers, strict=True)]
+        scales = torch.stack([scale_of(s) for s in shards])
+        if self._histories is None or in_backward:
+            _multi_quantize(values, scales, codes)
+        else:
+            recorded, slots = self._recorded(self._histories, shards)
+            amaxes = recorded[slots] if record else torch.zeros_like(scales)
+            set_scales(shards, _multi_quantize_delayed(values, scales, amaxes, codes))
+            ready = StreamDependency(shards[0].device, map(scale_of, shards))
+            for shard in shards:
+                shard.handle.ready = ready
+            if record and not isinstance(slots, slice):
+                recorded[slots] = amaxes
+        return [(buffer,) for buffer in buffers]
+
+    def planes(self, shards: Sequence[LocalShard]) -> list[Planes]:
+        amaxes = self._amaxes(shards)
+        scales = self.spec.scale_from_amax(amaxes)
+        made: list[Planes] = []
+        for shard, amax, scale in zip(shards, amaxes.unbind(), aligned(scales), strict=True):
+            scale = scale.to(shard.data.device)
+            codes = _quantize(shard.data, scale, self.spec.fp8_dtype, True, False, None)[0]
+            made.append((Plane(codes, scale, self.spec.format), None))
+            if self._histories is not None:
+                assert isinstance(shard.handle, PlanesOwner)
+                shard.handle.begin_with(scale, amax)
+        return made
+
+    def _amaxes(self, shards: Sequence[LocalShard]) -> Tensor:
+        """Return the amaxes (n,) of whole weights: one launch per device, one all-reduce."""
+        by_device = groupby((s.data for s in shards), lambda data: data.device)
+        found = [_multi_amax(list(values)).to(shards[0].device) for _, values in by_device]
+        return self.reduce(shards, found[0] if len(found) == 1 else torch.cat(found))
+
+    def _delayed_scales(
+        self, histories: Histories, shards: Sequence[LocalShard], record: bool
+    ) -> Tensor:
+        """Return scales (n,) from the histories, and from the values of weights without a history.
+
+        The measured amax begins the history, also for a layer that never runs.
+        """
+        histories.wait_for_roll()
+        slots = self._recorded(histories, shards)[1]
+        scales = histories.pack(shards[0].device).scale[slots, 0, 0].clone()
+        places = [i for i, shard in enumerate(shards) if not shard.handle.has_scale]
+        if places:
+            new = [shards[i] for i in places]
+            amaxes = self._amaxes(new)
+            finite, at = amaxes.isfinite(), slots_of(places, scales)
+            known = (scales[at] > 0) & finite
+            scales[at] = torch.where(known, scales[at], self.spec.scale_from_amax(amaxes))
+            if record:
+                recorded, slots = self._recorded(histories, new)
+                seen = recorded[slots]
+                recorded[slots] = torch.where(finite, seen.maximum(amaxes), seen)
+        return scales
+
+    def _recorded(self, histories: Histories, shards: Sequence[LocalShard]) -> tuple[Tensor, Any]:
+        """Return the recorded amaxes of all weights (layers,), and the shards' places in them.
+
+        Compiled graphs save amaxes for the backward, so writes must not change their versions.
+        """
+        pack = histories.pack(shards[0].device)
+        places = {index: place for place, index in enumerate(pack.indices)}
+        slots = slots_of([places[s.handle.index] for s in shards], pack.amax)
+        return pack.amax.data[:, 0, 0], slots
+
+
+def scale_of(shard: LocalShard) -> Tensor:
+    """Return the scale () on a shard's handle."""
+    assert shard.handle.scale is not None
+    return shard.handle.scale
+
+
+def slots_of(indices: list[int], like: Tensor) -> Any:
+    """Return an index of these slots: a slice if they are consecutive, else a tensor."""
+    if indices == list(range(indices[0], indices[0] + len(indices))):
+        return slice(indices[0], indices[0] + len(indices))
+    return index_tensor(tuple(indices), like.device)
+
+
+# --- one scale per block or row ------------------------------------------------------------------
+
+
+class BlockwiseShardQuantizer(ShardQuantizer):
+    """One scale per block or row, with the blocks of the whole weight.
+
+    If no shard boundary splits a block, shards are quantized without a collective. Otherwise the
+    amaxes of split blocks are reduced first, so that the bytes equal those of the unsharded weight.
+    """
+
+    def __init__(self, spec: QuantSpec) -> None:
+        super().__init__(spec)
+        self.height = self.layout.height
+        #: The blocks whose amaxes are reduced: those of the plane whose blocks are split.
+        self.split_block = [self.height, 1] if self.layout.both else list(spec.format.block)
+
+    def check(self, handle: ParamHandle, spec: ShardSpec) -> None:
+        if spec.dim != 0:
+            raise ValueError(
+                f"shard_placement_fn puts {handle.fqn} on Shard({spec.dim}), but "
+                f"weights in format {self.spec.format.name!r} are gathered by rows: use Shard(0)"
+            )
+
+    def groups(self, shard: LocalShard) -> tuple[Any, ...]:
+        return shard.spec.shard_groups
+
+    def size(self, shard: LocalShard) -> int:
+        width = self.split_block[1]
+        return len(self.split_rows(shard.spec)) * -(-shard.spec.whole[1] // width)
+
+    def update_scales(self, shards: Sequence[LocalShard], record: bool) -> None:
+        for shard, amaxes in zip(shards, self._amaxes(shards), strict=True):
+            shard.handle.amaxes = amaxes
+
+    def cast(
+        self, shards: Sequence[LocalShard], *, in_backward: bool, record: bool
+    ) -> list[tuple[Tensor, ...]]:
+        planes = [self._quantize(s, s.handle.amaxes) for s in shards]
+        return [self.layout.pack(p, s.spec) for p, s in zip(planes, shards, strict=True)]
+
+    def planes(self, shards: Sequence[LocalShard]) -> list[Planes]:
+        return [self._quantize(s, a) for s, a in zip(shards, self._amaxes(shards), strict=True)]
+
+    def _quantize(self, shard: LocalShard, amaxes: Tensor | None) -> Planes:
+        """Quantize a shard, with reduced amaxes of its blocks if shard boundaries split some."""
+        spec, both, offset = self.spec, self.layout.both, shard.spec.offset
+        options: dict[str, Any] = {**spec.block_options, "row_offset": offset % self.height}
+        if amaxes is not None:
+            amaxes = amaxes.to(shard.data.device)
+            options["amax_columnwise" if both else "amax"] = (
+                amaxes.t().contiguous() if both else amaxes
+            )
+        block, scale_dtype = spec.format.block, spec.format.scale_dtype
+        row, row_scale, col, col_scale = _quantize_blocks(
+            shard.data, spec.fp8_dtype, block, scale_dtype, True, both, **options
+        )
+        down, along = plane_leads(spec.format, offset)
+        return (
+            Plane(row, row_scale, spec.format, down),
+            Plane(col, col_scale, spec.format, along) if both else None,
+        )
+
+    # --- split blocks ----------------------------------------------------------------------------
+
+    def _amaxes(self, shards: Sequence[LocalShard]) -> list[Tensor | None]:
+        """Return the amaxes of each shard's blocks, reduced for split blocks; None without any."""
+        split = [s for s in shards if self.split_rows(s.spec)]
+        found: dict[LocalShard, Tensor] = {}
+        if split:
+            grids = [
+                _block_amax(s.data, self.split_block, s.spec.offset % self.height) for s in split
+            ]
+            for shard, grid, rows in zip(
+                split, grids, self.reduce_split(split, grids), strict=True
+            ):
+                found[shard] = grid.to(shard.device)
+                for place, values in zip(self._places(shard), rows, strict=True):
+                    if 0 <= place < grid.shape[0]:
+                        found[shard][place] = values
+        return [found.get(s) for s in shards]
+
+    def _places(self, shard: LocalShard) -> list[int]:
+        """Return the split rows of blocks, counted from the first one that the shard touches."""
+        first = shard.spec.offset // self.height
+        return [row - first for row in self.split_rows(shard.spec)]
+
+    def reduce_split(self, shards: Sequence[LocalShard], grids: Sequence[Tensor]) -> list[Tensor]:
+        """Reduce values of split blocks over the ranks.
+
+        Args:
+            shards: shards with split blocks.
+            grids: for each, a value per block that it touches: fp32 (rows, columns of blocks).
+
+        Returns:
+            For each shard the values of its `split_rows`, on the mesh's device.
+        """
+        parts: list[Tensor] = []
+        for shard, grid in zip(shards, grids, strict=True):
+            places = self._places(shard)
+            part = grid.new_zeros((len(places), grid.shape[1]))
+            for i, place in enumerate(places):
+                if 0 <= place < grid.shape[0]:
+                    part[i] = grid[place]
+            parts.append(part.to(shard.device))
+        reduced = self.reduce(shards, torch.cat([part.view(-1) for part in parts]))
+        sizes = [part.numel() for part in parts]
+        return [r.view_as(p) for p, r in zip(parts, reduced.split(sizes), strict=True)]

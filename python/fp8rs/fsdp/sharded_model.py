@@ -1,0 +1,346 @@
+"""The FSDP2 side of one converted model: which parameters are sharded, and when they are quantized.
+
+::
+
+    fully_shard                    setattr -> wrap: a MasterWeight over the shard
+    root's forward begins          forward_begins: all scales become stale
+    FSDP2 unshards a module        pre-all-gather hook -> all_gather_inputs
+                                     a stale scale: amaxes of all stale shards, one all-reduce
+                                     cast of the module's shards, one launch
+                                   all-gather of uint8
+                                   post-all-gather hook: a QuantizedTensor over the gathered bytes
+    optimizer writes to a shard    MasterWeight.__torch_dispatch__ -> handle.wrote()
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from fp8rs._torch import in_backward, local_tensor, sharded_parameters
+from fp8rs.nn.linear import Float8Linear
+from fp8rs.nn.model_state import ModelState
+from fp8rs.quantize.spec import quant_spec
+from fp8rs.tensor.quantized import QuantizedTensor
+
+from . import at_rest
+from .agreement import compare_conversions
+from .checks import refuse_partial_reshard, refuse_recast
+from .hooks import AllGatherMetadata
+from .param import LocalShard, ParamHandle, StreamDependency, mark_writes, wait_for_writes
+from .planes_owner import PlanesOwner, own
+from .quantize import BlockwiseShardQuantizer, ShardQuantizer, TensorwiseShardQuantizer
+from .scales import SharedScales
+from .shard_spec import shard_spec
+from .wrap import needs_wrapping, tied_to, wrap_sharded_param
+
+#: What an all-gather hook returns.
+_Inputs = tuple[tuple[Tensor, ...], AllGatherMetadata]
+
+
+class ShardedModel:
+    """The sharded parameters of one converted model.
+
+    A scale depends on values only, so it is valid until they change. A handle's scale is stale if
+    it was computed for an earlier forward of the root module, or if an operator wrote to the shard
+    since. An all-gather that finds a stale scale computes all stale scales of parameters that are
+    sharded over the same ranks. Every all-gather, of a forward or a backward, casts its shard with
+    the handle's scale.
+
+    All ranks must find the same scales stale, because of the all-reduce. They run the same forwards
+    and the same writes, except that one rank may write to its shard between a forward and its
+    backward. Inside a backward, writes therefore do not count.
+
+    Args:
+        state: the state of the converted model.
+
+    Attributes:
+        quantizer: quantizes high-precision shards.
+        scales: synchronizes the scales that shards of FP8 weights share.
+    """
+
+    def __init__(self, state: ModelState) -> None:
+        self._state = weakref.ref(state)
+        self.quantizer = quantizer_for(state)
+        self.scales = SharedScales(self.quantizer, self.handles)
+        #: Parameters that are gathered in high precision, because others are tied to them.
+        self._high_precision: set[ParamHandle] = set()
+        self._other_modules: list[tuple[str, weakref.ref[nn.Module]]] | None = None
+        #: The parameters that FSDP2 gathers together, by each of them.
+        self._groups: dict[ParamHandle, list[ParamHandle]] | None = None
+        #: Shards of the all-gather that is being prepared: FSDP2 calls the hook of each parameter.
+        self._prepared: dict[ParamHandle, _Inputs] = {}
+        self._compared: set[Any] = set()
+        self._began = False
+        self._checked = False
+
+    @property
+    def state(self) -> ModelState:
+        """The state of the converted model."""
+        state = self._state()
+        assert state is not None
+        return state
+
+    # --- parameters ------------------------------------------------------------------------------
+
+    def wrap(self, module: nn.Module, name: str, parameter: Any) -> None:
+        """Prepare a parameter for FP8 all-gathers when FSDP2 puts its shard on a module.
+
+        Also called after the module was moved or cast, and for unpickled FP8 weights.
+
+        Args:
+            module: a converted module.
+            name: the parameter's name.
+            parameter: the DTensor, or a whole FP8 weight.
+        """
+        handles: dict[str, ParamHandle] = module._fp8_params  # type: ignore[assignment]
+        if name not in handles:
+            return
+        if isinstance(parameter, QuantizedTensor):
+            own(module, name)
+            return
+        if module._parameters.get(name) is parameter:
+            self._checked = False  # moved or cast
+            handles[name].mark_stale()
+        if not needs_wrapping(module, name, parameter):
+            return
+        state, index = self.state, handles[name].index
+        state.has(module)
+        state.keep_first()
+        if state.delayed is not None:
+            state.delayed.is_sharded_over(parameter.device_mesh, index)
+        if not isinstance(local_tensor(parameter), QuantizedTensor):
+            if handles[name] in self._high_precision or not state.fp8_gather:
+                return
+            if tied := tied_to(module, name, parameter, self._others()):
+                self._high_precision.add(handles[name])
+                warnings.warn(
+                    f"the weight of {state.names[index] or 'the layer'} is gathered in high "
+                    f"precision: it is tied to that of {', '.join(tied)}, which would be given "
+                    "what it was rounded to",
+                    stacklevel=2,
+                )
+                return
+        wrap_sharded_param(module, name, parameter, self.scales)
+        self._groups = None
+        if state.delayed is not None:
+            state.delayed.set_weight_groups(index, shard_spec(parameter).groups)
+
+    def _all_handles(self) -> Iterable[ParamHandle]:
+        """Yield the handles of all layers, in the order of their indices, which all ranks share."""
+        for module in self.state.layers():
+            if module is not None:
+                yield from module._fp8_params.values()  # type: ignore[operator]
+
+    def handles(self) -> list[ParamHandle]:
+        """Return the handle of every parameter whose module holds the shard now, once."""
+        shards = (handle.local for handle in self._all_handles())
+        return list(dict.fromkeys(shard._handle for shard in shards if shard is not None))
+
+    def _others(self) -> list[tuple[str, weakref.ref[nn.Module]]]:
+        """Return the modules with parameters that are not converted, and their names."""
+        root = self.state.root
+        if self._other_modules is None and root is not None:
+            self._other_modules = [
+                (name or type(part).__name__, weakref.ref(part))
+                for name, part in root.named_modules()
+                if part._parameters and not isinstance(part, Float8Linear)
+            ]
+        return self._other_modules or []
+
+    def _group(self, handle: ParamHandle) -> list[ParamHandle]:
+        """Return the parameters that FSDP2 gathers with this one, as far as their shards are here.
+
+        They are those below the module that ``fully_shard`` was called on. If this is a part of
+        FSDP2's group, the group is cast in several launches.
+        """
+        if self._groups is None:
+            self._groups = {}
+            if (root := self.state.root) is not None:
+                self._find_groups(root, None)
+        groups = handle.spec.shard_groups
+        shards = [h.local for h in self._groups.get(handle, ())]
+        found = dict.fromkeys(shard._handle for shard in shards if shard is not None)
+        return [handle, *(h for h in found if h is not handle and h.spec.shard_groups == groups)]
+
+    def _find_groups(self, module: nn.Module, group: list[ParamHandle] | None) -> None:
+        assert self._groups is not None
+        if isinstance(module, FSDPModule):
+            group = []
+        if group is not None and getattr(module, "_fp8_state", None) is self.state:
+            for handle in module._fp8_params.values():  # type: ignore[operator]
+                group.append(handle)
+                self._groups[handle] = group
+        for child in module.children():
+            self._find_groups(child, group)
+
+    # --- all-gathers -----------------------------------------------------------------------------
+
+    def all_gather_inputs(self, handle: ParamHandle, data: Tensor) -> _Inputs:
+        """Return the tensors that FSDP2 gathers for a parameter, and the metadata of the gather.
+
+        Args:
+            handle: the parameter's handle.
+            data: its shard, or the copy that FSDP2 made of an offloaded one.
+        """
+        if handle not in self._prepared:
+            self._prepare(handle, data)
+        return self._prepared.pop(handle)
+
+    def end_all_gather(self) -> None:
+        """Forget shards that were cast for the last all-gather and were not part of it."""
+        self._prepared.clear()
+
+    def _prepare(self, handle: ParamHandle, data: Tensor) -> None:
+        """Cast the shards of an all-gather, together with the one that FSDP2 asks for first."""
+        group, backward = self._group(handle), in_backward()
+        forward_id = self.state.tracker.forward_id
+        if any(h.is_stale(forward_id, backward) for h in group):
+            parameter: Any = handle.parameter
+            self._check(parameter.device_mesh)
+            groups = handle.spec.shard_groups
+            stale = (h for h in self.handles() if h.is_stale(forward_id, backward))
+            self._update_scales([h for h in stale if h.spec.shard_groups == groups], forward_id)
+        for h in group:
+            if h.written and isinstance(h, PlanesOwner):  # inside a backward
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation: the FP8 weight {h.fqn}, which is gathered for a "
+                    "backward, was written since its forward. Write weights after the backward, or "
+                    "keep master weights"
+                )
+        shard = self.quantizer.shard(handle, data)
+        if handle.local.shard.device != shard.device:  # offloaded: only this copy is there
+            group = [handle]
+        shards = [shard, *map(self.quantizer.shard, group[1:])]
+        with torch.inference_mode(False), torch.no_grad():
+            self._prepared = self._cast(shards, backward)
+
+    def _cast(self, shards: Sequence[LocalShard], backward: bool) -> dict[ParamHandle, _Inputs]:
+        """Quantize shards for an all-gather on the current stream."""
+        handles = [s.handle for s in shards]
+        wait_for_writes(handles)
+        for ready in dict.fromkeys(h.ready for h in handles):
+            assert ready is not None
+            ready.wait()
+        layout = self.quantizer.layout
+        found: dict[ParamHandle, tuple[Tensor, ...]] = {}
+        if masters := [s for s in shards if not at_rest.is_at_rest(s)]:
+            record = self._records([s.handle for s in masters])
+            inputs = self.quantizer.cast(masters, in_backward=backward, record=record)
+            found = {s.handle: tensors for s, tensors in zip(masters, inputs, strict=True)}
+        for s in shards:
+            if s.handle not in found:
+                found[s.handle] = at_rest.inputs(layout, s.data, s.spec)
+        device = shards[0].device
+        kept = {s.handle: found[s.handle] if s.spec.ranks == 1 else () for s in shards}
+        scales = [h.scale for h in handles if h.scale is not None]
+        ready = StreamDependency(device, [*scales, *(t for ts in kept.values() for t in ts)])
+        return {
+            s.handle: (
+                found[s.handle],
+                AllGatherMetadata(s.handle, s.spec, layout, s.handle.scale, kept[s.handle], ready),
+            )
+            for s in shards
+        }
+
+    def _update_scales(self, handles: Sequence[ParamHandle], forward_id: int) -> None:
+        """Compute the scales of parameters from their shards: one amax launch, one all-reduce."""
+        shards = [self.quantizer.shard(h) for h in handles]
+        fp8_shards = [s for s in shards if at_rest.is_at_rest(s)]
+        masters = [s for s in shards if not at_rest.is_at_rest(s)]
+        with torch.inference_mode(False), torch.no_grad():
+            wait_for_writes(handles)
+            if fp8_shards:
+                self.scales.agree_on(fp8_shards)
+                at_rest.copy_scales(self.quantizer.layout, fp8_shards)
+            if masters:
+                record = self._records([s.handle for s in masters])
+                self.quantizer.update_scales(masters, record)
+            computed = [t for h in handles for t in (h.scale, h.amaxes) if t is not None]
+            ready = StreamDependency(shards[0].device, computed)
+        for h in handles:
+            h.set_fresh(forward_id, ready)
+
+    def _records(self, handles: Sequence[ParamHandle]) -> bool:
+        """Whether amaxes of these weights enter the histories of delayed scaling."""
+        tracker = self.state.tracker
+        return tracker.training if tracker.in_forward else any(h.module.training for h in handles)
+
+    def precompute(self) -> None:
+        """Compute the scales of the next forward now."""
+        forward_id = self.state.tracker.forward_id + 1
+        if stale := [h for h in self.handles() if h.is_stale(forward_id, False)]:
+            self._update_scales(stale, forward_id)
+
+    # --- events ----------------------------------------------------------------------------------
+
+    def forward_begins(self, root: nn.Module) -> None:
+        """Notify that a forward of the root module begins.
+
+        At the first one, the ranks of each mesh that shards the root compare their conversions.
+        """
+        if not self._began:
+            for mesh in {p.device_mesh: None for p in sharded_parameters(root)}:
+                self._compare(mesh)
+            self._began = True
+        # All-gathers of this forward wait for writes before it, not for its own computation.
+        mark_writes(self._all_handles())
+        if not self._checked:
+            refuse_recast(self.state)
+
+    def stepped(self) -> None:
+        """Notify that an optimizer with parameters of this model has stepped.
+
+        A compiled step writes to shards without an operator that `MasterWeight` sees.
+        """
+        for handle in self._all_handles():
+            if not isinstance(handle, PlanesOwner):
+                handle.mark_stale()
+        self.scales.stepped()
+
+    def _check(self, mesh: Any) -> None:
+        """Raise if FSDP2's settings or other ranks' conversions do not allow an all-gather."""
+        self._compare(mesh)
+        if not self._checked:
+            refuse_partial_reshard(self.state)
+            refuse_recast(self.state)
+            self.state.keep_first()
+            self._checked = True
+
+    def _compare(self, mesh: Any) -> None:
+        """Compare the conversions of a mesh's ranks, once per mesh."""
+        if mesh not in self._compared:
+            compare_conversions(self.state, mesh)
+            self._compared.add(mesh)
+
+
+def quantizer_for(state: ModelState) -> ShardQuantizer:
+    """Return the quantizer for a model's weights."""
+    spec = quant_spec(state.recipe, "weight")
+    if spec.format.per_tensor:
+        histories = None if state.delayed is None else state.delayed.histories
+        return TensorwiseShardQuantizer(spec, histories)
+    return BlockwiseShardQuantizer(spec)
+
+
+def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
+    """Compute the scales of all sharded FP8 weights for the next forward.
+
+    Call it on all ranks after the optimizer's step. It moves amaxes and their all-reduce out of the
+    forward: of per-tensor scales, and of blocks that shard boundaries split. The scales hold for
+    one forward of each converted model in ``module``, or until the next write to the weights.
+
+    Args:
+        module: a module that contains converted layers, usually FSDP2's root.
+    """
+    states = {id(s): s for m in module.modules() if (s := getattr(m, "_fp8_state", None))}
+    for state in states.values():
+        if state.sharded_model is not None:
+            state.sharded_model.precompute()

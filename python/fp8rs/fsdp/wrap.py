@@ -1,0 +1,96 @@
+"""Install local tensors with all-gather hooks when FSDP2 puts sharded parameters on a module."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from fp8rs._torch import local_tensor, set_local_tensor
+from fp8rs.nn.quantized_weight import keep_marks
+from fp8rs.tensor.quantized import QuantizedTensor
+
+from . import state_dicts
+from .float8_weight import sharded
+from .master_weight import MasterWeight
+from .param import ParamHandle, local_of
+from .planes_owner import PlanesOwner
+from .scales import SharedScales
+from .shard_spec import local_part
+
+
+def needs_wrapping(module: nn.Module, name: str, parameter: Any) -> bool:
+    """Whether a sharded parameter of a module is FP8 and has no all-gather hooks of the module."""
+    local = local_tensor(parameter)
+    if isinstance(local, QuantizedTensor):
+        # With tensor parallelism, an unsharded weight is a DTensor too.
+        eligible = not local._store.gathered
+    else:
+        eligible = local.dtype.is_floating_point
+    known = local_of(parameter)
+    if known is None or not eligible:
+        return eligible
+    owner = known._handle._module()
+    # A tied parameter has the handle of one of its modules.
+    return owner is not module and (owner is None or owner._parameters.get(name) is not parameter)
+
+
+def wrap_sharded_param(
+    module: nn.Module, name: str, parameter: Any, scales: SharedScales
+) -> ParamHandle:
+    """Give a sharded parameter a local tensor with all-gather hooks, over the same memory.
+
+    The DTensor remains the same object, with the attributes that users set on the parameter before.
+
+    Args:
+        module: a converted module.
+        name: the parameter's name.
+        parameter: the DTensor.
+        scales: the scales that shards of the model's FP8 weights share.
+
+    Returns:
+        The parameter's handle.
+    """
+    handles: dict[str, ParamHandle] = module._fp8_params  # type: ignore[assignment]
+    local = local_tensor(parameter)
+    if isinstance(local, QuantizedTensor):
+        owner = _owner_of_shard(module, name, parameter, scales)
+        handles[name] = owner
+        set_local_tensor(parameter, sharded(local, owner))
+    else:
+        if type(handles[name]) is not ParamHandle:  # an FP8 weight was here before
+            handles[name] = ParamHandle(module, name)
+        set_local_tensor(parameter, MasterWeight(local, handles[name]))
+    handles[name].mark_stale()
+    before = module._parameters.get(name)
+    if before is not None:
+        keep_marks(before.__dict__, parameter)
+    state_dicts.register(module)
+    return handles[name]
+
+
+def _owner_of_shard(
+    module: nn.Module, name: str, parameter: Any, scales: SharedScales
+) -> PlanesOwner:
+    """Return the handle of an FP8 shard, with the initial values that the whole weight's kept."""
+    owner, whole = PlanesOwner(module, name, scales), local_tensor(parameter)._store.owner
+    if isinstance(whole, PlanesOwner):
+        owner.keep_init = whole.keep_init
+        if whole.init_value is not None:
+            owner.init_value = local_part(whole.init_value, parameter)
+    return owner
+
+
+def tied_to(
+    module: nn.Module, name: str, parameter: Any, others: Sequence[tuple[str, weakref.ref[Any]]]
+) -> list[str]:
+    """Return the names of the ``others`` that have a module's parameter as theirs."""
+    own = (parameter, module._parameters.get(name))  # tied modules get their shard one by one
+    return [
+        other
+        for other, reference in others
+        if (part := reference()) is not None
+        and any(p is not None and any(p is one for one in own) for p in part._parameters.values())
+    ]

@@ -1,0 +1,303 @@
+"""When sharded weights are quantized: in forwards of the root, outside of them and in backwards."""
+
+import gc
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fp8rs
+from distributed import ranks
+from distributed.collectives import Collectives
+from distributed.models import (
+    HIDDEN,
+    RECIPES,
+    UNEVEN,
+    Stack,
+    batch,
+    expected,
+    full_weights,
+    linears,
+    make,
+    recipes,
+    reduces,
+    same_bytes,
+    shard,
+    shardings,
+    watch_weights,
+    whole_planes,
+)
+from internals import gathered_bytes, local_of
+
+
+@ranks(2)
+def test_unshard_outside_a_forward(rig):
+    model = make(UNEVEN, device=rig.device)
+    shard(model, rig)
+    whole = full_weights(model)
+    with torch.no_grad():
+        model(batch(rig))  # lazy init belongs to the root
+        block = model.blocks[1]
+        block.unshard()
+        codes, scale = expected(whole["blocks.1.up"])
+        assert same_bytes(block.up.weight.rowwise.data, codes)
+        assert same_bytes(block.up.weight.rowwise.scale, scale)
+        block.reshard()
+
+
+@ranks(2)
+@recipes
+def test_a_submodule_called_by_itself(rig, recipe):
+    model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
+    for block in model.blocks:
+        fully_shard(block, mesh=rig.mesh())
+    whole = full_weights(model)
+    block = model.blocks[0]
+    seen = {}
+    watch_weights(block, lambda name, w: seen.update({name: w.rowwise.map(torch.clone)}))
+    x = batch(rig).requires_grad_()
+    for _ in range(2):
+        block(x).sum().backward()
+    for name in ("up", "down"):
+        codes, scale, *_ = whole_planes(whole[f"blocks.0.{name}"], recipe)
+        assert same_bytes(seen[name].data, codes)
+        assert same_bytes(seen[name].scale, scale)
+    assert x.grad is not None
+    assert block.up.weight.grad is not None
+
+
+def watch_fp8(model, seen):
+    """Keep the codes that converted layers work on."""
+    for name, layer in linears(model).items():
+        if isinstance(layer, fp8rs.nn.Linear):
+            layer.register_forward_pre_hook(
+                lambda layer, args, name=name: seen.update(
+                    {name: layer.weight.rowwise.data.clone()}
+                )
+            )
+
+
+def check_runs_of(run, model, rig):
+    """Each run has one all-reduce and fresh bytes, though the root's forward does not run."""
+    seen = {}
+    watch_fp8(model, seen)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    for _ in range(3):
+        seen.clear()
+        whole = full_weights(model)
+        with Collectives() as forward:
+            y = run(batch(rig))
+        assert len(reduces(forward)) == 1, forward.seen
+        with Collectives() as back:
+            y.sum().backward()
+        assert reduces(back) == []
+        assert seen
+        for name, codes in seen.items():
+            assert same_bytes(codes, expected(whole[name])[0]), name
+        optimizer.step()
+
+
+@ranks(2)
+def test_a_converted_list_of_blocks_has_one_all_reduce_per_forward(rig):
+    """A ModuleList has no forward. The optimizer's writes make its scales stale."""
+    model = make(UNEVEN, recipe=None, device=rig.device)
+    fp8rs.convert_to_float8_training(model.blocks, recipe="current")
+    shard(model, rig)
+    check_runs_of(model, model, rig)
+
+
+@ranks(2)
+def test_training_through_another_method_has_one_all_reduce_per_forward(rig):
+    class Encoder(Stack):
+        def encode(self, x):
+            return self.head(self.blocks[0](x))
+
+    torch.manual_seed(0)
+    model = Encoder().to(rig.device)
+    fp8rs.convert_to_float8_training(model, recipe="current")
+    shard(model, rig)
+    register_fsdp_forward_method(model, "encode")
+    check_runs_of(model.encode, model, rig)
+
+
+@ranks(2)
+def test_an_early_unshard_changes_nothing(rig):
+    found = []
+    for early in (True, False):
+        model = make(UNEVEN, device=rig.device)
+        for block in model.blocks:
+            fully_shard(block, mesh=rig.mesh())
+            if early:
+                block.unshard()
+                block.reshard()
+        y = model(batch(rig))
+        y.square().sum().backward()
+        gradients = {
+            n: getattr(p.grad, "full_tensor", lambda p=p: p.grad)()
+            for n, p in model.named_parameters()
+        }
+        found.append({"y": y.detach(), **gradients})
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[1].items():
+        assert value.any() and torch.equal(found[0][name], value), name
+
+
+def held(device):
+    """Bytes of all uint8 tensors that live, apart from those that FSDP2 has freed."""
+    gc.collect()
+    storages = {}
+    for t in gc.get_objects():
+        if type(t) is torch.Tensor and t.dtype == torch.uint8 and t.device.type == device.type:
+            storage = t.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+@ranks(1, 2)
+@recipes
+def test_no_codes_are_kept_between_all_gathers(rig, recipe):
+    before = held(rig.device)
+    model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
+    shard(model, rig)
+    for _ in range(2):
+        model(batch(rig)).sum().backward()
+        for block in model.blocks:
+            block.unshard()
+            block.reshard()
+        weights = sum(layer.weight.numel() for layer in linears(model).values())
+        assert held(rig.device) - before < weights / 8
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that cast lists of shards."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name().startswith("fp8rs::multi_quantize"):
+            self.sizes.append(len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_shards_that_are_gathered_together_are_cast_in_one_launch(rig, recipe):
+    model = make(UNEVEN, recipe=recipe, device=rig.device)
+    shard(model, rig)
+    for _ in range(3):
+        with Launches() as forward:
+            y = model(batch(rig))
+        with Launches() as backward:
+            y.sum().backward()
+        assert sorted(forward.sizes) == [1, 2, 2]
+        assert sorted(backward.sizes) == [2, 2], "the root's weights remain gathered"
+
+
+@ranks(2)
+def test_a_layer_called_twice_in_one_forward(rig):
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stack = make(UNEVEN, recipe=None)
+
+        def forward(self, x):
+            return self.stack(self.stack(x))
+
+    torch.manual_seed(0)
+    model = Twice().to(rig.device)
+    fp8rs.convert_to_float8_training(model, recipe="current")
+    shard(model.stack, rig)
+    fully_shard(model, mesh=rig.mesh())
+    whole = full_weights(model)
+    count = []
+
+    def check(name, weight):
+        assert same_bytes(weight.rowwise.data, expected(whole[name])[0])
+        count.append(name)
+
+    watch_weights(model, check)
+    model(batch(rig)).sum().backward()
+    assert len(count) == 2 * len(whole)
+
+
+@ranks(2)
+@recipes
+def test_the_copy_of_an_offloaded_shard_is_cast(rig, recipe):
+    """FSDP2 copies an offloaded shard to the device and calls the copy's hook."""
+    model = make((256, 256), recipe=RECIPES[recipe], device=rig.device)
+    shard(model, rig)
+    weight = model.blocks[0].up.weight
+    inputs = gathered_bytes(model.blocks[0].up)
+    copied = local_of(weight).detach().clone()
+    copied.high_precision.neg_()
+    negated, _ = copied.fsdp_pre_all_gather(weight.device_mesh)
+    codes, copied_codes = (t[0].view(torch.float8_e4m3fn).float() for t in (inputs, negated))
+    assert torch.equal(codes, -copied_codes)
+    for a, b in zip(inputs[1:2], negated[1:2], strict=True):
+        assert torch.equal(a, b)
+
+
+# --- delayed scaling -----------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_a_layer_that_never_runs_gets_a_history(rig):
+    class Part(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stack = make(UNEVEN, recipe=None)
+
+        def forward(self, x):
+            return self.stack.blocks[0](x)
+
+    model = Part().to(rig.device)
+    fp8rs.convert_to_float8_training(model, recipe="delayed")
+    shard(model.stack, rig)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for n in range(4):
+        with Collectives() as forward:
+            y = model(batch(rig))
+        assert len(reduces(forward)) == (1 if n < 2 else 0), n
+        y.sum().backward()
+        optimizer.step()
+    unused = model.stack.blocks[1].up
+    whole = full_weights(model)["stack.blocks.1.up"]
+    assert unused.fp8_scale[0, 0] == expected(whole)[1]
+
+
+@ranks(2)
+def test_amaxes_of_an_evaluation_are_recorded_when_a_layer_trains(rig):
+    """No forward of the root comes between them."""
+    model = make(UNEVEN, recipe="delayed", device=rig.device)
+    shard(model, rig)
+    block = model.blocks[0]
+    model.eval()
+    with torch.no_grad():
+        block(batch(rig))
+    block.reshard()
+    assert not block.up.fp8_amax[0, 0].any()
+    block.train()
+    block(batch(rig)).sum().backward()
+    rows = local_of(block.up.weight).high_precision
+    assert block.up.fp8_amax[0, 0] >= rows.abs().amax()
+
+
+@ranks(2)
+@shardings
+@recipes
+def test_backward_gathers_the_same_bytes_again(rig, hidden, recipe):
+    model = make(HIDDEN[hidden], recipe=RECIPES[recipe], device=rig.device)
+    shard(model, rig)
+    seen = {}
+    block = model.blocks[0]
+    watch_weights(model, lambda name, w: seen.update({name: w.rowwise.data.clone()}))
+    again = []
+    block.down.register_full_backward_pre_hook(
+        lambda module, grads: again.append(module.weight.rowwise.data.clone())
+    )
+    model(batch(rig)).sum().backward()
+    assert len(again) == 1
+    assert same_bytes(again[0], seen["blocks.0.down"])

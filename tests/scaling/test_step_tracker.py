@@ -1,0 +1,90 @@
+"""The tracker of one model: forwards, recomputations, steps, rolls."""
+
+import itertools
+
+import pytest
+
+from fp8rs.scaling.step_tracker import StepTracker
+
+
+def begin(tracker, training=True, grad=True, in_backward=False):
+    return tracker.begin_forward(training=training, grad=grad, in_backward=in_backward)
+
+
+def test_a_forward_is_counted_and_ends():
+    tracker = StepTracker()
+    assert not tracker.in_forward
+    assert begin(tracker)
+    assert (tracker.forward_id, tracker.in_forward) == (1, True)
+    tracker.end_forward()
+    assert (tracker.forward_id, tracker.in_forward) == (1, False)
+
+
+def test_recomputed_forward_is_not_counted():
+    tracker = StepTracker()
+    begin(tracker)
+    tracker.end_forward()
+    assert not begin(tracker, in_backward=True)
+    assert (tracker.forward_id, tracker.in_forward) == (1, False)
+    tracker.end_forward()
+    assert (tracker.forward_id, tracker.in_forward) == (1, False)
+
+
+def test_a_forward_without_gradients_in_a_backward_is_a_teachers():
+    tracker = StepTracker()
+    begin(tracker, training=False, grad=False)
+    tracker.end_forward()
+    assert begin(tracker, training=False, grad=False, in_backward=True)
+    assert (tracker.forward_id, tracker.in_forward) == (2, True)
+
+
+def test_a_first_forward_is_a_forward_wherever_it_runs():
+    tracker = StepTracker()
+    assert begin(tracker, in_backward=True)
+    assert tracker.in_forward
+
+
+def test_a_forward_that_ended_without_a_word_ends_with_the_next():
+    tracker = StepTracker()
+    begin(tracker)
+    assert begin(tracker)  # no end_forward: a KeyboardInterrupt runs no hooks
+    tracker.end_forward()
+    assert (tracker.forward_id, tracker.in_forward) == (2, False)
+
+
+@pytest.mark.parametrize(("training", "grad"), list(itertools.product([True, False], repeat=2)))
+def test_amaxes_are_recorded_in_training_mode(training, grad):
+    tracker = StepTracker()
+    begin(tracker, training=training, grad=grad)
+    assert tracker.training == training
+
+
+def test_a_roll_is_due_once_a_step_and_only_if_there_is_something_to_roll():
+    tracker = StepTracker()
+    tracker.stepped()
+    assert not tracker.roll_is_due, "nothing was recorded"
+    tracker.recorded()
+    assert tracker.roll_is_due
+    tracker.rolled()
+    assert not tracker.roll_is_due
+    tracker.recorded()
+    assert not tracker.roll_is_due, "no step since"
+    tracker.stepped()
+    tracker.stepped()
+    assert tracker.roll_is_due
+    tracker.rolled()
+    assert not tracker.roll_is_due, "two steps are one roll"
+
+
+def test_steps_follow_forwards_that_nobody_announces_where_some_are_silent():
+    tracker = StepTracker()
+    tracker.stepped()
+    assert not tracker.unannounced, "a step without a forward"
+    tracker.stepped(silent=True)
+    assert tracker.unannounced
+    tracker.begin_forward(training=True, grad=True, in_backward=False)
+    tracker.end_forward()
+    tracker.stepped(silent=True)
+    assert not tracker.unannounced
+    tracker.stepped(silent=True)
+    assert tracker.unannounced
