@@ -5,6 +5,7 @@ use std::ffi::c_void;
 pub use crate::format::adamw::Hyper;
 pub use crate::format::scale::ScaleRule;
 
+use crate::format::activation::Activation;
 use crate::format::e8m0::Rounding;
 use crate::format::{DType, Fp8Format};
 use crate::layout::{Block, View, ViewMut};
@@ -194,6 +195,80 @@ impl<'a> BlockCall<'a> {
         let given = Given { amax: given.amax.map(|amax| amax.flat()), ..Given::default() };
         Some(BlockCall { x: x.flat(), given, rowwise: Some(rowwise.flat()), columnwise: None, ..*self })
     }
+}
+
+/// Rows that are divided into groups, one for each expert ([`crate::format::groups::bounds`]). Rows from the
+/// last end on belong to no group.
+#[derive(Debug, Clone, Copy)]
+pub struct Groups<'a> {
+    /// The row after the last one of each group; int32, one element per group.
+    pub ends: View<'a>,
+    /// The column of the columnwise plane after the last one of each group; int32, one element per group.
+    pub padded_ends: View<'a>,
+}
+
+impl Groups<'_> {
+    /// Returns the number of groups.
+    pub(crate) fn count(&self) -> usize {
+        self.ends.cols()
+    }
+}
+
+/// The values that a grouped quantization reads.
+#[derive(Debug, Clone, Copy)]
+pub enum GroupSource<'a> {
+    /// Row `i` is row `index[i]` of `x`, or row `i` without an index.
+    Rows {
+        /// fp32, bf16 or fp16.
+        x: View<'a>,
+        /// int32, one element per row. An index outside of `x` is replaced by the nearest row.
+        index: Option<View<'a>>,
+    },
+    /// activation(gate) * up, computed in fp32 and rounded to the dtype of `h`.
+    Gated {
+        /// The gate in the first half of the columns, `up` in the second half.
+        h: View<'a>,
+        /// The function of the gate.
+        activation: Activation,
+    },
+    /// The gradient of `h` of [`Self::Gated`], computed in fp32 and rounded to the dtype of `h`.
+    GatedGradient {
+        /// As in [`Self::Gated`].
+        h: View<'a>,
+        /// The gradient of the product, with the dtype of `h`.
+        dy: View<'a>,
+        /// As in [`Self::Gated`].
+        activation: Activation,
+    },
+}
+
+impl<'a> GroupSource<'a> {
+    /// Returns the argument that determines the dtype, and its name.
+    pub(crate) fn main(&self) -> (&'static str, &View<'a>) {
+        match self {
+            Self::Rows { x, .. } => ("x", x),
+            Self::Gated { h, .. } | Self::GatedGradient { h, .. } => ("h", h),
+        }
+    }
+
+    /// Returns the rows and columns of the values.
+    pub(crate) fn shape(&self) -> (usize, usize) {
+        match self {
+            Self::Rows { x, index } => (index.map_or(x.rows(), |index| index.cols()), x.cols()),
+            Self::Gated { h, .. } => (h.rows(), h.cols() / 2),
+            Self::GatedGradient { h, .. } => h.shape(),
+        }
+    }
+}
+
+/// A validated call of `ops::quantize_groups`.
+pub(crate) struct GroupCall<'a> {
+    pub(crate) source: GroupSource<'a>,
+    pub(crate) groups: Groups<'a>,
+    pub(crate) rule: ScaleRule,
+    pub(crate) format: Fp8Format,
+    pub(crate) rowwise: Option<BlockPlane<'a>>,
+    pub(crate) columnwise: Option<BlockPlane<'a>>,
 }
 
 /// The lines of the input that share a scale after `ops::rebase`.

@@ -31,6 +31,7 @@ macro_rules! on {
 mod adamw;
 mod blocks;
 mod codes;
+mod groups;
 mod overlap;
 mod random;
 mod rows;
@@ -38,12 +39,14 @@ mod tensorwise;
 mod validate;
 
 pub use crate::spec::{
-    AdamW, AdamWTensor, Axis, BlockPlane, BlockScale, BlockSpec, Given, Hyper, Numbers, ScaleRule, Stream,
-    Target,
+    AdamW, AdamWTensor, Axis, BlockPlane, BlockScale, BlockSpec, Given, GroupSource, Groups, Hyper, Numbers,
+    ScaleRule, Stream, Target,
 };
+pub use crate::format::activation::Activation;
 pub use adamw::*;
 pub use blocks::*;
 pub use codes::*;
+pub use groups::*;
 pub use random::*;
 pub use rows::*;
 pub use tensorwise::*;

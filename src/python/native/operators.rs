@@ -8,8 +8,9 @@ use super::call::{Tensor, Values, stream, views};
 use super::raise::{Failure, throw};
 use super::shim::{Kernel, Value};
 use crate::format::Fp8Format;
+use crate::format::groups::padded_columns;
 use crate::layout::{Block, DType, View, ViewMut, packed};
-use crate::ops::{self, Axis, BlockPlane, BlockScale, BlockSpec, Given, ScaleRule};
+use crate::ops::{self, Axis, BlockPlane, BlockScale, BlockSpec, Given, GroupSource, Groups, ScaleRule};
 use crate::python::parse;
 
 type Results = Result<Vec<Tensor>, Failure>;
@@ -42,6 +43,8 @@ operators! {
     pack_scales c"pack_scales"
     unpack_scales c"unpack_scales"
     rebase c"rebase"
+    group_bounds c"group_bounds"
+    quantize_groups c"quantize_groups"
 }
 
 /// # Safety
@@ -385,6 +388,70 @@ fn rebase(mut values: Values) -> Results {
     let (to, to_scale) = (out.batch_view_mut("out", batch)?, scale_out.batch_view_mut("scale_out", batch)?);
     ops::rebase(view, scale, block, axis, to, to_scale, stream)?;
     Ok(vec![out, scale_out])
+}
+
+fn group_bounds(mut values: Values) -> Results {
+    let (offsets, rows) = (values.tensor(), values.integer());
+    let rows = parse::count("rows", rows)?;
+    let vector = || offsets.allocate(DType::I32, offsets.sizes()?);
+    let (ends, padded_ends, error) = (vector()?, vector()?, offsets.allocate(DType::I32, &[1])?);
+    let stream = stream([&offsets])?;
+    let (to, to_padded) = (ends.view_mut("ends")?, padded_ends.view_mut("padded_ends")?);
+    ops::group_bounds(offsets.view("offsets")?, rows, to, to_padded, error.view_mut("error")?, stream)?;
+    Ok(vec![ends, padded_ends, error])
+}
+
+fn quantize_groups(mut values: Values) -> Results {
+    let (x, ends, padded_ends) = (values.tensor(), values.tensor(), values.tensor());
+    let (dtype, rowwise, columnwise) = (values.dtype(), values.flag(), values.flag());
+    let (index, activation, dy) = (values.optional_tensor(), values.string(), values.optional_tensor());
+    let rule = ScaleRule { power_of_2: values.flag(), amax_epsilon: values.float(), margin: 0 };
+    let format = dtype.format()?.into();
+    let x = x.matrix(false)?;
+    let (view, given) = (x.view("x")?, |tensor: &'static str| Failure::Value(tensor.into()));
+    let index_view = index.as_ref().map(|index| index.view("index")).transpose()?;
+    let dy_view = dy.as_ref().map(|dy| dy.view("dy")).transpose()?;
+    let source = match (parse::activation(&activation)?, index_view, dy_view) {
+        (None, index, None) => GroupSource::Rows { x: view, index },
+        (Some(activation), None, None) => GroupSource::Gated { h: view, activation },
+        (Some(activation), None, Some(dy)) => GroupSource::GatedGradient { h: view, dy, activation },
+        (None, _, Some(_)) => return Err(given("dy is given; it must be None without an activation")),
+        (Some(_), Some(_), _) => return Err(given("index is given; it must be None with an activation")),
+    };
+    let groups = Groups { ends: ends.view("ends")?, padded_ends: padded_ends.view("padded_ends")? };
+    let ((rows, cols), count) = (source.shape(), groups.count());
+    let columns = padded_columns(rows, count);
+    let allocate = |wanted, dtype, rows: usize, cols: usize| -> Result<Tensor, Failure> {
+        if wanted { x.allocate(dtype, &[rows as i64, cols as i64]) } else { x.empty(dtype) }
+    };
+    let results = [
+        allocate(rowwise, format, rows, cols)?,
+        allocate(rowwise, DType::F32, rows, 1)?,
+        allocate(columnwise, format, cols, columns)?,
+        allocate(columnwise, DType::F32, count, cols)?,
+    ];
+    {
+        let [row, row_scale, col, col_scale] = &results;
+        let row = group_plane(rowwise, row, row_scale, ["rowwise", "rowwise_scale"])?;
+        let col = group_plane(columnwise, col, col_scale, ["columnwise", "columnwise_scale"])?;
+        let others = [index.as_ref(), dy.as_ref()].into_iter().flatten();
+        let stream = stream(others.chain([&x, &ends, &padded_ends]))?;
+        ops::quantize_groups(source, groups, rule, row, col, stream)?;
+    }
+    Ok(results.into())
+}
+
+/// Returns a plane of outputs.
+fn group_plane<'a>(
+    wanted: bool,
+    codes: &'a Tensor,
+    scales: &'a Tensor,
+    names: [&'static str; 2],
+) -> Result<Option<BlockPlane<'a>>, Failure> {
+    if !wanted {
+        return Ok(None);
+    }
+    Ok(Some(BlockPlane { codes: codes.view_mut(names[0])?, scales: scales.view_mut(names[1])? }))
 }
 
 /// Parses the sizes of a block with the checks and messages of the Python kernels.
