@@ -214,61 +214,28 @@ impl Groups<'_> {
     }
 }
 
-/// The values that a grouped quantization reads.
-#[derive(Debug, Clone, Copy)]
-pub enum GroupSource<'a> {
-    /// Row `i` is row `index[i]` of `x`, or row `i` without an index.
-    Rows {
-        /// fp32, bf16 or fp16.
-        x: View<'a>,
-        /// int32, one element per row. An index outside of `x` is replaced by the nearest row.
-        index: Option<View<'a>>,
-    },
-    /// activation(gate) * up, computed in fp32 and rounded to the dtype of `h`.
-    Gated {
-        /// The gate in the first half of the columns, `up` in the second half.
-        h: View<'a>,
-        /// The function of the gate.
-        activation: Activation,
-    },
-    /// The gradient of `h` of [`Self::Gated`], computed in fp32 and rounded to the dtype of `h`.
-    GatedGradient {
-        /// As in [`Self::Gated`].
-        h: View<'a>,
-        /// The gradient of the product, with the dtype of `h`.
-        dy: View<'a>,
-        /// As in [`Self::Gated`].
-        activation: Activation,
-    },
-}
-
-impl<'a> GroupSource<'a> {
-    /// Returns the argument that determines the dtype, and its name.
-    pub(crate) fn main(&self) -> (&'static str, &View<'a>) {
-        match self {
-            Self::Rows { x, .. } => ("x", x),
-            Self::Gated { h, .. } | Self::GatedGradient { h, .. } => ("h", h),
-        }
-    }
-
-    /// Returns the rows and columns of the values.
-    pub(crate) fn shape(&self) -> (usize, usize) {
-        match self {
-            Self::Rows { x, index } => (index.map_or(x.rows(), |index| index.cols()), x.cols()),
-            Self::Gated { h, .. } => (h.rows(), h.cols() / 2),
-            Self::GatedGradient { h, .. } => h.shape(),
-        }
-    }
-}
-
 /// A validated call of `ops::quantize_groups`.
 pub(crate) struct GroupCall<'a> {
-    pub(crate) source: GroupSource<'a>,
+    pub(crate) x: View<'a>,
+    pub(crate) index: Option<View<'a>>,
     pub(crate) groups: Groups<'a>,
     pub(crate) rule: ScaleRule,
     pub(crate) format: Fp8Format,
     pub(crate) rowwise: Option<BlockPlane<'a>>,
     pub(crate) columnwise: Option<BlockPlane<'a>>,
+}
+
+/// A gated activation: activation(gate) * up for `h` = (gate, up), or the gradient of `h`.
+#[derive(Debug)]
+pub struct Gated<'a> {
+    /// The gate in the first half of the columns, `up` in the second half; fp32, bf16 or fp16.
+    pub h: View<'a>,
+    /// The gradient of the product, with the dtype of `h`. If present, the values are the gradient of `h`.
+    pub dy: Option<View<'a>>,
+    /// The function of the gate.
+    pub activation: Activation,
+    /// Output for the values: computed in fp32, rounded to the dtype of `h`. Contiguous.
+    pub values: ViewMut<'a>,
 }
 
 /// The lines of the input that share a scale after `ops::rebase`.

@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::convert::{Codes, Element};
 use super::float_env::DefaultFloatEnv;
 use super::simd::{Kernel, dispatch};
-use super::tensorwise::PARALLEL;
+use super::tensorwise::{PARALLEL, PIECE};
 use super::tile::{COLS, Fill, by_tiles};
 use super::types::{with_codes, with_element};
 use super::{pool, rows};
@@ -16,7 +16,7 @@ use crate::format::groups::bounds;
 use crate::format::scale::reciprocal;
 use crate::format::wide::{INF_BITS, NAN_BITS};
 use crate::layout::{Matrix, View, ViewMut};
-use crate::spec::{GroupCall, GroupSource, Groups, ScaleRule};
+use crate::spec::{Gated, GroupCall, Groups, ScaleRule};
 
 pub(crate) fn group_bounds(offsets: View, rows: usize, ends: ViewMut, padded_ends: ViewMut, error: ViewMut) {
     let (offsets, error) = (offsets.matrix(), error.matrix());
@@ -32,86 +32,88 @@ pub(crate) fn group_bounds(offsets: View, rows: usize, ends: ViewMut, padded_end
     unsafe { error.write(0, 0, i32::from(found.invalid)) };
 }
 
-/// The values of a call, by row.
-#[derive(Clone, Copy)]
-enum Source {
-    Rows(Matrix, Option<Matrix>),
-    Gated(Matrix, Activation),
-    GatedGradient(Matrix, Matrix, Activation),
+/// Computes rows of a gated activation or of its gradient.
+struct GatedPiece<T> {
+    h: Matrix,
+    dy: Option<Matrix>,
+    activation: Activation,
+    values: Matrix,
+    rows: Range<usize>,
+    buffers: [Vec<T>; 3],
 }
 
-impl Source {
-    fn new(source: &GroupSource) -> Self {
-        match source {
-            GroupSource::Rows { x, index } => Self::Rows(x.matrix(), index.map(|index| index.matrix())),
-            GroupSource::Gated { h, activation } => Self::Gated(h.matrix(), *activation),
-            GroupSource::GatedGradient { h, dy, activation } => {
-                Self::GatedGradient(h.matrix(), dy.matrix(), *activation)
+impl<T: Element> Kernel for GatedPiece<T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let Self { h, dy, activation, values, rows, buffers: [mut first, mut second, mut third] } = self;
+        let width = h.cols / 2;
+        for row in rows {
+            // SAFETY: the columns are the halves of `h`, whose dtype is that of `T`.
+            let (gates, ups) = unsafe {
+                (h.row::<T>(row, 0..width, &mut first), h.row::<T>(row, width..h.cols, &mut second))
+            };
+            // SAFETY: the output is contiguous and has the dtype of `T`. No other piece has this row.
+            let out = unsafe { values.row_mut::<T>(row, 0..values.cols) };
+            let Some(dy) = dy else {
+                for ((gate, up), out) in gates.iter().zip(ups).zip(out) {
+                    *out = T::narrow(activation.gated(gate.widen(), up.widen()));
+                }
+                continue;
+            };
+            // SAFETY: `dy` has as many columns as the halves of `h`, and its dtype.
+            let dys = unsafe { dy.row::<T>(row, 0..width, &mut third) };
+            let (to_gates, to_ups) = out.split_at_mut(width);
+            let inputs = gates.iter().zip(ups).zip(dys);
+            for (((gate, up), dy), (to_gate, to_up)) in inputs.zip(to_gates.iter_mut().zip(to_ups)) {
+                let (gate, up) = activation.gradients(gate.widen(), up.widen(), dy.widen());
+                (*to_gate, *to_up) = (T::narrow(gate), T::narrow(up));
             }
         }
     }
 }
 
-/// Reads rows of a source whose dtype is `T`.
+pub(crate) fn quantize_gated(gated: &Gated, call: GroupCall) {
+    let _env = DefaultFloatEnv::enter();
+    let (h, values, activation) = (gated.h.matrix(), gated.values.matrix(), gated.activation);
+    let dy = gated.dy.map(|dy| dy.matrix());
+    let used = last_end(&call.groups, h.rows);
+    for_rows(h.rows, h.cols, |rows| {
+        let rows = rows.start.min(used)..rows.end.min(used);
+        with_element!(h.dtype, T => dispatch(GatedPiece::<T> {
+            h, dy, activation, values, rows, buffers: [Vec::new(), Vec::new(), Vec::new()],
+        }));
+    });
+    quantize_groups(call);
+}
+
+/// Calls `f` with ranges of rows, in parallel if there are many elements.
+fn for_rows(rows: usize, cols: usize, f: impl Fn(Range<usize>) + Sync) {
+    let lines = (PIECE / cols.max(1)).max(1);
+    pool::for_each(rows.div_ceil(lines), rows * cols >= PARALLEL, |i| {
+        f(i * lines..((i + 1) * lines).min(rows));
+    });
+}
+
+/// Reads rows of `x` through the index.
 struct Reader<T> {
-    source: Source,
-    buffers: [Vec<T>; 3],
-    values: Vec<T>,
+    x: Matrix,
+    index: Option<Matrix>,
+    buffer: Vec<T>,
 }
 
 impl<T: Element> Reader<T> {
-    fn new(source: Source) -> Self {
-        Self { source, buffers: [Vec::new(), Vec::new(), Vec::new()], values: Vec::new() }
+    fn new(x: Matrix, index: Option<Matrix>) -> Self {
+        Self { x, index, buffer: Vec::new() }
     }
 
-    /// Returns some columns of a row of the values.
     #[inline(always)]
     fn row(&mut self, row: usize, cols: Range<usize>) -> &[T] {
-        let [first, second, third] = &mut self.buffers;
-        match self.source {
-            Source::Rows(x, index) => {
-                // SAFETY: validation checked that the index is an int32 row with an element for each row.
-                let row = index.map_or(row, |index| (unsafe { index.read::<i32>(0, row) }).max(0) as usize);
-                // SAFETY: the row is clamped to those of `x`, whose dtype is that of `T`.
-                unsafe { x.row(row.min(x.rows - 1), cols, first) }
-            }
-            Source::Gated(h, activation) => {
-                let width = h.cols / 2;
-                // SAFETY: the columns are inside the halves of `h`, whose dtype is that of `T`.
-                let (gates, ups) = unsafe {
-                    let ups = cols.start + width..cols.end + width;
-                    (h.row::<T>(row, cols, first), h.row::<T>(row, ups, second))
-                };
-                let product = |(gate, up): (&T, &T)| T::narrow(activation.gated(gate.widen(), up.widen()));
-                self.values.clear();
-                self.values.extend(gates.iter().zip(ups).map(product));
-                &self.values
-            }
-            Source::GatedGradient(h, dy, activation) => {
-                let width = h.cols / 2;
-                self.values.clear();
-                for (half, is_gate) in [
-                    (cols.start..cols.end.min(width), true),
-                    (cols.start.max(width) - width..cols.end.max(width) - width, false),
-                ] {
-                    if half.is_empty() {
-                        continue;
-                    }
-                    // SAFETY: the columns are inside the halves of `h` and inside `dy`, whose dtype is `T`'s.
-                    let (gates, ups, dys) = unsafe {
-                        let ups = half.start + width..half.end + width;
-                        let gates = h.row::<T>(row, half.clone(), first);
-                        (gates, h.row::<T>(row, ups, second), dy.row::<T>(row, half, third))
-                    };
-                    let inputs = gates.iter().zip(ups).zip(dys);
-                    self.values.extend(inputs.map(|((gate, up), dy)| {
-                        let (gate, up) = activation.gradients(gate.widen(), up.widen(), dy.widen());
-                        T::narrow(if is_gate { gate } else { up })
-                    }));
-                }
-                &self.values
-            }
-        }
+        // SAFETY: validation checked that the index is an int32 row with an element for each row.
+        let row = self.index.map_or(row, |index| (unsafe { index.read::<i32>(0, row) }).max(0) as usize);
+        // SAFETY: the row is clamped to those of `x`, whose dtype is that of `T`.
+        unsafe { self.x.row(row.min(self.x.rows - 1), cols, &mut self.buffer) }
     }
 }
 
@@ -138,19 +140,16 @@ impl<T: Element, C: Codes> Kernel for RowPiece<T, C> {
     #[inline(always)]
     fn run(mut self) {
         let cols = self.codes.cols;
-        let mut buffer = vec![0; cols];
         for row in self.rows.clone() {
+            // SAFETY: the FP8 output is contiguous, and no other piece has this row.
+            let codes = unsafe { self.codes.row_mut::<u8>(row, 0..cols) };
             let mut scale = 1.0;
             if row < self.used {
                 let values = self.reader.row(row, 0..cols);
                 scale = scale_of(rows::amax(values), self.rule, C::FORMAT);
-                rows::cast::<T, C, false>(values, reciprocal(scale), &mut buffer);
+                rows::cast::<T, C, false>(values, reciprocal(scale), codes);
             } else {
-                buffer.fill(0);
-            }
-            for (col, code) in buffer.iter().enumerate() {
-                // SAFETY: the element is inside the FP8 output, and no other piece has this row.
-                unsafe { self.codes.write(row, col, *code) };
+                codes.fill(0);
             }
             // SAFETY: the element is inside the fp32 output, and no other piece has this row.
             unsafe { self.scales.write(row, 0, scale) };
@@ -191,7 +190,8 @@ impl<T: Element, C: Codes> Kernel for ColumnPiece<T, C> {
             unsafe { self.scales.write(self.group, col, scale) };
         }
         let (first_row, first_col) = (self.rows.start, self.cols.start);
-        let mut fill = CastColumns { reader: self.reader, first_row, first_col, factors, format: self.format };
+        let mut fill =
+            CastColumns { reader: self.reader, first_row, first_col, factors, format: self.format };
         // SAFETY: no other piece has these columns of the group.
         unsafe { by_tiles(0..self.rows.len(), self.cols.clone(), &[self.codes], &mut fill) };
     }
@@ -217,7 +217,7 @@ impl<T: Element, C: Codes> Fill for CastColumns<T, C> {
 }
 
 /// Reads the bounds, and restricts them to the rows and columns of the call. The result of
-/// [`group_bounds`] needs no restriction.
+/// [`group_bounds`] needs no restriction. Each group has its rows and its first column.
 fn read_bounds(groups: &Groups, rows: usize, columns: usize) -> Vec<(Range<usize>, usize)> {
     let (ends, padded_ends) = (groups.ends.matrix(), groups.padded_ends.matrix());
     let (mut start, mut padded_start) = (0, 0);
@@ -225,7 +225,8 @@ fn read_bounds(groups: &Groups, rows: usize, columns: usize) -> Vec<(Range<usize
         .map(|i| {
             // SAFETY: validation checked that both are int32 rows with an element per group.
             let (end, padded) = unsafe { (ends.read::<i32>(0, i), padded_ends.read::<i32>(0, i)) };
-            let end = (end.max(0) as usize).clamp(start, rows.min(start + (columns - padded_start)).max(start));
+            let most = rows.min(start + (columns - padded_start));
+            let end = (end.max(0) as usize).clamp(start, most);
             let found = (start..end, padded_start);
             padded_start = (padded.max(0) as usize).clamp(padded_start + (end - start), columns);
             start = end;
@@ -234,36 +235,37 @@ fn read_bounds(groups: &Groups, rows: usize, columns: usize) -> Vec<(Range<usize
         .collect()
 }
 
+/// Returns the number of rows that belong to groups.
+fn last_end(groups: &Groups, rows: usize) -> usize {
+    read_bounds(groups, rows, usize::MAX).last().map_or(0, |(rows, _)| rows.end)
+}
+
 pub(crate) fn quantize_groups(call: GroupCall) {
     let _env = DefaultFloatEnv::enter();
-    let GroupCall { source, groups, rule, format, rowwise, columnwise } = call;
-    let ((rows, cols), dtype) = (source.shape(), source.main().1.dtype());
-    let source = Source::new(&source);
-    let parallel = rows * cols >= PARALLEL;
-    let columns = columnwise.as_ref().map_or(usize::MAX, |plane| plane.codes.cols());
-    let bounds = read_bounds(&groups, rows, columns);
+    let GroupCall { x, index, groups, rule, format, rowwise, columnwise } = call;
+    let (x, index) = (x.matrix(), index.map(|index| index.matrix()));
+    let (rows, cols) = (index.map_or(x.rows, |index| index.cols), x.cols);
     if let Some(plane) = rowwise {
         let (codes, scales) = (plane.codes.matrix(), plane.scales.matrix());
-        let used = bounds.last().map_or(0, |(group, _)| group.end);
-        let lines = (PARALLEL / 2 / cols.max(1)).max(1);
-        pool::for_each(rows.div_ceil(lines), parallel, |i| {
-            let rows = i * lines..((i + 1) * lines).min(rows);
-            with_element!(dtype, T => with_codes!(format, C => dispatch(RowPiece::<T, C> {
-                reader: Reader::new(source), rows, used, rule, codes, scales, format: PhantomData,
+        let used = last_end(&groups, rows);
+        for_rows(rows, cols, |rows| {
+            with_element!(x.dtype, T => with_codes!(format, C => dispatch(RowPiece::<T, C> {
+                reader: Reader::new(x, index), rows, used, rule, codes, scales, format: PhantomData,
             })));
         });
     }
     if let Some(plane) = columnwise {
         let (codes, scales) = (plane.codes.matrix(), plane.scales.matrix());
+        let bounds = read_bounds(&groups, rows, codes.cols);
         zero_padding(codes, &bounds);
         let chunks = cols.div_ceil(COLS);
-        pool::for_each(bounds.len() * chunks, parallel, |i| {
+        pool::for_each(bounds.len() * chunks, rows * cols >= PARALLEL, |i| {
             let (group, chunk) = (i / chunks, i % chunks);
             let (rows, start) = bounds[group].clone();
             let cols = chunk * COLS..((chunk + 1) * COLS).min(cols);
             let codes = Matrix { ptr: codes.at(0, start), cols: rows.len(), ..codes }.transposed();
-            with_element!(dtype, T => with_codes!(format, C => dispatch(ColumnPiece::<T, C> {
-                reader: Reader::new(source), group, rows, cols, rule, codes, scales, format: PhantomData,
+            with_element!(x.dtype, T => with_codes!(format, C => dispatch(ColumnPiece::<T, C> {
+                reader: Reader::new(x, index), group, rows, cols, rule, codes, scales, format: PhantomData,
             })));
         });
     }
@@ -271,14 +273,12 @@ pub(crate) fn quantize_groups(call: GroupCall) {
 
 /// Zeroes the columns that belong to no row.
 fn zero_padding(codes: Matrix, bounds: &[(Range<usize>, usize)]) {
-    let starts = bounds.iter().map(|(_, start)| *start).skip(1).chain([codes.cols]);
-    let begins = bounds.iter().map(|(rows, start)| start + rows.len());
-    let gaps: Vec<_> = begins.zip(starts).collect();
-    let gaps = if bounds.is_empty() { vec![(0, codes.cols)] } else { gaps };
-    for row in 0..codes.rows {
-        for col in gaps.iter().flat_map(|(from, to)| *from..*to) {
-            // SAFETY: the element is inside the FP8 output, and nothing else writes yet.
-            unsafe { codes.write(row, col, 0_u8) };
+    let begins = [0].into_iter().chain(bounds.iter().map(|(rows, start)| start + rows.len()));
+    let ends = bounds.iter().map(|(_, start)| *start).chain([codes.cols]);
+    for gap in begins.zip(ends).map(|(from, to)| from..to) {
+        for row in 0..codes.rows {
+            // SAFETY: the FP8 output is contiguous, and nothing else writes to it yet.
+            unsafe { codes.row_mut::<u8>(row, gap.clone()) }.fill(0);
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::error::Error;
 use crate::layout::{View, ViewMut};
-use crate::spec::{GroupCall, Stream};
+use crate::spec::{Gated, GroupCall, Stream};
 
 pub(crate) fn group_bounds(
     _offsets: View,
@@ -12,6 +12,10 @@ pub(crate) fn group_bounds(
     _error: ViewMut,
     _stream: Stream,
 ) -> Result<(), Error> {
+    Err(missing())
+}
+
+pub(crate) fn quantize_gated(_gated: &Gated, _call: GroupCall, _stream: Stream) -> Result<(), Error> {
     Err(missing())
 }
 

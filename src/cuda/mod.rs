@@ -40,7 +40,8 @@ mod workspace;
 
 #[cfg(feature = "cuda")]
 pub(crate) use {
-    adamw::*, blocks::*, codes::*, driver::when_memory_lacks, groups::*, random::*, sum_rows::*, tensorwise::*,
+    adamw::*, blocks::*, codes::*, driver::when_memory_lacks, groups::*, random::*, sum_rows::*,
+    tensorwise::*,
 };
 
 /// The number of CUDA devices per process that fp8rs supports.

@@ -16,7 +16,7 @@ pub enum Activation {
 }
 
 /// 2 * sqrt(2 / pi).
-const TWICE_ROOT: f32 = 1.595_769_1;
+const TWICE_ROOT: f32 = 1.595_769_2;
 
 /// The coefficient of the cubic term of GELU's approximation.
 const CUBIC: f32 = 0.044_715;
@@ -102,7 +102,8 @@ mod tests {
     fn exp_is_within_two_units_in_the_last_place() {
         for x in samples() {
             let expected = f64::from(x).exp();
-            let unit = f64::from(f32::from_bits((expected as f32).to_bits() + 1)) - f64::from(expected as f32);
+            let unit =
+                f64::from(f32::from_bits((expected as f32).to_bits() + 1)) - f64::from(expected as f32);
             let error = (f64::from(exp(x)) - expected).abs();
             assert!(error <= 2.0 * unit, "exp({x}) = {} instead of {expected}", exp(x));
         }
@@ -130,7 +131,10 @@ mod tests {
                 let x = f64::from(x);
                 assert!((f64::from(value) - at(x)).abs() <= 2e-6 * (1.0 + x.abs()), "{activation:?} {x}");
                 let slope = (at(x + 1e-6) - at(x - 1e-6)) / 2e-6;
-                assert!((f64::from(derivative) - slope).abs() <= 5e-6 * (1.0 + x.abs()), "{activation:?} {x}");
+                assert!(
+                    (f64::from(derivative) - slope).abs() <= 5e-6 * (1.0 + x.abs()),
+                    "{activation:?} {x}"
+                );
             }
         }
     }
@@ -142,6 +146,9 @@ mod tests {
         assert_eq!(Activation::Silu.gated(gate, up), value * up);
         assert_eq!(Activation::Silu.gradients(gate, up, dy), (dy * up * derivative, dy * value));
         assert_eq!(Activation::Silu.gated(-f32::NAN, 1.0).to_bits(), NAN_BITS);
-        assert_eq!(Activation::Silu.gated(f32::NEG_INFINITY, 1.0), f32::NEG_INFINITY * sigmoid(f32::NEG_INFINITY));
+        assert_eq!(
+            Activation::Silu.gated(f32::NEG_INFINITY, 1.0),
+            f32::NEG_INFINITY * sigmoid(f32::NEG_INFINITY)
+        );
     }
 }

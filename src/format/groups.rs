@@ -48,7 +48,10 @@ mod tests {
     #[test]
     fn valid_offsets_are_kept_and_lengths_are_padded() {
         let found = bounds([3, 3, 20, 36], 40);
-        assert_eq!(found, Bounds { ends: vec![3, 3, 20, 36], padded_ends: vec![16, 16, 48, 64], invalid: false });
+        assert_eq!(
+            found,
+            Bounds { ends: vec![3, 3, 20, 36], padded_ends: vec![16, 16, 48, 64], invalid: false }
+        );
     }
 
     #[test]

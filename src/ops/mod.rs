@@ -38,11 +38,11 @@ mod rows;
 mod tensorwise;
 mod validate;
 
+pub use crate::format::activation::Activation;
 pub use crate::spec::{
-    AdamW, AdamWTensor, Axis, BlockPlane, BlockScale, BlockSpec, Given, GroupSource, Groups, Hyper, Numbers,
+    AdamW, AdamWTensor, Axis, BlockPlane, BlockScale, BlockSpec, Gated, Given, Groups, Hyper, Numbers,
     ScaleRule, Stream, Target,
 };
-pub use crate::format::activation::Activation;
 pub use adamw::*;
 pub use blocks::*;
 pub use codes::*;

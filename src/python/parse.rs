@@ -74,14 +74,11 @@ pub(super) fn axis(axis: i64) -> Result<Axis, Refused> {
     }
 }
 
-/// Parses an activation. The empty string is none.
-pub(super) fn activation(activation: &str) -> Result<Option<Activation>, Refused> {
+/// Parses an activation.
+pub(super) fn activation(activation: &str) -> Result<Activation, Refused> {
     match activation {
-        "" => Ok(None),
-        "silu" => Ok(Some(Activation::Silu)),
-        "gelu_tanh" => Ok(Some(Activation::GeluTanh)),
-        _ => Err(Refused(format!(
-            "activation is {activation:?}; it must be \"silu\", \"gelu_tanh\", or empty for none"
-        ))),
+        "silu" => Ok(Activation::Silu),
+        "gelu_tanh" => Ok(Activation::GeluTanh),
+        _ => Err(Refused(format!("activation is {activation:?}; it must be \"silu\" or \"gelu_tanh\""))),
     }
 }

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import fp8rs.ops  # noqa: F401  (registers the operators)
+from cases import data
+from oracle.activations import gated
 
 ops = torch.ops.fp8rs
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -59,7 +60,9 @@ def expected(x, lengths, fp8_dtype, **options):
 
 
 def check(found, wanted):
-    for name, a, b in zip(("row", "row scale", "column", "column scale"), found, wanted, strict=True):
+    for name, a, b in zip(
+        ("row", "row scale", "column", "column scale"), found, wanted, strict=True
+    ):
         a = a.view(torch.uint8) if a.element_size() == 1 else a
         assert a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
 
@@ -105,7 +108,9 @@ def test_a_nan_changes_its_row_and_its_column_of_its_group(device):
 
 def test_an_index_selects_rows(device):
     x, lengths = make(24, 48, device), [30, 0, 18]
-    index = torch.randint(24, (48,), generator=torch.Generator().manual_seed(1)).to(device, torch.int32)
+    index = torch.randint(24, (48,), generator=torch.Generator().manual_seed(1)).to(
+        device, torch.int32
+    )
     bounds = bounds_of(lengths, 48, device)
     found = ops.quantize_groups(x, *bounds, E4M3, index=index)
     check(found, expected(x[index.long()], lengths, E4M3))
@@ -117,17 +122,14 @@ def test_an_index_selects_rows(device):
 
 
 @pytest.mark.parametrize("rowwise", [True, False])
-@pytest.mark.parametrize("activation", ["", "silu"])
-def test_one_direction_gives_the_bytes_of_both(device, rowwise, activation):
-    lengths = [33, 31]
+def test_one_direction_gives_the_bytes_of_both(device, rowwise):
     x, bounds = make(64, 64, device), bounds_of([33, 31], 64, device)
-    both = ops.quantize_groups(x, *bounds, E4M3, activation=activation)
-    one = ops.quantize_groups(x, *bounds, E4M3, rowwise, not rowwise, activation=activation)
+    both = ops.quantize_groups(x, *bounds, E4M3)
+    one = ops.quantize_groups(x, *bounds, E4M3, rowwise, not rowwise)
     for i, (a, b) in enumerate(zip(one, both, strict=True)):
         wanted = (i < 2) == rowwise
         assert a.shape == (b.shape if wanted else (0,)), i
         assert not wanted or torch.equal(a.view(torch.uint8), b.view(torch.uint8)), i
-    assert sum(lengths) == 64
 
 
 # --- activations ---------------------------------------------------------------------------------
@@ -135,35 +137,48 @@ def test_one_direction_gives_the_bytes_of_both(device, rowwise, activation):
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
-def values(found, rows):
+def values(found):
     """The values that rowwise codes stand for."""
-    return (found[0].float() * found[1])[:rows]
+    return found[0].float() * found[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_an_activation_is_torchs_up_to_rounding(device, activation, dtype):
-    h = make(64, 96, device, torch.float32).to(dtype)
-    bounds = bounds_of([40, 24], 64, device)
-    found = ops.quantize_groups(h, *bounds, E4M3, activation=activation)
+    h = data(device, 64, 96, dtype=dtype)
+    found = ops.quantize_gated(h, *bounds_of([40, 24], 64, device), activation, E4M3)
     gate, up = h.double().chunk(2, 1)
     y = ACTIVATIONS[activation](gate) * up
-    check(found, expected((y.float()).to(dtype), [40, 24], E4M3)) if dtype == torch.bfloat16 else None
-    error = (values(found, 64) - y).abs().amax(1) / y.abs().amax(1)
+    error = (values(found) - y).abs().amax(1) / y.abs().amax(1)
     assert error.max() < 2**-4
 
 
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_gradients_of_an_activation_are_torchs_up_to_rounding(device, activation):
-    h, dy = make(64, 96, device), make(64, 48, device, seed=1)
-    found = ops.quantize_groups(
-        h, *bounds_of([40, 24], 64, device), E4M3, activation=activation, dy=dy
-    )
+    h, dy = data(device, 64, 96), data(device, 64, 48, seed=1)
+    bounds = bounds_of([40, 24], 64, device)
+    found = ops.quantize_gated(h, *bounds, activation, E4M3, dy=dy)
     whole = h.double().requires_grad_()
     gate, up = whole.chunk(2, 1)
     (ACTIVATIONS[activation](gate) * up).backward(dy.double())
-    error = (values(found, 64) - whole.grad).abs().amax(1) / whole.grad.abs().amax(1)
+    error = (values(found) - whole.grad).abs().amax(1) / whole.grad.abs().amax(1)
     assert error.max() < 2**-4
+
+
+@pytest.mark.parametrize("case", ["uneven", "rows after the last group"])
+@pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_rounded_values_are_quantized(device, case, dtype, fp8_dtype, backward, activation):
+    lengths, more = LENGTHS[case]
+    h = data("cpu", sum(lengths) + more, 96, dtype=dtype)
+    dy = data("cpu", len(h), 48, dtype=dtype, seed=1) if backward else None
+    wanted = expected(gated(activation, h, dy), lengths, fp8_dtype)
+    bounds = bounds_of(lengths, len(h), device)
+    options = {} if dy is None else {"dy": dy.to(device)}
+    found = ops.quantize_gated(h.to(device), *bounds, activation, fp8_dtype, **options)
+    check([t.cpu() for t in found], wanted)
 
 
 # --- bounds --------------------------------------------------------------------------------------
@@ -198,13 +213,14 @@ def test_bounds_of_a_thousand_groups(device):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"x": torch.zeros(8, 5), "activation": "silu"}, ValueError, "h.*5 columns.*even"),
-        ({"activation": "relu"}, ValueError, "activation is .relu.*silu"),
         ({"ends": torch.zeros(2, dtype=torch.int64)}, TypeError, "ends"),
         ({"padded_ends": torch.zeros(3, dtype=torch.int32)}, ValueError, "padded_ends"),
         ({"index": torch.zeros(8, dtype=torch.int64)}, TypeError, "index"),
-        ({"dy": torch.zeros(8, 8)}, ValueError, "dy is given"),
-        ({"dy": torch.zeros(8, 8), "activation": "silu"}, ValueError, "dy"),
+        (
+            {"ends": torch.tensor([4, 0, 8, 0], dtype=torch.int32)[::2]},
+            ValueError,
+            "ends is strided",
+        ),
         ({"rowwise": False, "columnwise": False}, ValueError, "rowwise"),
         ({"fp8_dtype": torch.bfloat16}, TypeError, "fp8_dtype"),
     ],
@@ -225,10 +241,34 @@ def test_bad_arguments_are_named(device, change, error, message):
         ops.quantize_groups(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"h": torch.zeros(8, 5)}, ValueError, "h.*5 columns.*even"),
+        ({"activation": "relu"}, ValueError, "activation is .relu.*silu"),
+        ({"dy": torch.zeros(8, 8)}, ValueError, "dy.*half the columns"),
+        ({"dy": torch.zeros(8, 4, dtype=torch.bfloat16)}, TypeError, "dy"),
+    ],
+)
+def test_bad_arguments_of_an_activation_are_named(device, change, error, message):
+    arguments = {
+        "h": torch.zeros(8, 8),
+        "ends": torch.tensor([4, 8], dtype=torch.int32),
+        "padded_ends": torch.tensor([16, 32], dtype=torch.int32),
+        "activation": "silu",
+        "fp8_dtype": E4M3,
+        **change,
+    }
+    arguments = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+    }
+    with pytest.raises(error, match=message):
+        ops.quantize_gated(**arguments)
+
+
 def test_opcheck(device):
     x, bounds = make(40, 32, device), bounds_of([20, 12], 40, device)
     torch.library.opcheck(ops.group_bounds.default, (bounds[0], 40))
     torch.library.opcheck(ops.quantize_groups.default, (x, *bounds, E4M3))
-    torch.library.opcheck(
-        ops.quantize_groups.default, (x, *bounds, E4M3, True, False), {"activation": "silu"}
-    )
+    torch.library.opcheck(ops.quantize_gated.default, (x, *bounds, "silu", E4M3, True, False))

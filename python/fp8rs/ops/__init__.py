@@ -1,8 +1,8 @@
-"""The operators ``torch.ops.fp8rs.*``; importing this registers them.
+"""The operators ``torch.ops.fp8rs.*``. Importing this package registers them.
 
-``define`` says how, ``room`` what they read and make room for, ``tensorwise``, ``blocks``,
-``groups``, ``adamw`` and ``rows`` which. ``inductor`` has what Inductor makes of one of them, and registers
-nothing.
+``define`` registers an operator. ``tensorwise``, ``blocks``, ``groups``, ``adamw`` and ``rows`` have
+the operators, and ``room`` allocates their outputs. ``inductor`` replaces an operator in Inductor's
+graphs, and registers nothing.
 """
 
 from fp8rs.ops import adamw as adamw

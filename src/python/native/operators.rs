@@ -10,7 +10,7 @@ use super::shim::{Kernel, Value};
 use crate::format::Fp8Format;
 use crate::format::groups::padded_columns;
 use crate::layout::{Block, DType, View, ViewMut, packed};
-use crate::ops::{self, Axis, BlockPlane, BlockScale, BlockSpec, Given, GroupSource, Groups, ScaleRule};
+use crate::ops::{self, Axis, BlockPlane, BlockScale, BlockSpec, Gated, Given, Groups, ScaleRule};
 use crate::python::parse;
 
 type Results = Result<Vec<Tensor>, Failure>;
@@ -45,6 +45,7 @@ operators! {
     rebase c"rebase"
     group_bounds c"group_bounds"
     quantize_groups c"quantize_groups"
+    quantize_gated c"quantize_gated"
 }
 
 /// # Safety
@@ -404,54 +405,76 @@ fn group_bounds(mut values: Values) -> Results {
 fn quantize_groups(mut values: Values) -> Results {
     let (x, ends, padded_ends) = (values.tensor(), values.tensor(), values.tensor());
     let (dtype, rowwise, columnwise) = (values.dtype(), values.flag(), values.flag());
-    let (index, activation, dy) = (values.optional_tensor(), values.string(), values.optional_tensor());
+    let index = values.optional_tensor();
     let rule = ScaleRule { power_of_2: values.flag(), amax_epsilon: values.float(), margin: 0 };
-    let format = dtype.format()?.into();
     let x = x.matrix(false)?;
-    let (view, given) = (x.view("x")?, |tensor: &'static str| Failure::Value(tensor.into()));
-    let index_view = index.as_ref().map(|index| index.view("index")).transpose()?;
-    let dy_view = dy.as_ref().map(|dy| dy.view("dy")).transpose()?;
-    let source = match (parse::activation(&activation)?, index_view, dy_view) {
-        (None, index, None) => GroupSource::Rows { x: view, index },
-        (Some(activation), None, None) => GroupSource::Gated { h: view, activation },
-        (Some(activation), None, Some(dy)) => GroupSource::GatedGradient { h: view, dy, activation },
-        (None, _, Some(_)) => return Err(given("dy is given; it must be None without an activation")),
-        (Some(_), Some(_), _) => return Err(given("index is given; it must be None with an activation")),
-    };
+    let (view, index_view) = (x.view("x")?, index.as_ref().map(|index| index.view("index")).transpose()?);
     let groups = Groups { ends: ends.view("ends")?, padded_ends: padded_ends.view("padded_ends")? };
-    let ((rows, cols), count) = (source.shape(), groups.count());
-    let columns = padded_columns(rows, count);
-    let allocate = |wanted, dtype, rows: usize, cols: usize| -> Result<Tensor, Failure> {
-        if wanted { x.allocate(dtype, &[rows as i64, cols as i64]) } else { x.empty(dtype) }
-    };
-    let results = [
-        allocate(rowwise, format, rows, cols)?,
-        allocate(rowwise, DType::F32, rows, 1)?,
-        allocate(columnwise, format, cols, columns)?,
-        allocate(columnwise, DType::F32, count, cols)?,
-    ];
-    {
-        let [row, row_scale, col, col_scale] = &results;
-        let row = group_plane(rowwise, row, row_scale, ["rowwise", "rowwise_scale"])?;
-        let col = group_plane(columnwise, col, col_scale, ["columnwise", "columnwise_scale"])?;
-        let others = [index.as_ref(), dy.as_ref()].into_iter().flatten();
-        let stream = stream(others.chain([&x, &ends, &padded_ends]))?;
-        ops::quantize_groups(source, groups, rule, row, col, stream)?;
-    }
-    Ok(results.into())
+    let shape = (index_view.map_or(view.rows(), |index| index.cols()), view.cols());
+    let planes = GroupPlanes::new(&x, shape, groups.count(), dtype.format()?, [rowwise, columnwise])?;
+    let stream = stream(index.iter().chain([&x, &ends, &padded_ends]))?;
+    let [row, col] = planes.views()?;
+    ops::quantize_groups(view, index_view, groups, rule, row, col, stream)?;
+    Ok(planes.results)
 }
 
-/// Returns a plane of outputs.
-fn group_plane<'a>(
-    wanted: bool,
-    codes: &'a Tensor,
-    scales: &'a Tensor,
-    names: [&'static str; 2],
-) -> Result<Option<BlockPlane<'a>>, Failure> {
-    if !wanted {
-        return Ok(None);
+fn quantize_gated(mut values: Values) -> Results {
+    let (h, ends, padded_ends) = (values.tensor(), values.tensor(), values.tensor());
+    let (activation, dtype) = (values.string(), values.dtype());
+    let (rowwise, columnwise, dy) = (values.flag(), values.flag(), values.optional_tensor());
+    let rule = ScaleRule { power_of_2: values.flag(), amax_epsilon: values.float(), margin: 0 };
+    let activation = parse::activation(&activation)?;
+    let h = h.matrix(false)?;
+    let (view, dy_view) = (h.view("h")?, dy.as_ref().map(|dy| dy.view("dy")).transpose()?);
+    let groups = Groups { ends: ends.view("ends")?, padded_ends: padded_ends.view("padded_ends")? };
+    let (rows, width) = view.shape();
+    let shape = (rows, if dy.is_some() { width } else { width / 2 });
+    let planes = GroupPlanes::new(&h, shape, groups.count(), dtype.format()?, [rowwise, columnwise])?;
+    let scratch = h.allocate(view.dtype(), &[shape.0 as i64, shape.1 as i64])?;
+    let stream = stream(dy.iter().chain([&h, &ends, &padded_ends]))?;
+    let gated = Gated { h: view, dy: dy_view, activation, values: scratch.view_mut("values")? };
+    let [row, col] = planes.views()?;
+    ops::quantize_gated(gated, groups, rule, row, col, stream)?;
+    Ok(planes.results)
+}
+
+/// The outputs of a quantization of groups: rowwise codes and scales, columnwise codes and scales.
+struct GroupPlanes {
+    wanted: [bool; 2],
+    results: Vec<Tensor>,
+}
+
+impl GroupPlanes {
+    fn new(
+        like: &Tensor,
+        (rows, cols): (usize, usize),
+        groups: usize,
+        format: Fp8Format,
+        wanted: [bool; 2],
+    ) -> Result<Self, Failure> {
+        let codes = DType::from(format);
+        let outputs = [
+            (wanted[0], codes, rows, cols),
+            (wanted[0], DType::F32, rows, 1),
+            (wanted[1], codes, cols, padded_columns(rows, groups)),
+            (wanted[1], DType::F32, groups, cols),
+        ];
+        let allocate = |(wanted, dtype, rows, cols): (bool, DType, usize, usize)| {
+            if wanted { like.allocate(dtype, &[rows as i64, cols as i64]) } else { like.empty(dtype) }
+        };
+        Ok(Self { wanted, results: outputs.into_iter().map(allocate).collect::<Result<_, _>>()? })
     }
-    Ok(Some(BlockPlane { codes: codes.view_mut(names[0])?, scales: scales.view_mut(names[1])? }))
+
+    fn views(&self) -> Result<[Option<BlockPlane<'_>>; 2], Failure> {
+        let plane = |i: usize, names: [&'static str; 2]| -> Result<_, Failure> {
+            if !self.wanted[i] {
+                return Ok(None);
+            }
+            let codes = self.results[2 * i].view_mut(names[0])?;
+            Ok(Some(BlockPlane { codes, scales: self.results[2 * i + 1].view_mut(names[1])? }))
+        };
+        Ok([plane(0, ["rowwise", "rowwise_scale"])?, plane(1, ["columnwise", "columnwise_scale"])?])
+    }
 }
 
 /// Parses the sizes of a block with the checks and messages of the Python kernels.
