@@ -65,6 +65,7 @@ fn kernels() -> Vec<&'static modules::Kernel> {
         adamw::kernels(),
         blocks::kernels(),
         codes::kernels(),
+        groups::kernels(),
         random::kernels(),
         sum_rows::kernels(),
         tensorwise::kernels(),

@@ -1,4 +1,4 @@
-//! Gated activations: the elementwise functions of SwiGLU and GeGLU, and their derivatives.
+//! Gated activations: the elementwise functions of `SwiGLU` and `GeGLU`, and their derivatives.
 //!
 //! All operations are fp32 with one rounding each, in the order that is written here, without fused
 //! multiply-add. Backends therefore agree in every byte.
@@ -8,9 +8,9 @@ use super::wide::NAN_BITS;
 /// The function that is applied to the gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Activation {
-    /// x * sigmoid(x), as in SwiGLU.
+    /// x * sigmoid(x), as in `SwiGLU`.
     Silu,
-    /// The tanh approximation of GELU, as in GeGLU. It equals x * sigmoid(2 z) with z = sqrt(2 / pi) * (x +
+    /// The tanh approximation of GELU, as in `GeGLU`. It equals x * sigmoid(2 z) with z = sqrt(2 / pi) * (x +
     /// 0.044715 x^3).
     GeluTanh,
 }

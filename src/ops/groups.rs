@@ -70,7 +70,8 @@ pub fn quantize_groups(
             return Err(Error::Value { arg: "x".into(), got: "a matrix without rows".into(), expected });
         }
     }
-    let format = outputs(&mut call, (rows, x.cols()), &groups, rule, &rowwise, &columnwise)?;
+    let format =
+        outputs(&mut call, (rows, x.cols()), &groups, rule, [rowwise.as_ref(), columnwise.as_ref()])?;
     let device = call.finish()?;
     let call = GroupCall { x, index, groups, rule, format, rowwise, columnwise };
     on!(device, stream, cpu: cpu::quantize_groups(call), cuda: cuda::quantize_groups(call, stream))
@@ -105,7 +106,7 @@ pub fn quantize_gated(
     call.output("values", values, Kind::Is(h.dtype()))?;
     shape("values", values.shape(), expected, "the shape of the values")?;
     contiguous("values", values.is_contiguous())?;
-    let format = outputs(&mut call, expected, &groups, rule, &rowwise, &columnwise)?;
+    let format = outputs(&mut call, expected, &groups, rule, [rowwise.as_ref(), columnwise.as_ref()])?;
     let device = call.finish()?;
     // The backend writes the values before it reads them.
     // SAFETY: the view has the memory of `values`, which this call borrows mutably.
@@ -123,8 +124,7 @@ fn outputs(
     (rows, cols): (usize, usize),
     groups: &Groups,
     rule: ScaleRule,
-    rowwise: &Option<BlockPlane>,
-    columnwise: &Option<BlockPlane>,
+    [rowwise, columnwise]: [Option<&BlockPlane>; 2],
 ) -> Result<Fp8Format, Error> {
     let count = groups.count();
     for (arg, view) in [("ends", groups.ends), ("padded_ends", groups.padded_ends)] {
