@@ -153,7 +153,7 @@ class Delayed:
 
     @property
     def left_to_do(self) -> tuple[bool, bool]:
-        """Whether a roll is due, and whether amaxes were recorded since the last one. For copies."""
+        """Whether a roll is due, and whether amaxes were recorded since the last one."""
         return self._tracker.roll_is_due, self._tracker.has_recorded
 
     def begin_with(self, roll_is_due: bool, recorded: bool) -> None:
