@@ -1,8 +1,8 @@
 """A decomposition of current scaling for Inductor that fuses the amax into the input's producer.
 
-In eager code, ``quantize_current`` reads its input twice, for the amax and for the cast. In
-compiled code, the input usually comes from Inductor's own code (a norm, an activation, a residual), which
-has each value in a register and can compute the amax there. Codes and scale equal the operator's.
+In eager code, ``quantize_current`` reads its input twice, for the amax and for the cast. A
+compiled input usually comes from Inductor's own code (a norm, an activation, a residual), which has
+each value in a register and can compute the amax there. Codes and scale equal the operator's.
 """
 
 from __future__ import annotations
