@@ -1,8 +1,8 @@
 """The operators ``torch.ops.fp8rs.*``. Importing this package registers them.
 
-``define`` registers an operator. ``tensorwise``, ``blocks``, ``groups``, ``adamw`` and ``rows`` have
-the operators, and ``room`` allocates their outputs. ``inductor`` replaces an operator in Inductor's
-graphs, and registers nothing.
+``define`` registers an operator. ``tensorwise``, ``blocks``, ``groups``, ``adamw`` and ``rows``
+have the operators, and ``room`` allocates their outputs. ``inductor`` decomposes an operator for
+Inductor.
 """
 
 from fp8rs.ops import adamw as adamw

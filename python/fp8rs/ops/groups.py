@@ -20,14 +20,14 @@ def padded_columns(rows: int, groups: int) -> int:
 
 
 @in_rust
-def group_bounds(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def group_bounds(offsets: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute where groups end, from untrusted offsets.
 
     Args:
         offsets: int32 (groups,), the row after the last one of each group. Rows from the last
             offset on belong to no group.
-        rows: the number of rows. An offset that is negative, larger than this or smaller than the
-            offset before it is replaced by the nearest valid one.
+        x: a tensor whose first dimension is the number of rows. An offset that is negative, larger
+            than it or smaller than the offset before it is replaced by the nearest valid one.
 
     Returns:
         The offsets, the column of the columnwise codes after the last one of each group, and int32
