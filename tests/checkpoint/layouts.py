@@ -93,7 +93,7 @@ def whole(value, local=None):
     if not isinstance(value, DTensor):
         return local.clone()
     plain = local.contiguous().view(torch.uint8) if local.dtype.itemsize == 1 else local
-    return dtensor_like(value, plain).full_tensor()
+    return dtensor_like(value, plain).full_tensor().clone()  # of one rank it is a view
 
 
 def contents(model, optimizer):
