@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Write the table of docs/checkpoints.md: which way of saving keeps what, for each optimizer.
+"""Write the table of ways to save in docs/checkpoints.md.
 
     python tools/checkpoint_paths.py [--check]
 
 Runs the ways of tests/checkpoint/test_paths.py on two ranks of the CPU, in `RECIPES`. A cell has
-the worst outcome of these recipes. The numbers behind refusals are those of the errors below.
+the worst outcome of these recipes. The errors of refusals are numbered, and follow the table.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def table(found: dict[tuple[str, str], Any], optimizers: list[str]) -> str:
             cell = worst.values
             if worst.error:
                 name = key[0], worst.error.partition(":")[0]
-                notes.setdefault(name, textwrap.shorten(worst.error, 320, placeholder=" ..."))
+                notes.setdefault(name, textwrap.shorten(worst.error, 400, placeholder=" ..."))
                 cell += f" ({list(notes).index(name) + 1})"
             cells.append(cell)
         kept_by = [found["delayed", kept][key] for kept in optimizers]
