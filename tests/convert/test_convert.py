@@ -98,26 +98,13 @@ def test_hooks_and_mode_stay(device):
 
 def test_filter_fqns_are_parts_of_names():
     assert converted(convert(Model(), filter_fqns=["head", "blocks.1"])) == ALL[:2]
-    for wrong in ("head", None, [1]):
-        with pytest.raises(TypeError, match="filter_fqns must be a collection of names"):
-            convert(Model(), filter_fqns=wrong)
-    with pytest.raises(ValueError, match="filter_fqns has ''"):
-        convert(Model(), filter_fqns=["head", ""])
+    with pytest.raises(TypeError, match="filter_fqns must be a collection of names"):
+        convert(Model(), filter_fqns="head")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["enable_fsdp_float8_all_gather", "fp8_weights", "preserve_high_precision_init_val"],
-)
-def test_what_is_no_bool_is_refused(name):
-    model = Model()
-    with pytest.raises(TypeError, match=f"{name} must be True or False, not 'no'"):
-        convert(model, **{name: "no"})
-    with pytest.raises(TypeError, match="module_filter_fn must be a function"):
-        convert(model, module_filter_fn=5)
+def test_a_recipe_class_is_not_a_recipe():
     with pytest.raises(TypeError, match=r"give Float8CurrentScaling\(\)"):
-        convert(model, recipe=Float8CurrentScaling)
-    assert not converted(model)
+        convert(Model(), recipe=Float8CurrentScaling)
 
 
 def test_layers_without_a_size_yet_stay():
@@ -127,7 +114,7 @@ def test_layers_without_a_size_yet_stay():
 
 
 def test_a_filter_that_leaves_nothing_out_is_said():
-    with pytest.warns(UserWarning, match=r"nothing out for 'haed', 'blocks\.7'"):
+    with pytest.warns(UserWarning, match=r"has 'haed', 'blocks\.7', but no linear layer"):
         assert converted(convert(Model(), filter_fqns=["haed", "blocks.7"])) == ALL
 
 
@@ -233,13 +220,13 @@ def test_what_was_converted_is_logged(caplog):
     text = caplog.text
     assert "recipe 'current': 4 linear layers converted" in text
     assert "head: named by filter_fqns" in text
-    assert "odd: its class Odd has a forward of its own" in text
+    assert "odd: its class Odd overrides forward" in text
     assert "experts: 3-D parameters (experts?) are not converted" in text
 
 
 def test_weights_of_other_dtypes_stay_with_a_warning():
     model = nn.Sequential(nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 4))
-    with pytest.warns(UserWarning, match=r"0 stays as it is.*float64"):
+    with pytest.warns(UserWarning, match=r"0 is not converted: its weight is torch.float64"):
         convert(model)
     assert converted(model) == ["1"]
 
@@ -255,7 +242,7 @@ def test_converting_twice_changes_nothing():
 def test_converting_to_another_recipe_is_an_error():
     model = convert(Model(), recipe="current")
     with pytest.raises(
-        ValueError, match=r"blocks\.0\.0 is an FP8 layer already.*load the state dict"
+        ValueError, match=r"blocks\.0\.0 is already an FP8 layer.*load the state dict"
     ):
         convert(model, recipe="delayed")
 
@@ -274,7 +261,7 @@ def test_layers_made_by_hand_join_the_model(device):
     assert model[0]._fp8_state is model[1]._fp8_state
     assert not model[0]._forward_pre_hooks
     model(torch.ones(2, 16, device=device))
-    with pytest.raises(ValueError, match="0 is an FP8 layer already"):
+    with pytest.raises(ValueError, match="0 is already an FP8 layer"):
         convert(nn.Sequential(fp8nn.Linear(16, 16, recipe="delayed")))
 
 
@@ -293,7 +280,7 @@ def test_what_torchao_has_converted_is_named():
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     for layer in model:
         layer.__class__ = type("Float8Linear", (nn.Linear,), own)
-    says = r"2 layers stay as they are \(0 first\): torchao has .* Leave out torchao's conversion"
+    says = r"2 layers are not converted \(the first is 0\).* Remove torchao's conversion"
     with (
         pytest.warns(UserWarning, match=says),
         pytest.warns(UserWarning, match="no layer was converted"),
@@ -331,7 +318,7 @@ def test_fp8_weights_of_another_recipe_are_quantized_anew(before, recipe):
 
 def test_fp8_weights_of_another_recipe_are_refused_as_master_weights():
     model = weights_under_another_recipe("cpu", "rowwise")
-    with pytest.raises(ValueError, match=r"the weight of 0 is FP8 .*'row'.*fp8_weights=True"):
+    with pytest.raises(ValueError, match=r"the weight of 0 is already FP8, in format 'row'.*fp8_weights=True"):
         convert(model, recipe="current")
     assert type(model[0]) is nn.Linear
 
@@ -349,7 +336,7 @@ def test_weights_that_are_computed_stay_with_a_warning(kind):
     else:
         getattr(nn.utils, kind)(model.head)
     tokens = torch.arange(3)
-    with pytest.warns(UserWarning, match="head stays in high precision: its weight is not a param"):
+    with pytest.warns(UserWarning, match="head is not converted: its weight is not a param"):
         convert(model)
     assert converted(model) == ALL[:-1]
     model(tokens).sum().backward()
@@ -591,7 +578,7 @@ def test_torchaos_recipe_names_as_configs():
     assert model.head.recipe == Float8CurrentScaling(fp8_format="hybrid")
     model = convert_to_float8_training(Model(), config=NAMED["rowwise"])
     assert model.head.recipe == Float8RowwiseScaling(power_2_scale=True)
-    with pytest.raises(ValueError, match=r'one GEMM in high precision: .* recipe="rowwise"'):
+    with pytest.raises(ValueError, match=r'one GEMM in high precision.* recipe="rowwise"'):
         convert_to_float8_training(Model(), config=NAMED["rowwise_with_gw_hp"])
 
 
@@ -697,7 +684,7 @@ def test_weights_that_cannot_be_replaced(held):
     handle = model.head.register_forward_pre_hook(lambda module, args: None)
     before = contents(model)
     what = model(torch.arange(3)).sum() if held == "loss" else weakref.ref(model.head.weight)
-    with pytest.raises(RuntimeError, match="cannot become FP8 in place while something holds on"):
+    with pytest.raises(RuntimeError, match="cannot become FP8 in place while something holds its tensor"):
         convert_to_float8_training(model, fp8_weights=True)
     assert contents(model) == before
     if held == "loss":

@@ -54,7 +54,7 @@ def test_nothing_in_the_model_changes() -> None:
 
 def test_it_warns_of_names_to_leave_out_as_a_conversion_does() -> None:
     for reader in (fp8rs.report, fp8rs.convert_to_float8_training):
-        with pytest.warns(UserWarning, match="nothing out for 'no such layer'"):
+        with pytest.warns(UserWarning, match="filter_fqns has 'no such layer'"):
             reader(stack(), filter_fqns=["no such layer", "head"])
 
 
@@ -89,7 +89,7 @@ def test_every_parameter_is_counted_once_with_a_reason() -> None:
 def test_a_converted_model_has_its_own_recipe() -> None:
     model = fp8rs.convert_to_float8_training(stack(), recipe="mxfp8")
     assert fp8rs.report(model).recipe == fp8rs.MXFP8BlockScaling()
-    with pytest.raises(ValueError, match="is an FP8 layer already, with recipe MXFP8"):
+    with pytest.raises(ValueError, match="is already an FP8 layer, with recipe MXFP8"):
         fp8rs.report(model, recipe="block")
 
 
@@ -239,7 +239,7 @@ def test_one_rank_sends_nothing() -> None:
         (
             {"fp8_weights": True, "enable_fsdp_float8_all_gather": False},
             ValueError,
-            "does not go with fp8_weights=True",
+            "cannot be combined with fp8_weights=True",
         ),
         ({"optimizer": True}, TypeError, "optimizer must be a name or a number"),
     ],

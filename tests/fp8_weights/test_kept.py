@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import fp8rs
 from distributed import ranks
 from distributed.models import HIDDEN, RECIPES, batch, linears, make, recipes, shard, shardings
-from fp8rs.convert.fp8_weights import high_precision_weight
+from fp8rs.convert.fp8_weights import dequantize_weight
 from fp8rs.fsdp import at_rest
 from fp8rs.fsdp.shard_spec import shard_spec
 from fp8rs.optim import AdamW
@@ -192,7 +192,7 @@ def test_hooks_of_a_weights_gradient_run_on(recipe, back):
     after = weight.register_post_accumulate_grad_hook(lambda p: calls.append(p))
     fp8rs.convert_to_float8_training(layer, recipe=RECIPES[recipe], fp8_weights=True)
     if back:
-        high_precision_weight(layer)
+        dequantize_weight(layer)
     second = weight.register_hook(lambda grad: 0 * grad)
     layer(torch.randn(16, 64)).sum().backward()
     assert calls[0] == "hook" and calls[1] is weight and len(calls) == 2
