@@ -318,7 +318,9 @@ def test_fp8_weights_of_another_recipe_are_quantized_anew(before, recipe):
 
 def test_fp8_weights_of_another_recipe_are_refused_as_master_weights():
     model = weights_under_another_recipe("cpu", "rowwise")
-    with pytest.raises(ValueError, match=r"the weight of 0 is already FP8, in format 'row'.*fp8_weights=True"):
+    with pytest.raises(
+        ValueError, match=r"the weight of 0 is already FP8, in format 'row'.*fp8_weights=True"
+    ):
         convert(model, recipe="current")
     assert type(model[0]) is nn.Linear
 
@@ -684,7 +686,9 @@ def test_weights_that_cannot_be_replaced(held):
     handle = model.head.register_forward_pre_hook(lambda module, args: None)
     before = contents(model)
     what = model(torch.arange(3)).sum() if held == "loss" else weakref.ref(model.head.weight)
-    with pytest.raises(RuntimeError, match="cannot become FP8 in place while something holds its tensor"):
+    with pytest.raises(
+        RuntimeError, match="cannot become FP8 in place while something holds its tensor"
+    ):
         convert_to_float8_training(model, fp8_weights=True)
     assert contents(model) == before
     if held == "loss":
