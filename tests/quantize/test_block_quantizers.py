@@ -75,7 +75,7 @@ def test_bytes(device, kind, fp8_dtype, rowwise, columnwise, dtype, shape):
 def test_classes(device, kind):
     quantizer = make(kind)
     t = quantizer(data(device, 40, 70))
-    mx = isinstance(quantizer, MX)
+    mx = quantizer.format.microscaled
     assert type(t) is (fp8rs.MXFP8Tensor if mx else fp8rs.Float8Tensor)
     assert str(quantizer.format.block) in repr(quantizer)
     assert quantizer.format.name in repr(t)
