@@ -1,7 +1,7 @@
-"""Load the files of inference servers into a model that trains, sharded or not.
+"""Load checkpoints of inference servers into a model for training, sharded or not.
 
-`load` first compares names, shapes and formats on all ranks. It then reads and writes one tensor at
-a time, of which each rank reads its own part.
+`load` first compares names, shapes and formats on all ranks. It then loads one tensor at a time.
+Each rank reads its own part of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .stored import ACTIVATION_SCALES, CODES, HIGH_PRECISION, Part, Scales, Stor
 
 _log = logging.getLogger("fp8rs")
 
-#: How many names of one kind an error lists.
+#: The number of names of one kind that an error lists.
 LISTED = 10
 
 
@@ -39,7 +39,7 @@ class Loaded:
     Attributes:
         missing_keys: parameters and buffers of the model that the files do not contain.
         unexpected_keys: tensors of the files that the model does not have on any rank.
-        exact: FP8 weights that took over the codes and scales in the files.
+        exact: FP8 weights that have the codes and scales of the files.
         quantized: the other FP8 weights, which were quantized from the values in the files.
     """
 
@@ -55,9 +55,9 @@ class Target:
 
     Attributes:
         tensor: the parameter or buffer.
-        layer: the converted layer whose weight it is, if it is one.
-        names: its names in the unconverted model; several if it is tied.
-        stored: its name in the files; "" if they do not contain it.
+        layer: the converted layer that the tensor is the weight of, or None.
+        names: its names in the unconverted model. A tied parameter has several.
+        stored: its name in the files, or "" if they do not contain it.
     """
 
     tensor: Tensor
@@ -67,7 +67,7 @@ class Target:
 
     @property
     def part(self) -> Part:
-        """Where this rank's part begins, and its size."""
+        """The start and the size of this rank's part."""
         tensor: Any = self.tensor
         if not is_distributed(tensor):
             return (0,) * tensor.dim(), tuple(tensor.shape)
@@ -78,7 +78,7 @@ class Target:
 
     @property
     def fp8_weight(self) -> QuantizedTensor | None:
-        """This rank's part of an FP8 weight; None for any other tensor."""
+        """This rank's part of an FP8 weight, or None for other tensors."""
         local = own_part(self.tensor)
         return local if isinstance(local, QuantizedTensor) else None
 
@@ -88,11 +88,11 @@ class Report:
     """Findings of one rank before anything is written.
 
     Attributes:
-        error: raised while the files were opened or compared.
-        names: of all targets.
+        error: the error that was raised while the files were opened or compared.
+        names: names of all targets.
         missing: names of targets that the files do not contain.
-        scales: names of tensors of scales that are used.
-        fp8: names of FP8 weights, and whether this rank can take over their codes and scales.
+        scales: names of the tensors of scales that are used.
+        fp8: for the name of each FP8 weight, whether this rank can load codes and scales.
     """
 
     error: Exception | None = None
@@ -106,33 +106,33 @@ def load(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = 
     """Load a safetensors checkpoint, FP8 or not, into a model for training.
 
     All ranks call it, before or after ``fully_shard``. Each rank reads only its own part of each
-    tensor. Supported files are those of `save_pretrained`, of DeepSeek (``weight_scale_inv``) and
-    of compressed-tensors (``weight_scale``; per tensor, per row, in blocks, MXFP8), and files in
-    high precision.
+    tensor. Supported are the files of `save_pretrained`, of DeepSeek (``weight_scale_inv``), of
+    compressed-tensors (``weight_scale`` per tensor, row or block, and MXFP8), and files in high
+    precision.
 
     Master weights and unconverted layers get the dequantized values, rounded once to the
-    parameter's dtype. FP8 weights get the codes and scales of the files if these are in the format
-    of the recipe's weights, and otherwise the dequantized values, quantized once. The return value
-    says which. Histories of delayed scaling start again.
+    parameter's dtype. FP8 weights get the codes and scales of the files if these have the format of
+    the recipe's weights. Otherwise they get the dequantized values, quantized once. The return
+    value lists both kinds. Histories of delayed scaling are reset.
 
     Args:
-        model: converted or not, on a real device: call ``to_empty`` first if it is on the meta
-            device. Buffers that no file contains (``persistent=False``) keep their values.
-        directory: with model.safetensors, or model.safetensors.index.json and the files that it
-            names, and with config.json if there is one.
-        strict: raise an error if names are missing or unexpected. A tied weight is there if the
-            files have one of its names.
+        model: the model, converted or not. If it is on the meta device, call ``to_empty`` first.
+            Buffers with ``persistent=False`` keep their values.
+        directory: contains model.safetensors, or model.safetensors.index.json and its files, and
+            optionally config.json.
+        strict: raise an error if names are missing or unexpected. A tied weight is not missing if
+            the files have one of its names.
 
     Returns:
-        Missing and unexpected keys, and the FP8 weights that were taken over exactly.
+        Missing and unexpected keys, and the FP8 weights that were loaded exactly.
 
     Raises:
         ImportError: safetensors is not installed.
-        OSError: the directory or a file of it is missing or damaged.
+        OSError: the directory or one of its files is missing or damaged.
         TypeError: ``model`` is not a module.
-        ValueError: the files have a quantization format that is not supported, lack scales, have
-            other names or shapes, or a tensor of the model is on the meta device. In all of these
-            cases nothing was written, and every rank raises.
+        ValueError: the quantization format of the files is not supported, scales are missing, names
+            or shapes differ, or a tensor of the model is on the meta device. Every rank raises, and
+            nothing was written.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -153,7 +153,7 @@ def load(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = 
     loaded = summary(stored, reports)
     if strict and (loaded.missing_keys or loaded.unexpected_keys):
         raise ValueError(
-            f"{directory} does not fit the model, and nothing was loaded. Pass strict=False to "
+            f"{directory} does not match the model, and nothing was loaded. Pass strict=False to "
             "load the names that both have"
             + listed("missing in the files", loaded.missing_keys)
             + listed("unexpected in the files", loaded.unexpected_keys)
@@ -163,7 +163,7 @@ def load(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = 
         if target.stored:
             write(stored, target, target.names[0] in exact)
     _log.info(
-        "%s: loaded. Of %d FP8 weights, %d were taken over exactly and %d were quantized",
+        "%s: loaded. Of %d FP8 weights, %d were loaded exactly and %d were quantized",
         directory,
         len(loaded.exact) + len(loaded.quantized),
         len(loaded.exact),
@@ -172,11 +172,11 @@ def load(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = 
     return loaded
 
 
-# --- what is there -------------------------------------------------------------------------------
+# --- comparison ----------------------------------------------------------------------------------
 
 
 def targets(model: nn.Module) -> list[Target]:
-    """The parameters and persistent buffers of a model, each once.
+    """Return the parameters and persistent buffers of a model, each once.
 
     Raises:
         ValueError: one is on the meta device.
@@ -211,7 +211,7 @@ def compare(stored: Stored, found: Iterable[Target], report: Report) -> None:
     """Compare the files with this rank's tensors.
 
     Raises:
-        ValueError: some do not fit; the message lists them.
+        ValueError: some tensors do not match. The message lists them.
     """
     problems = []
     for target in found:
@@ -229,18 +229,18 @@ def compare(stored: Stored, found: Iterable[Target], report: Report) -> None:
             if len(names) > 1:
                 check_ties(stored, target, names)
             if target.fp8_weight is not None:
-                report.fp8[target.names[0]] = takes(stored, target)
+                report.fp8[target.names[0]] = has_weight_format(stored, target)
         except ValueError as error:
             problems.append(f"{names[0]}: {error}")
     if problems:
         raise ValueError(
-            f"{stored.directory} does not fit the model, and nothing was loaded"
+            f"{stored.directory} does not match the model, and nothing was loaded"
             + listed("these tensors differ", problems)
         )
 
 
 def check(stored: Stored, target: Target, name: str) -> None:
-    """Raise ValueError if a tensor of the files cannot be loaded into one of the model."""
+    """Raise ValueError if a tensor of the files cannot be loaded into the model's."""
     tensor, shape, dtype = target.tensor, stored.shape(name), stored.dtype(name)
     if shape != tuple(tensor.shape):
         raise ValueError(f"shape {shape} in the files, {tuple(tensor.shape)} in the model")
@@ -252,7 +252,7 @@ def check(stored: Stored, target: Target, name: str) -> None:
 
 
 def check_ties(stored: Stored, target: Target, names: list[str]) -> None:
-    """Raise ValueError if files have different values for the names of a tied parameter."""
+    """Raise ValueError if the files have different values for the names of a tied parameter."""
     first, *others = (stored.read_values(n, target.part, torch.device("cpu")) for n in names)
     for name, values in zip(names[1:], others, strict=True):
         if not torch.equal(first, values):
@@ -262,8 +262,8 @@ def check_ties(stored: Stored, target: Target, names: list[str]) -> None:
             )
 
 
-def takes(stored: Stored, target: Target) -> bool:
-    """Whether the codes and scales of the files are in the format of this rank's FP8 weight."""
+def has_weight_format(stored: Stored, target: Target) -> bool:
+    """Return whether the files have codes and scales in the format of this rank's FP8 weight."""
     weight = target.fp8_weight
     if weight is None or weight._store.owner is None or not stored.is_fp8(target.stored):
         return False
@@ -285,14 +285,14 @@ def takes(stored: Stored, target: Target) -> bool:
 
 
 def shares_scales(stored: Stored, scales: Scales, target: Target) -> bool:
-    """Whether all rows of each 32x32 block that this rank's part touches have one scale."""
+    """Return whether each 32x32 block that overlaps this rank's part has one scale."""
     begin, size = whole_blocks(target)
     own = stored.read_scales(scales, (begin, size)).view(torch.uint8)
     return torch.equal(own[::32].repeat_interleave(32, 0)[: size[0]], own)
 
 
 def whole_blocks(target: Target) -> Part:
-    """This rank's part, with all rows of the 32x32 blocks that it touches."""
+    """Return this rank's part, extended to whole rows of 32x32 blocks."""
     begin, size = target.part
     start = begin[0] // 32 * 32 if size[0] else begin[0]
     stop = min(-(-(begin[0] + size[0]) // 32) * 32, target.tensor.shape[0])
@@ -300,7 +300,7 @@ def whole_blocks(target: Target) -> Part:
 
 
 def on_all_ranks(report: Report) -> list[Report]:
-    """The reports of all ranks, by rank."""
+    """Return the reports of all ranks, by rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [report]
     reports: list[Any] = [None] * dist.get_world_size()
@@ -325,7 +325,7 @@ def summary(stored: Stored, reports: list[Report]) -> Loaded:
 
 
 def listed(what: str, names: list[str]) -> str:
-    """A list of names for an error; "" if there are none."""
+    """Return a list of names for an error, or "" if there are none."""
     if not names:
         return ""
     more = [f"and {len(names) - LISTED} more"] if len(names) > LISTED else []
@@ -341,16 +341,16 @@ def write(stored: Stored, target: Target, exact: bool) -> None:
     tensor, local = target.tensor, own_part(target.tensor)
     if (layer := target.layer) is not None:
         buffers.begin_anew(layer, layer._fp8_state.delayed)
-    # The columnwise plane of 1x32 blocks is not in the files: it is quantized from the values.
+    # With 1x32 blocks, the files lack the columnwise plane. It is quantized from the values.
     if not exact or cast(QuantizedTensor, local).format is MX_1X32:
         values = stored.read_values(target.stored, target.part, local.device)
         tensor.copy_(dtensor_like(tensor, values) if is_distributed(tensor) else values)
     if exact:
-        take(stored, target)
+        write_codes(stored, target)
 
 
-def take(stored: Stored, target: Target) -> None:
-    """Load the codes and scales of an FP8 weight as they are."""
+def write_codes(stored: Stored, target: Target) -> None:
+    """Load the codes and scales of an FP8 weight unchanged."""
     weight, parts = target.fp8_weight, parts_of(target.tensor)
     assert weight is not None and parts is not None
     scales = stored.scales(target.stored)
