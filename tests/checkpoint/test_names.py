@@ -317,7 +317,7 @@ def test_a_checkpoint_of_another_recipe_is_refused_in_one_short_message(rig, kep
             saved |= Optimizer(model, optimizer).state_dict()["state"]
         left = 3 * sum(name.endswith(".fp8_scale") for name in saved)
         left += sum("scale" in value for value in saved.values() if isinstance(value, dict))
-        assert f"In the checkpoint, and not in the state of any rank ({left}):" in message
+        assert f"In the checkpoint, but not in the state of any rank ({left}):" in message
         assert "histories of delayed scaling" in message
         needs_recipe = recipe == "block" and kept == FP8
         assert ("converted with the recipe" in message) == needs_recipe, message
