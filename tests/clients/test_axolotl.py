@@ -89,7 +89,7 @@ def test_adapters_come_after_the_conversion(manager):
 
 @pytest.mark.parametrize("key", ["fp8", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"])
 def test_keys_that_contradict_it_are_errors(manager, key):
-    with pytest.raises(ValueError, match=f"{key}: true does not go with Float8Plugin"):
+    with pytest.raises(ValueError, match=f"{key}: true cannot be combined with Float8Plugin"):
         manager.pre_model_load(DictDefault({key: True}))
 
 

@@ -44,10 +44,16 @@ def test_a_part_that_is_not_there_is_an_error():
     from fp8rs.integrations.lightning import Float8Callback
 
     module = lightning.LightningModule()
-    with pytest.raises(ValueError, match=r"LightningModule\.model is missing, .* configure_model"):
+    with pytest.raises(
+        ValueError,
+        match=r"LightningModule\.model must be a module .*, not NoneType\..* configure_model",
+    ):
         Float8Callback().setup(None, module, "fit")
     module.net = nn.LayerNorm(8)
-    with pytest.raises(ValueError, match=r"LightningModule\.net is a LayerNorm, .* module="):
+    with pytest.raises(
+        ValueError,
+        match=r"LightningModule\.net must be a module .*, not LayerNorm\..* submodule as module",
+    ):
         Float8Callback(module="net").setup(None, module, "fit")
 
 
