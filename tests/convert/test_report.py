@@ -321,8 +321,8 @@ def test_the_command_line_reports_on_fp8_weights(
     ("script_name", "text"),
     [
         ("{}:nothing", "Name one of its own after a colon: model, huge, number"),
-        ("{}:number", r"number\(\) gives int, not a torch.nn.Module"),
-        ("nowhere.py", "there is no file nowhere.py"),
+        ("{}:number", r"number\(\) returns int, not a torch.nn.Module"),
+        ("nowhere.py", "file nowhere.py does not exist"),
     ],
 )
 def test_a_script_that_cannot_be_used_is_an_error_that_says_why(

@@ -68,7 +68,7 @@ def test_what_is_no_model_is_an_error_of_one_line(
 ) -> None:
     assert main(["report", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"fp8rs report: there is no file {tmp_path}, and ")
+    assert line.startswith(f"fp8rs report: file {tmp_path} does not exist, and ")
 
 
 def test_type_checkers_know_every_recipes_name() -> None:

@@ -196,17 +196,31 @@ def test_a_module_is_taken_as_well_as_what_makes_one(
     [
         (
             "of_width",
-            ["a_script.py:of_width: of_width needs arguments", "'width'", "What works is"],
+            [
+                "a_script.py:of_width: of_width requires arguments",
+                "'width'",
+                "Name a torch.nn.Module",
+            ],
         ),
         (
             "fails",
-            ["fails(), called", "raises RuntimeError: no such weights (line 12)", "What works"],
+            [
+                "fails(), called",
+                "raises RuntimeError: no such weights (line 12)",
+                "Name a torch.nn.Module",
+            ],
         ),
         (
             "ends",
             ["a_script.py:ends: ends(), called on the meta device, raises SystemExit (line 16)"],
         ),
-        ("nothing", ["no module 'nothing'", "after a colon: model, of_width, fails, ends, Layer"]),
+        (
+            "nothing",
+            [
+                "no model or function 'nothing'",
+                "after a colon: model, of_width, fails, ends, Layer",
+            ],
+        ),
     ],
 )
 def test_what_makes_no_model_is_an_error_of_one_line(
@@ -232,7 +246,7 @@ def test_a_script_that_raises_is_an_error_of_one_line(
     assert main(["report", f"{script}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
-    assert 'Put under if __name__ == "__main__" what the model does not need' in line
+    assert 'Move code that the model does not need under if __name__ == "__main__"' in line
 
 
 def test_a_name_to_leave_out_that_no_layer_has_is_warned_of(script: Path) -> None:
