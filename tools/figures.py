@@ -1,8 +1,8 @@
-"""Draw the pictures of pages in docs/figures/: python tools/figures.py (needs matplotlib)
+"""Draw docs/figures/*.svg: python tools/figures.py (requires matplotlib)
 
-speed.svg is drawn from the table in README.md, whose figures are those of benches/RESULTS.md.
-weight.svg and step.svg show what docs/weight.md and docs/fsdp2.md describe. linear_shapes.svg is
-drawn where linear_shapes.json lies beside it, which benches/linear_shapes.py --json has written.
+speed.svg shows the table in README.md, whose numbers come from benches/RESULTS.md. weight.svg and
+step.svg illustrate docs/weight.md and docs/fsdp2.md. linear_shapes.svg shows linear_shapes.json in
+the same folder, if benches/linear_shapes.py --json has written it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HIGH, CODES, PLAIN = "#ffe0b2", "#c5cae9", "#eeeeee"
 
 
 def speeds(page: str) -> list[tuple[str, float, float]]:
-    """The rows of the README's first table: name, times bf16, GB gathered in a step."""
+    """Return rows of the README's first table: name, speedup over bf16, GB gathered per step."""
     table = page.split("| times bf16 |", 1)[1].split("\n\n", 1)[0]
     found = []
     for line in table.splitlines()[2:]:
@@ -35,7 +35,7 @@ def speeds(page: str) -> list[tuple[str, float, float]]:
 
 
 def draw_speeds(path: Path) -> None:
-    """Bars of the README's first table."""
+    """Draw the README's first table as bars."""
     rows = speeds((ROOT / "README.md").read_text())
     names = [name for name, _, _ in rows]
     colours = [OURS if name.startswith("fp8rs") else OTHERS for name in names]
@@ -56,10 +56,10 @@ def draw_speeds(path: Path) -> None:
 
 
 def draw_shapes(measured: dict[str, Any], path: Path) -> None:
-    """How many times as fast as in bf16 a layer is, by the shape of its GEMMs and its recipe."""
+    """Draw a layer's speedup over bf16, by the shape of its GEMMs and its recipe."""
     rows = measured["rows"]
     groups = list(dict.fromkeys(row["group"] for row in rows))
-    # A line for each shape, and an empty one between groups.
+    # One line per shape, and an empty line between groups.
     lines = [n + groups.index(row["group"]) for n, row in enumerate(rows)]
     figure = Figure(figsize=(10, 1.4 + 0.3 * len(rows)), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
@@ -84,7 +84,7 @@ def draw_shapes(measured: dict[str, Any], path: Path) -> None:
 
 
 def canvas(width: float, height: float) -> tuple[Figure, Axes]:
-    """A sheet without axes, in inches."""
+    """Return a figure without axes. The size is in inches."""
     figure = Figure(figsize=(width, height))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, width), ylim=(0, height))
@@ -93,7 +93,7 @@ def canvas(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def box(axes: Axes, x: float, y: float, text: str, colour: str, width: float = 1.9) -> None:
-    """A box with its text, around a point."""
+    """Draw a box with text, centered at a point."""
     style = {"boxstyle": "round,pad=0.05", "facecolor": colour, "edgecolor": "#555555"}
     patch = matplotlib.patches.FancyBboxPatch((x - width / 2, y - 0.32), width, 0.64, **style)
     axes.add_patch(patch)
@@ -101,14 +101,14 @@ def box(axes: Axes, x: float, y: float, text: str, colour: str, width: float = 1
 
 
 def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], text: str = "") -> None:
-    """An arrow, with a word above its middle."""
+    """Draw an arrow, with text above its middle."""
     axes.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": "#333333"})
     middle = (start[0] + end[0]) / 2, (start[1] + end[1]) / 2 + 0.1
     axes.text(*middle, text, ha="center", va="bottom", fontsize=8, color="#333333")
 
 
 def draw_weight(path: Path) -> None:
-    """One weight from the optimizer's shard to the GEMMs and back."""
+    """Draw the path of a weight from the optimizer's shard to the GEMMs and back."""
     figure, axes = canvas(10, 3.4)
     for x, y, text, colour in (
         (1.1, 2.6, "shard\nfp32, 4 B an element", HIGH),
@@ -133,7 +133,7 @@ def draw_weight(path: Path) -> None:
 
 
 def draw_step(path: Path) -> None:
-    """What goes over the link, and when, in a step of three units."""
+    """Draw the timeline of communication and computation in a step with three units."""
     figure, axes = canvas(10, 3.6)
     lanes = {"link,\nin": 2.7, "GPU": 1.8, "link,\nout": 0.9}
     for name, y in lanes.items():
@@ -163,8 +163,8 @@ def draw_step(path: Path) -> None:
 
 
 def main() -> None:
-    """Draws all."""
-    matplotlib.rcParams["svg.hashsalt"] = "fp8rs"  # the same bytes each time
+    """Draw all figures."""
+    matplotlib.rcParams["svg.hashsalt"] = "fp8rs"  # for reproducible bytes
     draw_speeds(OUT / "speed.svg")
     draw_weight(OUT / "weight.svg")
     draw_step(OUT / "step.svg")
