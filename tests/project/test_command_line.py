@@ -99,7 +99,7 @@ def test_a_benchmark_for_gpus_says_so_at_once(
     monkeypatch.setattr(end_to_end, "launch", lambda *_: pytest.fail("something was trained"))
     monkeypatch.setattr(sys, "argv", ["end_to_end.py", "--device", "cpu"])
     assert end_to_end.main() == 2
-    assert "for GPUs" in capsys.readouterr().err
+    assert "requires a GPU" in capsys.readouterr().err
 
 
 def test_the_end_to_end_benchmark_sums_what_communicates(
