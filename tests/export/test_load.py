@@ -598,7 +598,7 @@ def test_files_that_are_not_there_or_damaged_are_named(tmp_path):
     ):
         load(model, tmp_path)
     second.unlink()
-    with pytest.raises(FileNotFoundError, match=r"files that are not there: model-00002-of-00003"):
+    with pytest.raises(FileNotFoundError, match=r"missing files: model-00002-of-00003"):
         load(model, tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):

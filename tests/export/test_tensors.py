@@ -204,7 +204,7 @@ def test_arguments_that_cannot_be_are_named(arguments, error, said):
 
 def test_a_layer_that_does_not_fit_is_named_before_anything_is_given():
     model = odd()
-    with pytest.raises(ValueError, match="down has 150 input features; in format 'mxfp8'"):
+    with pytest.raises(ValueError, match="down has 150 input features, but format 'mxfp8'"):
         tensors(model, "mxfp8")
 
 
@@ -348,7 +348,7 @@ def test_a_dtype_wider_than_what_the_policy_gathers_is_refused(rig):
     model = make((64,), recipe="current", device=rig.device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     shard(model, rig, mp_policy=policy)
-    with pytest.raises(ValueError, match=r"dtype is torch\.float32, but head\.bias, stored in"):
+    with pytest.raises(ValueError, match=r"dtype is torch\.float32, but .* gathers head\.bias in"):
         exported(model, "fp8-tensor", dtype=torch.float32)
     wanted = exported(make((64,), recipe="current"), "fp8-tensor")
     assert_same(exported(model, "fp8-tensor"), wanted)
