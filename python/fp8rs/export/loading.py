@@ -84,7 +84,7 @@ class Target:
 
 
 @dataclass
-class Report:
+class RankFindings:
     """Findings of one rank before anything is written.
 
     Attributes:
@@ -136,21 +136,21 @@ def load(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = 
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    report, stored, found = Report(), None, []
+    findings, stored, found = RankFindings(), None, []
     try:
         stored = Stored(directory)
         found = targets(model)
-        compare(stored, found, report)
+        compare(stored, found, findings)
     except Exception as error:
-        report.error = error
-    reports = on_all_ranks(report)
-    if report.error is not None:
-        raise report.error
-    for rank, other in enumerate(reports):
+        findings.error = error
+    all_findings = on_all_ranks(findings)
+    if findings.error is not None:
+        raise findings.error
+    for rank, other in enumerate(all_findings):
         if other.error is not None:
             raise type(other.error)(f"rank {rank}: {other.error}")
     assert stored is not None
-    loaded = summary(stored, reports)
+    loaded = summary(stored, all_findings)
     if strict and (loaded.missing_keys or loaded.unexpected_keys):
         raise ValueError(
             f"{directory} does not match the model, and nothing was loaded. Pass strict=False to "
@@ -207,7 +207,7 @@ def targets(model: nn.Module) -> list[Target]:
     return list(found.values())
 
 
-def compare(stored: Stored, found: Iterable[Target], report: Report) -> None:
+def compare(stored: Stored, found: Iterable[Target], findings: RankFindings) -> None:
     """Compare the files with this rank's tensors.
 
     Raises:
@@ -215,21 +215,21 @@ def compare(stored: Stored, found: Iterable[Target], report: Report) -> None:
     """
     problems = []
     for target in found:
-        report.names += target.names
+        findings.names += target.names
         names = [name for name in target.names if name in stored]
         if not names:
-            report.missing.append(target.names[0])
+            findings.missing.append(target.names[0])
             continue
         target.stored = names[0]
         try:
             for name in names:
                 check(stored, target, name)
                 if stored.is_fp8(name):
-                    report.scales.append(stored.scales(name).name)
+                    findings.scales.append(stored.scales(name).name)
             if len(names) > 1:
                 check_ties(stored, target, names)
             if target.fp8_weight is not None:
-                report.fp8[target.names[0]] = has_weight_format(stored, target)
+                findings.fp8[target.names[0]] = has_weight_format(stored, target)
         except ValueError as error:
             problems.append(f"{names[0]}: {error}")
     if problems:
@@ -299,25 +299,25 @@ def whole_blocks(target: Target) -> Part:
     return (start, begin[1]), (stop - start if size[0] else 0, size[1])
 
 
-def on_all_ranks(report: Report) -> list[Report]:
-    """Return the reports of all ranks, by rank."""
+def on_all_ranks(findings: RankFindings) -> list[RankFindings]:
+    """Return the findings of all ranks, by rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [report]
-    reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, report)
-    return reports
+        return [findings]
+    all_findings: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_findings, findings)
+    return all_findings
 
 
-def summary(stored: Stored, reports: list[Report]) -> Loaded:
-    """Combine the reports of all ranks. Ranks may have different parts of a model."""
-    known = {name for r in reports for name in (*r.names, *r.scales)}
+def summary(stored: Stored, all_findings: list[RankFindings]) -> Loaded:
+    """Combine the findings of all ranks. Ranks may have different parts of a model."""
+    known = {name for r in all_findings for name in (*r.names, *r.scales)}
     unexpected = [
         name for name in stored.files if name not in known and not name.endswith(ACTIVATION_SCALES)
     ]
-    fp8 = dict.fromkeys(name for r in reports for name in r.fp8)
-    exact = [name for name in fp8 if all(r.fp8.get(name, True) for r in reports)]
+    fp8 = dict.fromkeys(name for r in all_findings for name in r.fp8)
+    exact = [name for name in fp8 if all(r.fp8.get(name, True) for r in all_findings)]
     return Loaded(
-        missing_keys=list(dict.fromkeys(name for r in reports for name in r.missing)),
+        missing_keys=list(dict.fromkeys(name for r in all_findings for name in r.missing)),
         unexpected_keys=sorted(unexpected),
         exact=exact,
         quantized=[name for name in fp8 if name not in set(exact)],
