@@ -1,4 +1,6 @@
-"""Train with torchtitan: torchrun --nproc-per-node 2 examples/torchtitan_llama.py --recipe current
+"""Train with torchtitan 0.3.
+
+torchrun --nproc-per-node 2 examples/torchtitan_llama.py --recipe current
 
 ``llama3_debugmodel_fp8rs`` also works with torchtitan's launcher:
 torchrun ... -m torchtitan.train --module examples.torchtitan_llama --config llama3_debugmodel_fp8rs

@@ -1,4 +1,6 @@
-"""Draw docs/figures/*.svg: python tools/figures.py (requires matplotlib)
+"""Draw docs/figures/*.svg.
+
+    python tools/figures.py   # requires matplotlib
 
 speed.svg shows the table in README.md, whose numbers come from benches/RESULTS.md. weight.svg and
 step.svg illustrate docs/weight.md and docs/fsdp2.md. linear_shapes.svg shows linear_shapes.json in
