@@ -19,7 +19,7 @@ import fp8rs
 from distributed.models import same_bytes
 from fp8rs import checkpoint
 from fp8rs.checkpoint import CheckpointError, Model, Optimizer
-from fp8rs.checkpoint.files import damage, parse_metadata
+from fp8rs.checkpoint.files import find_damage, parse_metadata
 from fp8rs.optim import AdamW
 
 #: CPython's unpickler says this of itself where a damaged length ends a read early.
@@ -130,7 +130,7 @@ def test_metadata_calls_nothing_of_its_choice(tmp_path):
 
 def check_read(data, length, value):
     """Check that torch reads the value, or that the bytes are recognized as damaged."""
-    if damage(data, length) is None:
+    if find_damage(data, length) is None:
         try:
             read = torch.load(io.BytesIO(data), weights_only=True)
         except RuntimeError:  # of a header that zipfile does not read
@@ -147,7 +147,7 @@ def stored_tensor():
 @PARSES
 def test_a_tensors_bytes_are_those_that_were_written_or_damaged(inputs):
     data, value = stored_tensor()
-    assert damage(data, len(data)) is None
+    assert find_damage(data, len(data)) is None
     each(inputs, data, lambda found: check_read(found, len(data), value))
 
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from fp8rs._torch import own_part
 
-from .files import Reader, Writer, mapped
+from .files import Reader, Writer, map_local
 from .plans import ABSENT, LoadPlanner, MismatchError, SavePlanner
 
 
@@ -67,7 +67,7 @@ def save(
             removed.
     """
     writer = Writer(directory)
-    with _clear_errors(f"{directory} was not saved", writer):
+    with _checkpoint_errors(f"{directory} was not saved", writer):
         state_dict_saver.save(
             state, storage_writer=writer, planner=SavePlanner(), process_group=process_group
         )
@@ -91,14 +91,14 @@ def async_save(
     writer = Writer(directory)
     what = f"{directory} was not saved"
     done: Future[None] = Future()
-    with _clear_errors(what, writer):
+    with _checkpoint_errors(what, writer):
         saving: Any = state_dict_saver.async_save(
             state, storage_writer=writer, planner=SavePlanner(), process_group=process_group
         )
 
     def finish(saved: Future[Any]) -> None:
         try:
-            with _clear_errors(what, writer):
+            with _checkpoint_errors(what, writer):
                 saved.result()
             done.set_result(None)
         except Exception as error:
@@ -143,8 +143,8 @@ def load(
     """
     reader = Reader(directory)
     live = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state.items()}
-    read = mapped(live, lambda t: torch.empty_like(t, device="cpu"), str)
-    with _clear_errors(f"{directory} was not loaded"):
+    read = map_local(live, lambda t: torch.empty_like(t, device="cpu"), str)
+    with _checkpoint_errors(f"{directory} was not loaded"):
         state_dict_loader.load(
             read,
             storage_reader=reader,
@@ -155,7 +155,7 @@ def load(
         for key, value in state.items():
             if read[str(key)] is ABSENT:
                 continue
-            written = _written(live[key], read[str(key)], keep=not isinstance(value, Stateful))
+            written = _write(live[key], read[str(key)], keep=not isinstance(value, Stateful))
             if isinstance(value, Stateful):
                 live[key] = written
             else:
@@ -165,7 +165,7 @@ def load(
             value.load_state_dict(live[key])
 
 
-def _written(live: Any, read: Any, keep: bool) -> Any:
+def _write(live: Any, read: Any, keep: bool) -> Any:
     """Write loaded values to the tensors and containers of a state, and return the new state.
 
     Args:
@@ -175,14 +175,14 @@ def _written(live: Any, read: Any, keep: bool) -> Any:
             entries that are not in the checkpoint.
     """
     if isinstance(live, dict) and isinstance(read, dict):
-        found = {k: _written(v, read[str(k)], keep) for k, v in live.items() if str(k) in read}
+        found = {k: _write(v, read[str(k)], keep) for k, v in live.items() if str(k) in read}
         if not keep:
             return found
         for k, v in found.items():
             live[k] = v  # Counter.update would add the values
         return live
     if isinstance(live, list) and isinstance(read, list) and len(live) == len(read):
-        return [v if r is ABSENT else _written(v, r, keep) for v, r in zip(live, read, strict=True)]
+        return [v if r is ABSENT else _write(v, r, keep) for v, r in zip(live, read, strict=True)]
     if isinstance(read, Tensor) and isinstance(live, Tensor) and read.dtype == live.dtype:
         own_part(live).copy_(own_part(read))
         return live
@@ -190,7 +190,7 @@ def _written(live: Any, read: Any, keep: bool) -> Any:
 
 
 @contextmanager
-def _clear_errors(what: str, writer: Writer | None = None) -> Iterator[None]:
+def _checkpoint_errors(what: str, writer: Writer | None = None) -> Iterator[None]:
     """Raise a `CheckpointError` for DCP's error, and remove the written files."""
     try:
         with warnings.catch_warnings():

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from fp8rs._torch import fsspec_file_system, is_distributed, own_part
 from fp8rs.storage import locate
 
-from .parts import like
+from .parts import distribute_like
 
 METADATA = ".metadata"
 
@@ -43,7 +43,7 @@ class DamagedError(ValueError):
     """A file of a checkpoint is missing, truncated or damaged."""
 
 
-def mapped(value: Any, function: Any, key: Any = lambda k: k) -> Any:
+def map_local(value: Any, function: Any, key: Any = lambda k: k) -> Any:
     """Apply a function to this rank's part of each tensor in a state.
 
     Args:
@@ -52,15 +52,15 @@ def mapped(value: Any, function: Any, key: Any = lambda k: k) -> Any:
         key: called with the keys of dictionaries that DCP flattens. DCP does not flatten tuples.
     """
     if isinstance(value, dict):
-        return {key(name): mapped(item, function, key) for name, item in value.items()}
+        return {key(name): map_local(item, function, key) for name, item in value.items()}
     if type(value) is list:
-        return [mapped(item, function, key) for item in value]
+        return [map_local(item, function, key) for item in value]
     if type(value) is tuple:
-        return tuple(mapped(item, function) for item in value)
+        return tuple(map_local(item, function) for item in value)
     if not isinstance(value, Tensor):
         return value
     own = function(own_part(value).detach())
-    return like(value, own) if is_distributed(value) else own
+    return distribute_like(value, own) if is_distributed(value) else own
 
 
 class Writer(FileSystemWriter):
@@ -86,7 +86,7 @@ class Writer(FileSystemWriter):
     def stage(self, state_dict: Any) -> Any:
         """Copy the state of an asynchronous save to the CPU."""
         self.per_thread_copy_ahead = 0
-        return mapped(state_dict, lambda t: t.to("cpu", copy=True))
+        return map_local(state_dict, lambda t: t.to("cpu", copy=True))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Remove the files of an unfinished save.
@@ -215,7 +215,7 @@ class Reader(FileSystemReader):
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
         data = super()._slice_file(file, sinfo).read()
-        problem = damage(data, sinfo.length)
+        problem = find_damage(data, sinfo.length)
         if problem is not None:
             path = self.fs.concat_path(self.path, sinfo.relative_path)
             raise DamagedError(f"{path} is damaged: {problem}")
@@ -233,7 +233,7 @@ class Reader(FileSystemReader):
             raise DamagedError(f"a file of {self.path} cannot be read: {error}") from None
 
 
-def damage(data: bytes, length: int) -> str | None:
+def find_damage(data: bytes, length: int) -> str | None:
     """Return a description of damage to the bytes of one ``torch.save``, or None."""
     if len(data) != length:
         return f"it ends after {len(data)} of a tensor's {length} bytes"

@@ -63,7 +63,7 @@ class Codes(PlainPart):
     """
 
     #: The weight, of the same shape. High-precision values are written to it.
-    weight: Weight
+    weight: WeightRef
 
     @property
     def __create_chunk_list__(self) -> Any:
@@ -109,20 +109,20 @@ class Codes(PlainPart):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
-class Weight:
+class WeightRef:
     """Holds the weight of `Codes`. A staged copy has no weight."""
 
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Weight:
-        return Weight(None)
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightRef:
+        return WeightRef(None)
 
 
 def codes_of(weight: Any, codes: Tensor) -> Codes:
     """Return `Codes` over the memory of ``codes``, of the same shape as ``weight``."""
     made = codes.as_subclass(Codes)
-    made.weight = Weight(weight)
+    made.weight = WeightRef(weight)
     return made
 
 
@@ -164,7 +164,7 @@ class Part(PlainPart):
         return found
 
 
-def part(local: Tensor, begin: tuple[int, int], shared: tuple[int, int]) -> Part:
+def as_part(local: Tensor, begin: tuple[int, int], shared: tuple[int, int]) -> Part:
     """Return a `Part` over the memory of a tensor."""
     made = local.as_subclass(Part)
     made.begin, made.shared = begin, shared
@@ -178,7 +178,7 @@ def _for_other_process(value: PlainPart) -> Any:
     """
     plain = value.as_subclass(Tensor)
     if isinstance(value, Part):
-        return part, (plain, value.begin, value.shared)
+        return as_part, (plain, value.begin, value.shared)
     return reduce_tensor(plain)
 
 
@@ -186,13 +186,13 @@ for _kind in (Codes, Part):
     ForkingPickler.register(_kind, _for_other_process)
 
 
-def like(value: Tensor, local: Tensor) -> Tensor:
+def distribute_like(value: Tensor, local: Tensor) -> Tensor:
     """Return a tensor with the local tensor ``local`` that is distributed as ``value``."""
     if not is_distributed(value):
         return local
     own = own_part(value)
     if isinstance(own, Part):
-        local = part(local, own.begin, own.shared)
+        local = as_part(local, own.begin, own.shared)
     return dtensor_like(value, local)
 
 
@@ -241,12 +241,12 @@ def _tensors_of(value: Tensor, plane: Plane, transposed: bool) -> tuple[Tensor, 
     begin = start[0], start[1]
     if transposed:
         (rows, cols), begin = (cols, rows), begin[::-1]
-        whole = dtensor_like(value, part(codes, begin, (0, 0)), (rows, cols))
+        whole = dtensor_like(value, as_part(codes, begin, (0, 0)), (rows, cols))
     else:
         whole = dtensor_like(value, codes)
     if format.per_tensor:
         return whole, scale.view(())
     first = [b // n if n > 0 else 0 for b, n in zip(begin, format.block, strict=True)]
     shared = [int(n > 0) for n in plane.lead]
-    own = part(scale, (first[0], first[1]), (shared[0], shared[1]))
+    own = as_part(scale, (first[0], first[1]), (shared[0], shared[1]))
     return whole, dtensor_like(value, own, format.scale_shape(rows, cols))

@@ -26,7 +26,7 @@ from fp8rs.scaling.histories import BUFFERS
 from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from .parts import COLUMNWISE, SCALE, like
+from .parts import COLUMNWISE, SCALE, distribute_like
 
 #: Matches options of param groups. Pipeline stages save these under the same names.
 GROUP_OPTION = re.compile(r"\.param_groups\.\d+\.(?!params$)")
@@ -80,7 +80,7 @@ class SavePlanner(DefaultSavePlanner):
         """
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         refuse_quantized(self.state_dict)
-        refuse_foreign(self.state_dict)
+        refuse_unloadable(self.state_dict)
 
     def create_local_plan(self) -> SavePlan:
         """Plan this rank's writes, with the options of its param groups for the comparison."""
@@ -275,7 +275,7 @@ SAFE = (
 )
 
 
-def refuse_foreign(flat: dict[str, Any]) -> None:
+def refuse_unloadable(flat: dict[str, Any]) -> None:
     """Raise TypeError if a flat state has values that `load_safely` would refuse."""
     found = []
     for name, value in flat.items():
@@ -350,7 +350,7 @@ def _adapt(owner: dict[str, Any], path: str, key: Any, saved: dict[str, Any]) ->
         if weight in owner and there.properties.dtype in INPUT_DTYPES:
             codes = owner[weight]
             values = torch.empty_like(own_part(codes), dtype=there.properties.dtype)
-            owner[weight] = like(codes, values)
+            owner[weight] = distribute_like(codes, values)
             for suffix in (SCALE, COLUMNWISE, COLUMNWISE + SCALE):
                 owner.pop(weight + suffix, None)
 

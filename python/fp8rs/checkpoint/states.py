@@ -23,7 +23,7 @@ from fp8rs.nn.linear import Float8Linear
 from fp8rs.scaling.histories import BUFFERS, keep_local
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from .parts import SCALE, like, parts_of
+from .parts import SCALE, distribute_like, parts_of
 
 #: The name that ``fp8rs.optim`` gives to masters in a parameter's state.
 MASTER = "master"
@@ -60,7 +60,7 @@ class Model:
             parts = parts_of(value) if _is_fp8(value) else {"": value}
             if parts is None:
                 split.append(name)
-                parts = {"": like(value, own_part(value).dequantize())}
+                parts = {"": distribute_like(value, own_part(value).dequantize())}
             found.update((name + suffix, part) for suffix, part in parts.items())
         if split:
             warnings.warn(
@@ -92,7 +92,7 @@ class Model:
         }
         set_model_state_dict(self.model, plain, options=StateDictOptions(strict=False))
         for name, value in weights.items():
-            put(value, codes[name])
+            load_parts(value, codes[name])
         for name, layer in _layers_with_histories(self.model):
             if histories[name][0] is not None:
                 _load_histories(layer, histories[name])
@@ -165,7 +165,7 @@ def _layers_with_histories(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield name.removesuffix(".weight"), layer
 
 
-def put(value: Tensor, parts: dict[str, Tensor]) -> None:
+def load_parts(value: Tensor, parts: dict[str, Tensor]) -> None:
     """Write loaded codes and scales to an FP8 weight. All ranks call it."""
     weight: QuantizedTensor = own_part(value)
     for suffix, into in (parts_of(value) or {}).items():

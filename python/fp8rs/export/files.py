@@ -68,7 +68,7 @@ def save_pretrained(
     error: OSError | None = None
     try:
         if writes:
-            with Files(path, max_shard_bytes, save) as files:
+            with ExportWriter(path, max_shard_bytes, save) as files:
                 for name, tensor in each:
                     files.add(name, tensor)
                 files.finish(config)
@@ -116,10 +116,10 @@ def json_of(value: Any) -> str:
 
 
 #: Writes tensors to a file.
-Save = Callable[[dict[str, Tensor], Path], None]
+SaveFile = Callable[[dict[str, Tensor], Path], None]
 
 
-def safetensors_writer() -> Save:
+def safetensors_writer() -> SaveFile:
     """Return a function that writes tensors to a file. It raises OSError if the disk is full."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -133,7 +133,7 @@ def safetensors_writer() -> Save:
     return save
 
 
-class Files:
+class ExportWriter:
     """Writes the files of one export. `finish` replaces an earlier export.
 
     Args:
@@ -142,7 +142,7 @@ class Files:
         save: writes tensors to a local file.
     """
 
-    def __init__(self, directory: Path | str, max_bytes: int, save: Save) -> None:
+    def __init__(self, directory: Path | str, max_bytes: int, save: SaveFile) -> None:
         self._local, self._max_bytes, self._save = isinstance(directory, Path), max_bytes, save
         self._part: dict[str, Tensor] = {}
         self._part_bytes = self._total_bytes = 0
@@ -201,7 +201,7 @@ class Files:
     def _replace(self, new: str, name: str) -> None:
         self._store.mv(f"{self._new}/{new}", f"{self._directory}/{name}")
 
-    def __enter__(self) -> Files:
+    def __enter__(self) -> ExportWriter:
         return self
 
     def __exit__(self, *error: object) -> None:

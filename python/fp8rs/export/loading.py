@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from fp8rs._torch import dtensor_like, is_distributed, local_shape_and_offset, own_part, plain_name
 from fp8rs.checkpoint.parts import SCALE, parts_of
-from fp8rs.checkpoint.states import put
+from fp8rs.checkpoint.states import load_parts
 from fp8rs.nn import buffers
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.tensor.formats import MX_1X32, MX_32X32
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from .stored import ACTIVATION_SCALES, CODES, HIGH_PRECISION, Part, Scales, Stored
+from .stored import ACTIVATION_SCALES, CODES, HIGH_PRECISION, Scales, Slice, StoredTensors
 
 _log = logging.getLogger("fp8rs")
 
@@ -66,7 +66,7 @@ class Target:
     stored: str = ""
 
     @property
-    def part(self) -> Part:
+    def part(self) -> Slice:
         """The start and the size of this rank's part."""
         tensor: Any = self.tensor
         if not is_distributed(tensor):
@@ -138,7 +138,7 @@ def load(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = 
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     findings, stored, found = RankFindings(), None, []
     try:
-        stored = Stored(directory)
+        stored = StoredTensors(directory)
         found = targets(model)
         compare(stored, found, findings)
     except Exception as error:
@@ -155,8 +155,8 @@ def load(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = 
         raise ValueError(
             f"{directory} does not match the model, and nothing was loaded. Pass strict=False to "
             "load the names that both have"
-            + listed("missing in the files", loaded.missing_keys)
-            + listed("unexpected in the files", loaded.unexpected_keys)
+            + list_names("missing in the files", loaded.missing_keys)
+            + list_names("unexpected in the files", loaded.unexpected_keys)
         )
     exact = set(loaded.exact)
     for target in found:
@@ -207,7 +207,7 @@ def targets(model: nn.Module) -> list[Target]:
     return list(found.values())
 
 
-def compare(stored: Stored, found: Iterable[Target], findings: RankFindings) -> None:
+def compare(stored: StoredTensors, found: Iterable[Target], findings: RankFindings) -> None:
     """Compare the files with this rank's tensors.
 
     Raises:
@@ -235,11 +235,11 @@ def compare(stored: Stored, found: Iterable[Target], findings: RankFindings) -> 
     if problems:
         raise ValueError(
             f"{stored.directory} does not match the model, and nothing was loaded"
-            + listed("these tensors differ", problems)
+            + list_names("these tensors differ", problems)
         )
 
 
-def check(stored: Stored, target: Target, name: str) -> None:
+def check(stored: StoredTensors, target: Target, name: str) -> None:
     """Raise ValueError if a tensor of the files cannot be loaded into the model's."""
     tensor, shape, dtype = target.tensor, stored.shape(name), stored.dtype(name)
     if shape != tuple(tensor.shape):
@@ -251,7 +251,7 @@ def check(stored: Stored, target: Target, name: str) -> None:
         )
 
 
-def check_ties(stored: Stored, target: Target, names: list[str]) -> None:
+def check_ties(stored: StoredTensors, target: Target, names: list[str]) -> None:
     """Raise ValueError if the files have different values for the names of a tied parameter."""
     first, *others = (stored.read_values(n, target.part, torch.device("cpu")) for n in names)
     for name, values in zip(names[1:], others, strict=True):
@@ -262,7 +262,7 @@ def check_ties(stored: Stored, target: Target, names: list[str]) -> None:
             )
 
 
-def has_weight_format(stored: Stored, target: Target) -> bool:
+def has_weight_format(stored: StoredTensors, target: Target) -> bool:
     """Return whether the files have codes and scales in the format of this rank's FP8 weight."""
     weight = target.fp8_weight
     if weight is None or weight._store.owner is None or not stored.is_fp8(target.stored):
@@ -284,14 +284,14 @@ def has_weight_format(stored: Stored, target: Target) -> bool:
     return bool((torch.frexp(own)[0] == 0.5).all())
 
 
-def shares_scales(stored: Stored, scales: Scales, target: Target) -> bool:
+def shares_scales(stored: StoredTensors, scales: Scales, target: Target) -> bool:
     """Return whether each 32x32 block that overlaps this rank's part has one scale."""
     begin, size = whole_blocks(target)
     own = stored.read_scales(scales, (begin, size)).view(torch.uint8)
     return torch.equal(own[::32].repeat_interleave(32, 0)[: size[0]], own)
 
 
-def whole_blocks(target: Target) -> Part:
+def whole_blocks(target: Target) -> Slice:
     """Return this rank's part, extended to whole rows of 32x32 blocks."""
     begin, size = target.part
     start = begin[0] // 32 * 32 if size[0] else begin[0]
@@ -308,7 +308,7 @@ def on_all_ranks(findings: RankFindings) -> list[RankFindings]:
     return all_findings
 
 
-def summary(stored: Stored, all_findings: list[RankFindings]) -> Loaded:
+def summary(stored: StoredTensors, all_findings: list[RankFindings]) -> Loaded:
     """Combine the findings of all ranks. Ranks may have different parts of a model."""
     known = {name for r in all_findings for name in (*r.names, *r.scales)}
     unexpected = [
@@ -324,7 +324,7 @@ def summary(stored: Stored, all_findings: list[RankFindings]) -> Loaded:
     )
 
 
-def listed(what: str, names: list[str]) -> str:
+def list_names(what: str, names: list[str]) -> str:
     """Return a list of names for an error, or "" if there are none."""
     if not names:
         return ""
@@ -336,7 +336,7 @@ def listed(what: str, names: list[str]) -> str:
 
 
 @torch.no_grad()
-def write(stored: Stored, target: Target, exact: bool) -> None:
+def write(stored: StoredTensors, target: Target, exact: bool) -> None:
     """Load one tensor, on all ranks."""
     tensor, local = target.tensor, own_part(target.tensor)
     if (layer := target.layer) is not None:
@@ -349,7 +349,7 @@ def write(stored: Stored, target: Target, exact: bool) -> None:
         write_codes(stored, target)
 
 
-def write_codes(stored: Stored, target: Target) -> None:
+def write_codes(stored: StoredTensors, target: Target) -> None:
     """Load the codes and scales of an FP8 weight unchanged."""
     weight, parts = target.fp8_weight, parts_of(target.tensor)
     assert weight is not None and parts is not None
@@ -362,4 +362,4 @@ def write_codes(stored: Stored, target: Target) -> None:
         parts[SCALE] = own.view(own_part(parts[SCALE]).shape)
     if weight.numel():
         parts[""] = stored.read(target.stored, target.part)
-    put(target.tensor, parts)
+    load_parts(target.tensor, parts)

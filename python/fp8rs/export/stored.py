@@ -25,7 +25,7 @@ from .files import INDEX
 Block = tuple[int, int]
 
 #: The start and the size of a part of a tensor.
-Part = tuple[Sequence[int], Sequence[int]]
+Slice = tuple[Sequence[int], Sequence[int]]
 
 #: Element types of FP8 codes, by their safetensors names.
 CODES = {"F8_E4M3": E4M3, "F8_E5M2": E5M2}
@@ -75,7 +75,7 @@ class Scales:
         return self.dtype in E8M0
 
 
-class Stored:
+class StoredTensors:
     """The tensors of a safetensors directory. A file is opened when one of its tensors is read.
 
     Args:
@@ -156,7 +156,7 @@ class Stored:
         """Return the safetensors type of a tensor."""
         return str(self._slice(name).get_dtype())
 
-    def read(self, name: str, part: Part) -> Tensor:
+    def read(self, name: str, part: Slice) -> Tensor:
         """Read a part of a tensor to the CPU. The result may be a view of the mapped file."""
         begin, size = part
         slices = tuple(slice(b, b + n) for b, n in zip(begin, size, strict=True))
@@ -195,7 +195,7 @@ class Stored:
             "(-1: the whole extent) has that many"
         )
 
-    def read_scales(self, scales: Scales, part: Part) -> Tensor:
+    def read_scales(self, scales: Scales, part: Slice) -> Tensor:
         """Read the scales of all blocks that overlap a part of a weight.
 
         Returns:
@@ -214,7 +214,7 @@ class Stored:
             return read.contiguous().view(torch.float8_e8m0fnu)
         return read if scales.e8m0 else read.to(torch.float32)
 
-    def read_values(self, name: str, part: Part, device: torch.device) -> Tensor:
+    def read_values(self, name: str, part: Slice, device: torch.device) -> Tensor:
         """Read a part of a tensor in high precision. FP8 codes are dequantized to float32."""
         if not self.is_fp8(name):
             return self.read(name, part).to(device)

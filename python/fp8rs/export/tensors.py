@@ -140,7 +140,7 @@ def _tensors(
         if unit is not None:
             cast(Any, unit).reshard()
     for unit, modules in found:
-        each = _of_unit(cast(Any, unit), modules, serving, dtype, yielded)
+        each = _unit_tensors(cast(Any, unit), modules, serving, dtype, yielded)
         try:
             while (item := _next(each)) is not None:
                 yield item
@@ -148,7 +148,7 @@ def _tensors(
             each.close()
 
 
-def _of_unit(
+def _unit_tensors(
     unit: Any, modules: list[Named], serving: ServingFormat, dtype: torch.dtype, yielded: set[int]
 ) -> Any:
     """Yield the tensors of one unit. It is unsharded only if codes are exported unchanged."""
