@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import inspect
 import itertools
 import json
 import os
@@ -218,7 +217,7 @@ def load_model(model: str) -> nn.Module:
     file = File(path)
     if not file.is_file():
         if path == model and file.suffix != ".py":
-            return _of_transformers(model)
+            return _from_transformers(model)
         raise ScriptError(f"file {path} does not exist")
     found = importlib.util.spec_from_file_location(file.stem, file)
     if found is None or found.loader is None:
@@ -234,18 +233,18 @@ def load_model(model: str) -> nn.Module:
                 f"{path}, run as a module on the meta device, raises {_shown(error, path)}. "
                 'Move code that the model does not need under if __name__ == "__main__"'
             ) from error
-        made = getattr(module, name, None)
-        if not isinstance(made, nn.Module):
-            made = _made(made, path, name, module)
-    if not isinstance(made, nn.Module):
+        built = getattr(module, name, None)
+        if not isinstance(built, nn.Module):
+            built = _call(built, path, name, module)
+    if not isinstance(built, nn.Module):
         raise ScriptError(
-            f"{path}:{name}: {name}() returns {type(made).__name__}, not a "
+            f"{path}:{name}: {name}() returns {type(built).__name__}, not a "
             f"torch.nn.Module. {WHAT_WORKS}"
         )
-    return made
+    return built
 
 
-def _of_transformers(name: str) -> nn.Module:
+def _from_transformers(name: str) -> nn.Module:
     """Build a causal language model of transformers from its name or folder."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -264,9 +263,9 @@ def _of_transformers(name: str) -> nn.Module:
     return model
 
 
-def _made(make: object, path: str, name: str, module: ModuleType) -> object:
+def _call(function: object, path: str, name: str, module: ModuleType) -> object:
     """Call the function ``name`` of a script and return its result."""
-    if not callable(make):
+    if not callable(function):
         stem = module.__name__
         known = [
             n
@@ -278,15 +277,7 @@ def _made(make: object, path: str, name: str, module: ModuleType) -> object:
             f"{', '.join(known) or 'it has none'}"
         )
     try:
-        inspect.signature(make).bind()
-    except ValueError:  # no signature
-        pass
-    except TypeError as error:
-        raise ScriptError(
-            f"{path}:{name}: {name} requires arguments ({error}). {WHAT_WORKS}"
-        ) from None
-    try:
-        return make()
+        return function()
     except (Exception, SystemExit) as error:
         raise ScriptError(
             f"{path}:{name}: {name}(), called on the meta device, raises {_shown(error, path)}. "
