@@ -197,7 +197,7 @@ def test_a_module_is_taken_as_well_as_what_makes_one(
         (
             "of_width",
             [
-                "a_script.py:of_width: of_width requires arguments",
+                "a_script.py:of_width: of_width(), called",
                 "'width'",
                 "Name a torch.nn.Module",
             ],
