@@ -32,7 +32,7 @@ from distributed.models import (
 )
 from fp8rs.export import load, save_pretrained, tensors
 from fp8rs.export.formats import FORMATS
-from fp8rs.export.stored import Stored
+from fp8rs.export.stored import StoredTensors
 from fp8rs.optim import AdamW, MasterWeights
 from language_models import llama
 from parts import store_of
@@ -671,7 +671,7 @@ def test_a_rank_reads_its_own_part_alone(rig, fp8_weights):
     dist.barrier()
     model = shard(make((256,), **options), rig)
     own = sum(p.to_local().numel() for p in model.parameters())
-    read, original = [], Stored.read
+    read, original = [], StoredTensors.read
 
     def counted(self, name, part):
         found = original(self, name, part)
@@ -679,11 +679,11 @@ def test_a_rank_reads_its_own_part_alone(rig, fp8_weights):
             read.append(found.numel())
         return found
 
-    Stored.read = counted
+    StoredTensors.read = counted
     try:
         load(model, folder)
     finally:
-        Stored.read = original
+        StoredTensors.read = original
     assert sum(read) == own
 
 
