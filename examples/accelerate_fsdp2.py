@@ -1,7 +1,4 @@
-"""Train with accelerate and FSDP2.
-
-torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py
-"""
+"""Train with accelerate and FSDP2: torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py"""
 
 import argparse
 

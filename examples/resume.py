@@ -1,7 +1,6 @@
 """Train on real text, save asynchronously, and resume from the last checkpoint.
 
-torchrun --standalone --nproc-per-node 2 examples/resume.py. If you kill it and start it again, also
-with another number of processes, it resumes from the last checkpoint.
+torchrun --standalone --nproc-per-node 2 examples/resume.py. It resumes on any number of processes.
 """
 
 import argparse
@@ -21,7 +20,6 @@ parser.add_argument("--folder", type=Path, default="checkpoints", help="folder o
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--save-every", type=int, default=20, help="steps")
 options = parser.parse_args()
-
 rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 device = "cuda" if torch.cuda.device_count() >= ranks else "cpu"
 if device == "cuda":

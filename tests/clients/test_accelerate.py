@@ -161,7 +161,7 @@ def test_a_changed_accelerate_is_said(accelerator_class, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.delattr(accelerator_class, "_prepare_ao")
-        with pytest.raises(RuntimeError, match="convert the model before prepare"):
+        with pytest.raises(RuntimeError, match="Convert the model before prepare"):
             use_fp8rs("current")
 
 

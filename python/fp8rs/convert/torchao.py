@@ -48,36 +48,30 @@ def from_float8_linear_config(config: Any) -> tuple[Recipe, bool]:
             f"has no {missing[0]}"
         )
     granularities = {_granularity(config, name) for name in _CASTS}
-    for name, first in _SECOND_CASTS.items():
-        second = getattr(config, name, None)
-        if second is not None and _high_precision(second):
-            raise ValueError(
-                f"config.{name} keeps one GEMM in high precision, but recipes run all three in "
-                'FP8. The closest is recipe="rowwise"'
-            )
-        if second is not None and second != getattr(config, first):
-            raise ValueError(
-                f"config.{name} differs from config.{first}, but recipes cast an operand alike for "
-                "both GEMMs"
-            )
     if len(granularities) != 1:
         raise ValueError(
             "config.cast_config_*.scaling_granularity differs between operands, which no recipe "
             "supports"
         )
+    for name, first in _SECOND_CASTS.items():
+        second = getattr(config, name, None)
+        if second is not None and second != getattr(config, first):
+            raise ValueError(
+                f"config.{name} keeps one GEMM in high precision, but recipes run all three in "
+                'FP8. The closest is recipe="rowwise"'
+                if _is_high_precision(second)
+                else f"config.{name} differs from config.{first}, but recipes cast an operand "
+                "alike for both GEMMs"
+            )
     dtypes = [
         getattr(getattr(config, name), "target_dtype", None) or default
         for name, default in zip(_CASTS, (formats.E4M3, formats.E4M3, formats.E5M2), strict=True)
     ]
-    if dtypes[0] != formats.E4M3 or dtypes[1] != formats.E4M3:
+    if dtypes[:2] != [formats.E4M3] * 2 or dtypes[2] not in formats.FP8_MAX:
         raise ValueError(
-            "config.cast_config_input.target_dtype and config.cast_config_weight.target_dtype "
-            f"must be torch.float8_e4m3fn, not {dtypes[0]} and {dtypes[1]}"
-        )
-    if dtypes[2] not in formats.FP8_MAX:
-        raise ValueError(
-            "config.cast_config_grad_output.target_dtype must be torch.float8_e4m3fn or "
-            f"torch.float8_e5m2, not {dtypes[2]}"
+            "config.cast_config_input.target_dtype and config.cast_config_weight.target_dtype must "
+            "be torch.float8_e4m3fn, and config.cast_config_grad_output.target_dtype "
+            f"torch.float8_e4m3fn or torch.float8_e5m2, not {', '.join(map(str, dtypes))}"
         )
     name = _GRANULARITIES[granularities.pop()]
     recipe = type(resolve_recipe(name))(
@@ -92,7 +86,7 @@ def from_float8_linear_config(config: Any) -> tuple[Recipe, bool]:
 def _granularity(config: Any, name: str) -> str:
     cast = getattr(config, name)
     scaling = _value(getattr(cast, "scaling_type", "dynamic"))
-    if _high_precision(cast):
+    if _is_high_precision(cast):
         raise ValueError(
             f"config.{name} keeps the operand in high precision, which no recipe supports"
         )
@@ -110,7 +104,7 @@ def _granularity(config: Any, name: str) -> str:
     return str(granularity)
 
 
-def _high_precision(cast: Any) -> bool:
+def _is_high_precision(cast: Any) -> bool:
     scaling = _value(getattr(cast, "scaling_type", "dynamic"))
     return bool(getattr(cast, "keep_in_original_precision", False)) or scaling == "disabled"
 
