@@ -239,7 +239,7 @@ def find_damage(data: bytes, length: int) -> str | None:
         return f"it ends after {len(data)} of a tensor's {length} bytes"
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            # torch skips entries that are marked as directories, and their memory is undefined.
+            # torch leaves the memory of an entry that is marked as a directory undefined.
             marked = [info.filename for info in archive.infolist() if info.external_attr & 0x10]
             broken = archive.testzip()
     except Exception as error:  # damaged bytes can raise any type
