@@ -60,7 +60,11 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
         "test_cuda_graphs_of_a_compiled_model",
         {},
     ),
-    ("nothing of a weight's size is saved for the backward", "test_nothing_of_a_weights_size_is_saved", {}),
+    (
+        "nothing of a weight's size is saved for the backward",
+        "test_nothing_of_a_weights_size_is_saved",
+        {},
+    ),
     ("layers with the same input quantize it once", "test_siblings_are_quantized_once", {}),
     (
         "inputs are recomputed for the backward, and quantized once",
