@@ -94,7 +94,7 @@ def context_in_first_script(place: str) -> str:
     Training is cut to two steps, and the process group stays for the next block.
 
     Args:
-        place: such as "in place of part 2, with policy and tokens".
+        place: such as "in place of part 2, with policy, tokens".
     """
     head, first, second, third = re.split(r"(?m)^(?=# \d\. )", scripts(GETTING_STARTED)[0])
     third = third.replace("enumerate(batches, 1)", "enumerate(batches[:2], 1)")
@@ -109,7 +109,7 @@ def context_in_first_script(place: str) -> str:
         "before the last line": second + third,
     }[place]
     values = {"policy": policy, "tokens": "tokens = batches[0]\n"}
-    given = names.split(" and ") if names else []
+    given = names.split(", ") if names else []
     return "".join([head, first, parts, *(values[name] for name in given)])
 
 
