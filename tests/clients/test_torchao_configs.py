@@ -1,4 +1,4 @@
-"""torchao's own configs: their names and fields are those that test_convert writes down."""
+"""torchao's own configs: their names and fields agree with convert/torchao_configs.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from harness import need
 from torch import nn
 
-from convert.test_convert import NAMED
+from convert.torchao_configs import NAMED
 from fp8rs import convert_to_float8_training
 
 need("torchao", "0.18")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from harness import assert_gathers_are_fp8, need, run_example
-from test_accelerate import close
+from harness import assert_gathers_are_fp8, assert_losses_close, need, run_example
 
 need("transformers", "5.0")
 need("accelerate", "1.15")
@@ -30,7 +29,7 @@ def trained(tmp_path_factory):
 
 def test_losses_agree_with_bf16_and_every_parameter_moves(trained):
     (reference, _), (run, _) = trained["bf16"], trained["current"]
-    close(run, reference)
+    assert_losses_close(run, reference)
     assert not run.still
     assert run.moved == reference.moved
     assert len(run.converted) == 2 * 7
@@ -68,7 +67,7 @@ def test_checkpoints_are_those_of_the_unconverted_model(trained):
 def test_gradients_accumulate(tmp_path):
     options = ("--steps", "4", "--accumulate", "2", "--output", str(tmp_path))
     reference, run = (run_example(EXAMPLE, "--recipe", r, *options) for r in ("bf16", "current"))
-    close(run, reference)
+    assert_losses_close(run, reference)
     assert not run.still
     assert_gathers_are_fp8(run, reference, passes=2 * 2 * 4 + 4)
 

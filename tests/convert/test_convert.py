@@ -1,8 +1,6 @@
 """convert_to_float8_training: which layers, which arguments, what stays, and a real model."""
 
 import copy
-import dataclasses
-import enum
 import importlib
 import logging
 import warnings
@@ -14,6 +12,14 @@ import torch
 from torch import nn
 
 import fp8rs
+from convert.torchao_configs import (
+    NAMED,
+    CastConfig,
+    Float8LinearConfig,
+    GemmConfig,
+    ScalingGranularity,
+    ScalingType,
+)
 from distributed import ranks
 from fp8rs import nn as fp8nn
 from fp8rs.convert import fp8_weights
@@ -443,46 +449,6 @@ def test_converting_what_is_sharded_already_is_an_error(rig, part):
 # --- torchao's configuration, by duck typing: the fields that its releases have ------------------
 
 
-class ScalingType(enum.Enum):
-    DYNAMIC = "dynamic"
-    DELAYED = "delayed"
-    DISABLED = "disabled"
-
-
-class ScalingGranularity(enum.Enum):
-    TENSORWISE = "tensorwise"
-    AXISWISE = "axiswise"
-
-
-@dataclasses.dataclass(frozen=True)
-class CastConfig:
-    scaling_type: ScalingType = ScalingType.DYNAMIC
-    scaling_granularity: ScalingGranularity = ScalingGranularity.TENSORWISE
-    target_dtype: torch.dtype | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class GemmConfig:
-    use_fast_accum: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Float8LinearConfig:
-    cast_config_input: CastConfig = CastConfig()
-    cast_config_weight: CastConfig = CastConfig()
-    cast_config_grad_output: CastConfig = CastConfig()
-    cast_config_input_for_grad_weight: CastConfig | None = None
-    cast_config_weight_for_grad_input: CastConfig | None = None
-    cast_config_grad_output_for_grad_weight: CastConfig | None = None
-    gemm_config_output: GemmConfig = GemmConfig(True)
-    gemm_config_grad_input: GemmConfig = GemmConfig()
-    gemm_config_grad_weight: GemmConfig = GemmConfig()
-    enable_fsdp_float8_all_gather: bool = False
-    pad_inner_dim: bool = False
-    emulate: bool = False
-    round_scales_to_power_of_2: bool = False
-
-
 @pytest.mark.parametrize(
     ("config", "recipe"),
     [
@@ -562,30 +528,6 @@ def test_torchao_configs_that_no_recipe_does(config, field):
         convert_to_float8_training(Model(), config=config)
 
 
-AXISWISE = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
-E4M3_AXISWISE = CastConfig(
-    scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=torch.float8_e4m3fn
-)
-NAMED = {
-    # What torchao's Float8LinearConfig.from_recipe_name gives for its three names.
-    "tensorwise": Float8LinearConfig(),
-    "rowwise": Float8LinearConfig(
-        cast_config_input=E4M3_AXISWISE,
-        cast_config_weight=E4M3_AXISWISE,
-        cast_config_grad_output=E4M3_AXISWISE,
-        round_scales_to_power_of_2=True,
-    ),
-    "rowwise_with_gw_hp": Float8LinearConfig(
-        cast_config_input=AXISWISE,
-        cast_config_weight=AXISWISE,
-        cast_config_grad_output=E4M3_AXISWISE,
-        cast_config_input_for_grad_weight=CastConfig(ScalingType.DISABLED),
-        cast_config_grad_output_for_grad_weight=CastConfig(ScalingType.DISABLED),
-        cast_config_weight_for_grad_input=CastConfig(target_dtype=torch.float8_e4m3fn),
-    ),
-}
-
-
 def test_torchaos_recipe_names_as_configs():
     model = convert_to_float8_training(Model(), config=NAMED["tensorwise"])
     assert model.head.recipe == Float8CurrentScaling(fp8_format="hybrid")
@@ -642,7 +584,7 @@ def test_a_transformers_llama_trains(device, recipe):
 
 
 def test_a_transformers_llama_quantizes_shared_inputs_once(device):
-    from nn.test_linear import Calls
+    from calls import Calls
 
     model = convert(llama(device), recipe="current", filter_fqns=["lm_head"])
     tokens = torch.zeros(1, 8, dtype=torch.long, device=device)

@@ -34,8 +34,8 @@ from fp8rs.export import load, save_pretrained, tensors
 from fp8rs.export.formats import FORMATS
 from fp8rs.export.stored import Stored
 from fp8rs.optim import AdamW, MasterWeights
+from internals import store_of
 from language_models import llama
-from parts import store_of
 
 pytestmark = pytest.mark.newest_torch
 

@@ -43,10 +43,10 @@ from distributed.models import (
     shardings,
     train,
 )
-from fp8_weights.test_in_use import contents as planes_of
-from fp8_weights.test_in_use import full, pair, same
+from distributed.sharded_pairs import contents as planes_of
+from distributed.sharded_pairs import full, pair, same
 from fp8rs import checkpoint
-from parts import local_of
+from internals import local_of
 
 #: Ranks that save and ranks that load; None is one process without FSDP2.
 RESHARDS = [(1, 2), (2, 1), (2, 3), (3, 2), (None, 2), (3, None)]

@@ -22,7 +22,7 @@ from fp8rs.demo.model import LlamaConfig
 from fp8rs.demo.train import Settings, build_model, convert, learning_rate, make_optimizer
 from fp8rs.demo.train import shard as shard_demo
 from fp8rs.fsdp import set_links, symmetric
-from fsdp.test_reduction import backward, grads_of
+from fsdp.gradients import backward, grads_of
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

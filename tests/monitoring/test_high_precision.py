@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8rs
 from fp8rs.nn.debug import GEMMS
-from monitoring.test_statistics import RECIPES, every_recipe
+from monitoring.recipes import RECIPES, every_recipe
 
 pytestmark = pytest.mark.newest_torch
 

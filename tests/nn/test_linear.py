@@ -1,6 +1,5 @@
 """fp8rs.nn.Linear: shapes, dtypes, what is saved, what is quantized how often, contexts."""
 
-import collections
 import copy
 import dataclasses
 import warnings
@@ -8,9 +7,9 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from calls import Calls
 from cases import pad_tokens, skip_without_block_gemms
 from fp8rs import UnsupportedError, convert_to_float8_training
 from fp8rs import nn as fp8nn
@@ -32,27 +31,6 @@ from oracle.compare import relative
 from oracle.elements import E4M3
 from oracle.linear import linear, tensor_core_error
 from saving import reloaded
-
-
-class Calls(TorchDispatchMode):
-    """Counts the library's operators by name, and keeps what quantizers were given."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "fp8rs":
-            self.counts[func._schema.name.split("::")[1]] += 1
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def gemms(self):
-        return {n: c for n, c in self.counts.items() if n == "dequantize"}  # on CPU
-
-    @property
-    def quantizations(self):
-        return sum(n for name, n in self.counts.items() if name.lstrip("_").startswith("quantize"))
 
 
 def layer(device, in_features=16, out_features=32, dtype=torch.float32, seed=0, **kwargs):

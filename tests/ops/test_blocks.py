@@ -3,41 +3,26 @@
 import pytest
 import torch
 
+from ops.block_formats import (
+    E4M3,
+    E5M2,
+    E8M0,
+    F32,
+    bits,
+    data,
+    every_dtype,
+    every_format,
+    every_type,
+    ops,
+)
 from oracle import blocks as reference
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-E8M0, F32 = torch.float8_e8m0fnu, torch.float32
 INF, NAN = float("inf"), float("nan")
 F32_MAX, BF16_MAX = torch.finfo(F32).max, torch.finfo(torch.bfloat16).max
 
-ops = torch.ops.fp8rs
 
 #: Bytes that no release of torch changes.
 pytestmark = pytest.mark.newest_torch
-
-#: (block, dtype of its scales): every format.
-FORMATS = [
-    ((1, 32), E8M0),
-    ((32, 32), E8M0),
-    ((1, 128), F32),
-    ((128, 128), F32),
-    ((1, -1), F32),
-]
-every_format = pytest.mark.parametrize("block, scale_dtype", FORMATS)
-every_dtype = pytest.mark.parametrize("dtype", [F32, torch.bfloat16, torch.float16])
-every_type = pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2])
-
-
-def bits(t):
-    return t.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-
-
-def data(device, *shape, dtype=F32, seed=0):
-    """Gaussian values whose size varies from block to block."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(*shape, generator=generator)
-    spread = torch.randn(*shape[:-1], -(-shape[-1] // 8), generator=generator)
-    return (x * spread.repeat_interleave(8, -1)[..., : shape[-1]].exp()).to(device, dtype)
 
 
 def block_of(head, rest):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fp8rs  # noqa: F401  (registers the operators)
-from ops.test_blocks import E4M3, E8M0, F32, bits, data, every_type
+from ops.block_formats import E4M3, E8M0, F32, bits, data, every_type
 from oracle import blocks as reference
 
 ops = torch.ops.fp8rs

@@ -3,8 +3,8 @@
 import torch
 from torch.library import opcheck
 
-from ops.test_blocks import E4M3, E8M0, FORMATS, data, every_format, ops
-from ops.test_opcheck import BLOCK_NAMES, EVERYTHING, WITHOUT_SCHEMA, check_writes, tensors
+from ops.block_formats import E4M3, E8M0, FORMATS, data, every_format, ops
+from ops.operator_checks import BLOCK_NAMES, EVERYTHING, WITHOUT_SCHEMA, check_writes, tensors
 
 
 def samples(device, block, scale_dtype):

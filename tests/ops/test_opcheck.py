@@ -6,10 +6,16 @@ from torch.library import opcheck
 
 from cases import data, scalar
 from fp8rs.nn.observe import KEPT
-from oracle.compare import same
+from ops.operator_checks import (
+    BLOCK_NAMES,
+    EVERYTHING,
+    UNDECLARED,
+    WITHOUT_SCHEMA,
+    check_writes,
+    ops,
+    tensors,
+)
 from oracle.elements import E4M3, E5M2
-
-ops = torch.ops.fp8rs
 
 
 def samples(device):
@@ -64,26 +70,8 @@ NAMES = [
     "scale_from_amax",
     "transpose",
 ]
-#: The same for these in test_blocks_opcheck.py.
-BLOCK_NAMES = ["block_amax", "pack_scales", "quantize_blocks", "rebase", "unpack_scales"]
 #: In optim/test_adamw.py, test_random.py and test_rows.py.
 OTHER_NAMES = ["adamw_", "random_uniform_", "sum_rows_"]
-
-#: torch's schema check multiplies its inputs, which torch cannot do with FP8: those operators have
-#: the check below instead.
-WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-EVERYTHING = ("test_schema", *WITHOUT_SCHEMA)
-#: Writes an argument and does not say so: that is what it is for.
-UNDECLARED = {"_note_amax": ["into"], "_observe": ["slots"], "_quantize_delayed": ["amax"]}
-
-
-def tensors(arguments):
-    """The tensors among arguments, those of lists too."""
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            yield argument
-        elif isinstance(argument, list):
-            yield from tensors(argument)
 
 
 def samples_of(name, device):
@@ -96,23 +84,6 @@ def test_opcheck(device, name):
         fp8 = any(t.dtype.itemsize == 1 for t in tensors(arguments))
         utils = WITHOUT_SCHEMA if fp8 or name in UNDECLARED else EVERYTHING
         opcheck(getattr(ops, name).default, arguments, test_utils=utils)
-
-
-def check_writes(name, arguments, keywords=None):
-    """An operator writes what its schema says, and nothing that it returns is an argument's."""
-    overload = getattr(ops, name).default
-    before = [[t.clone() for t in tensors([a])] for a in arguments]
-    results = overload(*arguments, **(keywords or {}))
-    written = [
-        (a.alias_info is not None and a.alias_info.is_write) or a.name in UNDECLARED.get(name, ())
-        for a in overload._schema.arguments
-    ]
-    for argument, copies, may_change in zip(arguments, before, written, strict=False):
-        unchanged = map(same, tensors([argument]), copies)
-        assert may_change or all(unchanged), name
-    inputs = {t.untyped_storage().data_ptr() for t in tensors(arguments) if t.numel()}
-    results = [results] if isinstance(results, torch.Tensor) else list(results or ())
-    assert inputs.isdisjoint(t.untyped_storage().data_ptr() for t in results if t.numel())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 import fp8rs
 from distributed import ranks
 from distributed.models import RECIPES, UNEVEN, make, same_bytes, shard
-from fp8_weights.test_in_use import batch, full, loss_of
+from distributed.sharded_pairs import batch, full, loss_of
 from fp8rs.optim import AdamW, MasterWeights
 from fp8rs.tensor.quantized import QuantizedTensor
-from optim.test_adamw import PARAMETERS, normal, parameter, train
+from optim.weights import PARAMETERS, normal, parameter, train
 
 OPTIMIZERS = {
     "AdamW": lambda params: AdamW(params, lr=1e-2),

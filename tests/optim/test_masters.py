@@ -27,11 +27,11 @@ import fp8rs
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import EMPTY, RECIPES, UNEVEN, linears, make, reduces, same_bytes, shard
-from fp8_weights.test_in_use import assert_equal, batch, contents, full, loss_of, same
+from distributed.sharded_pairs import assert_equal, batch, contents, full, loss_of, same
 from fp8rs.optim import AdamW, MasterWeights
 from fp8rs.tensor.quantized import QuantizedTensor
 from internals import store_of
-from optim.test_adamw import (
+from optim.weights import (
     E4M3,
     QUANTIZERS,
     SHAPES,
