@@ -67,5 +67,8 @@ def counting():
 
 
 def graphs(recipe, each):
-    """Return the number of graphs of a training run. Delayed scaling compiles its first steps separately."""
+    """Return how many graphs a training compiles, if a step has ``each``.
+
+    Delayed scaling compiles its first steps separately.
+    """
     return 2 * each if recipe == "delayed" else each

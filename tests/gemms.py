@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8rs.nn import function
+from internals import quantize_operand
 
 zero_bubble_works = pytest.mark.skipif(
     torch.__version__ < "2.12", reason="torch 2.11 cannot begin a backward at an autograd.Function"
@@ -31,7 +32,7 @@ class Count(TorchDispatchMode):
 @contextmanager
 def counted_gemms():
     """Yield a `Count` of what runs inside."""
-    scaled_mm, quantize = function.scaled_mm, function._quantize
+    scaled_mm = function.scaled_mm
 
     def counting_scaled_mm(*args, **kwargs):
         count.fp8 += 1
@@ -40,7 +41,7 @@ def counted_gemms():
     def counting_quantize(spec, role, x, rowwise, columnwise, *rest):
         if role == function.GRAD:
             count.directions.append((rowwise, columnwise))
-        return quantize(spec, role, x, rowwise, columnwise, *rest)
+        return quantize_operand(spec, role, x, rowwise, columnwise, *rest)
 
     with pytest.MonkeyPatch.context() as patch, Count() as count:
         patch.setattr(function, "scaled_mm", counting_scaled_mm)

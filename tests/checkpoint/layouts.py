@@ -14,11 +14,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from distributed.models import RECIPES, WIDTH, linears, make, shard
 from fp8rs import checkpoint
-from fp8rs._torch import dtensor_like
 from fp8rs.optim import AdamW, MasterWeights
 from fp8rs.scaling.histories import BUFFERS
 from fp8rs.tensor.quantized import QuantizedTensor
-from internals import local_of
+from internals import dtensor_like, local_of
 
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 

@@ -30,6 +30,7 @@ from fp8rs.quantize.recipes import (
     Float8RowwiseScaling,
     resolve_recipe,
 )
+from internals import state_of
 from language_models import llama, train_on
 from saving import reloaded
 
@@ -74,10 +75,10 @@ def test_every_linear_is_swapped_in_place(device):
         assert model.get_submodule(name) is layer, "the same object, of another class"
     for name, parameter in model.named_parameters():
         assert parameters[name] is parameter
-    state = model.head._fp8_state
+    state = state_of(model.head)
     assert state.names == ALL
     assert [ref() for ref in state.linears] == list(layers.values())
-    assert all(layer._fp8_state is state for layer in layers.values())
+    assert all(state_of(layer) is state for layer in layers.values())
     model(torch.arange(5, device=device)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
 
@@ -153,7 +154,7 @@ def test_a_linear_root_is_converted_too(device):
     out = convert(root, recipe="delayed")
     assert isinstance(out, fp8nn.Linear)
     out(torch.ones(4, 16, device=device)).sum().backward()
-    assert out._fp8_state.names == [""]
+    assert state_of(out).names == [""]
 
 
 def test_tied_weights_stay_in_high_precision():
@@ -184,7 +185,7 @@ def test_a_module_under_two_names_is_not_tied():
         warnings.simplefilter("error")
         convert(model)
     assert isinstance(shared, fp8nn.Linear)
-    assert shared._fp8_state.names == ["0"]
+    assert state_of(shared).names == ["0"]
 
 
 class Titan(nn.Linear):
@@ -252,9 +253,9 @@ def test_weights_of_other_dtypes_stay_with_a_warning():
 
 def test_converting_twice_changes_nothing():
     model = convert(Model(), recipe="current")
-    state, hooks = model.head._fp8_state, len(model._forward_pre_hooks)
+    state, hooks = state_of(model.head), len(model._forward_pre_hooks)
     convert(model, recipe="current")
-    assert model.head._fp8_state is state
+    assert state_of(model.head) is state
     assert len(model._forward_pre_hooks) == hooks
 
 
@@ -277,7 +278,7 @@ def test_parts_may_have_recipes_of_their_own(device):
 def test_layers_made_by_hand_join_the_model(device):
     model = nn.Sequential(fp8nn.Linear(16, 16), nn.Linear(16, 16)).to(device)
     convert(model)
-    assert model[0]._fp8_state is model[1]._fp8_state
+    assert state_of(model[0]) is state_of(model[1])
     assert not model[0]._forward_pre_hooks
     model(torch.ones(2, 16, device=device))
     with pytest.raises(ValueError, match="0 is an FP8 layer already"):
@@ -476,7 +477,7 @@ def test_torchao_configs(config, recipe):
 def test_torchao_configs_choose_the_gather():
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     model = convert_to_float8_training(Model(), config=config)
-    assert model.head._fp8_state.fp8_gather
+    assert state_of(model.head).fp8_gather
 
 
 @pytest.mark.parametrize("theirs", [True, False])
@@ -485,11 +486,11 @@ def test_torchao_configs_are_not_contradicted(theirs):
     with pytest.raises(ValueError, match=f"enable_fsdp_float8_all_gather={not theirs} contradicts"):
         convert(Model(), config=config, enable_fsdp_float8_all_gather=not theirs)
     model = convert(Model(), config=config, enable_fsdp_float8_all_gather=theirs)
-    assert model.head._fp8_state.fp8_gather == theirs
+    assert state_of(model.head).fp8_gather == theirs
 
 
 def test_the_gather_is_on_by_default():
-    assert convert_to_float8_training(Model()).head._fp8_state.fp8_gather
+    assert state_of(convert_to_float8_training(Model()).head).fp8_gather
 
 
 @pytest.mark.parametrize(

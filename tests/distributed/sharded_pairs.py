@@ -18,7 +18,7 @@ from distributed.models import (
 )
 from fp8rs.optim import AdamW
 from fp8rs.tensor.quantized import QuantizedTensor
-from internals import local_of, store_of
+from internals import handle_of_tensor, local_of, store_of
 
 
 def batch(rig, step=0):
@@ -84,7 +84,7 @@ def assert_equal(model, whole):
 def assert_fp8(model):
     for name, local in shards(model).items():
         assert quantized(local), name
-        assert local._handle.module is linears(model)[name]
+        assert handle_of_tensor(local).module is linears(model)[name]
 
 
 def loss_of(model, x):

@@ -5,8 +5,7 @@ import torch.distributed as dist
 
 from distributed.models import batch, same_bytes
 from fp8rs.fsdp import set_links
-from fp8rs.fsdp.reduction import _divisor
-from internals import local_of
+from internals import divisor, local_of
 
 
 class InOrder:
@@ -22,7 +21,7 @@ class InOrder:
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
-        output_tensor.copy_(total / _divisor(op, group.size()))
+        output_tensor.copy_(total / divisor(op, group.size()))
 
 
 def sum_in_order(model):

@@ -16,6 +16,7 @@ from fp8rs.nn import observe
 from fp8rs.nn.spec import ROLES
 from fp8rs.quantize.recipes import resolve_recipe
 from fp8rs.quantize.spec import quant_spec
+from internals import debug_of
 from monitoring.recipes import RECIPES, every_recipe
 from oracle import statistics
 from oracle.linear import blocks_of
@@ -240,8 +241,8 @@ def test_a_copy_is_not_watched_and_a_closed_monitor_watches_nothing():
     twin(wild(TOKENS, IN)).sum().backward()
     assert monitor.step() == {}
     with fp8rs.monitor(model):
-        assert model[0]._fp8_debug is not None
-    assert model[0]._fp8_debug is None
+        assert debug_of(model[0]) is not None
+    assert debug_of(model[0]) is None
 
 
 def test_bad_arguments_are_refused():

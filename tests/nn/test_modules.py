@@ -25,6 +25,7 @@ from fp8rs.nn import (
 )
 from fp8rs.optim import AdamW
 from fp8rs.quantize.recipes import resolve_recipe
+from internals import state_of
 from oracle import modules as oracle
 from oracle.compare import relative
 from saving import reloaded
@@ -346,7 +347,7 @@ def test_dropout_is_for_training_alone(device, recipe):
 
 
 def states(module):
-    return {m._fp8_state for m in module.modules() if hasattr(m, "_fp8_state")}
+    return {state_of(m) for m in module.modules() if hasattr(m, "_fp8_state")}
 
 
 @every_recipe

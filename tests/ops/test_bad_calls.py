@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cases import all_codes, scalar
-from fp8rs import _core
+from internals import core
 from oracle.compare import same
 from oracle.elements import E4M3
 
@@ -222,7 +222,7 @@ BAD = {
         "^margin is ",
         lambda c: ops.scale_from_amax(c.amax, E4M3, margin=1 << 40),
     ),
-    "core level": (ValueError, "^level is", lambda c: _core.set_cpu_simd("sse")),
+    "core level": (ValueError, "^level is", lambda c: core.set_cpu_simd("sse")),
     # Absent ones.
     "no direction": (
         ValueError,
@@ -243,49 +243,49 @@ BAD = {
     "core xs a number": (
         TypeError,
         "^xs is of type int",
-        lambda c: _core.multi_quantize(3, c.two, [c.row]),
+        lambda c: core.multi_quantize(3, c.two, [c.row]),
     ),
     "core outs[1] None": (
         TypeError,
         r"^outs\[1\] is of type NoneType",
-        lambda c: _core.multi_quantize([c.x, c.x], c.two, [c.row, None]),
+        lambda c: core.multi_quantize([c.x, c.x], c.two, [c.row, None]),
     ),
     "core scales a number": (
         TypeError,
         "^scales is of type float",
-        lambda c: _core.multi_quantize([c.x], 1.0, [c.row]),
+        lambda c: core.multi_quantize([c.x], 1.0, [c.row]),
     ),
-    "core argument missing": (TypeError, "'outs'", lambda c: _core.multi_quantize([c.x], c.two)),
+    "core argument missing": (TypeError, "'outs'", lambda c: core.multi_quantize([c.x], c.two)),
     # Memory.
     "core x meta": (
         TypeError,
         "^x must be a dense tensor with storage: Cannot pack tensors on meta$",
-        lambda c: _core.random_uniform(c.wide.to("meta"), 1),
+        lambda c: core.random_uniform(c.wide.to("meta"), 1),
     ),
     "core x sparse": (
         TypeError,
         "^x must be a dense tensor with storage",
-        lambda c: _core.random_uniform(c.x.cpu().to_sparse(), 1),
+        lambda c: core.random_uniform(c.x.cpu().to_sparse(), 1),
     ),
     "core x without memory": (
         ValueError,
         r"^xs\[0\] has 48 elements and a null data pointer",
-        lambda c: _core.multi_quantize([Wrapper(c.x)], c.two[:1], [c.row]),
+        lambda c: core.multi_quantize([Wrapper(c.x)], c.two[:1], [c.row]),
     ),
     "core out without memory": (
         ValueError,
         "^x has 48 elements and a null data pointer",
-        lambda c: _core.random_uniform(Wrapper(c.wide), 1),
+        lambda c: core.random_uniform(Wrapper(c.wide), 1),
     ),
     "core x no matrix": (
         ValueError,
         r"^x is of shape \[2, 2, 3\] with strides \[3, 6, 1\].*must be contiguous",
-        lambda c: _core.random_uniform(c.wide.view(-1)[:12].view(2, 2, 3).transpose(0, 1), 1),
+        lambda c: core.random_uniform(c.wide.view(-1)[:12].view(2, 2, 3).transpose(0, 1), 1),
     ),
     "core x expanded": (
         ValueError,
         "^x has strides .*overlap",
-        lambda c: _core.random_uniform(c.wide[:1].expand(6, 8), 1),
+        lambda c: core.random_uniform(c.wide[:1].expand(6, 8), 1),
     ),
     "outs share memory": (
         ValueError,
@@ -362,8 +362,8 @@ def test_devices_do_not_mix():
         (lambda: ops.quantize(cuda.x, cpu.scale, E4M3), "^scale is on cpu; it must be on cuda:0"),
         (lambda: ops.quantize(cpu.x, cuda.scale, E4M3), "^(x|scale) is on c"),
         (lambda: ops.multi_amax([cuda.x, cpu.x]), r"^xs\[1\] is on cpu"),
-        (lambda: _core.multi_quantize([cuda.x], cuda.two[:1], [cpu.row]), r"^outs\[0\] is on cpu"),
-        (lambda: _core.multi_quantize([cpu.x], cpu.two[:1], [cuda.row]), r"^outs\[0\] is on cuda"),
+        (lambda: core.multi_quantize([cuda.x], cuda.two[:1], [cpu.row]), r"^outs\[0\] is on cpu"),
+        (lambda: core.multi_quantize([cpu.x], cpu.two[:1], [cuda.row]), r"^outs\[0\] is on cuda"),
     ]:
         with pytest.raises(ValueError, match=message):
             call()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cases import calls, data, each_dtype, each_format, scalar
-from fp8rs import _core
+from internals import core
 from oracle import tensorwise
 from oracle.compare import codes, same
 from oracle.elements import E4M3
@@ -16,20 +16,20 @@ ops = torch.ops.fp8rs
 def simd(request):
     """Runs a function on the scalar code and on an instruction set."""
     try:
-        _core.set_cpu_simd(request.param)
-    except _core.UnsupportedError:
+        core.set_cpu_simd(request.param)
+    except core.UnsupportedError:
         pytest.skip(f"this CPU has no {request.param}")
 
     def on_both(function):
         results = []
         for level in ("scalar", request.param):
-            _core.set_cpu_simd(level)
-            assert _core.cpu_features() == level
+            core.set_cpu_simd(level)
+            assert core.cpu_features() == level
             results.append(function())
         return zip(*results, strict=True)
 
     yield on_both
-    _core.set_cpu_simd(None)
+    core.set_cpu_simd(None)
 
 
 @each_format

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8rs import _core
+from internals import core
 
 CUDA = 2
 E4M3 = torch.float8_e4m3fn
@@ -27,9 +27,9 @@ def test_what_is_no_torch_tensor_is_refused_by_name(x):
     out = torch.full((2, 3), 7.0)
     message = rf"is of type {type(x).__name__}; it must be a torch tensor$"
     with pytest.raises(TypeError, match=f"^step {message}"):
-        _core.random_uniform(out, 1, step=x)
+        core.random_uniform(out, 1, step=x)
     with pytest.raises(TypeError, match=rf"^xs\[1\] {message}"):
-        _core.multi_quantize([torch.ones(2, 3), x], torch.ones(2), [out, out])
+        core.multi_quantize([torch.ones(2, 3), x], torch.ones(2), [out, out])
     assert (out == 7).all()
 
 
@@ -39,7 +39,7 @@ def test_a_sign_that_memory_does_not_show_is_not_lost():
     assert x.is_neg()
     out = torch.zeros(2, 4, dtype=E4M3)
     with pytest.raises(ValueError, match=r"^x is a view that torch negates .* x\.resolve_neg\(\)"):
-        _core.random_uniform(x, 1)
+        core.random_uniform(x, 1)
     assert (x == -3).all()
     row, _ = torch.ops.fp8rs.quantize(x, torch.ones(()), E4M3, True, False)
     torch.ops.fp8rs.multi_quantize([x], torch.ones(1), [out])
@@ -53,7 +53,7 @@ def test_filling_lets_other_threads_run():
     def fill():
         begun.set()
         seen.append(counts[0])
-        _core.random_uniform(out, 1)
+        core.random_uniform(out, 1)
         seen.append(counts[0])
 
     interval = sys.getswitchinterval()
@@ -156,7 +156,7 @@ def test_elements_of_a_list_live_until_the_call_ends():
     )
     tensors.append(emptying())
     outs = [torch.zeros(1 << 16, dtype=E4M3), torch.zeros(2, 3, dtype=E4M3)]
-    _core.multi_quantize(tensors, torch.ones(2), outs)
+    core.multi_quantize(tensors, torch.ones(2), outs)
     assert (tensors, alive) == ([], [True])
     assert [out.float().unique().tolist() for out in outs] == [[3], [1]]
     assert first() is None
@@ -181,8 +181,8 @@ class MatrixElsewhere:
 
 
 def test_the_drivers_code_comes_with_its_error():
-    with pytest.raises(_core.CudaError) as raised:
-        _core.random_uniform(MatrixElsewhere(), 1)
+    with pytest.raises(core.CudaError) as raised:
+        core.random_uniform(MatrixElsewhere(), 1)
     error = raised.value
     assert not error.is_out_of_memory
     if error.code is None:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fp8rs import _core
 from fp8rs.ops import define
+from internals import core
 from oracle.elements import E4M3
 
 ops = torch.ops.fp8rs
@@ -89,5 +89,5 @@ def test_kernels_do_not_hold_the_interpreter():
 
 
 def test_what_lends_no_stream_is_refused_when_kernels_are_registered():
-    with pytest.raises(_core.UnsupportedError, match=r"cannot register .*current_work_stream"):
-        _core.register_kernels(int, object())
+    with pytest.raises(core.UnsupportedError, match=r"cannot register .*current_work_stream"):
+        core.register_kernels(int, object())

@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from distributed.models import same_bytes
-from fp8rs import _core
+from internals import core
 
 ops = torch.ops.fp8rs
 E4M3, E8M0, F32 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32
@@ -140,7 +140,7 @@ def step(**changes):
     lists |= {name: [] for name in ("scales", "new_scales", "amaxes")}
     numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0}
     absent = dict.fromkeys(("lr_tensor", "grad_scale", "found_inf", "seed"))
-    _core.adamw(**{**lists, **changes}, **numbers, **absent, maximize=False, block=[])
+    core.adamw(**{**lists, **changes}, **numbers, **absent, maximize=False, block=[])
 
 
 def test_a_step_refuses_what_its_lists_have_too_much():
@@ -153,7 +153,7 @@ def test_a_step_refuses_what_its_lists_have_too_much():
 
 TINY = {
     "native": lambda: ops.scale_from_amax(torch.zeros(1), E4M3, False, 1e-40, 0),
-    "random": lambda: _filled(lambda out: _core.random_uniform(out, 1, 0, 1e-40, 3e-40)),
+    "random": lambda: _filled(lambda out: core.random_uniform(out, 1, 0, 1e-40, 3e-40)),
 }
 
 

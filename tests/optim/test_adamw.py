@@ -16,6 +16,7 @@ from internals import store_of
 from optim.weights import (
     E4M3,
     E5M2,
+    PARAMETERS,
     QUANTIZERS,
     SHAPES,
     assert_same,
@@ -23,6 +24,7 @@ from optim.weights import (
     each_format,
     each_quantizer,
     everything,
+    mixed,
     normal,
     parameter,
     train,
@@ -353,12 +355,6 @@ def test_masters_start_from_the_kept_values_which_are_then_dropped(name):
     assert store_of(kept).owner.init_value is None
 
 
-PARAMETERS = {
-    **{name: lambda x, of=of: of(E4M3, "cpu")(x) for name, of in QUANTIZERS.items()},
-    "bfloat16": lambda x: x.bfloat16(),
-}
-
-
 each_parameter = pytest.mark.parametrize("kind", PARAMETERS)
 each_rounding = pytest.mark.parametrize("stochastic", [None, True], ids=["nearest", "stochastic"])
 
@@ -552,18 +548,6 @@ def test_a_seed_says_everything():
 
 
 # --- an optimizer as any ------------------------------------------------------------------------
-
-
-def mixed(device="cpu", fp8_dtype=E4M3):
-    """A parameter of every kind."""
-    params = [
-        parameter(QUANTIZERS[name](fp8_dtype, device)(normal((70, 36), i).to(device)))
-        for i, name in enumerate(QUANTIZERS)
-    ]
-    params.append(parameter(normal((9, 4), 20).to(device)))
-    params.append(parameter(normal((9, 4), 21, torch.bfloat16).to(device)))
-    params.append(parameter(normal((37,), 22, torch.float16).to(device)))
-    return params
 
 
 @with_and_without_masters

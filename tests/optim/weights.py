@@ -84,3 +84,21 @@ def train(optimizer, steps, grad_dtype=torch.float32, seed=0):
             p.grad_dtype = grad_dtype
             p.grad = grad.to(p.device)
         optimizer.step()
+
+
+PARAMETERS = {
+    **{name: lambda x, of=of: of(E4M3, "cpu")(x) for name, of in QUANTIZERS.items()},
+    "bfloat16": lambda x: x.bfloat16(),
+}
+
+
+def mixed(device="cpu", fp8_dtype=E4M3):
+    """A parameter of every kind."""
+    params = [
+        parameter(QUANTIZERS[name](fp8_dtype, device)(normal((70, 36), i).to(device)))
+        for i, name in enumerate(QUANTIZERS)
+    ]
+    params.append(parameter(normal((9, 4), 20).to(device)))
+    params.append(parameter(normal((9, 4), 21, torch.bfloat16).to(device)))
+    params.append(parameter(normal((37,), 22, torch.float16).to(device)))
+    return params

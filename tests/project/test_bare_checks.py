@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
-TESTS = Path(__file__).parents[1]
+from project.sources import TESTS, imported, modules
 
 #: Functions that return a bool, of Python and of torch, by the last part of their names.
 KNOWN = {"all", "any", "isinstance", "issubclass", "hasattr", "callable", "bool"}
@@ -52,17 +51,6 @@ def returns_bool(function: ast.FunctionDef, known: set[str]) -> bool:
     return bool(found) and all(is_bool(value, known) for value in found)
 
 
-def imported(name: str, tree: ast.Module) -> Iterator[tuple[str, str, str]]:
-    """Each name that a module imports from another: module, name there, name here."""
-    package = name.split(".")[:-1]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*above, *([node.module] if node.module else [])])
-            for alias in node.names:
-                yield module, alias.name, alias.asname or alias.name
-
-
 def bare_checks(trees: dict[str, ast.Module]) -> list[str]:
     """Statements that call a function that returns a bool and drop the result.
 
@@ -92,15 +80,8 @@ def bare_checks(trees: dict[str, ast.Module]) -> list[str]:
     ]
 
 
-def modules(paths: Iterable[Path]) -> dict[str, ast.Module]:
-    return {
-        ".".join(path.relative_to(TESTS).with_suffix("").parts): ast.parse(path.read_text())
-        for path in paths
-    }
-
-
 def test_checks_are_asserted():
-    assert not bare_checks(modules(sorted(TESTS.rglob("*.py"))))
+    assert not bare_checks(modules(TESTS))
 
 
 def test_bare_checks_are_found():

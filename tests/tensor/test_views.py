@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fp8rs.tensor.quantized import QuantizedTensor
+from internals import WRITE_HANDLERS, refuse
 from tensor_formats import (
     FORMATS,
     PLANES,
@@ -353,7 +354,7 @@ def test_a_copy_through_any_view_is_that_of_the_values(device, format, planes):
 
 def test_every_view_operator_of_aten_has_a_handler():
     """By its schema: one that is new in torch is a view as well, or refused, but never a copy."""
-    from fp8rs.tensor import aten, collectives, fallback, views
+    from fp8rs.tensor import collectives, fallback, views
     from fp8rs.tensor.table import HANDLERS
 
     found = 0
@@ -376,19 +377,14 @@ def test_every_view_operator_of_aten_has_a_handler():
                 assert handler in (
                     fallback.dequantized_call,
                     fallback.each_member,
-                    aten._refuse,
-                    aten._detach_,
-                    aten._erfinv_,
-                    aten._copy,
-                    aten._foreach_copy,
-                    aten._record_stream,
+                    *WRITE_HANDLERS,
                 ), op
             else:
                 assert handler.__module__ == views.__name__, op
     assert found > 300
     assert HANDLERS[torch.ops.aten.view.dtype] is views.any_view
     for op in (torch.ops.aten.set_.source_Tensor, torch.ops.aten.resize_.default):
-        assert HANDLERS[op] is aten._refuse
+        assert HANDLERS[op] is refuse
     for name in dir(torch.ops.c10d):
         packet = getattr(torch.ops.c10d, name)
         if isinstance(packet, torch._ops.OpOverloadPacket):

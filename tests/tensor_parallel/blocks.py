@@ -75,7 +75,7 @@ def converted(recipe, rig, **options):
 
 
 def tokens(rig, length=10, seed=0):
-    """Return an input (2, length, WIDTH), equal on all ranks, whose shards have different maxima."""
+    """Return (2, length, WIDTH), equal on all ranks, whose shards have different maxima."""
     x = torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(seed))
     x *= torch.linspace(0.5, 4.0, length).view(1, -1, 1)
     return x.to(rig.device)

@@ -29,6 +29,7 @@ from fp8rs.tensor_parallel import (
     PrepareFloat8ModuleInput,
 )
 from fp8rs.tensor_parallel.gather import Operand, gather_input, gathered
+from internals import state_of, store_of
 from tensor_parallel.blocks import (
     RECIPES,
     SEQUENCE,
@@ -48,9 +49,11 @@ def spec_of(recipe, role):
 
 
 def converted_key(recipe):
-    return fp8rs.convert_to_float8_training(
-        nn.Sequential(nn.Linear(WIDTH, WIDTH)), recipe=RECIPES[recipe]
-    )[0]._fp8_state.key
+    return state_of(
+        fp8rs.convert_to_float8_training(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH)), recipe=RECIPES[recipe]
+        )[0]
+    ).key
 
 
 # --- bytes ---------------------------------------------------------------------------------------
@@ -108,7 +111,7 @@ def test_a_known_scale_is_every_ranks_and_nan_where_one_ranks_values_are(rig, ro
         else:
             assert found.rowwise.scale.isnan()
             assert amax == (32 if rig.rank == 0 else 0)
-        assert found._store.delayed[1] is amax
+        assert store_of(found).delayed[1] is amax
 
 
 @ranks(2, 4)
