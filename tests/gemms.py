@@ -1,4 +1,4 @@
-"""Count the GEMMs of a model, and run the backwards of a zero-bubble pipeline schedule."""
+"""Counts the GEMMs of a model, and runs the two backwards of a zero-bubble pipeline schedule."""
 
 from contextlib import contextmanager
 
@@ -15,7 +15,8 @@ zero_bubble_works = pytest.mark.skipif(
 
 
 class Count(TorchDispatchMode):
-    """Counts the GEMMs of `nn.Linear`, and GEMMs and quantized directions of FP8 layers."""
+    """Counts GEMMs of `nn.Linear` and of FP8 layers, and records which planes of gradients are
+    quantized."""
 
     MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
@@ -31,7 +32,7 @@ class Count(TorchDispatchMode):
 
 @contextmanager
 def counted_gemms():
-    """Yield a `Count` of what runs inside."""
+    """Yield a `Count` that is active inside the context."""
     scaled_mm = function.scaled_mm
 
     def counting_scaled_mm(*args, **kwargs):
@@ -50,8 +51,8 @@ def counted_gemms():
 
 
 def zero_bubble(model, x):
-    """Run the two backwards of a zero-bubble schedule; return the gradients of the first."""
-    # Imported here because it takes a second.
+    """Run the two backwards of a zero-bubble schedule. Return the input gradients of the first."""
+    # This import takes a second.
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
     loss = model(x).square().sum()

@@ -1,4 +1,5 @@
-"""What a checkpoint has, what may be absent from it, and what is refused before it is read."""
+"""The contents of a checkpoint: what is required, what may be absent, what is refused before
+loading."""
 
 import shutil
 import subprocess
@@ -25,7 +26,7 @@ from fp8rs import checkpoint
 from fp8rs.checkpoint import CheckpointError, Model
 
 FP8 = "FP8 weights, AdamW with masters"
-#: With --full all ways of training them.
+#: With --full, every optimizer of each kind of weights.
 SOME = [n if n in list(KEPT)[1:3] else pytest.param(n, marks=pytest.mark.long) for n in KEPT]
 
 
@@ -36,7 +37,7 @@ def same(left, right):
 @ranks(2)
 @recipes
 @pytest.mark.parametrize("kept", SOME)
-def test_a_resumed_training_has_the_losses_of_one_that_went_on(rig, recipe, kept):
+def test_a_resumed_training_has_the_losses_of_an_uninterrupted_one(rig, recipe, kept):
     warnings.filterwarnings("ignore", message=".*FP8 weights, and keeps no masters")
     folder = shared_folder(rig)
     model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN)
@@ -56,7 +57,7 @@ def test_a_resumed_training_has_the_losses_of_one_that_went_on(rig, recipe, kept
 @recipes
 @pytest.mark.parametrize("fp8_weights", [False, True])
 def test_a_checkpoint_of_the_unconverted_model_loads(rig, recipe, fp8_weights):
-    """Saved by DCP itself, without histories and scales: as its values quantize."""
+    """DCP saved it without histories and scales. The loaded values are quantized."""
     folder = shared_folder(rig)
     kept = FP8 if fp8_weights else "master weights, torch's AdamW"
     plain, _, _ = lay_out(rig, "FSDP of 2", None, "master weights, torch's AdamW", UNEVEN)
@@ -75,7 +76,7 @@ def test_a_checkpoint_of_the_unconverted_model_loads(rig, recipe, fp8_weights):
 @ranks(2)
 @recipes
 @pytest.mark.parametrize("kept", SOME[1:])
-def test_rank_0_hands_around_a_full_state_of_model_and_optimizer(rig, recipe, kept):
+def test_rank_0_broadcasts_a_full_state_of_model_and_optimizer(rig, recipe, kept):
     model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN)
     train(model, optimizer, [batch(rig, n) for n in range(2)])
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -128,7 +129,7 @@ BLOCKS = {
 
 
 @each_recipe("delayed", "block", "mxfp8 of 1x32", of=RECIPES)
-def test_files_have_plain_tensors_of_a_byte_an_element_that_need_no_fp8rs(recipe, tmp_path):
+def test_files_contain_plain_one_byte_tensors_that_load_without_fp8rs(recipe, tmp_path):
     import fp8rs
 
     torch.manual_seed(0)
@@ -157,7 +158,7 @@ def test_files_have_plain_tensors_of_a_byte_an_element_that_need_no_fp8rs(recipe
 
 
 @ranks(2)
-def test_all_that_does_not_fit_is_in_one_error_and_nothing_is_written(rig):
+def test_one_error_lists_everything_that_does_not_fit_and_nothing_is_written(rig):
     folder = shared_folder(rig)
     model, optimizer, _ = lay_out(rig, "FSDP of 2", "mxfp8", FP8, UNEVEN)
     checkpoint.save(state_of(model, optimizer), f"{folder}/saved")
@@ -176,9 +177,10 @@ def test_all_that_does_not_fit_is_in_one_error_and_nothing_is_written(rig):
         "model.extra: not in the checkpoint, float32 (3,) here",
     ):
         assert line in found, found
-    assert "optimizer." not in found  # which was not asked for
+    # The load did not request the optimizer.
+    assert "optimizer." not in found
     assert same(contents(other, resumed), before)
-    # And what the model does not have.
+    # The error lists entries that the model does not have as well.
     master, _, _ = lay_out(rig, "FSDP of 2", "delayed", "master weights, torch's AdamW", UNEVEN)
     with pytest.raises(CheckpointError) as raised:
         checkpoint.load({"model": Model(master)}, f"{folder}/saved")

@@ -1,4 +1,5 @@
-"""convert_to_float8_training: which layers, which arguments, what stays, and a real model."""
+"""convert_to_float8_training: the layers it converts, its arguments, and a model of
+transformers."""
 
 import copy
 import importlib
@@ -93,7 +94,7 @@ def test_recipes_by_object_and_name():
     assert convert(Model(), recipe="delayed").head.recipe == DelayedScaling()
 
 
-def test_hooks_and_mode_stay(device):
+def test_hooks_and_training_mode_are_kept(device):
     model = Model().to(device).eval()
     seen = []
     model.head.register_forward_hook(lambda *_: seen.append("head"))
@@ -103,7 +104,7 @@ def test_hooks_and_mode_stay(device):
     assert not model.head.training
 
 
-def test_filter_fqns_are_parts_of_names():
+def test_filter_fqns_match_parts_of_names():
     assert converted(convert(Model(), filter_fqns=["head", "blocks.1"])) == ALL[:2]
     for wrong in ("head", None, [1]):
         with pytest.raises(TypeError, match="filter_fqns must be a collection of names"):
@@ -116,7 +117,7 @@ def test_filter_fqns_are_parts_of_names():
     "name",
     ["enable_fsdp_float8_all_gather", "fp8_weights", "preserve_high_precision_init_val"],
 )
-def test_what_is_no_bool_is_refused(name):
+def test_an_argument_that_is_not_a_bool_is_refused(name):
     model = Model()
     with pytest.raises(TypeError, match=f"{name} must be True or False, not 'no'"):
         convert(model, **{name: "no"})
@@ -127,18 +128,18 @@ def test_what_is_no_bool_is_refused(name):
     assert not converted(model)
 
 
-def test_layers_without_a_size_yet_stay():
+def test_lazy_layers_are_not_converted():
     model = nn.Sequential(nn.LazyLinear(48), nn.Linear(48, 16))
     assert converted(convert(model)) == ["1"]
     assert model(torch.randn(2, 8)).shape == (2, 16)
 
 
-def test_a_filter_that_leaves_nothing_out_is_said():
+def test_a_filter_that_matches_nothing_warns():
     with pytest.warns(UserWarning, match=r"nothing out for 'haed', 'blocks\.7'"):
         assert converted(convert(Model(), filter_fqns=["haed", "blocks.7"])) == ALL
 
 
-def test_module_filter_fn_is_given_module_and_name():
+def test_module_filter_fn_receives_module_and_name():
     seen = []
 
     def keep(module, fqn):
@@ -189,7 +190,7 @@ def test_a_module_under_two_names_is_not_tied():
 
 
 class Titan(nn.Linear):
-    """A subclass that inherits its forward, with something of its own."""
+    """A subclass with an additional attribute that inherits its forward."""
 
     def extra(self):
         return self.in_features
@@ -219,7 +220,7 @@ def test_subclasses_that_inherit_their_forward_are_converted(device):
         assert torch.equal(again(x), model(x))
 
 
-def test_subclasses_with_their_own_forward_are_left_alone(device):
+def test_subclasses_with_their_own_forward_are_not_converted(device):
     model = nn.Module()
     model.attention = nn.MultiheadAttention(16, 2, device=device)
     model.odd = Odd(16, 16, device=device)
@@ -231,7 +232,7 @@ def test_subclasses_with_their_own_forward_are_left_alone(device):
     model.attention(x, x, x)
 
 
-def test_what_was_converted_is_logged(caplog):
+def test_converted_layers_are_logged(caplog):
     model = Model()
     model.experts = nn.Parameter(torch.zeros(4, 512, 512))
     model.odd = Odd(16, 16)
@@ -244,7 +245,7 @@ def test_what_was_converted_is_logged(caplog):
     assert "experts: 3-D parameters (experts?) are not converted" in text
 
 
-def test_weights_of_other_dtypes_stay_with_a_warning():
+def test_weights_of_other_dtypes_are_not_converted_and_warn():
     model = nn.Sequential(nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 4))
     with pytest.warns(UserWarning, match=r"0 stays as it is.*float64"):
         convert(model)
@@ -267,7 +268,7 @@ def test_converting_to_another_recipe_is_an_error():
         convert(model, recipe="delayed")
 
 
-def test_parts_may_have_recipes_of_their_own(device):
+def test_parts_of_a_model_may_have_different_recipes(device):
     model = Model().to(device)
     convert(model.blocks, recipe="delayed")
     convert(model, recipe="current", filter_fqns=["blocks"])
@@ -275,7 +276,7 @@ def test_parts_may_have_recipes_of_their_own(device):
     model(torch.arange(3, device=device)).sum().backward()
 
 
-def test_layers_made_by_hand_join_the_model(device):
+def test_manually_created_layers_join_the_model(device):
     model = nn.Sequential(fp8nn.Linear(16, 16), nn.Linear(16, 16)).to(device)
     convert(model)
     assert state_of(model[0]) is state_of(model[1])
@@ -285,7 +286,7 @@ def test_layers_made_by_hand_join_the_model(device):
         convert(nn.Sequential(fp8nn.Linear(16, 16, recipe="delayed")))
 
 
-def test_a_model_without_linears_is_returned_as_it_is_with_a_warning():
+def test_a_model_without_linears_is_returned_unchanged_with_a_warning():
     model = nn.Sequential(nn.GELU())
     with pytest.warns(UserWarning, match="no layer was converted"):
         assert convert(model) is model
@@ -294,8 +295,8 @@ def test_a_model_without_linears_is_returned_as_it_is_with_a_warning():
         convert(Model(), filter_fqns=["blocks", "head"])
 
 
-def test_what_torchao_has_converted_is_named():
-    """By its module, since torchao need not be installed."""
+def test_layers_converted_by_torchao_stay_with_a_warning():
+    """The layers are recognized by their module's name, since torchao need not be installed."""
     own = {"forward": lambda self, x: x, "__module__": "torchao.float8.float8_linear"}
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     for layer in model:
@@ -309,7 +310,7 @@ def test_what_torchao_has_converted_is_named():
 
 
 def weights_under_another_recipe(device, before, **options):
-    """An unconverted model again, whose FP8 weights are of the recipe ``before``."""
+    """Return an unconverted model whose FP8 weights have the format of the recipe ``before``."""
     torch.manual_seed(0)
     made = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)).to(device)
     convert(made, recipe=before, fp8_weights=True, enable_fsdp_float8_all_gather=None)
@@ -321,7 +322,7 @@ def weights_under_another_recipe(device, before, **options):
 
 @pytest.mark.parametrize("before", ["rowwise", "current", "mxfp8"])
 @pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block", "mxfp8"])
-def test_fp8_weights_of_another_recipe_are_quantized_anew(before, recipe):
+def test_fp8_weights_of_another_recipe_are_quantized_again(before, recipe):
     model = weights_under_another_recipe("cpu", before)
     values = [layer.weight.dequantize() for layer in model]
     weights = [layer.weight for layer in model]
@@ -345,7 +346,7 @@ def test_fp8_weights_of_another_recipe_are_refused_as_master_weights():
 
 @pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "prune", "parametrized"])
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
-def test_weights_that_are_computed_stay_with_a_warning(kind):
+def test_parametrized_weights_are_not_converted_and_warn(kind):
     model = Model()
     if kind == "prune":
         from torch.nn.utils import prune
@@ -388,7 +389,7 @@ def test_state_dicts_are_plain_and_load_into_the_unconverted_model(device, gathe
     model.load_state_dict(reference.state_dict())
 
 
-def test_the_gather_option_changes_no_result_on_one_device(device):
+def test_the_gather_option_does_not_change_results_on_one_device(device):
     torch.manual_seed(0)
     plain = Model().to(device)
     tokens = torch.arange(20, device=device)
@@ -403,7 +404,7 @@ def test_the_gather_option_changes_no_result_on_one_device(device):
         assert torch.equal(a, b)
 
 
-def test_weights_for_the_gather_are_plain_until_they_are_sharded(device):
+def test_weights_for_the_gather_are_plain_until_sharded(device):
     model = convert(Model().to(device), enable_fsdp_float8_all_gather=True)
     for name in ALL:
         assert type(model.get_submodule(name).weight) is nn.Parameter
@@ -430,7 +431,7 @@ def test_weights_for_the_gather_are_plain_until_they_are_sharded(device):
         ({"config": object()}, TypeError, "config"),
     ],
 )
-def test_bad_arguments_are_named(arguments, error, match):
+def test_errors_name_the_argument(arguments, error, match):
     arguments = {"module": Model(), **arguments}
     with pytest.raises(error, match=match):
         convert(arguments.pop("module"), **arguments)
@@ -438,7 +439,7 @@ def test_bad_arguments_are_named(arguments, error, match):
 
 @pytest.mark.parametrize("part", ["model", "block", "layer"])
 @ranks(1, cuda=False)
-def test_converting_what_is_sharded_already_is_an_error(rig, part):
+def test_converting_a_sharded_model_is_an_error(rig, part):
     from torch.distributed.fsdp import fully_shard
 
     model = Model()
@@ -447,7 +448,7 @@ def test_converting_what_is_sharded_already_is_an_error(rig, part):
         convert(model)
 
 
-# --- torchao's configuration, by duck typing: the fields that its releases have ------------------
+# --- torchao's configuration, recognized by its fields --------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -468,20 +469,20 @@ def test_converting_what_is_sharded_already_is_an_error(rig, part):
         ),
     ],
 )
-def test_torchao_configs(config, recipe):
+def test_torchao_configs_map_to_recipes(config, recipe):
     model = convert_to_float8_training(Model(), config=config)
     assert model.head.recipe == recipe
     assert type(model.head.weight) is nn.Parameter, "enable_fsdp_float8_all_gather is theirs"
 
 
-def test_torchao_configs_choose_the_gather():
+def test_a_torchao_config_sets_the_gather():
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     model = convert_to_float8_training(Model(), config=config)
     assert state_of(model.head).fp8_gather
 
 
 @pytest.mark.parametrize("theirs", [True, False])
-def test_torchao_configs_are_not_contradicted(theirs):
+def test_arguments_that_contradict_a_torchao_config_are_refused(theirs):
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=theirs)
     with pytest.raises(ValueError, match=f"enable_fsdp_float8_all_gather={not theirs} contradicts"):
         convert(Model(), config=config, enable_fsdp_float8_all_gather=not theirs)
@@ -524,12 +525,12 @@ def test_the_gather_is_on_by_default():
         ),
     ],
 )
-def test_torchao_configs_that_no_recipe_does(config, field):
+def test_torchao_configs_that_no_recipe_implements_are_refused(config, field):
     with pytest.raises(ValueError, match=field):
         convert_to_float8_training(Model(), config=config)
 
 
-def test_torchaos_recipe_names_as_configs():
+def test_named_torchao_configs_map_to_recipes():
     model = convert_to_float8_training(Model(), config=NAMED["tensorwise"])
     assert model.head.recipe == Float8CurrentScaling(fp8_format="hybrid")
     model = convert_to_float8_training(Model(), config=NAMED["rowwise"])
@@ -538,7 +539,7 @@ def test_torchaos_recipe_names_as_configs():
         convert_to_float8_training(Model(), config=NAMED["rowwise_with_gw_hp"])
 
 
-def test_torchaos_recipe_names_as_recipes():
+def test_torchao_recipe_names_map_to_recipes():
     model = convert_to_float8_training(Model(), recipe="tensorwise")
     assert model.head.recipe == Float8CurrentScaling()
     model = convert_to_float8_training(Model(), recipe="rowwise")
@@ -561,13 +562,13 @@ def test_an_unknown_recipe_name_suggests_the_closest(name, meant):
         convert_to_float8_training(Model(), recipe=name)
 
 
-def test_a_recipe_name_like_no_other_has_no_suggestion():
+def test_an_unrelated_recipe_name_has_no_suggestion():
     with pytest.raises(ValueError, match=r"'fp4' is not known; the names are .*'mxfp8'$"):
         convert_to_float8_training(Model(), recipe="fp4")
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_recipe_name_is_no_config(name):
+def test_a_recipe_name_is_not_a_config(name):
     with pytest.raises(TypeError, match=f"recipe='{name}', or Float8LinearConfig.from_recipe_name"):
         convert_to_float8_training(Model(), config=name)
 
@@ -591,7 +592,8 @@ def test_a_transformers_llama_quantizes_shared_inputs_once(device):
     tokens = torch.zeros(1, 8, dtype=torch.long, device=device)
     with torch.no_grad(), Calls() as calls:
         model(input_ids=tokens)
-    # A layer has seven weights, and the inputs of q, k, v; of o; of gate, up; of down.
+    # A decoder layer has seven weights. Its layers have four inputs: of q, k and v; of o; of gate
+    # and up; of down.
     assert calls.quantizations == 2 * (7 + 4)
 
 
@@ -614,11 +616,11 @@ def test_a_transformers_llama_with_tied_embeddings(device):
     assert len(converted(model)) == 2 * 7
 
 
-# --- what is refused leaves the model as it was --------------------------------------------------
+# --- a refused conversion leaves the model unchanged ----------------------------------------------
 
 
 def contents(model):
-    """All that a conversion changes of a model."""
+    """Return everything that a conversion changes in a model."""
     found = {}
     for name, m in model.named_modules():
         hooks = m._forward_pre_hooks, m._forward_hooks, m._forward_hooks_always_called
@@ -635,7 +637,7 @@ def assert_converts(model):
 
 
 @pytest.mark.parametrize("held", ["loss", "weak reference"])
-def test_weights_that_cannot_be_replaced(held):
+def test_weights_that_cannot_be_replaced_are_refused(held):
     model = Model()
     handle = model.head.register_forward_pre_hook(lambda module, args: None)
     before = contents(model)
@@ -644,7 +646,8 @@ def test_weights_that_cannot_be_replaced(held):
         convert_to_float8_training(model, fp8_weights=True)
     assert contents(model) == before
     if held == "loss":
-        what.backward()  # it is not spoiled for this
+        # The refused conversion does not break the graph.
+        what.backward()
         assert all(p.grad is not None for p in model.parameters())
     handle.remove()
     assert not model.head._forward_pre_hooks
@@ -652,7 +655,7 @@ def test_weights_that_cannot_be_replaced(held):
     assert_converts(model)
 
 
-def test_a_weight_that_a_device_cannot_quantize_leaves_the_model_as_it_was(monkeypatch):
+def test_a_weight_that_a_device_cannot_quantize_leaves_the_model_unchanged(monkeypatch):
     def refuse(values, recipe):
         raise fp8rs.UnsupportedError("no kernel for this GPU")
 
@@ -666,12 +669,13 @@ def test_a_weight_that_a_device_cannot_quantize_leaves_the_model_as_it_was(monke
     assert_converts(model)
 
 
-# --- what a conversion prints --------------------------------------------------------------------
+# --- the summary that a conversion prints ---------------------------------------------------------
 
 
 @pytest.fixture
 def unconfigured(monkeypatch):
-    """Replace the logger by one without handlers. pytest adds some to the root logger."""
+    """Replace the logger by one without handlers, because pytest adds handlers to the root
+    logger."""
     module = importlib.import_module("fp8rs.convert.convert")
     logger = logging.Logger("fp8rs", logging.NOTSET)
     monkeypatch.setattr(module, "_log", logger)
@@ -708,7 +712,7 @@ def test_configured_logging_gets_the_line_and_nothing_is_printed(caplog, capsys)
     assert capsys.readouterr().err == ""
 
 
-def test_type_checkers_see_the_models_own_class():
+def test_type_checkers_see_the_class_of_the_model():
     hints = get_type_hints(convert_to_float8_training)
     assert hints["return"] is hints["module"]
     assert hints["return"].__bound__ is nn.Module

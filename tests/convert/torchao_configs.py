@@ -51,7 +51,7 @@ E4M3_AXISWISE = CastConfig(
     scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=torch.float8_e4m3fn
 )
 NAMED = {
-    # What torchao's Float8LinearConfig.from_recipe_name gives for its three names.
+    # The results of torchao's Float8LinearConfig.from_recipe_name.
     "tensorwise": Float8LinearConfig(),
     "rowwise": Float8LinearConfig(
         cast_config_input=E4M3_AXISWISE,

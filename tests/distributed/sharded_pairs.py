@@ -1,4 +1,4 @@
-"""A model with FP8 weights and a sharded copy of it, trained and compared."""
+"""A model with FP8 weights and a sharded copy of it, to be trained and compared."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from internals import handle_of_tensor, local_of, store_of
 
 
 def batch(rig, step=0):
-    """The same on all ranks."""
+    """Return a batch that is equal on all ranks."""
     generator = torch.Generator().manual_seed(1000 + step)
     return torch.randn(16, WIDTH, generator=generator).to(rig.device)
 
 
 def pair(rig, recipe, hidden=UNEVEN, **options):
-    """A model with FP8 weights, and a sharded copy of it."""
+    """Return a model with FP8 weights, and a sharded copy of it."""
     whole = make(hidden, recipe=RECIPES[recipe], device=rig.device, fp8_weights=True)
     return whole, shard(copy.deepcopy(whole), rig, **options)
 
@@ -38,12 +38,12 @@ def optimizers(*models):
 
 
 def shards(model):
-    """The local tensors of the sharded weights, by name."""
+    """Return the local tensors of the sharded weights by name."""
     return {name: local_of(layer.weight) for name, layer in linears(model).items()}
 
 
 def contents(model):
-    """Copies of the bytes of all FP8 weights, sharded or not."""
+    """Return copies of the planes of all FP8 weights, sharded or not."""
     found = []
     for layer in linears(model).values():
         local = local_of(layer.weight)
@@ -58,7 +58,7 @@ def same(left, right):
 
 
 def full(parameter):
-    """The values of a whole parameter."""
+    """Return the full values of a parameter."""
     if not isinstance(parameter, DTensor):
         return parameter.detach().dequantize() if quantized(parameter) else parameter.detach()
     local = local_of(parameter)
@@ -92,7 +92,7 @@ def loss_of(model, x):
 
 
 def assert_same_training(rig, model, whole, steps=2, forward=loss_of):
-    """Two models train alike, and end in the same weights."""
+    """Assert that two models have equal losses while they train, and equal weights afterwards."""
     both = (whole, model)
     steppers = optimizers(*both)
     for n in range(steps):
