@@ -17,7 +17,7 @@ from covering import covering
 
 NO_GPU = "needs a CUDA GPU"
 
-#: What a cover of stacked parameters contains, by its strength.
+#: Strength of a cover of stacked parameters -> what it contains.
 STRENGTHS = {1: "each value", 2: "each pair"}
 
 

@@ -1,7 +1,7 @@
 """Randomly damaged input either raises an error or gives the values that were written.
 
-Three parsers read untrusted bytes: those of a checkpoint's metadata, of its tensor files, and of
-pickled quantized tensors. The library writes safetensors files and configs but does not parse them.
+Three parsers read untrusted bytes: of a checkpoint's metadata, of its tensor files, and of pickled
+quantized tensors. The library writes safetensors files and configs but does not parse them.
 """
 
 import io

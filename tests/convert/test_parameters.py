@@ -510,7 +510,7 @@ def test_unsharded_models_run_in_inference_mode(device, recipe):
 @recipes
 @pytest.mark.parametrize("reshard", [True, False])
 def test_training_continues_after_an_inference_forward(rig, reshard, recipe):
-    """With 1x32 weights, MXFP8 refills planes that the backward needs, and autograd sees that write."""
+    """With 1x32 weights, MXFP8 refills planes that the backward needs, and autograd sees it."""
     model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
     shard(model, rig, reshard_after_forward=reshard)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

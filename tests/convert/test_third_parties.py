@@ -62,8 +62,7 @@ def test_ddp_keeps_ranks_equal_and_trains(rig, recipe):
 @ranks(2)
 @recipes
 def test_zero_1_steps_as_the_optimizer_that_it_shards(rig, recipe):
-    """Each rank steps its share of the parameters and broadcasts it. The weights equal those of
-    AdamW."""
+    """Each rank steps its share of the parameters and broadcasts it. The weights equal AdamW's."""
     found = []
     for zero in (True, False):
         model = converted(recipe, rig.device)

@@ -13,7 +13,7 @@ from fp8rs import (
 from internals import store_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-#: A quantizer of weights, with one plane at rest, for every way in which codes are made.
+#: A quantizer for every way to compute codes. Each makes only the plane that an optimizer keeps.
 QUANTIZERS = {
     "current": lambda f, d: Float8CurrentScalingQuantizer(f, columnwise=False),
     "current, powers of two": lambda f, d: Float8CurrentScalingQuantizer(
@@ -34,7 +34,7 @@ QUANTIZERS = {
     "1x32": lambda f, d: MXFP8Quantizer(f, block=(1, 32)),
     "1x128": lambda f, d: Float8BlockQuantizer(f, columnwise=False, block=(1, 128)),
 }
-#: Larger than a block of every kind, not made of whole ones; a row; one element; none.
+#: Shapes larger than a block and not a multiple of it, a row, a scalar, and empty shapes.
 SHAPES = [(300, 132), (70, 33), (1, 5), (), (0, 8), (8, 0), (3, 40, 36)]
 each_quantizer = pytest.mark.parametrize("name", QUANTIZERS)
 each_format = pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -49,7 +49,8 @@ def parameter(values):
 
 
 def bytes_of(*tensors):
-    """All bytes of tensors, also of quantized ones."""
+    """Return the bytes of tensors. A quantized tensor contributes its planes and its delayed
+    scaling."""
     parts = []
     for t in tensors:
         t = t.detach()
@@ -68,7 +69,7 @@ def assert_same(got, want):
 
 
 def everything(optimizer):
-    """The bytes of all parameters and states."""
+    """Return the bytes of all parameters and optimizer states."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     states = [optimizer.state[p][k] for p in params for k in sorted(optimizer.state[p])]
     return bytes_of(*params, *states)
@@ -79,7 +80,8 @@ def train(optimizer, steps, grad_dtype=torch.float32, seed=0):
     for step in range(steps):
         for i, p in enumerate(params):
             grad = normal(p.shape, 1000 * seed + 100 * step + i, grad_dtype)
-            # Autograd would refuse another dtype than the parameter's; FSDP2 reduces in one.
+            # By default autograd requires a gradient of the parameter's dtype. FSDP2 may reduce in
+            # another.
             p.grad = None
             p.grad_dtype = grad_dtype
             p.grad = grad.to(p.device)
@@ -93,7 +95,7 @@ PARAMETERS = {
 
 
 def mixed(device="cpu", fp8_dtype=E4M3):
-    """A parameter of every kind."""
+    """Return one parameter of every kind."""
     params = [
         parameter(QUANTIZERS[name](fp8_dtype, device)(normal((70, 36), i).to(device)))
         for i, name in enumerate(QUANTIZERS)
