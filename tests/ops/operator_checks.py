@@ -1,4 +1,4 @@
-"""Checks of operators: those of `torch.library.opcheck`, and which arguments a call writes."""
+"""Operators with their checks by `torch.library.opcheck`, and which arguments a call writes."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Every kind of bad call: the exception's type, the argument it names, and nothing written."""
+"""Bad calls of every kind raise an exception that names the argument, and write nothing."""
 
 import re
 
@@ -16,7 +16,7 @@ F64, I32 = torch.float64, torch.int32
 
 
 class Call:
-    """Good arguments to pick from; a bad call replaces one of them."""
+    """Valid arguments. Each bad call replaces one of them."""
 
     def __init__(self, device):
         self.x = torch.linspace(-3, 3, 48, device=device).view(6, 8)
@@ -43,14 +43,14 @@ class Call:
 
 
 def misaligned(t):
-    """The same values, one byte off their alignment."""
+    """Return the same values at an address that is one byte off alignment."""
     raw = torch.empty(t.numel() * t.element_size() + 8, dtype=torch.uint8, device=t.device)
     address = torch.frombuffer(memoryview(raw.numpy())[1 : 1 + t.numel() * 4], dtype=torch.float32)
     return address.view(t.shape)
 
 
 class Wrapper(torch.Tensor):
-    """A subclass without memory of its own."""
+    """A tensor subclass without memory of its own."""
 
     @staticmethod
     def __new__(cls, t):
@@ -61,9 +61,9 @@ class Wrapper(torch.Tensor):
         raise AssertionError("not called")
 
 
-#: What is wrong -> (exception, what the message must match, the call).
+#: For each fault: the exception, a pattern of its message, and the call.
 BAD = {
-    # Types of elements.
+    # Dtypes.
     "x float64": (TypeError, "^x has dtype float64", lambda c: ops.amax(c.x.to(F64))),
     "x int32": (
         TypeError,
@@ -223,7 +223,7 @@ BAD = {
         lambda c: ops.scale_from_amax(c.amax, E4M3, margin=1 << 40),
     ),
     "core level": (ValueError, "^level is", lambda c: core.set_cpu_simd("sse")),
-    # Absent ones.
+    # Missing arguments.
     "no direction": (
         ValueError,
         "^rowwise is absent, and so is columnwise",
@@ -239,7 +239,7 @@ BAD = {
         "^rowwise is absent, and so is columnwise",
         lambda c: ops.quantize_delayed(c.x, c.scale, c.amax, E4M3, False, False),
     ),
-    # Arguments of the core's own functions, which Python objects come to as they are.
+    # Arguments of functions of the Rust core, which receives Python objects unchecked.
     "core xs a number": (
         TypeError,
         "^xs is of type int",
@@ -312,7 +312,7 @@ def test_bad_calls_name_the_argument_and_write_nothing(device, case):
     exception, message, call = BAD[case]
     good = Call(device)
     before = {name: t.clone() for name, t in good.tensors().items()}
-    # The types themselves, so that no subclass stands in for what the contract says.
+    # Compare the exact type, because the contract excludes subclasses.
     with pytest.raises(exception) as raised:
         call(good)
     assert type(raised.value) is exception
@@ -336,7 +336,7 @@ def test_an_empty_list_has_no_device():
 
 
 def test_meta_tensors_do_not_mix(device):
-    """torch calls what makes room for outputs, which nobody would write."""
+    """For a meta argument torch calls the kernel that only allocates outputs."""
     x, meta = torch.randn(2, 4, device=device), torch.ones((), device="meta")
     amax = torch.ones((), device=device)
     for call, message in [
@@ -356,7 +356,7 @@ def test_meta_tensors_do_not_mix(device):
 
 
 @pytest.mark.gpu
-def test_devices_do_not_mix():
+def test_tensors_on_different_devices_are_refused():
     cpu, cuda = Call("cpu"), Call("cuda")
     for call, message in [
         (lambda: ops.quantize(cuda.x, cpu.scale, E4M3), "^scale is on cpu; it must be on cuda:0"),

@@ -19,7 +19,7 @@ from oracle.elements import E4M3, E5M2
 
 
 def samples(device):
-    """(operator, arguments) for every operator, each in more than one shape."""
+    """Yield (operator, arguments) for every operator, each with several shapes."""
     scale, amax = scalar(0.5, device), scalar(1.0, device)
     for shape in ((5, 7), (3,), (2, 3, 4), (0, 4)):
         for dtype in (torch.float32, torch.bfloat16):
@@ -70,7 +70,7 @@ NAMES = [
     "scale_from_amax",
     "transpose",
 ]
-#: In optim/test_adamw.py, test_random.py and test_rows.py.
+#: The operators that optim/test_adamw.py, test_random.py and test_rows.py check.
 OTHER_NAMES = ["adamw_", "random_uniform_", "sum_rows_"]
 
 
@@ -87,7 +87,7 @@ def test_opcheck(device, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_schema_says_what_is_written(device, name):
+def test_only_declared_arguments_are_written(device, name):
     for arguments in samples_of(name, device):
         check_writes(name, arguments)
 
@@ -101,7 +101,7 @@ def test_every_operator_is_checked():
     assert registered == {*NAMES, *BLOCK_NAMES, *OTHER_NAMES}
 
 
-def test_meta_tensors_give_shapes():
+def test_meta_tensors_give_shapes_and_dtypes():
     x = torch.empty(2, 3, 8, dtype=torch.bfloat16, device="meta")
     row, col, scale = ops.quantize_current(x, E4M3, True, True)
     assert (row.shape, col.shape, scale.shape) == ((2, 3, 8), (8, 6), ())
@@ -119,7 +119,7 @@ def step(x, amax, scale, out):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_bytes_are_eager_bytes(device, dynamic):
+def test_compiled_bytes_equal_eager_bytes(device, dynamic):
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for rows in (5, 9):

@@ -1,6 +1,6 @@
-"""Operators on inputs that nobody thought of: any small shape, any strides, any values.
+"""Operators on random inputs: any small shape, any strides, any values.
 
-The examples are the same in each run (``derandomize``), so that what fails here fails everywhere.
+The examples are equal in each run (``derandomize``), so that a failure can be reproduced.
 """
 
 import math
@@ -19,7 +19,7 @@ from oracle.tensorwise import matrix
 
 ops = torch.ops.fp8rs
 
-#: Bytes that no release of torch changes.
+#: No release of torch changes these bytes.
 pytestmark = pytest.mark.newest_torch
 
 examples = settings(
@@ -27,7 +27,7 @@ examples = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    # `device` is a constant.
+    # The `device` fixture does not change between examples.
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
@@ -38,7 +38,7 @@ shapes = st.lists(sizes, max_size=2) | st.tuples(st.integers(0, 5), sizes, sizes
 finite = st.sampled_from([0.0, -0.0, 448.0, -57344.0, 65504.0, 2.0**-24, 2.0**-149])
 special = finite | st.sampled_from([math.inf, -math.inf, math.nan, 3e38])
 
-#: From a tensor of at least one dimension to one that lies in another way.
+#: Views of a tensor with at least one dimension that have another memory layout.
 VIEWS = {
     "reversed": lambda x: x.permute(*reversed(range(x.dim()))),
     "every second": lambda x: x[..., ::2],
@@ -53,7 +53,7 @@ VIEWS = {
 
 @dataclass
 class Input:
-    """A tensor, and through which views operators get it."""
+    """A tensor, and the views through which operators receive it."""
 
     whole: torch.Tensor
     views: list[str]
@@ -78,7 +78,7 @@ def inputs(draw, shapes=shapes, special=special):
 
 @examples
 @given(x=inputs(), scale=scales, fp8_dtype=formats)
-def test_quantize_is_the_reference(device, x, scale, fp8_dtype):
+def test_quantize_equals_the_reference(device, x, scale, fp8_dtype):
     x, scale = x.on(device), scalar(scale, device)
     expected = tensorwise.quantize(x, scale, fp8_dtype)
     row, col = ops.quantize(x, scale, fp8_dtype, True, True)
@@ -106,7 +106,7 @@ def test_quantize_is_the_reference(device, x, scale, fp8_dtype):
     power_2_scale=st.booleans(),
     amax_epsilon=st.sampled_from([0.0, 1e-3, 500.0]),
 )
-def test_quantize_current_is_the_reference(device, x, fp8_dtype, power_2_scale, amax_epsilon):
+def test_quantize_current_equals_the_reference(device, x, fp8_dtype, power_2_scale, amax_epsilon):
     x = x.on(device)
     row, col, scale = ops.quantize_current(x, fp8_dtype, True, True, power_2_scale, amax_epsilon)
     rule = (fp8_dtype, power_2_scale, amax_epsilon)
@@ -122,7 +122,7 @@ def test_quantize_current_is_the_reference(device, x, fp8_dtype, power_2_scale, 
     scale=st.floats(0.0625, 128, width=32),
     fp8_dtypes=st.lists(formats, min_size=5, max_size=5),
 )
-def test_lists_are_the_reference(device, xs, scale, fp8_dtypes):
+def test_list_operators_equal_the_reference(device, xs, scale, fp8_dtypes):
     xs = [x.on(device) for x in xs]
     scales = scale * torch.arange(1.0, len(xs) + 1, device=device)
     assert same(ops.multi_amax(xs), torch.stack([tensorwise.amax(x) for x in xs]))
@@ -142,7 +142,7 @@ def test_lists_are_the_reference(device, xs, scale, fp8_dtypes):
     seed=st.integers(0, 1000),
     transposed=st.booleans(),
 )
-def test_dequantize_and_transpose_are_the_reference(
+def test_dequantize_and_transpose_equal_the_reference(
     device, shape, fp8_dtype, dtype, block, seed, transposed
 ):
     generator = torch.Generator().manual_seed(seed)
@@ -176,10 +176,10 @@ def test_dequantize_and_transpose_are_the_reference(
     rounding=st.sampled_from(["ceil", "floor"]),
     power_2_scale=st.booleans(),
 )
-def test_quantize_blocks_is_the_reference(device, x, fp8_dtype, form, rounding, power_2_scale):
+def test_quantize_blocks_equals_the_reference(device, x, fp8_dtype, form, rounding, power_2_scale):
     block, scale_dtype = form
     mx = scale_dtype is torch.float8_e8m0fnu
-    # The reference is of finite matrices; the bytes of others are in test_blocks.
+    # The reference needs finite matrices. test_blocks tests the bytes of others.
     x = x.on(device)
     assume(x.numel() > 0)
     got = ops.quantize_blocks(
@@ -201,7 +201,7 @@ def test_quantize_blocks_is_the_reference(device, x, fp8_dtype, form, rounding, 
         assert same(matrix(codes(row)), codes(expected))
 
 
-def test_each_view_lies_in_another_way():
+def test_each_view_has_another_memory_layout():
     x = torch.arange(12.0).view(3, 4)
     views = [view(x) for view in VIEWS.values()]
     assert len({(v.shape, v.stride(), v.storage_offset()) for v in views}) == len(VIEWS)

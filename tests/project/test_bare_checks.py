@@ -1,4 +1,4 @@
-"""A check that a test calls and does not assert passes whatever it finds."""
+"""If a test calls a check and does not assert its result, the test cannot fail."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from project.sources import TESTS, imported, modules
 
-#: Functions that return a bool, of Python and of torch, by the last part of their names.
+#: Functions of Python and torch that return a bool, by the last part of their names.
 KNOWN = {"all", "any", "isinstance", "issubclass", "hasattr", "callable", "bool"}
 KNOWN |= {"equal", "allclose", "is_tensor"}
 
 
 def name_of(call: ast.expr) -> str:
-    """The name that a call has for its function: ``f`` of ``f(x)`` and of ``module.f(x)``."""
+    """Return the name of the called function: ``f`` for ``f(x)`` and for ``module.f(x)``."""
     if not isinstance(call, ast.Call):
         return ""
     function = call.func
@@ -21,7 +21,7 @@ def name_of(call: ast.expr) -> str:
 
 
 def is_bool(value: ast.expr | None, known: set[str]) -> bool:
-    """Whether an expression can only be a bool."""
+    """Return whether an expression is certain to be a bool."""
     if isinstance(value, ast.Compare):
         return True
     if isinstance(value, ast.Constant):
@@ -34,7 +34,7 @@ def is_bool(value: ast.expr | None, known: set[str]) -> bool:
 
 
 def own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
-    """The nodes of a function, except the bodies of nested functions."""
+    """Yield the nodes of a function, except the bodies of nested functions."""
     left: list[ast.AST] = list(function.body)
     while left:
         node = left.pop()
@@ -44,7 +44,8 @@ def own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
 
 
 def returns_bool(function: ast.FunctionDef, known: set[str]) -> bool:
-    """Whether a function returns a bool, by its annotation or by all of its return statements."""
+    """Return whether a function returns a bool, by its annotation or by all of its return
+    statements."""
     if function.returns is not None:
         return ast.unparse(function.returns) == "bool"
     found = [node.value for node in own_nodes(function) if isinstance(node, ast.Return)]
@@ -52,17 +53,18 @@ def returns_bool(function: ast.FunctionDef, known: set[str]) -> bool:
 
 
 def bare_checks(trees: dict[str, ast.Module]) -> list[str]:
-    """Statements that call a function that returns a bool and drop the result.
+    """Return the statements that call a function that returns a bool and drop the result.
 
     Args:
-        trees: modules by name.
+        trees: Modules by name.
 
     Returns:
-        The place and the source of each.
+        The place and the source of each statement.
     """
     known = {name: set(KNOWN) for name in trees}
     before = 0
-    while (count := sum(map(len, known.values()))) > before:  # a helper may call another one
+    # Repeat until nothing is added, because one helper may call another.
+    while (count := sum(map(len, known.values()))) > before:
         before = count
         for name, tree in trees.items():
             functions = [f for f in tree.body if isinstance(f, ast.FunctionDef)]

@@ -1,4 +1,4 @@
-"""What test modules may import and read."""
+"""Rules for imports in test modules."""
 
 from __future__ import annotations
 
@@ -16,16 +16,13 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def test_modules_of(name: str, tree: ast.Module) -> set[str]:
+def imported_tests(name: str, tree: ast.Module) -> set[str]:
     """Return the test modules that a module imports."""
     found = [part for module, there, _ in imported(name, tree) for part in (module, there)]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
     return {n for n in found if n.split(".")[-1].startswith("test_")}
-
-
-test_modules_of.__test__ = False
 
 
 def private_names() -> set[str]:
@@ -61,13 +58,13 @@ def private_reads(name: str, tree: ast.Module, private: set[str]) -> list[str]:
 
 
 def test_no_test_module_imports_another_one():
-    found = {name: test_modules_of(name, tree) for name, tree in modules(TESTS).items()}
+    found = {name: imported_tests(name, tree) for name, tree in modules(TESTS).items()}
     assert not {name: others for name, others in found.items() if others}
 
 
 def test_imports_of_test_modules_are_found():
     source = "import nn.test_a\nfrom .test_b import x\nfrom convert import test_c, models"
-    assert test_modules_of("nn.case", ast.parse(source)) == {"nn.test_a", "nn.test_b", "test_c"}
+    assert imported_tests("nn.case", ast.parse(source)) == {"nn.test_a", "nn.test_b", "test_c"}
 
 
 def test_only_internals_reads_private_names_of_fp8rs():

@@ -1,4 +1,4 @@
-"""The README's commands exist and its quick start runs as it stands, and pages lead to pages."""
+"""The README's commands exist, its quick start runs, and links between pages work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def script() -> str:
 
 
 def quick_start() -> str:
-    """The script's second part, which is all that a script of another model needs."""
+    """Return the second part of the script, which a script with another model needs as well."""
     head, _, second, _ = re.split(r"(?m)^(?=# \d\. )", script())
     needed = re.findall(
         r"^(?:import torch|from (?:fp8rs|torch\.distributed\.fsdp) .+)$", head, re.M
@@ -32,7 +32,7 @@ def quick_start() -> str:
 
 
 @pytest.mark.long
-def test_the_script_trains_as_the_page_starts_it(
+def test_the_script_trains_with_the_documented_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (command,) = re.findall(r"^    torchrun (.+) train.py$", README, re.MULTILINE)
@@ -54,7 +54,7 @@ def test_the_script_trains_as_the_page_starts_it(
     assert "8 linear layers converted" in done.stderr
 
 
-def test_figures_are_those_of_the_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_equal_the_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "tools")
     from figures import speeds
 
@@ -100,7 +100,7 @@ def test_targets_and_files_exist() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """What links may name after a #: the headings, as they are written in addresses."""
+    """Return the fragments that links may use: the headings as they appear in addresses."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -111,7 +111,7 @@ def anchors(page: Path) -> set[str]:
     [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benches/*.md")],
     ids=lambda p: p.relative_to(ROOT).as_posix(),
 )
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     for link, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", page.read_text()):
         target = page.parent / link if link else page
         assert target.is_file(), link
@@ -120,7 +120,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.newest_torch
 def test_the_compile_tables_have_the_rows_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is in their cells takes minutes to find: tools/compile_table.py --check."""
+    """Checking the contents of their cells takes minutes: tools/compile_table.py --check."""
     monkeypatch.syspath_prepend(ROOT / "tools")
     import compile_table as tool
 
@@ -135,7 +135,7 @@ def test_the_compile_tables_have_the_rows_of_the_tests(monkeypatch: pytest.Monke
         assert all(len(row) == len(head) for row in rows)
 
 
-def test_rows_that_a_machine_skips_stay_as_another_has_measured_them(
+def test_rows_skipped_on_a_machine_keep_the_measurement_of_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "tools")
