@@ -125,7 +125,7 @@ def test_rebase_of_special_rows(device):
                 codes.to(device).view(E4M3), scale.to(device).view(E8M0), [1, 32], 0
             )
         else:
-            # The transposed plane has blocks of (32, 1), so its columns are repeated to 32x32 blocks.
+            # The transposed plane has blocks of (32, 1), so repeat its columns to 32x32 blocks.
             wide = codes.t().repeat_interleave(32, 1).contiguous().to(device).view(E4M3)
             got, line = ops.rebase(wide, scale.t().contiguous().to(device).view(E8M0), [32, 32], 1)
             got, line = got[::32], line[::32]
