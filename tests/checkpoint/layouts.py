@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 
 import torch
 import torch.distributed as dist
@@ -133,12 +132,6 @@ def spoil(model):
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(float("nan"))
-
-
-def shared_folder(rig):
-    folder = [tempfile.mkdtemp(prefix="fp8rs-checkpoint-") if rig.rank == 0 else None]
-    dist.broadcast_object_list(folder, 0)
-    return folder[0]
 
 
 def size_of(folder):

@@ -1,18 +1,16 @@
 """Checkpoints whose names differ between ranks, or between the model and the checkpoint."""
 
-import shutil
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fp8rs
 from cases import each_recipe
-from checkpoint.layouts import KEPT, batch, contents, lay_out, shared_folder, state_of
+from checkpoint.layouts import KEPT, batch, contents, lay_out, state_of
 from distributed import ranks
+from distributed.folders import shared_folder
 from distributed.models import RECIPES, UNEVEN, same_bytes, train
 from fp8rs import checkpoint
 from fp8rs.checkpoint import CheckpointError, Model, Optimizer
@@ -79,9 +77,6 @@ def test_pipeline_stages_save_and_load_one_checkpoint(rig, recipe, fp8_weights):
     checkpoint.load(state_of(other, resumed), f"{folder}/saved")
     assert resumed.param_groups[0]["lr"] == 1e-2
     assert steps(rig, other, resumed, range(2, 5)) == steps(rig, model, optimizer, range(2, 5))
-    dist.barrier()
-    if rig.rank == 0:
-        shutil.rmtree(folder)
 
 
 @ranks(2)
@@ -98,9 +93,6 @@ def test_stages_load_as_one_model_and_one_model_loads_as_stages(rig):
     other, resumed = stage(rig, layers, "current", True, 2, None)
     checkpoint.load(state_of(other, resumed), f"{folder}/whole")
     assert steps(rig, other, resumed, range(2, 4)) == steps(rig, model, optimizer, range(2, 4))
-    dist.barrier()
-    if rig.rank == 0:
-        shutil.rmtree(folder)
 
 
 @ranks(2)
@@ -115,9 +107,6 @@ def test_a_save_refuses_stages_whose_param_groups_differ(rig):
         checkpoint.save(state_of(model, optimizer), f"{folder}/saved")
     line = "optimizer.param_groups.0.lr: 0.01 on rank 0, 0.001 (rank 1)"
     assert line in str(raised.value), str(raised.value)
-    dist.barrier()
-    if rig.rank == 0:
-        shutil.rmtree(folder)
 
 
 @ranks(2)
@@ -135,9 +124,6 @@ def test_a_name_that_no_rank_has_is_refused(rig):
         "model.layers.3.weight: float32 (64, 64) in the checkpoint, unknown here",
     ]
     assert same(contents(model, optimizer), before)
-    dist.barrier()
-    if rig.rank == 0:
-        shutil.rmtree(folder)
 
 
 class WithUnused(nn.Module):
@@ -336,9 +322,6 @@ def test_a_checkpoint_of_another_recipe_is_refused_in_one_short_message(rig, kep
             loaded, trained = contents(other, resumed), contents(model, optimizer)
             assert len(loaded) > len(list(model.parameters()))
             assert same(loaded, {name: trained[name] for name in loaded})
-    dist.barrier()
-    if rig.rank == 0:
-        shutil.rmtree(folder)
 
 
 @ranks(2)
@@ -352,9 +335,6 @@ def test_a_difference_is_listed_once_with_the_ranks_that_see_it(rig):
         "a: float32 (3,) in the checkpoint, float32 (2,) here",
         "b: float32 (3,) in the checkpoint, float32 (2,) here (rank 1)",
     ]
-    dist.barrier()
-    if rig.rank == 0:
-        shutil.rmtree(folder)
 
 
 @ranks(2)
@@ -370,6 +350,3 @@ def test_a_resumed_training_saves_a_checkpoint_that_resumes(rig, recipe, kept):
         checkpoint.save(state_of(model, optimizer), f"{folder}/{number}")
         model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN, seed=1 + number)
         checkpoint.load(state_of(model, optimizer), f"{folder}/{number}")
-    dist.barrier()
-    if rig.rank == 0:
-        shutil.rmtree(folder)

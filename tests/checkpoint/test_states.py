@@ -1,14 +1,12 @@
 """The contents of a checkpoint: what is required, what may be absent, what is refused before
 loading."""
 
-import shutil
 import subprocess
 import sys
 import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,8 +17,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from cases import each_recipe
-from checkpoint.layouts import KEPT, batch, contents, lay_out, shared_folder, size_of, state_of
+from checkpoint.layouts import KEPT, batch, contents, lay_out, size_of, state_of
 from distributed import ranks
+from distributed.folders import shared_folder
 from distributed.models import HIDDEN, RECIPES, UNEVEN, make, recipes, same_bytes, train
 from fp8rs import checkpoint
 from fp8rs.checkpoint import CheckpointError, Model
@@ -48,9 +47,6 @@ def test_a_resumed_training_has_the_losses_of_an_uninterrupted_one(rig, recipe, 
     batches = [batch(rig, n) for n in range(3, 7)]
     assert train(other, resumed, batches) == train(model, optimizer, batches)
     assert same(contents(other, resumed), contents(model, optimizer))
-    dist.barrier()
-    if rig.rank == 0:
-        shutil.rmtree(folder)
 
 
 @ranks(2)
@@ -68,9 +64,6 @@ def test_a_checkpoint_of_the_unconverted_model_loads(rig, recipe, fp8_weights):
     reference = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device, fp8_weights=fp8_weights)
     x = batch(rig, 0)
     assert torch.equal(model(x), reference(x))
-    dist.barrier()
-    if rig.rank == 0:
-        shutil.rmtree(folder)
 
 
 @ranks(2)
@@ -187,9 +180,6 @@ def test_one_error_lists_everything_that_does_not_fit_and_nothing_is_written(rig
     message = "\n".join(raised.value.causes[0].differences)
     assert "model.head.weight_scale: float8_e8m0fnu (1, 1) in the checkpoint, unknown" in message
     assert "model.head.weight: float8_e4m3fn (32, 32) in the checkpoint, float32" in message
-    dist.barrier()
-    if rig.rank == 0:
-        shutil.rmtree(folder)
 
 
 def test_a_quantized_tensor_in_a_state_is_refused(tmp_path):

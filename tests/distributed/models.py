@@ -179,6 +179,13 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(bits(a).to(b.device), bits(b))
 
 
+def assert_same_bytes(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """Assert that two dictionaries have the same names and the same bytes under each name."""
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert same_bytes(tensor, wanted[name]), name
+
+
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

@@ -151,6 +151,8 @@ def run_case(
     import torch
     from torch import distributed as dist
 
+    from .folders import remove_folders
+
     function = getattr(importlib.import_module(module), name)
     function = getattr(function, "case", function)
     rig = Rig(rank, world_size, device_type)
@@ -166,6 +168,7 @@ def run_case(
         return result
     finally:
         dist.destroy_process_group()
+        remove_folders()
         # DTensor caches the results of sharding propagation, including meshes. A mesh of the next
         # case compares equal, but the process groups of the cached mesh are gone.
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache

@@ -21,6 +21,7 @@ from distributed import ranks
 from distributed.models import (
     RECIPES,
     Stack,
+    assert_same_bytes,
     batch,
     linears,
     make,
@@ -134,12 +135,6 @@ def state(model):
     return found
 
 
-def assert_same(found, wanted):
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert same_bytes(found[name], value), name
-
-
 # --- files of save_pretrained --------------------------------------------------------------------
 
 
@@ -153,7 +148,7 @@ def test_fp8_weights_get_the_exported_codes_and_scales(recipe, tmp_path):
     weights = [f"{name}.weight" for name in linears(model)]
     assert (loaded.exact, loaded.quantized) == (weights, [])
     assert (loaded.missing_keys, loaded.unexpected_keys) == ([], [])
-    assert_same(exported(other, OWN[recipe]), exported(model, OWN[recipe]))
+    assert_same_bytes(exported(other, OWN[recipe]), exported(model, OWN[recipe]))
     for name, layer in linears(other).items():
         wanted = store_of(linears(model)[name].weight).rowwise
         found = store_of(layer.weight).rowwise
@@ -184,7 +179,9 @@ def test_master_weights_get_the_values_rounded_once_to_their_dtype(recipe, forma
         other = filled_with_nan(make(SIZES, recipe=wanted_recipe, dtype=dtype))
         loaded = load(other, tmp_path)
         assert loaded.exact == loaded.quantized == []
-        assert_same(dict(other.named_parameters()), {n: v.to(dtype) for n, v in values.items()})
+        assert_same_bytes(
+            dict(other.named_parameters()), {n: v.to(dtype) for n, v in values.items()}
+        )
 
 
 @every_recipe
@@ -249,7 +246,7 @@ def test_compiled_and_checkpointed_blocks_are_loaded_by_their_names(tmp_path):
     other.blocks[0] = checkpoint_wrapper(other.blocks[0])
     other.blocks[1] = torch.compile(other.blocks[1])
     load(other, tmp_path)
-    assert_same(exported(other, "bf16"), wanted)
+    assert_same_bytes(exported(other, "bf16"), wanted)
 
 
 def test_a_transformers_model_continues_training_from_its_fp8_files(tmp_path):
@@ -400,7 +397,7 @@ def test_files_of_other_tools_load_as_the_values_that_they_represent(kind, files
     for recipe in (None, "current"):
         model = net(recipe)
         load(model, tmp_path)
-        assert_same(model.state_dict(), values)
+        assert_same_bytes(model.state_dict(), values)
     for recipe in {"current", own or "rowwise"}:
         model = net(recipe, fp8_weights=True)
         loaded = load(model, tmp_path)
@@ -497,11 +494,11 @@ def test_names_that_do_not_match_are_refused_or_returned(tmp_path):
         ValueError, match=r"(?s)strict=False.*missing.*head\.bias.*unexpected.*other"
     ):
         load(model, tmp_path)
-    assert_same(state(model), before)
+    assert_same_bytes(state(model), before)
     loaded = load(model, tmp_path, strict=False)
     assert loaded.missing_keys == ["head.bias"]
     assert loaded.unexpected_keys == ["other.weight"]
-    assert_same(state(model), {**values, "head.bias": before["head.bias"]})
+    assert_same_bytes(state(model), {**values, "head.bias": before["head.bias"]})
 
 
 # --- files that cannot be loaded -----------------------------------------------------------------
@@ -580,7 +577,7 @@ def test_errors_name_what_cannot_be_loaded_before_anything_is_written(
     before = state(model)
     with pytest.raises(ValueError, match=said):
         load(model, tmp_path, strict=strict)
-    assert_same(state(model), before)
+    assert_same_bytes(state(model), before)
 
 
 def test_errors_name_missing_and_damaged_files(tmp_path):
@@ -605,7 +602,7 @@ def test_errors_name_missing_and_damaged_files(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
         load(model, tmp_path)
-    assert_same(state(model), before)
+    assert_same_bytes(state(model), before)
 
 
 def test_without_safetensors_the_error_says_what_to_install(tmp_path, monkeypatch):
@@ -655,7 +652,7 @@ def test_a_sharded_model_loads_the_values_of_an_unsharded_one(rig, recipe, fp8_w
         after = shard(make(SHARDED[sizes], seed=2, **options), rig)
         for model in (after, meta(SHARDED[sizes], RECIPES[recipe], rig, fp8_weights)):
             assert load(model, folder) == wanted
-            assert_same(exported(model, OWN[recipe]), exported(whole, OWN[recipe]))
+            assert_same_bytes(exported(model, OWN[recipe]), exported(whole, OWN[recipe]))
             for layer in linears(model).values() if fp8_weights and "mxfp8" not in recipe else ():
                 scale = store_of(layer.weight).rowwise.scale
                 assert scale.dim() or on_all_ranks(scale.view(1))
@@ -726,7 +723,7 @@ def test_a_load_into_unsharded_units_writes_the_shards(rig):
     model = shard(make((64,), seed=1, device=rig.device), rig, reshard_after_forward=False)
     model(batch(rig))
     load(model, folder)
-    assert_same(exported(model, "bf16"), exported(make((64,), device=rig.device), "bf16"))
+    assert_same_bytes(exported(model, "bf16"), exported(make((64,), device=rig.device), "bf16"))
 
 
 @ranks(2, 4)

@@ -17,6 +17,7 @@ from distributed.collectives import Collectives
 from distributed.models import (
     HIDDEN,
     RECIPES,
+    assert_same_bytes,
     batch,
     linears,
     make,
@@ -83,12 +84,6 @@ def spread(scale, rows, cols):
     if scale.shape in ((1,), (rows, 1)):
         return scale
     return scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :cols]
-
-
-def assert_same(found, wanted):
-    assert found.keys() == wanted.keys()
-    for name, tensor in found.items():
-        assert same_bytes(tensor, wanted[name]), name
 
 
 # --- one process ---------------------------------------------------------------------------------
@@ -189,7 +184,7 @@ def test_a_compiled_or_checkpointed_block_keeps_its_names():
     wanted = exported(model, "fp8-tensor")
     model.blocks[0] = checkpoint_wrapper(model.blocks[0])
     model.blocks[1] = torch.compile(model.blocks[1])
-    assert_same(exported(model, "fp8-tensor"), wanted)
+    assert_same_bytes(exported(model, "fp8-tensor"), wanted)
 
 
 @pytest.mark.parametrize(
@@ -240,10 +235,10 @@ def test_a_sharded_model_gives_the_bytes_of_the_unsharded_one(
     sizes = (OF_32 if format == "mxfp8" else HIDDEN)[hidden]
     wanted = exported(make(sizes, **options), format)
     model = shard(make(sizes, **options), rig)
-    assert_same(exported(model, format), wanted)
+    assert_same_bytes(exported(model, format), wanted)
     train(model, torch.optim.SGD(model.parameters(), 0.0), [batch(rig)])
     # The bytes are equal after a step, too.
-    assert_same(exported(model, format), wanted)
+    assert_same_bytes(exported(model, format), wanted)
 
 
 @ranks(2)
@@ -360,7 +355,7 @@ def test_a_dtype_wider_than_the_gathered_dtype_is_refused(rig):
     with pytest.raises(ValueError, match=r"dtype is torch\.float32, but head\.bias, stored in"):
         exported(model, "fp8-tensor", dtype=torch.float32)
     wanted = exported(make((64,), recipe="current"), "fp8-tensor")
-    assert_same(exported(model, "fp8-tensor"), wanted)
+    assert_same_bytes(exported(model, "fp8-tensor"), wanted)
 
 
 @ranks(2)

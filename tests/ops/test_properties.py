@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cases import data, scalar
@@ -16,20 +16,13 @@ from oracle import blocks, compare, tensorwise
 from oracle.compare import codes, same
 from oracle.elements import FORMATS, WIDE
 from oracle.tensorwise import matrix
+from random_examples import examples
 
 ops = torch.ops.fp8rs
 
 #: No release of torch changes these bytes.
 pytestmark = pytest.mark.newest_torch
 
-examples = settings(
-    max_examples=60,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    # The `device` fixture does not change between examples.
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 
 sizes = st.integers(0, 70)
 formats = st.sampled_from(FORMATS)
@@ -76,7 +69,7 @@ def inputs(draw, shapes=shapes, special=special):
     return Input(x, draw(st.lists(st.sampled_from(sorted(VIEWS)), max_size=2)))
 
 
-@examples
+@examples(60)
 @given(x=inputs(), scale=scales, fp8_dtype=formats)
 def test_quantize_equals_the_reference(device, x, scale, fp8_dtype):
     x, scale = x.on(device), scalar(scale, device)
@@ -99,7 +92,7 @@ def test_quantize_equals_the_reference(device, x, scale, fp8_dtype):
         assert used.isnan()
 
 
-@examples
+@examples(60)
 @given(
     x=inputs(),
     fp8_dtype=formats,
@@ -116,7 +109,7 @@ def test_quantize_current_equals_the_reference(device, x, fp8_dtype, power_2_sca
     assert same(codes(col), matrix(expected).t())
 
 
-@examples
+@examples(60)
 @given(
     xs=st.lists(inputs(), min_size=1, max_size=5),
     scale=st.floats(0.0625, 128, width=32),
@@ -133,7 +126,7 @@ def test_list_operators_equal_the_reference(device, xs, scale, fp8_dtypes):
         assert same(codes(out), tensorwise.quantize(x, s, out.dtype))
 
 
-@examples
+@examples(60)
 @given(
     shape=st.tuples(sizes, sizes),
     fp8_dtype=formats,
@@ -160,7 +153,7 @@ def test_dequantize_and_transpose_equal_the_reference(
     assert same(codes(ops.transpose(raw_codes)), raw.t())
 
 
-@examples
+@examples(60)
 @given(
     x=inputs(st.tuples(st.integers(1, 70), st.integers(1, 70)), finite),
     fp8_dtype=formats,

@@ -10,6 +10,7 @@ import torch
 from torch import distributed as dist
 
 from distributed import ranks
+from distributed.folders import shared_folder
 from distributed.pool import RankFailure, pool
 from distributed.ranks import SECONDS
 
@@ -42,6 +43,20 @@ def test_a_case_takes_the_values_of_its_parametrize_marks():
     wrong_for_four(world_size=2, device_type="cpu", value=3)
     with pytest.raises(RankFailure, match="wrong_for_four"):
         wrong_for_four(world_size=2, device_type="cpu", value=4)
+
+
+def write_to_folder(rig):
+    folder = Path(shared_folder(rig))
+    (folder / str(rig.rank)).touch()
+    dist.barrier()
+    assert len(list(folder.iterdir())) == 2
+    return folder
+
+
+def test_a_shared_folder_is_removed_after_the_case():
+    first, second = pool().run(__name__, "write_to_folder", 2, "cpu", {}, SECONDS)
+    assert first == second
+    assert not first.exists()
 
 
 def fail_on_rank_1(rig):

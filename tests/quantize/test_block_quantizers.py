@@ -5,6 +5,7 @@ import torch
 
 import fp8rs
 from oracle import blocks as reference
+from tensor_formats import bits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 F8 = fp8rs.Float8BlockQuantizer
@@ -36,10 +37,6 @@ def data(device, *shape, dtype=torch.float32, seed=0):
 def make(kind, fp8_dtype=E4M3, **usage):
     cls, options, _ = KINDS[kind]
     return cls(fp8_dtype, **options, **usage)
-
-
-def bits(t):
-    return t.reshape(-1).view(torch.uint8)
 
 
 @every_kind

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fp8rs
 from fp8rs.tensor import formats
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec
+from random_examples import examples
 from tensor_formats import (
     FORMATS,
     PLANES,
@@ -31,14 +32,6 @@ from tensor_formats import (
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NAN, INF = math.nan, math.inf
 
-examples = settings(
-    max_examples=250,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    # `device` is a constant.
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 
 #: The quantizer of each format, for an element type and options of its scales.
 QUANTIZERS = {
@@ -164,7 +157,7 @@ def cases(draw):
     return Case(format, draw(st.sampled_from(sorted(PLANES))), fp8_dtype, options, x, dtype)
 
 
-@examples
+@examples(250)
 @given(
     case=cases(),
     view=st.sampled_from(sorted(VIEWS)),
@@ -181,7 +174,7 @@ def test_a_write_that_changes_no_value_changes_no_byte(device, case, view, write
         assert torch.equal(found, before[name]), name
 
 
-@examples
+@examples(250)
 @given(
     case=cases(),
     view=st.sampled_from(sorted(VIEWS)),
