@@ -155,7 +155,10 @@ ROWS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "safetensors",
         "`save_file(dict(model.named_parameters()))`, and shards by `full_tensor()`",
-        [(PARTIES, "test_named_parameters_are_saved"), (PARTIES, "test_shards_are_saved_as_safetensors")],
+        [
+            (PARTIES, "test_named_parameters_are_saved"),
+            (PARTIES, "test_shards_are_saved_as_safetensors"),
+        ],
     ),
 ]
 
