@@ -80,8 +80,7 @@ LAYOUTS = {
 
 
 def data(device, *shape, dtype=torch.float32, seed=0):
-    """Return normal values of many magnitudes, including zero, negative zero and values out of
-    range."""
+    """Return normal values of many magnitudes, with zeros of both signs and values out of range."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     x *= torch.exp2(torch.randint(-8, 12, shape, generator=generator).float())

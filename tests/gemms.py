@@ -15,8 +15,7 @@ zero_bubble_works = pytest.mark.skipif(
 
 
 class Count(TorchDispatchMode):
-    """Counts GEMMs of `nn.Linear` and of FP8 layers, and records which planes of gradients are
-    quantized."""
+    """Counts GEMMs of `nn.Linear` and of FP8 layers, and records the planes of gradients."""
 
     MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 

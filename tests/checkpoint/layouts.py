@@ -47,8 +47,7 @@ LAYOUTS = {
 
 
 def lay_out(rig, layout, recipe, kept, hidden, seed=0):
-    """Return a model and its optimizer in a layout, and the process group of the ranks that have
-    it.
+    """Return a model and its optimizer in a layout, with the process group of its ranks.
 
     If a layout has fewer ranks than there are, several copies of the model exist on disjoint sets
     of ranks.
@@ -75,8 +74,7 @@ def lay_out(rig, layout, recipe, kept, hidden, seed=0):
 
 
 def batch(rig, step):
-    """Return a batch that is equal on all ranks, because tensor-parallel ranks must share their
-    input."""
+    """Return a batch that is equal on all ranks, as tensor parallelism requires."""
     generator = torch.Generator().manual_seed(1000 + step)
     return torch.randn(16, WIDTH, generator=generator).to(rig.device)
 
@@ -98,8 +96,7 @@ def whole(value, local=None):
 
 
 def contents(model, optimizer):
-    """Return copies of all state that training continues from: codes, the scale of each element,
-    moments."""
+    """Return copies of the training state: codes, the scale of each element, moments."""
     found = {}
     for name, p in model.named_parameters():
         local = local_of(p)

@@ -1,5 +1,4 @@
-"""Failed saves and loads raise on every live rank, and leave the model and earlier checkpoints
-intact."""
+"""Failed saves and loads raise on every live rank and damage neither model nor checkpoints."""
 
 import errno
 import io

@@ -97,8 +97,7 @@ def test_stages_load_as_one_model_and_one_model_loads_as_stages(rig):
 
 @ranks(2)
 def test_a_save_refuses_stages_whose_param_groups_differ(rig):
-    """The options of all stages have the same names in a checkpoint, which can store only one of
-    them."""
+    """The options of all stages have equal names, and a checkpoint stores one value per name."""
     folder = shared_folder(rig)
     model, optimizer = stage(
         rig, [(0,), (1,)][rig.rank], None, False, 0, None, [1e-2, 1e-3][rig.rank]

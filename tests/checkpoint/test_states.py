@@ -1,5 +1,4 @@
-"""The contents of a checkpoint: what is required, what may be absent, what is refused before
-loading."""
+"""The contents of a checkpoint: required, optional and refused entries."""
 
 import subprocess
 import sys

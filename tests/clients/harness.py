@@ -79,8 +79,10 @@ def need(distribution: str, at_least: str) -> str:
 
 
 def needs(distribution: str, at_least: str) -> pytest.MarkDecorator:
-    """Return `need` as a mark. Multi-rank cases need it, because a skip on a rank counts as a
-    failure."""
+    """Return `need` as a mark.
+
+    Multi-rank cases need it, because a skip on a rank counts as a failure.
+    """
     reason = _lacking(distribution, at_least)
     return pytest.mark.skipif(bool(reason), reason=reason)
 
@@ -128,8 +130,10 @@ def run_file(
 
 @functools.cache
 def reference_run(name: str, *arguments: str) -> Run:
-    """Call `run_example` once per session for equal arguments. Several tests compare with the
-    result."""
+    """Call `run_example` once per session for equal arguments.
+
+    Several tests compare with the result.
+    """
     return run_example(name, *arguments)
 
 

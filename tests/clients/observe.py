@@ -78,8 +78,7 @@ class Watch:
         self.before = {n: local(p).clone() for n, p in module.named_parameters()}
 
     def parameters(self) -> dict[str, dict[str, bool]]:
-        """Return for each name whether the parameter is trainable, and whether this rank's part
-        changed."""
+        """Return for each name whether it is trainable, and whether this rank's part changed."""
         if self.root is None:
             return {}
         return {
@@ -88,8 +87,7 @@ class Watch:
         }
 
     def converted(self) -> dict[str, int]:
-        """Return the converted layers, with the elements of their gathered weight, including
-        padding."""
+        """Return the converted layers, with the padded size of their gathered weight."""
         from fp8rs.nn.linear import Float8Linear
 
         ranks = int(os.environ["WORLD_SIZE"])

@@ -84,8 +84,10 @@ def test_it_compiles_with_fullgraph(reference, tmp_path):
 
 @pytest.mark.parametrize("backend", ["spmd_types", "partial_dtensor"])
 def test_tensor_parallelism(backend, reference, tmp_path):
-    """With spmd_types, the default of torchtitan, local tensors are plain. Otherwise they are
-    DTensors."""
+    """With spmd_types, the default of torchtitan, local tensors are plain.
+
+    Otherwise they are DTensors.
+    """
     found = run(tmp_path, "--tp", "2", TEST_SPMD_BACKEND=backend)
     assert_agree(found, reference("--tp", "2"))
 

@@ -133,8 +133,7 @@ logged: list[tuple[int, int]] = []
 
 
 def watched() -> type[titan.Trainer]:
-    """The Trainer of docs/clients/torchtitan.md, which monitors a run, derived from the one
-    here."""
+    """The monitoring Trainer of docs/clients/torchtitan.md, derived from the one here."""
     page = Path(__file__).resolve().parents[2] / "docs" / "clients" / "torchtitan.md"
     (block,) = re.findall(
         r"```python\n([^`]*class WatchedTrainer.*?)```", page.read_text(), re.DOTALL

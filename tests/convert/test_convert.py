@@ -1,5 +1,4 @@
-"""convert_to_float8_training: the layers it converts, its arguments, and a model of
-transformers."""
+"""convert_to_float8_training: layers, arguments, and a model of transformers."""
 
 import copy
 import importlib
@@ -674,8 +673,7 @@ def test_a_weight_that_a_device_cannot_quantize_leaves_the_model_unchanged(monke
 
 @pytest.fixture
 def unconfigured(monkeypatch):
-    """Replace the logger by one without handlers, because pytest adds handlers to the root
-    logger."""
+    """Replace the logger by one without handlers. pytest adds handlers to the root logger."""
     module = importlib.import_module("fp8rs.convert.convert")
     logger = logging.Logger("fp8rs", logging.NOTSET)
     monkeypatch.setattr(module, "_log", logger)

@@ -418,8 +418,10 @@ def test_the_first_sharded_forward_may_be_in_inference_mode(rig, hidden, recipe)
 
 
 class Linears(nn.Module):
-    """A model of converted weights only. After an inference forward, FSDP2 cannot train plain
-    weights."""
+    """A model of converted weights only.
+
+    After an inference forward, FSDP2 cannot train plain weights.
+    """
 
     def __init__(self):
         super().__init__()
@@ -456,8 +458,10 @@ def outcome(use):
 @ranks(2)
 @recipes
 def test_state_dicts_of_shards_in_inference_mode_behave_as_plain_ones(rig, recipe):
-    """torch 2.15 cannot detach a DTensor in inference mode. With `keep_vars` it does not
-    need to."""
+    """torch 2.15 cannot detach a DTensor in inference mode.
+
+    With `keep_vars` it does not need to.
+    """
     found = []
     for chosen in (None, RECIPES[recipe]):
         model = shard(make(UNEVEN, recipe=chosen, device=rig.device), rig)

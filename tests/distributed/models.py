@@ -34,8 +34,10 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """A stack of blocks with the given hidden sizes. A size below the world size gives empty
-    shards."""
+    """A stack of blocks with the given hidden sizes.
+
+    A size below the world size gives empty shards.
+    """
 
     def __init__(self, hidden: Iterable[int] = (64, 64), width: int = WIDTH) -> None:
         super().__init__()

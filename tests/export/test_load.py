@@ -276,8 +276,7 @@ def test_a_transformers_model_continues_training_from_its_fp8_files(tmp_path):
 
 
 class Net(nn.Module):
-    """Sizes that are not multiples of a block, a norm with buffers, an embedding, an unconverted
-    layer."""
+    """A model with sizes that blocks do not divide, buffers, an embedding, an unconverted layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,8 +301,7 @@ def scale_shape(block, rows, cols):
 
 
 def made_by_hand(suffix, block, scale_dtype=torch.float32, shaped=None):
-    """Return the files of a `Net` with FP8 codes in up and down, and the values that they
-    represent."""
+    """Return the files of a `Net` with FP8 codes in up and down, and their values."""
     torch.manual_seed(2)
     found, values = {}, {}
     for name, value in Net().state_dict().items():

@@ -62,8 +62,7 @@ def llama(recipe, **options):
 
 
 def values(found, name):
-    """Compute the values of a weight from its codes and scales by the format's conventions, without
-    fp8rs."""
+    """Compute a weight's values by the format's conventions, without fp8rs."""
     codes = found[name].float()
     scales = [t for n, t in found.items() if n.startswith(name + "_")]
     if not scales:

@@ -51,8 +51,7 @@ ITS_OWN = {
 
 
 class Odd(nn.Module):
-    """A model with sizes that are multiples of few blocks, a buffer, a tied weight and a frozen
-    one."""
+    """A model with sizes that few blocks divide, a buffer, a tied weight and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,8 +324,10 @@ def test_tensor_parallel_weights_are_exported_in_full(rig, format, fp8_weights):
 @both_weights
 @pytest.mark.parametrize("hidden", [128, 96])
 def test_scales_of_tensor_parallel_shards_are_not_exported(rig, recipe, fp8_weights, hidden):
-    """Scales of a shard do not apply to the full weight. All ranks get equal scales of the full
-    weight."""
+    """Scales of a shard do not apply to the full weight.
+
+    All ranks get equal scales of the full weight.
+    """
     model = make((hidden,), recipe=RECIPES[recipe], device=rig.device, fp8_weights=fp8_weights)
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     parallelize_module(model.blocks[0], rig.mesh(names=("tp",)), plan)

@@ -25,8 +25,10 @@ each_block = pytest.mark.parametrize("block, scale_dtype", BLOCKS, ids=str)
 
 
 def batch(device, shape, strided=False):
-    """Return random bf16 matrices. With ``strided``, their rows are not adjacent, as in a Shard(1)
-    view."""
+    """Return random bf16 matrices.
+
+    With ``strided``, their rows are not adjacent, as in a Shard(1) view.
+    """
     rows = shape[1] + 5 if strided else shape[1]
     return data(device, shape[0], rows, shape[2])[:, : shape[1]]
 

@@ -100,8 +100,7 @@ def test_rebase_equals_its_definition(device, block, fp8_dtype, shape):
 
 
 def test_rebase_of_special_rows(device):
-    """The bytes come from the definition: zeros, NaN codes, a NaN block, scales below the
-    smallest."""
+    """The expected bytes come from the definition."""
     codes = torch.zeros(5, 64, dtype=torch.uint8)
     scale = torch.full((5, 2), 127, dtype=torch.uint8)
     # Negative zeros: the scale is 1 and signs are kept.

@@ -43,8 +43,10 @@ def test_sqnr_of_float32_scales_on_gaussian_data(device, block):
 
 @pytest.mark.parametrize("rounding, least", [("ceil", 28.4), ("floor", 27.5)])
 def test_gemm_error_of_mx_operands_and_of_rebased_ones(device, rounding, least):
-    """Compute y = x @ w.T with 1x32 activations and 32x32 weights. Products and sums are in
-    float64."""
+    """Compute y = x @ w.T with 1x32 activations and 32x32 weights.
+
+    Products and sums are in float64.
+    """
     x, w = gaussian(512, 4096, device=device), gaussian(512, 4096, seed=1, device=device)
     exact = x.double() @ w.double().t()
     mx = dequantized(x, (1, 32), rounding=rounding).double()
@@ -62,8 +64,7 @@ def test_gemm_error_of_mx_operands_and_of_rebased_ones(device, rounding, least):
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_outliers_do_not_increase_the_error_of_rebasing(device, axis):
-    """If 0.1% of the values are a thousand times larger, rebasing costs at most 0.05 dB of a
-    GEMM."""
+    """With 0.1% outliers of a thousand times the size, rebasing costs at most 0.05 dB."""
     w = gaussian(512, 2048, device=device)
     spikes = torch.rand(w.shape, generator=torch.Generator().manual_seed(2)).to(device) < 0.001
     w[spikes] *= 1000

@@ -1,5 +1,4 @@
-"""Properties of all operators: instruction sets, threads, memory, version counters, tensor
-kinds."""
+"""Properties of all operators: instruction sets, threads, memory, versions, tensor kinds."""
 
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""Kernel launches on another GPU, from another thread, on two streams, in graphs, and at
-first use."""
+"""Kernel launches on other GPUs, threads and streams, in graphs, and at first use."""
 
 import ctypes
 import os
@@ -74,8 +73,10 @@ def test_each_stream_has_its_own_workspace():
 
 
 def captured(operate):
-    """Capture ``operate`` in a graph after a warm-up on a side stream. Return the graph and its
-    outputs."""
+    """Capture ``operate`` in a graph after a warm-up on a side stream.
+
+    Return the graph and its outputs.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -129,8 +130,7 @@ def test_current_scaling_runs_on_many_streams_at_once():
 
 @pytest.mark.parametrize("shape", [BIG, (3008, 1104), (67, 35)], ids=str)
 def test_every_operator_is_captured_and_replays(shape):
-    """A replay reads its current input and shares no memory with eager calls before and
-    after it."""
+    """A replay reads its current input and shares no memory with eager calls."""
     x = data("cuda", *shape, dtype=torch.bfloat16)
     scale, scales = scalar(0.37, "cuda"), torch.full((2,), 0.37, device="cuda")
     amax, amaxes = scalar(0.0, "cuda"), torch.zeros(2, device="cuda")
@@ -171,8 +171,10 @@ def test_every_operator_is_captured_and_replays(shape):
 
 
 def in_a_new_process(script, force_ptx):
-    """Return what a script prints. It has ``x``, and torch and CUDA are initialized, but fp8rs is
-    not."""
+    """Return what a script prints.
+
+    It has ``x``, and torch and CUDA are initialized, but fp8rs is not.
+    """
     begin = """
         import hashlib, os, sys, threading, torch, fp8rs
         ops, E4M3 = torch.ops.fp8rs, torch.float8_e4m3fn
@@ -263,8 +265,9 @@ def test_first_use_may_be_captured(force_ptx):
 
 @pytest.mark.parametrize("ordinal", [0, 1])
 def test_a_thread_without_a_context_stays_on_its_device(ordinal):
-    """The CUDA runtime takes a thread's device from its context. Without one, it is the first
-    device.
+    """The CUDA runtime takes a thread's device from its context.
+
+    Without one, it is the first device.
 
     On the first device, the context stays current in the thread, as after a call of the runtime.
     cuBLAS warns in threads that have none.
@@ -378,8 +381,10 @@ NANS = [0x7FC00000, 0x7F800001, -0x400000, 0x7FFFFFFF]
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("dtype", WIDE)
 def test_a_nan_in_a_delayed_amax_is_replaced(dtype, columnwise):
-    """The first finite maximum replaces a NaN. An infinity remains. Non-finite inputs change
-    nothing."""
+    """The first finite maximum replaces a NaN.
+
+    An infinity remains. Non-finite inputs change nothing.
+    """
     x = torch.linspace(-3, 3, 64 * 48, device="cuda").view(64, 48).to(dtype)
     scale = scalar(0.25, "cuda")
     for slot in NANS:

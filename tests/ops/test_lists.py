@@ -82,8 +82,7 @@ def test_multi_quantize_accepts_mixed_formats_and_dtypes(device):
 
 
 def long_list(device, count, dtypes):
-    """Return ``count`` tensors of each dtype, nonempty and aligned, so that one launch handles
-    them."""
+    """Return ``count`` tensors of each dtype that one launch handles: nonempty and aligned."""
     xs = []
     for dtype in dtypes:
         buffer = data(device, 64 * count, dtype=dtype, seed=count)
@@ -97,8 +96,10 @@ def long_list(device, count, dtypes):
 @pytest.mark.parametrize("dtypes", [WIDE[1:2], WIDE], ids=["one dtype", "mixed dtypes"])
 @pytest.mark.parametrize("count", [64, 65, 1000, 1001])
 def test_long_lists_equal_separate_calls(device, fp8_dtype, count, dtypes):
-    """A launch handles at most 64 or 1000 tensors of one dtype. Test lists below and above both
-    limits."""
+    """A launch handles at most 64 or 1000 tensors of one dtype.
+
+    Test lists below and above both limits.
+    """
     xs = long_list(device, count, dtypes)
     n = len(xs)
     scales = torch.linspace(0.01, 3.0, n, device=device)

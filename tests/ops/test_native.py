@@ -66,8 +66,7 @@ class Swallows(TorchFunctionMode):
 
 
 def test_a_mode_that_catches_a_kernels_error_does_not_end_the_process():
-    """Function modes do not see scripted calls, in which raising an error once ended the
-    process."""
+    """Function modes do not see scripted calls. An error in one once ended the process."""
     scripted = torch.jit.script(block_amax)
     with Swallows(), pytest.raises(RuntimeError, match="block is"):
         scripted(torch.ones(2, 32), [3, 3])

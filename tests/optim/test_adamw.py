@@ -826,8 +826,7 @@ def test_a_master_that_its_scale_saturates_is_kept_when_its_code_is_written_agai
 
 
 def outgrown():
-    """Return a model and its optimizer, whose step moved a third of the weights beyond their
-    scale."""
+    """Return a model and its optimizer after a step moved a third of the weights out of range."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(64, 64, bias=False)
     torch.nn.init.uniform_(layer.weight, -0.03, 0.03)
@@ -862,8 +861,7 @@ def test_masters_beyond_their_scale_are_kept_when_their_codes_are_restored(how):
 @pytest.mark.parametrize("factor", [0.9, 0.5])
 @pytest.mark.parametrize("constant", [True, False])
 def test_masters_follow_smaller_values_even_if_the_codes_are_equal(factor, constant):
-    """The written codes have a smaller scale, so the largest code does not represent every larger
-    master."""
+    """With the smaller scale, the largest code no longer represents all larger masters."""
     model, optimizer = outgrown()
     weight = model[0].weight
     with torch.no_grad():
@@ -1046,8 +1044,7 @@ def test_cuda_writes_the_bytes_of_the_cpu(
 @pytest.mark.parametrize("offset", [1, 2, 4])
 @pytest.mark.parametrize("name", IN_ONE_PASS)
 def test_cuda_steps_misaligned_shards(name, offset):
-    """Gradients are views of a buffer, and rows may begin at any element of the unsharded
-    weight."""
+    """Gradients are views of a buffer. Rows may begin at any element of the unsharded weight."""
     results = []
     for device in ("cpu", "cuda"):
         weight = parameter(QUANTIZERS[name](E4M3, device)(normal((70, 36), 1).to(device)))

@@ -1,5 +1,4 @@
-"""If weights and masters are loaded or written in any order, the last one wins for each
-parameter."""
+"""The last load or write of weights and masters wins, for each parameter."""
 
 import copy
 
@@ -66,8 +65,7 @@ class Run:
         self.optimizer.load_state_dict(self.state)
 
     def stand_still(self):
-        """Step with a learning rate of 0, which shows the values from which the optimizer
-        starts."""
+        """Step with a learning rate of 0, which shows the optimizer's starting values."""
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
         self.step(9)

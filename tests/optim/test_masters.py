@@ -1,5 +1,4 @@
-"""torch's optimizers on FP8 weights: with masters in MasterWeights, and without masters with a
-warning."""
+"""torch's optimizers on FP8 weights: with masters, or without and with a warning."""
 
 import copy
 import gc

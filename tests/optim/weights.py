@@ -49,8 +49,10 @@ def parameter(values):
 
 
 def bytes_of(*tensors):
-    """Return the bytes of tensors. A quantized tensor contributes its planes and its delayed
-    scaling."""
+    """Return the bytes of tensors.
+
+    A quantized tensor contributes its planes and its delayed scaling.
+    """
     parts = []
     for t in tensors:
         t = t.detach()

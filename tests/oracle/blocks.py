@@ -53,8 +53,10 @@ def quantize(
     rounding: str | None = None,
     power_2_scale: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return FP8 codes and float32 scales of a finite matrix. If ``rounding`` is given, scales are
-    E8M0."""
+    """Return FP8 codes and float32 scales of a finite matrix.
+
+    If ``rounding`` is given, scales are E8M0.
+    """
     amax = block_amax(x, block)
     if rounding is not None:
         scale = power_of_2(e8m0_exponent(amax, dtype, rounding))

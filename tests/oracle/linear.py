@@ -137,8 +137,7 @@ def tensor_core_error(k: int) -> float:
 
 
 def tensor_core_sums(a: Tensor, b: Tensor) -> Tensor:
-    """Compute a @ b.T of two matrices of codes with the additions that `tensor_core_error`
-    describes."""
+    """Compute a @ b.T of matrices of codes with the additions of `tensor_core_error`."""
     sums = torch.zeros(a.shape[0], b.shape[0], 1, dtype=torch.float64)
     for left, right in zip(a.double().split(32, 1), b.double().split(32, 1), strict=True):
         addends = torch.cat([sums, left[:, None] * right[None]], 2)

@@ -13,8 +13,7 @@ BEYOND = {torch.float8_e4m3fn: 464.0, torch.float8_e5m2: 61440.0}
 
 
 def of_blocks(x: Tensor, dtype: torch.dtype, block: tuple[int, int], **options) -> dict[str, float]:
-    """Return the statistics of a matrix quantized in blocks. Options are those of
-    `oracle.blocks.quantize`."""
+    """Return the statistics of a matrix quantized with options of `oracle.blocks.quantize`."""
     codes, scale = quantize_blocks(x, dtype, block, **options)
     return of_codes(x, codes, expand(scale, block, tuple(x.shape)))
 

@@ -44,8 +44,7 @@ def own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
 
 
 def returns_bool(function: ast.FunctionDef, known: set[str]) -> bool:
-    """Return whether a function returns a bool, by its annotation or by all of its return
-    statements."""
+    """Return whether a function returns a bool, by its annotation or its return statements."""
     if function.returns is not None:
         return ast.unparse(function.returns) == "bool"
     found = [node.value for node in own_nodes(function) if isinstance(node, ast.Return)]

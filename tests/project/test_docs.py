@@ -1,5 +1,4 @@
-"""Checks of the documentation site that `make docs` does not make. (It checks links and
-docstrings.)"""
+"""Checks of the documentation site beyond the links and docstrings of `make docs`."""
 
 from __future__ import annotations
 

@@ -97,8 +97,7 @@ def test_recipes_by_capability(
 def test_an_unsupported_recipe_names_an_alternative(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], way_out: str
 ) -> None:
-    """Emulation also quantizes on the GPU, so it is not an alternative if kernels cannot run
-    there."""
+    """Emulation also needs kernels on the GPU, so it is not an alternative without them."""
     found = with_gpu(monkeypatch, capability)
     (row,) = [p for p in found.recipes if (p.recipe, p.device) == ("block", "cuda:0")]
     assert row.path == "no"

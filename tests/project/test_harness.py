@@ -118,8 +118,7 @@ def delay_the_next_case(rig):
 
 
 def moments(rig):
-    """Return when the case began on this rank, and when its groups were created (None unless
-    delayed)."""
+    """Return when the case began and when its groups were created (None unless delayed)."""
     return time.monotonic(), vars(dist).pop("connected_at", None)
 
 
@@ -138,8 +137,10 @@ def refuse_groups(rig):
 
 
 def test_ranks_that_cannot_connect_are_reported_and_replaced():
-    """torch names groups by a counter. If ranks had different counters, the next case would
-    hang."""
+    """torch names groups by a counter.
+
+    If ranks had different counters, the next case would hang.
+    """
     pool().run(__name__, "refuse_groups", 2, "cpu", {}, SECONDS)
     with pytest.raises(RankFailure, match=r"(?s)rank \[0, 1\].*no groups today"):
         pool().run(__name__, "name_itself", 2, "cpu", {"value": 3}, SECONDS)

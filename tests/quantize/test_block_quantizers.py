@@ -108,8 +108,10 @@ def same(t, want):
 @every_kind
 @every_usage
 def test_missing_planes(device, kind, rowwise, columnwise):
-    """If blocks are square, a missing plane is made exactly from the other one. Otherwise the error
-    names it."""
+    """If blocks are square, a missing plane is made exactly from the other one.
+
+    Otherwise the error names it.
+    """
     quantizer = make(kind, rowwise=rowwise, columnwise=columnwise)
     both = make(kind)(data(device, 40, 70))
     for missing, there in (("rowwise", rowwise), ("columnwise", columnwise)):

@@ -138,8 +138,7 @@ class Case:
 
 @st.composite
 def cases(draw):
-    """Draw formats, options, shapes, dtypes and magnitudes, including some near the limits of
-    float16."""
+    """Draw formats, options, shapes, dtypes and magnitudes, some near float16's limits."""
     format = draw(st.sampled_from(sorted(QUANTIZERS)))
     if format in ("1x32", "32x32"):
         options = {"scale_rounding": draw(st.sampled_from(["ceil", "floor"]))}

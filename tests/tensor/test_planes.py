@@ -228,8 +228,10 @@ def test_writes_fill_the_existing_planes(device, format, planes):
 @every_plane
 @pytest.mark.parametrize("of", list(PLANES))
 def test_copies_between_usages(device, format, planes, of):
-    """Codes are copied if they exist or can be made from the other plane. Otherwise values are
-    quantized again."""
+    """Codes are copied if they exist or can be made from the other plane.
+
+    Otherwise values are quantized again.
+    """
     t, src = make(format, planes, device), make(format, of, device, seed=1)
     t.copy_(src)
     if format in SQUARE or planes == of or of == "both":

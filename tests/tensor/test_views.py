@@ -358,8 +358,7 @@ def test_a_copy_through_any_view_equals_that_of_plain_values(device, format, pla
 
 
 def test_every_view_operator_of_aten_has_a_handler():
-    """Handlers are checked by schema, so a new operator of torch is a view or refused, never a
-    copy."""
+    """By its schema, each operator of torch must be a view or refused, never a copy."""
     from fp8rs.tensor import collectives, fallback, views
     from fp8rs.tensor.table import HANDLERS
 
@@ -407,8 +406,10 @@ def test_views_as_other_dtypes_are_refused(device, format):
 @every_format
 @every_plane
 def test_flat_views_share_memory_and_receive_writes(device, format, planes):
-    """FSDP2 keeps a flat view of each shard. It must not be a second copy, and FSDP2 writes through
-    it."""
+    """FSDP2 keeps a flat view of each shard.
+
+    It must not be a second copy, and FSDP2 writes through it.
+    """
     t = make(format, planes, device)
     flat = t.view(-1)
     assert type(flat) is type(t)
