@@ -43,7 +43,7 @@ ROWS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "FSDP2: losses as bf16's, every parameter moves, weights gathered at 1 byte an element",
         [(ACCELERATE, "test_losses_agree")],
     ),
-    ("accelerate", "`save_state`, `load_state`", [(ACCELERATE, "test_a_run_that_is_saved")]),
+    ("accelerate", "`save_state`, `load_state`", [(ACCELERATE, "test_a_resumed_run")]),
     ("accelerate", "an unconverted model resumes", [(ACCELERATE, "test_sharded_state_dicts")]),
     ("accelerate", "accumulation and clipping", [(ACCELERATE, "test_gradients_accumulate")]),
     ("accelerate", "`cpu_ram_efficient_loading`", [(ACCELERATE, "test_cpu_ram_efficient")]),
@@ -60,7 +60,7 @@ ROWS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "transformers",
         "Trainer: resumed from a checkpoint; checkpoints of the unconverted model's form",
-        [(TRAINER, "test_a_resumed_run"), (TRAINER, "test_checkpoints_are")],
+        [(TRAINER, "test_a_resumed_run"), (TRAINER, "test_checkpoints_equal")],
     ),
     ("transformers", "Trainer: accumulation and clipping", [(TRAINER, "test_gradients")]),
     (
@@ -71,7 +71,7 @@ ROWS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "transformers",
         "Mixtral trains; its experts, 3-D parameters, stay in high precision and are named",
-        [(PARTIES, "test_experts_that_are_3d"), (PARTIES, "test_a_mixture_of_experts")],
+        [(PARTIES, "test_experts_in_3d"), (PARTIES, "test_a_mixture_of_experts")],
     ),
     (
         "peft",
@@ -81,7 +81,7 @@ ROWS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "peft",
         "adapters saved, and merged into converted layers",
-        [(PEFT, "test_adapters_are_saved"), (PEFT, "test_merged_adapters")],
+        [(PEFT, "test_adapters_have_peft_names"), (PEFT, "test_merged_adapters")],
     ),
     (
         "torchtitan",
@@ -129,7 +129,7 @@ ROWS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "torch",
         "an optimizer built before converting; its parameters mapped by `data_ptr`",
         [
-            (PARAMETERS, "test_an_optimizer_from_before"),
+            (PARAMETERS, "test_an_optimizer_created_before"),
             (PARAMETERS, "test_optimizers_mapped_by_pointer"),
         ],
     ),
@@ -155,7 +155,10 @@ ROWS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "safetensors",
         "`save_file(dict(model.named_parameters()))`, and shards by `full_tensor()`",
-        [(PARTIES, "test_named_parameters_go"), (PARTIES, "test_shards_go_to_safetensors")],
+        [
+            (PARTIES, "test_named_parameters_are_saved"),
+            (PARTIES, "test_shards_are_saved_as_safetensors"),
+        ],
     ),
 ]
 

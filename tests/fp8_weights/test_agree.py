@@ -26,7 +26,7 @@ from distributed.models import (
 )
 from fp8rs import precompute_float8_dynamic_scale_for_fsdp
 from fp8rs.optim import AdamW
-from internals import store_of
+from internals import handle_of_tensor, store_of
 
 #: Hidden sizes of which one of two ranks has nothing.
 ONE_ROW = (1, 1)
@@ -400,7 +400,7 @@ def test_a_parameter_that_is_written_in_place_has_scales_that_agree_at_once(rig,
     with torch.no_grad():
         for write in (torch.Tensor.mul_, operator.imul):
             write(weight, 3.0)
-            assert not weight.to_local()._handle.unagreed
+            assert not handle_of_tensor(weight.to_local()).unagreed
             if recipe in ("current", "delayed"):
                 assert on_all_ranks(scale(weight).view(1))
         torch._foreach_mul_([weight], 3.0)

@@ -25,11 +25,10 @@ from distributed.models import (
     shardings,
     watch_weights,
 )
-from fp8rs._torch import fsdp_param_groups
 from fp8rs.fsdp.shard_spec import shard_spec
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import quantize_planes
-from internals import local_of, store_of
+from internals import fsdp_param_groups, local_of, store_of
 
 
 def planes_of(model):

@@ -12,6 +12,7 @@ import pytest
 
 import fp8rs
 from fp8rs.__main__ import main
+from internals import debug_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "monitor.md"
 #: Enough for each branch of the page; the whole run takes half a minute.
@@ -57,7 +58,7 @@ def test_its_blocks_run(tmp_path, monkeypatch, capsys):
             assert len(logger.seen) == 4 * 7 * 18
             assert all(math.isfinite(value) for value in logger.seen.values())
     assert all(
-        m._fp8_debug.high_precision == (False,) * 3
+        debug_of(m).high_precision == (False,) * 3
         for m in names["model"].modules()
         if isinstance(m, fp8rs.Float8Linear)
     )

@@ -1,4 +1,4 @@
-"""Pages' blocks of code and the examples run as they stand, on two ranks."""
+"""Code blocks of documentation pages, and the examples, run on two ranks."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ CONTINUES = re.compile(
 )
 GETTING_STARTED = ROOT / "docs" / "getting-started.md"
 
-#: tests/clients runs the blocks of docs/clients, within the scripts that they are parts of.
+#: tests/clients runs the blocks of docs/clients as parts of complete scripts.
 ALL_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-#: Sizes that two CPU cores can compute, and meshes of two ranks. Nothing else is replaced.
+#: Sizes for two CPU cores and meshes of two ranks. Nothing else is replaced.
 SMALLER = {
     "docs/modules.md": {
         "8192, 128": "16, 8",
@@ -56,7 +56,7 @@ SMALLER = {
     },
 }
 
-#: Blocks that do not run here, and why.
+#: Blocks that do not run here, with the reason.
 ELSEWHERE = {
     "docs/clients/": "tests/clients runs them",
     "docs/getting-started.md#0": "tests/project/test_getting_started.py runs it",
@@ -126,7 +126,7 @@ def context(page: Path, code: str) -> str:
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_every_name_in_a_block_comes_from_the_context_that_it_says(page: Path) -> None:
+def test_every_name_in_a_block_comes_from_its_stated_context(page: Path) -> None:
     for code in scripts(page):
         bound, lacking = names_of(context(page, code))
         assert not lacking
@@ -150,7 +150,7 @@ def blocks_to_run(device: str) -> dict[str, list[str]]:
     return found
 
 
-def test_every_block_runs_in_the_context_that_it_says(
+def test_every_block_runs_in_its_stated_context(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("safetensors")
@@ -193,7 +193,7 @@ def test_the_example_of_fp8_weights_trains(device: str) -> None:
 
 
 @pytest.mark.long
-def test_the_gallery_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gallery_can_be_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(ROOT / "tools")
     import gallery
@@ -206,7 +206,7 @@ def test_the_gallery_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert runs[name]["weight_bytes"] == runs["bf16"]["weight_bytes"] / 2
 
 
-def test_the_gallery_tells_of_the_runs_that_it_shows() -> None:
+def test_the_gallery_describes_the_runs_that_it_shows() -> None:
     figures = ROOT / "docs" / "figures"
     text = (ROOT / "docs" / "gallery.md").read_text()
     for name, run in json.loads((figures / "gallery.json").read_text())["runs"].items():

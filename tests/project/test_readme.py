@@ -37,7 +37,7 @@ def test_targets_and_files_exist() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """What links may name after a #: the headings, as they are written in addresses."""
+    """Return the fragments that links may use: the headings as they appear in addresses."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -48,7 +48,7 @@ def anchors(page: Path) -> set[str]:
     [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benches/*.md")],
     ids=lambda p: p.relative_to(ROOT).as_posix(),
 )
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     for link, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", page.read_text()):
         target = page.parent / link if link else page
         assert target.is_file(), link
@@ -57,7 +57,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.newest_torch
 def test_the_compile_tables_have_the_rows_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is in their cells takes minutes to find: tools/compile_table.py --check."""
+    """Checking the contents of their cells takes minutes: tools/compile_table.py --check."""
     monkeypatch.syspath_prepend(ROOT / "tools")
     import compile_table as tool
 
@@ -72,7 +72,7 @@ def test_the_compile_tables_have_the_rows_of_the_tests(monkeypatch: pytest.Monke
         assert all(len(row) == len(head) for row in rows)
 
 
-def test_rows_that_a_machine_skips_stay_as_another_has_measured_them(
+def test_rows_skipped_on_a_machine_keep_the_measurement_of_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "tools")

@@ -23,8 +23,15 @@ from distributed import ranks
 from fp8rs import checkpoint
 from fp8rs.optim import AdamW
 from fp8rs.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
-
-from .test_styles import RECIPES, SEQUENCE, WIDTH, both_weights, converted, every_recipe, plan
+from tensor_parallel.blocks import (
+    RECIPES,
+    SEQUENCE,
+    WIDTH,
+    both_weights,
+    converted,
+    every_recipe,
+    plan,
+)
 
 
 def values(t):
