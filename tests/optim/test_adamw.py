@@ -380,9 +380,9 @@ def test_not_finite_values_make_the_scale_nan_and_stay_out_of_the_history():
 
 
 class Keeper:
-    """The owner of a weight that is whole, and has its first values."""
+    """The handle of a weight that is not sharded and keeps its initial values."""
 
-    shards = slots = None
+    scale_sync = slots = None
     writes = 0
 
     def __init__(self, init_value):
@@ -391,13 +391,13 @@ class Keeper:
     def forget_init(self):
         self.init_value = None
 
-    def has(self, store):
+    def observes(self, store):
         return True
 
-    def write(self, tensor, values, keep):
-        return False
+    def observe_write(self, tensor, values, exact):
+        pass
 
-    def wrote(self, tensor=None):
+    def mark_written(self):
         pass
 
 
@@ -405,13 +405,13 @@ class Keeper:
 def test_masters_start_from_the_kept_values_which_are_then_dropped(name):
     start = normal((40, 33), 1)
     kept = parameter(QUANTIZERS[name](E4M3, "cpu")(start))
-    store_of(kept).owner = Keeper(start.clone())
+    store_of(kept).observer = Keeper(start.clone())
     plain = parameter(start.clone())
     a, b = AdamW([kept]), AdamW([plain])
     train(a, 2)
     train(b, 2)
     assert torch.equal(a.state[kept]["master"], plain)
-    assert store_of(kept).owner.init_value is None
+    assert store_of(kept).observer.init_value is None
 
 
 PARAMETERS = {

@@ -265,7 +265,7 @@ def check_ties(stored: Stored, target: Target, names: list[str]) -> None:
 def takes(stored: Stored, target: Target) -> bool:
     """Whether the codes and scales of the files are in the format of this rank's FP8 weight."""
     weight = target.fp8_weight
-    if weight is None or weight._store.owner is None or not stored.is_fp8(target.stored):
+    if weight is None or weight._store.observer is None or not stored.is_fp8(target.stored):
         return False
     if CODES[stored.dtype(target.stored)] != weight.fp8_dtype:
         return False

@@ -19,9 +19,9 @@ from fp8rs.scaling.reductions import index_tensor, reduce_packed_
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.spec import Planes, QuantSpec, plane_leads
 
+from .float8_param import Float8ParamHandle
 from .layout import AllGatherLayout, split_block_rows
 from .param import LocalShard, ParamHandle, StreamDependency, aligned, set_scales
-from .planes_owner import PlanesOwner
 from .shard_spec import ShardSpec
 
 _block_amax = torch.ops.fp8rs.block_amax.default
@@ -164,8 +164,8 @@ class TensorwiseShardQuantizer(ShardQuantizer):
             codes = _quantize(shard.data, scale, self.spec.fp8_dtype, True, False, None)[0]
             made.append((Plane(codes, scale, self.spec.format), None))
             if self._histories is not None:
-                assert isinstance(shard.handle, PlanesOwner)
-                shard.handle.begin_with(scale, amax)
+                assert isinstance(shard.handle, Float8ParamHandle)
+                shard.handle.start_history(scale, amax)
         return made
 
     def _amaxes(self, shards: Sequence[LocalShard]) -> Tensor:

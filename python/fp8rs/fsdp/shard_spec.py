@@ -67,8 +67,8 @@ class ShardSpec:
         return torch.device(self.device_type, accelerator.current_device())
 
     @property
-    def number(self) -> int:
-        """The number of the shard's first element, unique among the elements of the parameter.
+    def element_offset(self) -> int:
+        """The index of the shard's first element, unique among the elements of the parameter.
 
         Elements are counted by rows. If columns are sharded, all elements of one part are counted
         before the next part, so that the elements of a shard are consecutive.

@@ -233,6 +233,8 @@ class Float8Linear(nn.Linear):
             super().reset_parameters()
         else:
             reset_linear(self)
+        if state.sharded_model is not None:
+            state.sharded_model.scale_sync.sync_module(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         delayed = self._fp8_state.delayed
@@ -247,7 +249,7 @@ class Float8Linear(nn.Linear):
         super().__setstate__(state)
         self._fp8_debug = None
         weight: Any = self._parameters.get("weight")
-        if isinstance(weight, QuantizedTensor) and weight._store.owner is None:
+        if isinstance(weight, QuantizedTensor) and weight._store.observer is None:
             self._tell_of_shard("weight", weight)
 
     def extra_repr(self) -> str:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8rs._torch import dtensor_like, local_tensor, own_part
 
-from .float8_weight import Sharded
+from .float8_shard import Float8Shard
 
 
 def register(linear: nn.Module) -> None:
@@ -34,10 +34,9 @@ def make_plain(
     key = prefix + "weight"
     value = state_dict.get(key)
     local = own_part(value)
-    if isinstance(local, Sharded):
-        # Once for the model. Afterwards its weights have nothing left to synchronize.
-        if (shards := local._handle.shards) is not None:
-            shards.agree()
+    if isinstance(local, Float8Shard):
+        if (sync := local._handle.scale_sync) is not None:
+            sync.sync_if_written()
         return
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         state_dict[key] = plain(value)
