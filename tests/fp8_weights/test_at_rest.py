@@ -162,7 +162,7 @@ def test_a_state_dict_is_quantized_as_the_whole_weight_is(rig, hidden, recipe):
 @shardings
 @recipes
 @pytest.mark.parametrize("how", ["copy_", "whole local", "parts of the local"])
-def test_writes_agree_before_anybody_reads(rig, hidden, recipe, how):
+def test_all_ranks_gather_what_was_written(rig, hidden, recipe, how):
     model = shard(make_fp8(hidden, recipe, rig), rig)
     values = new_values(model, rig)
     with torch.no_grad():
@@ -171,7 +171,6 @@ def test_writes_agree_before_anybody_reads(rig, hidden, recipe, how):
             part = new.to_local()
             if how == "copy_":
                 layer.weight.copy_(new)
-                assert_shard_of(layer, values[name])
             elif how == "whole local":
                 local(layer).copy_(part)
             else:
@@ -181,7 +180,7 @@ def test_writes_agree_before_anybody_reads(rig, hidden, recipe, how):
         if how == "parts of the local":
             model.load_state_dict(model.state_dict())  # as after reading a checkpoint in place
     # Each time that a scale changes, codes are rounded again, by half a step of 3 mantissa bits.
-    roundings = {"copy_": 1, "whole local": 2}.get(how, 4)
+    roundings = 4 if how == "parts of the local" else 1
     whole = {}
 
     def check(name, weight):
@@ -194,6 +193,9 @@ def test_writes_agree_before_anybody_reads(rig, hidden, recipe, how):
     watch_weights(model, check)
     model(batch(rig))
     model.reshard()
+    if how != "parts of the local":
+        for name, layer in linears(model).items():
+            assert_shard_of(layer, values[name])
     for name, layer in linears(model).items():
         start = shard_spec(layer.weight).offset
         shown = local(layer).dequantize()
@@ -202,8 +204,8 @@ def test_writes_agree_before_anybody_reads(rig, hidden, recipe, how):
 
 @ranks(4)
 @recipes
-def test_empty_shards_hear_of_a_checkpoint_that_is_read_in_place(rig, recipe):
-    """Nothing is written into them, by readers that write parts, but the state dict's load."""
+def test_empty_shards_have_the_scale_of_a_checkpoint_that_is_read_in_place(rig, recipe):
+    """Ranks with an empty shard write nothing."""
     model = shard(make_fp8("empty", recipe, rig), rig)
     values = new_values(model, rig)
     empty = 0

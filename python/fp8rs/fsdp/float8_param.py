@@ -7,7 +7,7 @@ the handle as unsynced. `fp8rs.fsdp.scale_sync` synchronizes the scales that sha
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,6 @@ from fp8rs.tensor.store import Store
 from . import padding
 from .param import ParamHandle
 from .shard_spec import local_part, shard_spec
-
-if TYPE_CHECKING:
-    from .scale_sync import ScaleSync
 
 
 class Float8ParamHandle(ParamHandle):
@@ -61,12 +58,10 @@ class Float8ParamHandle(ParamHandle):
         return cast(QuantizedTensor, self.parameter_part).spec
 
     @property
-    def scale_sync(self) -> ScaleSync | None:
-        """Synchronizes the model's scales. None unless the module holds a shard now."""
+    def scale_sync(self) -> Any:
+        """The model's `fp8rs.fsdp.scale_sync.ScaleSync`. None unless the module holds a shard."""
         state = self.state_if_any
-        if state is None or self.local is None:
-            return None
-        return cast("ScaleSync", state.shard().scale_sync)
+        return None if state is None or self.local is None else state.shard().scale_sync
 
     @property
     def shares_scales(self) -> bool:
@@ -216,7 +211,7 @@ class Float8ParamHandle(ParamHandle):
         self.init_value, self.keep_init = None, False
 
     def _keep_init(self, values: Tensor | None) -> None:
-        """Replace the kept values by those of a write, until an optimizer reads them.
+        """Replace the kept values after a write, until an optimizer reads them.
 
         Args:
             values: the values of the whole shard (rows, cols), or None if they are not known.

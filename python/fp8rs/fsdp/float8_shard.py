@@ -44,7 +44,7 @@ class Float8Shard(QuantizedTensor):
 
 
 def wrap_shard(local: QuantizedTensor, handle: Float8ParamHandle) -> Float8Shard:
-    """Return the shard of a weight over the planes of ``local``, whose writes ``handle`` observes."""
+    """Return a shard over the planes of ``local``. The handle observes its writes."""
     local._store.observer = handle
     shard: Any = local.view_of(local._window)
     shard.__class__ = Float8Shard
@@ -108,7 +108,7 @@ def all_gather_inputs(layout: AllGatherLayout, local: Any, spec: ShardSpec) -> t
 def _with_padding(plane: Plane | None, size: tuple[int, int]) -> Plane | None:
     """Return a short shard's plane with the padding that lies behind it in memory.
 
-    FSDP2 keeps shards padded, so that no copy is needed. If there is no padding, return the plane.
+    FSDP2 keeps shards padded, so this needs no copy. A plane without padding is returned as it is.
     """
     if plane is None:
         return None

@@ -1,7 +1,7 @@
 """How FSDP2 pads the shards of FP8 weights.
 
-FSDP2 asks a parameter for zeros of the padded size, and copies the rows of this rank into the first
-of them. Only that copy shows how many rows the shard has, and at which row of a block it begins. The
+FSDP2 calls ``new_zeros`` with the padded size, and copies the rows of this rank into the first
+rows. Only that copy shows how many rows the shard has, and at which row of a block it begins. The
 planes end with these rows. The padding stays in the memory behind them, where all-gathers use it.
 """
 
@@ -65,8 +65,8 @@ def copy_first_rows(dst: Region, src: Region) -> bool:
         return True  # an empty shard
     if not store.format.per_tensor and theirs.cols.length != source.matrix[1]:
         raise ValueError(
-            f"a weight in format {store.format.name!r} is sharded by rows only: have "
-            "shard_placement_fn give Shard(0), or use a recipe with one scale a tensor"
+            f"a weight in format {store.format.name!r} is sharded by rows only: return Shard(0) "
+            "from shard_placement_fn, or use a recipe with one scale per tensor"
         )
     at = theirs.rows.slice, theirs.cols.slice
     for name, dim in (("rowwise", 0), ("columnwise", 1)):

@@ -187,7 +187,7 @@ class ParamHandle:
         self._note_stream()
 
     def _note_stream(self) -> None:
-        """Note the CUDA stream that all-gathers have to wait for."""
+        """Note the current CUDA stream, which all-gathers wait for."""
         if torch.cuda.is_initialized():
             # FSDP2's all-gather streams wait for this stream only when the root's forward begins.
             self.written_on = torch.cuda.current_stream()

@@ -228,13 +228,13 @@ class BlockwiseShardQuantizer(ShardQuantizer):
     """One scale per block or row, with the blocks of the whole weight.
 
     If no shard boundary splits a block, shards are quantized without a collective. Otherwise the
-    amaxes of split blocks are reduced first, so that the bytes equal those of the unsharded weight.
+    amaxes of split blocks are reduced first, so that the bytes equal the unsharded weight's.
     """
 
     def __init__(self, spec: QuantSpec) -> None:
         super().__init__(spec)
         self.height = self.layout.height
-        #: The blocks whose amaxes are reduced: those of the plane whose blocks are split.
+        #: The shape of blocks whose amaxes are reduced, in the plane whose blocks are split.
         self.split_block = [self.height, 1] if self.layout.both else list(spec.format.block)
 
     def check(self, handle: ParamHandle, spec: ShardSpec) -> None:

@@ -24,7 +24,7 @@ All ranks must make writes before these, or run a forward first.
 The all-reduce compares the stored scales. If all ranks store the same scale, it stays, and so do
 all codes. Otherwise the common scale is the one that the largest value of all ranks needs. A rank
 whose scale changes rounds its shard again. If its last write replaced the whole shard, it rounds
-the values of that write, and the bytes are those of the unsharded weight. Otherwise it rounds its
+the values of that write, and the bytes equal the unsharded weight's. Otherwise it rounds its
 codes. In-place arithmetic moves scales by powers of two (`QuantSpec.keep_scale`), so rounding codes
 again is then exact except for subnormal numbers.
 
@@ -34,7 +34,7 @@ To decide which shards to round, the host reads the reduced scales.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -136,9 +136,7 @@ class ScaleSync:
         self.sync(handles)
         self._done_in_step = True
 
-    def write_values(
-        self, handles: Sequence[Float8ParamHandle], values: Sequence[Tensor]
-    ) -> None:
+    def write_values(self, handles: Sequence[Float8ParamHandle], values: Sequence[Tensor]) -> None:
         """Quantize values into whole shards, with common scales: one all-reduce."""
         shards = list(map(self._quantizer.shard, handles, values))
         with torch.inference_mode(False), torch.no_grad():
@@ -147,7 +145,7 @@ class ScaleSync:
                 handle.mark_written()
 
     def reduce_amaxes_(self, handles: Sequence[Float8ParamHandle], amaxes: Tensor) -> None:
-        """Reduce the amaxes (n,) of shards, fp32, to those of the whole weights, in place."""
+        """Reduce the amaxes (n,) of shards, fp32, over the ranks of each weight, in place."""
         specs = [handle.spec for handle in handles]
         # A process group may have no backend for the device of offloaded weights.
         values = amaxes.to(specs[0].mesh_device(amaxes.device))
@@ -277,10 +275,12 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
         parts += [(shard, p, c) for p, c in zip(places, common, strict=True) if 0 <= p < count]
     if not parts or is_traced(parts[0][2]):
         return
-    changes = torch.stack([
-        _differs(common, _block_scales(quantizer, shard)[place].to(common.device)).any()
-        for shard, place, common in parts
-    ])
+    changes = torch.stack(
+        [
+            _differs(common, _block_scales(quantizer, shard)[place].to(common.device)).any()
+            for shard, place, common in parts
+        ]
+    )
     for (shard, place, common), changed in zip(parts, changes.tolist(), strict=True):
         if changed:
             _round_blocks(quantizer, shard, place, common)

@@ -89,7 +89,7 @@ def shard_spec(parameter: DTensor) -> ShardSpec:
     shape = tuple(parameter.shape)
     if not sharded:
         return ShardSpec(mesh.device_type, (), (), 1, 0, 0, shape, shape, (0,) * len(shape))
-    # FSDP2's mesh dimension comes before those of tensor parallelism.
+    # FSDP2's mesh dimension comes before the dimensions of tensor parallelism.
     fsdp, placement = sharded[0]
     whole, origin = list(shape), [0] * len(shape)
     for i, p in sharded[1:]:

@@ -40,7 +40,7 @@ from .scale_sync import ScaleSync
 from .shard_spec import shard_spec
 from .wrap import needs_wrapping, tied_to, wrap_sharded_param
 
-#: What an all-gather hook returns.
+#: The result of a pre-all-gather hook.
 _Inputs = tuple[tuple[Tensor, ...], AllGatherMetadata]
 
 
@@ -198,7 +198,7 @@ class ShardedModel:
         self._prepared.clear()
 
     def _prepare(self, handle: ParamHandle, data: Tensor) -> None:
-        """Cast the shards of an all-gather, together with the one that FSDP2 asks for first."""
+        """Cast the shards of an all-gather, starting with the one whose hook FSDP2 calls first."""
         group, backward = self._group(handle), in_backward()
         forward_id = self.state.tracker.forward_id
         if any(h.is_stale(forward_id, backward) for h in group):

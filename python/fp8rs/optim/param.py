@@ -33,7 +33,7 @@ class ScaleSync(Protocol):
         """Return whether shard boundaries split blocks of a weight."""
 
     def reduce_amaxes_(self, handles: Sequence[Any], amaxes: Tensor) -> None:
-        """Reduce the amaxes (n,) of shards to those of the whole weights, in place."""
+        """Reduce the amaxes (n,) of shards over the ranks of each weight, in place."""
 
     def write_values(self, handles: Sequence[Any], values: Sequence[Tensor]) -> None:
         """Quantize values into whole shards, with the scales of the whole weights."""
