@@ -619,5 +619,5 @@ def test_a_later_write_of_rows_is_not_undone(rig):
         local_of(weight).copy_(torch.full(local_of(weight).shape, 2.0 + rig.rank))
         local_of(weight)[:2].fill_(1.0)
     values, _ = gathered(model, rig)["blocks.0.up"]
-    assert torch.equal(values[:2], torch.ones_like(values[:2]))
+    torch.testing.assert_close(values[:2], torch.ones_like(values[:2]), rtol=0.07, atol=0)
     torch.testing.assert_close(values[2:80], torch.full_like(values[2:80], 2.0), rtol=0.07, atol=0)

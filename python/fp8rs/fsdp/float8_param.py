@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import is_distributed
+from fp8rs._torch import is_distributed, is_traced
 from fp8rs.tensor.formats import FP8_MAX
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec
@@ -135,6 +135,14 @@ class Float8ParamHandle(ParamHandle):
     def mark_written(self) -> None:
         """Note a write of codes with scales that all ranks have."""
         super().mark_written()
+        self.unsynced, self.pending = False, None
+
+    def mark_synced(self) -> None:
+        """Note that all ranks have the same scales now, and free pending values."""
+        pending = self.pending
+        if pending is not None and pending.is_cuda and not is_traced(pending):
+            # An all-gather stream may read what another stream allocated.
+            pending.record_stream(torch.cuda.current_stream(pending.device))
         self.unsynced, self.pending = False, None
 
     def mark_loaded(self) -> None:

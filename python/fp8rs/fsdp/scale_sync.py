@@ -112,7 +112,7 @@ class ScaleSync:
         else:
             _sync_tensors(self._quantizer, shared)
         for handle in map(handle_of, shared):
-            handle.unsynced, handle.pending = False, None
+            handle.mark_synced()
 
     def sync_if_written(self) -> None:
         """Synchronize the scales of all weights if this rank wrote any."""

@@ -112,7 +112,7 @@ class Param:
     @property
     def scale_sync(self) -> ScaleSync | None:
         """Synchronizes the scales of the model. None if this is not a sharded FP8 weight."""
-        return None if self.handle is None else self.handle.scale_sync  # type: ignore[no-any-return]
+        return None if self.handle is None else self.handle.scale_sync
 
     @property
     def element_offset(self) -> int:
