@@ -65,7 +65,7 @@ def make_fp8(hidden, recipe, rig, **options):
 @shardings
 @recipes
 @pytest.mark.parametrize("reshard", [True, False])
-def test_what_is_gathered_are_the_bytes_at_rest(rig, hidden, recipe, reshard):
+def test_shards_are_gathered_as_they_are_stored(rig, hidden, recipe, reshard):
     model = make_fp8(hidden, recipe, rig)
     wanted = planes_of(model)
     shard(model, rig, reshard_after_forward=reshard)
@@ -115,7 +115,7 @@ def shard_planes(layer, whole):
 
 
 def assert_shard_of(layer, values):
-    """The shard at rest has the bytes of the whole weight quantized from ``values``."""
+    """The shard has the bytes of the whole weight quantized from ``values``."""
     spec = local(layer).spec
     both = store_of(layer.weight).columnwise is not None
     whole = quantize_planes(spec, values, True, both)
@@ -271,7 +271,7 @@ def bytes_of_tensors():
     return sum(found.values())
 
 
-AT_REST = {"mxfp8 of 1x32": 2.07, "current": 1.001, "delayed": 1.001}
+STORED = {"mxfp8 of 1x32": 2.07, "current": 1.001, "delayed": 1.001}
 """Bytes a parameter, at most: codes, and 4 bytes a tensor, a row or a block of 128x128, or 1 byte
 a block of 32 or 32x32."""
 
@@ -279,7 +279,7 @@ a block of 32 or 32x32."""
 @ranks(1, 2)
 @recipes
 @pytest.mark.parametrize("meta", [False, True])
-def test_bytes_at_rest(rig, recipe, meta):
+def test_stored_bytes(rig, recipe, meta):
     width, hidden = 256, 1024
     torch.manual_seed(0)
     batch = torch.randn(8, width, device=rig.device)
@@ -293,7 +293,7 @@ def test_bytes_at_rest(rig, recipe, meta):
     def a_parameter():
         return (bytes_of_tensors() - before) / (numel / rig.world_size)
 
-    most = AT_REST.get(recipe, 1.07)
+    most = STORED.get(recipe, 1.07)
     histories = 2 * (1024 * 3 + 28) * 4 / numel if recipe == "delayed" else 0
     if not meta:
         assert (bytes_of_tensors() - before) / numel <= most + histories
