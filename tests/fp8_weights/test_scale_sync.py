@@ -461,7 +461,7 @@ def test_a_write_through_any_object_gives_all_ranks_the_same_weight(rig, recipe,
 @pytest.mark.parametrize("recipe", list(RECIPES))
 @pytest.mark.parametrize("hidden", [WITHIN_BLOCKS, ONE_ROW], ids=["cut", "empty"])
 @pytest.mark.parametrize("written", LOCAL)
-@pytest.mark.parametrize("then", ["forward", "step", "load", "checkpoint"])
+@pytest.mark.parametrize("then", ["forward", "step", "load", "state_dict", "checkpoint"])
 def test_one_rank_may_write_alone(rig, recipe, hidden, written, then):
     """All ranks synchronize at the next point, whether they wrote or not."""
     model = make(hidden, recipe=RECIPES[recipe], fp8_weights=True, device=rig.device)
@@ -478,6 +478,8 @@ def test_one_rank_may_write_alone(rig, recipe, hidden, written, then):
     elif then == "load":
         plain = {n: v for n, v in model.named_parameters() if "norm" in n}
         model.load_state_dict(plain, strict=False)
+    elif then == "state_dict":
+        model.state_dict()
     elif then == "checkpoint":
         fp8rs.checkpoint.Model(model).state_dict()
     if then != "forward" and local_of(weight).format.per_tensor:

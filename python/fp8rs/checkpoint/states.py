@@ -52,7 +52,6 @@ class Model:
         All ranks call it, because it synchronizes the scales that shards share.
         """
         state: dict[str, Any] = get_model_state_dict(self.model)
-        _sync_scales(state)
         found: dict[str, Tensor] = {}
         cut = []
         for name, value in state.items():

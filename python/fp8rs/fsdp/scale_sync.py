@@ -7,19 +7,15 @@ scales at points that all of them reach:
 - before an all-gather outside of a backward that finds a stale scale. In a forward of the root
   module all scales are stale, so all ranks synchronize once per forward;
 - after an optimizer step. `fp8rs.optim` reduces the amaxes of all weights within the step;
-- after a state dict was loaded, and after ``reset_parameters``;
-- before `fp8rs.checkpoint.Model` returns a state dict.
+- when a layer's state dict is taken or loaded, and after its ``reset_parameters``.
 
 Whether a rank takes part never depends on what it has written. At each of these points all ranks
-run one all-reduce for all weights, or none of them does. One rank may therefore write alone. Two
-cases are exceptions, in which ranks that did not write would not take part:
+run an all-reduce, or none of them does, because no scale is shared. One rank may therefore write
+alone. All ranks must call ``state_dict()``.
 
-- an all-gather outside of the root's forward synchronizes if this rank wrote since the last
-  all-gather, as with master weights;
-- ``state_dict()`` of a module synchronizes if this rank wrote since the last synchronization. One
-  rank alone may then call it, if nothing was written.
-
-All ranks must make writes before these, or run a forward first.
+An all-gather outside of the root's forward is an exception. It synchronizes if this rank wrote
+since the last all-gather, as with master weights. All ranks must make writes before it, or run a
+forward first.
 
 The all-reduce compares the stored scales. If all ranks store the same scale, it stays, and so do
 all codes. Otherwise the common scale is the one that the largest value of all ranks needs. A rank
@@ -34,7 +30,7 @@ To decide which shards to round, the host reads the reduced scales.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +42,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec
 
 from .float8_param import Float8ParamHandle, largest_code
-from .float8_shard import planes_of, scale_of, write_planes
+from .float8_shard import Float8Shard, planes_of, scale_of, write_planes
 from .param import LocalShard, ParamHandle, local_of, wait_for_writes
 from .quantize import BlockwiseShardQuantizer, ShardQuantizer
 
@@ -98,9 +94,9 @@ class ScaleSync:
 
     def sync_module(self, module: nn.Module) -> None:
         """Synchronize the scales of a converted module's FP8 weights."""
-        names = module._fp8_params.keys()  # type: ignore[union-attr, operator]
-        locals_ = {id(local_of(module._parameters[name])) for name in names}
-        self.sync([handle for handle in self.handles() if id(handle.local) in locals_])
+        names: Any = module._fp8_params
+        shards = [local_of(module._parameters.get(name)) for name in names]
+        self.sync([s._handle for s in shards if isinstance(s, Float8Shard) and not s.is_meta])
 
     def sync_shards(self, shards: Sequence[LocalShard]) -> None:
         """Synchronize the scales of shards of FP8 weights."""
@@ -113,11 +109,6 @@ class ScaleSync:
             _sync_tensors(self._quantizer, shared)
         for handle in map(handle_of, shared):
             handle.mark_synced()
-
-    def sync_if_written(self) -> None:
-        """Synchronize the scales of all weights if this rank wrote any."""
-        if any(handle.unsynced for handle in self.handles()):
-            self.sync()
 
     # --- optimizers ------------------------------------------------------------------------------
 

@@ -298,7 +298,8 @@ class ShardedModel:
     def stepped(self) -> None:
         """Notify that an optimizer with parameters of this model has stepped.
 
-        A compiled step writes to shards without an operator that `MasterWeight` sees.
+        A compiled step writes to shards without an operator that `MasterWeight` sees. The scales of
+        FP8 weights are synchronized.
         """
         for handle in self._all_handles():
             if not isinstance(handle, Float8ParamHandle):
@@ -334,8 +335,9 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
     """Compute the scales of all sharded FP8 weights for the next forward.
 
     Call it on all ranks after the optimizer's step. It moves amaxes and their all-reduce out of the
-    forward: of per-tensor scales, and of blocks that shard boundaries split. The scales hold for
-    one forward of each converted model in ``module``, or until the next write to the weights.
+    forward: of per-tensor scales, and of blocks that shard boundaries split. For FP8 weights, it
+    synchronizes the scales that shards share (`fp8rs.fsdp.scale_sync`). The scales hold for one
+    forward of each converted model in ``module``, or until the next write to the weights.
 
     Args:
         module: a module that contains converted layers, usually FSDP2's root.

@@ -38,7 +38,7 @@ def make_plain(
     local = own_part(value)
     if isinstance(local, Float8Shard):
         if (sync := local._handle.scale_sync) is not None:
-            sync.sync_if_written()
+            sync.sync_module(module)
         return
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         state_dict[key] = plain(value)

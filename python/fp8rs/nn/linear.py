@@ -58,9 +58,12 @@ def before_load(
 
 def after_load(layer: Float8Linear, incompatible: Any) -> None:
     """A state dict has been loaded into a layer."""
+    state = layer._fp8_state
     weight = layer._parameters.get("weight")
     if weight is not None and not weight.is_meta:
-        buffers.give_memory(layer, layer._fp8_state.delayed, weight.device)
+        buffers.give_memory(layer, state.delayed, weight.device)
+    if state.sharded_model is not None:
+        state.sharded_model.scale_sync.sync_module(layer)
 
 
 class Float8Linear(nn.Linear):

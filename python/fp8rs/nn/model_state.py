@@ -147,7 +147,6 @@ class ModelState:
         before[name], after[name] = begin, end
         before.move_to_end(name, last=False)
         root._forward_hooks_always_called[name] = True  # type: ignore[index]
-        root._load_state_dict_post_hooks[name] = RootHook(self, "end_load", root)  # type: ignore[index]
         self._hook_name = name
         # On the root too, so that nothing has been loaded when it raises.
         hooks: Any = root._load_state_dict_pre_hooks.values()
@@ -161,7 +160,7 @@ class ModelState:
         root = self.root
         if root is not None and self._hook_name is not None:
             hooks = root._forward_pre_hooks, root._forward_hooks, root._forward_hooks_always_called
-            for known in (*hooks, root._load_state_dict_post_hooks):
+            for known in hooks:
                 cast(Any, known).pop(self._hook_name, None)
         self._root = self._hook_name = None
 
@@ -219,11 +218,6 @@ class ModelState:
         """The root's forward hook; it runs after an exception too."""
         if not torch.compiler.is_compiling():
             self.tracker.end_forward()
-
-    def end_load(self, module: nn.Module, incompatible_keys: Any) -> None:
-        """The root's hook after a state dict was loaded."""
-        if self.sharded_model is not None:
-            self.sharded_model.scale_sync.sync()
 
     def met_plain(self, weight: Tensor) -> None:
         """Warn once if FullyShardedDataParallel (FSDP1) gathered a layer's weight."""
