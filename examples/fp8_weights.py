@@ -56,5 +56,5 @@ for step in range(30):
     optimizer.zero_grad()
     if rank == 0 and step % 29 == 0:
         print(f"step {step}: loss {loss.item():.4f}", flush=True)
-time.sleep(0.1)  # or a thread of gloo may abort the exit, see docs/faq.md
+time.sleep(0.1)  # gloo may abort the exit otherwise, see docs/troubleshooting.md
 dist.destroy_process_group()

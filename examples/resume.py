@@ -58,5 +58,5 @@ for step in range(state["step"], settings.steps):
         saving = checkpoint.async_save(state, folder, process_group=saver)
 if saving is not None:
     saving.result()
-time.sleep(0.1)  # or a thread of gloo may abort the exit, see docs/faq.md
+time.sleep(0.1)  # gloo may abort the exit otherwise, see docs/troubleshooting.md
 dist.destroy_process_group()

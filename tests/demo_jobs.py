@@ -48,7 +48,7 @@ def hang(arguments: dict[str, Any], report: Any) -> None:
 
 
 def quick_start(arguments: dict[str, Any], report: Any) -> list[float]:
-    """Runs the README's code on a small model, then a few steps of training."""
+    """Run the first script on a small model, then a few steps of training."""
     config = LlamaConfig(vocabulary=64, dim=48, layers=2, heads=4, kv_heads=2, hidden=96)
     model = Llama(config)
     model.init_weights(torch.Generator().manual_seed(0))

@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Write the tables of docs/compile-tables.md: what compiles, for each recipe, as the tests have it.
+"""Generate the tables of docs/compile-tables.md from the tests of torch.compile.
 
     python tools/compile_table.py [--check] [--device cpu|cuda] [-n PROCESSES]
 
-Runs tests/nn/test_compile.py and tests/fsdp/test_compile.py, every combination of their parameters,
-and writes one table a device between the markers in the page; those of other torch versions and
-devices stay as they are. ``--check`` writes nothing and fails if a cell differs from the page's.
-Either way it fails if a test with recipes has no row here, or a row no test, so that no cell is
-left out. A row that this machine skips, for want of GPUs, stays as the page has it.
+Runs every combination of the parameters of tests/nn/test_compile.py and tests/fsdp/test_compile.py.
+Writes one table per device between the markers in the page. Tables of other torch versions and
+devices are not changed. ``--check`` writes nothing, and fails if a cell differs from the page.
 
-Run it where fp8rs is installed or on PYTHONPATH; each torch writes its own tables.
+Fails if a test with recipes has no row here, or a row has no test. A row that this machine skips
+because it has too few GPUs keeps its cells.
+
+Run it where fp8rs is installed or on PYTHONPATH. Each torch version writes its own tables.
 """
 
 from __future__ import annotations
@@ -46,27 +47,31 @@ WAYS = {
 ROWS: list[tuple[str, str, dict[str, Any]]] = [
     ("a layer", LAYER, {}),
     ("a model", MODEL, {"gather": True}),
-    ("a model, converted for a gather in high precision", MODEL, {"gather": False}),
-    ("equal blocks, each compiled: one graph for all", BLOCKS, {}),
+    ("a model with high-precision all-gather", MODEL, {"gather": False}),
+    ("equal blocks, each compiled, share one graph", BLOCKS, {}),
     ("a model with checkpointed blocks", CHECKPOINT, {"wrap": "plainly"}),
-    ("... that save matrix products (selective)", CHECKPOINT, {"wrap": "selective"}),
-    ("evaluation and training in turn", "test_evaluation_and_training", {}),
-    ("sequence lengths that differ (`dynamic=True`)", "test_sequence_lengths_do_not_recompile", {}),
-    ("tokens that data selects (`x[mask]`)", "test_tokens_that_data_selects", {}),
+    ("a model with selectively checkpointed blocks", CHECKPOINT, {"wrap": "selective"}),
+    ("alternating evaluation and training", "test_evaluation_and_training", {}),
+    ("varying sequence lengths (`dynamic=True`)", "test_sequence_lengths_do_not_recompile", {}),
+    ("a data-dependent number of tokens (`x[mask]`)", "test_tokens_that_data_selects", {}),
     ("a compiled loss", "test_a_compiled_loss_rolls_the_histories", {}),
     (
         'CUDA graphs (`mode="reduce-overhead"`)',
         "test_cuda_graphs_of_a_compiled_model",
         {},
     ),
-    ("nothing of a weight's size is saved", "test_nothing_of_a_weights_size_is_saved", {}),
-    ("siblings' input is quantized once", "test_siblings_are_quantized_once", {}),
     (
-        "inputs are made again for the backward, and quantized once",
+        "nothing of a weight's size is saved for the backward",
+        "test_nothing_of_a_weights_size_is_saved",
+        {},
+    ),
+    ("layers with the same input quantize it once", "test_siblings_are_quantized_once", {}),
+    (
+        "inputs are recomputed for the backward, and quantized once",
         "test_inputs_are_made_again_and_quantized_once",
         {},
     ),
-    ("codes are saved in their place (`save_input=False`)", "test_codes_may_be_saved", {}),
+    ("codes are saved instead (`save_input=False`)", "test_codes_may_be_saved", {}),
     *(
         (f"FSDP2, {gathered} gather: {text}", SHARDED, {"how": how, "gather": gather})
         for gather, gathered in ((True, "FP8"), (False, "high-precision"))

@@ -1,8 +1,8 @@
-"""Draw the pictures of pages in docs/figures/: python tools/figures.py (needs matplotlib)
+"""Draw the figures in docs/figures/: python tools/figures.py (needs matplotlib)
 
-speed.svg is drawn from the table in README.md, whose figures are those of benches/RESULTS.md.
-weight.svg and step.svg show what docs/weight.md and docs/fsdp2.md describe. linear_shapes.svg is
-drawn where linear_shapes.json lies beside it, which benches/linear_shapes.py --json has written.
+speed.svg shows the table in README.md, whose numbers are in benches/RESULTS.md. weight.svg and
+step.svg illustrate docs/weight.md and docs/fsdp2.md. linear_shapes.svg shows linear_shapes.json,
+which benches/linear_shapes.py --json writes.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def draw_speeds(path: Path) -> None:
     figure = Figure(figsize=(10, 3.4), layout="constrained")
     speed, gathered = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     for axes, values, title in (
-        (speed, [row[1] for row in rows], "Tokens/s, times compiled bf16's"),
-        (gathered, [row[2] for row in rows], "GB gathered in a step"),
+        (speed, [row[1] for row in rows], "Tokens per second, relative to compiled bf16"),
+        (gathered, [row[2] for row in rows], "GB gathered per step"),
     ):
         bars = axes.barh(names, values, color=colours)
         axes.bar_label(bars, fmt="%.2f" if axes is speed else "%.1f", padding=3)
@@ -111,8 +111,8 @@ def draw_weight(path: Path) -> None:
     """One weight from the optimizer's shard to the GEMMs and back."""
     figure, axes = canvas(10, 3.4)
     for x, y, text, colour in (
-        (1.1, 2.6, "shard\nfp32, 4 B an element", HIGH),
-        (4.0, 2.6, "shard's codes\nFP8, 1 B, and scales", CODES),
+        (1.1, 2.6, "shard\nfp32, 4 B per element", HIGH),
+        (4.0, 2.6, "codes of the shard\nFP8, 1 B, and scales", CODES),
         (6.9, 2.6, "whole weight\ncodes of all ranks", CODES),
         (8.9, 1.4, "forward: y = x w^T\ndgrad: dx = dy w", PLAIN),
         (6.9, 0.5, "gradient of the\nwhole weight, bf16", HIGH),
@@ -133,19 +133,19 @@ def draw_weight(path: Path) -> None:
 
 
 def draw_step(path: Path) -> None:
-    """What goes over the link, and when, in a step of three units."""
+    """Communication and compute in a step of three units."""
     figure, axes = canvas(10, 3.6)
-    lanes = {"link,\nin": 2.7, "GPU": 1.8, "link,\nout": 0.9}
+    lanes = {"all-gather": 2.7, "compute": 1.8, "reduce": 0.9}
     for name, y in lanes.items():
-        axes.text(0.05, y, name, fontsize=9, va="center", weight="bold")
+        axes.text(0.02, y, name, fontsize=9, va="center", weight="bold")
     into, gpu, out = lanes
     events = [
-        (gpu, 1.0, "largest values,\ncasts", CODES, 1.0),
-        *((into, 2.1 + 0.9 * i, f"gather\n{i + 1}: codes", CODES, 0.75) for i in range(3)),
+        (gpu, 1.2, "scales of all\nweights", CODES, 1.0),
+        *((into, 2.1 + 0.9 * i, f"cast and\ngather {i + 1}", CODES, 0.75) for i in range(3)),
         *((gpu, 3.0 + 0.9 * i, f"forward\n{i + 1}", PLAIN, 0.75) for i in range(3)),
-        *((into, 5.1 + 0.9 * i, f"gather\n{3 - i}: codes", CODES, 0.75) for i in range(3)),
+        *((into, 5.1 + 0.9 * i, f"cast and\ngather {3 - i}", CODES, 0.75) for i in range(3)),
         *((gpu, 5.9 + 1.0 * i, f"backward\n{3 - i}", PLAIN, 0.85) for i in range(3)),
-        *((out, 6.9 + 1.0 * i, f"reduce\n{3 - i}: grads", HIGH, 0.85) for i in range(3)),
+        *((out, 6.9 + 1.0 * i, f"gradients\n{3 - i}", HIGH, 0.85) for i in range(3)),
         (gpu, 9.4, "optimizer", PLAIN, 0.85),
     ]
     for lane, x, text, colour, width in events:
@@ -153,7 +153,7 @@ def draw_step(path: Path) -> None:
     axes.text(
         5,
         3.3,
-        "once a forward: an all-reduce of 4 bytes a weight.  Each gather: 1 byte an element.",
+        "Scales: one all-reduce of 4 bytes per weight. Each all-gather: 1 byte per element.",
         ha="center",
         fontsize=9,
     )

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+
 import pytest
-from harness import need
+from harness import ROOT, need
 from torch import nn
 
 from convert.test_convert import NAMED
@@ -37,3 +42,20 @@ def test_a_gemm_in_high_precision_is_refused():
 
     with pytest.raises(ValueError, match="one GEMM in high precision"):
         recipe_of(Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"))
+
+
+@pytest.mark.long
+def test_the_example_trains_alike_in_both_libraries():
+    losses = {}
+    for library in ("torchao", "fp8rs"):
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "examples" / "from_torchao.py"), library],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr
+        losses[library] = [float(x) for x in re.findall(r"loss (\S+)", done.stdout)]
+    assert len(losses["fp8rs"]) == 4
+    assert losses["fp8rs"] == pytest.approx(losses["torchao"], rel=0.01)

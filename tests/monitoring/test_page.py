@@ -43,7 +43,7 @@ def test_its_blocks_run(tmp_path, monkeypatch, capsys):
     assert len(names["statistics"]) == 4 * 7 * 18
     assert main(["monitor", "run.jsonl", "--plot", "run.png"]) == 0
     for code in others:
-        assert code.startswith("# Goes on from this page's first block")
+        assert code.startswith("# Continues this page's first block")
         names["monitor"] = fp8rs.monitor(names["model"], every=1)
         names["model"].loss(names["text"][:65].view(1, -1)).backward()
         logger = Logger()

@@ -1,7 +1,7 @@
 """torch.compile: one graph, the bytes of eager, no recompilation that nobody asked for.
 
 The backend is aot_eager, whose graphs run the same kernels as eager: results are equal to the bit.
-The table in docs/compile.md is of these tests (tools/compile_table.py runs them).
+tools/compile_table.py generates the tables of docs/compile-tables.md from these tests.
 """
 
 from __future__ import annotations
@@ -432,7 +432,7 @@ def test_codes_may_be_saved(device, recipe):
 def test_cuda_graphs_of_a_compiled_model(device, recipe):
     """`mode="reduce-overhead"`: replays read the parameters and write the amaxes that are there."""
     if device.type != "cuda":
-        pytest.skip("CUDA graphs are of CUDA")
+        pytest.skip("CUDA graphs need a GPU")
     from torch._inductor.cudagraph_trees import get_manager
 
     eager, model = build(recipe, device), build(recipe, device)

@@ -626,8 +626,8 @@ def test_emulation_gives_the_same_training(device):
 @pytest.mark.parametrize(
     ("recipe", "hip", "capability", "reason"),
     [
-        ("current", None, (8, 0), r"a GPU.*needs .*8\.9, this is 8\.0; on the CPU"),
-        ("block", None, (8, 0), r"needs .*8\.9, this is 8\.0; on the CPU"),
+        ("current", None, (8, 0), r"a GPU.*needs .*8\.9, this is 8\.0; the recipe runs on the CPU"),
+        ("block", None, (8, 0), r"needs .*8\.9, this is 8\.0; the recipe runs on the CPU"),
         ("block", None, (8, 9), r"needs .*9\.0, this is 8\.9; with emulate=True"),
         ("block", None, (10, 0), r"recipe mxfp8 runs here"),
         ("current", "6.2", (9, 4), r"NVIDIA GPUs; on the CPU"),

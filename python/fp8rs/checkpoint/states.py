@@ -177,7 +177,7 @@ def put(value: Tensor, parts: dict[str, Tensor]) -> None:
         note_write(own)
     handle: Any = weight._store.observer
     layer = handle.module
-    buffers.begin_anew(layer, layer._fp8_state.delayed)
+    buffers.reset(layer, layer._fp8_state.delayed)
     handle.mark_loaded()
     handle.update_history(weight._store.any_plane.scale)
 
