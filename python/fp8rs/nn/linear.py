@@ -252,9 +252,8 @@ class Float8Linear(nn.Linear):
         super().__setstate__(state)
         self._fp8_debug = None
         weight: Any = self._parameters.get("weight")
-        if isinstance(weight, QuantizedTensor) and weight._store.owner is None:
+        if isinstance(weight, QuantizedTensor) and weight._store.observer is None:
             self._wrap_shard("weight", weight)
-    state = layer._fp8_state
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={describe(self.recipe)}"
