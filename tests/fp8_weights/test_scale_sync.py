@@ -83,8 +83,8 @@ def test_a_nan_of_one_ranks_step_is_in_the_scale_of_all(rig):
 
 
 @ranks(2)
-def test_so_is_that_of_the_second_of_two_optimizers(rig):
-    """Whose steps are one roll of the histories."""
+def test_a_nan_in_the_step_of_a_second_optimizer_is_in_the_scale_of_all(rig):
+    """Histories roll once for the steps of both."""
     model = make(UNEVEN, recipe="delayed", fp8_weights=True, device=rig.device)
     shard(model, rig)
     first = list(model.blocks[0].parameters())
@@ -97,7 +97,7 @@ def test_so_is_that_of_the_second_of_two_optimizers(rig):
 
 @ranks(2)
 def test_a_step_after_a_weight_was_written_whole_begins_with_its_scale(rig):
-    """And not with the history's, which what was written would saturate."""
+    """The scale of the history would saturate the values."""
     model = make(UNEVEN, recipe="delayed", fp8_weights=True, device=rig.device)
     shard(model, rig)
     optimizer = AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
@@ -114,7 +114,7 @@ def test_a_step_after_a_weight_was_written_whole_begins_with_its_scale(rig):
 
 @ranks(2)
 @pytest.mark.parametrize("recipe", list(RECIPES))
-def test_a_step_after_writes_that_ranks_made_by_themselves_begins_with_these(rig, recipe):
+def test_a_step_starts_from_different_writes_of_each_rank(rig, recipe):
     model = make(UNEVEN, recipe=RECIPES[recipe], fp8_weights=True, device=rig.device)
     shard(model, rig)
     optimizer = AdamW(model.parameters(), lr=1e-3, master_weights=False, stochastic_rounding=False)
@@ -151,7 +151,7 @@ def test_one_optimizer_of_a_sharded_and_a_whole_model(rig):
 
 @ranks(2)
 def test_gathered_values_stay_when_the_shard_is_written(rig):
-    """Codes are bytes of the gather's own; their scale has to be, too."""
+    """Codes and scales of a gathered weight are copies."""
     model = make(UNEVEN, fp8_weights=True, device=rig.device)
     shard(model, rig)
     model(batch(rig)).sum().backward()
@@ -166,7 +166,7 @@ def test_gathered_values_stay_when_the_shard_is_written(rig):
 
 
 @ranks(2)
-def test_a_rank_with_nothing_of_a_weight_has_its_scale(rig):
+def test_a_rank_with_an_empty_shard_has_the_scale(rig):
     model = make(ONE_ROW, fp8_weights=True, device=rig.device)
     shard(model, rig)
     before = gathered(model, rig)
@@ -186,7 +186,7 @@ def test_a_rank_with_nothing_of_a_weight_has_its_scale(rig):
 
 
 @ranks(2)
-def test_the_scale_that_an_empty_shard_had_says_nothing(rig):
+def test_the_scale_of_an_empty_shard_does_not_count(rig):
     """Weights that shrink get smaller scales, though a rank wrote nothing."""
     model = make(ONE_ROW, fp8_weights=True, device=rig.device)
     shard(model, rig)
@@ -212,7 +212,7 @@ def test_precompute_synchronizes_the_scales_of_the_next_forward(rig):
 
 
 class Padded(nn.Linear):
-    """Whose first row on each rank is padding."""
+    """A layer whose first row on each rank is padding."""
 
     def reset_parameters(self):
         super().reset_parameters()
@@ -222,7 +222,7 @@ class Padded(nn.Linear):
 
 
 @ranks(2)
-def test_an_initialization_of_ones_own_writes_rows_of_the_shard(rig):
+def test_a_custom_initialization_writes_rows_of_the_shard(rig):
     model = nn.Sequential(Padded(32, 16, device=rig.device))
     fp8rs.convert_to_float8_training(model, fp8_weights=True)
     fully_shard(model, mesh=rig.mesh())
@@ -235,7 +235,7 @@ def test_an_initialization_of_ones_own_writes_rows_of_the_shard(rig):
 
 @ranks(2)
 def test_torchs_foreach_steps_leave_one_scale_to_all_shards(rig):
-    """Before the next forward: a checkpoint may come first."""
+    """They have it after the step, before the next forward."""
     model = make(UNEVEN, fp8_weights=True, device=rig.device)
     shard(model, rig)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, foreach=True)
@@ -271,7 +271,7 @@ def test_rows_of_a_shard_that_begins_within_a_block_are_written_wherever_they_li
 
 @ranks(2)
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8 of 1x32", "block"])
-def test_what_was_quantized_in_blocks_that_begin_elsewhere_is_taken_by_its_values(rig, recipe):
+def test_copies_from_blocks_that_begin_elsewhere_copy_values(rig, recipe):
     options = {"recipe": RECIPES[recipe], "fp8_weights": True}
     model = make(WITHIN_BLOCKS, device=rig.device, **options)
     shard(model, rig)
@@ -299,7 +299,7 @@ WRITES = {
 @ranks(2)
 @pytest.mark.parametrize("recipe", list(RECIPES))
 @pytest.mark.parametrize("hidden", [UNEVEN, WITHIN_BLOCKS, ONE_ROW], ids=["uneven", "cut", "empty"])
-def test_what_a_write_leaves_as_it_was_is_gathered_as_it_was(rig, recipe, hidden):
+def test_elements_that_a_write_leaves_unchanged_are_gathered_unchanged(rig, recipe, hidden):
     model = make(hidden, recipe=RECIPES[recipe], fp8_weights=True, device=rig.device)
     with torch.no_grad():
         model.blocks[0].up.weight[:1] *= 4  # so that the other rank's largest value is smaller
