@@ -54,7 +54,7 @@ def assert_still_fp8(model):
     for name, layer in linears(model).items():
         assert isinstance(layer.weight, nn.Parameter), name
         assert quantized(layer.weight), name
-        assert store_of(layer.weight).owner.module is layer, name
+        assert store_of(layer.weight).observer.module is layer, name
 
 
 # --- optimizers ----------------------------------------------------------------------------------

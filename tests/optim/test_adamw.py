@@ -325,7 +325,7 @@ def test_non_finite_values_make_the_scale_nan_and_do_not_enter_the_history():
 class Keeper:
     """A stub of the handle of an unsharded weight that keeps its initial values."""
 
-    shards = slots = None
+    scale_sync = slots = None
     writes = 0
 
     def __init__(self, init_value):
@@ -334,13 +334,13 @@ class Keeper:
     def forget_init(self):
         self.init_value = None
 
-    def has(self, store):
+    def observes(self, store):
         return True
 
-    def write(self, tensor, values, keep):
-        return False
+    def observe_write(self, tensor, values, exact):
+        pass
 
-    def wrote(self, tensor=None):
+    def mark_written(self):
         pass
 
 
@@ -348,13 +348,13 @@ class Keeper:
 def test_masters_start_from_the_kept_values_which_are_then_dropped(name):
     start = normal((40, 33), 1)
     kept = parameter(QUANTIZERS[name](E4M3, "cpu")(start))
-    store_of(kept).owner = Keeper(start.clone())
+    store_of(kept).observer = Keeper(start.clone())
     plain = parameter(start.clone())
     a, b = AdamW([kept]), AdamW([plain])
     train(a, 2)
     train(b, 2)
     assert torch.equal(a.state[kept]["master"], plain)
-    assert store_of(kept).owner.init_value is None
+    assert store_of(kept).observer.init_value is None
 
 
 each_parameter = pytest.mark.parametrize("kind", PARAMETERS)

@@ -65,13 +65,6 @@ class Codes(PlainPart):
     #: The weight, of the same shape. High-precision values are written to it.
     weight: WeightRef
 
-    @property
-    def __create_chunk_list__(self) -> Any:
-        """The method that DCP calls when a load begins. Only empty shards have it."""
-        if self.numel():
-            raise AttributeError("__create_chunk_list__")
-        return self.weight.tensor._store.owner.begin_empty_load
-
     def __get_tensor_shard__(self, index: MetadataIndex) -> Codes:
         return self
 
@@ -92,9 +85,9 @@ class Codes(PlainPart):
         """
         if src.dtype == self.dtype:
             super().copy_(src, non_blocking)
-            owner = self.weight.tensor._store.owner
-            if owner is not None:
-                owner.unagreed = True  # as for values, because ranks may load either
+            observer = self.weight.tensor._store.observer
+            if observer is not None:  # other ranks may load and quantize values
+                observer.observe_write(self.weight.tensor, None, exact=False)
         elif src.dtype in INPUT_DTYPES:
             self.weight.tensor.copy_(src)
         else:

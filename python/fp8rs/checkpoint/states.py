@@ -49,11 +49,9 @@ class Model:
     def state_dict(self) -> dict[str, Tensor]:
         """Return plain tensors that share memory with the weights, and copies of histories.
 
-        All ranks call it, because it first synchronizes scales that shards share.
+        All ranks call it, because it synchronizes the scales that shards share.
         """
         state: dict[str, Any] = get_model_state_dict(self.model)
-        for shards in {_owner(v).shards for v in state.values() if _is_fp8(v)} - {None}:
-            shards.agree()
         found: dict[str, Tensor] = {}
         split = []
         for name, value in state.items():
@@ -93,6 +91,7 @@ class Model:
         set_model_state_dict(self.model, plain, options=StateDictOptions(strict=False))
         for name, value in weights.items():
             load_parts(value, codes[name])
+        _sync_scales(own)
         for name, layer in _layers_with_histories(self.model):
             if histories[name][0] is not None:
                 _load_histories(layer, histories[name])
@@ -153,8 +152,12 @@ def _is_fp8(value: Any) -> bool:
     return isinstance(own_part(value), QuantizedTensor)
 
 
-def _owner(value: Tensor) -> Any:
-    return own_part(value)._store.owner
+def _sync_scales(state: dict[str, Any]) -> None:
+    """Synchronize the scales that shards of FP8 weights share. All ranks call this."""
+    handles = [own_part(value)._store.observer for value in state.values() if _is_fp8(value)]
+    for sync in dict.fromkeys(handle.scale_sync for handle in handles):
+        if sync is not None:
+            sync.sync()
 
 
 def _layers_with_histories(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -173,11 +176,11 @@ def load_parts(value: Tensor, parts: dict[str, Tensor]) -> None:
         if own.data_ptr() != given.data_ptr():
             own.copy_(given)
         note_write(own)
-    owner: Any = weight._store.owner
-    layer = owner.module
+    handle: Any = weight._store.observer
+    layer = handle.module
     buffers.reset(layer, layer._fp8_state.delayed)
-    owner.loaded()
-    owner.follow(weight._store.any_plane.scale)
+    handle.mark_loaded()
+    handle.update_history(weight._store.any_plane.scale)
 
 
 def _load_histories(layer: Any, histories: list[Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from fp8rs.convert.fp8_weights import check_weight, own, quantize_weight
+from fp8rs.convert.fp8_weights import check_weight, quantize_weight, register_handle
 from fp8rs.convert.select import LARGE_3D, SHARDED, ModuleFilter, large_3d, select
 from fp8rs.convert.torchao import from_float8_linear_config
 from fp8rs.nn.linear import Float8Linear, float8_class
@@ -145,7 +145,7 @@ def _convert(
         from fp8rs.optim.warnings import watch  # imported only by models that need it
 
         for (_, layer), amax in zip(layers, amaxes, strict=True):
-            own(layer, "weight").begin_history(amax)
+            register_handle(layer, "weight").start_history_from(amax)
         state.watch_steps()
         watch()
 

@@ -14,7 +14,7 @@ from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
 from fp8rs.tensor.spec import quantize_planes
 
 if TYPE_CHECKING:
-    from fp8rs.fsdp.planes_owner import PlanesOwner
+    from fp8rs.fsdp.float8_param import Float8ParamHandle
 
 
 def check_weight(layer: nn.Linear, name: str, recipe: Recipe, fp8_weights: bool) -> None:
@@ -82,16 +82,16 @@ def quantize_weight(layer: nn.Linear, recipe: Recipe, keep_init: bool) -> Tensor
     init_value = values.to("cpu", copy=True) if keep_init and not values.is_meta else None
     del values
     become(weight, quantized)
-    owner = own(layer, "weight")
-    owner.keep_init, owner.init_value = keep_init, init_value
+    handle = register_handle(layer, "weight")
+    handle.keep_init, handle.init_value = keep_init, init_value
     return amax
 
 
-def own(layer: nn.Module, name: str) -> PlanesOwner:
-    """Call `fp8rs.fsdp.own`, which registers the handle of a layer's FP8 weight."""
-    from fp8rs.fsdp import own  # imports torch.distributed.tensor: two seconds
+def register_handle(layer: nn.Module, name: str) -> Float8ParamHandle:
+    """Return the handle of a layer's quantized parameter: see `fp8rs.fsdp.register_handle`."""
+    from fp8rs.fsdp import register_handle
 
-    return own(layer, name)
+    return register_handle(layer, name)
 
 
 def new_weight(values: Tensor, recipe: Recipe) -> QuantizedTensor:

@@ -265,7 +265,7 @@ def check_ties(stored: StoredTensors, target: Target, names: list[str]) -> None:
 def has_weight_format(stored: StoredTensors, target: Target) -> bool:
     """Return whether the files have codes and scales in the format of this rank's FP8 weight."""
     weight = target.fp8_weight
-    if weight is None or weight._store.owner is None or not stored.is_fp8(target.stored):
+    if weight is None or weight._store.observer is None or not stored.is_fp8(target.stored):
         return False
     if CODES[stored.dtype(target.stored)] != weight.fp8_dtype:
         return False

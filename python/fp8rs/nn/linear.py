@@ -58,9 +58,12 @@ def before_load(
 
 def after_load(layer: Float8Linear, incompatible: Any) -> None:
     """Run after a state dict was loaded into a layer."""
+    state = layer._fp8_state
     weight = layer._parameters.get("weight")
     if weight is not None and not weight.is_meta:
-        buffers.give_memory(layer, layer._fp8_state.delayed, weight.device)
+        buffers.give_memory(layer, state.delayed, weight.device)
+    if state.sharded_model is not None:
+        state.sharded_model.scale_sync.sync_module(layer)
 
 
 class Float8Linear(nn.Linear):
@@ -233,6 +236,8 @@ class Float8Linear(nn.Linear):
             super().reset_parameters()
         else:
             reset_linear(self)
+        if state.sharded_model is not None:
+            state.sharded_model.scale_sync.sync_module(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         delayed = self._fp8_state.delayed
@@ -247,7 +252,7 @@ class Float8Linear(nn.Linear):
         super().__setstate__(state)
         self._fp8_debug = None
         weight: Any = self._parameters.get("weight")
-        if isinstance(weight, QuantizedTensor) and weight._store.owner is None:
+        if isinstance(weight, QuantizedTensor) and weight._store.observer is None:
             self._wrap_shard("weight", weight)
 
     def extra_repr(self) -> str:
