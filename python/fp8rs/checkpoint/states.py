@@ -174,7 +174,7 @@ def put(value: Tensor, parts: dict[str, Tensor]) -> None:
         note_write(own)
     owner: Any = weight._store.owner
     layer = owner.module
-    buffers.begin_anew(layer, layer._fp8_state.delayed)
+    buffers.reset_scales(layer, layer._fp8_state.delayed)
     owner.loaded()
     owner.follow(weight._store.any_plane.scale)
 

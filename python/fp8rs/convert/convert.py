@@ -168,7 +168,7 @@ def _convert(
 
         for (_, layer), amax in zip(layers, largest, strict=True):
             own(layer, "weight").begin_history(amax)
-        state.watch_steps()
+        state.subscribe_to_steps()
         watch()
 
 

@@ -340,7 +340,7 @@ def write(stored: Stored, target: Target, exact: bool) -> None:
     """Load one tensor, on all ranks."""
     tensor, local = target.tensor, own_part(target.tensor)
     if (layer := target.layer) is not None:
-        buffers.begin_anew(layer, layer._fp8_state.delayed)
+        buffers.reset_scales(layer, layer._fp8_state.delayed)
     # The columnwise plane of 1x32 blocks is not in the files: it is quantized from the values.
     if not exact or cast(QuantizedTensor, local).format is MX_1X32:
         values = stored.read_values(target.stored, target.part, local.device)

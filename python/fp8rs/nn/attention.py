@@ -1,7 +1,4 @@
-"""Attention: three linear layers that share their quantized input, torch's own kernel, one more.
-
-What is computed between the linear layers is not quantized.
-"""
+"""Multi-head attention with FP8 projections. The attention itself is not quantized."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from torch import Tensor, nn
 
 from fp8rs.quantize.recipes import Recipe, RecipeName
 
-from .by_hand import make_float8
 from .normalized import check_choice, make_norm
+from .standalone import make_float8
 
 MASKS = ("causal", "no_mask")
 
@@ -22,16 +19,18 @@ MASKS = ("causal", "no_mask")
 def rotary_pos_emb(
     length: int, kv_channels: int, base: float = 10_000.0, *, device: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of rotary positions (RoFormer, arXiv:2104.09864) for halves, as Llama's.
+    """Compute the cosines and sines of rotary position embeddings (RoFormer, arXiv:2104.09864).
+
+    The layout is Llama's: element i of a head is paired with element i + kv_channels / 2.
 
     Args:
-        length: positions from 0 on.
-        kv_channels: size of a head.
+        length: the number of positions, which start at 0.
+        kv_channels: the size of a head.
         base: the angle of position 1 falls from 1 to nearly 1 / ``base`` along a head.
-        device: of the result.
+        device: the device of the result.
 
     Returns:
-        Two tensors (length, kv_channels), fp32.
+        Two fp32 tensors (length, kv_channels).
     """
     exponents = torch.arange(0, kv_channels, 2, device=device).float() / kv_channels
     positions = torch.arange(length, device=device).float()
@@ -40,34 +39,39 @@ def rotary_pos_emb(
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """(batch, heads, length, channels), at positions whose cosines and sines lack the heads."""
+    """Apply rotary position embeddings.
+
+    Args:
+        x: (batch, heads, length, kv_channels).
+        rotation: cosines and sines, each (length, kv_channels) or (batch, length, kv_channels).
+    """
     cos, sin = (t.unsqueeze(-3) for t in rotation)
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
 class MultiheadAttention(nn.Module):
-    """Attention of several heads, to itself or to an encoder's output.
+    """Multi-head self-attention or cross-attention.
 
-    Its layers have Llama's names: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``; ``norm`` is in
-    front of them with ``input_layernorm=True``.
+    The linear layers have Llama's names ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``. With
+    ``input_layernorm=True``, ``norm`` is applied to the input first.
 
     Args:
-        hidden_size: size of the last dim of input, encoder output and output.
-        num_attention_heads: heads of queries.
-        kv_channels: size of a head; hidden_size / num_attention_heads by default.
-        num_gqa_groups: heads of keys and values, each for as many heads of queries; by default as
-            many as those.
-        attention_dropout: probability that an attention weight is dropped in training.
-        layernorm_epsilon: what the norm adds to the variance.
+        hidden_size: the size of the last dim of input, encoder output and output.
+        num_attention_heads: the number of query heads.
+        kv_channels: the size of a head. Default: hidden_size / num_attention_heads.
+        num_gqa_groups: the number of key and value heads. Default: num_attention_heads.
+        attention_dropout: the dropout probability of attention weights in training.
+        layernorm_epsilon: the epsilon that the norm adds to the variance.
         attn_mask_type: "causal" or "no_mask".
-        attention_type: "self", or "cross": keys and values come from an encoder's output.
-        input_layernorm: whether there is a norm in front.
+        attention_type: "self", or "cross" to compute keys and values from an encoder's output.
+        input_layernorm: whether to normalize the input.
         normalization: "LayerNorm" or "RMSNorm".
         bias: whether the linear layers have biases.
-        device: as of `LayerNormLinear`.
-        dtype: as there.
-        recipe: as there.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
+        recipe: a recipe or its short name to make this module FP8 by itself. None if the whole
+            model is converted.
     """
 
     def __init__(
@@ -94,13 +98,13 @@ class MultiheadAttention(nn.Module):
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         if num_attention_heads % groups:
             raise ValueError(
-                f"num_gqa_groups must divide num_attention_heads, {num_attention_heads}, "
-                f"but is {groups}"
+                f"num_gqa_groups must divide num_attention_heads={num_attention_heads}, "
+                f"but got {groups}"
             )
         if kv_channels is None and hidden_size % num_attention_heads:
             raise ValueError(
-                f"num_attention_heads must divide hidden_size, {hidden_size}, but is "
-                f"{num_attention_heads}: or give kv_channels"
+                f"num_attention_heads must divide hidden_size={hidden_size}, but got "
+                f"{num_attention_heads}: choose another number or pass kv_channels"
             )
         channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
         self.kv_channels, self.attention_dropout = channels, attention_dropout
@@ -124,30 +128,35 @@ class MultiheadAttention(nn.Module):
         attn_mask: Tensor | None = None,
         rotary_pos_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """(batch, length, hidden_size) to the same shape.
+        """Compute attention.
 
         Args:
-            hidden_states: what is attended from, and to where this is self-attention.
-            encoder_output: (batch, other length, hidden_size), for cross-attention alone.
-            attn_mask: as of torch's ``scaled_dot_product_attention`` (True takes part: the opposite
-                of TransformerEngine's ``attention_mask``), for ``attn_mask_type="no_mask"`` alone.
-            rotary_pos_emb: cosines and sines, each (length, kv_channels) or with a batch in front,
-                as `rotary_pos_emb` and Llama's models give them. For self-attention alone.
+            hidden_states: (batch, length, hidden_size). Queries come from it, and for
+                self-attention keys and values too.
+            encoder_output: (batch, encoder length, hidden_size). Only for cross-attention.
+            attn_mask: the mask of torch's ``scaled_dot_product_attention``. True means that an
+                element takes part, the opposite of TransformerEngine's ``attention_mask``. Only
+                for ``attn_mask_type="no_mask"``.
+            rotary_pos_emb: cosines and sines, each (length, kv_channels) or (batch, length,
+                kv_channels), from `rotary_pos_emb` or from Llama's models. Only for self-attention.
+
+        Returns:
+            (batch, length, hidden_size).
 
         Raises:
-            ValueError: an argument is missing, or is not for this type of attention.
+            ValueError: an argument is missing, or does not apply to this type of attention.
         """
         if self.cross != (encoder_output is not None):
-            need = "needs an" if self.cross else "takes no"
+            need = "requires" if self.cross else "does not take"
             raise ValueError(f"{'cross' if self.cross else 'self'}-attention {need} encoder_output")
         if self.causal and attn_mask is not None:
-            raise ValueError('attn_mask is for attn_mask_type="no_mask": make it causal itself')
+            raise ValueError('attn_mask requires attn_mask_type="no_mask": pass a causal mask')
         if self.cross and rotary_pos_emb is not None:
-            raise ValueError("cross-attention takes no rotary_pos_emb")
+            raise ValueError("cross-attention does not take rotary_pos_emb")
         x = hidden_states if self.norm is None else self.norm(hidden_states)
         source = x if encoder_output is None else encoder_output
         projected = self.q_proj(x), self.k_proj(source), self.v_proj(source)
-        # As many heads as this rank has, under tensor parallelism.
+        # Under tensor parallelism, a rank has some of the heads.
         q, k, v = (t.unflatten(-1, (-1, self.kv_channels)).transpose(-3, -2) for t in projected)
         if rotary_pos_emb is not None:
             q, k = _rotate(q, rotary_pos_emb), _rotate(k, rotary_pos_emb)

@@ -1,4 +1,4 @@
-"""Delayed scaling's buffers in a layer, through what torch does to buffers of any module."""
+"""Keeps a layer's buffers of delayed scaling valid through moves, casts and loads of modules."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, new_buffers
 from .function import Slots
 
 if TYPE_CHECKING:
-    from fp8rs.scaling.delayed import Delayed
+    from fp8rs.scaling.delayed import DelayedScalingState
 
 
 def slots(scale: Tensor, amax: Tensor) -> Slots:
-    """The slots in a layer's buffers."""
+    """Return the scales and amaxes in a layer's buffers ``fp8_scale`` and ``fp8_amax``."""
     return scale[:, 0].unbind(), amax[:, 0].unbind()
 
 
-class KnownSlots:
-    """A layer's slots, made once: each is a view that takes longer than its use.
+class SlotCache:
+    """Caches the result of `slots` of one layer, because creating the views takes time.
 
-    A copy starts without: its buffers are others.
+    A copy of it is empty, because a copied layer has other buffers.
     """
 
     def __init__(self) -> None:
         self._known: tuple[Tensor, Tensor, Slots] | None = None
 
-    def of(self, buffers: dict[str, Any]) -> Slots:
-        """The slots in these buffers."""
+    def get(self, buffers: dict[str, Any]) -> Slots:
+        """Return the slots in a layer's buffers."""
         scale, amax = buffers["fp8_scale"], buffers["fp8_amax"]
         known = self._known
         if known is None or known[0] is not scale or known[1] is not amax:
@@ -40,33 +40,35 @@ class KnownSlots:
         return known[2]
 
     def __reduce__(self) -> Any:
-        return KnownSlots, ()
+        return SlotCache, ()
 
 
-def register(layer: nn.Module, delayed: Delayed | None, device: torch.device) -> None:
-    """Give a layer its buffers, with no history yet; none without delayed scaling."""
+def register(layer: nn.Module, delayed: DelayedScalingState | None, device: torch.device) -> None:
+    """With delayed scaling, register the buffers of a layer, without a history."""
     if delayed is not None:
         for name, value in new_buffers(delayed.histories.recipe, device).items():
-            # Not in state dicts, which load into the unconverted model.
+            # Not persistent, so that state dicts load into the unconverted model.
             layer.register_buffer(name, value, persistent=False)
 
 
 @torch.no_grad()
-def begin_anew(layer: Any, delayed: Delayed | None) -> None:
-    """Have first scales come from data again: the weight is to be another.
+def reset_scales(layer: Any, delayed: DelayedScalingState | None) -> None:
+    """Forget the history of a layer whose weight is about to be replaced.
 
-    With scales of the one before its values would saturate, and its outputs at the next layer, in
-    an evaluation for good.
+    The scales of the old weight could saturate the new one, and the next layer's input. In an
+    evaluation, nothing would update them.
     """
     if delayed is not None:
         for name in BUFFERS:
             layer._buffers[name].zero_()
         layer.fp8_ready = NOTHING_READY
-        delayed.histories.known.forget()
+        delayed.histories.known.reset()
 
 
-def give_memory(layer: nn.Module, delayed: Delayed | None, device: torch.device) -> None:
-    """Give buffers on the meta device memory, which no state dict has for them."""
+def materialize(
+    layer: nn.Module, delayed: DelayedScalingState | None, device: torch.device
+) -> None:
+    """Allocate buffers that are on the meta device. State dicts do not contain them."""
     for name in BUFFERS if delayed is not None else ():
         buffer = layer._buffers[name]
         assert buffer is not None and delayed is not None
@@ -76,8 +78,8 @@ def give_memory(layer: nn.Module, delayed: Delayed | None, device: torch.device)
 
 
 @contextmanager
-def kept(layer: nn.Module, delayed: Delayed | None) -> Iterator[None]:
-    """What is done to all of a layer's tensors in here moves its buffers, and changes nothing."""
+def preserve(layer: nn.Module, delayed: DelayedScalingState | None) -> Iterator[None]:
+    """Let ``Module._apply`` move the buffers of a layer, but not cast them."""
     before = {name: layer._buffers[name] for name in BUFFERS} if delayed is not None else {}
     yield
     if delayed is not None:
@@ -87,6 +89,6 @@ def kept(layer: nn.Module, delayed: Delayed | None) -> Iterator[None]:
             new = layer._buffers[name]
             assert was is not None and new is not None
             if was.is_meta and not new.is_meta:
-                new.zero_()  # to_empty gives memory as it is
-            if new.dtype != torch.float32:  # a cast of the model is one of its parameters
+                new.zero_()  # to_empty does not initialize memory
+            if new.dtype != torch.float32:
                 layer._buffers[name] = was.to(new.device)

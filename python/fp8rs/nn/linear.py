@@ -1,4 +1,4 @@
-"""A linear layer whose three GEMMs run on FP8 operands."""
+"""A linear layer whose three GEMMs (forward, dgrad, wgrad) multiply FP8 operands."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ from .model_state import ModelState
 
 
 @constant_when_traced
-def note_export() -> bool:
-    """Say, while a layer is being exported, what the program will not do.
+def warn_on_export() -> bool:
+    """Warn, while a layer is exported with gradients enabled, that the program has no backward.
 
-    Run while it is traced: of a trace itself torch 2.11 says that it is an export, always.
+    Runs at trace time. Inside a traced function, torch 2.11 always reports an export.
     """
     if torch.compiler.is_exporting():
         warnings.warn(
-            "an exported FP8 layer computes its forward alone: no gradient reaches its weight or "
-            "its input, and none is asked for with an error. Export under torch.no_grad() if that "
-            "is meant",
+            "an exported FP8 layer has no backward: its weight and its input silently get no "
+            "gradient. For inference, export under torch.no_grad()",
             stacklevel=1,
         )
     return True
@@ -44,53 +43,100 @@ def note_export() -> bool:
 def before_load(
     layer: Float8Linear, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
 ) -> None:
-    """A state dict is loaded into a layer."""
+    """Prepare a layer for a state dict: a load-state-dict pre-hook."""
     key, delayed = prefix + "weight", layer._fp8_state.delayed
     if key not in state_dict:
         return
     quantized_weight.refuse_codes(layer, state_dict, prefix)
-    buffers.begin_anew(layer, delayed)
+    buffers.reset_scales(layer, delayed)
     if local_metadata.get("assign_to_params_buffers", False):
         if not state_dict[key].is_meta:
-            buffers.give_memory(layer, delayed, state_dict[key].device)  # which a write needs
-        state_dict[key] = quantized_weight.write_instead(layer, "weight", state_dict[key])
+            # A write to the weight needs the buffers.
+            buffers.materialize(layer, delayed, state_dict[key].device)
+        state_dict[key] = quantized_weight.copy_into_fp8_weight(layer, "weight", state_dict[key])
 
 
 def after_load(layer: Float8Linear, incompatible: Any) -> None:
-    """A state dict has been loaded into a layer."""
+    """Allocate buffers that are still on the meta device: a load-state-dict post-hook."""
     weight = layer._parameters.get("weight")
     if weight is not None and not weight.is_meta:
-        buffers.give_memory(layer, layer._fp8_state.delayed, weight.device)
+        buffers.materialize(layer, layer._fp8_state.delayed, weight.device)
 
 
 class Float8Linear(nn.Linear):
-    """What every converted layer is an instance of.
+    """A linear layer, y = x @ weight.T + bias, that quantizes its operands as a recipe says.
 
-    ``isinstance(module, fp8rs.nn.Float8Linear)`` tells whether a layer is FP8: an ``nn.Linear``
-    becomes an ``fp8rs.nn.Linear``, and a subclass of it gets a class that has this and the subclass
-    as its bases. It is made by ``convert_to_float8_training`` alone, not by calling it.
+    It has the parameters of torch.nn.Linear, in high precision. Forward, dgrad and wgrad multiply
+    FP8 operands. The backward uses the input's columnwise FP8 plane, which is saved instead of the
+    input. The input may have one or more dims of any sizes. The output has the dtype of the input,
+    which must be the weight's, or autocast's dtype. Each gradient has the dtype of its tensor.
+
+    Every converted layer is an instance of this class. ``convert_to_float8_training`` turns an
+    instance of a subclass of ``nn.Linear`` into an instance of a new class with the bases
+    ``Float8Linear`` and that subclass. The layers of a converted model share one
+    ``fp8rs.nn.model_state.ModelState``. A layer that is constructed directly has its own.
+
+    Args:
+        in_features: see torch.nn.Linear.
+        out_features: see torch.nn.Linear.
+        bias: see torch.nn.Linear.
+        device: see torch.nn.Linear.
+        dtype: see torch.nn.Linear.
+        recipe: a recipe or its short name.
     """
 
     _fp8_state: ModelState
     fp8_scale: Tensor
     fp8_amax: Tensor
     _fp8_index: int
-    _fp8_slots: buffers.KnownSlots
+    _fp8_slots: buffers.SlotCache
     #: The handle of each FP8 parameter, by the parameter's name.
     _fp8_params: dict[str, Any]
-    #: Delayed scaling: for weight, input and gradient, whether there is a scale. One roll behind
-    #: the buffers, which need not be read for it.
+    #: With delayed scaling, whether weight, input and gradient are known to have a scale. This is
+    #: one roll behind the buffers, so that the host need not wait for the device.
     fp8_ready: tuple[bool, bool, bool] = NOTHING_READY
-    #: What reduces the partial sums of a layer whose weight is sharded along its inputs.
+    #: Reduces the partial sums of a layer whose weight is sharded along in_features.
     _fp8_reduce: Callable[[Float8Linear, Any], Any] | None = None
-    #: What it does otherwise while a run is debugged.
+    #: The debug options, if there are any.
     _fp8_debug: Debug | None = None
 
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: Recipe | RecipeName = "current",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._join_own_state(recipe)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, *, recipe: Recipe | RecipeName = "current"
+    ) -> Float8Linear:
+        """Return an FP8 layer that shares the parameters, hooks and mode of ``linear``."""
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"linear must be a torch.nn.Linear, not {type(linear).__name__}")
+        new = cls.__new__(cls)
+        for name, value in linear.__dict__.items():
+            new.__dict__[name] = value.copy() if isinstance(value, dict) else value
+        new._join_own_state(recipe)
+        return new
+
+    def _join_own_state(self, recipe: Recipe | RecipeName) -> None:
+        """Make this layer the root and the only layer of a new state."""
+        state = ModelState(recipe, standalone=True)
+        self._join(state, "")
+        state.attach(self)
+
     def _join(self, state: ModelState, name: str) -> None:
-        """Be one of the layers of ``state``, from now on."""
+        """Add this layer to the layers of ``state``, under its fully qualified name."""
         self._fp8_state = state
         self._fp8_index = state.add_linear(self, name)
-        self._fp8_slots = buffers.KnownSlots()
+        self._fp8_slots = buffers.SlotCache()
         self._fp8_params = state.handles_of(self, ("weight",))
         self.fp8_ready = NOTHING_READY
         self._fp8_debug = None
@@ -102,28 +148,34 @@ class Float8Linear(nn.Linear):
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe that the operands are quantized by."""
+        """The recipe that says how operands are quantized."""
         return self._fp8_state.recipe
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in_features) to (..., out_features).
+        """Compute input @ weight.T + bias on FP8 operands.
+
+        Args:
+            input: (..., in_features).
+
+        Returns:
+            (..., out_features).
 
         Raises:
-            ValueError: the last dim is not in_features, or the input is 0-d.
+            ValueError: the last dim of the input is not in_features, or the input is 0-d.
             TypeError: the input is nested, or not float32, bfloat16 or float16.
-            RuntimeError: without autocast, input and weight have two dtypes.
+            RuntimeError: input and weight have different dtypes, without autocast.
             UnsupportedError: the device cannot run the recipe.
         """
         compiling = torch.compiler.is_compiling()
         weight, bias = (self.weight, self.bias) if compiling else self._operands()
         if compiling and torch.is_grad_enabled():
-            note_export()
+            warn_on_export()
         plain = type(input) is Tensor and type(weight) is nn.Parameter
         if not plain:
             if not isinstance(input, Tensor):
                 raise TypeError(f"input must be a Tensor, not {type(input).__name__}")
             if is_distributed(weight) or is_distributed(input):
-                from .sharded import on_shards  # of DTensors
+                from .sharded import on_shards
 
                 reduce = self._fp8_reduce
                 if reduce is not None:
@@ -132,7 +184,7 @@ class Float8Linear(nn.Linear):
         return self._compute(input, weight, bias)
 
     def _compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The forward, of local tensors."""
+        """Compute the forward of local tensors."""
         if input.is_nested:
             raise TypeError(
                 "input must be a dense tensor, not a nested tensor: use nn.TransformerEncoder with "
@@ -140,15 +192,16 @@ class Float8Linear(nn.Linear):
             )
         shape, dtype = input.shape, input.dtype
         if not shape or shape[-1] != weight.shape[1]:
-            needed = f"its last dim must be {weight.shape[1]}" if shape else "it must have a dim"
             name = self._fp8_state.names[self._fp8_index]
             of = f" of {name}" if name else ""
-            raise ValueError(f"input{of} has shape {tuple(shape)}, but {needed}")
+            raise ValueError(
+                f"input{of} has shape {tuple(shape)}, but its last dim must be {weight.shape[1]}"
+            )
         if dtype not in INPUT_DTYPES:
             raise TypeError(f"input must be float32, bfloat16 or float16, not {dtype}")
-        # To ask for a device's name takes longer.
+        # `device.type` is slower than `is_cuda`.
         device = "cuda" if input.is_cuda else input.device.type
-        if device == "meta":  # which has no autocast
+        if device == "meta":  # has no autocast
             pass
         elif torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
@@ -170,7 +223,7 @@ class Float8Linear(nn.Linear):
             if type(amax) is not Tensor or amax.dtype != torch.float32:
                 keep_local(self._buffers)
             delayed.layer_begins(training)
-            scales, amaxes = self._fp8_slots.of(self._buffers)
+            scales, amaxes = self._fp8_slots.get(self._buffers)
         else:
             keep_buffers_local(delayed.mark)
             if training:
@@ -179,10 +232,10 @@ class Float8Linear(nn.Linear):
         return run(input, weight, bias, state.key, dtype, scales, amaxes, self.fp8_ready, training)
 
     def _operands(self) -> tuple[Tensor, Tensor | None]:
-        """The weight, if FSDP2 has not freed what was gathered of it, and the bias.
+        """Return weight and bias. Raise if FSDP2 has freed the gathered weight.
 
-        From where modules keep parameters: asking a module takes ten times as long. What has been
-        parametrized is no parameter, and is asked for.
+        Read ``_parameters`` directly: ``Module.__getattr__`` is about 10x slower. A parametrized
+        weight or bias is not in there.
         """
         parameters = self._parameters
         weight: Any = parameters.get("weight")
@@ -194,39 +247,42 @@ class Float8Linear(nn.Linear):
                     name = self._fp8_state.names[self._fp8_index]
                     plane.check_live(f"the weight of {name or 'the layer'}")
             elif type(weight) is Tensor:
-                self._fp8_state.met_plain(weight)
+                self._fp8_state.warn_if_fsdp1(weight)
         if "bias" in parameters:
             return weight, parameters["bias"]
         return weight, self.bias
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter) and name in self._parameters:
-            # FSDP2 comes here with each shard and each gathered weight.
+            # FSDP2 sets each shard and each gathered weight.
             sharded = is_distributed(value)
             if sharded:
-                self._tell_of_shard(name, value)
+                self._wrap_param(name, value)
             if sharded or isinstance(value, QuantizedTensor):
                 self._parameters[name] = value
                 return
         super().__setattr__(name, value)
 
-    def _tell_of_shard(self, name: str, parameter: Any) -> None:
+    def _wrap_param(self, name: str, parameter: Any) -> None:
         sharded_model = self._fp8_state.shard()
         if sharded_model is not None:
             sharded_model.wrap(self, name, parameter)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As torch's. What parallel styles cut of an FP8 weight is one."""
-        quantized_weight.cut_as(self._parameters.get(name), param)
+        """Register a parameter. The part of an FP8 weight that a parallel style sets is FP8 too."""
+        quantized_weight.quantize_like(self._parameters.get(name), param)
         super().register_parameter(name, param)
 
     def reset_parameters(self) -> None:
-        """Initialize as nn.Linear does; sharded, the same whole weight for any number of ranks."""
+        """Initialize as nn.Linear does.
+
+        If the layer is sharded, the whole weight does not depend on the number of ranks.
+        """
         state = self.__dict__.get("_fp8_state")
-        if state is None:  # the constructor's call
+        if state is None:  # called by the constructor
             super().reset_parameters()
             return
-        buffers.begin_anew(self, state.delayed)
+        buffers.reset_scales(self, state.delayed)
         kind = type(self).__dict__.get("_fp8_kind", nn.Linear)
         own = kind.reset_parameters is not nn.Linear.reset_parameters
         if own or not is_sharded(self.weight):
@@ -236,11 +292,11 @@ class Float8Linear(nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         delayed = self._fp8_state.delayed
-        with quantized_weight.kept(self, "weight"), buffers.kept(self, delayed):
+        with quantized_weight.preserve_attributes(self, "weight"), buffers.preserve(self, delayed):
             out = super()._apply(fn, recurse)
         weight = self._parameters["weight"]
         if is_distributed(weight):
-            self._tell_of_shard("weight", weight)  # which may be another tensor now
+            self._wrap_param("weight", weight)
         return out
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -248,70 +304,22 @@ class Float8Linear(nn.Linear):
         self._fp8_debug = None
         weight: Any = self._parameters.get("weight")
         if isinstance(weight, QuantizedTensor) and weight._store.owner is None:
-            self._tell_of_shard("weight", weight)
+            self._wrap_param("weight", weight)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={describe(self.recipe)}"
 
 
-class Linear(Float8Linear):
-    """y = x @ weight.T + bias, with operands quantized as a recipe says.
+#: An alias of `Float8Linear`.
+Linear = Float8Linear
 
-    The parameters are those of torch.nn.Linear, in high precision. Forward, dgrad and wgrad run
-    on FP8 operands; what is saved for the backward is the input's FP8 columnwise plane, not the
-    input. The input may have any number of dims from one, and any sizes; its dtype, which is the
-    weight's, (or autocast's) is the output's. Gradients have the dtypes of what they are of.
-
-    Args:
-        in_features: as in torch.nn.Linear.
-        out_features: as there.
-        bias: as there.
-        device: as there.
-        dtype: as there.
-        recipe: a recipe or its short name.
-
-    Layers that ``fp8rs.convert_to_float8_training`` makes share one
-    ``fp8rs.nn.model_state.ModelState``; a layer made by hand has its own.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        recipe: Recipe | RecipeName = "current",
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
-        self._own(ModelState(recipe, standalone=True))
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, *, recipe: Recipe | RecipeName = "current") -> Linear:
-        """A layer with the parameters (the same objects), hooks and mode of ``linear``."""
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"linear must be a torch.nn.Linear, not {type(linear).__name__}")
-        state = ModelState(recipe, standalone=True)
-        new = cls.__new__(cls)
-        for name, value in linear.__dict__.items():
-            new.__dict__[name] = value.copy() if isinstance(value, dict) else value
-        new._own(state)
-        return new
-
-    def _own(self, state: ModelState) -> None:
-        """Be the root and only layer of ``state``."""
-        self._join(state, "")
-        state.attach(self)
-
-
-_classes: dict[type[nn.Linear], type[Float8Linear]] = {nn.Linear: Linear}
+_classes: dict[type[nn.Linear], type[Float8Linear]] = {nn.Linear: Float8Linear}
 
 
 def float8_class(kind: type[nn.Linear]) -> type[Float8Linear]:
-    """The FP8 class of a class of linear layers: its subclass with ``Float8Linear``'s forward.
+    """Return the class of the converted layers of class ``kind``, created on first use.
 
-    As FSDP2 makes classes for the modules that it shards; made once a class.
+    FSDP2 creates classes for the modules that it shards in the same way.
     """
     found = _classes.get(kind)
     if found is None:
@@ -322,10 +330,10 @@ def float8_class(kind: type[nn.Linear]) -> type[Float8Linear]:
 
 
 def _reduce(layer: Float8Linear) -> Any:
-    """How a layer is pickled whose class nobody could import."""
+    """Pickle a layer of a created class, which cannot be imported."""
     return _blank, (type(layer).__dict__["_fp8_kind"],), layer.__dict__
 
 
 def _blank(kind: type[nn.Linear]) -> Float8Linear:
-    """A layer without state, for pickle and copy to fill."""
+    """Return a layer without attributes. Pickle and copy set them."""
     return object.__new__(float8_class(kind))

@@ -24,7 +24,7 @@ from fp8rs._torch import (
 from fp8rs.quantize.recipes import DelayedScaling, Recipe, resolve_recipe
 from fp8rs.quantize.spec import quant_spec
 from fp8rs.scaling import steps
-from fp8rs.scaling.delayed import Delayed, note_compiled
+from fp8rs.scaling.delayed import DelayedScalingState, note_compiled
 from fp8rs.scaling.histories import BUFFERS
 from fp8rs.scaling.step_tracker import StepTracker
 
@@ -40,12 +40,12 @@ class ModelState:
     Args:
         recipe: a recipe or its short name.
         amax_reduction_group: see ``convert_to_float8_training``.
-        standalone: its layers were made with a ``recipe`` and not by a conversion. FSDP2 gathers
-            their weights as they are.
+        standalone: its layers were constructed with ``recipe=``, not converted. FSDP2 gathers their
+            weights in high precision.
 
     Attributes:
         recipe: the recipe of every layer.
-        key: names the recipe and the group in graphs (`fp8rs.nn.spec`).
+        key: identifies the recipe and the group in graphs (`fp8rs.nn.spec`).
         tracker: counts the model's forwards and steps.
         linears: weak references to the layers, by index.
         names: their fully qualified names, for messages.
@@ -65,8 +65,8 @@ class ModelState:
         self.recipe = resolve_recipe(recipe)
         if amax_reduction_group is not None and not self.recipe.block_format("input").per_tensor:
             raise ValueError(
-                f"amax_reduction_group is for recipes with one scale a tensor, not for "
-                f"{self.recipe.name!r}: its scales come from rows or blocks that a rank has whole"
+                f"amax_reduction_group is for recipes with one scale per tensor, not for "
+                f"{self.recipe.name!r}, whose scales belong to rows or blocks"
             )
         self.linears: list[weakref.ref[nn.Module]] = []
         self.names: list[str] = []
@@ -77,7 +77,7 @@ class ModelState:
         self._root: weakref.ref[nn.Module] | None = None
         #: The key of this state's hooks in the root's hook dictionaries.
         self._hook_name: str | None = None
-        self._warned_of_flat = False
+        self._warned_of_fsdp1 = False
         self._begin()
 
     def _begin(self) -> None:
@@ -87,15 +87,15 @@ class ModelState:
         prepare_compilers()
         self.key = register(self.recipe, group.group_name if by_tensor else None)
         self.tracker = StepTracker()
-        self.delayed: Delayed | None = None
+        self.delayed: DelayedScalingState | None = None
         if isinstance(self.recipe, DelayedScaling):
             specs = [quant_spec(self.recipe, role) for role in ROLES]
-            self.delayed = Delayed(self.recipe, specs, self.tracker, self.layers, group)
-            self.watch_steps()
+            self.delayed = DelayedScalingState(self.recipe, specs, self.tracker, self.layers, group)
+            self.subscribe_to_steps()
 
-    def watch_steps(self) -> None:
+    def subscribe_to_steps(self) -> None:
         """Subscribe to steps of optimizers that own this model's parameters."""
-        steps.watch(self)
+        steps.subscribe(self)
 
     def shard(self) -> Any:
         """Return ``sharded_model``, created on first use. None for standalone layers."""
@@ -138,8 +138,8 @@ class ModelState:
     def attach(self, root: nn.Module) -> None:
         """Register hooks on the forward of ``root``.
 
-        Hooks are inserted under names of ours. Torch numbers hooks, and compiled graphs guard on
-        the numbers, so that a graph would serve one model only.
+        Insert the hooks under fixed names. torch numbers hooks and compiled graphs guard on the
+        numbers, so that a graph would serve one model only.
         """
         begin, end = RootHook(self, "begin_forward", root), RootHook(self, "end_forward", root)
         before, after = cast(Any, root._forward_pre_hooks), cast(Any, root._forward_hooks)
@@ -148,7 +148,7 @@ class ModelState:
         before.move_to_end(name, last=False)
         root._forward_hooks_always_called[name] = True  # type: ignore[index]
         self._hook_name = name
-        # On the root too, so that nothing has been loaded when it raises.
+        # The root's hook raises before any layer is loaded.
         hooks: Any = root._load_state_dict_pre_hooks.values()
         if refuse_codes not in (known.hook for known in hooks):
             root.register_load_state_dict_pre_hook(refuse_codes)
@@ -174,7 +174,7 @@ class ModelState:
         # Layers that were removed from the model get a dead reference.
         self.linears = [linears.get(i, lambda: None) for i in range(len(self.names))]
 
-    def has(self, layer: nn.Module) -> None:
+    def relink(self, layer: nn.Module) -> None:
         """Register a layer again if it is not found below the root.
 
         The layers of a copied model are found below its root. An adapter may have moved a layer
@@ -187,7 +187,7 @@ class ModelState:
         if self.linears[index]() is None:
             self.linears[index] = weakref.ref(layer)
 
-    def keep_first(self) -> None:
+    def move_hook_first(self) -> None:
         """Move the root's pre-hook before hooks that were prepended later, such as FSDP's."""
         root = self.root
         if root is not None and self._hook_name is not None:
@@ -203,9 +203,10 @@ class ModelState:
             return
         if self._root is None or not self.linears:
             self._link(module)
-        # Layers that were made one by one are roots themselves. Clearing would disable the cache.
+        # A standalone layer is its own root. Clearing at each of its forwards would disable the
+        # cache.
         if not self.standalone or len(self.names) > 1:
-            clear_input_cache()  # collectives write receive buffers without a new version
+            clear_input_cache()  # collectives write to receive buffers without a new version
         new = self.tracker.begin_forward(
             training=module.training, grad=torch.is_grad_enabled(), in_backward=in_backward()
         )
@@ -219,14 +220,14 @@ class ModelState:
         if not torch.compiler.is_compiling():
             self.tracker.end_forward()
 
-    def met_plain(self, weight: Tensor) -> None:
+    def warn_if_fsdp1(self, weight: Tensor) -> None:
         """Warn once if FullyShardedDataParallel (FSDP1) gathered a layer's weight."""
-        if self.fp8_gather and not self._warned_of_flat and is_view_of_flat_parameter(weight):
-            self._warned_of_flat = True
+        if self.fp8_gather and not self._warned_of_fsdp1 and is_view_of_flat_parameter(weight):
+            self._warned_of_fsdp1 = True
             warnings.warn(
-                "FullyShardedDataParallel gathers weights in high precision, in one flat tensor: "
-                "layers quantize the gathered weight. For gathers in FP8 use fully_shard; to "
-                "silence this warning convert with enable_fsdp_float8_all_gather=False",
+                "FullyShardedDataParallel gathers weights in high precision, in one flat tensor, "
+                "and layers quantize the gathered weight. Use fully_shard for FP8 all-gathers, or "
+                "convert with enable_fsdp_float8_all_gather=False to silence this warning",
                 stacklevel=2,
             )
 
@@ -265,18 +266,18 @@ class ModelState:
     def __getstate__(self) -> dict[str, Any]:
         if self._group is not None:
             warnings.warn(
-                "a pickle cannot hold the amax_reduction_group of a converted model: amaxes of "
-                "the model that is loaded are reduced as if none had been given",
+                "the amax_reduction_group of a converted model cannot be pickled: the unpickled "
+                "model reduces amaxes as a model without an amax_reduction_group does",
                 stacklevel=2,
             )
         return {**self._contents(), "_group": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        left_to_do = state.pop("delayed")
+        pending = state.pop("delayed")
         self.__dict__.update(state)
         self._begin()
         if self.delayed is not None:
-            self.delayed.begin_with(*left_to_do)
+            self.delayed.restore(*pending)
 
     def _contents(self) -> dict[str, Any]:
         """Return the attributes that a copy keeps.
@@ -286,7 +287,7 @@ class ModelState:
         """
         state = {**self.__dict__, "names": list(self.names), "linears": []}
         state.update(dict.fromkeys(("_root", "sharded_model")))
-        state["delayed"] = None if self.delayed is None else self.delayed.left_to_do
+        state["delayed"] = None if self.delayed is None else self.delayed.pending
         del state["key"], state["tracker"]
         return state
 

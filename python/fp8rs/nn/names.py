@@ -1,4 +1,4 @@
-"""The names that others give a transformer layer's parameters, and how to load what they saved."""
+"""Load state dicts of Llama and TransformerEngine layers into a `TransformerLayer`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from .normalized import check_choice
 from .transformer import TransformerLayer
 
-#: TransformerEngine's names (2.x, ``fuse_qkv_params=False``), each with ours: "{}" stands for
-#: weight or bias. Where two are ours, theirs has the rows of the first, then those of the second.
+#: TransformerEngine's names (2.x, ``fuse_qkv_params=False``) and ours. "{}" stands for weight or
+#: bias. If there are two names of ours, the rows of the first come before the rows of the second.
 TRANSFORMER_ENGINE = {
     "self_attention.layernorm_qkv.layer_norm_{}": ("input_layernorm.{}",),
     "self_attention.layernorm_qkv.query_{}": ("self_attn.q_proj.{}",),
@@ -28,7 +28,7 @@ TRANSFORMER_ENGINE = {
     "layernorm_mlp.fc2_{}": ("mlp.down_proj.{}",),
 }
 
-#: Whose names differ from ours, by what they are called. Llama's are ours.
+#: The tables of names, by the argument ``names``. Our names are Llama's.
 NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "llama": {},
     "transformer_engine": TRANSFORMER_ENGINE,
@@ -38,28 +38,28 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
 def load_transformer_layer(
     layer: TransformerLayer, state_dict: Mapping[str, Any], *, names: str, prefix: str = ""
 ) -> None:
-    """Load one layer of a Llama (transformers' names) or of TransformerEngine.
+    """Load the parameters of a Llama layer of transformers, or of a TransformerEngine layer.
 
-    The layer may be converted, with FP8 weights too, and sharded: then every rank calls this, with
-    whole tensors. What the layer computes with its parameters (activation, epsilon, heads) no state
-    dict tells: its constructor's arguments say it.
+    The layer may be converted, may have FP8 weights, and may be sharded. If it is sharded, every
+    rank must call this with whole tensors. A state dict does not contain the activation, the
+    epsilon or the number of heads. Pass those to the layer's constructor.
 
     Args:
-        layer: what is loaded into.
-        state_dict: of the layer, or of a model that has it under ``prefix``.
-        names: "llama" or "transformer_engine". Of the latter ``_extra_state`` is left out, and
-            ``fuse_qkv_params=True`` is not known: split its weight first.
-        prefix: what the layer's names begin with, as in "model.layers.0.". Other names are not
-            looked at.
+        layer: the layer to load into.
+        state_dict: the state dict of the layer, or of a model that contains it under ``prefix``.
+        names: "llama" or "transformer_engine". TransformerEngine's ``_extra_state`` is ignored.
+            Its ``fuse_qkv_params=True`` is not supported: split the fused weight first.
+        prefix: the prefix of the layer's names, such as "model.layers.0.". Names without it are
+            ignored.
 
     Raises:
-        ValueError: ``names`` is neither, or ``state_dict`` has nothing under ``prefix``.
-        RuntimeError: names are missing or left over, or shapes differ; all are listed.
+        ValueError: ``names`` is not supported, or no name in ``state_dict`` has the prefix.
+        RuntimeError: names are missing or unexpected, or shapes differ. All of them are listed.
     """
     check_choice("names", names, NAMES)
     found = {n.removeprefix(prefix): t for n, t in state_dict.items() if n.startswith(prefix)}
     if not found:
-        raise ValueError(f"state_dict has no name that begins with {prefix!r}")
+        raise ValueError(f"state_dict has no name with the prefix {prefix!r}")
     own = layer.state_dict()
     renamed: dict[str, Any] = dict(_renamed(found, NAMES[names], set(own)))
     if any(hasattr(value, "device_mesh") for value in own.values()):
@@ -73,7 +73,7 @@ def load_transformer_layer(
 def _renamed(
     state_dict: Mapping[str, Tensor], table: dict[str, tuple[str, ...]], own: set[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """What is loaded, under our names; under its own where the table has none for it."""
+    """Yield the tensors under our names. A name that is not in the table is not changed."""
     ours = {
         theirs.format(kind): [name.format(kind) for name in names if name.format(kind) in own]
         for theirs, names in table.items()

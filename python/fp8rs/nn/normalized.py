@@ -1,7 +1,7 @@
-"""A norm in front of a linear layer, and in front of a feed-forward network.
+"""A norm followed by a linear layer or by a feed-forward network.
 
-Compositions of torch's own modules: what makes them FP8 is a conversion of the model that they are
-in, or their ``recipe``. Arguments are named as TransformerEngine's modules name theirs.
+These modules are composed of torch's modules. They become FP8 when the model is converted, or by
+themselves if ``recipe`` is given. Arguments have TransformerEngine's names.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from torch import Tensor, nn
 
 from fp8rs.quantize.recipes import Recipe, RecipeName
 
-from .by_hand import make_float8
+from .standalone import make_float8
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
 
-# TransformerEngine's gelu is the approximation by tanh.
+# TransformerEngine's gelu is the tanh approximation.
 _gelu: Callable[[Tensor], Tensor] = partial(F.gelu, approximate="tanh")
 ACTIVATIONS = {"gelu": _gelu, "relu": F.relu, "geglu": _gelu, "swiglu": F.silu}
-#: Those whose result is multiplied by that of a second layer of the same input.
+#: Activations of a gate, whose output is multiplied by the output of ``up_proj``.
 GATED = {"geglu", "swiglu"}
 
 
 def check_choice(argument: str, value: object, options: Collection[str]) -> None:
-    """Raise ValueError, which names the argument and what works, unless ``value`` is an option."""
+    """Raise ValueError if the value of an argument is not one of the options."""
     if value not in options:
         raise ValueError(f"{argument} must be {' or '.join(map(repr, options))}, not {value!r}")
 
 
 def make_norm(kind: str, size: int, eps: float, **factory: Any) -> nn.Module:
-    """torch's norm over a last dim of ``size``."""
+    """Create torch's norm over a last dim of ``size``."""
     check_choice("normalization", kind, NORMS)
     return NORMS[kind](size, eps=eps, **factory)
 
 
 class LayerNormLinear(nn.Module):
-    """A norm and a linear layer: ``linear(norm(x))``.
+    """A norm followed by a linear layer: ``linear(norm(x))``.
 
     Args:
-        in_features: size of the last dim of the input.
-        out_features: size of the last dim of the output.
-        eps: what the norm adds to the variance.
+        in_features: the size of the last dim of the input.
+        out_features: the size of the last dim of the output.
+        eps: the epsilon that the norm adds to the variance.
         bias: whether the linear layer has a bias.
         normalization: "LayerNorm" or "RMSNorm".
-        device: of the parameters.
-        dtype: of the parameters.
-        recipe: a recipe or its short name, which makes this module FP8 by itself. None is for
-            models that are converted as a whole.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
+        recipe: a recipe or its short name to make this module FP8 by itself. None if the whole
+            model is converted.
     """
 
     def __init__(
@@ -72,19 +72,20 @@ class LayerNormLinear(nn.Module):
         make_float8(self, recipe)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) to (..., out_features)."""
+        """Map (..., in_features) to (..., out_features)."""
         y: Tensor = self.linear(self.norm(x))
         return y
 
 
 class MLP(nn.Module):
-    """``down_proj(act(up_proj(x)))``, or gated: ``down_proj(act(gate_proj(x)) * up_proj(x))``.
+    """A feed-forward network with Llama's names.
 
-    Its layers have Llama's names. The gate is a layer of its own: it shares the quantized input.
+    It computes ``down_proj(act(up_proj(x)))``, or ``down_proj(act(gate_proj(x)) * up_proj(x))`` for
+    gated activations. ``gate_proj`` and ``up_proj`` share one quantized input.
 
     Args:
-        hidden_size: size of the last dim of input and output.
-        ffn_hidden_size: of what is between the layers.
+        hidden_size: the size of the last dim of input and output.
+        ffn_hidden_size: the size between the linear layers.
         bias: whether the linear layers have biases.
         activation: a name in `ACTIVATIONS`.
         factory: ``device`` and ``dtype`` of the parameters.
@@ -102,7 +103,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(ffn_hidden_size, hidden_size, bias, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., hidden_size) to the same shape."""
+        """Map (..., hidden_size) to (..., hidden_size)."""
         activate = ACTIVATIONS[self.activation]
         if self.activation in GATED:
             h = activate(self.gate_proj(x)) * self.up_proj(x)
@@ -116,19 +117,19 @@ class MLP(nn.Module):
 
 
 class LayerNormMLP(nn.Module):
-    """A norm and a feed-forward network: ``mlp(norm(x))``, without a residual.
+    """A norm followed by a feed-forward network: ``mlp(norm(x))``, without a residual.
 
     Args:
-        hidden_size: size of the last dim of input and output.
-        ffn_hidden_size: size between the linear layers; of the gate too.
-        eps: what the norm adds to the variance.
+        hidden_size: the size of the last dim of input and output.
+        ffn_hidden_size: the size between the linear layers.
+        eps: the epsilon that the norm adds to the variance.
         bias: whether the linear layers have biases.
-        activation: "gelu" (the approximation by tanh, as TransformerEngine's), "relu", or gated:
-            "geglu", "swiglu".
+        activation: "gelu" (the tanh approximation), "relu", or the gated "geglu" or "swiglu".
         normalization: "LayerNorm" or "RMSNorm".
-        device: as of `LayerNormLinear`.
-        dtype: as there.
-        recipe: as there.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
+        recipe: a recipe or its short name to make this module FP8 by itself. None if the whole
+            model is converted.
     """
 
     def __init__(
@@ -150,6 +151,6 @@ class LayerNormMLP(nn.Module):
         make_float8(self, recipe)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., hidden_size) to the same shape."""
+        """Map (..., hidden_size) to (..., hidden_size)."""
         y: Tensor = self.mlp(self.norm(x))
         return y

@@ -1,4 +1,4 @@
-"""A layer's FP8 weight, through what torch does to parameters of any module."""
+"""Keeps a layer's FP8 weight FP8 when torch moves, loads or replaces parameters."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import quantize_planes
 from fp8rs.tensor.wrapper import OWN_ATTRIBUTES
 
-#: What this library and torch keep on parameters: quantized tensors, master weights, DTensors.
-NOT_MARKS = OWN_ATTRIBUTES | {"_data", "_handle", "_local_tensor", "_spec"}
+#: Attributes that fp8rs and torch set on parameters (quantized tensors, masters, DTensors).
+_INTERNAL_ATTRIBUTES = OWN_ATTRIBUTES | {"_data", "_handle", "_local_tensor", "_spec"}
 
 
-def keep_marks(before: dict[str, Any], parameter: Any) -> None:
-    """Carry over to a parameter what a user has set on the one whose place it takes."""
-    for mark, value in before.items():
-        if mark not in NOT_MARKS and mark not in parameter.__dict__:
-            setattr(parameter, mark, value)
+def copy_attributes(before: dict[str, Any], parameter: Any) -> None:
+    """Copy the attributes that a user has set on a parameter to the one that replaces it."""
+    for name, value in before.items():
+        if name not in _INTERNAL_ATTRIBUTES and name not in parameter.__dict__:
+            setattr(parameter, name, value)
 
 
 def is_fp8(weight: Any) -> bool:
-    """Whether a parameter, sharded or not, is an FP8 weight."""
+    """Return whether a parameter, sharded or not, is an FP8 weight."""
     return isinstance(own_part(weight), QuantizedTensor)
 
 
 def refuse_codes(module: nn.Module, state_dict: Any, prefix: str, *args: Any) -> None:
-    """Load-state-dict pre-hook: refuse quantized weights, whose codes torch would copy as values.
+    """Refuse quantized weights, whose codes torch would copy as values: a load-state-dict pre-hook.
 
     Raises:
-        TypeError: the state dict has FP8 codes, or scales beside a weight. Nothing was loaded.
+        TypeError: the state dict has FP8 codes, or the scales of a weight. Nothing is loaded.
     """
     found = []
     for name, layer in module.named_modules():
@@ -46,9 +46,9 @@ def refuse_codes(module: nn.Module, state_dict: Any, prefix: str, *args: Any) ->
     if found:
         raise TypeError(
             f"the state dict has {len(found)} quantized weights, the first of them {found[0]} of "
-            f"{state_dict[found[0]].dtype}: load_state_dict would take their codes as values. "
-            "Expected values in high precision. Load a checkpoint of fp8rs.checkpoint by "
-            "fp8rs.checkpoint.load. In other files multiply each code by its scale first"
+            f"{state_dict[found[0]].dtype}: load_state_dict would read their codes as values. "
+            "Expected values in high precision. Load a checkpoint of fp8rs.checkpoint with "
+            "fp8rs.checkpoint.load. For other files, multiply each code by its scale first"
         )
 
 
@@ -59,14 +59,14 @@ def _is_quantized(value: Any, key: str, state_dict: Any) -> bool:
     return value.dtype in FP8_MAX or any(scale in state_dict for scale in scales)
 
 
-def cut_as(before: Any, parameter: Any) -> None:
-    """What parallel styles cut of an FP8 weight is one, on every rank.
+def quantize_like(before: Any, parameter: Any) -> None:
+    """Make a parameter FP8 if it replaces an FP8 weight, such as the part that a style shards.
 
-    A part that begins within a block comes as values: blocks begin anew where a part does.
+    A part that starts inside a block arrives in high precision. Its blocks start where it does.
 
     Args:
-        before: the parameter in whose place the other one is put.
-        parameter: that one, a DTensor maybe. It becomes FP8 where the one before is.
+        before: the parameter that is replaced.
+        parameter: the new parameter. Only DTensors are changed.
     """
     whole, part = own_part(before), own_part(parameter)
     values = part is not parameter and not isinstance(part, QuantizedTensor)
@@ -76,17 +76,17 @@ def cut_as(before: Any, parameter: Any) -> None:
         set_local_tensor(parameter, whole.like(*planes, shape=part.shape))
 
 
-def write_instead(layer: nn.Module, name: str, value: Any) -> Any:
-    """Of ``load_state_dict(assign=True)``: what is assigned to an FP8 weight is written to it.
+def copy_into_fp8_weight(layer: nn.Module, name: str, value: Any) -> Any:
+    """Write a value to an FP8 weight, for ``load_state_dict(assign=True)``.
 
-    Else the weight would be a plain one from then on, without a word.
+    Assigning the value would silently replace the FP8 weight by a plain one.
 
     Returns:
-        What is to be assigned: the parameter, or the ``value`` of one that is not FP8.
+        What load_state_dict is to assign: the FP8 weight, or ``value`` if the parameter is not FP8.
     """
     weight: Any = layer._parameters[name]
     if not is_fp8(weight) or value.shape != weight.shape:
-        return value  # of a wrong shape torch speaks
+        return value  # torch raises for another shape
     if weight.is_meta and not value.is_meta:
         empty = torch.empty_like(weight.detach(), device=value.device)
         setattr(layer, name, nn.Parameter(empty, weight.requires_grad))
@@ -97,15 +97,15 @@ def write_instead(layer: nn.Module, name: str, value: Any) -> Any:
 
 
 @contextmanager
-def kept(layer: nn.Module, name: str) -> Iterator[None]:
-    """What is done to all of a layer's tensors in here leaves marks and hooks of an FP8 weight."""
+def preserve_attributes(layer: nn.Module, name: str) -> Iterator[None]:
+    """Keep user attributes and hooks of an FP8 weight through ``Module._apply``."""
     weight: Any = layer._parameters[name]
-    # Torch may swap them with the rest.
-    marks = {} if weight is None else dict(weight.__dict__)
+    # torch may swap the attributes with the tensors, so copy them first.
+    attributes = {} if weight is None else dict(weight.__dict__)
     hooks = hooks_of(weight) if is_fp8(weight) else (None, None)
     yield
     weight = layer._parameters[name]
     if is_fp8(weight):
-        keep_marks(marks, weight)
+        copy_attributes(attributes, weight)
         if any(hooks):
             set_hooks(weight, hooks)

@@ -1,10 +1,11 @@
-"""A linear layer whose operands are DTensors: tensor parallelism by torch's own plans.
+"""Linear layers on DTensors, for torch's tensor-parallel styles.
 
-The layer's function computes on local tensors. What is here says, for the placements of input and
-weight, what its result and its gradients are of the whole ones: what DTensor's own rules say of
-torch's linear, for the placements that ColwiseParallel, RowwiseParallel and SequenceParallel make.
-Scales of activations and gradients are those of a rank's own part. (Only those who shard import
-this: torch.distributed.tensor takes seconds.)
+The layer computes on local tensors. The rules here give the placements of the output and the
+gradients. They are DTensor's rules for ``F.linear`` and the placements of ColwiseParallel,
+RowwiseParallel and SequenceParallel. Each rank computes scales of activations and gradients from
+its local tensors.
+
+Importing torch.distributed.tensor takes seconds, so only sharded layers import this module.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-#: Input, weight and bias (all local) to the output.
+#: Computes the local output from local input, weight and bias.
 Local = Callable[[Tensor, Tensor, Any], Tensor]
 
 _WORKS = (
@@ -31,21 +32,24 @@ def on_shards(
     bias: Tensor | None,
     reduce: Callable[[DTensor], DTensor] | None = None,
 ) -> DTensor:
-    """``x @ weight.T + bias`` of DTensors, by ``compute`` on their local tensors.
+    """Compute ``x @ weight.T + bias`` of DTensors.
+
+    A plain tensor counts as replicated.
 
     Args:
-        compute: the layer's function.
-        x: (..., in). A plain tensor is taken as the same on all ranks.
-        weight: (out, in). A plain one likewise.
-        bias: (out,) or None.
-        reduce: given a Partial output, which the bias is added to afterwards.
+        compute: computes the layer's output from local tensors.
+        x: (..., in_features).
+        weight: (out_features, in_features).
+        bias: (out_features,) or None.
+        reduce: reduces a Partial output before the bias is added, or None.
 
     Returns:
-        A DTensor; Partial along a mesh dimension on which the weight is Shard(1), or reduced.
+        (..., out_features). Without ``reduce``, it is Partial on each mesh dimension on which the
+        weight is Shard(1).
 
     Raises:
         ValueError: the operands are on different meshes.
-        TypeError: there is no rule for their placements; the message says which ones have.
+        TypeError: the placements are not supported. The message lists those that are.
     """
     mesh = next(t.device_mesh for t in (weight, x) if isinstance(t, DTensor))
     dx, dw = _on(mesh, x, "input"), _on(mesh, weight, "weight")
@@ -54,7 +58,7 @@ def on_shards(
     partial = any(p.is_partial() for p in outputs)
     local_bias = None
     if bias is not None and not partial:
-        # Sharded as the output's last dim, its gradient partial wherever the weight's is.
+        # It is sharded as the output's last dim. Its gradient is partial where the weight's is.
         b = _on(mesh, bias, "bias")
         local_bias = b.to_local(grad_placements=weight_grads)
     y = compute(
@@ -67,20 +71,22 @@ def on_shards(
         out = reduce(out)
     if bias is None or not partial:
         return out
-    return cast(DTensor, out + _on(mesh, bias, "bias"))  # once, not once a rank
+    return cast(DTensor, out + _on(mesh, bias, "bias"))
 
 
 def _on(mesh: Any, t: Tensor, name: str) -> DTensor:
-    """``t`` as a DTensor on ``mesh``."""
+    """Return ``t`` as a DTensor on ``mesh``. A plain tensor is replicated."""
     if not isinstance(t, DTensor):
         return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
     if t.device_mesh != mesh:
-        raise ValueError(f"{name} is on the mesh {t.device_mesh}, the weight on {mesh}: use one")
+        raise ValueError(
+            f"{name} is on {t.device_mesh}, but the layer is on {mesh}: use the same mesh"
+        )
     return t
 
 
 def _rule(x: Any, weight: Any, ndim: int) -> tuple[Any, Any, Any]:
-    """Placements of the output and of the gradients of input and weight, on one mesh dimension."""
+    """Return the placements of output, input gradient and weight gradient on a mesh dimension."""
     last = ndim - 1
     if weight.is_replicate():
         if x.is_replicate():
@@ -93,6 +99,6 @@ def _rule(x: Any, weight: Any, ndim: int) -> tuple[Any, Any, Any]:
     if isinstance(weight, Shard) and weight.dim == 1 and sharded_inside:
         return Partial(), x, weight
     raise TypeError(
-        f"an FP8 linear layer got an input placed {x} with a weight placed {weight}; "
-        f"what works is {_WORKS}: redistribute the input"
+        f"an FP8 linear layer got an input with placement {x} and a weight with placement "
+        f"{weight}. Supported are {_WORKS}. Redistribute the input"
     )

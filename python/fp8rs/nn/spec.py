@@ -1,7 +1,7 @@
-"""What a linear layer's GEMMs do with their operands: one frozen description, found by a key.
+"""How a linear layer quantizes and multiplies its operands on a device: `LinearSpec`.
 
-A recipe says what is wanted; a `LinearSpec` is what becomes of it on one device. Graphs of
-torch.compile hold the key, a string: it is a constant there, and equal for layers that do the same.
+Specs are looked up by a key. The key is a string, because compiled graphs treat strings as
+constants. Layers with equal recipes have equal keys.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ class LinearSpec:
     """How the operands of forward, dgrad and wgrad are quantized and multiplied.
 
     Args:
-        weight, input, grad: each operand's quantization.
-        wgrad_input: that of the input's transpose for wgrad, or None where it is the input's.
-        fast_accumulation: for forward, dgrad and wgrad.
-        emulate: multiply dequantized operands.
-        delayed: scales are handed over, with slots for the amaxes.
-        save_input: the backward quantizes the input again, instead of saving its codes; None: where
-            it is traced.
+        weight: how the weight is quantized.
+        input: how the input is quantized.
+        grad: how the gradient of the output is quantized.
+        wgrad_input: how the input is quantized for wgrad, or None if as for the forward.
+        fast_accumulation: whether forward, dgrad and wgrad use fast accumulation.
+        emulate: whether to multiply dequantized operands in high precision.
+        delayed: whether scales come from a history (delayed scaling).
+        save_input: whether to save the input and to quantize it again in the backward, instead of
+            saving its codes. None: only in traced code.
     """
 
     weight: QuantSpec
@@ -46,12 +48,12 @@ class LinearSpec:
     save_input: bool | None
 
 
-#: Key -> the recipe, and the name of the group that per-tensor amaxes are reduced over.
+#: The recipe and the name of the group that reduces per-tensor amaxes, by key.
 _RECIPES: dict[str, tuple[Recipe, str | None]] = {}
 
 
 def register(recipe: Recipe, group: str | None) -> str:
-    """The key of a recipe and a reduction group: equal for equal ones."""
+    """Return the key of a recipe and a reduction group. Equal arguments have equal keys."""
     key = f"{recipe!r} over {group}" if group else repr(recipe)
     _RECIPES[key] = recipe, group
     return key
@@ -59,11 +61,11 @@ def register(recipe: Recipe, group: str | None) -> str:
 
 @lru_cache(maxsize=256)
 def spec_for(key: str, device: torch.device) -> LinearSpec:
-    """What a key means on a device."""
+    """Return the spec of a key on a device."""
     recipe, group = _RECIPES[key]
 
     def operand(role: Role, format: BlockFormat) -> QuantSpec:
-        # MXFP8 on a GPU without such GEMMs: its powers of two, one a row.
+        # Without MXFP8 GEMMs, activations have one power-of-two scale per row.
         return quant_spec(recipe, role, group, operand_format(format, device, recipe.emulate))
 
     input, wgrad_input = recipe.block_format("input"), recipe.wgrad_input_format

@@ -1,4 +1,4 @@
-"""A transformer layer: attention and a feed-forward network, a norm in front of each."""
+"""A pre-norm transformer layer."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from torch import Tensor, nn
 from fp8rs.quantize.recipes import Recipe, RecipeName
 
 from .attention import MultiheadAttention
-from .by_hand import make_float8
 from .normalized import MLP, check_choice, make_norm
+from .standalone import make_float8
 
 
 class TransformerLayer(nn.Module):
-    """A pre-norm transformer layer: the unit to compile, and to give to ``fully_shard``.
+    """A pre-norm transformer layer: self-attention and a feed-forward network.
 
-    Its parameters have the names of Llama's layers: ``input_layernorm``, ``self_attn``,
-    ``post_attention_layernorm`` and ``mlp``; a decoder has ``cross_attn_layernorm`` and
-    ``cross_attn`` too. The norms are modules beside what they are in front of, which is where
-    torch's plans for tensor and sequence parallelism gather. ``load_transformer_layer`` reads
-    state dicts of Llama and of TransformerEngine.
+    It is a good unit for ``torch.compile`` and ``fully_shard``. Its modules have Llama's names:
+    ``input_layernorm``, ``self_attn``, ``post_attention_layernorm`` and ``mlp``. A decoder also has
+    ``cross_attn_layernorm`` and ``cross_attn``. The norms are siblings of the modules that they
+    precede, so that torch's plans for tensor and sequence parallelism can gather between them.
+    ``load_transformer_layer`` loads state dicts of Llama and TransformerEngine.
 
     Args:
-        hidden_size: size of the last dim of input and output.
-        ffn_hidden_size: size within the feed-forward network.
-        num_attention_heads: heads of queries.
-        num_gqa_groups: heads of keys and values; as many by default.
-        layernorm_epsilon: what the norms add to the variance.
-        hidden_dropout: probability that an element of what is added to the residual is dropped in
-            training.
-        attention_dropout: the same of an attention weight.
-        kv_channels: size of a head; hidden_size / num_attention_heads by default.
-        self_attn_mask_type: "causal" or "no_mask". Cross-attention has no mask of its own.
-        layer_type: "encoder", or "decoder": with cross-attention after self-attention.
+        hidden_size: the size of the last dim of input and output.
+        ffn_hidden_size: the size between the layers of the feed-forward network.
+        num_attention_heads: the number of query heads.
+        num_gqa_groups: the number of key and value heads. Default: num_attention_heads.
+        layernorm_epsilon: the epsilon that the norms add to the variance.
+        hidden_dropout: the dropout probability of the values that are added to the residual.
+        attention_dropout: the dropout probability of attention weights.
+        kv_channels: the size of a head. Default: hidden_size / num_attention_heads.
+        self_attn_mask_type: "causal" or "no_mask". Cross-attention always has "no_mask".
+        layer_type: "encoder", or "decoder" to add cross-attention after self-attention.
         bias: whether the linear layers have biases.
-        activation: "gelu" (the approximation by tanh), "relu", "geglu" or "swiglu".
+        activation: "gelu" (the tanh approximation), "relu", "geglu" or "swiglu".
         normalization: "LayerNorm" or "RMSNorm".
-        device: as of `LayerNormLinear`.
-        dtype: as there.
-        recipe: as there.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
+        recipe: a recipe or its short name to make this module FP8 by itself. None if the whole
+            model is converted.
     """
 
     def __init__(
@@ -105,20 +105,23 @@ class TransformerLayer(nn.Module):
         cross_attn_mask: Tensor | None = None,
         rotary_pos_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """(batch, length, hidden_size) to the same shape.
+        """Compute the layer. See `MultiheadAttention` for masks and rotary embeddings.
 
         Args:
-            hidden_states: the input.
-            encoder_output: (batch, other length, hidden_size); for a decoder, which needs it.
-            attn_mask: of the self-attention, as `MultiheadAttention` takes it.
-            cross_attn_mask: of a decoder's cross-attention, likewise.
-            rotary_pos_emb: cosines and sines for the self-attention, likewise.
+            hidden_states: (batch, length, hidden_size).
+            encoder_output: (batch, encoder length, hidden_size). Required for decoders only.
+            attn_mask: the mask of the self-attention.
+            cross_attn_mask: the mask of a decoder's cross-attention.
+            rotary_pos_emb: cosines and sines for the self-attention.
+
+        Returns:
+            (batch, length, hidden_size).
 
         Raises:
-            ValueError: an argument is missing, or is not for this type of layer.
+            ValueError: an argument is missing, or does not apply to this type of layer.
         """
         if self.cross_attn is None and (encoder_output is not None or cross_attn_mask is not None):
-            raise ValueError('encoder_output and cross_attn_mask are for layer_type="decoder"')
+            raise ValueError('encoder_output and cross_attn_mask require layer_type="decoder"')
         x = hidden_states
         y = self.self_attn(
             self.input_layernorm(x), attn_mask=attn_mask, rotary_pos_emb=rotary_pos_emb

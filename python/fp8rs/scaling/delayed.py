@@ -1,4 +1,4 @@
-"""Delayed scaling of one model: when its histories roll, and which ranks roll together."""
+"""The delayed scaling of one model: when histories roll, and which ranks reduce amaxes."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from fp8rs.scaling.reductions import check_same, mesh_groups, reduce_packed_
 from fp8rs.scaling.step_tracker import StepTracker
 from fp8rs.tensor.spec import QuantSpec
 
-#: Forwards in training mode after which a model that was never told of a step warns.
-PATIENCE = 100
+#: A model that saw no optimizer step warns after this number of forwards in training mode.
+WARN_AFTER = 100
 
 
-class Delayed:
-    """What a model with delayed scaling has beside its layers.
+class DelayedScalingState:
+    """The delayed-scaling state of one model.
 
     Args:
-        recipe: the model's.
+        recipe: the model's recipe.
         specs: how weights, inputs and gradients are quantized.
         tracker: counts the model's forwards and steps.
-        layers: gives the layers, with None for one that is gone; the places are the indices.
-        group: the process group that amaxes are reduced over, if one was asked for.
+        layers: returns the layers by index, with None for a layer that was freed.
+        group: the process group that reduces amaxes (``amax_reduction_group``), or None.
 
     Attributes:
-        histories: the model's.
-        mark: names the model in this process; a string, which compilers take as a constant.
+        histories: the histories of the model's layers.
+        mark: identifies the model in this process. It is a string, because compilers treat strings
+            as constants.
     """
 
     def __init__(
@@ -50,47 +51,48 @@ class Delayed:
         _models[self.mark] = self
         self.layers = layers
         self._tracker, self._group = tracker, group
-        #: What layers are sharded over, with their indices, in the order in which they came.
+        #: The indices of the layers that are sharded over each mesh, in the order of sharding.
         self._meshes: dict[Any, dict[int, None]] = {}
         self._compared = False
-        #: Index -> the groups that the layer's weight is sharded over.
+        #: The groups that each layer's weight is sharded over, by the layer's index.
         self._weight_groups: dict[int, tuple[Any, ...]] = {}
         self._forwards = 0
-        self._was_told = False
+        self._saw_step = False
 
     # --- forwards and steps ----------------------------------------------------------------------
 
     def forward_begins(self) -> None:
-        """A forward of the model begins, in training mode."""
+        """Handle the beginning of a forward of the model in training mode."""
         self._forwards += 1
-        if self._forwards == PATIENCE and not self._was_told:
+        if self._forwards == WARN_AFTER and not self._saw_step:
             warnings.warn(
-                f"a model with delayed scaling has begun {PATIENCE} forwards in training mode, and "
-                "was told of no optimizer's step: its scales stay those of the first data. Steps "
-                "of torch.optim.Optimizer and its subclasses are told by torch; after others, and "
-                "after updates by hand, call fp8rs.optimizer_stepped(model)",
+                f"a model with delayed scaling ran {WARN_AFTER} forwards in training mode without "
+                "an optimizer step, so its scales still come from the first data. Only steps of "
+                "torch.optim.Optimizer and its subclasses are detected. After other updates, call "
+                "fp8rs.optimizer_stepped(model)",
                 stacklevel=2,
             )
         self._record()
 
     def layer_begins(self, training: bool) -> None:
-        """A layer is called, in eager mode.
+        """Handle a layer's forward in eager mode.
 
-        Where a part of the model is called on its own, no hook of the root has run.
+        If a part of the model is called directly, the root's hooks did not run.
         """
         if training and not self._tracker.in_forward and not in_backward():
             self._record()
 
     def _record(self) -> None:
-        # Before any layer's slots go into a graph: the backward would write to those from before.
-        self.histories.keep_packed()
+        # Pack before a layer passes its amaxes to autograd. Packing replaces the buffers, and the
+        # backward would write to the old ones.
+        self.histories.ensure_packed()
         self._tracker.recorded()
 
     def stepped(self) -> None:
-        """An optimizer that has one of the model's parameters has stepped."""
-        self._was_told = True
+        """Handle a step of an optimizer that has parameters of the model."""
+        self._saw_step = True
         tracker = self._tracker
-        tracker.stepped(silent=self._runs_silently)
+        tracker.stepped(silent=self._forwards_are_unannounced)
         if tracker.unannounced:
             tracker.recorded()
         if tracker.roll_is_due:
@@ -98,11 +100,11 @@ class Delayed:
             self.histories.roll(self._reduce, unsure=tracker.unannounced)
 
     @property
-    def _runs_silently(self) -> bool:
-        """Whether forwards may have begun without a word, since they are compiled.
+    def _forwards_are_unannounced(self) -> bool:
+        """Whether a compiled forward may have run without a call of the root's hooks.
 
-        With the hooks of the model; or its layers, of a model whose own forward does not train: of
-        one whose does, they are compiled parts, and it is that which begins.
+        This is so if the root was compiled together with its hooks. It is also so if layers were
+        compiled and the root's own forward does not run in training mode.
         """
         tracker, compiled = self._tracker, _compiled.get(self.mark, ())
         return "model" in compiled or (
@@ -111,29 +113,29 @@ class Delayed:
 
     # --- ranks -----------------------------------------------------------------------------------
 
-    def is_sharded_over(self, mesh: Any, index: int) -> None:
-        """The operands of a layer are sharded over a mesh: by FSDP2, or by tensor parallelism."""
+    def add_mesh(self, mesh: Any, index: int) -> None:
+        """Register a mesh over which FSDP2 or tensor parallelism shards a layer's operands."""
         self._meshes.setdefault(mesh, {})[index] = None
 
     def set_weight_groups(self, index: int, groups: tuple[Any, ...]) -> None:
-        """Say that weight ``index`` is sharded over ``groups``, one for each mesh dimension.
+        """Set the groups over which a layer's weight is sharded, one for each mesh dimension.
 
-        Its amax is reduced over all of them too: FSDP's and tensor parallelism's.
+        The amax of the weight is reduced over all of them: FSDP's and tensor parallelism's.
         """
         self._weight_groups[index] = groups
 
     def _reduce(self, amax: Tensor) -> None:
-        """Reduce the amaxes of all layers.
+        """Reduce the amaxes of all layers in place.
 
-        Over the group that was asked for. Else those of a layer over the ranks of its mesh, which
-        run its forwards together anyway. Else not: ranks that take no part in a forward (uneven
-        inputs, another pipeline stage, other experts) would be waited for in vain.
+        Reduce over ``amax_reduction_group`` if given, otherwise over the mesh that shards the
+        layer. Unsharded layers are not reduced: other ranks may not run them (uneven inputs,
+        pipeline stages, experts), and a collective would hang.
         """
         if dist.is_available() and dist.is_initialized():
             reduce_packed_(amax, self._parts(amax))
 
     def _parts(self, amax: Tensor) -> Iterator[tuple[range, list[Any]]]:
-        """Places in the amaxes, and what these are reduced over."""
+        """Yield ranges of the amaxes, each with the groups that reduce it."""
         size, group = amax.numel(), self._group
         if group is None:
             for mesh, layers in self._meshes.items():
@@ -145,19 +147,19 @@ class Delayed:
             check_same(size // 3, group, amax.device)
             self._compared = True
         yield range(size), [group]
-        if group is not dist.group.WORLD:  # where every rank that has a shard is
+        if group is not dist.group.WORLD:  # which contains the groups of all shards
             for index, groups_of_weight in sorted(self._weight_groups.items()):
                 yield range(index, index + 1), [g for g in groups_of_weight if g is not group]
 
     # --- copies ----------------------------------------------------------------------------------
 
     @property
-    def left_to_do(self) -> tuple[bool, bool]:
-        """For a copy: whether a roll is due, and whether amaxes are not yet rolled."""
+    def pending(self) -> tuple[bool, bool]:
+        """For copies: whether a roll is due, and whether amaxes were recorded since the last."""
         return self._tracker.roll_is_due, self._tracker.has_recorded
 
-    def begin_with(self, roll_is_due: bool, recorded: bool) -> None:
-        """Begin as the copy of a model of which this was left to do."""
+    def restore(self, roll_is_due: bool, recorded: bool) -> None:
+        """Set the state of a copy from ``pending`` of the original."""
         if recorded:
             self._tracker.recorded()
         if roll_is_due:
@@ -165,19 +167,18 @@ class Delayed:
 
 
 _marks = itertools.count()
-#: The models by their marks.
-_models: weakref.WeakValueDictionary[str, Delayed] = weakref.WeakValueDictionary()
-#: By the marks of models: of what a forward has been compiled with all hooks, and is unannounced.
+#: All models by their marks.
+_models: weakref.WeakValueDictionary[str, DelayedScalingState] = weakref.WeakValueDictionary()
+#: Which forwards were compiled together with their hooks ("model", "layer"), by model mark.
 _compiled: dict[str, set[str]] = {}
 
 
 @constant_when_traced
 def note_compiled(mark: str, what: str) -> bool:
-    """Note that the forward of a "model" or a "layer" of it is being compiled.
+    """Record that the forward of a "model" or of one of its "layer"s is being compiled.
 
-    Run while it is traced, not where it runs.
-
-    (An attribute of the model cannot tell: within an activation checkpoint Dynamo sets none.)
+    Runs at trace time. Inside an activation checkpoint, Dynamo does not set attributes of modules,
+    so the record is global.
     """
     _compiled.setdefault(mark, set()).add(what)
     return True
@@ -185,10 +186,10 @@ def note_compiled(mark: str, what: str) -> bool:
 
 @constant_when_traced
 def keep_buffers_local(mark: str) -> bool:
-    """Have no layer of a model be traced with buffers that are DTensors: see `keep_local`.
+    """Make the buffers of all layers of a model local (`keep_local`) before they are traced.
 
-    Run while the model is traced, as the first graph would else be of buffers that the next eager
-    use replaces.
+    Runs at trace time. Otherwise the first graph would use DTensor buffers that the next eager call
+    replaces.
     """
     for layer in _models[mark].layers():
         if layer is not None:

@@ -1,16 +1,17 @@
-"""The histories of delayed scaling: named buffers of the layers, rolled all at once.
+"""The amax histories of delayed scaling: buffers of the layers, updated together at each step.
 
-Each layer has, for its weight, its input and its gradient, in this order:
+Each layer has three fp32 buffers with a row or column for its weight, its input and its gradient:
 
-- ``fp8_scale`` (3, 4) fp32: the scale in column 0 of each row; 0 while there is none;
-- ``fp8_amax`` (4, 4) fp32: the maximum of the finite amaxes since the last roll, likewise; the last
-  row is written by calls that record nothing;
-- ``fp8_amax_history`` (amax_history_len, 3) fp32: earlier steps' maxima, the newest first.
+- ``fp8_scale`` (3, 4): the scale is in column 0. It is 0 if there is none yet.
+- ``fp8_amax`` (4, 4): column 0 has the maximum of the finite amaxes since the last roll. The last
+  row is a dummy for calls that record nothing.
+- ``fp8_amax_history`` (amax_history_len, 3): the maxima of earlier steps, newest first.
 
-Scales and amaxes are 16 bytes apart: GEMMs want scales there, and compilers copy what is not
-aligned, which would lose what is written to it. All else derives from these buffers. For those of
-one device to be rolled at once they are views of one pack, which is made again where they have been
-moved.
+Scales and amaxes are aligned to 16 bytes. GEMMs require it for scales. Compilers copy unaligned
+inputs and would lose writes to them.
+
+The buffers of all layers on a device are views of one `Pack`, so that they roll in a few launches.
+If a buffer was moved, the packs are created again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _scale_from_amax = torch.ops.fp8rs.scale_from_amax.default
 
 
 def new_buffers(recipe: DelayedScaling, device: torch.device) -> dict[str, Tensor]:
-    """The buffers of one layer, by name: no history yet."""
+    """Return the buffers of one layer by name, without a history."""
     shapes = {"fp8_scale": (3, 4), "fp8_amax": (4, 4)}
     shapes["fp8_amax_history"] = (recipe.amax_history_len, 3)
     with torch.inference_mode(False):
@@ -45,9 +46,10 @@ def new_buffers(recipe: DelayedScaling, device: torch.device) -> dict[str, Tenso
 
 
 def keep_local(buffers: dict[str, Any]) -> None:
-    """Undo what others do to all buffers of a model.
+    """Make the buffers local fp32 tensors again.
 
-    parallelize_module makes DTensors of them, and FullyShardedDataParallel casts them.
+    parallelize_module replaces all buffers of a model by DTensors. FullyShardedDataParallel casts
+    them.
     """
     for name in BUFFERS:
         if is_distributed(buffers[name]):
@@ -67,7 +69,7 @@ class Pack:
 
 
 def are_intact(packs: Sequence[Pack], layers: Sequence[nn.Module | None]) -> bool:
-    """Whether the layers' buffers are views of these packs still."""
+    """Return whether the layers' buffers are still views of these packs."""
     seen = 0
     for pack in packs:
         bases = {id(pack.scale), id(pack.amax), id(pack.history)}
@@ -86,7 +88,7 @@ def are_intact(packs: Sequence[Pack], layers: Sequence[nn.Module | None]) -> boo
 
 @torch.no_grad()
 def packed(layers: Sequence[nn.Module | None]) -> list[Pack]:
-    """New packs of the layers' buffers, one a device; the buffers become views of them."""
+    """Copy the layers' buffers into new packs, one per device, and replace them by views."""
     by_device: dict[torch.device, list[int]] = {}
     for index, layer in enumerate(layers):
         if layer is not None:
@@ -109,12 +111,12 @@ def packed(layers: Sequence[nn.Module | None]) -> list[Pack]:
 
 
 class Histories:
-    """The histories of one model's layers.
+    """The amax histories of one model's layers.
 
     Args:
-        recipe: margin, history length and algorithm.
+        recipe: the model's recipe.
         specs: how weights, inputs and gradients are quantized.
-        layers: gives the layers, with None for one that is gone; the places are the indices.
+        layers: returns the layers by index, with None for a layer that was freed.
     """
 
     def __init__(
@@ -133,49 +135,48 @@ class Histories:
     # --- packs -----------------------------------------------------------------------------------
 
     def packs(self) -> list[Pack]:
-        """The buffers as packs, one a device."""
+        """Return the buffers of all layers as packs, one per device."""
         layers = self._layers()
         if not are_intact(self._packs, layers):
             self._packs = packed(layers)
         return self._packs
 
-    def keep_packed(self) -> None:
-        """Make packs where there are none, or buffers have been moved out of them."""
+    def ensure_packed(self) -> None:
+        """Create the packs if there are none, or if a buffer was moved."""
         if not self._packs:
             self.packs()
 
     def moved(self) -> None:
-        """A layer's buffers are others now."""
+        """Note that a layer's buffers were replaced."""
         self._packs = []
 
     def pack(self, device: torch.device) -> Pack:
-        """The pack of a device."""
+        """Return the pack of a device."""
         for pack in self.packs():
             if pack.scale.device == device:
                 return pack
         raise RuntimeError(
-            f"delayed scaling's buffers are on {[str(p.scale.device) for p in self._packs]}, but "
-            f"weights are quantized on {device}: move the model (`model.to({str(device)!r})`)"
+            f"the buffers of delayed scaling are on {[str(p.scale.device) for p in self._packs]}, "
+            f"but weights are quantized on {device}: call `model.to({str(device)!r})`"
         )
 
     # --- the roll --------------------------------------------------------------------------------
 
     @torch.no_grad()
     def roll(self, reduce: Callable[[Tensor], None], unsure: bool = False) -> None:
-        """End a step: reduce, push into the histories, compute the next scales.
+        """End a step: reduce the amaxes, append them to the histories, compute the next scales.
 
         Args:
-            reduce: called once with the amaxes of all layers, fp32, contiguous: weights, then
-                inputs, then gradients, each in the order of the layers. It reduces them over ranks
-                in place.
-            unsure: maybe no forward has run. If so nothing was recorded, and nothing changes.
+            reduce: reduces amaxes (3 * layers,), fp32, over ranks in place. The weights of all
+                layers come first, then the inputs, then the gradients.
+            unsure: possibly no forward has run. If nothing was recorded, nothing changes.
         """
         with torch.inference_mode(False):
             self._roll(reduce, unsure)
 
     def _roll(self, reduce: Callable[[Tensor], None], unsure: bool) -> None:
         self.known.read(self._layers())
-        packs = [pack for pack in self.packs() if not pack.scale.is_meta]  # which hold nothing
+        packs = [pack for pack in self.packs() if not pack.scale.is_meta]
         if not packs:
             return
         home = packs[0].amax.device
@@ -187,7 +188,7 @@ class Histories:
             for pack in packs:
                 values[:, pack.indices] = pack.amax[:, :3, 0].t().to(home)
         reduce(values.view(-1))
-        seen = values.any() if unsure else None  # the device's answer, for which nobody waits
+        seen = values.any() if unsure else None  # stays on the device
         for pack in packs:
             mine = values if len(pack.indices) == count else values[:, pack.indices]
             latest = mine.t().to(pack.amax.device)
@@ -200,9 +201,9 @@ class Histories:
                 latest = pack.history.amax(0)
             by_role = zip(self._specs, latest.t().contiguous(), strict=True)
             fresh = torch.stack([spec.scale_from_amax(part) for spec, part in by_role], 1)
-            # A slot that saw nothing keeps its scale: 0 says that there is no information.
+            # An amax of 0 means that nothing was recorded: keep the scale.
             pack.scale[:, :, 0] = torch.where(latest > 0, fresh, pack.scale[:, :, 0])
-        self.known.ask([(pack.indices, pack.scale[:, :, 0]) for pack in packs], self._layers())
+        self.known.poll([(pack.indices, pack.scale[:, :, 0]) for pack in packs], self._layers())
         self._rolled = []
         for pack in packs:
             if pack.scale.is_cuda:
@@ -212,6 +213,6 @@ class Histories:
                 self._rolled.append(event)
 
     def wait_for_roll(self) -> None:
-        """Have the current stream see the last roll: FSDP gathers on streams of its own."""
+        """Make the current stream, such as one of FSDP's, wait for the last roll."""
         for event in self._rolled:
             torch.cuda.current_stream().wait_event(event)

@@ -1,6 +1,6 @@
-"""What the host knows of delayed scaling's scales: which there are.
+"""Tracks on the host which scales of delayed scaling are nonzero.
 
-Nobody waits for the device: it is asked after a roll, and its answer is read at the next one.
+A copy to the host starts after a roll and is read at the next roll, so the host does not wait.
 """
 
 from __future__ import annotations
@@ -15,31 +15,34 @@ from fp8rs._torch import is_traced
 
 
 class KnownScales:
-    """Answers of the device to which layers have scales, for their ``fp8_ready``.
+    """Updates ``fp8_ready`` of layers: which of their scales are known to be nonzero.
 
     Attributes:
-        rolls: those of the histories since a layer last lost its scales.
-        pending: answers on their way: the layers' indices, and when they are there.
+        rolls: the number of rolls since a layer last lost its scales.
+        pending: copies in flight: the layers' indices, the copy, and the event of its completion.
     """
 
     def __init__(self) -> None:
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """A layer has no scales any more, whatever is known of earlier ones."""
+    def reset(self) -> None:
+        """Discard copies in flight, because a layer has lost its scales."""
         self.rolls = 0
         self.pending: list[tuple[list[int], Tensor, torch.cuda.Event | None]] = []
 
-    def ask(self, scales: Sequence[tuple[list[int], Tensor]], layers: Sequence[Any]) -> None:
-        """Ask after a roll. After 1, 2, 3, 6, 12 and so on: a layer may have none for good.
+    def poll(self, scales: Sequence[tuple[list[int], Tensor]], layers: Sequence[Any]) -> None:
+        """Start copies after a roll, if layers exist that are not known to have all scales.
+
+        Some layers never get a scale. Therefore copies start only after rolls 1, 2, 3, 6, 12, 24
+        and so on.
 
         Args:
-            scales: of each device, the indices of its layers and their scales (layers, 3).
-            layers: all, with None for one that is gone.
+            scales: for each device, the indices of its layers and their scales (layers, 3).
+            layers: the layers by index, with None for a layer that was freed.
         """
         self.rolls += 1
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return  # a graph's replays are not seen by the host
+            return  # replays of a CUDA graph do not run host code
         rounds, rest = divmod(self.rolls, 3)
         if self.rolls > 3 and (rest or rounds.bit_count() != 1):
             return
@@ -54,11 +57,11 @@ class KnownScales:
             self.pending.append((indices, known, event))
 
     def read(self, layers: Sequence[Any]) -> None:
-        """Tell layers what has been answered."""
+        """Set ``fp8_ready`` of layers from the copies in flight."""
         pending, self.pending = self.pending, []
         for indices, known, event in pending:
             if event is not None:
-                event.synchronize()  # a step old: nothing to wait for
+                event.synchronize()  # recorded a step ago, so this does not block
             if is_traced(known):
                 # Fake scales have no values. In a real run, layers that train have theirs by now.
                 answers = [(True, True, True)] * len(indices)

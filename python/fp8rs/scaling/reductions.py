@@ -1,4 +1,4 @@
-"""Maxima of many tensors, packed in one, each reduced over the ranks that share its tensor."""
+"""Reductions of packed maxima of many tensors, each over the ranks that share its tensor."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ def _cached_indices(indices: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def mesh_groups(mesh: Any) -> list[Any]:
-    """The process groups along all dimensions of a mesh."""
+    """Return the process groups that together span a mesh."""
     if mesh.size() == dist.get_world_size():
         return [dist.group.WORLD]
     return [mesh.get_group(dim) for dim in range(mesh.ndim)]
 
 
 def check_same(layers: int, group: Any, device: torch.device) -> None:
-    """Raise ValueError on every rank where those of a group have other numbers of layers."""
+    """Raise ValueError on all ranks of a group if their numbers of layers differ."""
     ends = torch.tensor([layers, -layers], dtype=torch.int32, device=device)
     dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
     most, least = ends.tolist()
     if most != -least:
         raise ValueError(
-            "amax_reduction_group has ranks whose models have other numbers of converted layers, "
-            f"{-least} to {most}, as those of pipeline stages or experts: give a group of ranks "
-            "that have the same layers, or none"
+            "the ranks of amax_reduction_group have different numbers of converted layers, from "
+            f"{-least} to {most}, as pipeline stages or experts do. Pass a group of ranks that "
+            "have the same layers, or None"
         )
 
 
@@ -57,10 +57,10 @@ def reduce_packed_(values: Tensor, parts: Iterable[tuple[range, Iterable[Any]]])
     Every rank of a group must have the same parts in the same order.
 
     Args:
-        values: the maxima.
-        parts: elements of ``values``, and the groups over which these are reduced. Over several
-            groups (FSDP's and tensor parallelism's) one after the other: over their product. Those
-            of one group are the same or apart.
+        values: the maxima (n,).
+        parts: ranges of ``values``, each with the groups that reduce it. Several groups, such as
+            FSDP's and tensor parallelism's, reduce one after the other. Ranges of one group are
+            equal or disjoint.
     """
     by_group: dict[str, dict[range, None]] = {}
     for part, groups in parts:

@@ -1,4 +1,4 @@
-"""Who is told of optimizer steps: the models whose parameters the optimizer has."""
+"""Notifies models of the steps of optimizers that have their parameters."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from fp8rs._torch import not_traced
 
 
 class Trained(Protocol):
-    """What can be stepped."""
+    """A model that is notified of optimizer steps."""
 
     def owns(self, parameters: set[int]) -> bool:
-        """Whether a parameter is among those of these ids."""
+        """Return whether the model has a parameter with one of these ids."""
 
     def stepped(self) -> None:
-        """An optimizer that has one of its parameters has stepped."""
+        """Handle a step of an optimizer that has parameters of the model."""
 
 
-#: In the order in which they came, which is that of all ranks: what they are told has collectives.
-_watching: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+#: The subscribed models in the order of subscription. The order must be equal on all ranks,
+#: because `stepped` runs collectives.
+_models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _hook: Any = None
 
 
-def watch(model: Trained) -> None:
-    """Have a model told of the steps of its own optimizers, for as long as it lives."""
+def subscribe(model: Trained) -> None:
+    """Notify a model, while it is alive, of the steps of its optimizers."""
     global _hook
     if _hook is None:
-        # A compiled step calls it: what it does on the host is nothing to be traced.
+        # A compiled step also calls the hook, which must not be traced.
         _hook = register_optimizer_step_post_hook(not_traced(_after_step))
-    if not any(known is model for known in _watching.values()):
-        _watching[next(_numbers)] = model
+    if not any(known is model for known in _models.values()):
+        _models[next(_numbers)] = model
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    models = list(_watching.values())
+    models = list(_models.values())
     if models:
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for model in models:

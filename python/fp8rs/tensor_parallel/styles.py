@@ -1,6 +1,6 @@
-"""Parallel styles for `parallelize_module`: torch's, with what is gathered in FP8.
+"""Parallel styles for `parallelize_module` that gather operands in FP8.
 
-Their names and arguments are torchao's, which torchtitan's plans were written for.
+Names and arguments are torchao's, so that torchtitan's plans work.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .gather import gather_input, gathers_grad, prepare, reduce_output
 
 
 def _slots(layer: Float8Linear, role: int) -> tuple[Tensor | None, Tensor | None, bool]:
-    """Of delayed scaling: a role's scale, where its amax goes, and whether there is a scale.
+    """Return an operand's scale, amax, and whether the scale is known to be nonzero.
 
-    As the layer's forward, which has not begun yet, will take them.
+    They are those that the layer's forward is going to use. Without delayed scaling there are none.
     """
     delayed = layer._fp8_state.delayed
     if delayed is None:
@@ -47,51 +47,52 @@ def _slots(layer: Float8Linear, role: int) -> tuple[Tensor | None, Tensor | None
     else:
         keep_local(layer._buffers)
         delayed.layer_begins(training)
-        scales, amaxes = layer._fp8_slots.of(layer._buffers)
+        scales, amaxes = layer._fp8_slots.get(layer._buffers)
     return scales[role], amaxes[role if training else -1], layer.fp8_ready[role]
 
 
 def _gather_for(layer: Float8Linear, x: DTensor, columnwise: bool) -> DTensor:
-    """The whole input of a layer, quantized as its recipe says."""
+    """Quantize a layer's input as its recipe says, and gather it."""
     key = layer._fp8_state.key
     if spec_for(key, x.device).wgrad_input is not None:
         raise UnsupportedError(
-            f"an input is gathered in one format, but the recipe {describe(layer.recipe)} has "
-            "another one for wgrad: use fp8rs.Float8BlockScaling() without wgrad_input_block"
+            f"the recipe {describe(layer.recipe)} quantizes inputs in one format for the forward "
+            "and in another for wgrad, but only one format can be gathered. Use "
+            "fp8rs.Float8BlockScaling() without wgrad_input_block"
         )
     return gather_input(x, key, columnwise, *_slots(layer, INPUT))
 
 
 def _prepare_layer(style: Any, module: nn.Module, mesh: DeviceMesh) -> None:
-    """Check that a style can serve a layer, and tell the layer of the mesh."""
+    """Check that a style supports a module, and register the mesh with its delayed scaling."""
     name = type(style).__name__
     if not isinstance(module, Float8Linear):
         raise ValueError(
-            f"{name} is for layers that fp8rs has converted, not {type(module).__name__}: convert "
-            "before parallelize_module, or use torch's style"
+            f"{name} requires a converted layer, but got {type(module).__name__}. Convert the "
+            "model before parallelize_module, or use torch's style"
         )
     if mesh.ndim != 1:
-        raise ValueError(f"{name} needs a mesh of one dimension, not {mesh}")
+        raise ValueError(f"{name} requires a mesh of one dimension, but got {mesh}")
     state = module._fp8_state
     if state.delayed is not None:
-        # A scale that codes are gathered with is all ranks'.
-        state.delayed.is_sharded_over(mesh, module._fp8_index)
+        # All ranks must quantize with the same scale.
+        state.delayed.add_mesh(mesh, module._fp8_index)
     prepare()
 
 
 class Float8ColwiseParallel(ColwiseParallel):
-    """``ColwiseParallel`` of a converted layer, whose sharded input is gathered in FP8.
+    """``ColwiseParallel`` for converted layers. It gathers a sharded input in FP8.
 
-    The arguments are torch's:
+    Arguments are torch's:
 
-    - ``input_layouts``: placement of the input; Replicate() by default. What is sharded along a
-      dimension but the last is quantized, and codes and scales are gathered.
-    - ``output_layouts``, ``use_local_output``: as in torch's.
+    - ``input_layouts``: the placement of the input, Replicate() by default. An input that is
+      sharded along any dimension but the last is quantized, and its codes and scales are gathered.
+    - ``output_layouts``, ``use_local_output``: see torch's style.
 
     Raises:
-        ValueError: the module is no converted layer.
-        UnsupportedError: in the forward: the input is sharded along its features, or the recipe has
-            two formats for the input.
+        ValueError: the module is not a converted layer.
+        UnsupportedError: in the forward, if the input is sharded along its features or the recipe
+            has two formats for the input.
     """
 
     @staticmethod
@@ -109,21 +110,21 @@ class Float8ColwiseParallel(ColwiseParallel):
 
 
 class Float8RowwiseParallel(RowwiseParallel):
-    """``RowwiseParallel`` of a converted layer, whose output's gradient is gathered in FP8.
+    """``RowwiseParallel`` for converted layers. It gathers the gradient of the output in FP8.
 
     Partial sums are reduced in the output's dtype. With sharded `output_layouts` (sequence
-    parallelism) the gradient is quantized and gathered in the backward; of a recipe with one scale
-    a row of the weight it is gathered as it is.
+    parallelism), the backward quantizes and gathers the gradient. If the recipe has one scale per
+    row of the weight, the gradient is gathered in high precision.
 
-    The arguments are torch's:
+    Arguments are torch's:
 
-    - ``input_layouts``: placement of the input: Shard(-1), the default, or Replicate().
-    - ``output_layouts``: Replicate() by default; or Shard of a dimension but the last.
-    - ``use_local_output``: as in torch's.
+    - ``input_layouts``: the placement of the input, Shard(-1) (the default) or Replicate().
+    - ``output_layouts``: Replicate() (the default), or Shard of any dimension but the last.
+    - ``use_local_output``: see torch's style.
 
     Raises:
-        ValueError: the module is no converted layer.
-        UnsupportedError: the input would have to be exchanged in high precision.
+        ValueError: the module is not a converted layer.
+        UnsupportedError: in the forward, if the input has another placement.
     """
 
     @staticmethod
@@ -135,8 +136,8 @@ class Float8RowwiseParallel(RowwiseParallel):
             return x.redistribute(placements=desired_input_layouts)
         if not x.placements[0].is_shard(x.ndim - 1) and not x.placements[0].is_shard(-1):
             raise UnsupportedError(
-                f"an input placed {x.placements[0]} of a row-parallel layer would be exchanged in "
-                "high precision; what works is Shard(-1) or Replicate()"
+                f"a row-parallel layer got an input with placement {x.placements[0]}, which would "
+                "be redistributed in high precision. Supported are Shard(-1) and Replicate()"
             )
         return x
 
@@ -147,7 +148,7 @@ class Float8RowwiseParallel(RowwiseParallel):
 
 
 def _reduce(layout: Placement, layer: Float8Linear, y: DTensor) -> DTensor:
-    """A row-parallel layer's partial sums, reduced."""
+    """Reduce the partial sums of a row-parallel layer."""
     key = layer._fp8_state.key
     if not isinstance(layout, Shard) or not gathers_grad(spec_for(key, y.device)):
         return y.redistribute(placements=[layout])
@@ -156,25 +157,27 @@ def _reduce(layout: Placement, layer: Float8Linear, y: DTensor) -> DTensor:
 
 
 class PrepareFloat8ModuleInput(PrepareModuleInput):
-    """``PrepareModuleInput`` that quantizes and gathers once for all layers of a module.
+    """``PrepareModuleInput`` that quantizes and gathers an input once for all layers of a module.
 
-    Inputs of floating point that go from Shard to Replicate() are quantized by the recipe of the
-    module's column-parallel FP8 layers, and gathered as FP8: for q, k and v, or w1 and w3, once.
-    Others go as in torch's.
+    A floating-point input that goes from Shard to Replicate() is quantized with the recipe of the
+    module's column-parallel FP8 layers and gathered in FP8, once for q, k and v or for w1 and w3.
+    Other inputs are handled as in torch's style.
 
     Args:
-        input_layouts: as in torch's.
-        desired_input_layouts: as there.
-        input_kwarg_layouts: as there.
-        desired_input_kwarg_layouts: as there.
-        use_local_output: as there. (Then each layer reduces its input's gradient by itself.)
-        float8_dtype: torch.float8_e4m3fn, which every recipe has for inputs.
-        fwd_config_submodule_fqn: the layer whose recipe, and with delayed scaling whose scale is
-            taken; by default the first column-parallel one.
+        input_layouts: see torch's style.
+        desired_input_layouts: see torch's style.
+        input_kwarg_layouts: see torch's style.
+        desired_input_kwarg_layouts: see torch's style.
+        use_local_output: see torch's style. If True, each layer reduces its input's gradient
+            separately.
+        float8_dtype: must be torch.float8_e4m3fn, the input dtype of every recipe.
+        fwd_config_submodule_fqn: the layer whose recipe is used, and with delayed scaling its
+            scale. Default: the first column-parallel layer.
 
     Raises:
-        ValueError: another `float8_dtype`, or the module has no such layer, or several recipes.
-        UnsupportedError: in the forward: an input would be exchanged in high precision.
+        ValueError: `float8_dtype` is not supported, the module has no column-parallel FP8 layer, or
+            its FP8 layers have several recipes.
+        UnsupportedError: in the forward, if an input would be redistributed in high precision.
     """
 
     def __init__(
@@ -196,23 +199,26 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             use_local_output=use_local_output,
         )
         if float8_dtype != torch.float8_e4m3fn:
-            raise ValueError(f"float8_dtype must be torch.float8_e4m3fn, not {float8_dtype}")
+            raise ValueError(f"float8_dtype must be torch.float8_e4m3fn, but got {float8_dtype}")
         self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         names = [n for n, m in module.named_modules() if isinstance(m, Float8Linear)]
         if (chosen := self.fwd_config_submodule_fqn) is not None:
             if chosen not in names:
-                raise ValueError(f"fwd_config_submodule_fqn {chosen!r} is no layer of {names}")
+                raise ValueError(
+                    f"fwd_config_submodule_fqn must be one of the FP8 layers {names}, "
+                    f"but got {chosen!r}"
+                )
             names = [chosen]
         recipes = {cast(Float8Linear, module.get_submodule(n))._fp8_state.key for n in names}
         if len(recipes) != 1:
             raise ValueError(
-                f"{type(self).__name__} needs a module whose FP8 layers have one recipe, but of "
-                f"{names} there are {len(recipes)}: name a layer by fwd_config_submodule_fqn"
+                f"{type(self).__name__} requires a module whose FP8 layers have one recipe, but "
+                f"{names} have {len(recipes)}. Choose a layer with fwd_config_submodule_fqn"
             )
         prepare()
-        # By names: a copy of the module is called with the hook of this one.
+        # Bind names instead of layers, because a copy of the module shares this hook.
         module.register_forward_pre_hook(
             partial(self._prepare, names, device_mesh), with_kwargs=True
         )
@@ -257,8 +263,9 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 x = self._gather(names, module, x)
             else:
                 raise UnsupportedError(
-                    f"an input that goes from {x.placements[0]} to {desired} would be exchanged in "
-                    "high precision; what works is Shard to Replicate(), or torch's style"
+                    f"an input that goes from {x.placements[0]} to {desired} would be "
+                    "redistributed in high precision. Supported is Shard to Replicate(). "
+                    "Otherwise use torch's style"
                 )
         return x.to_local() if self.use_local_output else x
 
@@ -267,13 +274,15 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         if self.fwd_config_submodule_fqn is None:
             layers = [layer for layer in layers if _is_column_parallel(layer)]
         if not layers:
-            raise ValueError(f"{type(self).__name__}: none of {names} is column-parallel")
+            raise ValueError(
+                f"{type(self).__name__} requires a column-parallel layer, but got {names}"
+            )
         columnwise = torch.is_grad_enabled() and any(_trains(layer) for layer in layers)
         return _gather_for(layers[0], x, columnwise)
 
 
 def _distributed(x: Any, mesh: DeviceMesh, layouts: Any) -> DTensor:
-    """What a style is given: a DTensor, or this rank's part of one that is laid out so."""
+    """Return a style's input as a DTensor. A plain tensor is the local part with ``layouts``."""
     if isinstance(x, DTensor):
         return x
     return DTensor.from_local(x, mesh, layouts, run_check=False)
@@ -284,6 +293,6 @@ def _trains(layer: Float8Linear) -> bool:
 
 
 def _is_column_parallel(layer: Any) -> bool:
-    # Tensor parallelism's is the last of FSDP's dimensions.
+    # On a mesh with FSDP, tensor parallelism has the last dimension.
     placements: Any = getattr(layer.weight, "placements", ())
     return bool(placements) and placements[-1].is_shard(0)

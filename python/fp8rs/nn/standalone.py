@@ -1,4 +1,4 @@
-"""Modules that are made FP8 by hand, with ``recipe=``: each is the root of a state of its own."""
+"""FP8 modules that are constructed with ``recipe=`` and not converted."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from .model_state import ModelState
 
 
 def make_float8(module: nn.Module, recipe: Recipe | RecipeName | None) -> None:
-    """Make all linear layers of a module FP8, with one state whose root is the module.
+    """Convert all linear layers of a module that is being constructed.
 
-    As ``fp8rs.nn.Linear`` does with the one layer that it is: under ``fully_shard`` weights are
-    gathered in high precision, until ``convert_to_float8_training`` takes the layers into a model's
-    state.
+    The layers share one state, whose root is the module. As with ``fp8rs.nn.Linear``, FSDP2 gathers
+    their weights in high precision, unless ``convert_to_float8_training`` converts the whole model.
 
     Args:
-        module: it has just been made: its layers are plain ones.
-        recipe: a recipe or its short name; with None nothing happens.
+        module: a module whose linear layers are not converted.
+        recipe: a recipe or its short name. With None, the module is not changed.
     """
     if recipe is None:
         return
