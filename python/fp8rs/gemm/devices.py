@@ -1,4 +1,4 @@
-"""Which GPUs run which recipe, and by which path. GEMMs, the demo and the doctor all ask here."""
+"""Which GPUs run which recipe, and with which GEMM."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fp8rs._core import UnsupportedError
 
 Capability = tuple[int, int]
 
-#: The first GPUs with FP8 conversion instructions, which the quantization kernels are made of.
+#: The first compute capability with the FP8 conversion instructions that the kernels use.
 OLDEST_FOR_KERNELS: Capability = (8, 9)
 
 _PER_TENSOR = [((8, 9), "native", "torch._scaled_mm with per-tensor scales")]
 
-#: By a recipe's name, (compute capability from which on, path, why), the newest first. The first
-#: row that a GPU reaches is how the recipe's GEMMs run there.
+#: For each recipe, (least compute capability, path, reason), newest first. The first row whose
+#: capability a GPU has says how the recipe's GEMMs run on it.
 _GPU_PATHS: dict[str, list[tuple[Capability, str, str]]] = {
     "current": _PER_TENSOR,
     "delayed": _PER_TENSOR,
@@ -39,11 +39,14 @@ RECIPE_NAMES = tuple(_GPU_PATHS)
 
 
 def gpu_path(recipe: str, capability: Capability) -> tuple[str, str]:
-    """How a recipe runs on an NVIDIA GPU: ``native``, ``rebased`` or ``no``, and why.
+    """Return how a recipe runs on an NVIDIA GPU.
 
     Args:
-        recipe: a recipe's ``name``.
+        recipe: the ``name`` of a recipe.
         capability: the GPU's compute capability.
+
+    Returns:
+        The path (``native``, ``rebased`` or ``no``) and the reason.
     """
     for least, path, why in _GPU_PATHS[recipe]:
         if capability >= least:
@@ -61,13 +64,13 @@ def gpu_path(recipe: str, capability: Capability) -> tuple[str, str]:
 
 @functools.cache
 def capability(index: int) -> Capability:
-    """The compute capability of a GPU; asking torch for it takes microseconds."""
+    """Return the compute capability of a GPU. It is cached, because torch takes microseconds."""
     return torch.cuda.get_device_capability(index)
 
 
 @functools.cache
 def check_cuda(index: int, recipe: str) -> None:
-    """UnsupportedError, with the reason, unless a GPU has the GEMMs of the recipe of that name."""
+    """Raise UnsupportedError with the reason if a GPU does not run the recipe of this name."""
     if torch.version.hip is not None:
         raise UnsupportedError("FP8 kernels run on NVIDIA GPUs; on the CPU every recipe runs")
     path, why = gpu_path(recipe, capability(index))
