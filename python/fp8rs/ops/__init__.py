@@ -1,8 +1,8 @@
-"""The operators ``torch.ops.fp8rs.*``; importing this registers them.
+"""The operators ``torch.ops.fp8rs.*``. Importing this package registers them.
 
-``define`` says how, ``room`` what they read and make room for, ``tensorwise``, ``blocks``,
-``adamw`` and ``rows`` which. ``inductor`` has what Inductor makes of one of them, and registers
-nothing.
+``tensorwise``, ``blocks``, ``adamw`` and ``rows`` define the operators with the decorators of
+``define``. ``room`` computes shapes and allocates outputs. ``inductor`` has a decomposition for
+Inductor and does not register operators.
 """
 
 from fp8rs.ops import adamw as adamw

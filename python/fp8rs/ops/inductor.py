@@ -1,9 +1,9 @@
-"""What Inductor makes of current scaling: the amax is found where the input is made.
+"""A decomposition of current scaling for Inductor, which fuses the amax with the input's producer.
 
-In eager code ``quantize_current`` reads its input twice, for the amax and to cast it. What makes
-the input of a compiled layer (a norm, a product of activations, a residual) is Inductor's own
-code, which has each value in a register: here it is told to take the amax there. Bytes and scale
-are the operator's.
+In eager code, ``quantize_current`` reads its input twice, for the amax and for the cast. In
+compiled code, Inductor generates the kernel that computes the input (a norm, an activation, a
+residual), which has each value in a register. The decomposition lets it reduce the amax there.
+The operator and the decomposition return the same bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _scale_from_amax = torch.ops.fp8rs.scale_from_amax.default
 
 
 def fuse_maxima() -> None:
-    """Tell Inductor, from now on. It imports Inductor's tables: not to be called at import."""
+    """Register the decomposition. This imports Inductor, so do not call it at import."""
     inductor_decomposition(_quantize_current, quantize_current)
 
 
@@ -38,8 +38,8 @@ def quantize_current(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Decompose the operator into arithmetic that a compiler can fuse, and a cast.
 
-    If nothing can be fused or gained, and for inputs that the arithmetic does not cover or that the
-    operators refuse, this is the sequence of the operators.
+    If fusion is impossible or not faster, or if the operators would refuse the input, this is the
+    sequence of the operators.
     """
     fused = fuses(x) and not batched
     if fused:
@@ -53,20 +53,20 @@ def quantize_current(
 
 
 def fuses(x: Tensor) -> bool:
-    """Whether Inductor's code is faster; on the CPU it finds the maximum of integers one by one."""
+    """Return whether Inductor's code is faster. On the CPU, it does not vectorize the maximum."""
     return x.is_cuda and covers(x)
 
 
 def covers(x: Tensor) -> bool:
-    """Whether the maximum can be had as arithmetic."""
+    """Return whether the arithmetic supports the input."""
     return x.dtype in _INTEGERS and x.dim() > 0 and not may_be_empty(x)
 
 
 def fused_amax(x: Tensor) -> Tensor:
-    """The largest magnitude as float32, NaN above infinity.
+    """Return the absolute maximum of ``x`` as float32, with NaN above infinity.
 
-    Of the bits: Inductor would take the maximum of floats before it rounds them to ``x.dtype``, and
-    the codes are those of what is rounded. Along rows first, as norms reduce them.
+    Reduce the bits as integers. Inductor would reduce floats before they are rounded to
+    ``x.dtype``, but codes are computed from rounded values. Reduce along rows first, as norms do.
     """
     integer = _INTEGERS[x.dtype]
     magnitudes = x.view(integer) & torch.iinfo(integer).max
@@ -75,12 +75,12 @@ def fused_amax(x: Tensor) -> Tensor:
 
 
 def fused_scale(amax: Tensor, largest: float, epsilon: float) -> Tensor:
-    """``scale_from_amax`` to the bit, as arithmetic.
+    """Compute the bits of ``scale_from_amax`` with arithmetic.
 
-    Inductor's float32 division is not IEEE's, and for a constant divisor it multiplies by the
-    reciprocal; so does torch on CUDA. In float64 either is exact once it is rounded to float32: the
-    quotient of a float32 by 7 * 2^k is no closer to the middle between two of them than 1/14 of
-    their distance.
+    Inductor's float32 division is not IEEE division. For a constant divisor, it multiplies by the
+    reciprocal, as torch does on CUDA. In float64, either result is exact after it is rounded to
+    float32: the quotient of a float32 by 7 * 2^k differs from the midpoint of two adjacent float32
+    by at least 1/14 of their distance.
     """
     raised = torch.clamp_min(amax, epsilon) if epsilon else amax
     scale = torch.clamp_min(raised.to(torch.float64) / largest, 2.0**-126).to(_F32)

@@ -1,4 +1,4 @@
-"""What operators read arguments as, and the shapes of what they give."""
+"""Matrix views of operator arguments, and allocation of outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def matrix(x: Tensor, batched: bool = False) -> Tensor:
     """Return ``x``, or a copy if its leading dimensions do not collapse into one stride.
 
     Args:
-        x: of any shape.
+        x: a tensor of any shape.
         batched: the first dimension is a batch dimension, which may have any stride.
     """
     if x.dim() < 3 or x.is_contiguous() or x.numel() == 0:
@@ -31,7 +31,7 @@ def matrix(x: Tensor, batched: bool = False) -> Tensor:
 
 
 def matrix_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
-    """The 2-D view of ``shape``: (product of the leading dims, last dim); () is (1, 1)."""
+    """Return the 2-D view of a shape: (product of leading dims, last dim), or (1, 1) for ()."""
     if len(shape) == 2:
         return shape[0], shape[1]
     if len(shape) == 0:
@@ -40,11 +40,17 @@ def matrix_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
 
 
 def block_count(extent: int, size: int, offset: int = 0) -> int:
-    """Blocks of ``size`` (-1: all) that ``extent`` elements from ``offset`` on touch."""
+    """Return how many blocks a range of elements intersects.
+
+    Args:
+        extent: the number of elements.
+        size: the size of a block, or -1 for one block.
+        offset: the index of the first element.
+    """
     if size == -1:
         return 1
     begin = offset % size
-    if begin and not extent:  # not asked of extents at large: a traced one may not be known
+    if begin and not extent:  # test `begin` first, because `extent` may be symbolic
         return 0
     return -(-(begin + extent) // size)
 
@@ -55,7 +61,7 @@ def split(
     """Split a shape into its batch dimension and the shape of each of its matrices.
 
     Args:
-        shape: of the tensor.
+        shape: the shape of a tensor.
         batched: read three or more dimensions as a batch along the first one.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The operator that sums what ranks have sent to each other."""
+"""The operator that sums the gradients that a rank has received from all ranks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from fp8rs.ops.define import in_python
 
 @in_python(_core.sum_rows, writes=["out"])
 def sum_rows_(out: Tensor, x: Tensor, divisor: float) -> None:
-    """The sum of the rows of ``x`` in float32, from the first row to the last, divided.
+    """Write the sum of the rows of ``x``, divided by ``divisor``, to ``out``.
 
-    Each addition and the division are rounded once, as IEEE has it; CPU and CUDA give the same
-    bytes. What float32 addition makes infinite or NaN comes out so.
+    Rows are added in float32, from the first to the last. Each addition and the division are
+    rounded once, as in IEEE arithmetic. CPU and CUDA return the same bytes. Infinities and NaN
+    propagate.
 
     Args:
-        out: float32, one element for each column.
-        x: bfloat16, a row for each rank, in the order of ranks. Strides are free; rows that begin
-            at multiples of 16 bytes are read at copy speed.
+        out: float32 (columns,).
+        x: bfloat16 (ranks, columns), in the order of ranks, with any strides. Rows that are aligned
+            to 16 bytes are read at the speed of a copy.
         divisor: finite and not zero.
     """

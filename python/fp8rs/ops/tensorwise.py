@@ -35,13 +35,13 @@ _F32 = torch.float32
 
 @in_rust
 def amax(x: Tensor, batched: bool = False) -> Tensor:
-    """The absolute maximum of ``x``: float32, shape ()."""
+    """Return the absolute maximum of ``x``: float32, shape ()."""
     return room.scalar(x, batched)
 
 
 @in_rust
 def multi_amax(xs: list[Tensor], batched: bool = False) -> Tensor:
-    """The absolute maximum of each tensor, or of each matrix of batches: float32, 1-D."""
+    """Return the absolute maximum of each tensor, or of each matrix of batches: float32, 1-D."""
     return xs[0].new_empty(_matrices(xs, batched), dtype=_F32)
 
 
@@ -57,10 +57,10 @@ def scale_from_amax(
     amax_epsilon: float = 0.0,
     margin: int = 0,
 ) -> Tensor:
-    """The float32 scale for each absolute maximum (float32, any shape).
+    """Return the float32 scale of each absolute maximum (float32, any shape).
 
-    No amax may be negative. This is not checked, because that would wait for the device; what a
-    negative one gives is not the same on every device.
+    Values of ``amax`` must not be negative. This is not checked, because that would wait for the
+    device. The result of a negative value depends on the device.
     """
     return amax.new_empty(amax.shape)
 
@@ -93,11 +93,11 @@ def _quantize_delayed(
     columnwise: bool = False,
     batched: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``quantize_delayed``, which does not tell autograd or the compiler that it writes ``amax``.
+    """Run ``quantize_delayed`` without declaring the write to ``amax`` to autograd and compilers.
 
-    It is for linear layers: a layer's backward writes the amax that another forward of the layer
-    has been given already, which a declared write forbids. The maximum is idempotent, and nothing
-    that is traced reads it, so that calls may be merged and ordered at will.
+    This is for linear layers. A layer's backward writes to the amax after another forward of the
+    layer has used it, which a declared write would forbid. The maximum is idempotent and traced
+    code does not read it, so a compiler may merge and reorder calls.
     """
     return *room.codes(x, fp8_dtype, rowwise, columnwise, batched), room.scalar(x, batched)
 
@@ -117,24 +117,25 @@ def quantize_delayed(
     ``scale`` and ``amax`` are float32 of one element.
 
     Returns:
-        Rowwise codes, columnwise codes, and the scale used: ``scale``, or NaN where ``x`` holds a
-            NaN or an infinity.
+        Rowwise codes, columnwise codes, and the scale used, which is ``scale``, or NaN if ``x``
+        contains a NaN or an infinity.
     """
     return _quantize_delayed(x, scale, amax, fp8_dtype, rowwise, columnwise, batched)
 
 
 def _note(scale: Tensor, amax: Tensor, into: Tensor) -> Tensor:
-    slot = into.data  # whose version nobody has saved
+    slot = into.data  # no graph saved the version of .data
     torch.fmax(slot, amax, out=slot)
     return scale.clone()
 
 
 @in_python(_note)
 def _note_amax(scale: Tensor, amax: Tensor, into: Tensor) -> Tensor:
-    """Raise ``into`` (float32, one element) to ``amax``; gives a copy of ``scale``.
+    """Raise ``into`` (float32, one element) to ``amax``, and return a copy of ``scale``.
 
-    For siblings that share the first one's codes but have histories of their own. As in
-    ``_quantize_delayed`` the write is not declared; what is returned keeps the call in a graph.
+    Layers that share a quantized input have separate histories and record its amax with this. As in
+    ``_quantize_delayed``, the write is not declared. A graph keeps the call because its result is
+    used.
     """
     return torch.empty_like(scale)
 
@@ -149,7 +150,7 @@ def quantize_current(
     amax_epsilon: float = 0.0,
     batched: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the scale of ``x`` and quantize with it.
+    """Quantize with the scale of the absolute maximum of ``x``.
 
     Returns:
         Rowwise codes, columnwise codes, and the scale.
@@ -167,7 +168,7 @@ def multi_quantize(
 ) -> None:
     """Quantize each tensor, or each matrix of batches, with its own scale into ``outs``.
 
-    ``scales`` is float32, 1-D, with one element for each.
+    ``scales`` is float32, 1-D, with one element for each tensor or matrix.
     """
 
 
@@ -184,13 +185,16 @@ def _cast_each_delayed(
 def multi_quantize_delayed(
     xs: list[Tensor], scales: Tensor, amaxes: Tensor, outs: list[Tensor], batched: bool = False
 ) -> Tensor:
-    """``quantize_delayed`` over a list, rowwise: one element of ``amaxes`` and result for each."""
+    """Run ``quantize_delayed`` over a list, rowwise.
+
+    ``amaxes`` and the result have one element for each tensor, or for each matrix of batches.
+    """
     return scales.new_empty(_matrices(xs, batched), dtype=_F32)
 
 
 @in_rust
 def transpose(codes: Tensor, after: Tensor | None = None, batched: bool = False) -> Tensor:
-    """The transposed matrix of codes, contiguous."""
+    """Return the transposed matrix of codes, contiguous."""
     batch, (rows, cols) = room.split(codes.shape, batched)
     return codes.new_empty((*batch, cols, rows))
 
@@ -199,8 +203,9 @@ def transpose(codes: Tensor, after: Tensor | None = None, batched: bool = False)
 def dequantize(
     codes: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype, batched: bool = False
 ) -> Tensor:
-    """Code times scale in float32, then one cast to ``dtype``; the shape of ``codes``.
+    """Multiply codes by scales in float32, then cast once to ``dtype``.
 
-    ``scale`` (float32 or float8_e8m0fnu) has one element for each ``block`` of (rows, columns).
+    ``scale`` (float32 or float8_e8m0fnu) has one element for each block of ``block`` = (rows,
+    columns). The result has the shape of ``codes``.
     """
     return codes.new_empty(codes.shape, dtype=dtype)
