@@ -195,7 +195,7 @@ def test_evaluations_are_not_monitored():
     assert step(model, monitor, x, dy) == whole
 
 
-def test_operands_that_were_not_quantized_have_no_statistics():
+def test_high_precision_operands_have_no_statistics():
     model = layer_of("current")
     monitor = fp8rs.monitor(model)
     assert monitor.step() == {}

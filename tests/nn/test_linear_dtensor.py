@@ -145,7 +145,7 @@ WRITES = {
 @ranks(2)
 @pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block", "mxfp8"])
 @pytest.mark.parametrize("how", ["split", "replicated"])
-def test_fp8_weights_are_stepped_after_they_were_written(rig, recipe, how):
+def test_optimizer_steps_written_fp8_weights(rig, recipe, how):
     mesh = rig.mesh(names=("tp",))
     for name, write in WRITES.items():
         torch.manual_seed(0)

@@ -309,7 +309,7 @@ def test_evaluations_between_compiled_steps_change_nothing(device, way):
 
 @compiled_in_part
 @pytest.mark.parametrize("way", ["eager", "a method", "layers"])
-def test_compiled_layers_of_a_model_that_is_not_called_roll_too(device, way):
+def test_compiled_layers_roll_without_a_call_of_the_model(device, way):
     model, features = compiled_features(Parts, device, way)
     for n in range(4):
         features(batch(device, 10.0**n)).sum().backward()
@@ -695,7 +695,7 @@ def test_optimizer_stepped_rolls_after_manual_updates(device, how, fp8_weights):
                 else:
                     p.data.sub_(0.0 * p.grad)
         model(batch(device))
-        assert (state.history[:, X_A] > 0).sum() == n, "nobody told"
+        assert (state.history[:, X_A] > 0).sum() == n, "optimizer_stepped was not called"
         fp8rs.optimizer_stepped(model)
         assert (state.history[:, X_A] > 0).sum() == n + 1
 
@@ -841,7 +841,7 @@ def pickled(model):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_a_copy_between_backward_and_step_rolls_at_its_step(device, copied):
+def test_copy_between_backward_and_step_rolls_at_its_step(device, copied):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32)).to(device)
     fp8rs.convert_to_float8_training(model, recipe="delayed")

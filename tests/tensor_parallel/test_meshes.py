@@ -97,7 +97,7 @@ def test_hybrid_sharding_over_tensor_parallelism_trains_as_one_process(
         pytest.param("mxfp8", True, marks=pytest.mark.long_on_cpu),
     ],
 )
-def test_compiled_shards_of_parallel_blocks_compute_what_eager_ones_do(rig, recipe, fp8_weights):
+def test_compiled_sharded_parallel_blocks_equal_eager(rig, recipe, fp8_weights):
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
     dynamo.reset()
     # torch 2.15 compiles DTensors of a submesh only once per process ("Node tangents_2 was

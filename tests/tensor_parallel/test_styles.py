@@ -241,7 +241,7 @@ def test_q_k_and_v_share_one_gather(rig, recipe):
 @both_weights
 @pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "replicated"])
 @pytest.mark.parametrize("length", [8, 7], ids=["even", "uneven"])
-def test_a_parallel_block_computes_what_one_process_does(
+def test_parallel_block_equals_one_process(
     rig, recipe, fp8_weights, sequence, length
 ):
     if not sequence and length == 7:
@@ -303,7 +303,7 @@ def test_training_equals_one_process(rig, recipe, fp8_weights):
 @ranks(2)
 @cases.each_recipe("delayed", "rowwise", of=RECIPES)
 @both_weights
-def test_compiled_blocks_compute_what_eager_ones_do(rig, recipe, fp8_weights):
+def test_compiled_blocks_equal_eager(rig, recipe, fp8_weights):
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
     # Both save inputs, as compiled layers do by default.
     options = {"fp8_weights": fp8_weights}
@@ -392,16 +392,16 @@ def test_unsupported_placements_are_refused(rig):
         )
         return parallelize_module(model, mesh, {"0": style})
 
-    with pytest.raises(fp8rs.UnsupportedError, match=r"placed S.*any dimension but the last"):
+    with pytest.raises(fp8rs.UnsupportedError, match=r"placement S.*any dimension but the last"):
         layer(Float8ColwiseParallel(input_layouts=Shard(-1)))(x)
-    with pytest.raises(fp8rs.UnsupportedError, match=r"Shard\(-1\) or Replicate"):
+    with pytest.raises(fp8rs.UnsupportedError, match=r"Shard\(-1\) and Replicate"):
         layer(Float8RowwiseParallel(input_layouts=Shard(0)))(torch.randn(4, WIDTH))
     with pytest.raises(fp8rs.UnsupportedError, match="without wgrad_input_block"):
         layer(
             Float8ColwiseParallel(input_layouts=Shard(0)),
             fp8rs.Float8BlockScaling(wgrad_input_block=(128, 128)),
         )(torch.randn(4, WIDTH))
-    with pytest.raises(ValueError, match="layers that fp8rs has converted"):
+    with pytest.raises(ValueError, match="requires a converted layer"):
         parallelize_module(nn.Linear(4, 4), mesh, Float8ColwiseParallel())
     with pytest.raises(ValueError, match="float8_dtype"):
         PrepareFloat8ModuleInput(float8_dtype=torch.float8_e5m2)
