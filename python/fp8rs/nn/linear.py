@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from fp8rs._torch import constant_when_traced, is_distributed
 from fp8rs.quantize.recipes import Recipe, RecipeName, describe
-from fp8rs.scaling.delayed import keep_buffers_local, note_compiled
+from fp8rs.scaling.delayed import DelayedScalingState, keep_buffers_local, note_compiled
 from fp8rs.scaling.histories import NOTHING_READY, keep_local
 from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from . import buffers, quantized_weight
 from .debug import Debug, debugged_linear
-from .function import linear
+from .function import Slots, linear
 from .init import is_sharded, reset_linear
 from .model_state import ModelState
 
@@ -217,19 +217,23 @@ class Float8Linear(nn.Linear):
             run = functools.partial(debugged_linear, debug.now(self.training))
         if delayed is None:
             return run(input, weight, bias, state.key, dtype)
+        scales, amaxes = self._begin_delayed(delayed)
+        ready, record = self.fp8_ready, self.training
+        return run(input, weight, bias, state.key, dtype, scales, amaxes, ready, record)
+
+    def _begin_delayed(self, delayed: DelayedScalingState) -> Slots:
+        """Notify delayed scaling of a forward, and return the layer's scales and amaxes for it."""
         training = self.training
-        if not torch.compiler.is_compiling():
-            amax = self._buffers["fp8_amax"]
-            if type(amax) is not Tensor or amax.dtype != torch.float32:
-                keep_local(self._buffers)
-            delayed.layer_begins(training)
-            scales, amaxes = self._fp8_slots.get(self._buffers)
-        else:
+        if torch.compiler.is_compiling():
             keep_buffers_local(delayed.mark)
             if training:
                 note_compiled(delayed.mark, "layer")
-            scales, amaxes = buffers.slots(self.fp8_scale, self.fp8_amax)
-        return run(input, weight, bias, state.key, dtype, scales, amaxes, self.fp8_ready, training)
+            return buffers.slots(self.fp8_scale, self.fp8_amax)
+        amax = self._buffers["fp8_amax"]
+        if type(amax) is not Tensor or amax.dtype != torch.float32:
+            keep_local(self._buffers)
+        delayed.layer_begins(training)
+        return self._fp8_slots.get(self._buffers)
 
     def _operands(self) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias. Raise if FSDP2 has freed the gathered weight.
