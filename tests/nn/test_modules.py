@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8rs
-from cases import skip_without_block_gemms
+from cases import RECIPES, skip_without_block_gemms
+from compiled_models import counting, graphs
 from fp8rs.nn import (
     LayerNormLinear,
     LayerNormMLP,
@@ -24,11 +25,10 @@ from fp8rs.nn import (
 )
 from fp8rs.optim import AdamW
 from fp8rs.quantize.recipes import resolve_recipe
+from internals import state_of
 from oracle import modules as oracle
 from oracle.compare import relative
 from saving import reloaded
-
-from .test_compile import RECIPES, counting, graphs
 
 BATCH, LENGTH, WIDTH, HEADS, CHANNELS = 2, 136, 256, 4, 64
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -345,7 +345,7 @@ def test_dropout_only_in_training(device, recipe):
 
 
 def states(module):
-    return {m._fp8_state for m in module.modules() if hasattr(m, "_fp8_state")}
+    return {state_of(m) for m in module.modules() if hasattr(m, "_fp8_state")}
 
 
 @every_recipe
@@ -421,16 +421,16 @@ def test_heads_must_divide_the_width():
 def test_arguments_of_another_attention_type_are_refused(device):
     x, mask = hidden(device), MASK.to(device)
     attention = partial(MultiheadAttention, WIDTH, HEADS, device=device)
-    with pytest.raises(ValueError, match="self-attention does not take encoder_output"):
+    with pytest.raises(ValueError, match="self-attention takes no encoder_output"):
         attention()(x, encoder_output=x)
-    with pytest.raises(ValueError, match="attn_mask requires"):
+    with pytest.raises(ValueError, match="attn_mask is for"):
         attention()(x, attn_mask=mask)
     cross = attention(attention_type="cross", attn_mask_type="no_mask")
-    with pytest.raises(ValueError, match="cross-attention requires encoder_output"):
+    with pytest.raises(ValueError, match="cross-attention needs an encoder_output"):
         cross(x)
-    with pytest.raises(ValueError, match="does not take rotary_pos_emb"):
+    with pytest.raises(ValueError, match="takes no rotary_pos_emb"):
         cross(x, encoder_output=x, **moved(ROTARY, device))
-    with pytest.raises(ValueError, match='require layer_type="decoder"'):
+    with pytest.raises(ValueError, match='are for layer_type="decoder"'):
         llama_layer(device)(x, encoder_output=x)
-    with pytest.raises(ValueError, match="cross-attention requires encoder_output"):
+    with pytest.raises(ValueError, match="cross-attention needs an encoder_output"):
         llama_layer(device, layer_type="decoder")(x)

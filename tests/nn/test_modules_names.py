@@ -194,7 +194,7 @@ def test_mismatched_names_are_listed():
     layer, states = of_llama(llama().config), llama().state_dict()
     with pytest.raises(ValueError, match="names must be 'llama' or 'transformer_engine'"):
         load_transformer_layer(layer, states, names="megatron")
-    with pytest.raises(ValueError, match=r"no name with the prefix 'layers\.7\.'"):
+    with pytest.raises(ValueError, match=r"no name that begins with 'layers\.7\.'"):
         load_transformer_layer(layer, states, names="llama", prefix="layers.7.")
     options = {"gated": True, "decoder": False, "normalization": "RMSNorm", "bias": False}
     fused = transformer_engine(64, 96, 32, **options)

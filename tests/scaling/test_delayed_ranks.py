@@ -15,6 +15,7 @@ import fp8rs
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import EMPTY, EVEN, UNEVEN, batch, linears, make, reduces, shard
+from internals import state_of
 
 SHARDED = pytest.mark.parametrize("hidden", [EVEN, UNEVEN, EMPTY], ids=["even", "uneven", "empty"])
 
@@ -32,7 +33,7 @@ def step(model, x, optimizer):
 
 
 def rolls(model):
-    return next(iter(linears(model).values()))._fp8_state.delayed.histories.known.rolls
+    return state_of(next(iter(linears(model).values()))).delayed.histories.known.rolls
 
 
 def histories(model):
@@ -381,7 +382,7 @@ def test_one_model_over_two_kinds_of_device():
     for _ in range(4):
         x = torch.ones(4, 32)
         model[:2](x).sum().backward()
-        now = model[0]._fp8_state.delayed.histories.packs()
+        now = state_of(model[0]).delayed.histories.packs()
         assert sorted(p.scale.device.type for p in now) == ["cpu", "meta"]
         assert packs is None or all(a is b for a, b in zip(now, packs, strict=True))
         packs = now
@@ -401,7 +402,7 @@ def test_one_model_over_two_gpus():
     for _ in range(4):
         x = model[0](torch.ones(4, 32, device="cuda:0"))
         model[1](x.to("cuda:1")).sum().backward()
-        now = model[0]._fp8_state.delayed.histories.packs()
+        now = state_of(model[0]).delayed.histories.packs()
         assert packs is None or all(a is b for a, b in zip(now, packs, strict=True))
         packs = now
         optimizer.step()
@@ -454,5 +455,5 @@ def test_histories_are_reduced_over_the_ranks_that_share_a_layer(rig, fp8_weight
 @ranks(2)
 def test_group_with_different_layers_raises(rig):
     model = of_own_experts(rig, amax_reduction_group=torch.distributed.group.WORLD)
-    with pytest.raises(ValueError, match=r"amax_reduction_group have different numbers .* 2 to 3"):
+    with pytest.raises(ValueError, match=r"amax_reduction_group has ranks .* 2 to 3"):
         train_a_step(model, rig)

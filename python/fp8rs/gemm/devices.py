@@ -1,4 +1,4 @@
-"""Which GPUs run which recipe, and with which GEMM."""
+"""Which GPUs run which recipe, and with which GEMMs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fp8rs._core import UnsupportedError
 
 Capability = tuple[int, int]
 
-#: The first compute capability with the FP8 conversion instructions that the kernels use.
+#: The first GPUs with FP8 conversion instructions, which the quantization kernels use.
 OLDEST_FOR_KERNELS: Capability = (8, 9)
 
 _PER_TENSOR = [((8, 9), "native", "torch._scaled_mm with per-tensor scales")]
 
-#: For each recipe, (least compute capability, path, reason), newest first. The first row whose
-#: capability a GPU has says how the recipe's GEMMs run on it.
+#: Rows (least compute capability, path, reason) by recipe name, newest first. A GPU uses the first
+#: row whose capability it reaches.
 _GPU_PATHS: dict[str, list[tuple[Capability, str, str]]] = {
     "current": _PER_TENSOR,
     "delayed": _PER_TENSOR,
@@ -39,14 +39,11 @@ RECIPE_NAMES = tuple(_GPU_PATHS)
 
 
 def gpu_path(recipe: str, capability: Capability) -> tuple[str, str]:
-    """Return how a recipe runs on an NVIDIA GPU.
+    """Return how a recipe runs on an NVIDIA GPU (``native``, ``rebased`` or ``no``), and why.
 
     Args:
-        recipe: the ``name`` of a recipe.
+        recipe: a recipe's ``name``.
         capability: the GPU's compute capability.
-
-    Returns:
-        The path (``native``, ``rebased`` or ``no``) and the reason.
     """
     for least, path, why in _GPU_PATHS[recipe]:
         if capability >= least:
@@ -54,7 +51,7 @@ def gpu_path(recipe: str, capability: Capability) -> tuple[str, str]:
     needed = _GPU_PATHS[recipe][-1][0]
     if capability < OLDEST_FOR_KERNELS:
         what = "FP8 conversion on CUDA"
-        needed, instead = OLDEST_FOR_KERNELS, "on the CPU the recipe runs"
+        needed, instead = OLDEST_FOR_KERNELS, "the recipe runs on the CPU"
     else:
         what = "its GEMM"
         instead = "with emulate=True it runs on dequantized operands"
@@ -64,13 +61,13 @@ def gpu_path(recipe: str, capability: Capability) -> tuple[str, str]:
 
 @functools.cache
 def capability(index: int) -> Capability:
-    """Return the compute capability of a GPU. It is cached, because torch takes microseconds."""
+    """Return the compute capability of a GPU. Torch takes microseconds for it."""
     return torch.cuda.get_device_capability(index)
 
 
 @functools.cache
 def check_cuda(index: int, recipe: str) -> None:
-    """Raise UnsupportedError with the reason if a GPU does not run the recipe of this name."""
+    """Raise UnsupportedError with the reason if a GPU does not have a recipe's GEMMs."""
     if torch.version.hip is not None:
         raise UnsupportedError("FP8 kernels run on NVIDIA GPUs; on the CPU every recipe runs")
     path, why = gpu_path(recipe, capability(index))

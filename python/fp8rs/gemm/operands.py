@@ -1,4 +1,4 @@
-"""The operands that a device's GEMMs take, and the weight's operand for dgrad."""
+"""Operand formats of a device's GEMMs, and the weight's plane for dgrad."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ _transpose = torch.ops.fp8rs.transpose.default
 
 
 def operand_format(format: BlockFormat, device: torch.device, emulate: bool) -> BlockFormat:
-    """Return the format that activations and gradients are quantized in on a device.
+    """Return the format to quantize activations and gradients in on ``device``.
 
-    It is the recipe's ``format``. For MXFP8 on a GPU without MXFP8 GEMMs, it has one power-of-two
-    scale per row.
+    It is the recipe's ``format``, except for MXFP8 on a GPU without MXFP8 GEMMs. There it has one
+    power-of-two scale per row.
     """
     return formats.ROW if format.microscaled and rebases(device, emulate) else format
 
 
 def dgrad_operand(row: Plane, emulate: bool, after: Tensor | None = None) -> Plane:
-    """Return a weight's plane for dgrad from its rowwise plane, without quantizing again.
+    """Return a weight's plane for dgrad, made from its rowwise plane without quantizing again.
 
-    If blocks are square, it is the transpose. With one scale per row, the codes are transposed and
-    the scales are 1. The row scales are multiplied into the gradient before it is quantized
+    With square blocks it is the transpose. With one scale per row, the codes are transposed and the
+    scales are 1. The row scales are multiplied into the gradient before it is quantized
     (:func:`dgrad_column_scale`).
 
     Args:
-        row: the rowwise plane (out_features, in_features).
-        emulate: the recipe's ``emulate``.
-        after: in a graph, a tensor that must be computed before the plane.
+        row: the rowwise plane.
+        emulate: whether the recipe emulates its GEMMs.
+        after: a tensor that compiled code computes before this.
 
     Raises:
-        ValueError: the weight has blocks along its rows, so it needs a columnwise plane.
+        ValueError: the weight has blocks along its rows and needs a columnwise plane.
     """
     if row.format.per_row:
         codes = _transpose(row.matrix, after)
@@ -55,24 +55,24 @@ def dgrad_column_scale(format: BlockFormat, scale: Tensor) -> Tensor | None:
 
 
 def contracted_multiple(format: BlockFormat, device: torch.device) -> int:
-    """Return a multiple for the contracted dim of a GEMM with which operands need no padding."""
+    """Return the multiple that a GEMM pads its contracted dimension to, by copying operands."""
     return max(16, format.block[1]) if device.type == "cuda" else 1
 
 
 def rebases(device: torch.device, emulate: bool) -> bool:
-    """Return whether a device has no MXFP8 GEMMs, so that MXFP8 planes are rebased."""
+    """Whether MXFP8 planes are rewritten to one scale per row, on a GPU without MXFP8 GEMMs."""
     if device.type != "cuda" or emulate:
         return False
     return gpu_path("mxfp8", capability(device.index))[0] != "native"
 
 
 def rebased(plane: Plane, dim: int = 0, after: Tensor | None = None) -> Plane:
-    """Rewrite an MXFP8 plane with one power-of-two scale per row.
+    """Return an MXFP8 plane rewritten to one power-of-two scale per row.
 
     Args:
-        plane: the plane. It is returned unchanged if it has one scale per row.
+        plane: the plane. One with a scale per row is returned as it is.
         dim: 0, or 1 for the plane of the transposed matrix.
-        after: in a graph, a tensor that must be computed before the plane.
+        after: a tensor that compiled code computes before this.
     """
     if plane.format.per_row:
         return plane

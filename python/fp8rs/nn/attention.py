@@ -1,4 +1,7 @@
-"""Multi-head attention with FP8 projections. The attention itself is not quantized."""
+"""Multi-head attention from FP8 linear layers and torch's attention kernel.
+
+The three input projections share their quantized input. The attention itself is not quantized.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,18 @@ MASKS = ("causal", "no_mask")
 def rotary_pos_emb(
     length: int, kv_channels: int, base: float = 10_000.0, *, device: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the cosines and sines of rotary position embeddings (RoFormer, arXiv:2104.09864).
+    """Compute cosines and sines of rotary positions (RoFormer, arXiv:2104.09864).
 
-    The layout is Llama's: element i of a head is paired with element i + kv_channels / 2.
+    They rotate the two halves of a head, as in Llama.
 
     Args:
-        length: the number of positions, which start at 0.
-        kv_channels: the size of a head.
+        length: number of positions, from 0 on.
+        kv_channels: size of a head.
         base: the angle of position 1 falls from 1 to nearly 1 / ``base`` along a head.
-        device: the device of the result.
+        device: device of the result.
 
     Returns:
-        Two fp32 tensors (length, kv_channels).
+        Two tensors (length, kv_channels), fp32.
     """
     exponents = torch.arange(0, kv_channels, 2, device=device).float() / kv_channels
     positions = torch.arange(length, device=device).float()
@@ -39,12 +42,7 @@ def rotary_pos_emb(
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply rotary position embeddings.
-
-    Args:
-        x: (batch, heads, length, kv_channels).
-        rotation: cosines and sines, each (length, kv_channels) or (batch, length, kv_channels).
-    """
+    """Rotate x (batch, heads, length, channels) by cosines and sines without a heads dimension."""
     cos, sin = (t.unsqueeze(-3) for t in rotation)
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
@@ -53,25 +51,24 @@ def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 class MultiheadAttention(nn.Module):
     """Multi-head self-attention or cross-attention.
 
-    The linear layers have Llama's names ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``. With
-    ``input_layernorm=True``, ``norm`` is applied to the input first.
+    Its layers have Llama's names: ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``. With
+    ``input_layernorm=True``, ``norm`` precedes them.
 
     Args:
-        hidden_size: the size of the last dim of input, encoder output and output.
-        num_attention_heads: the number of query heads.
-        kv_channels: the size of a head. Default: hidden_size / num_attention_heads.
-        num_gqa_groups: the number of key and value heads. Default: num_attention_heads.
-        attention_dropout: the dropout probability of attention weights in training.
-        layernorm_epsilon: the epsilon that the norm adds to the variance.
+        hidden_size: size of the last dim of input, encoder output and output.
+        num_attention_heads: number of query heads.
+        kv_channels: size of a head. hidden_size / num_attention_heads by default.
+        num_gqa_groups: number of key and value heads. num_attention_heads by default.
+        attention_dropout: dropout probability of attention weights.
+        layernorm_epsilon: epsilon of the norm.
         attn_mask_type: "causal" or "no_mask".
-        attention_type: "self", or "cross" to compute keys and values from an encoder's output.
-        input_layernorm: whether to normalize the input.
+        attention_type: "self", or "cross" for keys and values from an encoder's output.
+        input_layernorm: whether a norm precedes the projections.
         normalization: "LayerNorm" or "RMSNorm".
         bias: whether the linear layers have biases.
-        device: the device of the parameters.
-        dtype: the dtype of the parameters.
-        recipe: a recipe or its short name to make this module FP8 by itself. None if the whole
-            model is converted.
+        device: see `LayerNormLinear`.
+        dtype: see `LayerNormLinear`.
+        recipe: see `LayerNormLinear`.
     """
 
     def __init__(
@@ -98,13 +95,13 @@ class MultiheadAttention(nn.Module):
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         if num_attention_heads % groups:
             raise ValueError(
-                f"num_gqa_groups must divide num_attention_heads={num_attention_heads}, "
-                f"but got {groups}"
+                f"num_gqa_groups must divide num_attention_heads, {num_attention_heads}, "
+                f"but is {groups}"
             )
         if kv_channels is None and hidden_size % num_attention_heads:
             raise ValueError(
-                f"num_attention_heads must divide hidden_size={hidden_size}, but got "
-                f"{num_attention_heads}: choose another number or pass kv_channels"
+                f"num_attention_heads must divide hidden_size, {hidden_size}, but is "
+                f"{num_attention_heads}: or give kv_channels"
             )
         channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
         self.kv_channels, self.attention_dropout = channels, attention_dropout
@@ -128,35 +125,32 @@ class MultiheadAttention(nn.Module):
         attn_mask: Tensor | None = None,
         rotary_pos_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Compute attention.
+        """Compute attention. The result has the shape of ``hidden_states``.
 
         Args:
-            hidden_states: (batch, length, hidden_size). Queries come from it, and for
-                self-attention keys and values too.
-            encoder_output: (batch, encoder length, hidden_size). Only for cross-attention.
-            attn_mask: the mask of torch's ``scaled_dot_product_attention``. True means that an
-                element takes part, the opposite of TransformerEngine's ``attention_mask``. Only
-                for ``attn_mask_type="no_mask"``.
-            rotary_pos_emb: cosines and sines, each (length, kv_channels) or (batch, length,
-                kv_channels), from `rotary_pos_emb` or from Llama's models. Only for self-attention.
-
-        Returns:
-            (batch, length, hidden_size).
+            hidden_states: (batch, length, hidden_size). The source of queries, and with
+                self-attention of keys and values.
+            encoder_output: (batch, other length, hidden_size). Only for cross-attention.
+            attn_mask: mask of torch's ``scaled_dot_product_attention``. True takes part, the
+                opposite of TransformerEngine's ``attention_mask``. Only for
+                ``attn_mask_type="no_mask"``.
+            rotary_pos_emb: cosines and sines, each (length, kv_channels) or with a leading batch
+                dimension, from `rotary_pos_emb` or a Llama model. Only for self-attention.
 
         Raises:
             ValueError: an argument is missing, or does not apply to this type of attention.
         """
         if self.cross != (encoder_output is not None):
-            need = "requires" if self.cross else "does not take"
+            need = "needs an" if self.cross else "takes no"
             raise ValueError(f"{'cross' if self.cross else 'self'}-attention {need} encoder_output")
         if self.causal and attn_mask is not None:
-            raise ValueError('attn_mask requires attn_mask_type="no_mask": pass a causal mask')
+            raise ValueError('attn_mask is for attn_mask_type="no_mask": make it causal itself')
         if self.cross and rotary_pos_emb is not None:
-            raise ValueError("cross-attention does not take rotary_pos_emb")
+            raise ValueError("cross-attention takes no rotary_pos_emb")
         x = hidden_states if self.norm is None else self.norm(hidden_states)
         source = x if encoder_output is None else encoder_output
         projected = self.q_proj(x), self.k_proj(source), self.v_proj(source)
-        # Under tensor parallelism, a rank has some of the heads.
+        # Under tensor parallelism, these are this rank's heads.
         q, k, v = (t.unflatten(-1, (-1, self.kv_channels)).transpose(-3, -2) for t in projected)
         if rotary_pos_emb is not None:
             q, k = _rotate(q, rotary_pos_emb), _rotate(k, rotary_pos_emb)

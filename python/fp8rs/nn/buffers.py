@@ -1,4 +1,4 @@
-"""Keeps a layer's buffers of delayed scaling valid through moves, casts and loads of modules."""
+"""Keeps delayed scaling's buffers of a layer valid through torch's operations on modules."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 
 def slots(scale: Tensor, amax: Tensor) -> Slots:
-    """Return the scales and amaxes in a layer's buffers ``fp8_scale`` and ``fp8_amax``."""
+    """Return the slots in a layer's buffers."""
     return scale[:, 0].unbind(), amax[:, 0].unbind()
 
 
 class SlotCache:
-    """Caches the result of `slots` of one layer, because creating the views takes time.
+    """Caches a layer's slots, because creating their views takes longer than using them.
 
-    A copy of it is empty, because a copied layer has other buffers.
+    A copy starts empty, because it has other buffers.
     """
 
     def __init__(self) -> None:
         self._known: tuple[Tensor, Tensor, Slots] | None = None
 
     def get(self, buffers: dict[str, Any]) -> Slots:
-        """Return the slots in a layer's buffers."""
+        """Return the slots in these buffers."""
         scale, amax = buffers["fp8_scale"], buffers["fp8_amax"]
         known = self._known
         if known is None or known[0] is not scale or known[1] is not amax:
@@ -44,7 +44,7 @@ class SlotCache:
 
 
 def register(layer: nn.Module, delayed: DelayedScalingState | None, device: torch.device) -> None:
-    """With delayed scaling, register the buffers of a layer, without a history."""
+    """Register buffers without a history on a layer, with delayed scaling."""
     if delayed is not None:
         for name, value in new_buffers(delayed.histories.recipe, device).items():
             # Not persistent, so that state dicts load into the unconverted model.
@@ -52,11 +52,11 @@ def register(layer: nn.Module, delayed: DelayedScalingState | None, device: torc
 
 
 @torch.no_grad()
-def reset_scales(layer: Any, delayed: DelayedScalingState | None) -> None:
-    """Forget the history of a layer whose weight is about to be replaced.
+def reset(layer: Any, delayed: DelayedScalingState | None) -> None:
+    """Reset scales and histories, because the weight is about to be replaced.
 
-    The scales of the old weight could saturate the new one, and the next layer's input. In an
-    evaluation, nothing would update them.
+    With the old scales, the new values and the outputs could saturate. In an evaluation, nothing
+    would update the scales.
     """
     if delayed is not None:
         for name in BUFFERS:
@@ -79,7 +79,7 @@ def materialize(
 
 @contextmanager
 def preserve(layer: nn.Module, delayed: DelayedScalingState | None) -> Iterator[None]:
-    """Let ``Module._apply`` move the buffers of a layer, but not cast them."""
+    """Keep the values and the dtype of buffers while a function is applied to all tensors."""
     before = {name: layer._buffers[name] for name in BUFFERS} if delayed is not None else {}
     yield
     if delayed is not None:
@@ -90,5 +90,5 @@ def preserve(layer: nn.Module, delayed: DelayedScalingState | None) -> Iterator[
             assert was is not None and new is not None
             if was.is_meta and not new.is_meta:
                 new.zero_()  # to_empty does not initialize memory
-            if new.dtype != torch.float32:
+            if new.dtype != torch.float32:  # a cast applies only to parameters
                 layer._buffers[name] = was.to(new.device)

@@ -1,10 +1,10 @@
-"""The linear layer as a function of tensors and a key, for eager and compiled code.
+"""The linear layer as a pure function of tensors and one key, for eager and compiled code.
 
     y = x @ weight.T + bias
 
-The function reads and writes only its arguments and the cache of quantized inputs. The key selects
-the `LinearSpec`, which says how operands are quantized and multiplied. Quantization is a separate
-operator before each GEMM, so that compilers merge the operators of layers that share an input.
+It reads and writes only its arguments. The key selects a `LinearSpec`, which describes the
+quantization of the operands and the GEMMs. Each operand is quantized by its own operator before the
+GEMM, so that a compiler merges equal calls of sibling layers, which share their input.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _amax = torch.ops.fp8rs.amax.default
 _note_amax = torch.ops.fp8rs._note_amax.default
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
-#: With delayed scaling, a layer's scales and amaxes: one scale for each of `ROLES` (0: none yet),
-#: and one amax for each. The last amax is a dummy, for calls that record nothing.
+#: The slots of one layer with delayed scaling: scales for `ROLES` (0 before the first one), amaxes
+#: for `ROLES`, and an amax that is never read.
 Slots = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
 
@@ -49,28 +49,25 @@ def linear(
     record: bool = False,
     stats: OperandStats | None = None,
 ) -> Tensor:
-    """Compute x @ weight.T + bias on quantized operands. It is differentiable once.
+    """Compute x @ weight.T + bias on quantized operands. Differentiable once.
 
     Args:
-        x: (..., in_features), fp32, bf16, fp16, or a QuantizedTensor in the recipe's input format.
-        weight: (out_features, in_features), in high precision or a QuantizedTensor.
-        bias: (out_features,) or None.
-        key: the key of the `LinearSpec`, from `fp8rs.nn.spec.register`.
-        out_dtype: the dtype of the output. Each gradient has the dtype of its tensor.
-        scales: with delayed scaling, the scales of weight, input and gradient: fp32, one element
-            each, 0 if there is none yet.
-        amaxes: with delayed scaling, the amaxes of weight, input and gradient, and a dummy: fp32,
-            one element each. They are raised to the operands' finite amaxes.
-        ready: which scales are known to be nonzero. The data need not be read for those.
-        record: whether to record amaxes. If not, they go into the dummy.
-        stats: accumulates the operands' statistics.
-
-    Returns:
-        (..., out_features).
+        x: (..., in), fp32, bf16 or fp16, or a QuantizedTensor in the recipe's format for inputs.
+        weight: (out, in), in high precision or a QuantizedTensor.
+        bias: (out,) or None.
+        key: the key of the `LinearSpec` (`fp8rs.nn.spec.register`).
+        out_dtype: dtype of y. Gradients have the dtypes of their tensors.
+        scales: with delayed scaling, the scales of weight, input and gradient; fp32, one element
+            each, 0 before the first scale.
+        amaxes: with delayed scaling, the slots that are raised to the finite amaxes of weight,
+            input and gradient, and one that is never read; fp32, one element each.
+        ready: which scales are known not to be 0. Other operands are read for their amax.
+        record: whether amaxes are written.
+        stats: accumulates statistics of the operands.
 
     Raises:
-        ValueError: an operand lacks the plane that is needed, or a quantized input does not have
-            the recipe's format.
+        ValueError: an operand lacks a plane, or a quantized input is in another format than the
+            recipe's.
         RuntimeError: the weight's storage was freed by a reshard.
         UnsupportedError: the device cannot run the recipe.
     """
@@ -79,7 +76,7 @@ def linear(
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):
-        # One tuple for what is not a tensor of the graph: each argument costs about 0.3 us.
+        # One tuple for everything but the tensors: an argument costs a third of a microsecond.
         y: Tensor = _Linear.apply(x, weight, bias, (spec, out_dtype, delayed, stats))
         return y
     return _forward(spec, x, weight, bias, out_dtype, delayed, False, stats)[0]
@@ -87,17 +84,16 @@ def linear(
 
 @functools.cache
 def prepare_compilers() -> None:
-    """Let compilers put `linear` into their graphs, and let Inductor fuse the amax of its input.
+    """Allow compilers to put `linear` into graphs, and Inductor to fuse quantization.
 
-    This imports Dynamo and Inductor, which takes two seconds. It therefore runs when the first
-    layer is created, and not when fp8rs is imported.
+    Called when a layer is created, because it imports both, which takes two seconds.
     """
     torch.compiler.allow_in_graph(linear)
     fuse_maxima()
 
 
 class _Delayed:
-    """The scales and amaxes of one layer in one call. See the arguments of `linear`."""
+    """A layer's slots, and how this call uses them."""
 
     __slots__ = ("amaxes", "ready", "record", "scales")
 
@@ -111,14 +107,14 @@ class _Delayed:
         self.scales, self.amaxes, self.ready, self.record = scales, amaxes, ready, record
 
     def scale(self, role: int, x: Tensor, spec: QuantSpec) -> Tensor:
-        """Return an operand's scale, computed from its data if the history has none."""
+        """Return the scale of an operand: the slot's, or one computed from ``x`` if it is 0."""
         scale = self.scales[role]
         if self.ready[role]:
             return scale
         return torch.where(scale > 0, scale, spec.scale_from_amax(_amax(x)))
 
     def amax(self, role: int) -> Tensor:
-        """Return the tensor that an operand's amax is recorded in."""
+        """Return the slot for the amax of an operand."""
         return self.amaxes[role if self.record else -1]
 
 
@@ -143,17 +139,11 @@ def _quantize(
 
 
 def _whole_blocks(x: Tensor, spec: QuantSpec) -> Tensor:
-    """Pad the tokens of ``x`` with zeros to a multiple that the wgrad GEMM accepts.
+    """Return ``x``, or a 2-D copy padded with zero tokens to the multiple that wgrad requires.
 
-    GEMMs contract over a multiple of 16 or over whole blocks. Padding the values is cheaper than
-    padding unaligned codes later. A graph with a dynamic number of tokens always copies.
-
-    Args:
-        x: (..., features).
-        spec: how ``x`` is quantized.
-
-    Returns:
-        ``x``, or a padded copy (tokens, features).
+    GEMMs require multiples of 16 tokens or whole blocks. Padding before quantization is cheaper
+    than unaligned codes, which the GEMM would have to copy. A graph with a symbolic number of
+    tokens always copies.
     """
     multiple = contracted_multiple(spec.format, x.device)
     tokens = math.prod(x.shape[:-1])  # Size.numel would specialize a symbolic size
@@ -161,14 +151,14 @@ def _whole_blocks(x: Tensor, spec: QuantSpec) -> Tensor:
         return x
     missing = -tokens % multiple
     whole = x.new_empty((tokens + missing, x.shape[-1]))
-    # If the number of tokens depends on data, slices would introduce new symbolic sizes.
+    # Slices would get symbolic sizes of their own if the number of tokens depends on data.
     whole.narrow(0, 0, tokens).copy_(x.reshape(tokens, x.shape[-1]))
     whole.narrow(0, tokens, missing).zero_()
     return whole
 
 
 def _as_long(a: Plane, b: Plane) -> tuple[Plane, Plane]:
-    """Pad the operand that has fewer tokens: an input that came quantized is not padded."""
+    """Pad the operand with fewer tokens. An input that was passed quantized is not padded."""
     more = b.data.shape[1] - a.data.shape[1]
     if more == 0:
         return a, b
@@ -225,16 +215,16 @@ def _input_planes(
 def _check_quantized(spec: LinearSpec, x: QuantizedTensor) -> None:
     wanted = spec.input
     if spec.delayed and x._store.delayed is None:
-        why = "the recipe has delayed scaling, whose history records each input"
+        why = "the recipe has delayed scaling, whose history must see each input"
     elif spec.wgrad_input is not None:
         why = "the recipe quantizes it in one format for the forward and in another for wgrad"
     elif (x.format, x.fp8_dtype) != (wanted.format, wanted.fp8_dtype):
-        why = f"on this device the recipe needs {wanted.format.name!r} of {wanted.fp8_dtype}"
+        why = f"on this device the recipe wants {wanted.format.name!r} of {wanted.fp8_dtype}"
     else:
         return
     raise ValueError(
         f"input is a quantized tensor in format {x.format.name!r} of {x.fp8_dtype}, but {why}: "
-        "pass input.dequantize()"
+        "give input.dequantize()"
     )
 
 
@@ -244,14 +234,14 @@ def _input_again(
     """Quantize a saved input columnwise, with the scale of the forward if it has one per tensor.
 
     Layers with the same input share the plane, as in the forward. They do not if hooks on saved
-    tensors (checkpointing, offloading) return a different tensor for each layer.
+    tensors (checkpointing, offloading) return a tensor of its own for each layer.
 
     Args:
         spec: the layer's spec.
-        x: (..., in_features), the saved input.
+        x: (..., in), the saved input.
         scale: the input's scale in the forward, or None.
         forward: the id of the weight, and the cache's generation in the forward.
-        dy: (..., out_features), the gradient of the output.
+        dy: (..., out), the gradient of the output.
     """
     quant = spec.wgrad_input or spec.input
     user, generation = forward
@@ -267,11 +257,11 @@ def _input_again(
 
 
 def _in_backward(x: Tensor, dy: Tensor) -> Tensor:
-    """Return ``x`` as the result of an operation that depends on ``dy``.
+    """Return ``x`` in a form that a compiler recomputes in the backward.
 
-    Custom operators need materialized inputs, so the partitioner would save ``x`` instead of
-    recomputing it. The operation is pointwise. Inductor fuses it with those that compute ``x``, and
-    the dependency on ``dy`` places them in the backward.
+    An operator's argument must be in memory. A compiler saves such a tensor from the forward rather
+    than recompute it. A ``where`` that depends on ``dy`` is arithmetic in front of the operator,
+    which the compiler fuses with the producer of ``x`` in the backward.
     """
     if dy.shape[-1] == 0:
         return x
@@ -292,12 +282,7 @@ def _forward(
     columnwise: bool,
     stats: OperandStats | None,
 ) -> tuple[Tensor, Planes, tuple[Tensor, Tensor]]:
-    """Compute the forward.
-
-    Returns:
-        The output, the input's planes (columnwise only if requested), and the scales of the input
-        and the weight.
-    """
+    """Return the output, the input's planes, and the scales of input and weight."""
     x_planes, x_scale = _input_planes(spec, x, id(weight), columnwise, delayed)
     if isinstance(weight, QuantizedTensor):
         w_row = weight.plane("rowwise", "a linear layer's forward")
@@ -323,7 +308,7 @@ def _forward(
 
 
 def _version(weight: QuantizedTensor) -> int | None:
-    """Return the version of a quantized weight. All-gathers of FSDP2 do not change it."""
+    """Return the version counter of a quantized weight. FSDP2's refills do not change it."""
     return None if weight.is_inference() else weight._version
 
 
@@ -350,8 +335,8 @@ class _Linear(torch.autograd.Function):
         y, (x_row, x_col), (row_scale, w_scale) = _forward(
             spec, x, weight, bias, out_dtype, delayed, columnwise, stats
         )
-        # Save plain tensors, which checkpointing and offloading hooks support. Do not save a
-        # gathered weight: only FSDP2 may hold its planes, because it frees and refills them.
+        # Save plain tensors, which checkpointing and offloading hooks support. A gathered weight is
+        # not saved, because FSDP2 frees and refills its planes.
         gathered = weight if isinstance(weight, QuantizedTensor) else None
         saved_x = x_scale = saved_w = saved_w_scale = x_format = None
         if columnwise:
@@ -374,7 +359,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "fp8rs.nn.Linear does not support double backward: "
+                "fp8rs.nn.Linear has no double backward: "
                 "call backward or torch.autograd.grad without create_graph=True"
             )
         spec: LinearSpec
@@ -395,10 +380,10 @@ class _Linear(torch.autograd.Function):
                     "weights after the backward"
                 )
         if isinstance(dy, QuantizedTensor):
-            # Tensor parallelism has gathered it and recorded its amax.
+            # Tensor parallelism gathered it and recorded its amax.
             row, col = dy.rowwise if needs_x else None, dy.columnwise if needs_w else None
-            assert not needs_bias  # the bias is added after the reduction
-            dy = dy.any_plane().data.view(torch.uint8)  # orders operators in a graph
+            assert not needs_bias  # the bias is added after tensor parallelism's reduction
+            dy = dy.any_plane().data.view(torch.uint8)  # orders operators after it
         elif needs_x or needs_w:
             column_scale = _weight_column_scale(spec, weight, w_scale) if needs_x else None
             row, col = _quantize(spec.grad, GRAD, dy, needs_x, needs_w, delayed, column_scale)
@@ -436,8 +421,8 @@ class _Linear(torch.autograd.Function):
 def _weight_for_dgrad(spec: LinearSpec, weight: Tensor, scale: Tensor | None, dy: Tensor) -> Plane:
     """Return the weight's plane for dgrad.
 
-    It is computed in the backward, after ``dy``. Saving it in the forward would keep the planes of
-    all layers in memory. A high-precision weight is quantized again, with the forward's ``scale``.
+    It is computed in the backward, after ``dy``. Saved from the forward, the planes of all layers
+    would be in memory at once. A high-precision weight is quantized again with the forward's scale.
     """
     if isinstance(weight, QuantizedTensor):
         if weight.columnwise is not None and not weight.columnwise.format.per_row:

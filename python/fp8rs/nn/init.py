@@ -1,7 +1,7 @@
-"""Initialize sharded parameters by the position of an element in the whole parameter.
+"""Initialization of sharded parameters that depends on positions in the whole parameter.
 
-The result does not depend on the sharding or the device. torch's own initialization of a shard
-does, and on a CPU mesh with equal seeds it gives all ranks the same numbers.
+Torch's random numbers for a shard depend on the shard, and with equal seeds all ranks of a CPU mesh
+draw the same numbers. The numbers here depend neither on the sharding nor on the device.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _random_uniform = torch.ops.fp8rs.random_uniform_.default
 
 
 def is_sharded(parameter: Any) -> bool:
-    """Return whether a parameter is a DTensor that is not on the meta device."""
+    """Whether a parameter is a DTensor with memory."""
     return is_distributed(parameter) and not parameter.is_meta
 
 
 @torch.no_grad()
 def reset_linear(layer: nn.Linear) -> None:
-    """Initialize sharded parameters as ``nn.Linear.reset_parameters``: uniform in 1/sqrt(fan_in).
+    """Initialize sharded parameters like ``nn.Linear``: uniform in +-1 / sqrt(fan_in).
 
-    All ranks of the mesh must call this. The first rank's seed is broadcast.
+    All ranks of the mesh call it. The seed is drawn from the first rank's default generator.
     """
     bound = 1 / math.sqrt(layer.weight.shape[1]) if layer.weight.shape[1] else 0.0
     for parameter in (layer.weight, layer.bias):
@@ -36,7 +36,7 @@ def reset_linear(layer: nn.Linear) -> None:
 
 
 def uniform_(parameter: Any, bound: float) -> None:
-    """Fill a parameter with uniform numbers from -bound to bound."""
+    """Fill a parameter with uniform numbers in [-bound, bound), by positions in the whole one."""
     if not is_sharded(parameter):
         parameter.uniform_(-bound, bound)
         return
@@ -45,7 +45,7 @@ def uniform_(parameter: Any, bound: float) -> None:
     whole = tuple(parameter.shape)
     mine, start = local_shape_and_offset(whole, parameter.device_mesh, parameter.placements)
     cols = math.prod(whole[1:])
-    # A rank may hold some columns of its rows.
+    # Generate whole rows. This rank may hold only some columns.
     values = torch.empty((mine[0], *whole[1:]), dtype=torch.float32, device=local.device)
     _random_uniform(values, seed, start[0] * cols, -bound, bound)
     for dim in range(1, len(whole)):
@@ -54,7 +54,7 @@ def uniform_(parameter: Any, bound: float) -> None:
 
 
 def common_seed(mesh: Any) -> int:
-    """Return 63 bits that the mesh's first rank draws from torch's default generator."""
+    """Return 63 bits from the default generator of the mesh's first rank."""
     seed: Tensor = torch.empty((), dtype=torch.int64).random_()
     if dist.get_world_size() > 1:
         seed = seed.to(mesh.device_type)

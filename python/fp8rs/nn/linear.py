@@ -1,4 +1,4 @@
-"""A linear layer whose three GEMMs (forward, dgrad, wgrad) multiply FP8 operands."""
+"""A linear layer whose three GEMMs run on FP8 operands."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ from .model_state import ModelState
 
 @constant_when_traced
 def warn_on_export() -> bool:
-    """Warn, while a layer is exported with gradients enabled, that the program has no backward.
+    """Warn while a layer is exported that the program has no backward.
 
-    Runs at trace time. Inside a traced function, torch 2.11 always reports an export.
+    It runs at trace time, because torch 2.11 reports every trace as an export.
     """
     if torch.compiler.is_exporting():
         warnings.warn(
-            "an exported FP8 layer has no backward: its weight and its input silently get no "
-            "gradient. For inference, export under torch.no_grad()",
+            "an exported FP8 layer computes only its forward: no gradient reaches its weight or "
+            "its input, and no error reports it. If that is intended, export under "
+            "torch.no_grad()",
             stacklevel=1,
         )
     return True
@@ -43,38 +44,40 @@ def warn_on_export() -> bool:
 def before_load(
     layer: Float8Linear, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
 ) -> None:
-    """Prepare a layer for a state dict: a load-state-dict pre-hook."""
+    """Run before a state dict is loaded into a layer."""
     key, delayed = prefix + "weight", layer._fp8_state.delayed
     if key not in state_dict:
         return
     quantized_weight.refuse_codes(layer, state_dict, prefix)
-    buffers.reset_scales(layer, delayed)
+    buffers.reset(layer, delayed)
     if local_metadata.get("assign_to_params_buffers", False):
         if not state_dict[key].is_meta:
-            # A write to the weight needs the buffers.
             buffers.materialize(layer, delayed, state_dict[key].device)
         state_dict[key] = quantized_weight.copy_into_fp8_weight(layer, "weight", state_dict[key])
 
 
 def after_load(layer: Float8Linear, incompatible: Any) -> None:
-    """Allocate buffers that are still on the meta device: a load-state-dict post-hook."""
+    """Run after a state dict was loaded into a layer."""
+    state = layer._fp8_state
     weight = layer._parameters.get("weight")
     if weight is not None and not weight.is_meta:
-        buffers.materialize(layer, layer._fp8_state.delayed, weight.device)
+        buffers.materialize(layer, state.delayed, weight.device)
+    if state.sharded_model is not None:
+        state.sharded_model.scale_sync.sync_module(layer)
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer, y = x @ weight.T + bias, that quantizes its operands as a recipe says.
+    """Computes y = x @ weight.T + bias on operands that are quantized by a recipe.
 
-    It has the parameters of torch.nn.Linear, in high precision. Forward, dgrad and wgrad multiply
-    FP8 operands. The backward uses the input's columnwise FP8 plane, which is saved instead of the
-    input. The input may have one or more dims of any sizes. The output has the dtype of the input,
-    which must be the weight's, or autocast's dtype. Each gradient has the dtype of its tensor.
+    The parameters are high-precision ones, as in torch.nn.Linear. Forward, dgrad and wgrad run on
+    FP8 operands. The input's FP8 columnwise plane is saved for the backward instead of the input.
+    The input has one or more dimensions of any sizes. Its dtype (or autocast's) is the weight's and
+    the output's. Gradients have the dtypes of their tensors.
 
-    Every converted layer is an instance of this class. ``convert_to_float8_training`` turns an
-    instance of a subclass of ``nn.Linear`` into an instance of a new class with the bases
-    ``Float8Linear`` and that subclass. The layers of a converted model share one
-    ``fp8rs.nn.model_state.ModelState``. A layer that is constructed directly has its own.
+    Every converted layer is an instance of this class. Conversion turns an instance of a subclass
+    of ``nn.Linear`` into an instance of a new class that inherits from this class and the subclass.
+    Layers of one ``fp8rs.convert_to_float8_training`` share a ``ModelState``. A layer that is
+    constructed directly has its own.
 
     Args:
         in_features: see torch.nn.Linear.
@@ -92,12 +95,12 @@ class Float8Linear(nn.Linear):
     _fp8_slots: buffers.SlotCache
     #: The handle of each FP8 parameter, by the parameter's name.
     _fp8_params: dict[str, Any]
-    #: With delayed scaling, whether weight, input and gradient are known to have a scale. This is
-    #: one roll behind the buffers, so that the host need not wait for the device.
+    #: With delayed scaling, whether weight, input and gradient have scales, as of the last roll but
+    #: one. The buffers themselves are not read.
     fp8_ready: tuple[bool, bool, bool] = NOTHING_READY
-    #: Reduces the partial sums of a layer whose weight is sharded along in_features.
+    #: Reduces the partial sums of a layer whose weight is sharded along its input features.
     _fp8_reduce: Callable[[Float8Linear, Any], Any] | None = None
-    #: The debug options, if there are any.
+    #: Changes to the layer's computation while a run is debugged.
     _fp8_debug: Debug | None = None
 
     def __init__(
@@ -117,7 +120,7 @@ class Float8Linear(nn.Linear):
     def from_linear(
         cls, linear: nn.Linear, *, recipe: Recipe | RecipeName = "current"
     ) -> Float8Linear:
-        """Return an FP8 layer that shares the parameters, hooks and mode of ``linear``."""
+        """Return a layer with the same parameter objects, hooks and mode as ``linear``."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear must be a torch.nn.Linear, not {type(linear).__name__}")
         new = cls.__new__(cls)
@@ -127,13 +130,13 @@ class Float8Linear(nn.Linear):
         return new
 
     def _join_own_state(self, recipe: Recipe | RecipeName) -> None:
-        """Make this layer the root and the only layer of a new state."""
+        """Make this the root and only layer of a new state."""
         state = ModelState(recipe, standalone=True)
         self._join(state, "")
         state.attach(self)
 
     def _join(self, state: ModelState, name: str) -> None:
-        """Add this layer to the layers of ``state``, under its fully qualified name."""
+        """Make this a layer of the model with ``state``."""
         self._fp8_state = state
         self._fp8_index = state.add_linear(self, name)
         self._fp8_slots = buffers.SlotCache()
@@ -148,22 +151,16 @@ class Float8Linear(nn.Linear):
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe that says how operands are quantized."""
+        """The recipe for quantizing the operands."""
         return self._fp8_state.recipe
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute input @ weight.T + bias on FP8 operands.
-
-        Args:
-            input: (..., in_features).
-
-        Returns:
-            (..., out_features).
+        """Map (..., in_features) to (..., out_features).
 
         Raises:
-            ValueError: the last dim of the input is not in_features, or the input is 0-d.
+            ValueError: the last dim is not in_features, or the input is 0-d.
             TypeError: the input is nested, or not float32, bfloat16 or float16.
-            RuntimeError: input and weight have different dtypes, without autocast.
+            RuntimeError: without autocast, input and weight have two dtypes.
             UnsupportedError: the device cannot run the recipe.
         """
         compiling = torch.compiler.is_compiling()
@@ -184,7 +181,7 @@ class Float8Linear(nn.Linear):
         return self._compute(input, weight, bias)
 
     def _compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the forward of local tensors."""
+        """Compute the forward on local tensors."""
         if input.is_nested:
             raise TypeError(
                 "input must be a dense tensor, not a nested tensor: use nn.TransformerEncoder with "
@@ -192,16 +189,15 @@ class Float8Linear(nn.Linear):
             )
         shape, dtype = input.shape, input.dtype
         if not shape or shape[-1] != weight.shape[1]:
+            needed = f"its last dim must be {weight.shape[1]}" if shape else "it must have a dim"
             name = self._fp8_state.names[self._fp8_index]
             of = f" of {name}" if name else ""
-            raise ValueError(
-                f"input{of} has shape {tuple(shape)}, but its last dim must be {weight.shape[1]}"
-            )
+            raise ValueError(f"input{of} has shape {tuple(shape)}, but {needed}")
         if dtype not in INPUT_DTYPES:
             raise TypeError(f"input must be float32, bfloat16 or float16, not {dtype}")
-        # `device.type` is slower than `is_cuda`.
+        # Reading `is_cuda` is faster than the device's type.
         device = "cuda" if input.is_cuda else input.device.type
-        if device == "meta":  # has no autocast
+        if device == "meta":  # without autocast
             pass
         elif torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
@@ -236,10 +232,10 @@ class Float8Linear(nn.Linear):
         return self._fp8_slots.get(self._buffers)
 
     def _operands(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias. Raise if FSDP2 has freed the gathered weight.
+        """Return weight and bias. RuntimeError if FSDP2 has freed the gathered weight.
 
-        Read ``_parameters`` directly: ``Module.__getattr__`` is about 10x slower. A parametrized
-        weight or bias is not in there.
+        They are read from ``_parameters``, ten times faster than attributes of a module. A
+        parametrized weight is an attribute.
         """
         parameters = self._parameters
         weight: Any = parameters.get("weight")
@@ -261,38 +257,37 @@ class Float8Linear(nn.Linear):
             # FSDP2 sets each shard and each gathered weight.
             sharded = is_distributed(value)
             if sharded:
-                self._wrap_param(name, value)
+                self._wrap_shard(name, value)
             if sharded or isinstance(value, QuantizedTensor):
                 self._parameters[name] = value
                 return
         super().__setattr__(name, value)
 
-    def _wrap_param(self, name: str, parameter: Any) -> None:
+    def _wrap_shard(self, name: str, parameter: Any) -> None:
         sharded_model = self._fp8_state.shard()
         if sharded_model is not None:
             sharded_model.wrap(self, name, parameter)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter. The part of an FP8 weight that a parallel style sets is FP8 too."""
+        """Register a parameter. A part that a parallel style takes from an FP8 weight is FP8."""
         quantized_weight.quantize_like(self._parameters.get(name), param)
         super().register_parameter(name, param)
 
     def reset_parameters(self) -> None:
-        """Initialize as nn.Linear does.
-
-        If the layer is sharded, the whole weight does not depend on the number of ranks.
-        """
+        """Initialize like nn.Linear. The weight does not depend on the number of ranks."""
         state = self.__dict__.get("_fp8_state")
-        if state is None:  # called by the constructor
+        if state is None:  # the constructor's call
             super().reset_parameters()
             return
-        buffers.reset_scales(self, state.delayed)
+        buffers.reset(self, state.delayed)
         kind = type(self).__dict__.get("_fp8_kind", nn.Linear)
         own = kind.reset_parameters is not nn.Linear.reset_parameters
         if own or not is_sharded(self.weight):
             super().reset_parameters()
         else:
             reset_linear(self)
+        if state.sharded_model is not None:
+            state.sharded_model.scale_sync.sync_module(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         delayed = self._fp8_state.delayed
@@ -300,15 +295,15 @@ class Float8Linear(nn.Linear):
             out = super()._apply(fn, recurse)
         weight = self._parameters["weight"]
         if is_distributed(weight):
-            self._wrap_param("weight", weight)
+            self._wrap_shard("weight", weight)
         return out
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._fp8_debug = None
         weight: Any = self._parameters.get("weight")
-        if isinstance(weight, QuantizedTensor) and weight._store.owner is None:
-            self._wrap_param("weight", weight)
+        if isinstance(weight, QuantizedTensor) and weight._store.observer is None:
+            self._wrap_shard("weight", weight)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={describe(self.recipe)}"
@@ -321,9 +316,9 @@ _classes: dict[type[nn.Linear], type[Float8Linear]] = {nn.Linear: Float8Linear}
 
 
 def float8_class(kind: type[nn.Linear]) -> type[Float8Linear]:
-    """Return the class of the converted layers of class ``kind``, created on first use.
+    """Return the FP8 class for a class of linear layers.
 
-    FSDP2 creates classes for the modules that it shards in the same way.
+    It inherits from ``Float8Linear`` and the class. FSDP2 creates classes in the same way.
     """
     found = _classes.get(kind)
     if found is None:
@@ -334,10 +329,10 @@ def float8_class(kind: type[nn.Linear]) -> type[Float8Linear]:
 
 
 def _reduce(layer: Float8Linear) -> Any:
-    """Pickle a layer of a created class, which cannot be imported."""
+    """Pickle a layer whose class was created at run time."""
     return _blank, (type(layer).__dict__["_fp8_kind"],), layer.__dict__
 
 
 def _blank(kind: type[nn.Linear]) -> Float8Linear:
-    """Return a layer without attributes. Pickle and copy set them."""
+    """Create a layer without state, for pickle and copy."""
     return object.__new__(float8_class(kind))

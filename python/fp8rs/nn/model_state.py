@@ -40,12 +40,12 @@ class ModelState:
     Args:
         recipe: a recipe or its short name.
         amax_reduction_group: see ``convert_to_float8_training``.
-        standalone: its layers were constructed with ``recipe=``, not converted. FSDP2 gathers their
-            weights in high precision.
+        standalone: its layers were made with a ``recipe`` and not by a conversion. FSDP2 gathers
+            their weights as they are.
 
     Attributes:
         recipe: the recipe of every layer.
-        key: identifies the recipe and the group in graphs (`fp8rs.nn.spec`).
+        key: names the recipe and the group in graphs (`fp8rs.nn.spec`).
         tracker: counts the model's forwards and steps.
         linears: weak references to the layers, by index.
         names: their fully qualified names, for messages.
@@ -65,8 +65,8 @@ class ModelState:
         self.recipe = resolve_recipe(recipe)
         if amax_reduction_group is not None and not self.recipe.block_format("input").per_tensor:
             raise ValueError(
-                f"amax_reduction_group is for recipes with one scale per tensor, not for "
-                f"{self.recipe.name!r}, whose scales belong to rows or blocks"
+                f"amax_reduction_group is for recipes with one scale a tensor, not for "
+                f"{self.recipe.name!r}: its scales come from rows or blocks that a rank has whole"
             )
         self.linears: list[weakref.ref[nn.Module]] = []
         self.names: list[str] = []
@@ -138,8 +138,8 @@ class ModelState:
     def attach(self, root: nn.Module) -> None:
         """Register hooks on the forward of ``root``.
 
-        Insert the hooks under fixed names. torch numbers hooks and compiled graphs guard on the
-        numbers, so that a graph would serve one model only.
+        Hooks are inserted under names of ours. Torch numbers hooks, and compiled graphs guard on
+        the numbers, so that a graph would serve one model only.
         """
         begin, end = RootHook(self, "begin_forward", root), RootHook(self, "end_forward", root)
         before, after = cast(Any, root._forward_pre_hooks), cast(Any, root._forward_hooks)
@@ -148,7 +148,7 @@ class ModelState:
         before.move_to_end(name, last=False)
         root._forward_hooks_always_called[name] = True  # type: ignore[index]
         self._hook_name = name
-        # The root's hook raises before any layer is loaded.
+        # On the root too, so that nothing has been loaded when it raises.
         hooks: Any = root._load_state_dict_pre_hooks.values()
         if refuse_codes not in (known.hook for known in hooks):
             root.register_load_state_dict_pre_hook(refuse_codes)
@@ -203,10 +203,9 @@ class ModelState:
             return
         if self._root is None or not self.linears:
             self._link(module)
-        # A standalone layer is its own root. Clearing at each of its forwards would disable the
-        # cache.
+        # Layers that were made one by one are roots themselves. Clearing would disable the cache.
         if not self.standalone or len(self.names) > 1:
-            clear_input_cache()  # collectives write to receive buffers without a new version
+            clear_input_cache()  # collectives write receive buffers without a new version
         new = self.tracker.begin_forward(
             training=module.training, grad=torch.is_grad_enabled(), in_backward=in_backward()
         )
@@ -225,9 +224,9 @@ class ModelState:
         if self.fp8_gather and not self._warned_of_fsdp1 and is_view_of_flat_parameter(weight):
             self._warned_of_fsdp1 = True
             warnings.warn(
-                "FullyShardedDataParallel gathers weights in high precision, in one flat tensor, "
-                "and layers quantize the gathered weight. Use fully_shard for FP8 all-gathers, or "
-                "convert with enable_fsdp_float8_all_gather=False to silence this warning",
+                "FullyShardedDataParallel gathers weights in high precision, in one flat tensor: "
+                "layers quantize the gathered weight. For gathers in FP8 use fully_shard; to "
+                "silence this warning convert with enable_fsdp_float8_all_gather=False",
                 stacklevel=2,
             )
 
@@ -266,8 +265,8 @@ class ModelState:
     def __getstate__(self) -> dict[str, Any]:
         if self._group is not None:
             warnings.warn(
-                "the amax_reduction_group of a converted model cannot be pickled: the unpickled "
-                "model reduces amaxes as a model without an amax_reduction_group does",
+                "a pickle cannot hold the amax_reduction_group of a converted model: amaxes of "
+                "the model that is loaded are reduced as if none had been given",
                 stacklevel=2,
             )
         return {**self._contents(), "_group": None}

@@ -1,4 +1,4 @@
-"""Load state dicts of Llama and TransformerEngine layers into a `TransformerLayer`."""
+"""Loads transformer layers of Llama and of TransformerEngine under their own parameter names."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from .normalized import check_choice
 from .transformer import TransformerLayer
 
-#: TransformerEngine's names (2.x, ``fuse_qkv_params=False``) and ours. "{}" stands for weight or
-#: bias. If there are two names of ours, the rows of the first come before the rows of the second.
+#: Our names for TransformerEngine's (2.x, ``fuse_qkv_params=False``), with "{}" for weight or bias.
+#: With two names of ours, their parameter has the rows of the first, followed by the second.
 TRANSFORMER_ENGINE = {
     "self_attention.layernorm_qkv.layer_norm_{}": ("input_layernorm.{}",),
     "self_attention.layernorm_qkv.query_{}": ("self_attn.q_proj.{}",),
@@ -28,7 +28,7 @@ TRANSFORMER_ENGINE = {
     "layernorm_mlp.fc2_{}": ("mlp.down_proj.{}",),
 }
 
-#: The tables of names, by the argument ``names``. Our names are Llama's.
+#: Tables of names. Ours are Llama's.
 NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "llama": {},
     "transformer_engine": TRANSFORMER_ENGINE,
@@ -38,28 +38,27 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
 def load_transformer_layer(
     layer: TransformerLayer, state_dict: Mapping[str, Any], *, names: str, prefix: str = ""
 ) -> None:
-    """Load the parameters of a Llama layer of transformers, or of a TransformerEngine layer.
+    """Load the parameters of one layer of a Llama (transformers' names) or of TransformerEngine.
 
-    The layer may be converted, may have FP8 weights, and may be sharded. If it is sharded, every
-    rank must call this with whole tensors. A state dict does not contain the activation, the
-    epsilon or the number of heads. Pass those to the layer's constructor.
+    The layer may be converted and may have FP8 weights. If it is sharded, every rank calls this
+    with whole tensors. A state dict does not contain the activation, epsilon and number of heads,
+    which are arguments of the constructor.
 
     Args:
         layer: the layer to load into.
-        state_dict: the state dict of the layer, or of a model that contains it under ``prefix``.
+        state_dict: the state dict of the layer, or of a model that has it under ``prefix``.
         names: "llama" or "transformer_engine". TransformerEngine's ``_extra_state`` is ignored.
-            Its ``fuse_qkv_params=True`` is not supported: split the fused weight first.
-        prefix: the prefix of the layer's names, such as "model.layers.0.". Names without it are
-            ignored.
+            ``fuse_qkv_params=True`` is not supported: split the weight first.
+        prefix: the prefix of the layer's names, such as "model.layers.0.". Other names are ignored.
 
     Raises:
-        ValueError: ``names`` is not supported, or no name in ``state_dict`` has the prefix.
-        RuntimeError: names are missing or unexpected, or shapes differ. All of them are listed.
+        ValueError: ``names`` is invalid, or no name in ``state_dict`` starts with ``prefix``.
+        RuntimeError: names are missing or unexpected, or shapes differ. All are listed.
     """
     check_choice("names", names, NAMES)
     found = {n.removeprefix(prefix): t for n, t in state_dict.items() if n.startswith(prefix)}
     if not found:
-        raise ValueError(f"state_dict has no name with the prefix {prefix!r}")
+        raise ValueError(f"state_dict has no name that begins with {prefix!r}")
     own = layer.state_dict()
     renamed: dict[str, Any] = dict(_renamed(found, NAMES[names], set(own)))
     if any(hasattr(value, "device_mesh") for value in own.values()):
@@ -73,7 +72,7 @@ def load_transformer_layer(
 def _renamed(
     state_dict: Mapping[str, Tensor], table: dict[str, tuple[str, ...]], own: set[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors under our names. A name that is not in the table is not changed."""
+    """Yield the tensors under our names. Names without an entry in the table stay."""
     ours = {
         theirs.format(kind): [name.format(kind) for name in names if name.format(kind) in own]
         for theirs, names in table.items()

@@ -1,7 +1,7 @@
-"""A norm followed by a linear layer or by a feed-forward network.
+"""A norm followed by a linear layer, and a norm followed by a feed-forward network.
 
-These modules are composed of torch's modules. They become FP8 when the model is converted, or by
-themselves if ``recipe`` is given. Arguments have TransformerEngine's names.
+They are composed of torch's modules, and become FP8 by conversion of a model or by ``recipe``.
+Arguments have TransformerEngine's names.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .standalone import make_float8
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
 
-# TransformerEngine's gelu is the tanh approximation.
+# TransformerEngine's gelu is the approximation by tanh.
 _gelu: Callable[[Tensor], Tensor] = partial(F.gelu, approximate="tanh")
 ACTIVATIONS = {"gelu": _gelu, "relu": F.relu, "geglu": _gelu, "swiglu": F.silu}
-#: Activations of a gate, whose output is multiplied by the output of ``up_proj``.
+#: Activations of a gate, which is multiplied by the output of a second layer.
 GATED = {"geglu", "swiglu"}
 
 
 def check_choice(argument: str, value: object, options: Collection[str]) -> None:
-    """Raise ValueError if the value of an argument is not one of the options."""
+    """Raise ValueError if ``value`` is not one of the options."""
     if value not in options:
         raise ValueError(f"{argument} must be {' or '.join(map(repr, options))}, not {value!r}")
 
@@ -40,18 +40,18 @@ def make_norm(kind: str, size: int, eps: float, **factory: Any) -> nn.Module:
 
 
 class LayerNormLinear(nn.Module):
-    """A norm followed by a linear layer: ``linear(norm(x))``.
+    """A norm and a linear layer: ``linear(norm(x))``.
 
     Args:
-        in_features: the size of the last dim of the input.
-        out_features: the size of the last dim of the output.
-        eps: the epsilon that the norm adds to the variance.
+        in_features: size of the last dim of the input.
+        out_features: size of the last dim of the output.
+        eps: epsilon of the norm.
         bias: whether the linear layer has a bias.
         normalization: "LayerNorm" or "RMSNorm".
-        device: the device of the parameters.
-        dtype: the dtype of the parameters.
-        recipe: a recipe or its short name to make this module FP8 by itself. None if the whole
-            model is converted.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        recipe: a recipe or its short name, to make this module FP8. None for models that are
+            converted as a whole.
     """
 
     def __init__(
@@ -78,14 +78,13 @@ class LayerNormLinear(nn.Module):
 
 
 class MLP(nn.Module):
-    """A feed-forward network with Llama's names.
+    """``down_proj(act(up_proj(x)))``, or gated: ``down_proj(act(gate_proj(x)) * up_proj(x))``.
 
-    It computes ``down_proj(act(up_proj(x)))``, or ``down_proj(act(gate_proj(x)) * up_proj(x))`` for
-    gated activations. ``gate_proj`` and ``up_proj`` share one quantized input.
+    Its layers have Llama's names. ``gate_proj`` and ``up_proj`` share their quantized input.
 
     Args:
-        hidden_size: the size of the last dim of input and output.
-        ffn_hidden_size: the size between the linear layers.
+        hidden_size: size of the last dim of input and output.
+        ffn_hidden_size: size between the layers.
         bias: whether the linear layers have biases.
         activation: a name in `ACTIVATIONS`.
         factory: ``device`` and ``dtype`` of the parameters.
@@ -103,7 +102,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(ffn_hidden_size, hidden_size, bias, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., hidden_size) to (..., hidden_size)."""
+        """Map (..., hidden_size) to the same shape."""
         activate = ACTIVATIONS[self.activation]
         if self.activation in GATED:
             h = activate(self.gate_proj(x)) * self.up_proj(x)
@@ -117,19 +116,19 @@ class MLP(nn.Module):
 
 
 class LayerNormMLP(nn.Module):
-    """A norm followed by a feed-forward network: ``mlp(norm(x))``, without a residual.
+    """A norm and a feed-forward network: ``mlp(norm(x))``, without a residual.
 
     Args:
-        hidden_size: the size of the last dim of input and output.
-        ffn_hidden_size: the size between the linear layers.
-        eps: the epsilon that the norm adds to the variance.
+        hidden_size: size of the last dim of input and output.
+        ffn_hidden_size: size between the linear layers; of the gate too.
+        eps: epsilon of the norm.
         bias: whether the linear layers have biases.
-        activation: "gelu" (the tanh approximation), "relu", or the gated "geglu" or "swiglu".
+        activation: "gelu" (the approximation by tanh, as TransformerEngine's), "relu", or gated:
+            "geglu", "swiglu".
         normalization: "LayerNorm" or "RMSNorm".
-        device: the device of the parameters.
-        dtype: the dtype of the parameters.
-        recipe: a recipe or its short name to make this module FP8 by itself. None if the whole
-            model is converted.
+        device: as of `LayerNormLinear`.
+        dtype: as there.
+        recipe: as there.
     """
 
     def __init__(
@@ -151,6 +150,6 @@ class LayerNormMLP(nn.Module):
         make_float8(self, recipe)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., hidden_size) to (..., hidden_size)."""
+        """Map (..., hidden_size) to the same shape."""
         y: Tensor = self.mlp(self.norm(x))
         return y

@@ -141,7 +141,7 @@ def _observe(
 ) -> Tensor:
     """Add the quantization error of ``values`` to ``slots[role]``.
 
-    As in ``_note_amax``, the write is not declared to torch. A graph keeps the call because the
+    The write is not declared to torch, as in ``_note_amax``. A graph keeps the call because the
     GEMM uses its result.
 
     Args:

@@ -1,4 +1,4 @@
-"""Keeps a layer's FP8 weight FP8 when torch moves, loads or replaces parameters."""
+"""Keeps a layer's FP8 weight valid through torch's operations on parameters of modules."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import quantize_planes
 from fp8rs.tensor.wrapper import OWN_ATTRIBUTES
 
-#: Attributes that fp8rs and torch set on parameters (quantized tensors, masters, DTensors).
+#: Attributes of quantized tensors, master weights and DTensors.
 _INTERNAL_ATTRIBUTES = OWN_ATTRIBUTES | {"_data", "_handle", "_local_tensor", "_spec"}
 
 
 def copy_attributes(before: dict[str, Any], parameter: Any) -> None:
-    """Copy the attributes that a user has set on a parameter to the one that replaces it."""
-    for name, value in before.items():
-        if name not in _INTERNAL_ATTRIBUTES and name not in parameter.__dict__:
-            setattr(parameter, name, value)
+    """Copy attributes that users have set on a parameter to the one that replaces it."""
+    for mark, value in before.items():
+        if mark not in _INTERNAL_ATTRIBUTES and mark not in parameter.__dict__:
+            setattr(parameter, mark, value)
 
 
 def is_fp8(weight: Any) -> bool:
-    """Return whether a parameter, sharded or not, is an FP8 weight."""
+    """Whether a parameter, sharded or not, is an FP8 weight."""
     return isinstance(own_part(weight), QuantizedTensor)
 
 
 def refuse_codes(module: nn.Module, state_dict: Any, prefix: str, *args: Any) -> None:
-    """Refuse quantized weights, whose codes torch would copy as values: a load-state-dict pre-hook.
+    """Load-state-dict pre-hook: refuse quantized weights, whose codes torch would copy as values.
 
     Raises:
-        TypeError: the state dict has FP8 codes, or the scales of a weight. Nothing is loaded.
+        TypeError: the state dict has FP8 codes, or scales for a weight. Nothing was loaded.
     """
     found = []
     for name, layer in module.named_modules():
@@ -46,9 +46,9 @@ def refuse_codes(module: nn.Module, state_dict: Any, prefix: str, *args: Any) ->
     if found:
         raise TypeError(
             f"the state dict has {len(found)} quantized weights, the first of them {found[0]} of "
-            f"{state_dict[found[0]].dtype}: load_state_dict would read their codes as values. "
-            "Expected values in high precision. Load a checkpoint of fp8rs.checkpoint with "
-            "fp8rs.checkpoint.load. For other files, multiply each code by its scale first"
+            f"{state_dict[found[0]].dtype}: load_state_dict would take their codes as values. "
+            "Expected values in high precision. Load a checkpoint of fp8rs.checkpoint by "
+            "fp8rs.checkpoint.load. In other files multiply each code by its scale first"
         )
 
 
@@ -60,13 +60,13 @@ def _is_quantized(value: Any, key: str, state_dict: Any) -> bool:
 
 
 def quantize_like(before: Any, parameter: Any) -> None:
-    """Make a parameter FP8 if it replaces an FP8 weight, such as the part that a style shards.
+    """Quantize the part that a parallel style takes from an FP8 weight, if it is not quantized.
 
-    A part that starts inside a block arrives in high precision. Its blocks start where it does.
+    A part that starts inside a block arrives as values, because its own blocks start at its edge.
 
     Args:
         before: the parameter that is replaced.
-        parameter: the new parameter. Only DTensors are changed.
+        parameter: the new parameter, maybe a DTensor. It becomes FP8 if ``before`` is.
     """
     whole, part = own_part(before), own_part(parameter)
     values = part is not parameter and not isinstance(part, QuantizedTensor)
@@ -77,16 +77,16 @@ def quantize_like(before: Any, parameter: Any) -> None:
 
 
 def copy_into_fp8_weight(layer: nn.Module, name: str, value: Any) -> Any:
-    """Write a value to an FP8 weight, for ``load_state_dict(assign=True)``.
+    """Write to an FP8 weight what ``load_state_dict(assign=True)`` would assign to it.
 
-    Assigning the value would silently replace the FP8 weight by a plain one.
+    Assigning would replace it by a plain weight.
 
     Returns:
-        What load_state_dict is to assign: the FP8 weight, or ``value`` if the parameter is not FP8.
+        The value to assign: the FP8 parameter itself, or ``value`` for other parameters.
     """
     weight: Any = layer._parameters[name]
     if not is_fp8(weight) or value.shape != weight.shape:
-        return value  # torch raises for another shape
+        return value  # torch reports a wrong shape
     if weight.is_meta and not value.is_meta:
         empty = torch.empty_like(weight.detach(), device=value.device)
         setattr(layer, name, nn.Parameter(empty, weight.requires_grad))
@@ -98,14 +98,13 @@ def copy_into_fp8_weight(layer: nn.Module, name: str, value: Any) -> Any:
 
 @contextmanager
 def preserve_attributes(layer: nn.Module, name: str) -> Iterator[None]:
-    """Keep user attributes and hooks of an FP8 weight through ``Module._apply``."""
+    """Keep attributes and hooks of an FP8 weight while a function is applied to all tensors."""
     weight: Any = layer._parameters[name]
-    # torch may swap the attributes with the tensors, so copy them first.
-    attributes = {} if weight is None else dict(weight.__dict__)
+    marks = {} if weight is None else dict(weight.__dict__)
     hooks = hooks_of(weight) if is_fp8(weight) else (None, None)
     yield
     weight = layer._parameters[name]
     if is_fp8(weight):
-        copy_attributes(attributes, weight)
+        copy_attributes(marks, weight)
         if any(hooks):
             set_hooks(weight, hooks)

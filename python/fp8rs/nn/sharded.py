@@ -1,11 +1,10 @@
-"""Linear layers on DTensors, for torch's tensor-parallel styles.
+"""Linear layers with DTensor operands, for tensor parallelism with torch's own plans.
 
-The layer computes on local tensors. The rules here give the placements of the output and the
-gradients. They are DTensor's rules for ``F.linear`` and the placements of ColwiseParallel,
-RowwiseParallel and SequenceParallel. Each rank computes scales of activations and gradients from
-its local tensors.
-
-Importing torch.distributed.tensor takes seconds, so only sharded layers import this module.
+The layer's function computes on local tensors. The rules here give the placements of the output and
+of the gradients, like DTensor's rules for torch's linear. They cover the placements of
+ColwiseParallel, RowwiseParallel and SequenceParallel. Each rank computes the scales of activations
+and gradients from its own part. This module is imported on first use, because
+torch.distributed.tensor takes seconds to import.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-#: Computes the local output from local input, weight and bias.
+#: Maps local input, weight and bias to the output.
 Local = Callable[[Tensor, Tensor, Any], Tensor]
 
 _WORKS = (
@@ -32,24 +31,21 @@ def on_shards(
     bias: Tensor | None,
     reduce: Callable[[DTensor], DTensor] | None = None,
 ) -> DTensor:
-    """Compute ``x @ weight.T + bias`` of DTensors.
-
-    A plain tensor counts as replicated.
+    """Compute ``x @ weight.T + bias`` of DTensors by ``compute`` on their local tensors.
 
     Args:
-        compute: computes the layer's output from local tensors.
-        x: (..., in_features).
-        weight: (out_features, in_features).
-        bias: (out_features,) or None.
-        reduce: reduces a Partial output before the bias is added, or None.
+        compute: the layer's function.
+        x: (..., in). A plain tensor counts as replicated.
+        weight: (out, in). A plain tensor counts as replicated.
+        bias: (out,) or None.
+        reduce: reduces a Partial output before the bias is added.
 
     Returns:
-        (..., out_features). Without ``reduce``, it is Partial on each mesh dimension on which the
-        weight is Shard(1).
+        A DTensor. It is Partial on mesh dimensions where the weight is Shard(1), unless reduced.
 
     Raises:
         ValueError: the operands are on different meshes.
-        TypeError: the placements are not supported. The message lists those that are.
+        TypeError: their placements are not supported. The message lists the supported ones.
     """
     mesh = next(t.device_mesh for t in (weight, x) if isinstance(t, DTensor))
     dx, dw = _on(mesh, x, "input"), _on(mesh, weight, "weight")
@@ -58,7 +54,7 @@ def on_shards(
     partial = any(p.is_partial() for p in outputs)
     local_bias = None
     if bias is not None and not partial:
-        # It is sharded as the output's last dim. Its gradient is partial where the weight's is.
+        # The bias is sharded like the output's last dim. Its gradient is partial like the weight's.
         b = _on(mesh, bias, "bias")
         local_bias = b.to_local(grad_placements=weight_grads)
     y = compute(
@@ -71,22 +67,20 @@ def on_shards(
         out = reduce(out)
     if bias is None or not partial:
         return out
-    return cast(DTensor, out + _on(mesh, bias, "bias"))
+    return cast(DTensor, out + _on(mesh, bias, "bias"))  # on the reduced output
 
 
 def _on(mesh: Any, t: Tensor, name: str) -> DTensor:
-    """Return ``t`` as a DTensor on ``mesh``. A plain tensor is replicated."""
+    """Return ``t`` as a DTensor on ``mesh``."""
     if not isinstance(t, DTensor):
         return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
     if t.device_mesh != mesh:
-        raise ValueError(
-            f"{name} is on {t.device_mesh}, but the layer is on {mesh}: use the same mesh"
-        )
+        raise ValueError(f"{name} is on the mesh {t.device_mesh}, the weight on {mesh}: use one")
     return t
 
 
 def _rule(x: Any, weight: Any, ndim: int) -> tuple[Any, Any, Any]:
-    """Return the placements of output, input gradient and weight gradient on a mesh dimension."""
+    """Return the placements of output, input gradient and weight gradient on one mesh dimension."""
     last = ndim - 1
     if weight.is_replicate():
         if x.is_replicate():
@@ -99,6 +93,6 @@ def _rule(x: Any, weight: Any, ndim: int) -> tuple[Any, Any, Any]:
     if isinstance(weight, Shard) and weight.dim == 1 and sharded_inside:
         return Partial(), x, weight
     raise TypeError(
-        f"an FP8 linear layer got an input with placement {x} and a weight with placement "
-        f"{weight}. Supported are {_WORKS}. Redistribute the input"
+        f"an FP8 linear layer got an input placed {x} with a weight placed {weight}; "
+        f"what works is {_WORKS}: redistribute the input"
     )

@@ -1,7 +1,7 @@
-"""How a linear layer quantizes and multiplies its operands on a device: `LinearSpec`.
+"""LinearSpec: how a linear layer's operands are quantized and multiplied on one device.
 
-Specs are looked up by a key. The key is a string, because compiled graphs treat strings as
-constants. Layers with equal recipes have equal keys.
+It is derived from a recipe and a device. Graphs of torch.compile contain its key, a string, as a
+constant. Layers with equal specs have equal keys.
 """
 
 from __future__ import annotations
@@ -27,15 +27,13 @@ class LinearSpec:
     """How the operands of forward, dgrad and wgrad are quantized and multiplied.
 
     Args:
-        weight: how the weight is quantized.
-        input: how the input is quantized.
-        grad: how the gradient of the output is quantized.
-        wgrad_input: how the input is quantized for wgrad, or None if as for the forward.
+        weight, input, grad: the quantization of each operand.
+        wgrad_input: the quantization of the input's transpose for wgrad, if it differs.
         fast_accumulation: whether forward, dgrad and wgrad use fast accumulation.
-        emulate: whether to multiply dequantized operands in high precision.
-        delayed: whether scales come from a history (delayed scaling).
-        save_input: whether to save the input and to quantize it again in the backward, instead of
-            saving its codes. None: only in traced code.
+        emulate: multiply dequantized operands.
+        delayed: scales and slots for amaxes are passed to the function.
+        save_input: save the input and quantize it again in the backward, instead of saving its
+            codes. None: only if the input is traced.
     """
 
     weight: QuantSpec
@@ -48,12 +46,12 @@ class LinearSpec:
     save_input: bool | None
 
 
-#: The recipe and the name of the group that reduces per-tensor amaxes, by key.
+#: Key -> the recipe, and the name of the group that per-tensor amaxes are reduced over.
 _RECIPES: dict[str, tuple[Recipe, str | None]] = {}
 
 
 def register(recipe: Recipe, group: str | None) -> str:
-    """Return the key of a recipe and a reduction group. Equal arguments have equal keys."""
+    """Return the key of a recipe and a reduction group."""
     key = f"{recipe!r} over {group}" if group else repr(recipe)
     _RECIPES[key] = recipe, group
     return key
@@ -65,7 +63,7 @@ def spec_for(key: str, device: torch.device) -> LinearSpec:
     recipe, group = _RECIPES[key]
 
     def operand(role: Role, format: BlockFormat) -> QuantSpec:
-        # Without MXFP8 GEMMs, activations have one power-of-two scale per row.
+        # MXFP8 on a GPU without MXFP8 GEMMs has one power of two per row.
         return quant_spec(recipe, role, group, operand_format(format, device, recipe.emulate))
 
     input, wgrad_input = recipe.block_format("input"), recipe.wgrad_input_format

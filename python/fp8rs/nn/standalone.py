@@ -1,4 +1,4 @@
-"""FP8 modules that are constructed with ``recipe=`` and not converted."""
+"""Modules that are created as FP8 modules with ``recipe=``, each the root of its own state."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .model_state import ModelState
 
 
 def make_float8(module: nn.Module, recipe: Recipe | RecipeName | None) -> None:
-    """Convert all linear layers of a module that is being constructed.
+    """Make all linear layers of a module FP8, with one state whose root is the module.
 
-    The layers share one state, whose root is the module. As with ``fp8rs.nn.Linear``, FSDP2 gathers
-    their weights in high precision, unless ``convert_to_float8_training`` converts the whole model.
+    Under ``fully_shard``, the weights are gathered in high precision until
+    ``convert_to_float8_training`` adds the layers to a model's state.
 
     Args:
-        module: a module whose linear layers are not converted.
-        recipe: a recipe or its short name. With None, the module is not changed.
+        module: a new module, whose layers are plain.
+        recipe: a recipe or its short name, or None to leave the module as it is.
     """
     if recipe is None:
         return

@@ -1,4 +1,4 @@
-"""A pre-norm transformer layer."""
+"""A transformer layer: attention and a feed-forward network, each after a norm."""
 
 from __future__ import annotations
 
@@ -16,32 +16,31 @@ from .standalone import make_float8
 
 
 class TransformerLayer(nn.Module):
-    """A pre-norm transformer layer: self-attention and a feed-forward network.
+    """A pre-norm transformer layer. Compile it, and call ``fully_shard`` on it.
 
-    It is a good unit for ``torch.compile`` and ``fully_shard``. Its modules have Llama's names:
-    ``input_layernorm``, ``self_attn``, ``post_attention_layernorm`` and ``mlp``. A decoder also has
-    ``cross_attn_layernorm`` and ``cross_attn``. The norms are siblings of the modules that they
-    precede, so that torch's plans for tensor and sequence parallelism can gather between them.
-    ``load_transformer_layer`` loads state dicts of Llama and TransformerEngine.
+    Its parameters have the names of Llama's layers: ``input_layernorm``, ``self_attn``,
+    ``post_attention_layernorm`` and ``mlp``. A decoder also has ``cross_attn_layernorm`` and
+    ``cross_attn``. The norms are modules of the layer, so that torch's plans for tensor and
+    sequence parallelism can gather after them. ``load_transformer_layer`` reads state dicts of
+    Llama and of TransformerEngine.
 
     Args:
-        hidden_size: the size of the last dim of input and output.
-        ffn_hidden_size: the size between the layers of the feed-forward network.
-        num_attention_heads: the number of query heads.
-        num_gqa_groups: the number of key and value heads. Default: num_attention_heads.
-        layernorm_epsilon: the epsilon that the norms add to the variance.
-        hidden_dropout: the dropout probability of the values that are added to the residual.
-        attention_dropout: the dropout probability of attention weights.
-        kv_channels: the size of a head. Default: hidden_size / num_attention_heads.
-        self_attn_mask_type: "causal" or "no_mask". Cross-attention always has "no_mask".
-        layer_type: "encoder", or "decoder" to add cross-attention after self-attention.
+        hidden_size: size of the last dim of input and output.
+        ffn_hidden_size: hidden size of the feed-forward network.
+        num_attention_heads: number of query heads.
+        num_gqa_groups: number of key and value heads. num_attention_heads by default.
+        layernorm_epsilon: epsilon of the norms.
+        hidden_dropout: dropout probability of the outputs that are added to the residual.
+        attention_dropout: dropout probability of attention weights.
+        kv_channels: size of a head. hidden_size / num_attention_heads by default.
+        self_attn_mask_type: "causal" or "no_mask".
+        layer_type: "encoder", or "decoder" for cross-attention after self-attention.
         bias: whether the linear layers have biases.
-        activation: "gelu" (the tanh approximation), "relu", "geglu" or "swiglu".
+        activation: "gelu" (tanh approximation), "relu", "geglu" or "swiglu".
         normalization: "LayerNorm" or "RMSNorm".
-        device: the device of the parameters.
-        dtype: the dtype of the parameters.
-        recipe: a recipe or its short name to make this module FP8 by itself. None if the whole
-            model is converted.
+        device: see `LayerNormLinear`.
+        dtype: see `LayerNormLinear`.
+        recipe: see `LayerNormLinear`.
     """
 
     def __init__(
@@ -105,23 +104,20 @@ class TransformerLayer(nn.Module):
         cross_attn_mask: Tensor | None = None,
         rotary_pos_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Compute the layer. See `MultiheadAttention` for masks and rotary embeddings.
+        """Compute the layer. The result has the shape of ``hidden_states``.
 
         Args:
             hidden_states: (batch, length, hidden_size).
-            encoder_output: (batch, encoder length, hidden_size). Required for decoders only.
-            attn_mask: the mask of the self-attention.
-            cross_attn_mask: the mask of a decoder's cross-attention.
-            rotary_pos_emb: cosines and sines for the self-attention.
-
-        Returns:
-            (batch, length, hidden_size).
+            encoder_output: (batch, other length, hidden_size). Required for a decoder.
+            attn_mask: mask of the self-attention (see `MultiheadAttention`).
+            cross_attn_mask: mask of a decoder's cross-attention.
+            rotary_pos_emb: cosines and sines for the self-attention (see `MultiheadAttention`).
 
         Raises:
             ValueError: an argument is missing, or does not apply to this type of layer.
         """
         if self.cross_attn is None and (encoder_output is not None or cross_attn_mask is not None):
-            raise ValueError('encoder_output and cross_attn_mask require layer_type="decoder"')
+            raise ValueError('encoder_output and cross_attn_mask are for layer_type="decoder"')
         x = hidden_states
         y = self.self_attn(
             self.input_layernorm(x), attn_mask=attn_mask, rotary_pos_emb=rotary_pos_emb

@@ -1,8 +1,7 @@
 """The operators ``torch.ops.fp8rs.*``. Importing this package registers them.
 
-``tensorwise``, ``blocks``, ``adamw`` and ``rows`` define the operators with the decorators of
-``define``. ``room`` computes shapes and allocates outputs. ``inductor`` has a decomposition for
-Inductor and does not register operators.
+``define`` registers an operator. ``tensorwise``, ``blocks``, ``adamw`` and ``rows`` have the
+operators, and ``room`` allocates their outputs. ``inductor`` decomposes an operator for Inductor.
 """
 
 from fp8rs.ops import adamw as adamw

@@ -1,15 +1,15 @@
-"""Decorators that define an operator from one function, which allocates the outputs.
+"""Decorators that define an operator from the signature of one function.
 
-The schema is inferred from the function's signature. The function is also the kernel for fake and
-meta tensors, so it may read shapes, dtypes and devices only::
+The function allocates the outputs, for fake and meta tensors. It may use only shapes, dtypes and
+devices::
 
     @in_rust
     def transpose(codes: Tensor) -> Tensor:
         return codes.new_empty(...)
 
-Most operators have CPU and CUDA kernels in Rust (``src/python/native``), which run without a Python
-frame. These kernels allocate their outputs and check their arguments themselves. ``opcheck``
-compares their outputs with the function's.
+Most operators have their CPU and CUDA kernels in Rust (``src/python/native``), without a Python
+frame. These kernels allocate outputs and check arguments themselves. ``opcheck`` compares their
+outputs with the function's.
 
 An operator that declares a write has its kernel in Python, because torch's C interface cannot
 increment a tensor's version::
@@ -50,7 +50,7 @@ _increment_version = torch._C._increment_version
 
 
 def in_rust(function: _Function) -> _Function:
-    """Define an operator with the function's name and kernels in Rust."""
+    """Define the operator with the function's name, whose kernels are in Rust."""
     _define(function, ())
     return function
 
@@ -58,7 +58,7 @@ def in_rust(function: _Function) -> _Function:
 def in_python(
     compute: Callable[..., Any], *, writes: Sequence[str] = ()
 ) -> Callable[[_Function], _Function]:
-    """Define an operator with the function's name and the kernel ``compute``."""
+    """Define the operator with the function's name, whose kernel is ``compute``."""
 
     def register(function: _Function) -> _Function:
         names = _define(function, writes)
@@ -78,10 +78,10 @@ def in_python(
 
 
 def _define(function: Callable[..., Any], writes: Sequence[str]) -> list[str]:
-    """Define an operator's schema and fake kernel, and return the names of its arguments."""
+    """Register an operator's schema and fake kernel. Return the names of its arguments."""
     name = function.__name__
     schema = torch.library.infer_schema(function, op_name=name, mutates_args=writes)
-    # Integer arguments are never symbolic. Only sizes of tensors are.
+    # Integer arguments are plain numbers in traces too. Only sizes of tensors are symbolic.
     schema = schema.replace("SymInt", "int")
     _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
     names = [a.name for a in torch._C.parse_schema(f"fp8rs::{schema}").arguments]
@@ -95,9 +95,9 @@ def _define(function: Callable[..., Any], writes: Sequence[str]) -> list[str]:
 
 
 def _check_devices(args: Sequence[Any], names: Sequence[str]) -> None:
-    """Raise ValueError if tensors are on different devices.
+    """Raise ValueError if a tensor is on another device than the first one.
 
-    If one tensor is on meta, torch calls the fake kernel, whose outputs would never be written.
+    If one tensor is on meta, torch calls only the fake kernel, and no kernel would check.
     """
     first = None
     for argument, name in zip(args, names, strict=False):

@@ -1,9 +1,8 @@
-"""A decomposition of current scaling for Inductor, which fuses the amax with the input's producer.
+"""A decomposition of current scaling for Inductor that fuses the amax into the input's producer.
 
-In eager code, ``quantize_current`` reads its input twice, for the amax and for the cast. In
-compiled code, Inductor generates the kernel that computes the input (a norm, an activation, a
-residual), which has each value in a register. The decomposition lets it reduce the amax there.
-The operator and the decomposition return the same bytes.
+In eager code, ``quantize_current`` reads its input twice, for the amax and for the cast. A
+compiled input usually comes from Inductor's own code (a norm, an activation, a residual), which has
+each value in a register and can compute the amax there. Codes and scale equal the operator's.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _scale_from_amax = torch.ops.fp8rs.scale_from_amax.default
 
 
 def fuse_maxima() -> None:
-    """Register the decomposition. This imports Inductor, so do not call it at import."""
+    """Register the decomposition. Not called at import time, because it imports Inductor."""
     inductor_decomposition(_quantize_current, quantize_current)
 
 
@@ -38,8 +37,8 @@ def quantize_current(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Decompose the operator into arithmetic that a compiler can fuse, and a cast.
 
-    If fusion is impossible or not faster, or if the operators would refuse the input, this is the
-    sequence of the operators.
+    If nothing can be fused or gained, and for inputs that the arithmetic does not cover or that the
+    operators refuse, this is the sequence of the operators.
     """
     fused = fuses(x) and not batched
     if fused:
@@ -53,20 +52,20 @@ def quantize_current(
 
 
 def fuses(x: Tensor) -> bool:
-    """Return whether Inductor's code is faster. On the CPU, it does not vectorize the maximum."""
+    """Whether Inductor's code is faster. On the CPU, its maximum of integers is not vectorized."""
     return x.is_cuda and covers(x)
 
 
 def covers(x: Tensor) -> bool:
-    """Return whether the arithmetic supports the input."""
+    """Whether the arithmetic covers the input."""
     return x.dtype in _INTEGERS and x.dim() > 0 and not may_be_empty(x)
 
 
 def fused_amax(x: Tensor) -> Tensor:
-    """Return the absolute maximum of ``x`` as float32, with NaN above infinity.
+    """Compute the largest magnitude as float32, with NaN above infinity.
 
-    Reduce the bits as integers. Inductor would reduce floats before they are rounded to
-    ``x.dtype``, but codes are computed from rounded values. Reduce along rows first, as norms do.
+    The maximum is over bits, because Inductor would compute a maximum of floats before rounding to
+    ``x.dtype``, while codes are made from rounded values. Rows are reduced first, as in norms.
     """
     integer = _INTEGERS[x.dtype]
     magnitudes = x.view(integer) & torch.iinfo(integer).max
@@ -75,12 +74,12 @@ def fused_amax(x: Tensor) -> Tensor:
 
 
 def fused_scale(amax: Tensor, largest: float, epsilon: float) -> Tensor:
-    """Compute the bits of ``scale_from_amax`` with arithmetic.
+    """Compute ``scale_from_amax`` as arithmetic, equal in every bit.
 
-    Inductor's float32 division is not IEEE division. For a constant divisor, it multiplies by the
-    reciprocal, as torch does on CUDA. In float64, either result is exact after it is rounded to
-    float32: the quotient of a float32 by 7 * 2^k differs from the midpoint of two adjacent float32
-    by at least 1/14 of their distance.
+    Inductor's float32 division is not IEEE division. For a constant divisor, Inductor and torch on
+    CUDA multiply by the reciprocal. In float64, both are exact after rounding to float32: the
+    quotient of a float32 number and 7 * 2^k is at least 1/14 of the spacing of float32 numbers away
+    from the midpoint between two of them.
     """
     raised = torch.clamp_min(amax, epsilon) if epsilon else amax
     scale = torch.clamp_min(raised.to(torch.float64) / largest, 2.0**-126).to(_F32)

@@ -1,4 +1,4 @@
-"""Matrix views of operator arguments, and allocation of outputs."""
+"""How operators interpret the shapes of arguments, and which outputs they allocate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def matrix(x: Tensor, batched: bool = False) -> Tensor:
     """Return ``x``, or a copy if its leading dimensions do not collapse into one stride.
 
     Args:
-        x: a tensor of any shape.
+        x: of any shape.
         batched: the first dimension is a batch dimension, which may have any stride.
     """
     if x.dim() < 3 or x.is_contiguous() or x.numel() == 0:
@@ -31,7 +31,7 @@ def matrix(x: Tensor, batched: bool = False) -> Tensor:
 
 
 def matrix_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
-    """Return the 2-D view of a shape: (product of leading dims, last dim), or (1, 1) for ()."""
+    """Return (product of the leading dims, last dim) of ``shape``. () is (1, 1)."""
     if len(shape) == 2:
         return shape[0], shape[1]
     if len(shape) == 0:
@@ -40,17 +40,11 @@ def matrix_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
 
 
 def block_count(extent: int, size: int, offset: int = 0) -> int:
-    """Return how many blocks a range of elements intersects.
-
-    Args:
-        extent: the number of elements.
-        size: the size of a block, or -1 for one block.
-        offset: the index of the first element.
-    """
+    """Count the blocks of ``size`` (-1: all) that ``extent`` elements from ``offset`` touch."""
     if size == -1:
         return 1
     begin = offset % size
-    if begin and not extent:  # test `begin` first, because `extent` may be symbolic
+    if begin and not extent:  # in this order, because a traced extent may be unknown
         return 0
     return -(-(begin + extent) // size)
 
@@ -61,7 +55,7 @@ def split(
     """Split a shape into its batch dimension and the shape of each of its matrices.
 
     Args:
-        shape: the shape of a tensor.
+        shape: of the tensor.
         batched: read three or more dimensions as a batch along the first one.
 
     Returns:

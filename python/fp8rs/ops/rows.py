@@ -1,4 +1,4 @@
-"""The operator that sums the gradients that a rank has received from all ranks."""
+"""The operator that sums the values received from all ranks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from fp8rs.ops.define import in_python
 
 @in_python(_core.sum_rows, writes=["out"])
 def sum_rows_(out: Tensor, x: Tensor, divisor: float) -> None:
-    """Write the sum of the rows of ``x``, divided by ``divisor``, to ``out``.
+    """Sum the rows of ``x`` in float32, from first to last, and divide.
 
-    Rows are added in float32, from the first to the last. Each addition and the division are
-    rounded once, as in IEEE arithmetic. CPU and CUDA return the same bytes. Infinities and NaN
-    propagate.
+    Each addition and the division are IEEE operations, rounded once. CPU and CUDA give the same
+    bytes. Infinities and NaNs of the sum are kept.
 
     Args:
-        out: float32 (columns,).
-        x: bfloat16 (ranks, columns), in the order of ranks, with any strides. Rows that are aligned
-            to 16 bytes are read at the speed of a copy.
+        out: float32, one element for each column.
+        x: bfloat16, one row for each rank, in rank order. Any strides. Rows at 16-byte boundaries
+            are read at copy speed.
         divisor: finite and not zero.
     """

@@ -35,13 +35,13 @@ _F32 = torch.float32
 
 @in_rust
 def amax(x: Tensor, batched: bool = False) -> Tensor:
-    """Return the absolute maximum of ``x``: float32, shape ()."""
+    """Compute the absolute maximum of ``x``: float32, shape ()."""
     return room.scalar(x, batched)
 
 
 @in_rust
 def multi_amax(xs: list[Tensor], batched: bool = False) -> Tensor:
-    """Return the absolute maximum of each tensor, or of each matrix of batches: float32, 1-D."""
+    """Compute the absolute maximum of each tensor or matrix of a batch: float32, 1-D."""
     return xs[0].new_empty(_matrices(xs, batched), dtype=_F32)
 
 
@@ -57,10 +57,10 @@ def scale_from_amax(
     amax_epsilon: float = 0.0,
     margin: int = 0,
 ) -> Tensor:
-    """Return the float32 scale of each absolute maximum (float32, any shape).
+    """Compute the float32 scale for each absolute maximum (float32, any shape).
 
-    Values of ``amax`` must not be negative. This is not checked, because that would wait for the
-    device. The result of a negative value depends on the device.
+    An amax must not be negative. This is not checked, because it would synchronize with the device,
+    and the result for a negative amax differs between devices.
     """
     return amax.new_empty(amax.shape)
 
@@ -93,11 +93,11 @@ def _quantize_delayed(
     columnwise: bool = False,
     batched: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run ``quantize_delayed`` without declaring the write to ``amax`` to autograd and compilers.
+    """Run ``quantize_delayed`` with a write to ``amax`` that autograd and compilers do not see.
 
-    This is for linear layers. A layer's backward writes to the amax after another forward of the
-    layer has used it, which a declared write would forbid. The maximum is idempotent and traced
-    code does not read it, so a compiler may merge and reorder calls.
+    A linear layer's backward writes the amax that another forward of the layer may have read, which
+    a declared write would forbid. The maximum is idempotent and no traced code reads it, so calls
+    may be merged and reordered.
     """
     return *room.codes(x, fp8_dtype, rowwise, columnwise, batched), room.scalar(x, batched)
 
@@ -117,14 +117,14 @@ def quantize_delayed(
     ``scale`` and ``amax`` are float32 of one element.
 
     Returns:
-        Rowwise codes, columnwise codes, and the scale used, which is ``scale``, or NaN if ``x``
-        contains a NaN or an infinity.
+        Rowwise codes, columnwise codes, and the scale used: ``scale``, or NaN if ``x`` has a NaN or
+            an infinity.
     """
     return _quantize_delayed(x, scale, amax, fp8_dtype, rowwise, columnwise, batched)
 
 
 def _note(scale: Tensor, amax: Tensor, into: Tensor) -> Tensor:
-    slot = into.data  # no graph saved the version of .data
+    slot = into.data  # writes to it do not change the version of `into`
     torch.fmax(slot, amax, out=slot)
     return scale.clone()
 
@@ -133,9 +133,8 @@ def _note(scale: Tensor, amax: Tensor, into: Tensor) -> Tensor:
 def _note_amax(scale: Tensor, amax: Tensor, into: Tensor) -> Tensor:
     """Raise ``into`` (float32, one element) to ``amax``, and return a copy of ``scale``.
 
-    Layers that share a quantized input have separate histories and record its amax with this. As in
-    ``_quantize_delayed``, the write is not declared. A graph keeps the call because its result is
-    used.
+    Sibling layers share the codes of their input and have their own histories. The write is not
+    declared, as in ``_quantize_delayed``. The result keeps the call in a graph.
     """
     return torch.empty_like(scale)
 
@@ -150,7 +149,7 @@ def quantize_current(
     amax_epsilon: float = 0.0,
     batched: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize with the scale of the absolute maximum of ``x``.
+    """Compute the scale of ``x`` and quantize with it.
 
     Returns:
         Rowwise codes, columnwise codes, and the scale.
@@ -168,7 +167,7 @@ def multi_quantize(
 ) -> None:
     """Quantize each tensor, or each matrix of batches, with its own scale into ``outs``.
 
-    ``scales`` is float32, 1-D, with one element for each tensor or matrix.
+    ``scales`` is float32, 1-D, with one element for each.
     """
 
 
@@ -185,10 +184,7 @@ def _cast_each_delayed(
 def multi_quantize_delayed(
     xs: list[Tensor], scales: Tensor, amaxes: Tensor, outs: list[Tensor], batched: bool = False
 ) -> Tensor:
-    """Run ``quantize_delayed`` over a list, rowwise.
-
-    ``amaxes`` and the result have one element for each tensor, or for each matrix of batches.
-    """
+    """Run ``quantize_delayed`` rowwise over a list, with one element of ``amaxes`` each."""
     return scales.new_empty(_matrices(xs, batched), dtype=_F32)
 
 
@@ -203,9 +199,8 @@ def transpose(codes: Tensor, after: Tensor | None = None, batched: bool = False)
 def dequantize(
     codes: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype, batched: bool = False
 ) -> Tensor:
-    """Multiply codes by scales in float32, then cast once to ``dtype``.
+    """Multiply codes by scales in float32 and cast to ``dtype``. The result has the codes' shape.
 
-    ``scale`` (float32 or float8_e8m0fnu) has one element for each block of ``block`` = (rows,
-    columns). The result has the shape of ``codes``.
+    ``scale`` (float32 or float8_e8m0fnu) has one element for each ``block`` of (rows, columns).
     """
     return codes.new_empty(codes.shape, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The delayed scaling of one model: when histories roll, and which ranks reduce amaxes."""
+"""Delayed scaling of one model: when its histories roll, and over which ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fp8rs.scaling.reductions import check_same, mesh_groups, reduce_packed_
 from fp8rs.scaling.step_tracker import StepTracker
 from fp8rs.tensor.spec import QuantSpec
 
-#: A model that saw no optimizer step warns after this number of forwards in training mode.
+#: A model warns after this many forwards in training mode without an optimizer step.
 WARN_AFTER = 100
 
 
@@ -29,13 +29,12 @@ class DelayedScalingState:
         recipe: the model's recipe.
         specs: how weights, inputs and gradients are quantized.
         tracker: counts the model's forwards and steps.
-        layers: returns the layers by index, with None for a layer that was freed.
-        group: the process group that reduces amaxes (``amax_reduction_group``), or None.
+        layers: returns the layers by index, with None for a layer that no longer exists.
+        group: the process group to reduce amaxes over, or None.
 
     Attributes:
-        histories: the histories of the model's layers.
-        mark: identifies the model in this process. It is a string, because compilers treat strings
-            as constants.
+        histories: the amax histories of all layers.
+        mark: identifies the model in this process. Compilers treat the string as a constant.
     """
 
     def __init__(
@@ -51,10 +50,10 @@ class DelayedScalingState:
         _models[self.mark] = self
         self.layers = layers
         self._tracker, self._group = tracker, group
-        #: The indices of the layers that are sharded over each mesh, in the order of sharding.
+        #: The meshes that layers are sharded over, with the layers' indices, in order of arrival.
         self._meshes: dict[Any, dict[int, None]] = {}
         self._compared = False
-        #: The groups that each layer's weight is sharded over, by the layer's index.
+        #: The groups that each weight is sharded over, by the layer's index.
         self._weight_groups: dict[int, tuple[Any, ...]] = {}
         self._forwards = 0
         self._saw_step = False
@@ -62,34 +61,33 @@ class DelayedScalingState:
     # --- forwards and steps ----------------------------------------------------------------------
 
     def forward_begins(self) -> None:
-        """Handle the beginning of a forward of the model in training mode."""
+        """Notify that a forward of the model begins in training mode."""
         self._forwards += 1
         if self._forwards == WARN_AFTER and not self._saw_step:
             warnings.warn(
-                f"a model with delayed scaling ran {WARN_AFTER} forwards in training mode without "
-                "an optimizer step, so its scales still come from the first data. Only steps of "
-                "torch.optim.Optimizer and its subclasses are detected. After other updates, call "
-                "fp8rs.optimizer_stepped(model)",
+                f"a model with delayed scaling has begun {WARN_AFTER} forwards in training mode "
+                "and has seen no optimizer step, so its scales are never updated. Steps of "
+                "torch.optim.Optimizer and its subclasses are seen through a hook. After any other "
+                "update of the parameters, call fp8rs.optimizer_stepped(model)",
                 stacklevel=2,
             )
         self._record()
 
     def layer_begins(self, training: bool) -> None:
-        """Handle a layer's forward in eager mode.
+        """Notify that a layer is called in eager mode.
 
-        If a part of the model is called directly, the root's hooks did not run.
+        If a part of the model is called by itself, no hook of the root has run.
         """
         if training and not self._tracker.in_forward and not in_backward():
             self._record()
 
     def _record(self) -> None:
-        # Pack before a layer passes its amaxes to autograd. Packing replaces the buffers, and the
-        # backward would write to the old ones.
+        # Before a graph captures slots of a layer. Its backward would write to the old slots.
         self.histories.ensure_packed()
         self._tracker.recorded()
 
     def stepped(self) -> None:
-        """Handle a step of an optimizer that has parameters of the model."""
+        """Notify that an optimizer with a parameter of this model has stepped."""
         self._saw_step = True
         tracker = self._tracker
         tracker.stepped(silent=self._forwards_are_unannounced)
@@ -101,10 +99,10 @@ class DelayedScalingState:
 
     @property
     def _forwards_are_unannounced(self) -> bool:
-        """Whether a compiled forward may have run without a call of the root's hooks.
+        """Whether forwards may have begun unannounced, because they are compiled.
 
-        This is so if the root was compiled together with its hooks. It is also so if layers were
-        compiled and the root's own forward does not run in training mode.
+        This is so if the model was compiled together with its hooks. It is also so if only layers
+        were compiled, unless the model's own forward announces itself in training mode.
         """
         tracker, compiled = self._tracker, _compiled.get(self.mark, ())
         return "model" in compiled or (
@@ -114,28 +112,28 @@ class DelayedScalingState:
     # --- ranks -----------------------------------------------------------------------------------
 
     def add_mesh(self, mesh: Any, index: int) -> None:
-        """Register a mesh over which FSDP2 or tensor parallelism shards a layer's operands."""
+        """Note that FSDP2 or tensor parallelism shards operands of a layer over a mesh."""
         self._meshes.setdefault(mesh, {})[index] = None
 
     def set_weight_groups(self, index: int, groups: tuple[Any, ...]) -> None:
-        """Set the groups over which a layer's weight is sharded, one for each mesh dimension.
+        """Set the groups that a layer's weight is sharded over, one for each mesh dimension.
 
-        The amax of the weight is reduced over all of them: FSDP's and tensor parallelism's.
+        Its amax is also reduced over all of them.
         """
         self._weight_groups[index] = groups
 
     def _reduce(self, amax: Tensor) -> None:
         """Reduce the amaxes of all layers in place.
 
-        Reduce over ``amax_reduction_group`` if given, otherwise over the mesh that shards the
-        layer. Unsharded layers are not reduced: other ranks may not run them (uneven inputs,
-        pipeline stages, experts), and a collective would hang.
+        With a group, all amaxes are reduced over it. Without one, a sharded layer's amaxes are
+        reduced over its mesh, whose ranks run its forwards together. Other amaxes are not reduced:
+        ranks with uneven inputs, other pipeline stages or other experts might not take part.
         """
         if dist.is_available() and dist.is_initialized():
             reduce_packed_(amax, self._parts(amax))
 
     def _parts(self, amax: Tensor) -> Iterator[tuple[range, list[Any]]]:
-        """Yield ranges of the amaxes, each with the groups that reduce it."""
+        """Yield ranges of the amaxes, and the groups to reduce each over."""
         size, group = amax.numel(), self._group
         if group is None:
             for mesh, layers in self._meshes.items():
@@ -147,7 +145,7 @@ class DelayedScalingState:
             check_same(size // 3, group, amax.device)
             self._compared = True
         yield range(size), [group]
-        if group is not dist.group.WORLD:  # which contains the groups of all shards
+        if group is not dist.group.WORLD:  # it contains every rank that has a shard
             for index, groups_of_weight in sorted(self._weight_groups.items()):
                 yield range(index, index + 1), [g for g in groups_of_weight if g is not group]
 
@@ -155,11 +153,11 @@ class DelayedScalingState:
 
     @property
     def pending(self) -> tuple[bool, bool]:
-        """For copies: whether a roll is due, and whether amaxes were recorded since the last."""
+        """Whether a roll is due, and whether amaxes were recorded since the last one."""
         return self._tracker.roll_is_due, self._tracker.has_recorded
 
     def restore(self, roll_is_due: bool, recorded: bool) -> None:
-        """Set the state of a copy from ``pending`` of the original."""
+        """Continue where the copied model was, as `pending` described it."""
         if recorded:
             self._tracker.recorded()
         if roll_is_due:
@@ -167,18 +165,18 @@ class DelayedScalingState:
 
 
 _marks = itertools.count()
-#: All models by their marks.
+#: The models by their marks.
 _models: weakref.WeakValueDictionary[str, DelayedScalingState] = weakref.WeakValueDictionary()
-#: Which forwards were compiled together with their hooks ("model", "layer"), by model mark.
+#: By mark: whether forwards of a "model" or of a "layer" were compiled, which are unannounced.
 _compiled: dict[str, set[str]] = {}
 
 
 @constant_when_traced
 def note_compiled(mark: str, what: str) -> bool:
-    """Record that the forward of a "model" or of one of its "layer"s is being compiled.
+    """Note that the forward of a "model" or of one of its layers ("layer") is being compiled.
 
-    Runs at trace time. Inside an activation checkpoint, Dynamo does not set attributes of modules,
-    so the record is global.
+    It runs at trace time. Dynamo sets no attributes inside an activation checkpoint, so the fact is
+    kept outside of the model.
     """
     _compiled.setdefault(mark, set()).add(what)
     return True
@@ -186,10 +184,9 @@ def note_compiled(mark: str, what: str) -> bool:
 
 @constant_when_traced
 def keep_buffers_local(mark: str) -> bool:
-    """Make the buffers of all layers of a model local (`keep_local`) before they are traced.
+    """Make the buffers of all layers of a model local tensors (see `keep_local`).
 
-    Runs at trace time. Otherwise the first graph would use DTensor buffers that the next eager call
-    replaces.
+    It runs at trace time, because the next eager call would replace buffers in the first graph.
     """
     for layer in _models[mark].layers():
         if layer is not None:

@@ -1,17 +1,15 @@
-"""The amax histories of delayed scaling: buffers of the layers, updated together at each step.
+"""The histories of delayed scaling: buffers of the layers, which roll together.
 
-Each layer has three fp32 buffers with a row or column for its weight, its input and its gradient:
+Each layer has these buffers. Their rows or columns are weight, input and gradient, in this order:
 
-- ``fp8_scale`` (3, 4): the scale is in column 0. It is 0 if there is none yet.
-- ``fp8_amax`` (4, 4): column 0 has the maximum of the finite amaxes since the last roll. The last
-  row is a dummy for calls that record nothing.
-- ``fp8_amax_history`` (amax_history_len, 3): the maxima of earlier steps, newest first.
+- ``fp8_scale`` (3, 4) fp32: column 0 is the scale, or 0 if there is none yet.
+- ``fp8_amax`` (4, 4) fp32: column 0 is the maximum of the finite amaxes since the last roll. The
+  last row receives amaxes that are not recorded.
+- ``fp8_amax_history`` (amax_history_len, 3) fp32: the maxima of earlier steps, newest first.
 
-Scales and amaxes are aligned to 16 bytes. GEMMs require it for scales. Compilers copy unaligned
-inputs and would lose writes to them.
-
-The buffers of all layers on a device are views of one `Pack`, so that they roll in a few launches.
-If a buffer was moved, the packs are created again.
+Scales and amaxes are 16 bytes apart, because GEMMs require aligned scales, and because compilers
+copy unaligned inputs, which would lose writes. The buffers of all layers on one device are views of
+one pack, so that one operation rolls them. A pack is rebuilt after its buffers were moved.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ _scale_from_amax = torch.ops.fp8rs.scale_from_amax.default
 
 
 def new_buffers(recipe: DelayedScaling, device: torch.device) -> dict[str, Tensor]:
-    """Return the buffers of one layer by name, without a history."""
+    """Create the buffers of one layer, by name, without a history."""
     shapes = {"fp8_scale": (3, 4), "fp8_amax": (4, 4)}
     shapes["fp8_amax_history"] = (recipe.amax_history_len, 3)
     with torch.inference_mode(False):
@@ -46,10 +44,9 @@ def new_buffers(recipe: DelayedScaling, device: torch.device) -> dict[str, Tenso
 
 
 def keep_local(buffers: dict[str, Any]) -> None:
-    """Make the buffers local fp32 tensors again.
+    """Make the buffers local float32 tensors again.
 
-    parallelize_module replaces all buffers of a model by DTensors. FullyShardedDataParallel casts
-    them.
+    parallelize_module turns buffers into DTensors, and FullyShardedDataParallel casts them.
     """
     for name in BUFFERS:
         if is_distributed(buffers[name]):
@@ -69,7 +66,7 @@ class Pack:
 
 
 def are_intact(packs: Sequence[Pack], layers: Sequence[nn.Module | None]) -> bool:
-    """Return whether the layers' buffers are still views of these packs."""
+    """Whether the layers' buffers are still views of these packs."""
     seen = 0
     for pack in packs:
         bases = {id(pack.scale), id(pack.amax), id(pack.history)}
@@ -88,7 +85,7 @@ def are_intact(packs: Sequence[Pack], layers: Sequence[nn.Module | None]) -> boo
 
 @torch.no_grad()
 def packed(layers: Sequence[nn.Module | None]) -> list[Pack]:
-    """Copy the layers' buffers into new packs, one per device, and replace them by views."""
+    """Pack the layers' buffers, one pack per device. The buffers become views of the packs."""
     by_device: dict[torch.device, list[int]] = {}
     for index, layer in enumerate(layers):
         if layer is not None:
@@ -111,12 +108,12 @@ def packed(layers: Sequence[nn.Module | None]) -> list[Pack]:
 
 
 class Histories:
-    """The amax histories of one model's layers.
+    """The histories of one model's layers.
 
     Args:
-        recipe: the model's recipe.
+        recipe: margin, history length and algorithm.
         specs: how weights, inputs and gradients are quantized.
-        layers: returns the layers by index, with None for a layer that was freed.
+        layers: returns the layers by index, with None for a layer that no longer exists.
     """
 
     def __init__(
@@ -135,41 +132,42 @@ class Histories:
     # --- packs -----------------------------------------------------------------------------------
 
     def packs(self) -> list[Pack]:
-        """Return the buffers of all layers as packs, one per device."""
+        """Return the packs of the buffers, one per device."""
         layers = self._layers()
         if not are_intact(self._packs, layers):
             self._packs = packed(layers)
         return self._packs
 
     def ensure_packed(self) -> None:
-        """Create the packs if there are none, or if a buffer was moved."""
+        """Pack the buffers if they are not packed."""
         if not self._packs:
             self.packs()
 
     def moved(self) -> None:
-        """Note that a layer's buffers were replaced."""
+        """Notify that a layer's buffers were replaced."""
         self._packs = []
 
     def pack(self, device: torch.device) -> Pack:
-        """Return the pack of a device."""
+        """Return the pack of a device. RuntimeError if there is none."""
         for pack in self.packs():
             if pack.scale.device == device:
                 return pack
         raise RuntimeError(
-            f"the buffers of delayed scaling are on {[str(p.scale.device) for p in self._packs]}, "
-            f"but weights are quantized on {device}: call `model.to({str(device)!r})`"
+            f"delayed scaling's buffers are on {[str(p.scale.device) for p in self._packs]}, but "
+            f"weights are quantized on {device}: move the model (`model.to({str(device)!r})`)"
         )
 
     # --- the roll --------------------------------------------------------------------------------
 
     @torch.no_grad()
     def roll(self, reduce: Callable[[Tensor], None], unsure: bool = False) -> None:
-        """End a step: reduce the amaxes, append them to the histories, compute the next scales.
+        """End a step: reduce the amaxes, add them to the histories, compute the next scales.
 
         Args:
-            reduce: reduces amaxes (3 * layers,), fp32, over ranks in place. The weights of all
-                layers come first, then the inputs, then the gradients.
-            unsure: possibly no forward has run. If nothing was recorded, nothing changes.
+            reduce: called once with the amaxes of all layers, fp32 and contiguous, to reduce them
+                over ranks in place. Weights come first, then inputs, then gradients, each in the
+                order of the layers.
+            unsure: no forward may have run. If nothing was recorded, nothing changes.
         """
         with torch.inference_mode(False):
             self._roll(reduce, unsure)
@@ -201,7 +199,7 @@ class Histories:
                 latest = pack.history.amax(0)
             by_role = zip(self._specs, latest.t().contiguous(), strict=True)
             fresh = torch.stack([spec.scale_from_amax(part) for spec, part in by_role], 1)
-            # An amax of 0 means that nothing was recorded: keep the scale.
+            # An amax of 0 means that nothing was recorded. The scale stays.
             pack.scale[:, :, 0] = torch.where(latest > 0, fresh, pack.scale[:, :, 0])
         self.known.poll([(pack.indices, pack.scale[:, :, 0]) for pack in packs], self._layers())
         self._rolled = []
@@ -213,6 +211,6 @@ class Histories:
                 self._rolled.append(event)
 
     def wait_for_roll(self) -> None:
-        """Make the current stream, such as one of FSDP's, wait for the last roll."""
+        """Make the current stream wait for the last roll. FSDP2 gathers on its own streams."""
         for event in self._rolled:
             torch.cuda.current_stream().wait_event(event)

@@ -1,6 +1,7 @@
-"""Tracks on the host which scales of delayed scaling are nonzero.
+"""Tracks on the host which layers have scales from delayed scaling.
 
-A copy to the host starts after a roll and is read at the next roll, so the host does not wait.
+The host never waits for the device. A copy to the host starts after a roll, and is read at the next
+one.
 """
 
 from __future__ import annotations
@@ -15,34 +16,33 @@ from fp8rs._torch import is_traced
 
 
 class KnownScales:
-    """Updates ``fp8_ready`` of layers: which of their scales are known to be nonzero.
+    """Copies from the device of which layers have scales, for their ``fp8_ready``.
 
     Attributes:
-        rolls: the number of rolls since a layer last lost its scales.
-        pending: copies in flight: the layers' indices, the copy, and the event of its completion.
+        rolls: number of rolls since a layer last lost its scales.
+        pending: copies in flight: the layers' indices, the flags, and the event after the copy.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Discard copies in flight, because a layer has lost its scales."""
+        """Notify that a layer lost its scales. Copies in flight no longer count."""
         self.rolls = 0
         self.pending: list[tuple[list[int], Tensor, torch.cuda.Event | None]] = []
 
     def poll(self, scales: Sequence[tuple[list[int], Tensor]], layers: Sequence[Any]) -> None:
-        """Start copies after a roll, if layers exist that are not known to have all scales.
+        """Start copies after a roll, if some layers on a device have no known scale.
 
-        Some layers never get a scale. Therefore copies start only after rolls 1, 2, 3, 6, 12, 24
-        and so on.
+        Copies start after roll 1, 2, 3, 6, 12 and so on, because some layers may never get a scale.
 
         Args:
             scales: for each device, the indices of its layers and their scales (layers, 3).
-            layers: the layers by index, with None for a layer that was freed.
+            layers: all layers, with None for a layer that no longer exists.
         """
         self.rolls += 1
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return  # replays of a CUDA graph do not run host code
+            return  # the host does not see replays of a graph
         rounds, rest = divmod(self.rolls, 3)
         if self.rolls > 3 and (rest or rounds.bit_count() != 1):
             return
@@ -57,13 +57,13 @@ class KnownScales:
             self.pending.append((indices, known, event))
 
     def read(self, layers: Sequence[Any]) -> None:
-        """Set ``fp8_ready`` of layers from the copies in flight."""
+        """Set ``fp8_ready`` of layers from the copies that were started at the last roll."""
         pending, self.pending = self.pending, []
         for indices, known, event in pending:
             if event is not None:
-                event.synchronize()  # recorded a step ago, so this does not block
+                event.synchronize()  # the copy started a step ago
             if is_traced(known):
-                # Fake scales have no values. In a real run, layers that train have theirs by now.
+                # Fake scales have no values. In a real run, trained layers have scales by now.
                 answers = [(True, True, True)] * len(indices)
             else:
                 answers = known.tolist()

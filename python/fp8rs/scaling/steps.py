@@ -12,27 +12,26 @@ from fp8rs._torch import not_traced
 
 
 class Trained(Protocol):
-    """A model that is notified of optimizer steps."""
+    """A model that is notified of steps."""
 
     def owns(self, parameters: set[int]) -> bool:
-        """Return whether the model has a parameter with one of these ids."""
+        """Whether the model has a parameter with one of these ids."""
 
     def stepped(self) -> None:
-        """Handle a step of an optimizer that has parameters of the model."""
+        """Notify that an optimizer with one of the model's parameters has stepped."""
 
 
-#: The subscribed models in the order of subscription. The order must be equal on all ranks,
-#: because `stepped` runs collectives.
+#: In order of registration, which is equal on all ranks. Notifications run collectives.
 _models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _hook: Any = None
 
 
 def subscribe(model: Trained) -> None:
-    """Notify a model, while it is alive, of the steps of its optimizers."""
+    """Notify a model of the steps of its optimizers from now on."""
     global _hook
     if _hook is None:
-        # A compiled step also calls the hook, which must not be traced.
+        # Compiled steps call the hook too. It runs on the host and is not traced.
         _hook = register_optimizer_step_post_hook(not_traced(_after_step))
     if not any(known is model for known in _models.values()):
         _models[next(_numbers)] = model

@@ -1,6 +1,6 @@
-"""Tensor-parallel styles that quantize the operands of converted layers before they are gathered.
+"""Tensor-parallel styles for converted layers: operands are quantized before they are gathered.
 
-``import fp8rs`` does not import this package, because torch.distributed.tensor takes seconds.
+Not imported by ``import fp8rs``: torch.distributed.tensor takes seconds.
 """
 
 from .styles import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput

@@ -1,16 +1,16 @@
-"""All-gathers of operands over a tensor-parallel mesh as FP8 codes and scales.
+"""All-gathers of FP8 operands over a tensor-parallel mesh.
 
-Each rank has some rows (tokens) of an activation or a gradient. It quantizes them, and the gathered
+Each rank has some rows (tokens) of an activation or a gradient, and quantizes them. The gathered
 operand has the bytes of the whole operand quantized on one rank:
 
-- One scale per tensor: amaxes are reduced first, except with delayed scaling, where the scale is
-  known. Only codes are gathered.
-- One scale per row, 1x128 or 1x32 block: a block lies within a row. Scales are gathered with the
+- With one scale per tensor, amaxes are reduced first, and only codes are gathered. Delayed scaling
+  has its scale already.
+- With a scale per row, 1x128 or 1x32 block, scales belong to one row and are gathered with the
   codes.
 
-The columnwise plane, which wgrad multiplies, is not gathered. With one scale per tensor, it is the
-transpose of the codes. Otherwise it has other blocks and is quantized from the dequantized gathered
-codes. Gathering it too would take two bytes per element, as bf16 does.
+The columnwise plane, wgrad's operand, is never gathered. With one scale per tensor, it is the
+transpose of the codes. Otherwise it has different blocks, and is quantized from the dequantized
+codes. Gathering it too would double the bytes, to as many as bf16 takes.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Operand:
         key: the key of the layer's `LinearSpec`.
         role: INPUT or GRAD.
         columnwise: whether wgrad needs the columnwise plane.
-        scale: with delayed scaling, the operand's scale, 0 if there is none yet.
-        amax: with delayed scaling, the tensor that is raised to the operand's amax.
-        ready: with delayed scaling, whether the scale is known to be nonzero.
+        scale: with delayed scaling, the scale's slot. It is 0 before the first scale.
+        amax: with delayed scaling, the slot that is raised to the operand's amax.
+        ready: whether the scale is known not to be 0.
     """
 
     key: str
@@ -56,17 +56,14 @@ class Operand:
     ready: bool = False
 
     def spec(self, device: torch.device) -> QuantSpec:
-        """Return how the operand is quantized on a device."""
+        """Return the quantization on a device."""
         spec = spec_for(self.key, device)
         return spec.input if self.role == INPUT else spec.grad
 
 
 @functools.cache
 def prepare() -> None:
-    """Let compilers put `gather_input` and `reduce_output` into their graphs.
-
-    This imports Dynamo, so it runs when a style is applied and not at import.
-    """
+    """Allow compilers to put `gather_input` and `reduce_output` into graphs. Imports Dynamo."""
     torch.compiler.allow_in_graph(gather_input)
     torch.compiler.allow_in_graph(reduce_output)
 
@@ -79,10 +76,9 @@ def gather_input(
     amax: Tensor | None,
     ready: bool,
 ) -> DTensor:
-    """Quantize and gather an input that is sharded by rows.
+    """Quantize and gather an input that is sharded by rows. Its gradient is sharded again.
 
-    The backward redistributes the gradient to the input's placements, in the gradient's dtype. See
-    `Operand` for the other arguments.
+    A gradient of partial sums is reduced in its own dtype.
     """
     operand = Operand(key, INPUT, columnwise, scale, amax, ready)
     return cast(DTensor, _Gather.apply(x, operand))
@@ -97,10 +93,7 @@ def reduce_output(
     amax: Tensor | None,
     ready: bool,
 ) -> DTensor:
-    """Reduce and scatter partial sums along ``dim``.
-
-    The backward gathers the gradient in FP8. See `Operand` for the other arguments.
-    """
+    """Reduce-scatter partial sums along ``dim``. The gradient is gathered in FP8."""
     operand = Operand(key, GRAD, columnwise, scale, amax, ready)
     return cast(DTensor, _Reduce.apply(y, dim, operand))
 
@@ -128,10 +121,10 @@ class _Reduce(torch.autograd.Function):
 
 
 def gathers_grad(spec: LinearSpec) -> bool:
-    """Return whether the gradient of a row-parallel layer's output is gathered in FP8.
+    """Whether the gradient of a row-parallel layer's output is gathered in FP8.
 
-    If the weight has one scale per row, these scales are multiplied into the gradient before it is
-    quantized. They differ between ranks, so the gradient is gathered in high precision.
+    With one scale per row of the weight it is not: the row scales are multiplied into the gradient
+    before it is quantized, and they differ between ranks.
     """
     return not spec.weight.format.per_row
 
@@ -143,10 +136,10 @@ def gathered(x: DTensor, operand: Operand) -> DTensor:
     group = mesh.get_group().group_name
     local = x.to_local()
     spec = operand.spec(local.device)
-    own, recorded = _quantized(local, spec, operand, group)
-    row = _gather(own, dim, x.shape, recorded is None, mesh)
+    own, noted = _quantized(local, spec, operand, group)
+    row = _gather(own, dim, x.shape, noted is None, mesh)
     planes = row, _columnwise(row, spec, x.dtype) if operand.columnwise else None
-    whole = wrap_planes(*planes, shape=x.shape, dtype=x.dtype, spec=spec, delayed=recorded)
+    whole = wrap_planes(*planes, shape=x.shape, dtype=x.dtype, spec=spec, delayed=noted)
     return DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
 
 
@@ -154,26 +147,23 @@ def check_rows(placement: Placement, ndim: int) -> int:
     """Return the dimension that a tensor is sharded along.
 
     Raises:
-        UnsupportedError: it is not sharded, or it is sharded along the features, where blocks would
-            span ranks.
+        UnsupportedError: it is not sharded, or sharded along the features, which scales span.
     """
     if isinstance(placement, Shard) and placement.dim % ndim != ndim - 1:
         return placement.dim % ndim
     raise UnsupportedError(
-        f"an activation with placement {placement} cannot be gathered in FP8. Supported is Shard "
-        "of any dimension but the last. Use another layout, or torch's style, which gathers in "
-        "high precision"
+        f"an activation placed {placement} cannot be gathered in FP8; what works is "
+        "Shard of any dimension but the last. Use torch's own style, which gathers in high "
+        "precision, or another layout"
     )
 
 
 def _quantized(
     x: Tensor, spec: QuantSpec, operand: Operand, group: str
 ) -> tuple[Plane, tuple[Tensor, Tensor] | None]:
-    """Quantize this rank's rows with the scale of the whole tensor.
+    """Quantize this rank's rows with the whole tensor's scale.
 
-    Returns:
-        The plane. With delayed scaling also the scale and the recorded amax, from which other
-        layers with this input record the amax.
+    With delayed scaling, also return the scale and the amax slot, for sibling layers.
     """
     known: Tensor | None = operand.scale
     if not spec.format.per_tensor:
@@ -199,52 +189,51 @@ def _scale(x: Tensor, spec: QuantSpec, group: str) -> Tensor:
 
 
 def _columnwise(row: Plane, spec: QuantSpec, dtype: torch.dtype) -> Plane:
-    """Return the columnwise plane of a gathered tensor for wgrad."""
+    """Return the columnwise plane of a gathered tensor, for wgrad."""
     if row.format.square:
         return row.transposed("columnwise", "wgrad")
     values = row.dequantize(dtype)
     return cast(Plane, quantize_planes(spec, values, False, True)[1])
 
 
-# --- all-gathers ---------------------------------------------------------------------------------
+# --- collectives ---------------------------------------------------------------------------------
 
 
 def _gather(own: Plane, dim: int, shape: torch.Size, shared: bool, mesh: Any) -> Plane:
-    """Gather the plane of the whole tensor.
+    """Gather the plane of a whole tensor.
 
     Args:
         own: the plane of this rank's part.
-        dim: the dimension that is sharded.
+        dim: the sharded dimension.
         shape: the shape of the whole tensor.
-        shared: whether all ranks have the same per-tensor scale.
-        mesh: the mesh to gather over.
+        shared: whether all ranks have the same scale.
+        mesh: the tensor-parallel mesh.
     """
     if own.format.per_tensor:
         if shared:
-            (codes,) = _all_gather_parts([(own.data, dim, shape[dim])], mesh)
+            (codes,) = _all([(own.data, dim, shape[dim])], mesh)
             return Plane(codes, own.scale, own.format)
-        # With delayed scaling, the scale is NaN on ranks with non-finite values.
+        # The scale was known beforehand. On ranks whose values are not finite, it is NaN.
         parts = [(own.data, dim, shape[dim]), (own.scale.view(1, 1), 0, mesh.size())]
-        codes, scales = _all_gather_parts(parts, mesh)
-        largest = scales.view(torch.int32).amax()  # as in `reduce_amax`, NaN is above all numbers
+        codes, scales = _all(parts, mesh)
+        largest = scales.view(torch.int32).amax()  # NaN is above all numbers, as in `reduce_amax`
         return Plane(codes, largest.view(torch.float32), own.format)
     blocks = own.scale.shape[1]
     scale = own.scale.reshape(*own.data.shape[:-1], blocks)
-    codes, scales = _all_gather_parts([(own.data, dim, shape[dim]), (scale, dim, shape[dim])], mesh)
+    codes, scales = _all([(own.data, dim, shape[dim]), (scale, dim, shape[dim])], mesh)
     scales = scales.reshape(-1, blocks)
-    if own.scale.stride(0) == 1:  # the layout that the GEMM requires
+    if own.scale.stride(0) == 1:  # the layout that the GEMM reads
         scales = scales.t().contiguous().t()
     return Plane(codes, scales, own.format)
 
 
-def _all_gather_parts(parts: list[tuple[Tensor, int, int]], mesh: Any) -> list[Tensor]:
+def _all(parts: list[tuple[Tensor, int, int]], mesh: Any) -> list[Tensor]:
     """Gather several tensors in one collective.
 
     Args:
-        parts: for each tensor, this rank's part, the sharded dimension (not the last), and the
-            extent of the whole tensor along it. Parts are those of `torch.chunk`, so that only the
-            last ranks need padding.
-        mesh: the mesh to gather over.
+        parts: for each tensor this rank's part, the sharded dimension (not the last), and the whole
+            tensor's extent along it. Parts are `torch.chunk`'s. Short parts are padded.
+        mesh: the tensor-parallel mesh.
     """
     world = mesh.size()
     sent = [_padded(t, dim, -(-extent // world)) for t, dim, extent in parts]
@@ -258,7 +247,7 @@ def _all_gather_parts(parts: list[tuple[Tensor, int, int]], mesh: Any) -> list[T
 
 
 def _padded(part: Tensor, dim: int, extent: int) -> Tensor:
-    """Return a part as uint8, which every backend supports, padded to ``extent`` along ``dim``."""
+    """Return a part's bytes, padded to ``extent`` elements along a dimension."""
     sizes = *part.shape[:-1], part.shape[-1] * part.element_size()
     part = part.contiguous().view(-1).view(torch.uint8).view(sizes)
     missing = extent - part.shape[dim]

@@ -1,6 +1,6 @@
-"""Parallel styles for `parallelize_module` that gather operands in FP8.
+"""Parallel styles for `parallelize_module`: torch's styles with all-gathers in FP8.
 
-Names and arguments are torchao's, so that torchtitan's plans work.
+Names and arguments are torchao's, so that torchtitan's plans work unchanged.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .gather import gather_input, gathers_grad, prepare, reduce_output
 
 
 def _slots(layer: Float8Linear, role: int) -> tuple[Tensor | None, Tensor | None, bool]:
-    """Return an operand's scale, amax, and whether the scale is known to be nonzero.
+    """Return a role's scale, its amax slot, and whether there is a scale, with delayed scaling.
 
-    They are those that the layer's forward is going to use. Without delayed scaling there are none.
+    The layer's forward, which has not begun yet, will use the same.
     """
     delayed = layer._fp8_state.delayed
     if delayed is None:
@@ -40,47 +40,46 @@ def _slots(layer: Float8Linear, role: int) -> tuple[Tensor | None, Tensor | None
 
 
 def _gather_for(layer: Float8Linear, x: DTensor, columnwise: bool) -> DTensor:
-    """Quantize a layer's input as its recipe says, and gather it."""
+    """Gather the input of a layer, quantized by the layer's recipe."""
     key = layer._fp8_state.key
     if spec_for(key, x.device).wgrad_input is not None:
         raise UnsupportedError(
-            f"the recipe {describe(layer.recipe)} quantizes inputs in one format for the forward "
-            "and in another for wgrad, but only one format can be gathered. Use "
-            "fp8rs.Float8BlockScaling() without wgrad_input_block"
+            f"an input is gathered in one format, but the recipe {describe(layer.recipe)} has "
+            "another one for wgrad: use fp8rs.Float8BlockScaling() without wgrad_input_block"
         )
     return gather_input(x, key, columnwise, *_slots(layer, INPUT))
 
 
 def _prepare_layer(style: Any, module: nn.Module, mesh: DeviceMesh) -> None:
-    """Check that a style supports a module, and register the mesh with its delayed scaling."""
+    """Check that a style supports a layer, and note the mesh."""
     name = type(style).__name__
     if not isinstance(module, Float8Linear):
         raise ValueError(
-            f"{name} requires a converted layer, but got {type(module).__name__}. Convert the "
-            "model before parallelize_module, or use torch's style"
+            f"{name} is for layers that fp8rs has converted, not {type(module).__name__}: convert "
+            "before parallelize_module, or use torch's style"
         )
     if mesh.ndim != 1:
-        raise ValueError(f"{name} requires a mesh of one dimension, but got {mesh}")
+        raise ValueError(f"{name} needs a mesh of one dimension, not {mesh}")
     state = module._fp8_state
     if state.delayed is not None:
-        # All ranks must quantize with the same scale.
+        # All ranks must use the same scale for gathered codes.
         state.delayed.add_mesh(mesh, module._fp8_index)
     prepare()
 
 
 class Float8ColwiseParallel(ColwiseParallel):
-    """``ColwiseParallel`` for converted layers. It gathers a sharded input in FP8.
+    """``ColwiseParallel`` for a converted layer. A sharded input is gathered in FP8.
 
-    Arguments are torch's:
+    Arguments, as in torch's class:
 
-    - ``input_layouts``: the placement of the input, Replicate() by default. An input that is
-      sharded along any dimension but the last is quantized, and its codes and scales are gathered.
-    - ``output_layouts``, ``use_local_output``: see torch's style.
+    - ``input_layouts``: placement of the input, Replicate() by default. An input that is sharded
+      along any dimension but the last is quantized, and its codes and scales are gathered.
+    - ``output_layouts``, ``use_local_output``: unchanged.
 
     Raises:
         ValueError: the module is not a converted layer.
-        UnsupportedError: in the forward, if the input is sharded along its features or the recipe
-            has two formats for the input.
+        UnsupportedError: in the forward: the input is sharded along its features, or the recipe has
+            two formats for the input.
     """
 
     @staticmethod
@@ -98,21 +97,21 @@ class Float8ColwiseParallel(ColwiseParallel):
 
 
 class Float8RowwiseParallel(RowwiseParallel):
-    """``RowwiseParallel`` for converted layers. It gathers the gradient of the output in FP8.
+    """``RowwiseParallel`` for a converted layer. The output's gradient is gathered in FP8.
 
     Partial sums are reduced in the output's dtype. With sharded `output_layouts` (sequence
-    parallelism), the backward quantizes and gathers the gradient. If the recipe has one scale per
-    row of the weight, the gradient is gathered in high precision.
+    parallelism), the gradient is quantized and gathered in the backward. Recipes with one scale per
+    row of the weight gather it in high precision.
 
-    Arguments are torch's:
+    Arguments, as in torch's class:
 
-    - ``input_layouts``: the placement of the input, Shard(-1) (the default) or Replicate().
-    - ``output_layouts``: Replicate() (the default), or Shard of any dimension but the last.
-    - ``use_local_output``: see torch's style.
+    - ``input_layouts``: placement of the input, Shard(-1) by default, or Replicate().
+    - ``output_layouts``: Replicate() by default, or Shard of any dimension but the last.
+    - ``use_local_output``: unchanged.
 
     Raises:
         ValueError: the module is not a converted layer.
-        UnsupportedError: in the forward, if the input has another placement.
+        UnsupportedError: the input's placement requires a collective in high precision.
     """
 
     @staticmethod
@@ -124,8 +123,8 @@ class Float8RowwiseParallel(RowwiseParallel):
             return x.redistribute(placements=desired_input_layouts)
         if not x.placements[0].is_shard(x.ndim - 1) and not x.placements[0].is_shard(-1):
             raise UnsupportedError(
-                f"a row-parallel layer got an input with placement {x.placements[0]}, which would "
-                "be redistributed in high precision. Supported are Shard(-1) and Replicate()"
+                f"an input placed {x.placements[0]} of a row-parallel layer would be exchanged in "
+                "high precision; what works is Shard(-1) or Replicate()"
             )
         return x
 
@@ -147,25 +146,24 @@ def _reduce(layout: Placement, layer: Float8Linear, y: DTensor) -> DTensor:
 class PrepareFloat8ModuleInput(PrepareModuleInput):
     """``PrepareModuleInput`` that quantizes and gathers an input once for all layers of a module.
 
-    A floating-point input that goes from Shard to Replicate() is quantized with the recipe of the
-    module's column-parallel FP8 layers and gathered in FP8, once for q, k and v or for w1 and w3.
-    Other inputs are handled as in torch's style.
+    Floating-point inputs that go from Shard to Replicate() are quantized by the recipe of the
+    module's column-parallel FP8 layers and gathered in FP8, once for q, k and v, or for w1 and w3.
+    Other inputs are redistributed as in torch's class.
 
     Args:
-        input_layouts: see torch's style.
-        desired_input_layouts: see torch's style.
-        input_kwarg_layouts: see torch's style.
-        desired_input_kwarg_layouts: see torch's style.
-        use_local_output: see torch's style. If True, each layer reduces its input's gradient
-            separately.
-        float8_dtype: must be torch.float8_e4m3fn, the input dtype of every recipe.
-        fwd_config_submodule_fqn: the layer whose recipe is used, and with delayed scaling its
-            scale. Default: the first column-parallel layer.
+        input_layouts: see torch's class.
+        desired_input_layouts: see torch's class.
+        input_kwarg_layouts: see torch's class.
+        desired_input_kwarg_layouts: see torch's class.
+        use_local_output: see torch's class. If set, each layer reduces its input's gradient.
+        float8_dtype: torch.float8_e4m3fn, the dtype of inputs in every recipe.
+        fwd_config_submodule_fqn: the layer whose recipe is used, and whose scale with delayed
+            scaling. The first column-parallel layer by default.
 
     Raises:
-        ValueError: `float8_dtype` is not supported, the module has no column-parallel FP8 layer, or
-            its FP8 layers have several recipes.
-        UnsupportedError: in the forward, if an input would be redistributed in high precision.
+        ValueError: `float8_dtype` is another one, the module has no such layer, or its layers have
+            several recipes.
+        UnsupportedError: in the forward: an input requires a collective in high precision.
     """
 
     def __init__(
@@ -187,26 +185,23 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             use_local_output=use_local_output,
         )
         if float8_dtype != torch.float8_e4m3fn:
-            raise ValueError(f"float8_dtype must be torch.float8_e4m3fn, but got {float8_dtype}")
+            raise ValueError(f"float8_dtype must be torch.float8_e4m3fn, not {float8_dtype}")
         self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         names = [n for n, m in module.named_modules() if isinstance(m, Float8Linear)]
         if (chosen := self.fwd_config_submodule_fqn) is not None:
             if chosen not in names:
-                raise ValueError(
-                    f"fwd_config_submodule_fqn must be one of the FP8 layers {names}, "
-                    f"but got {chosen!r}"
-                )
+                raise ValueError(f"fwd_config_submodule_fqn {chosen!r} is not one of {names}")
             names = [chosen]
         recipes = {cast(Float8Linear, module.get_submodule(n))._fp8_state.key for n in names}
         if len(recipes) != 1:
             raise ValueError(
-                f"{type(self).__name__} requires a module whose FP8 layers have one recipe, but "
-                f"{names} have {len(recipes)}. Choose a layer with fwd_config_submodule_fqn"
+                f"{type(self).__name__} needs a module whose FP8 layers have one recipe, but of "
+                f"{names} there are {len(recipes)}: name a layer by fwd_config_submodule_fqn"
             )
         prepare()
-        # Bind names instead of layers, because a copy of the module shares this hook.
+        # By name, because copies of the module share this hook.
         module.register_forward_pre_hook(
             partial(self._prepare, names, device_mesh), with_kwargs=True
         )
@@ -215,7 +210,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     def _prepare(
         self, names: list[str], mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
-        """The module's forward pre-hook."""
+        """Run as the module's forward pre-hook."""
         if self.input_layouts is not None:
             if len(args) != len(self.input_layouts):
                 raise ValueError(
@@ -251,9 +246,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 x = self._gather(names, module, x)
             else:
                 raise UnsupportedError(
-                    f"an input that goes from {x.placements[0]} to {desired} would be "
-                    "redistributed in high precision. Supported is Shard to Replicate(). "
-                    "Otherwise use torch's style"
+                    f"an input that goes from {x.placements[0]} to {desired} would be exchanged in "
+                    "high precision; what works is Shard to Replicate(), or torch's style"
                 )
         return x.to_local() if self.use_local_output else x
 
@@ -262,15 +256,13 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         if self.fwd_config_submodule_fqn is None:
             layers = [layer for layer in layers if _is_column_parallel(layer)]
         if not layers:
-            raise ValueError(
-                f"{type(self).__name__} requires a column-parallel layer, but got {names}"
-            )
+            raise ValueError(f"{type(self).__name__}: none of {names} is column-parallel")
         columnwise = torch.is_grad_enabled() and any(_trains(layer) for layer in layers)
         return _gather_for(layers[0], x, columnwise)
 
 
 def _distributed(x: Any, mesh: DeviceMesh, layouts: Any) -> DTensor:
-    """Return a style's input as a DTensor. A plain tensor is the local part with ``layouts``."""
+    """Return an input as a DTensor. A plain tensor is this rank's part."""
     if isinstance(x, DTensor):
         return x
     return DTensor.from_local(x, mesh, layouts, run_check=False)
@@ -281,6 +273,6 @@ def _trains(layer: Float8Linear) -> bool:
 
 
 def _is_column_parallel(layer: Any) -> bool:
-    # On a mesh with FSDP, tensor parallelism has the last dimension.
+    # Tensor parallelism is the last mesh dimension.
     placements: Any = getattr(layer.weight, "placements", ())
     return bool(placements) and placements[-1].is_shard(0)
