@@ -167,7 +167,7 @@ class DelayedScalingState:
 _marks = itertools.count()
 #: The models by their marks.
 _models: weakref.WeakValueDictionary[str, DelayedScalingState] = weakref.WeakValueDictionary()
-#: By mark: whether forwards of a "model" or of a "layer" were compiled, which are unannounced.
+#: By mark: "model" or "layer", whose compiled forwards are not announced.
 _compiled: dict[str, set[str]] = {}
 
 

@@ -167,7 +167,7 @@ class Histories:
             reduce: called once with the amaxes of all layers, fp32 and contiguous, to reduce them
                 over ranks in place. Weights come first, then inputs, then gradients, each in the
                 order of the layers.
-            unsure: no forward may have run. If nothing was recorded, nothing changes.
+            unsure: whether possibly no forward has run. If nothing was recorded, nothing changes.
         """
         with torch.inference_mode(False):
             self._roll(reduce, unsure)
