@@ -188,7 +188,7 @@ def test_larger_weights_that_are_loaded_are_not_cut_to_the_scales_before(rig, ma
 @recipes
 @pytest.mark.parametrize("first", ["weights", "masters"])
 def test_a_checkpoint_is_loaded_in_either_order(rig, hidden, recipe, first):
-    """Masters are read from weights that they do not round to. Masters of a checkpoint round to them."""
+    """Masters are read from weights unless they round to them, as a checkpoint's masters do."""
 
     def begin(seed):
         model = shard(make_fp8(hidden, recipe, rig, seed=seed), rig)

@@ -49,8 +49,8 @@ LEFT_OUT = {
     for mesh in ("HSDP, shard size 1", "world size 1")
     for shards in ("uneven", "empty")
 }
-#: All other combinations of weights, mesh and shards. Each is tested with each recipe, and with some
-#: value of every other parameter (with all values if --full is given).
+#: All other combinations of weights, mesh and shards. Each is tested with each recipe, and with
+#: some value of every other parameter (with all values if --full is given).
 SHARDED = [
     (weights, mesh, shards)
     for weights in ("master", "fp8")

@@ -52,8 +52,8 @@ def whole_batches(rig, steps=STEPS):
 def tolerance(rig):
     """Return the tolerance of losses.
 
-    A rank computes scales from its own part of the batch, also the first ones of delayed scaling. On
-    CUDA, other batch sizes use other GEMM kernels, which sum in another order.
+    A rank computes scales from its own part of the batch, also the first ones of delayed scaling.
+    On CUDA, other batch sizes use other GEMM kernels, which sum in another order.
     """
     return 1e-2 if rig.device_type == "cpu" else 2e-2
 
