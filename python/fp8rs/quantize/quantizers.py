@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8rs.quantize.in_graph import key_of, quantized, take_into_graphs
 from fp8rs.quantize.recipes import check_amax_epsilon, check_bool
 from fp8rs.tensor import formats
-from fp8rs.tensor.formats import INPUT_DTYPES, BlockFormat, check_fp8_dtype, matrix_shape
+from fp8rs.tensor.formats import INPUT_DTYPES, BlockFormat, check_fp8_dtype, split
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
 from fp8rs.tensor.spec import QuantSpec
@@ -118,16 +118,16 @@ class Quantizer:
         shape = torch.Size(shape)
         if any(size < 0 for size in shape):
             raise ValueError(f"shape must have no negative sizes, not {tuple(shape)}")
-        rows, cols = matrix_shape(shape)
+        batch, (rows, cols) = split(shape, self.spec.batched)
 
         def plane(data_shape: Iterable[int], rows: int, cols: int) -> Plane:
             data = torch.empty(tuple(data_shape), dtype=self.fp8_dtype, device=device)
-            scale_shape = self.format.scale_shape(rows, cols)
+            scale_shape = self.format.scale_shape(rows, cols, batch)
             scale = torch.ones(scale_shape, dtype=torch.float32, device=device)
             return Plane(data, scale.to(self.format.scale_dtype), self.format)
 
         row = plane(shape, rows, cols) if self.rowwise else None
-        col = plane((cols, rows), cols, rows) if self.columnwise else None
+        col = plane((*batch, cols, rows), cols, rows) if self.columnwise else None
         return wrap_planes(
             row,
             col,

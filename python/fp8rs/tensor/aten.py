@@ -151,7 +151,7 @@ def _new_part(
     device: Any = None,
     **kwargs: Any,
 ) -> Any:
-    rows_of_its_own = len(size) == 2 and t.dim() == 2 and size[1] == t.shape[1]
+    rows_of_its_own = len(size) == t.dim() >= 2 and tuple(size[1:]) == t.shape[1:]
     if t._store.told is None and isinstance(t, torch.nn.Parameter) and rows_of_its_own:
         # Nobody else asks a parameter for rows of its own width.
         raise TypeError(
@@ -162,7 +162,7 @@ def _new_part(
             "keep it as a buffer"
         )
     owner = t._store.owner
-    if owner is None or dtype not in (None, t.dtype) or len(size) != 2:
+    if owner is None or dtype not in (None, t.dtype) or len(size) != t.dim():
         return _new(func, t, size, dtype=dtype, device=device, **kwargs)
     store = owner.room(t._store, size, t.device if device is None else device)
     return t.over(store, torch.Size(size), t.dtype)

@@ -1,8 +1,8 @@
-"""The table of quantized formats: one row is one way to scale a 2-D matrix.
+"""The table of quantized formats: one row is one way to scale a matrix.
 
 A *block shape* and a *scale dtype* say everything about a format. Tensors, gathering, layers and
 optimizers are written over them: a new format is a row here, its GEMMs in :mod:`fp8rs.gemm`, and a
-recipe that names it.
+recipe that names it. Each matrix of a batch is scaled by itself.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing_extensions import Self
 
 from fp8rs.ops.room import block_count
 from fp8rs.ops.room import matrix_shape as matrix_shape
+from fp8rs.ops.room import split as split
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -87,12 +88,18 @@ class BlockFormat:
     def __reduce__(self) -> Any:
         return format_named, (self.name,)
 
-    def scale_shape(self, rows: int, cols: int) -> tuple[int, ...]:
-        """The shape of the scales of a ``rows`` by ``cols`` matrix; () for one scale in all."""
+    def scale_shape(self, rows: int, cols: int, batch: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """Return the shape of the scales of a matrix (rows, cols), or of each matrix of a batch.
+
+        Args:
+            rows: rows of each matrix.
+            cols: columns of each matrix.
+            batch: ``(batch,)``, or ``()`` for one matrix.
+        """
         if self.per_tensor:
-            return ()
+            return batch
         block_rows, block_cols = self.block
-        return block_count(rows, block_rows), block_count(cols, block_cols)
+        return *batch, block_count(rows, block_rows), block_count(cols, block_cols)
 
 
 #: One fp32 scale for the whole tensor.

@@ -57,7 +57,8 @@ class QuantizedTensor(StoreTensor):
         Args:
             rowwise: plane with data of the logical shape, or None.
             columnwise: plane with data of the transposed 2-D view, (last dim, product of the
-                leading dims), or None. At least one plane is given.
+                leading dims), or None; for a batch (E, N, K), (E, K, N). At least one plane is
+                given. The shape of its scales says whether the tensor is a batch (`Plane`).
             shape: the logical shape.
             dtype: the logical dtype: what dequantizing gives.
             requires_grad: as in torch.
@@ -131,7 +132,7 @@ class QuantizedTensor(StoreTensor):
         """How what is written to this tensor is quantized."""
         store = self._store
         plane = store.any_plane
-        return store.spec or default_spec(plane.format, plane.data.dtype)
+        return store.spec or default_spec(plane.format, plane.data.dtype, plane.batched)
 
     def any_plane(self) -> Plane:
         """The rowwise plane, or the columnwise one where there is no rowwise.
