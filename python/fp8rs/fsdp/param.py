@@ -55,7 +55,9 @@ class ParamHandle:
         name: the parameter's name in its module.
         writes: number of times that operators wrote to the shard.
         written_on: the CUDA stream of the last write, or an event on that stream after the write.
-        scale: the scale () of the whole parameter, for formats with one scale per tensor.
+        scale: the scale () of the whole parameter, for formats with one scale per tensor. For a
+            batched parameter (E, N, K), the scales that all-gathers need: those (E,) of the shard's
+            matrices, or on Shard(1) those of the whole parameter, in every format.
         amaxes: amaxes of the blocks that the shard touches, if shard boundaries split blocks.
         ready: the work that computed ``scale`` and ``amaxes``.
     """
@@ -266,11 +268,20 @@ class LocalShard:
     spec: ShardSpec
     device: torch.device
 
+    @property
+    def matrices(self) -> int:
+        """The number of matrices that the shard has, or has parts of."""
+        return self.data.shape[0] if self.spec.batched else 1
+
 
 def set_scales(shards: Sequence[LocalShard], scales: Tensor) -> None:
-    """Give each handle its scale, of scales (n,)."""
-    for shard, scale in zip(shards, aligned(scales), strict=True):
-        shard.handle.scale = scale
+    """Give each handle the scales of its matrices, of scales (n,)."""
+    single = aligned(scales)
+    start = 0
+    for shard in shards:
+        end = start + shard.matrices
+        shard.handle.scale = scales[start:end] if shard.spec.batched else single[start]
+        start = end
 
 
 def aligned(scales: Tensor) -> tuple[Tensor, ...]:

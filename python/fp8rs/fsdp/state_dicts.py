@@ -27,20 +27,20 @@ def register(linear: nn.Module) -> None:
 def make_plain(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
-    """State-dict hook: replace the weight's entry by the plain tensor.
+    """Replace the entries of master weights by plain tensors.
 
-    With ``keep_vars=True`` the entry is the parameter itself, and stays.
+    With ``keep_vars=True`` an entry remains the parameter itself.
     """
-    key = prefix + "weight"
-    value = state_dict.get(key)
-    local = own_part(value)
-    if isinstance(local, Sharded):
-        # Once for the model. Afterwards its weights have nothing left to synchronize.
-        if (shards := local._handle.shards) is not None:
-            shards.agree()
-        return
-    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        state_dict[key] = plain(value)
+    for name in module._fp8_params:  # type: ignore[union-attr]
+        key = prefix + name
+        value = state_dict.get(key)
+        local = own_part(value)
+        if isinstance(local, Sharded):
+            # Once for the model. Afterwards its weights have nothing left to synchronize.
+            if (shards := local._handle.shards) is not None:
+                shards.agree()
+        elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            state_dict[key] = plain(value)
 
 
 @torch.no_grad()
