@@ -120,8 +120,9 @@ class ShardQuantizer:
 class TensorwiseShardQuantizer(ShardQuantizer):
     """Per-tensor scales, from the amaxes of all shards or from the histories of delayed scaling.
 
-    A batched weight (E, N, K) has one scale for each matrix, from the matrix's amax in every recipe.
-    Its shards on Shard(0) have whole matrices, so that their amaxes are not reduced.
+    A batched weight (E, N, K) has one scale for each matrix, from the matrix's amax, also in the
+    recipe with delayed scaling. Its shards on Shard(0) have whole matrices, so that their amaxes
+    are not reduced.
 
     With delayed scaling, the cast of a forward records the amaxes and finds non-finite values. The
     scale of such a shard becomes NaN on this rank alone, without a collective. Its loss becomes
@@ -290,11 +291,9 @@ class BlockwiseShardQuantizer(ShardQuantizer):
             shard.handle.amaxes = amaxes
         by_rows = [s for s in shards if s.spec.batched and not s.spec.by_matrix]
         for shard, amaxes in zip(by_rows, self._all_amaxes(by_rows), strict=True):
-            start = shard.spec.row_offset // self.height
-            count = block_count(
-                split(shard.data.shape, True)[1][0], self.height, shard.spec.row_offset
-            )
-            shard.handle.amaxes = amaxes[:, start : start + count].contiguous()
+            rows, offset = split(shard.data.shape, True)[1][0], shard.spec.row_offset
+            count = block_count(rows, self.height, offset)
+            shard.handle.amaxes = amaxes.narrow(1, offset // self.height, count).contiguous()
             shard.handle.scale = self._scales_of(amaxes)
 
     def cast(
