@@ -276,12 +276,15 @@ class LocalShard:
 
 def set_scales(shards: Sequence[LocalShard], scales: Tensor) -> None:
     """Give each handle the scales of its matrices, of scales (n,)."""
-    single = aligned(scales)
-    start = 0
-    for shard in shards:
-        end = start + shard.matrices
-        shard.handle.scale = scales[start:end] if shard.spec.batched else single[start]
-        start = end
+    parts = scales.split([shard.matrices for shard in shards])
+    for shard, part in zip(shards, parts, strict=True):
+        if shard.spec.batched:
+            shard.handle.scale = part
+    places = [i for i, shard in enumerate(shards) if not shard.spec.batched]
+    if places:
+        single = scales if len(places) == len(shards) else torch.cat([parts[i] for i in places])
+        for i, scale in zip(places, aligned(single), strict=True):
+            shards[i].handle.scale = scale
 
 
 def aligned(scales: Tensor) -> tuple[Tensor, ...]:
