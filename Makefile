@@ -1,10 +1,10 @@
-# From a fresh clone: `make demo` shows it, `make test` checks it.
+# From a fresh clone, `make demo` trains a model and `make test` runs the first tier of checks.
 #
-# Both make their own virtual environment (.venv, with the newest torch) and build the package into
-# it. Needed: Python 3.10 or newer with pip, and Rust (cargo). No CUDA toolkit, no GPU.
+# Both create a virtual environment (.venv, with the newest torch) and build the package into it.
+# Needed: Python 3.10 or newer with pip, and Rust (cargo). No CUDA toolkit, no GPU.
 #
-# One build serves all: the release wheel. The newest torch's environment imports the sources in
-# python/ beside that wheel's extension; the oldest torch's has the wheel installed.
+# All tests use one build, the release wheel. The newest torch's environment imports the sources in
+# python/ with that wheel's extension. The oldest torch's environment has the wheel installed.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,12 +14,16 @@ DOCS ?= .venv-docs
 CLIENTS ?= .venv-clients
 DEMO ?=
 MATRIX ?=
-# Two processes, each with a file at a time: files start ranks of their own, which wait for each other
+# Two processes, each with one file at a time. Files start their own ranks, which wait for each other
 # as much as they compute.
 PYTEST ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15
-# With the oldest torch: not what is marked so, nor what two ranks show as well as four; and each
-# parameter's values, since what differs between releases does not hang on pairs of ours.
-OLDEST_PYTEST ?= -m "not newest_torch" -k "not 4ranks" --strength 1
+# The first tier: each value of each parameter instead of pairs of values, and at most 3 ranks.
+TIER ?= --strength 1 -k "not 4ranks"
+# With the oldest torch: without kernels' bytes and messages, which do not depend on torch's release.
+OLDEST_TIER ?= -m "not newest_torch"
+# What differs most between torch's releases: FSDP2, DCP, optimizers and compiled code.
+SMOKE := tests/fsdp/test_gather.py tests/fsdp/test_training.py tests/fp8_weights/test_dcp.py \
+	tests/checkpoint/test_states.py tests/optim/test_adamw.py tests/nn/test_compile.py tests/tensor/test_tensors.py
 
 BIN := $(VENV)/bin
 OLDEST_BIN := $(OLDEST)/bin
@@ -31,21 +35,22 @@ SOURCES := $(shell find src python -type f -not -name '*.so' -not -name '*.pyc' 
 ELSEWHERE := target/elsewhere
 AARCH64 := aarch64-unknown-linux-gnu
 
-.PHONY: help demo test test-oldest test-clients test-aarch64 test-sdist test-all lint lint-rust lint-python \
+.PHONY: help demo test test-oldest smoke-oldest test-clients test-aarch64 test-sdist test-all lint lint-rust lint-python \
 	lint-ptx rust-test python-test wheel-test docs matrix bench wheel release clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo         train a small Llama in bf16 and in FP8 on this machine (DEMO='--ranks 4 ...')"
-	@echo "make test         lint, Rust tests, Python tests with the newest torch"
+	@echo "make test         first tier: lint, Rust tests, Python tests with the newest torch, docs"
+	@echo "make test-all     second tier: pairs of parameters, 4 ranks, torch $(OLDEST_TORCH), clients, matrix"
 	@echo "make test-oldest  Python tests of the installed wheel with torch $(OLDEST_TORCH)"
-	@echo "make test-aarch64 Rust tests for aarch64 (gcc-aarch64-linux-gnu and qemu-user of Debian)"
+	@echo "make smoke-oldest the files of them that differ most between torch's releases"
 	@echo "make test-clients tests with the libraries that people train with (accelerate, PEFT, ...)"
-	@echo "make test-all     both with every combination of parameters, where the others take pairs"
+	@echo "make test-aarch64 Rust tests for aarch64 (gcc-aarch64-linux-gnu and qemu-user of Debian)"
 	@echo "make lint         formatting, clippy, ruff, mypy, imports, the checked-in PTX"
 	@echo "make docs         the documentation site, in site/; warnings and dead links are errors"
 	@echo "make matrix       the tables of docs/fsdp2-matrix.md (MATRIX=--full: every combination)"
-	@echo "make bench        kernel benchmarks on the CPU, and on a GPU where there is one"
+	@echo "make bench        kernel benchmarks on the CPU, and on a GPU if there is one"
 	@echo "make wheel        the release wheel, in dist/"
 	@echo "make release      both wheels, sdist, checksums and the changelog's section, in dist/"
 	@echo "make clean        remove what these made"
@@ -55,9 +60,9 @@ demo: $(VENV)/.built
 
 test: lint rust-test python-test docs
 
-test-all: PYTEST += --full
-test-all: OLDEST_PYTEST :=
-test-all: test test-oldest
+# Takes about an hour on two cores. `pytest --full` also runs every combination of parameters.
+test-all: TIER :=
+test-all: test test-oldest test-clients matrix
 
 lint: lint-rust lint-python lint-ptx
 
@@ -76,12 +81,13 @@ lint-python: $(VENV)/.built
 	$(BIN)/python -m mypy.stubtest fp8rs._core
 	$(BIN)/lint-imports --no-cache --no-logo
 
-# The pinned compiler gives the same bytes, and ptxas takes them for every target without spills.
+# The pinned compiler reproduces the checked-in PTX, and ptxas assembles it for every target without
+# spills.
 lint-ptx: $(VENV)/.installed
 	$(BIN)/python tools/build_ptx.py --check
 
-# nextest where it is installed (cargo install cargo-nextest --locked), else cargo's own runner. nextest
-# leaves out the examples in the documentation.
+# nextest if it is installed (cargo install cargo-nextest --locked), else cargo's own runner. nextest
+# does not run the examples in the documentation.
 rust-test:
 	@if cargo nextest --version >/dev/null 2>&1; then \
 		cargo nextest run && cargo test --doc; \
@@ -90,36 +96,39 @@ rust-test:
 	fi
 
 python-test: $(VENV)/.built
-	$(BIN)/python -m pytest tests $(PYTEST)
+	$(BIN)/python -m pytest tests $(PYTEST) $(TIER)
 
-# Python tests alone: what Rust does has no torch in it. Of the installed wheel, with no source near it.
+# Tests of the installed wheel, from a directory without the sources.
 test-oldest: $(OLDEST)/.built elsewhere
-	cd $(ELSEWHERE) && $(CURDIR)/$(OLDEST_BIN)/python -m pytest tests $(PYTEST) $(OLDEST_PYTEST)
+	cd $(ELSEWHERE) && $(CURDIR)/$(OLDEST_BIN)/python -m pytest tests $(PYTEST) $(OLDEST_TIER) $(TIER)
+
+smoke-oldest: $(OLDEST)/.built elsewhere
+	cd $(ELSEWHERE) && $(CURDIR)/$(OLDEST_BIN)/python -m pytest $(SMOKE) $(PYTEST) $(TIER)
 
 # What a user does first.
 wheel-test: $(OLDEST)/.built elsewhere
 	cd $(ELSEWHERE) && $(CURDIR)/$(OLDEST_BIN)/python -m fp8rs doctor
 	cd $(ELSEWHERE) && $(CURDIR)/$(OLDEST_BIN)/python -m fp8rs demo --steps 3
 
-# Tests, and the files that they read, in a folder without the package.
+# The tests and the files that they read, without the package.
 .PHONY: elsewhere
 elsewhere:
 	rm -rf $(ELSEWHERE) && mkdir -p $(ELSEWHERE)
 	cp -r tests examples docs tools benches *.md *.toml *.yml Makefile LICENSE $(ELSEWHERE)
 
-# Less what qemu cannot do itself: threads of a forked child.
+# Without threads of a forked child, which qemu does not support.
 test-aarch64:
 	rustup target add $(AARCH64)
 	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
 	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -L /usr/aarch64-linux-gnu" \
 	cargo test --target $(AARCH64) -- --skip forked_child_starts_its_own_threads
 
-# Reads sources without importing them: nothing need be built. (The variable leaves out the theme's
-# notice about mkdocs' own future. With --quiet, warnings would not be counted.)
+# Reads sources without importing them, so nothing has to be built. The variable suppresses a notice
+# of the theme. With --quiet, warnings would not be counted.
 docs: $(DOCS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
 
-# Two ranks a test, minutes in all. Not part of `make test`.
+# Two ranks per test, some minutes.
 test-clients: $(CLIENTS)/.installed $(VENV)/.built
 	$(CLIENTS_BIN)/python -m pytest tests/clients --durations 15
 
@@ -135,7 +144,7 @@ dist/.built: $(VENV)/.installed $(SOURCES)
 	$(BIN)/python tools/build_wheel.py
 	touch $@
 
-# For aarch64 rustup needs that target. The sdist is tried where it will be: unpacked by pip.
+# rustup adds the target for the aarch64 wheel.
 release: dist/.built
 	rustup target add $(AARCH64)
 	$(BIN)/python tools/build_wheel.py aarch64
@@ -152,7 +161,7 @@ clean:
 	rm -rf target dist site $(VENV) $(OLDEST) $(CLIENTS) $(DOCS) demo-loss.png demo-result.json
 	rm -f python/fp8rs/*.so
 
-# The sources, by a path file, with the wheel's extension beside them.
+# A path file refers to the sources. The wheel's extension is copied beside them.
 $(VENV)/.built: $(VENV)/.installed dist/.built
 	$(BIN)/python -m zipfile -e dist/fp8rs-*_$$(uname -m).whl target/wheel
 	cp target/wheel/fp8rs/_core.abi3.so python/fp8rs/
@@ -179,9 +188,9 @@ $(DOCS)/.installed: requirements-docs.txt
 	$(DOCS)/bin/python -m pip install --quiet -r requirements-docs.txt
 	touch $@
 
-# torch, pytest and all else are the development environment's, by a path file: clients are installed
-# without what they depend on, so that none brings another torch. What they import beside it, which
-# does not ask for torch, comes first: pip would list each pin of theirs that is not followed.
+# A path file refers to the development environment. Clients are installed without dependencies, so
+# that none installs another torch. Their dependencies that do not require torch are installed first,
+# because pip would list each pin that is not met.
 $(CLIENTS)/.installed: requirements-clients.txt requirements-clients-deps.txt $(VENV)/.installed
 	$(call environment,$(CLIENTS))
 	$(BIN)/python -c 'import sysconfig; print("$(CURDIR)/python", sysconfig.get_path("purelib"), sep="\n")' > \
@@ -190,7 +199,7 @@ $(CLIENTS)/.installed: requirements-clients.txt requirements-clients-deps.txt $(
 	$(CLIENTS_BIN)/python -m pip install --quiet --no-deps -r requirements-clients.txt
 	touch $@
 
-# Debian's python3 has venv without ensurepip unless python3-venv is installed: its pip serves then.
+# Debian's python3 has no ensurepip unless python3-venv is installed. Its own pip then installs pip.
 define environment
 	$(PYTHON) -m venv $(1) >/dev/null 2>&1 || { \
 		$(PYTHON) -m venv --clear --without-pip $(1) && \

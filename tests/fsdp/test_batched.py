@@ -92,7 +92,7 @@ def shard(model, rig, dim=0, mesh=None, **options):
 
 
 def check_after_writes(model, recipe):
-    """Compare gathered bytes with those of the whole weights, before and after a write."""
+    """Compare gathered bytes with the quantized whole weights, before and after a write."""
     for _ in range(2):
         whole = wholes(model)
         model.experts.unshard()

@@ -12,7 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8rs
 from fp8rs.nn.debug import GEMMS
-from monitoring.test_statistics import RECIPES, every_recipe
+from internals import debug_of
+from monitoring.recipes import RECIPES, every_recipe
 
 pytestmark = pytest.mark.newest_torch
 
@@ -56,9 +57,9 @@ def test_each_gemm_is_exact_or_as_it_was(recipe, dtype):
             for gemm in got:
                 want = exact if gemm in chosen else quantized
                 assert torch.equal(got[gemm], want[gemm]), (chosen, gemm)
-        assert layer._fp8_debug is not None
+        assert debug_of(layer) is not None
         fp8rs.high_precision(model, name, gemms=())
-        assert layer._fp8_debug is None
+        assert debug_of(layer) is None
 
 
 def test_what_needs_no_gradient_has_none():
@@ -146,13 +147,13 @@ def test_patterns_name_layers():
     assert fp8rs.high_precision(model, "0.*", gemms="dgrad") == ["0.0", "0.1"]
     assert fp8rs.high_precision(model, ["1", "*.1"], gemms=()) == ["1", "0.1"]
     high = {
-        n: m._fp8_debug and m._fp8_debug.high_precision
+        n: debug_of(m) and debug_of(m).high_precision
         for n, m in model.named_modules()
         if isinstance(m, fp8rs.Float8Linear)
     }
     assert high == {"0.0": (False, True, False), "0.1": None, "1": None}
     assert fp8rs.high_precision(torch.compile(model), "0.0") == ["0.0"]
-    with pytest.raises(ValueError, match=r"'2' matches no FP8 layer; the first of 3 is '0\.0'"):
+    with pytest.raises(ValueError, match=r"'2' matches no FP8 layer. The first of 3 is '0\.0'"):
         fp8rs.high_precision(model, "2")
     with pytest.raises(ValueError, match="gemms must be among forward, dgrad, wgrad, not 'fwd'"):
         fp8rs.high_precision(model, "1", gemms=["fwd"])
@@ -161,10 +162,10 @@ def test_patterns_name_layers():
 def test_a_high_precision_layer_stays_so_while_it_is_watched():
     model = build("current")
     fp8rs.high_precision(model, "0", gemms=("wgrad",))
-    before = model[0]._fp8_debug
+    before = debug_of(model[0])
     monitor = fp8rs.monitor(model, every=2)
-    assert model[0]._fp8_debug.high_precision == (False, False, True)
+    assert debug_of(model[0]).high_precision == (False, False, True)
     model(torch.randn(8, 64)).sum().backward()
     assert {name.split("/")[2] for name in monitor.step()} == {"input", "weight", "grad"}
-    assert model[0]._fp8_debug == before
-    assert model[2]._fp8_debug is None
+    assert debug_of(model[0]) == before
+    assert debug_of(model[2]) is None

@@ -17,7 +17,7 @@ import fp8rs
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import HIDDEN, RECIPES, batch, make, recipes, shard, shardings
-from tensor_parallel import test_styles as styles
+from tensor_parallel import blocks
 
 OPERANDS = ("input", "weight", "grad")
 
@@ -188,15 +188,15 @@ def test_high_precision_has_the_weight_that_arrives(rig, gather):
 @pytest.mark.parametrize("fp8", [True, False], ids=["styles of ours", "torch's"])
 def test_tensor_parallel_layers_are_watched(rig, recipe, fp8):
     """Operands that are gathered in FP8 have amax and scale; all others all there is."""
-    model, mesh = styles.converted(recipe, rig), rig.mesh(names=("tp",))
-    x = styles.tokens(rig)
+    model, mesh = blocks.converted(recipe, rig), rig.mesh(names=("tp",))
+    x = blocks.tokens(rig)
     if fp8:
-        parallelize_module(model, mesh, styles.plan())
-        x = distribute_tensor(x, mesh, [Shard(styles.SEQUENCE)])
+        parallelize_module(model, mesh, blocks.plan())
+        x = distribute_tensor(x, mesh, [Shard(blocks.SEQUENCE)])
     else:
-        parallelize_module(model, mesh, styles.plan(sequence=False, fp8=False))
+        parallelize_module(model, mesh, blocks.plan(sequence=False, fp8=False))
     monitor = fp8rs.monitor(model, every=1)
-    styles.run(model, x)
+    blocks.run(model, x)
     got = monitor.step()
     assert_equal_on_all_ranks(rig, got)
     for layer in ("wq", "wk", "wv", "wo"):
@@ -206,5 +206,5 @@ def test_tensor_parallel_layers_are_watched(rig, recipe, fp8):
     assert ("fp8/mixer.wq/input/sqnr_db" in got) != fp8
     assert "fp8/mixer.wo/input/sqnr_db" in got
     fp8rs.high_precision(model, "*")
-    assert styles.run(model, x)["y"].isfinite().all()
+    assert blocks.run(model, x)["y"].isfinite().all()
     assert monitor.step() == {}

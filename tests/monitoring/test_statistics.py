@@ -10,24 +10,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import cases
 import fp8rs
 from cases import skip_without_block_gemms
 from fp8rs.nn import observe
 from fp8rs.nn.spec import ROLES
 from fp8rs.quantize.recipes import resolve_recipe
 from fp8rs.quantize.spec import quant_spec
+from internals import debug_of
+from monitoring.recipes import RECIPES, every_recipe
 from oracle import statistics
 from oracle.linear import blocks_of
 
 pytestmark = pytest.mark.newest_torch
 
-RECIPES = {
-    **cases.RECIPES,
-    "mxfp8 rounded down": fp8rs.MXFP8BlockScaling(scale_rounding="floor"),
-    "hybrid": fp8rs.Float8CurrentScaling(fp8_format="hybrid", power_2_scale=True),
-}
-every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
 IN, OUT, TOKENS = 200, 136, 150
 
 
@@ -246,8 +241,8 @@ def test_a_copy_is_not_watched_and_a_closed_monitor_watches_nothing():
     twin(wild(TOKENS, IN)).sum().backward()
     assert monitor.step() == {}
     with fp8rs.monitor(model):
-        assert model[0]._fp8_debug is not None
-    assert model[0]._fp8_debug is None
+        assert debug_of(model[0]) is not None
+    assert debug_of(model[0]) is None
 
 
 def test_bad_arguments_are_refused():

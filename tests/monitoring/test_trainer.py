@@ -26,6 +26,7 @@ from transformers import (
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 from fp8rs.integrations.transformers import MonitorCallback
+from internals import debug_of
 
 ROWS = torch.arange(40 * 16).view(40, 16) % 64
 DATA = [{"input_ids": row, "labels": row} for row in ROWS]
@@ -74,7 +75,7 @@ def test_statistics_go_to_the_trackers_and_nowhere_else(tmp_path, monkeypatch, c
     assert lines == [logs for _, logs in reported]
     assert not any("fp8/" in name for entry in trainer.state.log_history for name in entry)
     assert "fp8/" not in capsys.readouterr().out
-    assert all(not m._fp8_debug for m in model.modules() if isinstance(m, fp8rs.Float8Linear))
+    assert all(not debug_of(m) for m in model.modules() if isinstance(m, fp8rs.Float8Linear))
 
 
 class Kept(GeneralTracker):

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import fp8rs
+from calls import Calls
 from cases import skip_without_block_gemms
 from fp8rs.gemm.table import scaled_mm
 from fp8rs.nn.model_state import ModelState
 from fp8rs.quantize.recipes import RECIPES
-from nn.test_linear import Calls
 from oracle.blocks import quantize
 from oracle.compare import relative
 from oracle.elements import E4M3, E5M2

@@ -1,20 +1,18 @@
 """torch.compile: one graph, the bytes of eager, no recompilation that nobody asked for.
 
 The backend is aot_eager, whose graphs run the same kernels as eager: results are equal to the bit.
-The table in docs/compile.md is of these tests (tools/compile_table.py runs them).
+tools/compile_table.py generates the tables of docs/compile-tables.md from these tests.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
 import torch._dynamo as dynamo
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -23,67 +21,12 @@ from torch.utils.checkpoint import (
 
 import fp8rs
 from cases import RECIPES, each_recipe, pad_tokens, skip_without_block_gemms
+from compiled_models import WIDTH, Block, batch, build, counting, graphs
 from fp8rs.quantize.recipes import resolve_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
 a_few_recipes = each_recipe("delayed", "mxfp8")
-WIDTH = 32
-
-
-class Block(nn.Module):
-    """Three siblings, and a fourth layer; a norm in front."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.q, self.k, self.v = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(3))
-        self.o = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        h = self.norm(x)
-        return x + self.o(torch.sigmoid(self.q(h)) * self.k(h) + self.v(h))
-
-
-class Model(nn.Module):
-    def __init__(self, wrap=None):
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 48)
-        self.wrap = wrap
-
-    def forward(self, x):
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x) if self.wrap is None else self.wrap(block, x)
-        return self.head(x)
-
-
-def build(recipe, device, wrap=None, gather=True):
-    """Converted by a recipe, or one of `RECIPES` by its name."""
-    torch.manual_seed(0)
-    model = Model(wrap).to(device)
-    return fp8rs.convert_to_float8_training(
-        model, recipe=RECIPES.get(recipe, recipe), enable_fsdp_float8_all_gather=gather
-    )
-
-
-def batch(device, n=0, length=8):
-    generator = torch.Generator().manual_seed(n)
-    return torch.randn(2, length, WIDTH, generator=generator).to(device)
-
-
-@contextmanager
-def counting():
-    dynamo.reset()
-    yield CompileCounterWithBackend("aot_eager")
-    dynamo.reset()
-
-
-def graphs(recipe, each):
-    """How many graphs a training has: delayed scaling has others for its first scales."""
-    return 2 * each if recipe == "delayed" else each
 
 
 def train(model, run, device, steps=4, lengths=(8,)):
@@ -432,7 +375,7 @@ def test_codes_may_be_saved(device, recipe):
 def test_cuda_graphs_of_a_compiled_model(device, recipe):
     """`mode="reduce-overhead"`: replays read the parameters and write the amaxes that are there."""
     if device.type != "cuda":
-        pytest.skip("CUDA graphs are of CUDA")
+        pytest.skip("CUDA graphs need a GPU")
     from torch._inductor.cudagraph_trees import get_manager
 
     eager, model = build(recipe, device), build(recipe, device)

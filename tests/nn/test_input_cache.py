@@ -14,6 +14,7 @@ import fp8rs
 from cases import skip_without_block_gemms
 from fp8rs.nn.input_cache import QuantizedInputCache, input_token
 from fp8rs.quantize.recipes import resolve_recipe
+from internals import notify_freed
 from saving import reloaded
 
 RECIPES = ("current", "delayed", "rowwise", "block", "mxfp8")
@@ -117,7 +118,7 @@ def test_a_tensor_that_dies_late_takes_its_own_planes_along(device):
     cache.put(x, input_token(x, None), planes, None, user=1)
     first = cache.entry.tensor
     cache.put(y, input_token(y, None), planes, None, user=1)
-    cache._freed(first)
+    notify_freed(cache, first)
     assert cache.get(input_token(y, None), user=2) is cache.entry
     del y
     assert cache.entry is None

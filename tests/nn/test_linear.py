@@ -1,6 +1,5 @@
 """fp8rs.nn.Linear: shapes, dtypes, what is saved, what is quantized how often, contexts."""
 
-import collections
 import copy
 import dataclasses
 import warnings
@@ -8,9 +7,9 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from calls import Calls
 from cases import pad_tokens, skip_without_block_gemms
 from fp8rs import UnsupportedError, convert_to_float8_training
 from fp8rs import nn as fp8nn
@@ -28,31 +27,11 @@ from fp8rs.quantize.recipes import (
 from fp8rs.quantize.spec import quant_spec
 from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.quantized import Plane
+from internals import state_of
 from oracle.compare import relative
 from oracle.elements import E4M3
 from oracle.linear import linear, tensor_core_error
 from saving import reloaded
-
-
-class Calls(TorchDispatchMode):
-    """Counts the library's operators by name, and keeps what quantizers were given."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "fp8rs":
-            self.counts[func._schema.name.split("::")[1]] += 1
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def gemms(self):
-        return {n: c for n, c in self.counts.items() if n == "dequantize"}  # on CPU
-
-    @property
-    def quantizations(self):
-        return sum(n for name, n in self.counts.items() if name.lstrip("_").startswith("quantize"))
 
 
 def layer(device, in_features=16, out_features=32, dtype=torch.float32, seed=0, **kwargs):
@@ -421,7 +400,7 @@ def test_checkpointing_changes_nothing(device, recipe, use_reentrant):
         for _ in range(2):  # delayed scaling: the second with a history
             if checkpointed:
                 y = checkpoint(model.forward, x, use_reentrant=use_reentrant)
-                model.q._fp8_state.end_forward(model, (), None)
+                state_of(model.q).end_forward(model, (), None)
             else:
                 y = model(x)
             y.square().sum().backward()
@@ -576,11 +555,11 @@ def test_deepcopy_and_pickle(device, recipe):
     x = data(device, 8, 16)
     model(x).sum().backward()
     for copied in (copy.deepcopy(model), reloaded(model, weights_only=False)):
-        assert copied.q._fp8_state is copied.o._fp8_state
-        assert copied.q._fp8_state is not model.q._fp8_state
+        assert state_of(copied.q) is state_of(copied.o)
+        assert state_of(copied.q) is not state_of(model.q)
         with torch.no_grad():
             assert torch.equal(copied(x), model(x))
-        assert [ref() for ref in copied.q._fp8_state.linears] == [
+        assert [ref() for ref in state_of(copied.q).linears] == [
             copied.q,
             copied.k,
             copied.v,
@@ -593,7 +572,7 @@ def test_a_copy_that_lost_a_layer(device):
     model = copy.deepcopy(attention(device))
     model.k = nn.Identity()
     model(data(device, 8, 16))
-    linears = [ref() for ref in model.q._fp8_state.linears]
+    linears = [ref() for ref in state_of(model.q).linears]
     assert linears == [model.q, None, model.v, model.o], "indices stay"
 
 
@@ -626,8 +605,8 @@ def test_emulation_gives_the_same_training(device):
 @pytest.mark.parametrize(
     ("recipe", "hip", "capability", "reason"),
     [
-        ("current", None, (8, 0), r"a GPU.*needs .*8\.9, this is 8\.0; on the CPU"),
-        ("block", None, (8, 0), r"needs .*8\.9, this is 8\.0; on the CPU"),
+        ("current", None, (8, 0), r"a GPU.*needs .*8\.9, this is 8\.0; the recipe runs on the CPU"),
+        ("block", None, (8, 0), r"needs .*8\.9, this is 8\.0; the recipe runs on the CPU"),
         ("block", None, (8, 9), r"needs .*9\.0, this is 8\.9; with emulate=True"),
         ("block", None, (10, 0), r"recipe mxfp8 runs here"),
         ("current", "6.2", (9, 4), r"NVIDIA GPUs; on the CPU"),

@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8rs
-from cases import skip_without_block_gemms
+from cases import RECIPES, skip_without_block_gemms
+from compiled_models import counting, graphs
 from fp8rs.nn import (
     LayerNormLinear,
     LayerNormMLP,
@@ -24,11 +25,10 @@ from fp8rs.nn import (
 )
 from fp8rs.optim import AdamW
 from fp8rs.quantize.recipes import resolve_recipe
+from internals import state_of
 from oracle import modules as oracle
 from oracle.compare import relative
 from saving import reloaded
-
-from .test_compile import RECIPES, counting, graphs
 
 BATCH, LENGTH, WIDTH, HEADS, CHANNELS = 2, 136, 256, 4, 64
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -347,7 +347,7 @@ def test_dropout_is_for_training_alone(device, recipe):
 
 
 def states(module):
-    return {m._fp8_state for m in module.modules() if hasattr(m, "_fp8_state")}
+    return {state_of(m) for m in module.modules() if hasattr(m, "_fp8_state")}
 
 
 @every_recipe

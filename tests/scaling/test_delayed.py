@@ -15,6 +15,7 @@ from fp8rs.quantize.recipes import DelayedScaling
 from fp8rs.scaling import steps
 from fp8rs.scaling.histories import Histories
 from fp8rs.scaling.known_scales import KnownScales
+from internals import state_of
 from oracle.elements import E4M3, E5M2, MAX
 from oracle.tensorwise import scale_from_amax
 from saving import reloaded
@@ -526,7 +527,7 @@ def test_known_slots_stop_reading_the_data(device):
             assert not func._schema.name.startswith("fp8rs::amax")
             return func(*args, **(kwargs or {}))
 
-    model.a._fp8_state.begin_forward(model, ())
+    state_of(model.a).begin_forward(model, ())
     with NoAmax():
         model.forward(batch(device)).sum().backward()
 
@@ -655,7 +656,7 @@ def test_training_converges(device):
 
 def test_a_roll_reduces_once_and_scales_what_was_seen(device):
     model, state = build(device, amax_history_len=3)
-    histories = model.a._fp8_state.delayed.histories
+    histories = state_of(model.a).delayed.histories
     with torch.no_grad():
         model.a.fp8_amax[:3, 0] = torch.tensor([2.0, 0.0, 5.0], device=device)
     reduced = []
@@ -793,7 +794,7 @@ def test_sharded_weights_are_reduced_over_their_shards_too(rig):
         amax_reduction_group=groups[rig.rank],
     )
     state = Slots(model)
-    model.a._fp8_state.delayed.set_weight_groups(1, (both,))
+    state_of(model.a).delayed.set_weight_groups(1, (both,))
     model(batch(rig.device))
     with torch.no_grad():
         for layer in (model.a, model.b):

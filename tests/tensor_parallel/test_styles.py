@@ -11,9 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
@@ -32,77 +29,19 @@ from fp8rs.tensor_parallel import (
     PrepareFloat8ModuleInput,
 )
 from fp8rs.tensor_parallel.gather import Operand, gather_input, gathered
-
-RECIPES = {
-    **cases.RECIPES,
-    "current of powers of 2": fp8rs.Float8CurrentScaling(power_2_scale=True),
-}
-every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
-both_weights = pytest.mark.parametrize("fp8_weights", [False, True], ids=["masters", "fp8"])
-WIDTH = 64
-SEQUENCE = 1
-
-
-class Mixer(nn.Module):
-    """What attention asks of tensor parallelism: three layers with one input, and one behind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wq, self.wk, self.wv = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.wo = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.wo(torch.tanh(self.wq(x)) * self.wk(x) + self.wv(x))
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mixer = nn.LayerNorm(WIDTH), Mixer()
-
-    def forward(self, x):
-        return x + self.mixer(self.norm(x))
-
-
-def plan(sequence=True, fp8=True):
-    """The plan of a `Block`: sequence parallel, or with activations that all ranks have."""
-    column, row = (
-        (Float8ColwiseParallel, Float8RowwiseParallel)
-        if fp8
-        else (ColwiseParallel, RowwiseParallel)
-    )
-    styles = {f"mixer.w{name}": column() for name in "qkv"}
-    if not sequence:
-        return {**styles, "mixer.wo": row()}
-    placed = {"input_layouts": (Shard(SEQUENCE),), "desired_input_layouts": (Replicate(),)}
-    return {
-        "norm": SequenceParallel(sequence_dim=SEQUENCE),
-        "mixer": PrepareFloat8ModuleInput(**placed),
-        **styles,
-        "mixer.wo": row(output_layouts=Shard(SEQUENCE), use_local_output=False),
-    }
-
-
-def converted(recipe, rig, **options):
-    torch.manual_seed(0)
-    model = Block().to(rig.device)
-    return fp8rs.convert_to_float8_training(model, recipe=RECIPES[recipe], **options)
-
-
-def tokens(rig, length=10, seed=0):
-    """(2, length, WIDTH), the same on all ranks, whose parts have other maxima."""
-    x = torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(seed))
-    x *= torch.linspace(0.5, 4.0, length).view(1, -1, 1)
-    return x.to(rig.device)
-
-
-def run(model, x):
-    """The output and all gradients of a step, whole."""
-    y = model(x)
-    y = y.full_tensor() if isinstance(y, DTensor) else y
-    y.square().mean().backward()
-    found = {"y": y, **{name: p.grad for name, p in model.named_parameters()}}
-    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in found.items()}
+from internals import state_of, store_of
+from tensor_parallel.blocks import (
+    RECIPES,
+    SEQUENCE,
+    WIDTH,
+    Block,
+    both_weights,
+    converted,
+    every_recipe,
+    plan,
+    run,
+    tokens,
+)
 
 
 def spec_of(recipe, role):
@@ -110,9 +49,11 @@ def spec_of(recipe, role):
 
 
 def converted_key(recipe):
-    return fp8rs.convert_to_float8_training(
-        nn.Sequential(nn.Linear(WIDTH, WIDTH)), recipe=RECIPES[recipe]
-    )[0]._fp8_state.key
+    return state_of(
+        fp8rs.convert_to_float8_training(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH)), recipe=RECIPES[recipe]
+        )[0]
+    ).key
 
 
 # --- bytes ---------------------------------------------------------------------------------------
@@ -170,7 +111,7 @@ def test_a_known_scale_is_every_ranks_and_nan_where_one_ranks_values_are(rig, ro
         else:
             assert found.rowwise.scale.isnan()
             assert amax == (32 if rig.rank == 0 else 0)
-        assert found._store.delayed[1] is amax
+        assert store_of(found).delayed[1] is amax
 
 
 @ranks(2, 4)

@@ -56,8 +56,8 @@ class ParamHandle:
         writes: number of times that operators wrote to the shard.
         written_on: the CUDA stream of the last write, or an event on that stream after the write.
         scale: the scale () of the whole parameter, for formats with one scale per tensor. For a
-            batched parameter (E, N, K), the scales that all-gathers need: those (E,) of the shard's
-            matrices, or on Shard(1) those of the whole parameter, in every format.
+            batched parameter (E, N, K), the scales (E,) of the shard's matrices. On Shard(1), all
+            scales of the whole parameter, in every format.
         amaxes: amaxes of the blocks that the shard touches, if shard boundaries split blocks.
         ready: the work that computed ``scale`` and ``amaxes``.
     """
@@ -183,9 +183,13 @@ class ParamHandle:
         """Note that the values changed without an operator."""
         self._writes_seen = -1
 
-    def wrote(self) -> None:
+    def mark_written(self) -> None:
         """Note that an operator writes to the shard."""
         self.writes += 1
+        self._note_stream()
+
+    def _note_stream(self) -> None:
+        """Note the current CUDA stream, which all-gathers wait for."""
         if torch.cuda.is_initialized():
             # FSDP2's all-gather streams wait for this stream only when the root's forward begins.
             self.written_on = torch.cuda.current_stream()
@@ -216,10 +220,10 @@ class ParamHandle:
             return self
         found = memo.get(id(self))
         if found is None:
-            found = memo[id(self)] = self._of(copy)
+            found = memo[id(self)] = self._copy_for(copy)
         return cast(ParamHandle, found)
 
-    def _of(self, module: nn.Module) -> ParamHandle:
+    def _copy_for(self, module: nn.Module) -> ParamHandle:
         """Return the handle of the same parameter in a copy of the module."""
         return type(self)(module, self.name)
 
@@ -230,15 +234,15 @@ class ParamHandle:
 def handles_of(module: nn.Module, names: Iterable[str]) -> dict[str, ParamHandle]:
     """Return the handles of a module's FP8 parameters by name.
 
-    The owner of a quantized parameter's planes is its handle already.
+    A quantized parameter has its handle already, which observes writes to its planes.
     """
     handles: dict[str, ParamHandle] = {}
     for name in names:
         store = getattr(own_part(module._parameters.get(name)), "_store", None)
-        owner = getattr(store, "owner", None)
-        if not isinstance(owner, ParamHandle) or owner._module() is not module:
-            owner = ParamHandle(module, name)
-        handles[name] = owner
+        handle = getattr(store, "observer", None)
+        if not isinstance(handle, ParamHandle) or handle._module() is not module:
+            handle = ParamHandle(module, name)
+        handles[name] = handle
     return handles
 
 

@@ -28,8 +28,8 @@ class Plane:
     """FP8 codes with their scales: ``data * scale`` is the value.
 
     Args:
-        data: codes, torch.float8_e4m3fn or torch.float8_e5m2. Of one matrix, the leading dimensions
-            are its rows. Of a batch, the first dimension is the batch dimension.
+        data: codes, torch.float8_e4m3fn or torch.float8_e5m2. Leading dimensions are rows of one
+            matrix, except that the first dimension of a batch is the batch dimension.
         scale: one element for each block, of shape ``format.scale_shape(rows, cols)`` for one
             matrix and ``format.scale_shape(rows, cols, (batch,))`` for a batch.
         format: block shape and scale dtype.

@@ -1,8 +1,10 @@
-"""State dicts of sharded layers hold plain tensors, those of FP8 weights quantized ones.
+"""State-dict hook of sharded layers.
 
-Checkpoints must load into the unconverted model, without this library. So the entries are
-the inner high-precision tensors themselves (DTensors of them), sharing their memory: what
-`torch.distributed.checkpoint` loads into a state dict's tensors is loaded into the weight.
+The entry of a master weight is a DTensor of the plain high-precision tensor, so that checkpoints
+load into the unconverted model, without this library. It shares the weight's memory. A
+`torch.distributed.checkpoint.load` into the state dict therefore loads the weight itself.
+
+The entry of an FP8 weight is the quantized shard. Its scales are synchronized first.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from fp8rs._torch import dtensor_like, local_tensor, own_part
 
-from .float8_weight import Sharded
+from .float8_shard import Float8Shard
 
 
 def register(linear: nn.Module) -> None:
-    """Register the hook on a layer that is being sharded. It holds nothing, so copies work."""
+    """Register the hook on a layer that is being sharded."""
     if make_plain not in linear._state_dict_hooks.values():
         linear.register_state_dict_post_hook(make_plain)
 
@@ -32,20 +34,18 @@ def make_plain(
     With ``keep_vars=True`` an entry remains the parameter itself.
     """
     for name in module._fp8_params:  # type: ignore[union-attr]
-        key = prefix + name
-        value = state_dict.get(key)
+        value = state_dict.get(prefix + name)
         local = own_part(value)
-        if isinstance(local, Sharded):
-            # Once for the model. Afterwards its weights have nothing left to synchronize.
-            if (shards := local._handle.shards) is not None:
-                shards.agree()
+        if isinstance(local, Float8Shard):
+            if (sync := local._handle.scale_sync) is not None:
+                sync.sync_module(module)
         elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            state_dict[key] = plain(value)
+            state_dict[prefix + name] = plain(value)
 
 
 @torch.no_grad()
 def plain(value: Tensor) -> Tensor:
-    """The tensor without the `MasterWeight` in it; it shares the memory."""
+    """Return a DTensor without the `MasterWeight` in it. It shares the memory."""
     if isinstance(value, DTensor):
         local = getattr(local_tensor(value), "high_precision", None)
         if local is not None:
