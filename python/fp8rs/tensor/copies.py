@@ -112,7 +112,7 @@ def arranged(dst: Region, src: Region) -> Plane | None:
 
 
 def load_piece(dst: StoreTensor, src: StoreTensor) -> bool:
-    """Load a piece of a shard: replace codes and scales of ``dst`` by those of ``src``.
+    """Load a piece of a shard: replace codes and scales of ``dst`` by the ones of ``src``.
 
     Other elements of the blocks keep their codes, not their values: other pieces will replace
     them. Keeping their values could change the scale, and so the codes of ``src``.

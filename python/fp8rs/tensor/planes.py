@@ -121,9 +121,9 @@ class Plane:
         return Plane(codes.view(self.data.dtype), scale, self.format, self.lead)
 
     def first_rows(self, shape: torch.Size) -> Plane:
-        """What stands in the first rows of the 2-D view, as a tensor of ``shape``; views.
+        """Return the first rows of one matrix as a plane of ``shape`` over the same memory.
 
-        (`windows.part` asks for numbers, where a compiler may have symbols that only data know.)
+        `windows.part` needs sizes that are numbers. Here, a compiler may have unbacked symbols.
         """
         rows, cols = matrix_shape(shape)
         scale = self.scale

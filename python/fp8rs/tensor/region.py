@@ -1,4 +1,4 @@
-"""What a quantized tensor is a view of: a store, and which of its elements, in which order."""
+"""Regions: a store, and the elements of it that a quantized tensor has, in their order."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Region(NamedTuple):
         return window.contiguous and window.numel == math.prod(self.store.matrix)
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """What the elements stand for: a plain contiguous tensor.
+        """Return the dequantized elements as a plain contiguous tensor.
 
         Args:
             dtype: float32, bfloat16, float16 or float64.

@@ -34,8 +34,8 @@ Planes = tuple[Plane | None, Plane | None]
 class QuantSpec:
     """How a tensor is quantized. Plain values, equal and hashed by value.
 
-    A quantized tensor's ``spec`` is how what is written to it later is quantized. `Quantizer.spec`
-    gives that of a quantizer.
+    A quantized tensor's ``spec`` is used for later writes to it. `Quantizer.spec` is used for the
+    tensors that a quantizer makes.
 
     Args:
         format: block shape and scale dtype.
@@ -83,9 +83,9 @@ class QuantSpec:
         range. Else it is the least of its multiples by powers of two that the largest value fits
         in: codes change their exponents, and only those that become subnormal are rounded.
 
-        Where there is nothing to keep, since the scale is 0 (nothing was written yet) or NaN, it is
-        a power of two. Of zeros it is between 1 and 2, still a multiple of the one before; for E8M0
-        the least there is, as the quantizer's.
+        If the scale is 0 (nothing was written yet) or NaN, the new scale is a power of two. For an
+        all-zero block, it is the previous scale times a power of two, between 1 and 2. An E8M0
+        scale is then the smallest one, as in the quantizer.
 
         Args:
             scale: fp32, any shape.
@@ -103,7 +103,7 @@ class QuantSpec:
         return torch.where(fits, scale, power * significand)
 
     def without_group(self) -> QuantSpec:
-        """The same for another process, where the group's name may mean another group."""
+        """Return the spec for another process, where the name may belong to another group."""
         return self if self.group is None else replace(self, group=None)
 
 
@@ -126,15 +126,15 @@ def quantize_planes(
     declared: bool = False,
     lead: int = 0,
 ) -> Planes:
-    """The planes of ``x`` (fp32, bf16 or fp16; any strides), None for one not asked for.
+    """Quantize ``x`` (fp32, bf16 or fp16; any strides). Planes that are not requested are None.
 
-    With one scale a tensor, the scale is that of ``x`` (current scaling), or ``scale`` as it is
-    known, or with an ``amax`` too that of delayed scaling.
+    For one scale per tensor, the scale is computed from ``x`` (current scaling) unless ``scale`` is
+    given. With an ``amax`` too, ``scale`` is a delayed scale.
 
     Args:
-        spec: how.
-        x: what; no gradient reaches it.
-        rowwise, columnwise: which planes.
+        spec: how ``x`` is quantized.
+        x: the values. Gradients do not reach it.
+        rowwise, columnwise: which planes to make.
         scale: the fp32 scale if it is known already, for one scale per tensor: one element, or
             (E,) for a batch.
         amax: with ``scale``: fp32 of that shape, raised to the finite amax of ``x``. If ``x`` has
@@ -142,7 +142,7 @@ def quantize_planes(
         column_scale: fp32 factors of the columns of ``x``, multiplied into the rowwise plane only.
             It requires blocks of a whole row.
         after: a tensor that a compiler must have before this is computed; not for current scaling.
-        declared: tell autograd and compilers of the write to ``amax``.
+        declared: declare the write to ``amax`` to autograd and compilers.
         lead: rows that the first blocks have in front of ``x``.
 
     Raises:
@@ -150,7 +150,7 @@ def quantize_planes(
     """
     format = spec.format
     if not format.per_tensor:
-        # What is not the default: each keyword takes half a microsecond.
+        # Each keyword takes half a microsecond, so defaults are left out.
         options = spec.block_options
         if column_scale is not None or after is not None:
             options = {**options, "column_scale": column_scale, "after": after}
@@ -253,9 +253,9 @@ def _select(condition: Tensor, new: Tensor, old: Tensor) -> Tensor:
 
 
 def plane_leads(format: BlockFormat, lead: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """What the two planes of a matrix have in front of it, whose blocks begin ``lead`` rows above.
+    """Return the leads of both planes of a matrix whose blocks begin ``lead`` rows above it.
 
-    Whole rows and single ones are never begun within.
+    Blocks of one row, or of whole rows, have no lead.
     """
     down, along = format.block
     return (lead % down if down > 1 else 0, 0), (0, lead % along if along > 1 else 0)

@@ -23,7 +23,7 @@ NO_SINGLE_MEMORY = (
     "dcp.async_save in place of model.state_dict()"
 )
 
-#: What a delayed scale is read from and the amax written to, each fp32 of one element.
+#: A delayed scale to read and the amax to raise, each fp32 of one element.
 Delayed = tuple[Tensor, Tensor]
 
 
@@ -67,8 +67,7 @@ class Store:
         observer: observes writes to a parameter's planes. New tensors of the parameter have it too.
         first_copy: for a shard that was just allocated, copies codes and scales of the first tensor
             that is written to it.
-        gathered: FSDP2 has gathered the planes' bytes, and frees and refills them: they are no
-            parameter's own.
+        gathered: FSDP2 has gathered the planes' bytes, and frees and refills them.
     """
 
     __slots__ = ("columnwise", "delayed", "first_copy", "gathered", "observer", "rowwise", "spec")
@@ -108,7 +107,7 @@ class Store:
 
     @property
     def any_plane(self) -> Plane:
-        """The rowwise plane, or the columnwise one where there is no rowwise."""
+        """The rowwise plane, or the columnwise one if the rowwise one is missing."""
         plane = self.rowwise if self.rowwise is not None else self.columnwise
         assert plane is not None
         return plane
@@ -130,7 +129,7 @@ class Store:
 
     @property
     def batched(self) -> bool:
-        """Whether the planes are those of a batch of matrices."""
+        """Whether the planes have a batch of matrices."""
         return self.any_plane.batched
 
     @property

@@ -45,7 +45,7 @@ def _detach(func: Any, t: QuantizedTensor) -> QuantizedTensor:
 def _as_strided(
     func: Any, t: QuantizedTensor, size: Any, stride: Any, storage_offset: int | None = None
 ) -> QuantizedTensor:
-    # Of meta tensors torch does not say what reaches beyond, and older torch not what is negative.
+    # Torch does not check the bounds of meta tensors. Older torch does not check signs either.
     offset = _window(t).offset if storage_offset is None else storage_offset
     view, numel = Window(tuple(size), tuple(stride), offset), math.prod(t._store.matrix)
     given = f"as_strided(size={view.size}, stride={view.stride}, storage_offset={offset})"
@@ -64,7 +64,7 @@ def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
     """
     if not isinstance(t, QuantizedTensor):
         return dequantized_call(func, t, *args, **kwargs)
-    with no_torch_dispatch():  # nobody who traces is to see it
+    with no_torch_dispatch():  # keep this call out of traces
         like = _like(t)
         out = func(like, *args, **kwargs)
     several = not isinstance(out, Tensor)

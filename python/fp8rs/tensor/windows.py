@@ -96,7 +96,7 @@ class Span(NamedTuple):
 
     @property
     def slice(self) -> builtins.slice:
-        """What takes these."""
+        """The slice that selects these."""
         return builtins.slice(self.start, self.stop, self.step)
 
 
@@ -110,9 +110,12 @@ def _as_rows(matrix: Shape) -> tuple[int, int]:
 
 
 class Rectangle(NamedTuple):
-    """Rows and columns of a matrix; ``transposed`` where the view's own rows are its columns.
+    """Rows and columns of a matrix, or whole matrices of a batch.
 
-    Of a batch these are whole matrices. ``transposed`` tells that the view transposes each.
+    Attributes:
+        rows: the rows. For a batch, the matrices.
+        cols: the columns. For a batch, all elements of a matrix.
+        transposed: the view's own rows are columns of the matrix, or of each matrix.
     """
 
     rows: Span
@@ -181,7 +184,7 @@ def _collapse(size: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
 def part(plane: Plane, box: Rectangle, columnwise: bool = False) -> Plane | None:
     """Return the plane of some rows and columns of a matrix; None if that would cut blocks.
 
-    The last blocks may be cut: their scales are those of elements beyond the part too.
+    The last blocks may extend beyond the part.
 
     Args:
         plane: a plane of the matrix, or of a batch.
@@ -207,9 +210,9 @@ def part(plane: Plane, box: Rectangle, columnwise: bool = False) -> Plane | None
 
 
 def _blocks(span: Span, block: int, lead: int = 0) -> slice | None:
-    """The blocks of a span; None where it begins within one or leaves elements out.
+    """Return the blocks of a span. None if it begins within a block or leaves elements out.
 
-    What begins where the whole does may begin within one, ``lead`` elements from its start.
+    A span that begins with the whole may begin within a block, ``lead`` elements from its start.
     """
     if block == -1:
         return slice(None)
@@ -226,7 +229,7 @@ def _blocks(span: Span, block: int, lead: int = 0) -> slice | None:
 def shown(
     row: Plane | None, col: Plane | None, window: Window, matrix: Shape
 ) -> tuple[Plane | None, Plane | None]:
-    """What a view shows of the rowwise and columnwise planes of a ``matrix``: its own planes.
+    """Return the planes of a view: parts of the rowwise and columnwise planes of a ``matrix``.
 
     They share the codes. None stands for one that is not there, or that would cut blocks; with one
     scale a tensor, any view of a rowwise plane has a rowwise plane.

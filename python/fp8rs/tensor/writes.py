@@ -1,8 +1,8 @@
 """Writes to quantized tensors, as functions of a region and of what is written.
 
 Scales belong to blocks, and a region may have parts of blocks. So a write first finds the rows and
-columns of whole blocks that it concerns (:class:`Target`). Where the region is all of them, they
-are quantized anew; where there are neighbours, these keep their values: their scales stay, or move
+columns of whole blocks that it concerns (:class:`Target`). If the region has all their elements,
+the blocks are quantized again. Otherwise the other elements keep their values: scales stay, or move
 by powers of two. The observer of a weight is notified of each write.
 """
 
