@@ -3,7 +3,7 @@
 
     python tools/checkpoint_paths.py [--check]
 
-Runs the ways of tests/checkpoint/test_paths.py on two ranks of the CPU, in `RECIPES`. A cell has
+Runs the ways of tests/checkpoint/paths.py on two ranks of the CPU, in `RECIPES`. A cell has
 the worst outcome of these recipes. The errors of refusals are numbered, and follow the table.
 """
 
@@ -18,6 +18,8 @@ from typing import Any
 import written
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGE = written.Page(ROOT / "docs" / "checkpoints.md", "checkpoint_paths")
+PLACE = "CPU, gloo: ways to save"
 RECIPES = ["current", "delayed", "block", "mxfp8"]
 
 
@@ -58,18 +60,18 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare with the page, write nothing")
     chosen = parser.parse_args()
     sys.path.insert(0, str(ROOT / "tests"))
-    from checkpoint import test_paths
+    from checkpoint import layouts, paths
     from distributed.pool import pool
 
-    optimizers = list(test_paths.KEPT)
+    optimizers = list(layouts.KEPT)
     found = {}
     for recipe in RECIPES:
         for kept in optimizers:
             arguments = {"recipe": recipe, "kept": kept}
-            run = pool().run(test_paths.__name__, "outcomes", 2, "cpu", arguments, 240)
+            run = pool().run(paths.__name__, "outcomes", 2, "cpu", arguments, 240)
             found[recipe, kept] = run[0]
-    tables = {written.name_of(test_paths.PLACE): table(found, optimizers)}
-    return written.update(test_paths.PAGE, tables, words, chosen.check)
+    tables = {written.name_of(PLACE): table(found, optimizers)}
+    return written.update(PAGE, tables, words, chosen.check)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,13 @@ import fp8rs
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import EVEN, batch, make, same_bytes, shard
-from fp8rs._torch import own_store
 from fp8rs.demo.data import load_corpus
 from fp8rs.demo.model import LlamaConfig
 from fp8rs.demo.train import Settings, build_model, convert, learning_rate, make_optimizer
 from fp8rs.demo.train import shard as shard_demo
 from fp8rs.fsdp import set_links, symmetric
-from fsdp.test_reduction import backward, grads_of
+from fsdp.gradients import backward, grads_of
+from internals import own_store
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

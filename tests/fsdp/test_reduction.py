@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -11,57 +10,10 @@ from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import EMPTY, EVEN, HIDDEN, RECIPES, batch, make, same_bytes, shard
 from fp8rs.fsdp import set_links
-from fp8rs.fsdp.reduction import _divisor
-from internals import local_of
+from fsdp.gradients import backward, check, grads_of, twice
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 ALL_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-
-
-class InOrder:
-    """FSDP2's gradients in float32, from all ranks, added up in their order: the definition."""
-
-    def allocate(self, size, *, dtype, device):
-        return torch.empty(*size, dtype=torch.float32, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        everyone = [torch.empty_like(input_tensor) for _ in range(group.size())]
-        dist.all_gather(everyone, input_tensor, group=group)
-        parts = [x.view(group.size(), -1)[group.rank()] for x in everyone]
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total += part
-        output_tensor.copy_(total / _divisor(op, group.size()))
-
-
-def sum_in_order(model):
-    for module in model.modules():
-        if hasattr(module, "set_custom_reduce_scatter"):
-            module.set_custom_reduce_scatter(InOrder())
-
-
-def backward(model, rig, step=0):
-    model(batch(rig, step)).float().square().mean().backward()
-
-
-def grads_of(model):
-    for part in (*model.blocks, model):
-        part.reshard()  # what was left as it is after the backward
-    return {n: local_of(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-
-
-def check(rig, build, run=backward):
-    """The gradients of a model with links are the definition's; gives its links."""
-    models = [build(), build()]
-    sum_in_order(models[0])
-    links = set_links(models[1], gather="torch")
-    for model in models:
-        run(model, rig)
-    expected, got = map(grads_of, models)
-    assert expected and expected.keys() == got.keys()
-    for name, grad in expected.items():
-        assert same_bytes(got[name], grad), name
-    return links
 
 
 @ranks(2, 4)
@@ -98,14 +50,6 @@ def test_half_the_bytes_are_sent(rig):
         sent.append(seen.nbytes(kind))
         assert {c.kind for c in seen.seen} - {"reduce", "gather"} == {kind}
     assert sent[0] == 2 * sent[1] > 0
-
-
-def twice(model, rig, synced):
-    """Two micro-batches; the first is reduced too, or only added up."""
-    model.set_requires_gradient_sync(synced)
-    backward(model, rig, 0)
-    model.set_requires_gradient_sync(True)
-    backward(model, rig, 1)
 
 
 @ranks(2)

@@ -19,8 +19,8 @@ from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import EVEN, HIDDEN, RECIPES, batch, make, same_bytes, shard
 from fp8rs.fsdp import set_links, symmetric
+from fsdp.gradients import backward, check, grads_of, sum_in_order, twice
 from fsdp.shared_memory import SharedBlock
-from fsdp.test_reduction import backward, check, grads_of, sum_in_order, twice
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 SOON = timedelta(seconds=2)

@@ -1,4 +1,4 @@
-"""The demo: its text, its model, how it starts and ends ranks, and what it reports."""
+"""The demo: its text, its model, its ranks, and its report."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def job(name: str, **arguments: Any) -> Job:
 # Text
 
 
-def test_corpus_is_the_same_each_time_and_splits_by_file(tmp_path: Path) -> None:
+def test_the_corpus_is_reproducible_and_split_by_file(tmp_path: Path) -> None:
     for index in range(80):
         (tmp_path / f"module{index}.py").write_text(f"<{index}>" * 4000)
     (tmp_path / "test").mkdir()
@@ -85,7 +85,7 @@ def test_corpus_is_the_same_each_time_and_splits_by_file(tmp_path: Path) -> None
     assert first.files == 80
 
 
-def test_batches_depend_on_seed_and_step_alone() -> None:
+def test_batches_depend_only_on_seed_and_step() -> None:
     corpus = load_corpus()
     batch = corpus.batch(seed=3, step=5, rows=4, length=64)
     assert batch.shape == (4, 65)
@@ -105,7 +105,7 @@ def test_too_little_text_is_an_error(tmp_path: Path) -> None:
 # Model
 
 
-def test_model_is_causal_and_starts_at_chance() -> None:
+def test_the_model_is_causal_and_starts_at_chance() -> None:
     model = Llama(TINY)
     model.init_weights(torch.Generator().manual_seed(0))
     tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
@@ -118,7 +118,7 @@ def test_model_is_causal_and_starts_at_chance() -> None:
     assert not torch.allclose(before[:, 9:], after[:, 9:], atol=1e-6)
 
 
-def test_attention_knows_positions() -> None:
+def test_attention_depends_on_positions() -> None:
     model = Llama(TINY)
     model.init_weights(torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -127,7 +127,7 @@ def test_attention_knows_positions() -> None:
     assert not torch.allclose(forward, swapped, atol=1e-6)
 
 
-def test_learning_rate_warms_up_and_decays() -> None:
+def test_the_learning_rate_warms_up_and_decays() -> None:
     settings = Settings.choose("cpu", 2, steps=100)
     rates = [learning_rate(settings, step) for step in range(100)]
     assert rates[0] < rates[5] < max(rates) == pytest.approx(settings.learning_rate)
@@ -135,7 +135,7 @@ def test_learning_rate_warms_up_and_decays() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_every_rank_takes_as_many_rows(ranks: int) -> None:
+def test_all_ranks_have_equally_many_rows(ranks: int) -> None:
     assert Settings.choose("cpu", ranks).rows % ranks == 0
 
 
@@ -143,7 +143,7 @@ def test_every_rank_takes_as_many_rows(ranks: int) -> None:
 
 
 @pytest.mark.newest_torch
-def test_launch_returns_results_in_rank_order_and_passes_events_on() -> None:
+def test_launch_returns_results_in_rank_order_and_forwards_events() -> None:
     events: list[dict[str, Any]] = []
     results = launch(job("add", given="this"), 2, events.append)
     assert results == [{"rank": rank, "total": 1.0, "given": "this"} for rank in range(2)]
@@ -173,7 +173,7 @@ def test_a_job_past_its_limit_leaves_no_process(
     passed = 0.0
 
     class Clock:
-        """Passes the limit when both ranks have started, however long that takes."""
+        """Exceeds the limit once both ranks have started, however long that takes."""
 
         @staticmethod
         def monotonic() -> float:
@@ -195,7 +195,7 @@ def test_an_interrupted_or_killed_launcher_leaves_no_process(
     tmp_path: Path, sign: signal.Signals
 ) -> None:
     code = (
-        # Ignored in what a script's shell starts in the background, and then here as well.
+        # A shell ignores SIGINT in background processes, and so would this one.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from fp8rs.demo.launch import Job, launch\n"
         f"launch(Job('demo_jobs:hang', {{'folder': {str(tmp_path)!r}}}, 'cpu'), 2,"
@@ -258,12 +258,12 @@ def run_demo(folder: Path, *arguments: str, timeout: float = 300) -> Run:
 
 @pytest.fixture(scope="module")
 def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The demo as a user runs it, but for three steps in place of 200, which take minutes."""
+    """Run the demo as a user does, but with three steps instead of 200, which take minutes."""
     return run_demo(tmp_path_factory.mktemp("demo"), "--steps", "3")
 
 
 @pytest.mark.newest_torch
-def test_demo_writes_its_fields(demo_run: Run) -> None:
+def test_the_demo_writes_its_fields(demo_run: Run) -> None:
     result, _, _ = demo_run
     assert list(result) == FIELDS
     assert (result["ranks"], result["device"], result["steps"]) == (2, "cpu", 3)
@@ -282,8 +282,8 @@ def test_demo_writes_its_fields(demo_run: Run) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_fp8_learns_as_the_reference_does(tmp_path: Path) -> None:
-    """To the end: after a fifth of the steps rounding alone moves the loss by 3% either way (seen
-    between two versions of torch), which would hide what is claimed."""
+    """The runs are complete. After a fifth of the steps, rounding alone changes the loss by 3% in
+    either direction (seen between two versions of torch), which would hide a real difference."""
     result, _, _ = run_demo(tmp_path, timeout=1800)
     assert result["steps"] == 200
     first, last = result["loss_reference"]
@@ -293,7 +293,7 @@ def test_fp8_learns_as_the_reference_does(tmp_path: Path) -> None:
 
 
 def same_weights(result: dict[str, Any]) -> None:
-    """At first, so that only rounding comes between; three steps on, its consequences too."""
+    """At first the losses differ only by rounding. Three steps later, its consequences add up."""
     assert result["loss_fp8"][0] == pytest.approx(result["loss_reference"][0], rel=2e-3)
     assert result["loss_fp8"][1] == pytest.approx(result["loss_reference"][1], rel=1e-2)
 
@@ -302,7 +302,7 @@ def same_weights(result: dict[str, Any]) -> None:
 def test_fp8_weights_are_gathered_at_half_the_bytes(demo_run: Run) -> None:
     result, _, _ = demo_run
     assert 0.49 < result["weight_bytes_fp8"] / result["weight_bytes_reference"] <= 0.51
-    # What is not converted is gathered alike in both runs: two ways of counting agree.
+    # Both runs gather unconverted parameters alike, so two ways of counting must agree.
     rest = [
         result[f"allgather_bytes_{kind}"] - result[f"weight_bytes_{kind}"]
         for kind in ("reference", "fp8")
@@ -311,7 +311,7 @@ def test_fp8_weights_are_gathered_at_half_the_bytes(demo_run: Run) -> None:
 
 
 @pytest.mark.newest_torch
-def test_reference_gathers_each_block_twice_in_bf16(demo_run: Run) -> None:
+def test_the_reference_gathers_each_block_twice_in_bf16(demo_run: Run) -> None:
     result, _, _ = demo_run
     c = Settings.choose("cpu", 2).model
     layer = 2 * c.dim * c.dim + 2 * c.dim * c.kv_heads * c.head_dim + 3 * c.dim * c.hidden
@@ -319,7 +319,7 @@ def test_reference_gathers_each_block_twice_in_bf16(demo_run: Run) -> None:
 
 
 @pytest.mark.newest_torch
-def test_demo_shows_progress_a_table_and_a_plot(demo_run: Run) -> None:
+def test_the_demo_shows_progress_a_table_and_a_plot(demo_run: Run) -> None:
     _, output, folder = demo_run
     assert "step    3/3" in output
     assert "held-out loss, last" in output
@@ -329,7 +329,7 @@ def test_demo_shows_progress_a_table_and_a_plot(demo_run: Run) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block", "mxfp8"])
-def test_demo_takes_every_recipe(recipe: str, tmp_path: Path) -> None:
+def test_the_demo_accepts_every_recipe(recipe: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     done = demo("--device", "cpu", "--recipe", recipe, "--steps", "3", "--json", str(path))
     assert done.returncode == 0, done.stderr
@@ -338,7 +338,7 @@ def test_demo_takes_every_recipe(recipe: str, tmp_path: Path) -> None:
     assert 0.49 < result["weight_bytes_fp8"] / result["weight_bytes_reference"] <= 0.52
 
 
-# Bytes a parameter: of the weights, and of the optimizer for them.
+# Bytes per parameter of the weights and of the optimizer.
 AT_REST = [
     ("delayed", ["--no-masters", "--state-dtype", "bf16"], 1.0, 4.0),
     ("mxfp8", [], 1 + 1 / 1024, 12.0),
@@ -347,7 +347,7 @@ AT_REST = [
 
 @pytest.mark.long
 @pytest.mark.parametrize(("recipe", "options", "weights", "optimizer"), AT_REST)
-def test_demo_trains_fp8_weights(
+def test_the_demo_trains_fp8_weights(
     recipe: str, options: list[str], weights: float, optimizer: float, tmp_path: Path
 ) -> None:
     path = tmp_path / "result.json"
@@ -362,21 +362,22 @@ def test_demo_trains_fp8_weights(
     assert 0.49 < result["weight_bytes_fp8"] / result["weight_bytes_reference"] <= 0.52
     assert result["at_rest_reference"] == pytest.approx({"weights": 4, "optimizer": 8}, rel=0.01)
     found = result["at_rest_fp8"]
-    # A few bytes a tensor beside them: scales, counters of steps.
+    # Scales and step counters add a few bytes per tensor.
     assert weights <= found["weights"] <= weights + 0.01
     assert optimizer <= found["optimizer"] <= optimizer + 0.01
     assert f"{found['weights']:.2f} B" in done.stdout
 
 
-def test_a_step_of_fp8_weights_is_counted() -> None:
+def test_the_traffic_of_a_step_with_fp8_weights() -> None:
     found, other = launch(job("traffic"), 2, lambda _: None)
     assert found == other
-    assert found["handed_over"] == 2 * found["converted"]  # a byte each, forward and backward
+    # One byte per element, in the forward and in the backward.
+    assert found["handed_over"] == 2 * found["converted"]
     assert found["scatters"] == 4 * found["elements"]
     assert found["all_reduces"] == [4 * found["weights"]]
 
 
-def test_bytes_at_rest_see_a_copy_that_somebody_keeps() -> None:
+def test_stored_bytes_include_copies_kept_elsewhere() -> None:
     meter = Meter()
     model = Llama(TINY)
     model.init_weights(torch.Generator().manual_seed(0))
@@ -385,7 +386,7 @@ def test_bytes_at_rest_see_a_copy_that_somebody_keeps() -> None:
     convert(model, "current", Weights("fp8"))
     settings = Settings.choose("cpu", 1)
     optimizer = make_optimizer(model, settings, Weights("fp8"))
-    # The values before the rounding are there until the masters begin with them.
+    # The initial values are kept until the masters are created from them.
     assert meter.at_rest(model, optimizer, names).weights == pytest.approx(5, rel=0.01)
     model.loss(torch.zeros(1, 9, dtype=torch.int64)).backward()
     optimizer.step()
@@ -425,10 +426,11 @@ def test_options_that_cannot_work_start_nothing(
 
 
 @pytest.mark.newest_torch
-def test_an_output_that_cannot_be_written_is_said_before_training(
+def test_an_unwritable_output_is_refused_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    # Root may write everywhere.
+    monkeypatch.setattr(os, "access", lambda *_: False)
     path = str(tmp_path / "result.json")
     assert refused(["demo", "--device", "cpu", "--json", path], monkeypatch) == 2
     assert f"--json {path}: it cannot be written" in capsys.readouterr().err
@@ -446,19 +448,20 @@ def test_a_plot_without_matplotlib_is_refused_before_training(
 
 
 def refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    """The exit code of a command line that must launch nothing."""
+    """Return the exit code of a command line that must not launch ranks."""
     from fp8rs.demo import run
 
     monkeypatch.setattr(run, "launch", lambda *_: pytest.fail("something was trained"))
     try:
         return main(arguments)
-    except SystemExit as ended:  # as argparse refuses an option
+    except SystemExit as ended:
+        # argparse exits if it refuses an option.
         return int(str(ended.code))
 
 
 @pytest.mark.newest_torch
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_missing_gpu_is_said(
+def test_a_missing_gpu_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refused(["demo", "--device", "cuda"], monkeypatch) == 2
@@ -500,14 +503,14 @@ def outcome() -> report.Outcome:
     return report.Outcome(2, "cpu", "current", 4, [result(2.0, 100)], [result(2.02, 50)], 2.5)
 
 
-def test_table_gives_ratios(outcome: report.Outcome) -> None:
+def test_the_table_shows_ratios(outcome: report.Outcome) -> None:
     text = report.table(outcome)
     assert "1.010" in text
     assert "0.500" in text
     assert "0.50 B" in text
 
 
-def test_memory_on_a_cpu_is_said_to_be_the_process(outcome: report.Outcome) -> None:
+def test_memory_on_cpu_is_labelled_as_the_process(outcome: report.Outcome) -> None:
     on_gpu = report.table(dataclasses.replace(outcome, device="cuda"))
     assert "peak memory of a process" in report.table(outcome)
     assert report.ON_CPU in report.table(outcome)
@@ -515,7 +518,7 @@ def test_memory_on_a_cpu_is_said_to_be_the_process(outcome: report.Outcome) -> N
     assert report.ON_CPU not in on_gpu
 
 
-def test_table_of_one_rank_has_no_gathers(outcome: report.Outcome) -> None:
+def test_the_table_of_one_rank_has_no_gathers(outcome: report.Outcome) -> None:
     for result in (*outcome.reference, *outcome.fp8):
         result["allgather_bytes"] = result["weight_bytes"] = 0
     assert "0.00 MB" in report.table(outcome)

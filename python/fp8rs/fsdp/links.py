@@ -19,7 +19,7 @@ from . import symmetric
 from .chosen_links import LINKS, Link, Links, named
 from .layout import AllGatherLayout
 from .reduction import AllToAll, SummedReduction, Wire
-from .sizes import codecs_of, groups_of
+from .sizes import groups_of, layouts_of
 
 GATHERS = ("auto", "symmetric", "torch")
 REDUCTIONS = ("auto", "symmetric", "bf16", "torch")
@@ -165,14 +165,14 @@ def _no_bf16(computed: set[torch.dtype]) -> str:
 
 def _plan(model: nn.Module, units: list[_Unit]) -> list[tuple[int, int]]:
     """Of each unit the bytes that a gather sends, and those of its gradients in bfloat16."""
-    codecs: dict[int, AllGatherLayout] = {}
+    layouts: dict[int, AllGatherLayout] = {}
     for layer in model.modules():
         if isinstance(layer, Float8Linear) and layer._fp8_state.fp8_gather:
-            codecs.update(codecs_of(layer.recipe, [layer]))
+            layouts.update(layouts_of(layer.recipe, [layer]))
     plan = []
     for unit in units:
         dtype = next(p.mp_policy.param_dtype for p in unit.parameters.fsdp_params)
-        group, *_ = groups_of(unit.module, codecs, world_size=unit.ranks, param_dtype=dtype)
+        group, *_ = groups_of(unit.module, layouts, world_size=unit.ranks, param_dtype=dtype)
         sums = group.scattered_bytes(torch.bfloat16) + 16 * unit.ranks
         plan.append((group.gathered_bytes // unit.ranks, sums))
     return plan

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import local_tensor
+from fp8rs.tensor.formats import split
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -24,6 +25,8 @@ class ShardSpec:
         groups: process groups of all mesh dimensions that shard the parameter over more than one
             rank: FSDP2's and tensor parallelism's, without replicas.
         shard_groups: FSDP2's process group alone; empty with one rank.
+        matrix_groups: the part of ``groups`` whose ranks share matrices. A batched weight (E, N, K)
+            on Shard(0) has none, because each rank holds whole matrices.
         ranks: number of FSDP2's shards.
         rank: this rank's shard.
         dim: the dimension that FSDP2 shards.
@@ -35,12 +38,28 @@ class ShardSpec:
     device_type: str
     groups: tuple[Any, ...]
     shard_groups: tuple[Any, ...]
+    matrix_groups: tuple[Any, ...]
     ranks: int
     rank: int
     dim: int
     shape: tuple[int, ...]
     whole: tuple[int, ...]
     origin: tuple[int, ...]
+
+    @property
+    def batched(self) -> bool:
+        """Whether the parameter is a batch of matrices."""
+        return len(self.whole) > 2
+
+    @property
+    def by_matrix(self) -> bool:
+        """Whether FSDP2 gives each rank whole matrices of a batch."""
+        return self.batched and self.dim == 0
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of each gathered matrix."""
+        return split(self.whole, True)[1]
 
     @property
     def padded(self) -> int:
@@ -56,8 +75,15 @@ class ShardSpec:
 
     @property
     def offset(self) -> int:
-        """The shard's first row (along ``dim``) in the whole weight."""
+        """The shard's first index along ``dim`` in the whole weight."""
         return min(self.rank * self.padded, self.whole[self.dim])
+
+    @property
+    def row_offset(self) -> int:
+        """The shard's first row in each matrix, which decides where blocks begin."""
+        if self.by_matrix:
+            return 0
+        return self.offset * prod(self.whole[self.dim + 1 : -1])
 
     def mesh_device(self, device: torch.device) -> torch.device:
         """Return the mesh's device for a shard that is on ``device``, possibly offloaded."""
@@ -67,8 +93,8 @@ class ShardSpec:
         return torch.device(self.device_type, accelerator.current_device())
 
     @property
-    def number(self) -> int:
-        """The number of the shard's first element, unique among the elements of the parameter.
+    def element_offset(self) -> int:
+        """The index of the shard's first element, unique among the elements of the parameter.
 
         Elements are counted by rows. If columns are sharded, all elements of one part are counted
         before the next part, so that the elements of a shard are consecutive.
@@ -88,8 +114,8 @@ def shard_spec(parameter: DTensor) -> ShardSpec:
     sharded = [(i, p) for i, p in enumerate(placements) if not p.is_replicate()]
     shape = tuple(parameter.shape)
     if not sharded:
-        return ShardSpec(mesh.device_type, (), (), 1, 0, 0, shape, shape, (0,) * len(shape))
-    # FSDP2's mesh dimension comes before those of tensor parallelism.
+        return ShardSpec(mesh.device_type, (), (), (), 1, 0, 0, shape, shape, (0,) * len(shape))
+    # FSDP2's mesh dimension comes before the dimensions of tensor parallelism.
     fsdp, placement = sharded[0]
     whole, origin = list(shape), [0] * len(shape)
     for i, p in sharded[1:]:
@@ -102,6 +128,7 @@ def shard_spec(parameter: DTensor) -> ShardSpec:
         mesh.device_type,
         tuple(groups.values()),
         tuple(group for i, group in groups.items() if i == fsdp),
+        tuple(group for i, group in groups.items() if len(shape) == 2 or placements[i].dim != 0),
         mesh.size(fsdp),
         coordinate[fsdp],
         placement.dim,
