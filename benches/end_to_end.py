@@ -10,14 +10,14 @@ the same names: no-masters, masters (of fp8rs.optim.AdamW), bf16-state, fp32-sta
 bf16-reduce, fp32-reduce (the reduce-scatter), bf16-params, fp32-params (the dtype of parameters at
 rest, which sharded gradients have too; FP8 weights have it in name only), save-input, save-codes
 (what layers keep for the backward), recompute (as --recompute), squares (wgrad_input_block=(128,
-128), of block variants), links, links-gathers, links-reductions (fp8rs.fsdp.set_links: both, or one
-of them), torch-links (FSDP2's own set_symm_mem_for_comm, of torch 2.12 and newer; NCCL's copy
-engines want NCCL_CTA_POLICY=2 in the environment).
+128), of block variants), comm, comm-all-gather, comm-reduce-scatter (fp8rs.comm.set_fsdp_comm:
+both, or one of them), torch-symm-mem (FSDP2's own set_symm_mem_for_comm, of torch 2.12 and newer;
+NCCL's copy engines want NCCL_CTA_POLICY=2 in the environment).
 
     python benches/end_to_end.py                       # every variant on every GPU
     python benches/end_to_end.py --ranks 2 --variants bf16,current
     python benches/end_to_end.py --variants bf16,current-fp8,current-fp8+no-masters+bf16-reduce
-    python benches/end_to_end.py --ranks 2 --profile --variants bf16-compiled,bf16-compiled+links
+    python benches/end_to_end.py --ranks 2 --profile --variants bf16-compiled,bf16-compiled+comm
     python benches/end_to_end.py --device cpu --ranks 2 --dim 256 --layers 2 --sequence 64 \
         --vocabulary 512 --steps 2                     # a smoke run without a GPU
 
@@ -49,6 +49,7 @@ from torch.autograd import DeviceType
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fp8rs.comm import set_fsdp_comm
 from fp8rs.demo.launch import Job, RankFailed, launch
 from fp8rs.demo.memory import Meter
 from fp8rs.demo.model import Llama, LlamaConfig, parameter_count
@@ -61,7 +62,6 @@ from fp8rs.demo.train import (
     peak_memory,
     shard,
 )
-from fp8rs.fsdp import Links, set_links
 from fp8rs.quantize.recipes import RECIPES, resolve_recipe
 
 LEARNING_RATE = 3e-4
@@ -101,10 +101,10 @@ MODIFIERS: dict[str, tuple[str, Any]] = {
     "save-codes": ("save_input", False),
     "recompute": ("recompute", True),
     "squares": ("squares", True),
-    "links": ("links", {}),
-    "links-gathers": ("links", {"reduction": "torch"}),
-    "links-reductions": ("links", {"gather": "torch"}),
-    "torch-links": ("torch_links", True),
+    "comm": ("comm", {}),
+    "comm-all-gather": ("comm", {"reduce_scatter": "torch"}),
+    "comm-reduce-scatter": ("comm", {"all_gather": "torch"}),
+    "torch-symm-mem": ("torch_symm_mem", True),
     **{
         f"{dtype}-{kind}": (option, dtype)
         for dtype in DTYPES
@@ -214,8 +214,8 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
         options["wgrad_input_block"] = (128, 128)
     after_step = _prepare(model, variant, kept, device.type, options, arguments["recompute"])
     shard(model, device.type, ranks, DTYPES[arguments["reduce_dtype"]])
-    links = None if arguments.get("links") is None else set_links(model, **arguments["links"])
-    if arguments.get("torch_links"):
+    comm = None if arguments.get("comm") is None else set_fsdp_comm(model, **arguments["comm"])
+    if arguments.get("torch_symm_mem"):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_symm_mem_for_comm()
@@ -245,12 +245,15 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
         trace = arguments["trace"] if dist.get_rank() == 0 else None
         name = None if trace is None else Path(trace) / f"{arguments['variant']}.json.gz"
         report({"what": _profiled(step, name)})
-    before = _linked(links)
+    gathered = reduced = 0
+    if comm is not None:
+        gathered, reduced = comm.all_gather_bytes, sum(comm.reduce_scatter_bytes.values())
     with counted(model, ranks) as traffic:
         step()
-    gathered, reduced = (after - start for after, start in zip(_linked(links), before, strict=True))
-    if links is not None:
-        report({"what": str(links)})
+    if comm is not None:
+        gathered = comm.all_gather_bytes - gathered
+        reduced = sum(comm.reduce_scatter_bytes.values()) - reduced
+        report({"what": str(comm)})
     model.reshard()  # type: ignore[operator]
     at_rest = meter.at_rest(model, optimizer, weights)
     hooked = variant.library != "torch"
@@ -268,11 +271,6 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
         if hooked
         else converted_share(traffic, model, weights, ranks, itemsize=2),
     }
-
-
-def _linked(links: Links | None) -> tuple[int, int]:
-    """Bytes gathered through symmetric memory, and handed to reductions, so far."""
-    return (0, 0) if links is None else (links.gathered, sum(links.reduced.values()))
 
 
 _ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]

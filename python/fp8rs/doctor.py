@@ -115,9 +115,9 @@ def as_text(findings: Findings) -> str:
         lines.append(f"GPU: none ({f.no_gpu_because})")
     why = f.no_symmetric_memory_because
     lines.append(
-        "fp8rs.fsdp.set_links: "
-        + (f"no symmetric memory ({why}); reductions in bf16" if why else "symmetric memory")
-        + ". fp8rs.report(model) after it says what was chosen for each unit"
+        "fp8rs.comm.set_fsdp_comm: "
+        + (f"no symmetric memory ({why}); reduce-scatters in bf16" if why else "symmetric memory")
+        + ". Call fp8rs.report(model) after it for the choice for each module"
     )
     lines += ["", f"{'recipe':<10}{'device':<9}{'path':<13}why"]
     lines += [f"{p.recipe:<10}{p.device:<9}{p.path:<13}{p.reason}" for p in f.recipes]
@@ -171,7 +171,10 @@ def _why_no_gpu(driver: str | None) -> str:
 
 
 def _why_no_symmetric_memory(devices: list[Device]) -> str | None:
-    """Of ranks on all GPUs of this machine. ``set_links`` asks for those that there are."""
+    """Return why ranks on all GPUs of this machine cannot share memory.
+
+    ``set_fsdp_comm`` checks the ranks that exist.
+    """
     if len(devices) < 2:
         return "one GPU" if devices else "no GPU"
     for one, other in itertools.permutations((device.index for device in devices), 2):

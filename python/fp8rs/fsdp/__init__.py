@@ -16,7 +16,7 @@ precision and quantized for each all-gather, or an FP8 weight, which is gathered
 - ``state_dicts``: plain tensors in state dicts;
 - ``planes_owner``, ``at_rest``, ``scales``, ``padding``: FP8 weights;
 - ``sizes``, ``memory``: bytes that sharding comes to, before any rank runs;
-- ``links``, ``chosen_links``, ``reduction``, ``symmetric``: communication of any FSDP2 model.
+- ``links``: the former name of `fp8rs.comm.set_fsdp_comm`.
 """
 
 from __future__ import annotations
@@ -25,33 +25,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .chosen_links import Link, Links
     from .float8_weight import Float8Weight, MXFP8Weight
-    from .links import set_links
+    from .links import set_fsdp_comm, set_links
     from .master_weight import MasterWeight
     from .planes_owner import own
     from .sharded_model import precompute_float8_dynamic_scale_for_fsdp
 
 __all__ = [
     "Float8Weight",
-    "Link",
-    "Links",
     "MXFP8Weight",
     "MasterWeight",
     "own",
     "precompute_float8_dynamic_scale_for_fsdp",
+    "set_fsdp_comm",
     "set_links",
 ]
 
 #: Modules that are imported on first use, because torch.distributed.fsdp takes seconds to import.
 _LAZY = {
     "Float8Weight": "float8_weight",
-    "Link": "chosen_links",
-    "Links": "chosen_links",
     "MXFP8Weight": "float8_weight",
     "MasterWeight": "master_weight",
     "own": "planes_owner",
     "precompute_float8_dynamic_scale_for_fsdp": "sharded_model",
+    "set_fsdp_comm": "links",
     "set_links": "links",
 }
 

@@ -95,13 +95,15 @@ class Group:
         name: of the module that ``fully_shard`` is called on; "" is the root.
         parameters: those of the module that no sharded module below it has.
         gathers: how often a step gathers them: once, or in the backward too.
-        reduction: the `Link`'s, where ``set_links`` has been called.
+        all_gather: the all-gather that ``set_fsdp_comm`` chose.
+        reduce_scatter: the reduce-scatter that ``set_fsdp_comm`` chose.
     """
 
     name: str
     parameters: tuple[ShardedParameter, ...]
     gathers: int
-    reduction: str = "torch"
+    all_gather: str = "torch"
+    reduce_scatter: str = "torch"
 
     @property
     def gathered_bytes(self) -> int:
@@ -119,16 +121,16 @@ class Group:
         """Bytes that a rank hands to the reduce-scatter, padding included."""
         if not any(p.placement.ranks > 1 for p in self.parameters):
             return 0
-        narrow = self.reduction != "torch"
+        narrow = self.reduce_scatter != "torch"
         return sum(
             p.gradient_bytes if narrow else p.reduced_bytes(reduce_dtype) for p in self.parameters
         )
 
     def reducing_bytes(self, reduce_dtype: torch.dtype | None) -> int:
-        """Bytes that a reduction takes beside the gradients and symmetric memory, at its peak."""
-        if self.reduction == "torch":
+        """Bytes of the temporary tensors of a reduce-scatter, without symmetric memory."""
+        if self.reduce_scatter == "torch":
             return sum(p.reduced_bytes(reduce_dtype) for p in self.parameters)
-        return {"bf16": 2, "symmetric": 0}[self.reduction] * self.scattered_bytes(reduce_dtype)
+        return {"bf16": 2, "symmetric": 0}[self.reduce_scatter] * self.scattered_bytes(reduce_dtype)
 
 
 def codecs_of(recipe: Recipe, layers: Iterable[nn.Module]) -> dict[int, AllGatherLayout]:
