@@ -106,10 +106,10 @@ def report(
         ),
     )
     comm = choices_of(model)
-    chosen = {choice.module: choice for choice in comm}
+    choices = {choice.module: choice for choice in comm}
     fp8, plain = (
         [
-            _with_comm(group, chosen.get(group.name))
+            _with_comm(group, choices.get(group.name))
             for group in groups_of(
                 model,
                 which,

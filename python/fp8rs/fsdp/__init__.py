@@ -25,8 +25,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fp8rs.comm import set_fsdp_comm
+
     from .float8_weight import Float8Weight, MXFP8Weight
-    from .links import set_fsdp_comm, set_links
+    from .links import set_links
     from .master_weight import MasterWeight
     from .planes_owner import own
     from .sharded_model import precompute_float8_dynamic_scale_for_fsdp
