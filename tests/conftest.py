@@ -9,6 +9,9 @@ from collections import Counter, defaultdict
 # as long. fp8rs's own threads, which sleep, stay as many as share a tensor.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAYON_NUM_THREADS", "2")
+# Each connection of a TCPStore looks up the name of ::ffff:127.0.0.1. Without this, a name server
+# that does not answer costs 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import pytest
 import torch

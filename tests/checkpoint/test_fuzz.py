@@ -128,22 +128,36 @@ def test_metadata_calls_nothing_of_its_choice(tmp_path):
     assert not (tmp_path / "touched").exists()
 
 
-@PARSES
-def test_a_tensors_bytes_are_those_that_were_written_or_damaged(inputs):
+def check_read(data, length, value):
+    """Check that torch reads the value, or that the bytes are recognized as damaged."""
+    if damage(data, length) is None:
+        try:
+            read = torch.load(io.BytesIO(data), weights_only=True)
+        except RuntimeError:  # of a header that zipfile does not read
+            return
+        assert torch.equal(read, value)
+
+
+def stored_tensor():
     buffer, value = io.BytesIO(), torch.randn(20, 10)
     torch.save(value, buffer)
-    data = buffer.getvalue()
+    return buffer.getvalue(), value
+
+
+@PARSES
+def test_a_tensors_bytes_are_those_that_were_written_or_damaged(inputs):
+    data, value = stored_tensor()
     assert damage(data, len(data)) is None
+    each(inputs, data, lambda found: check_read(found, len(data), value))
 
-    def tried(found):
-        if damage(found, len(data)) is None:
-            try:
-                read = torch.load(io.BytesIO(found), weights_only=True)
-            except RuntimeError:  # of a header that zipfile does not read
-                return
-            assert torch.equal(read, value)
 
-    each(inputs, data, tried)
+def test_no_single_bit_changes_a_tensor_unnoticed():
+    data, value = stored_tensor()
+    for place in range(len(data)):
+        for bit in range(8):
+            found = bytearray(data)
+            found[place] ^= 1 << bit
+            check_read(bytes(found), len(data), value)
 
 
 @LOADS

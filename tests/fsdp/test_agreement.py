@@ -71,7 +71,9 @@ def counted():
     """The sizes of the meshes over which ranks compare what they have converted."""
     seen = []
     compare = agreement.compare
-    agreement.compare = lambda said, ranks: seen.append(len(ranks)) or compare(said, ranks)
+    agreement.compare = lambda store, said, ranks: (
+        seen.append(len(ranks)) or compare(store, said, ranks)
+    )
     try:
         yield seen
     finally:

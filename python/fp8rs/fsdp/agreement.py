@@ -39,8 +39,8 @@ def compare_conversions(state: ModelState, mesh: Any) -> None:
         ValueError: a rank converted the model in another way.
         TimeoutError: a rank did not take part before the store's time-out.
     """
-    if mesh.size() > 1 and mesh.get_coordinate() is not None and own_store() is not None:
-        compare(conversion(state, mesh), mesh.mesh.flatten().tolist())
+    if mesh.size() > 1 and mesh.get_coordinate() is not None and (store := own_store()) is not None:
+        compare(store, conversion(state, mesh), mesh.mesh.flatten().tolist())
 
 
 def conversion(state: ModelState, mesh: Any) -> dict[str, Any]:
@@ -61,13 +61,14 @@ def conversion(state: ModelState, mesh: Any) -> dict[str, Any]:
     return {"version": fp8rs.__version__, "layers": layers}
 
 
-def compare(said: dict[str, Any], ranks: Sequence[int]) -> None:
+def compare(store: Any, said: dict[str, Any], ranks: Sequence[int]) -> None:
     """Raise if the descriptions of two ranks differ. All ``ranks`` call this function.
 
     The first rank reads all digests, and the other ranks read its result. Each rank sends a
     constant number of messages.
 
     Args:
+        store: a connection of this call's own to the store of all ranks.
         said: this rank's `conversion`.
         ranks: the ranks of the mesh.
 
@@ -75,9 +76,6 @@ def compare(said: dict[str, Any], ranks: Sequence[int]) -> None:
         ValueError: two descriptions differ.
         TimeoutError: a rank did not take part before the store's time-out.
     """
-    store = own_store()
-    if store is None:
-        return
     me, first = dist.get_rank(), ranks[0]
     text = json.dumps(said)
     digest = hashlib.sha256(text.encode()).digest()
