@@ -34,7 +34,6 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-import os
 import statistics
 import sys
 import time
@@ -45,20 +44,20 @@ from typing import Any
 import torch
 import torch._functorch.config
 import torch.distributed as dist
+from meter import Meter
 from torch.autograd import DeviceType
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from traffic import converted_share, counted
 
 from fp8rs.comm import set_fsdp_comm
-from fp8rs.demo.launch import Job, RankFailed, launch
-from fp8rs.demo.memory import Meter
+from fp8rs.demo.launch import RankFailed, launch
 from fp8rs.demo.model import Llama, LlamaConfig, parameter_count
-from fp8rs.demo.traffic import converted_share, counted
 from fp8rs.demo.train import (
     Weights,
     convert,
+    converted_weights,
     fp8_adamw,
-    linear_weights,
     peak_memory,
     shard,
 )
@@ -154,11 +153,6 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    # The ranks import this file by name.
-    here = str(Path(__file__).resolve().parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        path for path in (here, os.environ.get("PYTHONPATH")) if path
-    )
     report: dict[str, Any] = {"workload": _workload(options), "machine": _machine(options)}
     report["variants"] = {}
     for name in options.variants:
@@ -181,9 +175,15 @@ def _measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
     def show(event: dict[str, Any]) -> None:
         print(f"{name}: {time.perf_counter() - start:6.1f} s  {event['what']}", flush=True)
 
-    job = Job("end_to_end:rank", {"variant": name, **_workload(options), **own}, options.device)
     try:
-        results = launch(job, options.ranks, show, options.limit)
+        results = launch(
+            rank,
+            {"variant": name, **_workload(options), **own},
+            ranks=options.ranks,
+            device=options.device,
+            on_event=show,
+            limit_seconds=options.limit,
+        )
     except (RankFailed, TimeoutError) as error:
         print(f"{name}: failed: {error}", flush=True)
         return {"error": str(error)}
@@ -205,7 +205,7 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
     # The same on all ranks: they shard one model.
     model.init_weights(torch.Generator(device).manual_seed(0))
     model.to(DTYPES[arguments["param_dtype"]])
-    params, weights = parameter_count(model), linear_weights(model)
+    params, weights = parameter_count(model), converted_weights(model)
     kept = Weights(
         "fp8" if variant.fp8_weights else "master", arguments["masters"], arguments["state_dtype"]
     )

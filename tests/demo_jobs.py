@@ -1,4 +1,4 @@
-"""What launched ranks run in project/test_demo.py."""
+"""Functions that tests run with `fp8rs.demo.launch`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 import fp8rs
 from fp8rs.demo.model import Llama, LlamaConfig, parameter_count
-from fp8rs.demo.traffic import counted
-from fp8rs.demo.train import Weights, convert, fp8_adamw, linear_weights, shard
+from fp8rs.demo.train import Weights, convert, converted_weights, fp8_adamw, shard
 from internals import local_of
 
 
@@ -110,11 +109,13 @@ def _bytes_at_rest(parameter: Any) -> float:
 
 
 def traffic(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
-    """What one step of FP8 weights gathers and reduces, and what there is to reduce."""
+    """Return the collectives of one step of FP8 weights, and the sizes of the model."""
+    from traffic import counted  # in benches
+
     config = LlamaConfig(vocabulary=64, dim=64, layers=2, heads=2, kv_heads=1, hidden=128)
     model = Llama(config)
     model.init_weights(torch.Generator().manual_seed(0))
-    names, elements = linear_weights(model), parameter_count(model)
+    names, elements = converted_weights(model), parameter_count(model)
     converted = sum(p.numel() for n, p in model.named_parameters() if n in names)
     convert(model, "current", Weights("fp8"))
     shard(model, "cpu", dist.get_world_size())

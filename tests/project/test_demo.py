@@ -1,4 +1,4 @@
-"""The demo: its text, its model, how it starts and ends ranks, and what it reports."""
+"""The demo: its text, model, ranks and report."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from typing import Any
 import pytest
 import torch
 
+import demo_jobs
 from fp8rs.__main__ import main
 from fp8rs.demo import launch as launch_module
 from fp8rs.demo import report
 from fp8rs.demo.data import load_corpus
-from fp8rs.demo.launch import Job, RankFailed, launch, threads_per_rank
-from fp8rs.demo.memory import Meter
+from fp8rs.demo.launch import RankFailed, launch, threads_per_rank
 from fp8rs.demo.model import Llama, LlamaConfig
 from fp8rs.demo.train import (
+    Result,
     Settings,
     Weights,
     convert,
+    converted_weights,
     learning_rate,
-    linear_weights,
     make_optimizer,
 )
 
@@ -57,14 +58,13 @@ AT_REST_FIELDS = ["weights", "masters", "state_dtype", "at_rest_reference", "at_
 TINY = LlamaConfig(vocabulary=256, dim=32, layers=2, heads=4, kv_heads=2, hidden=64)
 
 
-@pytest.fixture(autouse=True)
-def jobs_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = str(Path(__file__).parents[1])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
+ROOT = Path(__file__).parents[2]
 
 
-def job(name: str, **arguments: Any) -> Job:
-    return Job(f"demo_jobs:{name}", arguments, "cpu")
+def run_on_two_ranks(
+    function: Callable[..., Any], on_event: Callable[..., Any] = lambda _: None, **arguments: Any
+) -> list[Any]:
+    return launch(function, arguments, ranks=2, device="cpu", on_event=on_event)
 
 
 # Text
@@ -145,7 +145,7 @@ def test_every_rank_takes_as_many_rows(ranks: int) -> None:
 @pytest.mark.newest_torch
 def test_launch_returns_results_in_rank_order_and_passes_events_on() -> None:
     events: list[dict[str, Any]] = []
-    results = launch(job("add", given="this"), 2, events.append)
+    results = run_on_two_ranks(demo_jobs.add, events.append, given="this")
     assert results == [{"rank": rank, "total": 1.0, "given": "this"} for rank in range(2)]
     assert events == [{"step": 1}, {"step": 2}]
 
@@ -154,7 +154,7 @@ def test_launch_returns_results_in_rank_order_and_passes_events_on() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failing_rank_is_named_with_its_traceback(rank: int) -> None:
     with pytest.raises(RankFailed, match=f"rank {rank} failed") as caught:
-        launch(job("fail_on_one", rank=rank), 2, lambda _: None)
+        run_on_two_ranks(demo_jobs.fail_on_one, rank=rank)
     assert caught.value.rank == rank
     assert "ValueError: the planned failure" in str(caught.value)
     assert "in fail_on_one" in str(caught.value)
@@ -163,7 +163,7 @@ def test_a_failing_rank_is_named_with_its_traceback(rank: int) -> None:
 @pytest.mark.newest_torch
 def test_a_killed_rank_is_named() -> None:
     with pytest.raises(RankFailed, match=r"rank 1 failed:\nended by SIGKILL"):
-        launch(job("die_on_one"), 2, lambda _: None)
+        run_on_two_ranks(demo_jobs.die_on_one)
 
 
 @pytest.mark.newest_torch
@@ -175,6 +175,8 @@ def test_a_job_past_its_limit_leaves_no_process(
     class Clock:
         """Passes the limit when both ranks have started, however long that takes."""
 
+        sleep = time.sleep
+
         @staticmethod
         def monotonic() -> float:
             return time.monotonic() + passed
@@ -185,7 +187,14 @@ def test_a_job_past_its_limit_leaves_no_process(
 
     monkeypatch.setattr(launch_module, "time", Clock)
     with pytest.raises(TimeoutError, match="not done after 1000 s"):
-        launch(job("hang", folder=str(tmp_path)), 2, start, limit_seconds=1000)
+        launch(
+            demo_jobs.hang,
+            {"folder": str(tmp_path)},
+            ranks=2,
+            device="cpu",
+            on_event=start,
+            limit_seconds=1000,
+        )
     assert_ended(tmp_path)
 
 
@@ -195,11 +204,13 @@ def test_an_interrupted_or_killed_launcher_leaves_no_process(
     tmp_path: Path, sign: signal.Signals
 ) -> None:
     code = (
-        # Ignored in what a script's shell starts in the background, and then here as well.
+        # A shell that starts processes in the background ignores SIGINT in them.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from fp8rs.demo.launch import Job, launch\n"
-        f"launch(Job('demo_jobs:hang', {{'folder': {str(tmp_path)!r}}}, 'cpu'), 2,"
-        " lambda event: print(event, flush=True))"
+        f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
+        "from fp8rs.demo.launch import launch\n"
+        "import demo_jobs\n"
+        f"launch(demo_jobs.hang, {{'folder': {str(tmp_path)!r}}}, ranks=2, device='cpu',"
+        " on_event=lambda event: print(event, flush=True))"
     )
     launcher = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -368,19 +379,23 @@ def test_demo_trains_fp8_weights(
     assert f"{found['weights']:.2f} B" in done.stdout
 
 
-def test_a_step_of_fp8_weights_is_counted() -> None:
-    found, other = launch(job("traffic"), 2, lambda _: None)
+def test_benches_count_the_collectives_of_fp8_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benches")
+    found, other = run_on_two_ranks(demo_jobs.traffic)
     assert found == other
     assert found["handed_over"] == 2 * found["converted"]  # a byte each, forward and backward
     assert found["scatters"] == 4 * found["elements"]
     assert found["all_reduces"] == [4 * found["weights"]]
 
 
-def test_bytes_at_rest_see_a_copy_that_somebody_keeps() -> None:
+def test_benches_count_a_copy_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benches")
+    from meter import Meter
+
     meter = Meter()
     model = Llama(TINY)
     model.init_weights(torch.Generator().manual_seed(0))
-    names = linear_weights(model)
+    names = converted_weights(model)
     elements = sum(p.numel() for n, p in model.named_parameters() if n in names)
     convert(model, "current", Weights("fp8"))
     settings = Settings.choose("cpu", 1)
@@ -449,7 +464,7 @@ def refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     """The exit code of a command line that must launch nothing."""
     from fp8rs.demo import run
 
-    monkeypatch.setattr(run, "launch", lambda *_: pytest.fail("something was trained"))
+    monkeypatch.setattr(run, "launch", lambda *_, **__: pytest.fail("something was trained"))
     try:
         return main(arguments)
     except SystemExit as ended:  # as argparse refuses an option
@@ -475,7 +490,7 @@ def test_a_recipe_that_the_gpu_cannot_run_trains_nothing(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(devices, "capability", lambda index: (10, 0) if index else (9, 0))
     monkeypatch.setattr(devices, "check_cuda", devices.check_cuda.__wrapped__)
-    monkeypatch.setattr(run, "launch", lambda *_: pytest.fail("something was trained"))
+    monkeypatch.setattr(run, "launch", lambda *_, **__: pytest.fail("something was trained"))
     with pytest.raises(run.DemoError, match=r"--recipe block: .*cuda:1 .*mxfp8") as caught:
         run.run(None, "block", 3, None, None, None)
     assert caught.value.code == 2
@@ -486,16 +501,16 @@ def test_a_recipe_that_the_gpu_cannot_run_trains_nothing(monkeypatch: pytest.Mon
 
 @pytest.fixture
 def outcome() -> report.Outcome:
-    def result(last: float, weights: int) -> dict[str, Any]:
-        return {
-            "params": 10,
-            "held_out": [[0, 5.5], [4, last]],
-            "allgather_bytes": weights + 8,
-            "weight_bytes": weights,
-            "peak_memory": 1,
-            "at_rest": {"weights": weights / 100, "optimizer": 8.0},
-            "seconds": 1.0,
-        }
+    def result(last: float, weights: int) -> Result:
+        return Result(
+            params=10,
+            held_out=[(0, 5.5), (4, last)],
+            allgather_bytes=weights + 8,
+            weight_bytes=weights,
+            peak_memory=1,
+            at_rest={"weights": weights / 100, "optimizer": 8.0},
+            seconds=1.0,
+        )
 
     return report.Outcome(2, "cpu", "current", 4, [result(2.0, 100)], [result(2.02, 50)], 2.5)
 
@@ -507,7 +522,7 @@ def test_table_gives_ratios(outcome: report.Outcome) -> None:
     assert "0.50 B" in text
 
 
-def test_memory_on_a_cpu_is_said_to_be_the_process(outcome: report.Outcome) -> None:
+def test_the_table_names_the_memory_of_a_process_on_a_cpu(outcome: report.Outcome) -> None:
     on_gpu = report.table(dataclasses.replace(outcome, device="cuda"))
     assert "peak memory of a process" in report.table(outcome)
     assert report.ON_CPU in report.table(outcome)
@@ -517,7 +532,7 @@ def test_memory_on_a_cpu_is_said_to_be_the_process(outcome: report.Outcome) -> N
 
 def test_table_of_one_rank_has_no_gathers(outcome: report.Outcome) -> None:
     for result in (*outcome.reference, *outcome.fp8):
-        result["allgather_bytes"] = result["weight_bytes"] = 0
+        result.allgather_bytes = result.weight_bytes = 0
     assert "0.00 MB" in report.table(outcome)
 
 
