@@ -54,13 +54,12 @@ from fp8rs.comm import set_fsdp_comm
 from fp8rs.demo.launch import RankFailed, launch
 from fp8rs.demo.model import Llama, LlamaConfig, parameter_count
 from fp8rs.demo.train import (
-    Weights,
     convert,
     converted_weights,
-    fp8_adamw,
     peak_memory,
     shard,
 )
+from fp8rs.optim import AdamW
 from fp8rs.quantize.recipes import RECIPES, resolve_recipe
 
 LEARNING_RATE = 3e-4
@@ -206,20 +205,17 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
     model.init_weights(torch.Generator(device).manual_seed(0))
     model.to(DTYPES[arguments["param_dtype"]])
     params, weights = parameter_count(model), converted_weights(model)
-    kept = Weights(
-        "fp8" if variant.fp8_weights else "master", arguments["masters"], arguments["state_dtype"]
-    )
     options = {"save_input": arguments["save_input"]}
     if arguments.get("squares"):
         options["wgrad_input_block"] = (128, 128)
-    after_step = _prepare(model, variant, kept, device.type, options, arguments["recompute"])
+    after_step = _prepare(model, variant, arguments, device.type, options)
     shard(model, device.type, ranks, DTYPES[arguments["reduce_dtype"]])
     comm = None if arguments.get("comm") is None else set_fsdp_comm(model, **arguments["comm"])
     if arguments.get("torch_symm_mem"):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_symm_mem_for_comm()
-    optimizer = _optimizer(model, kept)
+    optimizer = _optimizer(model, variant, arguments)
     report({"what": f"{params / 1e9:.2f} G parameters"})
 
     def step() -> torch.Tensor:
@@ -276,19 +272,23 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
 _ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
-def _optimizer(model: Llama, kept: Weights) -> torch.optim.Optimizer:
-    if kept.fp8:
-        return fp8_adamw(model, kept, lr=LEARNING_RATE)
+def _optimizer(model: Llama, variant: Variant, arguments: dict[str, Any]) -> torch.optim.Optimizer:
+    if variant.fp8_weights:
+        return AdamW(
+            model.parameters(),
+            lr=LEARNING_RATE,
+            state_dtype=DTYPES[arguments["state_dtype"]],
+            master_weights=arguments["masters"],
+        )
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
 
 def _prepare(
     model: Llama,
     variant: Variant,
-    kept: Weights,
+    arguments: dict[str, Any],
     device: str,
     options: dict[str, Any],
-    recompute: bool,
 ) -> Any:
     """Converts and compiles the model; returns what is called after each optimizer step.
 
@@ -302,7 +302,9 @@ def _prepare(
     if variant.library == "fp8rs":
         assert variant.recipe is not None
         recipe = dataclasses.replace(resolve_recipe(variant.recipe), **options)
-        convert(model, recipe, kept)
+        fp8 = variant.fp8_weights
+        masters = fp8 and arguments["masters"]
+        convert(model, recipe, fp8_weights=fp8, preserve_high_precision_init_val=masters)
     elif variant.library == "torchao":
         from torchao import float8 as peer
 
@@ -315,7 +317,7 @@ def _prepare(
         )
         after_step = peer.precompute_float8_dynamic_scale_for_fsdp
     if variant.compiled:
-        if recompute:
+        if arguments["recompute"]:
             torch._functorch.config.ban_recompute_materialized_backward = False
         for block in model.blocks:
             block.compile()

@@ -20,14 +20,15 @@ from typing import Any
 
 from fp8rs.demo.launch import launch
 from fp8rs.demo.report import Progress
-from fp8rs.demo.train import MASTER, Settings, Weights, train_under_fsdp
+from fp8rs.demo.train import Settings, train_under_fsdp
 from fp8rs.quantize.recipes import RECIPES
 
-KINDS = {
-    "master": MASTER,
-    "masters": Weights("fp8"),
-    "stochastic": Weights("fp8", masters=False),
-    "nearest": Weights("fp8", masters=False, stochastic_rounding=False),
+#: Options of fp8rs.optim.AdamW. Without them, torch's AdamW trains master weights.
+KINDS: dict[str, dict[str, Any] | None] = {
+    "master": None,
+    "masters": {},
+    "stochastic": {"master_weights": False},
+    "nearest": {"master_weights": False, "stochastic_rounding": False},
 }
 TITLES = {
     "master": "master weights",

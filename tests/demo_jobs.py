@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import fp8rs
 from fp8rs.demo.model import Llama, LlamaConfig, parameter_count
-from fp8rs.demo.train import Weights, convert, converted_weights, fp8_adamw, shard
+from fp8rs.demo.train import convert, converted_weights, shard
 from internals import local_of
 
 
@@ -117,9 +117,9 @@ def traffic(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
     model.init_weights(torch.Generator().manual_seed(0))
     names, elements = converted_weights(model), parameter_count(model)
     converted = sum(p.numel() for n, p in model.named_parameters() if n in names)
-    convert(model, "current", Weights("fp8"))
+    convert(model, "current", fp8_weights=True)
     shard(model, "cpu", dist.get_world_size())
-    optimizer = fp8_adamw(model, Weights("fp8"), lr=1e-3)
+    optimizer = fp8rs.optim.AdamW(model.parameters(), lr=1e-3)
     with counted(model, dist.get_world_size()) as found:
         model.loss(torch.arange(66).reshape(2, 33) % 64).backward()
         optimizer.step()

@@ -15,7 +15,7 @@ from typing import Any
 
 from fp8rs.demo.launch import launch
 from fp8rs.demo.report import Progress
-from fp8rs.demo.train import MASTER, Settings, train_under_fsdp
+from fp8rs.demo.train import Settings, train_under_fsdp
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = (None, "current", "delayed", "mxfp8")
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
             train_under_fsdp,
             settings,
             recipe,
-            MASTER,
+            None,
             ranks=options.ranks,
             device="cpu",
             on_event=progress,

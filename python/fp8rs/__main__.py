@@ -48,19 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         "--weights",
         choices=("fp8", "master"),
         default="master",
-        help="of the FP8 run, between steps: fp32 masters, or FP8 alone (default: master)",
-    )
-    demo.add_argument(
-        "--masters",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="with --weights fp8: fp32 masters in the optimizer, or stochastic rounding",
-    )
-    demo.add_argument(
-        "--state-dtype",
-        choices=("fp32", "bf16"),
-        default="fp32",
-        help="with --weights fp8: of the optimizer's moments (default: fp32)",
+        help="weights of the FP8 run: fp32 master weights, or FP8 weights (default: master)",
     )
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the result's fields")
     demo.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves (PNG, SVG, PDF)")
@@ -131,7 +119,6 @@ def _add_report(report: argparse.ArgumentParser) -> None:
 
 def _demo(options: argparse.Namespace) -> int:
     from .demo.run import DemoError, run
-    from .demo.train import Weights
 
     try:
         run(
@@ -141,7 +128,7 @@ def _demo(options: argparse.Namespace) -> int:
             options.device,
             options.json,
             options.plot,
-            Weights(options.weights, options.masters, options.state_dtype),
+            options.weights == "fp8",
         )
     except DemoError as error:
         print(f"fp8rs demo: {error}", file=sys.stderr)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import fill
 from typing import Any, TextIO
 
-from .train import MASTER, Result, Weights
+from .train import Result
 
 ON_CPU = (
     "Memory and time on a CPU do not predict those of a GPU: the memory includes libraries, and "
@@ -19,53 +19,16 @@ ON_CPU = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of both trainings, one `Result` for each rank."""
+    """The results of rank 0 in both trainings. The JSON file has the same fields."""
 
     ranks: int
     device: str
     recipe: str
+    weights: str
     steps: int
-    reference: list[Result]
-    fp8: list[Result]
+    reference: Result
+    fp8: Result
     seconds: float
-    weights: Weights = MASTER
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of the JSON file.
-
-        Bytes are those of one rank in one training step. A curve has pairs of a step and the
-        held-out loss before it. Peak memory is that of the GPU's allocator, or of the process on a
-        CPU. With FP8 weights there are also the bytes a parameter that rank 0 stores.
-        """
-        reference, fp8 = self.reference[0], self.fp8[0]
-        at_rest = {
-            "weights": self.weights.kind,
-            "masters": self.weights.masters,
-            "state_dtype": self.weights.state_dtype,
-            "at_rest_reference": reference.at_rest,
-            "at_rest_fp8": fp8.at_rest,
-        }
-        return {
-            "ranks": self.ranks,
-            "device": self.device,
-            "recipe": self.recipe,
-            "steps": self.steps,
-            "params": reference.params,
-            "loss_reference": _ends(reference),
-            "loss_fp8": _ends(fp8),
-            "allgather_bytes_reference": reference.allgather_bytes,
-            "allgather_bytes_fp8": fp8.allgather_bytes,
-            "weight_bytes_reference": reference.weight_bytes,
-            "weight_bytes_fp8": fp8.weight_bytes,
-            "curve_reference": reference.held_out,
-            "curve_fp8": fp8.held_out,
-            "peak_memory_reference": max(result.peak_memory for result in self.reference),
-            "peak_memory_fp8": max(result.peak_memory for result in self.fp8),
-            "training_seconds_reference": round(reference.seconds, 2),
-            "training_seconds_fp8": round(fp8.seconds, 2),
-            "seconds": round(self.seconds, 2),
-            **(at_rest if self.weights.fp8 else {}),
-        }
 
 
 class Progress:
@@ -95,24 +58,23 @@ class Progress:
 
 def table(outcome: Outcome) -> str:
     """Return the comparison as text."""
-    f = outcome.fields()
-    reference, fp8 = outcome.reference[0], outcome.fp8[0]
-    (first, last), (first_fp8, last_fp8) = f["loss_reference"], f["loss_fp8"]
+    bf16, fp8 = outcome.reference, outcome.fp8
+    first, last = ([result.held_out[i][1] for result in (bf16, fp8)] for i in (0, -1))
     owner = "process" if outcome.device == "cpu" else "rank"
     rows = [
         ("", "bf16", outcome.recipe, ""),
-        ("held-out loss, first", f"{first:.4f}", f"{first_fp8:.4f}", ""),
-        ("held-out loss, last", f"{last:.4f}", f"{last_fp8:.4f}", f"{last_fp8 / last:.3f}"),
-        _row("gathered in a step", reference.allgather_bytes, fp8.allgather_bytes, "MB"),
-        _row("  converted weights", reference.weight_bytes, fp8.weight_bytes, "MB"),
-        _row(f"peak memory of a {owner}", f["peak_memory_reference"], f["peak_memory_fp8"], "MB"),
+        ("held-out loss, first", f"{first[0]:.4f}", f"{first[1]:.4f}", ""),
+        ("held-out loss, last", f"{last[0]:.4f}", f"{last[1]:.4f}", f"{last[1] / last[0]:.3f}"),
+        _row("gathered in a step", bf16.allgather_bytes, fp8.allgather_bytes, "MB"),
+        _row("  converted weights", bf16.weight_bytes, fp8.weight_bytes, "MB"),
+        _row(f"peak memory of a {owner}", bf16.peak_memory, fp8.peak_memory, "MB"),
         ("stored, a parameter", "", "", ""),
-        _row("  converted weights", reference.at_rest["weights"], fp8.at_rest["weights"], "B"),
-        _row("  optimizer for them", reference.at_rest["optimizer"], fp8.at_rest["optimizer"], "B"),
-        ("training, seconds", f"{reference.seconds:.1f}", f"{fp8.seconds:.1f}", ""),
+        _row("  converted weights", bf16.at_rest["weights"], fp8.at_rest["weights"], "B"),
+        _row("  optimizer for them", bf16.at_rest["optimizer"], fp8.at_rest["optimizer"], "B"),
+        ("training, seconds", f"{bf16.seconds:.1f}", f"{fp8.seconds:.1f}", ""),
     ]
     title = (
-        f"{reference.params / 1e6:.2f} M parameters, {outcome.steps} steps, "
+        f"{bf16.params / 1e6:.2f} M parameters, {outcome.steps} steps, "
         f"{outcome.ranks} {'rank' if outcome.ranks == 1 else 'ranks'} on {outcome.device}"
     )
     lines = [f"{a:<24}{b:>12}{c:>12}{d:>8}".rstrip() for a, b, c, d in rows]
@@ -126,7 +88,7 @@ def plot(outcome: Outcome, path: Path) -> None:
     figure = Figure(figsize=(11, 4), layout="constrained")
     losses, traffic, memory = figure.subplots(1, 3, width_ratios=(3, 1, 1))
     names = ("bf16", outcome.recipe)
-    results = (outcome.reference[0], outcome.fp8[0])
+    results = (outcome.reference, outcome.fp8)
     for name, result in zip(names, results, strict=True):
         losses.plot(*zip(*result.held_out, strict=True), marker="o", markersize=3, label=name)
     losses.set(xlabel="step", ylabel="held-out loss (nats a byte)", title="The same training")
@@ -139,8 +101,7 @@ def plot(outcome: Outcome, path: Path) -> None:
     traffic.set(ylabel="MB a rank", title="All-gathered in a step")
     traffic.margins(y=0.25)
     traffic.legend(loc="upper center")
-    f = outcome.fields()
-    memory.bar(names, [f[f"peak_memory_{kind}"] / 1e6 for kind in ("reference", "fp8")])
+    memory.bar(names, [result.peak_memory / 1e6 for result in results])
     memory.set(ylabel="MB", title="Peak memory of a rank")
     if outcome.device == "cpu":
         memory.set(title="Peak memory\nof a process", xlabel=fill(ON_CPU, 28))
@@ -151,15 +112,11 @@ def show(outcome: Outcome, json_path: Path | None, plot_path: Path | None) -> No
     """Print the table and write the files whose paths are given."""
     print(table(outcome))
     if json_path is not None:
-        json_path.write_text(json.dumps(outcome.fields(), indent=2) + "\n")
+        json_path.write_text(json.dumps(asdict(outcome), indent=2) + "\n")
         print(f"fields: {json_path}")
     if plot_path is not None:
         plot(outcome, plot_path)
         print(f"plot: {plot_path}")
-
-
-def _ends(result: Result) -> list[float]:
-    return [result.held_out[0][1], result.held_out[-1][1]]
 
 
 def _row(name: str, reference: float, fp8: float, unit: str) -> tuple[str, str, str, str]:

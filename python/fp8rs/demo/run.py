@@ -7,12 +7,13 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from . import report
 from .launch import RankFailed, launch
-from .train import MASTER, Settings, Weights, train_under_fsdp
+from .train import Result, Settings, train_under_fsdp
 
 
 class DemoError(Exception):
@@ -30,7 +31,7 @@ def run(
     device: str | None,
     json_path: Path | None,
     plot_path: Path | None,
-    weights: Weights = MASTER,
+    fp8_weights: bool = False,
 ) -> report.Outcome:
     """Train both models, print the comparison and write the files.
 
@@ -39,32 +40,28 @@ def run(
     """
     start = time.perf_counter()
     device, ranks = _place(device, ranks)
-    _check(recipe, device, ranks, weights)
+    _check_recipe(recipe, device, ranks)
     for option, path in (("--json", json_path), ("--plot", plot_path)):
         if path is not None:
             _check_writable(option, path)
     if plot_path is not None:
         _check_plot(plot_path)
     settings = Settings.choose(device, ranks, steps)
-    results = []
-    for name, chosen, kept in (("bf16", None, MASTER), (recipe, recipe, weights)):
+    adamw = {} if fp8_weights else None
+
+    def train(name: str, *arguments: Any) -> Result:
         progress = report.Progress(f"{name:>9}", settings.steps, sys.stdout)
-        try:
-            results.append(
-                launch(
-                    train_under_fsdp,
-                    settings,
-                    chosen,
-                    kept,
-                    ranks=ranks,
-                    device=device,
-                    on_event=progress,
-                )
-            )
-        except RankFailed as error:
-            raise DemoError(str(error), code=1) from error
-    seconds = time.perf_counter() - start
-    outcome = report.Outcome(ranks, device, recipe, settings.steps, *results, seconds, weights)
+        options: Any = {"ranks": ranks, "device": device, "on_event": progress}
+        result: Result = launch(train_under_fsdp, settings, *arguments, **options)[0]
+        return result
+
+    try:
+        results = train("bf16", None, None), train(recipe, recipe, adamw)
+    except RankFailed as error:
+        raise DemoError(str(error), code=1) from error
+    seconds = round(time.perf_counter() - start, 2)
+    weights = "fp8" if fp8_weights else "master"
+    outcome = report.Outcome(ranks, device, recipe, weights, settings.steps, *results, seconds)
     report.show(outcome, json_path, plot_path)
     return outcome
 
@@ -85,7 +82,7 @@ def _place(device: str | None, ranks: int | None) -> tuple[str, int]:
     return device, ranks or gpus
 
 
-def _check(recipe: str, device: str, ranks: int, weights: Weights) -> None:
+def _check_recipe(recipe: str, device: str, ranks: int) -> None:
     from fp8rs import UnsupportedError
     from fp8rs.gemm.devices import check_cuda
     from fp8rs.quantize.recipes import resolve_recipe
@@ -96,20 +93,12 @@ def _check(recipe: str, device: str, ranks: int, weights: Weights) -> None:
             check_cuda(index, name)
     except (TypeError, ValueError, UnsupportedError) as error:
         raise DemoError(f"--recipe {recipe}: {error}", code=2) from error
-    for option, given in (
-        ("--no-masters", not weights.masters),
-        ("--state-dtype bf16", weights.state_dtype != MASTER.state_dtype),
-    ):
-        if given and not weights.fp8:
-            raise DemoError(
-                f"{option} is for --weights fp8: torch's AdamW trains master weights", code=2
-            )
 
 
 def _check_writable(option: str, path: Path) -> None:
     folder = path.resolve().parent
     if not folder.is_dir():
-        raise DemoError(f"{option} {path}: there is no folder {folder}", code=2)
+        raise DemoError(f"{option} {path}: the folder {folder} does not exist", code=2)
     if path.is_dir():
         raise DemoError(f"{option} {path}: this is a folder: name a file", code=2)
     if not os.access(path if path.exists() else folder, os.W_OK):

@@ -63,39 +63,9 @@ class Settings:
         return replace(settings, rows=rows, steps=settings.steps if steps is None else steps)
 
 
-#: Dtypes of the moments, by the names of the command line.
-STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Weights:
-    """How converted weights are stored and optimized.
-
-    Attributes:
-        kind: "master" for master weights or "fp8" for FP8 weights. The other attributes apply to
-            FP8 weights.
-        masters: whether the optimizer keeps fp32 masters.
-        state_dtype: dtype of the optimizer's moments, a key of `STATE_DTYPES`.
-        stochastic_rounding: as in `fp8rs.optim.AdamW`.
-    """
-
-    kind: str = "master"
-    masters: bool = True
-    state_dtype: str = "fp32"
-    stochastic_rounding: bool | None = None
-
-    @property
-    def fp8(self) -> bool:
-        """Whether they are FP8 weights."""
-        return self.kind == "fp8"
-
-
-MASTER = Weights()
-
-
 @dataclass
 class Result:
-    """What one rank measured.
+    """Measurements of one rank.
 
     Attributes:
         params: number of parameters of the model.
@@ -124,18 +94,11 @@ def build_model(settings: Settings) -> Llama:
     return model.to(settings.device)
 
 
-def convert(model: nn.Module, recipe: Recipe | RecipeName, weights: Weights = MASTER) -> nn.Module:
+def convert(model: nn.Module, recipe: Recipe | RecipeName, **options: Any) -> nn.Module:
     """Convert the linear layers of the model, except the output head."""
     from fp8rs import convert_to_float8_training
 
-    return convert_to_float8_training(
-        model,
-        recipe=recipe,
-        filter_fqns=HIGH_PRECISION,
-        fp8_weights=weights.fp8,
-        # The masters start with these values.
-        preserve_high_precision_init_val=weights.fp8 and weights.masters,
-    )
+    return convert_to_float8_training(model, recipe=recipe, filter_fqns=HIGH_PRECISION, **options)
 
 
 def converted_weights(model: nn.Module) -> set[str]:
@@ -157,26 +120,25 @@ def shard(model: Llama, device: str, ranks: int, reduce_dtype: torch.dtype = tor
 
 
 def make_optimizer(
-    model: nn.Module, settings: Settings, weights: Weights = MASTER
+    model: nn.Module, settings: Settings, fp8_adamw: dict[str, Any] | None = None
 ) -> torch.optim.Optimizer:
-    """Return AdamW. `train_step` sets its learning rate."""
-    options: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
-    if weights.fp8:
-        return fp8_adamw(model, weights, lr=settings.learning_rate, **options)
-    return torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, **options)
+    """Return AdamW. `train_step` sets its learning rate.
 
-
-def fp8_adamw(model: nn.Module, weights: Weights, **options: Any) -> torch.optim.Optimizer:
-    """Return `fp8rs.optim.AdamW`, as ``weights`` describes it."""
+    Args:
+        model: the model.
+        settings: the settings.
+        fp8_adamw: options of `fp8rs.optim.AdamW`. None returns `torch.optim.AdamW`.
+    """
     from fp8rs.optim import AdamW
 
-    return AdamW(
-        model.parameters(),
-        state_dtype=STATE_DTYPES[weights.state_dtype],
-        master_weights=weights.masters,
-        stochastic_rounding=weights.stochastic_rounding,
-        **options,
-    )
+    options: dict[str, Any] = {
+        "lr": settings.learning_rate,
+        "betas": (0.9, 0.95),
+        "weight_decay": 0.1,
+    }
+    if fp8_adamw is None:
+        return torch.optim.AdamW(model.parameters(), **options)
+    return AdamW(model.parameters(), **options, **fp8_adamw)
 
 
 def learning_rate(settings: Settings, step: int) -> float:
@@ -201,14 +163,18 @@ def train_step(
 
 
 def train_under_fsdp(
-    settings: Settings, recipe: RecipeName | None, weights: Weights, report: Report
+    settings: Settings,
+    recipe: RecipeName | None,
+    fp8_adamw: dict[str, Any] | None,
+    report: Report,
 ) -> Result:
     """Train on this rank of the default process group.
 
     Args:
         settings: the same on all ranks.
         recipe: short name of a recipe, or None for the reference in bf16.
-        weights: how converted weights are stored.
+        fp8_adamw: options of `fp8rs.optim.AdamW`, which trains FP8 weights. With None, torch's
+            AdamW trains master weights.
         report: called with the step, the last held-out loss, and the step of that loss.
     """
     ranks = dist.get_world_size()
@@ -216,9 +182,12 @@ def train_under_fsdp(
     result = Result(parameter_count(model))
     names = converted_weights(model)
     if recipe is not None:
-        convert(model, recipe, weights)
+        fp8 = fp8_adamw is not None
+        masters = fp8_adamw is not None and fp8_adamw.get("master_weights", True)
+        # Masters start with the values before quantization.
+        convert(model, recipe, fp8_weights=fp8, preserve_high_precision_init_val=masters)
     shard(model, settings.device, ranks)
-    optimizer = make_optimizer(model, settings, weights)
+    optimizer = make_optimizer(model, settings, fp8_adamw)
     count = min(settings.evaluations, settings.steps)
     evaluations = {round(settings.steps * i / count) for i in range(count + 1)}
     start = time.perf_counter()
