@@ -239,7 +239,7 @@ def damage(data: bytes, length: int) -> str | None:
         return f"it ends after {len(data)} of a tensor's {length} bytes"
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            # torch does not read an entry that is marked as a directory. Its memory stays undefined.
+            # torch leaves the memory of an entry that is marked as a directory undefined.
             marked = [info.filename for info in archive.infolist() if info.external_attr & 0x10]
             broken = archive.testzip()
     except Exception as error:  # of any kind that random bytes lead to
