@@ -47,7 +47,7 @@ def run(
     if plot_path is not None:
         _check_plot(plot_path)
     settings = Settings.choose(device, ranks, steps)
-    adamw = {} if fp8_weights else None
+    adamw: dict[str, Any] | None = {} if fp8_weights else None
 
     def train(name: str, *arguments: Any) -> Result:
         progress = report.Progress(f"{name:>9}", settings.steps, sys.stdout)
