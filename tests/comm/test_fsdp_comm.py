@@ -126,9 +126,7 @@ def test_ranks_agree_on_whether_there_is_symmetric_memory(rig, what):
         mock.patch.multiple(symmetric, **parts),
         mock.patch.object(torch.cuda, "synchronize"),
     ):
-        reason, no_all_to_all = symmetric.symmetric_memory_unavailable(
-            dist.group.WORLD, torch.device("cuda", 0)
-        )
+        reason, no_all_to_all = symmetric.unavailable(dist.group.WORLD, torch.device("cuda", 0))
     assert no_all_to_all == ""  # No host has several ranks of a group that spans hosts.
     assert (
         reason

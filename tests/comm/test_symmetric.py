@@ -27,7 +27,7 @@ from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import EVEN, HIDDEN, RECIPES, batch, make, shard
 from distributed.versions import needs
-from fp8rs.comm import fsdp_comm, set_fsdp_comm, symmetric
+from fp8rs.comm import set_fsdp_comm, symmetric
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 SOON = timedelta(seconds=2)
@@ -42,7 +42,7 @@ def peer_memory(rig):
     SharedFiles.allocated = 0
     with (
         mock.patch.object(symmetric, "PeerMemory", SharedFiles),
-        mock.patch.object(fsdp_comm, "symmetric_memory_unavailable", return_value=("", "")),
+        mock.patch.object(symmetric, "unavailable", return_value=("", "")),
     ):
         yield
 

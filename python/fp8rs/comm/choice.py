@@ -66,12 +66,10 @@ class FSDPComm:
 
     def __str__(self) -> str:
         counts = ", ".join(f"{n} in {dtype}" for dtype, n in sorted(self.reduce_scatters.items()))
-        lines = [
-            *rows(self.choices),
-            f"symmetric memory: {self.symmetric_memory:,} B",
-            f"reduce-scatters so far: {counts or 'none'}",
-        ]
-        return "\n".join(lines)
+        memory = f"symmetric memory: {self.symmetric_memory:,} B"
+        return "\n".join(
+            [*rows(self.choices), memory, f"reduce-scatters so far: {counts or 'none'}"]
+        )
 
     def _count(self, sent: torch.Tensor) -> None:
         dtype = str(sent.dtype).removeprefix("torch.")

@@ -14,14 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from fp8rs._core import UnsupportedError
 from fp8rs._torch import computed_in, fsdp_param_groups, shard_group
 
+from . import symmetric
 from .choice import CHOICES, CommChoice, FSDPComm
 from .reduce_scatter import SummedReduceScatter
-from .symmetric import (
-    CopyEngineAllGather,
-    CopyEngineTransport,
-    DoubleBuffer,
-    symmetric_memory_unavailable,
-)
 from .transport import Transport
 
 ALL_GATHERS = ("auto", "symmetric", "torch")
@@ -75,6 +70,7 @@ def set_fsdp_comm(
     units = list(_units(model))
     if not units:
         raise ValueError("no module of model is sharded: call fully_shard before set_fsdp_comm")
+    wanted = not {all_gather, reduce_scatter}.isdisjoint({"auto", "symmetric"})
     unavailable: dict[Any, tuple[str, str]] = {}
     for unit in units:
         if unit.module in CHOICES:
@@ -82,8 +78,8 @@ def set_fsdp_comm(
                 f"the collectives of {unit.name or 'the root'} have been set: call set_fsdp_comm "
                 "once for a model"
             )
-        if {all_gather, reduce_scatter} & {"auto", "symmetric"} and unit.group not in unavailable:
-            unavailable[unit.group] = symmetric_memory_unavailable(unit.group, unit.device)
+        if unit.group is not None and unit.group not in unavailable and wanted:
+            unavailable[unit.group] = symmetric.unavailable(unit.group, unit.device)
     comm = FSDPComm(tuple(_choose(u, all_gather, reduce_scatter, unavailable) for u in units))
     for channel, (unit, choice) in enumerate(zip(units, comm.choices, strict=True)):
         CHOICES[unit.module] = choice
@@ -115,10 +111,7 @@ class _Unit:
 def _units(model: nn.Module) -> Iterator[_Unit]:
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule) and (groups := fsdp_param_groups(module)):
-            group = shard_group(groups[0])
-            if group is not None and group.size() == 1:
-                group = None
-            yield _Unit(name, module, groups, group, groups[0].device)
+            yield _Unit(name, module, groups, shard_group(groups[0]), groups[0].device)
 
 
 def _choose(
@@ -128,10 +121,7 @@ def _choose(
     if unit.group is None:
         neither = "one rank holds all of it"
     elif len(unit.parameters) > 1:
-        neither = (
-            "FSDP2 does not support custom collectives for a module whose parameters span several "
-            "meshes"
-        )
+        neither = "FSDP2 supports only its own collectives for parameters on several meshes"
     no_symmetric, no_all_to_all = unavailable.get(unit.group, ("", ""))
     ranks = 1 if unit.group is None else unit.group.size()
     if not neither and no_symmetric and "symmetric" in (all_gather, reduce_scatter):
@@ -173,16 +163,16 @@ def _no_bf16(dtypes: set[torch.dtype]) -> str:
 
 
 def _set(unit: _Unit, choice: CommChoice, comm: FSDPComm, channel: int, timeout: timedelta) -> None:
-    def buffer(collective: str) -> DoubleBuffer:
-        new = DoubleBuffer(unit.group, unit.device, timeout)
+    def buffer(collective: str) -> symmetric.DoubleBuffer:
+        new = symmetric.DoubleBuffer(unit.group, unit.device, timeout)
         return comm._buffers.setdefault((unit.group, collective), new)
 
     if choice.all_gather == "symmetric":
-        unit.module.set_custom_all_gather(CopyEngineAllGather(buffer("all-gather"), channel))
+        gather = symmetric.CopyEngineAllGather(buffer("all-gather"), channel)
+        unit.module.set_custom_all_gather(gather)
     if choice.reduce_scatter != "torch":
         transport = Transport()
         if choice.reduce_scatter == "symmetric":
-            transport = CopyEngineTransport(buffer("reduce-scatter"), channel)
-        unit.module.set_custom_reduce_scatter(
-            SummedReduceScatter(transport, unit.group, unit.parameters[0], comm)
-        )
+            transport = symmetric.CopyEngineTransport(buffer("reduce-scatter"), channel)
+        reduction = SummedReduceScatter(transport, unit.group, unit.parameters[0], comm)
+        unit.module.set_custom_reduce_scatter(reduction)

@@ -134,11 +134,11 @@ class GradientTensor(Tensor):
             return GradientTensor(args[0].buffer, size, args[0].device)
         out = kwargs.get("out")
         if isinstance(out, GradientTensor) and isinstance(args[0], (list, tuple)):
-
-            def copy(gradients: list[Tensor], to: Tensor) -> None:
-                func(gradients, *args[1:], **{**kwargs, "out": to})
-
-            return out.buffer.fill(copy, args[0], out.shape[0])
+            return out.buffer.fill(
+                lambda gradients, to: func(gradients, *args[1:], **{**kwargs, "out": to}),
+                args[0],
+                out.shape[0],
+            )
         return func(*map(_memory, args), **{name: _memory(x) for name, x in kwargs.items()})
 
 
@@ -203,14 +203,15 @@ class SummedReduceScatter:
                 output_tensor, sent, op=op, group=group, async_op=async_op
             )
             return work
-        outs = output_tensor.split([n for _, n in buffer.runs])
-        is_bf16 = [kind for kind, _ in buffer.runs]
+        outs = list(output_tensor.split([n for _, n in buffer.runs]))
+        in_bf16 = [out for out, (is_bf16, _) in zip(outs, buffer.runs, strict=True) if is_bf16]
         self._comm._count(buffer.bf16)
-        in_bf16 = list(itertools.compress(outs, is_bf16))
         self._transport.reduce(in_bf16, buffer.bf16, divisor_of(op, group.size()), group)
         if buffer.rest is not None:
             self._comm._count(buffer.rest)
-            others = [out for out, kind in zip(outs, is_bf16, strict=True) if not kind]
+            others = [
+                out for out, (is_bf16, _) in zip(outs, buffer.runs, strict=True) if not is_bf16
+            ]
             reduced = buffer.rest.new_empty(buffer.rest.numel() // group.size())
             dist.reduce_scatter_tensor(reduced, buffer.rest, op=op, group=group)
             parts = reduced.split([out.numel() for out in others])

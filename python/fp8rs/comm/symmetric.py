@@ -243,7 +243,7 @@ def _pitch(n: int) -> int:
 # --- availability --------------------------------------------------------------------------------
 
 
-def symmetric_memory_unavailable(group: dist.ProcessGroup, device: torch.device) -> tuple[str, str]:
+def unavailable(group: dist.ProcessGroup, device: torch.device) -> tuple[str, str]:
     """Return why symmetric memory is not available, and why not to use all-to-all, or "".
 
     All ranks of the group call this, and get the same result.
