@@ -47,7 +47,7 @@ def hang(arguments: dict[str, Any], report: Any) -> None:
 
 
 def quick_start(arguments: dict[str, Any], report: Any) -> list[float]:
-    """Runs the README's code on a small model, then a few steps of training."""
+    """Run the first script on a small model, then a few steps of training."""
     config = LlamaConfig(vocabulary=64, dim=48, layers=2, heads=4, kv_heads=2, hidden=96)
     model = Llama(config)
     model.init_weights(torch.Generator().manual_seed(0))
@@ -67,19 +67,20 @@ def quick_start(arguments: dict[str, Any], report: Any) -> list[float]:
 
 
 def pages(arguments: dict[str, Any], report: Any) -> dict[str, str | list[float]]:
-    """Run the blocks of code of the documentation, each in new globals.
+    """Run the code blocks of documentation pages, each with new globals.
 
     Args:
-        arguments: "folder" to run in; "blocks", the texts of each block by name, which run one
-            after the other.
-        report: not called.
+        arguments: "folder" is the working directory. "blocks" maps a name to a list of
+            sources, which run one after the other with the same globals.
+        report: Not used.
 
     Returns:
-        For each block its error, or the bytes an element of each FP8 weight of its ``model``.
+        For each name, the traceback of its error, or the bytes per element of each FP8 weight of
+        the variable ``model``.
     """
     os.chdir(arguments["folder"])
     found: dict[str, str | list[float]] = {}
-    # The ranks have joined already, and all blocks use one process group.
+    # The ranks are initialized already, and all blocks share their process group.
     with (
         mock.patch.object(dist, "init_process_group"),
         mock.patch.object(dist, "destroy_process_group"),

@@ -1,8 +1,8 @@
 """Train the demo's model in bf16 and in three recipes, and draw docs/figures/gallery.svg.
 
-python tools/gallery.py [--steps N] [--ranks N] [--out FOLDER]   # needs matplotlib
+python tools/gallery.py [--steps N] [--ranks N] [--out FOLDER]   # requires matplotlib
 
-What it found is written beside the picture, gallery.json: docs/gallery.md tells of it.
+Also writes the results to gallery.json in the same folder. docs/gallery.md describes them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ RECIPES = (None, "current", "delayed", "mxfp8")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Trains, and writes the two files."""
+    """Train the models and write both files."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, help="of each run; default: the demo's")
+    parser.add_argument("--steps", type=int, help="steps of each run; default: as in the demo")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures")
     options = parser.parse_args(arguments)
@@ -49,11 +49,11 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """The losses, how far they are from bf16's, and the bytes."""
+    """Draw the losses, their difference to bf16, and the gathered bytes."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams["svg.hashsalt"] = "fp8rs"  # the same bytes each time
+    matplotlib.rcParams["svg.hashsalt"] = "fp8rs"  # for reproducible bytes
     runs = found["runs"]
     figure = Figure(figsize=(10, 3.2), layout="constrained")
     losses, apart, traffic = figure.subplots(1, 3, width_ratios=(2, 2, 1.6))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fp8rs._torch import own_store
+from internals import own_store
 
 
 class SharedFiles:

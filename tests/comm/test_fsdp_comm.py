@@ -17,13 +17,13 @@ from comm.gradients import backward, check_same_gradients
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import EVEN, batch, make, same_bytes, shard
-from fp8rs._torch import own_store
 from fp8rs.comm import set_fsdp_comm, symmetric
 from fp8rs.demo.data import load_corpus
 from fp8rs.demo.model import LlamaConfig
 from fp8rs.demo.train import Settings, build_model, convert, learning_rate, make_optimizer
 from fp8rs.demo.train import shard as shard_demo
 from fp8rs.fsdp import set_links
+from internals import own_store
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

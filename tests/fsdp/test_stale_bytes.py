@@ -398,7 +398,7 @@ def test_a_gather_waits_for_what_was_written_before_the_forward(marked):
     torch.cuda.synchronize()
     torch.cuda._sleep(100_000_000)  # some hundredths of a second
     written.fill_(1)
-    weight.wrote()
+    weight.mark_written()
     if marked:
         mark_writes([weight])
     torch.cuda._sleep(2_000_000_000)  # a second, and more

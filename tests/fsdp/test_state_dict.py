@@ -37,7 +37,7 @@ from distributed.models import (
     train,
 )
 from fp8rs.fsdp import MasterWeight
-from internals import local_of
+from internals import handle_of_tensor, local_of
 from saving import reloaded
 
 
@@ -75,7 +75,7 @@ def assert_still_master(model):
         weight = module._parameters["weight"]
         assert isinstance(weight, torch.nn.Parameter)
         assert isinstance(local_of(weight), MasterWeight)
-        assert local_of(weight)._handle.module is module
+        assert handle_of_tensor(weight).module is module
 
 
 @ranks(1, 2)

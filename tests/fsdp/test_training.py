@@ -28,7 +28,7 @@ from distributed.models import (
     whole_planes,
 )
 from fp8rs.fsdp import MasterWeight
-from internals import local_of
+from internals import local_of, state_of
 
 WHOLE = type("Whole", (), {"world_size": 1, "rank": 0})
 STEPS = 20
@@ -341,7 +341,7 @@ def test_gradient_clipping(rig):
 def test_a_copy_of_a_converted_model_trains_by_itself(rig, recipe):
     original = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
     model = copy.deepcopy(original)
-    assert model.head._fp8_state is not original.head._fp8_state
+    assert state_of(model.head) is not state_of(original.head)
     before = full_weights(original)
     shard(model, rig)
     batches = [batch(rig, n) for n in range(3)]

@@ -1,4 +1,4 @@
-"""The demo: its text, model, ranks and report."""
+"""The demo: its text, its model, its ranks, and its report."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run_on_two_ranks(
 # Text
 
 
-def test_corpus_is_the_same_each_time_and_splits_by_file(tmp_path: Path) -> None:
+def test_the_corpus_is_reproducible_and_split_by_file(tmp_path: Path) -> None:
     for index in range(80):
         (tmp_path / f"module{index}.py").write_text(f"<{index}>" * 4000)
     (tmp_path / "test").mkdir()
@@ -64,7 +64,7 @@ def test_corpus_is_the_same_each_time_and_splits_by_file(tmp_path: Path) -> None
     assert first.files == 80
 
 
-def test_batches_depend_on_seed_and_step_alone() -> None:
+def test_batches_depend_only_on_seed_and_step() -> None:
     corpus = load_corpus()
     batch = corpus.batch(seed=3, step=5, rows=4, length=64)
     assert batch.shape == (4, 65)
@@ -84,7 +84,7 @@ def test_too_little_text_is_an_error(tmp_path: Path) -> None:
 # Model
 
 
-def test_model_is_causal_and_starts_at_chance() -> None:
+def test_the_model_is_causal_and_starts_at_chance() -> None:
     model = Llama(TINY)
     model.init_weights(torch.Generator().manual_seed(0))
     tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
@@ -97,7 +97,7 @@ def test_model_is_causal_and_starts_at_chance() -> None:
     assert not torch.allclose(before[:, 9:], after[:, 9:], atol=1e-6)
 
 
-def test_attention_knows_positions() -> None:
+def test_attention_depends_on_positions() -> None:
     model = Llama(TINY)
     model.init_weights(torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_attention_knows_positions() -> None:
     assert not torch.allclose(forward, swapped, atol=1e-6)
 
 
-def test_learning_rate_warms_up_and_decays() -> None:
+def test_the_learning_rate_warms_up_and_decays() -> None:
     settings = Settings.choose("cpu", 2, steps=100)
     rates = [learning_rate(settings, step) for step in range(100)]
     assert rates[0] < rates[5] < max(rates) == pytest.approx(settings.learning_rate)
@@ -114,7 +114,7 @@ def test_learning_rate_warms_up_and_decays() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_every_rank_takes_as_many_rows(ranks: int) -> None:
+def test_all_ranks_have_equally_many_rows(ranks: int) -> None:
     assert Settings.choose("cpu", ranks).rows % ranks == 0
 
 
@@ -122,7 +122,7 @@ def test_every_rank_takes_as_many_rows(ranks: int) -> None:
 
 
 @pytest.mark.newest_torch
-def test_launch_returns_results_in_rank_order_and_passes_events_on() -> None:
+def test_launch_returns_results_in_rank_order_and_forwards_events() -> None:
     events: list[dict[str, Any]] = []
     results = run_on_two_ranks(demo_jobs.add, events.append, given="this")
     assert results == [{"rank": rank, "total": 1.0, "given": "this"} for rank in range(2)]
@@ -152,7 +152,7 @@ def test_a_job_past_its_limit_leaves_no_process(
     passed = 0.0
 
     class Clock:
-        """Passes the limit when both ranks have started, however long that takes."""
+        """Exceeds the limit once both ranks have started, however long that takes."""
 
         sleep = time.sleep
 
@@ -248,12 +248,12 @@ def run_demo(folder: Path, *arguments: str, timeout: float = 300) -> Run:
 
 @pytest.fixture(scope="module")
 def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The demo as a user runs it, but for three steps in place of 200, which take minutes."""
+    """Run the demo as a user does, but with three steps instead of 200, which take minutes."""
     return run_demo(tmp_path_factory.mktemp("demo"), "--steps", "3")
 
 
 @pytest.mark.newest_torch
-def test_demo_writes_its_fields(demo_run: Run) -> None:
+def test_the_demo_writes_its_fields(demo_run: Run) -> None:
     result, _, _ = demo_run
     assert list(result) == FIELDS
     assert (result["ranks"], result["device"], result["steps"]) == (2, "cpu", 3)
@@ -310,7 +310,7 @@ def test_fp8_weights_are_gathered_at_half_the_bytes(demo_run: Run) -> None:
 
 
 @pytest.mark.newest_torch
-def test_reference_gathers_each_block_twice_in_bf16(demo_run: Run) -> None:
+def test_the_reference_gathers_each_block_twice_in_bf16(demo_run: Run) -> None:
     result, _, _ = demo_run
     c = Settings.choose("cpu", 2).model
     layer = 2 * c.dim * c.dim + 2 * c.dim * c.kv_heads * c.head_dim + 3 * c.dim * c.hidden
@@ -318,7 +318,7 @@ def test_reference_gathers_each_block_twice_in_bf16(demo_run: Run) -> None:
 
 
 @pytest.mark.newest_torch
-def test_demo_shows_progress_a_table_and_a_plot(demo_run: Run) -> None:
+def test_the_demo_shows_progress_a_table_and_a_plot(demo_run: Run) -> None:
     _, output, folder = demo_run
     assert "step    3/3" in output
     assert "held-out loss, last" in output
@@ -328,7 +328,7 @@ def test_demo_shows_progress_a_table_and_a_plot(demo_run: Run) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block", "mxfp8"])
-def test_demo_takes_every_recipe(recipe: str, tmp_path: Path) -> None:
+def test_the_demo_accepts_every_recipe(recipe: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     done = demo("--device", "cpu", "--recipe", recipe, "--steps", "3", "--json", str(path))
     assert done.returncode == 0, done.stderr
@@ -339,7 +339,7 @@ def test_demo_takes_every_recipe(recipe: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("recipe", "weights"), [("delayed", 1), ("mxfp8", 1 + 1 / 1024)])
-def test_demo_trains_fp8_weights(recipe: str, weights: float, tmp_path: Path) -> None:
+def test_the_demo_trains_fp8_weights(recipe: str, weights: float, tmp_path: Path) -> None:
     """Weights are codes and scales. The optimizer has masters and two moments in fp32."""
     path = tmp_path / "result.json"
     files = ["--json", str(path)]
@@ -362,7 +362,8 @@ def test_benches_count_the_collectives_of_fp8_weights(monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(ROOT / "benches")
     found, other = run_on_two_ranks(demo_jobs.traffic)
     assert found == other
-    assert found["handed_over"] == 2 * found["converted"]  # a byte each, forward and backward
+    # One byte per element, in the forward and in the backward.
+    assert found["handed_over"] == 2 * found["converted"]
     assert found["scatters"] == 4 * found["elements"]
     assert found["all_reduces"] == [4 * found["weights"]]
 
@@ -416,7 +417,7 @@ def test_options_that_cannot_work_start_nothing(
 
 
 @pytest.mark.newest_torch
-def test_an_output_that_cannot_be_written_is_said_before_training(
+def test_an_unwritable_output_is_refused_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
@@ -437,19 +438,20 @@ def test_a_plot_without_matplotlib_is_refused_before_training(
 
 
 def refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    """The exit code of a command line that must launch nothing."""
+    """Return the exit code of a command line that must not launch ranks."""
     from fp8rs.demo import run
 
     monkeypatch.setattr(run, "launch", lambda *_, **__: pytest.fail("something was trained"))
     try:
         return main(arguments)
-    except SystemExit as ended:  # as argparse refuses an option
+    except SystemExit as ended:
+        # argparse exits if it refuses an option.
         return int(str(ended.code))
 
 
 @pytest.mark.newest_torch
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_missing_gpu_is_said(
+def test_a_missing_gpu_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refused(["demo", "--device", "cuda"], monkeypatch) == 2
@@ -492,7 +494,7 @@ def outcome() -> report.Outcome:
     return report.Outcome(2, "cpu", "current", "master", 4, reference, fp8, 2.5)
 
 
-def test_table_gives_ratios(outcome: report.Outcome) -> None:
+def test_the_table_shows_ratios(outcome: report.Outcome) -> None:
     text = report.table(outcome)
     assert "1.010" in text
     assert "0.500" in text
@@ -507,7 +509,7 @@ def test_the_table_names_the_memory_of_a_process_on_a_cpu(outcome: report.Outcom
     assert report.ON_CPU not in on_gpu
 
 
-def test_table_of_one_rank_has_no_gathers(outcome: report.Outcome) -> None:
+def test_the_table_of_one_rank_has_no_gathers(outcome: report.Outcome) -> None:
     for result in (outcome.reference, outcome.fp8):
         result.allgather_bytes = result.weight_bytes = 0
     assert "0.00 MB" in report.table(outcome)

@@ -247,13 +247,13 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 def _weight_bytes(model: nn.Module, names: set[str], ranks: int) -> int:
     """Return the bytes that a training step gathers of the weights ``names``."""
-    from fp8rs.fsdp.sizes import codecs_of, groups_of
+    from fp8rs.fsdp.sizes import groups_of, layouts_of
 
     if ranks == 1:
         return 0
     layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
-    codecs = codecs_of(layers[0].recipe, layers) if layers else {}
-    groups = groups_of(model, codecs, world_size=ranks, param_dtype=torch.bfloat16)
+    layouts = layouts_of(layers[0].recipe, layers) if layers else {}
+    groups = groups_of(model, layouts, world_size=ranks, param_dtype=torch.bfloat16)
     named = {id(p) for name, p in model.named_parameters() if name in names}
     return sum(
         group.gathers * p.gathered_bytes

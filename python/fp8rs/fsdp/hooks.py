@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class AllGatherMetadata:
-    """What the post-all-gather hook needs besides the gathered bytes.
+    """Input of the post-all-gather hook besides the gathered bytes.
 
     Attributes:
         handle: the parameter's handle.

@@ -17,10 +17,10 @@ class States:
     """The state that an optimizer keeps for a parameter.
 
     Attributes:
-        alike: number of tensors with the parameter's size and dtype. The dtype of an FP8 weight is
-            its logical dtype.
-        own: bytes an element of tensors whose dtype the optimizer chooses.
-        masters: whether it keeps an fp32 copy of parameters that are not plain fp32.
+        alike: number of tensors with the parameter's size and dtype. For an FP8 weight, this is its
+            logical dtype.
+        own: bytes per element of tensors whose dtype the optimizer chooses.
+        masters: whether it keeps fp32 copies of parameters that are not plain fp32.
     """
 
     alike: float = 0
@@ -28,10 +28,10 @@ class States:
     masters: bool = False
 
     def nbytes(self, p: ShardedParameter) -> float:
-        """Return the bytes of the state of a shard."""
-        exact = p.parameter.dtype == torch.float32 and not p.at_rest
+        """Return the bytes of the state for a shard."""
+        exact = p.parameter.dtype == torch.float32 and not p.is_fp8_weight
         own = self.own + (4 if self.masters and not exact else 0)
-        return self.alike * p.plain_bytes + own * p.placement.padded_numel
+        return self.alike * p.plain_bytes + own * p.spec.padded_numel
 
 
 #: torch's optimizers, and `fp8rs.optim.AdamW` with its ``state_dtype`` and ``master_weights``.
@@ -57,8 +57,9 @@ class Memory:
         parameters: shards as they are stored. FP8 weights are codes and scales.
         gradients: gradients of the shards, in the dtype of the parameters.
         optimizer: states of the optimizer.
-        gathered: the root's group and the two largest others, because the next group is gathered
-            while one computes. All groups, if nothing is resharded after the forward.
+        gathered: unsharded parameters of the root's group and of the two largest others, because
+            FSDP2 gathers a group while the previous one computes. If nothing is resharded after
+            the forward, all groups.
         reduced: gradients of the largest group, before and during their reduction.
         symmetric: symmetric memory of collectives that ``set_fsdp_comm`` chose.
     """
@@ -72,7 +73,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Return the sum of all parts."""
+        """Sum of all parts."""
         return sum(getattr(self, part.name) for part in fields(self))
 
 
@@ -121,7 +122,7 @@ def _symmetric(groups: Sequence[Group]) -> int:
     gathers: Counter[Any] = Counter()
     reductions: Counter[Any] = Counter()
     for group in groups:
-        spec = group.parameters[0].placement
+        spec = group.parameters[0].spec
         key = spec.shard_groups
         if group.all_gather == "symmetric":
             shard = _aligned(group.gathered_bytes // spec.ranks)

@@ -181,9 +181,13 @@ class ParamHandle:
         """Note that the values changed without an operator."""
         self._writes_seen = -1
 
-    def wrote(self) -> None:
+    def mark_written(self) -> None:
         """Note that an operator writes to the shard."""
         self.writes += 1
+        self._note_stream()
+
+    def _note_stream(self) -> None:
+        """Note the current CUDA stream, which all-gathers wait for."""
         if torch.cuda.is_initialized():
             # FSDP2's all-gather streams wait for this stream only when the root's forward begins.
             self.written_on = torch.cuda.current_stream()
@@ -214,10 +218,10 @@ class ParamHandle:
             return self
         found = memo.get(id(self))
         if found is None:
-            found = memo[id(self)] = self._of(copy)
+            found = memo[id(self)] = self._copy_for(copy)
         return cast(ParamHandle, found)
 
-    def _of(self, module: nn.Module) -> ParamHandle:
+    def _copy_for(self, module: nn.Module) -> ParamHandle:
         """Return the handle of the same parameter in a copy of the module."""
         return type(self)(module, self.name)
 
@@ -228,15 +232,15 @@ class ParamHandle:
 def handles_of(module: nn.Module, names: Iterable[str]) -> dict[str, ParamHandle]:
     """Return the handles of a module's FP8 parameters by name.
 
-    The owner of a quantized parameter's planes is its handle already.
+    A quantized parameter has its handle already, which observes writes to its planes.
     """
     handles: dict[str, ParamHandle] = {}
     for name in names:
         store = getattr(own_part(module._parameters.get(name)), "_store", None)
-        owner = getattr(store, "owner", None)
-        if not isinstance(owner, ParamHandle) or owner._module() is not module:
-            owner = ParamHandle(module, name)
-        handles[name] = owner
+        handle = getattr(store, "observer", None)
+        if not isinstance(handle, ParamHandle) or handle._module() is not module:
+            handle = ParamHandle(module, name)
+        handles[name] = handle
     return handles
 
 

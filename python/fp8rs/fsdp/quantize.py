@@ -19,9 +19,9 @@ from fp8rs.scaling.reductions import index_tensor, reduce_packed_
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.spec import Planes, QuantSpec, plane_leads
 
+from .float8_param import Float8ParamHandle
 from .layout import AllGatherLayout, split_block_rows
 from .param import LocalShard, ParamHandle, StreamDependency, aligned, set_scales
-from .planes_owner import PlanesOwner
 from .shard_spec import ShardSpec
 
 _block_amax = torch.ops.fp8rs.block_amax.default
@@ -164,8 +164,8 @@ class TensorwiseShardQuantizer(ShardQuantizer):
             codes = _quantize(shard.data, scale, self.spec.fp8_dtype, True, False, None)[0]
             made.append((Plane(codes, scale, self.spec.format), None))
             if self._histories is not None:
-                assert isinstance(shard.handle, PlanesOwner)
-                shard.handle.begin_with(scale, amax)
+                assert isinstance(shard.handle, Float8ParamHandle)
+                shard.handle.start_history(scale, amax)
         return made
 
     def _amaxes(self, shards: Sequence[LocalShard]) -> Tensor:
@@ -228,13 +228,13 @@ class BlockwiseShardQuantizer(ShardQuantizer):
     """One scale per block or row, with the blocks of the whole weight.
 
     If no shard boundary splits a block, shards are quantized without a collective. Otherwise the
-    amaxes of split blocks are reduced first, so that the bytes equal those of the unsharded weight.
+    amaxes of split blocks are reduced first, so that the bytes equal the unsharded weight's.
     """
 
     def __init__(self, spec: QuantSpec) -> None:
         super().__init__(spec)
         self.height = self.layout.height
-        #: The blocks whose amaxes are reduced: those of the plane whose blocks are split.
+        #: The shape of blocks whose amaxes are reduced, in the plane whose blocks are split.
         self.split_block = [self.height, 1] if self.layout.both else list(spec.format.block)
 
     def check(self, handle: ParamHandle, spec: ShardSpec) -> None:

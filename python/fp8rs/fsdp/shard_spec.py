@@ -67,8 +67,8 @@ class ShardSpec:
         return torch.device(self.device_type, accelerator.current_device())
 
     @property
-    def number(self) -> int:
-        """The number of the shard's first element, unique among the elements of the parameter.
+    def element_offset(self) -> int:
+        """The index of the shard's first element, unique among the elements of the parameter.
 
         Elements are counted by rows. If columns are sharded, all elements of one part are counted
         before the next part, so that the elements of a shard are consecutive.
@@ -89,7 +89,7 @@ def shard_spec(parameter: DTensor) -> ShardSpec:
     shape = tuple(parameter.shape)
     if not sharded:
         return ShardSpec(mesh.device_type, (), (), 1, 0, 0, shape, shape, (0,) * len(shape))
-    # FSDP2's mesh dimension comes before those of tensor parallelism.
+    # FSDP2's mesh dimension comes before the dimensions of tensor parallelism.
     fsdp, placement = sharded[0]
     whole, origin = list(shape), [0] * len(shape)
     for i, p in sharded[1:]:

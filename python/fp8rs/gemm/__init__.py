@@ -1,1 +1,1 @@
-"""GEMMs on quantized planes, and which device has which."""
+"""GEMMs on quantized planes, and the devices that support them."""

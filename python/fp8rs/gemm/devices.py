@@ -1,4 +1,4 @@
-"""Which GPUs run which recipe, and by which path. GEMMs, the demo and the doctor all ask here."""
+"""Which GPUs run which recipe, and with which GEMMs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fp8rs._core import UnsupportedError
 
 Capability = tuple[int, int]
 
-#: The first GPUs with FP8 conversion instructions, which the quantization kernels are made of.
+#: The first GPUs with FP8 conversion instructions, which the quantization kernels use.
 OLDEST_FOR_KERNELS: Capability = (8, 9)
 
 _PER_TENSOR = [((8, 9), "native", "torch._scaled_mm with per-tensor scales")]
 
-#: By a recipe's name, (compute capability from which on, path, why), the newest first. The first
-#: row that a GPU reaches is how the recipe's GEMMs run there.
+#: Rows (least compute capability, path, reason) by recipe name, newest first. A GPU uses the first
+#: row whose capability it reaches.
 _GPU_PATHS: dict[str, list[tuple[Capability, str, str]]] = {
     "current": _PER_TENSOR,
     "delayed": _PER_TENSOR,
@@ -39,7 +39,7 @@ RECIPE_NAMES = tuple(_GPU_PATHS)
 
 
 def gpu_path(recipe: str, capability: Capability) -> tuple[str, str]:
-    """How a recipe runs on an NVIDIA GPU: ``native``, ``rebased`` or ``no``, and why.
+    """Return how a recipe runs on an NVIDIA GPU (``native``, ``rebased`` or ``no``), and why.
 
     Args:
         recipe: a recipe's ``name``.
@@ -51,7 +51,7 @@ def gpu_path(recipe: str, capability: Capability) -> tuple[str, str]:
     needed = _GPU_PATHS[recipe][-1][0]
     if capability < OLDEST_FOR_KERNELS:
         what = "FP8 conversion on CUDA"
-        needed, instead = OLDEST_FOR_KERNELS, "on the CPU the recipe runs"
+        needed, instead = OLDEST_FOR_KERNELS, "the recipe runs on the CPU"
     else:
         what = "its GEMM"
         instead = "with emulate=True it runs on dequantized operands"
@@ -61,13 +61,13 @@ def gpu_path(recipe: str, capability: Capability) -> tuple[str, str]:
 
 @functools.cache
 def capability(index: int) -> Capability:
-    """The compute capability of a GPU; asking torch for it takes microseconds."""
+    """Return the compute capability of a GPU. Torch takes microseconds for it."""
     return torch.cuda.get_device_capability(index)
 
 
 @functools.cache
 def check_cuda(index: int, recipe: str) -> None:
-    """UnsupportedError, with the reason, unless a GPU has the GEMMs of the recipe of that name."""
+    """Raise UnsupportedError with the reason if a GPU does not have a recipe's GEMMs."""
     if torch.version.hip is not None:
         raise UnsupportedError("FP8 kernels run on NVIDIA GPUs; on the CPU every recipe runs")
     path, why = gpu_path(recipe, capability(index))

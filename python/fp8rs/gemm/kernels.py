@@ -1,7 +1,7 @@
-"""CUDA GEMMs: what each of ``torch._scaled_mm``'s modes wants of two planes.
+"""CUDA GEMMs: the operand layouts of each mode of ``torch._scaled_mm``.
 
-Each takes planes a (M, K) and b (N, K) and gives a @ b.T (M, N), contiguous. Sizes that cuBLAS does
-not take are padded: codes by 0, scales by 1.
+Each function multiplies planes a (M, K) and b (N, K) to a @ b.T (M, N), contiguous. Sizes that
+cuBLAS does not support are padded: codes with 0, scales with 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 def tensorwise(
     a: Plane, b: Plane, bias: Tensor | None, out_dtype: torch.dtype, use_fast_accum: bool
 ) -> Tensor:
-    """One scale a tensor."""
+    """Multiply operands with one scale per tensor."""
     a_codes, b_codes = padded(a.matrix, 1, 16), padded(b.matrix, 16, 16)
     a_scale, b_scale = _aligned(a.scale), _aligned(b.scale)
     n = b.matrix.shape[0]
@@ -31,17 +31,17 @@ def tensorwise(
 def rowwise(
     a: Plane, b: Plane, bias: Tensor | None, out_dtype: torch.dtype, use_fast_accum: bool
 ) -> Tensor:
-    """One scale a row of each."""
+    """Multiply operands with one scale per row."""
     n = b.matrix.shape[0]
     a_codes, b_codes = padded(a.matrix, 1, 16), padded(b.matrix, 16, 16)
     a_scale = a.scale.contiguous()
     if out_dtype == torch.bfloat16:
         b_scale = padded(b.scale, 16, 1, 1.0).t()
         return _run(a_codes, b_codes, a_scale, b_scale, n, bias, out_dtype, use_fast_accum)
-    # The row-wise mode gives bfloat16 alone. In fp32 the scales go on afterwards.
+    # The rowwise mode supports only bfloat16. In fp32, the scales are applied to the product.
     one = a.scale.new_ones(())
     out = _run(a_codes, b_codes, one, one, n, None, torch.float32, use_fast_accum)
-    # Out of place: what a GEMM gave may be saved by selective checkpointing.
+    # Out of place, because selective checkpointing may have saved the product.
     out = out * a_scale * b.scale.view(1, -1)
     if bias is not None:
         out = out + bias
@@ -51,10 +51,10 @@ def rowwise(
 def blockwise(
     a: Plane, b: Plane, bias: Tensor | None, out_dtype: torch.dtype, use_fast_accum: bool
 ) -> Tensor:
-    """1x128 by 1x128 or 128x128: the block mode, which accumulates exactly."""
+    """Multiply blocks of 1x128 with blocks of 1x128 or 128x128. The mode accumulates exactly."""
     square = b.format == formats.BLOCK_128X128
-    # cuBLAS reads 128x128 scales along the contracted dim in fours. One block alone would look
-    # like one scale a row to torch.
+    # cuBLAS reads 128x128 scales along the contracted dim in fours. Torch would take a single
+    # block for one scale per row.
     blocks = 4 if square else 2 if b.matrix.shape[1] <= 128 else 1
     a_codes, b_codes = padded(a.matrix, 16, 128 * blocks), padded(b.matrix, 16, 128 * blocks)
     a_scale = _outer_contiguous(padded(a.scale, 16, blocks, 1.0))
@@ -65,14 +65,14 @@ def blockwise(
     n = b.matrix.shape[0]
     out = _run(a_codes, b_codes, a_scale, b_scale.t(), n, bias, out_dtype, False, plain=True)
     m = a.matrix.shape[0]
-    # Padded rows are left out; to autograd what is left is no view, which would forbid writes.
+    # Drop padded rows. Autograd must not see a view, because it would forbid in-place writes.
     return out if out.shape[0] == m else _unsafe_view(out[:m], [m, out.shape[1]])
 
 
 def microscaled(
     a: Plane, b: Plane, bias: Tensor | None, out_dtype: torch.dtype, use_fast_accum: bool
 ) -> Tensor:
-    """MXFP8 on both sides, or a scale a row on one: packed E8M0 scales, or both rebased."""
+    """Multiply MXFP8 operands, or one with a scale per row: packed E8M0 scales, or both rebased."""
     if rebases(a.data.device, False):
         return rowwise(rebased(a), rebased(b), bias, out_dtype, use_fast_accum)
     n = b.matrix.shape[0]
@@ -92,22 +92,22 @@ def _run(
     *,
     plain: bool = False,
 ) -> Tensor:
-    """a @ b.T on padded codes, of which the first ``n`` columns are kept; plus bias.
+    """Compute a @ b.T + bias on padded codes, and keep the first ``n`` columns.
 
     Args:
         a, b: codes.
-        scale_a, scale_b: scales as the mode wants them.
-        n: columns.
-        bias: added by the GEMM where it can.
-        out_dtype: of the result.
+        scale_a, scale_b: scales in the layout of the mode.
+        n: number of columns of the result.
+        bias: added by the GEMM if the mode supports it, else afterwards.
+        out_dtype: dtype of the result.
         use_fast_accum: accumulate with reduced precision.
-        plain: the mode adds no bias, and gives fp32 or bfloat16.
+        plain: the mode has no bias, and its output is fp32 or bfloat16.
     """
     extra = b.shape[0] - n
     gemm_dtype = out_dtype
     if plain and not (out_dtype == torch.bfloat16 and bias is None):
         gemm_dtype = torch.float32
-    # cuBLASLt adds a bias of the output's dtype, and none to an fp32 output.
+    # cuBLASLt requires a bias in the output's dtype, and supports none with fp32 outputs.
     fused = None
     if bias is not None and gemm_dtype != torch.float32:
         fused = bias.to(gemm_dtype)
@@ -129,11 +129,11 @@ def _run(
     return out if gemm_dtype == out_dtype else out.to(out_dtype)
 
 
-# --- what cuBLAS reads ---------------------------------------------------------------------------
+# --- operand layouts -----------------------------------------------------------------------------
 
 
 def padded(matrix: Tensor, rows: int, cols: int, fill: float = 0.0) -> Tensor:
-    """Codes, or scales, padded to multiples of ``rows`` and ``cols``. Codes are contiguous."""
+    """Pad codes or scales to multiples of ``rows`` and ``cols``. Codes become contiguous."""
     m, k = matrix.shape
     pad_m, pad_k = _missing(m, rows), _missing(k, cols)
     codes = matrix.element_size() == 1
@@ -144,27 +144,27 @@ def padded(matrix: Tensor, rows: int, cols: int, fill: float = 0.0) -> Tensor:
 
 
 def _missing(n: int, multiple: int) -> int:
-    """What n lacks to a multiple.
+    """Return the distance from n to the next multiple.
 
-    To a compiler for any size, what lacks nothing is 0, not an expression: sizes made of that one
-    would grow from layer to layer.
+    For a compiler with symbolic sizes, the result is a plain 0 if n is a multiple. As an
+    expression, it would make sizes grow from layer to layer.
     """
     rest = n % multiple
     return multiple - rest if rest else 0
 
 
 def _aligned(scale: Tensor) -> Tensor:
-    """A scale at an address that is a multiple of 16 bytes."""
+    """Return a scale at a 16-byte boundary."""
     return scale.clone() if scale.storage_offset() % 4 else scale
 
 
 def _outer_contiguous(scale: Tensor) -> Tensor:
-    """With the rows next to each other, as the block mode wants 1x128 scales."""
+    """Return scales with adjacent rows, the layout of 1x128 scales in the block mode."""
     return scale if scale.stride() == (1, scale.shape[0]) else scale.t().contiguous().t()
 
 
 def _packed(plane: Plane) -> Tensor:
-    """An MXFP8 plane's scales in the 128x4 tiles that block-scaled GEMMs read."""
+    """Return an MXFP8 plane's scales in the 128x4 tiles of block-scaled GEMMs."""
     packed: Tensor = _pack_scales(
         plane.scale.contiguous(), plane.matrix.shape[0], plane.format.block[0]
     )

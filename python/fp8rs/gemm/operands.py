@@ -1,4 +1,4 @@
-"""Which operands a device's GEMMs take: what is quantized for them, and a weight's for dgrad."""
+"""Operand formats of a device's GEMMs, and the weight's plane for dgrad."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ _transpose = torch.ops.fp8rs.transpose.default
 
 
 def operand_format(format: BlockFormat, device: torch.device, emulate: bool) -> BlockFormat:
-    """What an activation or gradient of a recipe's ``format`` is quantized in on ``device``.
+    """Return the format to quantize activations and gradients in on ``device``.
 
-    Itself, but for MXFP8 on a GPU without MXFP8 GEMMs, where it is one power-of-two scale a row.
+    It is the recipe's ``format``, except for MXFP8 on a GPU without MXFP8 GEMMs. There it has one
+    power-of-two scale per row.
     """
     return formats.ROW if format.microscaled and rebases(device, emulate) else format
 
 
 def dgrad_operand(row: Plane, emulate: bool, after: Tensor | None = None) -> Plane:
-    """A weight's plane for dgrad from its rowwise one, without quantizing again.
+    """Return a weight's plane for dgrad, made from its rowwise plane without quantizing again.
 
-    Where blocks are square it is the transpose. With one scale a row the codes are transposed and
-    the scales are 1. The row scales are multiplied into the gradient before it is quantized
+    With square blocks it is the transpose. With one scale per row, the codes are transposed and the
+    scales are 1. The row scales are multiplied into the gradient before it is quantized
     (:func:`dgrad_column_scale`).
 
     Args:
         row: the rowwise plane.
-        emulate: the recipe's.
-        after: a tensor that a compiler must have before this is computed.
+        emulate: whether the recipe emulates its GEMMs.
+        after: a tensor that compiled code computes before this.
 
     Raises:
-        ValueError: the weight has blocks along its rows; it needs a columnwise plane.
+        ValueError: the weight has blocks along its rows and needs a columnwise plane.
     """
     if row.format.per_row:
         codes = _transpose(row.matrix, after)
@@ -54,24 +55,24 @@ def dgrad_column_scale(format: BlockFormat, scale: Tensor) -> Tensor | None:
 
 
 def contracted_multiple(format: BlockFormat, device: torch.device) -> int:
-    """What a GEMM's contracted dim is to be a multiple of, lest operands be copied to pad them."""
+    """Return a multiple for the contracted dim of a GEMM with which operands need no padding."""
     return max(16, format.block[1]) if device.type == "cuda" else 1
 
 
 def rebases(device: torch.device, emulate: bool) -> bool:
-    """Whether MXFP8 planes are rewritten for one power of two a row: a GPU without their GEMMs."""
+    """Return whether a device has no MXFP8 GEMMs, so that MXFP8 planes are rebased."""
     if device.type != "cuda" or emulate:
         return False
     return gpu_path("mxfp8", capability(device.index))[0] != "native"
 
 
 def rebased(plane: Plane, dim: int = 0, after: Tensor | None = None) -> Plane:
-    """An MXFP8 plane with one power-of-two scale a row.
+    """Return an MXFP8 plane rewritten to one power-of-two scale per row.
 
     Args:
-        plane: as it is if it has a scale a row already.
+        plane: the plane. One with a scale per row is returned as it is.
         dim: 0, or 1 for the plane of the transposed matrix.
-        after: a tensor that a compiler must have before this is computed.
+        after: a tensor that compiled code computes before this.
     """
     if plane.format.per_row:
         return plane

@@ -1,8 +1,8 @@
-"""GEMMs on quantized planes: which kernel multiplies operands of which formats on which device.
+"""The table of GEMMs: the kernel for each device and each pair of operand formats.
 
-``scaled_mm(a, b)`` is a @ b.T over the values of two planes, both contiguous along the dim that is
-contracted over. A kernel is a row of :data:`GEMMS`; what has no row can be dequantized (always on
-CPU and meta, on CUDA with ``emulate``).
+``scaled_mm(a, b)`` is a @ b.T over the values of two planes, both contiguous along the contracted
+dimension. A kernel is a row of :data:`GEMMS`. On CPU and meta, and on CUDA with ``emulate``,
+operands are dequantized instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Gemm(NamedTuple):
 
     Attributes:
         kernel: (a, b, bias, out_dtype, use_fast_accum) -> (rows of a, rows of b).
-        recipe: the name of the recipe whose rule says which GPUs have it.
+        recipe: the name of the recipe whose GPUs have the kernel.
     """
 
     kernel: Callable[[Plane, Plane, Tensor | None, torch.dtype, bool], Tensor]
@@ -56,22 +56,22 @@ def scaled_mm(
     use_fast_accum: bool = False,
     emulate: bool = False,
 ) -> Tensor:
-    """a @ b.T + bias over the dequantized values, accumulated in fp32.
+    """Compute a @ b.T + bias over the dequantized values, accumulated in fp32.
 
     Args:
         a: plane whose 2-D view is (M, K).
         b: plane whose 2-D view is (N, K).
         out_dtype: float32, bfloat16 or float16.
         bias: (N,), added before the cast to ``out_dtype``.
-        use_fast_accum: let CUDA accumulate with reduced precision.
+        use_fast_accum: accumulate with reduced precision on CUDA.
         emulate: dequantize and multiply in fp32, on CUDA too.
 
     Returns:
-        (M, N), contiguous. Sizes need not be multiples of anything.
+        (M, N), contiguous. Sizes may be any, also 0.
 
     Raises:
         ValueError: the inner sizes differ.
-        UnsupportedError: the device has no GEMM for these operands; the message says why.
+        UnsupportedError: the device has no GEMM for these operands. The message has the reason.
     """
     codes = a.data
     m, k = formats.matrix_shape(codes.shape)
@@ -84,7 +84,7 @@ def scaled_mm(
     if m == 0 or n == 0 or k == 0:
         out = torch.zeros((m, n), dtype=out_dtype, device=codes.device)
         return out if bias is None else out + bias.to(out_dtype)
-    # On meta nothing is computed, and all that is asked for is a shape.
+    # On meta, only the shape is needed.
     if emulate or codes.is_cpu or codes.is_meta:
         return _dequantized(a, b, bias, out_dtype, use_fast_accum)
     device = codes.device
@@ -111,9 +111,9 @@ def _scaled_mm(
     use_fast_accum: bool,
     emulate: bool,
 ) -> Tensor:
-    """``scaled_mm`` as one operator, for sizes that a compiler does not know.
+    """Run ``scaled_mm`` as one operator, for sizes that a compiler does not know.
 
-    Whether operands are empty, and by how much they are padded, is found when it is called.
+    Whether operands are empty, and how they are padded, is decided at run time.
     """
     return scaled_mm(
         Plane(a, a_scale, formats.format_named(a_format)),
@@ -139,7 +139,7 @@ def _dequantized(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
 ) -> Tensor:
-    """In fp32. Per-tensor scales are applied to the product, as the FP8 GEMMs do."""
+    """Multiply in fp32. Per-tensor scales are applied to the product, as FP8 GEMMs do."""
     device = a.data.device
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):
@@ -147,8 +147,8 @@ def _dequantized(
     if a.format.per_tensor and b.format.per_tensor:
         one = torch.ones((), dtype=torch.float32, device=device)
         out = torch.mm(_values(a, one), _values(b, one).t())
-        # One after the other: the product of two small scales can underflow. Out of place: what a
-        # GEMM gave may be saved by selective checkpointing.
+        # In turn, because the product of two small scales can underflow. Out of place, because
+        # selective checkpointing may have saved the product.
         out = out * a.scale * b.scale
     else:
         out = torch.mm(_values(a), _values(b).t())

@@ -1,6 +1,6 @@
-"""Attention: three linear layers that share their quantized input, torch's own kernel, one more.
+"""Multi-head attention from FP8 linear layers and torch's attention kernel.
 
-What is computed between the linear layers is not quantized.
+The three input projections share their quantized input. The attention itself is not quantized.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fp8rs.quantize.recipes import Recipe, RecipeName
 
-from .by_hand import make_float8
 from .normalized import check_choice, make_norm
+from .standalone import make_float8
 
 MASKS = ("causal", "no_mask")
 
@@ -22,13 +22,15 @@ MASKS = ("causal", "no_mask")
 def rotary_pos_emb(
     length: int, kv_channels: int, base: float = 10_000.0, *, device: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of rotary positions (RoFormer, arXiv:2104.09864) for halves, as Llama's.
+    """Compute cosines and sines of rotary positions (RoFormer, arXiv:2104.09864).
+
+    They rotate the two halves of a head, as in Llama.
 
     Args:
-        length: positions from 0 on.
+        length: number of positions, from 0 on.
         kv_channels: size of a head.
         base: the angle of position 1 falls from 1 to nearly 1 / ``base`` along a head.
-        device: of the result.
+        device: device of the result.
 
     Returns:
         Two tensors (length, kv_channels), fp32.
@@ -40,34 +42,38 @@ def rotary_pos_emb(
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """(batch, heads, length, channels), at positions whose cosines and sines lack the heads."""
+    """Apply rotary position embeddings.
+
+    Args:
+        x: (batch, heads, length, kv_channels).
+        rotation: cosines and sines, each (length, kv_channels) or (batch, length, kv_channels).
+    """
     cos, sin = (t.unsqueeze(-3) for t in rotation)
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
 class MultiheadAttention(nn.Module):
-    """Attention of several heads, to itself or to an encoder's output.
+    """Multi-head self-attention or cross-attention.
 
-    Its layers have Llama's names: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``; ``norm`` is in
-    front of them with ``input_layernorm=True``.
+    Its layers have Llama's names: ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``. With
+    ``input_layernorm=True``, ``norm`` precedes them.
 
     Args:
         hidden_size: size of the last dim of input, encoder output and output.
-        num_attention_heads: heads of queries.
-        kv_channels: size of a head; hidden_size / num_attention_heads by default.
-        num_gqa_groups: heads of keys and values, each for as many heads of queries; by default as
-            many as those.
-        attention_dropout: probability that an attention weight is dropped in training.
-        layernorm_epsilon: what the norm adds to the variance.
+        num_attention_heads: number of query heads.
+        kv_channels: size of a head. hidden_size / num_attention_heads by default.
+        num_gqa_groups: number of key and value heads. num_attention_heads by default.
+        attention_dropout: dropout probability of attention weights.
+        layernorm_epsilon: epsilon of the norm.
         attn_mask_type: "causal" or "no_mask".
-        attention_type: "self", or "cross": keys and values come from an encoder's output.
-        input_layernorm: whether there is a norm in front.
+        attention_type: "self", or "cross" for keys and values from an encoder's output.
+        input_layernorm: whether a norm precedes the projections.
         normalization: "LayerNorm" or "RMSNorm".
         bias: whether the linear layers have biases.
-        device: as of `LayerNormLinear`.
-        dtype: as there.
-        recipe: as there.
+        device: see `LayerNormLinear`.
+        dtype: see `LayerNormLinear`.
+        recipe: see `LayerNormLinear`.
     """
 
     def __init__(
@@ -124,18 +130,20 @@ class MultiheadAttention(nn.Module):
         attn_mask: Tensor | None = None,
         rotary_pos_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """(batch, length, hidden_size) to the same shape.
+        """Compute attention. The result has the shape of ``hidden_states``.
 
         Args:
-            hidden_states: what is attended from, and to where this is self-attention.
-            encoder_output: (batch, other length, hidden_size), for cross-attention alone.
-            attn_mask: as of torch's ``scaled_dot_product_attention`` (True takes part: the opposite
-                of TransformerEngine's ``attention_mask``), for ``attn_mask_type="no_mask"`` alone.
-            rotary_pos_emb: cosines and sines, each (length, kv_channels) or with a batch in front,
-                as `rotary_pos_emb` and Llama's models give them. For self-attention alone.
+            hidden_states: (batch, length, hidden_size). The source of queries, and with
+                self-attention of keys and values.
+            encoder_output: (batch, other length, hidden_size). Only for cross-attention.
+            attn_mask: mask of torch's ``scaled_dot_product_attention``. True takes part, the
+                opposite of TransformerEngine's ``attention_mask``. Only for
+                ``attn_mask_type="no_mask"``.
+            rotary_pos_emb: cosines and sines, each (length, kv_channels) or with a leading batch
+                dimension, from `rotary_pos_emb` or a Llama model. Only for self-attention.
 
         Raises:
-            ValueError: an argument is missing, or is not for this type of attention.
+            ValueError: an argument is missing, or does not apply to this type of attention.
         """
         if self.cross != (encoder_output is not None):
             need = "needs an" if self.cross else "takes no"
@@ -147,7 +155,7 @@ class MultiheadAttention(nn.Module):
         x = hidden_states if self.norm is None else self.norm(hidden_states)
         source = x if encoder_output is None else encoder_output
         projected = self.q_proj(x), self.k_proj(source), self.v_proj(source)
-        # As many heads as this rank has, under tensor parallelism.
+        # Under tensor parallelism, these are this rank's heads.
         q, k, v = (t.unflatten(-1, (-1, self.kv_channels)).transpose(-3, -2) for t in projected)
         if rotary_pos_emb is not None:
             q, k = _rotate(q, rotary_pos_emb), _rotate(k, rotary_pos_emb)

@@ -1,4 +1,4 @@
-"""Delayed scaling's buffers in a layer, through what torch does to buffers of any module."""
+"""Keeps delayed scaling's buffers of a layer valid through torch's operations on modules."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, new_buffers
 from .function import Slots
 
 if TYPE_CHECKING:
-    from fp8rs.scaling.delayed import Delayed
+    from fp8rs.scaling.delayed import DelayedScalingState
 
 
 def slots(scale: Tensor, amax: Tensor) -> Slots:
-    """The slots in a layer's buffers."""
+    """Return the slots in a layer's buffers."""
     return scale[:, 0].unbind(), amax[:, 0].unbind()
 
 
-class KnownSlots:
-    """A layer's slots, made once: each is a view that takes longer than its use.
+class SlotCache:
+    """Caches a layer's slots, because creating their views takes longer than using them.
 
-    A copy starts without: its buffers are others.
+    A copy starts empty, because it has other buffers.
     """
 
     def __init__(self) -> None:
         self._known: tuple[Tensor, Tensor, Slots] | None = None
 
-    def of(self, buffers: dict[str, Any]) -> Slots:
-        """The slots in these buffers."""
+    def get(self, buffers: dict[str, Any]) -> Slots:
+        """Return the slots in these buffers."""
         scale, amax = buffers["fp8_scale"], buffers["fp8_amax"]
         known = self._known
         if known is None or known[0] is not scale or known[1] is not amax:
@@ -40,33 +40,35 @@ class KnownSlots:
         return known[2]
 
     def __reduce__(self) -> Any:
-        return KnownSlots, ()
+        return SlotCache, ()
 
 
-def register(layer: nn.Module, delayed: Delayed | None, device: torch.device) -> None:
-    """Give a layer its buffers, with no history yet; none without delayed scaling."""
+def register(layer: nn.Module, delayed: DelayedScalingState | None, device: torch.device) -> None:
+    """Register buffers without a history on a layer, with delayed scaling."""
     if delayed is not None:
         for name, value in new_buffers(delayed.histories.recipe, device).items():
-            # Not in state dicts, which load into the unconverted model.
+            # Not persistent, so that state dicts load into the unconverted model.
             layer.register_buffer(name, value, persistent=False)
 
 
 @torch.no_grad()
-def begin_anew(layer: Any, delayed: Delayed | None) -> None:
-    """Have first scales come from data again: the weight is to be another.
+def reset(layer: Any, delayed: DelayedScalingState | None) -> None:
+    """Reset scales and histories, because the weight is about to be replaced.
 
-    With scales of the one before its values would saturate, and its outputs at the next layer, in
-    an evaluation for good.
+    With the old scales, the new values and the outputs could saturate. In an evaluation, nothing
+    would update the scales.
     """
     if delayed is not None:
         for name in BUFFERS:
             layer._buffers[name].zero_()
         layer.fp8_ready = NOTHING_READY
-        delayed.histories.known.forget()
+        delayed.histories.known.reset()
 
 
-def give_memory(layer: nn.Module, delayed: Delayed | None, device: torch.device) -> None:
-    """Give buffers on the meta device memory, which no state dict has for them."""
+def materialize(
+    layer: nn.Module, delayed: DelayedScalingState | None, device: torch.device
+) -> None:
+    """Allocate buffers that are on the meta device. State dicts do not contain them."""
     for name in BUFFERS if delayed is not None else ():
         buffer = layer._buffers[name]
         assert buffer is not None and delayed is not None
@@ -76,8 +78,8 @@ def give_memory(layer: nn.Module, delayed: Delayed | None, device: torch.device)
 
 
 @contextmanager
-def kept(layer: nn.Module, delayed: Delayed | None) -> Iterator[None]:
-    """What is done to all of a layer's tensors in here moves its buffers, and changes nothing."""
+def preserve(layer: nn.Module, delayed: DelayedScalingState | None) -> Iterator[None]:
+    """Keep the values and the dtype of buffers while a function is applied to all tensors."""
     before = {name: layer._buffers[name] for name in BUFFERS} if delayed is not None else {}
     yield
     if delayed is not None:
@@ -87,6 +89,6 @@ def kept(layer: nn.Module, delayed: Delayed | None) -> Iterator[None]:
             new = layer._buffers[name]
             assert was is not None and new is not None
             if was.is_meta and not new.is_meta:
-                new.zero_()  # to_empty gives memory as it is
-            if new.dtype != torch.float32:  # a cast of the model is one of its parameters
+                new.zero_()  # to_empty does not initialize memory
+            if new.dtype != torch.float32:  # a cast applies only to parameters
                 layer._buffers[name] = was.to(new.device)

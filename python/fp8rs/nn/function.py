@@ -1,10 +1,10 @@
-"""The linear layer as a pure function of tensors and one key: eager and compiled run this.
+"""The linear layer as a pure function of tensors and one key, for eager and compiled code.
 
     y = x @ weight.T + bias
 
-It reads and writes its arguments and nothing else: no module, no clock. What it does with them is
-the `LinearSpec` that its key names. Quantizing is an operator of its own in front of each
-GEMM, so that a compiler merges equal ones (siblings share their input).
+It reads and writes only its arguments. The key selects a `LinearSpec`, which describes the
+quantization of the operands and the GEMMs. Each operand is quantized by its own operator before the
+GEMM, so that a compiler merges equal calls of sibling layers, which share their input.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _amax = torch.ops.fp8rs.amax.default
 _note_amax = torch.ops.fp8rs._note_amax.default
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
-#: Delayed scaling's slots of one layer: a scale for each of `ROLES` (0: none yet), an amax for
-#: each, and one more amax that nobody reads.
+#: The slots of one layer with delayed scaling: scales for `ROLES` (0 before the first one), amaxes
+#: for `ROLES`, and an amax that is never read.
 Slots = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
 
@@ -49,26 +49,25 @@ def linear(
     record: bool = False,
     stats: OperandStats | None = None,
 ) -> Tensor:
-    """x @ weight.T + bias on quantized operands, differentiable once.
+    """Compute x @ weight.T + bias on quantized operands. Differentiable once.
 
     Args:
-        x: (..., in), fp32, bf16 or fp16; or a QuantizedTensor in the recipe's format for inputs,
-            whose planes are taken.
-        weight: (out, in), high precision or a QuantizedTensor.
+        x: (..., in), fp32, bf16 or fp16, or a QuantizedTensor in the recipe's format for inputs.
+        weight: (out, in), in high precision or a QuantizedTensor.
         bias: (out,) or None.
-        key: names the `LinearSpec` (`fp8rs.nn.spec.register`).
-        out_dtype: of y. The gradients have the dtypes of what they are of.
-        scales: for delayed scaling, fp32 of one element for weight, input and gradient; 0 where
-            there is none yet.
-        amaxes: for delayed scaling, fp32 of one element for weight, input and gradient, which are
-            raised to the operands' finite amaxes, and one that nobody reads.
-        ready: which scales are known not to be 0, so that no data need be read for them.
+        key: the key of the `LinearSpec` (`fp8rs.nn.spec.register`).
+        out_dtype: dtype of y. Gradients have the dtypes of their tensors.
+        scales: with delayed scaling, the scales of weight, input and gradient; fp32, one element
+            each, 0 before the first scale.
+        amaxes: with delayed scaling, the slots that are raised to the finite amaxes of weight,
+            input and gradient, and one that is never read; fp32, one element each.
+        ready: which scales are known not to be 0. Other operands are read for their amax.
         record: whether amaxes are written.
-        stats: where operands' statistics are added up.
+        stats: accumulates statistics of the operands.
 
     Raises:
-        ValueError: an operand has not the plane that is needed, or a quantized input is not what
-            the recipe makes of inputs.
+        ValueError: an operand lacks a plane, or a quantized input is in another format than the
+            recipe's.
         RuntimeError: the weight's storage was freed by a reshard.
         UnsupportedError: the device cannot run the recipe.
     """
@@ -77,7 +76,7 @@ def linear(
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):
-        # In one tuple what is no tensor of the graph: an argument takes a third of a microsecond.
+        # One tuple for everything but the tensors: an argument costs a third of a microsecond.
         y: Tensor = _Linear.apply(x, weight, bias, (spec, out_dtype, delayed, stats))
         return y
     return _forward(spec, x, weight, bias, out_dtype, delayed, False, stats)[0]
@@ -85,16 +84,16 @@ def linear(
 
 @functools.cache
 def prepare_compilers() -> None:
-    """Have compilers put `linear` into their graphs, and Inductor fuse what it can of it.
+    """Allow compilers to put `linear` into graphs, and Inductor to fuse quantization.
 
-    Both are imported, which takes two seconds: for those who make a layer, not at import.
+    Called when a layer is created, because it imports both, which takes two seconds.
     """
     torch.compiler.allow_in_graph(linear)
     fuse_maxima()
 
 
 class _Delayed:
-    """A layer's slots, and how they are to be used in this call."""
+    """A layer's slots, and how this call uses them."""
 
     __slots__ = ("amaxes", "ready", "record", "scales")
 
@@ -108,14 +107,14 @@ class _Delayed:
         self.scales, self.amaxes, self.ready, self.record = scales, amaxes, ready, record
 
     def scale(self, role: int, x: Tensor, spec: QuantSpec) -> Tensor:
-        """The scale of an operand: the slot's, or that of the data at hand where it has none."""
+        """Return the scale of an operand: the slot's, or one computed from ``x`` if it is 0."""
         scale = self.scales[role]
         if self.ready[role]:
             return scale
         return torch.where(scale > 0, scale, spec.scale_from_amax(_amax(x)))
 
     def amax(self, role: int) -> Tensor:
-        """Where the amax of an operand goes."""
+        """Return the slot for the amax of an operand."""
         return self.amaxes[role if self.record else -1]
 
 
@@ -140,26 +139,26 @@ def _quantize(
 
 
 def _whole_blocks(x: Tensor, spec: QuantSpec) -> Tensor:
-    """``x``, with zeros behind its last token up to what wgrad contracts over; 2-D then.
+    """Return ``x``, or a 2-D copy padded with zero tokens to the multiple that wgrad requires.
 
-    A GEMM wants tokens in 16s or in whole blocks. To copy them before they are quantized costs less
-    than codes that lie at odd addresses, and are copied for the GEMM. A graph for any number of
-    tokens copies whatever it is.
+    GEMMs require multiples of 16 tokens or whole blocks. Padding before quantization is cheaper
+    than unaligned codes, which the GEMM would have to copy. A graph with a symbolic number of
+    tokens always copies.
     """
     multiple = contracted_multiple(spec.format, x.device)
-    tokens = math.prod(x.shape[:-1])  # Size.numel would make a number of a symbol
+    tokens = math.prod(x.shape[:-1])  # Size.numel would specialize a symbolic size
     if multiple == 1 or (isinstance(tokens, int) and tokens % multiple == 0):
         return x
     missing = -tokens % multiple
     whole = x.new_empty((tokens + missing, x.shape[-1]))
-    # Not by slices, whose sizes are symbols of their own where data says how many tokens there are.
+    # Slices would get symbolic sizes of their own if the number of tokens depends on data.
     whole.narrow(0, 0, tokens).copy_(x.reshape(tokens, x.shape[-1]))
     whole.narrow(0, tokens, missing).zero_()
     return whole
 
 
 def _as_long(a: Plane, b: Plane) -> tuple[Plane, Plane]:
-    """Operands with zeros behind the one that has fewer tokens: one came quantized, as it was."""
+    """Pad the operand with fewer tokens. An input that was passed quantized is not padded."""
     more = b.data.shape[1] - a.data.shape[1]
     if more == 0:
         return a, b
@@ -216,16 +215,16 @@ def _input_planes(
 def _check_quantized(spec: LinearSpec, x: QuantizedTensor) -> None:
     wanted = spec.input
     if spec.delayed and x._store.delayed is None:
-        why = "the recipe has delayed scaling, whose history must see each input"
+        why = "the recipe has delayed scaling, whose history records each input"
     elif spec.wgrad_input is not None:
         why = "the recipe quantizes it in one format for the forward and in another for wgrad"
     elif (x.format, x.fp8_dtype) != (wanted.format, wanted.fp8_dtype):
-        why = f"on this device the recipe wants {wanted.format.name!r} of {wanted.fp8_dtype}"
+        why = f"on this device the recipe requires {wanted.format.name!r} of {wanted.fp8_dtype}"
     else:
         return
     raise ValueError(
         f"input is a quantized tensor in format {x.format.name!r} of {x.fp8_dtype}, but {why}: "
-        "give input.dequantize()"
+        "pass input.dequantize()"
     )
 
 
@@ -235,10 +234,10 @@ def _input_again(
     """Quantize a saved input columnwise, with the scale of the forward if it has one per tensor.
 
     Layers with the same input share the plane, as in the forward. They do not if hooks on saved
-    tensors (checkpointing, offloading) return a tensor of its own for each layer.
+    tensors (checkpointing, offloading) return a different tensor for each layer.
 
     Args:
-        spec: the layer's.
+        spec: the layer's spec.
         x: (..., in), the saved input.
         scale: the input's scale in the forward, or None.
         forward: the id of the weight, and the cache's generation in the forward.
@@ -258,11 +257,11 @@ def _input_again(
 
 
 def _in_backward(x: Tensor, dy: Tensor) -> Tensor:
-    """``x``, as a compiler may have it made again in the backward, once ``dy`` is there.
+    """Return ``x`` in a form that a compiler recomputes in the backward.
 
-    An operator's argument must lie in memory, and what must do so in the backward a compiler keeps
-    from the forward, lest it be made twice. Here it meets, before the operator, a choice between it
-    and itself by ``dy``: arithmetic that it fuses into what makes ``x``.
+    Custom operators need materialized inputs, so the partitioner would save ``x`` instead of
+    recomputing it. A ``where`` that depends on ``dy`` is pointwise. The compiler fuses it with the
+    producer of ``x`` in the backward.
     """
     if dy.shape[-1] == 0:
         return x
@@ -283,7 +282,7 @@ def _forward(
     columnwise: bool,
     stats: OperandStats | None,
 ) -> tuple[Tensor, Planes, tuple[Tensor, Tensor]]:
-    """The output, the input's planes (columnwise if asked for), and both operands' scales."""
+    """Return the output, the input's planes, and the scales of input and weight."""
     x_planes, x_scale = _input_planes(spec, x, id(weight), columnwise, delayed)
     if isinstance(weight, QuantizedTensor):
         w_row = weight.plane("rowwise", "a linear layer's forward")
@@ -303,13 +302,13 @@ def _forward(
     )
     shape = x.shape
     if len(shape) != 2:
-        # No view to autograd, which forbids in-place operations on views that functions return.
+        # Autograd forbids in-place operations on views that a Function returns.
         y = _unsafe_view(y, [*shape[:-1], w_row.data.shape[0]])
     return y, x_planes, (x_scale, w_row.scale)
 
 
 def _version(weight: QuantizedTensor) -> int | None:
-    """What writes to a quantized weight change. (What FSDP2 does to one that it gathered, not.)"""
+    """Return the version counter of a quantized weight. FSDP2's refills do not change it."""
     return None if weight.is_inference() else weight._version
 
 
@@ -336,8 +335,8 @@ class _Linear(torch.autograd.Function):
         y, (x_row, x_col), (row_scale, w_scale) = _forward(
             spec, x, weight, bias, out_dtype, delayed, columnwise, stats
         )
-        # Saved are plain tensors, as checkpointing and offloading hooks know them. A gathered
-        # weight is not among them: FSDP frees and refills its planes, and only it may keep them.
+        # Save plain tensors, which checkpointing and offloading hooks support. A gathered weight is
+        # not saved, because FSDP2 frees and refills its planes.
         gathered = weight if isinstance(weight, QuantizedTensor) else None
         saved_x = x_scale = saved_w = saved_w_scale = x_format = None
         if columnwise:
@@ -360,7 +359,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "fp8rs.nn.Linear has no double backward: "
+                "fp8rs.nn.Linear does not support double backward: "
                 "call backward or torch.autograd.grad without create_graph=True"
             )
         spec: LinearSpec
@@ -381,10 +380,10 @@ class _Linear(torch.autograd.Function):
                     "weights after the backward"
                 )
         if isinstance(dy, QuantizedTensor):
-            # Tensor parallelism gathered it, and noted its amax.
+            # Tensor parallelism gathered it and recorded its amax.
             row, col = dy.rowwise if needs_x else None, dy.columnwise if needs_w else None
-            assert not needs_bias  # which is added to what tensor parallelism has reduced
-            dy = dy.any_plane().data.view(torch.uint8)  # for others to wait for
+            assert not needs_bias  # the bias is added after tensor parallelism's reduction
+            dy = dy.any_plane().data.view(torch.uint8)  # orders operators after it
         elif needs_x or needs_w:
             column_scale = _weight_column_scale(spec, weight, w_scale) if needs_x else None
             row, col = _quantize(spec.grad, GRAD, dy, needs_x, needs_w, delayed, column_scale)
@@ -420,10 +419,10 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_for_dgrad(spec: LinearSpec, weight: Tensor, scale: Tensor | None, dy: Tensor) -> Plane:
-    """The weight's plane for dgrad.
+    """Return the weight's plane for dgrad.
 
-    It is made here, after ``dy``: were it made in the forward and kept, an FSDP rank would hold
-    every layer's. A high-precision weight is quantized again, with the ``scale`` of the forward.
+    It is computed in the backward, after ``dy``. Saved from the forward, the planes of all layers
+    would be in memory at once. A high-precision weight is quantized again with the forward's scale.
     """
     if isinstance(weight, QuantizedTensor):
         if weight.columnwise is not None and not weight.columnwise.format.per_row:

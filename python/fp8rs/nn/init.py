@@ -1,7 +1,7 @@
-"""Initial values of sharded parameters: by the place of an element in the whole parameter.
+"""Initialization of sharded parameters that depends on positions in the whole parameter.
 
-What torch draws for a shard depends on the shard, and with equal seeds every rank of a CPU mesh
-draws the same numbers. These do not depend on how a parameter is cut, nor on the device.
+Torch's random numbers for a shard depend on the shard, and with equal seeds all ranks of a CPU mesh
+draw the same numbers. The numbers here depend neither on the sharding nor on the device.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ def is_sharded(parameter: Any) -> bool:
 
 @torch.no_grad()
 def reset_linear(layer: nn.Linear) -> None:
-    """As ``nn.Linear.reset_parameters``, for sharded parameters: uniform within 1/sqrt(fan_in).
+    """Initialize sharded parameters like ``nn.Linear``: uniform in +-1 / sqrt(fan_in).
 
-    All ranks of the mesh call it. They draw seeds from torch's default generator, of which the
-    first rank's are taken.
+    All ranks of the mesh call it. The seed is drawn from the first rank's default generator.
     """
     bound = 1 / math.sqrt(layer.weight.shape[1]) if layer.weight.shape[1] else 0.0
     for parameter in (layer.weight, layer.bias):
@@ -37,7 +36,7 @@ def reset_linear(layer: nn.Linear) -> None:
 
 
 def uniform_(parameter: Any, bound: float) -> None:
-    """Fill a parameter with numbers from -bound to bound, counted over the whole of it."""
+    """Fill a parameter with uniform numbers from -bound to bound."""
     if not is_sharded(parameter):
         parameter.uniform_(-bound, bound)
         return
@@ -46,16 +45,16 @@ def uniform_(parameter: Any, bound: float) -> None:
     whole = tuple(parameter.shape)
     mine, start = local_shape_and_offset(whole, parameter.device_mesh, parameter.placements)
     cols = math.prod(whole[1:])
-    # Whole rows, of which a rank may hold some columns.
+    # Generate whole rows. This rank may hold only some columns.
     values = torch.empty((mine[0], *whole[1:]), dtype=torch.float32, device=local.device)
     _random_uniform(values, seed, start[0] * cols, -bound, bound)
     for dim in range(1, len(whole)):
         values = values.narrow(dim, start[dim], mine[dim])
-    parameter.copy_(dtensor_like(parameter, values))  # which all ranks write
+    parameter.copy_(dtensor_like(parameter, values))
 
 
 def common_seed(mesh: Any) -> int:
-    """63 bits from torch's default generator, of the mesh's first rank."""
+    """Return 63 bits from the default generator of the mesh's first rank."""
     seed: Tensor = torch.empty((), dtype=torch.int64).random_()
     if dist.get_world_size() > 1:
         seed = seed.to(mesh.device_type)

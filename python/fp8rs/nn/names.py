@@ -1,4 +1,4 @@
-"""The names that others give a transformer layer's parameters, and how to load what they saved."""
+"""Loads transformer layers of Llama and of TransformerEngine under their own parameter names."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from .normalized import check_choice
 from .transformer import TransformerLayer
 
-#: TransformerEngine's names (2.x, ``fuse_qkv_params=False``), each with ours: "{}" stands for
-#: weight or bias. Where two are ours, theirs has the rows of the first, then those of the second.
+#: Our names for TransformerEngine's (2.x, ``fuse_qkv_params=False``), with "{}" for weight or bias.
+#: With two names of ours, their parameter has the rows of the first, followed by the second.
 TRANSFORMER_ENGINE = {
     "self_attention.layernorm_qkv.layer_norm_{}": ("input_layernorm.{}",),
     "self_attention.layernorm_qkv.query_{}": ("self_attn.q_proj.{}",),
@@ -28,7 +28,7 @@ TRANSFORMER_ENGINE = {
     "layernorm_mlp.fc2_{}": ("mlp.down_proj.{}",),
 }
 
-#: Whose names differ from ours, by what they are called. Llama's are ours.
+#: Tables of names. Ours are Llama's.
 NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "llama": {},
     "transformer_engine": TRANSFORMER_ENGINE,
@@ -38,23 +38,22 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
 def load_transformer_layer(
     layer: TransformerLayer, state_dict: Mapping[str, Any], *, names: str, prefix: str = ""
 ) -> None:
-    """Load one layer of a Llama (transformers' names) or of TransformerEngine.
+    """Load the parameters of one layer of a Llama (transformers' names) or of TransformerEngine.
 
-    The layer may be converted, with FP8 weights too, and sharded: then every rank calls this, with
-    whole tensors. What the layer computes with its parameters (activation, epsilon, heads) no state
-    dict tells: its constructor's arguments say it.
+    The layer may be converted and may have FP8 weights. If it is sharded, every rank calls this
+    with whole tensors. A state dict does not contain the activation, epsilon and number of heads,
+    which are arguments of the constructor.
 
     Args:
-        layer: what is loaded into.
-        state_dict: of the layer, or of a model that has it under ``prefix``.
-        names: "llama" or "transformer_engine". Of the latter ``_extra_state`` is left out, and
-            ``fuse_qkv_params=True`` is not known: split its weight first.
-        prefix: what the layer's names begin with, as in "model.layers.0.". Other names are not
-            looked at.
+        layer: the layer to load into.
+        state_dict: the state dict of the layer, or of a model that has it under ``prefix``.
+        names: "llama" or "transformer_engine". TransformerEngine's ``_extra_state`` is ignored.
+            ``fuse_qkv_params=True`` is not supported: split the weight first.
+        prefix: the prefix of the layer's names, such as "model.layers.0.". Other names are ignored.
 
     Raises:
-        ValueError: ``names`` is neither, or ``state_dict`` has nothing under ``prefix``.
-        RuntimeError: names are missing or left over, or shapes differ; all are listed.
+        ValueError: ``names`` is invalid, or no name in ``state_dict`` starts with ``prefix``.
+        RuntimeError: names are missing or unexpected, or shapes differ. All are listed.
     """
     check_choice("names", names, NAMES)
     found = {n.removeprefix(prefix): t for n, t in state_dict.items() if n.startswith(prefix)}
@@ -73,7 +72,7 @@ def load_transformer_layer(
 def _renamed(
     state_dict: Mapping[str, Tensor], table: dict[str, tuple[str, ...]], own: set[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """What is loaded, under our names; under its own where the table has none for it."""
+    """Yield the tensors under our names. Names without an entry in the table stay."""
     ours = {
         theirs.format(kind): [name.format(kind) for name in names if name.format(kind) in own]
         for theirs, names in table.items()

@@ -1,4 +1,4 @@
-"""A layer's FP8 weight, through what torch does to parameters of any module."""
+"""Keeps a layer's FP8 weight valid through torch's operations on parameters of modules."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import quantize_planes
 from fp8rs.tensor.wrapper import OWN_ATTRIBUTES
 
-#: What this library and torch keep on parameters: quantized tensors, master weights, DTensors.
-NOT_MARKS = OWN_ATTRIBUTES | {"_data", "_handle", "_local_tensor", "_spec"}
+#: Attributes of quantized tensors, master weights and DTensors.
+_INTERNAL_ATTRIBUTES = OWN_ATTRIBUTES | {"_data", "_handle", "_local_tensor", "_spec"}
 
 
-def keep_marks(before: dict[str, Any], parameter: Any) -> None:
-    """Carry over to a parameter what a user has set on the one whose place it takes."""
+def copy_attributes(before: dict[str, Any], parameter: Any) -> None:
+    """Copy attributes that users have set on a parameter to the one that replaces it."""
     for mark, value in before.items():
-        if mark not in NOT_MARKS and mark not in parameter.__dict__:
+        if mark not in _INTERNAL_ATTRIBUTES and mark not in parameter.__dict__:
             setattr(parameter, mark, value)
 
 
@@ -35,7 +35,7 @@ def refuse_codes(module: nn.Module, state_dict: Any, prefix: str, *args: Any) ->
     """Load-state-dict pre-hook: refuse quantized weights, whose codes torch would copy as values.
 
     Raises:
-        TypeError: the state dict has FP8 codes, or scales beside a weight. Nothing was loaded.
+        TypeError: the state dict has FP8 codes, or scales for a weight. Nothing was loaded.
     """
     found = []
     for name, layer in module.named_modules():
@@ -59,14 +59,14 @@ def _is_quantized(value: Any, key: str, state_dict: Any) -> bool:
     return value.dtype in FP8_MAX or any(scale in state_dict for scale in scales)
 
 
-def cut_as(before: Any, parameter: Any) -> None:
-    """What parallel styles cut of an FP8 weight is one, on every rank.
+def quantize_like(before: Any, parameter: Any) -> None:
+    """Quantize the part that a parallel style takes from an FP8 weight, if it is not quantized.
 
-    A part that begins within a block comes as values: blocks begin anew where a part does.
+    A part that starts inside a block arrives as values, because its own blocks start at its edge.
 
     Args:
-        before: the parameter in whose place the other one is put.
-        parameter: that one, a DTensor maybe. It becomes FP8 where the one before is.
+        before: the parameter that is replaced.
+        parameter: the new parameter, maybe a DTensor. It becomes FP8 if ``before`` is.
     """
     whole, part = own_part(before), own_part(parameter)
     values = part is not parameter and not isinstance(part, QuantizedTensor)
@@ -76,17 +76,17 @@ def cut_as(before: Any, parameter: Any) -> None:
         set_local_tensor(parameter, whole.like(*planes, shape=part.shape))
 
 
-def write_instead(layer: nn.Module, name: str, value: Any) -> Any:
-    """Of ``load_state_dict(assign=True)``: what is assigned to an FP8 weight is written to it.
+def copy_into_fp8_weight(layer: nn.Module, name: str, value: Any) -> Any:
+    """Write to an FP8 weight what ``load_state_dict(assign=True)`` would assign to it.
 
-    Else the weight would be a plain one from then on, without a word.
+    Assigning would replace it by a plain weight.
 
     Returns:
-        What is to be assigned: the parameter, or the ``value`` of one that is not FP8.
+        The value to assign: the FP8 parameter itself, or ``value`` for other parameters.
     """
     weight: Any = layer._parameters[name]
     if not is_fp8(weight) or value.shape != weight.shape:
-        return value  # of a wrong shape torch speaks
+        return value  # torch reports a wrong shape
     if weight.is_meta and not value.is_meta:
         empty = torch.empty_like(weight.detach(), device=value.device)
         setattr(layer, name, nn.Parameter(empty, weight.requires_grad))
@@ -97,15 +97,14 @@ def write_instead(layer: nn.Module, name: str, value: Any) -> Any:
 
 
 @contextmanager
-def kept(layer: nn.Module, name: str) -> Iterator[None]:
-    """What is done to all of a layer's tensors in here leaves marks and hooks of an FP8 weight."""
+def preserve_attributes(layer: nn.Module, name: str) -> Iterator[None]:
+    """Keep attributes and hooks of an FP8 weight while a function is applied to all tensors."""
     weight: Any = layer._parameters[name]
-    # Torch may swap them with the rest.
     marks = {} if weight is None else dict(weight.__dict__)
     hooks = hooks_of(weight) if is_fp8(weight) else (None, None)
     yield
     weight = layer._parameters[name]
     if is_fp8(weight):
-        keep_marks(marks, weight)
+        copy_attributes(marks, weight)
         if any(hooks):
             set_hooks(weight, hooks)

@@ -1,10 +1,10 @@
-"""A linear layer whose operands are DTensors: tensor parallelism by torch's own plans.
+"""Linear layers with DTensor operands, for tensor parallelism with torch's own plans.
 
-The layer's function computes on local tensors. What is here says, for the placements of input and
-weight, what its result and its gradients are of the whole ones: what DTensor's own rules say of
-torch's linear, for the placements that ColwiseParallel, RowwiseParallel and SequenceParallel make.
-Scales of activations and gradients are those of a rank's own part. (Only those who shard import
-this: torch.distributed.tensor takes seconds.)
+The layer's function computes on local tensors. The rules here give the placements of the output and
+of the gradients, like DTensor's rules for torch's linear. They cover the placements of
+ColwiseParallel, RowwiseParallel and SequenceParallel. Each rank computes the scales of activations
+and gradients from its own part. This module is imported on first use, because
+torch.distributed.tensor takes seconds to import.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-#: Input, weight and bias (all local) to the output.
+#: Maps local input, weight and bias to the output.
 Local = Callable[[Tensor, Tensor, Any], Tensor]
 
 _WORKS = (
@@ -31,21 +31,21 @@ def on_shards(
     bias: Tensor | None,
     reduce: Callable[[DTensor], DTensor] | None = None,
 ) -> DTensor:
-    """``x @ weight.T + bias`` of DTensors, by ``compute`` on their local tensors.
+    """Compute ``x @ weight.T + bias`` of DTensors by ``compute`` on their local tensors.
 
     Args:
         compute: the layer's function.
-        x: (..., in). A plain tensor is taken as the same on all ranks.
-        weight: (out, in). A plain one likewise.
+        x: (..., in). A plain tensor counts as replicated.
+        weight: (out, in). A plain tensor counts as replicated.
         bias: (out,) or None.
-        reduce: given a Partial output, which the bias is added to afterwards.
+        reduce: reduces a Partial output before the bias is added.
 
     Returns:
-        A DTensor; Partial along a mesh dimension on which the weight is Shard(1), or reduced.
+        A DTensor. It is Partial on mesh dimensions where the weight is Shard(1), unless reduced.
 
     Raises:
         ValueError: the operands are on different meshes.
-        TypeError: there is no rule for their placements; the message says which ones have.
+        TypeError: their placements are not supported. The message lists the supported ones.
     """
     mesh = next(t.device_mesh for t in (weight, x) if isinstance(t, DTensor))
     dx, dw = _on(mesh, x, "input"), _on(mesh, weight, "weight")
@@ -54,7 +54,7 @@ def on_shards(
     partial = any(p.is_partial() for p in outputs)
     local_bias = None
     if bias is not None and not partial:
-        # Sharded as the output's last dim, its gradient partial wherever the weight's is.
+        # The bias is sharded like the output's last dim. Its gradient is partial like the weight's.
         b = _on(mesh, bias, "bias")
         local_bias = b.to_local(grad_placements=weight_grads)
     y = compute(
@@ -67,11 +67,11 @@ def on_shards(
         out = reduce(out)
     if bias is None or not partial:
         return out
-    return cast(DTensor, out + _on(mesh, bias, "bias"))  # once, not once a rank
+    return cast(DTensor, out + _on(mesh, bias, "bias"))  # on the reduced output
 
 
 def _on(mesh: Any, t: Tensor, name: str) -> DTensor:
-    """``t`` as a DTensor on ``mesh``."""
+    """Return ``t`` as a DTensor on ``mesh``."""
     if not isinstance(t, DTensor):
         return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
     if t.device_mesh != mesh:
@@ -80,7 +80,7 @@ def _on(mesh: Any, t: Tensor, name: str) -> DTensor:
 
 
 def _rule(x: Any, weight: Any, ndim: int) -> tuple[Any, Any, Any]:
-    """Placements of the output and of the gradients of input and weight, on one mesh dimension."""
+    """Return the placements of output, input gradient and weight gradient on one mesh dimension."""
     last = ndim - 1
     if weight.is_replicate():
         if x.is_replicate():

@@ -1,7 +1,7 @@
-"""What a linear layer's GEMMs do with their operands: one frozen description, found by a key.
+"""LinearSpec: how a linear layer's operands are quantized and multiplied on one device.
 
-A recipe says what is wanted; a `LinearSpec` is what becomes of it on one device. Graphs of
-torch.compile hold the key, a string: it is a constant there, and equal for layers that do the same.
+It is derived from a recipe and a device. Graphs of torch.compile contain its key, a string, as a
+constant. Layers with equal specs have equal keys.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class LinearSpec:
     """How the operands of forward, dgrad and wgrad are quantized and multiplied.
 
     Args:
-        weight, input, grad: each operand's quantization.
-        wgrad_input: that of the input's transpose for wgrad, or None where it is the input's.
-        fast_accumulation: for forward, dgrad and wgrad.
+        weight, input, grad: the quantization of each operand.
+        wgrad_input: the quantization of the input's transpose for wgrad, if it differs.
+        fast_accumulation: whether forward, dgrad and wgrad use fast accumulation.
         emulate: multiply dequantized operands.
-        delayed: scales are handed over, with slots for the amaxes.
-        save_input: the backward quantizes the input again, instead of saving its codes; None: where
-            it is traced.
+        delayed: scales and slots for amaxes are passed to the function.
+        save_input: save the input and quantize it again in the backward, instead of saving its
+            codes. None: only if the input is traced.
     """
 
     weight: QuantSpec
@@ -51,7 +51,7 @@ _RECIPES: dict[str, tuple[Recipe, str | None]] = {}
 
 
 def register(recipe: Recipe, group: str | None) -> str:
-    """The key of a recipe and a reduction group: equal for equal ones."""
+    """Return the key of a recipe and a reduction group."""
     key = f"{recipe!r} over {group}" if group else repr(recipe)
     _RECIPES[key] = recipe, group
     return key
@@ -59,11 +59,11 @@ def register(recipe: Recipe, group: str | None) -> str:
 
 @lru_cache(maxsize=256)
 def spec_for(key: str, device: torch.device) -> LinearSpec:
-    """What a key means on a device."""
+    """Return the spec of a key on a device."""
     recipe, group = _RECIPES[key]
 
     def operand(role: Role, format: BlockFormat) -> QuantSpec:
-        # MXFP8 on a GPU without such GEMMs: its powers of two, one a row.
+        # MXFP8 on a GPU without MXFP8 GEMMs has one power of two per row.
         return quant_spec(recipe, role, group, operand_format(format, device, recipe.emulate))
 
     input, wgrad_input = recipe.block_format("input"), recipe.wgrad_input_format

@@ -1,4 +1,4 @@
-"""A transformer layer: attention and a feed-forward network, a norm in front of each."""
+"""A transformer layer: attention and a feed-forward network, each after a norm."""
 
 from __future__ import annotations
 
@@ -11,37 +11,36 @@ from torch import Tensor, nn
 from fp8rs.quantize.recipes import Recipe, RecipeName
 
 from .attention import MultiheadAttention
-from .by_hand import make_float8
 from .normalized import MLP, check_choice, make_norm
+from .standalone import make_float8
 
 
 class TransformerLayer(nn.Module):
-    """A pre-norm transformer layer: the unit to compile, and to give to ``fully_shard``.
+    """A pre-norm transformer layer. Compile it, and call ``fully_shard`` on it.
 
     Its parameters have the names of Llama's layers: ``input_layernorm``, ``self_attn``,
-    ``post_attention_layernorm`` and ``mlp``; a decoder has ``cross_attn_layernorm`` and
-    ``cross_attn`` too. The norms are modules beside what they are in front of, which is where
-    torch's plans for tensor and sequence parallelism gather. ``load_transformer_layer`` reads
-    state dicts of Llama and of TransformerEngine.
+    ``post_attention_layernorm`` and ``mlp``. A decoder also has ``cross_attn_layernorm`` and
+    ``cross_attn``. The norms are modules of the layer, so that torch's plans for tensor and
+    sequence parallelism can gather after them. ``load_transformer_layer`` reads state dicts of
+    Llama and of TransformerEngine.
 
     Args:
         hidden_size: size of the last dim of input and output.
-        ffn_hidden_size: size within the feed-forward network.
-        num_attention_heads: heads of queries.
-        num_gqa_groups: heads of keys and values; as many by default.
-        layernorm_epsilon: what the norms add to the variance.
-        hidden_dropout: probability that an element of what is added to the residual is dropped in
-            training.
-        attention_dropout: the same of an attention weight.
-        kv_channels: size of a head; hidden_size / num_attention_heads by default.
-        self_attn_mask_type: "causal" or "no_mask". Cross-attention has no mask of its own.
-        layer_type: "encoder", or "decoder": with cross-attention after self-attention.
+        ffn_hidden_size: hidden size of the feed-forward network.
+        num_attention_heads: number of query heads.
+        num_gqa_groups: number of key and value heads. num_attention_heads by default.
+        layernorm_epsilon: epsilon of the norms.
+        hidden_dropout: dropout probability of the outputs that are added to the residual.
+        attention_dropout: dropout probability of attention weights.
+        kv_channels: size of a head. hidden_size / num_attention_heads by default.
+        self_attn_mask_type: "causal" or "no_mask".
+        layer_type: "encoder", or "decoder" for cross-attention after self-attention.
         bias: whether the linear layers have biases.
-        activation: "gelu" (the approximation by tanh), "relu", "geglu" or "swiglu".
+        activation: "gelu" (tanh approximation), "relu", "geglu" or "swiglu".
         normalization: "LayerNorm" or "RMSNorm".
-        device: as of `LayerNormLinear`.
-        dtype: as there.
-        recipe: as there.
+        device: see `LayerNormLinear`.
+        dtype: see `LayerNormLinear`.
+        recipe: see `LayerNormLinear`.
     """
 
     def __init__(
@@ -105,17 +104,17 @@ class TransformerLayer(nn.Module):
         cross_attn_mask: Tensor | None = None,
         rotary_pos_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """(batch, length, hidden_size) to the same shape.
+        """Compute the layer. The result has the shape of ``hidden_states``.
 
         Args:
-            hidden_states: the input.
-            encoder_output: (batch, other length, hidden_size); for a decoder, which needs it.
-            attn_mask: of the self-attention, as `MultiheadAttention` takes it.
-            cross_attn_mask: of a decoder's cross-attention, likewise.
-            rotary_pos_emb: cosines and sines for the self-attention, likewise.
+            hidden_states: (batch, length, hidden_size).
+            encoder_output: (batch, other length, hidden_size). Required for a decoder.
+            attn_mask: mask of the self-attention (see `MultiheadAttention`).
+            cross_attn_mask: mask of a decoder's cross-attention.
+            rotary_pos_emb: cosines and sines for the self-attention (see `MultiheadAttention`).
 
         Raises:
-            ValueError: an argument is missing, or is not for this type of layer.
+            ValueError: an argument is missing, or does not apply to this type of layer.
         """
         if self.cross_attn is None and (encoder_output is not None or cross_attn_mask is not None):
             raise ValueError('encoder_output and cross_attn_mask are for layer_type="decoder"')

@@ -1,8 +1,7 @@
-"""The operators ``torch.ops.fp8rs.*``; importing this registers them.
+"""The operators ``torch.ops.fp8rs.*``. Importing this package registers them.
 
-``define`` says how, ``room`` what they read and make room for, ``tensorwise``, ``blocks``,
-``adamw`` and ``rows`` which. ``inductor`` has what Inductor makes of one of them, and registers
-nothing.
+``define`` registers an operator. ``tensorwise``, ``blocks``, ``adamw`` and ``rows`` have the
+operators, and ``room`` allocates their outputs. ``inductor`` decomposes an operator for Inductor.
 """
 
 from fp8rs.ops import adamw as adamw

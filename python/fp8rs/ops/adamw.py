@@ -1,4 +1,4 @@
-"""The operators of the optimizer, and random numbers by position."""
+"""Operators of the optimizer, and random numbers that depend on positions."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def adamw_(
     amax_epsilon: float = 0.0,
     batched: bool = False,
 ) -> None:
-    """One step of AdamW for each parameter, all contiguous and of any shape.
+    """Update parameters by one step of AdamW. All tensors are contiguous, of any shape.
 
-    With g, m, v and w the gradient, the moments and the parameter (its master where there is one),
-    all in float32, each operation rounded once and none contracted::
+    Let g, m, v and w be the gradient, the moments and the parameter (or its master), in float32.
+    Each operation is rounded once and none is contracted::
 
         g = g * (1 / grad_scale), or its negative to maximize
         w = w * (1 - lr * weight_decay)
@@ -51,31 +51,33 @@ def adamw_(
         v = v * beta2 + (1 - beta2) * g * g
         w = w - lr / (1 - beta1**step) * m / (sqrt(v) / sqrt(1 - beta2**step) + eps)
 
-    What has no element in it is computed in float64 and rounded to float32 once. CPU and CUDA give
-    the same bytes.
+    Factors without an element are computed in float64 and rounded to float32 once. CPU and CUDA
+    give the same bytes.
 
     Args:
         grads: float32, bfloat16 or float16.
         exp_avgs, exp_avg_sqs: float32, or both bfloat16 (rounded to nearest).
-        params: all float32, bfloat16 or float16, which are rounded to nearest; or all FP8 codes.
-        masters: float32, or empty. With them the step starts from the masters.
-        steps: the number of this step counted from 1, float32 of one element each.
-        scales: of codes, read (without masters) and written: float32 of one element each, or one
-            element a block (float32 or float8_e8m0fnu). Empty for plain parameters.
-        new_scales: where each parameter has one scale: those to write with, float32 of one element
-            each. Empty with such parameters, nothing is written but ``amaxes``.
-        amaxes: float32 of one element each, or empty. They become the maxima of the updated values;
-            with ``new_scales`` they are raised to them where those are finite, and where one is not
-            the parameter's scale becomes NaN.
-        offsets, streams: of each parameter the index of its first element in the whole one, and
-            that one's number: stochastic rounding depends on them, on ``seed`` and on the step.
-        lr_tensor: in place of ``lr``, float32 of one element.
-        grad_scale: what gradients were multiplied with, float32 of one element.
-        found_inf: nothing is written where it is not zero; float32 of one element.
-        seed: round codes stochastically with this seed; None is to nearest.
-        block: the blocks that have scales of their own, (rows, columns), -1 for the whole extent:
-            found, and written in the same pass. Empty where there are none.
-        rounding, power_2_scale, amax_epsilon: how such scales are made, as in ``quantize_blocks``.
+        params: all float32, bfloat16 or float16, which are rounded to nearest, or all FP8 codes.
+        masters: float32, or empty. If present, the step starts from the masters.
+        steps: the number of this step, counted from 1; float32, one element each.
+        scales: scales of codes, written, and without masters also read. float32 of one
+            element each, or one element per block (float32 or float8_e8m0fnu). Empty for plain
+            parameters.
+        new_scales: for parameters with one scale, the scales to quantize with; float32, one element
+            each. If empty for such parameters, only ``amaxes`` is written.
+        amaxes: float32, one element each, or empty. They become the maxima of the updated values.
+            With ``new_scales``, they are raised to these maxima. If a maximum is not finite, its
+            amax stays and the parameter's scale becomes NaN.
+        offsets, streams: the index of each parameter's first element in the whole parameter, and
+            the number of the whole parameter. They select the numbers of stochastic rounding,
+            together with ``seed`` and the step.
+        lr_tensor: replaces ``lr``; float32, one element.
+        grad_scale: the factor that gradients were multiplied by; float32, one element.
+        found_inf: if it is not zero, nothing is written; float32, one element.
+        seed: round codes stochastically with this seed. None rounds to nearest.
+        block: (rows, columns) of the blocks that have scales, -1 for the whole extent. The scales
+            are computed in the same pass. Empty if parameters have one scale each or none.
+        rounding, power_2_scale, amax_epsilon: the rule of such scales, as in ``quantize_blocks``.
         batched: parameters of three or more dimensions are batches of matrices along the first
             one, with scales and maxima for each matrix.
     """
@@ -91,19 +93,19 @@ def random_uniform_(
     stream: int = 0,
     step: Tensor | None = None,
 ) -> None:
-    """Fill ``x`` with numbers from ``low`` to ``high`` that depend on seed and position alone.
+    """Fill ``x`` with random numbers in [low, high) that depend only on the seed and positions.
 
-    Element i, counted in the order of the indices, gets the number of counter ``offset`` + i: a
-    tensor filled at once, and its parts each filled with an offset of its own, are the same, on the
-    CPU and on CUDA. The number is low + u * (high - low) in float32, u a multiple of 2**-24 from 0
-    to below 1 (Philox4x32-10), rounded to the dtype of ``x``: ``high`` is met by rounding alone.
+    Element i, in row-major order, gets the number of counter ``offset`` + i. Parts of a tensor that
+    are filled with their own offsets therefore equal the tensor that is filled at once, on CPU and
+    CUDA. The number is low + u * (high - low) in float32, rounded to the dtype of ``x``, where u is
+    a multiple of 2**-24 in [0, 1) (Philox4x32-10). Rounding may give ``high``.
 
     Args:
-        x: float32, bfloat16 or float16; strides are free where they make a strided matrix.
+        x: float32, bfloat16 or float16. Any strides that form a strided matrix.
         seed: 64 bits.
         offset: the counter of the first element.
         low, high: finite, ``low`` at most ``high``.
-        stream: other numbers for each, 32 bits: the place of a weight among those of ``adamw_``.
-        step: other numbers for each, float32 of one element without a fraction. With all of these
-            a number of [0, 1) is the one that ``adamw_`` rounds an element with.
+        stream: selects an independent sequence; 32 bits. ``adamw_`` uses a parameter's number.
+        step: selects an independent sequence; float32, one element, an integer. With equal seed,
+            stream, step and counter, ``adamw_`` rounds with the number in [0, 1).
     """

@@ -1,15 +1,15 @@
-"""The operators of block formats: per row, 1x128 and 128x128 in float32, MXFP8's 1x32 and 32x32.
+"""Operators of block formats: per row, 1x128 and 128x128 with float32 scales; MXFP8.
 
-What :mod:`fp8rs.ops` says of all operators holds here too. Beyond that:
+The rules of :mod:`fp8rs.ops.tensorwise` hold here too. In addition:
 
-- ``block`` is (rows, columns) of one scale, -1 for the whole extent. It means the same in both
-  directions: rowwise blocks of (1, n) run along the rows of the matrix, columnwise ones along the
-  rows of its transpose, which is what the columnwise plane holds.
+- ``block`` is (rows, columns) of one scale, with -1 for the whole extent. It means the same in both
+  directions: rowwise blocks of (1, n) run along the rows of the matrix, columnwise blocks along the
+  rows of its transpose, which is the columnwise plane's matrix.
 - Scales have one element for each block of their plane's matrix: (rows of blocks, columns of
-  blocks). Those of (1, 128) lie with the rows next to each other (stride (1, rows)), as
-  ``torch._scaled_mm`` wants them; all others are contiguous.
-- Packed E8M0 scales are a vector: the 128x4 tiles of Blackwell's block-scaled GEMM, row-major, each
-  as 32 rows of 16 bytes, with byte 0 for padding.
+  blocks). Scales of (1, 128) have stride (1, rows), the layout of ``torch._scaled_mm``. All others
+  are contiguous.
+- Packed E8M0 scales are a vector of the 128x4 tiles of Blackwell's block-scaled GEMM, row-major,
+  each as 32 rows of 16 bytes, padded with 0 bytes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _scales(
 def block_amax(
     x: Tensor, block: Sequence[int], row_offset: int = 0, batched: bool = False
 ) -> Tensor:
-    """The absolute maximum of each block: float32, (rows of blocks, columns of blocks)."""
+    """Compute the absolute maximum of each block: float32, (rows of blocks, columns of blocks)."""
     batch, (rows, cols) = room.split(x.shape, batched)
     grid = (block_count(rows, block[0], row_offset), block_count(cols, block[1]))
     return x.new_empty((*batch, *grid), dtype=_F32)
@@ -78,20 +78,29 @@ def quantize_blocks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantize with a scale for each block, in one or both directions from one read.
 
-    - ``scale_dtype`` float32 goes with blocks (1, -1), (1, 128) and (128, 128), float8_e8m0fnu with
-      (1, 32) and (32, 32). ``rounding`` ("ceil" or "floor"; "floor" is the OCP rule) is E8M0's,
-      ``power_2_scale`` and ``amax_epsilon`` are float32's.
-    - ``packed`` writes E8M0 scales in the 128x4 layout.
-    - ``row_offset`` is the row of the whole matrix that row 0 of ``x`` is: blocks are those of the
-      whole matrix. ``amax`` and ``amax_columnwise`` (float32, shaped as the scales; of square
-      blocks the first serves both directions) replace the maxima of ``x``, so that a shard that
-      cuts a block gets the whole matrix's bytes. They must not be negative, which is not checked,
-      because that would wait for the device.
-    - ``column_scale`` (float32, one factor for each column of ``x``) is multiplied into the rowwise
-      output only. It requires blocks of a whole row.
+    Args:
+        x: the values.
+        fp8_dtype: dtype of the codes.
+        block: (1, -1), (1, 128) or (128, 128) with float32 scales, (1, 32) or (32, 32) with E8M0.
+        scale_dtype: float32 or float8_e8m0fnu.
+        rowwise, columnwise: the directions to quantize in.
+        rounding: "ceil" or "floor" for E8M0 scales. "floor" is the rule of the OCP specification.
+        power_2_scale, amax_epsilon: the rule of float32 scales.
+        packed: write E8M0 scales in the 128x4 layout.
+        row_offset: the row of the whole matrix that row 0 of ``x`` corresponds to. Block boundaries
+            refer to the whole matrix.
+        amax, amax_columnwise: replace the maxima of ``x``, so that a shard that splits a block gets
+            the bytes of the whole matrix. float32, in the shape of the scales. With square blocks,
+            ``amax`` applies to both directions. They must not be negative, which is not checked,
+            because it would synchronize with the device.
+        column_scale: float32, one factor for each column of ``x``, multiplied into the rowwise
+            output only. Requires blocks of a whole row.
+        after: see :mod:`fp8rs.ops.tensorwise`.
+        batched: see :mod:`fp8rs.ops.tensorwise`.
 
-    Returns rowwise codes (the shape of ``x``) and their scales, columnwise codes and theirs; what
-    is not asked for has the shape (0,).
+    Returns:
+        Rowwise codes (the shape of ``x``), their scales, columnwise codes, and their scales. A
+        result that is not requested has the shape (0,).
     """
     row, col = room.codes(x, fp8_dtype, rowwise, columnwise, batched)
     row_scale, col_scale = (x.new_empty(0, dtype=scale_dtype) for _ in range(2))
@@ -109,16 +118,16 @@ def quantize_blocks(
 
 @in_rust
 def pack_scales(scale: Tensor, rows: int, block_rows: int = 1) -> Tensor:
-    """E8M0 scales (rows of blocks, columns of blocks) of a plane with ``rows`` rows, packed.
+    """Pack E8M0 scales (rows of blocks, columns of blocks) of a plane with ``rows`` rows.
 
-    A scale repeats for each of its ``block_rows`` (1 or 32) rows.
+    A scale is repeated for each of its ``block_rows`` (1 or 32) rows.
     """
     return scale.new_empty(_packed_size(rows, scale.shape[1]))
 
 
 @in_rust
 def unpack_scales(packed: Tensor, rows: int, blocks: int, block_rows: int = 1) -> Tensor:
-    """Undo ``pack_scales``: the scales (rows of blocks, ``blocks``)."""
+    """Unpack the scales (rows of blocks, ``blocks``) that ``pack_scales`` has packed."""
     return packed.new_empty((room.block_count(rows, block_rows), blocks))
 
 
@@ -131,11 +140,11 @@ def rebase(
     after: Tensor | None = None,
     batched: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """MXFP8 codes rewritten for one power-of-two float32 scale a row or a column.
+    """Rewrite MXFP8 codes for one power-of-two float32 scale per row or per column.
 
-    Axis 0 gives codes of the same shape and a scale for each row of the matrix, axis 1 the
-    transposed codes and a scale for each of their rows; scales have the shape (rows, 1). The
-    largest blocks of a row keep their bits; codes pushed into the subnormals lose some.
+    Axis 0 returns codes of the same shape and a scale for each row. Axis 1 returns the transposed
+    codes and a scale for each of their rows. Scales have the shape (rows, 1). The blocks with the
+    largest scale of a row keep their bits. Codes that become subnormal lose bits.
     """
     batch, (rows, cols) = room.split(codes.shape, batched)
     out = codes.new_empty(codes.shape if axis == 0 else (*batch, cols, rows))

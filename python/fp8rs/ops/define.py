@@ -1,18 +1,18 @@
-"""How an operator comes to be: its schema is read from the signature of one function.
+"""Decorators that define an operator from the signature of one function.
 
-The function says what fake and meta tensors need, the outputs. It may look at shapes, dtypes and
-devices only::
+The function allocates the outputs, for fake and meta tensors. It may use only shapes, dtypes and
+devices::
 
     @in_rust
     def transpose(codes: Tensor) -> Tensor:
         return codes.new_empty(...)
 
-Most operators have their kernels, for the CPU and for CUDA, in Rust (``src/python/native``),
-without a Python frame. What they allocate and which arguments they refuse is decided there;
-``opcheck`` compares the outputs.
+Most operators have their CPU and CUDA kernels in Rust (``src/python/native``), without a Python
+frame. These kernels allocate outputs and check arguments themselves. ``opcheck`` compares their
+outputs with the function's.
 
-An operator that declares a write has its kernel in Python, because torch's C interface cannot count
-a tensor's version::
+An operator that declares a write has its kernel in Python, because torch's C interface cannot
+increment a tensor's version::
 
     @in_python(_core.random_uniform, writes=["x"])
     def random_uniform_(x: Tensor, seed: int) -> None: ...
@@ -32,7 +32,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Raiser:
-    """Raises the exception that it is called with, or its ``__torch_function__`` is."""
+    """Raises the exception that it, or its ``__torch_function__``, is called with."""
 
     def __call__(self, error: BaseException) -> NoReturn:
         raise error
@@ -50,7 +50,7 @@ _increment_version = torch._C._increment_version
 
 
 def in_rust(function: _Function) -> _Function:
-    """Define the operator of the function's name."""
+    """Define the operator with the function's name, whose kernels are in Rust."""
     _define(function, ())
     return function
 
@@ -58,7 +58,7 @@ def in_rust(function: _Function) -> _Function:
 def in_python(
     compute: Callable[..., Any], *, writes: Sequence[str] = ()
 ) -> Callable[[_Function], _Function]:
-    """Define the operator of the function's name, which ``compute`` computes."""
+    """Define the operator with the function's name, whose kernel is ``compute``."""
 
     def register(function: _Function) -> _Function:
         names = _define(function, writes)
@@ -78,10 +78,10 @@ def in_python(
 
 
 def _define(function: Callable[..., Any], writes: Sequence[str]) -> list[str]:
-    """Gives an operator its schema and its fake kernel; returns the names of its arguments."""
+    """Register an operator's schema and fake kernel. Return the names of its arguments."""
     name = function.__name__
     schema = torch.library.infer_schema(function, op_name=name, mutates_args=writes)
-    # Numbers stay numbers where sizes are traced: only the sizes of tensors are not known.
+    # Integer arguments are plain numbers in traces too. Only sizes of tensors are symbolic.
     schema = schema.replace("SymInt", "int")
     _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
     names = [a.name for a in torch._C.parse_schema(f"fp8rs::{schema}").arguments]
@@ -95,9 +95,9 @@ def _define(function: Callable[..., Any], writes: Sequence[str]) -> list[str]:
 
 
 def _check_devices(args: Sequence[Any], names: Sequence[str]) -> None:
-    """ValueError where a tensor is on another device than the first one.
+    """Raise ValueError if a tensor is on another device than the first one.
 
-    torch calls what makes room for outputs, which then nobody writes, where one tensor is on meta.
+    If one tensor is on meta, torch calls only the fake kernel, and no kernel would check.
     """
     first = None
     for argument, name in zip(args, names, strict=False):

@@ -1,9 +1,8 @@
-"""What Inductor makes of current scaling: the amax is found where the input is made.
+"""A decomposition of current scaling for Inductor that fuses the amax into the input's producer.
 
-In eager code ``quantize_current`` reads its input twice, for the amax and to cast it. What makes
-the input of a compiled layer (a norm, a product of activations, a residual) is Inductor's own
-code, which has each value in a register: here it is told to take the amax there. Bytes and scale
-are the operator's.
+In eager code, ``quantize_current`` reads its input twice, for the amax and for the cast. A
+compiled input usually comes from Inductor's own code (a norm, an activation, a residual), which has
+each value in a register and can compute the amax there. Codes and scale equal the operator's.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _scale_from_amax = torch.ops.fp8rs.scale_from_amax.default
 
 
 def fuse_maxima() -> None:
-    """Tell Inductor, from now on. It imports Inductor's tables: not to be called at import."""
+    """Register the decomposition. Not called at import time, because it imports Inductor."""
     inductor_decomposition(_quantize_current, quantize_current)
 
 
@@ -53,20 +52,20 @@ def quantize_current(
 
 
 def fuses(x: Tensor) -> bool:
-    """Whether Inductor's code is faster; on the CPU it finds the maximum of integers one by one."""
+    """Whether Inductor's code is faster. On the CPU, its maximum of integers is not vectorized."""
     return x.is_cuda and covers(x)
 
 
 def covers(x: Tensor) -> bool:
-    """Whether the maximum can be had as arithmetic."""
+    """Whether the arithmetic covers the input."""
     return x.dtype in _INTEGERS and x.dim() > 0 and not may_be_empty(x)
 
 
 def fused_amax(x: Tensor) -> Tensor:
-    """The largest magnitude as float32, NaN above infinity.
+    """Compute the largest magnitude as float32, with NaN above infinity.
 
-    Of the bits: Inductor would take the maximum of floats before it rounds them to ``x.dtype``, and
-    the codes are those of what is rounded. Along rows first, as norms reduce them.
+    The maximum is over bits, because Inductor would compute a maximum of floats before rounding to
+    ``x.dtype``, while codes are made from rounded values. Rows are reduced first, as in norms.
     """
     integer = _INTEGERS[x.dtype]
     magnitudes = x.view(integer) & torch.iinfo(integer).max
@@ -75,12 +74,12 @@ def fused_amax(x: Tensor) -> Tensor:
 
 
 def fused_scale(amax: Tensor, largest: float, epsilon: float) -> Tensor:
-    """``scale_from_amax`` to the bit, as arithmetic.
+    """Compute ``scale_from_amax`` as arithmetic, equal in every bit.
 
-    Inductor's float32 division is not IEEE's, and for a constant divisor it multiplies by the
-    reciprocal; so does torch on CUDA. In float64 either is exact once it is rounded to float32: the
-    quotient of a float32 by 7 * 2^k is no closer to the middle between two of them than 1/14 of
-    their distance.
+    Inductor's float32 division is not IEEE division. For a constant divisor, Inductor and torch on
+    CUDA multiply by the reciprocal. In float64, both are exact after rounding to float32: the
+    quotient of a float32 number and 7 * 2^k is at least 1/14 of the spacing of float32 numbers away
+    from the midpoint between two of them.
     """
     raised = torch.clamp_min(amax, epsilon) if epsilon else amax
     scale = torch.clamp_min(raised.to(torch.float64) / largest, 2.0**-126).to(_F32)

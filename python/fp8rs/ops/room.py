@@ -1,4 +1,4 @@
-"""What operators read arguments as, and the shapes of what they give."""
+"""How operators interpret the shapes of arguments, and which outputs they allocate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def matrix(x: Tensor, batched: bool = False) -> Tensor:
 
 
 def matrix_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
-    """The 2-D view of ``shape``: (product of the leading dims, last dim); () is (1, 1)."""
+    """Return (product of the leading dims, last dim) of ``shape``. () is (1, 1)."""
     if len(shape) == 2:
         return shape[0], shape[1]
     if len(shape) == 0:
@@ -40,11 +40,11 @@ def matrix_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
 
 
 def block_count(extent: int, size: int, offset: int = 0) -> int:
-    """Blocks of ``size`` (-1: all) that ``extent`` elements from ``offset`` on touch."""
+    """Count the blocks of ``size`` (-1: all) that ``extent`` elements from ``offset`` touch."""
     if size == -1:
         return 1
     begin = offset % size
-    if begin and not extent:  # not asked of extents at large: a traced one may not be known
+    if begin and not extent:  # in this order, because a traced extent may be unknown
         return 0
     return -(-(begin + extent) // size)
 

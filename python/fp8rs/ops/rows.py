@@ -1,4 +1,4 @@
-"""The operator that sums what ranks have sent to each other."""
+"""The operator that sums the values received from all ranks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fp8rs.ops.define import in_python
 
 @in_python(_core.sum_rows, writes=["out"])
 def sum_rows_(out: Tensor, x: Tensor, divisor: float) -> None:
-    """The sum of the rows of ``x`` in float32, from the first row to the last, divided.
+    """Sum the rows of ``x`` in float32, from first to last, and divide.
 
-    Each addition and the division are rounded once, as IEEE has it; CPU and CUDA give the same
-    bytes. What float32 addition makes infinite or NaN comes out so.
+    Each addition and the division are IEEE operations, rounded once. CPU and CUDA give the same
+    bytes. Infinities and NaNs of the sum are kept.
 
     Args:
         out: float32, one element for each column.
-        x: bfloat16, a row for each rank, in the order of ranks. Strides are free; rows that begin
-            at multiples of 16 bytes are read at copy speed.
+        x: bfloat16, one row for each rank, in rank order. Any strides. Rows at 16-byte boundaries
+            are read at copy speed.
         divisor: finite and not zero.
     """

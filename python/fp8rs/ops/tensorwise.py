@@ -35,13 +35,13 @@ _F32 = torch.float32
 
 @in_rust
 def amax(x: Tensor, batched: bool = False) -> Tensor:
-    """The absolute maximum of ``x``: float32, shape ()."""
+    """Compute the absolute maximum of ``x``: float32, shape ()."""
     return room.scalar(x, batched)
 
 
 @in_rust
 def multi_amax(xs: list[Tensor], batched: bool = False) -> Tensor:
-    """The absolute maximum of each tensor, or of each matrix of batches: float32, 1-D."""
+    """Compute the absolute maximum of each tensor or matrix of a batch: float32, 1-D."""
     return xs[0].new_empty(_matrices(xs, batched), dtype=_F32)
 
 
@@ -57,10 +57,10 @@ def scale_from_amax(
     amax_epsilon: float = 0.0,
     margin: int = 0,
 ) -> Tensor:
-    """The float32 scale for each absolute maximum (float32, any shape).
+    """Compute the float32 scale for each absolute maximum (float32, any shape).
 
-    No amax may be negative. This is not checked, because that would wait for the device; what a
-    negative one gives is not the same on every device.
+    An amax must not be negative. This is not checked, because it would synchronize with the device,
+    and the result for a negative amax differs between devices.
     """
     return amax.new_empty(amax.shape)
 
@@ -93,11 +93,11 @@ def _quantize_delayed(
     columnwise: bool = False,
     batched: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``quantize_delayed``, which does not tell autograd or the compiler that it writes ``amax``.
+    """Run ``quantize_delayed`` with a write to ``amax`` that autograd and compilers do not see.
 
-    It is for linear layers: a layer's backward writes the amax that another forward of the layer
-    has been given already, which a declared write forbids. The maximum is idempotent, and nothing
-    that is traced reads it, so that calls may be merged and ordered at will.
+    A linear layer's backward writes the amax that another forward of the layer may have read, which
+    a declared write would forbid. The maximum is idempotent and no traced code reads it, so calls
+    may be merged and reordered.
     """
     return *room.codes(x, fp8_dtype, rowwise, columnwise, batched), room.scalar(x, batched)
 
@@ -117,24 +117,24 @@ def quantize_delayed(
     ``scale`` and ``amax`` are float32 of one element.
 
     Returns:
-        Rowwise codes, columnwise codes, and the scale used: ``scale``, or NaN where ``x`` holds a
-            NaN or an infinity.
+        Rowwise codes, columnwise codes, and the scale used: ``scale``, or NaN if ``x`` has a NaN or
+            an infinity.
     """
     return _quantize_delayed(x, scale, amax, fp8_dtype, rowwise, columnwise, batched)
 
 
 def _note(scale: Tensor, amax: Tensor, into: Tensor) -> Tensor:
-    slot = into.data  # whose version nobody has saved
+    slot = into.data  # writes to it do not change the version of `into`
     torch.fmax(slot, amax, out=slot)
     return scale.clone()
 
 
 @in_python(_note)
 def _note_amax(scale: Tensor, amax: Tensor, into: Tensor) -> Tensor:
-    """Raise ``into`` (float32, one element) to ``amax``; gives a copy of ``scale``.
+    """Raise ``into`` (float32, one element) to ``amax``, and return a copy of ``scale``.
 
-    For siblings that share the first one's codes but have histories of their own. As in
-    ``_quantize_delayed`` the write is not declared; what is returned keeps the call in a graph.
+    Sibling layers share the codes of their input and have their own histories. The write is not
+    declared, as in ``_quantize_delayed``. The result keeps the call in a graph.
     """
     return torch.empty_like(scale)
 
@@ -149,7 +149,7 @@ def quantize_current(
     amax_epsilon: float = 0.0,
     batched: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the scale of ``x`` and quantize with it.
+    """Compute the scale of ``x`` and quantize with it.
 
     Returns:
         Rowwise codes, columnwise codes, and the scale.
@@ -184,13 +184,13 @@ def _cast_each_delayed(
 def multi_quantize_delayed(
     xs: list[Tensor], scales: Tensor, amaxes: Tensor, outs: list[Tensor], batched: bool = False
 ) -> Tensor:
-    """``quantize_delayed`` over a list, rowwise: one element of ``amaxes`` and result for each."""
+    """Run ``quantize_delayed`` rowwise over a list, with one element of ``amaxes`` each."""
     return scales.new_empty(_matrices(xs, batched), dtype=_F32)
 
 
 @in_rust
 def transpose(codes: Tensor, after: Tensor | None = None, batched: bool = False) -> Tensor:
-    """The transposed matrix of codes, contiguous."""
+    """Return the transposed matrix of codes, contiguous."""
     batch, (rows, cols) = room.split(codes.shape, batched)
     return codes.new_empty((*batch, cols, rows))
 
@@ -199,7 +199,7 @@ def transpose(codes: Tensor, after: Tensor | None = None, batched: bool = False)
 def dequantize(
     codes: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype, batched: bool = False
 ) -> Tensor:
-    """Code times scale in float32, then one cast to ``dtype``; the shape of ``codes``.
+    """Multiply codes by scales in float32 and cast to ``dtype``. The result has the codes' shape.
 
     ``scale`` (float32 or float8_e8m0fnu) has one element for each ``block`` of (rows, columns).
     """

@@ -206,7 +206,7 @@ class Step:
             for t in weights.stored(item.p)
         ]
         params = [item.p for item, _ in self._separate]
-        weights.write_all_(params, [values for _, values in self._separate])
+        weights.write_values_(params, [values for _, values in self._separate])
         for item, values in self._separate:
             seed = item.options["seed"]
             if seed is not None:

@@ -17,53 +17,29 @@ from fp8rs.tensor import formats, stochastic
 from fp8rs.tensor.formats import FP8_MAX, matrix_shape
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
-from fp8rs.tensor.store import Delayed, Owner
+from fp8rs.tensor.store import Delayed
 
 #: Formats whose scales ``adamw_`` computes in the pass that writes the codes.
 OWN_SCALES = (formats.ROW, formats.BLOCK_128X128, formats.MX_32X32)
 
 
-class ShardGroup(Protocol):
-    """The sharded FP8 weights of a model. All ranks call these methods, with the same weights."""
+class ScaleSync(Protocol):
+    """Synchronizes the scales of a model's sharded FP8 weights: `fp8rs.fsdp.scale_sync`.
 
-    def is_cut(self, weight: Any) -> bool:
-        """Return whether several ranks share a block of the weight."""
-
-    def reduce_(self, weights: Sequence[Any], amaxes: Tensor) -> None:
-        """Reduce the amaxes (n,) of shards over their ranks, in place: one all-reduce per mesh."""
-
-    def write_all(self, weights: Sequence[Any], values: Sequence[Tensor]) -> None:
-        """Quantize values into whole shards, with the scales of the whole weights."""
-
-    def agree(self) -> None:
-        """Synchronize the scales of all weights."""
-
-
-class Float8ParamHandle(Owner, Protocol):
-    """The handle of a layer's FP8 weight, as far as optimizers use it.
-
-    Attributes:
-        writes: how many times the weight was written.
-        unagreed: whether scales that shards share may differ between ranks.
+    All ranks call these methods, with the handles of the same weights.
     """
 
-    writes: int
-    unagreed: bool
+    def splits_blocks(self, handle: Any) -> bool:
+        """Return whether shard boundaries split blocks of a weight."""
 
-    def reshard(self) -> None:
-        """Make modules hold their shards, if FSDP2 has the weight unsharded."""
+    def reduce_amaxes_(self, handles: Sequence[Any], amaxes: Tensor) -> None:
+        """Reduce the amaxes (n,) of shards over the ranks of each weight, in place."""
 
-    @property
-    def slots(self) -> Delayed | None:
-        """With delayed scaling, the next scale (0: none yet) and where amaxes are recorded."""
+    def write_values(self, handles: Sequence[Any], values: Sequence[Tensor]) -> None:
+        """Quantize values into whole shards, with the scales of the whole weights."""
 
-    @property
-    def number(self) -> int:
-        """The index of this rank's first element in the whole weight."""
-
-    @property
-    def shards(self) -> ShardGroup | None:
-        """The sharded weights that this one belongs to; None if it is not sharded."""
+    def end_step(self, handles: Sequence[Any]) -> None:
+        """Synchronize the scales of weights that a step wrote without reducing their amaxes."""
 
 
 class UpdateKind(Enum):
@@ -108,7 +84,7 @@ class Param:
     Attributes:
         part: its local part.
         weight: the local part of an FP8 weight, else None.
-        handle: the handle of a layer's FP8 weight, else None.
+        handle: the handle of a layer's FP8 weight (`fp8rs.fsdp.float8_param`), else None.
     """
 
     __slots__ = ("handle", "param", "part", "weight")
@@ -117,9 +93,7 @@ class Param:
         self.param = param
         self.part: Tensor = own_part(param)
         self.weight = self.part if isinstance(self.part, QuantizedTensor) else None
-        self.handle: Float8ParamHandle | None = None
-        if self.weight is not None:
-            self.handle = self.weight._store.owner  # type: ignore[assignment]
+        self.handle: Any = None if self.weight is None else self.weight._store.observer
 
     # --- layout ----------------------------------------------------------------------------------
 
@@ -136,16 +110,16 @@ class Param:
         return high_precision
 
     @property
-    def shards(self) -> ShardGroup | None:
-        """The sharded weights that an FP8 weight belongs to; None if it is not sharded."""
-        return None if self.handle is None else self.handle.shards
+    def scale_sync(self) -> ScaleSync | None:
+        """Synchronizes the scales of the model. None if this is not a sharded FP8 weight."""
+        return None if self.handle is None else self.handle.scale_sync
 
     @property
     def element_offset(self) -> int:
         """The index of the first local element in the whole parameter."""
         if self.handle is None or not is_distributed(self.param):
             return 0
-        return self.handle.number
+        return int(self.handle.element_offset)
 
     @property
     def is_exact(self) -> bool:
@@ -164,11 +138,11 @@ class Param:
             return UpdateKind.SEPARATE
         if weight.format.per_tensor:
             return UpdateKind.CURRENT_SCALE if self.delayed is None else UpdateKind.KNOWN_SCALE
-        shards = self.shards
-        cut = shards is not None and shards.is_cut(self.handle)
+        sync = self.scale_sync
+        split = sync is not None and sync.splits_blocks(self.handle)
         return (
             UpdateKind.OWN_SCALES
-            if weight.format in OWN_SCALES and not cut
+            if weight.format in OWN_SCALES and not split
             else UpdateKind.SEPARATE
         )
 

@@ -1,1 +1,1 @@
-"""The state that scales depend on: forwards, steps, histories, reductions over ranks."""
+"""The state of scales: forwards, steps, amax histories, and reductions over ranks."""

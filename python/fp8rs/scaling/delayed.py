@@ -1,4 +1,4 @@
-"""Delayed scaling of one model: when its histories roll, and which ranks roll together."""
+"""Delayed scaling of one model: when its histories roll, and over which ranks."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from fp8rs.scaling.reductions import check_same, mesh_groups, reduce_packed_
 from fp8rs.scaling.step_tracker import StepTracker
 from fp8rs.tensor.spec import QuantSpec
 
-#: Forwards in training mode after which a model that was never told of a step warns.
-PATIENCE = 100
+#: A model warns after this many forwards in training mode without an optimizer step.
+WARN_AFTER = 100
 
 
-class Delayed:
-    """What a model with delayed scaling has beside its layers.
+class DelayedScalingState:
+    """The delayed-scaling state of one model.
 
     Args:
-        recipe: the model's.
+        recipe: the model's recipe.
         specs: how weights, inputs and gradients are quantized.
         tracker: counts the model's forwards and steps.
-        layers: gives the layers, with None for one that is gone; the places are the indices.
-        group: the process group that amaxes are reduced over, if one was asked for.
+        layers: returns the layers by index, with None for a layer that no longer exists.
+        group: the process group to reduce amaxes over, or None.
 
     Attributes:
-        histories: the model's.
-        mark: names the model in this process; a string, which compilers take as a constant.
+        histories: the amax histories of all layers.
+        mark: identifies the model in this process. Compilers treat the string as a constant.
     """
 
     def __init__(
@@ -50,47 +50,47 @@ class Delayed:
         _models[self.mark] = self
         self.layers = layers
         self._tracker, self._group = tracker, group
-        #: What layers are sharded over, with their indices, in the order in which they came.
+        #: The meshes that layers are sharded over, with the layers' indices, in order of arrival.
         self._meshes: dict[Any, dict[int, None]] = {}
         self._compared = False
-        #: Index -> the groups that the layer's weight is sharded over.
+        #: The groups that each weight is sharded over, by the layer's index.
         self._weight_groups: dict[int, tuple[Any, ...]] = {}
         self._forwards = 0
-        self._was_told = False
+        self._saw_step = False
 
     # --- forwards and steps ----------------------------------------------------------------------
 
     def forward_begins(self) -> None:
-        """A forward of the model begins, in training mode."""
+        """Notify that a forward of the model begins in training mode."""
         self._forwards += 1
-        if self._forwards == PATIENCE and not self._was_told:
+        if self._forwards == WARN_AFTER and not self._saw_step:
             warnings.warn(
-                f"a model with delayed scaling has begun {PATIENCE} forwards in training mode, and "
-                "was told of no optimizer's step: its scales stay those of the first data. Steps "
-                "of torch.optim.Optimizer and its subclasses are told by torch; after others, and "
-                "after updates by hand, call fp8rs.optimizer_stepped(model)",
+                f"a model with delayed scaling has begun {WARN_AFTER} forwards in training mode "
+                "and has seen no optimizer step, so its scales are never updated. Steps of "
+                "torch.optim.Optimizer and its subclasses are seen through a hook. After any other "
+                "update of the parameters, call fp8rs.optimizer_stepped(model)",
                 stacklevel=2,
             )
         self._record()
 
     def layer_begins(self, training: bool) -> None:
-        """A layer is called, in eager mode.
+        """Notify that a layer is called in eager mode.
 
-        Where a part of the model is called on its own, no hook of the root has run.
+        If a part of the model is called by itself, no hook of the root has run.
         """
         if training and not self._tracker.in_forward and not in_backward():
             self._record()
 
     def _record(self) -> None:
-        # Before any layer's slots go into a graph: the backward would write to those from before.
-        self.histories.keep_packed()
+        # Before a graph captures slots of a layer. Its backward would write to the old slots.
+        self.histories.ensure_packed()
         self._tracker.recorded()
 
     def stepped(self) -> None:
-        """An optimizer that has one of the model's parameters has stepped."""
-        self._was_told = True
+        """Notify that an optimizer with a parameter of this model has stepped."""
+        self._saw_step = True
         tracker = self._tracker
-        tracker.stepped(silent=self._runs_silently)
+        tracker.stepped(silent=self._forwards_are_unannounced)
         if tracker.unannounced:
             tracker.recorded()
         if tracker.roll_is_due:
@@ -98,11 +98,11 @@ class Delayed:
             self.histories.roll(self._reduce, unsure=tracker.unannounced)
 
     @property
-    def _runs_silently(self) -> bool:
-        """Whether forwards may have begun without a word, since they are compiled.
+    def _forwards_are_unannounced(self) -> bool:
+        """Whether forwards may have begun unannounced, because they are compiled.
 
-        With the hooks of the model; or its layers, of a model whose own forward does not train: of
-        one whose does, they are compiled parts, and it is that which begins.
+        This is so if the model was compiled together with its hooks. It is also so if only layers
+        were compiled, unless the model's own forward announces itself in training mode.
         """
         tracker, compiled = self._tracker, _compiled.get(self.mark, ())
         return "model" in compiled or (
@@ -111,29 +111,29 @@ class Delayed:
 
     # --- ranks -----------------------------------------------------------------------------------
 
-    def is_sharded_over(self, mesh: Any, index: int) -> None:
-        """The operands of a layer are sharded over a mesh: by FSDP2, or by tensor parallelism."""
+    def add_mesh(self, mesh: Any, index: int) -> None:
+        """Note that FSDP2 or tensor parallelism shards operands of a layer over a mesh."""
         self._meshes.setdefault(mesh, {})[index] = None
 
     def set_weight_groups(self, index: int, groups: tuple[Any, ...]) -> None:
-        """Say that weight ``index`` is sharded over ``groups``, one for each mesh dimension.
+        """Set the groups that a layer's weight is sharded over, one for each mesh dimension.
 
-        Its amax is reduced over all of them too: FSDP's and tensor parallelism's.
+        Its amax is also reduced over all of them.
         """
         self._weight_groups[index] = groups
 
     def _reduce(self, amax: Tensor) -> None:
-        """Reduce the amaxes of all layers.
+        """Reduce the amaxes of all layers in place.
 
-        Over the group that was asked for. Else those of a layer over the ranks of its mesh, which
-        run its forwards together anyway. Else not: ranks that take no part in a forward (uneven
-        inputs, another pipeline stage, other experts) would be waited for in vain.
+        With a group, all amaxes are reduced over it. Without one, a sharded layer's amaxes are
+        reduced over its mesh, whose ranks run its forwards together. Other amaxes are not reduced:
+        ranks with uneven inputs, other pipeline stages or other experts might not take part.
         """
         if dist.is_available() and dist.is_initialized():
             reduce_packed_(amax, self._parts(amax))
 
     def _parts(self, amax: Tensor) -> Iterator[tuple[range, list[Any]]]:
-        """Places in the amaxes, and what these are reduced over."""
+        """Yield ranges of the amaxes, and the groups to reduce each over."""
         size, group = amax.numel(), self._group
         if group is None:
             for mesh, layers in self._meshes.items():
@@ -145,19 +145,19 @@ class Delayed:
             check_same(size // 3, group, amax.device)
             self._compared = True
         yield range(size), [group]
-        if group is not dist.group.WORLD:  # where every rank that has a shard is
+        if group is not dist.group.WORLD:  # it contains every rank that has a shard
             for index, groups_of_weight in sorted(self._weight_groups.items()):
                 yield range(index, index + 1), [g for g in groups_of_weight if g is not group]
 
     # --- copies ----------------------------------------------------------------------------------
 
     @property
-    def left_to_do(self) -> tuple[bool, bool]:
-        """For a copy: whether a roll is due, and whether amaxes are not yet rolled."""
+    def pending(self) -> tuple[bool, bool]:
+        """Whether a roll is due, and whether amaxes were recorded since the last one."""
         return self._tracker.roll_is_due, self._tracker.has_recorded
 
-    def begin_with(self, roll_is_due: bool, recorded: bool) -> None:
-        """Begin as the copy of a model of which this was left to do."""
+    def restore(self, roll_is_due: bool, recorded: bool) -> None:
+        """Continue where the copied model was, as `pending` described it."""
         if recorded:
             self._tracker.recorded()
         if roll_is_due:
@@ -166,18 +166,17 @@ class Delayed:
 
 _marks = itertools.count()
 #: The models by their marks.
-_models: weakref.WeakValueDictionary[str, Delayed] = weakref.WeakValueDictionary()
-#: By the marks of models: of what a forward has been compiled with all hooks, and is unannounced.
+_models: weakref.WeakValueDictionary[str, DelayedScalingState] = weakref.WeakValueDictionary()
+#: By mark: "model" or "layer", whose compiled forwards are not announced.
 _compiled: dict[str, set[str]] = {}
 
 
 @constant_when_traced
 def note_compiled(mark: str, what: str) -> bool:
-    """Note that the forward of a "model" or a "layer" of it is being compiled.
+    """Note that the forward of a "model" or of one of its layers ("layer") is being compiled.
 
-    Run while it is traced, not where it runs.
-
-    (An attribute of the model cannot tell: within an activation checkpoint Dynamo sets none.)
+    It runs at trace time. Dynamo sets no attributes inside an activation checkpoint, so the fact is
+    kept outside of the model.
     """
     _compiled.setdefault(mark, set()).add(what)
     return True
@@ -185,10 +184,9 @@ def note_compiled(mark: str, what: str) -> bool:
 
 @constant_when_traced
 def keep_buffers_local(mark: str) -> bool:
-    """Have no layer of a model be traced with buffers that are DTensors: see `keep_local`.
+    """Make the buffers of all layers of a model local tensors (see `keep_local`).
 
-    Run while the model is traced, as the first graph would else be of buffers that the next eager
-    use replaces.
+    It runs at trace time, because the next eager call would replace buffers in the first graph.
     """
     for layer in _models[mark].layers():
         if layer is not None:

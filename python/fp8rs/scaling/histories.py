@@ -1,16 +1,15 @@
-"""The histories of delayed scaling: named buffers of the layers, rolled all at once.
+"""The histories of delayed scaling: buffers of the layers, which roll together.
 
-Each layer has, for its weight, its input and its gradient, in this order:
+Each layer has these buffers. Their rows or columns are weight, input and gradient, in this order:
 
-- ``fp8_scale`` (3, 4) fp32: the scale in column 0 of each row; 0 while there is none;
-- ``fp8_amax`` (4, 4) fp32: the maximum of the finite amaxes since the last roll, likewise; the last
-  row is written by calls that record nothing;
-- ``fp8_amax_history`` (amax_history_len, 3) fp32: earlier steps' maxima, the newest first.
+- ``fp8_scale`` (3, 4) fp32: column 0 is the scale, or 0 if there is none yet.
+- ``fp8_amax`` (4, 4) fp32: column 0 is the maximum of the finite amaxes since the last roll. The
+  last row receives amaxes that are not recorded.
+- ``fp8_amax_history`` (amax_history_len, 3) fp32: the maxima of earlier steps, newest first.
 
-Scales and amaxes are 16 bytes apart: GEMMs want scales there, and compilers copy what is not
-aligned, which would lose what is written to it. All else derives from these buffers. For those of
-one device to be rolled at once they are views of one pack, which is made again where they have been
-moved.
+Scales and amaxes are 16 bytes apart, because GEMMs require aligned scales, and because compilers
+copy unaligned inputs, which would lose writes. The buffers of all layers on one device are views of
+one pack, so that one operation rolls them. A pack is rebuilt after its buffers were moved.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _scale_from_amax = torch.ops.fp8rs.scale_from_amax.default
 
 
 def new_buffers(recipe: DelayedScaling, device: torch.device) -> dict[str, Tensor]:
-    """The buffers of one layer, by name: no history yet."""
+    """Create the buffers of one layer, by name, without a history."""
     shapes = {"fp8_scale": (3, 4), "fp8_amax": (4, 4)}
     shapes["fp8_amax_history"] = (recipe.amax_history_len, 3)
     with torch.inference_mode(False):
@@ -45,9 +44,9 @@ def new_buffers(recipe: DelayedScaling, device: torch.device) -> dict[str, Tenso
 
 
 def keep_local(buffers: dict[str, Any]) -> None:
-    """Undo what others do to all buffers of a model.
+    """Make the buffers local float32 tensors again.
 
-    parallelize_module makes DTensors of them, and FullyShardedDataParallel casts them.
+    parallelize_module turns buffers into DTensors, and FullyShardedDataParallel casts them.
     """
     for name in BUFFERS:
         if is_distributed(buffers[name]):
@@ -67,7 +66,7 @@ class Pack:
 
 
 def are_intact(packs: Sequence[Pack], layers: Sequence[nn.Module | None]) -> bool:
-    """Whether the layers' buffers are views of these packs still."""
+    """Whether the layers' buffers are still views of these packs."""
     seen = 0
     for pack in packs:
         bases = {id(pack.scale), id(pack.amax), id(pack.history)}
@@ -86,7 +85,7 @@ def are_intact(packs: Sequence[Pack], layers: Sequence[nn.Module | None]) -> boo
 
 @torch.no_grad()
 def packed(layers: Sequence[nn.Module | None]) -> list[Pack]:
-    """New packs of the layers' buffers, one a device; the buffers become views of them."""
+    """Pack the layers' buffers, one pack per device. The buffers become views of the packs."""
     by_device: dict[torch.device, list[int]] = {}
     for index, layer in enumerate(layers):
         if layer is not None:
@@ -114,7 +113,7 @@ class Histories:
     Args:
         recipe: margin, history length and algorithm.
         specs: how weights, inputs and gradients are quantized.
-        layers: gives the layers, with None for one that is gone; the places are the indices.
+        layers: returns the layers by index, with None for a layer that no longer exists.
     """
 
     def __init__(
@@ -133,23 +132,23 @@ class Histories:
     # --- packs -----------------------------------------------------------------------------------
 
     def packs(self) -> list[Pack]:
-        """The buffers as packs, one a device."""
+        """Return the packs of the buffers, one per device."""
         layers = self._layers()
         if not are_intact(self._packs, layers):
             self._packs = packed(layers)
         return self._packs
 
-    def keep_packed(self) -> None:
-        """Make packs where there are none, or buffers have been moved out of them."""
+    def ensure_packed(self) -> None:
+        """Pack the buffers if they are not packed."""
         if not self._packs:
             self.packs()
 
     def moved(self) -> None:
-        """A layer's buffers are others now."""
+        """Notify that a layer's buffers were replaced."""
         self._packs = []
 
     def pack(self, device: torch.device) -> Pack:
-        """The pack of a device."""
+        """Return the pack of a device. RuntimeError if there is none."""
         for pack in self.packs():
             if pack.scale.device == device:
                 return pack
@@ -162,20 +161,20 @@ class Histories:
 
     @torch.no_grad()
     def roll(self, reduce: Callable[[Tensor], None], unsure: bool = False) -> None:
-        """End a step: reduce, push into the histories, compute the next scales.
+        """End a step: reduce the amaxes, add them to the histories, compute the next scales.
 
         Args:
-            reduce: called once with the amaxes of all layers, fp32, contiguous: weights, then
-                inputs, then gradients, each in the order of the layers. It reduces them over ranks
-                in place.
-            unsure: maybe no forward has run. If so nothing was recorded, and nothing changes.
+            reduce: called once with the amaxes of all layers, fp32 and contiguous, to reduce them
+                over ranks in place. Weights come first, then inputs, then gradients, each in the
+                order of the layers.
+            unsure: whether possibly no forward has run. If nothing was recorded, nothing changes.
         """
         with torch.inference_mode(False):
             self._roll(reduce, unsure)
 
     def _roll(self, reduce: Callable[[Tensor], None], unsure: bool) -> None:
         self.known.read(self._layers())
-        packs = [pack for pack in self.packs() if not pack.scale.is_meta]  # which hold nothing
+        packs = [pack for pack in self.packs() if not pack.scale.is_meta]
         if not packs:
             return
         home = packs[0].amax.device
@@ -187,7 +186,7 @@ class Histories:
             for pack in packs:
                 values[:, pack.indices] = pack.amax[:, :3, 0].t().to(home)
         reduce(values.view(-1))
-        seen = values.any() if unsure else None  # the device's answer, for which nobody waits
+        seen = values.any() if unsure else None  # stays on the device
         for pack in packs:
             mine = values if len(pack.indices) == count else values[:, pack.indices]
             latest = mine.t().to(pack.amax.device)
@@ -200,9 +199,9 @@ class Histories:
                 latest = pack.history.amax(0)
             by_role = zip(self._specs, latest.t().contiguous(), strict=True)
             fresh = torch.stack([spec.scale_from_amax(part) for spec, part in by_role], 1)
-            # A slot that saw nothing keeps its scale: 0 says that there is no information.
+            # An amax of 0 means that nothing was recorded. The scale stays.
             pack.scale[:, :, 0] = torch.where(latest > 0, fresh, pack.scale[:, :, 0])
-        self.known.ask([(pack.indices, pack.scale[:, :, 0]) for pack in packs], self._layers())
+        self.known.poll([(pack.indices, pack.scale[:, :, 0]) for pack in packs], self._layers())
         self._rolled = []
         for pack in packs:
             if pack.scale.is_cuda:
@@ -212,6 +211,6 @@ class Histories:
                 self._rolled.append(event)
 
     def wait_for_roll(self) -> None:
-        """Have the current stream see the last roll: FSDP gathers on streams of its own."""
+        """Make the current stream wait for the last roll. FSDP2 gathers on its own streams."""
         for event in self._rolled:
             torch.cuda.current_stream().wait_event(event)

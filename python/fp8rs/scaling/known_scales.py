@@ -1,6 +1,7 @@
-"""What the host knows of delayed scaling's scales: which there are.
+"""Tracks on the host which layers have scales from delayed scaling.
 
-Nobody waits for the device: it is asked after a roll, and its answer is read at the next one.
+The host never waits for the device. A copy to the host starts after a roll, and is read at the next
+one.
 """
 
 from __future__ import annotations
@@ -15,31 +16,33 @@ from fp8rs._torch import is_traced
 
 
 class KnownScales:
-    """Answers of the device to which layers have scales, for their ``fp8_ready``.
+    """Copies from the device of which layers have scales, for their ``fp8_ready``.
 
     Attributes:
-        rolls: those of the histories since a layer last lost its scales.
-        pending: answers on their way: the layers' indices, and when they are there.
+        rolls: number of rolls since a layer last lost its scales.
+        pending: copies in flight: the layers' indices, the flags, and the event after the copy.
     """
 
     def __init__(self) -> None:
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """A layer has no scales any more, whatever is known of earlier ones."""
+    def reset(self) -> None:
+        """Notify that a layer lost its scales. Copies in flight no longer count."""
         self.rolls = 0
         self.pending: list[tuple[list[int], Tensor, torch.cuda.Event | None]] = []
 
-    def ask(self, scales: Sequence[tuple[list[int], Tensor]], layers: Sequence[Any]) -> None:
-        """Ask after a roll. After 1, 2, 3, 6, 12 and so on: a layer may have none for good.
+    def poll(self, scales: Sequence[tuple[list[int], Tensor]], layers: Sequence[Any]) -> None:
+        """Start copies after a roll, if some layers on a device have no known scale.
+
+        Copies start after roll 1, 2, 3, 6, 12 and so on, because some layers may never get a scale.
 
         Args:
-            scales: of each device, the indices of its layers and their scales (layers, 3).
-            layers: all, with None for one that is gone.
+            scales: for each device, the indices of its layers and their scales (layers, 3).
+            layers: all layers, with None for a layer that no longer exists.
         """
         self.rolls += 1
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return  # a graph's replays are not seen by the host
+            return  # the host does not see replays of a graph
         rounds, rest = divmod(self.rolls, 3)
         if self.rolls > 3 and (rest or rounds.bit_count() != 1):
             return
@@ -54,13 +57,13 @@ class KnownScales:
             self.pending.append((indices, known, event))
 
     def read(self, layers: Sequence[Any]) -> None:
-        """Tell layers what has been answered."""
+        """Set ``fp8_ready`` of layers from the copies that were started at the last roll."""
         pending, self.pending = self.pending, []
         for indices, known, event in pending:
             if event is not None:
-                event.synchronize()  # a step old: nothing to wait for
+                event.synchronize()  # the copy started a step ago
             if is_traced(known):
-                # Fake scales have no values. In a real run, layers that train have theirs by now.
+                # Fake scales have no values. In a real run, trained layers have scales by now.
                 answers = [(True, True, True)] * len(indices)
             else:
                 answers = known.tolist()

@@ -1,4 +1,4 @@
-"""Maxima of many tensors, packed in one, each reduced over the ranks that share its tensor."""
+"""Reductions of packed maxima, each over the ranks that share its tensor."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ def _cached_indices(indices: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def mesh_groups(mesh: Any) -> list[Any]:
-    """The process groups along all dimensions of a mesh."""
+    """Return the process groups along all dimensions of a mesh."""
     if mesh.size() == dist.get_world_size():
         return [dist.group.WORLD]
     return [mesh.get_group(dim) for dim in range(mesh.ndim)]
 
 
 def check_same(layers: int, group: Any, device: torch.device) -> None:
-    """Raise ValueError on every rank where those of a group have other numbers of layers."""
+    """Raise ValueError on every rank if ranks of a group have different numbers of layers."""
     ends = torch.tensor([layers, -layers], dtype=torch.int32, device=device)
     dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
     most, least = ends.tolist()
     if most != -least:
         raise ValueError(
-            "amax_reduction_group has ranks whose models have other numbers of converted layers, "
-            f"{-least} to {most}, as those of pipeline stages or experts: give a group of ranks "
-            "that have the same layers, or none"
+            "amax_reduction_group has ranks whose models have different numbers of converted "
+            f"layers, {-least} to {most}, for example pipeline stages or experts. Pass a group of "
+            "ranks that have the same layers, or None"
         )
 
 
 def reduce_packed_(values: Tensor, parts: Iterable[tuple[range, Iterable[Any]]]) -> Tensor:
-    """Reduce maxima (n,), fp32 and contiguous, in place: one all-reduce for each process group.
+    """Reduce maxima in place, with one all-reduce per process group.
 
-    Every rank of a group must have the same parts in the same order.
+    Every rank of a group must pass the same parts in the same order.
 
     Args:
-        values: the maxima.
-        parts: elements of ``values``, and the groups over which these are reduced. Over several
-            groups (FSDP's and tensor parallelism's) one after the other: over their product. Those
-            of one group are the same or apart.
+        values: the maxima (n,), fp32 and contiguous.
+        parts: ranges of ``values``, and the groups to reduce each over. Reducing over several
+            groups in turn (FSDP's, tensor parallelism's) reduces over their product. Ranges of one
+            group are equal or disjoint.
     """
     by_group: dict[str, dict[range, None]] = {}
     for part, groups in parts:

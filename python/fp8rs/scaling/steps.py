@@ -1,4 +1,4 @@
-"""Who is told of optimizer steps: the models whose parameters the optimizer has."""
+"""Notifies models of the steps of optimizers that have their parameters."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from fp8rs._torch import not_traced
 
 
 class Trained(Protocol):
-    """What can be stepped."""
+    """A model that is notified of steps."""
 
     def owns(self, parameters: set[int]) -> bool:
-        """Whether a parameter is among those of these ids."""
+        """Whether the model has a parameter with one of these ids."""
 
     def stepped(self) -> None:
-        """An optimizer that has one of its parameters has stepped."""
+        """Notify that an optimizer with one of the model's parameters has stepped."""
 
 
-#: In the order in which they came, which is that of all ranks: what they are told has collectives.
-_watching: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+#: In order of registration, which is equal on all ranks. Notifications run collectives.
+_models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _hook: Any = None
 
 
-def watch(model: Trained) -> None:
-    """Have a model told of the steps of its own optimizers, for as long as it lives."""
+def subscribe(model: Trained) -> None:
+    """Notify a model of the steps of its optimizers from now on."""
     global _hook
     if _hook is None:
-        # A compiled step calls it: what it does on the host is nothing to be traced.
+        # Compiled steps call the hook too. It runs on the host and is not traced.
         _hook = register_optimizer_step_post_hook(not_traced(_after_step))
-    if not any(known is model for known in _watching.values()):
-        _watching[next(_numbers)] = model
+    if not any(known is model for known in _models.values()):
+        _models[next(_numbers)] = model
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    models = list(_watching.values())
+    models = list(_models.values())
     if models:
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for model in models:

@@ -135,7 +135,7 @@ def _detach_(func: Any, t: QuantizedTensor) -> QuantizedTensor:
 def _empty_like(
     func: Any, t: QuantizedTensor, *, dtype: Any = None, device: Any = None, **kwargs: Any
 ) -> Any:
-    if t._store.owner is None or dtype not in (None, t.dtype) or t.planes == (None, None):
+    if t._store.observer is None or dtype not in (None, t.dtype) or t.planes == (None, None):
         return _new_like(func, t, dtype=dtype, device=device, **kwargs)
     # Zeros: a write of some rows reads the others, and a code of chance may be NaN.
     return t.map(lambda x: zeros(x, x.shape, device))
@@ -152,7 +152,7 @@ def _new_part(
     **kwargs: Any,
 ) -> Any:
     rows_of_its_own = len(size) == 2 and t.dim() == 2 and size[1] == t.shape[1]
-    if t._store.told is None and isinstance(t, torch.nn.Parameter) and rows_of_its_own:
+    if t._store.active_observer is None and isinstance(t, torch.nn.Parameter) and rows_of_its_own:
         # Nobody else asks a parameter for rows of its own width.
         raise TypeError(
             f"fully_shard was given a quantized parameter of shape {tuple(t.shape)} that is no "
@@ -161,10 +161,10 @@ def _new_part(
             "layer's weight is computed from (pruning, parametrizations). Dequantize it first, or "
             "keep it as a buffer"
         )
-    owner = t._store.owner
-    if owner is None or dtype not in (None, t.dtype) or len(size) != 2:
+    observer = t._store.observer
+    if observer is None or dtype not in (None, t.dtype) or len(size) != 2:
         return _new(func, t, size, dtype=dtype, device=device, **kwargs)
-    store = owner.room(t._store, size, t.device if device is None else device)
+    store = observer.allocate(t._store, size, t.device if device is None else device)
     return t.over(store, torch.Size(size), t.dtype)
 
 

@@ -28,17 +28,15 @@ def take(dst: StoreTensor, src: StoreTensor, non_blocking: bool = False) -> bool
     own, given = store.any_plane, src._store.any_plane
     if given.format is not own.format or given.data.dtype != own.data.dtype:
         return False
-    owner = store.told
+    observer = store.active_observer
     if dst.loads_pieces:
         loaded = load_piece(dst, src)
-        if loaded and owner is not None:
-            owner.wrote(dst)
+        if loaded and observer is not None:
+            observer.observe_write(dst, None, exact=False)
         return loaded
-    # FSDP2 copies nothing into an empty shard: there it is the owner who hears of copies.
-    if store.first_copy is not None and (owner is None or dst.numel()):
+    # FSDP2 fills an allocated shard by one copy, but makes none into an empty shard.
+    if store.first_copy is not None and (observer is None or dst.numel()):
         return store.first_copy(dst.region, src.region)
-    if owner is not None and owner.take(dst, src):
-        return True
     if store.lead != src._store.lead:
         return False
     planes = planes_for(dst.region, src.region)
@@ -46,8 +44,8 @@ def take(dst: StoreTensor, src: StoreTensor, non_blocking: bool = False) -> bool
     if planes is None or made is None:
         return False
     store.put(made, planes[1], non_blocking)
-    if owner is not None:
-        owner.wrote(dst)
+    if observer is not None:
+        observer.observe_write(dst, None, exact=False)
     return True
 
 

@@ -65,9 +65,9 @@ def splits_blocks(value: Any, plane: Plane, turned: bool) -> bool:
     """
     if not is_distributed(value):
         return False
-    owner: Any = own_part(value)._store.owner
+    observer: Any = own_part(value)._store.observer
     sharded = [(i, p.dim) for i, p in enumerate(value.placements) if not p.is_replicate()]
-    if owner is not None and owner.shards is not None:
+    if observer is not None and observer.scale_sync is not None:
         sharded = sharded[1:]  # ranks of FSDP2 share the scales of blocks that shards split
         if plane.format.per_tensor:
             return False

@@ -203,13 +203,13 @@ class QuantizedTensor(StoreTensor):
         ``quantized_init(preserve_high_precision_init_val=True)`` keeps them. Of a sharded weight
         its local tensor has those of the shard.
         """
-        owner = self._store.owner
-        return None if owner is None else owner.init_value
+        observer = self._store.observer
+        return None if observer is None else observer.init_value
 
     def clear_high_precision_init_val(self) -> None:
         """Free the values from before the first rounding."""
-        if self._store.owner is not None:
-            self._store.owner.forget_init()
+        if self._store.observer is not None:
+            self._store.observer.forget_init()
 
     # --- memory -----------------------------------------------------------------------------------
 

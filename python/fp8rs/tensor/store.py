@@ -1,4 +1,4 @@
-"""What quantized tensors are views of: planes in a store, and whom those of a weight belong to."""
+"""The planes that quantized tensors are views of, and observers of writes to them."""
 
 from __future__ import annotations
 
@@ -27,39 +27,31 @@ NO_SINGLE_MEMORY = (
 Delayed = tuple[Tensor, Tensor]
 
 
-class Owner(Protocol):
-    """Whom the planes of a weight belong to. It is told of writes, and may take them over.
-
-    What it is told of are quantized tensors: the weight, or others over its planes.
+class WriteObserver(Protocol):
+    """Observes writes to the planes of a weight, and allocates planes for its shards.
 
     Attributes:
-        init_value: the values before the first rounding, on the CPU, where they are kept.
+        init_value: the values from before the first rounding, on the CPU, or None.
     """
 
     init_value: Tensor | None
 
-    def write(self, tensor: Any, values: Tensor, keep: bool) -> bool:
-        """``values`` are about to be written; True if they have been, with other ranks' shards.
+    def observes(self, store: Store) -> bool:
+        """Return whether planes may belong to the weight, and not to a copy of it."""
 
-        Called on every rank that writes, on those with an empty shard too.
+    def observe_write(self, tensor: Any, values: Tensor | None, exact: bool) -> None:
+        """Notify that a tensor that shares the weight's planes was written.
+
+        Called on every rank that writes, also on one with an empty shard.
 
         Args:
-            tensor: what is written.
-            values: what to.
-            keep: what they leave as it was is to keep its value: see `QuantSpec.keep_scale`.
+            tensor: the tensor that was written.
+            values: the values that were written to it. None if codes and scales were copied.
+            exact: whether each value was rounded by itself: see `fp8rs.tensor.writes.quantize`.
         """
 
-    def take(self, tensor: Any, src: Any) -> bool:
-        """As `write`, of the codes and scales of another tensor of this format and shape."""
-
-    def has(self, store: Store) -> bool:
-        """Whether these are the planes of the weight, or may be: not those of a copy."""
-
-    def wrote(self, tensor: Any = None) -> None:
-        """``tensor`` has been written; None: the planes were, with the scales of all ranks."""
-
-    def room(self, like: Store, shape: Iterable[int], device: Any) -> Store:
-        """Room for another part of the weight that ``like`` is of, in the place of zeros."""
+    def allocate(self, like: Store, shape: Iterable[int], device: Any) -> Store:
+        """Allocate planes of zeros for another shard of the weight that ``like`` belongs to."""
 
     def forget_init(self) -> None:
         """Free the values from before the first rounding, and keep no others."""
@@ -72,14 +64,14 @@ class Store:
         rowwise, columnwise: the planes; one of them at least.
         spec: how what is written is quantized; None is the planes' format without options.
         delayed: for delayed scaling, the scale to read and the amax to write.
-        owner: of a parameter's planes; new tensors that stand for the parameter have it too.
-        first_copy: of room for a shard: takes the first tensor that is copied into a region of it,
-            with its scales.
+        observer: observes writes to a parameter's planes. New tensors of the parameter have it too.
+        first_copy: for a shard that was just allocated, copies codes and scales of the first tensor
+            that is written to it.
         gathered: FSDP2 has gathered the planes' bytes, and frees and refills them: they are no
             parameter's own.
     """
 
-    __slots__ = ("columnwise", "delayed", "first_copy", "gathered", "owner", "rowwise", "spec")
+    __slots__ = ("columnwise", "delayed", "first_copy", "gathered", "observer", "rowwise", "spec")
 
     def __init__(
         self,
@@ -92,21 +84,21 @@ class Store:
         self.columnwise = columnwise
         self.spec = spec
         self.delayed = delayed
-        self.owner: Owner | None = None
+        self.observer: WriteObserver | None = None
         self.first_copy: Callable[[Any, Any], bool] | None = None
         self.gathered = False
 
     def over(self, rowwise: Plane | None, columnwise: Plane | None) -> Store:
-        """Other planes that stand for the same: with this specification and owner."""
+        """Return a store of other planes with this specification and observer."""
         new = Store(rowwise, columnwise, self.spec, self.delayed)
-        new.owner = self.owner
+        new.observer = self.observer
         return new
 
     @property
-    def told(self) -> Owner | None:
-        """The owner, if these planes are its weight's and not those of a copy."""
-        owner = self.owner
-        return owner if owner is not None and owner.has(self) else None
+    def active_observer(self) -> WriteObserver | None:
+        """The observer, if these planes belong to its weight and not to a copy of it."""
+        observer = self.observer
+        return observer if observer is not None and observer.observes(self) else None
 
     @property
     def lead(self) -> int:

@@ -3,7 +3,7 @@
 Scales belong to blocks, and a region may have parts of blocks. So a write first finds the rows and
 columns of whole blocks that it concerns (:class:`Target`). Where the region is all of them, they
 are quantized anew; where there are neighbours, these keep their values: their scales stay, or move
-by powers of two. The owner of a weight is told of each, and may take it over.
+by powers of two. The observer of a weight is notified of each write.
 """
 
 from __future__ import annotations
@@ -55,13 +55,10 @@ def quantize(
         raise TypeError(f"src must be float32, bfloat16 or float16, not {src.dtype}")
     if src.requires_grad:
         src = src.detach()
-    owner = dst._store.told
-    if owner is not None and owner.write(dst, src, keep):
-        return
     if write(dst.region, src, spec, delayed, keep=keep):
         note_write(dst)
-    if owner is not None:
-        owner.wrote(dst)
+    if (observer := dst._store.active_observer) is not None:
+        observer.observe_write(dst, src, exact=not keep)
 
 
 # --- the blocks of a region ----------------------------------------------------------------------

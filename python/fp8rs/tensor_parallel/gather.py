@@ -1,15 +1,16 @@
-"""Operands that are gathered over a tensor-parallel mesh as FP8 codes and scales.
+"""All-gathers of FP8 operands over a tensor-parallel mesh.
 
-Each rank has some rows (tokens) of an activation or a gradient. It quantizes those, and what is
-gathered has the bytes of the whole operand quantized on one rank:
+Each rank has some rows (tokens) of an activation or a gradient, and quantizes them. The gathered
+operand has the bytes of the whole operand quantized on one rank:
 
-- one scale a tensor: amaxes are reduced first (delayed scaling has its scale without), and codes
-  alone are gathered;
-- a scale for each row, 1x128 or 1x32: these lie within a row, and are gathered with the codes.
+- With one scale per tensor, amaxes are reduced first, and only codes are gathered. Delayed scaling
+  has its scale already.
+- With a scale per row, 1x128 or 1x32 block, scales belong to one row and are gathered with the
+  codes.
 
-The columnwise plane, which wgrad multiplies, is never gathered. With one scale a tensor it is the
-transpose of the codes. Otherwise its scales are of other blocks, and it is quantized from the
-gathered codes' values: to gather it too would take the two bytes an element that bf16 does.
+The columnwise plane, wgrad's operand, is never gathered. With one scale per tensor, it is the
+transpose of the codes. Otherwise it has different blocks, and is quantized from the dequantized
+codes. Gathering it too would double the bytes, to as many as bf16 takes.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ class Operand:
     """How an operand of a layer is quantized when it is gathered.
 
     Args:
-        key: names the layer's `LinearSpec`.
+        key: the key of the layer's `LinearSpec`.
         role: INPUT or GRAD.
-        columnwise: whether wgrad will need its columnwise plane.
-        scale: of delayed scaling: the slot of its scale, 0 while there is none.
-        amax: the slot that is raised to its amax.
-        ready: the scale is known not to be 0.
+        columnwise: whether wgrad needs the columnwise plane.
+        scale: with delayed scaling, the scale's slot. It is 0 before the first scale.
+        amax: with delayed scaling, the slot that is raised to the operand's amax.
+        ready: whether the scale is known not to be 0.
     """
 
     key: str
@@ -55,17 +56,14 @@ class Operand:
     ready: bool = False
 
     def spec(self, device: torch.device) -> QuantSpec:
-        """How it is quantized on a device."""
+        """Return the quantization on a device."""
         spec = spec_for(self.key, device)
         return spec.input if self.role == INPUT else spec.grad
 
 
 @functools.cache
 def prepare() -> None:
-    """Have compilers put `gather_input` and `reduce_output` into their graphs.
-
-    It imports Dynamo: for those who apply a style.
-    """
+    """Allow compilers to put `gather_input` and `reduce_output` into graphs. Imports Dynamo."""
     torch.compiler.allow_in_graph(gather_input)
     torch.compiler.allow_in_graph(reduce_output)
 
@@ -78,9 +76,9 @@ def gather_input(
     amax: Tensor | None,
     ready: bool,
 ) -> DTensor:
-    """The whole of an input that is sharded by rows, quantized; its gradient is as sharded.
+    """Quantize and gather an input that is sharded by rows. Its gradient is sharded again.
 
-    The gradient is reduced, if it is partial sums, in the dtype that it has.
+    A gradient of partial sums is reduced in its own dtype.
     """
     operand = Operand(key, INPUT, columnwise, scale, amax, ready)
     return cast(DTensor, _Gather.apply(x, operand))
@@ -95,7 +93,7 @@ def reduce_output(
     amax: Tensor | None,
     ready: bool,
 ) -> DTensor:
-    """Partial sums reduced and scattered along ``dim``, whose gradient is gathered in FP8."""
+    """Reduce-scatter partial sums along ``dim``. The gradient is gathered in FP8."""
     operand = Operand(key, GRAD, columnwise, scale, amax, ready)
     return cast(DTensor, _Reduce.apply(y, dim, operand))
 
@@ -125,14 +123,14 @@ class _Reduce(torch.autograd.Function):
 def gathers_grad(spec: LinearSpec) -> bool:
     """Whether the gradient of a row-parallel layer's output is gathered in FP8.
 
-    Not where it is multiplied by the weight's row scales before it is quantized: they are a rank's
-    own, and codes that were gathered without would have to be quantized again for each GEMM.
+    With one scale per row of the weight it is not: the row scales are multiplied into the gradient
+    before it is quantized, and they differ between ranks.
     """
     return not spec.weight.format.per_row
 
 
 def gathered(x: DTensor, operand: Operand) -> DTensor:
-    """The whole of a tensor that is sharded by rows, quantized: the same on all ranks."""
+    """Quantize and gather a tensor that is sharded by rows. The result is replicated."""
     mesh, (placement,) = x.device_mesh, x.placements
     dim = check_rows(placement, x.ndim)
     group = mesh.get_group().group_name
@@ -146,10 +144,10 @@ def gathered(x: DTensor, operand: Operand) -> DTensor:
 
 
 def check_rows(placement: Placement, ndim: int) -> int:
-    """The dimension that a tensor is sharded along.
+    """Return the dimension that a tensor is sharded along.
 
     Raises:
-        UnsupportedError: it is not sharded, or along the features, over which scales stretch.
+        UnsupportedError: it is not sharded, or sharded along the features, which scales span.
     """
     if isinstance(placement, Shard) and placement.dim % ndim != ndim - 1:
         return placement.dim % ndim
@@ -163,7 +161,10 @@ def check_rows(placement: Placement, ndim: int) -> int:
 def _quantized(
     x: Tensor, spec: QuantSpec, operand: Operand, group: str
 ) -> tuple[Plane, tuple[Tensor, Tensor] | None]:
-    """This rank's rows, with the whole tensor's scale; and what siblings note the amax from."""
+    """Quantize this rank's rows with the whole tensor's scale.
+
+    With delayed scaling, also return the scale and the amax slot, for sibling layers.
+    """
     known: Tensor | None = operand.scale
     if not spec.format.per_tensor:
         planes = quantize_planes(spec, x, True, False)
@@ -179,7 +180,7 @@ def _quantized(
 
 
 def _scale(x: Tensor, spec: QuantSpec, group: str) -> Tensor:
-    """The scale of the whole tensor."""
+    """Compute the scale of the whole tensor."""
     amax = _amax(x)
     for name in (group, spec.group):
         if name is not None:
@@ -188,51 +189,51 @@ def _scale(x: Tensor, spec: QuantSpec, group: str) -> Tensor:
 
 
 def _columnwise(row: Plane, spec: QuantSpec, dtype: torch.dtype) -> Plane:
-    """The columnwise plane of a gathered tensor, as wgrad multiplies it."""
+    """Return the columnwise plane of a gathered tensor, for wgrad."""
     if row.format.square:
         return row.transposed("columnwise", "wgrad")
     values = row.dequantize(dtype)
     return cast(Plane, quantize_planes(spec, values, False, True)[1])
 
 
-# --- the wire ------------------------------------------------------------------------------------
+# --- collectives ---------------------------------------------------------------------------------
 
 
 def _gather(own: Plane, dim: int, shape: torch.Size, shared: bool, mesh: Any) -> Plane:
-    """The plane of the whole tensor, of ``shape``, from those of all ranks' parts.
+    """Gather the plane of a whole tensor.
 
     Args:
-        own: of this rank's part.
-        dim: the dimension that is sharded.
-        shape: of the whole.
-        shared: the scale is one that all ranks have.
-        mesh: of the ranks.
+        own: the plane of this rank's part.
+        dim: the sharded dimension.
+        shape: the shape of the whole tensor.
+        shared: whether all ranks have the same scale.
+        mesh: the tensor-parallel mesh.
     """
     if own.format.per_tensor:
         if shared:
             (codes,) = _all([(own.data, dim, shape[dim])], mesh)
             return Plane(codes, own.scale, own.format)
-        # It was known beforehand, and is NaN on a rank whose values are not finite.
+        # The scale was known beforehand. On ranks whose values are not finite, it is NaN.
         parts = [(own.data, dim, shape[dim]), (own.scale.view(1, 1), 0, mesh.size())]
         codes, scales = _all(parts, mesh)
-        largest = scales.view(torch.int32).amax()  # as `reduce_amax`: NaN is above all numbers
+        largest = scales.view(torch.int32).amax()  # NaN is above all numbers, as in `reduce_amax`
         return Plane(codes, largest.view(torch.float32), own.format)
     blocks = own.scale.shape[1]
     scale = own.scale.reshape(*own.data.shape[:-1], blocks)
     codes, scales = _all([(own.data, dim, shape[dim]), (scale, dim, shape[dim])], mesh)
     scales = scales.reshape(-1, blocks)
-    if own.scale.stride(0) == 1:  # as the device's GEMM wants them
+    if own.scale.stride(0) == 1:  # the layout that the GEMM reads
         scales = scales.t().contiguous().t()
     return Plane(codes, scales, own.format)
 
 
 def _all(parts: list[tuple[Tensor, int, int]], mesh: Any) -> list[Tensor]:
-    """Whole tensors from this rank's part of each, in one collective.
+    """Gather several tensors in one collective.
 
     Args:
-        parts: part, dimension (not the last) and extent of the whole along it. Parts are as
-            `torch.chunk` cuts: what the last ranks lack is padding at the end.
-        mesh: of the ranks.
+        parts: for each tensor this rank's part, the sharded dimension (not the last), and the whole
+            tensor's extent along it. Parts are `torch.chunk`'s. Short parts are padded.
+        mesh: the tensor-parallel mesh.
     """
     world = mesh.size()
     sent = [_padded(t, dim, -(-extent // world)) for t, dim, extent in parts]
@@ -246,7 +247,7 @@ def _all(parts: list[tuple[Tensor, int, int]], mesh: Any) -> list[Tensor]:
 
 
 def _padded(part: Tensor, dim: int, extent: int) -> Tensor:
-    """A part's bytes, which every backend sends, with ``extent`` elements along a dimension."""
+    """Return a part's bytes, padded to ``extent`` elements along a dimension."""
     sizes = *part.shape[:-1], part.shape[-1] * part.element_size()
     part = part.contiguous().view(-1).view(torch.uint8).view(sizes)
     missing = extent - part.shape[dim]

@@ -1,6 +1,6 @@
-"""Parallel styles for `parallelize_module`: torch's, with what is gathered in FP8.
+"""Parallel styles for `parallelize_module`: torch's styles with all-gathers in FP8.
 
-Their names and arguments are torchao's, which torchtitan's plans were written for.
+Names and arguments are torchao's, so that torchtitan's plans work unchanged.
 """
 
 from __future__ import annotations
@@ -19,40 +19,28 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fp8rs._core import UnsupportedError
-from fp8rs.nn import buffers
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.nn.spec import GRAD, INPUT, spec_for
 from fp8rs.quantize.recipes import describe
-from fp8rs.scaling.delayed import keep_buffers_local, note_compiled
-from fp8rs.scaling.histories import keep_local
 from fp8rs.tensor.formats import INPUT_DTYPES
 
 from .gather import gather_input, gathers_grad, prepare, reduce_output
 
 
 def _slots(layer: Float8Linear, role: int) -> tuple[Tensor | None, Tensor | None, bool]:
-    """Of delayed scaling: a role's scale, where its amax goes, and whether there is a scale.
+    """Return a role's scale, its amax slot, and whether there is a scale, with delayed scaling.
 
-    As the layer's forward, which has not begun yet, will take them.
+    The layer's forward, which has not begun yet, will use the same.
     """
     delayed = layer._fp8_state.delayed
     if delayed is None:
         return None, None, False
-    training = layer.training
-    if torch.compiler.is_compiling():
-        keep_buffers_local(delayed.mark)
-        if training:
-            note_compiled(delayed.mark, "layer")
-        scales, amaxes = buffers.slots(layer.fp8_scale, layer.fp8_amax)
-    else:
-        keep_local(layer._buffers)
-        delayed.layer_begins(training)
-        scales, amaxes = layer._fp8_slots.of(layer._buffers)
-    return scales[role], amaxes[role if training else -1], layer.fp8_ready[role]
+    scales, amaxes = layer._begin_delayed(delayed)
+    return scales[role], amaxes[role if layer.training else -1], layer.fp8_ready[role]
 
 
 def _gather_for(layer: Float8Linear, x: DTensor, columnwise: bool) -> DTensor:
-    """The whole input of a layer, quantized as its recipe says."""
+    """Gather the input of a layer, quantized by the layer's recipe."""
     key = layer._fp8_state.key
     if spec_for(key, x.device).wgrad_input is not None:
         raise UnsupportedError(
@@ -63,7 +51,7 @@ def _gather_for(layer: Float8Linear, x: DTensor, columnwise: bool) -> DTensor:
 
 
 def _prepare_layer(style: Any, module: nn.Module, mesh: DeviceMesh) -> None:
-    """Check that a style can serve a layer, and tell the layer of the mesh."""
+    """Check that a style supports a layer, and note the mesh."""
     name = type(style).__name__
     if not isinstance(module, Float8Linear):
         raise ValueError(
@@ -74,22 +62,22 @@ def _prepare_layer(style: Any, module: nn.Module, mesh: DeviceMesh) -> None:
         raise ValueError(f"{name} needs a mesh of one dimension, not {mesh}")
     state = module._fp8_state
     if state.delayed is not None:
-        # A scale that codes are gathered with is all ranks'.
-        state.delayed.is_sharded_over(mesh, module._fp8_index)
+        # All ranks must use the same scale for gathered codes.
+        state.delayed.add_mesh(mesh, module._fp8_index)
     prepare()
 
 
 class Float8ColwiseParallel(ColwiseParallel):
-    """``ColwiseParallel`` of a converted layer, whose sharded input is gathered in FP8.
+    """``ColwiseParallel`` for a converted layer. A sharded input is gathered in FP8.
 
-    The arguments are torch's:
+    Arguments, as in torch's class:
 
-    - ``input_layouts``: placement of the input; Replicate() by default. What is sharded along a
-      dimension but the last is quantized, and codes and scales are gathered.
-    - ``output_layouts``, ``use_local_output``: as in torch's.
+    - ``input_layouts``: placement of the input, Replicate() by default. An input that is sharded
+      along any dimension but the last is quantized, and its codes and scales are gathered.
+    - ``output_layouts``, ``use_local_output``: unchanged.
 
     Raises:
-        ValueError: the module is no converted layer.
+        ValueError: the module is not a converted layer.
         UnsupportedError: in the forward: the input is sharded along its features, or the recipe has
             two formats for the input.
     """
@@ -109,21 +97,21 @@ class Float8ColwiseParallel(ColwiseParallel):
 
 
 class Float8RowwiseParallel(RowwiseParallel):
-    """``RowwiseParallel`` of a converted layer, whose output's gradient is gathered in FP8.
+    """``RowwiseParallel`` for a converted layer. The output's gradient is gathered in FP8.
 
     Partial sums are reduced in the output's dtype. With sharded `output_layouts` (sequence
-    parallelism) the gradient is quantized and gathered in the backward; of a recipe with one scale
-    a row of the weight it is gathered as it is.
+    parallelism), the gradient is quantized and gathered in the backward. Recipes with one scale per
+    row of the weight gather it in high precision.
 
-    The arguments are torch's:
+    Arguments, as in torch's class:
 
-    - ``input_layouts``: placement of the input: Shard(-1), the default, or Replicate().
-    - ``output_layouts``: Replicate() by default; or Shard of a dimension but the last.
-    - ``use_local_output``: as in torch's.
+    - ``input_layouts``: placement of the input, Shard(-1) by default, or Replicate().
+    - ``output_layouts``: Replicate() by default, or Shard of any dimension but the last.
+    - ``use_local_output``: unchanged.
 
     Raises:
-        ValueError: the module is no converted layer.
-        UnsupportedError: the input would have to be exchanged in high precision.
+        ValueError: the module is not a converted layer.
+        UnsupportedError: the input's placement requires a collective in high precision.
     """
 
     @staticmethod
@@ -147,7 +135,7 @@ class Float8RowwiseParallel(RowwiseParallel):
 
 
 def _reduce(layout: Placement, layer: Float8Linear, y: DTensor) -> DTensor:
-    """A row-parallel layer's partial sums, reduced."""
+    """Reduce the partial sums of a row-parallel layer."""
     key = layer._fp8_state.key
     if not isinstance(layout, Shard) or not gathers_grad(spec_for(key, y.device)):
         return y.redistribute(placements=[layout])
@@ -156,25 +144,26 @@ def _reduce(layout: Placement, layer: Float8Linear, y: DTensor) -> DTensor:
 
 
 class PrepareFloat8ModuleInput(PrepareModuleInput):
-    """``PrepareModuleInput`` that quantizes and gathers once for all layers of a module.
+    """``PrepareModuleInput`` that quantizes and gathers an input once for all layers of a module.
 
-    Inputs of floating point that go from Shard to Replicate() are quantized by the recipe of the
-    module's column-parallel FP8 layers, and gathered as FP8: for q, k and v, or w1 and w3, once.
-    Others go as in torch's.
+    Floating-point inputs that go from Shard to Replicate() are quantized by the recipe of the
+    module's column-parallel FP8 layers and gathered in FP8, once for q, k and v, or for w1 and w3.
+    Other inputs are redistributed as in torch's class.
 
     Args:
-        input_layouts: as in torch's.
-        desired_input_layouts: as there.
-        input_kwarg_layouts: as there.
-        desired_input_kwarg_layouts: as there.
-        use_local_output: as there. (Then each layer reduces its input's gradient by itself.)
-        float8_dtype: torch.float8_e4m3fn, which every recipe has for inputs.
-        fwd_config_submodule_fqn: the layer whose recipe, and with delayed scaling whose scale is
-            taken; by default the first column-parallel one.
+        input_layouts: see torch's class.
+        desired_input_layouts: see torch's class.
+        input_kwarg_layouts: see torch's class.
+        desired_input_kwarg_layouts: see torch's class.
+        use_local_output: see torch's class. If set, each layer reduces its input's gradient.
+        float8_dtype: torch.float8_e4m3fn, the dtype of inputs in every recipe.
+        fwd_config_submodule_fqn: the layer whose recipe is used, and whose scale with delayed
+            scaling. The first column-parallel layer by default.
 
     Raises:
-        ValueError: another `float8_dtype`, or the module has no such layer, or several recipes.
-        UnsupportedError: in the forward: an input would be exchanged in high precision.
+        ValueError: `float8_dtype` is another one, the module has no such layer, or its layers have
+            several recipes.
+        UnsupportedError: in the forward: an input requires a collective in high precision.
     """
 
     def __init__(
@@ -203,7 +192,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         names = [n for n, m in module.named_modules() if isinstance(m, Float8Linear)]
         if (chosen := self.fwd_config_submodule_fqn) is not None:
             if chosen not in names:
-                raise ValueError(f"fwd_config_submodule_fqn {chosen!r} is no layer of {names}")
+                raise ValueError(f"fwd_config_submodule_fqn {chosen!r} is not one of {names}")
             names = [chosen]
         recipes = {cast(Float8Linear, module.get_submodule(n))._fp8_state.key for n in names}
         if len(recipes) != 1:
@@ -212,7 +201,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 f"{names} there are {len(recipes)}: name a layer by fwd_config_submodule_fqn"
             )
         prepare()
-        # By names: a copy of the module is called with the hook of this one.
+        # By name, because copies of the module share this hook.
         module.register_forward_pre_hook(
             partial(self._prepare, names, device_mesh), with_kwargs=True
         )
@@ -221,7 +210,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     def _prepare(
         self, names: list[str], mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
-        """The module's forward pre-hook."""
+        """Run as the module's forward pre-hook."""
         if self.input_layouts is not None:
             if len(args) != len(self.input_layouts):
                 raise ValueError(
@@ -273,7 +262,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 
 
 def _distributed(x: Any, mesh: DeviceMesh, layouts: Any) -> DTensor:
-    """What a style is given: a DTensor, or this rank's part of one that is laid out so."""
+    """Return an input as a DTensor. A plain tensor is this rank's part."""
     if isinstance(x, DTensor):
         return x
     return DTensor.from_local(x, mesh, layouts, run_check=False)
@@ -284,6 +273,6 @@ def _trains(layer: Float8Linear) -> bool:
 
 
 def _is_column_parallel(layer: Any) -> bool:
-    # Tensor parallelism's is the last of FSDP's dimensions.
+    # Tensor parallelism is the last mesh dimension.
     placements: Any = getattr(layer.weight, "placements", ())
     return bool(placements) and placements[-1].is_shard(0)

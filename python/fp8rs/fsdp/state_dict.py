@@ -1,8 +1,10 @@
-"""State dicts of sharded layers hold plain tensors, those of FP8 weights quantized ones.
+"""State-dict hook of sharded layers.
 
-Checkpoints must load into the unconverted model, without this library. So the entries are
-the inner high-precision tensors themselves (DTensors of them), sharing their memory: what
-`torch.distributed.checkpoint` loads into a state dict's tensors is loaded into the weight.
+The entry of a master weight is a DTensor of the plain high-precision tensor, so that checkpoints
+load into the unconverted model, without this library. It shares the weight's memory. A
+`torch.distributed.checkpoint.load` into the state dict therefore loads the weight itself.
+
+The entry of an FP8 weight is the quantized shard. Its scales are synchronized first.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from fp8rs._torch import dtensor_like, local_tensor, own_part
 
-from .float8_weight import Sharded
+from .float8_shard import Float8Shard
 
 
 def register(linear: nn.Module) -> None:
-    """Register the hook on a layer that is being sharded. It holds nothing, so copies work."""
+    """Register the hook on a layer that is being sharded."""
     if make_plain not in linear._state_dict_hooks.values():
         linear.register_state_dict_post_hook(make_plain)
 
@@ -27,17 +29,16 @@ def register(linear: nn.Module) -> None:
 def make_plain(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
-    """State-dict hook: replace the weight's entry by the plain tensor.
+    """Replace a master weight's entry by the plain tensor.
 
-    With ``keep_vars=True`` the entry is the parameter itself, and stays.
+    With ``keep_vars=True`` the entry remains the parameter itself.
     """
     key = prefix + "weight"
     value = state_dict.get(key)
     local = own_part(value)
-    if isinstance(local, Sharded):
-        # Once for the model. Afterwards its weights have nothing left to synchronize.
-        if (shards := local._handle.shards) is not None:
-            shards.agree()
+    if isinstance(local, Float8Shard):
+        if (sync := local._handle.scale_sync) is not None:
+            sync.sync_module(module)
         return
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         state_dict[key] = plain(value)
@@ -45,7 +46,7 @@ def make_plain(
 
 @torch.no_grad()
 def plain(value: Tensor) -> Tensor:
-    """The tensor without the `MasterWeight` in it; it shares the memory."""
+    """Return a DTensor without the `MasterWeight` in it. It shares the memory."""
     if isinstance(value, DTensor):
         local = getattr(local_tensor(value), "high_precision", None)
         if local is not None:

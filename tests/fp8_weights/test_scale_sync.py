@@ -1,15 +1,15 @@
-"""What the ranks of a sharded FP8 weight agree on: its scale, whoever writes it and when."""
-
-import operator
+"""All ranks have the same scales of FP8 weights when the weights are gathered."""
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp8rs
+import fp8rs.checkpoint
+from cases import each_recipe
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import (
@@ -20,13 +20,15 @@ from distributed.models import (
     linears,
     make,
     on_all_ranks,
+    reduces,
     same_bytes,
     shard,
     watch_weights,
 )
 from fp8rs import precompute_float8_dynamic_scale_for_fsdp
+from fp8rs.nn.init import reset_linear
 from fp8rs.optim import AdamW
-from internals import store_of
+from internals import handle_of_tensor, local_of, store_of
 
 #: Hidden sizes of which one of two ranks has nothing.
 ONE_ROW = (1, 1)
@@ -45,6 +47,16 @@ def step(model, rig, *optimizers, seed=0, spoil=None):
 
 def scale(weight):
     return weight.to_local().rowwise.scale
+
+
+def scale_of(weight):
+    """A copy of the per-tensor scale that this rank's shard stores, which may be empty."""
+    return store_of(weight).any_plane.scale.view(1).clone()
+
+
+def gathers(seen):
+    """The all-gathers that were seen."""
+    return [c for c in seen.seen if c.kind == "gather"]
 
 
 def gathered(model, rig):
@@ -71,8 +83,8 @@ def test_a_nan_of_one_ranks_step_is_in_the_scale_of_all(rig):
 
 
 @ranks(2)
-def test_so_is_that_of_the_second_of_two_optimizers(rig):
-    """Whose steps are one roll of the histories."""
+def test_a_nan_in_the_step_of_a_second_optimizer_is_in_the_scale_of_all(rig):
+    """Histories roll once for the steps of both."""
     model = make(UNEVEN, recipe="delayed", fp8_weights=True, device=rig.device)
     shard(model, rig)
     first = list(model.blocks[0].parameters())
@@ -85,7 +97,7 @@ def test_so_is_that_of_the_second_of_two_optimizers(rig):
 
 @ranks(2)
 def test_a_step_after_a_weight_was_written_whole_begins_with_its_scale(rig):
-    """And not with the history's, which what was written would saturate."""
+    """The scale of the history would saturate the values."""
     model = make(UNEVEN, recipe="delayed", fp8_weights=True, device=rig.device)
     shard(model, rig)
     optimizer = AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
@@ -102,7 +114,7 @@ def test_a_step_after_a_weight_was_written_whole_begins_with_its_scale(rig):
 
 @ranks(2)
 @pytest.mark.parametrize("recipe", list(RECIPES))
-def test_a_step_after_writes_that_ranks_made_by_themselves_begins_with_these(rig, recipe):
+def test_a_step_starts_from_different_writes_of_each_rank(rig, recipe):
     model = make(UNEVEN, recipe=RECIPES[recipe], fp8_weights=True, device=rig.device)
     shard(model, rig)
     optimizer = AdamW(model.parameters(), lr=1e-3, master_weights=False, stochastic_rounding=False)
@@ -139,7 +151,7 @@ def test_one_optimizer_of_a_sharded_and_a_whole_model(rig):
 
 @ranks(2)
 def test_gathered_values_stay_when_the_shard_is_written(rig):
-    """Codes are bytes of the gather's own; their scale has to be, too."""
+    """Codes and scales of a gathered weight are copies."""
     model = make(UNEVEN, fp8_weights=True, device=rig.device)
     shard(model, rig)
     model(batch(rig)).sum().backward()
@@ -154,7 +166,7 @@ def test_gathered_values_stay_when_the_shard_is_written(rig):
 
 
 @ranks(2)
-def test_a_rank_with_nothing_of_a_weight_has_its_scale(rig):
+def test_a_rank_with_an_empty_shard_has_the_scale(rig):
     model = make(ONE_ROW, fp8_weights=True, device=rig.device)
     shard(model, rig)
     before = gathered(model, rig)
@@ -174,7 +186,7 @@ def test_a_rank_with_nothing_of_a_weight_has_its_scale(rig):
 
 
 @ranks(2)
-def test_the_scale_that_an_empty_shard_had_says_nothing(rig):
+def test_the_scale_of_an_empty_shard_does_not_count(rig):
     """Weights that shrink get smaller scales, though a rank wrote nothing."""
     model = make(ONE_ROW, fp8_weights=True, device=rig.device)
     shard(model, rig)
@@ -187,17 +199,20 @@ def test_the_scale_that_an_empty_shard_had_says_nothing(rig):
 
 
 @ranks(2)
-def test_nothing_is_computed_beforehand_of_weights_at_rest(rig):
+def test_precompute_synchronizes_the_scales_of_the_next_forward(rig):
     model = make(UNEVEN, fp8_weights=True, device=rig.device)
     shard(model, rig)
-    with Collectives() as seen:
-        precompute_float8_dynamic_scale_for_fsdp(model)
-    assert not seen.seen
-    model(batch(rig)).sum().backward()
+    for _ in range(2):
+        with Collectives() as seen:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+        assert len(reduces(seen)) == 1
+        with Collectives() as seen:
+            model(batch(rig)).sum().backward()
+        assert not reduces(seen)
 
 
 class Padded(nn.Linear):
-    """Whose first row on each rank is padding."""
+    """A layer whose first row on each rank is padding."""
 
     def reset_parameters(self):
         super().reset_parameters()
@@ -207,7 +222,7 @@ class Padded(nn.Linear):
 
 
 @ranks(2)
-def test_an_initialization_of_ones_own_writes_rows_of_the_shard(rig):
+def test_a_custom_initialization_writes_rows_of_the_shard(rig):
     model = nn.Sequential(Padded(32, 16, device=rig.device))
     fp8rs.convert_to_float8_training(model, fp8_weights=True)
     fully_shard(model, mesh=rig.mesh())
@@ -220,7 +235,7 @@ def test_an_initialization_of_ones_own_writes_rows_of_the_shard(rig):
 
 @ranks(2)
 def test_torchs_foreach_steps_leave_one_scale_to_all_shards(rig):
-    """Before the next forward: a checkpoint may come first."""
+    """They have it after the step, before the next forward."""
     model = make(UNEVEN, fp8_weights=True, device=rig.device)
     shard(model, rig)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, foreach=True)
@@ -256,7 +271,7 @@ def test_rows_of_a_shard_that_begins_within_a_block_are_written_wherever_they_li
 
 @ranks(2)
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8 of 1x32", "block"])
-def test_what_was_quantized_in_blocks_that_begin_elsewhere_is_taken_by_its_values(rig, recipe):
+def test_copies_from_blocks_that_begin_elsewhere_copy_values(rig, recipe):
     options = {"recipe": RECIPES[recipe], "fp8_weights": True}
     model = make(WITHIN_BLOCKS, device=rig.device, **options)
     shard(model, rig)
@@ -284,7 +299,7 @@ WRITES = {
 @ranks(2)
 @pytest.mark.parametrize("recipe", list(RECIPES))
 @pytest.mark.parametrize("hidden", [UNEVEN, WITHIN_BLOCKS, ONE_ROW], ids=["uneven", "cut", "empty"])
-def test_what_a_write_leaves_as_it_was_is_gathered_as_it_was(rig, recipe, hidden):
+def test_elements_that_a_write_leaves_unchanged_are_gathered_unchanged(rig, recipe, hidden):
     model = make(hidden, recipe=RECIPES[recipe], fp8_weights=True, device=rig.device)
     with torch.no_grad():
         model.blocks[0].up.weight[:1] *= 4  # so that the other rank's largest value is smaller
@@ -391,19 +406,220 @@ def test_an_element_that_one_rank_writes_leaves_the_others_as_they_were(rig, rec
     assert ((after - before).abs() <= least)[~written].all()
 
 
+# --- when ranks synchronize ----------------------------------------------------------------------
+
+#: Writes to a sharded parameter or its local tensor, by the object that is written.
+OBJECTS = {
+    "parameter": lambda weight: weight.mul_(3.0),
+    "list": lambda weight: torch._foreach_mul_([weight], 3.0),
+    "parameter, copied": lambda weight: weight.copy_(
+        distribute_tensor(torch.full(weight.shape, 3.0), weight.device_mesh, weight.placements)
+    ),
+    "parameter, drawn": lambda weight: weight.normal_(),
+    "local": lambda weight: local_of(weight).mul_(3.0),
+    "local, copied": lambda weight: local_of(weight).copy_(torch.ones(local_of(weight).shape)),
+    "alias": lambda weight: weight.to_local().mul_(3.0),
+    "detached": lambda weight: local_of(weight).detach().mul_(3.0),
+    "flat view": lambda weight: local_of(weight).view(-1)[:40].fill_(3.0),
+    "rows": lambda weight: local_of(weight)[:1].fill_(3.0),
+    "codes": lambda weight: local_of(weight).copy_(local_of(weight).detach().clone()),
+}
+#: Writes without a collective of DTensor, which one rank may make alone.
+LOCAL = [name for name in OBJECTS if not name.startswith(("parameter", "list"))]
+
+
 @ranks(2)
+@each_recipe("current", "mxfp8", of=RECIPES)
+@pytest.mark.parametrize("written", [name for name in OBJECTS if "copied" not in name])
+def test_a_write_runs_no_collective(rig, recipe, written):
+    model = make(WITHIN_BLOCKS, recipe=RECIPES[recipe], fp8_weights=True, device=rig.device)
+    shard(model, rig)
+    model(batch(rig)).sum().backward()
+    with torch.no_grad(), Collectives() as seen:
+        OBJECTS[written](model.blocks[0].up.weight)
+    assert not reduces(seen)
+    assert not gathers(seen)
+
+
+@ranks(2, 4)
 @pytest.mark.parametrize("recipe", list(RECIPES))
-def test_a_parameter_that_is_written_in_place_has_scales_that_agree_at_once(rig, recipe):
+@pytest.mark.parametrize("written", list(OBJECTS))
+def test_a_write_through_any_object_gives_all_ranks_the_same_weight(rig, recipe, written):
+    model = make(WITHIN_BLOCKS, recipe=RECIPES[recipe], fp8_weights=True, device=rig.device)
+    shard(model, rig)
+    gathered(model, rig)
+    weight = model.blocks[0].up.weight
+    with torch.no_grad():
+        OBJECTS[written](weight)
+    expected = weight.full_tensor().dequantize()
+    values, scale = gathered(model, rig)["blocks.0.up"]
+    step = 2.0**-9 * scale.float().max()  # of the subnormal numbers
+    torch.testing.assert_close(values, expected, rtol=0.07, atol=step.item())
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("recipe", list(RECIPES))
+@pytest.mark.parametrize("hidden", [WITHIN_BLOCKS, ONE_ROW], ids=["cut", "empty"])
+@pytest.mark.parametrize("written", LOCAL)
+@pytest.mark.parametrize("then", ["forward", "step", "load", "state_dict", "checkpoint"])
+def test_one_rank_may_write_alone(rig, recipe, hidden, written, then):
+    """All ranks synchronize at the next point, whether they wrote or not."""
+    model = make(hidden, recipe=RECIPES[recipe], fp8_weights=True, device=rig.device)
+    shard(model, rig)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model(batch(rig)).sum().backward()
+    weight = model.blocks[0].up.weight
+    if rig.rank == 0:
+        with torch.no_grad():
+            OBJECTS[written](weight)
+    expected = weight.full_tensor().dequantize()
+    if then == "step":
+        optimizer.step()
+    elif then == "load":
+        plain = {n: v for n, v in model.named_parameters() if "norm" in n}
+        model.load_state_dict(plain, strict=False)
+    elif then == "state_dict":
+        model.state_dict()
+    elif then == "checkpoint":
+        fp8rs.checkpoint.Model(model).state_dict()
+    if then != "forward" and local_of(weight).format.per_tensor:
+        assert on_all_ranks(scale_of(weight))
+    values, scale = gathered(model, rig)["blocks.0.up"]
+    step = 2.0**-9 * scale.float().max()  # of the subnormal numbers
+    torch.testing.assert_close(values, expected, rtol=0.07, atol=step.item())
+
+
+@ranks(2)
+@each_recipe("current", "block", "mxfp8", "rowwise", of=RECIPES)
+@pytest.mark.parametrize("foreach", [True, False])
+def test_a_step_of_another_optimizer_synchronizes_all_weights_in_one_all_reduce(
+    rig, recipe, foreach
+):
+    model = make(WITHIN_BLOCKS, recipe=RECIPES[recipe], fp8_weights=True, device=rig.device)
+    shard(model, rig)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, foreach=foreach)
+    for n in range(2):
+        model(batch(rig, n)).square().mean().backward()
+        with Collectives() as seen:
+            optimizer.step()
+        assert len(reduces(seen)) == (recipe != "rowwise")
+
+
+@ranks(2)
+def test_weights_that_are_not_trained_are_not_synchronized_by_a_step(rig):
+    model = make(UNEVEN, fp8_weights=True, device=rig.device)
+    for module in linears(model).values():
+        module.weight.requires_grad_(False)
+    shard(model, rig)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model(batch(rig)).square().mean().backward()
+    with Collectives() as seen:
+        optimizer.step()
+    assert not reduces(seen)
+
+
+# --- values that replace a whole weight ----------------------------------------------------------
+
+#: Ways to write values to whole weights, given the model and values by the name of the layer.
+WHOLE = {
+    "reset_parameters": None,
+    "copy_": lambda layer, values: layer.weight.copy_(values),
+    "local copy_": lambda layer, values: local_of(layer.weight).copy_(values.to_local()),
+    "quantize_": lambda layer, values: local_of(layer.weight).quantize_(values.to_local()),
+    "load_state_dict": lambda layer, values: layer.load_state_dict(
+        {"weight": values}, strict=False
+    ),
+}
+
+
+@ranks(2, 3, 4)
+@each_recipe("current", "delayed", "block", "mxfp8", "mxfp8 of 1x32", of=RECIPES)
+@pytest.mark.parametrize("hidden", [UNEVEN, WITHIN_BLOCKS, ONE_ROW], ids=["uneven", "cut", "empty"])
+@pytest.mark.parametrize("how", list(WHOLE))
+def test_values_of_whole_weights_have_the_bytes_of_unsharded_ones(rig, recipe, hidden, how):
+    options = {"recipe": RECIPES[recipe], "fp8_weights": True, "device": rig.device}
+    whole, model = make(hidden, **options), shard(make(hidden, **options), rig)
+    layers = [linears(m) for m in (whole, model)]
+    with torch.no_grad():
+        for name, layer in layers[1].items():
+            if how == "reset_parameters":
+                torch.manual_seed(rig.rank + len(name))  # only the first rank's seed counts
+                layer.reset_parameters()
+                plain = fully_shard(
+                    nn.Linear(layer.in_features, layer.out_features, device=rig.device),
+                    mesh=rig.mesh(),
+                )
+                torch.manual_seed(rig.rank + len(name))
+                reset_linear(plain)
+                values = plain.weight
+            else:
+                generator = torch.Generator().manual_seed(len(name))
+                values = torch.randn(layer.weight.shape, generator=generator) * 3.0
+                values[-1] *= 16.0  # the largest values are on one rank
+                spread = distribute_tensor(values.to(rig.device), rig.mesh(), [Shard(0)])
+                WHOLE[how](layer, spread)
+                spread.zero_()  # the weight keeps the values
+                values = values.to(rig.device)
+            values = getattr(values, "full_tensor", lambda values=values: values)()
+            layers[0][name].weight.copy_(values)
+    seen = []
+
+    def check(name, weight):
+        expected = layers[0][name].weight
+        for side in ("rowwise", "columnwise"):
+            plane, other = getattr(weight, side), getattr(expected, side)
+            if plane is not None and other is not None:
+                assert same_bytes(plane.data, other.data), (name, side)
+                assert same_bytes(plane.scale.view(other.scale.shape), other.scale), (name, side)
+        seen.append(name)
+
+    watch_weights(model, check)
+    model(batch(rig))
+    assert len(seen) == len(layers[0])
+    if recipe == "delayed":
+        for name, layer in layers[1].items():
+            for buffer in ("fp8_scale", "fp8_amax"):
+                found, expected = (getattr(m, buffer)[0] for m in (layer, layers[0][name]))
+                torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
+
+
+@ranks(2)
+@each_recipe("current", "mxfp8", of=RECIPES)
+def test_values_are_readable_before_the_synchronization(rig, recipe):
     model = make(WITHIN_BLOCKS, recipe=RECIPES[recipe], fp8_weights=True, device=rig.device)
     shard(model, rig)
     weight = model.blocks[0].up.weight
+    values = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    values[-1] *= 64.0
+    spread = distribute_tensor(values.to(rig.device), rig.mesh(), [Shard(0)])
     with torch.no_grad():
-        for write in (torch.Tensor.mul_, operator.imul):
-            write(weight, 3.0)
-            assert not weight.to_local()._handle.unagreed
-            if recipe in ("current", "delayed"):
-                assert on_all_ranks(scale(weight).view(1))
-        torch._foreach_mul_([weight], 3.0)
-        with Collectives() as seen:
-            gathered(model, rig)
-    assert sum(c.kind == "reduce" for c in seen.seen) == (recipe not in ("rowwise",))
+        weight.copy_(spread)
+    found, local = local_of(weight).dequantize(), spread.to_local()
+    torch.testing.assert_close(found, local, rtol=0.07, atol=0.002 * local.abs().max().item())
+
+
+@ranks(2)
+@each_recipe("current", "mxfp8", of=RECIPES)
+def test_a_synchronization_frees_the_values(rig, recipe):
+    model = make(WITHIN_BLOCKS, recipe=RECIPES[recipe], fp8_weights=True, device=rig.device)
+    shard(model, rig)
+    handles = [handle_of_tensor(layer.weight) for layer in linears(model).values()]
+    with torch.no_grad():
+        for layer in linears(model).values():
+            local_of(layer.weight).copy_(torch.ones(local_of(layer.weight).shape))
+    assert any(handle.pending is not None for handle in handles)
+    model(batch(rig))
+    assert all(handle.pending is None for handle in handles)
+
+
+@ranks(2)
+def test_a_later_write_of_rows_is_not_undone(rig):
+    model = make(WITHIN_BLOCKS, fp8_weights=True, device=rig.device)
+    shard(model, rig)
+    weight = model.blocks[0].up.weight
+    with torch.no_grad():
+        local_of(weight).copy_(torch.full(local_of(weight).shape, 2.0 + rig.rank))
+        local_of(weight)[:2].fill_(1.0)
+    values, _ = gathered(model, rig)["blocks.0.up"]
+    torch.testing.assert_close(values[:2], torch.ones_like(values[:2]), rtol=0.07, atol=0)
+    torch.testing.assert_close(values[2:80], torch.full_like(values[2:80], 2.0), rtol=0.07, atol=0)

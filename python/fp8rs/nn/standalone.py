@@ -1,4 +1,4 @@
-"""Modules that are made FP8 by hand, with ``recipe=``: each is the root of a state of its own."""
+"""Modules that are created as FP8 modules with ``recipe=``, each the root of its own state."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from .model_state import ModelState
 def make_float8(module: nn.Module, recipe: Recipe | RecipeName | None) -> None:
     """Make all linear layers of a module FP8, with one state whose root is the module.
 
-    As ``fp8rs.nn.Linear`` does with the one layer that it is: under ``fully_shard`` weights are
-    gathered in high precision, until ``convert_to_float8_training`` takes the layers into a model's
-    state.
+    Under ``fully_shard``, the weights are gathered in high precision until
+    ``convert_to_float8_training`` adds the layers to a model's state.
 
     Args:
-        module: it has just been made: its layers are plain ones.
-        recipe: a recipe or its short name; with None nothing happens.
+        module: a new module, whose layers are plain.
+        recipe: a recipe or its short name, or None to leave the module as it is.
     """
     if recipe is None:
         return
