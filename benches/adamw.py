@@ -1,14 +1,15 @@
-"""Time fp8rs.optim.AdamW on a GPU against a copy of the same bytes and against what others do.
+"""Time fp8rs.optim.AdamW on a GPU, compared with a copy of as many bytes and with torch's AdamW.
 
     python benches/adamw.py [--json FILE] [--rehearse] [--only TEXT ...]
 
-0.5 B parameters in 224 tensors: the matrices of 32 layers of Llama-3-8B, each a fourteenth of the
-rows. bf16 gradients. Device time is that of a CUDA graph of ``step()``, median of several replays;
-host time that of an eager ``step()`` call until it returns. *Bytes* are what a parameter must move;
-a row's *fraction* is the time of a device copy of as many bytes over the row's own. All in one run.
+The parameters are 0.5 B elements in 224 tensors: the matrices of 32 layers of Llama-3-8B with a
+fourteenth of the rows. Gradients are bf16. Device time is the median of replays of a CUDA graph of
+``step()``. Host time is the duration of an eager ``step()`` call. *Bytes* are the bytes per element
+that a step must read and write. *Fraction* is the time of a device copy of as many bytes divided by
+the step's time. All rows are measured in one run.
 
-``--only`` runs the rows whose names hold one of the texts: ``--only masters 128x128``.
-``--rehearse`` runs every row once on the CPU over small tensors, and times nothing.
+``--only`` runs the rows whose names contain one of the texts: ``--only masters 128x128``.
+``--rehearse`` runs every row once on the CPU with small tensors, without timing.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ ops = torch.ops.fp8rs
 Quantizer = Callable[[], Any]
 
 
-def beside(name: str) -> Any:
-    """Another benchmark, from its file."""
+def load_benchmark(name: str) -> Any:
+    """Import another benchmark from its file."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -47,7 +48,7 @@ def beside(name: str) -> Any:
 
 
 def quantizers(device: str) -> dict[str, Quantizer]:
-    """What makes a weight of each format, with one plane."""
+    """Return functions that create a quantizer with one plane, by format."""
 
     def delayed() -> Any:
         scale, amax = torch.tensor(1e-3, device=device), torch.zeros((), device=device)
@@ -64,8 +65,11 @@ def quantizers(device: str) -> dict[str, Quantizer]:
 
 
 def bytes_moved(name: str, masters: bool, state: torch.dtype) -> int:
-    """A parameter's bytes: gradient, moments and masters or codes read, all but the gradient
-    written. With one scale of the tensor's own, masters are read again, or all is."""
+    """Return the bytes per element that a step reads and writes.
+
+    It reads the gradient, the moments and masters or codes, and writes all except the gradient.
+    With current scaling, it reads the masters twice, or everything twice without masters.
+    """
     moments = 2 * state.itemsize
     if masters:
         return 2 + 2 * moments + 8 + 1 + (4 if name == "current" else 0)
@@ -73,12 +77,12 @@ def bytes_moved(name: str, masters: bool, state: torch.dtype) -> int:
 
 
 class Rows:
-    """What is measured, one row after the other."""
+    """Measures the rows of the table."""
 
     def __init__(self, rehearse: bool, only: Sequence[str] = ()) -> None:
         self.rehearse, self.only = rehearse, only
         self.device = "cpu" if rehearse else "cuda"
-        self.kernels = beside("cuda_kernels")
+        self.kernels = load_benchmark("cuda_kernels")
         self.copies: dict[int, float] = {}
         self.results: list[dict[str, Any]] = []
         shapes = SHAPES * (1 if rehearse else LAYERS)
@@ -89,16 +93,16 @@ class Rows:
         self.n = sum(rows * cols for rows, cols in self.shapes)
 
     def tensors(self, dtype: torch.dtype = torch.float32, scale: float = 0.02) -> list[Tensor]:
-        """Random tensors of all shapes."""
+        """Return random tensors of all shapes."""
         new = [torch.empty(shape, dtype=dtype, device=self.device) for shape in self.shapes]
         return [x.normal_(0, scale) for x in new]
 
     def wanted(self, name: str) -> bool:
-        """Whether a row of this name was asked for."""
+        """Return whether ``--only`` selects a row."""
         return not self.only or any(text in name for text in self.only)
 
     def measure(self, name: str, per_parameter: int, step: Callable[[], Any]) -> None:
-        """Time ``step`` as a graph, and its host."""
+        """Measure the device time of a graph of ``step``, and its host time."""
         if not self.wanted(name):
             return
         if self.rehearse:
@@ -133,7 +137,7 @@ class Rows:
         )
 
     def ours(self, name: str, masters: bool, state: torch.dtype = torch.float32) -> None:
-        """A step of fp8rs.optim.AdamW."""
+        """Measure a step of fp8rs.optim.AdamW."""
         words = f"fp8rs AdamW: {name}, {'masters' if masters else 'stochastic'}"
         if state != torch.float32:
             words += ", bf16 moments"
@@ -150,7 +154,7 @@ class Rows:
         self.measure(words, bytes_moved(name, masters, state), optimizer.step)
 
     def plain(self) -> None:
-        """A step of fp8rs.optim.AdamW over plain fp32 parameters, with fp32 gradients."""
+        """Measure fp8rs.optim.AdamW with plain fp32 parameters and fp32 gradients."""
         params = [torch.nn.Parameter(x) for x in self.tensors()]
         for p, grad in zip(params, self.tensors(), strict=True):
             p.grad = grad
@@ -158,7 +162,7 @@ class Rows:
         self.measure("fp8rs AdamW: plain fp32", 28, optimizer.step)
 
     def theirs(self) -> None:
-        """torch's fused AdamW over fp32 masters, and how codes are made of them afterwards."""
+        """Measure torch's fused AdamW on fp32 masters, followed by quantization."""
         masters = [torch.nn.Parameter(x) for x in self.tensors()]
         low = self.tensors(torch.bfloat16)
         for p in masters:
@@ -171,7 +175,7 @@ class Rows:
         amaxes = torch.zeros_like(scales)
 
         def fused() -> None:
-            # It takes gradients of the masters' dtype only.
+            # It requires gradients of the masters' dtype.
             torch._foreach_copy_(grads, low)
             optimizer.step()
 

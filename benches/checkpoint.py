@@ -1,13 +1,12 @@
-"""Saving and loading a model of 1 B parameters by fp8rs.checkpoint: seconds, and bytes on disk.
+"""Time saving and loading a model of 1 B parameters with fp8rs.checkpoint, and its bytes on disk.
 
     python benches/checkpoint.py --device cuda [--folder DIR]       # one rank
-    torchrun --nproc-per-node 2 benches/checkpoint.py --layers 2    # the CPU: a smaller model
+    torchrun --nproc-per-node 2 benches/checkpoint.py --layers 2    # a smaller model on CPUs
 
-Weights alone, without an optimizer: bf16 and fp32 parameters of the unconverted model by
-torch.distributed.checkpoint, then by fp8rs.checkpoint fp32 masters and FP8 weights of each recipe.
-"async" is what `async_save` keeps training waiting for. Files are new ones in a folder that is
-removed; what the operating system keeps of them in memory is not dropped before they are read.
-Prints JSON, from rank 0.
+Saves weights without an optimizer: bf16 and fp32 parameters of the unconverted model with
+torch.distributed.checkpoint, then fp32 master weights and FP8 weights of each recipe with
+fp8rs.checkpoint. "async" is the time until `async_save` returns. Files are written to a temporary
+folder. Reads may come from the operating system's cache. Rank 0 prints JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ VARIANTS = ("bf16", "fp32", "masters", "current", "delayed", "rowwise", "block",
 
 
 def sharded(variant: str, layers: int, device: torch.device) -> Any:
-    """The model of a variant, over all ranks."""
+    """Return the model of a variant, sharded over all ranks."""
     torch.manual_seed(0)
     with device:
         model = Llama(
@@ -56,7 +55,7 @@ def sharded(variant: str, layers: int, device: torch.device) -> Any:
 
 
 def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
-    """A call's time, from when all ranks begin until all have ended, and its result."""
+    """Return the time until a call has ended on all ranks, and its result."""
     dist.barrier()
     start = time.perf_counter()
     result = call()
@@ -65,7 +64,7 @@ def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def measure(variant: str, layers: int, device: torch.device, folder: Path) -> dict[str, Any]:
-    """One variant's figures."""
+    """Return the measurements of a variant."""
     model = sharded(variant, layers, device)
     saver = dist.new_group(backend="gloo")
     plain = variant in ("bf16", "fp32")
@@ -92,7 +91,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--variants", default=",".join(VARIANTS))
-    parser.add_argument("--folder", help="where files are written: temporary by default")
+    parser.add_argument("--folder", help="the folder to write to; default: a temporary one")
     options = parser.parse_args()
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="29512")

@@ -1,9 +1,9 @@
-"""Time the CUDA kernels of block formats against a copy of the same bytes, in one run.
+"""Time the CUDA kernels of block formats, compared with a copy of as many bytes.
 
     python benches/cuda_blocks.py [--json FILE] [--sizes 8192x8192,...]
 
-Measured as in cuda_kernels.py, torchao's compiled casts beside them where it is installed. Bytes
-are those of codes and scales: what must be read and written once.
+Measures as cuda_kernels.py does. Includes torchao's compiled casts if it is installed. Bytes are
+the bytes of inputs, codes and scales.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Rows = dict[str, tuple[float, list[Callable[[], object]]]]
 
 
 def kernels(xs: list[Tensor]) -> Rows:
-    """Name -> (bytes an element, one call for each input)."""
+    """Return the bytes per element and one call per input, by name."""
     rows, cols = xs[0].shape
     size = xs[0].element_size()
     made: Rows = {}
@@ -81,7 +81,7 @@ def kernels(xs: list[Tensor]) -> Rows:
 
 
 def peers(xs: list[Tensor]) -> Rows:
-    """torchao's casts to MX, compiled; nothing where it is not installed."""
+    """Return torchao's compiled casts to MX, or nothing if it is not installed."""
     try:
         from torchao.prototype.mx_formats.config import ScaleCalculationMode
         from torchao.prototype.mx_formats.mx_tensor import to_mx
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--sizes", default="4096x4096,8192x8192,16384x14336")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--only", default="", help="a part of the names of the kernels to time")
+    parser.add_argument("--only", default="", help="time kernels whose names contain this")
     arguments = parser.parse_args()
     dtype = getattr(torch, arguments.dtype)
     print(torch.cuda.get_device_name(), "torch", torch.__version__, dtype, "in, E4M3 out")

@@ -1,10 +1,10 @@
-"""Time the CUDA kernels against a copy of the same bytes, in one run.
+"""Time the CUDA kernels, compared with a copy of as many bytes.
 
     python benches/cuda_kernels.py [--json FILE] [--sizes 8192x8192,...]
 
-CUDA events around graph replays of several calls; each has inputs and outputs of its own, so that
-the L2 cache is cold; random data; medians. A kernel's *fraction* is the time of a device copy that
-moves the bytes that the kernel must move (each input once, each output once) over the kernel's.
+CUDA events surround replays of a graph with several calls on random data. Each call has separate
+inputs and outputs, so that the L2 cache is cold. Times are medians. *Fraction* is the time of a
+device copy of as many bytes as the kernel's inputs and outputs, divided by the kernel's time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def time_us(calls: list[Callable[[], object]], rounds: int = 15) -> float:
-    """The median time of one call: the calls run one after the other, as one graph."""
+    """Return the median time of a call, from replays of one graph of all calls."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -46,7 +46,10 @@ def time_us(calls: list[Callable[[], object]], rounds: int = 15) -> float:
 
 
 def copy_us(nbytes: float, sets: int) -> float:
-    """The faster of the driver's copy and an elementwise kernel that move `nbytes` in all."""
+    """Return the time to read and write ``nbytes`` in total.
+
+    It is the shorter of the driver's copy and an elementwise kernel.
+    """
     half = int(nbytes / 2) // 16 * 4
     sources = [
         torch.randint(1 << 30, (half,), dtype=torch.int32, device="cuda") for _ in range(sets)
@@ -59,7 +62,7 @@ def copy_us(nbytes: float, sets: int) -> float:
 
 
 def kernels(xs: list[Tensor]) -> dict[str, tuple[float, list[Callable[[], object]]]]:
-    """Name -> (bytes an element, one call for each input)."""
+    """Return the bytes per element and one call per input, by name."""
     size = xs[0].element_size()
     scale = torch.tensor(0.01, device="cuda")
     amax = torch.zeros_like(scale)
@@ -99,7 +102,7 @@ def kernels(xs: list[Tensor]) -> dict[str, tuple[float, list[Callable[[], object
 
 
 def multi() -> list[tuple[str, float, float]]:
-    """The weights of 16 layers of Llama-3-8B shapes, fp32, in 224 tensors (halves of 112)."""
+    """Measure kernels for lists, on fp32 weights of 16 layers of Llama-3-8B in 224 tensors."""
     shapes = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)]
     shapes += [(14336, 4096), (14336, 4096), (4096, 14336)]
     xs = [

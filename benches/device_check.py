@@ -1,19 +1,20 @@
-"""One call that shows on a GPU what a change of the CUDA backend did. Minutes; installs nothing.
+"""Check a change of the CUDA backend on a GPU, in one call of some minutes. Installs nothing.
 
     python benches/device_check.py FOLDER [--only first_use,times,...]
 
-Parts, each with its text in FOLDER/PART.txt, all in FOLDER/results.json and FOLDER/summary.txt:
+Each part writes its output to FOLDER/PART.txt. FOLDER/results.json and FOLDER/summary.txt have all
+results. The parts are:
 
-first_use   seconds that a format's first call takes over its second, each in a process of its own:
-            with machine code, and with CUDA_FORCE_PTX_JIT=1; the driver's cache is off
-times       kernels against a copy of the same bytes (cuda_blocks.py, cuda_kernels.py), with machine
-            code and with what the driver compiles
-bytes       CPU and CUDA at full size, the optimizer and random numbers; with machine code, and
-            with what the driver compiles
-tests       the GPU tests of launches and blocks, then those that take the GPU's memory
-sanitizer   memcheck, racecheck and initcheck over small calls of each kernel
+first_use   seconds of a format's first call minus its second, in separate processes, with machine
+            code and with CUDA_FORCE_PTX_JIT=1, without the driver's cache
+times       kernels compared with a copy of as many bytes (cuda_blocks.py, cuda_kernels.py), with
+            machine code and with PTX
+bytes       equal bytes on CPU and CUDA at full size, for quantization, the optimizer and random
+            numbers, with machine code and with PTX
+tests       GPU tests of launches and blocks, then tests that need the GPU's memory
+sanitizer   memcheck, racecheck and initcheck on small calls of each kernel
 
-Without a GPU (``--rehearse``) the calls run on the CPU and nothing is timed.
+``--rehearse`` runs on the CPU without timing.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SIZES = ((8192, 8192), (4096, 14336))
-#: Parts of the names of the kernels to time: what changed, and what it is measured by.
+#: Parts of the names of the kernels to time.
 TIMED = ("rebase", "per row", "MX both", "MX rowwise", "128x128 both", "current", "cast", "amax")
 
 ops = torch.ops.fp8rs
@@ -48,7 +49,7 @@ Call = Callable[[], Any]
 
 
 def formats(rows: int, cols: int, dtype: torch.dtype, device: str) -> dict[str, Call]:
-    """Name -> one call of each operation and format."""
+    """Return a call of each operation and format, by name."""
     x = torch.randn(rows, cols, device=device).to(dtype)
     scale, amax = torch.ones((), device=device), torch.zeros((), device=device)
     codes = torch.randint(0, 127, (rows, cols), dtype=torch.uint8, device=device).view(E4M3)
@@ -97,14 +98,14 @@ def wait(device: str) -> None:
 
 
 def one_first_use(name: str, force_ptx: bool, device: str) -> float:
-    """In a process that has not started CUDA: seconds of a first call over those of the second."""
+    """Return the seconds of a first call minus the second, in a process without a CUDA context."""
     os.environ["CUDA_CACHE_DISABLE"] = "1"
     call = formats(512, 1024, BF16, device)[name]
-    # torch's memory for the outputs, so that the first call does not wait for it.
+    # Allocate memory for the outputs, so that the first call does not.
     held = [torch.empty(1 << 20, dtype=torch.uint8, device=device) for _ in range(8)]
     del held
     wait(device)
-    # Now, not before: it would forbid torch's machine code too.
+    # Set this after torch has loaded its kernels, because it disables their machine code too.
     os.environ["CUDA_FORCE_PTX_JIT"] = str(int(force_ptx))
     took = []
     for _ in range(2):
@@ -116,7 +117,7 @@ def one_first_use(name: str, force_ptx: bool, device: str) -> float:
 
 
 def first_use(device: str) -> dict[str, Any]:
-    # Forked, so that torch is imported once; nothing has touched CUDA up to here.
+    # Fork, so that torch is imported once. CUDA is not initialized yet.
     result: dict[str, Any] = {}
     for name in formats(64, 64, BF16, "cpu"):
         result[name] = {}
@@ -142,7 +143,7 @@ def first_use(device: str) -> dict[str, Any]:
         print(f"{name:26} {one}", flush=True)
     for mode, most in (("machine code", 0.1), ("PTX", 0.4)):
         worst = max((r[mode] for r in result.values() if r[mode] is not None), default=None)
-        print(f"largest, {mode}: {worst} s, aimed at {most}")
+        print(f"largest, {mode}: {worst} s, target: {most}")
     return result
 
 
@@ -192,7 +193,7 @@ def bytes_agree(device: str) -> dict[str, Any]:
             codes = torch.randint(0, 256, (rows, cols), dtype=torch.uint8)
             codes[:, ::5] = 0
             there = x.to(device)
-            finite = x.nan_to_num(1.0, 2.0, 3.0)  # else every code of current scaling is NaN's
+            finite = x.nan_to_num(1.0, 2.0, 3.0)  # otherwise all codes of current scaling are NaN
             finite_there = finite.to(device)
             column_scale = torch.rand(cols)
             for fp8 in (E4M3, E5M2):
@@ -235,7 +236,7 @@ def bytes_agree(device: str) -> dict[str, Any]:
 
 
 def quantizers() -> dict[str, Any]:
-    """What makes the weights that the optimizer has kernels for."""
+    """Return quantizers of the formats that the optimizer has kernels for."""
     block, mx = fp8rs.Float8BlockQuantizer, fp8rs.MXFP8Quantizer
     return {
         "current": fp8rs.Float8CurrentScalingQuantizer(E4M3, columnwise=False),
@@ -246,7 +247,7 @@ def quantizers() -> dict[str, Any]:
 
 
 def optimized(device: str) -> dict[str, tuple[Any, Any]]:
-    """Random numbers, and weights and moments after two steps: on the CPU, and on the device."""
+    """Return random numbers, and weights and moments after two steps, on the CPU and the device."""
     found: dict[str, tuple[Any, Any]] = {}
     for dtype in (F32, BF16, F16):
         pair = [torch.empty(301, 1003, dtype=dtype, device=d) for d in ("cpu", device)]
@@ -272,12 +273,12 @@ def optimized(device: str) -> dict[str, tuple[Any, Any]]:
 
 
 def drive(device: str) -> None:
-    """What the sanitizer watches: each kernel on small tensors, whole tiles and cut ones."""
+    """Run each kernel on small tensors, with whole and partial tiles, for the sanitizer."""
     for dtype in (F32, BF16, F16):
         for shape in ((128, 256), (131, 272), (67, 75)):
             for call in formats(*shape, dtype, device).values():
                 call()
-    # More pieces than the blocks of one launch keep to themselves.
+    # More tiles than the blocks of one launch can hold.
     x = torch.randn(4352, 4352 if device == "cuda" else 32, device=device).to(BF16)
     for columnwise in (False, True):
         ops.quantize_current(x, E4M3, True, columnwise)
@@ -293,7 +294,7 @@ def drive(device: str) -> None:
 
 
 def optimize(device: str) -> None:
-    """Each kernel of the optimizer, and random numbers."""
+    """Run each kernel of the optimizer, and random numbers."""
     for masters in (True, False):
         for state_dtype in (F32, BF16):
             params = [
@@ -329,7 +330,7 @@ def run(command: list[str], seconds: float, **environment: str) -> tuple[int, st
 
 
 def tests(device: str) -> dict[str, Any]:
-    # A GPU machine's pytest may lack plugins that the project's settings name.
+    # pytest on a GPU machine may lack plugins that the project's settings require.
     base = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-o", "filterwarnings=default"]
     base += ["-p", "no:cacheprovider", "--tb=short"]
     files = ["tests/ops/test_cuda_launches.py", "tests/ops/test_blocks_cuda.py"]
@@ -337,8 +338,8 @@ def tests(device: str) -> dict[str, Any]:
     alone = "than_32_bits_count or workspaces_back"
     result = {}
     for name, more, seconds in (
-        ("beside each other", [*spread, "-k", f"not ({alone})"], 130),
-        ("alone, for their memory", ["-k", alone, "--durations=5"], 70),
+        ("in parallel", [*spread, "-k", f"not ({alone})"], 130),
+        ("one at a time, for memory", ["-k", alone, "--durations=5"], 70),
     ):
         begun = time.perf_counter()
         code, text = run([*base, *files, *more], seconds)
@@ -350,7 +351,7 @@ def tests(device: str) -> dict[str, Any]:
 def sanitizer(device: str) -> dict[str, Any]:
     tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(tool).exists():
-        print("compute-sanitizer is not here")
+        print("compute-sanitizer is not installed")
         return {"missing": True}
     script = [sys.executable, str(Path(__file__).resolve()), "-", "--drive"]
     running = {}
@@ -387,7 +388,7 @@ PARTS: dict[str, Callable[[str], Any]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", default="", help="parts, by commas")
+    parser.add_argument("--only", default="", help="comma-separated parts")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--drive", action="store_true", help=argparse.SUPPRESS)
@@ -400,12 +401,12 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if arguments.part:
         if arguments.part.endswith("_ptx"):
-            torch.zeros(1, device=device)  # torch's kernels are loaded as machine code
+            torch.zeros(1, device=device)  # loads torch's kernels as machine code
             os.environ["CUDA_FORCE_PTX_JIT"] = "1"
         result = PARTS[arguments.part](device)
         (folder / f"{arguments.part}.json").write_text(json.dumps(result, indent=1))
         return
-    # Each part in a process of its own: one that fails leaves the others their results.
+    # Run each part in a separate process, so that a failure does not affect the others.
     results: dict[str, Any] = {"torch": torch.__version__, "python": sys.version.split()[0]}
     summary = []
     for part in arguments.only.split(",") if arguments.only else PARTS:

@@ -1,30 +1,35 @@
-"""One training step end to end under FSDP2: fp8rs beside bf16 and torchao, in the same run.
+"""Time a training step under FSDP2 with fp8rs, bf16 and torchao.
 
-Workload: Llama-3-8B's layer shapes, 16 layers, vocabulary 32000, sequence 8192, batch 1 a GPU, fp32
-masters, AdamW, head and embedding in bf16, reduce-scatter in fp32, no activation checkpointing.
-The loss is taken after 12 steps on one fixed random batch. Variants that end in -fp8 keep the
-converted weights in FP8 at rest and train them with fp8rs.optim.AdamW.
+The workload has 16 layers with Llama-3-8B's shapes, vocabulary 32000, sequence length 8192, batch
+size 1 per GPU, fp32 master weights, AdamW, head and embedding in bf16, reduce-scatter in fp32, and
+no activation checkpointing. The loss is measured after 12 steps on one fixed random batch. Variants
+that end in -fp8 convert with fp8_weights=True and train with fp8rs.optim.AdamW.
 
-A variant may be followed by settings of its own, each after a +, which come before the options of
-the same names: no-masters, masters (of fp8rs.optim.AdamW), bf16-state, fp32-state (its moments),
-bf16-reduce, fp32-reduce (the reduce-scatter), bf16-params, fp32-params (the dtype of parameters at
-rest, which sharded gradients have too; FP8 weights have it in name only), save-input, save-codes
-(what layers keep for the backward), recompute (as --recompute), squares (wgrad_input_block=(128,
-128), of block variants), links, links-gathers, links-reductions (fp8rs.fsdp.set_links: both, or one
-of them), torch-links (FSDP2's own set_symm_mem_for_comm, of torch 2.12 and newer; NCCL's copy
-engines want NCCL_CTA_POLICY=2 in the environment).
+Settings can follow a variant's name, each after a +. They override options of the same names:
+
+- no-masters, masters: masters of fp8rs.optim.AdamW
+- bf16-state, fp32-state: dtype of its moments
+- bf16-reduce, fp32-reduce: dtype of the reduce-scatter
+- bf16-params, fp32-params: dtype of stored parameters and sharded gradients; the logical dtype of
+  FP8 weights
+- save-input, save-codes: what layers save for the backward
+- recompute: as --recompute
+- squares: wgrad_input_block=(128, 128), for block variants
+- comm, comm-all-gather, comm-reduce-scatter: fp8rs.comm.set_fsdp_comm for both collectives or one
+- torch-symm-mem: FSDP2's set_symm_mem_for_comm, since torch 2.12. NCCL uses copy engines if the
+  environment has NCCL_CTA_POLICY=2
 
     python benches/end_to_end.py                       # every variant on every GPU
     python benches/end_to_end.py --ranks 2 --variants bf16,current
     python benches/end_to_end.py --variants bf16,current-fp8,current-fp8+no-masters+bf16-reduce
-    python benches/end_to_end.py --ranks 2 --profile --variants bf16-compiled,bf16-compiled+links
+    python benches/end_to_end.py --ranks 2 --profile --variants bf16-compiled,bf16-compiled+comm
     python benches/end_to_end.py --device cpu --ranks 2 --dim 256 --layers 2 --sequence 64 \
         --vocabulary 512 --steps 2                     # a smoke run without a GPU
 
-Each variant has processes of its own and a time limit; what fails is recorded with its reason and
-the others go on. The JSON file is rewritten after each variant. torchao's variants are skipped
-with a printed reason unless it can be imported: install it, or name a folder that holds it
-(`pip install --no-deps --target DIR torchao`) in PYTHONPATH.
+Each variant runs in separate processes with a time limit. A failure is recorded with its reason,
+and the other variants run. The JSON file is written after each variant. torchao's variants are
+skipped with a message if it cannot be imported. Install it, or add a folder that contains it
+(`pip install --no-deps --target DIR torchao`) to PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -34,7 +39,6 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-import os
 import statistics
 import sys
 import time
@@ -45,34 +49,33 @@ from typing import Any
 import torch
 import torch._functorch.config
 import torch.distributed as dist
+from meter import Meter
 from torch.autograd import DeviceType
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from traffic import converted_share, counted
 
-from fp8rs.demo.launch import Job, RankFailed, launch
-from fp8rs.demo.memory import Meter
+from fp8rs.comm import set_fsdp_comm
+from fp8rs.demo.launch import RankFailed, launch
 from fp8rs.demo.model import Llama, LlamaConfig, parameter_count
-from fp8rs.demo.traffic import converted_share, counted
 from fp8rs.demo.train import (
-    Weights,
     convert,
-    fp8_adamw,
-    linear_weights,
+    converted_weights,
     peak_memory,
     shard,
 )
-from fp8rs.fsdp import Links, set_links
+from fp8rs.optim import AdamW
 from fp8rs.quantize.recipes import RECIPES, resolve_recipe
 
 LEARNING_RATE = 3e-4
 
-#: By the names that options have.
+#: Dtypes by the names in options.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What is trained: by which library, with which recipe, compiled or not."""
+    """A library and recipe to train with, compiled or not."""
 
     library: str
     recipe: str | None
@@ -93,7 +96,7 @@ def _variants() -> dict[str, Variant]:
 
 VARIANTS = _variants()
 
-#: What may follow a variant's name after a +: the option that it sets, and to what.
+#: Settings that can follow a variant's name after a +: an option and its value.
 MODIFIERS: dict[str, tuple[str, Any]] = {
     "masters": ("masters", True),
     "no-masters": ("masters", False),
@@ -101,10 +104,10 @@ MODIFIERS: dict[str, tuple[str, Any]] = {
     "save-codes": ("save_input", False),
     "recompute": ("recompute", True),
     "squares": ("squares", True),
-    "links": ("links", {}),
-    "links-gathers": ("links", {"reduction": "torch"}),
-    "links-reductions": ("links", {"gather": "torch"}),
-    "torch-links": ("torch_links", True),
+    "comm": ("comm", {}),
+    "comm-all-gather": ("comm", {"reduce_scatter": "torch"}),
+    "comm-reduce-scatter": ("comm", {"all_gather": "torch"}),
+    "torch-symm-mem": ("torch_symm_mem", True),
     **{
         f"{dtype}-{kind}": (option, dtype)
         for dtype in DTYPES
@@ -118,27 +121,31 @@ MODIFIERS: dict[str, tuple[str, Any]] = {
 
 
 def parsed(name: str) -> tuple[Variant, dict[str, Any]]:
-    """A variant and its own settings.
+    """Parse a variant and its settings.
 
     Raises:
-        ValueError: there is no such variant or setting.
+        ValueError: a variant or setting is not known.
     """
     base, *modifiers = name.split("+")
     if base not in VARIANTS:
-        raise ValueError(f"no such variant: {base}; there are {', '.join(VARIANTS)}")
+        raise ValueError(f"variant {base} is not known; the names are {', '.join(VARIANTS)}")
     unknown = [modifier for modifier in modifiers if modifier not in MODIFIERS]
     if unknown:
-        raise ValueError(f"{name}: no setting {unknown[0]}; there are {', '.join(MODIFIERS)}")
+        raise ValueError(
+            f"{name}: setting {unknown[0]} is not known; the names are {', '.join(MODIFIERS)}"
+        )
     own = dict(MODIFIERS[modifier] for modifier in modifiers)
     if not VARIANTS[base].fp8_weights and not {"masters", "state_dtype"}.isdisjoint(own):
-        raise ValueError(f"{name}: masters and state are fp8rs.optim.AdamW's, of -fp8 variants")
+        raise ValueError(
+            f"{name}: masters and state require fp8rs.optim.AdamW, which -fp8 variants use"
+        )
     if VARIANTS[base].recipe != "block" and "squares" in own:
-        raise ValueError(f"{name}: squares are an option of block variants")
+        raise ValueError(f"{name}: squares requires a block variant")
     return VARIANTS[base], own
 
 
 def main() -> int:
-    """Measures the variants one after the other."""
+    """Measure all variants."""
     options = _options()
     try:
         for name in options.variants:
@@ -148,17 +155,12 @@ def main() -> int:
         return 2
     if options.device == "cpu" and options.dim >= 4096:
         print(
-            "this workload is for GPUs, and torch sees none here. A smoke run on the CPU:\n"
+            "this workload requires a GPU, and torch finds none. For a smoke run on the CPU:\n"
             "    python benches/end_to_end.py --dim 256 --layers 2 --sequence 64 --vocabulary 512 "
             "--steps 2",
             file=sys.stderr,
         )
         return 2
-    # The ranks import this file by name.
-    here = str(Path(__file__).resolve().parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        path for path in (here, os.environ.get("PYTHONPATH")) if path
-    )
     report: dict[str, Any] = {"workload": _workload(options), "machine": _machine(options)}
     report["variants"] = {}
     for name in options.variants:
@@ -173,7 +175,7 @@ def main() -> int:
 def _measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
     variant, own = parsed(name)
     if variant.library == "torchao" and importlib.util.find_spec("torchao") is None:
-        reason = "torchao cannot be imported: put a folder that holds it in PYTHONPATH"
+        reason = "torchao cannot be imported: add a folder that contains it to PYTHONPATH"
         print(f"{name}: skipped: {reason}", flush=True)
         return {"error": reason}
     start = time.perf_counter()
@@ -181,9 +183,15 @@ def _measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
     def show(event: dict[str, Any]) -> None:
         print(f"{name}: {time.perf_counter() - start:6.1f} s  {event['what']}", flush=True)
 
-    job = Job("end_to_end:rank", {"variant": name, **_workload(options), **own}, options.device)
     try:
-        results = launch(job, options.ranks, show, options.limit)
+        results = launch(
+            rank,
+            {"variant": name, **_workload(options), **own},
+            ranks=options.ranks,
+            device=options.device,
+            on_event=show,
+            limit_seconds=options.limit,
+        )
     except (RankFailed, TimeoutError) as error:
         print(f"{name}: failed: {error}", flush=True)
         return {"error": str(error)}
@@ -193,7 +201,7 @@ def _measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
-    """What each rank runs."""
+    """Train and measure a variant on one rank."""
     (variant, _), ranks = parsed(arguments["variant"]), dist.get_world_size()
     device = torch.device("cuda", dist.get_rank()) if torch.cuda.is_available() else "cpu"
     device = torch.device(device if arguments["device"] == "cuda" else "cpu")
@@ -202,24 +210,21 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
     meter = Meter()
     with device:
         model = Llama(config)
-    # The same on all ranks: they shard one model.
+    # All ranks initialize equal weights, because they shard one model.
     model.init_weights(torch.Generator(device).manual_seed(0))
     model.to(DTYPES[arguments["param_dtype"]])
-    params, weights = parameter_count(model), linear_weights(model)
-    kept = Weights(
-        "fp8" if variant.fp8_weights else "master", arguments["masters"], arguments["state_dtype"]
-    )
+    params, weights = parameter_count(model), converted_weights(model)
     options = {"save_input": arguments["save_input"]}
     if arguments.get("squares"):
         options["wgrad_input_block"] = (128, 128)
-    after_step = _prepare(model, variant, kept, device.type, options, arguments["recompute"])
+    after_step = _prepare(model, variant, arguments, device.type, options)
     shard(model, device.type, ranks, DTYPES[arguments["reduce_dtype"]])
-    links = None if arguments.get("links") is None else set_links(model, **arguments["links"])
-    if arguments.get("torch_links"):
+    comm = None if arguments.get("comm") is None else set_fsdp_comm(model, **arguments["comm"])
+    if arguments.get("torch_symm_mem"):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_symm_mem_for_comm()
-    optimizer = _optimizer(model, kept)
+    optimizer = _optimizer(model, variant, arguments)
     report({"what": f"{params / 1e9:.2f} G parameters"})
 
     def step() -> torch.Tensor:
@@ -245,12 +250,15 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
         trace = arguments["trace"] if dist.get_rank() == 0 else None
         name = None if trace is None else Path(trace) / f"{arguments['variant']}.json.gz"
         report({"what": _profiled(step, name)})
-    before = _linked(links)
+    gathered = reduced = 0
+    if comm is not None:
+        gathered, reduced = comm.all_gather_bytes, sum(comm.reduce_scatter_bytes.values())
     with counted(model, ranks) as traffic:
         step()
-    gathered, reduced = (after - start for after, start in zip(_linked(links), before, strict=True))
-    if links is not None:
-        report({"what": str(links)})
+    if comm is not None:
+        gathered = comm.all_gather_bytes - gathered
+        reduced = sum(comm.reduce_scatter_bytes.values()) - reduced
+        report({"what": str(comm)})
     model.reshard()  # type: ignore[operator]
     at_rest = meter.at_rest(model, optimizer, weights)
     hooked = variant.library != "torch"
@@ -270,31 +278,30 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
     }
 
 
-def _linked(links: Links | None) -> tuple[int, int]:
-    """Bytes gathered through symmetric memory, and handed to reductions, so far."""
-    return (0, 0) if links is None else (links.gathered, sum(links.reduced.values()))
-
-
 _ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
-def _optimizer(model: Llama, kept: Weights) -> torch.optim.Optimizer:
-    if kept.fp8:
-        return fp8_adamw(model, kept, lr=LEARNING_RATE)
+def _optimizer(model: Llama, variant: Variant, arguments: dict[str, Any]) -> torch.optim.Optimizer:
+    if variant.fp8_weights:
+        return AdamW(
+            model.parameters(),
+            lr=LEARNING_RATE,
+            state_dtype=DTYPES[arguments["state_dtype"]],
+            master_weights=arguments["masters"],
+        )
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
 
 def _prepare(
     model: Llama,
     variant: Variant,
-    kept: Weights,
+    arguments: dict[str, Any],
     device: str,
     options: dict[str, Any],
-    recompute: bool,
 ) -> Any:
-    """Converts and compiles the model; returns what is called after each optimizer step.
+    """Convert and compile the model, and return a function to call after each optimizer step.
 
-    ``options`` are the recipe's that are not its defaults.
+    ``options`` are fields of the recipe that differ from its defaults.
     """
 
     def nothing(model: Llama) -> None:
@@ -304,7 +311,9 @@ def _prepare(
     if variant.library == "fp8rs":
         assert variant.recipe is not None
         recipe = dataclasses.replace(resolve_recipe(variant.recipe), **options)
-        convert(model, recipe, kept)
+        fp8 = variant.fp8_weights
+        masters = fp8 and arguments["masters"]
+        convert(model, recipe, fp8_weights=fp8, preserve_high_precision_init_val=masters)
     elif variant.library == "torchao":
         from torchao import float8 as peer
 
@@ -317,7 +326,7 @@ def _prepare(
         )
         after_step = peer.precompute_float8_dynamic_scale_for_fsdp
     if variant.compiled:
-        if recompute:
+        if arguments["recompute"]:
             torch._functorch.config.ban_recompute_materialized_backward = False
         for block in model.blocks:
             block.compile()
@@ -325,7 +334,7 @@ def _prepare(
 
 
 def _timed(step: Any, steps: int, device: torch.device) -> list[float]:
-    """Seconds of each step: between device events on CUDA, of the clock on CPU."""
+    """Return the seconds of each step, from CUDA events or from the clock on a CPU."""
     if device.type != "cuda":
         seconds = []
         for _ in range(steps):
@@ -344,8 +353,8 @@ def _timed(step: Any, steps: int, device: torch.device) -> list[float]:
     return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
 
 
-#: What communicates, by a part of its name in a profile. Copies of the driver's take no SM, and
-#: those within a GPU are among them.
+#: Kinds of communication, by a part of the kernel's name in a profile. The driver's copies use no
+#: SM. They include copies within a GPU.
 COMMUNICATION = {
     "AllGather": "gathers",
     "ReduceScatter": "reductions",
@@ -359,7 +368,7 @@ COMMUNICATION = {
 
 
 def communication(kernels: list[Any], steps: int) -> str:
-    """A line on the time that those of a profile's kernels took in a step which communicate."""
+    """Return a line with the time per step of communication kernels in a profile."""
     times = dict.fromkeys(COMMUNICATION.values(), 0.0)
     for kernel in kernels:
         for part, what in COMMUNICATION.items():
@@ -371,7 +380,12 @@ def communication(kernels: list[Any], steps: int) -> str:
 
 
 def _profiled(step: Any, trace: Path | None) -> str:
-    """The kernels of two steps, by the time that they take; ``trace``: a file for when they ran."""
+    """Profile two steps and return their kernels, sorted by time.
+
+    Args:
+        step: the step to run.
+        trace: a file to write a trace to, or None.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
@@ -398,12 +412,12 @@ def _batch(arguments: dict[str, Any], device: torch.device) -> torch.Tensor:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The variants as a Markdown table; ratios are to bf16 of the same kind, eager or compiled."""
+    """Return a Markdown table of all variants. Ratios compare with bf16, eager or compiled."""
     variants = report["variants"]
     lines = [
-        "| variant | tokens/s/GPU | vs bf16 of its kind | peak GB | at rest, B a parameter: "
-        "weights + optimizer | gathered GB a step | of it converted weights | reduced GB | "
-        "all-reduces | loss |",
+        "| variant | tokens/s/GPU | vs bf16 | peak GB "
+        "| stored B per parameter: weights + optimizer | gathered GB per step "
+        "| of which converted weights | reduced GB | all-reduces | loss |",
         "|---" * 10 + "|",
     ]
     for name, found in variants.items():
@@ -426,14 +440,14 @@ def table(report: dict[str, Any]) -> str:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Bars of throughput, peak memory and gathered bytes."""
+    """Plot throughput, peak memory and gathered bytes as bars."""
     from matplotlib.figure import Figure
 
     found = {name: v for name, v in report["variants"].items() if "error" not in v}
     panels = (
         ("tokens/s/GPU", [v["tokens_per_second"] for v in found.values()]),
         ("peak memory, GB", [v["peak_memory"] / 1e9 for v in found.values()]),
-        ("gathered in a step, GB", [v["allgather_bytes"] / 1e9 for v in found.values()]),
+        ("gathered per step, GB", [v["allgather_bytes"] / 1e9 for v in found.values()]),
     )
     figure = Figure(figsize=(12, 1.5 + 0.4 * len(found)), layout="constrained")
     for axes, (title, values) in zip(figure.subplots(1, 3, sharey=True), panels, strict=True):
@@ -491,34 +505,38 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--sequence", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=10, help="timed steps")
-    parser.add_argument("--warm-up", type=int, default=12, help="steps before the loss is read")
-    parser.add_argument("--profile", action="store_true", help="print where a step's time goes")
+    parser.add_argument("--warm-up", type=int, default=12, help="steps before the loss is measured")
     parser.add_argument(
-        "--trace", type=Path, metavar="FOLDER", help="and write there when each kernel ran"
+        "--profile", action="store_true", help="print the kernels of a step by time"
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FOLDER", help="profile, and write a trace to this folder"
     )
     parser.add_argument(
         "--save-input",
         action=argparse.BooleanOptionalAction,
-        help="recipes save inputs, or codes (left out: inputs where compiled)",
+        help="whether recipes save inputs or codes (default: inputs if compiled)",
     )
     parser.add_argument(
         "--recompute",
         action="store_true",
-        help="let compiled backwards make again what a GEMM reads, which torch's default keeps",
+        help="let compiled backwards recompute inputs of GEMMs, which torch saves by default",
     )
     parser.add_argument(
         "--masters",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="of fp8rs.optim.AdamW, in -fp8 variants",
+        help="whether fp8rs.optim.AdamW keeps masters, for -fp8 variants",
     )
     for name, what in (
-        ("state", "of the moments of fp8rs.optim.AdamW"),
-        ("reduce", "of the reduce-scatter"),
-        ("param", "of parameters at rest, and of their gradients after the reduce-scatter"),
+        ("state", "dtype of the moments of fp8rs.optim.AdamW"),
+        ("reduce", "dtype of the reduce-scatter"),
+        ("param", "dtype of stored parameters and of their sharded gradients"),
     ):
         parser.add_argument(f"--{name}-dtype", choices=DTYPES, default="fp32", help=what)
-    parser.add_argument("--limit", type=float, default=240, help="seconds for one variant")
+    parser.add_argument(
+        "--limit", type=float, default=240, help="time limit of a variant in seconds"
+    )
     parser.add_argument("--out", type=Path, default=Path("end_to_end.json"))
     parser.add_argument("--plot", type=Path, metavar="FILE")
     return parser.parse_args()

@@ -1,12 +1,12 @@
-"""What FP8 weights cost in training: the demo's held-out loss, beside master weights.
+"""Compare the held-out loss of the demo's model with FP8 weights and with master weights.
 
-For each recipe the demo's model is trained with master weights (torch's AdamW), then with FP8
-weights (fp8rs.optim.AdamW): with fp32 masters in the optimizer, without them and codes rounded
-stochastically, and without them and rounded to nearest. The model, seeds and batches are the same.
+For each recipe, the model is trained with master weights (torch's AdamW) and with FP8 weights
+(fp8rs.optim.AdamW). FP8 weights are trained with fp32 masters in the optimizer, and without them
+with stochastic rounding and with rounding to nearest. The model, seeds and batches are equal.
 
     python benches/fp8_weights.py [--recipes current,delayed] [--kinds master,masters] [--out FILE]
 
-The JSON file is rewritten after each run; runs that it has already are not made again.
+The JSON file is written after each run. Runs that it already contains are skipped.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from fp8rs.demo.launch import launch
 from fp8rs.demo.report import Progress
-from fp8rs.demo.run import job_of
-from fp8rs.demo.train import MASTER, Settings, Weights
+from fp8rs.demo.train import Settings, train_under_fsdp
 from fp8rs.quantize.recipes import RECIPES
 
-KINDS = {
-    "master": MASTER,
-    "masters": Weights("fp8"),
-    "stochastic": Weights("fp8", masters=False),
-    "nearest": Weights("fp8", masters=False, stochastic_rounding=False),
+#: Options of fp8rs.optim.AdamW. Without them, torch's AdamW trains master weights.
+KINDS: dict[str, dict[str, Any] | None] = {
+    "master": None,
+    "masters": {},
+    "stochastic": {"master_weights": False},
+    "nearest": {"master_weights": False, "stochastic_rounding": False},
 }
 TITLES = {
     "master": "master weights",
@@ -38,7 +39,7 @@ TITLES = {
 
 
 def main() -> int:
-    """Trains what the file does not have, and prints the table."""
+    """Train the models that the file does not contain, and print the table."""
     options = _options()
     found: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
     settings = Settings.choose(options.device, options.ranks, options.steps)
@@ -47,15 +48,23 @@ def main() -> int:
             if kind in found.setdefault(recipe, {}):
                 continue
             progress = Progress(f"{recipe} {kind}", settings.steps, sys.stdout)
-            job = job_of(settings, recipe, KINDS[kind])
-            found[recipe][kind] = launch(job, options.ranks, progress)[0]
+            results = launch(
+                train_under_fsdp,
+                settings,
+                recipe,
+                KINDS[kind],
+                ranks=options.ranks,
+                device=options.device,
+                on_event=progress,
+            )
+            found[recipe][kind] = asdict(results[0])
             options.out.write_text(json.dumps(found, indent=2) + "\n")
     print(table(found))
     return 0
 
 
 def table(found: dict[str, Any]) -> str:
-    """The last held-out losses, those of FP8 weights with their ratio to master weights'."""
+    """Return a table of the last held-out losses, with ratios to master weights."""
     kinds = [kind for kind in KINDS if any(kind in runs for runs in found.values())]
     lines = [
         "| recipe | " + " | ".join(TITLES[kind] for kind in kinds) + " |",

@@ -1,10 +1,10 @@
-"""How far FP8 gradients are from exact ones, and whether that is the formats' doing alone.
+"""Measure the error of FP8 gradients, and check that it only comes from the formats.
 
-Trains the demo's model in fp32. Then, on one batch at those weights, takes the gradients of all
-converted weights three times: with fp32 GEMMs, with fp8rs, and with a simulation in plain torch
-(rounded operands, fp32 accumulation: tests/oracle). The relative
-error is the norm of the difference over that of the fp32 gradients, all weights together. fp8rs's
-must equal the simulation's within 2%: what is above is a defect of the kernels, not of FP8.
+Trains the demo's model in fp32. On one batch, computes the gradients of all converted weights with
+fp32 GEMMs, with fp8rs, and with a simulation in plain torch (tests/oracle: rounded operands, fp32
+accumulation). The relative error is the norm of the difference divided by the norm of the fp32
+gradients, over all weights. The errors of fp8rs and of the simulation must agree within 2%. A
+larger difference is a defect of the kernels.
 
     python benches/gradient_error.py [--recipes current,delayed] [--dtypes bfloat16] [--json FILE]
 """
@@ -24,13 +24,20 @@ from torch import nn
 
 from fp8rs.demo.data import Corpus, load_corpus
 from fp8rs.demo.model import Llama
-from fp8rs.demo.train import Settings, convert, linear_weights, train_alone
+from fp8rs.demo.train import (
+    Settings,
+    build_model,
+    convert,
+    converted_weights,
+    make_optimizer,
+    train_step,
+)
 from fp8rs.quantize.recipes import RECIPES, Float8BlockScaling, Recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from oracle import compare, linear
 
-#: What is compared: recipes by their short names, and options that change what is rounded.
+#: Recipes by their short names, and options that affect rounding.
 CHOSEN: dict[str, Recipe] = {
     **{name: make() for name, make in RECIPES.items() if name != "tensorwise"},
     "block of squares": Float8BlockScaling(wgrad_input_block=(128, 128)),
@@ -39,7 +46,7 @@ CHOSEN: dict[str, Recipe] = {
 
 @dataclass(frozen=True)
 class GradientError:
-    """Relative errors of the gradients against fp32 GEMMs, and how far the loss is off."""
+    """Relative errors of the gradients, and errors of the loss, compared with fp32 GEMMs."""
 
     recipe: str
     dtype: str
@@ -50,7 +57,7 @@ class GradientError:
 
     @property
     def ratio(self) -> float:
-        """fp8rs's error over the simulation's."""
+        """The error of fp8rs divided by the error of the simulation."""
         return self.fp8rs / self.simulated
 
 
@@ -61,16 +68,16 @@ def gradient_error(
     dtype: torch.dtype = torch.float32,
     fast_accumulation: bool = False,
 ) -> GradientError:
-    """Compares fp8rs with the simulation on a batch, in activations of ``dtype``.
+    """Compare fp8rs with the simulation on a batch.
 
     Args:
-        trained: fp32 model; left as it is.
+        trained: an fp32 model. It is not changed.
         batch: int64 (rows, length + 1) on the model's device.
-        name: a recipe, of `CHOSEN`.
-        dtype: float32 or bfloat16. Weights are rounded to it for the exact gradients too, so that
-            the error is that of the computation.
+        name: a key of `CHOSEN`.
+        dtype: dtype of activations, float32 or bfloat16. The exact gradients use weights rounded to
+            it, so that the error excludes this rounding.
         fast_accumulation: let the forward GEMMs on CUDA accumulate with reduced precision, as
-            recipes do by default. The simulation never does.
+            recipes do by default. The simulation does not.
     """
     chosen = replace(CHOSEN[name], fast_accumulation=(fast_accumulation, False, False))
     exact_model = copy.deepcopy(trained).to(dtype).float()
@@ -89,10 +96,10 @@ def gradient_error(
 
 
 def simulate(model: Llama, recipe: Recipe) -> Llama:
-    """A copy whose linear layers round their operands in plain torch, as the recipe says."""
+    """Return a copy whose linear layers round their operands by a recipe, in plain torch."""
     model = copy.deepcopy(model)
-    weights = linear_weights(model)
-    # A first batch's delayed scales come from that batch: those of current scaling.
+    weights = converted_weights(model)
+    # In the first batch, delayed scaling computes the same scales as current scaling.
     blocks = linear.blocks_of(recipe)
     for where, module in model.named_modules():
         if f"{where}.weight" in weights:
@@ -113,23 +120,27 @@ def _simulated_forward(
 
 
 def _gradients(model: nn.Module, batch: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """The loss, and the gradients of all linear weights in one vector."""
+    """Return the loss, and the gradients of all linear weights as one vector."""
     assert isinstance(model, Llama)
     parameters = dict(model.named_parameters())
-    weights = [parameters[name] for name in sorted(linear_weights(model))]
+    weights = [parameters[name] for name in sorted(converted_weights(model))]
     loss = model.loss(batch)
     gradients = torch.autograd.grad(loss, weights)
     return loss.item(), torch.cat([gradient.float().flatten() for gradient in gradients])
 
 
 def trained_model(settings: Settings) -> tuple[Llama, Corpus]:
-    """The demo's model after its training, and the text it was trained on."""
-    corpus = load_corpus()
-    return train_alone(settings, corpus), corpus
+    """Train the demo's model in fp32 without FSDP2. Return it and its text."""
+    corpus, model = load_corpus(), build_model(settings)
+    optimizer = make_optimizer(model, settings)
+    for step in range(settings.steps):
+        batch = corpus.batch(settings.seed, step, settings.rows, settings.length)
+        train_step(model, optimizer, settings, step, batch.to(settings.device))
+    return model, corpus
 
 
 def main() -> int:
-    """Trains, compares and prints; exit code 1 where an error is off by more than 2%."""
+    """Train, compare and print. Return 1 if an error differs by more than 2%."""
     options = _options()
     settings = Settings.choose(options.device, 1, options.steps)
     trained, corpus = trained_model(settings)

@@ -1,23 +1,21 @@
-"""Host time of eager calls, in microseconds: operators, quantizers, and Linear beside nn.Linear.
+"""Measure the host time of eager calls in microseconds: operators, quantizers and linear layers.
 
     python benches/host_cost.py [cpu|cuda] [--json FILE] [--rounds N] [--features N] [--rows N]
 
-Tensors are tiny, so that what is timed is the way to the kernel: on CUDA nothing waits for the
-device inside the timing, which is idle before each. A round times each call in turn, as the mean of
-a hundred, so that a machine that is slow for a second is so for all calls of that round. "us" is
-the shortest of the rounds, what the code takes where nothing else has the core; "median" says how
-far from it the machine was. "ratio" is of the shortest, to nn.Linear's.
+Tensors are tiny, so that the time before the kernel dominates. On CUDA, the device is idle before
+each measurement, and nothing waits for it. A round times each call as the mean of a hundred, so
+that a slow phase of the machine affects all calls of a round. "us" is the minimum over rounds, and
+"median" shows the noise. "ratio" compares minima with nn.Linear.
 
-With ``--features 512 --rows 256`` no operand of recipe block has to be padded, as in a model of
-real size.
+With ``--features 512 --rows 256``, recipe block pads no operand, as in a model of real size.
 
-A backward on CUDA runs in a thread of autograd's. In the figure of one layer is what it takes to
-wake that up, and to fetch all Python that it runs into another core. "each of 8" is a layer's part
-of eight in a row, as in a model, where the thread wakes up once.
+On CUDA, a backward runs in a thread of autograd. The time of one layer includes the thread's
+wake-up and cold caches of another core. "each of 8" is the time per layer of eight consecutive
+layers, where the thread wakes up once.
 
-"least" is what no layer of this kind gets below: an autograd.Function in Python that calls the bare
-operators of recipe current and torch._scaled_mm (on the CPU, what stands in for it: an empty
-tensor), with no checks and no choices; and one that calls nothing.
+"least" is a lower bound for layers in Python: an autograd.Function that calls only the operators of
+recipe current and torch._scaled_mm, without checks. On the CPU, an empty tensor replaces the GEMM.
+"least, nothing called" is an autograd.Function without calls.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ RECIPES = ("current", "delayed", "rowwise", "mxfp8", "block")
 
 
 def mean_us(device: str, call: Callable[[], object], calls: int = 100) -> float:
-    """A call's mean time on the host."""
+    """Return the mean host time of a call."""
     for _ in range(10):
         call()
     if device == "cuda":
@@ -55,7 +53,7 @@ def mean_us(device: str, call: Callable[[], object], calls: int = 100) -> float:
 
 
 def operators(device: str) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Calls of operators."""
+    """Yield calls of operators and a quantizer."""
     x = torch.randn(64, 128, device=device, dtype=torch.bfloat16)
     scale, amax = torch.tensor(0.5, device=device), torch.tensor(1.0, device=device)
     row, _ = ops.quantize.default(x, scale, E4M3)
@@ -84,14 +82,14 @@ def operators(device: str) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def product(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor) -> Any:
-    """a @ b.T; on the CPU, whose GEMM is no part of the host's time on CUDA, an empty tensor."""
+    """Return a @ b.T, or an empty tensor on the CPU, where a GEMM would add host time."""
     if a.is_cpu:
         return torch.empty((a.shape[0], b.t().shape[1]), dtype=torch.bfloat16)
     return torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16)
 
 
 class Least(torch.autograd.Function):
-    """The calls of recipe current, bare."""
+    """Calls the operators of recipe current, without checks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> Any:
@@ -109,7 +107,7 @@ class Least(torch.autograd.Function):
 
 
 class Nothing(torch.autograd.Function):
-    """No call but that for the output's memory."""
+    """Only allocates the output."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> Any:
@@ -129,7 +127,7 @@ BARE: dict[str | None, type[torch.autograd.Function]] = {
 
 
 class Bare(nn.Module):
-    """A layer that is one function of its input and a weight."""
+    """A layer that applies an autograd.Function to its input and a weight."""
 
     def __init__(self, function: type[torch.autograd.Function], weight: torch.Tensor) -> None:
         super().__init__()
@@ -140,7 +138,7 @@ class Bare(nn.Module):
 
 
 def gemms(device: str, rows: int, features: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """The GEMMs alone, where there is a GPU."""
+    """Yield calls of GEMMs on a GPU."""
     if device != "cuda":
         return
     x = torch.randn(rows, features, device=device, dtype=torch.bfloat16)
@@ -156,7 +154,7 @@ def gemms(device: str, rows: int, features: int) -> Iterator[tuple[str, Callable
 def calls_of_least(
     device: str, rows: int, features: int
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """The operators that "least" calls, each alone: what it takes beyond them is autograd's."""
+    """Yield the operators that "least" calls. The rest of its time is autograd's."""
     x = torch.randn(rows, features, device=device, dtype=torch.bfloat16)
     w = torch.randn(features, features, device=device, dtype=torch.bfloat16)
     scale = torch.ones((), device=device)
@@ -166,7 +164,7 @@ def calls_of_least(
     yield "a layer's weight: quantize, columnwise", lambda: quantize(w, scale, E4M3, False, True)
 
 
-#: Layers in a row, and how the names of their rows end; the figure is one layer's.
+#: The number of consecutive layers, and the suffix of their rows, whose time is per layer.
 DEEP = 8
 EACH = f"each of {DEEP}"
 
@@ -174,7 +172,7 @@ EACH = f"each of {DEEP}"
 def model_of(
     layers: int, recipe: str | None, device: str, rows: int, features: int
 ) -> nn.Sequential:
-    """Layers in a row: nn.Linear, or a recipe's, with scales that are known, or bare ones."""
+    """Return consecutive layers: nn.Linear, `Bare`, or converted ones with warm scales."""
     made = {"device": device, "dtype": torch.bfloat16}
     plain = [nn.Linear(features, features, bias=False, **made) for _ in range(layers)]
     if recipe in BARE:
@@ -183,7 +181,7 @@ def model_of(
     if recipe is not None:
         fp8rs.convert_to_float8_training(model, recipe=recipe)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        for _ in range(4):  # delayed scaling finds its scales
+        for _ in range(4):  # initializes the scales of delayed scaling
             model(torch.randn(rows, features, **made)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -191,11 +189,11 @@ def model_of(
 
 
 def linears(device: str, rows: int, features: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Forward, and forward with backward, of nn.Linear and of each recipe's."""
+    """Yield forward, and forward and backward, of nn.Linear and of each recipe."""
     x, gradient = (torch.randn(rows, features, device=device, dtype=torch.bfloat16) for _ in "xg")
 
     def forward(layer: nn.Module) -> torch.Tensor:
-        # A tensor of its own each time: layers share what one input was quantized to.
+        # A new tensor each time, because layers cache the quantized input.
         y: torch.Tensor = layer(x.detach().requires_grad_())
         return y
 
@@ -219,10 +217,12 @@ def linears(device: str, rows: int, features: int) -> Iterator[tuple[str, Callab
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("device", nargs="?", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument("--json", help="write the times to this file")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--features", type=int, default=128, help="of the layers")
-    parser.add_argument("--rows", type=int, default=64, help="of the layers' inputs")
+    parser.add_argument(
+        "--features", type=int, default=128, help="input and output features of the layers"
+    )
+    parser.add_argument("--rows", type=int, default=64, help="rows of the layers' inputs")
     args = parser.parse_args()
     torch.set_num_threads(1)
     parts = (

@@ -1,18 +1,18 @@
-"""Time of one linear layer by the shape of its GEMMs: fp8rs beside nn.Linear in bf16.
+"""Time linear layers of fp8rs and nn.Linear in bf16, by the shape of their GEMMs.
 
     python benches/linear_shapes.py [--json FILE] [--recipes current,rowwise] [--rounds N]
     python benches/linear_shapes.py --shapes 8192x4096x14336,2048x2048x2048    # TOKENSxINxOUT
-    python benches/linear_shapes.py --device cpu        # small shapes: that it runs, no measurement
+    python benches/linear_shapes.py --device cpu        # a smoke run with small shapes
 
-Layers are compiled (``dynamic=False``; with ``--eager`` they are not), their weights bf16. An FP8
-layer quantizes its weight in each forward, all of it: of a weight that FSDP2 shards a rank
-quantizes its part alone, so that in training FP8 gains a little more than here. The forward keeps
-what a backward needs. "both" is the forward, dgrad and wgrad.
+Weights are bf16. Layers are compiled (``dynamic=False``), or eager with ``--eager``. An FP8 layer
+quantizes its whole weight in each forward. Under FSDP2, a rank only quantizes its shard, so that
+FP8 is slightly faster than measured here. The forward saves tensors for a backward. "both" is the
+forward, dgrad and wgrad.
 
-Times are of CUDA events, in milliseconds a call. A round times each layer once, in turn, over
-several inputs and gradients, which together are larger than the L2 cache. The device sleeps before
-it, twice as long as the host takes: as in a training step, the device does not wait for the host.
-Each figure is the median of the rounds. ``tools/figures.py`` draws the JSON.
+Times are medians of CUDA events, in milliseconds per call. A round times each layer once, with
+several inputs and gradients that exceed the L2 cache. The device first sleeps for twice the host
+time, so that it does not wait for the host, as in a training step. ``tools/figures.py`` plots the
+JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import fp8rs
 from fp8rs.quantize.recipes import RECIPES
 
-#: Tokens, inputs and outputs, by what has such layers.
+#: (tokens, in_features, out_features), by group.
 SHAPES = {
     "Llama-3-8B": [(8192, 4096, n) for n in (4096, 1024, 14336)] + [(8192, 14336, 4096)],
     "squares": [(n, n, n) for n in (1024, 2048, 4096, 8192, 16384)],
@@ -42,17 +42,17 @@ SHAPES = {
 }
 SMALL = {"small": [(64, 128, 256), (48, 64, 64)]}
 
-#: Bytes of inputs and gradients that a round reads, and the largest number of pairs.
+#: Bytes of inputs and gradients per round, and the maximum number of pairs.
 COLD, PAIRS = 2**28, 16
 
-#: Of a GPU's clock in a millisecond, at most.
+#: Clock cycles of a GPU in a millisecond, as an upper bound.
 CYCLES = 2_000_000
 
 Step = Callable[[Tensor, Tensor], object]
 
 
 def steps(layer: nn.Module, eager: bool) -> dict[str, Step]:
-    """What is timed of a layer, given an input and the gradient of its output."""
+    """Return the calls to time, which take an input and the gradient of the output."""
     run = layer if eager else torch.compile(layer, dynamic=False, fullgraph=True)
 
     def forward(x: Tensor, dy: Tensor) -> object:
@@ -65,13 +65,13 @@ def steps(layer: nn.Module, eager: bool) -> dict[str, Step]:
 
 
 def time_ms(step: Step, pairs: list[tuple[Tensor, Tensor]], host_ms: float) -> tuple[float, float]:
-    """The mean time of a call, over all pairs; and what the host took for one.
+    """Return the mean time of a call, and its host time.
 
     Args:
-        step: what is called.
-        pairs: with what, one after the other.
-        host_ms: the host's time of a call, as last found. The device sleeps twice as long, unless
-            that was a call that compiled.
+        step: the function to call.
+        pairs: the arguments of consecutive calls.
+        host_ms: the last measured host time. The device first sleeps twice as long, but at most 10
+            ms, because a call may have compiled.
     """
     on_gpu = pairs[0][0].is_cuda
     if on_gpu:
@@ -93,7 +93,7 @@ def time_ms(step: Step, pairs: list[tuple[Tensor, Tensor]], host_ms: float) -> t
 def measure(
     shape: tuple[int, int, int], recipes: list[str], device: str, rounds: int, eager: bool
 ) -> dict[str, dict[str, float]]:
-    """Milliseconds of each layer's steps: bf16's and each recipe's."""
+    """Return the times in milliseconds of bf16 and of each recipe."""
     tokens, inputs, outputs = shape
     torch.compiler.reset()
     new = {"dtype": torch.bfloat16, "device": device}
@@ -112,7 +112,7 @@ def measure(
     ]
     found: dict[str, dict[str, list[float]]] = {name: {} for name in timed}
     host_ms: dict[tuple[str, str], float] = {}
-    for n in range(rounds + 3):  # three to compile, to warm up and to time the host
+    for n in range(rounds + 3):  # three rounds to compile, warm up and measure the host time
         for name, of_layer in timed.items():
             for kind, step in of_layer.items():
                 took, host_ms[name, kind] = time_ms(step, pairs, host_ms.get((name, kind), 0.0))
@@ -125,11 +125,11 @@ def measure(
 
 
 def main() -> int:
-    """Measures the shapes one after the other."""
+    """Measure all shapes."""
     options = _options()
     if options.device == "cuda" and not torch.cuda.is_available():
         print(
-            "these shapes are for GPUs, and torch sees none here. A smoke run on the CPU:\n"
+            "these shapes require a GPU, and torch finds none. For a smoke run on the CPU:\n"
             "    python benches/linear_shapes.py --device cpu",
             file=sys.stderr,
         )

@@ -1,14 +1,14 @@
-"""What a monitor costs: a step that is logged, the others, and a step without one.
+"""Measure the overhead of a monitor in logged steps, in other steps, and in a step without one.
 
     python benches/monitor.py --device cuda                   # one GPU, 4 layers of Llama-3-8B
     python benches/monitor.py --device cuda --recipes delayed,mxfp8 --compiled
-    torchrun --nproc-per-node 2 benches/monitor.py            # the CPU: a small model, sharded
+    torchrun --nproc-per-node 2 benches/monitor.py            # a small sharded model on CPUs
 
-Each round times one step of each kind in turn, and each figure is the median of the rounds, in
-milliseconds: of the clock on a GPU, and of this process's CPU time on a CPU, which others' work
-does not change. To a logged step belongs what the end of the one before does for it. "memory" is
-the peak on a GPU in bytes, of such steps alone. Figures are without the time that graphs take to be
-made; "first_logged" is the first step that is logged, in which they are. Prints JSON, from rank 0.
+Each round times one step of each kind. Times are medians over rounds, in milliseconds: wall time on
+a GPU, and CPU time of the process on a CPU, which other processes do not affect. The time of a
+logged step includes its preparation at the end of the step before. "memory" is the peak on a GPU in
+bytes. Times exclude compilation, except for "first_logged", the first logged step. Rank 0 prints
+JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOKENS = {"cuda": 8192, "cpu": 256}
 
 
 class Bench:
-    """A model that is trained, and times of its steps."""
+    """Trains a model and times its steps."""
 
     def __init__(self, recipe: str, device: str, compiled: bool) -> None:
         self.device = torch.device(device)
@@ -54,7 +54,7 @@ class Bench:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
 
     def step(self, monitor: fp8rs.Monitor | None) -> tuple[float, int]:
-        """Milliseconds and peak memory of a step."""
+        """Run a step, and return its time in milliseconds and peak memory."""
         self._wait()
         clock = time.process_time
         if self.device.type == "cuda":
@@ -76,7 +76,7 @@ class Bench:
         dist.barrier()
 
     def run(self, rounds: int) -> dict[str, Any]:
-        """The figures."""
+        """Return the measurements."""
         for _ in range(4):  # first scales, and graphs
             self.step(None)
         found: dict[str, list[tuple[float, int]]] = {"without": [], "logged": [], "others": []}
@@ -110,7 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=list(SIZES), default="cpu")
     parser.add_argument("--recipes", default="current,delayed,rowwise,mxfp8")
-    parser.add_argument("--compiled", action="store_true", help="compiled blocks too")
+    parser.add_argument("--compiled", action="store_true", help="also measure compiled blocks")
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():

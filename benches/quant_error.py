@@ -1,9 +1,9 @@
-"""What each format loses: SQNR, values flushed to zero, GEMM error. Prints Markdown tables.
+"""Print the quantization error of each format: SQNR, values flushed to zero, GEMM error.
 
     python benches/quant_error.py [--size 4096] [--device cuda]
 
-Global SQNR hides flushing: on rows of very different sizes the large ones carry all the energy. So
-the worst blocks are reported beside it: the first percentile of the SQNR of runs of 32 values.
+Global SQNR hides flushing: if rows differ in magnitude, the largest rows dominate it. The tables
+therefore also have the first percentile of the SQNR of runs of 32 values.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def sqnr(x: Tensor, y: Tensor) -> float:
 
 
 def first_percentile(x: Tensor, y: Tensor) -> float:
-    """Of the SQNR of each run of 32 values."""
+    """Return the first percentile of the SQNR of runs of 32 values."""
     x, y = (t.double().reshape(-1, 32) for t in (x, y))
     each = decibels(x.square().sum(1), (x - y).square().sum(1))
     return each.kthvalue(max(1, each.numel() // 100)).values.item()
@@ -120,7 +120,7 @@ def main() -> None:
         for label, rounded in FORMATS.items():
             y = rounded(x)
             flushed = 100 * ((y == 0) & (x != 0)).double().mean().item()
-            # Against float64, the other operand in 32x32 blocks.
+            # Compared with float64. The other operand has 32x32 blocks.
             gemm = sqnr(exact, y[:512].double() @ w_mx.double().t())
             print(
                 f"| {label} | {sqnr(x, y):.2f} | {first_percentile(x, y):.2f} | {flushed:.4f} "

@@ -1,4 +1,4 @@
-"""accelerate with FSDP2: torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py"""
+"""Train with accelerate and FSDP2: torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py"""
 
 import argparse
 
@@ -15,13 +15,13 @@ from fp8rs.optim import MasterWeights
 def main(argv=None):
     parser = argparse.ArgumentParser()
     parser.add_argument("--recipe", default="current", help="a recipe of fp8rs, or bf16")
-    parser.add_argument("--fp8-weights", action="store_true", help="keep weights in FP8 at rest")
+    parser.add_argument("--fp8-weights", action="store_true", help="store weights in FP8")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save", help="where to save the state after the last step")
-    parser.add_argument("--resume", help="what --save wrote: FOLDER/step_N")
+    parser.add_argument("--resume", help="a state that --save wrote: FOLDER/step_N")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        fsdp2_on_cpu()  # accelerate itself shards on accelerators alone
+        fsdp2_on_cpu()  # accelerate shards only on accelerators
     fsdp = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=fsdp)
     torch.manual_seed(0)
@@ -32,7 +32,7 @@ def main(argv=None):
         options["preserve_high_precision_init_val"] = args.fp8_weights
         convert_to_float8_training(model, recipe=args.recipe, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    if args.fp8_weights:  # torch's AdamW alone would lose steps shorter than half a code's
+    if args.fp8_weights:  # without masters, updates smaller than half a code are lost
         optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
     rows = torch.from_file(argparse.__file__, size=64 * 1024, dtype=torch.uint8).long().view(-1, 64)
     model, optimizer, data = accelerator.prepare(model, optimizer, DataLoader(rows[64:], 4))

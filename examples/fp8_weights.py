@@ -1,6 +1,6 @@
-"""Train a model whose weights are FP8 at rest, under FSDP2, made on the meta device.
+"""Train a model with FP8 weights under FSDP2, built on the meta device.
 
-torchrun --standalone --nproc-per-node 2 examples/fp8_weights.py, on GPUs or else with gloo.
+torchrun --standalone --nproc-per-node 2 examples/fp8_weights.py, on GPUs or on CPUs with gloo.
 """
 
 import os
@@ -35,7 +35,7 @@ dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 mesh = init_device_mesh(device.type, (ranks,))
 torch.manual_seed(0)
 
-# The values before the rounding are kept until the optimizer's masters begin with them.
+# The values before rounding are kept until the optimizer initializes its masters from them.
 with torch.device("meta"), quantized_init("current", preserve_high_precision_init_val=True):
     model = nn.Sequential(*(Block(256) for _ in range(2)))
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -56,5 +56,5 @@ for step in range(30):
     optimizer.zero_grad()
     if rank == 0 and step % 29 == 0:
         print(f"step {step}: loss {loss.item():.4f}", flush=True)
-time.sleep(0.1)  # or a thread of gloo may abort the exit, see docs/faq.md
+time.sleep(0.1)  # gloo may abort the exit otherwise, see docs/troubleshooting.md
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Lightning with FSDP2: torchrun --nproc-per-node 2 examples/lightning_fsdp2.py"""
+"""Train with Lightning and FSDP2: torchrun --nproc-per-node 2 examples/lightning_fsdp2.py"""
 
 import argparse
 import os
@@ -21,7 +21,7 @@ class Llama(lightning.LightningModule):
         self.model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_attention_heads=4, **sizes))
         self.losses = {True: [], False: []}
 
-    def configure_model(self):  # for each stage; the callback has converted self.model
+    def configure_model(self):  # the callback has converted self.model
         if not isinstance(self.model, FSDPModule):
             for part in (*self.model.model.layers, self.model):
                 fully_shard(part, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))

@@ -1,4 +1,4 @@
-"""LoRA or DoRA over FP8 layers: torchrun --nproc-per-node 2 examples/peft_lora.py"""
+"""Train LoRA or DoRA on FP8 layers: torchrun --nproc-per-node 2 examples/peft_lora.py"""
 
 import argparse
 import inspect
@@ -22,7 +22,7 @@ def main(argv=None):
     parser.add_argument("--save", help="a folder for the adapter")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        fsdp2_on_cpu()  # accelerate itself shards on accelerators alone
+        fsdp2_on_cpu()  # accelerate shards only on accelerators
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
@@ -37,7 +37,7 @@ def main(argv=None):
     if convert == "before":
         convert_to_float8_training(model, recipe=args.recipe, filter_fqns=["lm_head"])
     model = get_peft_model(model, lora)
-    if convert == "after":  # adapters stay in high precision: FP8 saves nothing at small ranks
+    if convert == "after":  # adapters stay in high precision, as FP8 does not help small ranks
         convert_to_float8_training(model, recipe=args.recipe, filter_fqns=["lm_head", "lora_"])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     rows = torch.tensor(list(inspect.getsource(argparse).encode())[: 64 * 1024]).view(-1, 64)

@@ -1,7 +1,6 @@
-"""Train on real text, save while training goes on, and go on from the last checkpoint.
+"""Train on real text, save asynchronously, and resume from the last checkpoint.
 
-torchrun --standalone --nproc-per-node 2 examples/resume.py. Kill it at any step and start it again,
-on another number of processes if you like: it loses what came after the last checkpoint, no more.
+torchrun --standalone --nproc-per-node 2 examples/resume.py. It resumes on any number of processes.
 """
 
 import argparse
@@ -14,25 +13,24 @@ import torch.distributed as dist
 
 from fp8rs import checkpoint
 from fp8rs.demo.data import load_corpus
-from fp8rs.demo.train import Settings, Weights, build_model, convert, make_optimizer, shard
+from fp8rs.demo.train import Settings, build_model, convert, make_optimizer, shard
 
 parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-parser.add_argument("--folder", type=Path, default="checkpoints", help="of the checkpoints")
+parser.add_argument("--folder", type=Path, default="checkpoints", help="folder of the checkpoints")
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--save-every", type=int, default=20, help="steps")
 options = parser.parse_args()
-
 rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 device = "cuda" if torch.cuda.device_count() >= ranks else "cpu"
 if device == "cuda":
     torch.cuda.set_device(rank)
 dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-saver = dist.new_group(backend="gloo")  # of the thread that saves
-settings, weights = Settings.choose(device, ranks, options.steps), Weights("fp8")
+saver = dist.new_group(backend="gloo")  # for the thread that saves
+settings = Settings.choose(device, ranks, options.steps)
 corpus, model = load_corpus(), build_model(settings)
-convert(model, "delayed", weights)
+convert(model, "delayed", fp8_weights=True, preserve_high_precision_init_val=True)
 shard(model, device, ranks)
-optimizer = make_optimizer(model, settings, weights)
+optimizer = make_optimizer(model, settings, fp8_adamw={})
 state = {"model": checkpoint.Model(model), "step": 0}
 state["optimizer"] = checkpoint.Optimizer(model, optimizer)
 saved = sorted(options.folder.glob("step-*[0-9]"), key=lambda path: int(path.name[5:]))
@@ -58,5 +56,5 @@ for step in range(state["step"], settings.steps):
         saving = checkpoint.async_save(state, folder, process_group=saver)
 if saving is not None:
     saving.result()
-time.sleep(0.1)  # or a thread of gloo may abort the exit, see docs/faq.md
+time.sleep(0.1)  # gloo may abort the exit otherwise, see docs/troubleshooting.md
 dist.destroy_process_group()

@@ -1,6 +1,8 @@
-"""torchtitan 0.3: torchrun --nproc-per-node 2 examples/torchtitan_llama.py --recipe current
+"""Train with torchtitan 0.3.
 
-``config`` is a config registry's function, as torchtitan's own launcher takes them too:
+torchrun --nproc-per-node 2 examples/torchtitan_llama.py --recipe current
+
+``llama3_debugmodel_fp8rs`` also works with torchtitan's launcher:
 torchrun ... -m torchtitan.train --module examples.torchtitan_llama --config llama3_debugmodel_fp8rs
 """
 
@@ -17,7 +19,7 @@ from fp8rs.integrations.torchtitan import Float8Converter
 
 
 def llama3_debugmodel_fp8rs(recipe="current", **parallelism) -> Trainer.Config:
-    """torchtitan's debug config, with the linear layers but the head's in FP8."""
+    """Return torchtitan's debug config, with FP8 linear layers except the head."""
     config = llama3_debugmodel()
     if recipe != "bf16":
         converter = Float8Converter.Config(recipe=recipe, filter_fqns=["lm_head"])

@@ -1,4 +1,4 @@
-"""transformers' Trainer: torchrun --nproc-per-node 2 examples/transformers_trainer.py"""
+"""Train with transformers' Trainer: torchrun --nproc-per-node 2 examples/transformers_trainer.py"""
 
 import argparse
 import inspect
@@ -14,14 +14,14 @@ from fp8rs.optim import MasterWeights
 def main(argv=None):
     parser = argparse.ArgumentParser()
     parser.add_argument("--recipe", default="current", help="a recipe of fp8rs, or bf16")
-    parser.add_argument("--fp8-weights", action="store_true", help="keep weights in FP8 at rest")
+    parser.add_argument("--fp8-weights", action="store_true", help="store weights in FP8")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--output", default="trainer-output", help="checkpoints go there")
+    parser.add_argument("--output", default="trainer-output", help="folder of the checkpoints")
     parser.add_argument("--resume", help="a checkpoint: FOLDER/checkpoint-N")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        fsdp2_on_cpu()  # accelerate, below Trainer, shards on accelerators alone
+        fsdp2_on_cpu()  # accelerate, which Trainer uses, shards only on accelerators
     training = TrainingArguments(
         output_dir=args.output,
         bf16=True,
@@ -45,7 +45,7 @@ def main(argv=None):
         options = {"filter_fqns": ["lm_head"], "fp8_weights": args.fp8_weights}
         options["preserve_high_precision_init_val"] = args.fp8_weights
         convert_to_float8_training(model, recipe=args.recipe, **options)
-    if args.fp8_weights:  # the Trainer's own AdamW would lose steps shorter than half a code's
+    if args.fp8_weights:  # without masters, updates smaller than half a code are lost
         options = {"optimizer_class": torch.optim.AdamW, "lr": training.learning_rate}
         chosen = {"optimizer_cls_and_kwargs": (MasterWeights, options)}
     rows = torch.tensor(list(inspect.getsource(argparse).encode())[: 64 * 1024]).view(-1, 64)

@@ -1,4 +1,4 @@
-"""Inputs that the operators' tests share, and every operator called on one of them."""
+"""Inputs that the operator tests share, and a function that calls every operator."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from oracle.elements import FORMATS, WIDE
 
 ops = torch.ops.fp8rs
 
-#: Each recipe, and where weights have two planes of their own.
+#: The recipes under test, including one whose weights need separate rowwise and columnwise planes.
 RECIPES = {
     "current": "current",
     "delayed": "delayed",
@@ -22,9 +22,10 @@ RECIPES = {
 
 
 def each_recipe(*short, of=RECIPES):
-    """Every recipe of a table, of which a CPU takes these alone unless it runs all (`--full`).
+    """Parametrize over a table of recipes. On CPU, only ``short`` run unless `--full` is given.
 
-    For slow tests that the recipe makes little difference to."""
+    Use it for slow tests whose result hardly depends on the recipe.
+    """
     return pytest.mark.parametrize(
         "recipe",
         [pytest.param(name, marks=() if name in short else pytest.mark.long_on_cpu) for name in of],
@@ -39,8 +40,8 @@ each_direction = pytest.mark.parametrize(
     ids=["rowwise", "columnwise", "both"],
 )
 
-#: Every size that a kernel may treat in a way of its own: one element, odd, around vector and tile
-#: widths, empty in each dimension, 0-d to 4-d.
+#: Shapes for which a kernel may take a different path: one element, odd sizes, sizes around vector
+#: and tile widths, empty dimensions, 0-d to 4-d.
 SHAPES = [
     (),
     (0,),
@@ -60,7 +61,7 @@ SHAPES = [
     (2, 3, 4, 5),
 ]
 
-#: Layouts by name: from a shape to a tensor of that shape with strides of its own.
+#: Memory layouts by name. Each function makes a strided tensor from an allocator.
 LAYOUTS = {
     "transposed": lambda make: make(65, 33).t(),
     "every second column": lambda make: make(33, 130)[:, ::2],
@@ -79,7 +80,7 @@ LAYOUTS = {
 
 
 def data(device, *shape, dtype=torch.float32, seed=0):
-    """Normal numbers of many magnitudes, some of them zero, negative zero or too large."""
+    """Return normal values of many magnitudes, with zeros of both signs and values out of range."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     x *= torch.exp2(torch.randint(-8, 12, shape, generator=generator).float())
@@ -96,7 +97,7 @@ def skip_without_block_gemms(device):
 
 
 def pad_tokens(monkeypatch, device_type):
-    """Have layers put zeros behind their tokens for wgrad as on a device of that type."""
+    """Pad the tokens of wgrad as on a device of the given type."""
     like = torch.device(device_type)
     monkeypatch.setattr(
         function, "contracted_multiple", lambda format, device: contracted_multiple(format, like)
@@ -113,7 +114,7 @@ def all_codes(fp8_dtype, device, *shape):
 
 
 def calls(x, fp8_dtype):
-    """Every operator, with results as bytes."""
+    """Call every operator on ``x`` and return the results."""
     device = x.device
     scale, amax = scalar(0.37, device), scalar(1.0, device)
     row, col = ops.quantize(x, scale, fp8_dtype, True, True)

@@ -1,12 +1,12 @@
-"""What all tests share: devices, which part of a product of parameters runs, what is counted."""
+"""Options and fixtures of all tests: devices, the choice of parameter combinations, the summary."""
 
 import gc
 import os
 from collections import Counter, defaultdict
 
-# Read where torch is imported, here and in what tests start. torch's threads wait for each other by
-# spinning: where other processes (of xdist, ranks) want the cores too, small layers take ten times
-# as long. fp8rs's own threads, which sleep, stay as many as share a tensor.
+# Set before torch is imported, here and in every process that a test starts. torch's threads spin
+# while they wait. If other processes (xdist workers, ranks) need the cores, small layers become ten
+# times slower. The threads of fp8rs sleep instead, so two of them remain to test sharing a tensor.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAYON_NUM_THREADS", "2")
 # Each connection of a TCPStore looks up the name of ::ffff:127.0.0.1. Without this, a name server
@@ -20,7 +20,7 @@ from covering import covering
 
 NO_GPU = "needs a CUDA GPU"
 
-#: What a cover holds of stacked parameters, by the number of them that meet.
+#: Strength of a cover of stacked parameters -> what it contains.
 STRENGTHS = {1: "each value", 2: "each pair"}
 
 
@@ -28,18 +28,18 @@ def pytest_addoption(parser):
     parser.addoption(
         "--full",
         action="store_true",
-        help="long tests too, and whole products of stacked parameters, not a cover of pairs",
+        help="run long tests too, and all combinations of stacked parameters instead of a cover",
     )
     parser.addoption(
         "--strength",
         type=int,
         choices=list(STRENGTHS),
         default=2,
-        help="what a cover holds of stacked parameters: each pair of values (2), or each value (1)",
+        help="what a cover of parameters contains: each pair of values (2) or each value (1)",
     )
 
 
-# Last, when -k and -m have chosen: a cover of what they leave.
+# Run last, after -k and -m have selected tests, so that the cover is built from what remains.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("full"):
@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config, items):
         if left_out:
             config.hook.pytest_deselected(items=left_out)
             config.stash[COVER] = (len(items), collected)
-    # Counted through NVML, so that no CUDA context starts here: tests fork.
+    # This counts through NVML and creates no CUDA context, which would not survive a fork.
     if torch.cuda.device_count() == 0:
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -59,9 +59,11 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Thousands of tests and all of torch are no garbage.
+    """Freeze the objects that exist after collection.
 
-    To walk them takes a second each time, and tests that look for leaks collect often."""
+    The garbage collector would walk thousands of tests and all of torch, which takes a second each
+    time. Tests for leaks collect often.
+    """
     gc.collect()
     gc.freeze()
 
@@ -73,15 +75,15 @@ def _is_long(item):
     )
 
 
-#: (tests that run, tests that there are)
+#: The number of tests that run and the number that were collected.
 COVER = pytest.StashKey[tuple[int, int]]()
 
 
 def _cover(items, strength):
-    """Of each test function the cases in which all meets that meets in so many of its parameters.
+    """Yield the test cases that cover all combinations of ``strength`` parameters of each function.
 
-    A test of no more parameters than that keeps all cases, as does one marked ``whole_product``.
-    Cases for a GPU are covered on their own: where there is none they cover nothing.
+    A test with no more parameters than that keeps all cases, and so does a test marked
+    ``whole_product``. Cases for a GPU are covered separately, because they are skipped without one.
     """
     functions = defaultdict(list)
     for item in items:
@@ -91,22 +93,23 @@ def _cover(items, strength):
             gpu = item.get_closest_marker("gpu") is not None
             functions[item.parent.nodeid, item.originalname, gpu].append(item)
     for cases in functions.values():
-        # As they were made: where a fixture serves several tests, pytest puts them together.
+        # Restore the order of parametrization: pytest groups cases that share a fixture.
         cases.sort(key=lambda item: sorted(item.callspec.indices.items()))
         for index in covering(_places([_choices(item) for item in cases]), strength):
             yield cases[index]
 
 
 def _places(choices):
-    """The place of each choice among those of its column, in the order that they come up in."""
+    """Replace each choice by its index among the distinct choices of its column."""
     columns = [list(dict.fromkeys(column)) for column in zip(*choices, strict=True)]
     return [tuple(map(list.index, columns, row)) for row in choices]
 
 
 def _choices(item):
-    """What each ``parametrize`` and each fixture with parameters chose, by identity.
+    """Identify what each ``parametrize`` mark and each parametrized fixture chose for a case.
 
-    A ``parametrize`` of several names is one choice. All cases share the objects to choose from.
+    A ``parametrize`` of several names is one choice. Values are compared by identity, because all
+    cases share them.
     """
     chosen = dict(item.callspec.params)
     together = []
@@ -119,24 +122,26 @@ def _choices(item):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """A process of pytest-xdist hands its figures to the one that prints them."""
+    """Receive the counts of a pytest-xdist worker."""
     cover = getattr(node, "workeroutput", {}).get("cover")
     if cover:
         node.config.stash[COVER] = tuple(cover)
 
 
 def pytest_sessionfinish(session):
-    gc.unfreeze()  # nanobind's modules complain of what nobody collects at the end
+    # nanobind reports objects that are still alive at exit.
+    gc.unfreeze()
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["cover"] = session.config.stash.get(COVER, None)
 
 
 def _is_gpu(report):
-    return "gpu" in getattr(report, "keywords", ())  # a file that is skipped whole has none
+    # The report of a file that is skipped as a whole has no keywords.
+    return "gpu" in getattr(report, "keywords", ())
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Counts in place of lists: what is skipped is hundreds of tests for a few reasons."""
+    """Print the number of skipped tests for each reason, instead of hundreds of lines."""
     ran, collected = config.stash.get(COVER, (0, 0))
     if ran:
         what = STRENGTHS[config.getoption("strength")]
@@ -158,5 +163,5 @@ def _reason(report):
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
-    """Each device that operations run on."""
+    """The devices that operators run on."""
     return torch.device(request.param)

@@ -1,8 +1,8 @@
-"""Rows of a table chosen so that what meets in it, in any two columns, meets in a chosen row too.
+"""Choose rows of a table such that every pair of values in two columns occurs in a chosen row.
 
-A fault that shows in a product of parameters mostly shows in two of them together (Kuhn, Wallace,
-Gallo: Software Fault Interactions and Implications for Software Testing, IEEE TSE 30(6), 2004):
-such a cover finds it in some tens of rows where the product has hundreds.
+Most faults in a product of parameters depend on at most two of them (Kuhn, Wallace, Gallo:
+Software Fault Interactions and Implications for Software Testing, IEEE TSE 30(6), 2004). A cover of
+pairs finds them with tens of rows where the product has hundreds.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations, groupby
 
-#: Of each column the place of its value in that column's list.
+#: For each column, the index of the row's value in the list of values.
 Row = tuple[int, ...]
-#: The columns and what a row has in them.
+#: A combination of values, as (column, index) pairs.
 _Meeting = tuple[tuple[int, int], ...]
 
 
 def covering(rows: Sequence[Row], strength: int = 2) -> list[int]:
-    """Indices, ascending, of rows that hold all that meets in ``strength`` columns of all rows.
+    """Return the ascending indices of rows that cover all combinations of ``strength`` columns.
 
-    Strength 2 is a cover of all pairs of values, strength 1 one of all values. What is left out of
-    ``rows`` is excluded, a row that repeats another is dropped, rows of no more columns than that
-    give all rows. In what order the rows come does not count.
+    Strength 2 covers all pairs of values, and strength 1 covers all values. Only combinations that
+    occur in ``rows`` are covered. If the rows have no more than ``strength`` columns, all distinct
+    rows are returned. The result does not depend on the order of the rows.
 
-    Greedy: the row with the most meetings that are not covered yet, of several that with the values
-    nearest the beginning of their lists. Rows come up by `_age`: of values that came first they are
-    chosen as if there were no later ones. So a value that is written at the end of a list mostly
-    adds rows. In the end what later rows have made needless is dropped, the oldest first.
+    The algorithm is greedy. It takes the row with the most combinations that are not covered yet,
+    and breaks ties in favor of values near the beginning of their lists. Rows are processed by
+    `_age`, so adding a value to the end of a list mostly adds rows and keeps the others. Finally,
+    redundant rows are removed, oldest first.
     """
     meetings = [_meetings(row, strength) for row in rows]
     held: set[_Meeting] = set()
@@ -48,7 +48,7 @@ def covering(rows: Sequence[Row], strength: int = 2) -> list[int]:
 
 
 def _age(row: Row, strength: int) -> int:
-    """When the meeting of a row's latest values came up."""
+    """Return the index at which the row's latest combination of values first became possible."""
     return sorted(row)[-min(strength, len(row))]
 
 

@@ -1,4 +1,4 @@
-"""What launched ranks run in project/test_demo.py."""
+"""Functions that tests run with `fp8rs.demo.launch`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 import fp8rs
 from fp8rs.demo.model import Llama, LlamaConfig, parameter_count
-from fp8rs.demo.traffic import counted
-from fp8rs.demo.train import Weights, convert, fp8_adamw, linear_weights, shard
+from fp8rs.demo.train import convert, converted_weights, shard
 from internals import local_of
 
 
@@ -48,7 +47,7 @@ def hang(arguments: dict[str, Any], report: Any) -> None:
 
 
 def quick_start(arguments: dict[str, Any], report: Any) -> list[float]:
-    """Runs the README's code on a small model, then a few steps of training."""
+    """Run the first script on a small model, then a few steps of training."""
     config = LlamaConfig(vocabulary=64, dim=48, layers=2, heads=4, kv_heads=2, hidden=96)
     model = Llama(config)
     model.init_weights(torch.Generator().manual_seed(0))
@@ -68,19 +67,20 @@ def quick_start(arguments: dict[str, Any], report: Any) -> list[float]:
 
 
 def pages(arguments: dict[str, Any], report: Any) -> dict[str, str | list[float]]:
-    """Run the blocks of code of the documentation, each in new globals.
+    """Run the code blocks of documentation pages, each with new globals.
 
     Args:
-        arguments: "folder" to run in; "blocks", the texts of each block by name, which run one
-            after the other.
-        report: not called.
+        arguments: "folder" is the working directory. "blocks" maps a name to a list of
+            sources, which run one after the other with the same globals.
+        report: Not used.
 
     Returns:
-        For each block its error, or the bytes an element of each FP8 weight of its ``model``.
+        For each name, the traceback of its error, or the bytes per element of each FP8 weight of
+        the variable ``model``.
     """
     os.chdir(arguments["folder"])
     found: dict[str, str | list[float]] = {}
-    # The ranks have joined already, and all blocks use one process group.
+    # The ranks are initialized already, and all blocks share their process group.
     with (
         mock.patch.object(dist, "init_process_group"),
         mock.patch.object(dist, "destroy_process_group"),
@@ -110,15 +110,17 @@ def _bytes_at_rest(parameter: Any) -> float:
 
 
 def traffic(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
-    """What one step of FP8 weights gathers and reduces, and what there is to reduce."""
+    """Return the collectives of one step of FP8 weights, and the sizes of the model."""
+    from traffic import counted  # in benches
+
     config = LlamaConfig(vocabulary=64, dim=64, layers=2, heads=2, kv_heads=1, hidden=128)
     model = Llama(config)
     model.init_weights(torch.Generator().manual_seed(0))
-    names, elements = linear_weights(model), parameter_count(model)
+    names, elements = converted_weights(model), parameter_count(model)
     converted = sum(p.numel() for n, p in model.named_parameters() if n in names)
-    convert(model, "current", Weights("fp8"))
+    convert(model, "current", fp8_weights=True)
     shard(model, "cpu", dist.get_world_size())
-    optimizer = fp8_adamw(model, Weights("fp8"), lr=1e-3)
+    optimizer = fp8rs.optim.AdamW(model.parameters(), lr=1e-3)
     with counted(model, dist.get_world_size()) as found:
         model.loss(torch.arange(66).reshape(2, 33) % 64).backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Count the GEMMs of a model, and run the backwards of a zero-bubble pipeline schedule."""
+"""Counts the GEMMs of a model, and runs the two backwards of a zero-bubble pipeline schedule."""
 
 from contextlib import contextmanager
 
@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8rs.nn import function
+from internals import quantize_operand
 
 zero_bubble_works = pytest.mark.skipif(
     torch.__version__ < "2.12", reason="torch 2.11 cannot begin a backward at an autograd.Function"
@@ -14,7 +15,7 @@ zero_bubble_works = pytest.mark.skipif(
 
 
 class Count(TorchDispatchMode):
-    """Counts the GEMMs of `nn.Linear`, and GEMMs and quantized directions of FP8 layers."""
+    """Counts GEMMs of `nn.Linear` and of FP8 layers, and records the planes of gradients."""
 
     MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
@@ -30,8 +31,8 @@ class Count(TorchDispatchMode):
 
 @contextmanager
 def counted_gemms():
-    """Yield a `Count` of what runs inside."""
-    scaled_mm, quantize = function.scaled_mm, function._quantize
+    """Yield a `Count` that is active inside the context."""
+    scaled_mm = function.scaled_mm
 
     def counting_scaled_mm(*args, **kwargs):
         count.fp8 += 1
@@ -40,7 +41,7 @@ def counted_gemms():
     def counting_quantize(spec, role, x, rowwise, columnwise, *rest):
         if role == function.GRAD:
             count.directions.append((rowwise, columnwise))
-        return quantize(spec, role, x, rowwise, columnwise, *rest)
+        return quantize_operand(spec, role, x, rowwise, columnwise, *rest)
 
     with pytest.MonkeyPatch.context() as patch, Count() as count:
         patch.setattr(function, "scaled_mm", counting_scaled_mm)
@@ -49,8 +50,8 @@ def counted_gemms():
 
 
 def zero_bubble(model, x):
-    """Run the two backwards of a zero-bubble schedule; return the gradients of the first."""
-    # Imported here because it takes a second.
+    """Run the two backwards of a zero-bubble schedule. Return the input gradients of the first."""
+    # This import takes a second.
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
     loss = model(x).square().sum()

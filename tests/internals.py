@@ -1,19 +1,66 @@
-"""The private names of fp8rs that tests read."""
+"""The private names of fp8rs that tests use. Other test modules import them from here."""
 
 from torch import Tensor, nn
 
+from fp8rs import _core as core
+from fp8rs._torch import dtensor_like, fsdp_param_groups, own_store
 from fp8rs.fsdp.param import ParamHandle
+from fp8rs.nn.debug import Debug
+from fp8rs.nn.function import _quantize as quantize_operand
+from fp8rs.nn.input_cache import QuantizedInputCache
+from fp8rs.nn.model_state import ModelState
+from fp8rs.tensor import aten
 from fp8rs.tensor.store import Store
+
+__all__ = [
+    "WRITE_HANDLERS",
+    "core",
+    "debug_of",
+    "dtensor_like",
+    "fsdp_param_groups",
+    "gathered_bytes",
+    "handle_of",
+    "handle_of_tensor",
+    "local_of",
+    "notify_freed",
+    "own_store",
+    "quantize_operand",
+    "refuse",
+    "state_of",
+    "store_of",
+]
+
+refuse = aten._refuse
+
+#: The handlers of `aten` operators that write, except those of `fallback`.
+WRITE_HANDLERS = (
+    aten._refuse,
+    aten._detach_,
+    aten._erfinv_,
+    aten._copy,
+    aten._foreach_copy,
+    aten._record_stream,
+)
 
 
 def local_of(t: Tensor) -> Tensor:
-    """Return the local tensor of a DTensor as the object that it is, or another tensor itself."""
+    """Return the local tensor object of a DTensor. Return any other tensor itself."""
     return getattr(t, "_local_tensor", t)
 
 
 def store_of(t: Tensor) -> Store:
-    """Return what an FP8 tensor, sharded or not, shares with its views."""
+    """Return the storage that an FP8 tensor, sharded or not, shares with its views."""
     return local_of(t)._store
+
+
+def state_of(module: nn.Module) -> ModelState:
+    """Return the state that the converted layers of a model share."""
+    return module._fp8_state
+
+
+def debug_of(module: nn.Module) -> Debug | None:
+    """Return the debug options of a layer, or None if they are the defaults."""
+    return module._fp8_debug
 
 
 def handle_of(module: nn.Module, name: str = "weight") -> ParamHandle:
@@ -27,7 +74,12 @@ def handle_of_tensor(t: Tensor) -> ParamHandle:
 
 
 def gathered_bytes(module: nn.Module, name: str = "weight") -> tuple[Tensor, ...]:
-    """Call the pre-all-gather hook of a module's sharded parameter: the tensors to gather."""
+    """Return the tensors that the pre-all-gather hook of a module's sharded parameter gathers."""
     parameter = getattr(module, name)
     inputs, _ = local_of(parameter).fsdp_pre_all_gather(parameter.device_mesh)
     return inputs
+
+
+def notify_freed(cache: QuantizedInputCache, tensor: object) -> None:
+    """Call the callback that runs when a cached input is freed."""
+    cache._freed(tensor)

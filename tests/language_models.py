@@ -1,11 +1,11 @@
-"""transformers' models, small ones, and their training."""
+"""Small models of transformers, and a training loop for them."""
 
 import pytest
 import torch
 
 
 def llama(device, **options):
-    """Of two layers."""
+    """Return a Llama model with two layers."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -15,7 +15,7 @@ def llama(device, **options):
 
 
 def mixtral(device, hidden_size, intermediate_size):
-    """Of one layer with four experts, in 3-D parameters."""
+    """Return a Mixtral model with one layer, whose four experts have 3-D parameters."""
     transformers = pytest.importorskip("transformers", minversion="5.0")
     torch.manual_seed(0)
     config = transformers.MixtralConfig(
@@ -31,7 +31,7 @@ def mixtral(device, hidden_size, intermediate_size):
 
 
 def train_on(tokens, model, steps):
-    """The losses of training to repeat these tokens."""
+    """Train a model to repeat ``tokens`` and return the losses."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     losses = []
     for _ in range(steps):

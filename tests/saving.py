@@ -1,4 +1,4 @@
-"""Round trips through the bytes of a file."""
+"""Saves a value to memory and loads it again."""
 
 import io
 import pickle
@@ -8,7 +8,7 @@ import torch
 
 
 def reloaded(value: Any, *, weights_only: bool = True, save: Any = torch.save) -> Any:
-    """What is loaded again of a value that torch.save or pickle.dump has saved."""
+    """Save a value with torch.save or pickle.dump, and return what a load gives."""
     buffer = io.BytesIO()
     save(value, buffer)
     buffer.seek(0)

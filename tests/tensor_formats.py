@@ -1,4 +1,4 @@
-"""What the tests of all formats share: quantizers, usages, and planes as plain values."""
+"""Quantizers of every format, test tensors, and comparisons of planes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 E4M3 = torch.float8_e4m3fn
 
-#: Format -> the quantizer that makes it.
+#: The quantizer of each format.
 FORMATS = {
     "tensor": lambda **usage: fp8rs.Float8CurrentScalingQuantizer(E4M3, **usage),
     "row": lambda **usage: fp8rs.Float8BlockQuantizer(E4M3, block=(1, -1), **usage),
@@ -20,7 +20,8 @@ FORMATS = {
     "1x32": lambda **usage: fp8rs.MXFP8Quantizer(E4M3, block=(1, 32), **usage),
     "32x32": lambda **usage: fp8rs.MXFP8Quantizer(E4M3, block=(32, 32), **usage),
 }
-#: Format -> the recipe with weights in it; of 1x128, which no recipe has weights in, the inputs.
+#: A recipe whose weights have the format. For 1x128, the inputs have it: recipes use it for no
+#: weights.
 RECIPES = {
     "tensor": fp8rs.Float8CurrentScaling(),
     "row": fp8rs.Float8RowwiseScaling(),
@@ -40,12 +41,12 @@ PLANES = {
 every_format = pytest.mark.parametrize("format", list(FORMATS))
 every_plane = pytest.mark.parametrize("planes", list(PLANES))
 
-#: Several blocks of each format along both axes, the last ones short.
+#: Several blocks of each format along both axes. The last block is partial.
 SHAPE = (200, 320)
 
 
 def data(device: torch.device, *shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    """Rows and columns of different magnitudes."""
+    """Return values whose rows and columns have different magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(*shape, generator=generator) * scale
     if len(shape) > 1:
@@ -63,7 +64,7 @@ def make(
 
 
 def values(t: QuantizedTensor) -> dict[str, Tensor]:
-    """What each plane says that the tensor is."""
+    """Return the values of each plane."""
     found = {}
     if t.rowwise is not None:
         found["rowwise"] = t.rowwise.dequantize(torch.float32)
@@ -74,7 +75,7 @@ def values(t: QuantizedTensor) -> dict[str, Tensor]:
 
 
 def scales(t: QuantizedTensor) -> dict[str, Tensor]:
-    """The scale of each element of a matrix, as `values`."""
+    """Return the scale of each element, for each plane."""
     found = {}
     if t.rowwise is not None:
         found["rowwise"] = t.rowwise.spread().expand(t.shape).clone()
@@ -94,7 +95,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def same_bytes(got: QuantizedTensor, want: QuantizedTensor) -> None:
-    """The same codes and scales in the same planes."""
+    """Assert that two tensors have the same planes, with equal codes and scales."""
     assert type(got) is type(want)
     assert got.shape == want.shape
     for name in ("rowwise", "columnwise"):

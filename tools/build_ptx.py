@@ -1,20 +1,17 @@
-"""Build the checked-in PTX and machine code from src/cuda/kernels/*.cu, or check that they are
-what the sources give.
+"""Build the checked-in PTX and machine code from src/cuda/kernels/*.cu, or check them.
 
     python tools/build_ptx.py            # rebuild src/cuda/ptx/*.lzma and src/cuda/cubin/*/*.lzma
     python tools/build_ptx.py --check    # compare bytes, then assemble for every target
 
-The compiler (NVRTC 12.4: its PTX 8.4 is taken by drivers from 550 on) and the assemblers are wheels
-from PyPI, pinned below and kept in target/ptx-tools; no CUDA toolkit is needed. PTX and machine
-code depend on the sources and the pinned versions alone: a second build gives the same bytes.
-A module that is named in TARGETS is for newer devices, or for one alone; its row in
-src/cuda/modules.rs says so too.
+The compiler (NVRTC 12.4, whose PTX 8.4 requires driver 550) and the assemblers are wheels from
+PyPI, pinned below and stored in target/ptx-tools. No CUDA toolkit is required. The output depends
+only on the sources and the pinned versions, so a second build produces the same bytes. Modules in
+TARGETS require newer devices, or one device. Their rows in src/cuda/modules.rs say so too.
 
-Machine code saves the driver's compiler at first use; the PTX beside it serves every other device
-and driver. It is made by the oldest assembler that knows all the targets: its code is taken by
-drivers of CUDA 12, which refuse CUDA 13's. Both are kept compressed, 1 MB in place of 17, and
-compared as what they decompress to, since compressors differ. The PTX as text is left in
-target/ptx/.
+With machine code, the driver does not compile at first use. PTX covers other devices and drivers.
+Machine code comes from the oldest assembler that supports all targets, because drivers of CUDA 12
+refuse code from CUDA 13. Both are stored compressed, 1 MB instead of 17, and compared after
+decompression, because compressors differ. target/ptx/ has the PTX as text.
 """
 
 from __future__ import annotations
@@ -39,25 +36,25 @@ CUBIN = ROOT / "src" / "cuda" / "cubin"
 TOOLS = ROOT / "target" / "ptx-tools"
 
 COMPILER = ["nvidia-cuda-nvrtc-cu12==12.4.127"]
-#: For targets that the other does not know: PTX 8.7, which drivers take from 570 on.
+#: For targets that COMPILER does not support. Its PTX 8.7 requires driver 570.
 NEWER_COMPILER = ["nvidia-cuda-nvrtc-cu12==12.8.93"]
-#: Of the machine code.
+#: Creates the machine code.
 ASSEMBLER = ["nvidia-cuda-nvcc-cu12==12.8.93"]
-#: Beside it in the check: what the compiler of a new driver would say.
+#: Also runs in the check, like the compiler of a new driver.
 NEWEST_ASSEMBLER = ["nvidia-cuda-nvcc==13.0.88"]
 
 TARGET = "compute_89"
-#: Modules that use newer instructions: compute_90, or, where no newer generation has them,
-#: compute_90a or compute_100a.
+#: Modules that use newer instructions: compute_90, or compute_90a or compute_100a for instructions
+#: that no newer generation has.
 TARGETS: dict[str, str] = {}
-#: What machine code is made for (`Target` in src/cuda/image.rs).
+#: Devices with machine code (`Target` in src/cuda/image.rs).
 MACHINE_CODE_FOR = ("sm_89", "sm_90", "sm_100")
-#: What the newest ptxas must assemble for without spills.
+#: Devices for which the newest ptxas must assemble without spills.
 ASSEMBLE_FOR = ("sm_90", "sm_120")
 
 
 def fetch(name: str, packages: list[str]) -> Path:
-    """The folder with these wheels unpacked; fetched from PyPI the first time."""
+    """Return the folder with these wheels unpacked. Download them from PyPI the first time."""
     folder = TOOLS / name
     stamp = folder / ".fetched"
     wanted = " ".join(packages)
@@ -70,17 +67,17 @@ def fetch(name: str, packages: list[str]) -> Path:
 
 
 def number(target: str) -> int:
-    """The number of sm_90a or compute_90."""
+    """Return the number in sm_90a or compute_90."""
     return int(target.rstrip("a").split("_")[1])
 
 
 def target_of(module: str) -> str:
-    """What its PTX is made for."""
+    """Return the target of a module's PTX."""
     return TARGETS.get(module, TARGET)
 
 
 def assembled_for(module: str, targets: Sequence[str]) -> list[str]:
-    """Those of the targets that a module is for, each as the assembler is told."""
+    """Return the targets that a module supports, as arguments of the assembler."""
     wanted = target_of(module)
     if wanted.endswith("a"):
         return [f"{t}a" for t in targets if number(t) == number(wanted)]
@@ -88,7 +85,7 @@ def assembled_for(module: str, targets: Sequence[str]) -> list[str]:
 
 
 def find(folder: Path, pattern: str) -> Path:
-    """The one file of that name under a folder."""
+    """Return the file with that name below a folder."""
     found = sorted(folder.rglob(pattern))
     if not found:
         raise SystemExit(f"{folder} has no {pattern}")
@@ -106,14 +103,14 @@ class Compiler:
         self.header_texts = [h.read_bytes() for h in headers]
 
     def compile(self, source: Path) -> bytes:
-        """PTX of one source. SystemExit with the compiler's words if it refuses."""
+        """Compile a source to PTX. Raise SystemExit with the compiler's message if it fails."""
         lib, program = self.lib, ctypes.c_void_p()
         count = len(self.header_names)
         self._check(
             lib.nvrtcCreateProgram(
                 ctypes.byref(program),
                 source.read_bytes(),
-                source.name.encode(),  # a bare name: no path gets into the PTX
+                source.name.encode(),  # without a path, which PTX would contain
                 count,
                 (ctypes.c_char_p * count)(*self.header_texts),
                 (ctypes.c_char_p * count)(*self.header_names),
@@ -123,7 +120,7 @@ class Compiler:
             f"--gpu-architecture={target_of(source.stem)}".encode(),
             b"--std=c++17",
             b"-default-device",
-            # The byte contract: IEEE division, subnormals kept, no contraction.
+            # Required for equal bytes: IEEE division, subnormals, no contraction.
             b"--ftz=false",
             b"--prec-div=true",
             b"--fmad=false",
@@ -138,7 +135,7 @@ class Compiler:
             raise SystemExit(f"{source.name} does not compile")
         ptx = self._text(program, lib.nvrtcGetPTXSize, lib.nvrtcGetPTX)
         lib.nvrtcDestroyProgram(ctypes.byref(program))
-        # Without the compiler's comments (they hold nothing that the driver reads) and the NUL.
+        # Remove the NUL and the compiler's comments, which the driver does not read.
         lines = ptx.rstrip(b"\0").split(b"\n")
         kept = [line.rstrip() for line in lines if not line.startswith(b"//")]
         return b"\n".join(kept).strip(b"\n") + b"\n"
@@ -157,7 +154,7 @@ class Compiler:
 
 
 def assemble(ptxas: Path, ptx: Path, target: str, verbose: bool) -> tuple[bytes, list[str]]:
-    """A module's machine code, and what is wrong with it: refusals, spills, local memory."""
+    """Return a module's machine code, and its problems: errors, spills, local memory."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "cubin"
         result = subprocess.run(
@@ -182,7 +179,7 @@ def assemble(ptxas: Path, ptx: Path, target: str, verbose: bool) -> tuple[bytes,
                 wrong.append(f"{entry} on {target}: {line.strip()}")
         if verbose and (match := re.search(r"Used (\d+) registers.*", line)):
             print(f"{target} {entry}: {match[0]}")
-    # A ptxas that words its reports in another way must not pass for one without spills.
+    # If another ptxas words its reports differently, do not take that for no spills.
     entries = len(re.findall(r"\.entry\s", ptx.read_text()))
     if reported != entries:
         wrong.append(f"{ptx.name} on {target}: {reported} reports of spills for {entries} entries")
@@ -190,16 +187,16 @@ def assemble(ptxas: Path, ptx: Path, target: str, verbose: bool) -> tuple[bytes,
 
 
 def compress(code: bytes) -> bytes:
-    """Alike modules of other types lie far apart: LZMA sees them, at a third of deflate's size."""
+    """Compress code by LZMA, which finds similar modules far apart: a third of deflate's size."""
     return lzma.compress(code, format=lzma.FORMAT_ALONE, preset=9 | lzma.PRESET_EXTREME)
 
 
 def keep(path: Path, code: bytes, check: bool) -> list[str]:
-    """Compares what is kept at ``path`` with ``code``; writes what differs unless checking."""
+    """Compare the file at ``path`` with ``code``. If they differ, write it, or report it."""
     if path.exists() and lzma.decompress(path.read_bytes()) == code:
         return []
     if check:
-        return [f"{path.relative_to(ROOT)} is not what its source gives: rebuild it"]
+        return [f"{path.relative_to(ROOT)} differs from its source: rebuild it"]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(compress(code))
     return []
@@ -231,7 +228,7 @@ def main() -> None:
         built = [*PTX.glob("*"), *CUBIN.glob("*/*")]
         extra = {p.stem for p in built} - {s.stem for s in sources}
         if extra:
-            raise SystemExit(f"there is no source for {sorted(extra)}")
+            raise SystemExit(f"these modules have no source: {sorted(extra)}")
 
     wrong: list[str] = []
     jobs = []

@@ -1,15 +1,15 @@
 """Build the release wheel into dist/: abi3 (Python 3.10 and newer), manylinux2014, and check it.
 
     python tools/build_wheel.py                    # for this machine's processor
-    python tools/build_wheel.py aarch64            # for another one: rustup has its target
+    python tools/build_wheel.py aarch64            # requires rustup's target
 
-Needs maturin and ziglang (both from PyPI) in the environment that runs this. zig links against the
-old glibc that manylinux2014 promises.
+Requires maturin and ziglang from PyPI in the same environment. zig links against the glibc version
+of manylinux2014.
 
-zig would link its own unwinder (LLVM's) into the wheel. Errors of our operators pass through our
-frames as C++ exceptions of torch's, which are libgcc's: with two unwinders in one process the first
-error ends it. So the linker is given a libgcc_s.so.1 before. It is an empty one, made here: all
-that a linker reads of a shared library is its name and the names and versions of its symbols.
+By default, zig links its own unwinder (LLVM's) into the wheel. Errors of our operators pass through
+our frames as C++ exceptions of torch, which use libgcc's unwinder. With two unwinders, the first
+error ends the process. The linker therefore gets a libgcc_s.so.1. An empty library suffices,
+because a linker reads only its name and the names and versions of its symbols.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 
-#: What Rust's standard library takes of libgcc_s.so.1, by the version that brought it (the same for
-#: x86_64 and aarch64: libgcc's libgcc-std.ver).
+#: Symbols of libgcc_s.so.1 that Rust's standard library uses, by the version that added them.
+#: x86_64 and aarch64 have equal versions (libgcc's libgcc-std.ver).
 UNWINDER = {
     "GCC_3.0": (
         *("_Unwind_DeleteException", "_Unwind_GetDataRelBase", "_Unwind_GetIP"),
@@ -38,7 +38,7 @@ UNWINDER = {
 
 
 def unwinder(machine: str) -> Path:
-    """An empty libgcc_s.so.1 to link against."""
+    """Build an empty libgcc_s.so.1 to link against."""
     folder = ROOT / "target" / "unwinder" / machine
     folder.mkdir(parents=True, exist_ok=True)
     source, versions, library = (folder / name for name in ("u.c", "u.map", "libgcc_s.so.1"))
@@ -54,13 +54,13 @@ def unwinder(machine: str) -> Path:
 
 
 def build(machine: str) -> Path:
-    """Builds the wheel for a processor, and gives its path."""
+    """Build the wheel for a processor, and return its path."""
     target = f"{machine}-unknown-linux-gnu"
     for old in DIST.glob(f"*{machine}.whl"):
         old.unlink()
     maturin = [str(Path(sys.executable).with_name("maturin")), "build", "--release", "--locked"]
     how = ["--zig", "--compatibility", "manylinux2014", "--target", target, "--out", str(DIST)]
-    # maturin looks for ziglang in the first python3 on PATH.
+    # maturin runs ziglang with the first python3 on PATH.
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     rustc = ["--", "-C", f"link-arg={unwinder(machine)}"]
     subprocess.run([*maturin, *how, *rustc], check=True, cwd=ROOT, env={**os.environ, "PATH": path})

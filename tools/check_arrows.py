@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Check that the crate's modules point down only: an upward `use` is an error.
+"""Check that modules of the crate use only modules in lower layers.
 
     python tools/check_arrows.py [SRC]
 
-The order is that of the drawing in src/lib.rs. What is read is paths: `crate::MODULE`, and
-`super::` where it leaves a module; comments and tests (`#[cfg(test)]` modules at a file's end)
-do not count.
+The drawing in src/lib.rs has the layers. Reads the paths `crate::MODULE`, and `super::` if it
+leaves a top-level module. Comments and tests (`#[cfg(test)]` modules at the end of a file) are
+ignored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import sys
 from pathlib import Path
 
-#: Layers from the top. Modules on one line do not import each other.
+#: Layers from the top. Modules in one layer do not use each other.
 ORDER = [
     ["python"],
     ["dlpack", "ops"],
@@ -25,7 +25,7 @@ ORDER = [
     ["format"],
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
-#: What lib.rs passes on under its own name.
+#: Names that lib.rs exports, and their modules.
 PUBLIC = {
     "Error": "error",
     "Fp8Format": "format",
@@ -35,14 +35,19 @@ PUBLIC = {
 
 
 def used(text: str, depth: int) -> set[str]:
-    """Top-level modules that a file names; ``depth`` is how many modules it lies in."""
+    """Return the top-level modules that a file uses.
+
+    Args:
+        text: the source.
+        depth: the number of modules that contain the file.
+    """
     text = re.sub(r"//.*", "", text.partition("#[cfg(test)]\nmod tests")[0])
     above = f"(?:super::){{{depth}}}"
     found = set()
     for match in re.finditer(rf"\b(?:crate::|{above})(\{{[^;]*?\}}|\w+)", text):
         names = match[1]
         if names.startswith("{"):
-            # Names at the first level of the braces.
+            # Keep only names at the first level of the braces.
             flat = re.sub(r"::\{[^{}]*\}", "", names[1:-1])
             found.update(name.strip().split("::")[0] for name in flat.split(",") if name.strip())
         else:
@@ -51,7 +56,7 @@ def used(text: str, depth: int) -> set[str]:
 
 
 def violations(source: Path) -> list[str]:
-    """A line for each arrow that does not point down."""
+    """Return a line for each use of a module that is not in a lower layer."""
     wrong = []
     for path in sorted(source.rglob("*.rs")):
         parts = path.relative_to(source).with_suffix("").parts

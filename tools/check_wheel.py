@@ -1,9 +1,10 @@
-"""Read a release wheel as the dynamic loader will, and say what is wrong with it.
+"""Check a release wheel, and its extension as the dynamic loader sees it.
 
     python tools/check_wheel.py dist/*.whl
 
-It must bring no unwinder of its own (see tools/build_wheel.py), need no library and no version of a
-symbol that a Linux may lack, export one symbol, hold the package and nothing else, and be small.
+The extension must not contain an unwinder (see tools/build_wheel.py), must require only libraries
+and symbol versions that every supported Linux has, and must export one symbol. The wheel must
+contain only the package and be small.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ PACKAGE = Path(__file__).resolve().parent.parent / "python" / "fp8rs"
 EXTENSION = "fp8rs/_core.abi3.so"
 NAME = re.compile(r"fp8rs-[\d.]+-cp310-abi3-manylinux2014_(\w+)\.manylinux_2_17_\1\.whl")
 MOST_BYTES = 5_000_000
-#: Of glibc (the loader among them) and libgcc: every Linux that runs torch has them.
+#: Libraries of glibc, including the loader, and libgcc. Every Linux that runs torch has them.
 LIBRARIES = re.compile(r"lib(c|m|dl|pthread|rt|gcc_s)\.so\.\d|ld-linux-\S+")
 NEWEST = {"GLIBC": (2, 17), "GCC": (4, 8, 0)}
 
 
 def check(wheel: Path) -> list[str]:
-    """What is wrong with the wheel."""
+    """Return the problems of a wheel."""
     wrong = []
     if not NAME.fullmatch(wheel.name):
         wrong.append(f"the name is not {NAME.pattern}")
@@ -44,12 +45,12 @@ def check(wheel: Path) -> list[str]:
         if path.suffix in (".py", ".pyi") or path.name == "py.typed"
     }
     if differ := names ^ (source | {EXTENSION}):
-        wrong.append(f"it does not hold just the package: {sorted(differ)}")
+        wrong.append(f"its files differ from the package: {sorted(differ)}")
     return wrong + [f"{EXTENSION} {words}" for words in loading(extension)]
 
 
 def loading(extension: ELFFile) -> list[str]:
-    """What is wrong with the extension as the loader sees it."""
+    """Return the problems of an extension that affect loading."""
     wrong = []
     sections = list(extension.iter_sections())
     (dynamic,) = (s for s in sections if isinstance(s, DynamicSection))
@@ -79,12 +80,12 @@ def loading(extension: ELFFile) -> list[str]:
             exported.append(symbol.name)
         library, _ = versions.get(numbers.get_symbol(i)["ndx"], (None, None))
         if symbol.name.startswith("_Unwind_") and library != "libgcc_s.so.1":
-            wrong.append(f"has {symbol.name} from {library}; it must be libgcc_s.so.1's")
+            wrong.append(f"has {symbol.name} from {library}, not from libgcc_s.so.1")
     if exported != ["PyInit__core"]:
-        wrong.append(f"exports {exported}; it must export PyInit__core alone")
-    # Raising is what every Rust panic does: without it the unwinder would be linked in.
+        wrong.append(f"exports {exported}, not only PyInit__core")
+    # Every Rust panic raises. If the symbol is not undefined, an unwinder is linked in.
     if not any(symbol.name == "_Unwind_RaiseException" for symbol in table.iter_symbols()):
-        wrong.append("brings an unwinder of its own: libgcc_s.so.1 must be what it unwinds with")
+        wrong.append("contains an unwinder, but must use libgcc_s.so.1")
     return wrong
 
 
@@ -94,7 +95,7 @@ def main() -> None:
     for wheel in parser.parse_args().wheels:
         if wrong := check(wheel):
             raise SystemExit("\n".join(f"{wheel.name}: {words}" for words in wrong))
-        print(f"{wheel.name}: {wheel.stat().st_size} bytes, as it should be")
+        print(f"{wheel.name}: {wheel.stat().st_size} bytes, no problems")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Write the tables of docs/checkpoints.md: what was saved where and loaded where, as tests have it.
+"""Generate the tables of docs/checkpoints.md from the tests that save and load between layouts.
 
     python tools/checkpoint_table.py [--full] [--check] [--device cpu|cuda]
 
-Runs tests/checkpoint/test_moves.py. A row is a move between layouts; cells are as those
-of tools/matrix_table.py.
+Runs tests/checkpoint/test_moves.py. A row is a pair of layouts. Cells are as in
+tools/matrix_table.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TEST = ROOT / "tests" / "checkpoint" / "test_moves.py"
 
 
 class Results(matrix_table.Results):
-    """What became of the moves."""
+    """Results by pair of layouts."""
 
     row = ("saved", "loaded")
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Runs the tests with clients, and writes docs/clients.md's table from what they gave.
+"""Generate the table of docs/clients.md from the tests with clients.
 
-    .venv-clients/bin/python tools/client_table.py            # runs the tests, writes the table
-    .venv-clients/bin/python tools/client_table.py --check    # runs them, compares with the page
-    .venv-clients/bin/python tools/client_table.py --only torchao peft    # their rows alone
-    .venv-clients/bin/python tools/client_table.py --claim resumed        # rows with this in them
+    .venv-clients/bin/python tools/client_table.py            # run the tests, write the table
+    .venv-clients/bin/python tools/client_table.py --check    # run them, compare with the page
+    .venv-clients/bin/python tools/client_table.py --only torchao peft    # only rows of clients
+    .venv-clients/bin/python tools/client_table.py --claim resumed        # only rows with a text
 
-A row is a claim; its tests are named in ROWS and must all pass. fp8rs must be importable. It
-takes half an hour on two cores. Rows of other clients than --only's, of a file that is not there
-or whose client is not installed, are left as the page has them: several runs, in environments that
-differ, fill one table.
+A row is a claim. ROWS names its tests, which must all pass. fp8rs must be importable. The tests
+take half an hour on two cores. Rows that do not run are not changed, because their clients are not
+selected or not installed, or their files are missing. Several runs in different environments can
+therefore fill one table.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ import written
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = written.Page(ROOT / "docs" / "clients.md", "client_table")
 
-#: Shorter names of the files.
+#: Names of test files.
 PARTIES, PARAMETERS = "convert/test_third_parties", "convert/test_parameters"
 ACCELERATE, TRAINER, PEFT, OPTIMIZERS = (
     f"clients/test_{n}" for n in ("accelerate", "transformers", "peft", "optimizers")
 )
 TITAN, LIGHTNING, AXOLOTL = (f"clients/test_{n}" for n in ("torchtitan", "lightning", "axolotl"))
 
-#: The client, what is claimed, and the tests that say so: (file, the start of their names).
+#: The client, the claim, and its tests: (file, prefix of their names).
 ROWS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "accelerate",
         "FSDP2: losses as bf16's, every parameter moves, weights gathered at 1 byte an element",
         [(ACCELERATE, "test_losses_agree")],
     ),
-    ("accelerate", "`save_state`, `load_state`", [(ACCELERATE, "test_a_run_that_is_saved")]),
+    ("accelerate", "`save_state`, `load_state`", [(ACCELERATE, "test_a_resumed_run")]),
     ("accelerate", "an unconverted model resumes", [(ACCELERATE, "test_sharded_state_dicts")]),
     ("accelerate", "accumulation and clipping", [(ACCELERATE, "test_gradients_accumulate")]),
     ("accelerate", "`cpu_ram_efficient_loading`", [(ACCELERATE, "test_cpu_ram_efficient")]),
@@ -60,7 +60,7 @@ ROWS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "transformers",
         "Trainer: resumed from a checkpoint; checkpoints of the unconverted model's form",
-        [(TRAINER, "test_a_resumed_run"), (TRAINER, "test_checkpoints_are")],
+        [(TRAINER, "test_a_resumed_run"), (TRAINER, "test_checkpoints_equal")],
     ),
     ("transformers", "Trainer: accumulation and clipping", [(TRAINER, "test_gradients")]),
     (
@@ -71,7 +71,7 @@ ROWS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "transformers",
         "Mixtral trains; its experts, 3-D parameters, stay in high precision and are named",
-        [(PARTIES, "test_experts_that_are_3d"), (PARTIES, "test_a_mixture_of_experts")],
+        [(PARTIES, "test_experts_in_3d"), (PARTIES, "test_a_mixture_of_experts")],
     ),
     (
         "peft",
@@ -81,7 +81,7 @@ ROWS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "peft",
         "adapters saved, and merged into converted layers",
-        [(PEFT, "test_adapters_are_saved"), (PEFT, "test_merged_adapters")],
+        [(PEFT, "test_adapters_have_peft_names"), (PEFT, "test_merged_adapters")],
     ),
     (
         "torchtitan",
@@ -129,7 +129,7 @@ ROWS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "torch",
         "an optimizer built before converting; its parameters mapped by `data_ptr`",
         [
-            (PARAMETERS, "test_an_optimizer_from_before"),
+            (PARAMETERS, "test_an_optimizer_created_before"),
             (PARAMETERS, "test_optimizers_mapped_by_pointer"),
         ],
     ),
@@ -155,14 +155,17 @@ ROWS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "safetensors",
         "`save_file(dict(model.named_parameters()))`, and shards by `full_tensor()`",
-        [(PARTIES, "test_named_parameters_go"), (PARTIES, "test_shards_go_to_safetensors")],
+        [
+            (PARTIES, "test_named_parameters_are_saved"),
+            (PARTIES, "test_shards_are_saved_as_safetensors"),
+        ],
     ),
 ]
 
 
 @dataclass(eq=False)
 class Results:
-    """A pytest plugin: what became of each test, by file and name."""
+    """A pytest plugin that collects the result of each test by file and name."""
 
     wanted: list[tuple[str, str]]
     seen: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -178,7 +181,7 @@ class Results:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
-        # Of the tests of one device or of several only those of a row, on the CPU.
+        # Keep only tests of rows, on the CPU.
         wanted = [
             item
             for item in items
@@ -192,7 +195,7 @@ class Results:
         return item.path == ROOT / "tests" / f"{file}.py" and item.name.startswith(name)
 
     def row(self, tests: list[tuple[str, str]]) -> tuple[str, int]:
-        """works, **no**, or nothing where a test of the row did not run; and the cases."""
+        """Return "works", "**no**", or "" if a test did not run, and the number of cases."""
         words = []
         for file, name in tests:
             mine = [w for (f, n), w in self.seen.items() if f == file and n.startswith(name)]
@@ -203,7 +206,7 @@ class Results:
 
 
 def version(client: str) -> str:
-    """Of an installed client; empty where it is not."""
+    """Return the version of a client, or "" if it is not installed."""
     try:
         found = importlib.metadata.version(client)
     except importlib.metadata.PackageNotFoundError:
@@ -212,7 +215,7 @@ def version(client: str) -> str:
 
 
 def lines(results: Results, old: dict[tuple[str, ...], str]) -> list[str]:
-    """The table. Rows that did not run are the page's own."""
+    """Return the lines of the table. Rows that did not run are those on the page."""
     found = ["| client | what | today | cases |", "|---|---|---|---|"]
     for client, what, tests in ROWS:
         word, cases = results.row(tests)
@@ -228,7 +231,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare with the page, write nothing")
     clients = sorted({client for client, _, _ in ROWS})
     parser.add_argument("--only", nargs="+", choices=clients, default=clients, metavar="CLIENT")
-    parser.add_argument("--claim", default="", help="of those rows the ones that have this in them")
+    parser.add_argument("--claim", default="", help="run only rows that contain this")
     options = parser.parse_args()
     check = options.check
 
@@ -249,7 +252,7 @@ def main() -> int:
 
     old = {claim(line): line for line in PAGE.body().splitlines() if line.count(" | ") == 3}
     table = lines(results, old)
-    # Versions may differ from the page's, and how many cases; what works may not.
+    # Versions and numbers of cases may differ from the page. Results may not.
     differ = [
         line
         for line in table
@@ -265,12 +268,12 @@ def main() -> int:
 
 
 def claim(line: str) -> tuple[str, ...]:
-    """A row's client, without its version, and what is claimed of it."""
+    """Return the client of a row, without its version, and the claim."""
     return tuple(words(line)[:2])
 
 
 def words(line: str) -> list[str]:
-    """A row without versions and counts."""
+    """Return the cells of a row, without versions and counts."""
     client, what, today, _ = line.strip("| ").split(" | ")
     return [re.sub(r" [\d.a-z]+$", "", client), what, today]
 

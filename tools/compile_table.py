@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Write the tables of docs/compile-tables.md: what compiles, for each recipe, as the tests have it.
+"""Generate the tables of docs/compile-tables.md from the tests of torch.compile.
 
     python tools/compile_table.py [--check] [--device cpu|cuda] [-n PROCESSES]
 
-Runs tests/nn/test_compile.py and tests/fsdp/test_compile.py, every combination of their parameters,
-and writes one table a device between the markers in the page; those of other torch versions and
-devices stay as they are. ``--check`` writes nothing and fails if a cell differs from the page's.
-Either way it fails if a test with recipes has no row here, or a row no test, so that no cell is
-left out. A row that this machine skips, for want of GPUs, stays as the page has it.
+Runs every combination of the parameters of tests/nn/test_compile.py and tests/fsdp/test_compile.py.
+Writes one table per device between the markers in the page. Tables of other torch versions and
+devices are not changed. ``--check`` writes nothing, and fails if a cell differs from the page.
 
-Run it where fp8rs is installed or on PYTHONPATH; each torch writes its own tables.
+Fails if a test with recipes has no row here, or a row has no test. A row that this machine skips
+because it has too few GPUs keeps its cells.
+
+Run it where fp8rs is installed or on PYTHONPATH. Each torch version writes its own tables.
 """
 
 from __future__ import annotations
@@ -42,31 +43,35 @@ WAYS = {
     "torch.compile(block)": "`fully_shard(block)`, then `torch.compile(block)`",
     "torch.compile(model)": "`torch.compile(model)`, whole",
 }
-#: What a row says, its test, and the parameters that choose its cases.
+#: The text of a row, its test, and the parameters that select its cases.
 ROWS: list[tuple[str, str, dict[str, Any]]] = [
     ("a layer", LAYER, {}),
     ("a model", MODEL, {"gather": True}),
-    ("a model, converted for a gather in high precision", MODEL, {"gather": False}),
-    ("equal blocks, each compiled: one graph for all", BLOCKS, {}),
+    ("a model with high-precision all-gather", MODEL, {"gather": False}),
+    ("equal blocks, each compiled, share one graph", BLOCKS, {}),
     ("a model with checkpointed blocks", CHECKPOINT, {"wrap": "plainly"}),
-    ("... that save matrix products (selective)", CHECKPOINT, {"wrap": "selective"}),
-    ("evaluation and training in turn", "test_evaluation_and_training", {}),
-    ("sequence lengths that differ (`dynamic=True`)", "test_sequence_lengths_do_not_recompile", {}),
-    ("tokens that data selects (`x[mask]`)", "test_tokens_that_data_selects", {}),
-    ("a compiled loss", "test_a_compiled_loss_rolls_the_histories", {}),
+    ("a model with selectively checkpointed blocks", CHECKPOINT, {"wrap": "selective"}),
+    ("alternating evaluation and training", "test_evaluation_and_training", {}),
+    ("varying sequence lengths (`dynamic=True`)", "test_sequence_lengths_do_not_recompile", {}),
+    ("a data-dependent number of tokens (`x[mask]`)", "test_data_dependent_token_counts", {}),
+    ("a compiled loss", "test_compiled_loss_rolls_histories", {}),
     (
         'CUDA graphs (`mode="reduce-overhead"`)',
         "test_cuda_graphs_of_a_compiled_model",
         {},
     ),
-    ("nothing of a weight's size is saved", "test_nothing_of_a_weights_size_is_saved", {}),
-    ("siblings' input is quantized once", "test_siblings_are_quantized_once", {}),
     (
-        "inputs are made again for the backward, and quantized once",
-        "test_inputs_are_made_again_and_quantized_once",
+        "nothing of a weight's size is saved for the backward",
+        "test_no_second_plane_of_a_weight_is_saved",
         {},
     ),
-    ("codes are saved in their place (`save_input=False`)", "test_codes_may_be_saved", {}),
+    ("layers with the same input quantize it once", "test_siblings_are_quantized_once", {}),
+    (
+        "inputs are recomputed for the backward, and quantized once",
+        "test_inputs_are_recomputed_and_quantized_once",
+        {},
+    ),
+    ("codes are saved instead (`save_input=False`)", "test_codes_may_be_saved", {}),
     *(
         (f"FSDP2, {gathered} gather: {text}", SHARDED, {"how": how, "gather": gather})
         for gather, gathered in ((True, "FP8"), (False, "high-precision"))
@@ -77,7 +82,7 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: Any, call: Any) -> Any:
-    """Tell what became of a case. pytest's processes load this module as a plugin (`-p`)."""
+    """Attach the result of a case. pytest's processes load this module as a plugin (`-p`)."""
     report = yield
     callspec = getattr(item, "callspec", None)
     if callspec is None or "recipe" not in callspec.params:
@@ -93,12 +98,12 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Any:
 
 @dataclass
 class Results:
-    """A pytest plugin: what became of each case, by device, row and recipe."""
+    """A pytest plugin that collects the result of each case by device, row and recipe."""
 
     cells: dict[tuple[str, str, str], tuple[str, str]] = field(default_factory=dict)
     columns: dict[str, int] = field(default_factory=dict)
     unknown: dict[str, None] = field(default_factory=dict)
-    #: What failed and is no cell: a test without recipes, a process that died.
+    #: Failures outside of cells: tests without recipes, and processes that died.
     failed: dict[str, None] = field(default_factory=dict)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -127,15 +132,15 @@ class Results:
             new = ("yes", "")
         else:
             new = ("**no**", case["error"])
-        # Several cases in one cell: all must pass.
+        # If a cell has several cases, all must pass.
         key = (params.get("device", params.get("device_type")), rows[0], params["recipe"])
         old = self.cells.get(key, ("yes", ""))
         self.cells[key] = new if old[0] == "yes" else old
 
     def table(self, device: str, old: str = "") -> str | None:
-        """The table of a device; None if no case ran: there is no such device, or not asked for.
+        """Return the table of a device, or None if no case ran.
 
-        Rows that are skipped are those of the ``old`` table, where they ran.
+        A row that was skipped is copied from the table ``old``, if it ran there.
         """
         mine = {k: cell for k, cell in self.cells.items() if k[0] == device}
         if all(cell[0] == "skipped" for cell in mine.values()):
@@ -160,27 +165,27 @@ class Results:
 
 
 def cells(table: str) -> list[list[str]]:
-    """What the cells say: how a reason is worded may differ."""
+    """Return the cells of a table, without references to reasons."""
     return [[re.sub(r"\(\d+\)$", "", cell).strip() for cell in row] for row in written.rows(table)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare with the page, write nothing")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="that one alone")
-    parser.add_argument("-n", metavar="PROCESSES", help="run in so many, by pytest-xdist")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="run only this device")
+    parser.add_argument("-n", metavar="PROCESSES", help="number of processes of pytest-xdist")
     chosen = parser.parse_args()
 
     results = Results()
     options = ["-q", "--full", "--rootdir", str(ROOT), "-p", "compile_table"]
     options += written.on_device(chosen.device)
-    if chosen.n:  # beside which pytest-benchmark, where it is installed, warns that it is off
+    if chosen.n:  # pytest-benchmark would warn that it is disabled
         options += ["-n", chosen.n, "--dist", "worksteal", "-p", "no:benchmark"]
     status = pytest.main([*options, *(str(ROOT / f) for f in FILES)], plugins=[results])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return int(status)
     if results.failed:
-        print("failed, and in no cell:", *results.failed, sep="\n  ")
+        print("failed outside of cells:", *results.failed, sep="\n  ")
         return 2
     if results.unknown:
         print("no row (or more than one) for:", *results.unknown, sep="\n  ")

@@ -1,11 +1,12 @@
-"""What the site has beside docs/: a hook of mkdocs (`hooks` in mkdocs.yml).
+"""Adds the repository's pages to the documentation site. A hook of mkdocs (`hooks` in mkdocs.yml).
 
-Pages of the repository (README and others) are pages of the site, and links from page to page lead
-there in both places. A link from a page to any other file of the repository leads to a copy of it.
+README.md and other pages of the repository become pages of the site. Links between pages work in
+both places. A link from a page to any other file of the repository leads to a copy of that file.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 
-#: Pages of the repository, and what they are called in the site.
+#: Pages of the repository, and their names in the site.
 PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -25,16 +26,24 @@ PAGES = {
     "benches/RESULTS.md": "results.md",
 }
 
-#: Where copies of other files are.
+#: Folder of the copies of other files.
 SOURCES = "source"
 
 LINK = re.compile(r"(\]\()([^)#:\s]+)(#[^)]*)?\)")
 ITEM = re.compile(r"(?:[-*]|\d+\.) ")
 FENCE = re.compile(r"\s*(```|~~~)")
+CONTINUES = re.compile(r"^```python\n# Continues train\.py of (\S+\.md)", re.MULTILINE)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Add the version to the site's name."""
+    (version,) = re.findall(r'^version = "(.+)"', (ROOT / "Cargo.toml").read_text(), re.MULTILINE)
+    config.site_name += f" {version}"
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the repository's pages, and the files that pages lead to."""
+    """Add the repository's pages, and the files that pages link to."""
     pages = {page: page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
     for source, name in PAGES.items():
         pages[ROOT / source] = name
@@ -57,25 +66,29 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(
     markdown: str, page: Page, config: MkDocsConfig, files: Files, **_: Any
 ) -> str:
-    """Adapt the pages of docs/; those of the repository are already."""
+    """Adapt the pages of docs/. Pages of the repository are adapted in `on_files`."""
     name = page.file.src_uri
     return markdown if name in PAGES.values() else adapted(markdown, DOCS / name, name)
 
 
 def adapted(text: str, source: Path, name: str) -> str:
-    """A page as the site has it.
+    """Return a page's text for the site.
 
     Args:
-        text: of the page, as it is written for the repository.
-        source: where it is there.
-        name: where it is in the site.
+        text: text of the page in the repository.
+        source: path of the page in the repository.
+        name: name of the page in the site.
     """
     up = "../" * name.count("/")
+
+    def link_script(match: re.Match[str]) -> str:
+        script = os.path.relpath(ROOT / match[1], source.parent)
+        return f"Continues [`train.py`]({script}):\n\n{match[0]}"
 
     def lead(match: re.Match[str]) -> str:
         target = (source.parent / match[2]).resolve()
         if not target.is_file() or ROOT not in target.parents:
-            return match[0]  # which mkdocs reports
+            return match[0]  # mkdocs reports it
         path = target.relative_to(ROOT).as_posix()
         if path in PAGES:
             path = PAGES[path]
@@ -87,12 +100,12 @@ def adapted(text: str, source: Path, name: str) -> str:
 
     lines: list[str] = []
     fenced = False
-    for line in text.splitlines():
+    for line in CONTINUES.sub(link_script, text).splitlines():
         if FENCE.match(line):
             fenced = not fenced
         elif not fenced:
             line = LINK.sub(lead, line)
-            # A list may follow a line of text, as everywhere but in Python-Markdown.
+            # Python-Markdown requires an empty line before a list. GitHub does not.
             if ITEM.match(line) and lines and lines[-1].strip() and not in_list(lines):
                 lines.append("")
         lines.append(line)
@@ -100,7 +113,7 @@ def adapted(text: str, source: Path, name: str) -> str:
 
 
 def in_list(lines: list[str]) -> bool:
-    """Whether the last of these lines belongs to a list's item."""
+    """Whether the last of these lines belongs to a list item."""
     for line in reversed(lines):
         if not line.strip():
             return False

@@ -1,8 +1,10 @@
-"""Draw the pictures of pages in docs/figures/: python tools/figures.py (needs matplotlib)
+"""Draw docs/figures/*.svg.
 
-speed.svg is drawn from the table in README.md, whose figures are those of benches/RESULTS.md.
-weight.svg and step.svg show what docs/weight.md and docs/fsdp2.md describe. linear_shapes.svg is
-drawn where linear_shapes.json lies beside it, which benches/linear_shapes.py --json has written.
+    python tools/figures.py   # requires matplotlib
+
+speed.svg shows the table in README.md, whose numbers come from benches/RESULTS.md. weight.svg and
+step.svg illustrate docs/weight.md and docs/fsdp2.md. linear_shapes.svg shows linear_shapes.json in
+the same folder, if benches/linear_shapes.py --json has written it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ HIGH, CODES, PLAIN = "#ffe0b2", "#c5cae9", "#eeeeee"
 
 
 def speeds(page: str) -> list[tuple[str, float, float]]:
-    """The rows of the README's first table: name, times bf16, GB gathered in a step."""
+    """Return rows of the README's first table: name, speedup over bf16, GB gathered per step."""
     table = page.split("| times bf16 |", 1)[1].split("\n\n", 1)[0]
     found = []
     for line in table.splitlines()[2:]:
@@ -35,15 +37,15 @@ def speeds(page: str) -> list[tuple[str, float, float]]:
 
 
 def draw_speeds(path: Path) -> None:
-    """Bars of the README's first table."""
+    """Draw the README's first table as bars."""
     rows = speeds((ROOT / "README.md").read_text())
     names = [name for name, _, _ in rows]
     colours = [OURS if name.startswith("fp8rs") else OTHERS for name in names]
     figure = Figure(figsize=(10, 3.4), layout="constrained")
     speed, gathered = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     for axes, values, title in (
-        (speed, [row[1] for row in rows], "Tokens/s, times compiled bf16's"),
-        (gathered, [row[2] for row in rows], "GB gathered in a step"),
+        (speed, [row[1] for row in rows], "Tokens per second, relative to compiled bf16"),
+        (gathered, [row[2] for row in rows], "GB gathered per step"),
     ):
         bars = axes.barh(names, values, color=colours)
         axes.bar_label(bars, fmt="%.2f" if axes is speed else "%.1f", padding=3)
@@ -56,10 +58,10 @@ def draw_speeds(path: Path) -> None:
 
 
 def draw_shapes(measured: dict[str, Any], path: Path) -> None:
-    """How many times as fast as in bf16 a layer is, by the shape of its GEMMs and its recipe."""
+    """Draw a layer's speedup over bf16, by the shape of its GEMMs and its recipe."""
     rows = measured["rows"]
     groups = list(dict.fromkeys(row["group"] for row in rows))
-    # A line for each shape, and an empty one between groups.
+    # One line per shape, and an empty line between groups.
     lines = [n + groups.index(row["group"]) for n, row in enumerate(rows)]
     figure = Figure(figsize=(10, 1.4 + 0.3 * len(rows)), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
@@ -84,7 +86,7 @@ def draw_shapes(measured: dict[str, Any], path: Path) -> None:
 
 
 def canvas(width: float, height: float) -> tuple[Figure, Axes]:
-    """A sheet without axes, in inches."""
+    """Return a figure without axes. The size is in inches."""
     figure = Figure(figsize=(width, height))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, width), ylim=(0, height))
@@ -93,7 +95,7 @@ def canvas(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def box(axes: Axes, x: float, y: float, text: str, colour: str, width: float = 1.9) -> None:
-    """A box with its text, around a point."""
+    """Draw a box with text, centered at a point."""
     style = {"boxstyle": "round,pad=0.05", "facecolor": colour, "edgecolor": "#555555"}
     patch = matplotlib.patches.FancyBboxPatch((x - width / 2, y - 0.32), width, 0.64, **style)
     axes.add_patch(patch)
@@ -101,18 +103,18 @@ def box(axes: Axes, x: float, y: float, text: str, colour: str, width: float = 1
 
 
 def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], text: str = "") -> None:
-    """An arrow, with a word above its middle."""
+    """Draw an arrow, with text above its middle."""
     axes.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": "#333333"})
     middle = (start[0] + end[0]) / 2, (start[1] + end[1]) / 2 + 0.1
     axes.text(*middle, text, ha="center", va="bottom", fontsize=8, color="#333333")
 
 
 def draw_weight(path: Path) -> None:
-    """One weight from the optimizer's shard to the GEMMs and back."""
+    """Draw the path of a weight from the optimizer's shard to the GEMMs and back."""
     figure, axes = canvas(10, 3.4)
     for x, y, text, colour in (
-        (1.1, 2.6, "shard\nfp32, 4 B an element", HIGH),
-        (4.0, 2.6, "shard's codes\nFP8, 1 B, and scales", CODES),
+        (1.1, 2.6, "shard\nfp32, 4 B per element", HIGH),
+        (4.0, 2.6, "codes of the shard\nFP8, 1 B, and scales", CODES),
         (6.9, 2.6, "whole weight\ncodes of all ranks", CODES),
         (8.9, 1.4, "forward: y = x w^T\ndgrad: dx = dy w", PLAIN),
         (6.9, 0.5, "gradient of the\nwhole weight, bf16", HIGH),
@@ -133,19 +135,19 @@ def draw_weight(path: Path) -> None:
 
 
 def draw_step(path: Path) -> None:
-    """What goes over the link, and when, in a step of three units."""
+    """Draw the timeline of communication and computation in a step with three units."""
     figure, axes = canvas(10, 3.6)
-    lanes = {"link,\nin": 2.7, "GPU": 1.8, "link,\nout": 0.9}
+    lanes = {"all-gather": 2.7, "compute": 1.8, "reduce": 0.9}
     for name, y in lanes.items():
-        axes.text(0.05, y, name, fontsize=9, va="center", weight="bold")
+        axes.text(0.02, y, name, fontsize=9, va="center", weight="bold")
     into, gpu, out = lanes
     events = [
-        (gpu, 1.0, "largest values,\ncasts", CODES, 1.0),
-        *((into, 2.1 + 0.9 * i, f"gather\n{i + 1}: codes", CODES, 0.75) for i in range(3)),
+        (gpu, 1.2, "scales of all\nweights", CODES, 1.0),
+        *((into, 2.1 + 0.9 * i, f"cast and\ngather {i + 1}", CODES, 0.75) for i in range(3)),
         *((gpu, 3.0 + 0.9 * i, f"forward\n{i + 1}", PLAIN, 0.75) for i in range(3)),
-        *((into, 5.1 + 0.9 * i, f"gather\n{3 - i}: codes", CODES, 0.75) for i in range(3)),
+        *((into, 5.1 + 0.9 * i, f"cast and\ngather {3 - i}", CODES, 0.75) for i in range(3)),
         *((gpu, 5.9 + 1.0 * i, f"backward\n{3 - i}", PLAIN, 0.85) for i in range(3)),
-        *((out, 6.9 + 1.0 * i, f"reduce\n{3 - i}: grads", HIGH, 0.85) for i in range(3)),
+        *((out, 6.9 + 1.0 * i, f"gradients\n{3 - i}", HIGH, 0.85) for i in range(3)),
         (gpu, 9.4, "optimizer", PLAIN, 0.85),
     ]
     for lane, x, text, colour, width in events:
@@ -153,7 +155,7 @@ def draw_step(path: Path) -> None:
     axes.text(
         5,
         3.3,
-        "once a forward: an all-reduce of 4 bytes a weight.  Each gather: 1 byte an element.",
+        "Scales: one all-reduce of 4 bytes per weight. Each all-gather: 1 byte per element.",
         ha="center",
         fontsize=9,
     )
@@ -163,8 +165,8 @@ def draw_step(path: Path) -> None:
 
 
 def main() -> None:
-    """Draws all."""
-    matplotlib.rcParams["svg.hashsalt"] = "fp8rs"  # the same bytes each time
+    """Draw all figures."""
+    matplotlib.rcParams["svg.hashsalt"] = "fp8rs"  # for reproducible bytes
     draw_speeds(OUT / "speed.svg")
     draw_weight(OUT / "weight.svg")
     draw_step(OUT / "step.svg")

@@ -1,8 +1,8 @@
 """Train the demo's model in bf16 and in three recipes, and draw docs/figures/gallery.svg.
 
-python tools/gallery.py [--steps N] [--ranks N] [--out FOLDER]   # needs matplotlib
+python tools/gallery.py [--steps N] [--ranks N] [--out FOLDER]   # requires matplotlib
 
-What it found is written beside the picture, gallery.json: docs/gallery.md tells of it.
+Also writes the results to gallery.json in the same folder. docs/gallery.md describes them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from typing import Any
 
 from fp8rs.demo.launch import launch
 from fp8rs.demo.report import Progress
-from fp8rs.demo.run import job_of
-from fp8rs.demo.train import Settings
+from fp8rs.demo.train import Settings, train_under_fsdp
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = (None, "current", "delayed", "mxfp8")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Trains, and writes the two files."""
+    """Train the models and write both files."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, help="of each run; default: the demo's")
+    parser.add_argument("--steps", type=int, help="steps of each run; default: as in the demo")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures")
     options = parser.parse_args(arguments)
@@ -34,19 +33,27 @@ def main(arguments: list[str] | None = None) -> None:
     for recipe in RECIPES:
         name = recipe or "bf16"
         progress = Progress(f"{name:>9}", settings.steps, sys.stdout)
-        result = launch(job_of(settings, recipe), options.ranks, progress)[0]
+        result = launch(
+            train_under_fsdp,
+            settings,
+            recipe,
+            None,
+            ranks=options.ranks,
+            device="cpu",
+            on_event=progress,
+        )[0]
         kept = ("held_out", "allgather_bytes", "weight_bytes")
-        found["runs"][name] = {key: result[key] for key in kept}
+        found["runs"][name] = {key: getattr(result, key) for key in kept}
     (options.out / "gallery.json").write_text(json.dumps(found, indent=1) + "\n")
     draw(found, options.out / "gallery.svg")
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """The losses, how far they are from bf16's, and the bytes."""
+    """Draw the losses, their difference to bf16, and the gathered bytes."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams["svg.hashsalt"] = "fp8rs"  # the same bytes each time
+    matplotlib.rcParams["svg.hashsalt"] = "fp8rs"  # for reproducible bytes
     runs = found["runs"]
     figure = Figure(figsize=(10, 3.2), layout="constrained")
     losses, apart, traffic = figure.subplots(1, 3, width_ratios=(2, 2, 1.6))

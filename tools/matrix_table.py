@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Write the tables of docs/fsdp2-matrix.md: what trains under FSDP2, as the tests have it.
+"""Generate the tables of docs/fsdp2-matrix.md from the tests that train under FSDP2.
 
     python tools/matrix_table.py [--full] [--check] [--device cpu|cuda]
 
-Runs tests/fsdp/test_matrix.py and writes one table a device between the markers in the page; those
-of other torch versions and devices stay as they are. Without ``--full`` a cover of all pairs of
-parameters runs, and each cell says how many of its trainings that was. ``--check`` writes nothing
-and fails if a cell differs from the page's in what it says.
+Runs tests/fsdp/test_matrix.py and writes one table per device between the markers in the page.
+Tables of other torch versions and devices are not changed. Without ``--full``, a cover of all pairs
+of parameters runs, and each cell has the number of its trainings that ran. ``--check`` writes
+nothing, and fails if a cell differs from the page.
 
-Run it where fp8rs is installed or on PYTHONPATH; each torch writes its own tables.
+Run it where fp8rs is installed or on PYTHONPATH. Each torch version writes its own tables.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ Key = tuple[str, tuple[str, ...], str]
 
 @dataclass
 class Results:
-    """A pytest plugin: what became of the trainings, by device, row and recipe."""
+    """A pytest plugin that collects the results of trainings by device, row and recipe."""
 
     ran: Counter[Key] = field(default_factory=Counter)
     all: Counter[Key] = field(default_factory=Counter)
     failed: dict[Key, str] = field(default_factory=dict)
     skipped: Counter[str] = field(default_factory=Counter)
-    #: The parameters that choose a row; the recipe chooses the column.
+    #: The parameters that identify a row. The recipe identifies the column.
     row: ClassVar[tuple[str, ...]] = ("weights", "mesh", "shards")
 
     def key_of(self, item: Any) -> Key:
-        """The cell of a case."""
+        """Return the cell of a case."""
         params = item.callspec.params
         return params["device_type"], tuple(params[name] for name in self.row), params["recipe"]
 
     def name_of(self, row: tuple[str, ...]) -> str:
-        """What a row is called."""
+        """Return the title of a row."""
         weights, *others = row
         return ", ".join([WEIGHTS[weights], *others])
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Before the cover is chosen: all cells that there are."""
+        """Count all cases of each cell, before the cover is selected."""
         self.all.update(self.key_of(item) for item in items)
 
     @pytest.hookimpl(wrapper=True)
@@ -72,7 +72,7 @@ class Results:
         return report
 
     def table(self, device: str) -> str | None:
-        """The table of a device; None if no case ran, or one was skipped: it has no such device."""
+        """Return the table of a device, or None if no case ran or one was skipped."""
         mine = [key for key in self.all if key[0] == device]
         if self.skipped[device] or not any(self.ran[key] or key in self.failed for key in mine):
             return None
@@ -97,7 +97,7 @@ class Results:
 
 
 def left_out() -> str:
-    """The cells that there are not, and why."""
+    """Return a list of the combinations that are not tested, with reasons."""
     sys.path.insert(0, str(ROOT / "tests"))
     from fsdp.test_matrix import LEFT_OUT
 
@@ -108,7 +108,7 @@ def left_out() -> str:
 
 
 def words(table: str) -> list[list[str]]:
-    """What the cells say: not how many trainings ran, nor how a reason is worded."""
+    """Return the cells of a table, without numbers of trainings and references to reasons."""
     return [
         [row[0], *(cell.split(",")[0].split("(")[0].strip() for cell in row[1:])]
         for row in written.rows(table)
@@ -116,11 +116,13 @@ def words(table: str) -> list[list[str]]:
 
 
 def run(description: str | None, test: Path, results: Results) -> argparse.Namespace:
-    """Run a test as the command line says, which this returns; pytest's own errors end it."""
+    """Run a test with the options of the command line, and return these. Exit on pytest errors."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
-    parser.add_argument("--full", action="store_true", help="every case, not a cover of pairs")
+    parser.add_argument(
+        "--full", action="store_true", help="run every case instead of a cover of pairs"
+    )
     parser.add_argument("--check", action="store_true", help="compare with the page, write nothing")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="that one alone")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="run only this device")
     chosen = parser.parse_args()
     options = ["--full"] if chosen.full else []
     options += written.on_device(chosen.device)

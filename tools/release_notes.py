@@ -1,4 +1,4 @@
-"""Print the changelog's section of the version in Cargo.toml, or of what is not released yet.
+"""Print the changelog's section of the version in Cargo.toml, or the unreleased section.
 
 python tools/release_notes.py
 """
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def section(changelog: str, version: str) -> str:
-    """The section with this title, or the one titled Unreleased."""
+    """Return the section with this title, or the section titled Unreleased."""
     _, *sections = re.split(r"^## ", changelog, flags=re.MULTILINE)
     by_title = {text.split()[0].strip("[]"): text for text in sections}
     return "## " + by_title.get(version, by_title["Unreleased"])

@@ -1,4 +1,4 @@
-"""What tools write into the documentation: a part a torch and device, between two markers."""
+"""Write generated tables to pages, one per torch version and device, between two markers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ END = "<!-- to here -->"
 
 
 class Page:
-    """A page with a place that one tool writes.
+    """A page with a part that one tool generates.
 
     Args:
         path: the page.
-        tool: the tool's name, which the marker has.
+        tool: the tool's name, which the marker contains.
     """
 
     def __init__(self, path: Path, tool: str) -> None:
@@ -25,16 +25,16 @@ class Page:
         self.begin = f"<!-- tools/{tool}.py writes from here -->"
 
     def body(self) -> str:
-        """What stands there."""
+        """Return the generated part."""
         return self._split()[1]
 
     def tables(self) -> dict[str, str]:
-        """The parts of it, by their names."""
+        """Return the tables of the generated part by name."""
         parts = re.split(r"^### (.+)$", self.body(), flags=re.MULTILINE)
         return dict(zip(parts[1::2], (part.strip() for part in parts[2::2]), strict=True))
 
     def write(self, body: str) -> None:
-        """Put ``body`` there."""
+        """Replace the generated part."""
         before, _, after = self._split()
         self.path.write_text(f"{before}{self.begin}\n{body}\n{END}{after}")
 
@@ -47,12 +47,12 @@ class Page:
 
 
 def on_device(device: str | None) -> list[str]:
-    """pytest's options for the tests of one device, "cpu" or "cuda"; of None for all."""
+    """Return pytest's options for the tests of "cpu" or "cuda", or for all tests."""
     return [] if device is None else ["-m", "gpu" if device == "cuda" else "not gpu"]
 
 
 def name_of(place: str) -> str:
-    """What a table is of; by this name it is found in the page."""
+    """Return the name of a table in the page."""
     return f"torch {'.'.join(torch.__version__.split('.')[:2])}, {place}"
 
 
@@ -63,22 +63,22 @@ def update(
     check: bool,
     last: dict[str, str] | None = None,
 ) -> int:
-    """Write tables in place of those of the same names; the others stay.
+    """Replace tables of a page by name, and print tables that differ. Other tables stay.
 
     Args:
-        page: where.
-        tables: by their names.
-        words: what of a table must be as the page has it; what differs is printed.
-        check: write nothing.
-        last: parts that come after all tables.
+        page: the page.
+        tables: the new tables by name.
+        words: returns the content of a table to compare.
+        check: compare only, and write nothing.
+        last: parts to write after all tables.
 
     Returns:
-        1 if something differs that was only checked, else 0; 2 where a cell has not run.
+        An exit code: 1 if ``check`` is set and a table differs, 2 if a cell did not run, else 0.
     """
     old = page.tables()
     differ = False
     for name, table in tables.items():
-        if "not run" in table:
+        if any("not run" in row for row in rows(table)):
             print(f"rows or cells without a test:\n{table}")
             return 2
         if words(old.get(name, "")) != words(table):
@@ -94,6 +94,6 @@ def update(
 
 
 def rows(table: str) -> list[list[str]]:
-    """The cells of a table, line by line."""
+    """Return the cells of a table by line."""
     lines = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line] for line in lines]

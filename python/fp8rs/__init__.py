@@ -1,13 +1,13 @@
-"""FP8 training for PyTorch FSDP2: weights are quantized before they are gathered.
+"""FP8 training for PyTorch FSDP2, with weights that are quantized before the all-gather.
 
-``import fp8rs`` registers the operators of ``torch.ops.fp8rs``. It starts no CUDA context and needs
-no GPU.
+``import fp8rs`` registers the operators of ``torch.ops.fp8rs``. It does not create a CUDA context
+and does not require a GPU.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import ops  # isort: skip  (registers the operators that the rest calls)
+from . import ops  # isort: skip  (registers the operators)
 
 from fp8rs.convert.convert import convert_to_float8_training, optimizer_stepped
 from fp8rs.convert.quantized_init import quantized_init
@@ -79,7 +79,7 @@ __all__ = [
     "tensor_parallel",
 ]
 
-#: Names whose modules are imported at the first access. They are not always needed, and some import
+#: Names whose modules are imported at the first access, because some import
 #: torch.distributed.tensor, which takes two seconds.
 _LATER = {
     "Monitor": "fp8rs.monitoring",

@@ -12,12 +12,12 @@ from fp8rs import __version__
 from fp8rs.monitoring.plot import LABELS
 from fp8rs.quantize.recipes import RECIPES
 
-#: What a monitor's picture can be of.
+#: The statistics that ``monitor --plot`` can plot.
 STATISTICS = list(LABELS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code."""
+    """Run a command and return its exit code."""
     options = _parser().parse_args(arguments)
     try:
         code: int = options.run(options)
@@ -34,62 +34,52 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         help="train a small Llama in high precision and in FP8, and compare",
-        description="Trains the same byte-level Llama twice under FSDP2 on this machine: in bf16 "
-        "and with an FP8 recipe. Takes two to three minutes on two CPU cores.",
+        description="Train the same byte-level Llama twice under FSDP2 on this machine: in bf16 "
+        "and with an FP8 recipe. This takes two to three minutes on two CPU cores.",
     )
     demo.add_argument(
-        "--ranks", type=_positive, help="processes to train on (default: 2 on CPU, else every GPU)"
+        "--ranks", type=_positive, help="number of ranks (default: 2 on CPU, else all GPUs)"
     )
     recipes = f"{', '.join(RECIPES)}; default: current"
     demo.add_argument("--recipe", default="current", help=recipes)
     demo.add_argument("--steps", type=_positive, help="training steps of each run")
-    demo.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    demo.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available")
     demo.add_argument(
         "--weights",
         choices=("fp8", "master"),
         default="master",
-        help="of the FP8 run, between steps: fp32 masters, or FP8 alone (default: master)",
+        help="weights of the FP8 run: fp32 master weights, or FP8 weights (default: master)",
     )
-    demo.add_argument(
-        "--masters",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="with --weights fp8: fp32 masters in the optimizer, or stochastic rounding",
-    )
-    demo.add_argument(
-        "--state-dtype",
-        choices=("fp32", "bf16"),
-        default="fp32",
-        help="with --weights fp8: of the optimizer's moments (default: fp32)",
-    )
-    demo.add_argument("--json", type=Path, metavar="FILE", help="write the result's fields")
-    demo.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves (PNG, SVG, PDF)")
+    demo.add_argument("--json", type=Path, metavar="FILE", help="write the results")
+    demo.add_argument("--plot", type=Path, metavar="FILE", help="plot the losses (PNG, SVG, PDF)")
     demo.set_defaults(run=_demo)
     doctor = commands.add_parser(
         "doctor",
-        help="what this machine can run, and why not",
-        description="Versions, driver, devices, and which recipes run here by which path.",
+        help="show the recipes that this machine supports",
+        description="Show versions, driver, devices, and how each recipe runs on this machine.",
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=_doctor)
     report = commands.add_parser(
         "report",
-        help="layers, bytes and memory of converting a model",
-        description="Prints the layers that would be converted, the bytes that a step would "
-        "gather and the memory of a rank. The model is built on the meta device.",
+        help="estimate communication volume and memory of a model",
+        description="Print the layers that would be converted, the bytes that a step would gather "
+        "and the memory of a rank. The model is built on the meta device.",
     )
     _add_report(report)
     report.set_defaults(run=_report)
     monitor = commands.add_parser(
         "monitor",
-        help="the layers that lost most in a run, and a picture of all of them",
-        description="Reads the file of fp8rs.monitor(model, file=FILE): prints the layers that "
-        "lost most in the last step that was logged, and draws all layers over all steps.",
+        help="show the layers with the smallest SQNR, and plot all layers",
+        description="Read the file of fp8rs.monitor(model, file=FILE). Print the layers with the "
+        "smallest SQNR in the last logged step, and plot all layers over all steps.",
     )
-    monitor.add_argument("file", type=Path, metavar="FILE", help="lines of JSON")
-    monitor.add_argument("--plot", type=Path, metavar="OUT", help="draw a picture (PNG, SVG, PDF)")
     monitor.add_argument(
-        "--statistic", choices=STATISTICS, default=STATISTICS[0], help="what the picture is of"
+        "file", type=Path, metavar="FILE", help="a file with one JSON record per line"
+    )
+    monitor.add_argument("--plot", type=Path, metavar="OUT", help="write a plot (PNG, SVG, PDF)")
+    monitor.add_argument(
+        "--statistic", choices=STATISTICS, default=STATISTICS[0], help="the statistic to plot"
     )
     monitor.add_argument("--worst", type=_positive, default=10, metavar="N", help="default: 10")
     monitor.set_defaults(run=_monitor)
@@ -97,13 +87,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_report(report: argparse.ArgumentParser) -> None:
-    """The arguments of the report on a model."""
+    """Add the arguments of the report command."""
     report.add_argument("--json", action="store_true", help="print JSON")
     report.add_argument(
         "model",
         metavar="MODEL",
-        help="FILE.py or FILE.py:NAME, a Python file with a model, or a function that returns it "
-        "(default name: model); or a model of transformers, by its name or its folder",
+        help="FILE.py or FILE.py:NAME, where NAME (default: model) is a model or a function that "
+        "returns one; or the name or folder of a transformers model",
     )
     recipes = f"{', '.join(RECIPES)}; default: current"
     report.add_argument("--recipe", default="current", help=recipes)
@@ -112,26 +102,25 @@ def _add_report(report: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="leave out layers with this in their name (filter_fqns); may be repeated",
+        help="exclude layers with this in their name (filter_fqns); may be repeated",
     )
-    report.add_argument("--ranks", type=_positive, default=8, help="that shard it; default: 8")
+    report.add_argument("--ranks", type=_positive, default=8, help="number of shards; default: 8")
     report.add_argument(
         "--weights",
         choices=("fp8", "master"),
         default="master",
-        help="what is stored of converted weights (fp8_weights); default: master",
+        help="how converted weights are stored (fp8_weights); default: master",
     )
     report.add_argument(
         "--optimizer",
         metavar="NAME",
         help="torch's adam, adamw, lion, momentum, muon or sgd; or fp8rs-adamw[-bf16][-no-masters]"
-        "; default: adamw, fp8rs-adamw where FP8 weights are trained",
+        "; default: adamw, or fp8rs-adamw if FP8 weights are trained",
     )
 
 
 def _demo(options: argparse.Namespace) -> int:
     from .demo.run import DemoError, run
-    from .demo.train import Weights
 
     try:
         run(
@@ -141,7 +130,7 @@ def _demo(options: argparse.Namespace) -> int:
             options.device,
             options.json,
             options.plot,
-            Weights(options.weights, options.masters, options.state_dtype),
+            options.weights == "fp8",
         )
     except DemoError as error:
         print(f"fp8rs demo: {error}", file=sys.stderr)
@@ -188,12 +177,12 @@ def _monitor(options: argparse.Namespace) -> int:
         print(f"fp8rs monitor: {error}", file=sys.stderr)
         return 2
     except ImportError:
-        print("fp8rs monitor: no plot without matplotlib: pip install matplotlib", file=sys.stderr)
+        print("fp8rs monitor: --plot requires matplotlib: pip install matplotlib", file=sys.stderr)
         return 2
     last = records[-1]
     found = worst(last.statistics, options.worst)
     width = max((len(one.layer) for one in found), default=0)
-    print(f"step {last.step}: SQNR in dB, the worst first")
+    print(f"step {last.step}: SQNR in dB, smallest first")
     for one in found:
         print(f"  {one.layer:<{width}}  {one.operand:<6}  {one.sqnr_db:6.2f}")
     return 0

@@ -1,6 +1,6 @@
-"""torch's private names, in one place: what breaks with a new torch breaks here.
+"""Private names of torch, in one place. A new torch release can break only this module.
 
-Each has the reason why nothing public serves.
+Each entry says why public API does not suffice.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-#: For writes that autograd must not count: FSDP2 refills what it gathered while a graph holds it.
+#: A context for writes that autograd must not count. FSDP2 refills gathered tensors that a graph
+#: has saved.
 preserve_version_counter = _unsafe_preserve_version_counter
 
-#: Tensor subclasses whose operators go straight to ``__torch_dispatch__``.
+#: ``__torch_function__`` of subclasses that only implement ``__torch_dispatch__``.
 disabled_torch_function = torch._C._disabled_torch_function_impl
 
-#: A context in which no ``__torch_dispatch__`` runs, modes' included: what happens in it is not
-#: traced.
+#: A context in which no ``__torch_dispatch__`` runs, not even in modes, so nothing is traced.
 no_torch_dispatch = torch._C._DisableTorchDispatch
 
-#: Whether two tensors have one storage.
+#: Returns whether two tensors share a storage.
 is_alias: Callable[[Tensor, Tensor], bool] = cast(Any, torch._C)._is_alias_of
 
-#: Tells autograd of a write that an operator made on its own.
+#: Increments the version counter of tensors, for writes below autograd.
 increment_version = torch._C._increment_version
 
 
 def note_write(x: Tensor) -> None:
-    """Tell autograd of a write that was made below it. (What is traced is seen as it is.)"""
+    """Increment a tensor's version counter after a write below autograd, except while tracing."""
     if not torch.compiler.is_compiling() and not x.is_inference():
         increment_version([x])
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward pass (a recomputation included)."""
+    """Return whether this thread is in a backward pass, which includes recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -50,8 +50,8 @@ def gradients_needed(ctx: Any) -> tuple[bool, ...]:
     """Return, for each input of an autograd Function, whether this backward needs its gradient.
 
     ``ctx.needs_input_grad`` is set in the forward. `torch.autograd.grad` and
-    ``backward(inputs=...)`` may need fewer gradients than that, and zero-bubble pipeline schedules
-    compute those of inputs and of weights in two backwards. Torch's own operators ask the engine.
+    ``backward(inputs=...)`` may need fewer gradients, and zero-bubble pipeline schedules compute
+    gradients of inputs and of weights in two backwards. Torch's operators query the engine.
 
     Dynamo cannot trace the private call, so compiled code uses ``ctx.needs_input_grad``.
     """
@@ -76,9 +76,9 @@ def _will_run(node: Any) -> bool:
 
 
 def current_stream_id(x: Tensor) -> int:
-    """The current stream of a CUDA tensor's device as a number, 0 elsewhere.
+    """Return the current stream of a CUDA tensor's device as an int, or 0 for other devices.
 
-    ``torch.cuda.current_stream`` makes an object for it, which takes ten times as long.
+    ``torch.cuda.current_stream`` creates an object, which takes ten times as long.
     """
     if not x.is_cuda:
         return 0
@@ -92,16 +92,16 @@ def in_fake_mode() -> bool:
 
 
 def dispatch_mode() -> object:
-    """The innermost ``TorchDispatchMode`` that is entered, or None.
+    """Return the innermost active ``TorchDispatchMode``, or None.
 
-    What torch has in public for it costs an import and some frames.
+    The public function adds an import and several frames.
     """
     depth = torch._C._len_torch_dispatch_stack()
     return torch._C._get_dispatch_stack_at(depth - 1) if depth else None
 
 
 class Itself:
-    """A value that equals itself alone, whatever its own ``==`` gives."""
+    """Wraps a value to compare it by identity."""
 
     __slots__ = ("value",)
 
@@ -115,10 +115,10 @@ class Itself:
 
 
 def memory_of(x: Tensor) -> object:
-    """Where a tensor's values are: what was given earlier equals it, unless writes changed it.
+    """Return an identifier of a tensor's memory, to detect writes without a version bump.
 
-    These may have moved no version. Of a real one the address, which ``x.data = y`` changes; in a
-    compiler's trace the value that ``x`` stands for at present, which any write changes.
+    For a real tensor it is the address, which ``x.data = y`` changes. While tracing, it is the
+    current functional value, which every write changes.
     """
     if isinstance(x, FunctionalTensor):
         return Itself(x.from_functional())
@@ -127,45 +127,44 @@ def memory_of(x: Tensor) -> object:
     except RuntimeError:
         if torch._C._functorch.is_batchedtensor(x):
             raise RuntimeError(
-                "FP8 layers do not run under torch.func.vmap: use it before the conversion"
+                "FP8 layers do not support torch.func.vmap: apply it before the conversion"
             ) from None
         return None
 
 
-#: ``torch.compiler.disable`` as torch's own optimizers use it: it imports Dynamo at the first call.
+#: Like ``torch.compiler.disable``, but imports Dynamo only at the first call. Used by torch.optim.
 not_traced: Callable[..., Any] = torch._compile._disable_dynamo
 
 
 def constant_when_traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compiler.assume_constant_result``, which imports Dynamo for a second."""
+    """Like ``torch.compiler.assume_constant_result``, which imports Dynamo (one second)."""
     cast(Any, function)._dynamo_marked_constant = True
     return function
 
 
 def keep_from_ddp(module: Any, names: list[str]) -> None:
-    """Have DistributedDataParallel leave parameters and buffers of a module that it wraps alone.
+    """Make DistributedDataParallel ignore parameters and buffers of a module.
 
-    It has no argument for it: it would make all ranks' buffers those of the first.
+    DDP has no argument for this, and would broadcast the first rank's buffers.
     """
     known = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     module._ddp_params_and_buffers_to_ignore = [*known, *(n for n in names if n not in known)]
 
 
 def keep_address(x: Tensor) -> Tensor:
-    """Tell compilers that a tensor stays where it is; gives the tensor.
+    """Mark a tensor as a static input for compilers, and return it.
 
-    CUDA graphs read a copy of other inputs, into which what is written to them goes.
+    CUDA graphs copy other inputs, so that writes would go to the copy.
     """
     cast(Any, x)._dynamo_static_input_type = "unguarded"
     return x
 
 
 def inductor_decomposition(operator: Any, function: Callable[..., Any]) -> None:
-    """Have Inductor trace ``function`` in the place of calls of ``operator``.
+    """Make Inductor trace ``function`` instead of each call of ``operator``.
 
-    Of all calls: it refuses to call an operator that is in its table. There is no public way to
-    tell it; a torch with another table calls the operator. The table is imported, and Dynamo: not
-    to be called at import.
+    Torch has no public API for this. If a torch release lacks the table, Inductor calls the
+    operator. Do not call this at import time, because it imports Inductor and Dynamo.
     """
     from torch._inductor import decomposition
 
@@ -175,10 +174,11 @@ def inductor_decomposition(operator: Any, function: Callable[..., Any]) -> None:
 
 
 def inductor_reads_memory(operator: Any) -> None:
-    """Have Inductor put what ``operator`` reads into memory before anything else reads it.
+    """Make Inductor materialize the inputs of ``operator`` before other code reads them.
 
-    It learns so when it first meets the operator: what it met before that, of the same input, makes
-    the input again for itself, by other code. It imports Inductor: for when something is compiled.
+    Otherwise Inductor materializes an input when it lowers the operator, and code that it lowered
+    before recomputes the input, possibly with other bits. Call this while compiling, because it
+    imports Inductor.
     """
     from torch._inductor import lowering
 
@@ -188,16 +188,16 @@ def inductor_reads_memory(operator: Any) -> None:
 
 
 def may_be_empty(x: Tensor) -> bool:
-    """Whether a tensor has no elements, or, in a trace, nobody can tell."""
+    """Return whether a tensor has no elements, or may have none while tracing."""
     from torch.fx.experimental.symbolic_shapes import guard_or_true
 
     return bool(guard_or_true(x.numel() == 0))
 
 
 def depends_on_data(*sizes: int) -> bool:
-    """Whether traced sizes are those of what data selects (``x[mask]``): nothing is known of them.
+    """Return whether traced sizes depend on data, as in ``x[mask]``.
 
-    Where one decides what is called, a trace ends with an error.
+    A branch on such a size ends the trace with an error.
     """
     from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
@@ -205,17 +205,17 @@ def depends_on_data(*sizes: int) -> bool:
 
 
 def real_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool) -> Any:
-    """An instance of ``cls`` over the storage of ``data``: its pointer is real.
+    """Return an instance of ``cls`` that has the storage of ``data``, and a real pointer.
 
-    ``_make_wrapper_subclass``, the documented way, gives tensors without a storage.
+    The documented ``_make_wrapper_subclass`` returns tensors without a storage.
     """
     return torch.Tensor._make_subclass(cls, data, requires_grad)
 
 
 def make_wrapper_subclass(cls: type[Tensor], size: Any, **kwargs: Any) -> Any:
-    """A tensor of a subclass that has no storage of its own.
+    """Return a tensor of a subclass, without a storage.
 
-    What reads its memory past the dispatcher gets a RuntimeError for it, and no null pointer.
+    Code that reads its memory outside the dispatcher gets a RuntimeError instead of a null pointer.
     """
     wrapper = torch.Tensor._make_wrapper_subclass(cls, size, **kwargs)
     torch._C._set_throw_on_mutable_data_ptr(wrapper)
@@ -223,15 +223,14 @@ def make_wrapper_subclass(cls: type[Tensor], size: Any, **kwargs: Any) -> Any:
 
 
 def hooks_of(parameter: Any) -> tuple[Any, Any]:
-    """The hooks that users have registered for a parameter's gradient, for `set_hooks`."""
+    """Return the hooks that users have registered on a parameter, for `set_hooks`."""
     return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
 
 
 def set_hooks(parameter: Any, hooks: tuple[Any, Any]) -> None:
-    """Have a parameter's hooks run, after what autograd knows of it was swapped.
+    """Register hooks again after a parameter's tensor was swapped.
 
-    Autograd has them from a tensor's other half: it is to have them anew. Of the same dictionaries,
-    which the handles that users have remove them from.
+    The dictionaries must be the same objects, because users' handles remove hooks from them.
     """
     parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
 
@@ -249,12 +248,12 @@ def forget_fake(parameter: Tensor) -> None:
 
 
 def become(parameter: Tensor, new: Tensor) -> None:
-    """Have a parameter be ``new`` from now on, as the object that it is, for all who refer to it.
+    """Replace a parameter's tensor by ``new``. The parameter stays the same Python object.
 
-    Its hooks stay, those that users have registered for its gradient.
+    Hooks that users have registered stay.
 
     Raises:
-        RuntimeError: torch cannot swap them: a graph or a weak reference holds on to one.
+        RuntimeError: torch cannot swap the tensors, because a graph or a weak reference holds one.
     """
     forget_fake(parameter)
     hooks = hooks_of(parameter)
@@ -268,19 +267,19 @@ def become(parameter: Tensor, new: Tensor) -> None:
 
 
 def check_can_become(parameter: Tensor) -> None:
-    """Raise what `become` would of this parameter, and change nothing.
+    """Raise if `become` would raise for this parameter, without changing it.
 
-    A swap that is tried and undone marks a graph that still knows the parameter as unusable.
+    Trying and undoing a swap would make graphs unusable that hold the parameter.
 
     Raises:
-        RuntimeError: torch cannot swap it: a graph or a weak reference holds on to it.
+        RuntimeError: torch cannot swap the tensor, because a graph or a weak reference holds it.
     """
     forget_fake(parameter)
     if weakref.getweakrefs(parameter):
         raise RuntimeError("the parameter has a weak reference")
     held: int = cast(Any, parameter)._use_count()
     if held > 1 and parameter.is_leaf and parameter.requires_grad:
-        # One more than its own may be that of the node that its gradient is added up by.
+        # The node that accumulates its gradient may hold one reference.
         node = torch.autograd.graph.get_gradient_edge(parameter).node
         held -= held == cast(Any, parameter)._use_count()
         del node
@@ -289,12 +288,12 @@ def check_can_become(parameter: Tensor) -> None:
 
 
 def is_traced(data: Tensor) -> bool:
-    """Whether a tensor stands for another one in a compiler's trace, or has no data at all."""
+    """Return whether a tensor is fake or functional, and so has no data of its own."""
     return isinstance(data, FakeTensor | FunctionalTensor)
 
 
 def wrapper_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool) -> Any:
-    """An instance of ``cls`` with the sizes of ``data``, which may be fake, and no storage."""
+    """Return an instance of ``cls`` without storage, with the metadata of ``data``."""
     return make_wrapper_subclass(
         cls,
         data.shape,
@@ -308,39 +307,39 @@ def wrapper_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool) -> An
 
 
 def is_view_of_flat_parameter(weight: Tensor) -> bool:
-    """Whether FSDP's first version (FullyShardedDataParallel) has gathered this weight."""
+    """Return whether FSDP1 (FullyShardedDataParallel) has gathered this weight."""
     return getattr(weight._base, "_is_flat_param", False)
 
 
 def group_named(name: str) -> Any:
-    """The process group of that name, which has no public function that finds it."""
+    """Return the process group of that name. Torch has no public function for this."""
     return cast(Any, torch.distributed).distributed_c10d._resolve_process_group(name)
 
 
 def local_tensor(parameter: Any) -> Any:
-    """The local tensor of a DTensor as the object that it is; ``to_local`` gives a new view."""
+    """Return the local tensor of a DTensor itself. ``to_local`` returns a new view."""
     return parameter._local_tensor
 
 
 def is_distributed(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor. (To import its class takes seconds.)"""
+    """Return whether a tensor is a DTensor, without importing the class, which takes seconds."""
     return hasattr(tensor, "_local_tensor")
 
 
 def own_part(tensor: Any) -> Any:
-    """This rank's part of a tensor: itself where it is not distributed."""
+    """Return the local tensor of a DTensor, or another tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def set_local_tensor(parameter: Any, local: Tensor) -> None:
-    """Replace the local tensor of a DTensor by another one over the same values."""
+    """Replace the local tensor of a DTensor by another one with the same values."""
     parameter._local_tensor = local
 
 
 def local_shape_and_offset(
     shape: tuple[int, ...], mesh: Any, placements: Any
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of this rank's part of a DTensor, and where it begins in the whole."""
+    """Return the shape of this rank's part of a DTensor, and its offset in the whole."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     size, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
@@ -348,14 +347,14 @@ def local_shape_and_offset(
 
 
 def dtensor_like(parameter: Any, local: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """A DTensor that is laid out as a parameter is, over another local tensor.
+    """Return a DTensor with another local tensor and the placements of a parameter.
 
-    ``DTensor.from_local`` would copy what is offloaded to the mesh's device.
+    ``DTensor.from_local`` would copy an offloaded tensor to the mesh's device.
 
     Args:
         parameter: a DTensor.
         local: this rank's part.
-        shape: of the whole, contiguous; the parameter's by default.
+        shape: the whole shape, of a contiguous tensor. The default is the parameter's.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -372,17 +371,17 @@ def dtensor_like(parameter: Any, local: Tensor, shape: tuple[int, ...] | None = 
     return made
 
 
-#: What wrappers put into the names of what they wrap: torch.compile, checkpoint_wrapper, FSDP.
+#: Names that torch.compile, checkpoint_wrapper and FSDP1 insert into fully qualified names.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def plain_name(name: str) -> str:
-    """The name that a module or a tensor has in a model without wrappers."""
+    """Return the name that a module or a tensor has in a model without wrappers."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def names_of(model: Any, name: str) -> set[str]:
-    """The names that torch's state-dict functions have for what a model has under ``name``."""
+    """Return the names that torch's state-dict functions use for ``name`` in a model."""
     from torch.distributed.checkpoint.state_dict import _get_fqns
 
     return set(_get_fqns(model, name))
@@ -396,12 +395,12 @@ def fsspec_file_system(url: str) -> Any:
 
 
 def spec(parameter: Any) -> Any:
-    """A DTensor's specification: the same object for as long as its sharding is the same."""
+    """Return a DTensor's spec. It is the same object as long as the sharding is unchanged."""
     return parameter._spec
 
 
 def fsdp_param_groups(module: Any) -> list[Any]:
-    """A module's FSDP parameter groups, under the names that torch has had for them."""
+    """Return a module's FSDP parameter groups. The attribute's name depends on the release."""
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
@@ -411,13 +410,13 @@ def fsdp_param_groups(module: Any) -> list[Any]:
 
 
 def fsdp_place(fsdp_param: Any) -> tuple[Any, str, Any]:
-    """The module of one of a group's parameters, its name there, and the sharded parameter."""
+    """Return the module of an FSDPParam, its name in the module, and the sharded parameter."""
     place = fsdp_param._module_info
     return place.module, place.param_name, fsdp_param.sharded_param
 
 
 def fsdp_groups(root: Any) -> Iterator[tuple[str, Any]]:
-    """FSDP2's groups of parameters below ``root``, each with the name of its module."""
+    """Yield FSDP2's parameter groups below ``root``, with the names of their modules."""
     from torch.distributed.fsdp import FSDPModule
 
     for name, module in root.named_modules():
@@ -427,15 +426,14 @@ def fsdp_groups(root: Any) -> Iterator[tuple[str, Any]]:
 
 
 def sharded_parameters(root: Any) -> list[Any]:
-    """What FSDP2 has sharded below ``root``, whatever stands in the modules at the moment."""
+    """Return the sharded parameters below ``root``, even while modules hold unsharded ones."""
     return [p.sharded_param for _, group in fsdp_groups(root) for p in group.fsdp_params]
 
 
 def own_store() -> Any:
-    """The store through which the ranks of this process met, over a connection of its own.
+    """Return the default process group's store with a new connection, or None if ranks are fake.
 
-    None where there are no other ranks in truth. (While one waits on a connection, who else uses it
-    waits too: NCCL's watchdog.)
+    A wait blocks all other users of its connection, such as NCCL's watchdog.
     """
     import torch.distributed as dist
 
@@ -446,9 +444,9 @@ def own_store() -> Any:
 
 
 def reduces_in_stored_dtype() -> bool:
-    """Whether FSDP2 without a ``reduce_dtype`` reduces gradients in the parameters' own dtype.
+    """Return whether FSDP2 without a ``reduce_dtype`` reduces gradients in the parameter's dtype.
 
-    Newer torch does; older ones reduce them in the dtype that they come in.
+    Older releases reduce them in the gradients' dtype.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -456,7 +454,7 @@ def reduces_in_stored_dtype() -> bool:
 
 
 def check_graph_capture(optimizer: Any) -> None:
-    """Refuse a step of an optimizer in a graph capture for which it is not declared capturable."""
+    """Raise if a graph capture is running and the optimizer is not declared capturable."""
     for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
         check = getattr(optimizer, name, None)
         if check is not None:
@@ -465,28 +463,29 @@ def check_graph_capture(optimizer: Any) -> None:
 
 
 def premultiplied_by(op: Any) -> float:
-    """The factor of a ``PREMUL_SUM``, which is readable where it is pickled alone."""
+    """Return the factor of a ``PREMUL_SUM``, which only its pickled state contains."""
     return float(op.__getstate__()[1])
 
 
 def fills_in_unused(group: Any) -> bool:
-    """Whether FSDP2 has zeros reduced for parameters of a group that have no gradient."""
+    """Return whether FSDP2 reduces zeros for parameters of a group without a gradient."""
     return bool(getattr(group, "reduce_scatter_unused_params", False))
 
 
 def shard_group(group: Any) -> Any:
-    """The process group of the ranks that shard an FSDP parameter group; None if none do."""
-    return getattr(group.mesh_info, "shard_process_group", None)
+    """Return the process group of the ranks that shard an FSDP parameter group, or None for one."""
+    found = getattr(group.mesh_info, "shard_process_group", None)
+    return None if found is None or found.size() == 1 else found
 
 
 def computed_in(group: Any) -> set[torch.dtype]:
-    """The dtypes that trained parameters of an FSDP parameter group are gathered in."""
+    """Return the dtypes in which trained parameters of an FSDP parameter group are gathered."""
     trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
     return {p.mp_policy.param_dtype or p.sharded_param.dtype for p in trained}
 
 
 def symmetric_memory() -> Any:
-    """``torch.distributed._symmetric_memory``: private in name, documented since torch 2.9."""
+    """Return ``torch.distributed._symmetric_memory``, which is documented since torch 2.9."""
     from torch.distributed import _symmetric_memory
 
     return _symmetric_memory

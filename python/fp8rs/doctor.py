@@ -1,14 +1,13 @@
-"""``python -m fp8rs doctor``: what this machine can run, by which path, and the reason for each no.
+"""``python -m fp8rs doctor``: which recipes this machine supports, how they run, and why not.
 
-Nothing here needs a GPU or libcuda: what is missing is a finding. Also where the command line's
-``report`` has its models from.
+A missing GPU or libcuda is reported and is not an error. This module also loads models for
+``python -m fp8rs report``.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
-import inspect
 import itertools
 import json
 import os
@@ -38,7 +37,7 @@ class Path:
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU as torch sees it."""
+    """A GPU, with torch's device index."""
 
     name: str
     index: int
@@ -48,7 +47,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything that the doctor reports."""
+    """All findings of the doctor."""
 
     fp8rs: str
     torch: str
@@ -65,7 +64,7 @@ class Findings:
 
 
 def examine() -> Findings:
-    """Looks at this machine."""
+    """Examine this machine."""
     from fp8rs import __version__
 
     driver = _driver_cuda()
@@ -92,12 +91,12 @@ def examine() -> Findings:
 
 
 def as_json(findings: Findings) -> str:
-    """The findings as a JSON object."""
+    """Return the findings as a JSON object."""
     return json.dumps(asdict(findings), indent=2)
 
 
 def as_text(findings: Findings) -> str:
-    """The findings for a person."""
+    """Return the findings as text."""
     f = findings
     lines = [
         f"fp8rs {f.fp8rs}, torch {f.torch}, Python {f.python}, {f.system}",
@@ -115,9 +114,9 @@ def as_text(findings: Findings) -> str:
         lines.append(f"GPU: none ({f.no_gpu_because})")
     why = f.no_symmetric_memory_because
     lines.append(
-        "fp8rs.fsdp.set_links: "
-        + (f"no symmetric memory ({why}); reductions in bf16" if why else "symmetric memory")
-        + ". fp8rs.report(model) after it says what was chosen for each unit"
+        "fp8rs.comm.set_fsdp_comm: "
+        + (f"no symmetric memory ({why}); reduce-scatters in bf16" if why else "symmetric memory")
+        + ". Call fp8rs.report(model) after it for the choice for each module"
     )
     lines += ["", f"{'recipe':<10}{'device':<9}{'path':<13}why"]
     lines += [f"{p.recipe:<10}{p.device:<9}{p.path:<13}{p.reason}" for p in f.recipes]
@@ -125,7 +124,7 @@ def as_text(findings: Findings) -> str:
 
 
 def _on_cpu(recipe: str) -> Path:
-    reason = "quantized as on a GPU, byte for byte; GEMMs on dequantized operands in fp32"
+    reason = "quantized to the same bytes as on a GPU; GEMMs on dequantized operands in fp32"
     return Path(recipe, "cpu", "dequantized", reason)
 
 
@@ -145,7 +144,7 @@ def _devices() -> list[Device]:
 
 
 def _driver_cuda() -> str | None:
-    """The newest CUDA that the installed driver serves, or None where there is no driver."""
+    """Return the newest CUDA version that the driver supports, or None without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -171,7 +170,10 @@ def _why_no_gpu(driver: str | None) -> str:
 
 
 def _why_no_symmetric_memory(devices: list[Device]) -> str | None:
-    """Of ranks on all GPUs of this machine. ``set_links`` asks for those that there are."""
+    """Return why ranks on all GPUs of this machine cannot share memory, or None if they can.
+
+    ``set_fsdp_comm`` checks only the ranks that exist.
+    """
     if len(devices) < 2:
         return "one GPU" if devices else "no GPU"
     for one, other in itertools.permutations((device.index for device in devices), 2):
@@ -190,80 +192,80 @@ def _cores() -> int:
 
 
 class ScriptError(Exception):
-    """A model or a model's script that cannot be used, and why."""
+    """A model or a model's script cannot be loaded."""
 
 
-#: The end of an error on what a script has.
-WHAT_WORKS = "What works is a torch.nn.Module, or a function without arguments that returns one"
+#: The end of errors about a script.
+WHAT_WORKS = "Name a torch.nn.Module, or a function without arguments that returns one"
 
 
 def load_model(model: str) -> nn.Module:
-    """A model on the meta device: without memory for it.
+    """Build a model on the meta device.
 
     Args:
-        model: ``FILE.py:name``, where ``name`` is an nn.Module or a function that returns one,
-            and is called without arguments; "model" if it is not given. The file runs as a module,
-            so what is under ``if __name__ == "__main__"`` does not. Or what transformers'
-            ``AutoConfig.from_pretrained`` takes: a folder with a config.json, or a name.
+        model: ``FILE.py:name``, where ``name`` is an nn.Module or a function that returns one
+            without arguments. The default name is "model". The file runs as a module, so code under
+            ``if __name__ == "__main__"`` does not run. Otherwise an argument of transformers'
+            ``AutoConfig.from_pretrained``: a folder with a config.json, or a name.
 
     Raises:
-        ScriptError: there is no such file or name, the name gives no nn.Module, the script raises
-            an error, or transformers knows no such causal language model.
+        ScriptError: the file or the name does not exist, the name is not a model, the script raises
+            an error, or transformers has no such causal language model.
     """
     path, _, name = model.rpartition(":") if model.rpartition(":")[0] else (model, "", "")
     name = name or "model"
     file = File(path)
     if not file.is_file():
         if path == model and file.suffix != ".py":
-            return _of_transformers(model)
-        raise ScriptError(f"there is no file {path}")
+            return _from_transformers(model)
+        raise ScriptError(f"file {path} does not exist")
     found = importlib.util.spec_from_file_location(file.stem, file)
     if found is None or found.loader is None:
-        raise ScriptError(f"{path} is no Python file")
+        raise ScriptError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(found)
     sys.modules[file.stem] = module
-    sys.path.insert(0, str(file.parent.resolve()))  # what a script imports from beside itself
+    sys.path.insert(0, str(file.parent.resolve()))  # for imports from the script's directory
     with torch.device("meta"):
         try:
             found.loader.exec_module(module)
         except (Exception, SystemExit) as error:
             raise ScriptError(
                 f"{path}, run as a module on the meta device, raises {_shown(error, path)}. "
-                'Put under if __name__ == "__main__" what the model does not need'
+                'Move code that the model does not need under if __name__ == "__main__"'
             ) from error
-        made = getattr(module, name, None)
-        if not isinstance(made, nn.Module):
-            made = _made(made, path, name, module)
-    if not isinstance(made, nn.Module):
+        built = getattr(module, name, None)
+        if not isinstance(built, nn.Module):
+            built = _call(built, path, name, module)
+    if not isinstance(built, nn.Module):
         raise ScriptError(
-            f"{path}:{name}: {name}() gives {type(made).__name__}, not a "
+            f"{path}:{name}: {name}() returns {type(built).__name__}, not a "
             f"torch.nn.Module. {WHAT_WORKS}"
         )
-    return made
+    return built
 
 
-def _of_transformers(name: str) -> nn.Module:
-    """A causal language model of transformers, by its name or its folder."""
+def _from_transformers(name: str) -> nn.Module:
+    """Build a causal language model of transformers from its name or folder."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise ScriptError(
-            f"there is no file {name}, and no transformers here that would know a model of this "
-            "name: pip install transformers"
+            f"file {name} does not exist. To load the transformers model of that name, install "
+            "transformers: pip install transformers"
         ) from None
     try:
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
     except (OSError, ValueError) as error:
         raise ScriptError(
-            f"there is no file {name}, and of transformers' models: {_shown(error, name)}"
+            f"file {name} does not exist, and transformers raises {_shown(error, name)}"
         ) from error
     return model
 
 
-def _made(make: object, path: str, name: str, module: ModuleType) -> object:
-    """What the function gives that a script has under ``name``."""
-    if not callable(make):
+def _call(function: object, path: str, name: str, module: ModuleType) -> object:
+    """Call the function ``name`` of a script and return its result."""
+    if not callable(function):
         stem = module.__name__
         known = [
             n
@@ -271,19 +273,11 @@ def _made(make: object, path: str, name: str, module: ModuleType) -> object:
             if getattr(v, "__module__", "") == stem or isinstance(v, nn.Module)
         ]
         raise ScriptError(
-            f"{path} has no module {name!r}, and no function {name!r} that makes the model. Name "
-            f"one of its own after a colon: {', '.join(known) or 'it has none'}"
+            f"{path} has no model or function {name!r}. Name one of its own after a colon: "
+            f"{', '.join(known) or 'it has none'}"
         )
     try:
-        inspect.signature(make).bind()
-    except ValueError:  # it has no signature
-        pass
-    except TypeError as error:
-        raise ScriptError(
-            f"{path}:{name}: {name} needs arguments ({error}). {WHAT_WORKS}"
-        ) from None
-    try:
-        return make()
+        return function()
     except (Exception, SystemExit) as error:
         raise ScriptError(
             f"{path}:{name}: {name}(), called on the meta device, raises {_shown(error, path)}. "
@@ -292,7 +286,7 @@ def _made(make: object, path: str, name: str, module: ModuleType) -> object:
 
 
 def _shown(error: BaseException, path: str) -> str:
-    """An error in a line: its type, its first line, and the script's line that it came from."""
+    """Return an error in one line: its type, its first line, and the line of the script."""
     text = next(iter(str(error).splitlines()), "")
     what = f"{type(error).__name__}: {text}" if text else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)

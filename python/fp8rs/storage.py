@@ -1,4 +1,4 @@
-"""Directories that a user names: local paths, and URLs of stores that fsspec supports."""
+"""Locate directories of users: local paths, and URLs of stores that fsspec supports."""
 
 from __future__ import annotations
 

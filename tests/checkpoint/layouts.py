@@ -1,12 +1,12 @@
-"""Models laid out over ranks in the ways between which checkpoints move, and all that they keep."""
+"""Layouts of a model over ranks, between which checkpoints move, and copies of its state."""
 
 from __future__ import annotations
 
 import os
-import tempfile
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -14,15 +14,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from distributed.models import RECIPES, WIDTH, linears, make, shard
 from fp8rs import checkpoint
-from fp8rs._torch import dtensor_like
 from fp8rs.optim import AdamW, MasterWeights
 from fp8rs.scaling.histories import BUFFERS
 from fp8rs.tensor.quantized import QuantizedTensor
-from internals import local_of
+from internals import dtensor_like, local_of
 
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
-#: What is kept of converted weights, and what trains them.
+#: The kinds of weights, each with its optimizer.
 KEPT = {
     "master weights, torch's AdamW": (False, lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-5)),
     "FP8 weights, AdamW with masters": (True, lambda p: AdamW(p, lr=1e-2)),
@@ -37,7 +36,7 @@ KEPT = {
     "FP8 weights, torch's AdamW": (True, lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-5)),
 }
 
-#: The ranks and meshes of each layout.
+#: The ranks and mesh dimensions of each layout.
 LAYOUTS = {
     "FSDP of 4": (4,),
     "FSDP of 2": (2,),
@@ -49,9 +48,10 @@ LAYOUTS = {
 
 
 def lay_out(rig, layout, recipe, kept, hidden, seed=0):
-    """A model and its optimizer in a layout, and the group of the ranks that have it.
+    """Return a model and its optimizer in a layout, with the process group of its ranks.
 
-    Of a layout of fewer ranks there are several models, each of some ranks.
+    If a layout has fewer ranks than there are, several copies of the model exist on disjoint sets
+    of ranks.
     """
     fp8_weights, optimizer = KEPT[kept]
     options = {"recipe": RECIPES.get(recipe, recipe), "fp8_weights": fp8_weights}
@@ -75,7 +75,7 @@ def lay_out(rig, layout, recipe, kept, hidden, seed=0):
 
 
 def batch(rig, step):
-    """The same on all ranks: those of tensor parallelism have one."""
+    """Return a batch that is equal on all ranks, as tensor parallelism requires."""
     generator = torch.Generator().manual_seed(1000 + step)
     return torch.randn(16, WIDTH, generator=generator).to(rig.device)
 
@@ -87,17 +87,44 @@ def state_of(model, optimizer):
     }
 
 
+def group_of(count):
+    """Make the group of the first ranks. All ranks call it."""
+    return dist.new_group(range(count or 1))
+
+
+def model_on(rig, count, recipe, kept, hidden, seed):
+    """Return a model, its optimizer and its group on the first ranks, and None on others."""
+    group = group_of(count)
+    if rig.rank >= (count or 1):
+        return None
+    fp8_weights, optimizer = KEPT[kept]
+    model = make(
+        hidden, recipe=RECIPES[recipe], device=rig.device, seed=seed, fp8_weights=fp8_weights
+    )
+    if count is not None:
+        shard(model, mesh=DeviceMesh.from_group(group, rig.device_type))
+    return model, optimizer(model.parameters()), group
+
+
+def state_dicts_of(model, optimizer):
+    """Return the state dicts of torch."""
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+
+
 def whole(value, local=None):
-    """The whole tensor, with other bytes on each rank maybe."""
+    """Return the full tensor. Its bytes may differ between ranks."""
     local = local_of(value.detach()) if local is None else local
     if not isinstance(value, DTensor):
         return local.clone()
     plain = local.contiguous().view(torch.uint8) if local.dtype.itemsize == 1 else local
-    return dtensor_like(value, plain).full_tensor()
+    return dtensor_like(value, plain).full_tensor().clone()  # of one rank it is a view
 
 
 def contents(model, optimizer):
-    """Copies of all that training goes on from: codes, the scale of each element, moments."""
+    """Return copies of the training state: codes, the scale of each element, moments."""
     found = {}
     for name, p in model.named_parameters():
         local = local_of(p)
@@ -126,19 +153,13 @@ def contents(model, optimizer):
 
 
 def spoil(model):
-    """NaN in every parameter."""
+    """Fill every parameter with NaN."""
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(float("nan"))
 
 
-def shared_folder(rig):
-    folder = [tempfile.mkdtemp(prefix="fp8rs-checkpoint-") if rig.rank == 0 else None]
-    dist.broadcast_object_list(folder, 0)
-    return folder[0]
-
-
 def size_of(folder):
-    """The bytes of a checkpoint's files, without its metadata."""
+    """Return the number of bytes in a checkpoint's files, except its metadata."""
     names = [name for name in os.listdir(folder) if name.endswith(".distcp")]
     return sum(os.path.getsize(os.path.join(folder, name)) for name in names)

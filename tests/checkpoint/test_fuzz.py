@@ -1,7 +1,7 @@
-"""Bytes from outside, damaged at random: an error, or what was written; never anything else.
+"""Randomly damaged input either raises an error or gives the values that were written.
 
-The parsers of outside bytes are a checkpoint's metadata, its tensors' files, and pickles of
-quantized tensors. (Safetensors files and configs are written alone, and read by others.)
+Three parsers read untrusted bytes: of a checkpoint's metadata, of its tensor files, and of pickled
+quantized tensors. The library writes safetensors files and configs but does not parse them.
 """
 
 import io
@@ -19,16 +19,16 @@ import fp8rs
 from distributed.models import same_bytes
 from fp8rs import checkpoint
 from fp8rs.checkpoint import CheckpointError, Model, Optimizer
-from fp8rs.checkpoint.files import damage, parse_metadata
+from fp8rs.checkpoint.files import find_damage, parse_metadata
 from fp8rs.optim import AdamW
 
-#: CPython's unpickler says this of itself where a damaged length ends a read early.
+#: CPython's unpickler emits this warning if a damaged length ends a read early.
 pytestmark = [
     pytest.mark.newest_torch,
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-#: Inputs that are tried of each parser: here, and with --full.
+#: The number of inputs for each parser, by default and with --full.
 PARSES = pytest.mark.parametrize(
     "inputs", [500, pytest.param(20_000, marks=[pytest.mark.long, pytest.mark.timeout(1500)])]
 )
@@ -37,7 +37,7 @@ LOADS = pytest.mark.parametrize(
 )
 
 places = st.floats(0, 1, exclude_max=True)
-#: Where bytes are changed, and to what; and how much is left of them.
+#: The offsets to change with their new bytes, and the length to truncate to.
 changes = st.tuples(
     st.lists(st.tuples(places, st.integers(1, 255)), max_size=4),
     st.one_of(st.just(1.0), places),
@@ -54,7 +54,7 @@ def changed(data, change):
 
 
 def each(inputs, data, tried):
-    """Call ``tried`` with that many versions of the data."""
+    """Call ``tried`` with the given number of damaged copies of the data."""
     count = 0
 
     @settings(
@@ -102,7 +102,7 @@ def saved(tmp_path_factory):
 
 
 @PARSES
-def test_metadata_is_metadata_or_an_error(saved, inputs):
+def test_damaged_metadata_loads_or_raises(saved, inputs):
     data = (saved / ".metadata").read_bytes()
     assert isinstance(parse_metadata(data), Metadata)
 
@@ -116,7 +116,7 @@ def test_metadata_is_metadata_or_an_error(saved, inputs):
     each(inputs, data, tried)
 
 
-def test_metadata_calls_nothing_of_its_choice(tmp_path):
+def test_metadata_cannot_call_arbitrary_functions(tmp_path):
     class Touch:
         def __reduce__(self):
             return (Path.touch, (tmp_path / "touched",))
@@ -130,10 +130,11 @@ def test_metadata_calls_nothing_of_its_choice(tmp_path):
 
 def check_read(data, length, value):
     """Check that torch reads the value, or that the bytes are recognized as damaged."""
-    if damage(data, length) is None:
+    if find_damage(data, length) is None:
         try:
             read = torch.load(io.BytesIO(data), weights_only=True)
-        except RuntimeError:  # of a header that zipfile does not read
+        except RuntimeError:
+            # torch checks fields of the header that zipfile ignores.
             return
         assert torch.equal(read, value)
 
@@ -145,9 +146,9 @@ def stored_tensor():
 
 
 @PARSES
-def test_a_tensors_bytes_are_those_that_were_written_or_damaged(inputs):
+def test_a_damaged_tensor_file_loads_its_values_or_raises(inputs):
     data, value = stored_tensor()
-    assert damage(data, len(data)) is None
+    assert find_damage(data, len(data)) is None
     each(inputs, data, lambda found: check_read(found, len(data), value))
 
 
@@ -162,7 +163,7 @@ def test_no_single_bit_changes_a_tensor_unnoticed():
 
 @LOADS
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
-def test_a_load_gives_what_was_saved_or_leaves_the_model(saved, tmp_path, inputs, file):
+def test_a_load_restores_what_was_saved_or_leaves_the_model(saved, tmp_path, inputs, file):
     folder, state = tmp_path / "copy", trained(1)
     shutil.copytree(saved, folder)
     expected, model, before = trained(0), state["model"].model, contents(state)
@@ -185,7 +186,7 @@ def test_a_load_gives_what_was_saved_or_leaves_the_model(saved, tmp_path, inputs
 
 @PARSES
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
-def test_a_pickle_of_a_quantized_tensor_is_one_or_an_error(recipe, inputs):
+def test_a_damaged_pickle_of_a_quantized_tensor_loads_or_raises(recipe, inputs):
     buffer = io.BytesIO()
     torch.save(trained(0, recipe)["model"].model[0].weight, buffer)
 

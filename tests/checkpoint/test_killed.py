@@ -1,4 +1,4 @@
-"""A training on real text that is killed goes on from its last checkpoint, on other ranks."""
+"""A killed training on real text resumes from its last checkpoint on another number of ranks."""
 
 import os
 import random
@@ -28,7 +28,7 @@ def start(ranks, folder, steps, every):
 
 
 def losses_of(process, until=None):
-    """The losses by step, of a run that is killed at a step with all its ranks."""
+    """Return the losses by step of a run whose ranks are all killed at a step."""
     found, first = {}, ""
     for line in process.stdout:
         first = first or line
@@ -46,14 +46,15 @@ def losses_of(process, until=None):
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("steps, every", [(200, 20)])
-def test_a_killed_run_goes_on_from_its_last_checkpoint_on_another_world_size(
+def test_a_killed_run_resumes_from_its_last_checkpoint_on_another_world_size(
     tmp_path, steps, every
 ):
     killed_at = random.randrange(2 * every + 5, steps - every)
     before, _ = losses_of(start(2, tmp_path, steps, every), killed_at)
     after, first = losses_of(start(4, tmp_path, steps, every))
     begun = int(re.match(r"resumed from step-(\d+) on 4 ranks", first)[1])
-    # Nothing is lost but the steps since the save, or since the one before if that was being made.
+    # Only the steps since the last save are lost, or since the one before if a save was in
+    # progress.
     assert begun in (killed_at // every * every, (killed_at + 1) // every * every - every)
     assert sorted(after) == list(range(begun, steps))
     for step in sorted(before.keys() & after.keys()):

@@ -1,6 +1,5 @@
-"""Checkpoints that are saved in one layout over ranks and loaded in another, to the bit."""
+"""A checkpoint that is saved in one layout and loaded in another restores every bit."""
 
-import shutil
 import warnings
 
 import pytest
@@ -13,15 +12,15 @@ from checkpoint.layouts import (
     batch,
     contents,
     lay_out,
-    shared_folder,
     spoil,
     state_of,
 )
 from distributed import ranks
+from distributed.folders import shared_folder
 from distributed.models import HIDDEN, RECIPES, linears, same_bytes, shardings, train
 from fp8rs import checkpoint
 
-#: From and to, as the table in the docs has them.
+#: The layouts of the save and of the load, as listed in the documentation's table.
 MOVES = [
     ("FSDP of 4", "FSDP of 2"),
     ("FSDP of 2", "FSDP of 4"),
@@ -39,7 +38,9 @@ MOVES = [
 @pytest.mark.parametrize("kept", list(KEPT))
 @pytest.mark.parametrize("how", ["save", "async_save"])
 @shardings
-def test_all_comes_back_to_the_bit(rig, saved, loaded, recipe, kept, how, hidden):
+def test_a_checkpoint_restores_every_bit_in_another_layout(
+    rig, saved, loaded, recipe, kept, how, hidden
+):
     warnings.filterwarnings("ignore", message=".*FP8 weights, and keeps no masters")
     warnings.filterwarnings("ignore", message=".*tensor parallelism cuts")
     folder = shared_folder(rig)
@@ -50,7 +51,8 @@ def test_all_comes_back_to_the_bit(rig, saved, loaded, recipe, kept, how, hidden
     weights = {f"{name}.weight" for name in linears(model)} if KEPT[kept][0] else set()
     cut = {name for name in weights if name + "_scale" not in names}
     assert not cut or " x TP" in saved
-    dist.broadcast_object_list(expected)  # of several models the first is saved
+    # If the layout has several copies of the model, the first one is saved.
+    dist.broadcast_object_list(expected)
     members = list(range(rig.world_size))
     if group is not None:
         members = dist.get_process_group_ranks(group)
@@ -59,7 +61,8 @@ def test_all_comes_back_to_the_bit(rig, saved, loaded, recipe, kept, how, hidden
     elif 0 in members:
         own = dist.new_group(members, backend="gloo", use_local_synchronization=True)
         saving = checkpoint.async_save(state, f"{folder}/saved", process_group=own)
-        train(model, optimizer, [batch(rig, 9)])  # which is not saved
+        # This training is not part of the checkpoint.
+        train(model, optimizer, [batch(rig, 9)])
         saving.result()
     dist.barrier()
     other, resumed, group = lay_out(rig, loaded, recipe, kept, HIDDEN[hidden], seed=1)
@@ -71,6 +74,3 @@ def test_all_comes_back_to_the_bit(rig, saved, loaded, recipe, kept, how, hidden
             assert same_bytes(found[name], value), name
     losses = train(other, resumed, [batch(rig, n) for n in range(3, 5)])
     assert torch.tensor(losses).isfinite().all()
-    dist.barrier()
-    if rig.rank == 0:
-        shutil.rmtree(folder)

@@ -1,18 +1,16 @@
-"""Checkpoints in which ranks, or the model and the checkpoint, have different names."""
-
-import shutil
+"""Checkpoints whose names differ between ranks, or between the model and the checkpoint."""
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fp8rs
 from cases import each_recipe
-from checkpoint.layouts import KEPT, batch, contents, lay_out, shared_folder, state_of
+from checkpoint.layouts import KEPT, batch, contents, lay_out, state_of
 from distributed import ranks
+from distributed.folders import shared_folder
 from distributed.models import RECIPES, UNEVEN, same_bytes, train
 from fp8rs import checkpoint
 from fp8rs.checkpoint import CheckpointError, Model, Optimizer
@@ -28,7 +26,7 @@ def same(left, right):
 
 
 class Stage(nn.Module):
-    """Some layers of a model, under their names in the whole model."""
+    """Some layers of a model, under their names in the full model."""
 
     def __init__(self, layers, seed, device):
         super().__init__()
@@ -79,13 +77,10 @@ def test_pipeline_stages_save_and_load_one_checkpoint(rig, recipe, fp8_weights):
     checkpoint.load(state_of(other, resumed), f"{folder}/saved")
     assert resumed.param_groups[0]["lr"] == 1e-2
     assert steps(rig, other, resumed, range(2, 5)) == steps(rig, model, optimizer, range(2, 5))
-    dist.barrier()
-    if rig.rank == 0:
-        shutil.rmtree(folder)
 
 
 @ranks(2)
-def test_stages_load_as_one_model_and_a_model_as_stages(rig):
+def test_stages_load_as_one_model_and_one_model_loads_as_stages(rig):
     folder = shared_folder(rig)
     layers = [(0, 1), (2, 3)][rig.rank]
     model, optimizer = stage(rig, layers, "current", True, 0, None)
@@ -98,14 +93,11 @@ def test_stages_load_as_one_model_and_a_model_as_stages(rig):
     other, resumed = stage(rig, layers, "current", True, 2, None)
     checkpoint.load(state_of(other, resumed), f"{folder}/whole")
     assert steps(rig, other, resumed, range(2, 4)) == steps(rig, model, optimizer, range(2, 4))
-    dist.barrier()
-    if rig.rank == 0:
-        shutil.rmtree(folder)
 
 
 @ranks(2)
-def test_stages_whose_param_groups_differ_are_refused_by_the_save(rig):
-    """Their options have the same names in a checkpoint, which keeps one stage's."""
+def test_a_save_refuses_stages_whose_param_groups_differ(rig):
+    """The options of all stages have equal names, and a checkpoint stores one value per name."""
     folder = shared_folder(rig)
     model, optimizer = stage(
         rig, [(0,), (1,)][rig.rank], None, False, 0, None, [1e-2, 1e-3][rig.rank]
@@ -114,9 +106,6 @@ def test_stages_whose_param_groups_differ_are_refused_by_the_save(rig):
         checkpoint.save(state_of(model, optimizer), f"{folder}/saved")
     line = "optimizer.param_groups.0.lr: 0.01 on rank 0, 0.001 (rank 1)"
     assert line in str(raised.value), str(raised.value)
-    dist.barrier()
-    if rig.rank == 0:
-        shutil.rmtree(folder)
 
 
 @ranks(2)
@@ -134,9 +123,6 @@ def test_a_name_that_no_rank_has_is_refused(rig):
         "model.layers.3.weight: float32 (64, 64) in the checkpoint, unknown here",
     ]
     assert same(contents(model, optimizer), before)
-    dist.barrier()
-    if rig.rank == 0:
-        shutil.rmtree(folder)
 
 
 class WithUnused(nn.Module):
@@ -177,7 +163,7 @@ def go(model, optimizer, numbers):
 
 
 def whole(model, optimizer):
-    """Copies of values and of the optimizer's state."""
+    """Return copies of the values and of the optimizer state."""
     found = {}
     for name, p in model.named_parameters():
         local = p.detach()
@@ -205,11 +191,11 @@ def test_a_parameter_without_gradients_resumes_without_a_state(kept, stepped, tm
     if stepped:
         go(other, resumed, range(1))
     checkpoint.load(state_of(other, resumed), tmp_path / "saved", strict=False)
-    # A master that the checkpoint lacks is read from the loaded weight when it is next used.
+    # If the checkpoint lacks a master, it is read from the loaded weight when it is used next.
     # Elements that round to the loaded code keep their value.
     assert same(without_master(other, resumed), without_master(model, optimizer))
     assert go(other, resumed, range(3, 6)) == go(model, optimizer, range(3, 6))
-    # Its first gradient comes later.
+    # The parameter gets its first gradient later.
     for m, o in ((model, optimizer), (other, resumed)):
         m.unused(torch.ones(16, 64)).sum().backward()
         o.step()
@@ -224,7 +210,8 @@ def test_a_missing_optimizer_state_is_refused_before_the_model_is_written(kept, 
     checkpoint.save(state_of(model, optimizer), tmp_path / "saved")
     other, resumed = with_unused(kept, 1)
     state = state_of(other, resumed)
-    state["optimizer"].state_dict()  # in which torch creates a state of zeros
+    # torch initializes missing states with zeros.
+    state["optimizer"].state_dict()
     before = whole(other, resumed)
     with pytest.raises(CheckpointError, match=r"state.unused.weight.*not in the check") as e:
         checkpoint.load(state, tmp_path / "saved")
@@ -233,7 +220,7 @@ def test_a_missing_optimizer_state_is_refused_before_the_model_is_written(kept, 
 
 
 @pytest.mark.parametrize("kept", list(OPTIMIZERS))
-def test_a_partial_load_leaves_what_the_checkpoint_does_not_have(kept, tmp_path):
+def test_a_partial_load_keeps_what_the_checkpoint_does_not_contain(kept, tmp_path):
     model, optimizer = with_unused(kept, 0, "first")
     go(model, optimizer, range(2))
     checkpoint.save({**state_of(model, optimizer), "extra": {"a": 1}}, tmp_path / "saved")
@@ -256,7 +243,8 @@ def test_a_partial_load_leaves_what_the_checkpoint_does_not_have(kept, tmp_path)
     for tensor in (extra["b"][0], extra["c"], extra[5][0]["d"]):
         assert torch.equal(tensor, torch.ones_like(tensor))
     assert torch.equal(state["more"], torch.full((2,), 3.0))
-    go(other, resumed, range(3, 5))  # no state is missing
+    # This raises if a state is missing.
+    go(other, resumed, range(3, 5))
 
 
 @pytest.mark.parametrize("kept", ["torch's AdamW", "fp8rs's AdamW"])
@@ -281,7 +269,7 @@ def test_a_partial_load_refuses_codes_without_their_scales(tmp_path):
         checkpoint.load({"model": Model(other)}, tmp_path / "saved", strict=False)
 
 
-def test_a_master_that_the_checkpoint_does_not_have_is_the_loaded_weight(tmp_path):
+def test_a_master_missing_from_the_checkpoint_is_read_from_the_loaded_weight(tmp_path):
     model, optimizer = with_unused("fp8rs's AdamW", 0)
     go(model, optimizer, range(2))
     state = {"model": Model(model), "optimizer": Optimizer(model, optimizer).state_dict()}
@@ -313,27 +301,26 @@ def test_a_checkpoint_of_another_recipe_is_refused_in_one_short_message(rig, kep
             checkpoint.load(state, f"{folder}/saved")
         message = str(raised.value)
         saved = Model(model).state_dict()
-        if kept == FP8:  # the optimizer keeps scales with delayed scaling
+        # With delayed scaling, the optimizer keeps scales.
+        if kept == FP8:
             saved |= Optimizer(model, optimizer).state_dict()["state"]
         left = 3 * sum(name.endswith(".fp8_scale") for name in saved)
         left += sum("scale" in value for value in saved.values() if isinstance(value, dict))
-        assert f"In the checkpoint, and not in the state of any rank ({left}):" in message
+        assert f"In the checkpoint, but not in the state of any rank ({left}):" in message
         assert "histories of delayed scaling" in message
         needs_recipe = recipe == "block" and kept == FP8
-        assert ("converted with the recipe" in message) == needs_recipe, message
+        assert ("convert the model with the recipe" in message) == needs_recipe, message
         assert ("strict=False" in message) != needs_recipe, message
         lines = message.splitlines()
         assert len(lines) <= 3 + 5 * (2 if needs_recipe else 1), message
         assert len(set(lines)) == len(lines)
         assert len(raised.value.causes[0].differences) >= left
-        if not needs_recipe:  # the remedy works
+        # The suggested fix works.
+        if not needs_recipe:
             checkpoint.load(state, f"{folder}/saved", strict=False)
             loaded, trained = contents(other, resumed), contents(model, optimizer)
             assert len(loaded) > len(list(model.parameters()))
             assert same(loaded, {name: trained[name] for name in loaded})
-    dist.barrier()
-    if rig.rank == 0:
-        shutil.rmtree(folder)
 
 
 @ranks(2)
@@ -347,16 +334,13 @@ def test_a_difference_is_listed_once_with_the_ranks_that_see_it(rig):
         "a: float32 (3,) in the checkpoint, float32 (2,) here",
         "b: float32 (3,) in the checkpoint, float32 (2,) here (rank 1)",
     ]
-    dist.barrier()
-    if rig.rank == 0:
-        shutil.rmtree(folder)
 
 
 @ranks(2)
 @each_recipe("delayed", of=RECIPES)
 @pytest.mark.parametrize("kept", list(KEPT))
 @pytest.mark.filterwarnings("ignore:.*FP8 weights, and keeps no masters")
-def test_the_checkpoint_of_a_resumed_training_resumes(rig, recipe, kept):
+def test_a_resumed_training_saves_a_checkpoint_that_resumes(rig, recipe, kept):
     """A load adds no options to the param groups."""
     folder = shared_folder(rig)
     model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN)
@@ -365,6 +349,3 @@ def test_the_checkpoint_of_a_resumed_training_resumes(rig, recipe, kept):
         checkpoint.save(state_of(model, optimizer), f"{folder}/{number}")
         model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN, seed=1 + number)
         checkpoint.load(state_of(model, optimizer), f"{folder}/{number}")
-    dist.barrier()
-    if rig.rank == 0:
-        shutil.rmtree(folder)

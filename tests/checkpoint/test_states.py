@@ -1,13 +1,11 @@
-"""What a checkpoint has, what may be absent from it, and what is refused before it is read."""
+"""The contents of a checkpoint: required, optional and refused entries."""
 
-import shutil
 import subprocess
 import sys
 import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -18,14 +16,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from cases import each_recipe
-from checkpoint.layouts import KEPT, batch, contents, lay_out, shared_folder, size_of, state_of
+from checkpoint.layouts import KEPT, batch, contents, lay_out, size_of, state_of
 from distributed import ranks
+from distributed.folders import shared_folder
 from distributed.models import HIDDEN, RECIPES, UNEVEN, make, recipes, same_bytes, train
 from fp8rs import checkpoint
 from fp8rs.checkpoint import CheckpointError, Model
 
 FP8 = "FP8 weights, AdamW with masters"
-#: With --full all ways of training them.
+#: With --full, every optimizer of each kind of weights.
 SOME = [n if n in list(KEPT)[1:3] else pytest.param(n, marks=pytest.mark.long) for n in KEPT]
 
 
@@ -36,7 +35,7 @@ def same(left, right):
 @ranks(2)
 @recipes
 @pytest.mark.parametrize("kept", SOME)
-def test_a_resumed_training_has_the_losses_of_one_that_went_on(rig, recipe, kept):
+def test_a_resumed_training_has_the_losses_of_an_uninterrupted_one(rig, recipe, kept):
     warnings.filterwarnings("ignore", message=".*FP8 weights, and keeps no masters")
     folder = shared_folder(rig)
     model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN)
@@ -47,16 +46,13 @@ def test_a_resumed_training_has_the_losses_of_one_that_went_on(rig, recipe, kept
     batches = [batch(rig, n) for n in range(3, 7)]
     assert train(other, resumed, batches) == train(model, optimizer, batches)
     assert same(contents(other, resumed), contents(model, optimizer))
-    dist.barrier()
-    if rig.rank == 0:
-        shutil.rmtree(folder)
 
 
 @ranks(2)
 @recipes
 @pytest.mark.parametrize("fp8_weights", [False, True])
 def test_a_checkpoint_of_the_unconverted_model_loads(rig, recipe, fp8_weights):
-    """Saved by DCP itself, without histories and scales: as its values quantize."""
+    """DCP saved it without histories and scales. The loaded values are quantized."""
     folder = shared_folder(rig)
     kept = FP8 if fp8_weights else "master weights, torch's AdamW"
     plain, _, _ = lay_out(rig, "FSDP of 2", None, "master weights, torch's AdamW", UNEVEN)
@@ -67,15 +63,12 @@ def test_a_checkpoint_of_the_unconverted_model_loads(rig, recipe, fp8_weights):
     reference = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device, fp8_weights=fp8_weights)
     x = batch(rig, 0)
     assert torch.equal(model(x), reference(x))
-    dist.barrier()
-    if rig.rank == 0:
-        shutil.rmtree(folder)
 
 
 @ranks(2)
 @recipes
 @pytest.mark.parametrize("kept", SOME[1:])
-def test_rank_0_hands_around_a_full_state_of_model_and_optimizer(rig, recipe, kept):
+def test_rank_0_broadcasts_a_full_state_of_model_and_optimizer(rig, recipe, kept):
     model, optimizer, _ = lay_out(rig, "FSDP of 2", recipe, kept, UNEVEN)
     train(model, optimizer, [batch(rig, n) for n in range(2)])
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -128,7 +121,7 @@ BLOCKS = {
 
 
 @each_recipe("delayed", "block", "mxfp8 of 1x32", of=RECIPES)
-def test_files_have_plain_tensors_of_a_byte_an_element_that_need_no_fp8rs(recipe, tmp_path):
+def test_files_contain_plain_one_byte_tensors_that_load_without_fp8rs(recipe, tmp_path):
     import fp8rs
 
     torch.manual_seed(0)
@@ -157,7 +150,7 @@ def test_files_have_plain_tensors_of_a_byte_an_element_that_need_no_fp8rs(recipe
 
 
 @ranks(2)
-def test_all_that_does_not_fit_is_in_one_error_and_nothing_is_written(rig):
+def test_one_error_lists_everything_that_does_not_fit_and_nothing_is_written(rig):
     folder = shared_folder(rig)
     model, optimizer, _ = lay_out(rig, "FSDP of 2", "mxfp8", FP8, UNEVEN)
     checkpoint.save(state_of(model, optimizer), f"{folder}/saved")
@@ -176,18 +169,16 @@ def test_all_that_does_not_fit_is_in_one_error_and_nothing_is_written(rig):
         "model.extra: not in the checkpoint, float32 (3,) here",
     ):
         assert line in found, found
-    assert "optimizer." not in found  # which was not asked for
+    # The load did not request the optimizer.
+    assert "optimizer." not in found
     assert same(contents(other, resumed), before)
-    # And what the model does not have.
+    # The error lists entries that the model does not have as well.
     master, _, _ = lay_out(rig, "FSDP of 2", "delayed", "master weights, torch's AdamW", UNEVEN)
     with pytest.raises(CheckpointError) as raised:
         checkpoint.load({"model": Model(master)}, f"{folder}/saved")
     message = "\n".join(raised.value.causes[0].differences)
     assert "model.head.weight_scale: float8_e8m0fnu (1, 1) in the checkpoint, unknown" in message
     assert "model.head.weight: float8_e4m3fn (32, 32) in the checkpoint, float32" in message
-    dist.barrier()
-    if rig.rank == 0:
-        shutil.rmtree(folder)
 
 
 def test_a_quantized_tensor_in_a_state_is_refused(tmp_path):

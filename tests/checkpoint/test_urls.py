@@ -1,7 +1,6 @@
-"""URLs of stores, and directories that ranks do not share."""
+"""Checkpoints at URLs of stores, and in directories that ranks do not share."""
 
 import os
-import shutil
 from pathlib import Path
 
 import fsspec
@@ -12,8 +11,9 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 
-from checkpoint.layouts import batch, contents, lay_out, shared_folder, state_of
+from checkpoint.layouts import batch, contents, lay_out, state_of
 from distributed import ranks
+from distributed.folders import shared_folder
 from distributed.models import UNEVEN, same_bytes, train
 from fp8rs import checkpoint
 from fp8rs.checkpoint import CheckpointError
@@ -36,7 +36,7 @@ def saved(how, state, directory, group):
 
 @pytest.fixture
 def store():
-    """The URL of an empty folder of fsspec's in-memory store."""
+    """The URL of an empty folder in fsspec's in-memory store."""
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
     yield "memory://bucket/run"
@@ -57,11 +57,13 @@ def test_a_store_returns_what_was_saved(store, how, tmp_path, monkeypatch):
     checkpoint.load(again, f"{store}/1")
     assert torch.equal(again["weights"], state["weights"]) and again["step"] == 3
     assert files(f"{store}/1") == [".metadata", "__0_0.distcp"]
-    assert os.listdir(tmp_path) == []  # no local folder "memory:"
+    # No local folder "memory:" is created.
+    assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.filterwarnings("ignore:fsync not supported")  # of torch's own save
-def test_torch_loads_from_a_store_what_we_saved_and_the_reverse(store):
+# torch's own save warns of this.
+@pytest.mark.filterwarnings("ignore:fsync not supported")
+def test_torch_loads_our_checkpoints_from_a_store_and_we_load_torchs(store):
     values = torch.randn(8)
     checkpoint.save({"a": values}, f"{store}/ours")
     dcp.save({"a": values}, checkpoint_id=f"{store}/torchs")
@@ -77,14 +79,15 @@ def test_a_checkpoint_in_a_store_is_not_overwritten(store):
     with pytest.raises(CheckpointError, match="checkpoints are not overwritten"):
         checkpoint.save({"a": torch.zeros(8)}, f"{store}/1")
     with pytest.raises(CheckpointError, match="checkpoints are not overwritten"):
-        checkpoint.save({"a": torch.zeros(8)}, store)  # a folder of other things
+        # The folder contains files that are not a checkpoint.
+        checkpoint.save({"a": torch.zeros(8)}, store)
     read = {"a": torch.zeros(8)}
     checkpoint.load(read, f"{store}/1")
     assert torch.equal(read["a"], values)
 
 
 @pytest.mark.parametrize("file", [".distcp", ".metadata"])
-def test_a_save_that_fails_leaves_nothing_in_a_store(store, file, monkeypatch):
+def test_a_failed_save_leaves_nothing_in_a_store(store, file, monkeypatch):
     original = MemoryFileSystem._open
 
     def full(self, path, mode="rb", **kwargs):
@@ -100,13 +103,13 @@ def test_a_save_that_fails_leaves_nothing_in_a_store(store, file, monkeypatch):
     checkpoint.save({"a": torch.ones(8)}, f"{store}/1")
 
 
-def test_a_save_replaces_what_one_that_was_killed_left_in_a_store(store):
-    """Such a directory has no metadata, and a load refuses it."""
+def test_a_save_replaces_the_remains_of_a_killed_save_in_a_store(store):
+    """The directory has no metadata, so a load refuses it."""
     checkpoint.save({"a": torch.ones(8)}, f"{store}/1")
     memory, path = fsspec.core.url_to_fs(f"{store}/1")
     memory.mv(f"{path}/.metadata", f"{path}/.metadata.tmp")
     memory.copy(f"{path}/__0_0.distcp", f"{path}/__7_0.distcp")
-    with pytest.raises(CheckpointError, match="is not a checkpoint, or not whole"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint, or is incomplete"):
         checkpoint.load({"a": torch.ones(8)}, f"{store}/1")
     checkpoint.save({"a": torch.ones(8)}, f"{store}/1")
     assert files(f"{store}/1") == [".metadata", "__0_0.distcp"]
@@ -153,26 +156,23 @@ def test_a_file_url_is_a_local_directory(rig):
     other, resumed, _ = lay_out(rig, "FSDP of 2", "mxfp8", FP8, UNEVEN, seed=1)
     checkpoint.load(state_of(other, resumed), f"file://{folder}/saved")
     assert same(contents(other, resumed), contents(model, optimizer))
-    dist.barrier()
-    if rig.rank == 0:
-        shutil.rmtree(folder)
 
 
 @ranks(2, cuda=False)
 @pytest.mark.parametrize("how", ["save", "async_save"])
 @pytest.mark.parametrize("where", ["disks", "memory"])
-def test_a_save_to_what_ranks_do_not_share_fails_on_all(rig, how, where):
-    """Each rank has a disk of its own, or fsspec's store in its own memory."""
+def test_a_save_to_an_unshared_path_fails_on_all_ranks(rig, how, where):
+    """Each rank has its own disk, or fsspec's store in its own memory."""
     folder = shared_folder(rig)
     own = f"{folder}/disk-of-{rig.rank}/saved" if where == "disks" else f"memory://{folder}/saved"
     model, optimizer, _ = lay_out(rig, "FSDP of 2", "current", FP8, UNEVEN)
     state = state_of(model, optimizer)
-    error = r"does not see 1 of 2 files in [^ ]*: __1_0.distcp \(rank 1, 0 of \d+ bytes\)"
+    error = r"1 of 2 files in [^ ]* are not visible to the first rank: __1_0.distcp \(rank 1, 0 of"
     group = dist.new_group(backend="gloo")
-    with pytest.raises(CheckpointError, match=error + ". Pass a directory that all ranks share"):
+    with pytest.raises(
+        CheckpointError,
+        match=error + r" \d+ bytes\). Pass a directory on a file system that all ranks share",
+    ):
         saved(how, state, own, group)
     if where == "disks":
         assert os.listdir(os.path.dirname(own)) == []
-    dist.barrier()
-    if rig.rank == 0:
-        shutil.rmtree(folder)

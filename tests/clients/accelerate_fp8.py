@@ -1,6 +1,6 @@
-"""A job: the same training by accelerate's ``mixed_precision="fp8"`` and by converting first.
+"""A job that trains with accelerate's ``mixed_precision="fp8"``, or converts the model first.
 
-The model and its data are small, and all of the "fp8" is `fp8rs.integrations.accelerate.use_fp8rs`.
+The model and its data are small. The "fp8" mode is `fp8rs.integrations.accelerate.use_fp8rs`.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def main(argv):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_attention_heads=4, **sizes))
     ends = find_first_last_linear_layers(model)
-    # Before the model is converted, in either way.
+    # In both modes, create the optimizer before the model is converted.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap"

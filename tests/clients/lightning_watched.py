@@ -1,4 +1,4 @@
-"""Trains ``examples/lightning_fsdp2.py``'s model with the callback of its page that watches it."""
+"""Trains the model of ``examples/lightning_fsdp2.py`` with the monitoring callback of its page."""
 
 import re
 from pathlib import Path

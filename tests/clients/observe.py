@@ -1,8 +1,8 @@
 """One rank of a client's run: ``observe.py FOLDER FILE [ARGUMENTS]`` under torchrun.
 
-Calls ``main(ARGUMENTS)`` of FILE and writes to FOLDER/RANK.json what it returned, what the rank's
-collectives gathered, and which parameters moved. See `harness`. With OBSERVE_GATHERS=0 gathers are
-not counted.
+Calls ``main(ARGUMENTS)`` of FILE and writes FOLDER/RANK.json, which contains its return value, the
+bytes of the rank's all-gathers, and the parameters that moved. See `harness`. With
+OBSERVE_GATHERS=0, all-gathers are not counted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-#: Every operator behind torch.distributed's all-gathers, with the position of its gathered output.
+#: Every operator behind the all-gathers of torch.distributed, with the index of its output.
 GATHERS = {
     "c10d::_allgather_base_": 0,
     "c10d::allgather_": 0,
@@ -36,9 +36,10 @@ GATHERS = {
 
 
 class Gathers(TorchDispatchMode):
-    """Counts what all-gathers hold when they are done, in bytes by dtype.
+    """Counts the bytes of all-gather outputs by dtype.
 
-    Not for a job that compiles: under a dispatch mode Dynamo compiles nothing.
+    It cannot be used with a job that compiles, because Dynamo does not compile under a dispatch
+    mode.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,7 @@ class Gathers(TorchDispatchMode):
 
 
 class Watch:
-    """Notes the first module whose forward runs with gradients, and its parameters as they were."""
+    """Records the first module whose forward runs with gradients, and copies of its parameters."""
 
     def __init__(self) -> None:
         self.root: nn.Module | None = None
@@ -77,7 +78,7 @@ class Watch:
         self.before = {n: local(p).clone() for n, p in module.named_parameters()}
 
     def parameters(self) -> dict[str, dict[str, bool]]:
-        """By name: whether it is trainable, and whether this rank's part of it has changed."""
+        """Return for each name whether it is trainable, and whether this rank's part changed."""
         if self.root is None:
             return {}
         return {
@@ -86,7 +87,7 @@ class Watch:
         }
 
     def converted(self) -> dict[str, int]:
-        """Converted layers, with the elements of their gathered weight, padding included."""
+        """Return the converted layers, with the padded size of their gathered weight."""
         from fp8rs.nn.linear import Float8Linear
 
         ranks = int(os.environ["WORLD_SIZE"])
@@ -98,7 +99,7 @@ class Watch:
 
 
 def local(p: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a parameter."""
+    """Return this rank's part of a parameter."""
     p = p.detach()
     return p.to_local() if hasattr(p, "to_local") else p
 
@@ -116,14 +117,14 @@ def main() -> None:
 
 
 def observed(path: str, arguments: list[str]) -> dict[str, Any]:
-    """Calls ``main`` of a file; what `harness.Run` is made of."""
+    """Call ``main`` of a file and return the data of a `harness.Run`."""
     warnings.filterwarnings("error", module="fp8rs")
     torch.set_num_threads(1)
     sys.argv = [path, *arguments]
     spec = importlib.util.spec_from_file_location("example", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # By its name classes of the file are pickled and data loaders' workers find it.
+    # Pickles and data loader workers find the classes of the file by this name.
     sys.modules["example"] = module
     spec.loader.exec_module(module)
     watch, gathers = Watch(), Gathers()

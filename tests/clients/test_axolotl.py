@@ -1,8 +1,8 @@
 """axolotl's plugin manager and config with ``fp8rs.integrations.axolotl.Float8Plugin``.
 
-axolotl's model loader and trainer import a dozen packages with CUDA in them, so that what runs here
-is its PluginManager and BasePlugin, its config classes merged with the plugin's keys, and the hooks
-in the order of its loader, on a model of transformers.
+axolotl's model loader and trainer import a dozen packages that need CUDA. These tests run its
+PluginManager and BasePlugin, its config classes merged with the plugin's keys, and the hooks in the
+order of its loader, on a model of transformers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_the_example_converts_a_model(manager):
     manager.post_model_load(cfg, model)
 
 
-def test_its_keys_are_keys_of_axolotls_config(manager):
+def test_its_keys_are_in_axolotls_config(manager):
     from axolotl.integrations.config import merge_input_args
 
     for kind in merge_input_args():
@@ -68,7 +68,7 @@ def test_its_keys_are_keys_of_axolotls_config(manager):
         assert "fp8rs_filter_fqns" in kind.model_fields
 
 
-def test_keys_are_followed(manager):
+def test_keys_set_the_conversion(manager):
     model = llama()
     cfg = DictDefault({"fp8rs_recipe": "mxfp8", "fp8rs_filter_fqns": ["lm_head", "mlp"]})
     manager.post_model_build(cfg, model)
@@ -76,7 +76,7 @@ def test_keys_are_followed(manager):
     assert set(converted(model).values()) == {"mxfp8"}
 
 
-def test_adapters_come_after_the_conversion(manager):
+def test_adapters_are_added_after_the_conversion(manager):
     from peft import LoraConfig, get_peft_model
 
     model = llama()
@@ -88,8 +88,8 @@ def test_adapters_come_after_the_conversion(manager):
 
 
 @pytest.mark.parametrize("key", ["fp8", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"])
-def test_keys_that_contradict_it_are_errors(manager, key):
-    with pytest.raises(ValueError, match=f"{key}: true does not go with Float8Plugin"):
+def test_contradicting_keys_are_errors(manager, key):
+    with pytest.raises(ValueError, match=f"{key}: true cannot be combined with Float8Plugin"):
         manager.pre_model_load(DictDefault({key: True}))
 
 
@@ -100,7 +100,7 @@ def test_an_unknown_recipe_is_an_error_of_the_config(manager):
         Float8Args(fp8rs_recipe="fp4")
 
 
-def test_a_run_is_watched_where_a_key_says_so(manager, tmp_path):
+def test_a_key_turns_monitoring_on(manager, tmp_path):
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Tracker(TrainerCallback):

@@ -28,7 +28,8 @@ def test_it_trains_resumes_and_evaluates_as_bf16_does(tmp_path):
     # A forward and a backward for each step, and the two batches of the evaluation.
     assert_gathers_are_fp8(found, reference, passes=2 * STEPS + 2)
 
-    again = run(tmp_path / "fp8", "current")  # nothing is left to train
+    # The training is complete already.
+    again = run(tmp_path / "fp8", "current")
     assert again.returned["losses"] == []
     assert again.returned["evaluated"] == found.returned["evaluated"]
     more = run(tmp_path / "fp8", "current", STEPS + 2)
@@ -37,21 +38,27 @@ def test_it_trains_resumes_and_evaluates_as_bf16_does(tmp_path):
     assert more.returned["losses"] == pytest.approx(more_reference.returned["losses"], rel=0.01)
 
 
-def test_a_part_that_is_not_there_is_an_error():
+def test_a_missing_part_is_an_error():
     import lightning
     from torch import nn
 
     from fp8rs.integrations.lightning import Float8Callback
 
     module = lightning.LightningModule()
-    with pytest.raises(ValueError, match=r"LightningModule\.model is missing, .* configure_model"):
+    with pytest.raises(
+        ValueError,
+        match=r"LightningModule\.model must be a module .*, not NoneType\..* configure_model",
+    ):
         Float8Callback().setup(None, module, "fit")
     module.net = nn.LayerNorm(8)
-    with pytest.raises(ValueError, match=r"LightningModule\.net is a LayerNorm, .* module="):
+    with pytest.raises(
+        ValueError,
+        match=r"LightningModule\.net must be a module .*, not LayerNorm\..* submodule as module",
+    ):
         Float8Callback(module="net").setup(None, module, "fit")
 
 
-def test_fabrics_parallelize_fn_is_given_the_converted_model():
+def test_fabrics_parallelize_fn_receives_the_converted_model():
     from torch import nn
 
     from fp8rs.integrations.lightning import converting
@@ -65,7 +72,7 @@ def test_fabrics_parallelize_fn_is_given_the_converted_model():
     assert model[0].recipe.name == "rowwise"
 
 
-def test_a_run_is_watched_as_the_page_says():
+def test_a_run_is_monitored_as_the_page_shows():
     found = run_file(HERE / "lightning_watched.py").returned
     assert found["steps"] == [1, 3], "steps of the optimizer, of two batches each"
     name = "fp8/model.layers.0.self_attn.q_proj/grad/sqnr_db"

@@ -1,4 +1,4 @@
-"""Optimizers from other libraries, on converted weights: on one device and on FSDP2's shards."""
+"""Optimizers of other libraries on converted weights, on one device and on FSDP2 shards."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import fp8rs
 from distributed import ranks
 from distributed.models import full_weights, same_bytes, train
 
-#: torchao quantizes the states of parameters of 4096 elements and more, in blocks of 256.
+#: torchao quantizes the states of parameters with at least 4096 elements, in blocks of 256.
 WIDTH = 128
 
-# Compiled by torchao itself, on the CPU by Inductor, which warns of much.
+# torchao compiles its step with Inductor, which warns often on CPU.
 pytestmark = pytest.mark.filterwarnings("default")
 
 
@@ -36,7 +36,7 @@ def inputs(rank=0):
 
 
 def check(model, optimizer, x, steps=4):
-    """Losses fall, every weight moves."""
+    """Assert that losses decrease and every weight moves. Return the losses."""
     before = full_weights(model)
     losses = train(model, optimizer, [x] * steps)
     assert losses[-1] < losses[0]
@@ -81,7 +81,7 @@ def test_torchaos_8_bit_adamw_trains_shards(rig, recipe):
 
 
 def schedule_free(model, x):
-    """Trains; the loss in training, and with the averages that evaluation uses."""
+    """Train, and evaluate with averaged weights. Return the losses."""
     import schedulefree
 
     optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=1e-2)
@@ -94,7 +94,7 @@ def schedule_free(model, x):
         averages = full_weights(model)
         evaluation = model(x)
     assert all(not torch.equal(weights[n], averages[n]) for n in weights)
-    # The forward after the swap computes with what was swapped in.
+    # The forward after the swap uses the averaged weights.
     assert not torch.equal(training, evaluation)
     optimizer.train()
     back = full_weights(model)
@@ -123,8 +123,8 @@ def test_schedule_free_trains_and_evaluates_shards(rig, recipe):
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
-def test_weights_stay_those_of_a_model_that_took_no_step():
-    """What `check` would not pass: it is weights that it looks at."""
+def test_the_check_fails_if_no_weight_moves():
+    """A learning rate of 0 moves no weight."""
     model = model_for("current")
     before = full_weights(model)
     with pytest.raises(AssertionError):

@@ -24,7 +24,7 @@ def test_adapters_train_over_frozen_fp8_weights(kind, order):
     run = run_example(EXAMPLE, "--convert", order, *steps, *kind)
     expected = reference.returned["losses"]
     assert expected[-1] < 0.95 * expected[0]
-    # As tests/clients/test_accelerate.py's; the base is frozen, so less adds up.
+    # The tolerance is smaller than in tests/clients/test_accelerate.py, because the base is frozen.
     assert run.returned["losses"] == pytest.approx(expected, rel=0.01)
     assert not run.still
     assert run.moved == reference.moved
@@ -36,7 +36,7 @@ def test_adapters_train_over_frozen_fp8_weights(kind, order):
 
 
 @KINDS
-def test_adapters_are_saved_as_peft_saves_them(kind, tmp_path):
+def test_adapters_have_peft_names_in_files(kind, tmp_path):
     from safetensors import safe_open
 
     found = []
@@ -53,7 +53,7 @@ def test_adapters_are_saved_as_peft_saves_them(kind, tmp_path):
 
 
 def merged(kind, order):
-    """Two layers with adapters, merged: converted before PEFT, after it, or after the merge."""
+    """Two layers with merged adapters, converted before PEFT, after it, or after the merge."""
     import torch
     from peft import LoraConfig, get_peft_model
     from torch import nn
@@ -81,5 +81,5 @@ def merged(kind, order):
 @KINDS
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_merged_adapters_are_in_the_converted_weights(kind, order):
-    """`merge_and_unload` gives the converted layers back, as if they were converted then."""
+    """`merge_and_unload` returns converted layers that equal layers converted after the merge."""
     assert merged(kind, order).equal(merged(kind, "last"))

@@ -1,4 +1,4 @@
-"""The script of docs/clients/quickstart.md, started as the page says."""
+"""The script of docs/clients/quickstart.md, started as documented."""
 
 from __future__ import annotations
 

@@ -1,17 +1,22 @@
-"""torchao's own configs: their names and fields are those that test_convert writes down."""
+"""The names and fields of torchao's configs agree with convert/torchao_configs.py."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+
 import pytest
-from harness import need
+from harness import ROOT, need
 from torch import nn
 
-from convert.test_convert import NAMED
+from convert.torchao_configs import NAMED
 from fp8rs import convert_to_float8_training
 
 need("torchao", "0.18")
 
-# What torchao imports warns of much.
+# Importing torchao emits many warnings.
 pytestmark = pytest.mark.filterwarnings("default")
 
 
@@ -19,14 +24,14 @@ def recipe_of(config):
     return convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)), config=config)[0].recipe
 
 
-def test_recipe_names_are_those_of_torchao():
+def test_recipe_names_equal_torchaos():
     from torchao import float8
 
     assert {name.value for name in float8.config.Float8LinearRecipeName} == set(NAMED)
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
-def test_a_config_is_what_is_written_down(name):
+def test_configs_equal_the_copies(name):
     from torchao.float8 import Float8LinearConfig
 
     assert recipe_of(Float8LinearConfig.from_recipe_name(name)) == recipe_of(NAMED[name])
@@ -37,3 +42,20 @@ def test_a_gemm_in_high_precision_is_refused():
 
     with pytest.raises(ValueError, match="one GEMM in high precision"):
         recipe_of(Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"))
+
+
+@pytest.mark.long
+def test_the_example_trains_alike_in_both_libraries():
+    losses = {}
+    for library in ("torchao", "fp8rs"):
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "examples" / "from_torchao.py"), library],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr
+        losses[library] = [float(x) for x in re.findall(r"loss (\S+)", done.stdout)]
+    assert len(losses["fp8rs"]) == 4
+    assert losses["fp8rs"] == pytest.approx(losses["torchao"], rel=0.01)

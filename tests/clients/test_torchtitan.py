@@ -1,4 +1,4 @@
-"""torchtitan's Trainer, as in ``examples/torchtitan_llama.py``, by ``torchtitan_on_cpu.py``."""
+"""torchtitan's Trainer with ``examples/torchtitan_llama.py``, run by ``torchtitan_on_cpu.py``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(folder: Path, *arguments: str, steps: int = STEPS, ranks: int = 2, **env
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """The run in bf16 with the same options, once for each."""
+    """Return the bf16 run with the same options. It runs once for each set of options."""
 
     def known(*arguments: str, ranks: int = 2) -> Run:
         key = (*arguments, ranks)
@@ -38,12 +38,12 @@ def reference(tmp_path_factory):
 
 
 def losses(run: Run) -> list[float]:
-    """The global losses: each rank has its own tokens' part."""
+    """Return the global losses, which are sums over ranks."""
     return [sum(part) for part in zip(*(r["losses"] for r in run.by_rank), strict=True)]
 
 
 def assert_agree(run: Run, reference: Run) -> None:
-    """The model learns, as it does in bf16, and all of it."""
+    """Assert that all of the model learns, as it does in bf16."""
     expected = losses(reference)
     assert expected[-1] < 0.9 * expected[0]
     assert losses(run) == pytest.approx(expected, rel=0.01)
@@ -53,7 +53,7 @@ def assert_agree(run: Run, reference: Run) -> None:
     assert len(run.converted) == 2 * 5, "wqkv, wo, w1, w2 and w3 of two layers, not the head"
 
 
-def test_a_run_is_watched_as_the_page_says(reference, tmp_path):
+def test_a_run_is_monitored_as_the_page_shows(reference, tmp_path):
     found = run(tmp_path, "--recipe", "current", TEST_WATCHED="1")
     assert_agree(found, reference())
     steps, counts = zip(*found.returned["logged"], strict=True)
@@ -66,16 +66,16 @@ def test_it_trains_with_selective_checkpointing_and_the_chunked_loss(recipe, ref
     found = run(tmp_path, "--recipe", recipe)
     assert_agree(found, reference())
     if recipe == "current":
-        # A checkpointed block is gathered for its forward and its backward; the evaluation's
-        # forward gathers once more.
+        # A checkpointed block is gathered for its forward and its backward. The evaluation adds one
+        # forward.
         assert_gathers_are_fp8(found, reference(), passes=2 * STEPS + 1)
 
 
 def test_it_compiles_with_fullgraph(reference, tmp_path):
-    """With backend aot_eager: it is Dynamo that fullgraph=True is about."""
+    """Use aot_eager, because fullgraph=True only concerns Dynamo."""
     compiled = run(tmp_path / "compiled", "--compile", OBSERVE_GATHERS="0")
     assert compiled.returned["graphs"] > 0
-    # Tracing decides nothing else: the losses are eager's but for rounding in fused norms.
+    # Compilation changes only the rounding of fused norms.
     eager = run(tmp_path / "eager")
     assert eager.returned["graphs"] == 0
     assert losses(compiled) == pytest.approx(losses(eager), rel=1e-3)
@@ -84,7 +84,10 @@ def test_it_compiles_with_fullgraph(reference, tmp_path):
 
 @pytest.mark.parametrize("backend", ["spmd_types", "partial_dtensor"])
 def test_tensor_parallelism(backend, reference, tmp_path):
-    """Plain local tensors with spmd_types, torchtitan's default; DTensors with the other."""
+    """With spmd_types, the default of torchtitan, local tensors are plain.
+
+    Otherwise they are DTensors.
+    """
     found = run(tmp_path, "--tp", "2", TEST_SPMD_BACKEND=backend)
     assert_agree(found, reference("--tp", "2"))
 
@@ -101,7 +104,7 @@ def test_a_checkpoint_is_resumed(tmp_path):
     first = run(tmp_path / "parts", "--save-every", "2", steps=2)
     second = run(tmp_path / "parts", "--save-every", "2")
     assert second.returned["step"] == STEPS
-    # The learning rate's schedule knows how long training is: only the first steps are the same.
+    # The learning rate depends on the length of the training, so only the first steps are equal.
     assert losses(first)[0] == losses(whole)[0]
     assert len(losses(second)) == STEPS - 2
     assert losses(second)[0] < losses(first)[-1]

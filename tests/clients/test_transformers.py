@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 
 import pytest
-from harness import assert_gathers_are_fp8, need, run_example
-from test_accelerate import close
+from harness import assert_gathers_are_fp8, assert_losses_close, need, run_example
 
 need("transformers", "5.0")
 need("accelerate", "1.15")
 
 EXAMPLE = "transformers_trainer"
 STEPS = 6
-#: A forward and a backward a step. Evaluation: 64 rows, 8 a batch on each of two ranks.
+#: A forward and a backward per step. The evaluation has 64 rows in batches of 8 on two ranks.
 PASSES = 2 * STEPS + 4
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Runs by recipe, each with its folder of checkpoints."""
+    """Return the runs by recipe, each with its folder of checkpoints."""
     runs = {}
     for recipe in ("bf16", "current"):
         folder = tmp_path_factory.mktemp(recipe)
@@ -30,7 +29,7 @@ def trained(tmp_path_factory):
 
 def test_losses_agree_with_bf16_and_every_parameter_moves(trained):
     (reference, _), (run, _) = trained["bf16"], trained["current"]
-    close(run, reference)
+    assert_losses_close(run, reference)
     assert not run.still
     assert run.moved == reference.moved
     assert len(run.converted) == 2 * 7
@@ -40,19 +39,19 @@ def test_converted_weights_are_gathered_in_fp8(trained):
     assert_gathers_are_fp8(trained["current"][0], trained["bf16"][0], PASSES)
 
 
-def test_a_resumed_run_is_the_run_that_was_not_interrupted(trained, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(trained, tmp_path):
     whole, folder = trained["current"]
     resume = str(folder / "checkpoint-3")
     options = ("--steps", str(STEPS), "--output", str(tmp_path), "--resume", resume)
     run = run_example(EXAMPLE, *options)
-    # log_history has the steps from before the checkpoint too.
+    # log_history also contains the steps before the checkpoint.
     assert run.returned == whole.returned
     state = json.loads((folder / "checkpoint-3" / "trainer_state.json").read_text())
     assert state["global_step"] == 3
 
 
-def test_checkpoints_are_those_of_the_unconverted_model(trained):
-    """`save_pretrained`'s file, which the Trainer writes: names, shapes and dtypes."""
+def test_checkpoints_equal_those_of_the_unconverted_model(trained):
+    """The Trainer writes the file of `save_pretrained`. Compare names, shapes and dtypes."""
     from safetensors import safe_open
 
     found = []
@@ -68,13 +67,13 @@ def test_checkpoints_are_those_of_the_unconverted_model(trained):
 def test_gradients_accumulate(tmp_path):
     options = ("--steps", "4", "--accumulate", "2", "--output", str(tmp_path))
     reference, run = (run_example(EXAMPLE, "--recipe", r, *options) for r in ("bf16", "current"))
-    close(run, reference)
+    assert_losses_close(run, reference)
     assert not run.still
     assert_gathers_are_fp8(run, reference, passes=2 * 2 * 4 + 4)
 
 
 def test_fp8_weights_train_as_master_weights_do(trained, tmp_path):
-    """By torch's AdamW on masters, from the same values: saved and resumed, too."""
+    """torch's AdamW steps masters of equal values. The run is saved and resumed as well."""
     whole, _ = trained["current"]
     options = ("--steps", str(STEPS), "--fp8-weights", "--output")
     run = run_example(EXAMPLE, *options, str(tmp_path / "first"))

@@ -1,9 +1,9 @@
-"""Runs ``examples/torchtitan_llama.py`` on the CPU: ``torchtitan_on_cpu.py [its arguments]``.
+"""Runs ``examples/torchtitan_llama.py`` on CPU: ``torchtitan_on_cpu.py [its arguments]``.
 
-torchtitan's Trainer knows no CPU. What is replaced here: the device that it finds, its time-outs,
-memory statistics, attention (flex has no gradient on the CPU; torchtitan has an SDPA module too),
-CUDA graphs, gloo's missing PREMUL_SUM (by torch's switch for it), Inductor (by aot_eager), and data
-and tokenizer that would have to be downloaded. The rest is torchtitan's own Trainer.
+torchtitan's Trainer does not support CPU. This script replaces the device that it detects, its
+timeouts, memory statistics, attention (flex has no gradient on CPU, so its SDPA module is used),
+CUDA graphs, gloo's missing PREMUL_SUM (with torch's switch for it), Inductor (with aot_eager), and
+the data and tokenizer that it would download. Everything else is torchtitan's Trainer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LENGTH = 64
 
 
 class NoMemory:
-    """Memory statistics of a device that has none."""
+    """Memory statistics of a device without any."""
 
     device_name = "cpu"
 
@@ -47,7 +47,7 @@ class NoMemory:
 
 
 class Counting(torch.utils.data.IterableDataset):
-    """Sequences that count modulo 64, from a random start."""
+    """Sequences that count modulo 64 from a random start."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -88,7 +88,7 @@ class NoTokenizer(BaseTokenizer):
 
 
 def adapt(config: titan.Trainer.Config) -> None:
-    """What the CPU cannot do, and sizes that it does in seconds."""
+    """Replace what the CPU does not support, and choose sizes that take seconds."""
     model: Any = config.model_spec.model
     model.layers = model.layers[:2]
     for _, _, parent, name in list(model.traverse(FlexAttention.Config)):
@@ -127,12 +127,13 @@ class CpuTrainer(titan.Trainer):
         return loss
 
 
-#: Steps, and how many statistics of ``fp8rs.monitor`` torchtitan's logger was given at each.
+#: The steps, with the number of `fp8rs.monitor` statistics that torchtitan's logger received at
+#: each.
 logged: list[tuple[int, int]] = []
 
 
 def watched() -> type[titan.Trainer]:
-    """The Trainer of docs/clients/torchtitan.md, which watches a run, of this file's."""
+    """The monitoring Trainer of docs/clients/torchtitan.md, derived from the one here."""
     page = Path(__file__).resolve().parents[2] / "docs" / "clients" / "torchtitan.md"
     (block,) = re.findall(
         r"```python\n([^`]*class WatchedTrainer.*?)```", page.read_text(), re.DOTALL
@@ -155,8 +156,9 @@ def watched() -> type[titan.Trainer]:
 
 
 def evaluate(model: Any) -> float:
-    """The sum of the logits' absolute values for a fixed batch."""
-    model._skip_lm_head = False  # the chunked loss calls the head by itself
+    """Return the sum of the absolute logits for a fixed batch."""
+    # The chunked loss calls the head itself.
+    model._skip_lm_head = False
     tokens = torch.arange(LENGTH)[None]
     with torch.no_grad():
         out = model.eval()(tokens, positions=tokens)
@@ -165,9 +167,11 @@ def evaluate(model: Any) -> float:
 
 def main(argv: list[str]) -> dict[str, Any]:
     metrics.build_device_memory_monitor = NoMemory
-    titan.dist_utils.set_pg_timeouts = lambda **_: None  # by a barrier with device numbers
+    # It uses a barrier with device numbers.
+    titan.dist_utils.set_pg_timeouts = lambda **_: None
     kind = watched() if os.environ.get("TEST_WATCHED") else CpuTrainer
-    titan.Trainer.Config._owner = kind  # what `config.build()` makes
+    # `config.build()` creates an instance of this class.
+    titan.Trainer.Config._owner = kind
     path = Path(__file__).resolve().parents[2] / "examples" / "torchtitan_llama.py"
     spec = importlib.util.spec_from_file_location("torchtitan_llama", path)
     example = importlib.util.module_from_spec(spec)

@@ -1,1 +1,1 @@
-"""Tests of conversion and of the converted model: parameters, reports, what others do with it."""
+"""Tests of conversion and of converted models: parameters, reports, third-party code."""

@@ -1,4 +1,4 @@
-"""Modules that change after conversion: parametrized, pruned, tied, resized, on two streams."""
+"""Modules that change after conversion: parametrized, pruned, tied, resized, run on two streams."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def same_batch(device, rows=16):
     return torch.randn(rows, 32, generator=generator).to(device)
 
 
-# --- weights that are computed, from after the conversion ----------------------------------------
+# --- weights parametrized after the conversion ----------------------------------------------------
 
 
 def old_weight_norm(layer):
@@ -85,7 +85,7 @@ WAYS = [
 
 @pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_weight_computed_from_after_the_conversion(device, way, recipe):
+def test_a_weight_parametrized_after_the_conversion_trains(device, way, recipe):
     model = two(device, recipe)
     way(model.a)
     x = same_batch(device)
@@ -97,8 +97,8 @@ def test_a_weight_computed_from_after_the_conversion(device, way, recipe):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ours", [False, True])
 @pytest.mark.filterwarnings("ignore:.* FP8 weights, and keeps no masters")
-def test_a_weight_computed_from_an_fp8_one(device, way, recipe, ours):
-    """What it is computed from is a parameter like others, and stays FP8."""
+def test_a_parametrized_fp8_weight_trains(device, way, recipe, ours):
+    """The original of the parametrization is a parameter like any other and stays FP8."""
     model = two(device, recipe, fp8_weights=True)
     weight = model.a.weight
     way(model.a)
@@ -112,7 +112,7 @@ def test_a_weight_computed_from_an_fp8_one(device, way, recipe, ours):
 
 @ranks(2)
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
-def test_what_an_fp8_weight_is_computed_from_is_not_sharded(rig, recipe):
+def test_sharding_the_original_of_a_parametrized_fp8_weight_is_refused(rig, recipe):
     model = two(rig.device, recipe, fp8_weights=True)
     pruned(model.a)
     with pytest.raises(TypeError, match="not what a layer's weight is computed from"):
@@ -122,8 +122,8 @@ def test_what_an_fp8_weight_is_computed_from_is_not_sharded(rig, recipe):
 @ranks(2)
 @pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
 @pytest.mark.parametrize("way", [w.__name__ for w in WAYS])
-def test_and_then_fully_shard(rig, way, recipe):
-    """The losses are the unsharded model's: both ranks have the same batch."""
+def test_a_parametrized_weight_may_be_sharded_afterwards(rig, way, recipe):
+    """The losses equal the unsharded model's, because both ranks have the same batch."""
     x = same_batch(rig.device)
 
     def losses_of(model, sharded):
@@ -137,11 +137,11 @@ def test_and_then_fully_shard(rig, way, recipe):
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
 
 
-# --- weights that are tied, from after the conversion --------------------------------------------
+# --- weights tied after the conversion -----------------------------------------------------------
 
 
 @recipes
-def test_a_weight_tied_after_the_conversion(device, recipe):
+def test_a_weight_tied_after_the_conversion_trains(device, recipe):
     model = two(device, recipe)
     model.b.weight = model.a.weight
     losses = train(model, torch.optim.SGD(model.parameters(), 0.05), [same_batch(device)] * 5)
@@ -152,7 +152,7 @@ def test_a_weight_tied_after_the_conversion(device, recipe):
 @ranks(2)
 @recipes
 def test_a_tied_weight_is_sharded_once(rig, recipe):
-    """It is quantized once, gathered once, and trains as unsharded."""
+    """The weight is quantized once, gathered once, and trains as it does unsharded."""
     x = same_batch(rig.device)
     found = []
     for sharded in (False, True):
@@ -174,7 +174,7 @@ def test_a_tied_weight_is_sharded_once(rig, recipe):
 
 @ranks(2)
 @recipes
-def test_a_tied_weights_bytes_are_its_own(rig, recipe):
+def test_a_tied_weight_has_equal_codes_in_both_layers(rig, recipe):
     model = two(rig.device, recipe)
     model.b.weight = model.a.weight
     whole = model.a.weight.detach().clone()
@@ -208,13 +208,14 @@ def test_siblings_on_two_streams_share_no_planes_without_an_event(recipe):
             for i in order:
                 with torch.cuda.stream(streams[i]):
                     if i == order[0]:
-                        torch.cuda._sleep(2_000_000)  # its planes are late
+                        # Delay the planes that the first stream computes.
+                        torch.cuda._sleep(2_000_000)
                     found[i] = (model.a, model.b)[i](own)
             torch.cuda.synchronize()
             assert all(torch.equal(y, e) for y, e in zip(found, expected, strict=True))
 
 
-# --- in-place operations on what layers return ---------------------------------------------------
+# --- in-place operations on outputs --------------------------------------------------------------
 
 
 @recipes
@@ -243,12 +244,12 @@ def test_outputs_may_be_changed_in_place(device, change, shape, recipe):
         assert torch.equal(mine, expected)
 
 
-# --- sizes come from the weight ------------------------------------------------------------------
+# --- sizes follow the weight ---------------------------------------------------------------------
 
 
 @recipes
 @pytest.mark.parametrize("shape", [(8, 32), (2, 4, 32)])
-def test_a_weight_replaced_by_a_smaller_one_sets_the_sizes(device, shape, recipe):
+def test_a_weight_replaced_by_a_smaller_one_determines_the_sizes(device, shape, recipe):
     model = two(device, recipe)
     layer = model.a
     layer.weight = nn.Parameter(layer.weight[:16].detach().clone())

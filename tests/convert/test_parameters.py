@@ -1,6 +1,6 @@
-"""A converted parameter is the object that it was, on real storage, and does what a plain one does.
+"""Converted parameters keep their identity, have real storage, and behave as plain parameters do.
 
-"Plain" is the unconverted model in the same scenario.
+"Plain" refers to the unconverted model in the same scenario.
 """
 
 import copy
@@ -61,11 +61,11 @@ def local(p):
     return p.to_local() if hasattr(p, "to_local") else p
 
 
-# --- what was made before the conversion ---------------------------------------------------------
+# --- objects created before the conversion --------------------------------------------------------
 
 
 @recipes
-def test_parameters_are_the_objects_that_they_were(device, recipe):
+def test_parameters_keep_their_identity(device, recipe):
     model = plain(device)
     before = dict(model.named_parameters())
     pointers = {n: p.data_ptr() for n, p in before.items()}
@@ -79,7 +79,7 @@ def test_parameters_are_the_objects_that_they_were(device, recipe):
 
 
 @recipes
-def test_an_optimizer_from_before_the_conversion_trains_the_weights(device, recipe):
+def test_an_optimizer_created_before_the_conversion_trains_the_weights(device, recipe):
     trained = []
     for early in (True, False):
         model = plain(device)
@@ -97,8 +97,8 @@ def test_an_optimizer_from_before_the_conversion_trains_the_weights(device, reci
 @ranks(2)
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_optimizers_mapped_by_pointer_train_every_sharded_weight(rig, recipe):
-    """As accelerate does: an optimizer from before fully_shard is pointed to what stands for its
-    parameters now, found by the pointers of the plain model."""
+    """accelerate creates the optimizer before fully_shard and then replaces its parameters, which
+    it matches by the data pointers of the plain model."""
     model = plain(rig.device)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     convert(model, recipe)
@@ -126,8 +126,9 @@ def test_shards_have_real_storage_of_their_own(rig):
 
 
 @recipes
-def test_an_average_follows_the_weights_also_from_before_the_conversion(device, recipe):
-    if recipe == "delayed":  # adds buffers, which AveragedModel pairs too
+def test_an_average_created_before_or_after_the_conversion_follows_the_weights(device, recipe):
+    # Delayed scaling adds buffers, which AveragedModel would pair as well.
+    if recipe == "delayed":
         before = AveragedModel(model := plain(device))
         with pytest.raises(ValueError, match=r"zip\(\) argument 2 is longer"):
             before.update_parameters(convert(model, recipe))
@@ -151,7 +152,7 @@ def test_an_average_follows_the_weights_also_from_before_the_conversion(device, 
 
 
 class TwoViews(nn.Module):
-    """A container refers to the weight beside the layer, as losses and regularizers do."""
+    """A container that refers to the weight outside its layer, as losses and regularizers do."""
 
     def __init__(self):
         super().__init__()
@@ -162,7 +163,7 @@ class TwoViews(nn.Module):
         return self.b(self.a(x).relu())
 
 
-def test_references_from_before_the_conversion_are_to_the_weights(device):
+def test_references_created_before_the_conversion_point_to_the_weights(device):
     model = convert(TwoViews().to(device))
     (model(inputs(device)).sum() + sum(p.square().sum() for p in model.penalized)).backward()
     for layer, p in zip((model.a, model.b), model.penalized, strict=True):
@@ -172,7 +173,7 @@ def test_references_from_before_the_conversion_are_to_the_weights(device):
 
 @recipes
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_from_before_the_conversion_run(device, kind, recipe):
+def test_hooks_registered_before_the_conversion_run(device, kind, recipe):
     model = plain(device)
     ran = []
     for name, p in model.named_parameters():
@@ -182,7 +183,7 @@ def test_hooks_from_before_the_conversion_run(device, kind, recipe):
     assert sorted(ran) == sorted(n for n, _ in model.named_parameters())
 
 
-def test_gradients_from_before_the_conversion_accumulate(device):
+def test_gradients_computed_before_the_conversion_accumulate(device):
     model = plain(device)
     model(inputs(device)).sum().backward()
     before = {n: p.grad for n, p in model.named_parameters()}
@@ -197,7 +198,7 @@ def test_gradients_from_before_the_conversion_accumulate(device):
             assert not torch.equal(p.grad, values[n])
 
 
-def test_attributes_and_frozen_weights_stay(device):
+def test_attributes_and_requires_grad_are_kept(device):
     model = plain(device)
     model.head.weight.requires_grad_(False)
     model.blocks[0].up.weight.of_group = "first"
@@ -206,7 +207,7 @@ def test_attributes_and_frozen_weights_stay(device):
     assert model.blocks[0].up.weight.of_group == "first"
 
 
-# --- what third parties do with a parameter ------------------------------------------------------
+# --- third-party uses of a parameter -------------------------------------------------------------
 
 
 def by_numpy(p):
@@ -237,7 +238,7 @@ def by_deepcopy(p):
     return copy.deepcopy(p).detach().tolist()
 
 
-#: By name: a skip on a rank would be a failure, so that marks say what each needs.
+#: Uses by name. Each has marks for what it needs, because a skip on a rank counts as a failure.
 USES = [
     "by_numpy",
     "by_tolist",
@@ -255,7 +256,7 @@ USES = [
 
 @recipes
 @pytest.mark.parametrize("use", USES)
-def test_what_a_plain_parameter_does_a_converted_one_does(device, use, recipe):
+def test_a_converted_parameter_behaves_as_a_plain_one(device, use, recipe):
     use = globals()[use]
     weight = plain(device).head.weight
     expected = use(weight)
@@ -264,8 +265,8 @@ def test_what_a_plain_parameter_does_a_converted_one_does(device, use, recipe):
 
 @ranks(2)
 @pytest.mark.parametrize("use", USES)
-def test_what_a_plain_shard_does_a_converted_one_does(rig, use):
-    """The local tensor, which accelerate, safetensors and optimizers in C++ work on."""
+def test_a_converted_shard_behaves_as_a_plain_one(rig, use):
+    """accelerate, safetensors and optimizers in C++ use the local tensor."""
     found = []
     for recipe in (None, "current"):
         model = shard(make(UNEVEN, recipe=recipe, device=rig.device), rig)
@@ -273,7 +274,7 @@ def test_what_a_plain_shard_does_a_converted_one_does(rig, use):
     assert found[0] == found[1]
 
 
-def test_a_converted_model_goes_to_shared_memory():
+def test_a_converted_model_moves_to_shared_memory():
     model = convert(plain(), "delayed").share_memory()
     assert all(p.is_shared() for p in model.parameters())
     y = model(inputs())
@@ -282,7 +283,7 @@ def test_a_converted_model_goes_to_shared_memory():
 
 
 @ranks(2, cuda=False)
-def test_shards_go_to_shared_memory(rig):
+def test_shards_move_to_shared_memory(rig):
     model = shard(make(UNEVEN, device=rig.device), rig)
     weight = local(model.head.weight)
     before = weight.clone()
@@ -292,7 +293,7 @@ def test_shards_go_to_shared_memory(rig):
 
 
 class Lists(TorchDispatchMode):
-    """The lengths of the lists that in-place foreach operators work on."""
+    """Record the lengths of the lists that in-place foreach operators receive."""
 
     def __init__(self):
         super().__init__()
@@ -306,9 +307,9 @@ class Lists(TorchDispatchMode):
 
 
 @recipes
-def test_optimizers_take_their_foreach_path_for_the_whole_group(device, recipe):
+def test_optimizers_use_foreach_for_the_whole_group(device, recipe):
     model = convert(plain(device), recipe)
-    # What torch.optim looks at before it chooses foreach on an accelerator.
+    # torch.optim checks this type before it chooses foreach on an accelerator.
     assert all(type(p) in _foreach_supported_types for p in model.parameters())
     count = len(list(model.parameters()))
     model(inputs(device)).sum().backward()
@@ -320,7 +321,7 @@ def test_optimizers_take_their_foreach_path_for_the_whole_group(device, recipe):
 
 
 @ranks(2)
-def test_foreach_and_fused_steps_of_shards_are_those_of_plain_ones(rig):
+def test_foreach_and_fused_steps_of_shards_equal_those_of_plain_shards(rig):
     for options in ({"foreach": True}, {"fused": True}, {"foreach": False}):
         found = []
         for recipe in (None, "current"):
@@ -351,7 +352,7 @@ def test_optimizer_states_of_shards_are_plain(rig):
 
 
 def first_fsdp(model, rig, **options):
-    """FSDP's first version, a unit a block."""
+    """Wrap each block and the root in FSDP1."""
     return FullyShardedDataParallel(
         model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=rig.device, **options
     )
@@ -361,7 +362,7 @@ def first_fsdp(model, rig, **options):
 @pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "mxfp8 of 1x32"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_fsdp1_trains_as_one_rank_does(rig, use_orig_params, recipe):
-    """Both ranks have the same batches, so that the mean of their gradients is each one's own."""
+    """Both ranks have the same batches, so the mean of their gradients equals each rank's own."""
     x = [inputs(rig.device)] * 4
     alone = convert(plain(rig.device), recipe)
     expected = train(alone, torch.optim.SGD(alone.parameters(), 0.1), x)
@@ -374,7 +375,7 @@ def test_fsdp1_trains_as_one_rank_does(rig, use_orig_params, recipe):
 
 @ranks(2)
 @pytest.mark.parametrize("use_orig_params", [True, False])
-def test_fsdp1_gathers_no_fp8_and_says_so_once(rig, use_orig_params):
+def test_fsdp1_warns_once_that_it_gathers_no_fp8(rig, use_orig_params):
     model = first_fsdp(convert(plain(rig.device)), rig, use_orig_params=use_orig_params)
     with pytest.warns(UserWarning, match="FullyShardedDataParallel gathers .* high precision"):
         model(inputs(rig.device)).sum().backward()
@@ -384,7 +385,7 @@ def test_fsdp1_gathers_no_fp8_and_says_so_once(rig, use_orig_params):
 
 
 @ranks(2)
-def test_fsdp1_in_mixed_precision(rig):
+def test_fsdp1_trains_in_mixed_precision(rig):
     model = convert(plain(rig.device), enable_fsdp_float8_all_gather=False)
     model = first_fsdp(
         model, rig, use_orig_params=True, mixed_precision=MixedPrecision(torch.bfloat16)
@@ -417,7 +418,10 @@ def test_the_first_sharded_forward_may_be_in_inference_mode(rig, hidden, recipe)
 
 
 class Linears(nn.Module):
-    """Nothing but converted weights: FSDP2 itself lets no plain one train after an inference."""
+    """A model of converted weights only.
+
+    After an inference forward, FSDP2 cannot train plain weights.
+    """
 
     def __init__(self):
         super().__init__()
@@ -443,7 +447,7 @@ def test_training_may_follow_a_first_forward_in_inference_mode(rig, recipe):
 
 
 def outcome(use):
-    """What a use gave, or the error that it raised."""
+    """Return the result of a use, or the error that it raised."""
     try:
         with torch.inference_mode():
             return use()
@@ -453,8 +457,11 @@ def outcome(use):
 
 @ranks(2)
 @recipes
-def test_state_dicts_of_shards_in_inference_mode_are_as_of_plain_ones(rig, recipe):
-    """A DTensor cannot be detached there, with torch 2.15; with `keep_vars` there is no need."""
+def test_state_dicts_of_shards_in_inference_mode_behave_as_plain_ones(rig, recipe):
+    """torch 2.15 cannot detach a DTensor in inference mode.
+
+    With `keep_vars` it does not need to.
+    """
     found = []
     for chosen in (None, RECIPES[recipe]):
         model = shard(make(UNEVEN, recipe=chosen, device=rig.device), rig)
@@ -486,7 +493,7 @@ def test_state_dicts_load_in_inference_mode(rig, recipe):
 
 
 @recipes
-def test_unsharded_models_in_inference_mode(device, recipe):
+def test_unsharded_models_run_in_inference_mode(device, recipe):
     model = convert(plain(device), recipe)
     with torch.inference_mode():
         y = model(inputs(device))
@@ -506,8 +513,8 @@ def test_unsharded_models_in_inference_mode(device, recipe):
 @ranks(2)
 @recipes
 @pytest.mark.parametrize("reshard", [True, False])
-def test_an_inference_forward_between_training_steps(rig, reshard, recipe):
-    """MXFP8 with 1x32 weights refills what its backward needs, under autograd's eyes."""
+def test_training_continues_after_an_inference_forward(rig, reshard, recipe):
+    """With 1x32 weights, MXFP8 refills planes that the backward needs, and autograd sees it."""
     model = make(UNEVEN, recipe=RECIPES[recipe], device=rig.device)
     shard(model, rig, reshard_after_forward=reshard)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -1,4 +1,4 @@
-"""The report: what it counts of a model that is not there yet, and what the command line prints."""
+"""The report on a model before it is converted or on the meta device, and its command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fp8rs.__main__ import main
 
 
 class Experts(nn.Module):
-    """Experts of a mixture as one parameter, a router and a tied head."""
+    """A mixture with all experts in one parameter, a router and a tied head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def shares(found: fp8rs.convert.report.Report) -> dict[str, int]:
     return {left.reason: left.parameters for left in found.left}
 
 
-def test_nothing_in_the_model_changes() -> None:
+def test_a_report_does_not_change_the_model() -> None:
     model = stack()
     before = {n: (type(m), dict(m._parameters)) for n, m in model.named_modules()}
     hooks = [m._forward_pre_hooks for m in model.modules()]
@@ -52,13 +52,13 @@ def test_nothing_in_the_model_changes() -> None:
     assert not any(hooks)
 
 
-def test_it_warns_of_names_to_leave_out_as_a_conversion_does() -> None:
+def test_it_warns_of_unmatched_names_as_a_conversion_does() -> None:
     for reader in (fp8rs.report, fp8rs.convert_to_float8_training):
-        with pytest.warns(UserWarning, match="nothing out for 'no such layer'"):
+        with pytest.warns(UserWarning, match="filter_fqns has 'no such layer'"):
             reader(stack(), filter_fqns=["no such layer", "head"])
 
 
-def test_it_names_the_layers_that_a_conversion_converts() -> None:
+def test_it_lists_the_layers_that_a_conversion_converts() -> None:
     options = {"filter_fqns": ["head"], "module_filter_fn": lambda m, name: "0.up" not in name}
     planned = fp8rs.report(stack(), **options)
     model = stack()
@@ -86,15 +86,15 @@ def test_every_parameter_is_counted_once_with_a_reason() -> None:
     assert shares(total)["named by filter_fqns"] == 32 * 32 + 32
 
 
-def test_a_converted_model_has_its_own_recipe() -> None:
+def test_a_converted_model_is_reported_with_its_own_recipe() -> None:
     model = fp8rs.convert_to_float8_training(stack(), recipe="mxfp8")
     assert fp8rs.report(model).recipe == fp8rs.MXFP8BlockScaling()
-    with pytest.raises(ValueError, match="is an FP8 layer already, with recipe MXFP8"):
+    with pytest.raises(ValueError, match="is already an FP8 layer, with recipe MXFP8"):
         fp8rs.report(model, recipe="block")
 
 
 @pytest.mark.parametrize("way", ["an argument", "converted"])
-def test_without_an_fp8_gather_no_byte_is_saved(way: str) -> None:
+def test_without_an_fp8_gather_no_bytes_are_saved(way: str) -> None:
     model, options = stack(), {}
     if way == "converted":
         fp8rs.convert_to_float8_training(model, enable_fsdp_float8_all_gather=False)
@@ -120,12 +120,13 @@ def test_units_are_blocks_and_the_root() -> None:
     assert fp8rs.report(llama).units == ("", "model.layers.0", "model.layers.1")
 
 
-def test_memory_by_hand() -> None:
+def test_memory_equals_a_calculation_by_hand() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.LayerNorm(512))
     found = fp8rs.report(model, world_size=4, recipe="block", optimizer="adamw")
     weight, norm = 512 * 256, 2 * 512
-    blocks = 4  # one row of two 128x128 blocks a rank, four bytes each
+    # One row of two 128x128 blocks per rank, four bytes each.
+    blocks = 4
     memory = found.memory
     assert memory.parameters == memory.gradients == (weight + norm) * 4 // 4
     assert memory.optimizer == 2 * memory.parameters
@@ -146,8 +147,8 @@ def test_memory_by_hand() -> None:
 @pytest.mark.parametrize("recipe", [*RECIPES])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("way", ["converted", "quantized_init"])
-def test_fp8_weights_are_seen_in_the_model(recipe: str, device: str, way: str) -> None:
-    """And with masters' layers beside them, each counts as what it is."""
+def test_fp8_weights_are_recognized_in_the_model(recipe: str, device: str, way: str) -> None:
+    """If other layers have master weights, each parameter is counted as what it is."""
     options = {"recipe": RECIPES[recipe], "filter_fqns": ["head"]}
     with torch.device(device):
         if way == "quantized_init":
@@ -187,7 +188,7 @@ def test_fp8_weights_are_seen_in_the_model(recipe: str, device: str, way: str) -
 @pytest.mark.parametrize("fp8_weights", [True, False])
 @pytest.mark.parametrize("name", [*ADAMWS, "adamw", "momentum"])
 @pytest.mark.filterwarnings("ignore:.* FP8 weights, and keeps no masters")
-def test_named_optimizers_keep_what_is_planned(
+def test_named_optimizers_store_the_planned_bytes(
     name: str, fp8_weights: bool, dtype: torch.dtype
 ) -> None:
     model = Stack().to(dtype)
@@ -206,9 +207,9 @@ def test_named_optimizers_keep_what_is_planned(
     assert planned.memory.optimizer == sum(s.nbytes for s in states if s.dim())
 
 
-def test_the_table_has_room_for_long_names() -> None:
+def test_the_table_widens_for_long_names() -> None:
     text = str(fp8rs.report(stack(), optimizer="fp8rs-adamw-bf16-no-masters")).splitlines()
-    start = next(i for i, line in enumerate(text) if line.startswith("bytes of a rank"))
+    start = next(i for i, line in enumerate(text) if line.startswith("bytes per rank"))
     whole = len(text[start])
     assert {len(line) for line in text[start:-1]} == {whole}
 
@@ -233,18 +234,16 @@ def test_one_rank_sends_nothing() -> None:
         ({"recipe": "fp4"}, ValueError, "recipe 'fp4' is not known"),
         ({"filter_fqns": "head"}, TypeError, "filter_fqns must be a collection"),
         ({"world_size": 0}, ValueError, "world_size must be at least 1, not 0"),
-        ({"world_size": 2.0}, TypeError, "world_size must be an int, not 2.0"),
         ({"optimizer": "sophia"}, ValueError, "optimizer 'sophia' is not known"),
         ({"optimizer": -1}, ValueError, "optimizer must be finite and not negative"),
         (
             {"fp8_weights": True, "enable_fsdp_float8_all_gather": False},
             ValueError,
-            "does not go with fp8_weights=True",
+            "cannot be combined with fp8_weights=True",
         ),
-        ({"optimizer": True}, TypeError, "optimizer must be a name or a number"),
     ],
 )
-def test_bad_arguments_are_named(options: dict, error: type[Exception], text: str) -> None:
+def test_errors_name_the_argument(options: dict, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         fp8rs.report(stack(), **options)
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, not str"):
@@ -302,7 +301,7 @@ def test_a_model_larger_than_memory_is_reported(
     assert main(["report", *arguments]) == 0
     printed = capsys.readouterr().out
     assert "recipe mxfp8; 64 ranks" in printed
-    assert "a step all-gathers" in printed
+    assert "all-gathers of a step" in printed
 
 
 def test_the_command_line_reports_on_fp8_weights(
@@ -323,11 +322,11 @@ def test_the_command_line_reports_on_fp8_weights(
     ("script_name", "text"),
     [
         ("{}:nothing", "Name one of its own after a colon: model, huge, number"),
-        ("{}:number", r"number\(\) gives int, not a torch.nn.Module"),
-        ("nowhere.py", "there is no file nowhere.py"),
+        ("{}:number", r"number\(\) returns int, not a torch.nn.Module"),
+        ("nowhere.py", "file nowhere.py does not exist"),
     ],
 )
-def test_a_script_that_cannot_be_used_is_an_error_that_says_why(
+def test_an_unusable_script_is_an_error_with_the_reason(
     script: Path,
     script_name: str,
     text: str,

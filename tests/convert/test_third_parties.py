@@ -1,7 +1,7 @@
-"""What others do with a converted model, with nothing but torch and transformers installed.
+"""Third-party uses of a converted model that need only torch and transformers.
 
-Rows of docs/clients.md; those that need a client are in ``tests/clients``. "Plain" is the
-unconverted model in the same scenario.
+They are rows of docs/clients.md. Those that need a client are in ``tests/clients``. "Plain" refers
+to the unconverted model in the same scenario.
 """
 
 import copy
@@ -62,7 +62,7 @@ def test_ddp_keeps_ranks_equal_and_trains(rig, recipe):
 @ranks(2)
 @recipes
 def test_zero_1_steps_as_the_optimizer_that_it_shards(rig, recipe):
-    """Steps of one rank's share of the parameters, broadcast: the weights are AdamW's own."""
+    """Each rank steps its share of the parameters and broadcasts it. The weights equal AdamW's."""
     found = []
     for zero in (True, False):
         model = converted(recipe, rig.device)
@@ -94,7 +94,7 @@ def test_muon_moves_every_weight(device, recipe):
 
 
 @recipes
-def test_an_average_by_deepcopy_is_apart_from_the_model(device, recipe):
+def test_an_average_by_deepcopy_is_independent_of_the_model(device, recipe):
     model = converted(recipe, device)
     average = copy.deepcopy(model)
     start = full_weights(model)
@@ -106,7 +106,7 @@ def test_an_average_by_deepcopy_is_apart_from_the_model(device, recipe):
             mean.lerp_(p, 0.5)
     expected = {n: start[n].lerp(w, 0.5) for n, w in full_weights(model).items()}
     assert all(same_bytes(expected[n], w) for n, w in full_weights(average).items())
-    # It computes with the averages: a model made with them gives the same.
+    # The copy computes with the averages: a model created with them gives the same output.
     other = converted(recipe, device)
     other.load_state_dict(average.state_dict())
     with torch.no_grad():
@@ -114,7 +114,7 @@ def test_an_average_by_deepcopy_is_apart_from_the_model(device, recipe):
 
 
 @recipes
-def test_named_parameters_go_to_safetensors(device, recipe, tmp_path):
+def test_named_parameters_are_saved_as_safetensors(device, recipe, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     model = converted(recipe, device)
     path = str(tmp_path / "model.safetensors")
@@ -130,8 +130,8 @@ def test_named_parameters_go_to_safetensors(device, recipe, tmp_path):
 
 @pytest.mark.skipif(find_spec("safetensors") is None, reason="safetensors is not installed")
 @ranks(2, cuda=False)
-def test_shards_go_to_safetensors_whole(rig):
-    """`full_tensor()` of each parameter; a DTensor itself is refused, plain ones too."""
+def test_shards_are_saved_as_safetensors_after_full_tensor(rig):
+    """Safetensors refuses a DTensor, also in a plain model, so each parameter is gathered first."""
     import safetensors.torch as safetensors
 
     found = []
@@ -143,7 +143,7 @@ def test_shards_go_to_safetensors_whole(rig):
     assert all(same_bytes(found[0][n], found[1][n]) for n in found[0])
 
 
-# --- without data --------------------------------------------------------------------------------
+# --- export and the meta device ------------------------------------------------------------------
 
 
 @recipes
@@ -161,7 +161,7 @@ def test_an_exported_model_computes_what_the_model_does(device, recipe):
 @recipes
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_model_on_meta_gives_shapes_dtypes_and_flops(recipe, autocast):
-    """What memory estimators and FLOP counters run: no data, the sizes of all."""
+    """Memory estimators and FLOP counters run a model without data."""
     found = []
     for chosen in (None, RECIPES[recipe]):
         model = make(UNEVEN, recipe=chosen).to("meta")
@@ -192,20 +192,20 @@ def test_save_pretrained_writes_the_unconverted_model(device, recipe, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
-def test_generate_gives_tokens_of_the_model(device, recipe):
+def test_generate_returns_tokens_of_the_model(device, recipe):
     model = llama(device).eval()
     fp8rs.convert_to_float8_training(model, recipe=recipe, filter_fqns=["lm_head"])
     prompt = torch.arange(8, device=device)[None]
     tokens = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert tokens.shape == (1, 12)
     assert torch.equal(tokens[:, :8], prompt)
-    # The first new token is the forward's own choice.
+    # The first new token is the argmax of the forward.
     with torch.no_grad():
         logits = model(input_ids=prompt).logits
     assert tokens[0, 8] == logits[0, -1].argmax()
 
 
-def test_experts_that_are_3d_parameters_are_named_in_the_report(caplog):
+def test_experts_in_3d_parameters_are_listed_in_the_report(caplog):
     model = mixtral("cpu", 256, 1024)
     large = [n for n, p in model.named_parameters() if p.dim() == 3]
     assert large
@@ -230,7 +230,7 @@ def test_a_mixture_of_experts_trains(device):
 
 @ranks(2)
 def test_muon_moves_every_shard(rig):
-    """As it does plain ones."""
+    """Muon moves the shards of an unconverted model too."""
     for recipe in (None, "current"):
         model = shard(make(EVEN, recipe=recipe, device=rig.device), rig)
         optimizer = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.02)
@@ -241,7 +241,7 @@ def test_muon_moves_every_shard(rig):
 
 
 def step_of(p, update):
-    """A part of an optimizer's step, as torchao compiles it."""
+    """A part of an optimizer's step, compiled as torchao compiles it."""
     p.copy_(p.float() - 0.5 * update)
 
 
@@ -249,9 +249,9 @@ def step_of(p, update):
     torch.__version__ < "2.12", reason="torch 2.11 cannot trace a subclass that has a storage"
 )
 @ranks(2, seconds=240)
-def test_a_compiled_step_writes_every_shard_by_one_graph(rig):
-    """torchao's optimizers compile their step for each parameter: whose weight a shard is must not
-    make another graph, or a large model's first step compiles for an hour."""
+def test_a_compiled_step_writes_every_shard_with_one_graph(rig):
+    """torchao's optimizers compile their step for each parameter. If each shard needed its own
+    graph, the first step of a large model would compile for an hour."""
     model = shard(make((64, 64), recipe="current", device=rig.device), rig)
     weights = [block.up.weight for block in model.blocks]
     before = full_weights(model)
@@ -267,5 +267,5 @@ def test_a_compiled_step_writes_every_shard_by_one_graph(rig):
         name = f"blocks.{i}.up"
         assert same_bytes(after[name], before[name] - 0.5)
         assert type(weights[i].to_local()).__name__ == "MasterWeight"
-    # The next forward's bytes are those of what was written.
+    # The next forward uses the written values.
     assert model(batch(rig)).isfinite().all()

@@ -1,8 +1,7 @@
 """Tests that run on several ranks: `@ranks(1, 2, 4)` turns a function into such a test.
 
-The function's body runs on every rank, in worker processes that are started once for
-the whole session (see pool.py). Each case gets fresh process groups, so that nothing
-leaks from one case into the next.
+The function runs on every rank, in worker processes that are started once per session (see
+pool.py). Each case gets new process groups, so that no state leaks into the next case.
 
     @ranks(2, 4)
     @pytest.mark.parametrize("rows", [8, 7])
@@ -10,9 +9,9 @@ leaks from one case into the next.
         assert rig.world_size in (2, 4)
         torch.distributed.all_reduce(torch.ones((), device=rig.device))
 
-A case takes the `Rig` and the values of its own `parametrize` marks; everything it takes
-and returns is pickled. It runs on the CPU with gloo and, marked `gpu`, on CUDA with NCCL
-where there are as many GPUs as ranks.
+A case receives a `Rig` and the values of its `parametrize` marks. Arguments and results are
+pickled. It runs on CPU with gloo. The variant marked `gpu` runs on CUDA with NCCL if there are
+enough GPUs.
 """
 
 from .pool import Rig

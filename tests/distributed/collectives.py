@@ -1,4 +1,4 @@
-"""Count what goes over the wire."""
+"""Records collectives and their sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp8rs import QuantizedTensor
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective: its kind, and the dtype and bytes of its (largest) output."""
+    """One collective, with the dtype and the bytes of its largest output."""
 
     kind: str
     dtype: torch.dtype
@@ -49,7 +49,8 @@ class Collectives(TorchDispatchMode):
         if func.namespace == "_c10d_functional" and any(
             issubclass(kind, QuantizedTensor) for kind in types
         ):
-            return NotImplemented  # what it sends comes by here
+            # The quantized tensor issues collectives on its planes, which are recorded instead.
+            return NotImplemented
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1].rstrip("_")
         if func.namespace == "c10d":
@@ -64,9 +65,9 @@ class Collectives(TorchDispatchMode):
         return out
 
     def counts(self) -> Counter[tuple[str, torch.dtype]]:
-        """How often each kind ran with each dtype."""
+        """Count the collectives of each kind and dtype."""
         return Counter((c.kind, c.dtype) for c in self.seen)
 
     def nbytes(self, kind: str) -> int:
-        """Bytes of all collectives of a kind."""
+        """Return the bytes of all collectives of a kind."""
         return sum(c.nbytes for c in self.seen if c.kind == kind)

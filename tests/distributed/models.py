@@ -1,4 +1,4 @@
-"""Small models and what the cases measure on them."""
+"""Small models for multi-rank tests, their training, and checks of their weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH = 32
 
 
 class Block(nn.Module):
-    """Two linear layers around a norm, so that a model has parameters of other kinds too."""
+    """Two linear layers and a norm, so that not every parameter is a linear weight."""
 
     def __init__(self, hidden: int, width: int = WIDTH, bias: bool = True) -> None:
         super().__init__()
@@ -34,7 +34,10 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks of the given hidden sizes. A size below the world size makes empty shards."""
+    """A stack of blocks with the given hidden sizes.
+
+    A size below the world size gives empty shards.
+    """
 
     def __init__(self, hidden: Iterable[int] = (64, 64), width: int = WIDTH) -> None:
         super().__init__()
@@ -71,7 +74,7 @@ ADAMWS = {
     "fp8rs-adamw-bf16": {"state_dtype": torch.bfloat16},
     "fp8rs-adamw-bf16-no-masters": {"state_dtype": torch.bfloat16, "master_weights": False},
 }
-"""Arguments of fp8rs.optim.AdamW by the names that it has in a report."""
+"""Arguments of fp8rs.optim.AdamW, by the name of the optimizer in a report."""
 
 
 def make(
@@ -83,7 +86,7 @@ def make(
     dtype: torch.dtype = torch.float32,
     **convert: Any,
 ) -> Stack:
-    """A converted model, equal on all ranks."""
+    """Return a converted model, equal on all ranks."""
     torch.manual_seed(seed)
     model = Stack(hidden).to(device=device, dtype=dtype)
     if recipe is not None:
@@ -92,7 +95,7 @@ def make(
 
 
 def shard(model: Stack, rig: Any = None, **options: Any) -> Stack:
-    """fully_shard each block and the root."""
+    """Call fully_shard on each block and on the root."""
     if rig is not None:
         options.setdefault("mesh", rig.mesh())
     for block in model.blocks:
@@ -102,12 +105,12 @@ def shard(model: Stack, rig: Any = None, **options: Any) -> Stack:
 
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers by name."""
+    """Return the linear layers by name."""
     return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
 
 
 def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the whole high-precision weights of all linear layers, sharded or not."""
+    """Return copies of the full high-precision weights of all linear layers, sharded or not."""
     found = {}
     for name, value in model.state_dict().items():
         if name.endswith("weight") and value.dim() == 2:
@@ -117,10 +120,10 @@ def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def whole_planes(weight: torch.Tensor, recipe: str) -> tuple[Any, ...]:
-    """Codes and scales of a whole weight in a recipe of `RECIPES`: rowwise, then columnwise.
+    """Return rowwise codes, rowwise scale, columnwise codes and columnwise scale of a full weight.
 
-    Of formats whose one plane serves both passes the columnwise ones are None. A first delayed
-    scale is the current one.
+    The columnwise ones are None for formats whose rowwise plane serves the forward and the
+    backward. With delayed scaling, the scale is that of the first step, which is the current scale.
     """
     kind = resolve_recipe(RECIPES[recipe]).block_format("weight")
     if kind.per_tensor:
@@ -134,12 +137,12 @@ def whole_planes(weight: torch.Tensor, recipe: str) -> tuple[Any, ...]:
 
 
 def expected(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scale of a whole weight whose recipe is current scaling."""
+    """Return the codes and the scale of a full weight with current scaling."""
     return whole_planes(weight, "current")[:2]
 
 
 def check_planes(weight: Any, whole: torch.Tensor, recipe: str) -> None:
-    """Assert that a gathered weight has the bytes of the whole one, and no plane beside them."""
+    """Assert that a gathered weight has the bytes of the full weight, and no additional plane."""
     codes, scale, col, col_scale = whole_planes(whole, recipe)
     kind = resolve_recipe(RECIPES[recipe]).block_format("weight")
     assert type(weight) is TENSOR_TYPES[kind.scale_dtype]
@@ -154,28 +157,35 @@ def check_planes(weight: Any, whole: torch.Tensor, recipe: str) -> None:
 
 
 def watch_weights(model: nn.Module, seen: Callable[[str, Any], None]) -> None:
-    """Call ``seen(name, weight)`` with what each layer's forward works on."""
+    """Call ``seen(name, weight)`` before each linear layer's forward."""
     for name, module in linears(model).items():
         module.register_forward_pre_hook(lambda module, args, name=name: seen(name, module.weight))
 
 
 def batch(rig: Any, step: int = 0, rows: int = 16, width: int = WIDTH) -> torch.Tensor:
-    """This rank's part of a global batch that is the same for every world size."""
+    """Return this rank's part of a global batch that does not depend on the world size."""
     generator = torch.Generator().manual_seed(1000 + step)
     whole = torch.randn(rows, width, generator=generator)
     return whole.chunk(rig.world_size)[rig.rank].to(rig.device)
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, comparable where NaN is not."""
+    """Return the bytes of a tensor, which compare equal for equal NaN."""
     return t.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and bytes, on whatever devices."""
+    """Return whether two tensors have the same shape, dtype and bytes. Devices may differ."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     return torch.equal(bits(a).to(b.device), bits(b))
+
+
+def assert_same_bytes(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """Assert that two dictionaries have the same names and the same bytes under each name."""
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert same_bytes(tensor, wanted[name]), name
 
 
 def train(
@@ -183,7 +193,7 @@ def train(
     optimizer: torch.optim.Optimizer,
     batches: Iterable[torch.Tensor],
 ) -> list[float]:
-    """Train on reconstructing a fixed function of the input; the losses before each step."""
+    """Train a model on a fixed function of its input. Return the loss of each step."""
     losses = []
     for x in batches:
         target = torch.sin(3 * x) + x.roll(1, -1)
@@ -198,10 +208,10 @@ def train(
 def train_with_histories(
     model: nn.Module, rig: Any, steps: int = 3, lr: float = 1e-2
 ) -> dict[str, torch.Tensor]:
-    """Train until every sharded weight's delayed scale comes from its history.
+    """Train until the delayed scale of every sharded weight comes from its history.
 
-    Returns the largest value of each over the whole weights that the forwards saw: what the
-    scales of the next forward come from.
+    Returns the maximum amax of each full weight over these forwards, from which the next forward
+    computes its scale.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-5)
     amaxes: dict[str, torch.Tensor] = {}
@@ -216,12 +226,12 @@ def train_with_histories(
 
 
 def on_all_ranks(t: torch.Tensor) -> bool:
-    """Whether all ranks have the bytes that this one has; a call of all."""
+    """Return whether all ranks hold the same bytes. All ranks must call it."""
     others = [torch.empty_like(t) for _ in range(dist.get_world_size())]
     dist.all_gather(others, t)
     return all(same_bytes(other, t) for other in others)
 
 
 def reduces(seen: Collectives) -> list[int]:
-    """The bytes of each all-reduce, in their order."""
+    """Return the bytes of each all-reduce, in order."""
     return [c.nbytes for c in seen.seen if c.kind == "reduce"]

@@ -1,10 +1,10 @@
-"""The worker processes: started once, sent one case after the other.
+"""The worker processes of multi-rank tests. They are started once and run one case after another.
 
-Four processes serve every world size: a case on two ranks uses the first two. They come
-from a fork server that has imported `PRELOAD` already, which is what makes four of them cost
-about as much as one. A rank's exception comes back with its traceback; a case that hangs
-is ended after its time-out (or shortly after a rank of it has failed) and reported with
-every rank's stack, and the workers are replaced.
+Four processes serve every world size: a case on two ranks uses the first two. They are forked from
+a server that has imported `PRELOAD`, so that four of them cost about as much as one. If a rank
+raises, its traceback is returned. If a case hangs, it is stopped after its timeout, or shortly
+after one of its ranks has failed. The report then contains every rank's stack, and the workers are
+replaced.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any
 
 WORKERS = 4
-"""Ranks of the largest case."""
+"""The largest world size of a case."""
 
 CASES = 120
-"""Cases that one set of workers runs. What keeps a mesh (torch remembers results by mesh in several
-places, a model that FSDP2 sharded is a cycle) keeps its groups, each with threads of gloo's that
-wake up a hundred times a second: after a thousand cases they take most of a processor."""
+"""The number of cases after which the workers are replaced. torch caches results by mesh in several
+places, and a mesh keeps its process groups. Each has gloo threads that wake up a hundred times a
+second. After a thousand cases, these threads use most of a core."""
 
 PRELOAD = [
     "pytest",
@@ -45,17 +45,16 @@ PRELOAD = [
     "torch.distributed.tensor.parallel",
     "fp8rs.fsdp",
 ]
-"""What the fork server imports once, where four workers would each: of all that cases import, what
-takes a tenth of a second and more. None of it starts a thread or asks for a GPU: no fork would
-survive that."""
+"""The modules that the fork server imports before it forks: all that take at least 0.1 s. None of
+them starts a thread or initializes CUDA, which would not survive a fork."""
 
 START_SECONDS = 120
-"""Longest wait for a worker's first sign of life; importing torch on a busy machine is slow."""
+"""The longest time that a worker may take to start. Importing torch on a busy machine is slow."""
 
 
 @dataclass(frozen=True)
 class Rig:
-    """What a case learns about where it runs."""
+    """The rank, world size and device type of a case."""
 
     rank: int
     world_size: int
@@ -63,7 +62,7 @@ class Rig:
 
     @property
     def device(self):
-        """The rank's own device."""
+        """The device of this rank."""
         import torch
 
         if self.device_type == "cpu":
@@ -71,14 +70,14 @@ class Rig:
         return torch.device(self.device_type, self.rank)
 
     def mesh(self, *shape: int, names: tuple[str, ...] | None = None):
-        """A device mesh of this shape over all ranks (default: one dimension)."""
+        """Return a device mesh of this shape over all ranks. The default is one dimension."""
         from torch.distributed.device_mesh import init_device_mesh
 
         shape = shape or (self.world_size,)
         names = names or ("replicate", "shard")[-len(shape) :]
         if self.device_type == "cuda" and len(shape) > 1:
-            # torch 2.11 ends the process where it splits a group of gloo and NCCL, which it does
-            # where the group is bound to a device.
+            # If the group is bound to a device, torch 2.11 exits the process when it splits a group
+            # that has both gloo and NCCL.
             from torch import distributed as dist
 
             dist.group.WORLD.bound_device_id = None
@@ -86,24 +85,29 @@ class Rig:
 
 
 class RankFailure(AssertionError):
-    """A case failed on one or more ranks; the message holds their tracebacks."""
+    """A case failed on one or more ranks. The message contains their tracebacks."""
 
 
 class NotConnected(Exception):
-    """A rank could not join the others. torch has counted its group all the same, and names later
-    groups by that count: this process would wait for the others under a name of its own."""
+    """A rank could not join the process group.
+
+    torch has incremented its count of groups nevertheless and derives the names of later groups
+    from it, so this process cannot join any later group.
+    """
 
 
 def serve(rank: int, pipe: Connection, paths: list[str], log: str, port: int) -> None:
-    """A worker's life: take cases from the pipe until it closes. Ranks meet at the port."""
+    """Run cases from the pipe until it closes. Ranks connect to each other through the port."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["RAYON_NUM_THREADS"] = "1"
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic algorithms
+    # Required by deterministic algorithms on CUDA.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     stderr = open(log, "w", buffering=1)  # noqa: SIM115 - lives as long as the process
     faulthandler.register(signal.SIGUSR1, file=stderr, all_threads=True)
-    faulthandler.enable(stderr)  # a signal that ends the process leaves its stack
+    # Dump the stack if a signal ends the process.
+    faulthandler.enable(stderr)
     sys.path[:] = paths
-    # Else gloo resolves the host's own name, for which some machines ask others.
+    # By default gloo resolves the host name, which some machines send to a DNS server.
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
@@ -111,7 +115,8 @@ def serve(rank: int, pipe: Connection, paths: list[str], log: str, port: int) ->
 
     warnings.filterwarnings("error", module="fp8rs")
     torch.set_num_threads(1)
-    gc.freeze()  # what is collected after each case is that case's
+    # A collection after each case then visits only the objects of that case.
+    gc.freeze()
     store = TCPStore("127.0.0.1", port)
     pipe.send("ready")
     while True:
@@ -122,7 +127,8 @@ def serve(rank: int, pipe: Connection, paths: list[str], log: str, port: int) ->
         try:
             pipe.send((True, run_case(rank, store, *case)))
         except NotConnected:
-            stderr.write(traceback.format_exc())  # the parent reports it with this process's end
+            # The parent reports that this process has ended.
+            stderr.write(traceback.format_exc())
             return
         except BaseException:
             pipe.send((False, traceback.format_exc()))
@@ -138,11 +144,14 @@ def run_case(
     device_type: str,
     arguments: dict[str, Any],
 ) -> Any:
-    """Run one case on this rank, in process groups that live as long as it does.
+    """Run one case on this rank, in process groups that are destroyed afterwards.
 
-    Raises what the case raises, and NotConnected if the ranks do not meet."""
+    Raises what the case raises, and NotConnected if the ranks cannot connect.
+    """
     import torch
     from torch import distributed as dist
+
+    from .folders import remove_folders
 
     function = getattr(importlib.import_module(module), name)
     function = getattr(function, "case", function)
@@ -154,27 +163,29 @@ def run_case(
     torch.manual_seed(0)
     try:
         result = function(rig, **arguments)
-        # A rank that leaves early tears down connections that a slower one still uses.
+        # A rank that leaves early would close connections that a slower rank still uses.
         dist.barrier()
         return result
     finally:
         dist.destroy_process_group()
-        # DTensor remembers results of its operators with the meshes that they were on, which
-        # compare equal to the next case's but whose groups are gone.
+        remove_folders()
+        # DTensor caches the results of sharding propagation, including meshes. A mesh of the next
+        # case compares equal, but the process groups of the cached mesh are gone.
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()
-        # A sharded model is a cycle: it keeps its mesh, and with it groups, whose threads wake up a
-        # hundred times a second. To collect after each case costs more than they do.
+        # A sharded model is a reference cycle. It keeps its mesh and therefore process groups,
+        # whose threads wake up a hundred times a second. A collection after each case costs less.
         if number % 10 == 0:
             gc.collect()
 
 
 def connect(rig: Rig, store: Any) -> None:
-    """Make the default process group, and wait until every rank has.
+    """Create the default process group and wait until every rank has connected.
 
-    A rank that fails at once closes its connections: one that is still making them would not
-    reach the case, and raise an error of gloo's in place of the case's."""
+    A rank that fails at once closes its connections. A rank that is still connecting would then
+    report an error of gloo instead of the error of the case.
+    """
     import torch
     from torch import distributed as dist
 
@@ -194,7 +205,7 @@ def connect(rig: Rig, store: Any) -> None:
 
 
 class Pool:
-    """The parent's side: the worker processes and how to talk to them."""
+    """The parent's side of the pool: starts the worker processes and sends them cases."""
 
     def __init__(self) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="fp8rs-ranks-")
@@ -204,12 +215,12 @@ class Pool:
         atexit.register(self.stop)
 
     def start(self) -> None:
-        """Start the workers if none run."""
+        """Start the workers unless they are running."""
         if self.workers:
             return
         from torch.distributed import TCPStore
 
-        # Its server runs here, beside the tests.
+        # The server of the store runs in this process.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
@@ -229,7 +240,7 @@ class Pool:
                 raise RankFailure(f"worker {process.name} did not start")
 
     def stop(self) -> None:
-        """End the workers, whatever they are doing."""
+        """Kill the workers, whether or not they are running a case."""
         for process, pipe in self.workers:
             pipe.close()
             process.kill()
@@ -238,7 +249,7 @@ class Pool:
         self.workers = []
 
     def log(self, rank: int) -> Path:
-        """Where a rank writes its stack when asked."""
+        """The file to which a rank writes its stack."""
         return Path(self.folder.name) / f"rank{rank}.log"
 
     def run(
@@ -251,13 +262,13 @@ class Pool:
         seconds: float,
         again: bool = True,
     ) -> list[Any]:
-        """Run a case on the first `world_size` workers; its results by rank.
+        """Run a case on the first `world_size` workers. Return the results by rank.
 
-        Raises RankFailure with each failing rank's traceback, or with every rank's stack
-        when the case takes longer than `seconds`.
+        Raises RankFailure with the traceback of each failing rank, or with the stacks of all ranks
+        if the case takes longer than `seconds`.
 
-        A signal has ended a process once in some 20,000 cases, why is not known. So with `again` a
-        case in which that happens runs once more, and pytest's summary shows how the process ended.
+        A worker has been ended by a signal about once in 20,000 cases, for an unknown reason. With
+        `again`, such a case is repeated once, and pytest's summary shows how the process ended.
         """
         if self.cases % CASES == 0:
             self.stop()
@@ -295,7 +306,7 @@ class Pool:
                     results[rank] = value
                 else:
                     failures[rank] = value
-                    # Peers may wait for this rank in a collective: do not wait long for them.
+                    # Other ranks may wait for this one in a collective, so shorten their timeout.
                     deadline = min(deadline, time.monotonic() + 3)
         if ended:
             self.stop()
@@ -304,11 +315,12 @@ class Pool:
             warnings.warn(text, stacklevel=2)
             return self.run(module, name, world_size, device_type, arguments, seconds, False)
         if failures:
-            raise RankFailure(report(failures))  # every rank answered: none is stuck
+            # All ranks have answered, so none of them hangs.
+            raise RankFailure(report(failures))
         return [results[rank] for rank in range(world_size)]
 
     def stacks(self, ranks: list[int]) -> str:
-        """Ask ranks for their Python stacks."""
+        """Let the given ranks dump their Python stacks, and return them."""
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.workers[rank][0].pid, signal.SIGUSR1)
@@ -316,13 +328,13 @@ class Pool:
         return "".join(f"\n--- rank {rank} is at{self.tail(rank)}" for rank in ranks)
 
     def tail(self, rank: int) -> str:
-        """The end of what a rank wrote in its log."""
+        """Return the end of a rank's log."""
         log = self.log(rank)
         return "\n" + log.read_text()[-4000:] if log.exists() else ""
 
 
 def report(failures: dict[int, str]) -> str:
-    """The ranks' tracebacks, each once: ranks often fail in the same way."""
+    """Join the tracebacks of the ranks. Equal ones appear once."""
     by_text: dict[str, list[int]] = {}
     for rank, text in sorted(failures.items()):
         by_text.setdefault(text, []).append(rank)
@@ -333,7 +345,7 @@ _pool: Pool | None = None
 
 
 def pool() -> Pool:
-    """The session's workers."""
+    """Return the pool of this session."""
     global _pool
     if _pool is None:
         _pool = Pool()

@@ -1,4 +1,4 @@
-"""The `ranks` decorator: a case function in, a pytest test out."""
+"""The `ranks` decorator, which turns a function into a pytest test on several ranks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def ranks(
 ) -> Callable:
     """Run the decorated function on every rank of each of these world sizes.
 
-    `cuda=False` keeps a case on the CPU, `cpu=False` off it. `seconds` is its time-out on the CPU.
-    `by` gives the one world size that a case has, of its `device_type` and its other arguments.
-    What the function returns (by rank) goes to its `check` attribute, if it is given one.
+    `cuda=False` excludes CUDA, and `cpu=False` excludes the CPU. `seconds` is the timeout on CPU.
+    `by` computes the only world size of a case from its `device_type` and its other arguments. If
+    the function has a `check` attribute, it is called with the results by rank.
     """
     for world_size in world_sizes:
         if not 1 <= world_size <= WORKERS:
@@ -42,7 +42,7 @@ def ranks(
                 need_gpus(world_size)
             pool().run(case.__module__, case.__name__, world_size, device_type, arguments, seconds)
 
-        # pytest reads the signature to find out what to pass.
+        # pytest reads the signature to find the arguments of the test.
         keyword = inspect.Parameter.KEYWORD_ONLY
         test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [
@@ -69,7 +69,7 @@ def ranks(
 
 
 def need_gpus(count: int) -> None:
-    """Skip a test that needs more GPUs than there are (asked without starting CUDA here)."""
+    """Skip a test that needs more GPUs than there are. This does not initialize CUDA."""
     import torch
 
     if not torch.distributed.is_nccl_available() or torch.cuda.device_count() < count:

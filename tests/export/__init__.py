@@ -1,1 +1,1 @@
-"""Tests of what servers are given."""
+"""Tests of files for inference servers."""

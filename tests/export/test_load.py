@@ -1,4 +1,4 @@
-"""`fp8rs.export.load` gives a model the values that codes and scales in the files stand for."""
+"""`fp8rs.export.load` gives a model the values that the codes and scales in files represent."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from distributed import ranks
 from distributed.models import (
     RECIPES,
     Stack,
+    assert_same_bytes,
     batch,
     linears,
     make,
@@ -32,19 +33,19 @@ from distributed.models import (
 )
 from fp8rs.export import load, save_pretrained, tensors
 from fp8rs.export.formats import FORMATS
-from fp8rs.export.stored import Stored
+from fp8rs.export.stored import StoredTensors
 from fp8rs.optim import AdamW, MasterWeights
+from internals import store_of
 from language_models import llama
-from parts import store_of
 
 pytestmark = pytest.mark.newest_torch
 
 E4M3 = torch.float8_e4m3fn
 
-#: Sizes of several blocks in each format. MXFP8 takes multiples of 32.
+#: Sizes of several blocks in each format. MXFP8 needs multiples of 32.
 SIZES = (320, 160)
 
-#: The format that each recipe's weights are exported in without a second rounding.
+#: For each recipe, the export format that stores its weights without a second rounding.
 OWN = {
     "current": "fp8-tensor",
     "delayed": "fp8-tensor",
@@ -58,7 +59,7 @@ both_weights = pytest.mark.parametrize("fp8_weights", [False, True], ids=["maste
 
 
 def folder_for(rig):
-    """A directory that all ranks see."""
+    """Return a directory that all ranks use."""
     folder = [tempfile.mkdtemp(prefix="fp8rs-load-") if rig.rank == 0 else None]
     dist.broadcast_object_list(folder)
     return folder[0]
@@ -69,7 +70,7 @@ def exported(model, format):
 
 
 def write(directory, found, config=None, files=1):
-    """Safetensors files in Hugging Face's layout."""
+    """Write safetensors files in Hugging Face's layout."""
     names = list(found)
     if config is not None:
         (directory / "config.json").write_text(json.dumps(config))
@@ -86,7 +87,7 @@ def write(directory, found, config=None, files=1):
 
 
 def dequantized(codes, scale, block):
-    """Codes times the scales of their blocks, in plain torch."""
+    """Return codes times the scales of their blocks, computed in plain torch."""
     rows, cols = codes.shape
     if scale.dtype == torch.uint8:
         scale = torch.exp2(scale.double() - 127)
@@ -100,7 +101,7 @@ BLOCKS = {"fp8-block": (128, 128), "fp8-row": (1, -1), "fp8-tensor": (-1, -1), "
 
 
 def values_of(found, format):
-    """The values of a model's tensors in a format of `fp8rs.export`, by the unconverted names."""
+    """Return the values of a model's tensors in an export format, by their unconverted names."""
     values = {}
     for name, tensor in found.items():
         if name.endswith(("_scale", "_scale_inv")):
@@ -123,7 +124,7 @@ def filled_with_nan(model):
 
 
 def state(model):
-    """Copies of all values; of FP8 weights, of codes and scales too."""
+    """Return copies of all values, and of the codes and scales of FP8 weights."""
     found = {}
     for name, value in model.state_dict().items():
         if isinstance(value, fp8rs.QuantizedTensor):
@@ -134,17 +135,11 @@ def state(model):
     return found
 
 
-def assert_same(found, wanted):
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert same_bytes(found[name], value), name
-
-
-# --- what save_pretrained writes -----------------------------------------------------------------
+# --- files of save_pretrained --------------------------------------------------------------------
 
 
 @every_recipe
-def test_fp8_weights_get_back_the_codes_and_scales_that_were_exported(recipe, tmp_path):
+def test_fp8_weights_get_the_exported_codes_and_scales(recipe, tmp_path):
     options = {"recipe": RECIPES[recipe], "fp8_weights": True}
     model = make(SIZES, **options)
     save_pretrained(model, tmp_path, OWN[recipe], dtype=torch.float32, max_shard_bytes=20_000)
@@ -153,14 +148,14 @@ def test_fp8_weights_get_back_the_codes_and_scales_that_were_exported(recipe, tm
     weights = [f"{name}.weight" for name in linears(model)]
     assert (loaded.exact, loaded.quantized) == (weights, [])
     assert (loaded.missing_keys, loaded.unexpected_keys) == ([], [])
-    assert_same(exported(other, OWN[recipe]), exported(model, OWN[recipe]))
+    assert_same_bytes(exported(other, OWN[recipe]), exported(model, OWN[recipe]))
     for name, layer in linears(other).items():
         wanted = store_of(linears(model)[name].weight).rowwise
         found = store_of(layer.weight).rowwise
         assert same_bytes(found.data, wanted.data) and same_bytes(found.scale, wanted.scale)
 
 
-def test_the_second_plane_of_1x32_blocks_is_quantized_from_the_files_values(tmp_path):
+def test_the_second_plane_of_1x32_blocks_is_quantized_from_the_values_of_the_file(tmp_path):
     options = {"recipe": RECIPES["mxfp8 of 1x32"], "fp8_weights": True}
     model = make(SIZES, **options)
     save_pretrained(model, tmp_path, "mxfp8")
@@ -184,7 +179,9 @@ def test_master_weights_get_the_values_rounded_once_to_their_dtype(recipe, forma
         other = filled_with_nan(make(SIZES, recipe=wanted_recipe, dtype=dtype))
         loaded = load(other, tmp_path)
         assert loaded.exact == loaded.quantized == []
-        assert_same(dict(other.named_parameters()), {n: v.to(dtype) for n, v in values.items()})
+        assert_same_bytes(
+            dict(other.named_parameters()), {n: v.to(dtype) for n, v in values.items()}
+        )
 
 
 @every_recipe
@@ -207,8 +204,8 @@ def test_fp8_weights_of_another_format_are_quantized_once_from_the_values(recipe
 
 
 @both_weights
-def test_delayed_scaling_starts_again_from_loaded_weights(fp8_weights, tmp_path):
-    """With the scales of small weights, large ones would saturate."""
+def test_delayed_scaling_restarts_from_loaded_weights(fp8_weights, tmp_path):
+    """With the scales of the previous small weights, the loaded large ones would saturate."""
     model = make(SIZES, recipe="delayed", fp8_weights=fp8_weights)
     with torch.no_grad():
         for layer in linears(model).values():
@@ -249,10 +246,10 @@ def test_compiled_and_checkpointed_blocks_are_loaded_by_their_names(tmp_path):
     other.blocks[0] = checkpoint_wrapper(other.blocks[0])
     other.blocks[1] = torch.compile(other.blocks[1])
     load(other, tmp_path)
-    assert_same(exported(other, "bf16"), wanted)
+    assert_same_bytes(exported(other, "bf16"), wanted)
 
 
-def test_a_transformers_model_goes_on_training_from_its_fp8_files(tmp_path):
+def test_a_transformers_model_continues_training_from_its_fp8_files(tmp_path):
     transformers = pytest.importorskip("transformers", "5.0")
     model = fp8rs.convert_to_float8_training(llama("cpu"), recipe="block", filter_fqns=["lm_head"])
     save_pretrained(model, tmp_path, "fp8-block", dtype=torch.float32)
@@ -275,11 +272,11 @@ def test_a_transformers_model_goes_on_training_from_its_fp8_files(tmp_path):
     assert losses[-1] < losses[0]
 
 
-# --- files of others -----------------------------------------------------------------------------
+# --- files of other tools ------------------------------------------------------------------------
 
 
 class Net(nn.Module):
-    """Sizes that no block divides, a norm with buffers, an embedding, a layer left as it is."""
+    """A model with sizes that blocks do not divide, buffers, an embedding, an unconverted layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +301,7 @@ def scale_shape(block, rows, cols):
 
 
 def made_by_hand(suffix, block, scale_dtype=torch.float32, shaped=None):
-    """The files of a `Net` with FP8 codes in up and down, and the values that they stand for."""
+    """Return the files of a `Net` with FP8 codes in up and down, and their values."""
     torch.manual_seed(2)
     found, values = {}, {}
     for name, value in Net().state_dict().items():
@@ -339,7 +336,7 @@ DEEPSEEK = {
 
 
 def compressed(strategy, format="float-quantized", **weights):
-    """A config.json as llm-compressor writes it."""
+    """Return a config.json as llm-compressor writes it."""
     number = {"num_bits": 8, "type": "float", "symmetric": True}
     group = {"targets": ["Linear"], "weights": {**number, "strategy": strategy, **weights}}
     return {
@@ -353,7 +350,7 @@ def compressed(strategy, format="float-quantized", **weights):
     }
 
 
-#: How files are made, with their config, and the recipe that has their format.
+#: How to write files with their config, and a recipe that has their format.
 FILES = {
     "DeepSeek": (("_scale_inv", (128, 128)), DEEPSEEK, "block"),
     "DeepSeek, E8M0": (("_scale_inv", (128, 128), torch.float8_e8m0fnu), DEEPSEEK, "block"),
@@ -390,7 +387,7 @@ FILES = {
 
 @pytest.mark.parametrize("files", [1, 3])
 @pytest.mark.parametrize("kind", list(FILES))
-def test_files_of_others_give_the_values_that_they_stand_for(kind, files, tmp_path):
+def test_files_of_other_tools_load_as_the_values_that_they_represent(kind, files, tmp_path):
     how, config, own = FILES[kind]
     found, values = made_by_hand(*how)
     found["up.input_scale"] = torch.ones(1)
@@ -398,7 +395,7 @@ def test_files_of_others_give_the_values_that_they_stand_for(kind, files, tmp_pa
     for recipe in (None, "current"):
         model = net(recipe)
         load(model, tmp_path)
-        assert_same(model.state_dict(), values)
+        assert_same_bytes(model.state_dict(), values)
     for recipe in {"current", own or "rowwise"}:
         model = net(recipe, fp8_weights=True)
         loaded = load(model, tmp_path)
@@ -417,7 +414,7 @@ def test_files_of_others_give_the_values_that_they_stand_for(kind, files, tmp_pa
         assert torch.equal(model.head.weight, values["head.weight"])
 
 
-def test_mxfp8_files_with_a_scale_for_each_row_are_quantized_into_square_blocks(tmp_path):
+def test_mxfp8_files_with_rowwise_scales_are_quantized_into_square_blocks(tmp_path):
     model = make((64,), recipe="mxfp8", fp8_weights=True)
     save_pretrained(model, tmp_path, "mxfp8", dtype=torch.float32)
     found = exported(model, "mxfp8")
@@ -434,7 +431,7 @@ def test_mxfp8_files_with_a_scale_for_each_row_are_quantized_into_square_blocks(
 
 
 @pytest.mark.parametrize("powers", [False, True])
-def test_a_recipe_with_powers_of_two_takes_over_no_other_scales(powers, tmp_path):
+def test_a_recipe_with_powers_of_two_quantizes_other_scales_again(powers, tmp_path):
     found, _ = made_by_hand("_scale_inv", (128, 128))
     for name in ("up.weight_scale_inv", "down.weight_scale_inv"):
         found[name] = torch.exp2(found[name].log2().round()) if powers else found[name]
@@ -462,7 +459,7 @@ class Tied(nn.Module):
 
 def tied():
     model = Tied()
-    with pytest.warns(UserWarning, match="head stays in high precision"):
+    with pytest.warns(UserWarning, match="head is not converted"):
         return fp8rs.convert_to_float8_training(model, recipe="current", fp8_weights=True)
 
 
@@ -495,14 +492,14 @@ def test_names_that_do_not_match_are_refused_or_returned(tmp_path):
         ValueError, match=r"(?s)strict=False.*missing.*head\.bias.*unexpected.*other"
     ):
         load(model, tmp_path)
-    assert_same(state(model), before)
+    assert_same_bytes(state(model), before)
     loaded = load(model, tmp_path, strict=False)
     assert loaded.missing_keys == ["head.bias"]
     assert loaded.unexpected_keys == ["other.weight"]
-    assert_same(state(model), {**values, "head.bias": before["head.bias"]})
+    assert_same_bytes(state(model), {**values, "head.bias": before["head.bias"]})
 
 
-# --- what cannot be loaded -----------------------------------------------------------------------
+# --- files that cannot be loaded -----------------------------------------------------------------
 
 
 def without_scale(found):
@@ -566,7 +563,7 @@ REFUSED = {
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("what", list(REFUSED))
 @both_weights
-def test_what_cannot_be_loaded_is_named_before_anything_is_written(
+def test_errors_name_what_cannot_be_loaded_before_anything_is_written(
     what, strict, fp8_weights, tmp_path
 ):
     change, config, said = REFUSED[what]
@@ -578,10 +575,10 @@ def test_what_cannot_be_loaded_is_named_before_anything_is_written(
     before = state(model)
     with pytest.raises(ValueError, match=said):
         load(model, tmp_path, strict=strict)
-    assert_same(state(model), before)
+    assert_same_bytes(state(model), before)
 
 
-def test_files_that_are_not_there_or_damaged_are_named(tmp_path):
+def test_errors_name_missing_and_damaged_files(tmp_path):
     model = net("current")
     before = state(model)
     with pytest.raises(FileNotFoundError, match=r"'org/model', which is not a directory on this"):
@@ -598,12 +595,12 @@ def test_files_that_are_not_there_or_damaged_are_named(tmp_path):
     ):
         load(model, tmp_path)
     second.unlink()
-    with pytest.raises(FileNotFoundError, match=r"files that are not there: model-00002-of-00003"):
+    with pytest.raises(FileNotFoundError, match=r"missing files: model-00002-of-00003"):
         load(model, tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
         load(model, tmp_path)
-    assert_same(state(model), before)
+    assert_same_bytes(state(model), before)
 
 
 def test_without_safetensors_the_error_says_what_to_install(tmp_path, monkeypatch):
@@ -629,7 +626,7 @@ SHARDED = {"even": (64, 256), "uneven": (160, 96), "empty": (32, 32)}
 
 
 def meta(sizes, recipe, rig, fp8_weights):
-    """A model that is converted and sharded on the meta device."""
+    """Return a model that is converted and sharded on the meta device."""
     with torch.device("meta"):
         model = Stack(sizes)
     fp8rs.convert_to_float8_training(model, recipe=recipe, fp8_weights=fp8_weights)
@@ -641,10 +638,10 @@ def meta(sizes, recipe, rig, fp8_weights):
 @every_recipe
 @both_weights
 @pytest.mark.parametrize("sizes", list(SHARDED))
-def test_a_sharded_model_is_loaded_as_the_whole_one(rig, recipe, fp8_weights, sizes):
+def test_a_sharded_model_loads_the_values_of_an_unsharded_one(rig, recipe, fp8_weights, sizes):
     options = {"recipe": RECIPES[recipe], "fp8_weights": fp8_weights, "device": rig.device}
     folder = folder_for(rig)
-    # Blocks of 128 have other scales than blocks of 32, rows and tensors: weights are quantized.
+    # Blocks of 128 have other scales than blocks of 32, rows and tensors, so weights are quantized.
     for format in {OWN[recipe], "fp8-block"}:
         save_pretrained(make(SHARDED[sizes], **options), folder, format, dtype=torch.float32)
         dist.barrier()
@@ -653,7 +650,7 @@ def test_a_sharded_model_is_loaded_as_the_whole_one(rig, recipe, fp8_weights, si
         after = shard(make(SHARDED[sizes], seed=2, **options), rig)
         for model in (after, meta(SHARDED[sizes], RECIPES[recipe], rig, fp8_weights)):
             assert load(model, folder) == wanted
-            assert_same(exported(model, OWN[recipe]), exported(whole, OWN[recipe]))
+            assert_same_bytes(exported(model, OWN[recipe]), exported(whole, OWN[recipe]))
             for layer in linears(model).values() if fp8_weights and "mxfp8" not in recipe else ():
                 scale = store_of(layer.weight).rowwise.scale
                 assert scale.dim() or on_all_ranks(scale.view(1))
@@ -664,14 +661,14 @@ def test_a_sharded_model_is_loaded_as_the_whole_one(rig, recipe, fp8_weights, si
 
 @ranks(2)
 @both_weights
-def test_a_rank_reads_its_own_part_alone(rig, fp8_weights):
+def test_a_rank_reads_only_its_own_part(rig, fp8_weights):
     folder = folder_for(rig)
     options = {"recipe": "block", "fp8_weights": fp8_weights, "device": rig.device}
     save_pretrained(make((256,), **options), folder, "fp8-block", dtype=torch.float32)
     dist.barrier()
     model = shard(make((256,), **options), rig)
     own = sum(p.to_local().numel() for p in model.parameters())
-    read, original = [], Stored.read
+    read, original = [], StoredTensors.read
 
     def counted(self, name, part):
         found = original(self, name, part)
@@ -679,11 +676,11 @@ def test_a_rank_reads_its_own_part_alone(rig, fp8_weights):
             read.append(found.numel())
         return found
 
-    Stored.read = counted
+    StoredTensors.read = counted
     try:
         load(model, folder)
     finally:
-        Stored.read = original
+        StoredTensors.read = original
     assert sum(read) == own
 
 
@@ -691,7 +688,7 @@ def test_a_rank_reads_its_own_part_alone(rig, fp8_weights):
 @pytest.mark.parametrize("recipe", ["current", "delayed", "block", "mxfp8"])
 @pytest.mark.parametrize("optimizer", ["AdamW", "MasterWeights", "torch"])
 def test_a_load_between_steps_is_not_undone_by_the_next_step(rig, recipe, optimizer):
-    """Master weights of the optimizer are read again from the loaded weights."""
+    """The optimizer reads its master weights again from the loaded weights."""
     folder = folder_for(rig)
     fp8_weights = optimizer != "torch"
     options = {"recipe": RECIPES[recipe], "fp8_weights": fp8_weights, "device": rig.device}
@@ -710,21 +707,21 @@ def test_a_load_between_steps_is_not_undone_by_the_next_step(rig, recipe, optimi
         group["lr"] = 0.0
     train(model, stepped, [batch(rig, 2)])
     for name, value in model.state_dict().items():
-        # A master that rounds to the loaded code is kept, so the scale may change by a rounding.
+        # A master that rounds to the loaded code is kept, so the scale may differ by a rounding.
         error, most = (full(value) - wanted[name]).abs(), wanted[name].abs()
         rounding = most / 8 + most.max() / 2**9 if fp8_weights and most.dim() == 2 else 0
         assert (error <= rounding).all(), name
 
 
 @ranks(2)
-def test_a_load_with_all_units_gathered_lands_in_the_shards(rig):
+def test_a_load_into_unsharded_units_writes_the_shards(rig):
     folder = folder_for(rig)
     save_pretrained(make((64,), device=rig.device), folder, "bf16", dtype=torch.float32)
     dist.barrier()
     model = shard(make((64,), seed=1, device=rig.device), rig, reshard_after_forward=False)
     model(batch(rig))
     load(model, folder)
-    assert_same(exported(model, "bf16"), exported(make((64,), device=rig.device), "bf16"))
+    assert_same_bytes(exported(model, "bf16"), exported(make((64,), device=rig.device), "bf16"))
 
 
 @ranks(2, 4)
@@ -746,15 +743,16 @@ def test_tensor_parallel_weights_get_the_values_of_the_files(rig, recipe, fp8_we
     for name, value in model.named_parameters():
         value, values = full(value), wanted[name]
         value = value.dequantize() if isinstance(value, fp8rs.QuantizedTensor) else value
-        if fp8_weights and value.dim() == 2:  # parts of rows and blocks are quantized again
+        # Parts of rows and blocks are quantized again.
+        if fp8_weights and value.dim() == 2:
             assert ((value - values).abs() <= values.abs() / 16 + values.abs().max() / 2**10).all()
         else:
             assert torch.equal(value, values), name
 
 
 @ranks(2)
-def test_ranks_with_other_parts_of_a_model_load_their_own(rig):
-    """As pipeline stages: names are compared over all ranks."""
+def test_ranks_with_different_parts_of_a_model_load_their_own(rig):
+    """With pipeline stages, names are compared across all ranks."""
     folder = folder_for(rig)
     whole = make((64, 96), device=rig.device)
     save_pretrained(whole, folder, "fp8-tensor", dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""transformers and compressed-tensors read what was exported, to the value."""
+"""transformers and compressed-tensors read exported files and get the exact values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from transformers import (
 
 pytestmark = pytest.mark.newest_torch
 
-#: Format, the recipe that has it, and how transformers is told to dequantize it.
+#: For each format: the recipe that has it, and the argument with which transformers dequantizes it.
 CASES = {
     "bf16": ("current", {}, lambda: None),
     "fp8-block": ("block", {}, lambda: FineGrainedFP8Config(dequantize=True)),
@@ -46,7 +46,7 @@ CASES = {
 
 
 def llama(recipe, **options):
-    """Of sizes that are multiples of 128: transformers dequantizes blocks of no others."""
+    """Return a model whose sizes are multiples of 128, as transformers requires for blocks."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=256,
@@ -62,7 +62,7 @@ def llama(recipe, **options):
 
 
 def values(found, name):
-    """What a weight's codes and scales stand for, by the conventions and not by this library."""
+    """Compute a weight's values by the format's conventions, without fp8rs."""
     codes = found[name].float()
     scales = [t for n, t in found.items() if n.startswith(name + "_")]
     if not scales:
@@ -78,7 +78,7 @@ def values(found, name):
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize("case", list(CASES))
-def test_transformers_reads_the_values_that_were_written(case, tmp_path):
+def test_transformers_reads_the_exported_values(case, tmp_path):
     recipe, options, reader = CASES[case]
     model = llama(recipe)
     save_pretrained(model, tmp_path, case.split()[0], max_shard_bytes=200_000, **options)
@@ -94,8 +94,8 @@ def test_transformers_reads_the_values_that_were_written(case, tmp_path):
 
 
 @pytest.mark.parametrize("format", ["fp8-row", "fp8-tensor", "mxfp8"])
-def test_transformers_keeps_the_codes_that_were_written(format, tmp_path):
-    """Without ``dequantize=True``: of the shapes that its layers expect."""
+def test_transformers_keeps_the_exported_codes(format, tmp_path):
+    """Without ``dequantize=True``, codes and scales have the shapes that its layers expect."""
     model = llama("current")
     save_pretrained(model, tmp_path, format)
     read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -107,13 +107,13 @@ def test_transformers_keeps_the_codes_that_were_written(format, tmp_path):
         held = layer.state_dict()
         assert held["weight"].dtype == codes.dtype == torch.float8_e4m3fn
         assert torch.equal(held["weight"].view(torch.uint8), codes.view(torch.uint8))
-        # It has scales of the model's dtype.
+        # transformers converts scales to the dtype of the model.
         assert torch.equal(held["weight_scale"], scale.to(held["weight_scale"].dtype))
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize("format", ["fp8-block", "fp8-row"])
-def test_layers_and_experts_that_stay_in_high_precision_are_named(format, tmp_path):
+def test_layers_and_experts_in_high_precision_are_listed(format, tmp_path):
     model = mixtral("cpu", hidden_size=128, intermediate_size=128).to(torch.bfloat16)
     fp8rs.convert_to_float8_training(model, recipe="current", filter_fqns=["lm_head", "v_proj"])
     save_pretrained(torch.compile(model), tmp_path, format)
@@ -144,7 +144,7 @@ def test_a_tied_head_is_read(format, tmp_path):
 
 
 @pytest.mark.parametrize("format", ["fp8-row", "fp8-tensor", "mxfp8"])
-def test_compressed_tensors_decompresses_the_values_that_were_written(format, tmp_path):
+def test_compressed_tensors_decompresses_the_exported_values(format, tmp_path):
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
@@ -158,11 +158,12 @@ def test_compressed_tensors_decompresses_the_values_that_were_written(format, tm
     name = "model.layers.0.mlp.down_proj.weight"
     state = {"weight": found[name], "weight_scale": found[name + "_scale"]}
     decompressed = compressor.decompress(state, scheme)["weight"].float()
-    # It multiplies by scales in their own dtype, and MXFP8's are powers of two in bfloat16.
+    # The library multiplies in the dtype of the scales. The scales of MXFP8 are powers of two in
+    # bfloat16.
     assert torch.equal(decompressed, values(found, name))
 
 
-def test_the_index_names_every_tensor_and_files_are_as_large_as_was_asked(tmp_path):
+def test_the_index_lists_every_tensor_and_files_have_the_requested_size(tmp_path):
     model = llama("current")
     save_pretrained(model, tmp_path, "fp8-tensor", max_shard_bytes=100_000)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -183,7 +184,7 @@ def test_the_index_names_every_tensor_and_files_are_as_large_as_was_asked(tmp_pa
     assert total == index["metadata"]["total_size"]
 
 
-def test_a_second_export_leaves_no_file_of_the_first(tmp_path):
+def test_a_second_export_removes_the_files_of_the_first(tmp_path):
     model = llama("current")
     save_pretrained(model, tmp_path, "fp8-tensor", max_shard_bytes=100_000)
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -192,7 +193,7 @@ def test_a_second_export_leaves_no_file_of_the_first(tmp_path):
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
 
 
-def test_a_full_disk_leaves_the_export_that_was_there(tmp_path):
+def test_a_full_disk_leaves_the_previous_export(tmp_path):
     model = llama("current")
     save_pretrained(model, tmp_path, "fp8-tensor")
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
@@ -209,9 +210,10 @@ def test_a_full_disk_leaves_the_export_that_was_there(tmp_path):
 
 
 @ranks(2, cuda=False)
-def test_an_error_of_the_rank_that_writes_is_raised_on_all(rig):
+def test_an_error_on_the_writing_rank_is_raised_on_all(rig):
     model = shard(make((64,), recipe="current"), rig)
     with pytest.raises(OSError, match=r"/proc/nowhere|rank 0 could not write the model"):
         save_pretrained(model, "/proc/nowhere", "fp8-tensor")
-    with pytest.raises(TypeError, match="not int"):  # before anything is gathered
+    # This is checked before anything is gathered.
+    with pytest.raises(TypeError, match="not int"):
         save_pretrained(model, 5, "fp8-tensor")

@@ -1,4 +1,4 @@
-"""What `fp8rs.export` gives of a sharded model is what it gives of the whole one."""
+"""`fp8rs.export` gives the same tensors for a sharded model as for the unsharded one."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from distributed.collectives import Collectives
 from distributed.models import (
     HIDDEN,
     RECIPES,
+    assert_same_bytes,
     batch,
     linears,
     make,
@@ -32,13 +33,13 @@ from fp8rs.export.formats import FORMATS, serving_format
 
 pytestmark = pytest.mark.newest_torch
 
-#: The same for "mxfp8", which takes whole blocks of inputs.
+#: Sizes for "mxfp8", which stores only full blocks of inputs.
 OF_32 = {"even": (64, 128), "uneven": (96, 32), "empty": (32, 32)}
 every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
 every_format = pytest.mark.parametrize("format", list(FORMATS))
 both_weights = pytest.mark.parametrize("fp8_weights", [False, True], ids=["masters", "fp8"])
 
-#: What each recipe's weights are stored as, byte for byte.
+#: For each recipe, the format that stores its weights byte for byte.
 ITS_OWN = {
     "current": "fp8-tensor",
     "delayed": "fp8-tensor",
@@ -50,7 +51,7 @@ ITS_OWN = {
 
 
 class Odd(nn.Module):
-    """Sizes that are multiples of few blocks; a buffer, a tied weight, a frozen one."""
+    """A model with sizes that few blocks divide, a buffer, a tied weight and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,18 +66,18 @@ class Odd(nn.Module):
 
 def odd():
     model = Odd()
-    with pytest.warns(UserWarning, match="head stays in high precision"):
+    with pytest.warns(UserWarning, match="head is not converted"):
         fp8rs.convert_to_float8_training(model, recipe="current")
     return model
 
 
 def exported(model, format, **options):
-    """Copies of all tensors by name."""
+    """Return copies of all tensors by name."""
     return {n: t.cpu().clone() for n, t in tensors(model, format, **options)}
 
 
 def spread(scale, rows, cols):
-    """Scales as they multiply codes, by the conventions."""
+    """Return the scales that multiply codes, by the format's conventions."""
     if scale.dtype == torch.uint8:
         return torch.exp2(scale.float() - 127).repeat_interleave(32, 1)
     if scale.shape in ((1,), (rows, 1)):
@@ -84,18 +85,12 @@ def spread(scale, rows, cols):
     return scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :cols]
 
 
-def assert_same(found, wanted):
-    assert found.keys() == wanted.keys()
-    for name, tensor in found.items():
-        assert same_bytes(tensor, wanted[name]), name
-
-
 # --- one process ---------------------------------------------------------------------------------
 
 
 @every_recipe
 @both_weights
-def test_the_recipes_own_codes_are_stored_as_they_are(recipe, fp8_weights):
+def test_the_codes_of_the_recipe_are_stored_unchanged(recipe, fp8_weights):
     model = make((64,), recipe=RECIPES[recipe], fp8_weights=fp8_weights)
     values = make((64,), recipe=None)
     found = exported(model, ITS_OWN[recipe])
@@ -115,7 +110,7 @@ def test_the_recipes_own_codes_are_stored_as_they_are(recipe, fp8_weights):
 
 @every_recipe
 @every_format
-def test_names_shapes_and_dtypes_are_those_of_the_convention(recipe, format):
+def test_names_shapes_and_dtypes_follow_the_convention(recipe, format):
     model = make((64,), recipe=RECIPES[recipe])
     found = exported(model, format)
     plain = make((64,), recipe=None).state_dict()
@@ -138,7 +133,7 @@ def test_names_shapes_and_dtypes_are_those_of_the_convention(recipe, format):
 
 @every_recipe
 @every_format
-def test_what_is_stored_is_within_a_rounding_of_the_weights(recipe, format):
+def test_stored_values_are_within_a_rounding_of_the_weights(recipe, format):
     model = make((64,), recipe=RECIPES[recipe])
     found = exported(model, format)
     for name, layer in linears(make((64,), recipe=None)).items():
@@ -147,11 +142,12 @@ def test_what_is_stored_is_within_a_rounding_of_the_weights(recipe, format):
             scale = found[f"{name}.{serving_format(format).scale_name}"]
             values = values * spread(scale, *values.shape)
         weight = layer.weight.detach()
-        # E4M3 has three bits of mantissa: half a step is 1/16; a subnormal's is 2^-10 of the scale.
+        # E4M3 has three mantissa bits, so half a step is 1/16. For subnormals it is 2^-10 of the
+        # scale.
         assert ((values - weight).abs() <= weight.abs() / 16 + weight.abs().max() * 2**-10).all()
 
 
-def test_scales_are_powers_of_two_where_that_is_asked_for():
+def test_scales_are_powers_of_two_if_requested():
     model = make((64,), recipe="current")
     scale = exported(model, "fp8-block", scale_fmt="ue8m0")["blocks.0.up.weight_scale_inv"]
     assert (torch.frexp(scale)[0] == 0.5).all()
@@ -159,9 +155,10 @@ def test_scales_are_powers_of_two_where_that_is_asked_for():
     assert ((scale >= values) & (scale < 2 * values)).all()
 
 
-def test_a_recipe_of_powers_of_two_has_its_own_codes_in_both_forms_of_the_format():
+def test_a_recipe_with_powers_of_two_keeps_its_codes_in_both_variants_of_the_format():
     model = make((64,), recipe=fp8rs.Float8BlockScaling(power_2_scale=True))
-    model.head.weight.data[0, 0] = 3.0  # whose scale would not be one
+    # The scale of this value would not be a power of two.
+    model.head.weight.data[0, 0] = 3.0
     wanted = fp8rs.Float8BlockQuantizer(torch.float8_e4m3fn, block=(128, 128), power_2_scale=True)
     row = wanted(model.head.weight.detach()).rowwise
     for options in ({}, {"scale_fmt": "ue8m0"}):
@@ -170,7 +167,7 @@ def test_a_recipe_of_powers_of_two_has_its_own_codes_in_both_forms_of_the_format
         assert same_bytes(found["head.weight_scale_inv"], row.scale)
 
 
-def test_ties_buffers_frozen_and_plain_parameters_come_once_under_their_names():
+def test_tied_frozen_and_plain_parameters_and_buffers_appear_once_under_their_names():
     model = odd()
     found = exported(model, "fp8-tensor")
     scales = {"up.weight_scale", "down.weight_scale"}
@@ -186,7 +183,7 @@ def test_a_compiled_or_checkpointed_block_keeps_its_names():
     wanted = exported(model, "fp8-tensor")
     model.blocks[0] = checkpoint_wrapper(model.blocks[0])
     model.blocks[1] = torch.compile(model.blocks[1])
-    assert_same(exported(model, "fp8-tensor"), wanted)
+    assert_same_bytes(exported(model, "fp8-tensor"), wanted)
 
 
 @pytest.mark.parametrize(
@@ -197,14 +194,14 @@ def test_a_compiled_or_checkpointed_block_keeps_its_names():
         ({"dtype": torch.int8}, TypeError, "dtype is torch.int8; it must be float32"),
     ],
 )
-def test_arguments_that_cannot_be_are_named(arguments, error, said):
+def test_errors_name_the_argument(arguments, error, said):
     with pytest.raises(error, match=said):
         tensors(make((64,)), **arguments)
 
 
-def test_a_layer_that_does_not_fit_is_named_before_anything_is_given():
+def test_a_layer_that_does_not_fit_is_refused_before_anything_is_returned():
     model = odd()
-    with pytest.raises(ValueError, match="down has 150 input features; in format 'mxfp8'"):
+    with pytest.raises(ValueError, match="down has 150 input features, but format 'mxfp8'"):
         tensors(model, "mxfp8")
 
 
@@ -215,7 +212,7 @@ def test_a_model_without_values_is_refused(format):
         tensors(model, format)
 
 
-def test_a_model_that_is_not_converted_is_given_as_bf16_alone():
+def test_a_model_that_is_not_converted_is_exported_as_bf16_only():
     model = make((64,), recipe=None)
     assert exported(model, "bf16").keys() == model.state_dict().keys()
     with pytest.raises(ValueError, match="model has no converted layers"):
@@ -230,19 +227,22 @@ def test_a_model_that_is_not_converted_is_given_as_bf16_alone():
 @every_recipe
 @every_format
 @both_weights
-def test_a_sharded_model_gives_the_bytes_of_the_whole_one(rig, hidden, recipe, format, fp8_weights):
+def test_a_sharded_model_gives_the_bytes_of_the_unsharded_one(
+    rig, hidden, recipe, format, fp8_weights
+):
     options = {"recipe": RECIPES[recipe], "device": rig.device, "fp8_weights": fp8_weights}
     sizes = (OF_32 if format == "mxfp8" else HIDDEN)[hidden]
     wanted = exported(make(sizes, **options), format)
     model = shard(make(sizes, **options), rig)
-    assert_same(exported(model, format), wanted)
+    assert_same_bytes(exported(model, format), wanted)
     train(model, torch.optim.SGD(model.parameters(), 0.0), [batch(rig)])
-    assert_same(exported(model, format), wanted)  # after a step, too
+    # The bytes are equal after a step, too.
+    assert_same_bytes(exported(model, format), wanted)
 
 
 @ranks(2)
 @every_recipe
-def test_an_export_between_steps_leaves_training_as_it_is(rig, recipe):
+def test_an_export_between_steps_does_not_change_training(rig, recipe):
     def losses(exports):
         model = shard(make((64, 32), recipe=RECIPES[recipe], device=rig.device), rig)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -259,10 +259,11 @@ def test_an_export_between_steps_leaves_training_as_it_is(rig, recipe):
 @ranks(2)
 @every_recipe
 @both_weights
-def test_only_one_unit_is_whole_at_a_time_and_none_afterwards(rig, recipe, fp8_weights):
+def test_at_most_one_unit_is_unsharded_and_none_afterwards(rig, recipe, fp8_weights):
     model = make((64, 32), recipe=RECIPES[recipe], device=rig.device, fp8_weights=fp8_weights)
     shard(model, rig, reshard_after_forward=False)
-    model(batch(rig))  # which leaves all units whole
+    # This leaves all units unsharded.
+    model(batch(rig))
 
     def whole():
         return {
@@ -281,8 +282,8 @@ def test_only_one_unit_is_whole_at_a_time_and_none_afterwards(rig, recipe, fp8_w
 
 @ranks(2)
 @both_weights
-def test_codes_are_what_is_gathered_where_they_are_what_is_stored(rig, fp8_weights):
-    """Half the bytes of bf16, and no weight in high precision."""
+def test_codes_are_gathered_if_the_format_stores_them(rig, fp8_weights):
+    """The gathers send half the bytes of bf16, and no weight in high precision."""
     model = make((64, 64), recipe="current", device=rig.device, fp8_weights=fp8_weights)
     shard(model, rig)
     exported(model, "fp8-tensor")
@@ -296,7 +297,7 @@ def test_codes_are_what_is_gathered_where_they_are_what_is_stored(rig, fp8_weigh
 @ranks(4)
 @pytest.mark.parametrize("format", ["fp8-tensor", "fp8-row", "fp8-block", "mxfp8", "bf16"])
 @both_weights
-def test_tensor_parallel_weights_come_whole(rig, format, fp8_weights):
+def test_tensor_parallel_weights_are_exported_in_full(rig, format, fp8_weights):
     recipe = {own: r for r, own in ITS_OWN.items() if r != "delayed"}.get(format, "current")
     recipe = "mxfp8" if format == "mxfp8" else recipe
     options = {"recipe": RECIPES[recipe], "device": rig.device, "fp8_weights": fp8_weights}
@@ -312,7 +313,7 @@ def test_tensor_parallel_weights_come_whole(rig, format, fp8_weights):
     assert found.keys() == wanted.keys()
     for name, tensor in found.items():
         if fp8_weights and format in ("fp8-row", "fp8-block"):
-            # Blocks and rows that tensor parallelism cut have scales of their own: see recipes.
+            # Blocks and rows that tensor parallelism splits have scales of their own. See recipes.
             assert tensor.shape == wanted[name].shape
             continue
         assert same_bytes(tensor, wanted[name]), name
@@ -322,12 +323,16 @@ def test_tensor_parallel_weights_come_whole(rig, format, fp8_weights):
 @every_recipe
 @both_weights
 @pytest.mark.parametrize("hidden", [128, 96])
-def test_tensor_parallelism_alone_has_scales_of_a_ranks_own(rig, recipe, fp8_weights, hidden):
-    """They are no scales of the whole weight: all ranks are given the same, and right, ones."""
+def test_scales_of_tensor_parallel_shards_are_not_exported(rig, recipe, fp8_weights, hidden):
+    """Scales of a shard do not apply to the full weight.
+
+    All ranks get equal scales of the full weight.
+    """
     model = make((hidden,), recipe=RECIPES[recipe], device=rig.device, fp8_weights=fp8_weights)
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     parallelize_module(model.blocks[0], rig.mesh(names=("tp",)), plan)
-    with torch.no_grad():  # the parts' maxima differ
+    # Give the shards different maxima.
+    with torch.no_grad():
         for layer in (model.blocks[0].up, model.blocks[0].down):
             layer.weight.mul_(rig.rank + 1)
     for format in {ITS_OWN[recipe], "fp8-row"}:
@@ -344,18 +349,18 @@ def test_tensor_parallelism_alone_has_scales_of_a_ranks_own(rig, recipe, fp8_wei
 
 
 @ranks(2)
-def test_a_dtype_wider_than_what_the_policy_gathers_is_refused(rig):
+def test_a_dtype_wider_than_the_gathered_dtype_is_refused(rig):
     model = make((64,), recipe="current", device=rig.device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     shard(model, rig, mp_policy=policy)
-    with pytest.raises(ValueError, match=r"dtype is torch\.float32, but head\.bias, stored in"):
+    with pytest.raises(ValueError, match=r"dtype is torch\.float32, but .* gathers head\.bias in"):
         exported(model, "fp8-tensor", dtype=torch.float32)
     wanted = exported(make((64,), recipe="current"), "fp8-tensor")
-    assert_same(exported(model, "fp8-tensor"), wanted)
+    assert_same_bytes(exported(model, "fp8-tensor"), wanted)
 
 
 @ranks(2)
-def test_a_consumer_that_stops_leaves_nothing_whole(rig):
+def test_a_consumer_that_stops_early_leaves_nothing_unsharded(rig):
     model = shard(make((64, 48), recipe="current", device=rig.device), rig)
     each = tensors(model, "fp8-tensor")
     next(each)

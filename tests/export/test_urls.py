@@ -1,8 +1,7 @@
-"""Exports to the URLs of stores."""
+"""Exports to URLs of stores."""
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,8 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 import fp8rs
-from checkpoint.layouts import shared_folder
 from distributed import ranks
+from distributed.folders import shared_folder
 from distributed.models import make, shard
 from fp8rs.export import save_pretrained, tensors
 
@@ -22,7 +21,7 @@ from safetensors.torch import load, load_file
 
 @pytest.fixture
 def store():
-    """fsspec's in-memory store, which is empty."""
+    """An empty in-memory store of fsspec."""
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
     yield MemoryFileSystem()
@@ -58,7 +57,8 @@ def equal(left, right):
 def test_a_store_gets_the_files_of_a_local_export(store, size, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_pretrained(model(), "memory://bucket/model", max_shard_bytes=size)
-    assert os.listdir(tmp_path) == []  # no local folder "memory:"
+    # No local folder "memory:" is created.
+    assert os.listdir(tmp_path) == []
     save_pretrained(model(), tmp_path / "model", max_shard_bytes=size)
     local = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     assert files(store) == local
@@ -76,9 +76,9 @@ def test_an_export_to_a_store_replaces_the_files_of_an_earlier_one(store):
 
 
 @pytest.mark.parametrize("file", ["0.safetensors", "1.safetensors", "config.json"])
-def test_an_export_to_a_store_that_fails_leaves_the_earlier_one(store, file, monkeypatch):
+def test_a_failed_export_to_a_store_leaves_the_earlier_one(store, file, monkeypatch):
     class StoreError(Exception):
-        """Stores have errors of their own."""
+        """An error of a store."""
 
     save_pretrained(model(3), "memory://bucket/model", max_shard_bytes=20_000)
     before = files(store)
@@ -117,6 +117,3 @@ def test_sharded_models_are_exported_to_a_file_url(rig):
     assert equal(load_file(f"{folder}/model/model.safetensors"), expected)
     config = Path(folder, "model", "config.json").read_text()
     assert "quantization_config" in json.loads(config)
-    torch.distributed.barrier()
-    if rig.rank == 0:
-        shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""What torch does to FP8 weights: optimizers, state dicts, copies and pickles, sharded or not."""
+"""Torch's operations on FP8 weights: optimizers, state dicts, copies, pickles; sharded or not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 import fp8rs
 from distributed import ranks
 from distributed.models import RECIPES, UNEVEN, linears, make, recipes, same_bytes, shard
-from fp8_weights.test_in_use import (
+from distributed.sharded_pairs import (
     assert_equal,
     assert_fp8,
     assert_same_training,
@@ -54,7 +54,7 @@ def assert_still_fp8(model):
     for name, layer in linears(model).items():
         assert isinstance(layer.weight, nn.Parameter), name
         assert quantized(layer.weight), name
-        assert store_of(layer.weight).owner.module is layer, name
+        assert store_of(layer.weight).observer.module is layer, name
 
 
 # --- optimizers ----------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def test_full_state_dicts(rig, recipe, meta, broadcast):
     assert_fp8(other)
     assert_equal(other, whole)
     if recipe == "delayed" and broadcast and not meta:
-        return  # read in place: the histories are still those of the weights from before
+        return  # loaded in place, which keeps the histories of the old weights
     assert_same_training(rig, other, whole)
 
 

@@ -1,7 +1,7 @@
-"""What FSDP2's users do with sharded FP8 weights; the unsharded model says what comes of it.
+"""Uses of sharded FP8 weights under FSDP2, compared with the unsharded model.
 
-All ranks have the same batch, so that gradients, their mean over ranks and the steps are those of
-one process, to the bit.
+All ranks have the same batch, so that gradients, their mean over ranks and steps equal one
+process's in every bit.
 """
 
 from __future__ import annotations
@@ -34,97 +34,25 @@ from distributed.models import (
     train,
     watch_weights,
 )
+from distributed.sharded_pairs import (
+    assert_equal,
+    assert_fp8,
+    assert_same_training,
+    batch,
+    contents,
+    full,
+    loss_of,
+    optimizers,
+    pair,
+    quantized,
+    same,
+    shards,
+)
 from fp8rs.fsdp import MasterWeight
 from fp8rs.fsdp.shard_spec import shard_spec
 from fp8rs.optim import AdamW
-from fp8rs.tensor.quantized import QuantizedTensor
 from internals import local_of, store_of
 from saving import reloaded
-
-
-def batch(rig, step=0):
-    """The same on all ranks."""
-    generator = torch.Generator().manual_seed(1000 + step)
-    return torch.randn(16, WIDTH, generator=generator).to(rig.device)
-
-
-def pair(rig, recipe, hidden=UNEVEN, **options):
-    """A model with FP8 weights, and a sharded copy of it."""
-    whole = make(hidden, recipe=RECIPES[recipe], device=rig.device, fp8_weights=True)
-    return whole, shard(copy.deepcopy(whole), rig, **options)
-
-
-def optimizers(*models):
-    return [AdamW(m.parameters(), lr=1e-2) for m in models]
-
-
-def shards(model):
-    """The local tensors of the sharded weights, by name."""
-    return {name: local_of(layer.weight) for name, layer in linears(model).items()}
-
-
-def contents(model):
-    """Copies of the bytes of all FP8 weights, sharded or not."""
-    found = []
-    for layer in linears(model).values():
-        local = local_of(layer.weight)
-        if isinstance(local, QuantizedTensor):
-            found += [t.clone() for t in store_of(local).tensors()]
-    assert found
-    return found
-
-
-def same(left, right):
-    return all(same_bytes(a, b) for a, b in zip(left, right, strict=True))
-
-
-def full(parameter):
-    """The values of a whole parameter."""
-    if not isinstance(parameter, DTensor):
-        return parameter.detach().dequantize() if quantized(parameter) else parameter.detach()
-    local = local_of(parameter)
-    return DTensor.from_local(
-        local.dequantize() if quantized(local) else local.detach(),
-        parameter.device_mesh,
-        parameter.placements,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    ).full_tensor()
-
-
-def quantized(tensor):
-    return isinstance(tensor, QuantizedTensor)
-
-
-def assert_equal(model, whole):
-    wanted = dict(whole.named_parameters())
-    for name, parameter in model.named_parameters():
-        assert same_bytes(full(parameter), full(wanted[name])), name
-
-
-def assert_fp8(model):
-    for name, local in shards(model).items():
-        assert quantized(local), name
-        assert local._handle.module is linears(model)[name]
-
-
-def loss_of(model, x):
-    return model(x).square().mean()
-
-
-def assert_same_training(rig, model, whole, steps=2, forward=loss_of):
-    """Two models train alike, and end in the same weights."""
-    both = (whole, model)
-    steppers = optimizers(*both)
-    for n in range(steps):
-        losses = [f(m, batch(rig, n)) for f, m in zip((loss_of, forward), both, strict=True)]
-        assert same_bytes(losses[0].detach(), losses[1].detach()), n
-        for loss, stepper in zip(losses, steppers, strict=True):
-            loss.backward()
-            stepper.step()
-            stepper.zero_grad()
-    assert_equal(model, whole)
-
 
 # --- ways to train -------------------------------------------------------------------------------
 
@@ -301,7 +229,7 @@ def test_shards_of_columns(rig, recipe):
         assert model.head.weight.placements == (Shard(1),)
         assert_same_training(rig, model, whole)
     else:
-        with pytest.raises(ValueError, match="sharded by rows only: have shard_placement_fn"):
+        with pytest.raises(ValueError, match=r"sharded by rows only: return Shard\(0\)"):
             shard(model, rig, **options)
 
 
@@ -440,7 +368,7 @@ VIEWS = {
 @ranks(2)
 @recipes
 def test_views_of_a_shard_are_views(rig, recipe):
-    """What is written through them lands, and nothing else moves by more than a rounding."""
+    """Writes through them reach the shard, and other elements move by at most a rounding."""
     _, model = pair(rig, recipe)
     name, local = next((n, t) for n, t in shards(model).items() if len(t) >= 14)
     for view, take in VIEWS.items():
@@ -473,7 +401,7 @@ def test_views_of_a_shard_are_views(rig, recipe):
 @ranks(2)
 @recipes
 def test_copies_of_parameters(rig, recipe):
-    """Of a whole sharded model torch makes none."""
+    """Torch cannot copy a whole sharded model."""
     _, model = pair(rig, recipe)
     before = contents(model)
     for layer in linears(model).values():
@@ -512,7 +440,7 @@ def test_inference(rig, recipe, mode):
     for m in (whole.eval(), model.eval()):
         m.requires_grad_(False)
     with torch.no_grad():
-        # Of plain parameters, what FSDP2 makes at a first gather in inference mode serves no other.
+        # The unsharded plain parameters of a first all-gather in inference mode cannot be reused.
         model(batch(rig))
     for n in range(2):
         with getattr(torch, mode)():
@@ -528,7 +456,7 @@ def test_inference(rig, recipe, mode):
 
 
 class Adapted(nn.Module):
-    """A layer, frozen, and a product of two small ones beside it (Hu et al., LoRA, 2021)."""
+    """A frozen layer plus the product of two small layers (Hu et al., LoRA, 2021)."""
 
     def __init__(self, base, rank=4):
         super().__init__()
@@ -588,7 +516,7 @@ def test_adapters_over_a_frozen_base(rig, recipe):
 @ranks(1, 2)
 @recipes
 def test_a_quantized_parameter_that_is_no_layers_is_refused(rig, recipe):
-    """Shards of it would be plain: nobody would know what they stand for."""
+    """Its shards would be plain codes without scales."""
 
     class Other(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""What a step sends: uint8 gathers and one small all-reduce a forward."""
+"""A step runs all-gathers of uint8 and one small all-reduce per forward."""
 
 from functools import partial
 
@@ -91,7 +91,7 @@ def test_delayed_scaling_has_one_all_reduce_a_step(rig, hidden):
 
 
 def without_a_mesh(rig, recipe):
-    """As the README shards: each `fully_shard` call makes a mesh of its own."""
+    """Shard as the first script does: each `fully_shard` call makes its own mesh."""
     model = make(UNEVEN, recipe=recipe, device=rig.device)
     shard(model, mp_policy=BF16)
     if recipe == "delayed":

@@ -9,8 +9,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from cases import each_recipe
+from compiled_models import batch, build, graphs
 from distributed import ranks
-from nn.test_compile import batch, build, graphs
 
 some_recipes = each_recipe("current", "delayed", "mxfp8")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fp8rs
 from distributed.models import RECIPES, Stack, linears, shard
-from fp8rs.fsdp.sizes import codecs_of, groups_of
+from fp8rs.fsdp.sizes import groups_of, layouts_of
 from fp8rs.quantize.recipes import resolve_recipe
 
 RANKS = 4
@@ -52,7 +52,7 @@ def peak(mesh, recipe, fp8_weights, optimizer, fake):
         tracker = FSDPMemTracker(model, made)
         tracker.track_inputs((x,))
         with tracker:
-            # The host knows of scales of delayed scaling from the third step on.
+            # With delayed scaling, `fp8_ready` is set from the third step on.
             for _ in range(3 if recipe == "delayed" else 2):
                 tracker.reset_mod_stats()
                 model(x).float().square().mean().backward()
@@ -95,8 +95,8 @@ def test_a_fake_step_after_a_real_one(mesh):
 def test_the_peak_of_a_fake_step_has_gathers_in_fp8(mesh, recipe, fp8_weights):
     kind = resolve_recipe(RECIPES[recipe])
     found, model = peak(mesh, kind, fp8_weights, "torch", fake=True)
-    codecs = codecs_of(kind, linears(model).values())
-    groups = groups_of(model, codecs, world_size=RANKS, param_dtype=torch.bfloat16)
+    layouts = layouts_of(kind, linears(model).values())
+    groups = groups_of(model, layouts, world_size=RANKS, param_dtype=torch.bfloat16)
     sizes = {group.name: group.gathered_bytes for group in groups}
     expected = sizes[""] + sizes["blocks.0"]
     unsharded = found["_FSDPRefType.UNSHARDED_PARAM"]

@@ -14,7 +14,7 @@ from distributed import ranks
 from distributed.models import EVEN, RECIPES, batch, make
 from fp8rs.fsdp import MasterWeight
 from fp8rs.fsdp.param import ParamHandle
-from internals import handle_of_tensor, local_of
+from internals import handle_of_tensor, local_of, state_of
 from saving import reloaded
 
 
@@ -66,7 +66,7 @@ def test_views_are_master_weights_that_share_memory(weight, name):
         view = take(weight)
         expected = take(weight.high_precision)
     assert isinstance(view, MasterWeight)
-    assert view._handle is weight._handle
+    assert handle_of_tensor(view) is handle_of_tensor(weight)
     assert (view.shape, view.stride(), view.storage_offset()) == (
         expected.shape,
         expected.stride(),
@@ -82,7 +82,7 @@ def test_new_tensors_stand_for_the_same_weight(weight, name):
     new = NEW[name](weight.detach())
     expected = NEW[name](weight.high_precision)
     assert isinstance(new, MasterWeight)
-    assert new._handle is weight._handle
+    assert handle_of_tensor(new) is handle_of_tensor(weight)
     assert (new.shape, new.dtype, new.device) == (expected.shape, expected.dtype, expected.device)
     if name != "to meta" and "empty" not in name:
         assert torch.equal(new.high_precision, expected)
@@ -171,7 +171,7 @@ def test_writes_are_seen(weight, name):
 
 def test_a_copied_tensor_alone_keeps_its_weight(weight):
     again = copy.deepcopy(weight.detach())
-    assert again._handle is weight._handle
+    assert handle_of_tensor(again) is handle_of_tensor(weight)
     assert again.high_precision.data_ptr() != weight.high_precision.data_ptr()
     assert torch.equal(again.high_precision, weight.high_precision)
 
@@ -192,7 +192,7 @@ def test_pickles_hold_plain_tensors(weight, save):
 
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_converting_keeps_the_parameters(recipe):
-    """The same objects, with all that hangs on them: optimizers, ties, hooks, gradients, marks."""
+    """They stay the same objects, with their optimizers, ties, hooks, gradients and attributes."""
     model = make(EVEN, recipe=None)
     model(batch(Whole)).sum().backward()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
@@ -238,7 +238,7 @@ def test_a_converted_model_does_what_a_plain_one_does(tmp_path):
 def test_a_copied_model_has_a_state_of_its_own():
     model = make(EVEN)
     again = copy.deepcopy(model)
-    assert again.head._fp8_state is not model.head._fp8_state
+    assert state_of(again.head) is not state_of(model.head)
     assert again.head.weight is not model.head.weight
     again(batch(Whole)).sum().backward()
     assert model.head.weight.grad is None
@@ -254,9 +254,9 @@ def test_a_pickled_model_still_gathers_fp8(save, recipe):
         if isinstance(old, nn.Linear):
             assert type(new.weight) is nn.Parameter
             assert torch.equal(new.weight, old.weight)
-    state = again.head._fp8_state
+    state = state_of(again.head)
     assert state.root is again
-    assert state.shard() is not model.head._fp8_state.shard() is not None
+    assert state.shard() is not state_of(model.head).shard() is not None
     assert torch.equal(again(batch(Whole)), model(batch(Whole)))
 
 
@@ -264,18 +264,18 @@ def test_a_pickled_model_still_gathers_fp8(save, recipe):
 def test_a_pickled_layer_takes_no_model_along(save):
     model = make(EVEN)
     layer = reloaded(model.head, weights_only=False, save=save)
-    assert layer._fp8_state.root is None
+    assert state_of(layer).root is None
     x = torch.randn(3, 32)
     assert torch.equal(layer(x), model.head(x))
 
 
 def test_a_pickled_model_without_fp8_gather_stays_so():
     model = reloaded(make(EVEN, enable_fsdp_float8_all_gather=False), save=pickle.dump)
-    assert not model.head._fp8_state.fp8_gather
+    assert not state_of(model.head).fp8_gather
 
 
 def test_a_pickled_model_rolls_when_it_would_have():
-    """What was recorded is rolled at a step of an optimizer that the loaded model has."""
+    """Recorded amaxes roll at a step of an optimizer with the loaded model's parameters."""
     model = make(EVEN, recipe="delayed")
     for recorded in (True, False):
         if recorded:
@@ -390,8 +390,7 @@ def test_a_cast_after_the_first_gather_is_refused(rig, fp8_weights):
     model.to(torch.float32)
     with pytest.raises(RuntimeError, match=r"is torch\.float32, and was torch\.bfloat16.*cast"):
         model(x)
-    # FSDP2 has begun no forward. Were it in one, the streams that it gathers on would not wait for
-    # the cast that comes now.
+    # FSDP2 is not in a forward, in which its all-gather streams would not wait for the next cast.
     assert model._get_fsdp_state()._state_ctx.iter_forward_root is None
     model.to(torch.bfloat16)
     assert model(x.bfloat16()).isfinite().all()

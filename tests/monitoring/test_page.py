@@ -1,4 +1,4 @@
-"""docs/monitor.md's script runs as it stands, and its other blocks go on from it."""
+"""The script in docs/monitor.md runs, and its other code blocks continue it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import pytest
 
 import fp8rs
 from fp8rs.__main__ import main
+from internals import debug_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "monitor.md"
-#: Enough for each branch of the page; the whole run takes half a minute.
+#: Enough steps for each branch of the page. The whole run takes half a minute.
 STEPS = 6
 
 
 class Logger:
-    """What the page's loggers are called by."""
+    """Stands for the loggers that the page calls."""
 
     def __init__(self):
         self.seen = {}
@@ -32,7 +33,7 @@ class Logger:
 
 
 @pytest.mark.newest_torch
-def test_its_blocks_run(tmp_path, monkeypatch, capsys):
+def test_code_blocks_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     script, *others = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert "range(101)" in script
@@ -43,7 +44,7 @@ def test_its_blocks_run(tmp_path, monkeypatch, capsys):
     assert len(names["statistics"]) == 4 * 7 * 18
     assert main(["monitor", "run.jsonl", "--plot", "run.png"]) == 0
     for code in others:
-        assert code.startswith("# Goes on from this page's first block")
+        assert code.startswith("# Continues this page's first block")
         names["monitor"] = fp8rs.monitor(names["model"], every=1)
         names["model"].loss(names["text"][:65].view(1, -1)).backward()
         logger = Logger()
@@ -57,7 +58,7 @@ def test_its_blocks_run(tmp_path, monkeypatch, capsys):
             assert len(logger.seen) == 4 * 7 * 18
             assert all(math.isfinite(value) for value in logger.seen.values())
     assert all(
-        m._fp8_debug.high_precision == (False,) * 3
+        debug_of(m).high_precision == (False,) * 3
         for m in names["model"].modules()
         if isinstance(m, fp8rs.Float8Linear)
     )

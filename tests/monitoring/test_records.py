@@ -1,4 +1,4 @@
-"""The file that a monitor writes, and what the command line makes of it."""
+"""The file that a monitor writes, and the command line that reads it."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def test_the_command_names_the_worst_and_draws_all(tmp_path, capsys):
     monitor, _ = train(path, 5)
     assert main(["monitor", str(path), "--plot", str(picture), "--worst", "2"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == "step 4: SQNR in dB, the worst first"
+    assert out[0] == "step 4: SQNR in dB, smallest first"
     assert [line.split() for line in out[1:]] == [
         [one.layer, one.operand, f"{one.sqnr_db:.2f}"] for one in monitor.worst(2)
     ]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_missing_or_not_finite_is_drawn(tmp_path):
+def test_missing_and_non_finite_values_are_drawn(tmp_path):
     path = tmp_path / "run.jsonl"
     values = [math.nan, math.inf, 20.0]
     lines = [{"step": n, f"fp8/a/input/{'sqnr_db'}": v} for n, v in enumerate(values)]
@@ -66,9 +66,9 @@ def test_what_is_missing_or_not_finite_is_drawn(tmp_path):
     "text, message",
     [
         (None, "No such file"),
-        ("", "has no line: no step was logged yet"),
-        ("epoch 1\n", "line 1, is not what fp8rs.monitor"),
-        ('{"loss": 3}\n', "line 1, is not what fp8rs.monitor"),
+        ("", "is empty: no step has been logged yet"),
+        ("epoch 1\n", "line 1, was not written by fp8rs.monitor"),
+        ('{"loss": 3}\n', "line 1, was not written by fp8rs.monitor"),
         ('{"step": 0, "fp8/a/input/amax": 1.0}\n', "no line has the statistic 'sqnr_db'"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Tests of the operators: bytes, bad calls, launches, and what torch asks of an operator."""
+"""Tests of the operators: bytes, bad calls, launches, and torch's requirements for operators."""

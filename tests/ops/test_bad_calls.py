@@ -1,4 +1,4 @@
-"""Every kind of bad call: the exception's type, the argument it names, and nothing written."""
+"""Bad calls of every kind raise an exception that names the argument, and write nothing."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cases import all_codes, scalar
-from fp8rs import _core
+from internals import core
 from oracle.compare import same
 from oracle.elements import E4M3
 
@@ -16,7 +16,7 @@ F64, I32 = torch.float64, torch.int32
 
 
 class Call:
-    """Good arguments to pick from; a bad call replaces one of them."""
+    """Valid arguments. Each bad call replaces one of them."""
 
     def __init__(self, device):
         self.x = torch.linspace(-3, 3, 48, device=device).view(6, 8)
@@ -43,14 +43,14 @@ class Call:
 
 
 def misaligned(t):
-    """The same values, one byte off their alignment."""
+    """Return the same values at an address that is one byte off alignment."""
     raw = torch.empty(t.numel() * t.element_size() + 8, dtype=torch.uint8, device=t.device)
     address = torch.frombuffer(memoryview(raw.numpy())[1 : 1 + t.numel() * 4], dtype=torch.float32)
     return address.view(t.shape)
 
 
 class Wrapper(torch.Tensor):
-    """A subclass without memory of its own."""
+    """A tensor subclass without memory of its own."""
 
     @staticmethod
     def __new__(cls, t):
@@ -61,9 +61,9 @@ class Wrapper(torch.Tensor):
         raise AssertionError("not called")
 
 
-#: What is wrong -> (exception, what the message must match, the call).
+#: For each fault: the exception, a pattern of its message, and the call.
 BAD = {
-    # Types of elements.
+    # Dtypes.
     "x float64": (TypeError, "^x has dtype float64", lambda c: ops.amax(c.x.to(F64))),
     "x int32": (
         TypeError,
@@ -222,8 +222,8 @@ BAD = {
         "^margin is ",
         lambda c: ops.scale_from_amax(c.amax, E4M3, margin=1 << 40),
     ),
-    "core level": (ValueError, "^level is", lambda c: _core.set_cpu_simd("sse")),
-    # Absent ones.
+    "core level": (ValueError, "^level is", lambda c: core.set_cpu_simd("sse")),
+    # Missing arguments.
     "no direction": (
         ValueError,
         "^rowwise is absent, and so is columnwise",
@@ -239,53 +239,53 @@ BAD = {
         "^rowwise is absent, and so is columnwise",
         lambda c: ops.quantize_delayed(c.x, c.scale, c.amax, E4M3, False, False),
     ),
-    # Arguments of the core's own functions, which Python objects come to as they are.
+    # Arguments of functions of the Rust core, which receives Python objects unchecked.
     "core xs a number": (
         TypeError,
         "^xs is of type int",
-        lambda c: _core.multi_quantize(3, c.two, [c.row]),
+        lambda c: core.multi_quantize(3, c.two, [c.row]),
     ),
     "core outs[1] None": (
         TypeError,
         r"^outs\[1\] is of type NoneType",
-        lambda c: _core.multi_quantize([c.x, c.x], c.two, [c.row, None]),
+        lambda c: core.multi_quantize([c.x, c.x], c.two, [c.row, None]),
     ),
     "core scales a number": (
         TypeError,
         "^scales is of type float",
-        lambda c: _core.multi_quantize([c.x], 1.0, [c.row]),
+        lambda c: core.multi_quantize([c.x], 1.0, [c.row]),
     ),
-    "core argument missing": (TypeError, "'outs'", lambda c: _core.multi_quantize([c.x], c.two)),
+    "core argument missing": (TypeError, "'outs'", lambda c: core.multi_quantize([c.x], c.two)),
     # Memory.
     "core x meta": (
         TypeError,
         "^x must be a dense tensor with storage: Cannot pack tensors on meta$",
-        lambda c: _core.random_uniform(c.wide.to("meta"), 1),
+        lambda c: core.random_uniform(c.wide.to("meta"), 1),
     ),
     "core x sparse": (
         TypeError,
         "^x must be a dense tensor with storage",
-        lambda c: _core.random_uniform(c.x.cpu().to_sparse(), 1),
+        lambda c: core.random_uniform(c.x.cpu().to_sparse(), 1),
     ),
     "core x without memory": (
         ValueError,
         r"^xs\[0\] has 48 elements and a null data pointer",
-        lambda c: _core.multi_quantize([Wrapper(c.x)], c.two[:1], [c.row]),
+        lambda c: core.multi_quantize([Wrapper(c.x)], c.two[:1], [c.row]),
     ),
     "core out without memory": (
         ValueError,
         "^x has 48 elements and a null data pointer",
-        lambda c: _core.random_uniform(Wrapper(c.wide), 1),
+        lambda c: core.random_uniform(Wrapper(c.wide), 1),
     ),
     "core x no matrix": (
         ValueError,
         r"^x is of shape \[2, 2, 3\] with strides \[3, 6, 1\].*must be contiguous",
-        lambda c: _core.random_uniform(c.wide.view(-1)[:12].view(2, 2, 3).transpose(0, 1), 1),
+        lambda c: core.random_uniform(c.wide.view(-1)[:12].view(2, 2, 3).transpose(0, 1), 1),
     ),
     "core x expanded": (
         ValueError,
         "^x has strides .*overlap",
-        lambda c: _core.random_uniform(c.wide[:1].expand(6, 8), 1),
+        lambda c: core.random_uniform(c.wide[:1].expand(6, 8), 1),
     ),
     "outs share memory": (
         ValueError,
@@ -312,7 +312,7 @@ def test_bad_calls_name_the_argument_and_write_nothing(device, case):
     exception, message, call = BAD[case]
     good = Call(device)
     before = {name: t.clone() for name, t in good.tensors().items()}
-    # The types themselves, so that no subclass stands in for what the contract says.
+    # Compare the exact type, because the contract excludes subclasses.
     with pytest.raises(exception) as raised:
         call(good)
     assert type(raised.value) is exception
@@ -336,7 +336,7 @@ def test_an_empty_list_has_no_device():
 
 
 def test_meta_tensors_do_not_mix(device):
-    """torch calls what makes room for outputs, which nobody would write."""
+    """For a meta argument torch calls the kernel that only allocates outputs."""
     x, meta = torch.randn(2, 4, device=device), torch.ones((), device="meta")
     amax = torch.ones((), device=device)
     for call, message in [
@@ -356,14 +356,14 @@ def test_meta_tensors_do_not_mix(device):
 
 
 @pytest.mark.gpu
-def test_devices_do_not_mix():
+def test_tensors_on_different_devices_are_refused():
     cpu, cuda = Call("cpu"), Call("cuda")
     for call, message in [
         (lambda: ops.quantize(cuda.x, cpu.scale, E4M3), "^scale is on cpu; it must be on cuda:0"),
         (lambda: ops.quantize(cpu.x, cuda.scale, E4M3), "^(x|scale) is on c"),
         (lambda: ops.multi_amax([cuda.x, cpu.x]), r"^xs\[1\] is on cpu"),
-        (lambda: _core.multi_quantize([cuda.x], cuda.two[:1], [cpu.row]), r"^outs\[0\] is on cpu"),
-        (lambda: _core.multi_quantize([cpu.x], cpu.two[:1], [cuda.row]), r"^outs\[0\] is on cuda"),
+        (lambda: core.multi_quantize([cuda.x], cuda.two[:1], [cpu.row]), r"^outs\[0\] is on cpu"),
+        (lambda: core.multi_quantize([cpu.x], cpu.two[:1], [cuda.row]), r"^outs\[0\] is on cuda"),
     ]:
         with pytest.raises(ValueError, match=message):
             call()

@@ -1,4 +1,4 @@
-"""Operators on batches: each matrix gets the bytes that it gets by itself."""
+"""Operators on batches give each matrix the bytes of a separate call."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from cases import data, each_format
 from oracle.compare import same
 from oracle.elements import E4M3
 
-#: torch's schema check multiplies its inputs, which torch cannot do with FP8.
+#: torch's schema check multiplies its inputs, which is not implemented for FP8.
 WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 EVERYTHING = ("test_schema", *WITHOUT_SCHEMA)
 
@@ -16,7 +16,7 @@ ops = torch.ops.fp8rs
 E8M0 = torch.float8_e8m0fnu
 F32 = torch.float32
 
-#: (E, rows, columns): rows that blocks of 32 and 128 divide, and rows that they do not.
+#: (E, rows, columns). The rows are multiples of 32 and 128, or of neither.
 SHAPES = [(1, 33, 40), (3, 128, 96), (3, 45, 129), (8, 32, 64), (2, 0, 16), (0, 5, 7)]
 BLOCKS = [((1, -1), F32), ((1, 128), F32), ((128, 128), F32), ((1, 32), E8M0), ((32, 32), E8M0)]
 
@@ -25,13 +25,16 @@ each_block = pytest.mark.parametrize("block, scale_dtype", BLOCKS, ids=str)
 
 
 def batch(device, shape, strided=False):
-    """Random bf16 matrices; with ``strided``, rows that are not adjacent, as of a Shard(1) view."""
+    """Return random bf16 matrices.
+
+    With ``strided``, their rows are not adjacent, as in a Shard(1) view.
+    """
     rows = shape[1] + 5 if strided else shape[1]
     return data(device, shape[0], rows, shape[2])[:, : shape[1]]
 
 
 def check_each(op, x, *args, **options):
-    """Compare a batched call with a call for each matrix; returns the batched result."""
+    """Compare a batched call with a call for each matrix. Return the batched result."""
     got = op(x, *args, **options, batched=True)
     results = got if isinstance(got, tuple) else (got,)
     for i, matrix in enumerate(x):

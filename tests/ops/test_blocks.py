@@ -1,51 +1,37 @@
-"""Block operators: bytes from the specification, all shapes and directions, shards, bad calls."""
+"""Block operators: bytes of the specification, shapes and directions, shards, bad calls."""
 
 import pytest
 import torch
 
+from ops.block_formats import (
+    E4M3,
+    E5M2,
+    E8M0,
+    F32,
+    bits,
+    data,
+    every_dtype,
+    every_format,
+    every_type,
+    ops,
+)
 from oracle import blocks as reference
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-E8M0, F32 = torch.float8_e8m0fnu, torch.float32
 INF, NAN = float("inf"), float("nan")
 F32_MAX, BF16_MAX = torch.finfo(F32).max, torch.finfo(torch.bfloat16).max
 
-ops = torch.ops.fp8rs
 
-#: Bytes that no release of torch changes.
+#: No release of torch changes these bytes.
 pytestmark = pytest.mark.newest_torch
-
-#: (block, dtype of its scales): every format.
-FORMATS = [
-    ((1, 32), E8M0),
-    ((32, 32), E8M0),
-    ((1, 128), F32),
-    ((128, 128), F32),
-    ((1, -1), F32),
-]
-every_format = pytest.mark.parametrize("block, scale_dtype", FORMATS)
-every_dtype = pytest.mark.parametrize("dtype", [F32, torch.bfloat16, torch.float16])
-every_type = pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2])
-
-
-def bits(t):
-    return t.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-
-
-def data(device, *shape, dtype=F32, seed=0):
-    """Gaussian values whose size varies from block to block."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(*shape, generator=generator)
-    spread = torch.randn(*shape[:-1], -(-shape[-1] // 8), generator=generator)
-    return (x * spread.repeat_interleave(8, -1)[..., : shape[-1]].exp()).to(device, dtype)
 
 
 def block_of(head, rest):
     return torch.tensor([*head, *[rest] * (32 - len(head))], dtype=F32)
 
 
-# Written down from the specifications (OCP MX 1.0, OFP8 1.0, the byte contract), not from a run:
-# (first values, the others, element type, rounding, scale byte, first codes, code of the others).
+# Written from the specifications (OCP MX 1.0, OFP8 1.0, the byte contract), not from a run. Each
+# entry has the first values, the value of the others, element type, rounding, scale byte, first
+# codes, and the code of the others.
 SPECIAL = {
     "zeros": ([0.0, -0.0], 0.0, E4M3, "ceil", 0, [0x00, 0x80], 0x00),
     "smallest subnormals vanish": ([2.0**-149, -(2.0**-149)], 0.0, E4M3, "ceil", 0, [0, 0x80], 0),
@@ -70,14 +56,14 @@ SPECIAL = {
     # 1.9921875 * 2^127 / 2^120 = 255, between 240 and 256: 256.
     "largest bf16": ([BF16_MAX], 0.0, E4M3, "ceil", 247, [0x78], 0x00),
     "the largest that fits": ([448.0], -448.0, E4M3, "ceil", 127, [0x7E], 0xFE),
-    # 450 / 2 = 225 is nearest to 224 = 1.75 * 2^7.
+    # 450 / 2 = 225 rounds to 224 = 1.75 * 2^7.
     "one that does not": ([450.0], 0.0, E4M3, "ceil", 128, [0x76], 0x00),
     "one that does not, floor": ([450.0], 0.0, E4M3, "floor", 127, [0x7E], 0x00),
     # 1 <= 448 * 2^-8, not 2^-9: 256 = 2^8, field 15.
     "ones": ([], 1.0, E4M3, "ceil", 119, [], 0x78),
     "minus ones, floor": ([], -1.0, E4M3, "floor", 119, [], 0xF8),
     "ones, e5m2": ([], 1.0, E5M2, "ceil", 112, [], 0x78),
-    # 448 * 2^20 takes 2^20; what is below half of 2^-9 there becomes a signed zero.
+    # 448 * 2^20 needs a scale of 2^20. Values below half of 2^-9 at that scale become signed zeros.
     "one huge, 31 tiny": ([448.0 * 2**20], -1.0, E4M3, "ceil", 147, [0x7E], 0x80),
     # In units of 2^-9 after scaling: 1, 0.5 (tie to 0), 0.75, 1.5 (tie to 2).
     "at the bottom": (
@@ -101,7 +87,8 @@ def test_mx_bytes_of_special_blocks(device, name, columnwise):
     for dtype in (F32, torch.bfloat16, torch.float16):
         x = values.to(dtype)
         if not torch.equal(x.float()[~values.isnan()], values[~values.isnan()]):
-            continue  # not values of this dtype
+            # These values are not representable in this dtype.
+            continue
         x = x.view(32, 1) if columnwise else x.view(1, 32)
         out = ops.quantize_blocks(
             x.to(device), fp8_dtype, [1, 32], E8M0, not columnwise, columnwise, rounding=rounding
@@ -111,7 +98,7 @@ def test_mx_bytes_of_special_blocks(device, name, columnwise):
         assert bits(codes).tolist() == [expected]
 
 
-def test_mx_bytes_of_fp16s_largest(device):
+def test_mx_bytes_of_the_largest_fp16_value(device):
     # 65504 = 1.9990234375 * 2^15 needs 2^(15 - 8 + 1): 255.875 rounds to 256.
     x = torch.zeros(1, 32, dtype=torch.float16, device=device)
     x[0, 0] = 65504
@@ -145,7 +132,7 @@ def test_a_nan_stays_in_its_block(device, block, scale_dtype):
 @every_type
 @every_dtype
 @pytest.mark.parametrize("shape", [(64, 128), (129, 257), (1, 31), (300, 33), (5, 512), (260, 1)])
-def test_bytes_equal_plain_torchs(device, block, scale_dtype, fp8_dtype, dtype, shape):
+def test_bytes_equal_plain_torch(device, block, scale_dtype, fp8_dtype, dtype, shape):
     x = data(device, *shape, dtype=dtype)
     for rounding, power_2_scale in [("ceil", False), ("floor", True)]:
         codes, scale, codes_t, scale_t = ops.quantize_blocks(
@@ -159,7 +146,8 @@ def test_bytes_equal_plain_torchs(device, block, scale_dtype, fp8_dtype, dtype, 
             power_2_scale=power_2_scale,
         )
         kind = {"rounding": rounding} if scale_dtype is E8M0 else {"power_2_scale": power_2_scale}
-        # The reference is computed on the CPU: CUDA's division and powers by numbers are not exact.
+        # The reference runs on the CPU, because CUDA's division and powers of numbers are not
+        # exact.
         codes, scale, codes_t, scale_t = (t.cpu() for t in (codes, scale, codes_t, scale_t))
         host = x.cpu()
         for x_, codes_, scale_ in [(host, codes, scale), (host.t(), codes_t, scale_t)]:
@@ -185,7 +173,7 @@ def test_one_direction_gives_the_bytes_of_both(device, block, scale_dtype):
 
 
 @every_format
-def test_square_blocks_and_no_others_have_one_set_of_codes(device, block, scale_dtype):
+def test_only_square_blocks_have_one_set_of_codes(device, block, scale_dtype):
     x = data(device, 200, 300)
     codes, scale, codes_t, scale_t = ops.quantize_blocks(x, E4M3, block, scale_dtype, True, True)
     square = block[0] == block[1]
@@ -196,12 +184,12 @@ def test_square_blocks_and_no_others_have_one_set_of_codes(device, block, scale_
 
 @every_format
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0)])
-def test_empty(device, block, scale_dtype, shape):
+def test_empty_tensors_have_scales_of_the_right_shape(device, block, scale_dtype, shape):
     x = torch.empty(shape, device=device)
     codes, scale, codes_t, scale_t = ops.quantize_blocks(x, E4M3, block, scale_dtype, True, True)
     assert (codes.shape, codes_t.shape) == (shape, shape[::-1])
     if block == (1, -1):
-        # A line without elements has an absolute maximum of 0, so scale 1.
+        # A line without elements has amax 0, so its scale is 1.
         assert scale.tolist() == [[1.0]] * shape[0]
         assert scale_t.tolist() == [[1.0]] * shape[1]
     else:
@@ -210,7 +198,7 @@ def test_empty(device, block, scale_dtype, shape):
 
 @every_format
 @every_dtype
-def test_strided_inputs(device, block, scale_dtype, dtype):
+def test_strided_inputs_give_the_bytes_of_contiguous_ones(device, block, scale_dtype, dtype):
     base = data(device, 140, 330, dtype=dtype)
     for x in (base[:, ::2], base.t(), base[3:, 5:301], base[1:2].expand(40, -1), base.flip(0)):
         got = ops.quantize_blocks(x, E4M3, block, scale_dtype, True, True)
@@ -219,14 +207,14 @@ def test_strided_inputs(device, block, scale_dtype, dtype):
             assert torch.equal(bits(a), bits(b))
 
 
-def test_1x128_scales_lie_as_scaled_mm_wants_them(device):
+def test_1x128_scales_have_the_layout_of_scaled_mm(device):
     x = data(device, 256, 512)
     _, scale, _, scale_t = ops.quantize_blocks(x, E4M3, [1, 128], F32, True, True)
     assert (scale.shape, scale.stride()) == ((256, 4), (1, 256))
     assert (scale_t.shape, scale_t.stride()) == ((512, 2), (1, 512))
 
 
-def test_amax_epsilon(device):
+def test_amax_epsilon_bounds_the_scales(device):
     x = torch.full((2, 128), 1e-5, device=device)
     _, scale, _, _ = ops.quantize_blocks(x, E4M3, [1, 128], F32, amax_epsilon=0.5)
     assert scale.unique().tolist() == [torch.tensor(0.5).div(448).item()]
@@ -251,7 +239,7 @@ def test_column_scale_applies_to_the_rowwise_output_only(device, power_2_scale):
 )
 @pytest.mark.parametrize("row_offset", [0, 40])
 @every_dtype
-def test_block_amax(device, block, row_offset, dtype):
+def test_block_amax_equals_plain_torch(device, block, row_offset, dtype):
     x = data(device, 150, 140, dtype=dtype)
     lead = 0 if block[0] == -1 else row_offset % block[0]
     expected = reference.block_amax(x, block, lead)
@@ -262,13 +250,14 @@ def test_block_amax(device, block, row_offset, dtype):
 
 @pytest.mark.parametrize("shards", [[64, 64, 64], [50, 50, 50, 42], [5, 0, 187], [192]])
 @every_format
-def test_shards_with_exchanged_maxima_give_the_whole_matrix_bytes(
+def test_shards_with_reduced_maxima_give_the_bytes_of_the_whole_matrix(
     device, block, scale_dtype, shards
 ):
-    """Also for columnwise blocks, which every shard boundary may cut."""
+    """Columnwise blocks may be split by every shard boundary."""
     x = data(device, 192, 160)
     whole = ops.quantize_blocks(x, E4M3, block, scale_dtype, True, True)
-    down = (block[1], block[0])  # columnwise blocks, as they lie in x
+    # Columnwise blocks as they lie in x.
+    down = (block[1], block[0])
     amax, amax_t = ops.block_amax(x, block), ops.block_amax(x, down).t()
     start, parts, parts_t = 0, [], []
     for rows in shards:
@@ -289,7 +278,7 @@ def test_shards_with_exchanged_maxima_give_the_whole_matrix_bytes(
             bits(got[1]), bits(whole[1])[touched] if got[1].numel() else bits(got[1])
         )
         if rows:
-            # Those of columnwise blocks that the part has a part in, whole ones.
+            # The full columnwise blocks that the part overlaps.
             assert torch.equal(bits(got[3]), bits(whole[3][:, across]))
         parts.append(bits(got[0]))
         parts_t.append(bits(got[2]))

@@ -1,10 +1,10 @@
-"""CPU and CUDA agree in every byte, specials, strides and cut blocks included."""
+"""CUDA gives the bytes of the CPU, including special values, strides and split blocks."""
 
 import pytest
 import torch
 
 import fp8rs  # noqa: F401  (registers the operators)
-from ops.test_blocks import (
+from ops.block_formats import (
     E4M3,
     E8M0,
     F32,
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 ops = torch.ops.fp8rs
 
-#: Sizes that are tiles of every kernel, and sizes that cut them everywhere.
+#: Sizes that are multiples of every kernel's tile, and sizes that are not.
 SHAPES = [
     (128, 128),
     (256, 512),
@@ -39,7 +39,7 @@ SHAPES = [
 
 
 def wild(*shape, dtype=F32, seed=0):
-    """Random bits over the whole range, some of them NaN and infinity, in half of the rows."""
+    """Return random bits over the whole range. Half of the rows contain NaN and infinity."""
     x = data("cpu", *shape, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64)
@@ -59,7 +59,7 @@ def same(cpu, cuda):
 
 
 def both(op, *args, **kwargs):
-    """Runs an operator on the CPU and on CUDA."""
+    """Run an operator on the CPU and on CUDA, and compare the bytes."""
 
     def move(value):
         return value.cuda() if isinstance(value, torch.Tensor) else value
@@ -75,7 +75,7 @@ def both(op, *args, **kwargs):
 @every_type
 @every_dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_quantize_blocks(block, scale_dtype, fp8_dtype, dtype, shape):
+def test_quantize_blocks_gives_the_bytes_of_the_cpu(block, scale_dtype, fp8_dtype, dtype, shape):
     x = wild(*shape, dtype=dtype)
     variants = [{}, {"rounding": "floor", "packed": True}, {"packed": True}]
     if scale_dtype is F32:
@@ -89,7 +89,7 @@ def test_quantize_blocks(block, scale_dtype, fp8_dtype, dtype, shape):
 
 @every_format
 @every_dtype
-def test_strides(block, scale_dtype, dtype):
+def test_strided_inputs_give_the_bytes_of_the_cpu(block, scale_dtype, dtype):
     base = wild(280, 660, dtype=dtype)
     on_cuda = base.cuda()
     views = [
@@ -114,7 +114,9 @@ def test_strides(block, scale_dtype, dtype):
 @pytest.mark.parametrize("row_offset", [0, 5, 16, 100, 161])
 @pytest.mark.parametrize("given", [False, True])
 @every_dtype
-def test_cut_blocks_and_given_maxima(block, scale_dtype, row_offset, given, dtype):
+def test_split_blocks_with_given_maxima_give_the_bytes_of_the_cpu(
+    block, scale_dtype, row_offset, given, dtype
+):
     x = wild(200, 264, dtype=dtype)
     for directions in ((True, False), (False, True), (True, True)):
         options = {"row_offset": row_offset}
@@ -139,7 +141,7 @@ def test_cut_blocks_and_given_maxima(block, scale_dtype, row_offset, given, dtyp
 @every_type
 @every_dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_column_scale(fp8_dtype, dtype, shape):
+def test_column_scale_gives_the_bytes_of_the_cpu(fp8_dtype, dtype, shape):
     x, column_scale = wild(*shape, dtype=dtype), data("cpu", shape[1], seed=9)
     for directions in ((True, False), (True, True)):
         for power_2_scale in (False, True):
@@ -161,7 +163,7 @@ def test_column_scale(fp8_dtype, dtype, shape):
 @pytest.mark.parametrize("cols", [1, 32, 128, -1])
 @every_dtype
 @pytest.mark.parametrize("row_offset", [0, 77])
-def test_block_amax(rows, cols, dtype, row_offset):
+def test_block_amax_gives_the_bytes_of_the_cpu(rows, cols, dtype, row_offset):
     x = wild(333, 270, dtype=dtype)
     on_cuda = x.cuda()
     for view in (lambda t: t, lambda t: t.t(), lambda t: t[:, 1::2]):
@@ -174,7 +176,7 @@ def test_block_amax(rows, cols, dtype, row_offset):
 @pytest.mark.parametrize("block", [(1, 32), (32, 32)])
 @every_type
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rebase_and_packing(block, fp8_dtype, shape):
+def test_rebase_and_packing_give_the_bytes_of_the_cpu(block, fp8_dtype, shape):
     generator = torch.Generator().manual_seed(3)
     codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
     codes[shape[0] // 2] = 0x80
@@ -192,7 +194,7 @@ def test_rebase_and_packing(block, fp8_dtype, shape):
     same(*both(ops.unpack_scales, packed, shape[0], grid[1], block[0]))
 
 
-def test_dequantize_of_short_blocks_and_nan_scales():
+def test_dequantize_of_short_blocks_and_nan_scales_gives_the_bytes_of_the_cpu():
     for block, scale_dtype in FORMATS:
         x = wild(150, 145)
         codes, scale, _, _ = ops.quantize_blocks(x, E4M3, block, scale_dtype)
@@ -200,7 +202,7 @@ def test_dequantize_of_short_blocks_and_nan_scales():
             same(*both(ops.dequantize, codes, scale, block, dtype))
 
 
-def test_in_a_graph_and_on_another_stream():
+def test_a_graph_and_another_stream_give_the_same_bytes():
     x = wild(256, 512, dtype=torch.bfloat16).cuda()
     for block, scale_dtype in FORMATS:
         expected = ops.quantize_blocks(x, E4M3, block, scale_dtype, True, True)
@@ -243,7 +245,7 @@ def test_a_row_with_more_than_2_to_the_32_vectors(column_scale):
     torch.cuda.empty_cache()
 
 
-def test_rebase_of_a_row_of_more_vectors_than_32_bits_count():
+def test_rebase_of_a_row_with_more_than_2_to_the_31_vectors():
     """2^35 codes are 2^31 vectors."""
     n = 2**35 + 64
     needs_memory(66)
@@ -254,7 +256,7 @@ def test_rebase_of_a_row_of_more_vectors_than_32_bits_count():
     scale[0, -1] = 128
     out, line = ops.rebase(codes.view(E4M3), scale.view(E8M0), (1, 32), 0)
     assert line.item() == 2.0
-    # Half as large, but for the block that has the line's scale.
+    # The values are halved, except in the block that has the scale of the line.
     assert out.view(torch.uint8)[0, at].tolist() == [0x30, 0xB8, 0x40, 0xC8, 0x7E]
     del codes, scale, out
     torch.cuda.empty_cache()
@@ -263,7 +265,7 @@ def test_rebase_of_a_row_of_more_vectors_than_32_bits_count():
 @pytest.mark.parametrize("block_rows", [1, 32])
 @every_type
 def test_rebase_of_columns_of_zeros_and_nans(block_rows, fp8_dtype):
-    """A column's scale is 1 where no block that counts has a code that is not zero."""
+    """The scale of a column is 1 if no block without NaN has a nonzero code."""
     rows, cols = 300, 200
     generator = torch.Generator().manual_seed(3)
     codes = torch.randint(0, 256, (rows, cols), generator=generator, dtype=torch.uint8)
@@ -280,14 +282,14 @@ def test_rebase_of_columns_of_zeros_and_nans(block_rows, fp8_dtype):
         cpu, cuda = both(ops.rebase, codes, scale, (block_rows, 32), axis)
         same(cpu, cuda)
         assert (cuda[1] > 0).all()
-    # Of the last axis: columns of zeros.
+    # Columns of zeros along the last axis.
     assert (cuda[1].flatten()[::3] == 1.0).all()
 
 
 @every_dtype
 @pytest.mark.parametrize("shape", [(1030, 770), (129, 4096)], ids=str)
-def test_both_directions_a_row_over_many_tiles(dtype, shape):
-    """Tiles are taken from the end where maxima were found just before."""
+def test_both_directions_of_a_row_over_many_tiles(dtype, shape):
+    """Tiles are processed from the end, where maxima have just been computed."""
     x = wild(*shape, dtype=dtype)
     for options in ({}, {"power_2_scale": True}):
         same(*both(ops.quantize_blocks, x, E4M3, (1, -1), F32, True, True, **options))

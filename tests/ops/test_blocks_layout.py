@@ -4,23 +4,23 @@ import pytest
 import torch
 
 import fp8rs  # noqa: F401  (registers the operators)
-from ops.test_blocks import E4M3, E8M0, F32, bits, data, every_type
+from ops.block_formats import E4M3, E8M0, F32, bits, data, every_type
 from oracle import blocks as reference
 
 ops = torch.ops.fp8rs
 
-#: Bytes that no release of torch changes.
+#: No release of torch changes these bytes.
 pytestmark = pytest.mark.newest_torch
 
 every_block = pytest.mark.parametrize("block", [(1, 32), (32, 32)])
 
-#: At least 3x3 tiles of 128x4 in both directions, with ragged edges; and whole tiles.
+#: At least 3x3 tiles of 128x4 in both directions, with partial tiles at the edges and without.
 SHAPES = [(300, 290), (384, 384), (257, 400)]
 
 
 @every_block
 @pytest.mark.parametrize("shape", SHAPES)
-def test_packed_scales_follow_the_layouts_definition(device, block, shape):
+def test_packed_scales_follow_the_definition_of_the_layout(device, block, shape):
     x = data(device, *shape, dtype=torch.bfloat16)
     compact = ops.quantize_blocks(x, E4M3, block, E8M0, True, True)
     packed = ops.quantize_blocks(x, E4M3, block, E8M0, True, True, packed=True)
@@ -57,7 +57,7 @@ def test_padding_of_packed_scales_is_zero(device):
 
 
 def rebased(codes, scale, block, dtype):
-    """(codes, scale a row) of finite planes, from the definition, in fp64."""
+    """Return codes and a scale per row of finite planes, computed from the definition in fp64."""
     exponent = bits(scale).int() - 127
     rows, cols = codes.shape
     full = reference.expand(exponent, block, (rows, cols))
@@ -84,7 +84,8 @@ def test_rebase_equals_its_definition(device, block, fp8_dtype, shape):
         assert torch.equal(bits(a), bits(b))
     got = along_columns
     assert (got[0].shape, got[1].shape) == (shape[::-1], (shape[1], 1))
-    # Along columns: the definition on the transposed plane, whose blocks are (32, 1) or (32, 32).
+    # Along columns, apply the definition to the transposed plane, whose blocks are (32, 1) or (32,
+    # 32).
     full = reference.expand(bits(scale).int() - 127, block, shape).t()
     line = full.amax(1, keepdim=True).clamp(min=-126)
     value = codes.double().t() * torch.pow(2.0, (full - line).double())
@@ -99,15 +100,20 @@ def test_rebase_equals_its_definition(device, block, fp8_dtype, shape):
 
 
 def test_rebase_of_special_rows(device):
-    """Bytes from the definition: zeros, NaN codes, a NaN block, scales below the smallest."""
+    """The expected bytes come from the definition."""
     codes = torch.zeros(5, 64, dtype=torch.uint8)
     scale = torch.full((5, 2), 127, dtype=torch.uint8)
-    codes[0] = 0x80  # minus zeros: scale 1, signs kept
+    # Negative zeros: the scale is 1 and signs are kept.
+    codes[0] = 0x80
     scale[0] = 140
-    codes[1, 0], codes[1, 1] = 0x7F, 0x38  # a NaN code among numbers stays one
-    codes[2, :32], scale[2, 1] = 0x38, 255  # a NaN block: all NaN, and it does not count
-    codes[3, :32], scale[3] = 0x38, 0  # 2^-127 under 2^-126: 1 becomes 0.5
-    codes[4, :32], scale[4, 1], codes[4, 32] = 0x7E, 147, 0x7E  # 2^20 apart: the smaller is lost
+    # A NaN code among numbers remains one.
+    codes[1, 0], codes[1, 1] = 0x7F, 0x38
+    # A NaN block has only NaN codes and does not affect the scale.
+    codes[2, :32], scale[2, 1] = 0x38, 255
+    # 2^-127 relative to 2^-126: 1 becomes 0.5.
+    codes[3, :32], scale[3] = 0x38, 0
+    # Scales that differ by 2^20: the smaller value is lost.
+    codes[4, :32], scale[4, 1], codes[4, 32] = 0x7E, 147, 0x7E
     expected = codes.clone()
     expected[2, 32:] = 0x7F
     expected[3, :32] = 0x30
@@ -117,7 +123,8 @@ def test_rebase_of_special_rows(device):
             got, line = ops.rebase(
                 codes.to(device).view(E4M3), scale.to(device).view(E8M0), [1, 32], 0
             )
-        else:  # the transposed plane has blocks of (32, 1): 32x32 blocks of its repeated columns
+        else:
+            # The transposed plane has blocks of (32, 1), so repeat its columns to 32x32 blocks.
             wide = codes.t().repeat_interleave(32, 1).contiguous().to(device).view(E4M3)
             got, line = ops.rebase(wide, scale.t().contiguous().to(device).view(E8M0), [32, 32], 1)
             got, line = got[::32], line[::32]
@@ -125,7 +132,7 @@ def test_rebase_of_special_rows(device):
         assert line.flatten().tolist() == [1.0, 1.0, 1.0, 2.0**-126, 2.0**20]
 
 
-def test_rebased_plane_dequantizes_like_the_block_plane_where_no_bits_fall_off(device):
+def test_a_rebased_plane_dequantizes_as_the_block_plane_unless_bits_are_lost(device):
     x = torch.randn(256, 512, device=device).clamp(-4, 4)
     codes, scale, _, _ = ops.quantize_blocks(x, E4M3, [32, 32], E8M0)
     out, line = ops.rebase(codes, scale, [32, 32], 0)

@@ -1,14 +1,14 @@
-"""torch's own checks of the block operators: schemas, fake kernels, compilation."""
+"""torch's opcheck on the block operators: schemas, fake kernels, compilation."""
 
 import torch
 from torch.library import opcheck
 
-from ops.test_blocks import E4M3, E8M0, FORMATS, data, every_format, ops
-from ops.test_opcheck import BLOCK_NAMES, EVERYTHING, WITHOUT_SCHEMA, check_writes, tensors
+from ops.block_formats import E4M3, E8M0, FORMATS, data, every_format, ops
+from ops.operator_checks import BLOCK_NAMES, EVERYTHING, WITHOUT_SCHEMA, check_writes, tensors
 
 
 def samples(device, block, scale_dtype):
-    """(operator's name, arguments, keywords) for every operator of this format."""
+    """Yield (operator's name, arguments, keywords) for every operator of this format."""
     x = data(device, 70, 90, dtype=torch.bfloat16)
     arguments = (x, E4M3, list(block), scale_dtype, True, True)
     yield "quantize_blocks", arguments, {}
@@ -27,14 +27,14 @@ def samples(device, block, scale_dtype):
 @every_format
 def test_opcheck(device, block, scale_dtype):
     for name, arguments, keywords in samples(device, block, scale_dtype):
-        # The schema test multiplies inputs, which torch cannot do with codes and scales.
+        # The schema test multiplies its inputs, which is not implemented for codes and scales.
         fp8 = any(t.dtype.itemsize == 1 for t in tensors(arguments))
         utils = WITHOUT_SCHEMA if fp8 else EVERYTHING
         opcheck(getattr(ops, name).default, arguments, keywords, test_utils=utils)
 
 
 @every_format
-def test_schema_says_what_is_written(device, block, scale_dtype):
+def test_only_declared_arguments_are_written(device, block, scale_dtype):
     for name, arguments, keywords in samples(device, block, scale_dtype):
         check_writes(name, arguments, keywords)
 

@@ -1,4 +1,4 @@
-"""How much the block formats lose, at most: of elements, of products, and of small values."""
+"""Bounds on the error of the block formats: of elements, of products, and of small values."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ E4M3, E8M0, F32 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32
 
 ops = torch.ops.fp8rs
 
-#: Bytes that no release of torch changes.
+#: No release of torch changes these bytes.
 pytestmark = pytest.mark.newest_torch
 
 
@@ -42,15 +42,18 @@ def test_sqnr_of_float32_scales_on_gaussian_data(device, block):
 
 
 @pytest.mark.parametrize("rounding, least", [("ceil", 28.4), ("floor", 27.5)])
-def test_gemm_of_mx_operands_against_float64_and_rebased_ones(device, rounding, least):
-    """y = x @ w.T with 1x32 activations and 32x32 weights, products and sums in float64."""
+def test_gemm_error_of_mx_operands_and_of_rebased_ones(device, rounding, least):
+    """Compute y = x @ w.T with 1x32 activations and 32x32 weights.
+
+    Products and sums are in float64.
+    """
     x, w = gaussian(512, 4096, device=device), gaussian(512, 4096, seed=1, device=device)
     exact = x.double() @ w.double().t()
     mx = dequantized(x, (1, 32), rounding=rounding).double()
     codes, scale, _, _ = ops.quantize_blocks(w, E4M3, (32, 32), E8M0, rounding=rounding)
     true = sqnr(exact, mx @ ops.dequantize(codes, scale, (32, 32), F32).double().t())
     assert true >= least
-    # On Hopper: the weight rebased to a scale a row, activations quantized straight to one.
+    # On Hopper, the weight is rebased to one scale per row, and activations are quantized with one.
     out, line = ops.rebase(codes, scale, (32, 32), 0)
     w_rebased = ops.dequantize(out, line, (1, -1), F32).double()
     assert abs(sqnr(exact, mx @ w_rebased.t()) - true) <= 0.05
@@ -60,8 +63,8 @@ def test_gemm_of_mx_operands_against_float64_and_rebased_ones(device, rounding, 
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_rebased_outliers_lose_nothing_either(device, axis):
-    """0.1% of the values a thousand times larger: rebasing costs no more than 0.05 dB of a GEMM."""
+def test_outliers_do_not_increase_the_error_of_rebasing(device, axis):
+    """With 0.1% outliers of a thousand times the size, rebasing costs at most 0.05 dB."""
     w = gaussian(512, 2048, device=device)
     spikes = torch.rand(w.shape, generator=torch.Generator().manual_seed(2)).to(device) < 0.001
     w[spikes] *= 1000
@@ -77,9 +80,9 @@ def test_rebased_outliers_lose_nothing_either(device, axis):
     assert abs(sqnr(exact, x @ again) - sqnr(exact, x @ plane)) <= 0.05
 
 
-def test_rows_of_very_different_sizes_are_kept_where_a_tensor_scale_flushes_them(device):
-    """Rows of lognormal(3) spread: a third of the values flush per tensor, a sixth in blocks of 128
-    rows, and hardly any where a scale is a row's own."""
+def test_rows_of_different_magnitudes_underflow_less_with_smaller_blocks(device):
+    """Rows have a lognormal(3) spread. A third of the values underflow with one scale per tensor, a
+    sixth with blocks of 128 rows, and hardly any with one scale per row."""
     x = gaussian(1024, 1024, device=device) * gaussian(1024, 1, seed=1, device=device).mul(3).exp()
 
     def flushed(approximate):

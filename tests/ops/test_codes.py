@@ -1,4 +1,4 @@
-"""Operators on codes that exist: transpose and dequantize."""
+"""Operators on existing codes: transpose and dequantize."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ ops = torch.ops.fp8rs
 
 @each_format
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_transpose(device, fp8_dtype, shape):
+def test_transpose_gives_the_transposed_matrix(device, fp8_dtype, shape):
     t = all_codes(fp8_dtype, device, *shape)
     out = ops.transpose(t)
     assert out.dtype == fp8_dtype

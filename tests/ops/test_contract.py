@@ -1,10 +1,10 @@
-"""What holds for all operators: instruction sets, threads, memory, versions, kinds of tensors."""
+"""Properties of all operators: instruction sets, threads, memory, versions, tensor kinds."""
 
 import pytest
 import torch
 
 from cases import calls, data, each_dtype, each_format, scalar
-from fp8rs import _core
+from internals import core
 from oracle import tensorwise
 from oracle.compare import codes, same
 from oracle.elements import E4M3
@@ -14,27 +14,27 @@ ops = torch.ops.fp8rs
 
 @pytest.fixture(params=["avx2", "avx512"])
 def simd(request):
-    """Runs a function on the scalar code and on an instruction set."""
+    """Return a function that runs a call with the scalar code and with an instruction set."""
     try:
-        _core.set_cpu_simd(request.param)
-    except _core.UnsupportedError:
+        core.set_cpu_simd(request.param)
+    except core.UnsupportedError:
         pytest.skip(f"this CPU has no {request.param}")
 
     def on_both(function):
         results = []
         for level in ("scalar", request.param):
-            _core.set_cpu_simd(level)
-            assert _core.cpu_features() == level
+            core.set_cpu_simd(level)
+            assert core.cpu_features() == level
             results.append(function())
         return zip(*results, strict=True)
 
     yield on_both
-    _core.set_cpu_simd(None)
+    core.set_cpu_simd(None)
 
 
 @each_format
 @each_dtype
-def test_instruction_sets_agree(simd, fp8_dtype, dtype):
+def test_instruction_sets_give_equal_bytes(simd, fp8_dtype, dtype):
     bits = torch.randint(-(1 << 15), 1 << 15, (61, 1036), dtype=torch.int16)
     x = bits.view(dtype)
     for view in (x, x.t(), x[:, 1::3], data("cpu", 61, 1037, dtype=dtype)):
@@ -42,7 +42,7 @@ def test_instruction_sets_agree(simd, fp8_dtype, dtype):
 
 
 @each_format
-def test_large_tensors_are_the_references(fp8_dtype):
+def test_large_tensors_equal_the_reference(fp8_dtype):
     x = data("cpu", 700, 513)
     x[699, 512] = 3e30
     scale = scalar(0.37, "cpu")
@@ -56,7 +56,7 @@ def test_large_tensors_are_the_references(fp8_dtype):
     assert same(current[2], tensorwise.scale_from_amax(torch.tensor(3e30), fp8_dtype))
 
 
-def test_outputs_belong_to_nobody_else(device):
+def test_outputs_do_not_share_memory(device):
     x, scale = data(device, 8, 8), scalar(1.0, device)
     first = ops.quantize(x, scale, E4M3, True, True)
     second = ops.quantize(x, scale, E4M3, True, True)
@@ -65,7 +65,7 @@ def test_outputs_belong_to_nobody_else(device):
     assert empty is not ops.quantize(x, scale, E4M3)[1]
 
 
-def test_inputs_are_left_as_they_are(device):
+def test_inputs_are_not_modified(device):
     x, scale, amax = data(device, 33, 9), scalar(0.5, device), scalar(1.0, device)
     copies = [t.clone() for t in (x, scale)]
     ops.quantize_delayed(x, scale, amax, E4M3, True, True)
@@ -74,7 +74,7 @@ def test_inputs_are_left_as_they_are(device):
     assert (x._version, scale._version) == (0, 0)
 
 
-def test_what_is_written_to_counts_a_version(device):
+def test_writes_increase_the_version_counter(device):
     x, scale = data(device, 3, 4), scalar(1.0, device)
     amax, amaxes = scalar(0.0, device), torch.zeros(1, device=device)
     out = torch.empty(3, 4, dtype=E4M3, device=device)
@@ -84,21 +84,21 @@ def test_what_is_written_to_counts_a_version(device):
     assert (amax._version, amaxes._version, out._version) == (1, 1, 2)
 
 
-def test_under_inference_mode(device):
+def test_operators_run_under_inference_mode(device):
     with torch.inference_mode():
         x, scale, amax = data(device, 3, 4), scalar(1.0, device), scalar(0.0, device)
         row, _, _ = ops.quantize_delayed(x, scale, amax, E4M3)
     assert same(codes(row), tensorwise.quantize(x, scale, E4M3))
 
 
-def test_parameters_are_taken(device):
+def test_operators_accept_parameters(device):
     x = torch.nn.Parameter(data(device, 3, 4))
     with torch.no_grad():
         row, _ = ops.quantize(x, scalar(1.0, device), E4M3)
     assert same(codes(row), tensorwise.quantize(x.detach(), scalar(1.0, device), E4M3))
 
 
-def test_negated_views_are_taken(device):
+def test_operators_accept_negated_views(device):
     z = torch.complex(data(device, 3, 4), data(device, 3, 4, seed=1))
     x = z.conj().imag
     assert x.is_neg()

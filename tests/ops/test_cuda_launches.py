@@ -1,4 +1,4 @@
-"""Where and when kernels run: another GPU, another thread, two streams, graphs, first uses."""
+"""Kernel launches on other GPUs, threads and streams, in graphs, and at first use."""
 
 import ctypes
 import os
@@ -29,7 +29,7 @@ def same(got, want):
 @pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("fp8_dtype", FORMATS)
 def test_operators_run_on_the_gpu_of_their_tensors(dtype, fp8_dtype):
-    """Whatever GPU is current, which stays current."""
+    """The current GPU does not matter and does not change."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     x = data("cpu", 130, 70, dtype=dtype)
@@ -42,7 +42,7 @@ def test_operators_run_on_the_gpu_of_their_tensors(dtype, fp8_dtype):
 
 
 def test_operators_run_in_threads_without_a_context():
-    """As autograd's: a new thread has no current context before its first call."""
+    """A thread of autograd has no current context before its first call."""
     x = data("cpu", 130, 70)
     on_gpu = x.to("cuda")
     torch.cuda.synchronize()
@@ -53,8 +53,8 @@ def test_operators_run_in_threads_without_a_context():
     same(got, calls(x, E4M3))
 
 
-def test_streams_have_workspaces_of_their_own():
-    """Two streams reduce different tensors at once, again and again."""
+def test_each_stream_has_its_own_workspace():
+    """Two streams reduce different tensors concurrently and repeatedly."""
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     xs = [data("cuda", *BIG, seed=seed) * (seed + 1) for seed in range(2)]
     lists = [[x[:700].contiguous(), x[700:].contiguous()] for x in xs]
@@ -73,7 +73,10 @@ def test_streams_have_workspaces_of_their_own():
 
 
 def captured(operate):
-    """A graph of ``operate`` after a warm-up on a stream of its own, and its outputs."""
+    """Capture ``operate`` in a graph after a warm-up on a side stream.
+
+    Return the graph and its outputs.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -88,8 +91,8 @@ def captured(operate):
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("shape", [(16, 8), (1041, 4103), (4096, 4096), (8192, 14352)], ids=str)
-def test_current_scaling_in_one_launch(shape, dtype, columnwise):
-    """Of one piece, of some, of all that blocks hold on chip, and of more than they remember."""
+def test_current_scaling_is_one_launch(shape, dtype, columnwise):
+    """The tensors have one piece, several, as many as the blocks hold on chip, and more."""
     x = torch.randn(shape, device="cuda", dtype=dtype)
     for row, column, value in ((0, 0, 7.0), (-1, -1, -9.0), (shape[0] // 2, 3, float("nan"))):
         x[row, column] = value
@@ -103,8 +106,8 @@ def bits(t):
     return t.view(torch.int32 if t.dtype == torch.float32 else torch.uint8)
 
 
-def test_current_scaling_of_many_streams_at_once():
-    """Each launch finds room for a part of its blocks only, and none waits for blocks without."""
+def test_current_scaling_runs_on_many_streams_at_once():
+    """Each launch has only some of its blocks resident, and no block waits for one that is not."""
     streams = [torch.cuda.Stream() for _ in range(6)]
     xs = [torch.randn(4096 + 128 * i, 4096, device="cuda").bfloat16() for i in range(6)]
     wants = []
@@ -127,7 +130,7 @@ def test_current_scaling_of_many_streams_at_once():
 
 @pytest.mark.parametrize("shape", [BIG, (3008, 1104), (67, 35)], ids=str)
 def test_every_operator_is_captured_and_replays(shape):
-    """A replay sees the input as it is then, and shares nothing with eager calls around it."""
+    """A replay reads its current input and shares no memory with eager calls."""
     x = data("cuda", *shape, dtype=torch.bfloat16)
     scale, scales = scalar(0.37, "cuda"), torch.full((2,), 0.37, device="cuda")
     amax, amaxes = scalar(0.0, "cuda"), torch.zeros(2, device="cuda")
@@ -168,7 +171,10 @@ def test_every_operator_is_captured_and_replays(shape):
 
 
 def in_a_new_process(script, force_ptx):
-    """What a script prints; ``x`` is there, and torch and CUDA have started, but fp8rs has not."""
+    """Return what a script prints.
+
+    It has ``x``, and torch and CUDA are initialized, but fp8rs is not.
+    """
     begin = """
         import hashlib, os, sys, threading, torch, fp8rs
         ops, E4M3 = torch.ops.fp8rs, torch.float8_e4m3fn
@@ -210,7 +216,7 @@ def in_a_new_process(script, force_ptx):
 
 
 @pytest.mark.parametrize("force_ptx", [False, True])
-def test_first_use_leaves_another_threads_capture_alone(force_ptx):
+def test_first_use_does_not_break_another_threads_capture(force_ptx):
     script = """
         graph, capturing = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         y, failed, got = torch.zeros(1000, device="cuda"), [], []
@@ -259,10 +265,12 @@ def test_first_use_may_be_captured(force_ptx):
 
 @pytest.mark.parametrize("ordinal", [0, 1])
 def test_a_thread_without_a_context_stays_on_its_device(ordinal):
-    """Which is the first one, to the CUDA runtime: it takes a thread's context for its device.
+    """The CUDA runtime takes a thread's device from its context.
 
-    On the first device the thread keeps our context, as after a call of the runtime: cuBLAS warns
-    of threads that have none.
+    Without one, it is the first device.
+
+    On the first device, the context stays current in the thread, as after a call of the runtime.
+    cuBLAS warns in threads that have none.
     """
     if torch.cuda.device_count() <= ordinal:
         pytest.skip(f"needs {ordinal + 1} GPUs")
@@ -294,7 +302,7 @@ def test_a_thread_without_a_context_stays_on_its_device(ordinal):
     in_a_new_process(script, False)
 
 
-def test_threads_that_begin_together_load_kernels_once():
+def test_threads_that_start_together_load_kernels_once():
     script = """
         results, barrier = [], threading.Barrier(8)
 
@@ -322,8 +330,8 @@ def test_machine_code_and_ptx_give_the_same_bytes():
     assert machine_code == ptx
 
 
-def test_destroyed_graphs_give_their_workspaces_back():
-    """A capture takes 100,000 places: the eleventh found none when they were not given back."""
+def test_destroyed_graphs_release_their_workspaces():
+    """A capture needs 100,000 slots. If they were not released, the eleventh capture would fail."""
     xs = [torch.ones(8, device="cuda") for _ in range(1000)]
     outs = [torch.empty(8, device="cuda", dtype=E4M3) for _ in xs]
     scales, amaxes = torch.ones(1000, device="cuda"), torch.zeros(1000, device="cuda")
@@ -342,14 +350,14 @@ def test_destroyed_graphs_give_their_workspaces_back():
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         used.append(total - free)
-    # A capture that kept its places would add 0.8 MB: 15 of them, 12 MB. Other processes' memory is
-    # counted too.
+    # A capture that kept its slots would add 0.8 MB. Fifteen of them would add 12 MB. The
+    # measurement includes the memory of other processes.
     if "PYTEST_XDIST_WORKER" not in os.environ:
         assert used[-1] - used[8] < 6 << 20
 
 
-def test_living_graphs_do_not_share_workspaces():
-    """Both replay at once, on two streams."""
+def test_live_graphs_do_not_share_workspaces():
+    """Two streams replay them concurrently."""
     xs = [data("cuda", *BIG, seed=seed) * (seed + 1) for seed in range(2)]
     graphs, found = [], []
     for x in xs:
@@ -372,8 +380,11 @@ NANS = [0x7FC00000, 0x7F800001, -0x400000, 0x7FFFFFFF]
 
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("dtype", WIDE)
-def test_a_nan_in_a_delayed_slot_counts_as_nothing_seen(dtype, columnwise):
-    """The first finite maximum replaces it; an infinity stays; what is not finite leaves all."""
+def test_a_nan_in_a_delayed_amax_is_replaced(dtype, columnwise):
+    """The first finite maximum replaces a NaN.
+
+    An infinity remains. Non-finite inputs change nothing.
+    """
     x = torch.linspace(-3, 3, 64 * 48, device="cuda").view(64, 48).to(dtype)
     scale = scalar(0.25, "cuda")
     for slot in NANS:
@@ -393,7 +404,7 @@ def test_a_nan_in_a_delayed_slot_counts_as_nothing_seen(dtype, columnwise):
 
 
 @pytest.mark.parametrize("bits", NANS)
-def test_a_delayed_scale_that_is_nan_makes_every_code_nan(bits):
+def test_a_nan_delayed_scale_makes_every_code_nan(bits):
     x = torch.linspace(-3, 3, 64 * 48, device="cuda").view(64, 48)
     scale = torch.tensor(bits, dtype=torch.int32, device="cuda").view(torch.float32)
     amax = scalar(0.5, "cuda")
@@ -404,7 +415,7 @@ def test_a_delayed_scale_that_is_nan_makes_every_code_nan(bits):
 
 
 def kernels(call):
-    """How many kernels a call launches: the nodes of that kind in a graph that has captured it."""
+    """Return how many kernels a call launches, counted as kernel nodes of a captured graph."""
     call()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
@@ -423,7 +434,8 @@ def kernels(call):
         assert driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)) == 0
         kinds.append(kind.value)
     del kept
-    return kinds.count(0)  # CU_GRAPH_NODE_TYPE_KERNEL
+    # 0 is CU_GRAPH_NODE_TYPE_KERNEL.
+    return kinds.count(0)
 
 
 LAUNCHES = {
@@ -440,7 +452,7 @@ LAUNCHES = {
     "1x128, both": (1, lambda x, s, a: blocks(x, (1, 128), torch.float32)),
     "128x128, both": (1, lambda x, s, a: blocks(x, (128, 128), torch.float32)),
     "per row": (1, lambda x, s, a: blocks(x, (1, -1), torch.float32, False)),
-    # Maxima of rows and columns, which of them have been met first, and the cast.
+    # The maxima of rows and columns, the flags of maxima that exist, and the cast.
     "per row, both": (3, lambda x, s, a: blocks(x, (1, -1), torch.float32)),
 }
 
@@ -449,10 +461,10 @@ def blocks(x, block, scale_dtype, columnwise=True):
     return ops.quantize_blocks(x, E4M3, block, scale_dtype, True, columnwise)
 
 
-# Shapes of whole vectors: others may take a launch more.
+# These rows are multiples of the vector size. Other shapes may need one more launch.
 @pytest.mark.parametrize("shape", [(256, 512), (4096, 4096)])
 @pytest.mark.parametrize("name", list(LAUNCHES))
-def test_an_operator_launches_as_few_kernels_as_it_says(name, shape):
+def test_operators_launch_the_documented_number_of_kernels(name, shape):
     expected, call = LAUNCHES[name]
     x = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
     scale, amax = scalar(0.5, "cuda"), scalar(0.0, "cuda")

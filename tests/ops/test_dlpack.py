@@ -1,4 +1,4 @@
-"""Arguments on their way to Rust: torch's tensors, through DLPack's C interface."""
+"""Tensors passed to Rust through DLPack's C interface."""
 
 import ctypes
 import sys
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8rs import _core
+from internals import core
 
 CUDA = 2
 E4M3 = torch.float8_e4m3fn
@@ -23,41 +23,41 @@ class NoApi:
 @pytest.mark.parametrize(
     "x", [object(), np.ones((2, 3), np.float32), NoApi()], ids=lambda x: type(x).__name__
 )
-def test_what_is_no_torch_tensor_is_refused_by_name(x):
+def test_errors_name_arguments_that_are_not_tensors(x):
     out = torch.full((2, 3), 7.0)
     message = rf"is of type {type(x).__name__}; it must be a torch tensor$"
     with pytest.raises(TypeError, match=f"^step {message}"):
-        _core.random_uniform(out, 1, step=x)
+        core.random_uniform(out, 1, step=x)
     with pytest.raises(TypeError, match=rf"^xs\[1\] {message}"):
-        _core.multi_quantize([torch.ones(2, 3), x], torch.ones(2), [out, out])
+        core.multi_quantize([torch.ones(2, 3), x], torch.ones(2), [out, out])
     assert (out == 7).all()
 
 
-def test_a_sign_that_memory_does_not_show_is_not_lost():
+def test_the_negative_bit_is_applied():
     """The imaginary part of a conjugate is a view that torch negates when it reads it."""
     x = torch.conj(torch.complex(torch.ones(2, 4), torch.full((2, 4), 3.0))).imag
     assert x.is_neg()
     out = torch.zeros(2, 4, dtype=E4M3)
     with pytest.raises(ValueError, match=r"^x is a view that torch negates .* x\.resolve_neg\(\)"):
-        _core.random_uniform(x, 1)
+        core.random_uniform(x, 1)
     assert (x == -3).all()
     row, _ = torch.ops.fp8rs.quantize(x, torch.ones(()), E4M3, True, False)
     torch.ops.fp8rs.multi_quantize([x], torch.ones(1), [out])
     assert (row.float() == -3).all() and (out.float() == -3).all()
 
 
-def test_filling_lets_other_threads_run():
+def test_a_call_releases_the_interpreter_lock():
     out, begun, counts = torch.empty(1 << 24), threading.Event(), [0]
     seen = []
 
     def fill():
         begun.set()
         seen.append(counts[0])
-        _core.random_uniform(out, 1)
+        core.random_uniform(out, 1)
         seen.append(counts[0])
 
     interval = sys.getswitchinterval()
-    # Nobody is made to give way: who lets others run, does so by itself.
+    # With this interval, no thread is forced to switch, so the call must release the lock itself.
     sys.setswitchinterval(60)
     try:
         thread = threading.Thread(target=fill)
@@ -71,7 +71,7 @@ def test_filling_lets_other_threads_run():
     assert seen == [0, 100]
 
 
-# --- a library of our own making in the place of torch ---
+# --- a minimal exporter of DLPack tensors ---
 
 
 class Tensor(ctypes.Structure):
@@ -123,7 +123,7 @@ def current_stream(_, __, out):
 
 
 def capsule(pointer, name):
-    """``name`` must outlive the capsule."""
+    """Return a capsule. ``name`` must outlive it."""
     new = ctypes.pythonapi.PyCapsule_New
     new.restype, new.argtypes = (
         ctypes.py_object,
@@ -135,8 +135,8 @@ def capsule(pointer, name):
 NAME = b"dlpack_exchange_api"
 
 
-def test_elements_of_a_list_live_until_the_call_ends():
-    """The second element's export empties the list, which held the only references."""
+def test_list_elements_stay_alive_until_the_call_ends():
+    """Exporting the second element clears the list, which holds the only references."""
     tensors, alive = [torch.full((1 << 16,), 3.0)], []
     first = weakref.ref(tensors[0])
     values = (ctypes.c_float * 6)(*[1.0] * 6)
@@ -149,14 +149,14 @@ def test_elements_of_a_list_live_until_the_call_ends():
         return 0
 
     api = ExchangeApi(1, 3, None, None, None, None, lend, current_stream)
-    # Types are remembered for ever, and their interfaces with them.
+    # The core caches types and their interfaces forever.
     KEPT.append((api, lend))
     emptying = type(
         "Emptying", (), {"__dlpack_c_exchange_api__": capsule(ctypes.addressof(api), NAME)}
     )
     tensors.append(emptying())
     outs = [torch.zeros(1 << 16, dtype=E4M3), torch.zeros(2, 3, dtype=E4M3)]
-    _core.multi_quantize(tensors, torch.ones(2), outs)
+    core.multi_quantize(tensors, torch.ones(2), outs)
     assert (tensors, alive) == ([], [True])
     assert [out.float().unique().tolist() for out in outs] == [[3], [1]]
     assert first() is None
@@ -175,18 +175,18 @@ ELSEWHERE = ExchangeApi(1, 3, None, None, None, None, lend_elsewhere, current_st
 
 
 class MatrixElsewhere:
-    """On a device that no machine has."""
+    """A tensor on a device type that does not exist."""
 
     __dlpack_c_exchange_api__ = capsule(ctypes.addressof(ELSEWHERE), NAME)
 
 
-def test_the_drivers_code_comes_with_its_error():
-    with pytest.raises(_core.CudaError) as raised:
-        _core.random_uniform(MatrixElsewhere(), 1)
+def test_an_error_contains_the_code_of_the_driver():
+    with pytest.raises(core.CudaError) as raised:
+        core.random_uniform(MatrixElsewhere(), 1)
     error = raised.value
     assert not error.is_out_of_memory
     if error.code is None:
-        # No driver on this machine: nobody gave a code.
+        # Without a driver, the error has no code.
         assert error.name is None and "libcuda failed" in str(error)
     else:
         assert error.name in ("CUDA_ERROR_NO_DEVICE", "CUDA_ERROR_INVALID_DEVICE")

@@ -1,4 +1,4 @@
-"""A forked child, as a DataLoader's worker is, has none of its parent's other threads."""
+"""A forked child, such as a DataLoader worker, has none of its parent's other threads."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ os._exit(0)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
-def test_an_operator_runs_in_a_child_that_was_forked_while_others_ran():
+def test_an_operator_runs_in_a_child_forked_while_other_threads_ran():
     out = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Current scaling as Inductor traces it: the bytes are the operator's."""
+"""The decomposition of current scaling for Inductor gives the operator's bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ fp8_dtypes = pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2])
 
 @pytest.fixture(autouse=True)
 def on_the_cpu_too(monkeypatch):
-    """Where nothing is gained, the bytes must be right all the same."""
+    """Apply the decomposition on CPU too, where it is not faster, to compare its bytes."""
     monkeypatch.setattr(inductor, "fuses", inductor.covers)
 
 
@@ -51,7 +51,7 @@ def test_any_amax_gives_the_operators_bytes(device, dtype, fp8_dtype, power_2_sc
 
 
 @given(mantissa=st.integers(0, 2**23 - 1), exponent=st.integers(0, 254))
-def test_the_scale_is_the_operators_to_the_bit(mantissa, exponent):
+def test_the_scale_equals_the_operators(mantissa, exponent):
     around = torch.arange(mantissa, mantissa + 4096, dtype=torch.int32).clamp(max=2**23 - 1)
     amax = (around + exponent * 2**23).view(torch.float32)
     for fp8_dtype in (E4M3, E5M2):
@@ -60,7 +60,7 @@ def test_the_scale_is_the_operators_to_the_bit(mantissa, exponent):
 
 
 @dtypes
-def test_shapes_and_strides(device, dtype):
+def test_shapes_and_strides_give_the_operators_bytes(device, dtype):
     wide = torch.randn(6, 10, 4, device=device).to(dtype)
     for x in (wide, wide[1:, ::3], wide.transpose(0, 1), wide[0].t(), wide[0, 0], wide[:, :1, :1]):
         args = x, E4M3, True, True
@@ -68,7 +68,7 @@ def test_shapes_and_strides(device, dtype):
 
 
 @dtypes
-def test_what_arithmetic_does_not_cover(device, dtype):
+def test_unsupported_arguments_use_the_operator(device, dtype):
     x = torch.randn(2, 3, 4, device=device).to(dtype)
     for y in (x[0, 0, 0], x[:0], x[:, :, :0]):
         assert not inductor.covers(y)
@@ -77,7 +77,7 @@ def test_what_arithmetic_does_not_cover(device, dtype):
 
 
 @pytest.mark.parametrize("amax_epsilon", [-1.0, INF, NAN, 1e39])
-def test_the_operators_refuse_what_they_refuse(device, amax_epsilon):
+def test_errors_equal_those_of_the_operator(device, amax_epsilon):
     x = torch.ones(2, 2, device=device)
     for function in (ops.quantize_current, inductor.quantize_current):
         with pytest.raises(ValueError, match=r"^amax_epsilon is"):
@@ -88,13 +88,13 @@ def test_the_operators_refuse_what_they_refuse(device, amax_epsilon):
             function(x, torch.float16)
 
 
-def test_the_cpu_has_nothing_fused(monkeypatch):
+def test_nothing_is_fused_on_cpu(monkeypatch):
     monkeypatch.undo()
     assert not inductor.fuses(torch.ones(2, 2))
 
 
-def test_sizes_that_depend_on_data(device):
-    """A tensor of which nobody knows whether it is empty goes to the operator."""
+def test_data_dependent_sizes_use_the_operator(device):
+    """It is not known whether such a tensor is empty."""
     prepare_compilers()
     reset()
 
@@ -116,7 +116,7 @@ PRODUCERS = {
 
 
 def traced(function):
-    """What Inductor traces, run as it is: its code for the CPU takes a C++ compiler's time."""
+    """Run the graph that Inductor traces, uncompiled: Inductor's CPU code needs a C++ compiler."""
     texts = []
 
     def keep(graph, inputs):
@@ -127,11 +127,12 @@ def traced(function):
     return torch.compile(function, fullgraph=True, backend=backend), texts
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch 2.11's
+# torch 2.11 emits this warning.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("producer", list(PRODUCERS))
-def test_the_bytes_are_those_of_what_the_producer_gives(device, dtype, producer):
+def test_the_bytes_equal_those_of_the_materialized_input(device, dtype, producer):
     prepare_compilers()
     reset()
 
@@ -142,7 +143,8 @@ def test_the_bytes_are_those_of_what_the_producer_gives(device, dtype, producer)
     x, y = (torch.randn(64, 96, device=device).to(dtype) for _ in range(2))
     if device.type == "cuda":
         compiled = torch.compile(function, fullgraph=True)
-        with inductor_config.patch(force_disable_caches=True):  # these know of no decompositions
+        # The keys of the caches do not include decompositions.
+        with inductor_config.patch(force_disable_caches=True):
             (made, *got), code = run_and_get_code(compiled, x, y)
     else:
         compiled, code = traced(function)

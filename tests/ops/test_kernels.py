@@ -1,21 +1,21 @@
-"""The operators' kernels in Rust, behind torch's C interface."""
+"""The operators' kernels in Rust, registered through torch's C interface."""
 
 import pytest
 import torch
 
-from fp8rs import _core
 from fp8rs.ops import define
+from internals import core
 from oracle.elements import E4M3
 
 ops = torch.ops.fp8rs
 
-#: Operators that declare a write, since only Python can count a tensor's version, and those
-#: that are made of torch's.
+#: Operators that declare a write, because only Python can increment a version counter, and
+#: operators composed of torch's.
 IN_PYTHON = {"_note_amax", "multi_quantize", "multi_quantize_delayed", "quantize_delayed"}
 IN_PYTHON |= {"adamw_", "random_uniform_", "sum_rows_", "_scaled_mm", "_observe"}
 
 
-def test_which_operators_have_a_kernel_in_rust():
+def test_operators_have_a_kernel_in_rust():
     registered = {
         schema.name.removeprefix("fp8rs::")
         for schema in torch._C._jit_get_all_schemas()
@@ -24,14 +24,14 @@ def test_which_operators_have_a_kernel_in_rust():
     assert registered - IN_PYTHON == define.NATIVE
 
 
-def test_a_kernel_without_room_for_its_outputs_raises_what_torch_raises():
+def test_a_failed_allocation_of_outputs_raises_torchs_error():
     huge = torch.empty(1, dtype=torch.float32).expand(1 << 40, 1 << 10)
     with pytest.raises(RuntimeError, match=r"allocate|memory"):
         ops.quantize(huge, torch.tensor(1.0), E4M3)
 
 
-def test_a_plane_that_nobody_asked_for_is_a_tensor_of_its_own(device):
-    """Over memory that all of them share, of which there is none."""
+def test_an_output_that_was_not_requested_is_a_separate_tensor(device):
+    """Such outputs share one storage without memory."""
     x, scale = torch.ones(4, 6, device=device), torch.tensor(1.0, device=device)
     first, second = (ops.quantize(x, scale, E4M3)[1] for _ in range(2))
     assert (first.shape, first.dtype, first.device) == ((0,), E4M3, x.device)
@@ -50,7 +50,7 @@ def test_errors_are_raised_under_a_torch_function_mode():
         ops.amax(torch.ones(2, dtype=torch.float64))
 
 
-def test_errors_are_raised_in_threads_and_leave_nothing_behind():
+def test_errors_in_threads_leave_no_state():
     from concurrent.futures import ThreadPoolExecutor
 
     def bad(i):
@@ -62,8 +62,8 @@ def test_errors_are_raised_in_threads_and_leave_nothing_behind():
         assert list(pool.map(bad, range(40))) == list(range(40))
 
 
-def test_kernels_do_not_hold_the_interpreter():
-    """A call that computes for long lets other threads run Python, while it computes."""
+def test_kernels_release_the_interpreter_lock():
+    """Other threads run Python during a long call."""
     import threading
 
     x, ticks, done = torch.randn(1 << 12, 1 << 12), [], threading.Event()
@@ -84,10 +84,10 @@ def test_kernels_do_not_hold_the_interpreter():
     finally:
         done.set()
         thread.join()
-    # A call that held it would let a tick pass at its start and one at its end.
+    # If the call held the lock, one tick could pass at its start and one at its end.
     assert max(during) > 3, during
 
 
-def test_what_lends_no_stream_is_refused_when_kernels_are_registered():
-    with pytest.raises(_core.UnsupportedError, match=r"cannot register .*current_work_stream"):
-        _core.register_kernels(int, object())
+def test_registration_refuses_an_object_without_a_stream_interface():
+    with pytest.raises(core.UnsupportedError, match=r"cannot register .*current_work_stream"):
+        core.register_kernels(int, object())

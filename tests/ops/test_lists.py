@@ -1,4 +1,4 @@
-"""Operators over lists: each tensor as the operator for one treats it."""
+"""Operators on lists treat each tensor as the operator for one tensor does."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ ops = torch.ops.fp8rs
 
 
 @each_dtype
-def test_multi_amax_is_amax_of_each(device, dtype):
+def test_multi_amax_equals_amax_of_each(device, dtype):
     shapes = [*SHAPES, (511, 513)]
     xs = [data(device, *s, dtype=dtype, seed=i) for i, s in enumerate(shapes)]
     xs += [f(lambda *s: data(device, *s, dtype=dtype)) for f in LAYOUTS.values()]
@@ -21,7 +21,7 @@ def test_multi_amax_is_amax_of_each(device, dtype):
     assert same(got, torch.stack([tensorwise.amax(x) for x in xs]))
 
 
-def test_multi_amax_takes_dtypes_together(device):
+def test_multi_amax_accepts_mixed_dtypes(device):
     xs = [data(device, 9, 5, dtype=dtype, seed=i) for i, dtype in enumerate(WIDE)]
     assert same(ops.multi_amax(xs), torch.stack([tensorwise.amax(x) for x in xs]))
 
@@ -32,7 +32,7 @@ def multi_case(device, fp8_dtype, dtype):
     xs.append(data(device, 40, 30, dtype=dtype).t())
     xs.append(data(device, 4, 9, 40, dtype=dtype)[:, 2:7])
     scales = torch.linspace(0.1, 3.0, len(xs), device=device)
-    # One flat buffer, as a shard's codes have: unaligned parts, one after the other.
+    # One flat buffer, as for the codes of a shard, divided into unaligned adjacent parts.
     flat = torch.full((sum(x.numel() for x in xs) + 1,), 0xAA, dtype=torch.uint8, device=device)
     parts = flat[1:].split([x.numel() for x in xs])
     outs = [p.view(fp8_dtype).view(x.shape) for p, x in zip(parts, xs, strict=True)]
@@ -41,7 +41,7 @@ def multi_case(device, fp8_dtype, dtype):
 
 @each_format
 @each_dtype
-def test_multi_quantize_is_quantize_of_each(device, fp8_dtype, dtype):
+def test_multi_quantize_equals_quantize_of_each(device, fp8_dtype, dtype):
     xs, scales, flat, outs = multi_case(device, fp8_dtype, dtype)
     assert ops.multi_quantize(xs, scales, outs) is None
     for x, scale, out in zip(xs, scales, outs, strict=True):
@@ -51,7 +51,7 @@ def test_multi_quantize_is_quantize_of_each(device, fp8_dtype, dtype):
 
 @each_format
 @each_dtype
-def test_multi_quantize_delayed_is_quantize_delayed_of_each(device, fp8_dtype, dtype):
+def test_multi_quantize_delayed_equals_quantize_delayed_of_each(device, fp8_dtype, dtype):
     xs, scales, flat, outs = multi_case(device, fp8_dtype, dtype)
     xs[3][0, 0] = float("nan")
     amaxes = torch.full((len(xs),), 2.0, device=device)
@@ -65,14 +65,14 @@ def test_multi_quantize_delayed_is_quantize_delayed_of_each(device, fp8_dtype, d
         assert same(amaxes[i], amax)
 
 
-def test_multi_quantize_of_nothing(device):
+def test_multi_quantize_of_an_empty_list_does_nothing(device):
     empty = torch.empty(0, device=device)
     with torch.no_grad():
         ops.multi_quantize([], empty, [])
     assert ops.multi_quantize_delayed([], empty, empty.clone(), []).shape == (0,)
 
 
-def test_multi_quantize_takes_formats_and_dtypes_together(device):
+def test_multi_quantize_accepts_mixed_formats_and_dtypes(device):
     xs = [data(device, 5, 6, dtype=dtype) for dtype in (*WIDE, torch.float32)]
     outs = [torch.empty(5, 6, dtype=f, device=device) for f in (E4M3, E5M2, E4M3, E5M2)]
     scales = torch.ones(4, device=device)
@@ -82,7 +82,7 @@ def test_multi_quantize_takes_formats_and_dtypes_together(device):
 
 
 def long_list(device, count, dtypes):
-    """``count`` tensors of each dtype; none empty, all aligned, so that one launch takes them."""
+    """Return ``count`` tensors of each dtype that one launch handles: nonempty and aligned."""
     xs = []
     for dtype in dtypes:
         buffer = data(device, 64 * count, dtype=dtype, seed=count)
@@ -95,8 +95,11 @@ def long_list(device, count, dtypes):
 @each_format
 @pytest.mark.parametrize("dtypes", [WIDE[1:2], WIDE], ids=["one dtype", "mixed dtypes"])
 @pytest.mark.parametrize("count", [64, 65, 1000, 1001])
-def test_long_lists_are_calls_one_by_one(device, fp8_dtype, count, dtypes):
-    """A launch takes at most 64 or 1000 tensors of one dtype: on both sides of both."""
+def test_long_lists_equal_separate_calls(device, fp8_dtype, count, dtypes):
+    """A launch handles at most 64 or 1000 tensors of one dtype.
+
+    Test lists below and above both limits.
+    """
     xs = long_list(device, count, dtypes)
     n = len(xs)
     scales = torch.linspace(0.01, 3.0, n, device=device)
@@ -119,12 +122,12 @@ def test_long_lists_are_calls_one_by_one(device, fp8_dtype, count, dtypes):
     assert same(found, torch.stack([ops.amax(x) for x in xs]))
     assert same(amaxes, expected_amaxes)
     assert same(used, torch.stack(expected_used))
-    # And one of them against the definition, so that both are not wrong together.
+    # Compare one tensor with the definition, in case both results are wrong.
     assert same(codes(outs[-1]), tensorwise.quantize(xs[-1], scales[-1], fp8_dtype))
 
 
-def test_columns_of_one_buffer_are_lists_that_do_not_overlap(device):
-    """Slots of a state are columns of one buffer, which lie between each other."""
+def test_columns_of_one_buffer_do_not_count_as_overlapping(device):
+    """Slots of a state are columns of one buffer, so their memory ranges interleave."""
     buffer = torch.tensor([[0.5, 1.0], [0.25, 2.0]], device=device)
     scales, amaxes = buffer[:, 0], buffer[:, 1]
     xs = [data(device, 6, 8), data(device, 3, 4)]

@@ -1,4 +1,4 @@
-"""What Rust is given by torch: it is given back, and means the same whatever the caller has set."""
+"""Objects that torch passes to Rust are released, and calls do not depend on the caller's modes."""
 
 import ctypes
 import gc
@@ -9,14 +9,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from distributed.models import same_bytes
-from fp8rs import _core
+from internals import core
 
 ops = torch.ops.fp8rs
 E4M3, E8M0, F32 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32
 
 
 def calls(x):
-    """One of each kind of argument and result; ``x`` is (2, 32)."""
+    """One argument and result of each kind. ``x`` is (2, 32)."""
     one, scales, after = torch.ones(()), torch.ones(2, 1), torch.ones(1)
     return {
         "a tensor": lambda: ops.amax(x),
@@ -44,7 +44,7 @@ every_kind = pytest.mark.parametrize("kind", list(calls(torch.ones(2, 32))))
 
 
 @every_kind
-def test_arguments_die_with_their_owner(kind):
+def test_arguments_are_freed_with_their_owner(kind):
     x = torch.ones(2, 32)
     result = calls(x)[kind]()
     gone = weakref.ref(x)
@@ -65,15 +65,15 @@ class Swallows(TorchFunctionMode):
             return None
 
 
-def test_a_mode_that_catches_what_a_kernel_raises_ends_no_process():
-    """A scripted call is none that function modes see; our raising in it was."""
+def test_a_mode_that_catches_a_kernels_error_does_not_end_the_process():
+    """Function modes do not see scripted calls. An error in one once ended the process."""
     scripted = torch.jit.script(block_amax)
     with Swallows(), pytest.raises(RuntimeError, match="block is"):
         scripted(torch.ones(2, 32), [3, 3])
 
 
 class Mallinfo(ctypes.Structure):
-    """glibc's, of which ``uordblks`` is the bytes that are allocated."""
+    """glibc's mallinfo2. ``uordblks`` is the number of allocated bytes."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -85,7 +85,7 @@ class Mallinfo(ctypes.Structure):
 
 
 @every_kind
-def test_calls_keep_no_memory(kind):
+def test_calls_do_not_leak_memory(kind):
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):
         pytest.skip("needs glibc 2.33")
@@ -103,12 +103,12 @@ def test_calls_keep_no_memory(kind):
         return allocated() - before
 
     grown()
-    # 16 bytes is the least that a call can lose; other threads' memory comes and goes.
+    # A leak is at least 16 bytes per call. The memory of other threads varies.
     assert min(grown() for _ in range(3)) < 12_000
 
 
-def test_what_is_a_lazy_clone_is_written_by_itself():
-    """torch shares memory until somebody asks for it to write."""
+def test_a_write_to_a_lazy_clone_does_not_change_the_original():
+    """torch shares memory until the clone is written."""
     first = torch.zeros(())
     amax = torch._lazy_clone(first)
     ops._quantize_delayed(torch.full((2, 2), 3.0), torch.ones(()), amax, E4M3, True, False)
@@ -120,30 +120,30 @@ def test_what_is_a_lazy_clone_is_written_by_itself():
     assert (codes.float() == 0).all()
 
 
-def test_more_dimensions_than_torch_loops_take():
+def test_tensors_with_more_than_64_dimensions_are_refused():
     x = torch.ones([1] * 65)
     with pytest.raises(ValueError, match="65 dimensions; at most 64 are supported"):
         ops.quantize(x, torch.ones(()), E4M3, True, False)
 
 
-def test_rounding_is_checked_where_nothing_is_rounded_so():
+def test_rounding_is_checked_for_formats_that_do_not_use_it():
     x = torch.ones(2, 32)
     with pytest.raises(ValueError, match="rounding is"):
         ops.quantize_blocks(x, E4M3, [1, 128], F32, True, False, rounding="up")
 
 
 def step(**changes):
-    """A step of AdamW of two tensors."""
+    """A step of AdamW with two tensors."""
     names = ("grads", "exp_avgs", "exp_avg_sqs", "params", "masters")
     lists = {name: [torch.ones(2, 2) for _ in range(2)] for name in names}
     lists |= {"steps": [torch.ones(()) for _ in range(2)], "offsets": [0, 4], "streams": [0, 1]}
     lists |= {name: [] for name in ("scales", "new_scales", "amaxes")}
     numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0}
     absent = dict.fromkeys(("lr_tensor", "grad_scale", "found_inf", "seed"))
-    _core.adamw(**{**lists, **changes}, **numbers, **absent, maximize=False, block=[])
+    core.adamw(**{**lists, **changes}, **numbers, **absent, maximize=False, block=[])
 
 
-def test_a_step_refuses_what_its_lists_have_too_much():
+def test_a_step_refuses_lists_of_different_lengths_and_negative_offsets():
     step()
     with pytest.raises(ValueError, match="masters has 3 elements; it must have 2"):
         step(masters=[torch.ones(2, 2) for _ in range(3)])
@@ -153,7 +153,7 @@ def test_a_step_refuses_what_its_lists_have_too_much():
 
 TINY = {
     "native": lambda: ops.scale_from_amax(torch.zeros(1), E4M3, False, 1e-40, 0),
-    "random": lambda: _filled(lambda out: _core.random_uniform(out, 1, 0, 1e-40, 3e-40)),
+    "random": lambda: _filled(lambda out: core.random_uniform(out, 1, 0, 1e-40, 3e-40)),
 }
 
 
@@ -164,7 +164,7 @@ def _filled(write):
 
 
 @pytest.mark.parametrize("call", list(TINY))
-def test_a_small_argument_is_the_same_where_torch_flushes_subnormals(call):
+def test_a_small_argument_is_kept_if_torch_flushes_subnormals(call):
     expected = TINY[call]()
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot")

@@ -6,14 +6,20 @@ from torch.library import opcheck
 
 from cases import data, scalar
 from fp8rs.nn.observe import KEPT
-from oracle.compare import same
+from ops.operator_checks import (
+    BLOCK_NAMES,
+    EVERYTHING,
+    UNDECLARED,
+    WITHOUT_SCHEMA,
+    check_writes,
+    ops,
+    tensors,
+)
 from oracle.elements import E4M3, E5M2
-
-ops = torch.ops.fp8rs
 
 
 def samples(device):
-    """(operator, arguments) for every operator, each in more than one shape."""
+    """Yield (operator, arguments) for every operator, each with several shapes."""
     scale, amax = scalar(0.5, device), scalar(1.0, device)
     for shape in ((5, 7), (3,), (2, 3, 4), (0, 4)):
         for dtype in (torch.float32, torch.bfloat16):
@@ -64,26 +70,8 @@ NAMES = [
     "scale_from_amax",
     "transpose",
 ]
-#: The same for these in test_blocks_opcheck.py.
-BLOCK_NAMES = ["block_amax", "pack_scales", "quantize_blocks", "rebase", "unpack_scales"]
-#: In optim/test_adamw.py, test_random.py and test_rows.py.
+#: The operators that optim/test_adamw.py, test_random.py and test_rows.py check.
 OTHER_NAMES = ["adamw_", "random_uniform_", "sum_rows_"]
-
-#: torch's schema check multiplies its inputs, which torch cannot do with FP8: those operators have
-#: the check below instead.
-WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-EVERYTHING = ("test_schema", *WITHOUT_SCHEMA)
-#: Writes an argument and does not say so: that is what it is for.
-UNDECLARED = {"_note_amax": ["into"], "_observe": ["slots"], "_quantize_delayed": ["amax"]}
-
-
-def tensors(arguments):
-    """The tensors among arguments, those of lists too."""
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            yield argument
-        elif isinstance(argument, list):
-            yield from tensors(argument)
 
 
 def samples_of(name, device):
@@ -98,25 +86,8 @@ def test_opcheck(device, name):
         opcheck(getattr(ops, name).default, arguments, test_utils=utils)
 
 
-def check_writes(name, arguments, keywords=None):
-    """An operator writes what its schema says, and nothing that it returns is an argument's."""
-    overload = getattr(ops, name).default
-    before = [[t.clone() for t in tensors([a])] for a in arguments]
-    results = overload(*arguments, **(keywords or {}))
-    written = [
-        (a.alias_info is not None and a.alias_info.is_write) or a.name in UNDECLARED.get(name, ())
-        for a in overload._schema.arguments
-    ]
-    for argument, copies, may_change in zip(arguments, before, written, strict=False):
-        unchanged = map(same, tensors([argument]), copies)
-        assert may_change or all(unchanged), name
-    inputs = {t.untyped_storage().data_ptr() for t in tensors(arguments) if t.numel()}
-    results = [results] if isinstance(results, torch.Tensor) else list(results or ())
-    assert inputs.isdisjoint(t.untyped_storage().data_ptr() for t in results if t.numel())
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_schema_says_what_is_written(device, name):
+def test_only_declared_arguments_are_written(device, name):
     for arguments in samples_of(name, device):
         check_writes(name, arguments)
 
@@ -130,7 +101,7 @@ def test_every_operator_is_checked():
     assert registered == {*NAMES, *BLOCK_NAMES, *OTHER_NAMES}
 
 
-def test_meta_tensors_give_shapes():
+def test_meta_tensors_give_shapes_and_dtypes():
     x = torch.empty(2, 3, 8, dtype=torch.bfloat16, device="meta")
     row, col, scale = ops.quantize_current(x, E4M3, True, True)
     assert (row.shape, col.shape, scale.shape) == ((2, 3, 8), (8, 6), ())
@@ -148,7 +119,7 @@ def step(x, amax, scale, out):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_bytes_are_eager_bytes(device, dynamic):
+def test_compiled_bytes_equal_eager_bytes(device, dynamic):
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for rows in (5, 9):

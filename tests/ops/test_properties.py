@@ -1,6 +1,6 @@
-"""Operators on inputs that nobody thought of: any small shape, any strides, any values.
+"""Operators on random inputs: any small shape, any strides, any values.
 
-The examples are the same in each run (``derandomize``), so that what fails here fails everywhere.
+The examples are equal in each run (``derandomize``), so that a failure can be reproduced.
 """
 
 import math
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cases import data, scalar
@@ -16,20 +16,13 @@ from oracle import blocks, compare, tensorwise
 from oracle.compare import codes, same
 from oracle.elements import FORMATS, WIDE
 from oracle.tensorwise import matrix
+from random_examples import examples
 
 ops = torch.ops.fp8rs
 
-#: Bytes that no release of torch changes.
+#: No release of torch changes these bytes.
 pytestmark = pytest.mark.newest_torch
 
-examples = settings(
-    max_examples=60,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    # `device` is a constant.
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 
 sizes = st.integers(0, 70)
 formats = st.sampled_from(FORMATS)
@@ -38,7 +31,7 @@ shapes = st.lists(sizes, max_size=2) | st.tuples(st.integers(0, 5), sizes, sizes
 finite = st.sampled_from([0.0, -0.0, 448.0, -57344.0, 65504.0, 2.0**-24, 2.0**-149])
 special = finite | st.sampled_from([math.inf, -math.inf, math.nan, 3e38])
 
-#: From a tensor of at least one dimension to one that lies in another way.
+#: Views of a tensor with at least one dimension that have another memory layout.
 VIEWS = {
     "reversed": lambda x: x.permute(*reversed(range(x.dim()))),
     "every second": lambda x: x[..., ::2],
@@ -53,7 +46,7 @@ VIEWS = {
 
 @dataclass
 class Input:
-    """A tensor, and through which views operators get it."""
+    """A tensor, and the views through which operators receive it."""
 
     whole: torch.Tensor
     views: list[str]
@@ -76,9 +69,9 @@ def inputs(draw, shapes=shapes, special=special):
     return Input(x, draw(st.lists(st.sampled_from(sorted(VIEWS)), max_size=2)))
 
 
-@examples
+@examples(60)
 @given(x=inputs(), scale=scales, fp8_dtype=formats)
-def test_quantize_is_the_reference(device, x, scale, fp8_dtype):
+def test_quantize_equals_the_reference(device, x, scale, fp8_dtype):
     x, scale = x.on(device), scalar(scale, device)
     expected = tensorwise.quantize(x, scale, fp8_dtype)
     row, col = ops.quantize(x, scale, fp8_dtype, True, True)
@@ -99,14 +92,14 @@ def test_quantize_is_the_reference(device, x, scale, fp8_dtype):
         assert used.isnan()
 
 
-@examples
+@examples(60)
 @given(
     x=inputs(),
     fp8_dtype=formats,
     power_2_scale=st.booleans(),
     amax_epsilon=st.sampled_from([0.0, 1e-3, 500.0]),
 )
-def test_quantize_current_is_the_reference(device, x, fp8_dtype, power_2_scale, amax_epsilon):
+def test_quantize_current_equals_the_reference(device, x, fp8_dtype, power_2_scale, amax_epsilon):
     x = x.on(device)
     row, col, scale = ops.quantize_current(x, fp8_dtype, True, True, power_2_scale, amax_epsilon)
     rule = (fp8_dtype, power_2_scale, amax_epsilon)
@@ -116,13 +109,13 @@ def test_quantize_current_is_the_reference(device, x, fp8_dtype, power_2_scale, 
     assert same(codes(col), matrix(expected).t())
 
 
-@examples
+@examples(60)
 @given(
     xs=st.lists(inputs(), min_size=1, max_size=5),
     scale=st.floats(0.0625, 128, width=32),
     fp8_dtypes=st.lists(formats, min_size=5, max_size=5),
 )
-def test_lists_are_the_reference(device, xs, scale, fp8_dtypes):
+def test_list_operators_equal_the_reference(device, xs, scale, fp8_dtypes):
     xs = [x.on(device) for x in xs]
     scales = scale * torch.arange(1.0, len(xs) + 1, device=device)
     assert same(ops.multi_amax(xs), torch.stack([tensorwise.amax(x) for x in xs]))
@@ -133,7 +126,7 @@ def test_lists_are_the_reference(device, xs, scale, fp8_dtypes):
         assert same(codes(out), tensorwise.quantize(x, s, out.dtype))
 
 
-@examples
+@examples(60)
 @given(
     shape=st.tuples(sizes, sizes),
     fp8_dtype=formats,
@@ -142,7 +135,7 @@ def test_lists_are_the_reference(device, xs, scale, fp8_dtypes):
     seed=st.integers(0, 1000),
     transposed=st.booleans(),
 )
-def test_dequantize_and_transpose_are_the_reference(
+def test_dequantize_and_transpose_equal_the_reference(
     device, shape, fp8_dtype, dtype, block, seed, transposed
 ):
     generator = torch.Generator().manual_seed(seed)
@@ -160,7 +153,7 @@ def test_dequantize_and_transpose_are_the_reference(
     assert same(codes(ops.transpose(raw_codes)), raw.t())
 
 
-@examples
+@examples(60)
 @given(
     x=inputs(st.tuples(st.integers(1, 70), st.integers(1, 70)), finite),
     fp8_dtype=formats,
@@ -176,10 +169,10 @@ def test_dequantize_and_transpose_are_the_reference(
     rounding=st.sampled_from(["ceil", "floor"]),
     power_2_scale=st.booleans(),
 )
-def test_quantize_blocks_is_the_reference(device, x, fp8_dtype, form, rounding, power_2_scale):
+def test_quantize_blocks_equals_the_reference(device, x, fp8_dtype, form, rounding, power_2_scale):
     block, scale_dtype = form
     mx = scale_dtype is torch.float8_e8m0fnu
-    # The reference is of finite matrices; the bytes of others are in test_blocks.
+    # The reference needs finite matrices. test_blocks tests the bytes of others.
     x = x.on(device)
     assume(x.numel() > 0)
     got = ops.quantize_blocks(
@@ -201,7 +194,7 @@ def test_quantize_blocks_is_the_reference(device, x, fp8_dtype, form, rounding, 
         assert same(matrix(codes(row)), codes(expected))
 
 
-def test_each_view_lies_in_another_way():
+def test_each_view_has_another_memory_layout():
     x = torch.arange(12.0).view(3, 4)
     views = [view(x) for view in VIEWS.values()]
     assert len({(v.shape, v.stride(), v.storage_offset()) for v in views}) == len(VIEWS)

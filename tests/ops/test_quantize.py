@@ -1,4 +1,4 @@
-"""Amax, scales and quantization: every byte against the reference."""
+"""Amax, scales and quantization: every byte equals the reference."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def check_planes(x, scale, fp8_dtype, row, col, rowwise, columnwise):
 @each_dtype
 @each_direction
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_quantize_bytes(device, fp8_dtype, dtype, rowwise, columnwise, shape):
+def test_quantize_equals_the_reference(device, fp8_dtype, dtype, rowwise, columnwise, shape):
     x = data(device, *shape, dtype=dtype)
     scale = scalar(0.37, device)
     row, col = ops.quantize(x, scale, fp8_dtype, rowwise, columnwise)
@@ -55,7 +55,7 @@ def test_any_layout_gives_the_bytes_of_its_copy(device, fp8_dtype, dtype, layout
 
 
 @each_format
-def test_every_bf16_value(device, fp8_dtype):
+def test_every_bf16_value_equals_the_reference(device, fp8_dtype):
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).to(device)
     for scale in (1.0, 0.0123, 2.0**-126, 3e38, float("inf"), float("nan")):
         scale = scalar(scale, device)
@@ -64,7 +64,7 @@ def test_every_bf16_value(device, fp8_dtype):
 
 
 @each_format
-def test_every_fp16_value(device, fp8_dtype):
+def test_every_fp16_value_equals_the_reference(device, fp8_dtype):
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).to(device)
     for scale in (1.0, 7.0, 1e-5):
         row, _ = ops.quantize(x, scalar(scale, device), fp8_dtype)
@@ -72,7 +72,7 @@ def test_every_fp16_value(device, fp8_dtype):
 
 
 @each_format
-def test_ties_and_neighbours_of_every_code(device, fp8_dtype):
+def test_ties_and_neighbours_of_every_code_equal_the_reference(device, fp8_dtype):
     table = elements.values(fp8_dtype)
     middle = ((table[1:] + table[:-1]) / 2).float()
     points = torch.cat([table.float(), middle])
@@ -84,7 +84,7 @@ def test_ties_and_neighbours_of_every_code(device, fp8_dtype):
 
 
 @each_format
-def test_agrees_with_torch_where_a_value_is_in_range(device, fp8_dtype):
+def test_values_in_range_equal_torchs_cast(device, fp8_dtype):
     x = data(device, 64, 64)
     x = x.clamp(-MAX[fp8_dtype], MAX[fp8_dtype])
     row, _ = ops.quantize(x, scalar(1.0, device), fp8_dtype)
@@ -108,7 +108,7 @@ def test_special_values(device, fp8_dtype, expected):
 
 @each_dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_amax(device, dtype, shape):
+def test_amax_equals_the_reference(device, dtype, shape):
     x = data(device, *shape, dtype=dtype)
     got = ops.amax(x)
     assert got.shape == ()
@@ -126,7 +126,7 @@ def test_amax(device, dtype, shape):
         ([-0.0], 0.0),
     ],
 )
-def test_amax_lets_what_is_not_finite_be_seen(device, dtype, values, expected):
+def test_amax_propagates_non_finite_values(device, dtype, values, expected):
     x = torch.tensor(values, dtype=dtype).repeat(50).to(device)
     assert same(ops.amax(x), compare.canonical(torch.tensor(expected)))
 
@@ -135,7 +135,9 @@ def test_amax_lets_what_is_not_finite_be_seen(device, dtype, values, expected):
 @pytest.mark.parametrize("power_2_scale", [False, True])
 @pytest.mark.parametrize("amax_epsilon", [0.0, 0.5])
 @pytest.mark.parametrize("margin", [0, 2, -1])
-def test_scale_from_amax(device, fp8_dtype, power_2_scale, amax_epsilon, margin):
+def test_scale_from_amax_equals_the_reference(
+    device, fp8_dtype, power_2_scale, amax_epsilon, margin
+):
     special = [0.0, 1e-45, 1e-38, 448.0, 449.0, 57344.0, 3.4e38, float("inf"), float("nan")]
     amax = torch.cat([torch.tensor(special), data("cpu", 1000).abs()]).to(device)
     options = (fp8_dtype, power_2_scale, amax_epsilon, margin)
@@ -150,7 +152,9 @@ def test_scale_from_amax(device, fp8_dtype, power_2_scale, amax_epsilon, margin)
 @each_direction
 @pytest.mark.parametrize("power_2_scale", [False, True])
 @pytest.mark.parametrize("shape", [(33, 65), (5,), (), (0, 3), (2, 3, 9)], ids=str)
-def test_quantize_current(device, fp8_dtype, dtype, rowwise, columnwise, power_2_scale, shape):
+def test_quantize_current_equals_the_reference(
+    device, fp8_dtype, dtype, rowwise, columnwise, power_2_scale, shape
+):
     x = data(device, *shape, dtype=dtype)
     row, col, scale = ops.quantize_current(
         x, fp8_dtype, rowwise, columnwise, power_2_scale, amax_epsilon=1e-3
@@ -162,7 +166,7 @@ def test_quantize_current(device, fp8_dtype, dtype, rowwise, columnwise, power_2
 
 @each_format
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_current_scaling_shows_what_is_not_finite(device, fp8_dtype, bad):
+def test_current_scaling_propagates_non_finite_values(device, fp8_dtype, bad):
     x = data(device, 17, 40)
     x[3, 5] = bad
     row, col, scale = ops.quantize_current(x, fp8_dtype, True, True)
@@ -175,7 +179,9 @@ def test_current_scaling_shows_what_is_not_finite(device, fp8_dtype, bad):
 @each_dtype
 @each_direction
 @pytest.mark.parametrize("shape", [(33, 65), (5,), (), (0, 3), (2, 3, 9)], ids=str)
-def test_quantize_delayed(device, fp8_dtype, dtype, rowwise, columnwise, shape):
+def test_quantize_delayed_equals_the_reference(
+    device, fp8_dtype, dtype, rowwise, columnwise, shape
+):
     x = data(device, *shape, dtype=dtype)
     scale = scalar(0.37, device)
     for before in (0.0, 1e30):
@@ -188,7 +194,7 @@ def test_quantize_delayed(device, fp8_dtype, dtype, rowwise, columnwise, shape):
 
 @each_format
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_delayed_scaling_keeps_what_is_not_finite_out_of_the_history(device, fp8_dtype, bad):
+def test_delayed_scaling_keeps_non_finite_values_out_of_the_history(device, fp8_dtype, bad):
     x = data(device, 17, 40)
     x[3, 5] = bad
     scale, amax = scalar(0.5, device), scalar(3.0, device)
@@ -198,8 +204,8 @@ def test_delayed_scaling_keeps_what_is_not_finite_out_of_the_history(device, fp8
     check_planes(x, scale, fp8_dtype, row, col, True, True)
 
 
-def test_an_amax_that_is_nan_is_replaced_by_what_is_found(device):
-    """As `fmax` on CUDA: a poisoned history recovers. What is not finite changes nothing."""
+def test_a_nan_amax_is_replaced_by_the_new_amax(device):
+    """A history with a NaN recovers, as with `fmax` on CUDA. Non-finite values change nothing."""
     x = torch.tensor([[1.0, -3.0]], device=device)
     for bits in (0x7FC00000, -0x400000, 0x7F800001):
         nan = torch.tensor(bits, dtype=torch.int32, device=device).view(torch.float32)

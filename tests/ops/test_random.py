@@ -1,4 +1,4 @@
-"""fp8rs.random_uniform_: numbers that depend on a seed and on an element's place alone."""
+"""fp8rs.random_uniform_: numbers that depend only on a seed and on the index of an element."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ WIDE = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def philox(counter, key):
-    """Philox4x32-10 (Salmon et al., SC 2011) in Python's integers."""
+    """Compute Philox4x32-10 (Salmon et al., SC 2011) with Python integers."""
     a, b, c, d = counter
     k, l = key  # noqa: E741
     for _ in range(10):
@@ -22,7 +22,7 @@ def philox(counter, key):
 
 
 def expected(n, seed, offset, low, high, stream=0, step=0):
-    """What the words of the docstring say."""
+    """Compute the numbers that the docstring defines."""
     key = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
     words = []
     for i in range(offset, offset + n):
@@ -34,7 +34,7 @@ def expected(n, seed, offset, low, high, stream=0, step=0):
 
 @pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("offset", [0, 1, 2, 3, 4, 2**34 + 7, 2**62])
-def test_numbers_are_philox_of_the_place(device, dtype, offset):
+def test_numbers_are_philox_of_the_index(device, dtype, offset):
     for seed in (0, 1, 2**63 - 1, -1):
         x = torch.empty(37, dtype=dtype, device=device)
         ops.random_uniform_(x, seed, offset, -2.0, 3.0)
@@ -42,7 +42,7 @@ def test_numbers_are_philox_of_the_place(device, dtype, offset):
 
 
 @pytest.mark.parametrize("dtype", WIDE)
-def test_parts_are_filled_as_the_whole(device, dtype):
+def test_parts_are_filled_as_the_whole_tensor(device, dtype):
     whole = torch.empty(1001, 131, dtype=dtype, device=device)
     ops.random_uniform_(whole, 7)
     parts = torch.empty_like(whole)
@@ -52,7 +52,7 @@ def test_parts_are_filled_as_the_whole(device, dtype):
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 5), (1,), (3, 5, 7)], ids=str)
-def test_shapes_and_strides_are_free(device, shape):
+def test_shapes_and_strides_do_not_change_the_numbers(device, shape):
     x = torch.empty(shape, device=device)
     ops.random_uniform_(x, 3)
     flat = torch.empty(x.numel(), device=device)
@@ -72,7 +72,7 @@ def test_shapes_and_strides_are_free(device, shape):
 
 
 def test_numbers_are_uniform(device):
-    """Mean, variance and sixteen equal bins of a million, each within five deviations."""
+    """Mean, variance and sixteen equal bins of a million numbers are within five deviations."""
     n = 1 << 20
     x = torch.empty(n, device=device)
     ops.random_uniform_(x, 12)
@@ -83,7 +83,7 @@ def test_numbers_are_uniform(device):
     assert abs((x - 1 / 2).square().mean() - 1 / 12) <= 5 * ((1 / 80 - 1 / 144) / n) ** 0.5
     counts = torch.histc(x, 16, 0, 1)
     assert ((counts - n / 16).abs() <= 5 * (n / 16 * 15 / 16) ** 0.5).all()
-    # Neighbours do not know of each other: their products' mean is a quarter.
+    # Neighbors are independent, so the mean of their products is a quarter.
     centred = x - 1 / 2
     for lag in (1, 2, 3, 4):
         product = (centred[:-lag] * centred[lag:]).mean()

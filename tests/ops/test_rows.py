@@ -1,4 +1,4 @@
-"""fp8rs.sum_rows_: the sum over ranks, in their order, in float32."""
+"""fp8rs.sum_rows_: the float32 sum over ranks, in rank order."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def summed(x, divisor):
 
 
 def expected(x, divisor):
-    """The docstring in numpy's float32, one addition after the other; any NaN is the one."""
+    """Compute the definition in numpy's float32, one addition after the other, with one NaN."""
     rows = x.cpu().float().numpy()
     with np.errstate(all="ignore"):
         total = rows[0]
@@ -37,7 +37,7 @@ def same(got, x, divisor):
 
 
 def any_bits(rows, cols, seed=0):
-    """bf16 of all kinds: every exponent, subnormals, zeros of both signs, Inf and NaN."""
+    """Return bf16 values of all exponents, subnormals, zeros of both signs, infinities and NaN."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(-(1 << 15), 1 << 15, (rows, cols), generator=generator)
     return bits.to(torch.int16).view(torch.bfloat16)
@@ -46,7 +46,7 @@ def any_bits(rows, cols, seed=0):
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 64])
 @pytest.mark.parametrize("divisor", [1.0, 2.0, 3.0, 0.7, -8.0])
 @pytest.mark.parametrize("cols", [1, 7, 8, 2055, 8192])
-def test_bytes_are_the_definitions(device, rows, cols, divisor):
+def test_bytes_equal_the_definition(device, rows, cols, divisor):
     x = any_bits(rows, cols).to(device)
     assert same(summed(x, divisor), x, divisor)
 
@@ -57,18 +57,18 @@ def test_bytes_are_the_definitions(device, rows, cols, divisor):
     rows=st.integers(1, 6),
     divisor=st.floats(2.0**-20, 2.0**20, width=32),
 )
-def test_any_values_and_divisors(data, rows, divisor):
+def test_random_values_and_divisors_equal_the_definition(data, rows, divisor):
     bits = torch.tensor(data * rows, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     x = bits.view(len(data), rows).t()
     assert same(summed(x, divisor), x, divisor)
 
 
-def test_the_order_is_that_of_the_rows(device):
+def test_rows_are_added_in_order(device):
     x = torch.tensor([[2.0**24, 1.0], [1.0, 1.0], [1.0, 2.0**24]], device=device).bfloat16()
     assert summed(x, 1.0).tolist() == [2.0**24, 2.0**24 + 2]
 
 
-def test_strides_and_alignments_are_free(device):
+def test_strides_and_alignments_do_not_change_the_bytes(device):
     whole = any_bits(10, 4099).to(device)
     for x in (
         whole[:, 1:],
@@ -86,11 +86,11 @@ def test_strides_and_alignments_are_free(device):
     assert torch.equal(buffer[4096:], torch.tensor([5.0], device=device))
 
 
-def test_no_columns(device):
+def test_a_sum_without_columns(device):
     assert summed(torch.empty(3, 0, dtype=torch.bfloat16, device=device), 2.0).numel() == 0
 
 
-def test_denormals_are_kept_where_the_caller_flushes_them():
+def test_denormals_are_kept_if_the_caller_flushes_them():
     x = torch.full((2, 100), 2.0**-130).bfloat16()
     try:
         if not torch.set_flush_denormal(True):
@@ -130,7 +130,7 @@ def test_bad_arguments_are_refused_before_anything_is_written(out, x, divisor, e
 
 
 @pytest.mark.gpu
-def test_cuda_gives_the_cpus_bytes():
+def test_cuda_gives_the_bytes_of_the_cpu():
     for rows, cols in ((2, 1 << 20), (8, (1 << 17) + 5), (3, 1 << 16)):
         x = any_bits(rows, cols, seed=rows)
         for part in (x, x[:, 1:]):

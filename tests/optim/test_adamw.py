@@ -1,4 +1,4 @@
-"""fp8rs.optim.AdamW: against torch's, against the quantizers, and against another device."""
+"""fp8rs.optim.AdamW compared with torch's AdamW, with the quantizers, and with another device."""
 
 import copy
 import itertools
@@ -7,105 +7,46 @@ import pytest
 import torch
 
 from fp8rs import (
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
     Float8Quantizer,
-    MXFP8Quantizer,
     QuantizedTensor,
     convert_to_float8_training,
 )
 from fp8rs.optim import AdamW, param
 from internals import store_of
+from optim.weights import (
+    E4M3,
+    E5M2,
+    PARAMETERS,
+    QUANTIZERS,
+    SHAPES,
+    assert_same,
+    bytes_of,
+    each_format,
+    each_quantizer,
+    everything,
+    mixed,
+    normal,
+    parameter,
+    train,
+)
 
 ops = torch.ops.fp8rs
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 EPS32 = 2.0**-23
 
-#: A quantizer of weights, with one plane at rest, for every way in which codes are made.
-QUANTIZERS = {
-    "current": lambda f, d: Float8CurrentScalingQuantizer(f, columnwise=False),
-    "current, powers of two": lambda f, d: Float8CurrentScalingQuantizer(
-        f, columnwise=False, power_2_scale=True, amax_epsilon=0.5
-    ),
-    "delayed": lambda f, d: Float8Quantizer(
-        torch.tensor(0.01, device=d), torch.zeros((), device=d), f, columnwise=False
-    ),
-    "rows": lambda f, d: Float8BlockQuantizer(f, columnwise=False, block=(1, -1)),
-    "128x128": lambda f, d: Float8BlockQuantizer(f, columnwise=False, block=(128, 128)),
-    "128x128, powers of two": lambda f, d: Float8BlockQuantizer(
-        f, columnwise=False, block=(128, 128), power_2_scale=True, amax_epsilon=0.5
-    ),
-    "32x32": lambda f, d: MXFP8Quantizer(f, columnwise=False, block=(32, 32)),
-    "32x32, floor": lambda f, d: MXFP8Quantizer(
-        f, columnwise=False, block=(32, 32), scale_rounding="floor"
-    ),
-    "1x32": lambda f, d: MXFP8Quantizer(f, block=(1, 32)),
-    "1x128": lambda f, d: Float8BlockQuantizer(f, columnwise=False, block=(1, 128)),
-}
-#: Those whose codes the kernel of the update writes.
+#: The quantizers whose codes the update kernel writes.
 IN_ONE_PASS = [name for name in QUANTIZERS if name not in ("1x32", "1x128")]
-#: Larger than a block of every kind, not made of whole ones; a row; one element; none.
-SHAPES = [(300, 132), (70, 33), (1, 5), (), (0, 8), (8, 0), (3, 40, 36)]
 
-each_quantizer = pytest.mark.parametrize("name", QUANTIZERS)
-each_format = pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 with_and_without_masters = pytest.mark.parametrize("masters", [True, False])
 
 
-def normal(shape, seed, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def parameter(values):
-    return torch.nn.Parameter(values)
-
-
-def bytes_of(*tensors):
-    """All bytes of tensors, also of quantized ones."""
-    parts = []
-    for t in tensors:
-        t = t.detach()
-        if isinstance(t, QuantizedTensor):
-            parts += [x for p in t.planes if p is not None for x in (p.data, p.scale)]
-            parts += store_of(t).delayed or ()
-        else:
-            parts.append(t)
-    return [p.cpu().contiguous().reshape(-1).view(torch.uint8).clone() for p in parts]
-
-
-def assert_same(got, want):
-    assert len(got) == len(want)
-    for i, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert torch.equal(a, b), f"tensor {i} differs in {(a != b).sum()} of {a.numel()} bytes"
-
-
-def everything(optimizer):
-    """The bytes of all parameters and states."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    states = [optimizer.state[p][k] for p in params for k in sorted(optimizer.state[p])]
-    return bytes_of(*params, *states)
-
-
-def train(optimizer, steps, grad_dtype=torch.float32, seed=0):
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for step in range(steps):
-        for i, p in enumerate(params):
-            grad = normal(p.shape, 1000 * seed + 100 * step + i, grad_dtype)
-            # Autograd would refuse another dtype than the parameter's; FSDP2 reduces in one.
-            p.grad = None
-            p.grad_dtype = grad_dtype
-            p.grad = grad.to(p.device)
-        optimizer.step()
-
-
-# --- against torch ------------------------------------------------------------------------------
+# --- comparison with torch ----------------------------------------------------------------------
 
 
 def exact(group, p, g, m, v, step):
-    """A step in float64, and how far float32 may be from it: half an ulp for each rounding.
+    """Compute a step in float64, and bounds on float32's error: half an ulp for each rounding.
 
-    The weight: its factor, the product and the difference. The update: its numerator has four
-    roundings of at most |m| + |g|; the denominator ten less, of which none cancels.
+    For the weight: its factor, the product and the difference. For the update: the numerator has
+    four roundings of at most |m| + |g|, and the denominator fewer than ten, none of which cancels.
     """
     p, g, m, v = (t.double() for t in (p, g, m, v))
     (beta1, beta2), lr = group["betas"], group["lr"]
@@ -122,7 +63,7 @@ def exact(group, p, g, m, v, step):
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.3, 0.95), (0.0, 0.5)])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_plain_float32_is_as_near_to_exact_as_its_roundings_and_torch_is_no_nearer_than_that(
+def test_plain_float32_is_within_its_rounding_error_of_the_exact_step(
     maximize, betas, weight_decay
 ):
     options = {"lr": 1e-2, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
@@ -141,7 +82,7 @@ def test_plain_float32_is_as_near_to_exact_as_its_roundings_and_torch_is_no_near
         state = a.state[ours]
         assert ((state["exp_avg"].double() - m).abs() <= m_bound).all()
         assert ((state["exp_avg_sq"].double() - v).abs() <= 3 * EPS32 * v).all()
-        # From the same place again, so that nothing adds up.
+        # Start from equal values again, so that errors do not accumulate.
         theirs.data.copy_(ours.detach())
         m, v = state["exp_avg"].clone(), state["exp_avg_sq"].clone()
         b.state[theirs]["exp_avg"].copy_(m)
@@ -151,7 +92,7 @@ def test_plain_float32_is_as_near_to_exact_as_its_roundings_and_torch_is_no_near
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
 @with_and_without_masters
-def test_low_precision_parameters_are_the_rounded_float32_step(dtype, grad_dtype, masters):
+def test_low_precision_parameters_equal_the_rounded_float32_step(dtype, grad_dtype, masters):
     start = normal((40, 33), 1).to(dtype)
     low, high = parameter(start.clone()), parameter(start.float())
     a = AdamW([low], lr=1e-2, master_weights=masters)
@@ -167,7 +108,7 @@ def test_low_precision_parameters_are_the_rounded_float32_step(dtype, grad_dtype
     assert ("master" in a.state[low]) == masters
 
 
-def test_bfloat16_moments_are_rounded_float32_ones_and_steps_use_them_unrounded():
+def test_bfloat16_moments_are_rounded_but_steps_use_them_unrounded():
     p, q = parameter(normal((40, 33), 1)), parameter(normal((40, 33), 1))
     a, b = AdamW([p], state_dtype=torch.bfloat16), AdamW([q])
     for step in range(4):
@@ -189,7 +130,7 @@ def test_bfloat16_moments_are_rounded_float32_ones_and_steps_use_them_unrounded(
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_fp8_weights_are_what_the_quantizer_makes_of_the_float32_step(
+def test_fp8_weights_equal_the_quantized_float32_step(
     name, fp8_dtype, masters, state_dtype, grad_dtype, shape
 ):
     quantizer = QUANTIZERS[name](fp8_dtype, "cpu")
@@ -211,7 +152,8 @@ def test_fp8_weights_are_what_the_quantizer_makes_of_the_float32_step(
         else:
             values.data.copy_(want.dequantize(torch.float32))
     if name == "delayed":
-        # The first cast, of the initial values, counted in one of the two.
+        # The amax of the first cast, of the initial values, is recorded only by one of the two
+        # quantizers.
         seen = max(other.amax, normal(shape, 1).abs().max()) if weight.numel() else other.amax
         assert torch.equal(quantizer.amax, seen)
 
@@ -219,8 +161,8 @@ def test_fp8_weights_are_what_the_quantizer_makes_of_the_float32_step(
 @pytest.mark.parametrize("name", IN_ONE_PASS)
 @pytest.mark.parametrize("offset", [1, 2])
 @with_and_without_masters
-def test_strided_and_misaligned_tensors_are_as_any(name, offset, masters):
-    """A gradient that is a view of a buffer, as FSDP2's are, or transposed."""
+def test_strides_and_alignment_do_not_change_the_result(name, offset, masters):
+    """A gradient may be transposed, or a view of a buffer as in FSDP2."""
     weights_, optimizers = [], []
     for _ in range(3):
         weights_.append(parameter(QUANTIZERS[name](E4M3, "cpu")(normal((70, 36), 1))))
@@ -295,7 +237,7 @@ def test_plain_and_fp8_parameters_of_several_groups_step_together():
 
 @pytest.mark.parametrize("masters", [True, False])
 @pytest.mark.parametrize("name", ["current", "32x32"])
-def test_a_compiled_step_is_an_eager_one(name, masters):
+def test_a_compiled_step_equals_an_eager_one(name, masters):
     def model():
         shapes = [(64, 64), (64, 64), (160, 64)]
         params = [
@@ -317,7 +259,7 @@ def test_a_compiled_step_is_an_eager_one(name, masters):
     torch._dynamo.reset()
 
 
-#: Of a quantized tensor, what is a parameter: with other planes than one along rows, or a part.
+#: Parameters that are a quantized tensor with other planes than rowwise alone, or a part of one.
 PARTS = {
     "both planes": (True, True, lambda q: q),
     "columns": (False, True, lambda q: q),
@@ -330,14 +272,15 @@ PARTS = {
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("name", ["current", "delayed", "rows", "32x32"])
 @with_and_without_masters
-def test_planes_agree_after_a_step_and_what_is_beside_a_part_stays(name, part, masters):
-    """What is a view has scales that other elements have too."""
+def test_a_step_keeps_planes_consistent_and_writes_only_the_part(name, part, masters):
+    """A part shares its scales with other elements."""
     rowwise, columnwise, take = PARTS[part]
     quantizer = QUANTIZERS[name](E4M3, "cpu")
     quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
     q = quantizer(torch.randn(64, 96, generator=torch.Generator().manual_seed(0)))
     before, parameter = q.dequantize(), torch.nn.Parameter(take(q))
-    # What a code is off by, at most, of a delayed scale's too, which the values do not give.
+    # The largest error of a code. It also holds with a delayed scale, which does not depend on the
+    # values.
     bound = before.abs().amax().item() / 8
     optimizer = AdamW([parameter], lr=0.5, weight_decay=0.0, master_weights=masters)
     parameter.grad = torch.ones(parameter.shape)
@@ -351,7 +294,7 @@ def test_planes_agree_after_a_step_and_what_is_beside_a_part_stays(name, part, m
         assert (row - col.t()).abs().max() < bound
 
 
-def test_a_parameter_without_a_gradient_is_left_alone():
+def test_a_parameter_without_a_gradient_does_not_change():
     a, b = (parameter(QUANTIZERS["current"](E4M3, "cpu")(normal((8, 8), i))) for i in range(2))
     optimizer = AdamW([a, b])
     before = bytes_of(a)
@@ -361,7 +304,7 @@ def test_a_parameter_without_a_gradient_is_left_alone():
     assert a not in optimizer.state
 
 
-def test_not_finite_values_make_the_scale_nan_and_stay_out_of_the_history():
+def test_non_finite_values_make_the_scale_nan_and_do_not_enter_the_history():
     quantizer = QUANTIZERS["delayed"](E4M3, "cpu")
     weight = parameter(quantizer(normal((8, 8), 1)))
     other = parameter(QUANTIZERS["current"](E4M3, "cpu")(normal((8, 8), 1)))
@@ -380,9 +323,9 @@ def test_not_finite_values_make_the_scale_nan_and_stay_out_of_the_history():
 
 
 class Keeper:
-    """The owner of a weight that is whole, and has its first values."""
+    """A stub of the handle of an unsharded weight that keeps its initial values."""
 
-    shards = slots = None
+    scale_sync = slots = None
     writes = 0
 
     def __init__(self, init_value):
@@ -391,13 +334,13 @@ class Keeper:
     def forget_init(self):
         self.init_value = None
 
-    def has(self, store):
+    def observes(self, store):
         return True
 
-    def write(self, tensor, values, keep):
-        return False
+    def observe_write(self, tensor, values, exact):
+        pass
 
-    def wrote(self, tensor=None):
+    def mark_written(self):
         pass
 
 
@@ -405,19 +348,13 @@ class Keeper:
 def test_masters_start_from_the_kept_values_which_are_then_dropped(name):
     start = normal((40, 33), 1)
     kept = parameter(QUANTIZERS[name](E4M3, "cpu")(start))
-    store_of(kept).owner = Keeper(start.clone())
+    store_of(kept).observer = Keeper(start.clone())
     plain = parameter(start.clone())
     a, b = AdamW([kept]), AdamW([plain])
     train(a, 2)
     train(b, 2)
     assert torch.equal(a.state[kept]["master"], plain)
-    assert store_of(kept).owner.init_value is None
-
-
-PARAMETERS = {
-    **{name: lambda x, of=of: of(E4M3, "cpu")(x) for name, of in QUANTIZERS.items()},
-    "bfloat16": lambda x: x.bfloat16(),
-}
+    assert store_of(kept).observer.init_value is None
 
 
 each_parameter = pytest.mark.parametrize("kind", PARAMETERS)
@@ -426,7 +363,7 @@ each_rounding = pytest.mark.parametrize("stochastic", [None, True], ids=["neares
 
 @each_parameter
 @each_rounding
-def test_masters_follow_what_others_write(kind, stochastic):
+def test_masters_follow_writes_to_the_weight(kind, stochastic):
     weight = parameter(PARAMETERS[kind](normal((140, 150), 1)))
     optimizer = AdamW([weight], lr=1e-2, stochastic_rounding=stochastic)
     train(optimizer, 2)
@@ -436,16 +373,17 @@ def test_masters_follow_what_others_write(kind, stochastic):
     if isinstance(written, QuantizedTensor):
         written = written.dequantize()
     written = written.float().clone()
-    optimizer.param_groups[0].update(lr=0.0)  # so that only what was written is seen
+    # With a learning rate of 0, only the write changes the weight.
+    optimizer.param_groups[0].update(lr=0.0)
     train(optimizer, 1)
     master = optimizer.state[weight]["master"]
     assert (master == written).float().mean() > 0.8
-    # The others are masters from before that round to the same, at most a code's step away.
+    # The other masters are older and round to the same code, so they are at most one code away.
     assert ((master - written).abs() <= written.abs() / 8 + 2.0**-10).all()
 
 
 @each_parameter
-def test_masters_follow_what_is_written_after_they_were_loaded(kind):
+def test_masters_follow_writes_after_they_were_loaded(kind):
     weight = parameter(PARAMETERS[kind](normal((140, 150), 1)))
     optimizer = AdamW([weight], lr=0.0)
     train(optimizer, 1)
@@ -458,10 +396,10 @@ def test_masters_follow_what_is_written_after_they_were_loaded(kind):
 
 @each_parameter
 @each_rounding
-def test_masters_stay_where_weights_are_exchanged_and_come_back(kind, stochastic):
-    """As in an evaluation with averaged weights: no byte of the training knows of it.
+def test_masters_are_unchanged_when_weights_are_exchanged_and_restored(kind, stochastic):
+    """An evaluation with averaged weights does so. It changes no byte of the training.
 
-    But for the amax that delayed scaling keeps, which has seen the other weights.
+    The amax of delayed scaling is an exception, because it has recorded the other weights.
     """
     found = []
     for exchange in (False, True):
@@ -482,10 +420,10 @@ def test_masters_stay_where_weights_are_exchanged_and_come_back(kind, stochastic
 
 
 @each_quantizer
-def test_small_steps_are_lost_without_masters_to_nearest_and_kept_in_the_mean_otherwise(name):
-    """Two hundred steps of a sixtieth of the way to the next code or less.
+def test_small_steps_need_masters_or_stochastic_rounding(name):
+    """Two hundred steps move weights by a sixtieth of the distance to the next code or less.
 
-    An element of each block stays, so that scales do.
+    One element of each block does not move, so that scales do not change.
     """
     moved = {}
     moving = torch.arange(128) % 32 != 0
@@ -508,10 +446,11 @@ def test_small_steps_are_lost_without_masters_to_nearest_and_kept_in_the_mean_ot
         assert values[:, ~moving].unique().numel() == 1
         moved[masters, stochastic] = values[0, 0].item() - values[:, moving].mean().item()
     assert moved[False, False] == 0
-    # A constant gradient moves each weight by lr a step; the last code is within half a spacing.
-    spacing = 1 / 14  # below the largest code, which is 448; 1/16 where 1 is a power of two
+    # A constant gradient moves each weight by lr per step. The last code is within half a spacing.
+    # Just below the largest code, 448, the spacing is 1/14. With power-of-two scales it is 1/16.
+    spacing = 1 / 14
     assert abs(moved[True, None] - 0.2) <= spacing / 2 + 1e-3
-    # Each step rounds on its own, with a variance of at most a quarter of the spacing squared.
+    # Each step rounds independently, with a variance of at most a quarter of the squared spacing.
     deviation = (200 * spacing**2 / 4 / (64 * moving.sum().item())) ** 0.5
     assert abs(moved[False, None] - 0.2) <= 5 * deviation
 
@@ -521,12 +460,12 @@ def test_small_steps_are_lost_without_masters_to_nearest_and_kept_in_the_mean_ot
 
 @each_format
 @pytest.mark.parametrize("way", [0.0625, 0.3, 0.5, 0.9])
-def test_stochastic_rounding_is_right_in_the_mean(fp8_dtype, way):
-    """Of n elements ``way`` of a spacing below 1, n * way go down, within five deviations."""
+def test_stochastic_rounding_is_unbiased(fp8_dtype, way):
+    """If n elements are ``way`` of a spacing below 1, n * way +- 5 deviations round down."""
     spacing = {E4M3: 2.0**-4, E5M2: 2.0**-3}[fp8_dtype]
     quantizer = Float8Quantizer(torch.ones(()), torch.zeros(()), fp8_dtype, columnwise=False)
     weight = parameter(quantizer(torch.ones(256, 256)))
-    # A first step is as long as the learning rate, whatever the gradient.
+    # The length of the first step is the learning rate, for any gradient.
     optimizer = AdamW([weight], lr=way * spacing, eps=0.0, weight_decay=0, master_weights=False)
     weight.grad = normal((256, 256), 1).abs() + 0.1
     optimizer.step()
@@ -537,7 +476,7 @@ def test_stochastic_rounding_is_right_in_the_mean(fp8_dtype, way):
 
 
 def launch(codes, scales, parts, seed=3, block=(), step=5.0, stream=2):
-    """One step of rows ``parts`` of a weight, each a shard."""
+    """Step rows ``parts`` of a weight, each as a shard."""
     rows, cols = codes.shape
     size = block[0] if block else None
     outs = []
@@ -569,7 +508,7 @@ def launch(codes, scales, parts, seed=3, block=(), step=5.0, stream=2):
         ("128x128", (128, 128), [0, 100]),
     ],
 )
-def test_shards_round_as_the_whole_does(cols, name, block, cuts):
+def test_shards_round_as_the_unsharded_weight_does(cols, name, block, cuts):
     weight = QUANTIZERS[name](E4M3, "cpu")(normal((100, cols), 1))
     arguments = weight.rowwise.data, weight.rowwise.scale
     whole = launch(*arguments, [(0, 100)], block=block)
@@ -584,8 +523,8 @@ def test_shards_round_as_the_whole_does(cols, name, block, cuts):
 @pytest.mark.parametrize(
     "name", ["rows", "128x128", "128x128, powers of two", "32x32", "32x32, floor"]
 )
-def test_codes_that_torch_rounds_are_those_of_the_kernel(device, name, fp8_dtype, monkeypatch):
-    """What shards get whose blocks are cut, of a weight whose blocks are whole."""
+def test_codes_rounded_by_torch_equal_those_of_the_kernel(device, name, fp8_dtype, monkeypatch):
+    """Shards that split blocks are rounded by torch. They get the codes of the unsharded weight."""
     found = []
     for own in (param.OWN_SCALES, ()):
         monkeypatch.setattr(param, "OWN_SCALES", own)
@@ -600,7 +539,7 @@ def test_codes_that_torch_rounds_are_those_of_the_kernel(device, name, fp8_dtype
     assert_same(*found)
 
 
-def test_a_seed_says_everything():
+def test_a_seed_determines_the_result():
     def run(seed):
         weight = parameter(QUANTIZERS["current"](E4M3, "cpu")(normal((64, 64), 1)))
         optimizer = AdamW([weight], master_weights=False, seed=seed)
@@ -612,24 +551,12 @@ def test_a_seed_says_everything():
     run(2**64 - 1)
 
 
-# --- an optimizer as any ------------------------------------------------------------------------
-
-
-def mixed(device="cpu", fp8_dtype=E4M3):
-    """A parameter of every kind."""
-    params = [
-        parameter(QUANTIZERS[name](fp8_dtype, device)(normal((70, 36), i).to(device)))
-        for i, name in enumerate(QUANTIZERS)
-    ]
-    params.append(parameter(normal((9, 4), 20).to(device)))
-    params.append(parameter(normal((9, 4), 21, torch.bfloat16).to(device)))
-    params.append(parameter(normal((37,), 22, torch.float16).to(device)))
-    return params
+# --- the interface of an optimizer --------------------------------------------------------------
 
 
 @with_and_without_masters
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-def test_a_saved_state_goes_on_as_if_nothing_had_been(tmp_path, masters, state_dtype):
+def test_a_resumed_training_equals_an_uninterrupted_one(tmp_path, masters, state_dtype):
     options = {"master_weights": masters, "state_dtype": state_dtype, "seed": 9}
     first = AdamW(mixed(), **options)
     train(first, 2)
@@ -641,19 +568,20 @@ def test_a_saved_state_goes_on_as_if_nothing_had_been(tmp_path, masters, state_d
         for name, value in second.state[p].items():
             moment = name in ("exp_avg", "exp_avg_sq")
             assert value.dtype == (state_dtype if moment else torch.float32)
-    # A pickled delayed scale and amax are copies of their own, as they are in any checkpoint.
+    # A pickle copies the delayed scale and amax, as any checkpoint does.
     train(first, 2, seed=1)
     train(second, 2, seed=1)
     assert_same(everything(second), everything(first))
 
 
 @with_and_without_masters
-def test_what_a_grad_scaler_skips_changes_no_byte(masters):
+def test_a_step_skipped_by_a_grad_scaler_changes_no_byte(masters):
     params = mixed()
     optimizer = AdamW(params, master_weights=masters)
     reference = AdamW(copy.deepcopy(params), master_weights=masters)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(torch.zeros(()))  # makes its scale
+    # This creates the scaler's scale.
+    scaler.scale(torch.zeros(()))
     train(optimizer, 1)
     train(reference, 1)
     before = everything(optimizer)
@@ -663,7 +591,7 @@ def test_what_a_grad_scaler_skips_changes_no_byte(masters):
     scaler.update()
     assert_same(everything(optimizer), before)
     assert scaler.get_scale() == 512.0
-    # The next step is as if that one had not been.
+    # The next step gives the result of an optimizer that did not skip one.
     for i, (p, q) in enumerate(zip(params, reference.param_groups[0]["params"], strict=True)):
         q.grad = normal(p.shape, i).to(q.grad.dtype)
         p.grad = q.grad * 512
@@ -674,12 +602,13 @@ def test_what_a_grad_scaler_skips_changes_no_byte(masters):
 
 
 @each_quantizer
-def test_a_skipped_step_keeps_codes_whose_scales_are_not_their_maxima(name, device):
-    """As those of a checkpoint may be, or of a weight that was written in parts."""
+def test_a_skipped_step_keeps_codes_whose_scales_do_not_come_from_their_maxima(name, device):
+    """Such codes come from a checkpoint or from writes to parts of a weight."""
     weight = parameter(QUANTIZERS[name](E4M3, device)(normal((70, 36), 1).to(device)))
     for plane in weight.detach().planes:
         if plane is not None:
-            plane.data.view(torch.uint8).bitwise_and_(0xBF)  # values of at most 1.875
+            # The values are at most 1.875.
+            plane.data.view(torch.uint8).bitwise_and_(0xBF)
     optimizer = AdamW([weight], master_weights=False)
     optimizer.found_inf = torch.ones(1, device=device)
     before = bytes_of(weight)
@@ -688,7 +617,7 @@ def test_a_skipped_step_keeps_codes_whose_scales_are_not_their_maxima(name, devi
 
 
 @pytest.mark.parametrize("name", ["1x32", "1x128"])
-def test_a_skipped_step_rounds_no_master_anew(name):
+def test_a_skipped_step_does_not_round_masters_again(name):
     weight = parameter(QUANTIZERS[name](E4M3, "cpu")(normal((70, 36), 1)))
     optimizer = AdamW([weight], stochastic_rounding=True)
     train(optimizer, 1)
@@ -699,10 +628,11 @@ def test_a_skipped_step_rounds_no_master_anew(name):
 
 
 @each_quantizer
-def test_masters_are_rounded_stochastically_where_that_is_asked_for(name):
-    """Of values that lie between two codes some go up and some down."""
+def test_masters_are_rounded_stochastically_if_requested(name):
+    """Values between two codes round to both of them."""
     weight = parameter(QUANTIZERS[name](E4M3, "cpu")(torch.ones(64, 128)))
-    weight.detach()[:, ::32].fill_(4.0)  # which makes the scales, in every format
+    # In every format, these values determine the scales.
+    weight.detach()[:, ::32].fill_(4.0)
     optimizer = AdamW([weight], lr=1 / 32, weight_decay=0, stochastic_rounding=True)
     weight.grad = torch.ones(64, 128) * (torch.arange(128) % 32 != 0)
     optimizer.step()
@@ -711,7 +641,7 @@ def test_masters_are_rounded_stochastically_where_that_is_asked_for(name):
     assert moved.unique().numel() == 2
 
 
-def test_groups_have_options_of_their_own_which_are_checked():
+def test_groups_have_their_own_options_which_are_checked():
     first, second = (parameter(torch.ones(4).bfloat16()) for _ in range(2))
     optimizer = AdamW([{"params": [first], "state_dtype": torch.bfloat16}])
     optimizer.add_param_group({"params": [second], "master_weights": False, "lr": 0.5})
@@ -729,7 +659,7 @@ def test_groups_have_options_of_their_own_which_are_checked():
     assert len(optimizer.param_groups) == 2
 
 
-def test_hooks_see_and_change_the_state_that_is_loaded():
+def test_hooks_see_and_change_the_loaded_state():
     weight = parameter(normal((8, 4), 1).bfloat16())
     optimizer = AdamW([weight])
     train(optimizer, 1)
@@ -783,7 +713,7 @@ def test_a_learning_rate_may_be_a_tensor():
         assert_same(everything(first), everything(second))
 
 
-def test_versions_tell_autograd_of_the_writes():
+def test_writes_increase_version_counters():
     for p in mixed():
         optimizer = AdamW([p])
         before = p._version
@@ -799,7 +729,7 @@ def one_rank():
     torch.distributed.destroy_process_group()
 
 
-def test_states_of_dtensors_are_dtensors_as_torchs_own_are(one_rank):
+def test_states_of_dtensors_are_dtensors(one_rank):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
@@ -813,7 +743,7 @@ def test_states_of_dtensors_are_dtensors_as_torchs_own_are(one_rank):
         model(normal((4, 12), 1)).square().sum().backward()
         optimizer.step()
     for p, q in zip(*(m.parameters() for m in models), strict=True):
-        # One step from nothing: each is within the bound of the exact one, of about 1e-7.
+        # The first step of each is within its error bound of the exact step, which is about 1e-7.
         assert (p.full_tensor() - q.full_tensor()).abs().max() < 1e-6
         for name in ("exp_avg", "exp_avg_sq"):
             a, b = ours.state[p][name], theirs.state[q][name]
@@ -823,7 +753,7 @@ def test_states_of_dtensors_are_dtensors_as_torchs_own_are(one_rank):
 
 @with_and_without_masters
 def test_opcheck(device, masters):
-    """Schema, fake kernel, functionalization and compilation, of every kind of call."""
+    """Schema, fake kernel, functionalization and compilation, for every kind of call."""
 
     def f32(*shape):
         return torch.rand(shape, device=device)
@@ -841,7 +771,7 @@ def test_opcheck(device, masters):
             "lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1,
             "maximize": False, "seed": 5, "block": [1, -1] if kind == "rows" else [],
         }  # fmt: skip
-        # torch's schema check multiplies its inputs, which torch cannot do with FP8.
+        # torch's schema check multiplies its inputs, which is not implemented for FP8.
         schema = ["test_schema"] if kind == "plain" else []
         utils = (
             *schema,
@@ -853,7 +783,7 @@ def test_opcheck(device, masters):
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_random_numbers_go_by_a_parameters_number_whoever_has_a_gradient(first):
+def test_random_numbers_depend_on_the_parameters_index_only(first):
     weights = [parameter(QUANTIZERS["current"](E4M3, "cpu")(normal((70, 36), i))) for i in range(2)]
     alone = copy.deepcopy(weights)
     optimizers = [AdamW(given, master_weights=False) for given in (weights, alone)]
@@ -871,7 +801,7 @@ def delayed_layer():
     return convert_to_float8_training(model, recipe="delayed", fp8_weights=True)[0]
 
 
-def test_codes_are_written_with_the_scale_that_they_have_where_none_is_known():
+def test_codes_keep_their_scale_if_no_delayed_scale_is_known():
     layer = delayed_layer()
     layer.fp8_scale.zero_()
     before = layer.weight.dequantize()
@@ -880,7 +810,7 @@ def test_codes_are_written_with_the_scale_that_they_have_where_none_is_known():
     assert (layer.weight.dequantize() - before).norm() < 0.05 * before.norm()
 
 
-def test_a_master_that_a_known_scale_saturates_is_kept_where_codes_are_written_as_they_are():
+def test_a_master_that_its_scale_saturates_is_kept_when_its_code_is_written_again():
     layer = delayed_layer()
     weight = layer.weight
     optimizer = AdamW(layer.parameters(), lr=0.0, weight_decay=0.0)
@@ -896,7 +826,7 @@ def test_a_master_that_a_known_scale_saturates_is_kept_where_codes_are_written_a
 
 
 def outgrown():
-    """A layer, and its optimizer, whose one step took a third of the weights beyond their scale."""
+    """Return a model and its optimizer after a step moved a third of the weights out of range."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(64, 64, bias=False)
     torch.nn.init.uniform_(layer.weight, -0.03, 0.03)
@@ -904,12 +834,13 @@ def outgrown():
     model = convert_to_float8_training(torch.nn.Sequential(layer), recipe="delayed", **options)
     optimizer = AdamW(model.parameters(), lr=1e-2)
     train(optimizer, 1)
-    optimizer.param_groups[0]["lr"] = 0.0  # so that only what is written is seen
+    # With a learning rate of 0, only later writes change the weight.
+    optimizer.param_groups[0]["lr"] = 0.0
     return model, optimizer
 
 
 @pytest.mark.parametrize("how", ["exchanged", "loaded", "loaded after the optimizer"])
-def test_masters_beyond_their_scale_stay_where_codes_come_back(how):
+def test_masters_beyond_their_scale_are_kept_when_their_codes_are_restored(how):
     model, optimizer = outgrown()
     weight = model[0].weight
     before = optimizer.state[weight]["master"].clone()
@@ -929,8 +860,8 @@ def test_masters_beyond_their_scale_stay_where_codes_come_back(how):
 
 @pytest.mark.parametrize("factor", [0.9, 0.5])
 @pytest.mark.parametrize("constant", [True, False])
-def test_masters_follow_smaller_values_though_their_codes_may_be_the_same(factor, constant):
-    """Codes of a smaller scale: the largest one is not that of all larger masters then."""
+def test_masters_follow_smaller_values_even_if_the_codes_are_equal(factor, constant):
+    """With the smaller scale, the largest code no longer represents all larger masters."""
     model, optimizer = outgrown()
     weight = model[0].weight
     with torch.no_grad():
@@ -944,7 +875,7 @@ def test_masters_follow_smaller_values_though_their_codes_may_be_the_same(factor
     assert ((master - written).abs() <= written.abs() / 16 + 2.0**-14).all()
 
 
-def test_a_state_that_is_loaded_is_a_copy():
+def test_a_loaded_state_is_a_copy():
     weights = [parameter(normal((8, 4), 1)) for _ in range(2)]
     first, second = (AdamW([weight]) for weight in weights)
     train(first, 1)
@@ -996,9 +927,7 @@ def test_bad_options_are_refused(options, error, message):
         (torch.float32, torch.ones(4, 4).double(), TypeError, "a gradient has dtype torch.float64"),
     ],
 )
-def test_gradients_that_do_not_fit_are_refused_before_anything_is_written(
-    dtype, grad, error, message
-):
+def test_unsuitable_gradients_are_refused_before_anything_is_written(dtype, grad, error, message):
     params = mixed()
     bad = parameter(torch.ones(4, 4, dtype=dtype))
     optimizer = AdamW([*params, bad])
@@ -1018,14 +947,15 @@ def test_options_of_a_later_group_are_checked_before_the_first_is_stepped():
     optimizer = AdamW([{"params": [first]}, {"params": [second]}])
     train(optimizer, 1)
     before = everything(optimizer)
-    optimizer.param_groups[1]["lr"] = float("nan")  # as a schedule of one's own may have it
+    # A custom schedule may set it.
+    optimizer.param_groups[1]["lr"] = float("nan")
     with pytest.raises(ValueError, match="lr is nan"):
         optimizer.step()
     assert_same(everything(optimizer), before)
 
 
 @pytest.mark.parametrize("step", [3, 3.0, torch.tensor(3.0), torch.tensor(3)])
-def test_the_state_of_torchs_adamw_is_taken(step):
+def test_the_state_of_torchs_adamw_can_be_loaded(step):
     value = normal((8, 4), 1)
     theirs, ours = parameter(value.clone()), parameter(value.clone())
     reference = torch.optim.AdamW([theirs])
@@ -1049,7 +979,7 @@ def test_the_state_of_torchs_adamw_is_taken(step):
         (lambda p: AdamW([parameter(torch.ones(4, 8))]), r"exp_avg .* shape \(4, 8\)"),
     ],
 )
-def test_a_state_of_another_rule_or_parameter_is_refused_whole(other, message):
+def test_a_state_of_another_optimizer_or_parameter_is_refused_entirely(other, message):
     weight = parameter(normal((8, 4), 1))
     theirs = other([weight])
     train(theirs, 1)
@@ -1113,8 +1043,8 @@ def test_cuda_writes_the_bytes_of_the_cpu(
 @pytest.mark.gpu
 @pytest.mark.parametrize("offset", [1, 2, 4])
 @pytest.mark.parametrize("name", IN_ONE_PASS)
-def test_cuda_takes_misaligned_shards(name, offset):
-    """Gradients inside a buffer, and rows that begin at any element of the whole weight."""
+def test_cuda_steps_misaligned_shards(name, offset):
+    """Gradients are views of a buffer. Rows may begin at any element of the unsharded weight."""
     results = []
     for device in ("cpu", "cuda"):
         weight = parameter(QUANTIZERS[name](E4M3, device)(normal((70, 36), 1).to(device)))
@@ -1132,7 +1062,7 @@ def test_cuda_takes_misaligned_shards(name, offset):
 
 
 def launch_at(weight, offset, device):
-    """A step of a whole tensor whose first element is ``offset`` of another."""
+    """Step a tensor whose first element is element ``offset`` of another."""
     codes = weight.rowwise.data
     m, v = torch.zeros(2, *codes.shape, device=device)
     ops.adamw_(
@@ -1147,7 +1077,7 @@ def launch_at(weight, offset, device):
 
 @pytest.mark.gpu
 @with_and_without_masters
-def test_cuda_skips_what_a_grad_scaler_found(masters):
+def test_cuda_skips_a_step_that_a_grad_scaler_rejects(masters):
     params = mixed("cuda")
     optimizer = AdamW(params, master_weights=masters)
     train(optimizer, 1)
@@ -1161,7 +1091,7 @@ def test_cuda_skips_what_a_grad_scaler_found(masters):
 @pytest.mark.gpu
 @with_and_without_masters
 def test_a_captured_step_is_replayed_with_new_gradients_rates_and_steps(masters):
-    """The graph reads the step, the learning rate and the gradients where they are."""
+    """The graph reads the step, the learning rate and the gradients from fixed addresses."""
     eager, graphed = mixed("cuda"), mixed("cuda")
     rates = [torch.tensor(3e-3, device="cuda") for _ in range(2)]
     options = {"master_weights": masters, "capturable": True}
@@ -1183,7 +1113,7 @@ def test_a_captured_step_is_replayed_with_new_gradients_rates_and_steps(masters)
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_a_step_waits_for_nothing():
+def test_a_step_does_not_synchronize():
     params = mixed("cuda")
     optimizer = AdamW(params, lr=torch.tensor(1e-3, device="cuda"), capturable=True)
     train(optimizer, 1)

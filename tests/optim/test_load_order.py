@@ -1,4 +1,4 @@
-"""Whichever of weights and masters was loaded or written last wins, for each parameter."""
+"""The last load or write of weights and masters wins, for each parameter."""
 
 import copy
 
@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 import fp8rs
 from distributed import ranks
 from distributed.models import RECIPES, UNEVEN, make, same_bytes, shard
-from fp8_weights.test_in_use import batch, full, loss_of
+from distributed.sharded_pairs import batch, full, loss_of
 from fp8rs.optim import AdamW, MasterWeights
 from fp8rs.tensor.quantized import QuantizedTensor
-from optim.test_adamw import PARAMETERS, normal, parameter, train
+from optim.weights import PARAMETERS, normal, parameter, train
 
 OPTIMIZERS = {
     "AdamW": lambda params: AdamW(params, lr=1e-2),
@@ -31,7 +31,7 @@ each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 
 
 class Run:
-    """A model and its optimizer after some steps, and copies of both state dicts."""
+    """A model and its optimizer after some steps, with copies of both state dicts."""
 
     def __init__(self, model, optimizer, step):
         self.model, self.optimizer, self.step = model, optimizer, step
@@ -48,7 +48,7 @@ class Run:
         return {name: full(p).float().clone() for name, p in self.params().items()}
 
     def read_masters(self):
-        """The whole master of each parameter that has one."""
+        """Return the full master of each parameter that has one."""
         masters = {
             name: self.optimizer.state[p]["master"]
             for name, p in self.params().items()
@@ -60,24 +60,24 @@ class Run:
         }
 
     def restore(self):
-        """Go back to where the run was."""
+        """Load the state that the run had at first."""
         self.model.load_state_dict(self.weights)
         self.optimizer.load_state_dict(self.state)
 
     def stand_still(self):
-        """Take a step at a learning rate of 0, which shows what the optimizer starts from."""
+        """Step with a learning rate of 0, which shows the optimizer's starting values."""
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
         self.step(9)
 
 
 def assert_begins_from(run, weights, masters):
-    """Check which run each parameter of a step starts from.
+    """Assert from which run each parameter of a step starts.
 
     Args:
-        run: the run that is about to step.
-        weights: parameters that start from the weights of another run, by name.
-        masters: parameters that start from the masters of another run, by name.
+        run: The run that is about to step.
+        weights: The parameters that start from the weights of another run, by name.
+        masters: The parameters that start from the masters of another run, by name.
     """
     run.stand_still()
     values, found = run.read_values(), run.read_masters()
@@ -87,14 +87,14 @@ def assert_begins_from(run, weights, masters):
             assert same_bytes(found[name], other.masters[name]), name
     for name, other in weights.items():
         for got in (values[name], *([found[name]] if name in found else [])):
-            # A master that rounds to what was written stays: it is one code away at most.
+            # A master that rounds to the written code is kept. It is at most one code away.
             want = other.values[name]
             assert ((got - want).abs() <= want.abs() / 4 + 2.0**-8).all(), name
             assert (got - want).norm() <= 0.06 * want.norm(), name
 
 
 def part_of(state, without):
-    """A state that lacks one parameter."""
+    """Return a state that lacks one parameter."""
     return {**state, "state": {k: v for k, v in state["state"].items() if k != without}}
 
 
@@ -145,7 +145,7 @@ def weights_then_part_of_an_optimizer(run, b, c):
 
 
 def part_of_an_optimizer_alone(run, b, c):
-    """A parameter that the state does not contain keeps its master to the last bit."""
+    """A parameter that the state does not contain keeps every bit of its master."""
     first, *others = run.params()
     run.optimizer.load_state_dict(part_of(c.state, 0))
     return {}, {first: run, **dict.fromkeys(others, c)}
@@ -178,14 +178,15 @@ def in_place_writes(run, b, c):
 def foreach_writes(run, b, c):
     run.optimizer.load_state_dict(c.state)
     params = list(run.model.parameters())
-    with torch.no_grad():  # DTensors do not have _foreach_copy_
+    # DTensor does not implement _foreach_copy_.
+    with torch.no_grad():
         torch._foreach_mul_(params, 0.0)
         torch._foreach_add_(params, [p.detach() for p in b.model.parameters()])
     return each(run, b), {}
 
 
 def weights_swapped_in_and_out(run, b, c):
-    """As for an evaluation of averaged weights, with a checkpoint of the optimizer meanwhile."""
+    """An evaluation exchanges the weights, during which the optimizer is saved."""
     own = copy.deepcopy(run.model.state_dict())
     run.model.load_state_dict(b.weights)
     run.optimizer.state_dict()
@@ -215,7 +216,7 @@ each_order = pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__
 
 
 class Holder(nn.Module):
-    """Parameters that belong to no layer."""
+    """A module whose parameters belong to no layer."""
 
     def __init__(self, params):
         super().__init__()
@@ -223,7 +224,7 @@ class Holder(nn.Module):
 
 
 def bare(kind, optimizer, seed):
-    """A run of two parameters of a kind."""
+    """Return a run of two parameters of a kind."""
     values = [normal((70, 36), 10 * seed + i) for i in range(2)]
     model = Holder([parameter(PARAMETERS[kind](x)) for x in values])
     chosen = OPTIMIZERS[optimizer](model.parameters())
@@ -231,7 +232,7 @@ def bare(kind, optimizer, seed):
 
 
 def layers(recipe, optimizer, seed, fp8_weights=True):
-    """A run of two layers: FP8 weights and bf16 biases, or bf16 throughout."""
+    """Return a run of two layers, with FP8 weights and bf16 biases, or with bf16 throughout."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
     fp8rs.convert_to_float8_training(model, recipe=recipe, fp8_weights=fp8_weights)
@@ -264,10 +265,11 @@ def test_the_last_load_wins_for_layers(recipe, optimizer, order, fp8_weights):
 
 @each_optimizer
 @pytest.mark.parametrize("before", [True, False])
-def test_writes_through_data_are_seen(optimizer, before):
-    """They move no version counter."""
+def test_writes_through_data_are_detected(optimizer, before):
+    """They do not increase the version counter."""
     a, b, c = (bare("bfloat16", optimizer, seed) for seed in range(3))
-    if before:  # masters that do not round to the weights
+    # Then the masters do not round to the weights.
+    if before:
         a.optimizer.load_state_dict(c.state)
     for p, q in zip(a.model.parameters(), b.model.parameters(), strict=True):
         p.data.copy_(q.data)
@@ -276,7 +278,7 @@ def test_writes_through_data_are_seen(optimizer, before):
 
 @each_optimizer
 @pytest.mark.parametrize("kind", ["current", "bfloat16"])
-def test_a_state_dict_has_what_was_written_and_leaves_the_masters_alone(optimizer, kind):
+def test_a_state_dict_contains_written_weights_and_does_not_change_masters(optimizer, kind):
     a, b = (bare(kind, optimizer, seed) for seed in range(2))
     a.model.load_state_dict(b.weights)
     seen = []
@@ -286,14 +288,14 @@ def test_a_state_dict_has_what_was_written_and_leaves_the_masters_alone(optimize
     for i, (name, value) in enumerate(b.values.items()):
         assert (saved["state"][i]["master"] - value).norm() <= 0.04 * value.norm()
         assert same_bytes(a.read_masters()[name], a.masters[name])
-    # A state that is current shares memory with the optimizer, as torch's does.
+    # A state that is up to date shares memory with the optimizer, as torch's does.
     a.stand_still()
     for i, p in enumerate(a.model.parameters()):
         assert a.optimizer.state_dict()["state"][i]["master"] is a.optimizer.state[p]["master"]
 
 
 @each_optimizer
-def test_a_copy_of_an_optimizer_reads_weights_that_were_written(optimizer):
+def test_a_copied_optimizer_reads_written_weights(optimizer):
     a, b = (layers("current", optimizer, seed) for seed in range(2))
     a.model.load_state_dict(b.weights)
     a.model, a.optimizer = copy.deepcopy((a.model, a.optimizer))
@@ -316,7 +318,7 @@ def test_a_skipped_step_keeps_masters_that_were_loaded_last():
     assert_begins_from(a, {}, each(a, c))
 
 
-def test_masters_that_are_loaded_replace_weights_that_are_nan():
+def test_loaded_masters_replace_weights_that_are_nan():
     a, c = (bare("bfloat16", "AdamW", seed) for seed in (0, 2))
     with torch.no_grad():
         for p in a.model.parameters():
@@ -377,7 +379,8 @@ def part_of_a_state_by_torch(run, b, c, whole=False):
     run.model.load_state_dict(b.weights)
     state = copy.deepcopy(get_optimizer_state_dict(c.model, c.optimizer, options=options))
     given = [part_of(state, first) if state else {}]
-    if whole:  # torch gives it to the first rank
+    # torch returns a full state dict on rank 0 only.
+    if whole:
         dist.broadcast_object_list(given)
     set_optimizer_state_dict(run.model, run.optimizer, given[0], options=options)
     return {first: b}, dict.fromkeys(others, c)
@@ -399,7 +402,7 @@ BY_TORCH = [
 @pytest.mark.parametrize("optimizer", ["AdamW", "MasterWeights"])
 @pytest.mark.parametrize("recipe", list(RECIPES))
 @pytest.mark.parametrize("fp8_weights", [True, False], ids=["FP8 weights", "bf16"])
-def test_the_last_load_by_torchs_checkpoints_wins(rig, recipe, optimizer, fp8_weights, tmp_path):
+def test_the_last_load_by_torch_checkpoints_wins(rig, recipe, optimizer, fp8_weights, tmp_path):
     a, b, c = (sharded(rig, recipe, optimizer, seed, fp8_weights) for seed in range(3))
     b.folder = str(tmp_path)
     dcp.save({"model": b.model.state_dict()}, checkpoint_id=b.folder)
@@ -410,8 +413,8 @@ def test_the_last_load_by_torchs_checkpoints_wins(rig, recipe, optimizer, fp8_we
 
 @ranks(2)
 @each_optimizer
-def test_a_write_to_a_part_of_a_shard_is_seen(rig, optimizer):
-    """Through a view of the local tensor, on one rank alone."""
+def test_a_write_to_a_part_of_a_shard_is_detected(rig, optimizer):
+    """One rank alone writes through a view of the local tensor."""
     a = sharded(rig, "rowwise", optimizer, 0, True)
     weight = a.model.blocks[0].up.weight
     assert isinstance(weight.to_local(), QuantizedTensor)

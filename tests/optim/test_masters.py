@@ -1,4 +1,4 @@
-"""Torch's optimizers on FP8 weights: on masters, by MasterWeights, else with a warning."""
+"""torch's optimizers on FP8 weights: with masters, or without and with a warning."""
 
 import copy
 import gc
@@ -27,11 +27,11 @@ import fp8rs
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import EMPTY, RECIPES, UNEVEN, linears, make, reduces, same_bytes, shard
-from fp8_weights.test_in_use import assert_equal, batch, contents, full, loss_of, same
+from distributed.sharded_pairs import assert_equal, batch, contents, full, loss_of, same
 from fp8rs.optim import AdamW, MasterWeights
 from fp8rs.tensor.quantized import QuantizedTensor
 from internals import store_of
-from optim.test_adamw import (
+from optim.weights import (
     E4M3,
     QUANTIZERS,
     SHAPES,
@@ -67,7 +67,7 @@ def plain(kind, params, **options):
 
 
 def build(model, name, make=with_masters):
-    """Optimizers of all parameters: Muon takes matrices alone."""
+    """Return the constructors of optimizers for all parameters. Muon accepts only matrices."""
     kind, options = OPTIMIZERS[name]
     params = list(model.parameters())
     if name != "Muon":
@@ -85,11 +85,11 @@ def step(model, optimizers, x):
     return loss.detach()
 
 
-# --- what a step computes ------------------------------------------------------------------------
+# --- the computed step --------------------------------------------------------------------------
 
 
 def problem(recipe, **options):
-    """Two layers, and random targets for random inputs."""
+    """Return two layers, and random targets for random inputs."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
     x, y = torch.randn(2, 128, 64)
@@ -112,16 +112,17 @@ def last_loss(problem, name, make):
 @each_recipe
 @each_optimizer
 @pytest.mark.parametrize("kept", [True, False])
-def test_weights_train_as_those_do_that_stay_in_high_precision(recipe, name, kept):
+def test_fp8_weights_with_masters_train_as_weights_in_high_precision(recipe, name, kept):
     fp8 = problem(recipe, fp8_weights=True, preserve_high_precision_init_val=kept)
     reference = problem(recipe)
-    if not kept:  # masters begin with what the weights were rounded to
+    # Without kept values, masters start from the rounded weights.
+    if not kept:
         with torch.no_grad():
             for p, q in zip(reference[0].parameters(), fp8[0].parameters(), strict=True):
                 p.copy_(full(q))
     found = last_loss(fp8, name, with_masters)
     wanted = last_loss(reference, name, plain)
-    # Within 0.005%, in every case; 35% and more without masters (12% after 25 steps).
+    # The difference is at most 0.005%. Without masters it is at least 35% (12% after 25 steps).
     assert found == pytest.approx(wanted, rel=0.01)
     assert all(isinstance(fp8[0][i].weight, QuantizedTensor) for i in (0, 2))
 
@@ -130,7 +131,7 @@ def test_weights_train_as_those_do_that_stay_in_high_precision(recipe, name, kep
 @each_format
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_codes_are_what_the_quantizer_makes_of_the_optimizers_own_step(
+def test_codes_equal_the_quantized_step_of_the_wrapped_optimizer(
     name, fp8_dtype, grad_dtype, shape
 ):
     weight = parameter(QUANTIZERS[name](fp8_dtype, "cpu")(normal(shape, 1)))
@@ -151,7 +152,7 @@ def test_codes_are_what_the_quantizer_makes_of_the_optimizers_own_step(
 
 
 def test_parameters_of_all_kinds_step_together():
-    """Each is the rounded float32 step; one that is exact by itself is stepped where it is."""
+    """Each is the rounded float32 step. A float32 parameter is stepped in place."""
     params = mixed()
     values = [parameter(full(p).float().clone()) for p in params]
     pointers = [p.data_ptr() for p in params]
@@ -169,8 +170,8 @@ def test_parameters_of_all_kinds_step_together():
     assert [p.data_ptr() for p in params] == pointers
 
 
-def test_what_has_no_gradient_has_no_master():
-    """A frozen base costs what it did."""
+def test_a_parameter_without_gradients_has_no_master():
+    """A frozen base model needs no additional memory."""
     model, x, y = problem("current", fp8_weights=True)
     model[0].weight.requires_grad_(False)
     optimizer = MasterWeights(model.parameters(), torch.optim.AdamW)
@@ -197,7 +198,7 @@ def test_a_step_without_gradients_changes_nothing():
 
 
 @pytest.mark.parametrize("name", list(QUANTIZERS))
-def test_masters_follow_what_others_write(name):
+def test_masters_follow_writes_to_the_weight(name):
     weight = parameter(QUANTIZERS[name](E4M3, "cpu")(normal((140, 150), 1)))
     optimizer = MasterWeights([weight], torch.optim.SGD, lr=1e-2)
     train(optimizer, 2)
@@ -208,7 +209,7 @@ def test_masters_follow_what_others_write(name):
     assert ((optimizer.state[weight]["master"] - 3).abs() <= 3 / 16).all()
 
 
-def test_gradients_in_high_precision_live_for_a_step():
+def test_gradients_in_high_precision_are_freed_after_the_step():
     params = mixed()
     optimizer = MasterWeights(params, Watched, lr=1e-3)
     train(optimizer, 2, torch.bfloat16)
@@ -219,7 +220,7 @@ def test_gradients_in_high_precision_live_for_a_step():
 
 
 class Watched(torch.optim.SGD):
-    """Remembers the gradients that it was given, which must be of the parameters' own dtype."""
+    """Records its gradients, whose dtype must be the parameter's."""
 
     seen: list = []  # noqa: RUF012
 
@@ -232,10 +233,10 @@ class Watched(torch.optim.SGD):
         return super().step(closure)
 
 
-# --- an optimizer as any -------------------------------------------------------------------------
+# --- the interface of an optimizer --------------------------------------------------------------
 
 
-def test_schedulers_and_groups_are_the_chosen_optimizers():
+def test_schedulers_and_groups_act_on_the_wrapped_optimizer():
     params = mixed()
     optimizer = MasterWeights(
         [{"params": params[:3], "lr": 0.5}, {"params": params[3:]}], torch.optim.SGD, momentum=0.9
@@ -256,11 +257,11 @@ def test_schedulers_and_groups_are_the_chosen_optimizers():
     assert optimizer.param_groups[-1]["momentum"] == 0.9
     train(optimizer, 1)
     assert "momentum_buffer" in optimizer.state[new] and "master" in optimizer.state[new]
-    # Those that want momentum look for it in the defaults.
+    # Schedulers that change momentum read it from the defaults.
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
 
 
-def test_options_that_an_optimizer_changes_by_itself_are_seen():
+def test_options_changed_by_the_wrapped_optimizer_are_visible():
     class Counting(torch.optim.SGD):
         def step(self, closure=None):
             self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
@@ -299,12 +300,12 @@ def test_a_closure_is_evaluated_before_the_step():
         (nn.Linear, "must be a subclass of torch.optim.Optimizer"),
     ],
 )
-def test_what_cannot_be_run_on_masters_is_refused(kind, message):
+def test_optimizers_that_cannot_run_on_masters_are_refused(kind, message):
     with pytest.raises(TypeError, match=message):
         MasterWeights([parameter(torch.ones(2))], kind)
 
 
-def test_options_are_refused_as_the_chosen_optimizer_does():
+def test_options_are_checked_by_the_wrapped_optimizer():
     with pytest.raises(ValueError, match="Invalid learning rate"):
         MasterWeights(mixed(), torch.optim.SGD, lr=-1.0)
     with pytest.raises(ValueError, match="2D"):
@@ -315,7 +316,7 @@ def test_options_are_refused_as_the_chosen_optimizer_does():
         optimizer.add_param_group({"params": params[:1]})
 
 
-def test_a_step_that_fails_keeps_the_state():
+def test_a_failed_step_keeps_the_state():
     class Failing(torch.optim.SGD):
         fails = False
 
@@ -334,7 +335,7 @@ def test_a_step_that_fails_keeps_the_state():
 
 
 def test_parameters_may_be_replaced_until_the_first_step_and_the_old_ones_are_freed():
-    """accelerate does so: it shards a model that the optimizer has already, and drops the old."""
+    """accelerate shards a model that the optimizer already has, and frees the old parameters."""
     old = mixed()
     optimizer = MasterWeights(old, torch.optim.AdamW)
     gone = [weakref.ref(p) for p in old]
@@ -349,7 +350,7 @@ def test_parameters_may_be_replaced_until_the_first_step_and_the_old_ones_are_fr
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda x: reloaded(x, weights_only=False)])
-def test_copies_step_by_themselves(how):
+def test_copies_step_independently(how):
     optimizer = MasterWeights(mixed(), torch.optim.AdamW, lr=1e-2)
     train(optimizer, 2)
     twin = how(optimizer)
@@ -367,7 +368,7 @@ def test_copies_step_by_themselves(how):
         (torch.optim.Adafactor, {}),
     ],
 )
-def test_a_saved_state_goes_on_as_if_nothing_had_been(kind, options):
+def test_a_resumed_training_equals_an_uninterrupted_one(kind, options):
     first = MasterWeights(mixed(), kind, **options)
     train(first, 2)
     state, params = reloaded((first.state_dict(), first.param_groups[0]["params"]))
@@ -382,7 +383,7 @@ def test_a_saved_state_goes_on_as_if_nothing_had_been(kind, options):
     assert_same(everything(second), everything(first))
 
 
-def test_a_state_of_the_optimizer_without_masters_is_taken():
+def test_a_state_of_the_optimizer_without_masters_can_be_loaded():
     params, values = (
         [parameter(normal((8, 4), 1).to(dtype))] for dtype in (torch.bfloat16, torch.float32)
     )
@@ -396,7 +397,7 @@ def test_a_state_of_the_optimizer_without_masters_is_taken():
     assert state is not ours.state[params[0]] or "master" in state
 
 
-def test_a_state_of_another_shape_is_refused_whole():
+def test_a_state_of_another_shape_is_refused_entirely():
     small, large = (
         MasterWeights([parameter(torch.ones(n, n).bfloat16())], torch.optim.AdamW) for n in (2, 3)
     )
@@ -408,7 +409,7 @@ def test_a_state_of_another_shape_is_refused_whole():
     assert_same(everything(large), before)
 
 
-def test_a_compiled_step_is_an_eager_one():
+def test_a_compiled_step_equals_an_eager_one():
     torch._dynamo.reset()
     eager, compiled = (MasterWeights(mixed(), torch.optim.AdamW, lr=1e-2) for _ in range(2))
     run = torch.compile(compiled.step, backend="eager")
@@ -426,7 +427,7 @@ def test_a_compiled_step_is_an_eager_one():
 
 
 def pair(rig, recipe, hidden=UNEVEN, **options):
-    """A model with FP8 weights, whose first values are kept, and a sharded one."""
+    """Return a model with FP8 weights that keeps its initial values, and a sharded copy."""
     whole, other = (
         make(
             hidden,
@@ -441,7 +442,7 @@ def pair(rig, recipe, hidden=UNEVEN, **options):
 
 
 def masters(model, optimizers):
-    """The whole master of each weight that has one."""
+    """Return the full master of each weight that has one."""
     found = {}
     for name, p in model.named_parameters():
         for optimizer in optimizers:
@@ -457,7 +458,7 @@ def masters(model, optimizers):
 @pytest.mark.parametrize("recipe", list(RECIPES))
 @pytest.mark.parametrize("hidden", [UNEVEN, EMPTY], ids=["uneven", "empty"])
 @each_optimizer
-def test_shards_step_as_the_whole_weight_does(rig, recipe, hidden, name):
+def test_shards_step_as_the_unsharded_weight_does(rig, recipe, hidden, name):
     whole, model = pair(rig, recipe, hidden)
     one, other = build(whole, name), build(model, name)
     for n in range(3):
@@ -468,12 +469,13 @@ def test_shards_step_as_the_whole_weight_does(rig, recipe, hidden, name):
             assert same_bytes(*losses)
             assert all(same_bytes(found[key], wanted[key]) for key in wanted)
             assert_equal(model, whole)
-        for key in wanted:  # Muon multiplies matrices in bf16, and sums over ranks
+        # Muon multiplies matrices in bf16 and sums over ranks.
+        for key in wanted:
             assert (found[key] - wanted[key]).abs().max() <= 0.02 * wanted[key].abs().max(), key
 
 
 @ranks(2)
-def test_a_steps_maxima_are_reduced_at_once(rig):
+def test_the_maxima_of_a_step_are_reduced_together(rig):
     _, model = pair(rig, "current")
     optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
     for n in range(2):
@@ -486,7 +488,7 @@ def test_a_steps_maxima_are_reduced_at_once(rig):
 
 @ranks(4)
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
-def test_replicas_of_shards_step_alike(rig, recipe):
+def test_replicas_of_shards_step_equally(rig, recipe):
     whole, model = pair(rig, recipe, mesh=rig.mesh(2, 2))
     one, other = build(whole, "SGD"), build(model, "SGD")
     for n in range(2):
@@ -498,8 +500,8 @@ def test_replicas_of_shards_step_alike(rig, recipe):
 @ranks(4)
 @each_optimizer
 @pytest.mark.parametrize("recipe", ["current", "rowwise"])
-def test_tensor_parallel_shards_step_as_the_whole_weight_does(rig, recipe, name):
-    """Within what sums over ranks round otherwise."""
+def test_tensor_parallel_shards_step_as_the_unsharded_weight_does(rig, recipe, name):
+    """The difference is the rounding of sums over ranks."""
     whole, model = (
         make((64, 64), recipe=recipe, device=rig.device, fp8_weights=True) for _ in range(2)
     )
@@ -522,8 +524,8 @@ def test_tensor_parallel_shards_step_as_the_whole_weight_does(rig, recipe, name)
 @each_optimizer
 @pytest.mark.parametrize("recipe", list(RECIPES))
 @pytest.mark.parametrize("whole", [True, False], ids=["full", "sharded"])
-def test_a_state_dict_of_torchs_goes_on_as_if_nothing_had_been(rig, recipe, name, whole):
-    """By get_optimizer_state_dict and its counterpart, into a fresh model and optimizer."""
+def test_training_resumes_from_a_torch_state_dict(rig, recipe, name, whole):
+    """get_optimizer_state_dict and its counterpart restore a new model and optimizer."""
     options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
     _, model = pair(rig, recipe)
     optimizers = build(model, name)
@@ -531,7 +533,8 @@ def test_a_state_dict_of_torchs_goes_on_as_if_nothing_had_been(rig, recipe, name
         step(model, optimizers, batch(rig, n))
     weights = copy.deepcopy(model.state_dict())
     state = copy.deepcopy(get_optimizer_state_dict(model, optimizers, options=options))
-    if whole:  # which torch gives to the first rank
+    # torch returns a full state dict on rank 0 only.
+    if whole:
         given = [state]
         dist.broadcast_object_list(given)
         state = given[0]
@@ -544,13 +547,14 @@ def test_a_state_dict_of_torchs_goes_on_as_if_nothing_had_been(rig, recipe, name
     for n in range(2, 4):
         for m, o in ((model, optimizers), (other, resumed)):
             step(m, o, batch(rig, n))
-        if recipe != "delayed":  # whose histories are in no state dict
+        # The state dict does not contain the histories of delayed scaling.
+        if recipe != "delayed":
             assert_equal(other, model)
             assert same(contents(other), contents(model))
 
 
 @ranks(2)
-def test_a_checkpoint_on_disk_holds_the_masters(rig):
+def test_a_checkpoint_on_disk_contains_the_masters(rig):
     _, model = pair(rig, "current")
     optimizers = build(model, "SGD")
     step(model, optimizers, batch(rig))
@@ -571,7 +575,7 @@ def test_a_checkpoint_on_disk_holds_the_masters(rig):
 
 
 def stepped(optimizer, model):
-    """The warnings of two steps."""
+    """Return the warnings of two steps."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for n in range(2):
@@ -581,7 +585,7 @@ def stepped(optimizer, model):
 
 
 class Foreign(torch.optim.Optimizer):
-    """A third party's."""
+    """An optimizer of a third party."""
 
     def __init__(self, params):
         super().__init__(params, {})
@@ -602,13 +606,14 @@ FOREIGN = {
 
 @pytest.mark.parametrize("kind", list(FOREIGN))
 @pytest.mark.parametrize("init", [True, False])
-def test_the_first_step_of_another_optimizer_warns(kind, init):
+def test_the_first_step_of_another_optimizer_warns_once(kind, init):
     if init:
         with fp8rs.quantized_init("current"):
             model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     else:
         model, *_ = problem("current", fp8_weights=True)
-    for _ in range(2):  # once an optimizer
+    # Each optimizer warns once.
+    for _ in range(2):
         optimizer = FOREIGN[kind](model.parameters())
         found = stepped(optimizer, model)
         assert len(found) == 1 and found[0].category is UserWarning
@@ -619,10 +624,11 @@ def test_the_first_step_of_another_optimizer_warns(kind, init):
 
 
 @ranks(2)
-def test_it_does_of_shards(rig):
+def test_the_first_step_of_another_optimizer_warns_for_shards(rig):
     _, model = pair(rig, "current")
     optimizer = torch.optim.AdamW(model.parameters())
-    get_optimizer_state_dict(model, optimizer)  # torch steps it, at a rate of 0
+    # This makes torch step the optimizer with a learning rate of 0.
+    get_optimizer_state_dict(model, optimizer)
     loss_of(model, batch(rig)).backward()
     with pytest.warns(UserWarning, match="AdamW steps 5 FP8 weights, and keeps no masters"):
         optimizer.step()
@@ -630,12 +636,12 @@ def test_it_does_of_shards(rig):
 
 
 @pytest.mark.parametrize("make", [AdamW, lambda p: MasterWeights(p, torch.optim.SGD, lr=0.1)])
-def test_ours_do_not_warn(make):
+def test_fp8rs_optimizers_do_not_warn(make):
     model, *_ = problem("current", fp8_weights=True)
     assert not stepped(make(model.parameters()), model)
 
 
-def test_frozen_weights_and_plain_ones_do_not_warn():
+def test_frozen_and_plain_weights_do_not_warn():
     model, *_ = problem("current", fp8_weights=True)
     for i in (0, 2):
         model[i].weight.requires_grad_(False)

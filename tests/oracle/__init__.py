@@ -1,6 +1,6 @@
-"""What fp8rs must give, in plain torch, written from the definitions: what tests compare with.
+"""Reference implementations in plain torch, written from the definitions.
 
-An oracle shares no code with what it judges. It imports nothing of fp8rs: no rounding, no scales,
-and no layout, be it of blocks, of planes or of packed scales. Nor does it let torch cast to FP8
-what is out of range: releases differ there.
+They share no code with fp8rs: they implement rounding, scales and the layouts of blocks, planes and
+packed scales themselves. They do not cast values that are out of range to FP8 with torch, because
+torch releases differ there.
 """

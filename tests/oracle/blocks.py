@@ -1,4 +1,4 @@
-"""A scale for each row or block, of finite matrices; packed scales."""
+"""Scales for rows and blocks of finite matrices, and packed scales."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from oracle.elements import EMAX, MAX, cast, power_of_2
 
 
 def expand(grid: Tensor, block: tuple[int, int], shape: tuple[int, int], lead: int = 0) -> Tensor:
-    """One element for each block as one for each element; ``lead`` rows of the first are absent."""
+    """Expand one value per block to one per element. The first block lacks ``lead`` rows."""
     for dim in (0, 1):
         if block[dim] == -1:
             grid = grid.expand(-1, shape[1]) if dim else grid.expand(shape[0], -1)
@@ -22,7 +22,7 @@ def expand(grid: Tensor, block: tuple[int, int], shape: tuple[int, int], lead: i
 
 
 def block_amax(x: Tensor, block: tuple[int, int], lead: int = 0) -> Tensor:
-    """The largest magnitude of each block of a matrix whose first block lacks ``lead`` rows."""
+    """Return the amax of each block of a matrix whose first block lacks ``lead`` rows."""
     rows, cols = x.shape
     block_rows = rows + lead if block[0] == -1 else block[0]
     block_cols = cols if block[1] == -1 else block[1]
@@ -33,7 +33,7 @@ def block_amax(x: Tensor, block: tuple[int, int], lead: int = 0) -> Tensor:
 
 
 def e8m0_exponent(amax: Tensor, dtype: torch.dtype, rounding: str) -> Tensor:
-    """The exponent of each block's scale, by searching the definition's inequality."""
+    """Return the exponent of each block's scale by evaluating the defining inequality."""
     amax = amax.double()
     # amax = m * 2^e with m in [0.5, 1), so floor(log2(amax)) is e - 1.
     _, e = torch.frexp(amax)
@@ -53,7 +53,10 @@ def quantize(
     rounding: str | None = None,
     power_2_scale: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """FP8 codes and scales (fp32 values) of a finite matrix; ``rounding``: the scales are E8M0."""
+    """Return FP8 codes and float32 scales of a finite matrix.
+
+    If ``rounding`` is given, scales are E8M0.
+    """
     amax = block_amax(x, block)
     if rounding is not None:
         scale = power_of_2(e8m0_exponent(amax, dtype, rounding))
@@ -64,10 +67,10 @@ def quantize(
 
 
 def swizzle(scales: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """The packed layout of (lines, blocks) integers, written from its definition.
+    """Pack (lines, blocks) integers into the layout that cuBLAS defines.
 
-    Pad to (128a, 4b) with zeros; tiles of 128x4 in row-major order; in a tile, row r, column c goes
-    to row r % 32, column (r // 32) * 4 + c of a 32x16 array.
+    The matrix is padded with zeros to (128a, 4b) and divided into 128x4 tiles in row-major order.
+    In a tile, row r and column c move to row r % 32 and column (r // 32) * 4 + c of a 32x16 array.
     """
     lines, blocks = scales.shape
     out = []

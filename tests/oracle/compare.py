@@ -1,21 +1,21 @@
-"""How results are compared: by bits, or by the norm of what differs."""
+"""Comparisons of results by bits, and by the norm of their difference."""
 
 import torch
 from torch import Tensor
 
 
 def canonical(x: Tensor) -> Tensor:
-    """float32 with one NaN for all."""
+    """Return float32 values in which every NaN has the same bits."""
     return torch.where(x.isnan(), torch.nan, x)
 
 
 def codes(t: Tensor) -> Tensor:
-    """The bytes of FP8 codes, on the CPU."""
+    """Return the bytes of FP8 codes on the CPU."""
     return t.cpu().view(torch.uint8)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equal in dtype, shape and every bit (on the CPU)."""
+    """Return whether two tensors have the same dtype, shape and bits. Devices may differ."""
     a, b = a.cpu(), b.cpu()
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
 
@@ -25,5 +25,5 @@ def _bytes(t: Tensor) -> Tensor:
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """The norm of the difference by that of ``b``."""
+    """Return the norm of the difference relative to the norm of ``b``."""
     return ((a.double() - b.double()).norm() / b.double().norm()).item()

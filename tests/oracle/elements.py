@@ -1,4 +1,4 @@
-"""The formats' elements: their values, and codes by looking for the nearest of them."""
+"""The values of FP8 codes, and encoding by searching the nearest value."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = (E4M3, E5M2)
 WIDE = (torch.float32, torch.bfloat16, torch.float16)
-#: format -> (mantissa bits, exponent bias, largest finite code)
+#: For each format: mantissa bits, exponent bias, largest finite code.
 _PARAMETERS = {E4M3: (3, 7, 0x7E), E5M2: (2, 15, 0x7B)}
 MAX = {E4M3: 448.0, E5M2: 57344.0}
 #: The exponent of the largest power of two.
@@ -15,12 +15,12 @@ NAN_CODE = 0x7F
 
 
 def power_of_2(exponent: Tensor) -> Tensor:
-    """2^exponent of integers, as float64: by its bits, since pow is not exact on CUDA."""
+    """Return 2^exponent as float64, assembled from bits because pow is not exact on CUDA."""
     return ((exponent.long() + 1023) << 52).view(torch.float64)
 
 
 def values(fp8_dtype: torch.dtype) -> Tensor:
-    """The values of the codes from 0 to the largest finite one, in order, as float64."""
+    """Return the values of the codes from 0 to the largest finite one as float64."""
     mantissa_bits, bias, last = _PARAMETERS[fp8_dtype]
     codes = torch.arange(last + 1)
     exponent = codes >> mantissa_bits
@@ -30,11 +30,11 @@ def values(fp8_dtype: torch.dtype) -> Tensor:
 
 
 def encode(y: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """float32 or float64 to codes (uint8): nearest, ties to even; saturating; NaN becomes 0x7F."""
+    """Encode as codes (uint8): to nearest, ties to even, saturating, NaN as 0x7F."""
     table = values(fp8_dtype)
     halfway = ((table[1:] + table[:-1]) / 2).to(y.device, y.dtype)
     magnitude = y.abs().contiguous()
-    # Where two codes are as near, one search ends at the lower and one at the upper.
+    # If two codes are equally near, one search ends at the lower one and one at the upper one.
     lower = torch.searchsorted(halfway, magnitude, out_int32=True)
     upper = torch.searchsorted(halfway, magnitude, out_int32=True, right=True)
     code = torch.where(lower % 2 == 0, lower, upper) + 128 * torch.signbit(y)
@@ -42,12 +42,12 @@ def encode(y: Tensor, fp8_dtype: torch.dtype) -> Tensor:
 
 
 def cast(y: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """What `encode` gives of finite numbers, as FP8, by torch: a search takes 100 ns a number."""
+    """Encode finite numbers with torch, which is faster than the search of `encode`."""
     return y.float().clamp(-MAX[fp8_dtype], MAX[fp8_dtype]).to(fp8_dtype)
 
 
 def decode(codes: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """Codes (uint8) to float32."""
+    """Decode codes (uint8) to float32."""
     table = values(fp8_dtype).float().to(codes.device)
     magnitude = codes.int() & 0x7F
     value = table[magnitude.clamp(max=len(table) - 1)]

@@ -1,7 +1,7 @@
-"""Linear layers on operands that are rounded to FP8, in plain torch with fp32 accumulation.
+"""Linear layers on operands rounded to FP8, in plain torch with fp32 accumulation.
 
-What the GEMMs multiply are rounded values in fp32. ``rebased`` is MXFP8 where there are no GEMMs
-for it: weights rewritten for one power of two a row, activations rounded straight to such scales.
+GEMMs multiply rounded values in fp32. ``rebased`` computes MXFP8 on devices without MXFP8 GEMMs:
+weights are converted to one power of two per row, and activations are quantized with such scales.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Block = tuple[int, int]
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a recipe; ``rounding`` says that the scales are E8M0.
+    """The blocks of a recipe. ``rounding`` is set if the scales are E8M0.
 
-    ``wgrad_input`` is the block of the input's transpose, where it is not ``input``.
+    ``wgrad_input`` is the block of the transposed input, if it differs from ``input``.
     """
 
     input: Block
@@ -38,7 +38,7 @@ TENSORWISE = Blocks((-1, -1), (-1, -1))
 
 
 def blocks_of(recipe: Any) -> Blocks:
-    """The blocks that a recipe says it has, of which its own tests have a table."""
+    """Return the blocks that a recipe declares. The tests of recipes compare them with a table."""
     input, wgrad_input = recipe.block_format("input"), recipe.wgrad_input_format
     return Blocks(
         input.block,
@@ -50,7 +50,7 @@ def blocks_of(recipe: Any) -> Blocks:
 
 
 def rounded(x: Tensor, dtype: torch.dtype, block: Block, **options: Any) -> tuple[Tensor, Tensor]:
-    """A matrix as quantizing rounds it, in fp32, and its scales."""
+    """Return a quantized and dequantized matrix in fp32, and its scales."""
     if x.numel() == 0:
         return x.float(), torch.ones(x.shape[0], 1, device=x.device)
     codes, scale = quantize(x, dtype, block, **options)
@@ -58,7 +58,7 @@ def rounded(x: Tensor, dtype: torch.dtype, block: Block, **options: Any) -> tupl
 
 
 def rebase(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
-    """Rounded values rounded again for the largest of their row's scales."""
+    """Round quantized values again with the largest scale of their row."""
     row = expand(scale, block, tuple(x.shape)).amax(1, keepdim=True).clamp(min=2.0**-126)
     return cast(x / row, dtype).float() * row
 
@@ -107,7 +107,7 @@ def _weight(weight: Tensor, blocks: Blocks, rebased: bool) -> Tensor:
 
 
 def rebases(blocks: Blocks, device: torch.device) -> bool:
-    """Whether a device multiplies MXFP8 rebased to one scale a row."""
+    """Return whether a device computes MXFP8 with operands rebased to one scale per row."""
     if blocks.rounding is None or device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) < (10, 0)
@@ -120,23 +120,24 @@ def linear(
     blocks: Blocks = TENSORWISE,
     grad_dtype: torch.dtype = E4M3,
 ) -> Tensor:
-    """A linear layer whose operands are rounded by blocks, as the device of ``x`` has GEMMs for."""
+    """Compute a linear layer with quantized operands, as the device of ``x`` multiplies them."""
     return _Linear.apply(x, weight, bias, blocks, grad_dtype, rebases(blocks, x.device))
 
 
 def tensor_core_error(k: int) -> float:
-    """How far FP8 tensor cores may be off a sum of ``k`` products, relative to the largest sum.
+    """Return a bound on the error of FP8 tensor cores in a sum of ``k`` products.
 
-    A Hopper tensor core aligns 32 products and the sum so far to the largest of them and cuts off
-    what is below 13 bits of fraction (DeepSeek-V3 Technical Report, arXiv:2412.19437, sections
-    3.3.2 and 3.5.2: "around 14 bits"). So each product loses less than 2^-13 of the largest, in
-    the direction of its own sign: ``k`` independent losses add up as the root of their number.
+    The bound is relative to the largest sum. A Hopper tensor core aligns 32 products and the
+    running sum to the largest of them and truncates what is below 13 fraction bits (DeepSeek-V3
+    Technical Report, arXiv:2412.19437, sections 3.3.2 and 3.5.2: "around 14 bits"). Each product
+    loses less than 2^-13 of the largest, in the direction of its sign. ``k`` independent losses add
+    up to the square root of their number.
     """
     return math.sqrt(k) * 2.0**-13
 
 
 def tensor_core_sums(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b.T of matrices of codes, with the additions that :func:`tensor_core_error` describes."""
+    """Compute a @ b.T of matrices of codes with the additions of `tensor_core_error`."""
     sums = torch.zeros(a.shape[0], b.shape[0], 1, dtype=torch.float64)
     for left, right in zip(a.double().split(32, 1), b.double().split(32, 1), strict=True):
         addends = torch.cat([sums, left[:, None] * right[None]], 2)

@@ -1,4 +1,4 @@
-"""Transformer layers in float64 from the formulas, as functions of named parameters."""
+"""Transformer layers in float64, written from the formulas, as functions of named parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Parameters = dict[str, Tensor]
 
 
 def under(parameters: Parameters, prefix: str) -> Parameters:
-    """Those of one module, by their names in it."""
+    """Return the parameters of one submodule, by their names in it."""
     start = prefix + "."
     return {n.removeprefix(start): p for n, p in parameters.items() if n.startswith(start)}
 
@@ -21,7 +21,7 @@ def linear(p: Parameters, x: Tensor) -> Tensor:
 
 
 def norm(p: Parameters, x: Tensor, eps: float = 1e-5) -> Tensor:
-    """A LayerNorm where there is a bias, else an RMSNorm."""
+    """Compute a LayerNorm if there is a bias, otherwise an RMSNorm."""
     if "bias" in p:
         x = x - x.mean(-1, keepdim=True)
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * p["weight"] + p.get("bias", 0.0)
@@ -44,7 +44,7 @@ def mlp(p: Parameters, x: Tensor, activation: str) -> Tensor:
 
 
 def rotate(x: Tensor, base: float = 10_000.0) -> Tensor:
-    """Channels i and i + half as a complex number, turned by position * base^(-i / half)."""
+    """Rotate channels i and i + half, as a complex number, by position * base^(-i / half)."""
     length, half = x.shape[-2], x.shape[-1] // 2
     position, pair = torch.arange(length).double()[:, None], torch.arange(half).double()
     turn = torch.polar(torch.ones(length, half).double(), position * base ** (-pair / half))
@@ -62,7 +62,7 @@ def attention(
     rotary: bool = False,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Each query head alone, with the head of keys and values that its group has."""
+    """Compute attention for each query head separately, with the keys and values of its group."""
     source = x if source is None else source
     q, k, v = (
         linear(under(p, name), of).unflatten(-1, (-1, channels)).transpose(1, 2)
@@ -85,7 +85,7 @@ def attention(
 def layer(
     p: Parameters, x: Tensor, source: Tensor | None = None, *, activation: str, **options: object
 ) -> Tensor:
-    """A pre-norm transformer layer, with cross-attention where there is a ``source``."""
+    """Compute a pre-norm transformer layer, with cross-attention if there is a ``source``."""
     h = norm(under(p, "input_layernorm"), x)
     x = x + attention(under(p, "self_attn"), h, **options)
     if source is not None:

@@ -1,4 +1,4 @@
-"""What quantization does to a matrix, in float64: the statistics that `fp8rs.monitor` gives."""
+"""Statistics of a quantized matrix in float64, as `fp8rs.monitor` reports them."""
 
 import torch
 from torch import Tensor
@@ -7,23 +7,24 @@ from oracle.blocks import expand
 from oracle.blocks import quantize as quantize_blocks
 from oracle.elements import MAX, cast
 
-#: Half a step beyond the largest value: what is larger would be rounded to the next, were it there.
+#: Half a step above the largest value. Larger magnitudes would round to the next value of an
+#: unbounded format, so they saturate.
 BEYOND = {torch.float8_e4m3fn: 464.0, torch.float8_e5m2: 61440.0}
 
 
 def of_blocks(x: Tensor, dtype: torch.dtype, block: tuple[int, int], **options) -> dict[str, float]:
-    """Of a matrix that is quantized in blocks; options as of `oracle.blocks.quantize`."""
+    """Return the statistics of a matrix quantized with options of `oracle.blocks.quantize`."""
     codes, scale = quantize_blocks(x, dtype, block, **options)
     return of_codes(x, codes, expand(scale, block, tuple(x.shape)))
 
 
 def of_scale(x: Tensor, dtype: torch.dtype, scale: Tensor) -> dict[str, float]:
-    """Of a matrix that is quantized with one known scale."""
+    """Return the statistics of a matrix quantized with one known scale."""
     return of_codes(x, cast(x.float() * (1 / scale), dtype), scale.expand(x.shape))
 
 
 def of_codes(x: Tensor, codes: Tensor, scale: Tensor) -> dict[str, float]:
-    """Of codes with a scale for each element."""
+    """Return the statistics of codes with a scale for each element."""
     dtype = codes.dtype
     x, codes, scale = x.double(), codes.double(), scale.double()
     used = scale[codes != 0]

@@ -1,4 +1,4 @@
-"""One scale for a tensor: amaxes, scales from them, codes and back. Of any data, NaN included."""
+"""One scale per tensor: amax, scale, codes and dequantization of any data, including NaN."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from oracle.elements import MAX, decode, encode, power_of_2
 
 
 def amax(x: Tensor) -> Tensor:
-    """The largest magnitude by its bits: NaN over infinity over numbers; 0 without elements."""
+    """Return the largest magnitude, or 0 without elements. NaN exceeds infinity."""
     bits = x.cpu().float().contiguous().view(torch.int32) & 0x7FFFFFFF
     largest = bits.max() if bits.numel() else torch.zeros((), dtype=torch.int32)
     return canonical(largest.view(torch.float32))
@@ -21,9 +21,9 @@ def scale_from_amax(
     amax_epsilon: float = 0.0,
     margin: int = 0,
 ) -> Tensor:
-    """Amaxes to float32 scales, on their device."""
+    """Convert amaxes to float32 scales on their device."""
     amax = amax.float().clamp(min=amax_epsilon)
-    # By a tensor: CUDA multiplies by the reciprocal of a Python number.
+    # Divide by a tensor: with a Python number, CUDA multiplies by the reciprocal.
     scale = amax / torch.full_like(amax, MAX[fp8_dtype]) * 2.0**margin
     scale = scale.clamp(2.0**-126, 2.0**127)
     if power_2_scale:
@@ -34,22 +34,22 @@ def scale_from_amax(
 
 
 def quantize(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """Codes (uint8) of ``x`` at known scales that broadcast to its shape."""
+    """Return codes (uint8) of ``x`` for known scales that broadcast to its shape."""
     return encode(x.float() * (torch.ones_like(scale) / scale), fp8_dtype)
 
 
 def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Codes times a scale that broadcasts to their shape, in float32, then one cast; on the CPU."""
+    """Return codes times a scale that broadcasts, computed in float32 on the CPU and cast once."""
     return (decode(codes.cpu().view(torch.uint8), codes.dtype) * scale.cpu()).to(dtype)
 
 
 def matrix(x: Tensor) -> Tensor:
-    """``x`` as (product of the leading dimensions, last dimension)."""
+    """Return ``x`` as (product of the leading dimensions, last dimension)."""
     return x.reshape(-1, x.shape[-1]) if x.dim() and x.numel() else x.reshape(matrix_shape(x))
 
 
 def matrix_shape(x: Tensor) -> tuple[int, int]:
-    """The shape that :func:`matrix` gives."""
+    """Return the shape of `matrix(x)`."""
     if x.dim() == 0:
         return 1, 1
     rows = 1

@@ -1,1 +1,1 @@
-"""Tests of the project itself: pages, commands, the demo, how tests are chosen and run."""
+"""Tests of the project: documentation, command line, demo, and the tests' own infrastructure."""

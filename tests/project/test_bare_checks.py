@@ -1,20 +1,19 @@
-"""A check that a test calls and does not assert passes whatever it finds."""
+"""If a test calls a check and does not assert its result, the test cannot fail."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
-TESTS = Path(__file__).parents[1]
+from project.sources import TESTS, imported, modules
 
-#: Functions that return a bool, of Python and of torch, by the last part of their names.
+#: Functions of Python and torch that return a bool, by the last part of their names.
 KNOWN = {"all", "any", "isinstance", "issubclass", "hasattr", "callable", "bool"}
 KNOWN |= {"equal", "allclose", "is_tensor"}
 
 
 def name_of(call: ast.expr) -> str:
-    """The name that a call has for its function: ``f`` of ``f(x)`` and of ``module.f(x)``."""
+    """Return the name of the called function: ``f`` for ``f(x)`` and for ``module.f(x)``."""
     if not isinstance(call, ast.Call):
         return ""
     function = call.func
@@ -22,7 +21,7 @@ def name_of(call: ast.expr) -> str:
 
 
 def is_bool(value: ast.expr | None, known: set[str]) -> bool:
-    """Whether an expression can only be a bool."""
+    """Return whether an expression is certain to be a bool."""
     if isinstance(value, ast.Compare):
         return True
     if isinstance(value, ast.Constant):
@@ -35,7 +34,7 @@ def is_bool(value: ast.expr | None, known: set[str]) -> bool:
 
 
 def own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
-    """The nodes of a function, except the bodies of nested functions."""
+    """Yield the nodes of a function, except the bodies of nested functions."""
     left: list[ast.AST] = list(function.body)
     while left:
         node = left.pop()
@@ -45,36 +44,26 @@ def own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
 
 
 def returns_bool(function: ast.FunctionDef, known: set[str]) -> bool:
-    """Whether a function returns a bool, by its annotation or by all of its return statements."""
+    """Return whether a function returns a bool, by its annotation or its return statements."""
     if function.returns is not None:
         return ast.unparse(function.returns) == "bool"
     found = [node.value for node in own_nodes(function) if isinstance(node, ast.Return)]
     return bool(found) and all(is_bool(value, known) for value in found)
 
 
-def imported(name: str, tree: ast.Module) -> Iterator[tuple[str, str, str]]:
-    """Each name that a module imports from another: module, name there, name here."""
-    package = name.split(".")[:-1]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*above, *([node.module] if node.module else [])])
-            for alias in node.names:
-                yield module, alias.name, alias.asname or alias.name
-
-
 def bare_checks(trees: dict[str, ast.Module]) -> list[str]:
-    """Statements that call a function that returns a bool and drop the result.
+    """Return the statements that call a function that returns a bool and drop the result.
 
     Args:
-        trees: modules by name.
+        trees: Modules by name.
 
     Returns:
-        The place and the source of each.
+        The place and the source of each statement.
     """
     known = {name: set(KNOWN) for name in trees}
     before = 0
-    while (count := sum(map(len, known.values()))) > before:  # a helper may call another one
+    # Repeat until nothing is added, because one helper may call another.
+    while (count := sum(map(len, known.values()))) > before:
         before = count
         for name, tree in trees.items():
             functions = [f for f in tree.body if isinstance(f, ast.FunctionDef)]
@@ -92,15 +81,8 @@ def bare_checks(trees: dict[str, ast.Module]) -> list[str]:
     ]
 
 
-def modules(paths: Iterable[Path]) -> dict[str, ast.Module]:
-    return {
-        ".".join(path.relative_to(TESTS).with_suffix("").parts): ast.parse(path.read_text())
-        for path in paths
-    }
-
-
 def test_checks_are_asserted():
-    assert not bare_checks(modules(sorted(TESTS.rglob("*.py"))))
+    assert not bare_checks(modules(TESTS))
 
 
 def test_bare_checks_are_found():

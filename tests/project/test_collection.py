@@ -1,4 +1,4 @@
-"""Which tests run, what is printed of the others, and which warnings fail a test."""
+"""The selection of tests, the summary of skipped ones, and the warnings that fail a test."""
 
 import subprocess
 import sys
@@ -76,12 +76,12 @@ def run(tmp_path_factory):
     return run
 
 
-def test_long_tests_are_an_option(run, usual):
+def test_long_tests_run_with_full_only(run, usual):
     assert "test_takes_minutes" not in usual
     assert run("-q", "--full", "--collect-only").count("::test_takes_minutes[") == 2
 
 
-def test_some_are_long_on_a_cpu_alone(run, usual):
+def test_long_on_cpu_tests_are_short_on_a_gpu(run, usual):
     assert "test_takes_a_moment" not in usual
     out = run("-q", "--collect-only", "-m", "long_on_cpu")
     assert "::test_takes_a_moment_on_a_gpu[cuda]" in out
@@ -93,14 +93,14 @@ def usual(run):
     return run("-v")
 
 
-def test_products_are_covered_in_pairs(usual):
-    # 3 blocks of two names x 3 sizes need 9 of 18; the others keep every case.
+def test_the_cover_contains_pairs_by_default(usual):
+    # 3 blocks of two names x 3 sizes need 9 of 18 cases. The others keep every case.
     for name, count in {"three": 9, "two": 9, "all": 18, "fixture": 9}.items():
         assert usual.count(f"::test_{name}[") == count
     assert "tests: 59 of 71, a cover of each pair of parameters (all: --full)" in usual
 
 
-def test_products_are_covered_in_values(run):
+def test_the_cover_contains_values_with_strength_1(run):
     out = run("-v", "--strength", "1")
     for name, count in {"three": 3, "two": 3, "all": 18, "fixture": 3}.items():
         assert out.count(f"::test_{name}[") == count
@@ -112,26 +112,26 @@ def test_skips_are_counted_by_reason_and_not_listed(usual):
     assert "skipped: 2: it is Monday" in usual
 
 
-def test_deprecations_fail_where_they_are_ours(usual):
-    """What another library does with a third one is not for us to mend."""
+def test_deprecations_fail_in_our_code(usual):
+    """A deprecation between two other libraries does not fail a test."""
     failed = [line for line in usual.splitlines() if line.startswith("FAILED")]
     assert len(failed) == 10
     assert not any("transformers" in line and "UserWarning" not in line for line in failed)
 
 
-def test_the_full_product_is_an_option(run):
+def test_the_full_product_runs_with_full(run):
     assert run("-q", "--full", "--collect-only").count("::test_three[") == 18
 
 
-def test_processes_of_xdist_hand_their_counts_over(run):
+def test_xdist_workers_pass_on_their_counts(run):
     out = run("-n", "1", "-k", "three")
     assert "9 passed" in out
     assert "tests: 9 of 18" in out
 
 
 @pytest.mark.parametrize("ours", ["python/fp8rs/nn/linear.py", "tests/test_cases.py"])
-def test_what_is_wrong_with_a_files_text_fails_where_that_is_ours(ours):
-    """Python says so where a file is compiled, which may be an import of another library's."""
+def test_syntax_warnings_fail_in_our_files(ours):
+    """Python emits them when it compiles a file, which may belong to another library."""
     compile("1 is 1", "/env/lib/python3.12/site-packages/torchao/tests/utils.py", "exec")
     compile("1 is 1", "/env/lib/python3.12/site-packages/fp8rs/nn/linear.py", "exec")
     with pytest.raises(SyntaxError, match="is"):

@@ -1,4 +1,4 @@
-"""The command line beside its commands' own work, and what type checkers are told of recipes."""
+"""The command line, and the names of recipes that type checkers know."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fp8rs.quantize.recipes import RECIPES, RecipeName
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
@@ -35,7 +35,9 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
-def test_a_report_is_of_what_was_asked(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_has_the_requested_options(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["report", script, "--recipe", "mxfp8", "--ranks", "4"]) == 0
     output = capsys.readouterr().out
     assert output.startswith("recipe mxfp8; 4 ranks")
@@ -49,7 +51,7 @@ def test_a_report_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "required: MODEL" in capsys.readouterr().err
 
 
-def test_a_model_of_transformers_is_reported_by_its_folder(
+def test_a_transformers_model_is_reported_from_its_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     transformers = pytest.importorskip("transformers")
@@ -63,34 +65,34 @@ def test_a_model_of_transformers_is_reported_by_its_folder(
     assert found["units"] == ["", "model.layers.0", "model.layers.1"]
 
 
-def test_what_is_no_model_is_an_error_of_one_line(
+def test_an_unusable_model_is_an_error_of_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"fp8rs report: there is no file {tmp_path}, and ")
+    assert line.startswith(f"fp8rs report: file {tmp_path} does not exist, and ")
 
 
-def test_type_checkers_know_every_recipes_name() -> None:
+def test_type_checkers_know_the_name_of_every_recipe() -> None:
     assert get_args(RecipeName) == tuple(RECIPES)
     for taker in (fp8rs.convert_to_float8_training, fp8rs.quantized_init, fp8rs.report):
         assert RecipeName in get_args(get_type_hints(taker)["recipe"])
 
 
-def test_a_wrong_shape_names_the_layer() -> None:
+def test_an_error_of_shapes_names_the_layer() -> None:
     model = nn.ModuleDict({"block": nn.Sequential(nn.Linear(16, 32))})
     fp8rs.convert_to_float8_training(model, recipe="current")
     with pytest.raises(ValueError, match=re.escape("input of block.0 has shape (2, 8), but its")):
         model["block"](torch.zeros(2, 8))
 
 
-def test_one_layer_is_one_layer(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_single_layer_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "fp8rs"):
         fp8rs.convert_to_float8_training(nn.Linear(16, 16), recipe="current")
     assert "1 linear layer converted" in caplog.text
 
 
-def test_a_benchmark_for_gpus_says_so_at_once(
+def test_a_gpu_benchmark_without_a_gpu_fails_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "benches")
@@ -99,18 +101,18 @@ def test_a_benchmark_for_gpus_says_so_at_once(
     monkeypatch.setattr(end_to_end, "launch", lambda *_: pytest.fail("something was trained"))
     monkeypatch.setattr(sys, "argv", ["end_to_end.py", "--device", "cpu"])
     assert end_to_end.main() == 2
-    assert "for GPUs" in capsys.readouterr().err
+    assert "requires a GPU" in capsys.readouterr().err
 
 
-def test_the_end_to_end_benchmark_sums_what_communicates(
+def test_the_end_to_end_benchmark_sums_communication(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By the names that kernels have in a profile: nothing else, and each once."""
+    """Kernels are recognized by their names in a profile, and each counts once."""
     monkeypatch.syspath_prepend(ROOT / "benches")
     import end_to_end
 
-    names = [f"{name}-compiled+links" for name in ("bf16", "current", "delayed-fp8", "mxfp8")]
-    assert all(end_to_end.parsed(name)[1] == {"links": {}} for name in names)
+    names = [f"{name}-compiled+comm" for name in ("bf16", "current", "delayed-fp8", "mxfp8")]
+    assert all(end_to_end.parsed(name)[1] == {"comm": {}} for name in names)
     times = {
         "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": 2e3,
         "ncclSymkDevKernel_AllGather_LL(ncclSymkDevWorkArgs4K)": 2e3,

@@ -1,4 +1,4 @@
-"""The choice of tests: what is left of a product holds every pair of its values, or every value."""
+"""The cover of a product contains every pair of its values, or every value."""
 
 import random
 from itertools import combinations, product
@@ -17,18 +17,18 @@ def meetings(rows, strength):
 @pytest.mark.parametrize(
     "strength, sizes, most",
     [
-        (2, (3, 3, 3, 3), 13),  # 9 is the least
-        (2, (7, 2, 3, 2, 5), 40),  # 35 is the least
+        (2, (3, 3, 3, 3), 13),  # the minimum is 9
+        (2, (7, 2, 3, 2, 5), 40),  # the minimum is 35
         (2, (2,) * 10, 11),
         (2, (6, 5, 2), 32),
         (1, (3, 3, 3, 3), 3),
         (1, (7, 2, 3, 2, 5), 7),
         (1, (4, 5), 5),
-        (3, (2, 2, 2, 2), 12),  # 8 is the least
+        (3, (2, 2, 2, 2), 12),  # the minimum is 8
     ],
     ids=str,
 )
-def test_all_that_meets_is_in_a_cover_far_smaller_than_the_product(strength, sizes, most):
+def test_a_small_cover_contains_all_combinations(strength, sizes, most):
     rows = list(product(*map(range, sizes)))
     chosen = covering(rows, strength)
     assert meetings([rows[index] for index in chosen], strength) == meetings(rows, strength)
@@ -37,7 +37,7 @@ def test_all_that_meets_is_in_a_cover_far_smaller_than_the_product(strength, siz
 
 
 @pytest.mark.parametrize("strength", [1, 2])
-def test_what_is_excluded_is_not_asked_for(strength):
+def test_excluded_combinations_are_not_covered(strength):
     rows = [row for row in product(range(3), repeat=3) if not (row[0] == 0 and row[1])]
     chosen = [rows[index] for index in covering(rows, strength)]
     assert meetings(chosen, strength) == meetings(rows, strength)
@@ -52,12 +52,12 @@ def chosen(sizes):
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_a_value_more_for_the_longest_parameter_only_adds_rows(sizes):
+def test_a_new_value_of_the_longest_parameter_only_adds_rows(sizes):
     more = [n + (i == sizes.index(max(sizes))) for i, n in enumerate(sizes)]
     assert chosen(sizes) < chosen(more)
 
 
-def test_a_value_more_for_any_parameter_leaves_most_rows_as_they_were():
+def test_a_new_value_of_any_parameter_keeps_most_rows():
     before = lost = 0
     for sizes in SIZES:
         for column in range(len(sizes)):
@@ -68,7 +68,7 @@ def test_a_value_more_for_any_parameter_leaves_most_rows_as_they_were():
 
 
 @pytest.mark.parametrize("strength", [1, 2])
-def test_the_order_of_rows_does_not_count(strength):
+def test_the_order_of_rows_does_not_matter(strength):
     rows = list(product(*map(range, (4, 3, 2, 3))))
     shuffled = random.Random(0).sample(rows, len(rows))
     wanted = {rows[index] for index in covering(rows, strength)}
@@ -84,9 +84,9 @@ def test_the_order_of_rows_does_not_count(strength):
     ],
     ids=["one", "one of two", "two"],
 )
-def test_no_more_columns_than_meet_keep_every_row(strength, rows):
+def test_all_rows_are_kept_if_there_are_no_more_columns_than_the_strength(strength, rows):
     assert covering(rows, strength) == list(range(len(rows)))
 
 
-def test_nothing_comes_of_nothing():
+def test_a_cover_of_no_rows_is_empty():
     assert covering([]) == []

@@ -1,4 +1,4 @@
-"""The site: what `make docs` cannot see from its own sources. (It checks links and docstrings.)"""
+"""Checks of the documentation site beyond the links and docstrings of `make docs`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 
 import fp8rs
 
-#: What a call gives back, whose docstring says so.
+#: The result of a call. The docstring of that call documents it.
 NOT_FOR_USERS = {"Replaced"}
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
 
-#: Public names that are no objects with a docstring: a version, and packages.
+#: Public names that are not objects with a docstring: the version, and packages.
 NO_OBJECTS = {"checkpoint", "__version__", "export", "nn", "ops", "optim", "tensor_parallel"}
 
 
@@ -29,7 +29,7 @@ def documented() -> list[str]:
 
 
 def objects() -> Iterator[tuple[str, Any]]:
-    """What is documented, but for integrations: their clients need not be here."""
+    """Return everything that is documented, except integrations, whose clients may be missing."""
     for name in documented():
         module, _, attribute = name.rpartition(".")
         if not module.startswith("fp8rs.integrations"):
@@ -40,7 +40,7 @@ def objects() -> Iterator[tuple[str, Any]]:
 def test_every_public_name_is_in_the_reference_once() -> None:
     names = documented()
     assert len(set(names)) == len(names)
-    # A layer's class is in both, and in the reference as the package of layers has it.
+    # The class of a layer is in both packages. The reference lists it under `fp8rs.nn`.
     public = {f"fp8rs.{n}" for n in set(fp8rs.__all__) - NO_OBJECTS - set(fp8rs.nn.__all__)}
     for module in ("nn", "optim", "checkpoint", "export", "tensor_parallel"):
         public |= {f"fp8rs.{module}.{name}" for name in getattr(fp8rs, module).__all__}
@@ -49,7 +49,7 @@ def test_every_public_name_is_in_the_reference_once() -> None:
 
 @pytest.mark.newest_torch
 def test_every_integration_is_in_the_reference() -> None:
-    """By the sources: their clients need not be here."""
+    """Integrations are read from their sources, because their clients may be missing."""
     sources = sorted((Path(fp8rs.__file__).parent / "integrations").glob("[a-z]*.py"))
     assert sources
     for source in sources:
@@ -62,14 +62,14 @@ def test_every_integration_is_in_the_reference() -> None:
 
 
 @pytest.mark.newest_torch
-def test_the_reference_names_what_there_is() -> None:
+def test_the_reference_lists_only_existing_names() -> None:
     for name, found in objects():
         assert found.__doc__ or issubclass(found, RuntimeError), name
 
 
 @pytest.mark.newest_torch
-def test_docstrings_are_written_for_markdown() -> None:
-    """Roles of reStructuredText would be printed as they are."""
+def test_docstrings_are_markdown() -> None:
+    """Roles of reStructuredText would appear unprocessed."""
     for name, found in objects():
         members = vars(found).values() if isinstance(found, type) else ()
         for member in (found, *members):

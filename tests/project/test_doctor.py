@@ -1,4 +1,4 @@
-"""The doctor: what it finds with and without a GPU, and that each no has a reason."""
+"""The doctor: its findings with and without a GPU, and a reason for each unsupported recipe."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) ->
         for index, capability in enumerate(capabilities)
     ]
     monkeypatch.setattr(doctor, "_devices", lambda: devices)
-    # Of GPUs that are not there: the third stands apart.
+    # Simulated GPUs, of which the third has no peer access.
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: 2 not in pair)
     return doctor.examine()
 
 
-def test_json_says_what_the_machine_is() -> None:
+def test_json_describes_the_machine() -> None:
     found = json.loads(run("--json"))
     assert found["torch"] == torch.__version__
     assert found["python"] == platform.python_version()
@@ -58,31 +58,16 @@ def test_every_recipe_has_a_path_on_every_device(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("capability", "path", "reason"),
-    [
-        ((8, 0), "no", "needs compute capability 8.9, this is 8.0"),
-        ((8, 9), "native", "torch._scaled_mm"),
-        ((9, 0), "native", "torch._scaled_mm"),
-        ((10, 0), "native", "torch._scaled_mm"),
-    ],
-)
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_per_tensor_recipes_by_capability(
-    monkeypatch: pytest.MonkeyPatch,
-    recipe: str,
-    capability: tuple[int, int],
-    path: str,
-    reason: str,
-) -> None:
-    found = with_gpu(monkeypatch, capability)
-    (row,) = [p for p in found.recipes if (p.recipe, p.device) == (recipe, "cuda:0")]
-    assert row.path == path
-    assert reason in row.reason
-
-
-@pytest.mark.parametrize(
     ("recipe", "capability", "path", "reason"),
     [
+        ("current", (8, 0), "no", "needs compute capability 8.9, this is 8.0"),
+        ("current", (8, 9), "native", "torch._scaled_mm"),
+        ("current", (9, 0), "native", "torch._scaled_mm"),
+        ("current", (10, 0), "native", "torch._scaled_mm"),
+        ("delayed", (8, 0), "no", "needs compute capability 8.9, this is 8.0"),
+        ("delayed", (8, 9), "native", "torch._scaled_mm"),
+        ("delayed", (9, 0), "native", "torch._scaled_mm"),
+        ("delayed", (10, 0), "native", "torch._scaled_mm"),
         ("rowwise", (8, 0), "no", "8.9"),
         ("rowwise", (9, 0), "native", "per-row"),
         ("block", (8, 9), "no", "9.0"),
@@ -93,7 +78,7 @@ def test_per_tensor_recipes_by_capability(
         ("mxfp8", (10, 0), "native", "untested on hardware"),
     ],
 )
-def test_block_recipes_by_capability(
+def test_recipes_by_capability(
     monkeypatch: pytest.MonkeyPatch,
     recipe: str,
     capability: tuple[int, int],
@@ -109,10 +94,10 @@ def test_block_recipes_by_capability(
 @pytest.mark.parametrize(
     ("capability", "way_out"), [((8, 0), "on the CPU"), ((8, 9), "emulate=True")]
 )
-def test_a_no_names_what_works_there(
+def test_an_unsupported_recipe_names_an_alternative(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], way_out: str
 ) -> None:
-    """Emulation quantizes too: it is no way out on a GPU whose kernels cannot run."""
+    """Emulation also needs kernels on the GPU, so it is not an alternative without them."""
     found = with_gpu(monkeypatch, capability)
     (row,) = [p for p in found.recipes if (p.recipe, p.device) == ("block", "cuda:0")]
     assert row.path == "no"
@@ -136,18 +121,18 @@ def test_text_lists_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("gpus", "text"),
     [
-        (1, "set_links: no symmetric memory (one GPU); reductions in bf16."),
-        (2, "set_links: symmetric memory."),
-        (3, "no symmetric memory (cuda:0 has no peer access to cuda:2); reductions in bf16."),
+        (1, "set_fsdp_comm: no symmetric memory (one GPU); reduce-scatters in bf16."),
+        (2, "set_fsdp_comm: symmetric memory."),
+        (3, "no symmetric memory (cuda:0 has no peer access to cuda:2); reduce-scatters in bf16."),
     ],
 )
-def test_text_says_whether_gpus_read_each_others_memory(
+def test_text_shows_whether_gpus_access_each_others_memory(
     monkeypatch: pytest.MonkeyPatch, gpus: int, text: str
 ) -> None:
     assert text in doctor.as_text(with_gpu(monkeypatch, *[(9, 0)] * gpus))
 
 
-# --- a model's script ----------------------------------------------------------------------------
+# --- scripts with a model ------------------------------------------------------------------------
 
 SCRIPT = """
 from torch import nn
@@ -182,7 +167,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", ["", ":model", ":Layer"])
-def test_a_module_is_taken_as_well_as_what_makes_one(
+def test_a_script_may_give_a_module_or_a_function(
     script: Path, name: str, capsys: pytest.CaptureFixture
 ) -> None:
     assert all(p.is_meta for p in doctor.load_model(f"{script}{name}").parameters())
@@ -196,20 +181,34 @@ def test_a_module_is_taken_as_well_as_what_makes_one(
     [
         (
             "of_width",
-            ["a_script.py:of_width: of_width needs arguments", "'width'", "What works is"],
+            [
+                "a_script.py:of_width: of_width(), called",
+                "'width'",
+                "Name a torch.nn.Module",
+            ],
         ),
         (
             "fails",
-            ["fails(), called", "raises RuntimeError: no such weights (line 12)", "What works"],
+            [
+                "fails(), called",
+                "raises RuntimeError: no such weights (line 12)",
+                "Name a torch.nn.Module",
+            ],
         ),
         (
             "ends",
             ["a_script.py:ends: ends(), called on the meta device, raises SystemExit (line 16)"],
         ),
-        ("nothing", ["no module 'nothing'", "after a colon: model, of_width, fails, ends, Layer"]),
+        (
+            "nothing",
+            [
+                "no model or function 'nothing'",
+                "after a colon: model, of_width, fails, ends, Layer",
+            ],
+        ),
     ],
 )
-def test_what_makes_no_model_is_an_error_of_one_line(
+def test_a_script_without_a_model_is_an_error_of_one_line(
     script: Path, name: str, texts: list[str], capsys: pytest.CaptureFixture
 ) -> None:
     assert main(["report", f"{script}:{name}"]) == 2
@@ -232,9 +231,9 @@ def test_a_script_that_raises_is_an_error_of_one_line(
     assert main(["report", f"{script}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
-    assert 'Put under if __name__ == "__main__" what the model does not need' in line
+    assert 'Move code that the model does not need under if __name__ == "__main__"' in line
 
 
-def test_a_name_to_leave_out_that_no_layer_has_is_warned_of(script: Path) -> None:
-    with pytest.warns(UserWarning, match="filter_fqns leaves nothing out for 'heed'"):
+def test_an_unmatched_filter_fqn_warns(script: Path) -> None:
+    with pytest.warns(UserWarning, match="filter_fqns has 'heed'"):
         assert main(["report", f"{script}", "--leave-out", "heed", "--leave-out", "2"]) == 0

@@ -1,4 +1,4 @@
-"""On the demo's trained model, FP8 gradients are as far off as the formats alone make them."""
+"""On the demo's trained model, FP8 gradients have the error that the formats explain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8rs.demo.train import Settings
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benches"))
 import gradient_error as bench
 
-#: What is compared is computed by the same torch: test_gradients does so with each release.
+#: Both sides run with one version of torch. test_gradients tests each release.
 pytestmark = pytest.mark.newest_torch
 
 Trained = tuple[bench.Llama, torch.Tensor]
@@ -29,17 +29,19 @@ def trained(request: pytest.FixtureRequest) -> Trained:
 
 
 def limits(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """The smallest and the largest ratio of fp8rs's gradient error to its simulation's.
+    """Return the smallest and largest ratio of fp8rs's gradient error to its simulation's.
 
-    On the CPU both add alike, so the ratio is that of one draw of rounding errors: 1. Elsewhere
-    sums differ in their last bits, which rounds some elements of the next layer to the other side,
-    and a few directions of the gradient hold most of the error: noise of 1e-4 or 3e-4 of a row's
-    largest sum, added to the simulation of ``rowwise``, moved the ratio between 0.983 and 1.000 in
-    fp32 and between 0.990 and 1.031 in bf16 (three draws each). More is a defect. Less is luck, but
-    for an operand that nobody rounds: on the CPU's model a weight's share of the error is a quarter
-    (below), an input's more. (A gradient's is 5% in fp32 and not to be seen in bf16, and on the
-    larger model of two H200 runs a weight's was 5% and 14% in bf16, which this limit need not
-    catch: test_gradients has their bytes.)
+    On the CPU both add in the same order, so their rounding errors and therefore the ratio are
+    equal. On other devices sums differ in their last bits, which rounds some elements of the next
+    layer differently, and a few directions of the gradient hold most of the error. Noise of 1e-4 or
+    3e-4 of a row's largest sum, added to the simulation of ``rowwise``, moved the ratio between
+    0.983 and 1.000 in fp32 and between 0.990 and 1.031 in bf16 (three draws each).
+
+    A larger ratio is a defect. A smaller one is chance, unless an operand is not rounded. On the
+    CPU's model, a weight's share of the error is a quarter (tested below), and an input's is
+    larger. A gradient's is 5% in fp32 and not visible in bf16. On the larger model of two H200
+    runs, a weight's share was 5% and 14% in bf16. This limit need not detect those cases, because
+    test_gradients compares the bytes.
     """
     if device.type == "cpu":
         return 0.98, 1.02
@@ -48,7 +50,7 @@ def limits(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recipe", list(bench.CHOSEN))
-def test_gradient_error_is_the_simulations(
+def test_the_gradient_error_equals_the_simulations(
     trained: Trained, recipe: str, dtype: torch.dtype
 ) -> None:
     found = bench.gradient_error(*trained, recipe, dtype)
@@ -58,8 +60,8 @@ def test_gradient_error_is_the_simulations(
     assert found.loss_off_fp8rs == pytest.approx(found.loss_off_simulated, abs=1e-3)
 
 
-def test_a_coarser_format_would_show(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison is sharp: codes of one bit less move the error far beyond its tolerance."""
+def test_a_coarser_format_is_detected(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes with one bit less move the error far beyond the tolerance."""
     rounded = bench.linear.rounded
 
     def coarser(x: torch.Tensor, dtype: torch.dtype, *block: Any, **options: Any) -> Any:
@@ -71,10 +73,8 @@ def test_a_coarser_format_would_show(trained: Trained, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("trained", ["cpu"], indirect=True)
-def test_weights_left_unrounded_would_show(
-    trained: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An error that is too small has a limit too: what rounding the weights alone adds."""
+def test_unrounded_weights_are_detected(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without rounding of the weights, the error is below the lower limit."""
     monkeypatch.setattr(bench.linear, "_weight", lambda weight, *_: weight.float())
     found = bench.gradient_error(*trained, "current", torch.bfloat16)
     least, _ = limits(trained[1].device, torch.bfloat16)

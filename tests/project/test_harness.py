@@ -1,4 +1,4 @@
-"""The harness itself: failures and hangs on a rank must be loud."""
+"""The harness of multi-rank tests reports failures and hangs of any rank."""
 
 import os
 import signal
@@ -10,6 +10,7 @@ import torch
 from torch import distributed as dist
 
 from distributed import ranks
+from distributed.folders import shared_folder
 from distributed.pool import RankFailure, pool
 from distributed.ranks import SECONDS
 
@@ -38,10 +39,24 @@ def wrong_for_four(rig, value):
 
 
 def test_a_case_takes_the_values_of_its_parametrize_marks():
-    """Through what `ranks` makes of a case, which pytest calls with keyword arguments."""
+    """Run it as `ranks` returns it. pytest calls it with keyword arguments."""
     wrong_for_four(world_size=2, device_type="cpu", value=3)
     with pytest.raises(RankFailure, match="wrong_for_four"):
         wrong_for_four(world_size=2, device_type="cpu", value=4)
+
+
+def write_to_folder(rig):
+    folder = Path(shared_folder(rig))
+    (folder / str(rig.rank)).touch()
+    dist.barrier()
+    assert len(list(folder.iterdir())) == 2
+    return folder
+
+
+def test_a_shared_folder_is_removed_after_the_case():
+    first, second = pool().run(__name__, "write_to_folder", 2, "cpu", {}, SECONDS)
+    assert first == second
+    assert not first.exists()
 
 
 def fail_on_rank_1(rig):
@@ -73,7 +88,7 @@ def end_rank_1(rig, path, times):
     return rig.rank
 
 
-def test_a_case_in_which_a_signal_ends_a_rank_runs_once_more(tmp_path):
+def test_a_case_is_repeated_once_if_a_signal_ends_a_rank(tmp_path):
     def run(times):
         return pool().run(
             __name__, "end_rank_1", 2, "cpu", {"path": str(tmp_path), "times": times}, SECONDS
@@ -89,7 +104,7 @@ def test_a_case_in_which_a_signal_ends_a_rank_runs_once_more(tmp_path):
 
 
 def delay_the_next_case(rig):
-    """Have the next case's groups take rank 0 half a second longer."""
+    """Delay rank 0 by half a second when the next case creates its groups."""
     make = dist.init_process_group
 
     def slowly(*args, **kwargs):
@@ -103,12 +118,12 @@ def delay_the_next_case(rig):
 
 
 def moments(rig):
-    """When this rank's case began, and when its groups were made (None unless delayed)."""
+    """Return when the case began and when its groups were created (None unless delayed)."""
     return time.monotonic(), vars(dist).pop("connected_at", None)
 
 
-def test_no_rank_begins_before_all_are_connected():
-    """One that fails at once would close the connections that others are making."""
+def test_no_rank_starts_before_all_are_connected():
+    """A rank that fails at once would close connections that other ranks are opening."""
     pool().run(__name__, "delay_the_next_case", 2, "cpu", {}, SECONDS)
     (_, connected), (began, _) = pool().run(__name__, "moments", 2, "cpu", {}, SECONDS)
     assert connected is not None and began >= connected
@@ -121,8 +136,11 @@ def refuse_groups(rig):
     dist.init_process_group = refuse
 
 
-def test_ranks_that_do_not_meet_are_reported_and_replaced():
-    """torch names groups by how many were begun: with other ranks, the next case would hang."""
+def test_ranks_that_cannot_connect_are_reported_and_replaced():
+    """torch names groups by a counter.
+
+    If ranks had different counters, the next case would hang.
+    """
     pool().run(__name__, "refuse_groups", 2, "cpu", {}, SECONDS)
     with pytest.raises(RankFailure, match=r"(?s)rank \[0, 1\].*no groups today"):
         pool().run(__name__, "name_itself", 2, "cpu", {"value": 3}, SECONDS)

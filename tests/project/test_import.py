@@ -1,4 +1,4 @@
-"""What ``import fp8rs`` brings along."""
+"""The modules that ``import fp8rs`` imports."""
 
 import subprocess
 import sys
@@ -17,8 +17,8 @@ HEAVY = [
 
 
 @pytest.mark.parametrize("also", ["", "fp8rs.nn.Linear; fp8rs.optim.AdamW"])
-def test_an_import_is_light(also):
-    """Compilers and sharding take seconds to import: they are, by those who use them."""
+def test_an_import_is_fast(also):
+    """Compilers and sharding take seconds to import, so they are imported when they are used."""
     script = f"import sys, torch, fp8rs; {also}\nprint([m for m in {HEAVY} if m in sys.modules])"
     out = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
@@ -26,7 +26,7 @@ def test_an_import_is_light(also):
     assert out.stdout.strip() == "[]"
 
 
-def test_a_listing_shows_the_public_names_and_nothing_else():
+def test_dir_lists_the_public_names_only():
     assert dir(fp8rs) == sorted(fp8rs.__all__)
     assert all(getattr(fp8rs, name) is not None for name in fp8rs.__all__)
     with pytest.raises(AttributeError, match="no attribute 'reports'"):

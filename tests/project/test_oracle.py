@@ -1,4 +1,4 @@
-"""What tests compare with is right by itself."""
+"""The oracle is independent of fp8rs and correct."""
 
 import ast
 from pathlib import Path
@@ -13,7 +13,7 @@ FILES = sorted(Path(oracle.__file__).parent.glob("*.py"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_an_oracle_imports_nothing_of_the_package(path):
+def test_an_oracle_does_not_import_fp8rs(path):
     nodes = list(ast.walk(ast.parse(path.read_text())))
     names = [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
     names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
@@ -23,7 +23,7 @@ def test_an_oracle_imports_nothing_of_the_package(path):
 
 
 @pytest.mark.parametrize("fp8_dtype", FORMATS, ids=str)
-def test_the_nearest_code_is_torchs_cast_of_what_is_in_range(fp8_dtype):
+def test_the_nearest_code_equals_torchs_cast_in_range(fp8_dtype):
     table = values(fp8_dtype).float()
     x = torch.cat([table, (table[1:] + table[:-1]) / 2, torch.tensor([1e30, MAX[fp8_dtype] * 1.1])])
     x = torch.cat([x, x.nextafter(2 * x + 1), x.nextafter(torch.zeros(()))])

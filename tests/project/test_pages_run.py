@@ -1,4 +1,4 @@
-"""Pages' blocks of code and the examples run as they stand, on two ranks."""
+"""Code blocks of documentation pages, and the examples, run on two ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8rs.demo.launch import Job, launch
+import demo_jobs
+from fp8rs.demo.launch import launch
 
 ROOT = Path(__file__).parents[2]
 RANKS = 2
@@ -31,15 +32,16 @@ def device() -> str:
     return "cuda"
 
 
-#: First line of a block that continues another script.
-GOES_ON = re.compile(
-    r"# Goes on from (?:(this page)'s first block|(\S+?)(?:'s train\.py)?)(?:, (.+))?$"
+#: First line of a block that continues a script.
+CONTINUES = re.compile(
+    r"# Continues (?:(this page)'s first block|train\.py of (\S+?)|(\S+?))(?:, (.+))?$"
 )
+GETTING_STARTED = ROOT / "docs" / "getting-started.md"
 
-#: tests/clients runs the blocks of docs/clients, within the scripts that they are parts of.
+#: tests/clients runs the blocks of docs/clients as parts of complete scripts.
 ALL_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-#: Sizes that two CPU cores can compute, and meshes of two ranks. Nothing else is replaced.
+#: Sizes for two CPU cores and meshes of two ranks. Nothing else is replaced.
 SMALLER = {
     "docs/modules.md": {
         "8192, 128": "16, 8",
@@ -55,9 +57,10 @@ SMALLER = {
     },
 }
 
-#: Blocks that do not run here, and why.
+#: Blocks that do not run here, with the reason.
 ELSEWHERE = {
     "docs/clients/": "tests/clients runs them",
+    "docs/getting-started.md#0": "tests/project/test_getting_started.py runs it",
     "docs/monitor.md": "tests/monitoring/test_page.py runs them",
     "docs/modules.md#1": "reads a checkpoint of Llama",
     "docs/serving.md#0": "reads a model of transformers",
@@ -86,39 +89,45 @@ def names_of(code: str) -> tuple[set[str], set[str]]:
     return bound, read - bound - set(dir(builtins))
 
 
-def context_in_readme(said: str) -> str:
-    """Return the part of the README's script that a block's first line names.
+def context_in_first_script(place: str) -> str:
+    """Return the part of the first script that a block's first line names.
 
     Training is cut to two steps, and the process group stays for the next block.
+
+    Args:
+        place: such as "in place of part 2, with policy, tokens".
     """
-    head, first, second, third = re.split(r"(?m)^(?=# \d\. )", scripts(ROOT / "README.md")[0])
+    head, first, second, third = re.split(r"(?m)^(?=# \d\. )", scripts(GETTING_STARTED)[0])
     third = third.replace("enumerate(batches, 1)", "enumerate(batches[:2], 1)")
     third = re.sub(r"time\.sleep.*\ndist\.destroy_process_group\(\)", "", third)
     (policy,) = re.findall(r"(?m)^policy = .*\n", second)
     unsharded = re.sub(r"(?m)^ *(fully_shard\(.*|for block in .*)\n", "", second)
-    place, *given = said.split(", with ")
+    place, _, names = place.partition(", with ")
     parts = {
-        "in the place of its part 2": "",
-        "after its part 2": second,
-        "after its part 2, without fully_shard": unsharded,
-        "before its last line": second + third,
+        "in place of part 2": "",
+        "after part 2": second,
+        "after part 2, without fully_shard": unsharded,
+        "before the last line": second + third,
     }[place]
-    extra = {"its policy": policy, "tokens = batches[0]": "tokens = batches[0]\n"}
-    return "".join([head, first, parts, *(extra[name] for name in given)])
+    values = {"policy": policy, "tokens": "tokens = batches[0]\n"}
+    given = names.split(", ") if names else []
+    return "".join([head, first, parts, *(values[name] for name in given)])
 
 
 def context(page: Path, code: str) -> str:
-    """Return the code that a block says it goes on from."""
-    said = GOES_ON.fullmatch(code.split("\n", 1)[0])
-    if not said:
+    """Return the code that a block continues, as its first line says."""
+    found = CONTINUES.fullmatch(code.split("\n", 1)[0])
+    if not found:
         return ""
-    if said[1]:
+    own, script_of, file, place = found.groups()
+    if own:
         return scripts(page)[0]
-    return context_in_readme(said[3]) if said[2] == "README.md" else scripts(ROOT / said[2])[0]
+    path = ROOT / (script_of or file)
+    return context_in_first_script(place) if path == GETTING_STARTED else scripts(path)[0]
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_every_name_in_a_block_comes_from_the_context_that_it_says(page: Path) -> None:
+def test_every_name_in_a_block_comes_from_its_stated_context(page: Path) -> None:
     for code in scripts(page):
         bound, lacking = names_of(context(page, code))
         assert not lacking
@@ -129,7 +138,7 @@ def test_every_name_in_a_block_comes_from_the_context_that_it_says(page: Path) -
 def blocks_to_run(device: str) -> dict[str, list[str]]:
     """Return each page's blocks, each as the texts that run one after the other."""
     found = {}
-    for page in ALL_PAGES[1:]:
+    for page in ALL_PAGES:
         name = page.relative_to(ROOT).as_posix()
         for index, code in enumerate(scripts(page)):
             block = f"{name}#{index}"
@@ -142,14 +151,11 @@ def blocks_to_run(device: str) -> dict[str, list[str]]:
     return found
 
 
-def test_every_block_runs_in_the_context_that_it_says(
-    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_block_runs_in_its_stated_context(tmp_path: Path, device: str) -> None:
     pytest.importorskip("safetensors")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=":")
     blocks = blocks_to_run(device)
-    job = Job("demo_jobs:pages", {"blocks": blocks, "folder": str(tmp_path)}, device)
-    for results in launch(job, RANKS, lambda _: None):
+    arguments = {"blocks": blocks, "folder": str(tmp_path)}
+    for results in launch(demo_jobs.pages, arguments, ranks=RANKS, device=device):
         errors = [f"{name}: {found}" for name, found in results.items() if isinstance(found, str)]
         assert not errors, "\n".join(errors)
         for name, texts in blocks.items():
@@ -158,7 +164,9 @@ def test_every_block_runs_in_the_context_that_it_says(
             assert all(1 <= nbytes < 1.07 for nbytes in results[name]), name
 
 
-@pytest.mark.parametrize("script", ["README.md", "examples/fp8_weights.py", "examples/resume.py"])
+@pytest.mark.parametrize(
+    "script", ["docs/getting-started.md", "examples/fp8_weights.py", "examples/resume.py"]
+)
 def test_scripts_pause_before_they_destroy_the_process_group(script: str) -> None:
     """Without the pause, a thread of gloo sometimes aborts a run that has succeeded."""
     code = scripts(ROOT / script)[0]
@@ -183,7 +191,7 @@ def test_the_example_of_fp8_weights_trains(device: str) -> None:
 
 
 @pytest.mark.long
-def test_the_gallery_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gallery_can_be_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(ROOT / "tools")
     import gallery
@@ -196,7 +204,7 @@ def test_the_gallery_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert runs[name]["weight_bytes"] == runs["bf16"]["weight_bytes"] / 2
 
 
-def test_the_gallery_tells_of_the_runs_that_it_shows() -> None:
+def test_the_gallery_describes_the_runs_that_it_shows() -> None:
     figures = ROOT / "docs" / "figures"
     text = (ROOT / "docs" / "gallery.md").read_text()
     for name, run in json.loads((figures / "gallery.json").read_text())["runs"].items():

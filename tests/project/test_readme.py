@@ -1,106 +1,43 @@
-"""The README's commands exist and its quick start runs as it stands, and pages lead to pages."""
+"""The README's commands and figures exist, and links between pages lead somewhere."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
-
-from fp8rs.demo.launch import Job, launch
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-
-
-def script() -> str:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    return code
-
-
-def quick_start() -> str:
-    """The script's second part, which is all that a script of another model needs."""
-    head, _, second, _ = re.split(r"(?m)^(?=# \d\. )", script())
-    needed = re.findall(
-        r"^(?:import torch|from (?:fp8rs|torch\.distributed\.fsdp) .+)$", head, re.M
-    )
-    return "\n".join([*needed, "", second.strip()])
-
-
-@pytest.mark.long
-def test_the_script_trains_as_the_page_starts_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (command,) = re.findall(r"^    torchrun (.+) train.py$", README, re.MULTILINE)
-    (tmp_path / "train.py").write_text(script())
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *command.split(), "train.py"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-        cwd=tmp_path,
-        env={"GLOO_SOCKET_IFNAME": "lo", **os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert done.returncode == 0, done.stderr
-    losses = [float(x) for x in re.findall(r"^step \d+: loss ([\d.]+)$", done.stdout, re.MULTILINE)]
-    assert len(losses) == 6
-    assert losses[0] > 5
-    assert losses[-1] < 1.5
-    assert "8 linear layers converted" in done.stderr
 
 
 def test_figures_are_those_of_the_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "tools")
     from figures import speeds
 
-    assert len(speeds(README)) == 8
+    assert len(speeds(README)) == 5
     measured = (ROOT / "benches" / "RESULTS.md").read_text()
     table = README.split("| times bf16 |")[1].split("\n\n")[0]
     numbers = re.findall(r"\b\d\d,\d{3}\b|\b\d\d\.\d GB", table)
-    assert len(numbers) > 20
+    assert len(numbers) == 12
     for number in numbers:
         figure = number.replace("14.5 GB", "14.48").replace(" GB", "")
         assert re.search(rf"(?<![\d.]){re.escape(figure)}", measured), number
-
-
-def test_quick_start_is_ten_lines() -> None:
-    assert len(quick_start().split("\n\n", 1)[1].splitlines()) + 3 <= 10
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_quick_start_trains(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=":")
-    device = "cpu"
-    if torch.cuda.is_available():
-        if torch.cuda.device_count() < ranks:
-            pytest.skip(f"needs {ranks} GPUs: FSDP2 shards over the GPUs where there are some")
-        device = "cuda"
-    job = Job("demo_jobs:quick_start", {"code": quick_start(), "device": device}, device)
-    for losses in launch(job, ranks, lambda _: None):
-        assert losses[-1] < 0.8 * losses[0]
 
 
 def test_targets_and_files_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = re.findall(r"(?:`|^    )make ([a-z-]+)", README, re.MULTILINE)
     links = re.findall(r"\]\(([^)#:]+)\)", README)
-    scripts = re.findall(r"python (benches/\S+)", README)
-    assert targets and links and scripts
+    assert targets and links
     for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     for link in links:
         assert (ROOT / link).is_file(), link
-    for script in scripts:
-        assert (ROOT / script).is_file(), script
 
 
 def anchors(page: Path) -> set[str]:
-    """What links may name after a #: the headings, as they are written in addresses."""
+    """Return the fragments that links may use: the headings as they appear in addresses."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -111,7 +48,7 @@ def anchors(page: Path) -> set[str]:
     [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benches/*.md")],
     ids=lambda p: p.relative_to(ROOT).as_posix(),
 )
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     for link, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", page.read_text()):
         target = page.parent / link if link else page
         assert target.is_file(), link
@@ -120,7 +57,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.newest_torch
 def test_the_compile_tables_have_the_rows_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is in their cells takes minutes to find: tools/compile_table.py --check."""
+    """Checking the contents of their cells takes minutes: tools/compile_table.py --check."""
     monkeypatch.syspath_prepend(ROOT / "tools")
     import compile_table as tool
 
@@ -135,7 +72,7 @@ def test_the_compile_tables_have_the_rows_of_the_tests(monkeypatch: pytest.Monke
         assert all(len(row) == len(head) for row in rows)
 
 
-def test_rows_that_a_machine_skips_stay_as_another_has_measured_them(
+def test_rows_skipped_on_a_machine_keep_the_measurement_of_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "tools")

@@ -1,4 +1,4 @@
-"""tools/written.py: tables in pages, of which each torch and device writes its own."""
+"""tools/written.py, which updates the tables of one torch version and device in a page."""
 
 import sys
 from pathlib import Path
@@ -40,13 +40,13 @@ def update(page, tables, check=False):
     return written.update(page, tables, written.rows, check, {"Left out": "old"})
 
 
-def test_the_same_tables_give_the_same_page(page):
+def test_equal_tables_leave_the_page_unchanged(page):
     table = "| | x |\n|---|---|\n| a | yes |"
     assert update(page, {"torch 2, CPU": table}) == 0
     assert page.path.read_text() == PAGE
 
 
-def test_other_tables_stay_and_the_last_part_stays_last(page):
+def test_tables_of_other_machines_are_kept_and_the_last_part_stays_last(page):
     assert update(page, {"torch 3, CPU": "| | x |"}) == 0
     body = page.body()
     places = [body.index(part) for part in ("torch 3", "torch 2", "| a | yes |", "### Left out")]
@@ -63,7 +63,7 @@ def test_a_check_writes_nothing(page, cell, status, capsys):
     assert page.path.read_text() == PAGE
 
 
-def test_a_page_without_the_place_is_an_error(page):
+def test_a_page_without_the_markers_is_an_error(page):
     page.path.write_text("# Before")
     with pytest.raises(SystemExit, match=r"no .*tools/a.py"):
         page.body()

@@ -1,16 +1,17 @@
-"""Quantizers with a scale for each row or block: bytes, usages, planes that are missing."""
+"""Quantizers with a scale for each row or block: bytes, usages, missing planes."""
 
 import pytest
 import torch
 
 import fp8rs
 from oracle import blocks as reference
+from tensor_formats import bits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 F8 = fp8rs.Float8BlockQuantizer
 MX = fp8rs.MXFP8Quantizer
 
-#: (quantizer, its options, the reference's)
+#: (quantizer, its options, the options of the oracle)
 KINDS = {
     "row": (F8, {"block": (1, -1)}, {}),
     "1x128": (F8, {"block": (1, 128)}, {}),
@@ -38,16 +39,12 @@ def make(kind, fp8_dtype=E4M3, **usage):
     return cls(fp8_dtype, **options, **usage)
 
 
-def bits(t):
-    return t.reshape(-1).view(torch.uint8)
-
-
 @every_kind
 @every_type
 @every_usage
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(128, 256), (40, 70), (3, 5, 33), (9,), (1, 1)])
-def test_bytes(device, kind, fp8_dtype, rowwise, columnwise, dtype, shape):
+def test_bytes_equal_the_oracle(device, kind, fp8_dtype, rowwise, columnwise, dtype, shape):
     x = data(device, *shape, dtype=dtype)
     quantizer = make(kind, fp8_dtype, rowwise=rowwise, columnwise=columnwise)
     t = quantizer(x)
@@ -66,16 +63,17 @@ def test_bytes(device, kind, fp8_dtype, rowwise, columnwise, dtype, shape):
         expected = codes.float() * reference.expand(scale, block, tuple(values.shape))
         expected = expected.to(dtype)
     if columnwise:
-        expected = expected.t()  # the last plane's
+        # This is the orientation of the last plane.
+        expected = expected.t()
     if rowwise != columnwise or quantizer.format.square:
         assert torch.equal(t.dequantize().reshape(matrix.shape), expected)
 
 
 @every_kind
-def test_classes(device, kind):
+def test_results_have_the_class_of_the_format(device, kind):
     quantizer = make(kind)
     t = quantizer(data(device, 40, 70))
-    mx = isinstance(quantizer, MX)
+    mx = quantizer.format.microscaled
     assert type(t) is (fp8rs.MXFP8Tensor if mx else fp8rs.Float8Tensor)
     assert str(quantizer.format.block) in repr(quantizer)
     assert quantizer.format.name in repr(t)
@@ -83,7 +81,7 @@ def test_classes(device, kind):
 
 @every_kind
 @every_usage
-def test_updates_in_place(device, kind, rowwise, columnwise):
+def test_updates_are_in_place(device, kind, rowwise, columnwise):
     quantizer = make(kind, rowwise=rowwise, columnwise=columnwise)
     x, y = data(device, 40, 70), data(device, 40, 70, seed=1)
     want = quantizer(y)
@@ -91,7 +89,8 @@ def test_updates_in_place(device, kind, rowwise, columnwise):
         quantizer.update_quantized(y, t)
         same(t, want)
     t = quantizer(x)
-    if KINDS[kind][2] in ({}, {"rounding": "ceil"}):  # the defaults
+    # These are the default options.
+    if KINDS[kind][2] in ({}, {"rounding": "ceil"}):
         bare = type(t)(t.rowwise, t.columnwise, shape=t.shape, dtype=t.dtype)
         same(bare.quantize_(y), want)
         quantizer.update_quantized(x, t)
@@ -108,8 +107,11 @@ def same(t, want):
 
 @every_kind
 @every_usage
-def test_planes_that_are_missing(device, kind, rowwise, columnwise):
-    """Made exactly from the other one where blocks are square, else named by what needs them."""
+def test_missing_planes(device, kind, rowwise, columnwise):
+    """If blocks are square, a missing plane is made exactly from the other one.
+
+    Otherwise the error names it.
+    """
     quantizer = make(kind, rowwise=rowwise, columnwise=columnwise)
     both = make(kind)(data(device, 40, 70))
     for missing, there in (("rowwise", rowwise), ("columnwise", columnwise)):
@@ -129,7 +131,7 @@ def test_planes_that_are_missing(device, kind, rowwise, columnwise):
 
 
 @every_kind
-def test_moves_and_copies(device, kind):
+def test_results_move_and_copy(device, kind):
     t = make(kind)(data(device, 40, 70))
     for copy in (t.clone(), t.to(device), t.detach(), t.to(torch.bfloat16), t.cpu()):
         assert type(copy) is type(t)

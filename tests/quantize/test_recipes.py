@@ -1,4 +1,4 @@
-"""Recipes are frozen, checked where they are made, and known by short names."""
+"""Recipes are frozen, validated on construction, and available by short names."""
 
 import dataclasses
 
@@ -45,7 +45,7 @@ def test_formats(recipe, input, weight):
     assert hash(recipe) == hash(dataclasses.replace(recipe))
 
 
-def test_the_inputs_transpose_may_have_square_blocks():
+def test_the_transposed_input_may_have_square_blocks():
     recipe = Float8BlockScaling(wgrad_input_block=[128, 128])
     assert recipe == Float8BlockScaling(wgrad_input_block=(128, 128)) != Float8BlockScaling()
     assert recipe.wgrad_input_format == formats.BLOCK_128X128
@@ -85,7 +85,7 @@ def test_short_names(name, recipe):
     assert resolve_recipe(name) == recipe
 
 
-def test_an_object_resolves_to_itself():
+def test_a_recipe_resolves_to_itself():
     recipe = DelayedScaling(margin=1)
     assert resolve_recipe(recipe) is recipe
 
@@ -138,17 +138,17 @@ def test_errors_name_the_field(make, error, field):
         make()
 
 
-def test_an_unknown_name_lists_those_known():
+def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"'delayed'.*'current'"):
         resolve_recipe("fp9")
 
 
-def test_of_another_librarys_recipe_the_error_says_whose_it_is():
+def test_the_error_for_a_recipe_of_another_library_names_that_library():
     theirs = type("DelayedScaling", (), {"__module__": "transformer_engine.common.recipe"})
     with pytest.raises(TypeError, match=r"not transformer_engine\.common\.recipe\.DelayedScaling"):
         fp8rs.convert_to_float8_training(torch.nn.Linear(32, 32), recipe=theirs())
 
 
-def test_descriptions_show_what_was_changed():
+def test_descriptions_show_changed_fields():
     assert describe(DelayedScaling()) == "delayed"
     assert describe(DelayedScaling(margin=2)) == "delayed, margin=2"

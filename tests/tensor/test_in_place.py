@@ -1,7 +1,7 @@
-"""What a write does not change keeps its value: in-place arithmetic, and writes of parts.
+"""In-place arithmetic and partial writes keep the values of all elements that they do not change.
 
-Scales stay while the largest value fits in them and uses half of their range; else they move by
-powers of two. Whole writes of new values make the quantizer's bytes.
+A scale is kept while the largest value fits and uses at least half of its range. Otherwise it
+changes by a power of two. A write of new values to the whole tensor gives the quantizer's bytes.
 """
 
 import math
@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fp8rs
 from fp8rs.tensor import formats
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec
+from random_examples import examples
 from tensor_formats import (
     FORMATS,
     PLANES,
@@ -31,16 +32,8 @@ from tensor_formats import (
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NAN, INF = math.nan, math.inf
 
-examples = settings(
-    max_examples=250,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    # `device` is a constant.
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 
-#: Format -> its quantizer, of an element type and with the options of its scales.
+#: The quantizer of each format, for an element type and options of its scales.
 QUANTIZERS = {
     "tensor": lambda dtype, **options: fp8rs.Float8CurrentScalingQuantizer(dtype, **options),
     **{
@@ -57,7 +50,7 @@ QUANTIZERS = {
     },
 }
 
-#: Views of a matrix, none of which has an element twice.
+#: Views of a matrix that contain no element twice.
 VIEWS = {
     "itself": lambda x: x,
     "flat": lambda x: x.view(-1),
@@ -85,7 +78,7 @@ NOTHING = {
     "an element": lambda x: x[(0,) * x.dim()].copy_(x[(0,) * x.dim()].dequantize()),
 }
 
-#: States of a tensor that its values alone do not determine.
+#: States of a tensor that are not determined by its values.
 SPOIL = {
     "as quantized": lambda t: None,
     "scales larger than needed": lambda t: [p.scale.copy_(p.scale.float() * 8) for p in planes(t)],
@@ -95,7 +88,7 @@ SPOIL = {
     "negative NaNs": lambda t: [bits(p.data)[:1].fill_(0xFF) for p in planes(t)],
 }
 
-#: Ways to write some elements of a tensor, which a mask tells.
+#: Ways to write some elements of a tensor, which the mask selects.
 SOME = {
     "masked_fill_": lambda x, mask, value: x.masked_fill_(mask.to(x.device), value),
     "item assignment": lambda x, mask, value: x.__setitem__(mask.to(x.device), value),
@@ -116,7 +109,7 @@ def planes(t):
 
 
 def plane_bytes(t):
-    """Copies of the codes and scales of every plane."""
+    """Return copies of the codes and scales of every plane."""
     return {
         f"{name} {kind}": bits(getattr(plane, kind)).clone()
         for name in ("rowwise", "columnwise")
@@ -127,7 +120,7 @@ def plane_bytes(t):
 
 @dataclass
 class Case:
-    """A quantized tensor to be."""
+    """The input and the quantizer of a tensor."""
 
     format: str
     planes: str
@@ -138,13 +131,14 @@ class Case:
 
     def on(self, device):
         quantizer = QUANTIZERS[self.format](self.fp8_dtype, **self.options, **PLANES[self.planes])
-        # Codes of float32, which not all are values of the dtype that they stand for.
+        # The codes come from float32, so some dequantized values are not representable in the
+        # dtype.
         return quantizer(self.x.to(device)).to(self.dtype)
 
 
 @st.composite
 def cases(draw):
-    """Formats, options, shapes, dtypes, and magnitudes that float16 hardly has."""
+    """Draw formats, options, shapes, dtypes and magnitudes, some near float16's limits."""
     format = draw(st.sampled_from(sorted(QUANTIZERS)))
     if format in ("1x32", "32x32"):
         options = {"scale_rounding": draw(st.sampled_from(["ceil", "floor"]))}
@@ -162,7 +156,7 @@ def cases(draw):
     return Case(format, draw(st.sampled_from(sorted(PLANES))), fp8_dtype, options, x, dtype)
 
 
-@examples
+@examples(250)
 @given(
     case=cases(),
     view=st.sampled_from(sorted(VIEWS)),
@@ -179,7 +173,7 @@ def test_a_write_that_changes_no_value_changes_no_byte(device, case, view, write
         assert torch.equal(found, before[name]), name
 
 
-@examples
+@examples(250)
 @given(
     case=cases(),
     view=st.sampled_from(sorted(VIEWS)),
@@ -187,7 +181,7 @@ def test_a_write_that_changes_no_value_changes_no_byte(device, case, view, write
     exponents=st.lists(st.integers(-9, 4), min_size=1, max_size=3),
     data=st.data(),
 )
-def test_what_is_not_written_keeps_its_value(device, case, view, way, exponents, data):
+def test_unwritten_elements_keep_their_values(device, case, view, way, exponents, data):
     t = case.on(device)
     part = VIEWS[view](t)
     largest = case.x.abs().max().float()
@@ -202,10 +196,12 @@ def test_what_is_not_written_keeps_its_value(device, case, view, way, exponents,
         VIEWS[view](written).copy_(mask)
         written = written.to(device)
         step = torch.finfo(case.fp8_dtype).eps
-        smallest = 2.0 ** (-6 if case.fp8_dtype is E4M3 else -14)  # of the normal numbers
+        # This is the smallest normal number.
+        smallest = 2.0 ** (-6 if case.fp8_dtype is E4M3 else -14)
         for name, found in values(t).items():
             scale, was = scales(t)[name], before[name]
-            half = 0.52 * step * smallest * scale  # a step of the subnormal ones, and a bit
+            # Slightly more than half a step of the subnormal numbers.
+            half = 0.52 * step * smallest * scale
             assert torch.equal(torch.frexp(scale)[0], torch.frexp(old[name])[0]), name
             stays = (was.abs() >= smallest * scale) | (scale <= old[name])
             assert torch.equal(found[stays & ~written], was[stays & ~written]), name
@@ -216,10 +212,10 @@ def test_what_is_not_written_keeps_its_value(device, case, view, way, exponents,
             assert close[written].all(), name
 
 
-# --- the rule ------------------------------------------------------------------------------------
+# --- when scales change -------------------------------------------------------------------------
 
-#: A scale, what is the largest then (in units of that scale's largest value), the scale afterwards
-#: (in units of the one before).
+#: A scale, the new largest value (relative to the largest that the scale represents), and the scale
+#: afterwards (relative to the one before).
 RULE = {
     "all of it": (0.3, 1.0, 1.0),
     "half of it": (0.3, 0.5, 1.0),
@@ -233,13 +229,13 @@ RULE = {
 
 
 @pytest.mark.parametrize("case", list(RULE))
-def test_a_scale_stays_or_moves_by_a_power_of_two(device, case):
+def test_a_scale_is_kept_or_changes_by_a_power_of_two(device, case):
     scale, largest, times = (torch.tensor(v, device=device) for v in RULE[case])
     spec = QuantSpec(formats.TENSOR, E4M3)
     assert torch.equal(spec.keep_scale(scale, 448 * scale * largest), scale * times)
 
 
-#: A scale, the largest value, and the scale afterwards; the options.
+#: A scale, the largest value, the scale afterwards, and the options.
 EDGES = {
     "to zero": (0.3, 0.0, 1.2, {}),
     "from zero": (1.0, 300.0, 1.0, {}),
@@ -259,7 +255,7 @@ EDGES = {
 @pytest.mark.parametrize(
     "scale, amax, expected", [(0.5, 0.0, 2.0**-127), (2.0**-127, 3.0, 2.0**-7), (2.0, 449.0, 2.0)]
 )
-def test_powers_of_two_stay_such(device, scale, amax, expected):
+def test_power_of_2_scales_remain_powers_of_two(device, scale, amax, expected):
     spec = QuantSpec(formats.MX_32X32, E4M3)
     found = spec.keep_scale(*(torch.tensor([v], device=device) for v in (scale, amax)))
     assert found == expected
@@ -267,7 +263,7 @@ def test_powers_of_two_stay_such(device, scale, amax, expected):
 
 
 @pytest.mark.parametrize("case", list(EDGES))
-def test_where_a_scale_ends(device, case):
+def test_scales_stop_at_their_limits(device, case):
     scale, amax, expected, options = EDGES[case]
     spec = QuantSpec(formats.TENSOR, E4M3, **options)
     found = spec.keep_scale(*(torch.tensor([v], device=device) for v in (scale, amax)))
@@ -279,7 +275,7 @@ def test_where_a_scale_ends(device, case):
 @every_format
 @every_plane
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_what_is_not_finite_is_seen_and_left_again(device, format, planes, value):
+def test_non_finite_values_are_stored_and_can_be_overwritten(device, format, planes, value):
     t = make(format, planes, device)
     before = values(t)
     t[150, 7] = value
@@ -299,28 +295,29 @@ def test_what_is_not_finite_is_seen_and_left_again(device, format, planes, value
     for name, found in values(t).items():
         assert torch.allclose(found, read.nan_to_num(nan=2.0), rtol=0.14, atol=0.02), name
         kept = without[name] & ~read.isnan()
-        error = 0.51 * 2.0**-9 * scales(t)[name]  # of those that have become subnormal
+        # The error of elements that have become subnormal.
+        error = 0.51 * 2.0**-9 * scales(t)[name]
         assert ((found - before[name]).abs() <= error)[kept].all(), name
 
 
 @every_format
 @every_plane
-def test_zeros_and_back(device, format, planes):
+def test_a_tensor_can_be_zeroed_and_written_again(device, format, planes):
     t = make(format, planes, device)
     before = t.dequantize()
     t.mul_(0.0)
-    # What the rowwise plane rounds to 0 already, another plane may have kept.
+    # A value that the rowwise plane has rounded to 0 may be nonzero in another plane.
     for value in values(t).values():
         assert value.abs().max() <= 2.0**-18 * before.abs().max()
     t.add_(before)
     for value in values(t).values():
-        # A scale between one and two times the one from the data.
+        # The scale is between one and two times the scale that the data would give.
         assert (value - before).abs().max() <= 0.07 * before.abs().max()
     t.zero_()
     same_bytes(t, FORMATS[format](**PLANES[planes])(torch.zeros_like(before)))
 
 
-def test_the_next_scale_of_delayed_scaling_is_not_taken_and_hears_of_the_largest_value(device):
+def test_partial_writes_keep_the_delayed_scale_and_update_the_amax(device):
     scale, amax = torch.tensor(0.5, device=device), torch.tensor(0.0, device=device)
     quantizer = fp8rs.Float8Quantizer(scale, amax, E4M3)
     t = quantizer(torch.linspace(-200, 200, 64 * 3, device=device).view(64, 3))
@@ -336,9 +333,9 @@ def test_the_next_scale_of_delayed_scaling_is_not_taken_and_hears_of_the_largest
     assert t.rowwise.scale == scale
 
 
-# --- whole writes --------------------------------------------------------------------------------
+# --- writes to the whole tensor -----------------------------------------------------------------
 
-#: Writes of values that have nothing to do with those before.
+#: Writes of values that do not depend on the previous ones.
 WHOLE = {
     "copy_": lambda x: x.copy_(torch.linspace(-3, 5, x.numel(), device=x.device).view(x.shape)),
     "quantize_": lambda x: (x.quantize_ if isinstance(x, QuantizedTensor) else x.copy_)(
@@ -357,7 +354,9 @@ WHOLE = {
 @every_format
 @every_plane
 @pytest.mark.parametrize("write", list(WHOLE))
-def test_a_whole_write_of_new_values_makes_the_quantizers_bytes(device, format, planes, write):
+def test_a_write_of_new_values_to_the_whole_tensor_gives_the_quantizers_bytes(
+    device, format, planes, write
+):
     t, plain = make(format, planes, device), torch.zeros(200, 320, device=device)
     for x in (t, plain):
         torch.manual_seed(3)
@@ -396,5 +395,6 @@ def test_an_optimizer_without_masters_does_not_inflate_weights(device, recipe, k
         losses.append(loss.detach())
     assert losses[-1] < losses[0]
     for weight, norm in zip(weights, norms, strict=True):
-        # 1.3% at most; 6.6% and more (of E8M0 scales nothing) where each write makes a new scale.
+        # The norm grows by at most 1.3%. It would grow by at least 6.6% if each write computed a
+        # new scale, except with E8M0 scales.
         assert weight.dequantize().norm() < 1.03 * norm

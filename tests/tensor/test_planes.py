@@ -1,6 +1,6 @@
-"""Every format with both planes, with rowwise only and with columnwise only, in every operation.
+"""Every format, with both planes, rowwise only and columnwise only, in every operation.
 
-A missing plane is an error that names it where an operation needs it, and nothing else is one.
+Only operations that need a missing plane raise an error, which names the plane.
 """
 
 import copy
@@ -39,7 +39,7 @@ from tensor_formats import (
 @every_format
 @every_plane
 @pytest.mark.parametrize("shape", [SHAPE, (3, 40, 70), (130,), (0, 64), (64, 0)])
-def test_dequantize(device, format, planes, shape):
+def test_every_plane_dequantizes(device, format, planes, shape):
     t = make(format, planes, device, *shape)
     plane = t.any_plane()
     rows, cols = plane.matrix.shape
@@ -52,7 +52,7 @@ def test_dequantize(device, format, planes, shape):
     assert torch.equal(t.dequantize(torch.bfloat16), expected.reshape(shape).bfloat16())
 
 
-#: Operations whose result is quantized, on the tensor and on plain values.
+#: Operations whose result is quantized, applied to the tensor and to plain values.
 KEEPING = {
     "detach": lambda x: x.detach(),
     "alias": lambda x: torch.ops.aten.alias(x),
@@ -116,7 +116,7 @@ def _read_first(transposed):
 
 @every_format
 @every_plane
-def test_dtypes_and_other_devices(device, format, planes):
+def test_dtypes_and_devices_convert(device, format, planes):
     t = make(format, planes, device)
     as_bf16 = t.to(torch.bfloat16)
     assert as_bf16.dtype == torch.bfloat16
@@ -130,7 +130,7 @@ def test_dtypes_and_other_devices(device, format, planes):
 @every_plane
 @pytest.mark.parametrize("kind", ["tensor", "parameter", "part", "flat view"])
 @pytest.mark.parametrize("way", ["pickle", "torch.save", "weights_only"])
-def test_pickles(device, format, planes, kind, way):
+def test_tensors_are_pickled(device, format, planes, kind, way):
     t = make(format, planes, device)
     if kind == "parameter":
         t = nn.Parameter(t)
@@ -184,19 +184,20 @@ def test_new_tensors_are_plain(device, format, planes):
         lambda x: nn.functional.linear(x, x),
     ],
 )
-def test_anything_else_dequantizes(device, format, planes, operation):
+def test_other_operations_dequantize(device, format, planes, operation):
     t = make(format, planes, device)
     out, expected = operation(t), operation(t.dequantize())
     assert type(out) is torch.Tensor
     if planes == "both" and format not in SQUARE:
-        assert relative(out, expected) < 0.05  # a transpose reads the other plane
+        # A transpose reads the other plane.
+        assert relative(out, expected) < 0.05
     else:
         torch.testing.assert_close(out, expected)
 
 
 @every_format
 @every_plane
-def test_repr_and_flattening(device, format, planes):
+def test_repr_and_flattening_show_the_existing_planes(device, format, planes):
     t = make(format, planes, device)
     assert format in repr(t)
     names, context = t.__tensor_flatten__()
@@ -206,7 +207,7 @@ def test_repr_and_flattening(device, format, planes):
 
 @every_format
 @every_plane
-def test_writes_fill_the_planes_that_are_there(device, format, planes):
+def test_writes_fill_the_existing_planes(device, format, planes):
     src = data(device, *SHAPE, seed=1, scale=9.0)
     want = FORMATS[format](**PLANES[planes])(src)
     both = FORMATS[format]()(src)
@@ -227,7 +228,10 @@ def test_writes_fill_the_planes_that_are_there(device, format, planes):
 @every_plane
 @pytest.mark.parametrize("of", list(PLANES))
 def test_copies_between_usages(device, format, planes, of):
-    """Codes where they are there or can be made, else the values quantized again."""
+    """Codes are copied if they exist or can be made from the other plane.
+
+    Otherwise values are quantized again.
+    """
     t, src = make(format, planes, device), make(format, of, device, seed=1)
     t.copy_(src)
     if format in SQUARE or planes == of or of == "both":
@@ -246,7 +250,8 @@ def test_in_place_operations_quantize_again(device, format, planes):
     assert t.mul_(3.0) is t
     for name, value in values(t).items():
         error = 0.51 * 2.0**-3 * want.abs() + 0.51 * 2.0**-9 * scales(t)[name]
-        # What the rowwise plane rounds to 0, a second one may have, and 0 * 3 changes nothing.
+        # A value that the rowwise plane has rounded to 0 may be nonzero in the second one, and 0 *
+        # 3 is 0.
         known = (want != 0) | (name == next(iter(values(t))))
         assert ((value - want).abs() <= error)[known].all(), name
     t.zero_()
@@ -278,7 +283,7 @@ def test_update_usage(device, format, planes, wanted):
 
 
 @every_format
-def test_a_missing_plane_is_named(device, format):
+def test_errors_name_the_missing_plane(device, format):
     row, col = make(format, "rowwise", device), make(format, "columnwise", device)
     with pytest.raises(ValueError, match="a test needs the columnwise plane"):
         row.plane("columnwise", "a test")
@@ -294,7 +299,7 @@ def test_a_missing_plane_is_named(device, format):
 
 
 def pair(format, planes, device):
-    """A layer with a quantized weight, and one whose weight is the same in high precision."""
+    """Return a layer with a quantized weight, and one with the dequantized weight."""
     recipe = RECIPES[format]
     if recipe.name == "block":
         skip_without_block_gemms(device)
@@ -303,7 +308,8 @@ def pair(format, planes, device):
     layer = copy.deepcopy(plain)
     t = FORMATS[format](**PLANES[planes])(plain.weight)
     layer.weight = nn.Parameter(t)
-    if format == "1x128":  # no recipe quantizes weights so: take the values that it has
+    # No recipe has weights of this format, so take its dequantized values.
+    if format == "1x128":
         plain.weight = nn.Parameter(FORMATS[format]()(plain.weight))
     return layer, plain
 
@@ -311,7 +317,7 @@ def pair(format, planes, device):
 @every_format
 @every_plane
 @pytest.mark.parametrize("grad", [False, True])
-def test_forward(device, format, planes, grad):
+def test_forward_equals_that_of_the_dequantized_weight(device, format, planes, grad):
     layer, plain = pair(format, planes, device)
     x = data(device, 40, 96)
     with torch.set_grad_enabled(grad):
@@ -338,7 +344,7 @@ def test_wgrad_reads_no_plane_of_the_weight(device, format, planes):
 
 @every_format
 @pytest.mark.parametrize("planes", ["both", "rowwise"])
-def test_dgrad(device, format, planes):
+def test_dgrad_equals_that_of_the_dequantized_weight(device, format, planes):
     layer, plain = pair(format, planes, device)
     dy = data(device, 40, 160, seed=1)
     grads = []
@@ -359,7 +365,7 @@ def test_dgrad(device, format, planes):
 
 @every_format
 @every_plane
-def test_constructors_take_what_quantizers_make(device, format, planes):
+def test_constructors_accept_results_of_quantizers(device, format, planes):
     t = make(format, planes, device)
     for cls in (type(t), QuantizedTensor):
         again = cls(t.rowwise, t.columnwise, shape=t.shape, dtype=t.dtype)
@@ -380,7 +386,7 @@ def test_scales_of_another_shape_are_refused(device, format, name):
         type(t)(**planes, shape=t.shape, dtype=t.dtype)
 
 
-def test_planes_that_differ_are_refused(device):
+def test_planes_of_different_tensors_are_refused(device):
     t, rows = make("128x128", "both", device), make("1x128", "both", device)
     e5m2 = fp8rs.Float8BlockQuantizer(torch.float8_e5m2, block=(128, 128))(t)
     mx = make("32x32", "both", device)

@@ -23,7 +23,7 @@ every_plane = pytest.mark.parametrize("planes", PLANES)
 
 @pytest.fixture
 def make(device):
-    """Quantize gaussian data of a shape, with the planes asked for."""
+    """Quantize Gaussian data of a shape, with the requested planes."""
 
     def make(planes, *shape, dtype=torch.float32, fp8_dtype=torch.float8_e4m3fn, seed=0):
         generator = torch.Generator().manual_seed(seed)
@@ -34,7 +34,7 @@ def make(device):
 
 
 def same(a, b):
-    """Equal bits, NaN included."""
+    """Assert that all bits are equal, also in NaN."""
     assert type(a) is type(b) is torch.Tensor
     assert a.shape == b.shape
     assert a.dtype == b.dtype
@@ -42,13 +42,13 @@ def same(a, b):
 
 
 def close_to(t, values):
-    """Within half a step of the format, at the scale that the tensor has."""
+    """Assert that values are within half a step of the format at the tensor's scale."""
     error = 0.51 * 2.0**-3 * values.abs() + 0.51 * 2.0**-9 * t.any_plane().scale
     assert ((t.dequantize() - values).abs() <= error).all()
 
 
 @every_plane
-def test_what_is_made(make, planes):
+def test_attributes_of_a_new_tensor(make, planes):
     t = make(planes, 6, 8, dtype=torch.bfloat16)
     assert isinstance(t, Float8Tensor)
     assert isinstance(t, QuantizedTensor)
@@ -78,7 +78,7 @@ def test_dequantize_is_code_times_scale_then_one_cast(make, planes, shape):
     same(t.dequantize(torch.bfloat16), values.to(torch.bfloat16))
 
 
-def test_both_planes_hold_the_same_codes(make):
+def test_both_planes_have_equal_codes(make):
     t = make("both", 3, 4, 5)
     assert torch.equal(
         t.rowwise.data.view(torch.uint8).reshape(12, 5), t.columnwise.data.view(torch.uint8).t()
@@ -164,7 +164,7 @@ def test_as_strided_narrows_padded_rows(make, planes, rows):
 
 
 @every_plane
-def test_as_strided(make, planes):
+def test_as_strided_views_and_dequantizes(make, planes):
     t = make(planes, 6, 8)
     for way in [
         ((2, 8), (8, 1), 16),
@@ -178,9 +178,8 @@ def test_as_strided(make, planes):
         assert type(v) is Float8Tensor
         assert v.stride() == way[1]
         same(v.dequantize(), torch.as_strided(t.dequantize(), *way).contiguous())
-    same(
-        torch.as_strided(t[2:], (2, 8), (8, 1)).dequantize(), t.dequantize()[2:4]
-    )  # from where the view begins
+    # By default, the offset of the view is kept.
+    same(torch.as_strided(t[2:], (2, 8), (8, 1)).dequantize(), t.dequantize()[2:4])
     with pytest.raises(ValueError, match="beyond"):
         torch.as_strided(t, (7, 8), (8, 1), 0)
 
@@ -239,7 +238,8 @@ def test_item_assignment_lands(make, planes):
 def test_a_write_through_a_slice_lands(make, planes, take):
     t = make(planes, 6, 8)
     expected = t.dequantize()
-    big = torch.full((2, 8), 100.0, device=t.device)  # out of range of the scale as it was
+    # This value exceeds the range of the old scale.
+    big = torch.full((2, 8), 100.0, device=t.device)
     take(t).copy_(big)
     expected[2:4] = 100.0
     close_to(t, expected)
@@ -275,7 +275,7 @@ def test_transpose_swaps_the_planes(make, planes, swap):
 
 
 @every_plane
-def test_to_dtype_changes_the_label_only(make, planes):
+def test_to_dtype_changes_only_the_dtype_of_results(make, planes):
     t = make(planes, 6, 8)
     b = t.to(torch.bfloat16)
     assert type(b) is Float8Tensor
@@ -287,7 +287,7 @@ def test_to_dtype_changes_the_label_only(make, planes):
 
 
 @every_plane
-def test_to_device(make, planes):
+def test_tensors_move_between_devices(make, planes):
     t = make(planes, 6, 8)
     c = t.to("cpu")
     assert c.device.type == "cpu"
@@ -314,7 +314,8 @@ def test_copy_from_plain_quantizes(make, planes):
     x = torch.linspace(-9, 9, 48, device=dst.device).view(6, 8)
     dst.copy_(x)
     same(dst.dequantize(), Float8CurrentScalingQuantizer(dst.fp8_dtype)(x).dequantize())
-    dst.copy_(torch.zeros(8, device=dst.device))  # broadcast, as copy_ does
+    # This broadcasts, as copy_ does.
+    dst.copy_(torch.zeros(8, device=dst.device))
     assert not dst.dequantize().any()
 
 
@@ -390,7 +391,7 @@ def test_new_tensors_are_plain(make, planes):
         lambda x: x.norm(),
     ],
 )
-def test_anything_else_dequantizes(make, planes, op):
+def test_other_operations_dequantize(make, planes, op):
     t = make(planes, 6, 8)
     out, expected = op(t), op(t.dequantize())
     assert type(out) is torch.Tensor
@@ -418,7 +419,7 @@ def test_optimizers_step_quantized_parameters(make, kind):
         p.grad = torch.ones(6, 8, device=t.device)
         optimizer.step()
         assert type(optimizer.state[p]["exp_avg"]) is torch.Tensor
-    # Without fusion a step is several in-place operations, each of which rounds.
+    # Without fusion, a step is several in-place operations, each of which rounds.
     if kind == "fused":
         close_to(t, x.detach())
     torch.testing.assert_close(t.dequantize(), x.detach(), rtol=2**-3, atol=0.01)
@@ -478,7 +479,7 @@ def test_state_of_a_module_with_quantized_parameters_round_trips(make):
     torch.testing.assert_close(module.weight.dequantize().cpu(), torch.ones(6, 8))
 
 
-def test_freed_storage_is_a_clear_error(make):
+def test_access_to_freed_storage_is_an_error(make):
     t = make("rowwise", 6, 8)
     t.rowwise.data.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="reshard"):
@@ -512,7 +513,7 @@ def test_freed_storage_is_a_clear_error(make):
         ),
     ],
 )
-def test_bad_constructions_name_the_argument(device, arguments, error, match):
+def test_errors_of_constructors_name_the_argument(device, arguments, error, match):
     arguments = dict(arguments)
     dtype = arguments.pop("scale", torch.float32)
     scale = torch.ones(arguments.pop("scale_shape", ()), dtype=dtype, device=device)
@@ -524,16 +525,16 @@ def test_bad_constructions_name_the_argument(device, arguments, error, match):
         Float8Tensor(**{"dtype": torch.float32, **arguments})
 
 
-def test_a_saved_dequantized_tensor_loads_without_the_library(make):
+def test_a_saved_dequantized_tensor_loads_without_fp8rs(make):
     t = make("both", 6, 8)
     same(reloaded(t.dequantize()), t.dequantize())
 
 
-# --- what torch does to a tensor's inside ---------------------------------------------------------
+# --- torch functions that replace the contents of a tensor --------------------------------------
 
 
 @every_plane
-def test_data_shares_the_planes_of_what_is_assigned(make, planes):
+def test_assigning_data_shares_the_planes(make, planes):
     t, other = torch.nn.Parameter(make(planes, 6, 8)), make(planes, 6, 8, seed=1)
     t.data = other
     same(t.dequantize().detach(), other.dequantize())
@@ -545,7 +546,7 @@ def test_data_shares_the_planes_of_what_is_assigned(make, planes):
 
 
 @every_plane
-def test_data_takes_no_plain_tensor(make, planes):
+def test_data_cannot_be_a_plain_tensor(make, planes):
     t = make(planes, 6, 8)
     before = t.dequantize()
     with pytest.raises(TypeError, match=r"\.data of a Float8Tensor.*copy_\(\)"):
@@ -565,7 +566,7 @@ def test_data_takes_no_plain_tensor(make, planes):
         lambda x: x.transpose_(0, 1),
     ],
 )
-def test_another_shape_or_storage_in_place_is_refused(make, planes, change):
+def test_changing_the_shape_or_storage_in_place_is_refused(make, planes, change):
     t = make(planes, 6, 8)
     before = t.dequantize()
     with pytest.raises(NotImplementedError, match=r"another shape or storage.*copy_\(\)"):
@@ -611,7 +612,7 @@ def test_out_arguments_and_other_dtypes(make, planes):
     assert (t.dequantize() == 1).all()
 
 
-def test_lists_are_taken_a_member_at_a_time(make, monkeypatch):
+def test_list_operators_handle_each_member(make, monkeypatch):
     seen = []
 
     def log(of, name):
@@ -644,7 +645,7 @@ def test_lists_are_taken_a_member_at_a_time(make, monkeypatch):
 
 
 @every_plane
-def test_inference_mode(make, planes):
+def test_operations_in_inference_mode(make, planes):
     t = make(planes, 6, 8)
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(t, requires_grad=False)
@@ -700,7 +701,7 @@ def test_planes_are_dropped_and_made_for_all_aliases(make, way, on):
         one.update_usage(rowwise=True, columnwise=False)
 
 
-def test_views_have_the_planes_of_their_tensor(make):
+def test_views_have_the_planes_of_their_base(make):
     t = make("rowwise", 6, 8)
     part = t[2:4]
     with pytest.raises(ValueError, match=r"update_usage of this view.*clone\(\)"):
@@ -714,8 +715,8 @@ def test_views_have_the_planes_of_their_tensor(make):
     assert (t.dequantize()[2:4] - 2.0).abs().max() < 0.13
 
 
-def test_planes_that_are_assigned_show_in_aliases_and_views(make):
-    """As FSDP's hooks refill a gathered weight."""
+def test_assigned_planes_appear_in_aliases_and_views(make):
+    """FSDP's hooks assign planes when they refill a gathered weight."""
     t, other = make("both", 6, 8), make("rowwise", 6, 8, seed=1)
     alias, part = torch.nn.Parameter(t), t[2:4]
     alias.rowwise, alias.columnwise = other.rowwise, other.columnwise
@@ -725,7 +726,7 @@ def test_planes_that_are_assigned_show_in_aliases_and_views(make):
     assert not torch.equal(t.dequantize()[2:4], part.dequantize())
 
 
-def test_copies_keep_what_users_set(make):
+def test_copies_keep_attributes_set_by_users(make):
     p = torch.nn.Parameter(make("both", 6, 8))
     p.mark = ["mine"]
     p.grad = torch.ones(6, 8, device=p.device)
@@ -754,7 +755,7 @@ READERS = {
 
 @every_plane
 @pytest.mark.parametrize("read", list(READERS))
-def test_who_reads_memory_past_operators_gets_an_error_and_no_null(make, planes, read):
+def test_reading_memory_without_operators_is_an_error(make, planes, read):
     for t in (make(planes, 6, 8), make(planes, 6, 8)[2:]):
         with pytest.raises((RuntimeError, BufferError, TypeError)):
             READERS[read](t)
@@ -764,7 +765,7 @@ def test_who_reads_memory_past_operators_gets_an_error_and_no_null(make, planes,
 
 
 @every_plane
-def test_metadata_is_plain_and_compares_by_value(make, device, planes):
+def test_flattening_metadata_compares_by_value(make, device, planes):
     scale, amax = torch.ones((), device=device), torch.zeros((), device=device)
     delayed = Float8Quantizer(scale, amax, torch.float8_e4m3fn, **PLANES[planes])
     for a, b in (
@@ -794,10 +795,11 @@ COMPILED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch 2.11's
+# torch 2.11 emits this warning.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("function", list(COMPILED))
-def test_compiled_functions_take_quantized_tensors(make, backend, function):
+def test_compiled_functions_accept_quantized_tensors(make, backend, function):
     torch._dynamo.reset()
     call = COMPILED[function]
     compiled = torch.compile(call, fullgraph=True, backend=backend)
@@ -809,7 +811,7 @@ def test_compiled_functions_take_quantized_tensors(make, backend, function):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
-def test_compiled_writes_land(make):
+def test_compiled_writes_reach_the_tensor(make):
     torch._dynamo.reset()
 
     @torch.compile(fullgraph=True, backend="aot_eager")
@@ -826,7 +828,7 @@ def test_compiled_writes_land(make):
     assert torch.equal(t.columnwise.data.view(torch.uint8), u.columnwise.data.view(torch.uint8))
 
 
-def test_compiled_gradients_flow_and_views_come_out(make):
+def test_compiled_functions_return_gradients_and_views(make):
     torch._dynamo.reset()
 
     def loss(p):
@@ -845,7 +847,7 @@ def test_compiled_gradients_flow_and_views_come_out(make):
     assert not t.dequantize()[2:].any()
 
 
-def test_compiled_for_any_shape(make):
+def test_dynamic_shapes_compile_once(make):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
@@ -859,8 +861,8 @@ def test_compiled_for_any_shape(make):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
-def test_draws_that_would_become_infinite_say_how_to_draw(make):
-    """As older torch's nn.init.trunc_normal_ makes them: of numbers that are rounded to 1."""
+def test_random_fills_that_would_become_infinite_suggest_how_to_draw(make):
+    """nn.init.trunc_normal_ of older torch versions draws numbers that round to 1."""
     t = make("both", 6, 8)
     before = t.dequantize()
     with pytest.raises(NotImplementedError, match=r"draw into a plain tensor and copy_\(\) it"):

@@ -1,14 +1,15 @@
-"""Views of quantized tensors, in every format: what they show, and that writes through them land.
+"""Views of quantized tensors in every format: their values, and writes through them.
 
-Where the part that is written has its blocks to itself, nothing else changes; where it shares a
-scale with other elements, these keep their values: the scale stays or moves by a power of two
-(`test_in_place`). Codes are copied as they are where they fit.
+A write to a view whose blocks belong to it alone changes nothing else. If the view shares a scale
+with other elements, these keep their values: the scale is kept or changes by a power of two
+(`test_in_place`). Codes are copied without change if their blocks match.
 """
 
 import pytest
 import torch
 
 from fp8rs.tensor.quantized import QuantizedTensor
+from internals import WRITE_HANDLERS, refuse
 from tensor_formats import (
     FORMATS,
     PLANES,
@@ -27,7 +28,7 @@ from tensor_formats import (
 
 ROWS, COLS = SHAPE
 
-#: Ways to a part: what takes it, and its rows and columns.
+#: Ways to take a part, as a function and the rows and columns that it selects.
 PARTS = {
     "rows": (lambda x: x[:128], (0, 128), (0, COLS)),
     "the last rows": (lambda x: x[128:], (128, ROWS), (0, COLS)),
@@ -49,7 +50,7 @@ PARTS = {
     "a part of a view": (lambda x: x.view(25, 8, COLS)[16:], (128, ROWS), (0, COLS)),
     "a part of the transpose": (lambda x: x.t()[128:256], (0, ROWS), (128, 256)),
 }
-#: Ways to all elements in another shape, some of which change the matrix.
+#: Ways to view all elements in another shape. Some of them change the matrix.
 SHAPES = {
     "view": lambda x: x.view(2, 100, COLS),
     "transpose": lambda x: x.t(),
@@ -64,7 +65,7 @@ CHANGED = ("flat", "another matrix", "flat, transposed")
 
 
 def alone(t: QuantizedTensor, rows: tuple[int, int], cols: tuple[int, int]) -> bool:
-    """Whether a part of a matrix shares no block of any plane with the rest of it."""
+    """Return whether a part of a matrix shares no block of any plane with the rest."""
     for name in values(t):
         block = getattr(t, name).format.block
         extents = (rows, cols) if name == "rowwise" else (cols, rows)
@@ -85,7 +86,7 @@ def double_scales(t: QuantizedTensor) -> None:
 
 
 def agree(t: QuantizedTensor, format: str) -> None:
-    """Square formats' planes hold the same codes."""
+    """Assert that both planes have equal codes, in formats with square blocks."""
     if format in SQUARE and len(values(t)) == 2:
         assert torch.equal(bits(t.rowwise.data), bits(t.columnwise.data.t()))
         assert torch.equal(t.dequantize(), values(t)["columnwise"])
@@ -95,7 +96,7 @@ def agree(t: QuantizedTensor, format: str) -> None:
 @every_plane
 @pytest.mark.parametrize("way", list(PARTS))
 @pytest.mark.parametrize("source", ["plain", "quantized"])
-def test_a_write_to_a_part(device, format, planes, way, source):
+def test_a_write_to_a_part_keeps_the_other_values(device, format, planes, way, source):
     take, rows, cols = PARTS[way]
     t = make(format, planes, device)
     before = values(t)
@@ -127,7 +128,8 @@ def test_a_write_to_a_part(device, format, planes, way, source):
             outside[hull(t, rows, cols)] = False
             assert torch.equal(found[outside], want[outside]), name
             take(want).copy_(src.dequantize() if source == "quantized" else src)
-            # Half a step of the format; beside the part, of the subnormal numbers at most.
+            # Half a step of the format. Outside the part, at most half a step of the subnormal
+            # numbers.
             least = 2.0**-9 * 0.51 * scales(t)[name]
             error = torch.where(written, 0.51 * 2.0**-3 * want.abs(), 0.0) + least
             assert ((found - want).abs() <= error).all(), name
@@ -136,7 +138,7 @@ def test_a_write_to_a_part(device, format, planes, way, source):
 
 
 def hull(t: QuantizedTensor, rows: tuple[int, int], cols: tuple[int, int]) -> tuple[slice, slice]:
-    """The rows and columns of the blocks, of all planes, that a part has a part in."""
+    """Return the rows and columns of the blocks of all planes that a part overlaps."""
     found = []
     for axis, (start, stop) in enumerate((rows, cols)):
         blocks = [getattr(t, n).format.block[axis ^ (n == "columnwise")] for n in values(t)]
@@ -149,7 +151,7 @@ def hull(t: QuantizedTensor, rows: tuple[int, int], cols: tuple[int, int]) -> tu
 @every_plane
 @pytest.mark.parametrize("way", list(SHAPES))
 @pytest.mark.parametrize("source", ["plain", "quantized", "quantized columnwise"])
-def test_a_write_to_all_elements_in_another_shape(device, format, planes, way, source):
+def test_a_write_in_another_shape_reaches_all_elements(device, format, planes, way, source):
     take = SHAPES[way]
     t = make(format, planes, device)
     view = take(t)
@@ -159,11 +161,13 @@ def test_a_write_to_all_elements_in_another_shape(device, format, planes, way, s
         view.copy_(take(x))
     else:
         both = FORMATS[format]()(take(x))
-        double_scales(both)  # which quantizing these values again would not give
+        # Quantizing these values again would give other codes.
+        double_scales(both)
         if source == "quantized columnwise" and format in SQUARE:
             both.update_usage(rowwise=False)
         view.copy_(both)
-        if way in CHANGED and format != "tensor":  # codes in other blocks: quantized again
+        # The codes move to other blocks, so they are quantized again.
+        if way in CHANGED and format != "tensor":
             take(x).copy_(both.dequantize())
             whole = FORMATS[format](**PLANES[planes])(x)
         else:
@@ -175,7 +179,7 @@ def test_a_write_to_all_elements_in_another_shape(device, format, planes, way, s
 
 
 @pytest.mark.parametrize("way", [*CHANGED, "rows", "columns", "as_strided"])
-def test_planes_that_the_whole_makes_later_are_written_too(device, way):
+def test_planes_created_later_are_written_too(device, way):
     take = SHAPES[way] if way in SHAPES else PARTS[way][0]
     t = make("tensor", "rowwise", device)
     view = take(t)
@@ -187,8 +191,8 @@ def test_planes_that_the_whole_makes_later_are_written_too(device, way):
 
 @every_format
 @every_plane
-def test_other_writes_through_views(device, format, planes):
-    """In-place operations and quantizers go the way of copy_: what they write is there after."""
+def test_every_kind_of_write_works_through_views(device, format, planes):
+    """In-place operations and quantizers use the same path as copy_."""
     new = data(device, ROWS - 128, COLS, seed=2, scale=50.0)
     quantizer = FORMATS[format]()
     in_place = [
@@ -207,7 +211,7 @@ def test_other_writes_through_views(device, format, planes):
             write(plain[128:])
         write(t[128:])
         after = values(t)
-        # The smallest code of the largest scale, which may be twice the largest value's.
+        # The smallest code of the largest scale, which may be twice the scale of the largest value.
         least = 2.0**-8 * plain.abs().max() / 448
         for value in after.values():
             torch.testing.assert_close(value[128:], plain[128:], rtol=0.13, atol=least)
@@ -235,7 +239,7 @@ def test_other_writes_through_views(device, format, planes):
     ],
     ids=str,
 )
-def test_item_assignment_lands(device, format, planes, index):
+def test_item_assignment_writes_the_tensor(device, format, planes, index):
     t = make(format, planes, device)
     plain = t.dequantize()
     plain[index] = 7.0
@@ -247,7 +251,7 @@ def test_item_assignment_lands(device, format, planes, index):
     assert abs(vector.dequantize()[3] - 100.0) < 7.0
 
 
-#: View operators, on a matrix of SHAPE; whether what they take has elements more than once.
+#: View operators for a matrix of SHAPE. Those in OVERLAPPING repeat elements.
 VIEWS = {
     "a column": lambda x: x[:, 3],
     "an element": lambda x: x[5, 7],
@@ -282,7 +286,8 @@ VIEWS = {
     "as_strided": lambda x: x.as_strided((7, 3), (5, 1), 333),
     "expand": lambda x: x[:1].expand(3, -1),
     "expand a column": lambda x: x[:, :1].expand(-1, 5),
-    "unfold": lambda x: x.unfold(0, 3, 3),  # overlapping ones have no order of writes
+    # With overlapping windows, the order of writes would matter.
+    "unfold": lambda x: x.unfold(0, 3, 3),
     "expand_as": lambda x: x[3].expand_as(x[:7]),
 }
 OVERLAPPING = ("expand", "expand a column", "expand_as")
@@ -300,7 +305,8 @@ def test_every_view_shows_the_values_and_takes_writes(device, format, planes, wa
     expected = take(plain)
     assert (view.shape, view.stride()) == (expected.shape, expected.stride())
     assert view.storage_offset() == expected.storage_offset()
-    if format in SQUARE or planes != "both":  # else a transpose reads the other plane
+    # Otherwise a transpose reads the other plane.
+    if format in SQUARE or planes != "both":
         assert torch.equal(view.dequantize(), expected.contiguous())
         assert torch.equal(view.detach() + 1, expected + 1)
         assert torch.equal(view.clone() * 1, expected)
@@ -318,7 +324,7 @@ def test_every_view_shows_the_values_and_takes_writes(device, format, planes, wa
         changed = before[name]
         take(changed).fill_(7.0)
         assert torch.allclose(take(value), torch.full_like(take(value), 7.0), rtol=0.07)
-        # A plane is quantized again from the values of the rowwise one.
+        # The second plane is quantized again from the values of the rowwise one.
         error = (value - changed).abs()
         assert (error <= 0.14 * changed.abs() + 0.01 * changed.abs().max()).all()
     outside = torch.ones(SHAPE, dtype=torch.bool, device=device)
@@ -333,8 +339,8 @@ def test_every_view_shows_the_values_and_takes_writes(device, format, planes, wa
 
 @every_format
 @every_plane
-def test_a_copy_through_any_view_is_that_of_the_values(device, format, planes):
-    """Against a plain tensor, element by element, within the format's precision."""
+def test_a_copy_through_any_view_equals_that_of_plain_values(device, format, planes):
+    """Compare element by element with a plain tensor, within the precision of the format."""
     for seed, (way, take) in enumerate(VIEWS.items()):
         if way in OVERLAPPING:
             continue
@@ -352,8 +358,8 @@ def test_a_copy_through_any_view_is_that_of_the_values(device, format, planes):
 
 
 def test_every_view_operator_of_aten_has_a_handler():
-    """By its schema: one that is new in torch is a view as well, or refused, but never a copy."""
-    from fp8rs.tensor import aten, collectives, fallback, views
+    """By its schema, each operator of torch must be a view or refused, never a copy."""
+    from fp8rs.tensor import collectives, fallback, views
     from fp8rs.tensor.table import HANDLERS
 
     found = 0
@@ -376,19 +382,14 @@ def test_every_view_operator_of_aten_has_a_handler():
                 assert handler in (
                     fallback.dequantized_call,
                     fallback.each_member,
-                    aten._refuse,
-                    aten._detach_,
-                    aten._erfinv_,
-                    aten._copy,
-                    aten._foreach_copy,
-                    aten._record_stream,
+                    *WRITE_HANDLERS,
                 ), op
             else:
                 assert handler.__module__ == views.__name__, op
     assert found > 300
     assert HANDLERS[torch.ops.aten.view.dtype] is views.any_view
     for op in (torch.ops.aten.set_.source_Tensor, torch.ops.aten.resize_.default):
-        assert HANDLERS[op] is aten._refuse
+        assert HANDLERS[op] is refuse
     for name in dir(torch.ops.c10d):
         packet = getattr(torch.ops.c10d, name)
         if isinstance(packet, torch._ops.OpOverloadPacket):
@@ -396,7 +397,7 @@ def test_every_view_operator_of_aten_has_a_handler():
 
 
 @every_format
-def test_other_bytes_are_not_shown(device, format):
+def test_views_as_other_dtypes_are_refused(device, format):
     t = make(format, "both", device)
     with pytest.raises(TypeError, match=r"bytes of a quantized tensor.*rowwise\.data"):
         t.view(torch.int32)
@@ -404,8 +405,11 @@ def test_other_bytes_are_not_shown(device, format):
 
 @every_format
 @every_plane
-def test_flat_views_and_what_becomes_of_them(device, format, planes):
-    """FSDP2 keeps one of each shard forever: it holds no second copy, and is written through."""
+def test_flat_views_share_memory_and_receive_writes(device, format, planes):
+    """FSDP2 keeps a flat view of each shard.
+
+    It must not be a second copy, and FSDP2 writes through it.
+    """
     t = make(format, planes, device)
     flat = t.view(-1)
     assert type(flat) is type(t)
@@ -414,7 +418,8 @@ def test_flat_views_and_what_becomes_of_them(device, format, planes):
     for name in values(t):
         assert getattr(back, name).data.data_ptr() == getattr(t, name).data.data_ptr()
     other = make(format, planes, device, seed=1)
-    flat.copy_(other.view(-1))  # codes as they are
+    # This copies codes unchanged.
+    flat.copy_(other.view(-1))
     same_bytes(t, other)
     flat[: 128 * COLS].zero_()
     if format not in ("tensor", "row"):
@@ -428,7 +433,7 @@ def test_flat_views_and_what_becomes_of_them(device, format, planes):
 
 @every_format
 @every_plane
-def test_empty_parts(device, format, planes):
+def test_views_of_empty_parts(device, format, planes):
     t = make(format, planes, device)
     before = values(t)
     for take in (lambda x: x[3:3], lambda x: x[:, 5:5], lambda x: x.view(-1)[7:7]):
@@ -445,7 +450,7 @@ def test_empty_parts(device, format, planes):
         empty.copy_(empty.view(-1).view(shape))
 
 
-#: Views that no tensor has.
+#: Invalid views.
 IMPOSSIBLE = {
     "transpose": lambda x: x.transpose(5, 4),
     "permute beyond": lambda x: x.permute(3, -2),
@@ -462,7 +467,7 @@ IMPOSSIBLE = {
 
 
 @pytest.mark.parametrize("way", IMPOSSIBLE)
-def test_what_is_no_view_raises_as_of_a_plain_tensor(way):
+def test_invalid_views_raise_as_for_a_plain_tensor(way):
     t = make("tensor", "both", torch.device("cpu"))
     with pytest.raises((RuntimeError, IndexError)) as plain:
         IMPOSSIBLE[way](t.dequantize())

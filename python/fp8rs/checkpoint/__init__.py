@@ -1,6 +1,6 @@
-"""Checkpoints of models with FP8 layers, by torch.distributed.checkpoint (DCP).
+"""Checkpoints of models with FP8 layers, saved by torch.distributed.checkpoint (DCP).
 
-Files contain plain tensors under the names of the unconverted model. Reading them does not need
+Files contain plain tensors under the names of the unconverted model. They can be read without
 fp8rs.
 
 - ``parts``: the plain tensors of a quantized tensor, and the chunks that DCP writes and reads.
@@ -9,7 +9,7 @@ fp8rs.
 - ``files``: readers and writers for directories and stores, and checks of bytes.
 - ``api``: saving and loading.
 
-Not imported by ``import fp8rs``: torch.distributed.checkpoint takes seconds.
+``import fp8rs`` does not import this package, because torch.distributed.checkpoint takes seconds.
 """
 
 from .api import CheckpointError, async_save, load, save

@@ -1,4 +1,4 @@
-"""Save and load checkpoints by DCP."""
+"""Save and load checkpoints with DCP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from fp8rs._torch import own_part
 
-from .files import Reader, Writer, mapped
+from .files import Reader, Writer, map_local
 from .plans import ABSENT, LoadPlanner, MismatchError, SavePlanner
 
 
@@ -33,7 +33,7 @@ class CheckpointError(RuntimeError):
         for rank, cause in sorted(causes.items()):
             by_text.setdefault(f"{type(cause).__name__}: {cause}", []).append(rank)
         texts = [
-            # The coordinator compares all ranks, and its message has the ranks that it is about.
+            # The message of the coordinator, which compares all ranks, names the ranks.
             str(causes[of[0]])
             if isinstance(causes[of[0]], MismatchError)
             else f"rank {', '.join(map(str, of))}: {text}"
@@ -46,27 +46,28 @@ class CheckpointError(RuntimeError):
 def save(
     state: dict[str, Any], directory: str | os.PathLike[str], *, process_group: Any = None
 ) -> None:
-    """Save a checkpoint by ``torch.distributed.checkpoint.save``. All ranks call it.
+    """Save a checkpoint with ``torch.distributed.checkpoint.save``. All ranks call it.
 
     A local directory is written under another name and renamed when all ranks have written. In a
     store, the file ``.metadata`` is written last, and a directory without it is not a checkpoint.
-    Older checkpoints are not touched.
+    Existing checkpoints are not changed.
 
     Args:
         state: `Model` and `Optimizer` under names of your choice, other ``Stateful`` objects,
             tensors, numpy arrays, and values that ``torch.load(weights_only=True)`` reads.
-        directory: a directory that does not exist and that all ranks share, or a URL that fsspec
+        directory: a directory that does not exist and is visible to all ranks, or a URL that fsspec
             supports (``s3://``, ``gs://``, ``memory://``, ``file://``), as a str.
         process_group: the ranks that save. The default is the default group.
 
     Raises:
         ValueError: fsspec does not support the URL.
-        CheckpointError: on all ranks, if one of them could not save: its disk is full, ranks
-            disagree on what they save, a value could not be loaded again, the ranks do not share
-            the directory, or it exists. Nothing is left of the checkpoint.
+        CheckpointError: on all ranks, if one of them could not save. Its disk is full, ranks save
+            different tensors or options under one name, a value could not be loaded again, the
+            directory is not visible to all ranks, or it exists. The files of the checkpoint are
+            removed.
     """
     writer = Writer(directory)
-    with _clear_errors(f"{directory} was not saved", writer):
+    with _checkpoint_errors(f"{directory} was not saved", writer):
         state_dict_saver.save(
             state, storage_writer=writer, planner=SavePlanner(), process_group=process_group
         )
@@ -75,30 +76,29 @@ def save(
 def async_save(
     state: dict[str, Any], directory: str | os.PathLike[str], *, process_group: Any
 ) -> Future[None]:
-    """Copy the state to the CPU and save it in a thread, while training goes on.
+    """Copy the state to the CPU and save it in a thread, while training continues.
 
     Args:
-        state: as for `save`.
-        directory: as for `save`.
-        process_group: a group with a CPU backend that nothing else uses meanwhile, neither training
-            nor another save: ``dist.new_group(backend="gloo")``. None is the default group, of a
-            single process.
+        state: as in `save`.
+        directory: as in `save`.
+        process_group: a group with a CPU backend that neither training nor another save uses in the
+            meantime, such as ``dist.new_group(backend="gloo")``. With a single process, None.
 
     Returns:
-        A future. Its ``result()`` waits until the checkpoint is complete, and raises what `save`
-        raises.
+        A future. Its ``result()`` waits until the checkpoint is complete, and raises the errors of
+        `save`.
     """
     writer = Writer(directory)
     what = f"{directory} was not saved"
     done: Future[None] = Future()
-    with _clear_errors(what, writer):
+    with _checkpoint_errors(what, writer):
         saving: Any = state_dict_saver.async_save(
             state, storage_writer=writer, planner=SavePlanner(), process_group=process_group
         )
 
     def finish(saved: Future[Any]) -> None:
         try:
-            with _clear_errors(what, writer):
+            with _checkpoint_errors(what, writer):
                 saved.result()
             done.set_result(None)
         except Exception as error:
@@ -115,36 +115,36 @@ def load(
     process_group: Any = None,
     strict: bool = True,
 ) -> None:
-    """Load a checkpoint by ``torch.distributed.checkpoint.load``. All ranks call it.
+    """Load a checkpoint with ``torch.distributed.checkpoint.load``. All ranks call it.
 
-    Names, shapes and dtypes are compared before anything is read. Bytes are checked before anything
-    is written: all of a rank's state is first read into CPU memory. If any rank cannot read its
-    part, the model and its optimizers are as they were.
+    Names, shapes and dtypes are compared before anything is read. Each rank reads its part into CPU
+    memory and checks the bytes before anything is written. If any rank cannot read its part, the
+    model and its optimizers are unchanged.
 
-    Any number of ranks reads a checkpoint of any other number. Names are compared over all ranks,
-    so each rank may have its own: the names of a pipeline stage, for example. Entries of the
-    checkpoint under keys that ``state`` does not have are ignored. Under its keys only two things
-    may be missing in the checkpoint: histories of delayed scaling, which start again, and scales of
-    FP8 weights that it has in high precision, which are quantized.
+    The number of ranks may differ from that at the save. Names are compared over all ranks, so
+    ranks may have different names, such as those in a pipeline stage. Entries of the checkpoint
+    under keys that ``state`` does not have are ignored. Under its keys, two kinds of entries may be
+    missing in the checkpoint: histories of delayed scaling, which are reset, and scales of FP8
+    weights that were saved in high precision, which are quantized.
 
     Args:
-        state: as for `save`. Tensors are written in place. Other values are replaced.
-        directory: a checkpoint of `save` or of ``torch.distributed.checkpoint.save``: a directory,
-            or a URL that fsspec supports, as a str.
+        state: as in `save`. Tensors are written in place. Other values are replaced.
+        directory: a checkpoint written by `save` or ``torch.distributed.checkpoint.save``. It is a
+            directory, or a URL that fsspec supports, as a str.
         process_group: the ranks that load. The default is the default group.
-        strict: False loads the entries that the state and the checkpoint both have, and leaves the
-            others as they are: a parameter without a saved optimizer state, say, since it had no
-            gradient yet. Entries of another shape or dtype are still an error.
+        strict: if False, load the entries that the state and the checkpoint both have, and do not
+            change others, such as the optimizer state of a parameter that had no gradient before
+            the save. Entries with different shapes or dtypes are still an error.
 
     Raises:
         ValueError: fsspec does not support the URL.
-        CheckpointError: on all ranks, if one of them could not load: files are missing or damaged,
-            or the state does not fit the checkpoint. Nothing was written.
+        CheckpointError: on all ranks, if one of them could not load. Files are missing or damaged,
+            or the state does not match the checkpoint. Nothing was written.
     """
     reader = Reader(directory)
     live = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state.items()}
-    read = mapped(live, lambda t: torch.empty_like(t, device="cpu"), str)
-    with _clear_errors(f"{directory} was not loaded"):
+    read = map_local(live, lambda t: torch.empty_like(t, device="cpu"), str)
+    with _checkpoint_errors(f"{directory} was not loaded"):
         state_dict_loader.load(
             read,
             storage_reader=reader,
@@ -155,7 +155,7 @@ def load(
         for key, value in state.items():
             if read[str(key)] is ABSENT:
                 continue
-            written = _written(live[key], read[str(key)], keep=not isinstance(value, Stateful))
+            written = _write(live[key], read[str(key)], keep=not isinstance(value, Stateful))
             if isinstance(value, Stateful):
                 live[key] = written
             else:
@@ -165,24 +165,24 @@ def load(
             value.load_state_dict(live[key])
 
 
-def _written(live: Any, read: Any, keep: bool) -> Any:
-    """Write what was read to the tensors and containers of a state, and return what it is now.
+def _write(live: Any, read: Any, keep: bool) -> Any:
+    """Write loaded values to the tensors and containers of a state, and return the new state.
 
     Args:
         live: the state, or a value in it.
-        read: what was read for it. Its keys are str.
-        keep: whether to write to dictionaries too. Otherwise new ones are returned, which do not
-            have the entries that the checkpoint does not have.
+        read: the loaded value. Keys are str.
+        keep: whether to write to dictionaries in place. Otherwise new ones are returned, without
+            entries that are not in the checkpoint.
     """
     if isinstance(live, dict) and isinstance(read, dict):
-        found = {k: _written(v, read[str(k)], keep) for k, v in live.items() if str(k) in read}
+        found = {k: _write(v, read[str(k)], keep) for k, v in live.items() if str(k) in read}
         if not keep:
             return found
         for k, v in found.items():
-            live[k] = v  # which Counter.update would add
+            live[k] = v  # Counter.update would add the values
         return live
     if isinstance(live, list) and isinstance(read, list) and len(live) == len(read):
-        return [v if r is ABSENT else _written(v, r, keep) for v, r in zip(live, read, strict=True)]
+        return [v if r is ABSENT else _write(v, r, keep) for v, r in zip(live, read, strict=True)]
     if isinstance(read, Tensor) and isinstance(live, Tensor) and read.dtype == live.dtype:
         own_part(live).copy_(own_part(read))
         return live
@@ -190,8 +190,8 @@ def _written(live: Any, read: Any, keep: bool) -> Any:
 
 
 @contextmanager
-def _clear_errors(what: str, writer: Writer | None = None) -> Iterator[None]:
-    """Raise a `CheckpointError` for DCP's error, and remove what was written so far."""
+def _checkpoint_errors(what: str, writer: Writer | None = None) -> Iterator[None]:
+    """Raise a `CheckpointError` for DCP's error, and remove the written files."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")

@@ -1,4 +1,4 @@
-"""Reader and writer of a checkpoint's files, in a local directory or a store."""
+"""Read and write the files of a checkpoint, in a local directory or a store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from fp8rs._torch import fsspec_file_system, is_distributed, own_part
 from fp8rs.storage import locate
 
-from .parts import like
+from .parts import distribute_like
 
 METADATA = ".metadata"
 
@@ -40,31 +40,31 @@ MODULES = {CLASSES, *(module for module, _ in VALUES)}
 
 
 class DamagedError(ValueError):
-    """A file of a checkpoint is missing, cut short, or has other bytes than were written."""
+    """A file of a checkpoint is missing, truncated or damaged."""
 
 
-def mapped(value: Any, function: Any, key: Any = lambda k: k) -> Any:
+def map_local(value: Any, function: Any, key: Any = lambda k: k) -> Any:
     """Apply a function to this rank's part of each tensor in a state.
 
     Args:
         value: the state, or a value in it.
         function: called with local tensors.
-        key: called with the keys of dictionaries that DCP flattens. It does not flatten tuples.
+        key: called with the keys of dictionaries that DCP flattens. DCP does not flatten tuples.
     """
     if isinstance(value, dict):
-        return {key(name): mapped(item, function, key) for name, item in value.items()}
+        return {key(name): map_local(item, function, key) for name, item in value.items()}
     if type(value) is list:
-        return [mapped(item, function, key) for item in value]
+        return [map_local(item, function, key) for item in value]
     if type(value) is tuple:
-        return tuple(mapped(item, function) for item in value)
+        return tuple(map_local(item, function) for item in value)
     if not isinstance(value, Tensor):
         return value
     own = function(own_part(value).detach())
-    return like(value, own) if is_distributed(value) else own
+    return distribute_like(value, own) if is_distributed(value) else own
 
 
 class Writer(FileSystemWriter):
-    """Writes a checkpoint that is there as a whole or not at all.
+    """Writes a checkpoint atomically.
 
     A local directory is written as ``NAME.partial`` and renamed when all ranks have written. A
     store has no atomic rename of directories. There, ``.metadata`` is written last, and a directory
@@ -84,21 +84,21 @@ class Writer(FileSystemWriter):
         self._begun = False
 
     def stage(self, state_dict: Any) -> Any:
-        """Copy to the CPU what an asynchronous save writes."""
+        """Copy the state of an asynchronous save to the CPU."""
         self.per_thread_copy_ahead = 0
-        return mapped(state_dict, lambda t: t.to("cpu", copy=True))
+        return map_local(state_dict, lambda t: t.to("cpu", copy=True))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Remove the files of a save that did not finish.
+        """Remove the files of an unfinished save.
 
         Raises:
-            FileExistsError: the directory exists, and is not what such a save left.
+            FileExistsError: the directory exists, and an unfinished save did not create it.
         """
         if is_coordinator:
             if self._exists():
                 raise FileExistsError(
-                    f"{self.directory} exists, and checkpoints are not overwritten: the old one "
-                    "would be lost if this save fails. Save under another name"
+                    f"{self.directory} exists, and checkpoints are not overwritten, because the "
+                    "old one would be lost if this save failed. Save under another name"
                 )
             self._begun = True
             self.remove()
@@ -112,15 +112,15 @@ class Writer(FileSystemWriter):
         return not all(name.endswith((".distcp", f"{METADATA}.tmp")) for name in found)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Create the directory again, which `set_up_storage_writer` may have removed."""
+        """Create the directory, because `set_up_storage_writer` may have removed it."""
         self.fs.mkdir(self.path)
         return super().prepare_global_plan(plans)
 
     def finish(self, metadata: Metadata, results: Any) -> None:
-        """Write the metadata and give the directory its name.
+        """Write the metadata and rename the directory.
 
         Raises:
-            DamagedError: the coordinator does not see what the ranks have written.
+            DamagedError: files that ranks have written are not visible to the coordinator.
         """
         self._check_written(results)
         super().finish(metadata, results)
@@ -146,17 +146,17 @@ class Writer(FileSystemWriter):
                 missing.append(f"{name} (rank {rank}, {found} of {size} bytes)")
         if missing:
             raise DamagedError(
-                f"the first rank does not see {len(missing)} of {len(sizes)} files in {self.path}: "
-                f"{', '.join(missing[:3])}{', ...' if missing[3:] else ''}. Pass a directory that "
-                "all ranks share: on a network file system, or the URL of a store"
+                f"{len(missing)} of {len(sizes)} files in {self.path} are not visible to the first "
+                f"rank: {', '.join(missing[:3])}{', ...' if missing[3:] else ''}. Pass a directory "
+                "on a file system that all ranks share, or the URL of a store"
             )
 
     def remove(self) -> None:
-        """Remove the files of a save that did not finish."""
+        """Remove the files of an unfinished save."""
         if self.local:
             shutil.rmtree(self.path, ignore_errors=True)
         elif self._begun:
-            with suppress(Exception):  # which would hide why the save failed
+            with suppress(Exception):  # an error here would hide why the save failed
                 cast(Any, self.fs).fs.rm(self.path, recursive=True)
 
 
@@ -180,24 +180,24 @@ class Reader(FileSystemReader):
             self.fs, self.path = fsspec_file_system(located), cast(Any, located)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata, or return empty metadata and keep the error.
+        """Read the metadata, or store the error and return empty metadata.
 
-        After an error here, DCP would look for other files and drop the error.
-        `set_up_storage_reader` raises it.
+        If this raised, DCP would look for other files and drop the error. `set_up_storage_reader`
+        raises it.
         """
         path = self.fs.concat_path(self.path, METADATA)
         self.problem: DamagedError | None = None
         try:
             with self.fs.create_stream(path, "rb") as file:
                 data = file.read()
-        except Exception as error:  # of any store
+        except Exception as error:  # stores have their own types
             self.problem = DamagedError(
-                f"{self.path} is not a checkpoint, or not whole: {_first_line(error)}"
+                f"{self.path} is not a checkpoint, or is incomplete: {_first_line(error)}"
             )
             return Metadata({})
         try:
             metadata = parse_metadata(data)
-        except Exception as error:  # of any kind that random bytes lead to
+        except Exception as error:  # damaged bytes can raise any type
             self.problem = DamagedError(f"{path} is damaged: {_first_line(error)}")
             return Metadata({})
         metadata.storage_meta = StorageMeta(checkpoint_id=self.path, load_id=self.load_id)
@@ -215,7 +215,7 @@ class Reader(FileSystemReader):
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
         data = super()._slice_file(file, sinfo).read()
-        problem = damage(data, sinfo.length)
+        problem = find_damage(data, sinfo.length)
         if problem is not None:
             path = self.fs.concat_path(self.path, sinfo.relative_path)
             raise DamagedError(f"{path} is damaged: {problem}")
@@ -233,8 +233,8 @@ class Reader(FileSystemReader):
             raise DamagedError(f"a file of {self.path} cannot be read: {error}") from None
 
 
-def damage(data: bytes, length: int) -> str | None:
-    """Describe the damage to the bytes of one ``torch.save``, or return None if they are intact."""
+def find_damage(data: bytes, length: int) -> str | None:
+    """Return a description of damage to the bytes of one ``torch.save``, or None."""
     if len(data) != length:
         return f"it ends after {len(data)} of a tensor's {length} bytes"
     try:
@@ -242,11 +242,11 @@ def damage(data: bytes, length: int) -> str | None:
             # torch leaves the memory of an entry that is marked as a directory undefined.
             marked = [info.filename for info in archive.infolist() if info.external_attr & 0x10]
             broken = archive.testzip()
-    except Exception as error:  # of any kind that random bytes lead to
+    except Exception as error:  # damaged bytes can raise any type
         return _first_line(error)
     if marked:
         return f"{marked[0]} is marked as a directory"
-    return None if broken is None else f"{broken} has another checksum than was written"
+    return None if broken is None else f"{broken} does not match its checksum"
 
 
 class _Unpickler(pickle.Unpickler):
@@ -264,7 +264,7 @@ def parse_metadata(data: bytes) -> Metadata:
     """Parse the metadata of a checkpoint.
 
     Raises:
-        Exception: of any kind, if the bytes are damaged or name other types.
+        Exception: of any type, if the bytes are damaged or name other types.
     """
     metadata = _Unpickler(io.BytesIO(data)).load()
     if not isinstance(metadata, Metadata):
@@ -273,7 +273,7 @@ def parse_metadata(data: bytes) -> Metadata:
     for index, info in metadata.storage_data.items():
         relative = Path(info.relative_path)
         if relative.is_absolute() or ".." in relative.parts or min(info.offset, info.length) < 0:
-            raise ValueError(f"{index.fqn} lies outside of the checkpoint")
+            raise ValueError(f"the file of {index.fqn} is outside the checkpoint")
         names.add((index.fqn, index.offset))
     for name, entry in metadata.state_dict_metadata.items():
         stored: list[Any] = [None]
@@ -281,7 +281,7 @@ def parse_metadata(data: bytes) -> Metadata:
             _check_chunks(name, entry)
             stored = [chunk.offsets for chunk in entry.chunks]
         if not {(name, offsets) for offsets in stored} <= names:
-            raise ValueError(f"{name} is in no file")
+            raise ValueError(f"no file contains {name}")
     return metadata
 
 
@@ -295,7 +295,7 @@ def _check_chunks(name: str, entry: TensorStorageMetadata) -> None:
             0 <= o <= end <= n for o, end, n in zip(chunk.offsets, ends, size, strict=True)
         )
         if not inside:
-            raise ValueError(f"{name} has a part outside of it")
+            raise ValueError(f"a part of {name} is outside its bounds")
         covered += torch.Size(chunk.sizes).numel()
     if covered != size.numel():
         raise ValueError(f"{name} has {covered} of {size.numel()} elements")

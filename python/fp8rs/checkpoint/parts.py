@@ -1,6 +1,6 @@
-"""A quantized tensor as plain ones: codes and scales, each laid out over the ranks as it is kept.
+"""The plain tensors of a quantized tensor in a checkpoint: codes and scales, sharded as stored.
 
-The tensors share memory with the quantized one: what is read into them is read into the weight.
+The plain tensors share memory with the quantized tensor, so that loading them loads the weight.
 """
 
 from __future__ import annotations
@@ -30,58 +30,51 @@ from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 
-#: What is added to a weight's name, for the scales and for a second plane.
+#: Suffixes of a weight's name for its scales and for a second plane.
 SCALE, COLUMNWISE = "_scale", "_columnwise"
 
 
 class PlainPart(Tensor):
-    """Base of plain tensors that say themselves how DCP saves and loads them.
+    """Base class of plain tensors that define how DCP saves and loads them.
 
-    Operators give plain tensors. The checkpoint stager of torch makes a new tensor and sets its
+    Operators return plain tensors. Torch's checkpoint stager creates a new tensor and sets its
     storage and attributes, so ``new_empty`` keeps the class.
     """
 
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     def new_empty(self, *args: Any, **kwargs: Any) -> Any:
-        """As of a plain tensor, with this class."""
+        """Return ``new_empty`` of a plain tensor, with this class."""
         return super().new_empty(*args, **kwargs).as_subclass(type(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(
-            "cannot copy the state dict of fp8rs.checkpoint.Model tensor by tensor. "
-            "torch's BlockingAsyncStager and FileSystemWriter do so in dcp.async_save: pass "
-            "checkpoint_id to it alone, or use fp8rs.checkpoint.async_save"
+            "cannot copy the state dict of fp8rs.checkpoint.Model tensor by tensor, as "
+            "BlockingAsyncStager and FileSystemWriter do in dcp.async_save. Pass only "
+            "checkpoint_id to it, or use fp8rs.checkpoint.async_save"
         )
 
 
 class Codes(PlainPart):
-    """FP8 codes of a weight, which DCP saves as the plain tensor that they are.
+    """FP8 codes of a weight. DCP saves them as a plain tensor.
 
-    DCP casts what it loads to the dtype of the tensor that it loads into. Values in high precision
-    would become codes without their scales, so they are quantized into the weight instead.
+    DCP casts loaded values to the dtype of the destination. High-precision values would become
+    codes without scales, so they are quantized into the weight instead.
     """
 
-    #: The weight, of the same shape: a piece of a load is written to it.
-    weight: Weight
-
-    @property
-    def __create_chunk_list__(self) -> Any:
-        """What DCP calls when a load begins; only empty shards have it, as those of weights."""
-        if self.numel():
-            raise AttributeError("__create_chunk_list__")
-        return self.weight.tensor._store.owner.begin_empty_load
+    #: The weight, of the same shape. High-precision values are written to it.
+    weight: WeightRef
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Codes:
         return self
 
     def narrow(self, dim: int, start: int, length: int) -> Codes:  # type: ignore[override]
-        """Rows or columns of codes and weight."""
+        """Narrow the codes and the weight."""
         weight = self.weight.tensor.narrow(dim, start, length)
         return codes_of(weight, super().narrow(dim, start, length))
 
     def detach(self) -> Codes:
-        """An alias of the codes, with the weight."""
+        """Return an alias of the codes with the same weight."""
         return codes_of(self.weight.tensor, super().detach())
 
     def copy_(self, src: Tensor, non_blocking: bool = False) -> Codes:
@@ -92,9 +85,9 @@ class Codes(PlainPart):
         """
         if src.dtype == self.dtype:
             super().copy_(src, non_blocking)
-            owner = self.weight.tensor._store.owner
-            if owner is not None:
-                owner.unagreed = True  # as when values are loaded: ranks do not know which it is
+            observer = self.weight.tensor._store.observer
+            if observer is not None:  # other ranks may load and quantize values
+                observer.observe_write(self.weight.tensor, None, exact=False)
         elif src.dtype in INPUT_DTYPES:
             self.weight.tensor.copy_(src)
         else:
@@ -109,33 +102,33 @@ class Codes(PlainPart):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
-class Weight:
-    """Holds the weight of `Codes`. A staged copy has codes alone."""
+class WeightRef:
+    """Holds the weight of `Codes`. A staged copy has no weight."""
 
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Weight:
-        return Weight(None)
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightRef:
+        return WeightRef(None)
 
 
 def codes_of(weight: Any, codes: Tensor) -> Codes:
     """Return `Codes` over the memory of ``codes``, of the same shape as ``weight``."""
     made = codes.as_subclass(Codes)
-    made.weight = Weight(weight)
+    made.weight = WeightRef(weight)
     return made
 
 
 class Part(PlainPart):
-    """This rank's part of a tensor that no placement of a DTensor describes.
+    """This rank's part of a tensor whose sharding no DTensor placement describes.
 
-    Scales of blocks, which shards share where a boundary cuts a block, and planes of the transpose.
-    A DTensor asks its local tensor, which this is, what DCP is to write and to read of it.
+    This applies to scales of blocks that a shard boundary splits, and to columnwise planes. It is
+    the local tensor of a DTensor, which forwards DCP's requests to it.
     """
 
-    #: Where it begins in the whole tensor.
+    #: Where the part begins in the whole tensor.
     begin: tuple[int, int]
-    #: Rows and columns that another rank writes: those of a block that begins in its shard.
+    #: Number of leading rows and columns that another rank writes. Their blocks begin there.
     shared: tuple[int, int]
 
     def _chunk(self, skip: tuple[int, int]) -> ChunkStorageMetadata:
@@ -164,8 +157,8 @@ class Part(PlainPart):
         return found
 
 
-def part(local: Tensor, begin: tuple[int, int], shared: tuple[int, int]) -> Part:
-    """A `Part` over the memory of a tensor."""
+def as_part(local: Tensor, begin: tuple[int, int], shared: tuple[int, int]) -> Part:
+    """Return a `Part` over the memory of a tensor."""
     made = local.as_subclass(Part)
     made.begin, made.shared = begin, shared
     return made
@@ -174,11 +167,11 @@ def part(local: Tensor, begin: tuple[int, int], shared: tuple[int, int]) -> Part
 def _for_other_process(value: PlainPart) -> Any:
     """Pickle a part for `dcp.async_save`, which may write in another process.
 
-    multiprocessing knows how to send FP8 tensors, but none of their subclasses.
+    multiprocessing can send FP8 tensors, but not their subclasses.
     """
     plain = value.as_subclass(Tensor)
     if isinstance(value, Part):
-        return part, (plain, value.begin, value.shared)
+        return as_part, (plain, value.begin, value.shared)
     return reduce_tensor(plain)
 
 
@@ -186,20 +179,20 @@ for _kind in (Codes, Part):
     ForkingPickler.register(_kind, _for_other_process)
 
 
-def like(value: Tensor, local: Tensor) -> Tensor:
-    """A tensor that is laid out over the ranks as another one is, over the memory of ``local``."""
+def distribute_like(value: Tensor, local: Tensor) -> Tensor:
+    """Return a tensor with the local tensor ``local`` that is distributed as ``value``."""
     if not is_distributed(value):
         return local
     own = own_part(value)
     if isinstance(own, Part):
-        local = part(local, own.begin, own.shared)
+        local = as_part(local, own.begin, own.shared)
     return dtensor_like(value, local)
 
 
 def parts_of(value: Tensor) -> dict[str, Tensor] | None:
-    """The plain tensors of a quantized one, by what they add to its name.
+    """Return the plain tensors of a quantized tensor by suffix of its name.
 
-    None where there are none for the whole: tensor parallelism cuts through its blocks.
+    Returns None if tensor parallelism splits blocks, because these have no common scale.
     """
     local: QuantizedTensor = own_part(value)
     planes = {"": local._store.rowwise, COLUMNWISE: local._store.columnwise}
@@ -210,28 +203,28 @@ def parts_of(value: Tensor) -> dict[str, Tensor] | None:
     for suffix, plane in planes.items():
         if plane is None:
             continue
-        turned = suffix == COLUMNWISE
-        if splits_blocks(value, plane, turned):
+        transposed = suffix == COLUMNWISE
+        if splits_blocks(value, plane, transposed):
             return None
-        plane = shown[suffix] if local.numel() else _empty(plane, local.shape, turned)
+        plane = shown[suffix] if local.numel() else _empty(plane, local.shape, transposed)
         assert plane is not None
-        if not turned:
+        if not transposed:
             data = codes_of(local.__get_tensor_shard__(), plane.data)
             plane = Plane(data, plane.scale, plane.format, plane.lead)
-        found[suffix], found[suffix + SCALE] = _tensors_of(value, plane, turned)
+        found[suffix], found[suffix + SCALE] = _tensors_of(value, plane, transposed)
     return found
 
 
-def _empty(plane: Plane, shape: torch.Size, turned: bool) -> Plane:
-    """The plane of a shard that has no elements; of one scale a tensor it has that one."""
-    codes = plane.data.new_empty(shape[::-1] if turned else shape)
+def _empty(plane: Plane, shape: torch.Size, transposed: bool) -> Plane:
+    """Return the plane of an empty shard. A scale per tensor is kept."""
+    codes = plane.data.new_empty(shape[::-1] if transposed else shape)
     if plane.format.per_tensor:
         return Plane(codes, plane.scale, plane.format)
     return Plane(codes, plane.scale.new_empty((0, 0)), plane.format)
 
 
-def _tensors_of(value: Tensor, plane: Plane, turned: bool) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a plane of the whole."""
+def _tensors_of(value: Tensor, plane: Plane, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Return the codes and scales of a plane as tensors of the whole weight."""
     codes, scale, format = plane.data, plane.scale, plane.format
     if not is_distributed(value):
         return codes, scale
@@ -239,14 +232,14 @@ def _tensors_of(value: Tensor, plane: Plane, turned: bool) -> tuple[Tensor, Tens
     _, start = local_shape_and_offset(tuple(value.shape), sharded.device_mesh, sharded.placements)
     rows, cols = value.shape
     begin = start[0], start[1]
-    if turned:
+    if transposed:
         (rows, cols), begin = (cols, rows), begin[::-1]
-        whole = dtensor_like(value, part(codes, begin, (0, 0)), (rows, cols))
+        whole = dtensor_like(value, as_part(codes, begin, (0, 0)), (rows, cols))
     else:
         whole = dtensor_like(value, codes)
     if format.per_tensor:
         return whole, scale.view(())
     first = [b // n if n > 0 else 0 for b, n in zip(begin, format.block, strict=True)]
     shared = [int(n > 0) for n in plane.lead]
-    own = part(scale, (first[0], first[1]), (shared[0], shared[1]))
+    own = as_part(scale, (first[0], first[1]), (shared[0], shared[1]))
     return whole, dtensor_like(value, own, format.scale_shape(rows, cols))

@@ -1,4 +1,4 @@
-"""Planners that compare the state of all ranks and the checkpoint before any read or write."""
+"""Planners that compare the states of all ranks with the checkpoint before any read or write."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from fp8rs.scaling.histories import BUFFERS
 from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from .parts import COLUMNWISE, SCALE, like
+from .parts import COLUMNWISE, SCALE, distribute_like
 
-#: A param group's options. Pipeline stages save theirs under the same names.
+#: Matches options of param groups. Pipeline stages save these under the same names.
 GROUP_OPTION = re.compile(r"\.param_groups\.\d+\.(?!params$)")
 
 
 class MismatchError(ValueError):
-    """The state does not fit the checkpoint, or ranks disagree. It is an error of all ranks.
+    """The state does not match the checkpoint, or ranks disagree. All ranks raise it.
 
     Attributes:
         differences: a line for each difference.
@@ -68,7 +68,7 @@ def mismatch(text: str, found: Differences, world_size: int, remedies: str) -> M
 
 
 class SavePlanner(DefaultSavePlanner):
-    """DCP's planner. It refuses values that `LoadPlanner` refuses, and ranks that disagree."""
+    """DCP's planner, which also refuses values that cannot be loaded and ranks that disagree."""
 
     def set_up_planner(
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
@@ -76,11 +76,11 @@ class SavePlanner(DefaultSavePlanner):
         """Flatten the state.
 
         Raises:
-            TypeError: it has quantized tensors, or values that cannot be loaded safely.
+            TypeError: the state has quantized tensors, or values that cannot be loaded safely.
         """
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         refuse_quantized(self.state_dict)
-        refuse_foreign(self.state_dict)
+        refuse_unloadable(self.state_dict)
 
     def create_local_plan(self) -> SavePlan:
         """Plan this rank's writes, with the options of its param groups for the comparison."""
@@ -92,7 +92,7 @@ class SavePlanner(DefaultSavePlanner):
         """Compare the ranks' plans.
 
         Raises:
-            MismatchError: a name has another shape, dtype or option of a param group on some rank.
+            MismatchError: a shape, a dtype or an option of a param group differs between ranks.
         """
         known: dict[str, tuple[str, int]] = {}
         found: Differences = {}
@@ -108,18 +108,20 @@ class SavePlanner(DefaultSavePlanner):
                     ranks = found.setdefault(DIFFER, {}).setdefault(line, [])
                     ranks += [] if rank in ranks else [rank]
         if found:
-            text = "ranks disagree on what they save"
-            raise mismatch(text, found, len(all_plans), "Give all ranks one value for a name.")
+            text = "ranks save different tensors or options under one name"
+            raise mismatch(
+                text, found, len(all_plans), "Save equal shapes, dtypes and options on all ranks."
+            )
         return super().create_global_plan(
             [replace(plan, planner_data=plan.planner_data[0]) for plan in all_plans]
         )
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """DCP's planner. Nothing is read unless the checkpoint fits the states of all ranks.
+    """DCP's planner, which reads nothing unless the checkpoint matches the states of all ranks.
 
-    It reads high precision for an FP8 weight whose scales the checkpoint does not have, and skips
-    histories that the checkpoint does not have.
+    If the checkpoint has no scales for an FP8 weight, it reads high-precision values. If the
+    checkpoint has no histories, it skips them.
 
     Args:
         strict: whether the checkpoint and the states must have the same names.
@@ -132,7 +134,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Flatten the state, whose entries become what the checkpoint has for them.
+        """Adapt the entries of the state to the checkpoint, and flatten it.
 
         Raises:
             TypeError: the state has quantized tensors.
@@ -156,7 +158,7 @@ class LoadPlanner(DefaultLoadPlanner):
             del self.state_dict[name]
 
     def create_local_plan(self) -> LoadPlan:
-        """Compare this rank's state with the checkpoint, and plan reads if it fits."""
+        """Compare this rank's state with the checkpoint, and plan reads if they match."""
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
         found: dict[str, list[str]] = {}
@@ -203,18 +205,18 @@ class LoadPlanner(DefaultLoadPlanner):
                 remedies.append("Call model.to_empty(device=...) before loading.")
             if OTHER not in found and (MISSING in found or UNKNOWN in found):
                 remedies.append(
-                    "load(..., strict=False) loads the entries that both have, and leaves the "
-                    "others as they are."
+                    "load(..., strict=False) loads the entries that both have, and does not change "
+                    "the others."
                 )
-            text = "the checkpoint does not fit, and nothing was loaded"
+            text = "the checkpoint does not match the state, and nothing was loaded"
             raise mismatch(text, found, len(global_plan), " ".join(remedies))
         return super().create_global_plan(global_plan)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Read a value that is not a tensor, without running code that it names.
+        """Read a value that is not a tensor, without running code from the file.
 
         Raises:
-            TypeError: it is of a type that cannot be read so.
+            TypeError: values of its type cannot be loaded safely.
         """
         name = read_item.dest_index.fqn
         try:
@@ -227,31 +229,31 @@ class LoadPlanner(DefaultLoadPlanner):
         super().load_bytes(read_item, checked)
 
 
-#: Stands in a list or at the top of a state for an entry that the checkpoint does not have.
+#: Replaces an entry of a list or of the top level that the checkpoint does not have.
 ABSENT = object()
 
 #: Kinds of differences.
 DIFFER = "Different between ranks"
 MISSING = "Not in the checkpoint"
-UNKNOWN = "In the checkpoint, and not in the state of any rank"
-OTHER = "Of another shape or dtype"
+UNKNOWN = "In the checkpoint, but not in the state of any rank"
+OTHER = "Different shape or dtype"
 META = "On the meta device"
-#: Remedies, by the lines that call for them.
+#: Remedies, with patterns of the lines that they apply to.
 REMEDIES = [
     (
         re.compile(rf"\.({'|'.join(BUFFERS)}): .* unknown here"),
-        "The checkpoint has the histories of delayed scaling, and the model has another recipe.",
+        "The checkpoint has histories of delayed scaling, but the model has another recipe.",
     ),
     (
         re.compile(rf"(?<!fp8)({SCALE}|{COLUMNWISE}): |float8\w+ [^:]*, (?!float8)"),
-        "FP8 weights load into a model that was converted with the recipe that they were saved "
-        "with and fp8_weights=True.",
+        "To load FP8 weights, convert the model with the recipe that they were saved with and "
+        "fp8_weights=True.",
     ),
 ]
 
 
 def _is_part(name: str, saved: dict[str, Any]) -> bool:
-    """Whether a name is a part of an FP8 weight whose codes the checkpoint has."""
+    """Return whether a name is a part of an FP8 weight whose codes are in the checkpoint."""
     weight = name.removesuffix(SCALE).removesuffix(COLUMNWISE)
     return weight != name and _describe_saved(saved.get(weight)).startswith("float8")
 
@@ -261,19 +263,19 @@ def refuse_quantized(flat: dict[str, Any]) -> None:
     for name, value in flat.items():
         if isinstance(own_part(value), QuantizedTensor):
             raise TypeError(
-                f"{name} is a quantized tensor: put fp8rs.checkpoint.Model(model) in the "
-                "place of the model's state dict, which has codes and scales"
+                f"{name} is a quantized tensor. Instead of the model's state dict, pass "
+                "fp8rs.checkpoint.Model(model), which has codes and scales"
             )
 
 
 SAFE = (
-    "Checkpoints have tensors, numpy arrays, and what torch.load(weights_only=True) reads: "
-    "numbers, str, bytes, None, list, tuple, dict, set. Convert the value to these, or register "
-    "its type by torch.serialization.add_safe_globals before saving and before loading"
+    "Checkpoints can contain tensors, numpy arrays, and values that torch.load(weights_only=True) "
+    "reads: numbers, str, bytes, None, list, tuple, dict, set. Convert the value to these types, "
+    "or call torch.serialization.add_safe_globals with its type before saving and before loading"
 )
 
 
-def refuse_foreign(flat: dict[str, Any]) -> None:
+def refuse_unloadable(flat: dict[str, Any]) -> None:
     """Raise TypeError if a flat state has values that `load_safely` would refuse."""
     found = []
     for name, value in flat.items():
@@ -284,7 +286,7 @@ def refuse_foreign(flat: dict[str, Any]) -> None:
             torch.save(value, buffer)
             buffer.seek(0)
             load_safely(buffer)
-        except Exception as error:  # of any kind that a type's own pickling raises
+        except Exception as error:  # pickling a type can raise any error
             kind = type(value)
             found.append(f"  {name}: {kind.__module__}.{kind.__qualname__} ({_reason(error)})")
     if found:
@@ -292,7 +294,7 @@ def refuse_foreign(flat: dict[str, Any]) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return the line of an error of ``torch.load`` that says what it refuses."""
+    """Return the line of a ``torch.load`` error that names the refused type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if line.startswith("WeightsUnpickler error: ")]
     text = (named or lines or [type(error).__name__])[0]
@@ -306,9 +308,9 @@ def load_safely(file: io.BytesIO) -> Any:
     """Call ``torch.load(weights_only=True)``, and allow numpy's scalars, arrays and dtypes.
 
     Raises:
-        pickle.UnpicklingError: the value is of a type that is not allowed.
+        pickle.UnpicklingError: the type of a value is not allowed.
     """
-    with _LOADING:  # the asynchronous save has a thread, and the list is one of the process
+    with _LOADING:  # an asynchronous save has a thread, and the safe globals are per process
         ours = [g for g in NUMPY if g not in torch.serialization.get_safe_globals()]
         with torch.serialization.safe_globals(ours):
             return torch.load(file, weights_only=True)
@@ -348,7 +350,7 @@ def _adapt(owner: dict[str, Any], path: str, key: Any, saved: dict[str, Any]) ->
         if weight in owner and there.properties.dtype in INPUT_DTYPES:
             codes = owner[weight]
             values = torch.empty_like(own_part(codes), dtype=there.properties.dtype)
-            owner[weight] = like(codes, values)
+            owner[weight] = distribute_like(codes, values)
             for suffix in (SCALE, COLUMNWISE, COLUMNWISE + SCALE):
                 owner.pop(weight + suffix, None)
 

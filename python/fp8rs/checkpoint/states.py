@@ -1,4 +1,4 @@
-"""A model and its optimizers as DCP saves and loads them: plain tensors under fixed names."""
+"""``Stateful`` objects through which DCP saves and loads a model and its optimizers."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from fp8rs.nn.linear import Float8Linear
 from fp8rs.scaling.histories import BUFFERS, keep_local
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from .parts import SCALE, like, parts_of
+from .parts import SCALE, distribute_like, parts_of
 
 #: The name that ``fp8rs.optim`` gives to masters in a parameter's state.
 MASTER = "master"
 
 
 class Model:
-    """A model's part of a checkpoint, converted or not: a ``Stateful``, as DCP calls it.
+    """A model's part of a checkpoint: a ``Stateful`` object for DCP.
 
-    Names are those of the unconverted model's state dict. Of FP8 weights the codes have the
-    weight's name, and their scales follow (see the page on checkpoints). With delayed scaling a
-    layer X has X.fp8_scale, X.fp8_amax and X.fp8_amax_history beside.
+    The state dict has the names of the unconverted model. An FP8 weight's codes have the weight's
+    name, and its scales have that name with a suffix (see the page on checkpoints). With delayed
+    scaling, a layer X also has X.fp8_scale, X.fp8_amax and X.fp8_amax_history.
 
     Args:
-        model: what FSDP2 shards, or a model on one device.
+        model: the model, converted or not, sharded by FSDP2 or on one device.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,25 +47,24 @@ class Model:
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Tensor]:
-        """Plain tensors that share memory with the weights; histories are copies.
+        """Return plain tensors that share memory with the weights, and copies of histories.
 
-        All ranks call it: scales that shards share are agreed on first, where they are not.
+        All ranks call it, because it synchronizes the scales that shards share.
         """
         state: dict[str, Any] = get_model_state_dict(self.model)
-        for shards in {_owner(v).shards for v in state.values() if _is_fp8(v)} - {None}:
-            shards.agree()
         found: dict[str, Tensor] = {}
-        cut = []
+        split = []
         for name, value in state.items():
             parts = parts_of(value) if _is_fp8(value) else {"": value}
             if parts is None:
-                cut.append(name)
-                parts = {"": like(value, own_part(value).dequantize())}
+                split.append(name)
+                parts = {"": distribute_like(value, own_part(value).dequantize())}
             found.update((name + suffix, part) for suffix, part in parts.items())
-        if cut:
+        if split:
             warnings.warn(
-                f"FP8 weights whose blocks tensor parallelism cuts are saved in high precision: "
-                f"{', '.join(cut)}. Sizes a rank that are multiples of the block's avoid it",
+                "FP8 weights whose blocks tensor parallelism splits are saved in high precision: "
+                f"{', '.join(split)}. To save codes and scales, choose sizes per rank that are "
+                "multiples of the block's",
                 stacklevel=2,
             )
         for name, layer in _layers_with_histories(self.model):
@@ -76,10 +75,10 @@ class Model:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what was loaded: into the tensors of `state_dict`, or others like them.
+        """Load a state dict. Its tensors may be the ones that `state_dict` returned.
 
-        A weight without scales in it is in high precision, and quantized where it is FP8 here.
-        Histories that it does not have begin anew.
+        If it has no scales for an FP8 weight, it has high-precision values, which are quantized. If
+        it has no histories, these are reset.
         """
         plain = dict(state_dict)
         own: Any = get_model_state_dict(self.model)
@@ -91,26 +90,27 @@ class Model:
         }
         set_model_state_dict(self.model, plain, options=StateDictOptions(strict=False))
         for name, value in weights.items():
-            put(value, codes[name])
+            load_parts(value, codes[name])
+        _sync_scales(own)
         for name, layer in _layers_with_histories(self.model):
             if histories[name][0] is not None:
-                _begin_with(layer, histories[name])
+                _load_histories(layer, histories[name])
 
 
 class Optimizer:
     """The optimizers' part of a checkpoint: a ``Stateful`` object for DCP.
 
-    Entries are ``state.NAME.exp_avg``, ``state.NAME.master`` and so on, where NAME is the
-    parameter's, and ``param_groups``, which are not tensors.
+    Entries are ``state.NAME.exp_avg``, ``state.NAME.master`` and so on, where NAME is the name of a
+    parameter, and ``param_groups``, which are not tensors.
 
     Args:
-        model: the module whose parameters they step.
+        model: the module whose parameters the optimizers step.
         optimizers: optimizers of ``torch.optim`` or ``fp8rs.optim``.
     """
 
     def __init__(self, model: nn.Module, *optimizers: TorchOptimizer) -> None:
         self.model, self.optimizers = model, optimizers
-        #: Whether there was a state before torch created an empty one to load into.
+        #: Whether an optimizer had a state before torch created an empty one to load into.
         self._had_state = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -119,11 +119,11 @@ class Optimizer:
         return get_optimizer_state_dict(self.model, self.optimizers)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict, and leave what it does not contain as it was.
+        """Load a state dict. State that it does not contain is unchanged.
 
-        A param group takes the options of the saved group that has one of its parameters. Pipeline
-        stages save their groups under the same names, so one stage's group may stand for all: a
-        group without a match takes the options of the saved group at its position.
+        A param group gets the options of the saved group that has one of its parameters. Pipeline
+        stages save their groups under the same names, so that only one stage's group may be saved.
+        A group without a match therefore gets the options of the saved group at its position.
         """
         own: Any = get_optimizer_state_dict(self.model, self.optimizers)
         states, saved = state_dict.get("state", {}), state_dict.get("param_groups", [])
@@ -152,35 +152,39 @@ def _is_fp8(value: Any) -> bool:
     return isinstance(own_part(value), QuantizedTensor)
 
 
-def _owner(value: Tensor) -> Any:
-    return own_part(value)._store.owner
+def _sync_scales(state: dict[str, Any]) -> None:
+    """Synchronize the scales that shards of FP8 weights share. All ranks call this."""
+    handles = [own_part(value)._store.observer for value in state.values() if _is_fp8(value)]
+    for sync in dict.fromkeys(handle.scale_sync for handle in handles):
+        if sync is not None:
+            sync.sync()
 
 
 def _layers_with_histories(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers with delayed scaling, and the names that their tensors begin with."""
+    """Yield the names and layers of delayed scaling. A layer may have several names."""
     for path, layer in model.named_modules():
         if isinstance(layer, Float8Linear) and layer._fp8_state.delayed is not None:
             for name in sorted(names_of(model, f"{path}.weight".lstrip("."))):
                 yield name.removesuffix(".weight"), layer
 
 
-def put(value: Tensor, parts: dict[str, Tensor]) -> None:
-    """Have an FP8 weight hold what was loaded of it, which all ranks do."""
+def load_parts(value: Tensor, parts: dict[str, Tensor]) -> None:
+    """Write loaded codes and scales to an FP8 weight. All ranks call it."""
     weight: QuantizedTensor = own_part(value)
     for suffix, into in (parts_of(value) or {}).items():
         own, given = own_part(into), own_part(parts[suffix])
         if own.data_ptr() != given.data_ptr():
             own.copy_(given)
         note_write(own)
-    owner: Any = weight._store.owner
-    layer = owner.module
+    handle: Any = weight._store.observer
+    layer = handle.module
     buffers.reset(layer, layer._fp8_state.delayed)
-    owner.loaded()
-    owner.follow(weight._store.any_plane.scale)
+    handle.mark_loaded()
+    handle.update_history(weight._store.any_plane.scale)
 
 
-def _begin_with(layer: Any, histories: list[Any]) -> None:
-    """Have a layer's delayed scaling go on from loaded buffers."""
+def _load_histories(layer: Any, histories: list[Any]) -> None:
+    """Load the buffers of a layer's delayed scaling."""
     for name, value in zip(BUFFERS, histories, strict=True):
         layer._buffers[name].copy_(value)
     layer.fp8_ready = tuple((layer.fp8_scale[:, 0] > 0).tolist())

@@ -14,28 +14,43 @@ from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
 from fp8rs.tensor.spec import quantize_planes
 
 if TYPE_CHECKING:
-    from fp8rs.fsdp.planes_owner import PlanesOwner
+    from fp8rs.fsdp.float8_param import Float8ParamHandle
 
 
-def check_weight(layer: nn.Linear, recipe: Recipe) -> None:
-    """Check that `quantize_weight` can replace a layer's weight, without changing anything.
+def check_weight(layer: nn.Linear, name: str, recipe: Recipe, fp8_weights: bool) -> None:
+    """Check that a layer's weight can be converted, without changing it.
+
+    Args:
+        layer: the layer.
+        name: its name, for messages.
+        recipe: the recipe to convert to.
+        fp8_weights: whether weights become FP8.
 
     Raises:
-        RuntimeError: a graph or a weak reference holds the parameter's tensor.
+        ValueError: the weight is FP8 in another format, and would not be quantized again.
+        RuntimeError: the weight would become FP8, but a graph or a weak reference holds its tensor.
     """
-    if fits(layer.weight, recipe):
+    weight = layer.weight
+    if has_format(weight, recipe):
         return
-    try:
-        check_can_become(layer.weight)
-    except RuntimeError as error:
-        raise RuntimeError(
-            "a weight cannot become FP8 in place while something holds on to its tensor (a graph "
-            "that has not been freed, a weak reference): convert before training with it. "
-            f"Found: {error}"
-        ) from error
+    if fp8_weights:
+        try:
+            check_can_become(weight)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the weight of {name} cannot become FP8 in place while something holds its tensor "
+                "(a graph that has not been freed, or a weak reference). Convert the model before "
+                f"training with it. Found: {error}"
+            ) from error
+    elif isinstance(weight, QuantizedTensor):
+        raise ValueError(
+            f"the weight of {name} is already FP8, in format {weight.format.name!r}, but weights "
+            f"of recipe {recipe.name!r} have another format. To quantize it again, pass "
+            "fp8_weights=True"
+        )
 
 
-def fits(weight: Tensor, recipe: Recipe) -> bool:
+def has_format(weight: Tensor, recipe: Recipe) -> bool:
     """Return whether a weight is already quantized in the format of a recipe's weights."""
     if not isinstance(weight, QuantizedTensor):
         return False
@@ -44,46 +59,50 @@ def fits(weight: Tensor, recipe: Recipe) -> bool:
 
 
 def quantize_weight(layer: nn.Linear, recipe: Recipe, keep_init: bool) -> Tensor:
-    """Replace a layer's weight by a quantized one. The parameter stays the same object.
+    """Quantize a layer's weight in place. The parameter stays the same object.
 
     Args:
-        layer: a layer with a high-precision weight, or one quantized by any recipe. It may be
-            converted later.
+        layer: a layer whose weight is in high precision, or quantized in any format. The layer
+            itself may be converted later.
         recipe: the recipe whose weight format is used.
-        keep_init: keep the values before quantization on the CPU.
+        keep_init: whether to keep the values before quantization on the CPU.
 
     Returns:
-        The largest absolute value of the weight, of shape ().
+        The amax of the weight, of shape ().
 
     Raises:
         RuntimeError: a graph or a weak reference holds the parameter's tensor.
     """
     weight = layer.weight
     values = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight.detach()
-    largest = values.abs().amax() if values.numel() else values.new_zeros(())
-    if fits(weight, recipe):
-        return largest
-    check_weight(layer, recipe)
+    amax = values.abs().amax() if values.numel() else values.new_zeros(())
+    if has_format(weight, recipe):
+        return amax
     quantized = new_weight(values, recipe)
     init_value = values.to("cpu", copy=True) if keep_init and not values.is_meta else None
     del values
     become(weight, quantized)
-    owner = own(layer, "weight")
-    owner.keep_init, owner.init_value = keep_init, init_value
-    return largest
+    handle = register_handle(layer, "weight")
+    handle.keep_init, handle.init_value = keep_init, init_value
+    return amax
 
 
-def own(layer: nn.Module, name: str) -> PlanesOwner:
-    """Register a layer's parameter as the owner of its planes, see `fp8rs.fsdp.own`."""
-    from fp8rs.fsdp import own
+def register_handle(layer: nn.Module, name: str) -> Float8ParamHandle:
+    """Return the handle of a layer's quantized parameter: see `fp8rs.fsdp.register_handle`."""
+    from fp8rs.fsdp import register_handle
 
-    return own(layer, name)
+    return register_handle(layer, name)
 
 
 def new_weight(values: Tensor, recipe: Recipe) -> QuantizedTensor:
-    """Quantize values (out_features, in_features) with scales from the data.
+    """Quantize the values of a weight, with scales from the data.
 
-    The result has one plane, or two if neither plane determines the other.
+    The result has a rowwise plane. It also has a columnwise plane if that cannot be derived from
+    the rowwise one.
+
+    Args:
+        values: high-precision values (out_features, in_features).
+        recipe: the recipe whose weight format is used.
     """
     spec = quant_spec(recipe, "weight")
     format = spec.format
@@ -93,8 +112,8 @@ def new_weight(values: Tensor, recipe: Recipe) -> QuantizedTensor:
         return wrap_planes(row, col, shape=values.shape, dtype=values.dtype, spec=spec)
 
 
-def high_precision_weight(layer: nn.Linear) -> None:
-    """Replace a quantized weight by its dequantized values."""
+def dequantize_weight(layer: nn.Linear) -> None:
+    """Dequantize a layer's weight in place."""
     weight = layer.weight
     if isinstance(weight, QuantizedTensor):
         become(weight, weight.dequantize())

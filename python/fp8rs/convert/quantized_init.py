@@ -1,4 +1,4 @@
-"""Modules that have FP8 weights from the moment they are made."""
+"""Build modules whose weights are FP8 from the start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.modules.module import (
 )
 
 from fp8rs.convert.convert import convert_to_float8_training
-from fp8rs.convert.fp8_weights import high_precision_weight, quantize_weight
+from fp8rs.convert.fp8_weights import dequantize_weight, quantize_weight
 from fp8rs.convert.select import ModuleFilter, why_not
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
@@ -28,65 +28,68 @@ def quantized_init(
     filter_fqns: Iterable[str] = (),
     amax_reduction_group: Any = None,
 ) -> Iterator[None]:
-    """Linear layers made inside have FP8 weights, and train in FP8.
+    """Context manager in which linear layers are built with FP8 weights and train in FP8.
 
-    A layer's weight is quantized when the layer is put into another module, so that no more than a
-    layer is ever there in high precision (with a filter: at the end, when names are known). At the
-    end each outermost module that was made is converted as by
-    ``convert_to_float8_training(..., fp8_weights=True)``. On the meta device too: give it memory by
-    ``to_empty`` and values by ``reset_parameters`` or a state dict.
+    A layer's weight is quantized when the layer is registered on another module, so that at most
+    one layer is in high precision at a time. With a filter, weights are quantized at exit, when
+    names are known. At exit, each outermost module that was built is converted by
+    ``convert_to_float8_training(..., fp8_weights=True)``. Modules may be built on the meta device.
+    Materialize them with ``to_empty``, then call ``reset_parameters`` or load a state dict.
 
     Args:
         recipe: a recipe or its short name.
-        preserve_high_precision_init_val: keep each weight's values from before the first rounding,
-            on the CPU: the optimizers of ``fp8rs.optim`` begin their masters with them, and
-            ``get_high_precision_init_val()`` of a weight gives them.
-        module_filter_fn: as of ``convert_to_float8_training``.
-        filter_fqns: as of ``convert_to_float8_training``.
-        amax_reduction_group: as of ``convert_to_float8_training``.
+        preserve_high_precision_init_val: keep each weight's values before the first rounding on the
+            CPU. The optimizers of ``fp8rs.optim`` initialize masters from them, and a weight's
+            ``get_high_precision_init_val()`` returns them.
+        module_filter_fn: as in ``convert_to_float8_training``.
+        filter_fqns: as in ``convert_to_float8_training``.
+        amax_reduction_group: as in ``convert_to_float8_training``.
 
     Raises:
-        TypeError, ValueError: as ``convert_to_float8_training``.
+        TypeError, ValueError: as in ``convert_to_float8_training``.
     """
     recipe = resolve_recipe(recipe)
     filter_fqns = tuple(filter_fqns)
-    early = module_filter_fn is None and not filter_fqns
+    quantizes_early = module_filter_fn is None and not filter_fqns
     linears: dict[int, nn.Linear] = {}
     parents: dict[int, nn.Module] = {}
     children: set[int] = set()
 
-    def made(module: nn.Module, name: str, parameter: Any) -> None:
+    def on_parameter(module: nn.Module, name: str, parameter: Any) -> None:
         if isinstance(module, nn.Linear):
             linears[id(module)] = module
 
-    def placed(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    def on_child(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is None:
             return
         parents[id(parent)] = parent
         children.add(id(child))
         layer = linears.get(id(child))
-        if early and layer is not None and _can_be_converted(layer):
+        if quantizes_early and layer is not None and _can_be_converted(layer):
             quantize_weight(layer, recipe, preserve_high_precision_init_val)
 
+    def keep(module: nn.Module, name: str) -> bool:
+        built_here = id(module) in linears
+        return built_here and (module_filter_fn is None or module_filter_fn(module, name))
+
     hooks = (
-        register_module_parameter_registration_hook(made),
-        register_module_module_registration_hook(placed),
+        register_module_parameter_registration_hook(on_parameter),
+        register_module_module_registration_hook(on_child),
     )
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-    made_inside = linears.values()
-    roots = [m for m in (*parents.values(), *made_inside) if id(m) not in children]
-    for root in {id(m): m for m in roots}.values():
+    built = {**parents, **linears}
+    for root in (module for key, module in built.items() if key not in children):
         inside = [m for m in root.modules() if id(m) in linears]
         if not inside:
             continue
         convert_to_float8_training(
             root,
             recipe=recipe,
-            module_filter_fn=_only(linears, module_filter_fn),
+            module_filter_fn=keep,
             filter_fqns=filter_fqns,
             amax_reduction_group=amax_reduction_group,
             fp8_weights=True,
@@ -94,20 +97,11 @@ def quantized_init(
         )
         for layer in inside:
             if isinstance(layer, nn.Linear) and not isinstance(layer, Float8Linear):
-                high_precision_weight(layer)  # tied since, or changed otherwise
+                dequantize_weight(layer)  # tied or changed after it was registered
 
 
 def _can_be_converted(layer: nn.Linear) -> bool:
-    """Whether a conversion takes a layer, as far as the layer alone tells."""
+    """Return whether a layer can be converted, regardless of the rest of the model."""
     if isinstance(layer, Float8Linear):
         return layer._fp8_state.standalone
     return why_not(layer) is None
-
-
-def _only(linears: dict[int, nn.Linear], keep: ModuleFilter | None) -> ModuleFilter:
-    """A filter that leaves out what was not made inside."""
-
-    def chosen(module: nn.Module, name: str) -> bool:
-        return id(module) in linears and (keep is None or keep(module, name))
-
-    return chosen

@@ -1,4 +1,4 @@
-"""Report the layers, bytes and memory of converting and sharding a model."""
+"""Estimate the communication volume and memory of a model before it is converted and sharded."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fp8rs.convert.convert import settle
+from fp8rs.comm.choice import CommChoice, choices_of
+from fp8rs.convert.convert import resolve_options
 from fp8rs.convert.report_table import Left, Report
 from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
-from fp8rs.fsdp.chosen_links import links_of
 from fp8rs.fsdp.memory import STATES, Memory, States, memory_of
 from fp8rs.fsdp.shard_spec import shard_spec
-from fp8rs.fsdp.sizes import Group, codecs_of, groups_of
+from fp8rs.fsdp.sizes import Group, groups_of, layouts_of
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import Recipe, RecipeName
 
 __all__ = ["Left", "Memory", "Report", "report"]
 
 #: Default number of ranks without a process group.
-USUAL_RANKS = 8
+DEFAULT_RANKS = 8
 
 
 def report(
@@ -44,40 +44,43 @@ def report(
     optimizer: str | float | None = None,
     fp8_weights: bool = False,
 ) -> Report:
-    """Report what converting ``model`` and sharding it with FSDP2 would take, without changing it.
+    """Estimate communication volume and memory of ``model`` under FSDP2, without changing it.
 
-    Parameters may be on the meta device. A converted model is reported as it is. For a sharded
-    model, groups and ranks come from FSDP2, and bytes follow the choices of ``set_links``.
+    Parameters may be on the meta device. A model that is already converted is reported as it is.
+    For a sharded model, groups and ranks come from FSDP2, and sizes follow the choices of
+    ``set_fsdp_comm``.
 
     Args:
         model: the model, usually before its conversion.
-        recipe: as in ``convert_to_float8_training``. By default a converted model's own recipe.
+        recipe: as in ``convert_to_float8_training``. The default is a converted model's recipe.
         module_filter_fn: as in ``convert_to_float8_training``.
         filter_fqns: as in ``convert_to_float8_training``.
         enable_fsdp_float8_all_gather: as in ``convert_to_float8_training``.
         config: as in ``convert_to_float8_training``.
-        world_size: ranks that shard the model. With HSDP, count the shards and not the replicas.
-            By default the size of the process group, or 8 without one.
+        world_size: number of shards. With HSDP, this is without replicas. The default is the size
+            of the process group, or 8 without one.
         param_dtype: ``param_dtype`` of FSDP2's mixed-precision policy. With None, parameters are
             gathered in their stored dtype.
         reduce_dtype: ``reduce_dtype`` of the policy. With None, torch 2.11 reduces gradients in
             their own dtype, and newer releases in the dtype of the stored parameter.
-        reshard_after_forward: as in ``fully_shard``. With None, its default, the root's own
-            parameters stay gathered between forward and backward.
+        reshard_after_forward: as in ``fully_shard``. With None, only the root's own parameters
+            stay unsharded between forward and backward.
         fsdp_unit_fn: called with each module and its name, returns whether ``fully_shard`` is
-            called on it. The default is the classes in ``_no_split_modules`` of a transformers
-            model, or else the members of each outermost nn.ModuleList. The root is always sharded.
-        optimizer: "adam", "adamw", "lion", "momentum" (SGD with it), "muon" or "sgd" for torch's
-            optimizers. ``fp8rs.optim.AdamW`` is "fp8rs-adamw" (8 bytes of fp32 moments an element,
-            and 4 for a master unless the parameter is plain fp32), "fp8rs-adamw-bf16" (4 and the
-            master), "fp8rs-adamw-no-masters" (8) or "fp8rs-adamw-bf16-no-masters" (4). A number
-            counts tensors of the parameter's size and dtype: 0.5 means two states of one byte for
-            fp32 parameters. The default is "fp8rs-adamw" if FP8 weights are trained, else "adamw".
+            called on it. The default is modules of the classes in a transformers model's
+            ``_no_split_modules``, or else the members of each outermost nn.ModuleList. The root is
+            always sharded.
+        optimizer: "adam", "adamw", "lion", "momentum" (SGD with momentum), "muon" or "sgd" for
+            torch's optimizers. For ``fp8rs.optim.AdamW``, "fp8rs-adamw" (8 bytes of fp32 moments
+            per element, and 4 for a master unless the parameter is plain fp32), "fp8rs-adamw-bf16"
+            (4 and the master), "fp8rs-adamw-no-masters" (8) or "fp8rs-adamw-bf16-no-masters" (4).
+            A number counts tensors of the parameter's size and dtype: for fp32 parameters, 0.5
+            means two states of one byte. The default is "fp8rs-adamw" if FP8 weights are trained,
+            else "adamw".
         fp8_weights: count converted weights as FP8 weights, without masters. FP8 weights of a
             converted model are always counted as such.
 
     Warns:
-        UserWarning: a name in ``filter_fqns`` matches no linear layer.
+        UserWarning: a string in ``filter_fqns`` matches no linear layer.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or a layer has another recipe.
@@ -87,17 +90,17 @@ def report(
     layers = {n: m for n, m in model.named_modules() if isinstance(m, Float8Linear)}
     if recipe is None and config is None and layers:
         recipe = next(iter(layers.values())).recipe
-    recipe, fp8_gather = settle(recipe, config, enable_fsdp_float8_all_gather, fp8_weights)
+    recipe, fp8_gather = resolve_options(recipe, config, enable_fsdp_float8_all_gather, fp8_weights)
     world_size = _ranks(world_size, model)
     selected = select(model, module_filter_fn, filter_fqns, recipe)
-    for message in selected.unused:  # the table has a row for each other warning
+    for message in selected.unused:  # the table shows the other reasons
         warnings.warn(message, stacklevel=2)
     chosen: dict[str, nn.Linear] = {
         n: m for n, m in layers.items() if (n or "the root") not in selected.left
     }
     chosen.update(selected.layers)
 
-    codecs = codecs_of(
+    layouts = layouts_of(
         recipe,
         (
             m
@@ -105,11 +108,11 @@ def report(
             if (m._fp8_state.fp8_gather if isinstance(m, Float8Linear) else fp8_gather)
         ),
     )
-    links, symmetric = links_of(model)
-    reductions = {link.unit: link.reduction for link in links}
+    comm = choices_of(model)
+    choices = {choice.module: choice for choice in comm}
     fp8, plain = (
         [
-            replace(group, reduction=reductions.get(group.name, "torch"))
+            _with_comm(group, choices.get(group.name))
             for group in groups_of(
                 model,
                 which,
@@ -120,14 +123,13 @@ def report(
                 fp8_weights=fp8_weights,
             )
         ]
-        for which in (codecs, {})
+        for which in (layouts, {})
     )
     if optimizer is None:
-        ours = any(p.at_rest and p.trained for group in fp8 for p in group.parameters)
-        optimizer = "fp8rs-adamw" if ours else "adamw"
+        trained = (p for group in fp8 for p in group.parameters if p.trained)
+        optimizer = "fp8rs-adamw" if any(p.is_fp8_weight for p in trained) else "adamw"
     memory, memory_high_precision = (
-        memory_of(of, reduce_dtype=reduce_dtype, states=_states(optimizer), symmetric=symmetric)
-        for of in (fp8, plain)
+        memory_of(of, reduce_dtype=reduce_dtype, states=_states(optimizer)) for of in (fp8, plain)
     )
     return Report(
         recipe=recipe,
@@ -140,12 +142,12 @@ def report(
         parameters=sum(p.numel() for p in model.parameters()),
         left=_left(model, selected.left, chosen),
         units=tuple(group.name for group in fp8),
-        gathered=_gathered(fp8),
-        gathered_high_precision=_gathered(plain),
+        gathered=sum(group.gathers * group.gathered_bytes for group in fp8),
+        gathered_high_precision=sum(group.gathers * group.gathered_bytes for group in plain),
         scattered=sum(group.scattered_bytes(reduce_dtype) for group in fp8),
         memory=memory,
         memory_high_precision=memory_high_precision,
-        links=links,
+        comm=comm,
     )
 
 
@@ -156,11 +158,9 @@ def _states(optimizer: str | float) -> States:
         except KeyError:
             known = ", ".join(map(repr, STATES))
             raise ValueError(
-                f"optimizer {optimizer!r} is not known; the names are {known}. Else give the "
-                "number of states that it keeps for a parameter"
+                f"optimizer {optimizer!r} is not known; the names are {known}. For another "
+                "optimizer, pass the number of states that it keeps for a parameter"
             ) from None
-    if isinstance(optimizer, bool) or not isinstance(optimizer, (int, float)):
-        raise TypeError(f"optimizer must be a name or a number, not {optimizer!r}")
     if not 0 <= optimizer < float("inf"):
         raise ValueError(f"optimizer must be finite and not negative, not {optimizer!r}")
     return States(optimizer)
@@ -176,9 +176,7 @@ def _ranks(world_size: int | None, model: nn.Module) -> int:
                 )
             return found
     if world_size is None:
-        return dist.get_world_size() if dist.is_initialized() else USUAL_RANKS
-    if isinstance(world_size, bool) or not isinstance(world_size, int):
-        raise TypeError(f"world_size must be an int, not {world_size!r}")
+        return dist.get_world_size() if dist.is_initialized() else DEFAULT_RANKS
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}")
     return world_size
@@ -187,7 +185,7 @@ def _ranks(world_size: int | None, model: nn.Module) -> int:
 def _left(
     model: nn.Module, reasons: dict[str, str], chosen: dict[str, nn.Linear]
 ) -> tuple[Left, ...]:
-    """Return the parameters that are not converted weights, each once, grouped by reason."""
+    """Return the parameters that are not converted, each once, grouped by reason."""
     names: dict[str, list[str]] = {}
     sizes: dict[str, int] = {}
     seen = {id(m.weight) for m in chosen.values()}
@@ -208,11 +206,13 @@ def _left(
             leave("biases of converted layers", f"{name}.bias".lstrip("."), [module.bias])
     for name, parameter in model.named_parameters():
         if id(parameter) not in seen:
-            leave("in no linear layer", name, [parameter])
+            leave("not in a linear layer", name, [parameter])
     return tuple(
         Left(reason, tuple(dict.fromkeys(found)), sizes[reason]) for reason, found in names.items()
     )
 
 
-def _gathered(groups: list[Group]) -> int:
-    return sum(group.gathers * group.gathered_bytes for group in groups)
+def _with_comm(group: Group, choice: CommChoice | None) -> Group:
+    if choice is None:
+        return group
+    return replace(group, all_gather=choice.all_gather, reduce_scatter=choice.reduce_scatter)

@@ -1,4 +1,4 @@
-"""The report on a model, and its table."""
+"""The result of `fp8rs.report`, and its table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fp8rs.fsdp.chosen_links import Link, rows
+from fp8rs.comm.choice import CommChoice, rows
 from fp8rs.fsdp.memory import Memory
 from fp8rs.quantize.recipes import Recipe, describe
 
@@ -23,7 +23,7 @@ class Left:
 
     Attributes:
         reason: the reason.
-        names: names of the layers, or of parameters outside of linear layers.
+        names: names of layers, or of parameters outside linear layers.
         parameters: their number of elements.
     """
 
@@ -34,25 +34,25 @@ class Left:
 
 @dataclass(frozen=True)
 class Report:
-    """The layers, bytes and memory of a converted and sharded model. ``str()`` gives a table.
+    """The layers, communication volume and memory of a model. ``str()`` returns a table.
 
-    Bytes are per rank. Communicated bytes are per step, that is one forward and one backward.
+    Sizes are bytes of one rank. Communication is per step, which is one forward and one backward.
 
     Attributes:
         recipe: the recipe.
-        world_size: ranks that shard the model, without replicas.
-        param_dtype, reduce_dtype: as given.
-        optimizer: as given, or the default.
+        world_size: number of shards, without replicas.
+        param_dtype, reduce_dtype: the arguments of `fp8rs.report`.
+        optimizer: the argument, or the default.
         converted: names of the converted layers.
         converted_parameters: number of elements of their weights.
         parameters: number of elements of all parameters.
         left: parameters that stay in high precision, by reason.
-        units: names of the modules that are gathered together. The root is "".
-        gathered, gathered_high_precision: size of the outputs of a step's all-gathers, padding
+        units: names of the modules that ``fully_shard`` is called on. The root is "".
+        gathered, gathered_high_precision: bytes of the outputs of a step's all-gathers, padding
             included, with and without FP8.
-        scattered: size of the inputs of a step's reduce-scatters.
-        memory, memory_high_precision: memory of a rank, with and without FP8.
-        links: the choice of ``set_links`` for each unit with its reason, or empty without a call.
+        scattered: bytes of the inputs of a step's reduce-scatters.
+        memory, memory_high_precision: memory with and without FP8.
+        comm: what ``set_fsdp_comm`` chose for each module. Empty if it has not been called.
     """
 
     recipe: Recipe
@@ -70,13 +70,13 @@ class Report:
     scattered: int
     memory: Memory
     memory_high_precision: Memory
-    links: tuple[Link, ...] = ()
+    comm: tuple[CommChoice, ...] = ()
 
     def __str__(self) -> str:
         return _text(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON, with dtypes by name and the recipe as its repr."""
+        """Return the fields for JSON. A dtype is its name, and the recipe is its repr."""
         fields = asdict(self)
         fields["recipe"] = repr(self.recipe)
         for name in ("param_dtype", "reduce_dtype"):
@@ -84,8 +84,8 @@ class Report:
         return fields
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _text(r: Report) -> str:
@@ -96,7 +96,7 @@ def _text(r: Report) -> str:
     width = max(40, *(len(row[0]) for row in parameters))
     lines = [
         f"recipe {describe(r.recipe)}; {_count(r.world_size, 'rank')}; "
-        f"{_count(len(r.units), 'unit')} of FSDP2; reduced in {_dtype(r.reduce_dtype)}",
+        f"{_count(len(r.units), 'FSDP2 unit')}; gradients are reduced in {_dtype(r.reduce_dtype)}",
         "",
         f"{'parameters':<{width + 2}}{'elements':>18}{'share':>8}",
     ]
@@ -105,25 +105,25 @@ def _text(r: Report) -> str:
         lines.append(f"  {what:<{width}}{elements:>18,}{share:>8.1%}  {names}".rstrip())
     plain, fp8 = r.memory_high_precision, r.memory
     sizes = [
-        ("a step all-gathers", r.gathered_high_precision, r.gathered),
-        ("a step reduce-scatters", r.scattered, r.scattered),
+        ("all-gathers of a step", r.gathered_high_precision, r.gathered),
+        ("reduce-scatters of a step", r.scattered, r.scattered),
         ("memory", plain.total, fp8.total),
-        ("  shards of parameters", plain.parameters, fp8.parameters),
+        ("  sharded parameters", plain.parameters, fp8.parameters),
         ("  gradients", plain.gradients, fp8.gradients),
         (f"  optimizer states ({r.optimizer})", plain.optimizer, fp8.optimizer),
         ("  gathered: root and two largest units", plain.gathered, fp8.gathered),
-        ("  gradients that are being reduced", plain.reduced, fp8.reduced),
+        ("  gradients in reduction", plain.reduced, fp8.reduced),
     ]
-    if r.links:
+    if r.comm:
         sizes.append(("  symmetric memory", plain.symmetric, fp8.symmetric))
     width = max(40, *(len(row[0]) for row in sizes))
-    lines += ["", f"{'bytes of a rank':<{width + 2}}{high:>14}{'FP8':>14}{'ratio':>8}"]
+    lines += ["", f"{'bytes per rank':<{width + 2}}{high:>14}{'FP8':>14}{'ratio':>8}"]
     for what, before, after in sizes:
         ratio = f"{after / before:>8.3f}" if before else ""
         lines.append(f"  {what:<{width}}{_size(before):>14}{_size(after):>14}{ratio}")
     lines.append(f"Not counted: {NOT_COUNTED}.")
-    if r.links:
-        lines += ["", "links", *(f"  {row}" for row in rows(r.links))]
+    if r.comm:
+        lines += ["", "collectives", *(f"  {row}" for row in rows(r.comm))]
     return "\n".join(lines)
 
 

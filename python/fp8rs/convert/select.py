@@ -1,8 +1,8 @@
-"""Select the linear layers to convert, and say why the others stay in high precision."""
+"""Select the linear layers to convert, and say why others stay in high precision."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,69 +13,64 @@ from fp8rs.quantize.recipes import Recipe
 from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
 
-#: 3-D parameters with at least this many elements are reported.
-_LARGE = 1 << 20
-LARGE_3D = "3-D parameters (experts?) are not converted"
-
 ModuleFilter = Callable[[nn.Module, str], bool]
 
-
-#: The reason of layers that can no longer be converted.
+#: 3-D parameters with at least this many elements are reported.
+_LARGE = 1 << 20
+#: The reason for parameters of `large_3d`.
+LARGE_3D = "3-D parameters (experts?) are not converted"
+#: The reason for layers that can no longer be converted.
 SHARDED = "it is sharded already"
 
 
 class Reason(NamedTuple):
-    """Why a layer stays in high precision.
+    """Why a layer is not converted.
 
     Attributes:
         text: for reports and logs.
-        warning: what the conversion warns about; empty for reasons that users choose or expect.
+        details: for a warning. It is empty for reasons that users choose or expect.
     """
 
     text: str
-    warning: str = ""
+    details: str = ""
 
 
-def why_not(layer: nn.Linear, name: str = "", tied: Sequence[str] = ()) -> Reason | None:
+def why_not(layer: nn.Linear, tied: Iterable[str] = ()) -> Reason | None:
     """Return the first reason not to convert a high-precision layer, or None.
 
     Args:
         layer: the layer.
-        name: its fully qualified name, for warnings.
         tied: other names of its weight.
     """
-    name = name or "the root"
     weight = layer._parameters.get("weight")
     kind = type(layer)
     if weight is None:
         return Reason(
             "its weight is computed from other parameters",
-            f"{name} stays in high precision: its weight is not a parameter, but computed from "
-            "others (weight_norm, spectral_norm, pruning or another parametrization)",
+            "its weight is not a parameter, but computed from others (weight_norm, spectral_norm, "
+            "pruning or another parametrization)",
         )
     if isinstance(weight, nn.parameter.UninitializedParameter):
         return Reason("its weight has no size yet: run a forward first")
     if kind is nn.modules.linear.NonDynamicallyQuantizableLinear:
-        return Reason("its parent (nn.MultiheadAttention) uses its weight without calling it")
-    if _is_torchaos(layer):
+        return Reason("its parent (nn.MultiheadAttention) reads its weight without calling it")
+    if _is_from_torchao(layer):
         return Reason("torchao has converted it")
     if kind.forward is not nn.Linear.forward:
-        return Reason(f"its class {kind.__name__} has a forward of its own")
+        return Reason(f"its class {kind.__name__} overrides forward")
     if tied:
         return Reason(
-            "its weight is tied to another module's",
-            f"{name} stays in high precision: its weight is tied to {', '.join(tied)}",
+            "its weight is tied to another module's", f"its weight is tied to {', '.join(tied)}"
         )
     if weight.dtype not in INPUT_DTYPES:
         return Reason(
             f"its weight is {weight.dtype}",
-            f"{name} stays as it is: its weight is {weight.dtype}, "
-            "not float32, bfloat16 or float16",
+            f"its weight is {weight.dtype}, not float32, bfloat16 or float16",
         )
     return None
 
 
-def _is_torchaos(layer: nn.Module) -> bool:
+def _is_from_torchao(layer: nn.Module) -> bool:
     return any(base.__module__.startswith("torchao.") for base in type(layer).__mro__)
 
 
@@ -84,9 +79,9 @@ class Selection:
     """The layers of a model to convert.
 
     Attributes:
-        layers: names and layers, in the order of the model, without those that are converted.
-        left: the reason for each linear layer that stays in high precision, by its name.
-        unused: warnings about names in ``filter_fqns`` that match no layer.
+        layers: names and layers in model order, without layers that are already converted.
+        left: the reason for each linear layer that stays in high precision, by name.
+        unused: warnings about strings in ``filter_fqns`` that match no layer.
         warnings: other warnings.
     """
 
@@ -113,18 +108,20 @@ def select(
         fp8_weights: whether weights become FP8.
 
     Raises:
-        TypeError: ``filter_fqns`` is not a collection of str.
-        ValueError: one of its names is empty, a layer has another recipe, or a layer was converted
-            with high-precision weights and ``fp8_weights`` is set.
+        TypeError: ``filter_fqns`` is a str.
+        ValueError: a layer has another recipe, or a layer was converted with high-precision
+            weights and ``fp8_weights`` is set.
     """
-    filter_fqns = _names(filter_fqns)
+    if isinstance(filter_fqns, str):  # which is an iterable of letters
+        raise TypeError(f"filter_fqns must be a collection of names, not the str {filter_fqns!r}")
+    filter_fqns = tuple(filter_fqns)
     linears = {n: m for n, m in root.named_modules() if isinstance(m, nn.Linear)}
     found = Selection()
     unused = [part for part in filter_fqns if not any(part in name for name in linears)]
     if unused:
         found.unused.append(
-            f"filter_fqns leaves nothing out for {', '.join(map(repr, unused))}: "
-            "no linear layer has that in its name"
+            f"filter_fqns has {', '.join(map(repr, unused))}, but no linear layer has that in its "
+            "name"
         )
     sharded, names = _sharded_prefixes(root), _parameter_names(root)
     torchao = []
@@ -132,7 +129,7 @@ def select(
         if any(part in name for part in filter_fqns):
             reason: Reason | None = Reason("named by filter_fqns")
         elif keep is not None and not keep(layer, name):
-            reason = Reason("left out by module_filter_fn")
+            reason = Reason("excluded by module_filter_fn")
         elif isinstance(layer, Float8Linear):
             reason = None
         elif f"{name}.".startswith(sharded):
@@ -140,80 +137,69 @@ def select(
         else:
             own = f"{name}.weight".lstrip(".")
             tied = [n for n in names.get(id(layer._parameters.get("weight")), ()) if n != own]
-            reason = why_not(layer, name, tied)
-            if _is_torchaos(layer):
+            reason = why_not(layer, tied)
+            if _is_from_torchao(layer):
                 torchao.append(name or "the root")
         if reason is not None:
             found.left[name or "the root"] = reason.text
-            if reason.warning:
-                found.warnings.append(reason.warning)
-        elif not isinstance(layer, Float8Linear) or _joins(layer, name, recipe, fp8_weights):
+            if reason.details:
+                found.warnings.append(f"{name or 'the root'} is not converted: {reason.details}")
+        elif not isinstance(layer, Float8Linear) or _is_standalone(
+            layer, name, recipe, fp8_weights
+        ):
             found.layers.append((name, layer))
     _check_whole(found.layers)
     if torchao:
         found.warnings.append(
-            f"{len(torchao)} layers stay as they are ({torchao[0]} first): torchao has converted "
-            "them to FP8. Leave out torchao's conversion; config= takes its Float8LinearConfig"
+            f"{len(torchao)} layers are not converted (the first is {torchao[0]}): torchao has "
+            "already converted them to FP8. Remove torchao's conversion. To keep its "
+            "Float8LinearConfig, pass it as config"
         )
     return found
 
 
-def _names(filter_fqns: Iterable[str]) -> tuple[str, ...]:
-    """Return ``filter_fqns`` as a tuple, after checking that it holds names."""
-    if isinstance(filter_fqns, str) or not isinstance(filter_fqns, Iterable):
-        what = "the str " if isinstance(filter_fqns, str) else ""
-        raise TypeError(f"filter_fqns must be a collection of names, not {what}{filter_fqns!r}")
-    filter_fqns = tuple(filter_fqns)
-    for part in filter_fqns:
-        if not isinstance(part, str):
-            raise TypeError(f"filter_fqns must be a collection of names, and has {part!r}")
-        if not part:
-            raise ValueError("filter_fqns has '', which is in every name and leaves out all layers")
-    return filter_fqns
-
-
-def _joins(layer: Float8Linear, name: str, recipe: Recipe, fp8_weights: bool) -> bool:
-    """Return whether an FP8 layer was built directly and so still has to join a converted model.
+def _is_standalone(layer: Float8Linear, name: str, recipe: Recipe, fp8_weights: bool) -> bool:
+    """Return whether an FP8 layer was built directly and has not been added to a converted model.
 
     Raises:
-        ValueError: it has another recipe, or a high-precision weight that would have to become FP8.
+        ValueError: the layer has another recipe, or a high-precision weight that should be FP8.
     """
     name = name or "the root"
     if layer.recipe != recipe:
         raise ValueError(
-            f"{name} is an FP8 layer already, with recipe {layer.recipe}, which is not {recipe}. "
-            "To change it, load the state dict into a model that was not converted, and convert "
-            "that; to keep it, leave the layer out with filter_fqns or module_filter_fn"
+            f"{name} is already an FP8 layer, with recipe {layer.recipe}, not {recipe}. To change "
+            "it, load the state dict into an unconverted model and convert that. To keep it, "
+            "exclude the layer with filter_fqns or module_filter_fn"
         )
     if layer._fp8_state.standalone:
         return True
     if fp8_weights and not isinstance(layer._parameters["weight"], QuantizedTensor):
         raise ValueError(
-            f"{name} is an FP8 layer already, with high-precision weights: convert it once, with "
-            "fp8_weights=True, or leave it out"
+            f"{name} is already an FP8 layer, with high-precision weights. Convert it once, with "
+            "fp8_weights=True, or exclude it"
         )
     return False
 
 
 def _check_whole(layers: Iterable[tuple[str, nn.Linear]]) -> None:
-    """Raise ValueError if a module built with ``recipe=`` is selected only in part.
+    """Raise ValueError if only some layers of a module built with ``recipe=`` are selected.
 
-    The layers of such a module share one state, and the selected ones take it with them.
+    The layers of such a module share one state, and adding some to a model detaches that state.
     """
-    taken = {id(layer) for _, layer in layers}
+    selected = {id(layer) for _, layer in layers}
     for name, layer in layers:
         state = layer._fp8_state if isinstance(layer, Float8Linear) else None
         for other in () if state is None else state.layers():
-            if getattr(other, "_fp8_state", None) is state and id(other) not in taken:
+            if getattr(other, "_fp8_state", None) is state and id(other) not in selected:
                 raise ValueError(
-                    f"{name or 'the root'} is in a module that was made with recipe=, of which "
-                    "another layer is left out: make the module without recipe, or convert all "
-                    "of its layers"
+                    f"{name or 'the root'} is in a module that was built with recipe=, and another "
+                    "layer of that module is excluded. Build the module without recipe, or convert "
+                    "all of its layers"
                 )
 
 
 def large_3d(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the large 3-D parameters, which are probably experts of a mixture, with names."""
+    """Return names and values of large 3-D parameters, which are probably experts."""
     return [
         (name, p)
         for name, p in root.named_parameters()
@@ -222,9 +208,9 @@ def large_3d(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _parameter_names(root: nn.Module) -> dict[int, list[str]]:
-    """Return the names of each parameter, one for each module that has it, keyed by its id."""
+    """Return the names of each parameter by id, with one name per module that holds it."""
     names: dict[int, list[str]] = {}
-    for prefix, module in root.named_modules():  # each module once, also under several names
+    for prefix, module in root.named_modules():  # yields each module once
         for name, parameter in module._parameters.items():
             names.setdefault(id(parameter), []).append(f"{prefix}.{name}".lstrip("."))
     return names

@@ -1,4 +1,7 @@
-"""torchao's Float8LinearConfig as a recipe, read by its field names: torchao is not imported."""
+"""Convert torchao's Float8LinearConfig to a recipe.
+
+Fields are read by name, so that torchao is not imported.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +22,23 @@ _SECOND_CASTS = {
 }
 _GEMMS = ("gemm_config_output", "gemm_config_grad_input", "gemm_config_grad_weight")
 
-#: Scaling granularity -> the recipe that has it.
+#: The recipe of each scaling granularity.
 _GRANULARITIES = {"tensorwise": "current", "axiswise": "rowwise"}
 
 
 def from_float8_linear_config(config: Any) -> tuple[Recipe, bool]:
-    """A recipe, and enable_fsdp_float8_all_gather, that do what ``config`` says.
+    """Return the recipe of ``config``, and its ``enable_fsdp_float8_all_gather``.
 
-    ``Float8LinearConfig.from_recipe_name("rowwise")`` asks for power-of-two scales, which
-    ``recipe="rowwise"`` has not. Padding is always on, whatever ``pad_inner_dim`` says.
+    ``Float8LinearConfig.from_recipe_name("rowwise")`` has power-of-two scales, unlike
+    ``recipe="rowwise"``. Layers always pad, regardless of ``pad_inner_dim``.
 
     Raises:
         TypeError: ``config`` lacks the fields of a Float8LinearConfig.
-        ValueError: it asks for what no recipe does; the message names the field.
+        ValueError: no recipe supports the config. The message names the field.
     """
     if isinstance(config, str):
         raise TypeError(
-            f"config must be a torchao Float8LinearConfig, not the str {config!r}: give "
+            f"config must be a torchao Float8LinearConfig, not the str {config!r}: pass "
             f"recipe={config!r}, or Float8LinearConfig.from_recipe_name({config!r})"
         )
     missing = [name for name in (*_CASTS, *_GEMMS) if not hasattr(config, name)]
@@ -45,35 +48,30 @@ def from_float8_linear_config(config: Any) -> tuple[Recipe, bool]:
             f"has no {missing[0]}"
         )
     granularities = {_granularity(config, name) for name in _CASTS}
-    for name, first in _SECOND_CASTS.items():
-        second = getattr(config, name, None)
-        if second is not None and _high_precision(second):
-            raise ValueError(
-                f"config.{name} keeps one GEMM in high precision: all three run in FP8 here; the "
-                'nearest is recipe="rowwise"'
-            )
-        if second is not None and second != getattr(config, first):
-            raise ValueError(
-                f"config.{name} differs from config.{first}: "
-                "both directions of an operand are quantized alike"
-            )
     if len(granularities) != 1:
         raise ValueError(
-            "config.cast_config_*.scaling_granularity differ between operands; no recipe does that"
+            "config.cast_config_*.scaling_granularity differs between operands, which no recipe "
+            "supports"
         )
+    for name, first in _SECOND_CASTS.items():
+        second = getattr(config, name, None)
+        if second is not None and second != getattr(config, first):
+            raise ValueError(
+                f"config.{name} keeps one GEMM in high precision, but recipes run all three in "
+                'FP8. The closest is recipe="rowwise"'
+                if _is_high_precision(second)
+                else f"config.{name} differs from config.{first}, but recipes cast an operand "
+                "alike for both GEMMs"
+            )
     dtypes = [
         getattr(getattr(config, name), "target_dtype", None) or default
         for name, default in zip(_CASTS, (formats.E4M3, formats.E4M3, formats.E5M2), strict=True)
     ]
-    if dtypes[0] != formats.E4M3 or dtypes[1] != formats.E4M3:
+    if dtypes[:2] != [formats.E4M3] * 2 or dtypes[2] not in formats.FP8_MAX:
         raise ValueError(
-            "config.cast_config_input.target_dtype and config.cast_config_weight.target_dtype "
-            f"must be torch.float8_e4m3fn, not {dtypes[0]} and {dtypes[1]}"
-        )
-    if dtypes[2] not in formats.FP8_MAX:
-        raise ValueError(
-            "config.cast_config_grad_output.target_dtype must be torch.float8_e4m3fn or "
-            f"torch.float8_e5m2, not {dtypes[2]}"
+            "config.cast_config_input.target_dtype and config.cast_config_weight.target_dtype must "
+            "be torch.float8_e4m3fn, and config.cast_config_grad_output.target_dtype "
+            f"torch.float8_e4m3fn or torch.float8_e5m2, not {', '.join(map(str, dtypes))}"
         )
     name = _GRANULARITIES[granularities.pop()]
     recipe = type(resolve_recipe(name))(
@@ -88,8 +86,10 @@ def from_float8_linear_config(config: Any) -> tuple[Recipe, bool]:
 def _granularity(config: Any, name: str) -> str:
     cast = getattr(config, name)
     scaling = _value(getattr(cast, "scaling_type", "dynamic"))
-    if _high_precision(cast):
-        raise ValueError(f"config.{name} keeps the operand in high precision; no recipe does that")
+    if _is_high_precision(cast):
+        raise ValueError(
+            f"config.{name} keeps the operand in high precision, which no recipe supports"
+        )
     if scaling != "dynamic":
         raise ValueError(
             f'config.{name}.scaling_type must be "dynamic", not {scaling!r}'
@@ -104,7 +104,7 @@ def _granularity(config: Any, name: str) -> str:
     return str(granularity)
 
 
-def _high_precision(cast: Any) -> bool:
+def _is_high_precision(cast: Any) -> bool:
     scaling = _value(getattr(cast, "scaling_type", "dynamic"))
     return bool(getattr(cast, "keep_in_original_precision", False)) or scaling == "disabled"
 

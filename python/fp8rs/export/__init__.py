@@ -1,7 +1,7 @@
-"""Files of inference servers: sharded safetensors with a config, written and loaded.
+"""Write and load checkpoints of inference servers: sharded safetensors with a config.json.
 
-Formats are rows of `fp8rs.export.formats.FORMATS`. If training computes on codes in the requested
-format, these very bytes are exported.
+`fp8rs.export.formats.FORMATS` has the formats. If the recipe's weights have the requested format,
+the codes and scales of training are exported unchanged.
 """
 
 from .files import save_pretrained

@@ -1,4 +1,4 @@
-"""Sharded safetensors with an index and a config.json, as transformers and servers read them."""
+"""Write sharded safetensors with an index and a config.json."""
 
 from __future__ import annotations
 
@@ -33,33 +33,34 @@ def save_pretrained(
     scale_fmt: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write the tensors of ``tensors`` to a directory that servers load.
+    """Write a model to a directory that inference servers load.
 
-    All ranks call it. The first rank writes, and keeps one file's tensors in memory at a time. The
-    files of an earlier export are replaced when all new ones are written. An error leaves them as
-    they were.
+    All ranks call it. The first rank writes the tensors that `fp8rs.export.tensors` yields, and
+    holds the tensors of one file in memory at a time. When all new files are written, they replace
+    the files of an earlier export. After an error, the earlier export is unchanged.
 
     Args:
-        model: as for ``tensors``. Where it has a ``config`` as transformers' models do, that is
-            saved with it.
+        model: as in ``tensors``. If it has a ``config``, as transformers' models do, config.json
+            contains it.
         directory: a directory, which is created if it does not exist, or a URL that fsspec supports
-            (``s3://``, ``gs://``, ``memory://``, ``file://``), as a str. It gets model.safetensors,
-            or model-00001-of-0000N.safetensors and so on with model.safetensors.index.json, and
-            config.json with the format's entry under ``quantization_config``.
-        format: as for ``tensors``.
-        dtype: likewise.
-        scale_fmt: likewise.
-        max_shard_bytes: how large files are, unless a tensor is larger.
+            (``s3://``, ``gs://``, ``memory://``, ``file://``), as a str. Its files are config.json
+            and either model.safetensors, or model-00001-of-0000N.safetensors and so on with
+            model.safetensors.index.json.
+        format: as in ``tensors``.
+        dtype: as in ``tensors``.
+        scale_fmt: as in ``tensors``.
+        max_shard_bytes: maximum size of a file. A file with one tensor may be larger.
 
     Raises:
         ImportError: safetensors is not installed.
-        TypeError, ValueError: as ``tensors``. ValueError: fsspec does not support the URL.
-        OSError: what is written did not fit, or may not be written; on every rank.
+        TypeError: as in ``tensors``.
+        ValueError: as in ``tensors``, or fsspec does not support the URL.
+        OSError: the disk is full or not writable. Every rank raises.
     """
     serving = serving_format(format, scale_fmt)
     if not isinstance(max_shard_bytes, int) or max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes!r}; it must be a positive int")
-    # Errors of these are every rank's.
+    # These raise on every rank.
     save, path = safetensors_writer(), locate(directory)
     config = json_of(config_of(model, serving, dtype))
     each = tensors(model, format, dtype=dtype, scale_fmt=scale_fmt)
@@ -67,13 +68,13 @@ def save_pretrained(
     error: OSError | None = None
     try:
         if writes:
-            with Files(path, max_shard_bytes, save) as files:
+            with ExportWriter(path, max_shard_bytes, save) as files:
                 for name, tensor in each:
                     files.add(name, tensor)
                 files.finish(config)
     except OSError as e:
         error = e
-    for _ in each:  # ranks that write nothing, or no more: the others' gathers want them
+    for _ in each:  # all ranks join the gathers, also after an error
         pass
     raise_on_all(error)
 
@@ -90,9 +91,10 @@ def raise_on_all(error: OSError | None) -> None:
 
 
 def config_of(model: nn.Module, serving: ServingFormat, dtype: torch.dtype) -> dict[str, Any]:
-    """What config.json says: the model's own, and how weights are quantized."""
-    own: Any = getattr(model, "config", None)
-    config: dict[str, Any] = dict(own.to_diff_dict()) if hasattr(own, "to_diff_dict") else {}
+    """Return the contents of config.json: the model's config and ``quantization_config``."""
+    model_config: Any = getattr(model, "config", None)
+    has_config = hasattr(model_config, "to_diff_dict")
+    config: dict[str, Any] = dict(model_config.to_diff_dict()) if has_config else {}
     if config:
         config.setdefault("architectures", [architecture(model)])
         config.pop("torch_dtype", None)
@@ -104,20 +106,20 @@ def config_of(model: nn.Module, serving: ServingFormat, dtype: torch.dtype) -> d
 
 
 def architecture(model: nn.Module) -> str:
-    """The name of a model's class, which compilers wrap; FSDP2 puts its own in front of it."""
+    """Return the name of a model's class, without the names of torch.compile and FSDP2."""
     return type(getattr(model, "_orig_mod", model)).__name__.removeprefix("FSDP")
 
 
 def json_of(value: Any) -> str:
-    """The text of a JSON file."""
+    """Return a value as the text of a JSON file."""
     return json.dumps(value, indent=2, sort_keys=True) + "\n"
 
 
 #: Writes tensors to a file.
-Save = Callable[[dict[str, Tensor], Path], None]
+SaveFile = Callable[[dict[str, Tensor], Path], None]
 
 
-def safetensors_writer() -> Save:
+def safetensors_writer() -> SaveFile:
     """Return a function that writes tensors to a file. It raises OSError if the disk is full."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -125,26 +127,26 @@ def safetensors_writer() -> Save:
     def save(tensors: dict[str, Tensor], path: Path) -> None:
         try:
             save_file(tensors, path, metadata={"format": "pt"})
-        except SafetensorError as error:  # as which it raises what the disk refuses
+        except SafetensorError as error:  # raised for errors of the disk
             raise OSError(f"{path}: {error}") from error
 
     return save
 
 
-class Files:
-    """The files of one export. They replace an earlier export when all are written.
+class ExportWriter:
+    """Writes the files of one export. `finish` replaces an earlier export.
 
     Args:
         directory: a local path, or the URL of a store.
-        max_bytes: the size of a file, unless one tensor is larger.
+        max_bytes: maximum size of a file. A file with one tensor may be larger.
         save: writes tensors to a local file.
     """
 
-    def __init__(self, directory: Path | str, max_bytes: int, save: Save) -> None:
+    def __init__(self, directory: Path | str, max_bytes: int, save: SaveFile) -> None:
         self._local, self._max_bytes, self._save = isinstance(directory, Path), max_bytes, save
         self._part: dict[str, Tensor] = {}
         self._part_bytes = self._total_bytes = 0
-        #: The names in each file that is written.
+        #: The names of the tensors in each written file.
         self._written: list[list[str]] = []
         with _os_errors(directory):
             self._store, self._directory = open_store(directory)
@@ -152,7 +154,7 @@ class Files:
             self._store.makedirs(self._new)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add one tensor. A file is written when the tensor would not fit in it."""
+        """Add a tensor. If it does not fit in the current file, that file is written first."""
         size = tensor.numel() * tensor.element_size()
         if self._part and self._part_bytes + size > self._max_bytes:
             self._write()
@@ -199,18 +201,18 @@ class Files:
     def _replace(self, new: str, name: str) -> None:
         self._store.mv(f"{self._new}/{new}", f"{self._directory}/{name}")
 
-    def __enter__(self) -> Files:
+    def __enter__(self) -> ExportWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Remove new files that replaced none."""
+        """Remove the new files that have not replaced earlier ones."""
         with suppress(Exception):
             self._store.rm(self._new, recursive=True)
 
 
 @contextmanager
 def _os_errors(path: Path | str) -> Iterator[None]:
-    """Raise OSError for the errors of stores, which have types of their own."""
+    """Raise the errors of stores as OSError."""
     try:
         yield
     except OSError:
@@ -220,7 +222,7 @@ def _os_errors(path: Path | str) -> Iterator[None]:
 
 
 def file_name(number: int, count: int) -> str:
-    """The name of one of ``count`` files."""
+    """Return the name of one of ``count`` files."""
     if count == 1:
         return "model.safetensors"
     return f"model-{number + 1:05}-of-{count:05}.safetensors"

@@ -1,9 +1,9 @@
-"""The table of serving formats: what each calls its tensors, and what config.json says of them.
+"""Serving formats: the tensors of each, and its entry in config.json.
 
-Sources: ``fp8-block`` is DeepSeek-V3's convention, as transformers 5.23 (``FineGrainedFP8Config``)
-and vLLM 0.33 read it; with powers of two, DeepSeek-V3.1's (``scale_fmt`` "ue8m0"; scales are stored
-as float32 there too). ``fp8-row``, ``fp8-tensor`` and ``mxfp8`` are compressed-tensors 0.20's
-schemes FP8_DYNAMIC, FP8_DYNAMIC with one scale a weight, and MXFP8.
+``fp8-block`` is DeepSeek-V3's convention, as transformers 5.23 (``FineGrainedFP8Config``) and vLLM
+0.33 read it. With power-of-two scales, it is DeepSeek-V3.1's (``scale_fmt`` "ue8m0", whose scales
+are also stored as float32). ``fp8-row``, ``fp8-tensor`` and ``mxfp8`` are schemes of
+compressed-tensors 0.20: FP8_DYNAMIC, FP8_DYNAMIC with one scale per weight, and MXFP8.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.spec import QuantSpec
 
-#: Names of layers that stay in high precision -> the config's ``quantization_config``.
+#: Returns ``quantization_config`` for the names of layers that stay in high precision.
 Config = Callable[[Sequence[str]], dict[str, Any]]
 
 
@@ -29,13 +29,13 @@ class ServingFormat:
     """How one layer's weight is stored.
 
     Attributes:
-        name: what users call it.
-        spec: how weights are quantized that training does not have in this format; None of a format
-            whose weights stay in high precision.
-        accepts: formats of planes that are stored as they are.
-        scale_name: of the tensor of scales; it stands where "weight" does.
-        scale: that tensor, of a rowwise plane.
-        config: what stands under ``quantization_config``; None for nothing.
+        name: the name that users pass.
+        spec: how to quantize weights whose recipe has another format. None for formats in high
+            precision.
+        accepts: formats of planes that are stored unchanged.
+        scale_name: name of the tensor of scales, which replaces "weight".
+        scale: returns the tensor of scales of a rowwise plane.
+        config: returns ``quantization_config``. None for formats in high precision.
     """
 
     name: str
@@ -46,7 +46,7 @@ class ServingFormat:
     config: Config | None = None
 
     def takes(self, spec: QuantSpec) -> bool:
-        """Whether codes that are quantized so are stored as they are."""
+        """Return whether codes that were quantized by ``spec`` are stored unchanged."""
         if self.spec is None or spec.fp8_dtype != self.spec.fp8_dtype:
             return False
         powers = spec.power_2_scale or spec.format.microscaled
@@ -67,7 +67,7 @@ def _ue8m0_config(kept: Sequence[str]) -> dict[str, Any]:
 
 
 def _compressed(stored_as: str, weights: dict[str, Any], inputs: dict[str, Any]) -> Config:
-    """The config of compressed-tensors: one group of all linear layers but those kept."""
+    """Return a config of compressed-tensors, with one group for all quantized linear layers."""
     common = {"num_bits": 8, "type": "float", "symmetric": True}
 
     def config(kept: Sequence[str]) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def _compressed(stored_as: str, weights: dict[str, Any], inputs: dict[str, Any])
 
 
 def _each_row(plane: Plane) -> Tensor:
-    """The bytes of E8M0 scales, one for each 32 elements of each row."""
+    """Return E8M0 scales as bytes, one per 32 elements of each row."""
     scale = plane.scale.view(torch.uint8)
     height = plane.format.block[0]
     if height == 1:
@@ -99,7 +99,7 @@ def _each_row(plane: Plane) -> Tensor:
 
 _MX = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 
-#: Every format, by name.
+#: All formats, by name.
 FORMATS: dict[str, ServingFormat] = {
     f.name: f
     for f in (
@@ -139,14 +139,14 @@ FORMATS: dict[str, ServingFormat] = {
 
 
 def serving_format(name: str, scale_fmt: str | None = None) -> ServingFormat:
-    """The format of that name.
+    """Return a format by name.
 
     Args:
-        name: one of `FORMATS`.
-        scale_fmt: "ue8m0" for powers of two as scales, of "fp8-block"; None for any.
+        name: a name in `FORMATS`.
+        scale_fmt: "ue8m0" for power-of-two scales with "fp8-block", else None.
 
     Raises:
-        ValueError: there is none; the message has those that there are.
+        ValueError: an argument is not one of these. The message lists the names.
     """
     found = FORMATS.get(name)
     if found is None:

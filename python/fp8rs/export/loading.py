@@ -1,7 +1,7 @@
-"""Load the files of inference servers into a model that trains, sharded or not.
+"""Load checkpoints of inference servers into a model for training, sharded or not.
 
-`load` first compares names, shapes and formats on all ranks. It then reads and writes one tensor at
-a time, of which each rank reads its own part.
+`load` first compares names, shapes and formats on all ranks. It then loads one tensor at a time.
+Each rank reads its own part of it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor, nn
 
 from fp8rs._torch import dtensor_like, is_distributed, local_shape_and_offset, own_part, plain_name
 from fp8rs.checkpoint.parts import SCALE, parts_of
-from fp8rs.checkpoint.states import put
+from fp8rs.checkpoint.states import load_parts
 from fp8rs.nn import buffers
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.tensor.formats import MX_1X32, MX_32X32
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from .stored import ACTIVATION_SCALES, CODES, HIGH_PRECISION, Part, Scales, Stored
+from .stored import ACTIVATION_SCALES, CODES, HIGH_PRECISION, Scales, Slice, StoredTensors
 
 _log = logging.getLogger("fp8rs")
 
-#: How many names of one kind an error lists.
+#: The number of names of one kind that an error lists.
 LISTED = 10
 
 
@@ -39,7 +39,7 @@ class Loaded:
     Attributes:
         missing_keys: parameters and buffers of the model that the files do not contain.
         unexpected_keys: tensors of the files that the model does not have on any rank.
-        exact: FP8 weights that took over the codes and scales in the files.
+        exact: FP8 weights that have the codes and scales of the files.
         quantized: the other FP8 weights, which were quantized from the values in the files.
     """
 
@@ -55,9 +55,9 @@ class Target:
 
     Attributes:
         tensor: the parameter or buffer.
-        layer: the converted layer whose weight it is, if it is one.
-        names: its names in the unconverted model; several if it is tied.
-        stored: its name in the files; "" if they do not contain it.
+        layer: the converted layer that the tensor is the weight of, or None.
+        names: its names in the unconverted model. A tied parameter has several.
+        stored: its name in the files, or "" if they do not contain it.
     """
 
     tensor: Tensor
@@ -66,8 +66,8 @@ class Target:
     stored: str = ""
 
     @property
-    def part(self) -> Part:
-        """Where this rank's part begins, and its size."""
+    def part(self) -> Slice:
+        """The start and the size of this rank's part."""
         tensor: Any = self.tensor
         if not is_distributed(tensor):
             return (0,) * tensor.dim(), tuple(tensor.shape)
@@ -78,21 +78,21 @@ class Target:
 
     @property
     def fp8_weight(self) -> QuantizedTensor | None:
-        """This rank's part of an FP8 weight; None for any other tensor."""
+        """This rank's part of an FP8 weight, or None for other tensors."""
         local = own_part(self.tensor)
         return local if isinstance(local, QuantizedTensor) else None
 
 
 @dataclass
-class Report:
+class RankFindings:
     """Findings of one rank before anything is written.
 
     Attributes:
-        error: raised while the files were opened or compared.
-        names: of all targets.
+        error: the error that was raised while the files were opened or compared.
+        names: names of all targets.
         missing: names of targets that the files do not contain.
-        scales: names of tensors of scales that are used.
-        fp8: names of FP8 weights, and whether this rank can take over their codes and scales.
+        scales: names of the tensors of scales that are used.
+        fp8: for the name of each FP8 weight, whether this rank can load codes and scales.
     """
 
     error: Exception | None = None
@@ -106,64 +106,64 @@ def load(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = 
     """Load a safetensors checkpoint, FP8 or not, into a model for training.
 
     All ranks call it, before or after ``fully_shard``. Each rank reads only its own part of each
-    tensor. Supported files are those of `save_pretrained`, of DeepSeek (``weight_scale_inv``) and
-    of compressed-tensors (``weight_scale``; per tensor, per row, in blocks, MXFP8), and files in
-    high precision.
+    tensor. Supported are the files of `save_pretrained`, of DeepSeek (``weight_scale_inv``), of
+    compressed-tensors (``weight_scale`` per tensor, row or block, and MXFP8), and files in high
+    precision.
 
     Master weights and unconverted layers get the dequantized values, rounded once to the
-    parameter's dtype. FP8 weights get the codes and scales of the files if these are in the format
-    of the recipe's weights, and otherwise the dequantized values, quantized once. The return value
-    says which. Histories of delayed scaling start again.
+    parameter's dtype. FP8 weights get the codes and scales of the files if these have the format of
+    the recipe's weights. Otherwise they get the dequantized values, quantized once. The return
+    value lists both kinds. Histories of delayed scaling are reset.
 
     Args:
-        model: converted or not, on a real device: call ``to_empty`` first if it is on the meta
-            device. Buffers that no file contains (``persistent=False``) keep their values.
-        directory: with model.safetensors, or model.safetensors.index.json and the files that it
-            names, and with config.json if there is one.
-        strict: raise an error if names are missing or unexpected. A tied weight is there if the
-            files have one of its names.
+        model: the model, converted or not. If it is on the meta device, call ``to_empty`` first.
+            Buffers with ``persistent=False`` keep their values.
+        directory: contains model.safetensors, or model.safetensors.index.json and its files, and
+            optionally config.json.
+        strict: raise an error if names are missing or unexpected. A tied weight is not missing if
+            the files have one of its names.
 
     Returns:
-        Missing and unexpected keys, and the FP8 weights that were taken over exactly.
+        Missing and unexpected keys, and the FP8 weights that were loaded exactly.
 
     Raises:
         ImportError: safetensors is not installed.
-        OSError: the directory or a file of it is missing or damaged.
+        OSError: the directory or one of its files is missing or damaged.
         TypeError: ``model`` is not a module.
-        ValueError: the files have a quantization format that is not supported, lack scales, have
-            other names or shapes, or a tensor of the model is on the meta device. In all of these
-            cases nothing was written, and every rank raises.
+        ValueError: the quantization format of the files is not supported, scales are missing, names
+            or shapes differ, or a tensor of the model is on the meta device. Every rank raises, and
+            nothing was written.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    report, stored, found = Report(), None, []
+    findings, stored, found = RankFindings(), None, []
     try:
-        stored = Stored(directory)
+        stored = StoredTensors(directory)
         found = targets(model)
-        compare(stored, found, report)
+        compare(stored, found, findings)
     except Exception as error:
-        report.error = error
-    reports = on_all_ranks(report)
-    if report.error is not None:
-        raise report.error
-    for rank, other in enumerate(reports):
+        findings.error = error
+    all_findings = on_all_ranks(findings)
+    if findings.error is not None:
+        raise findings.error
+    for rank, other in enumerate(all_findings):
         if other.error is not None:
             raise type(other.error)(f"rank {rank}: {other.error}")
     assert stored is not None
-    loaded = summary(stored, reports)
+    loaded = summary(stored, all_findings)
     if strict and (loaded.missing_keys or loaded.unexpected_keys):
         raise ValueError(
-            f"{directory} does not fit the model, and nothing was loaded. Pass strict=False to "
+            f"{directory} does not match the model, and nothing was loaded. Pass strict=False to "
             "load the names that both have"
-            + listed("missing in the files", loaded.missing_keys)
-            + listed("unexpected in the files", loaded.unexpected_keys)
+            + list_names("missing in the files", loaded.missing_keys)
+            + list_names("unexpected in the files", loaded.unexpected_keys)
         )
     exact = set(loaded.exact)
     for target in found:
         if target.stored:
             write(stored, target, target.names[0] in exact)
     _log.info(
-        "%s: loaded. Of %d FP8 weights, %d were taken over exactly and %d were quantized",
+        "%s: loaded. Of %d FP8 weights, %d were loaded exactly and %d were quantized",
         directory,
         len(loaded.exact) + len(loaded.quantized),
         len(loaded.exact),
@@ -172,11 +172,11 @@ def load(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = 
     return loaded
 
 
-# --- what is there -------------------------------------------------------------------------------
+# --- comparison ----------------------------------------------------------------------------------
 
 
 def targets(model: nn.Module) -> list[Target]:
-    """The parameters and persistent buffers of a model, each once.
+    """Return the parameters and persistent buffers of a model, each once.
 
     Raises:
         ValueError: one is on the meta device.
@@ -207,40 +207,40 @@ def targets(model: nn.Module) -> list[Target]:
     return list(found.values())
 
 
-def compare(stored: Stored, found: Iterable[Target], report: Report) -> None:
+def compare(stored: StoredTensors, found: Iterable[Target], findings: RankFindings) -> None:
     """Compare the files with this rank's tensors.
 
     Raises:
-        ValueError: some do not fit; the message lists them.
+        ValueError: some tensors do not match. The message lists them.
     """
     problems = []
     for target in found:
-        report.names += target.names
+        findings.names += target.names
         names = [name for name in target.names if name in stored]
         if not names:
-            report.missing.append(target.names[0])
+            findings.missing.append(target.names[0])
             continue
         target.stored = names[0]
         try:
             for name in names:
                 check(stored, target, name)
                 if stored.is_fp8(name):
-                    report.scales.append(stored.scales(name).name)
+                    findings.scales.append(stored.scales(name).name)
             if len(names) > 1:
                 check_ties(stored, target, names)
             if target.fp8_weight is not None:
-                report.fp8[target.names[0]] = takes(stored, target)
+                findings.fp8[target.names[0]] = has_weight_format(stored, target)
         except ValueError as error:
             problems.append(f"{names[0]}: {error}")
     if problems:
         raise ValueError(
-            f"{stored.directory} does not fit the model, and nothing was loaded"
-            + listed("these tensors differ", problems)
+            f"{stored.directory} does not match the model, and nothing was loaded"
+            + list_names("these tensors differ", problems)
         )
 
 
-def check(stored: Stored, target: Target, name: str) -> None:
-    """Raise ValueError if a tensor of the files cannot be loaded into one of the model."""
+def check(stored: StoredTensors, target: Target, name: str) -> None:
+    """Raise ValueError if a tensor of the files cannot be loaded into the model's."""
     tensor, shape, dtype = target.tensor, stored.shape(name), stored.dtype(name)
     if shape != tuple(tensor.shape):
         raise ValueError(f"shape {shape} in the files, {tuple(tensor.shape)} in the model")
@@ -251,8 +251,8 @@ def check(stored: Stored, target: Target, name: str) -> None:
         )
 
 
-def check_ties(stored: Stored, target: Target, names: list[str]) -> None:
-    """Raise ValueError if files have different values for the names of a tied parameter."""
+def check_ties(stored: StoredTensors, target: Target, names: list[str]) -> None:
+    """Raise ValueError if the files have different values for the names of a tied parameter."""
     first, *others = (stored.read_values(n, target.part, torch.device("cpu")) for n in names)
     for name, values in zip(names[1:], others, strict=True):
         if not torch.equal(first, values):
@@ -262,10 +262,10 @@ def check_ties(stored: Stored, target: Target, names: list[str]) -> None:
             )
 
 
-def takes(stored: Stored, target: Target) -> bool:
-    """Whether the codes and scales of the files are in the format of this rank's FP8 weight."""
+def has_weight_format(stored: StoredTensors, target: Target) -> bool:
+    """Return whether the files have codes and scales in the format of this rank's FP8 weight."""
     weight = target.fp8_weight
-    if weight is None or weight._store.owner is None or not stored.is_fp8(target.stored):
+    if weight is None or weight._store.observer is None or not stored.is_fp8(target.stored):
         return False
     if CODES[stored.dtype(target.stored)] != weight.fp8_dtype:
         return False
@@ -284,48 +284,48 @@ def takes(stored: Stored, target: Target) -> bool:
     return bool((torch.frexp(own)[0] == 0.5).all())
 
 
-def shares_scales(stored: Stored, scales: Scales, target: Target) -> bool:
-    """Whether all rows of each 32x32 block that this rank's part touches have one scale."""
+def shares_scales(stored: StoredTensors, scales: Scales, target: Target) -> bool:
+    """Return whether each 32x32 block that overlaps this rank's part has one scale."""
     begin, size = whole_blocks(target)
     own = stored.read_scales(scales, (begin, size)).view(torch.uint8)
     return torch.equal(own[::32].repeat_interleave(32, 0)[: size[0]], own)
 
 
-def whole_blocks(target: Target) -> Part:
-    """This rank's part, with all rows of the 32x32 blocks that it touches."""
+def whole_blocks(target: Target) -> Slice:
+    """Return this rank's part, extended to whole rows of 32x32 blocks."""
     begin, size = target.part
     start = begin[0] // 32 * 32 if size[0] else begin[0]
     stop = min(-(-(begin[0] + size[0]) // 32) * 32, target.tensor.shape[0])
     return (start, begin[1]), (stop - start if size[0] else 0, size[1])
 
 
-def on_all_ranks(report: Report) -> list[Report]:
-    """The reports of all ranks, by rank."""
+def on_all_ranks(findings: RankFindings) -> list[RankFindings]:
+    """Return the findings of all ranks, by rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [report]
-    reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, report)
-    return reports
+        return [findings]
+    all_findings: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_findings, findings)
+    return all_findings
 
 
-def summary(stored: Stored, reports: list[Report]) -> Loaded:
-    """Combine the reports of all ranks. Ranks may have different parts of a model."""
-    known = {name for r in reports for name in (*r.names, *r.scales)}
+def summary(stored: StoredTensors, all_findings: list[RankFindings]) -> Loaded:
+    """Combine the findings of all ranks. Ranks may have different parts of a model."""
+    known = {name for r in all_findings for name in (*r.names, *r.scales)}
     unexpected = [
         name for name in stored.files if name not in known and not name.endswith(ACTIVATION_SCALES)
     ]
-    fp8 = dict.fromkeys(name for r in reports for name in r.fp8)
-    exact = [name for name in fp8 if all(r.fp8.get(name, True) for r in reports)]
+    fp8 = dict.fromkeys(name for r in all_findings for name in r.fp8)
+    exact = [name for name in fp8 if all(r.fp8.get(name, True) for r in all_findings)]
     return Loaded(
-        missing_keys=list(dict.fromkeys(name for r in reports for name in r.missing)),
+        missing_keys=list(dict.fromkeys(name for r in all_findings for name in r.missing)),
         unexpected_keys=sorted(unexpected),
         exact=exact,
         quantized=[name for name in fp8 if name not in set(exact)],
     )
 
 
-def listed(what: str, names: list[str]) -> str:
-    """A list of names for an error; "" if there are none."""
+def list_names(what: str, names: list[str]) -> str:
+    """Return a list of names for an error, or "" if there are none."""
     if not names:
         return ""
     more = [f"and {len(names) - LISTED} more"] if len(names) > LISTED else []
@@ -336,21 +336,21 @@ def listed(what: str, names: list[str]) -> str:
 
 
 @torch.no_grad()
-def write(stored: Stored, target: Target, exact: bool) -> None:
+def write(stored: StoredTensors, target: Target, exact: bool) -> None:
     """Load one tensor, on all ranks."""
     tensor, local = target.tensor, own_part(target.tensor)
     if (layer := target.layer) is not None:
         buffers.reset(layer, layer._fp8_state.delayed)
-    # The columnwise plane of 1x32 blocks is not in the files: it is quantized from the values.
+    # With 1x32 blocks, the files lack the columnwise plane. It is quantized from the values.
     if not exact or cast(QuantizedTensor, local).format is MX_1X32:
         values = stored.read_values(target.stored, target.part, local.device)
         tensor.copy_(dtensor_like(tensor, values) if is_distributed(tensor) else values)
     if exact:
-        take(stored, target)
+        write_codes(stored, target)
 
 
-def take(stored: Stored, target: Target) -> None:
-    """Load the codes and scales of an FP8 weight as they are."""
+def write_codes(stored: StoredTensors, target: Target) -> None:
+    """Load the codes and scales of an FP8 weight unchanged."""
     weight, parts = target.fp8_weight, parts_of(target.tensor)
     assert weight is not None and parts is not None
     scales = stored.scales(target.stored)
@@ -362,4 +362,4 @@ def take(stored: Stored, target: Target) -> None:
         parts[SCALE] = own.view(own_part(parts[SCALE]).shape)
     if weight.numel():
         parts[""] = stored.read(target.stored, target.part)
-    put(target.tensor, parts)
+    load_parts(target.tensor, parts)

@@ -1,7 +1,7 @@
 """Read safetensors directories: shapes, slices, and the scales of FP8 weights.
 
-The shapes of a weight and its scales determine the block of one scale. Where they leave a choice,
-``quantization_config`` in config.json decides.
+The shapes of a weight and its scales determine the block of one scale. If they are ambiguous,
+``quantization_config`` in config.json determines it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fp8rs.tensor.formats import E4M3, E5M2
 
 from .files import INDEX
 
-#: Rows and columns of one scale; -1 is the whole extent.
+#: Rows and columns of one scale. -1 is the whole extent.
 Block = tuple[int, int]
 
-#: Where a part of a tensor begins, and its size.
-Part = tuple[Sequence[int], Sequence[int]]
+#: The start and the size of a part of a tensor.
+Slice = tuple[Sequence[int], Sequence[int]]
 
 #: Element types of FP8 codes, by their safetensors names.
 CODES = {"F8_E4M3": E4M3, "F8_E5M2": E5M2}
@@ -39,10 +39,10 @@ E8M0 = frozenset(("F8_E8M0", "U8"))
 #: Block shapes that are recognized without a config.
 KNOWN_BLOCKS: tuple[Block, ...] = ((-1, -1), (1, -1), (128, 128), (1, 32))
 
-#: Weight scales, by what is added to the weight's name: DeepSeek's and compressed-tensors'.
+#: Suffixes that DeepSeek and compressed-tensors add to a weight's name for its scales.
 SCALE_SUFFIXES = ("_scale_inv", "_scale")
 
-#: Scales of activations and KV caches, which training computes itself.
+#: Suffixes of scales of activations and KV caches, which training does not use.
 ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
 
 READABLE = (
@@ -58,7 +58,7 @@ class Scales:
     """The scales of one FP8 weight.
 
     Attributes:
-        name: of their tensor.
+        name: name of the tensor of scales.
         dtype: its safetensors type.
         shape: its shape.
         block: rows and columns of the weight that share a scale.
@@ -71,15 +71,15 @@ class Scales:
 
     @property
     def e8m0(self) -> bool:
-        """Whether the scales are powers of two by their type."""
+        """Whether the scales have the type E8M0."""
         return self.dtype in E8M0
 
 
-class Stored:
-    """The tensors of a safetensors directory. Files are opened when one of their tensors is read.
+class StoredTensors:
+    """The tensors of a safetensors directory. A file is opened when one of its tensors is read.
 
     Args:
-        directory: with model.safetensors, or model.safetensors.index.json and the files it names.
+        directory: contains model.safetensors, or model.safetensors.index.json and its files.
 
     Raises:
         ImportError: safetensors is not installed.
@@ -123,8 +123,7 @@ class Stored:
         absent = sorted({f for f in files.values() if not (self.directory / f).exists()})
         if absent:
             raise FileNotFoundError(
-                f"{index} names files that are not there: {', '.join(absent)}. Complete the "
-                "download"
+                f"{index} names missing files: {', '.join(absent)}. Complete the download"
             )
         return files
 
@@ -150,15 +149,15 @@ class Stored:
         return name in self.files
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
+        """Return the shape of a tensor."""
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """The safetensors type of a tensor."""
+        """Return the safetensors type of a tensor."""
         return str(self._slice(name).get_dtype())
 
-    def read(self, name: str, part: Part) -> Tensor:
-        """Read a part of a tensor, on the CPU. The result may be a view of the mapped file."""
+    def read(self, name: str, part: Slice) -> Tensor:
+        """Read a part of a tensor to the CPU. The result may be a view of the mapped file."""
         begin, size = part
         slices = tuple(slice(b, b + n) for b, n in zip(begin, size, strict=True))
         read: Tensor = self._slice(name)[slices or ...]
@@ -167,14 +166,14 @@ class Stored:
     # --- FP8 weights -----------------------------------------------------------------------------
 
     def is_fp8(self, name: str) -> bool:
-        """Whether a tensor holds FP8 codes."""
+        """Return whether a tensor holds FP8 codes."""
         return self.dtype(name) in CODES
 
     def scales(self, weight: str) -> Scales:
         """Find the scales of an FP8 weight.
 
         Raises:
-            ValueError: there are none, or their type or shape is not one that is supported.
+            ValueError: there are none, or their type or shape is not supported.
         """
         shape = self.shape(weight)
         name = next((weight + s for s in SCALE_SUFFIXES if weight + s in self), None)
@@ -196,10 +195,12 @@ class Stored:
             "(-1: the whole extent) has that many"
         )
 
-    def read_scales(self, scales: Scales, part: Part) -> Tensor:
-        """Read the scales of the blocks that a part of a weight touches, (rows, columns) of blocks.
+    def read_scales(self, scales: Scales, part: Slice) -> Tensor:
+        """Read the scales of all blocks that overlap a part of a weight.
 
-        The result is float32, or float8_e8m0fnu if the scales are E8M0.
+        Returns:
+            Scales (rows of blocks, columns of blocks) in float32, or float8_e8m0fnu if they are
+            E8M0.
         """
         begin, size = part
         if scales.block == (-1, -1):
@@ -207,13 +208,13 @@ class Stored:
         else:
             spans = [_blocks(*span) for span in zip(scales.block, begin, size, strict=True)]
             starts, counts = zip(*spans, strict=True)
-            dims = len(scales.shape)  # 1 for rows whose scales are stored as a vector
+            dims = len(scales.shape)  # 1 if scales of rows are stored as a vector
             read = self.read(scales.name, (starts[:dims], counts[:dims])).reshape(counts)
         if scales.dtype == "U8":
             return read.contiguous().view(torch.float8_e8m0fnu)
         return read if scales.e8m0 else read.to(torch.float32)
 
-    def read_values(self, name: str, part: Part, device: torch.device) -> Tensor:
+    def read_values(self, name: str, part: Slice, device: torch.device) -> Tensor:
         """Read a part of a tensor in high precision. FP8 codes are dequantized to float32."""
         if not self.is_fp8(name):
             return self.read(name, part).to(device)
@@ -227,7 +228,7 @@ class Stored:
 
 
 def _blocks(block: int, begin: int, size: int) -> tuple[int, int]:
-    """The first block of a range of rows or columns, and how many the range touches."""
+    """Return the first block that overlaps a range of rows or columns, and the number of blocks."""
     if block < 0:
         return 0, 1
     if not size:
@@ -244,10 +245,10 @@ def _fits(block: Block, shape: tuple[int, ...], scale_shape: tuple[int, ...]) ->
 
 
 def _declared(quantization: dict[str, Any], directory: Path) -> Iterator[Block]:
-    """The block shapes that a ``quantization_config`` declares.
+    """Yield the block shapes that a ``quantization_config`` declares.
 
     Raises:
-        ValueError: it declares a format that is not supported.
+        ValueError: the declared format is not supported.
     """
     method = quantization.get("quant_method")
     if method == "fp8":

@@ -1,4 +1,4 @@
-"""The tensors of a model as a server wants them, one FSDP unit after the other."""
+"""Yield the tensors of a model in a serving format, one FSDP unit at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fp8rs.tensor.spec import quantize_planes
 
 from .formats import ServingFormat, serving_format
 
-#: A module and its name in the unconverted model.
+#: A module's name in the unconverted model, and the module.
 Named = tuple[str, nn.Module]
 
 
@@ -29,33 +29,33 @@ def tensors(
     dtype: torch.dtype = torch.bfloat16,
     scale_fmt: str | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and persistent buffers of a converted model, as a server reads them.
+    """Yield the parameters and persistent buffers of a converted model in a serving format.
 
-    Of a model that FSDP2 shards, one unit is whole at a time: all ranks iterate to the end, and
-    each is given every tensor, on the model's device. Where the recipe's weights are in the format
-    asked for, FP8 codes are gathered, and what is given are the bytes that the next forward
-    computes on. Of other recipes weights are gathered in the dtype that they are stored in, one at
-    a time, and quantized anew (FP8 weights: from what their codes stand for).
+    All ranks iterate to the end, and each yields every tensor, on the model's device. With FSDP2,
+    one unit is unsharded at a time. If the recipe's weights have the requested format, FP8 codes
+    are gathered, and the next forward computes on the same bytes. Otherwise weights are gathered
+    one at a time in their stored dtype, and quantized. FP8 weights are dequantized first.
 
-    What is given may share memory with the model: it is to be used, or copied, before the next one
-    is asked for.
+    A yielded tensor may share memory with the model. Use or copy it before the next iteration.
 
     Args:
-        model: one with layers that ``convert_to_float8_training`` has converted; for "bf16" any.
-        format: "fp8-block", "fp8-row", "fp8-tensor", "mxfp8" or "bf16": see the page on serving.
-        dtype: of all floating-point tensors that are not quantized.
-        scale_fmt: "ue8m0" has scales of "fp8-block" be powers of two.
+        model: a model that ``convert_to_float8_training`` has converted. For "bf16", any model.
+        format: "fp8-block", "fp8-row", "fp8-tensor", "mxfp8" or "bf16". The page on serving
+            describes them.
+        dtype: the dtype of all floating-point tensors that are not quantized.
+        scale_fmt: "ue8m0" for power-of-two scales with "fp8-block".
 
     Yields:
-        Names, those of the unconverted model's state dict, and tensors. A converted layer X has
-        X.weight, torch.float8_e4m3fn (out, in), and after it its scales: X.weight_scale_inv, fp32
-        (ceil(out / 128), ceil(in / 128)); X.weight_scale, fp32 (out, 1) or (1,), or uint8
-        (out, in / 32). A parameter that is tied comes once, under its first name.
+        Names in the unconverted model's state dict, and tensors. A converted layer X has X.weight,
+        torch.float8_e4m3fn (out_features, in_features), followed by its scales. These are
+        X.weight_scale_inv, fp32 (ceil(out_features / 128), ceil(in_features / 128)), or
+        X.weight_scale, fp32 (out_features, 1) or (1,), or uint8 (out_features, in_features / 32). A
+        tied parameter is yielded once, under its first name.
 
     Raises:
-        TypeError, ValueError: an argument is none of these, nothing was converted, a layer does not
-            fit the format, a parameter is on the meta device, or FSDP2's policy gathers in a dtype
-            that ``dtype`` is wider than. Nothing is gathered then.
+        TypeError, ValueError: an argument is not one of these, no layer was converted, a layer does
+            not support the format, a parameter is on the meta device, or FSDP2's policy gathers in
+            a dtype narrower than ``dtype``. All are raised before the first gather.
     """
     serving = serving_format(format, scale_fmt)
     if dtype not in INPUT_DTYPES:
@@ -74,7 +74,7 @@ def tensors(
 
 
 def kept_layers(model: nn.Module) -> list[str]:
-    """The names of linear layers, and of experts' stacks of them, that were not converted."""
+    """Return the names of unconverted linear layers and of modules with 3-D weights (experts)."""
     return [
         name
         for name, module in named_modules(model)
@@ -84,22 +84,22 @@ def kept_layers(model: nn.Module) -> list[str]:
 
 
 def named_modules(model: nn.Module) -> list[Named]:
-    """All modules, by the names that they have without wrappers."""
+    """Return all modules, with names without wrappers."""
     return [(plain_name(name), module) for name, module in model.named_modules()]
 
 
 def check_layers(model: nn.Module, serving: ServingFormat) -> None:
-    """Raise ValueError where nothing is converted, or a layer cannot be in the format."""
+    """Raise ValueError if no layer is converted, or a layer does not support the format."""
     layers = [(n, m) for n, m in named_modules(model) if isinstance(m, Float8Linear)]
     if not layers:
         raise ValueError(
-            f"model has no converted layers, of which format {serving.name!r} would be: convert it "
+            f"model has no converted layers, which format {serving.name!r} requires. Convert it "
             "with convert_to_float8_training, or export it as 'bf16'"
         )
     for name, layer in layers:
         if serving.name == "mxfp8" and layer.in_features % 32:
             raise ValueError(
-                f"{name} has {layer.in_features} input features; in format 'mxfp8' they must be a "
+                f"{name} has {layer.in_features} input features, but format 'mxfp8' requires a "
                 "multiple of 32"
             )
 
@@ -108,7 +108,10 @@ def check_layers(model: nn.Module, serving: ServingFormat) -> None:
 
 
 def units(model: nn.Module) -> list[tuple[nn.Module | None, list[Named]]]:
-    """The modules that FSDP2 gathers the parameters of together, with what gathers them."""
+    """Return the modules of each FSDP2 unit, and the module that ``fully_shard`` was called on.
+
+    The latter is None for modules outside any unit.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     found: dict[int, tuple[nn.Module | None, list[Named]]] = {}
@@ -131,13 +134,13 @@ def _next(iterator: Iterator[tuple[str, Tensor]]) -> tuple[str, Tensor] | None:
 def _tensors(
     model: nn.Module, serving: ServingFormat, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    given: set[int] = set()
+    yielded: set[int] = set()
     found = units(model)
-    for unit, _ in found:  # what a forward has left whole may have been written since
+    for unit, _ in found:  # a weight that a forward left unsharded may be outdated
         if unit is not None:
             cast(Any, unit).reshard()
     for unit, modules in found:
-        each = _of_unit(cast(Any, unit), modules, serving, dtype, given)
+        each = _unit_tensors(cast(Any, unit), modules, serving, dtype, yielded)
         try:
             while (item := _next(each)) is not None:
                 yield item
@@ -145,31 +148,31 @@ def _tensors(
             each.close()
 
 
-def _of_unit(
-    unit: Any, modules: list[Named], serving: ServingFormat, dtype: torch.dtype, given: set[int]
+def _unit_tensors(
+    unit: Any, modules: list[Named], serving: ServingFormat, dtype: torch.dtype, yielded: set[int]
 ) -> Any:
-    """The tensors of one unit, which is whole only where its codes are taken as they are."""
+    """Yield the tensors of one unit. It is unsharded only if codes are exported unchanged."""
     parameters: list[tuple[str, nn.Module, str, nn.Parameter]] = []
     for name, module in modules:
         for key, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in given:
-                given.add(id(parameter))
+            if parameter is not None and id(parameter) not in yielded:
+                yielded.add(id(parameter))
                 parameters.append((name, module, key, parameter))
-    as_they_are = [
+    exports_codes = [
         key == "weight"
         and isinstance(module, Float8Linear)
-        and takes(serving, module, fsdp=unit is not None)
+        and can_export_codes(serving, module, fsdp=unit is not None)
         for _, module, key, _ in parameters
     ]
-    gather = unit is not None and any(as_they_are)
+    gather = unit is not None and any(exports_codes)
     if gather:
         unit.unshard()
     try:
-        for (name, module, key, parameter), its_own in zip(parameters, as_they_are, strict=True):
+        for (name, module, key, parameter), codes in zip(parameters, exports_codes, strict=True):
             full = f"{name}.{key}".lstrip(".")
-            if its_own:
+            if codes:
                 layer = cast(Float8Linear, module)
-                yield from stored(full, own_plane(layer, module._parameters[key]), serving)
+                yield from stored(full, forward_plane(layer, module._parameters[key]), serving)
             elif key == "weight" and isinstance(module, Float8Linear) and serving.spec is not None:
                 values = whole(parameter)
                 row, _ = quantize_planes(serving.spec, values, True, False)
@@ -187,25 +190,25 @@ def _of_unit(
 
 
 def stored(name: str, plane: Plane, serving: ServingFormat) -> Iterator[tuple[str, Tensor]]:
-    """A plane under its names."""
+    """Yield the codes and scales of a plane, with their names."""
     yield name, plane.data
     yield name.removesuffix("weight") + serving.scale_name, serving.scale(plane)
 
 
-# --- codes as they are ---------------------------------------------------------------------------
+# --- unchanged codes -----------------------------------------------------------------------------
 
 
-def takes(serving: ServingFormat, layer: Float8Linear, fsdp: bool) -> bool:
-    """Whether the codes that a layer computes on can be had whole, in that format.
+def can_export_codes(serving: ServingFormat, layer: Float8Linear, fsdp: bool) -> bool:
+    """Return whether the codes that a layer computes on can be exported in a format.
 
-    They cannot where tensor parallelism cuts a block or a row, whose parts have scales of their
-    own; nor a tensor of one scale, but where FSDP2 gathers it in FP8. The answer is the same on all
-    ranks.
+    They cannot if tensor parallelism splits a block or a row, because its parts have different
+    scales. With one scale per tensor, they can only if FSDP2 gathers the weight in FP8. All ranks
+    return the same.
 
     Args:
         serving: the format.
-        layer: of which FSDP2 has gathered nothing yet.
-        fsdp: whether it gathers the weight: along the first dimension that the mesh is sharded on.
+        layer: a layer whose weight is sharded.
+        fsdp: whether FSDP2 gathers the weight, along the first sharded dimension of the mesh.
     """
     spec = spec_for(layer._fp8_state.key, layer.weight.device).weight
     weight: Any = layer._parameters["weight"]
@@ -222,8 +225,8 @@ def takes(serving: ServingFormat, layer: Float8Linear, fsdp: bool) -> bool:
     )
 
 
-def own_plane(layer: Float8Linear, weight: Any) -> Plane:
-    """The rowwise plane that a layer's forward would compute on, of the whole weight."""
+def forward_plane(layer: Float8Linear, weight: Any) -> Plane:
+    """Return the rowwise plane of the whole weight, with the bytes of the layer's next forward."""
     local = own_part(weight)
     if isinstance(local, QuantizedTensor):
         row = local.plane("rowwise", "export")
@@ -234,19 +237,25 @@ def own_plane(layer: Float8Linear, weight: Any) -> Plane:
     scale = row.scale
     if not row.format.per_tensor:
         scale_shape = row.format.scale_shape(*weight.shape)
-        scale = whole_of_parts(weight, scale, scale_shape)
-    return Plane(whole_of_parts(weight, row.data, tuple(weight.shape)), scale, row.format)
+        scale = gather_like(weight, scale, scale_shape)
+    return Plane(gather_like(weight, row.data, tuple(weight.shape)), scale, row.format)
 
 
-def whole_of_parts(weight: Any, part: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """All ranks' parts together, cut as a weight is."""
+def gather_like(weight: Any, part: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Gather the parts of a tensor that is sharded as a weight.
+
+    Args:
+        weight: the weight.
+        part: this rank's part of the tensor.
+        shape: the shape of the whole tensor.
+    """
     together: Any = dtensor_like(weight, as_bytes(part).contiguous(), shape)
     full: Tensor = together.full_tensor()
     return full.view(part.dtype)
 
 
 def quantized_as_in_forward(layer: Float8Linear, weight: Tensor) -> Plane:
-    """A weight in high precision, as the layer's next forward will quantize it."""
+    """Quantize a high-precision weight as the layer's next forward does."""
     spec = spec_for(layer._fp8_state.key, layer.weight.device).weight
     scale = None
     if layer._fp8_state.recipe.delayed:
@@ -261,27 +270,32 @@ def quantized_as_in_forward(layer: Float8Linear, weight: Tensor) -> Plane:
 
 
 def plain(name: str, parameter: Any, dtype: torch.dtype, now: Any) -> Tensor:
-    """A parameter that is not quantized for the server.
+    """Return the whole values of a parameter that is not quantized.
 
     Args:
-        name: for messages.
-        parameter: as it is stored.
-        dtype: to give it in.
-        now: what stands in its place: with memory of its own while FSDP2 has it whole.
+        name: its name, for messages.
+        parameter: the parameter that is stored.
+        dtype: the dtype to return.
+        now: the parameter that the module holds. It differs while FSDP2 has it unsharded.
     """
     if now is parameter:
         return in_dtype(whole(parameter, dtype), dtype)
     stored_as, gathered = parameter.dtype, now.dtype
     if gathered.itemsize < min(dtype.itemsize, stored_as.itemsize):
         raise ValueError(
-            f"dtype is {dtype}, but {name}, stored in {stored_as}, is gathered in {gathered} by "
-            "FSDP2's mixed-precision policy: ask for that"
+            f"dtype is {dtype}, but FSDP2's mixed-precision policy gathers {name} in {gathered}, "
+            f"narrower than its stored dtype {stored_as}. Pass dtype={gathered}"
         )
     return in_dtype(whole(now), dtype)
 
 
 def whole(tensor: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor's values on every rank, in its own dtype or, to send less, in a narrower one."""
+    """Gather a tensor's values on every rank.
+
+    Args:
+        tensor: the tensor, sharded or not.
+        dtype: if it is narrower than the tensor's dtype, convert before the gather.
+    """
     local = own_part(tensor)
     values = local.dequantize() if isinstance(local, QuantizedTensor) else local.detach()
     values = getattr(values, "high_precision", values)
@@ -294,5 +308,5 @@ def whole(tensor: Any, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def in_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Floating-point values in that dtype; others as they are."""
+    """Return floating-point values in ``dtype``, and other values unchanged."""
     return values.to(dtype) if values.is_floating_point() else values

@@ -1,4 +1,4 @@
-"""Settings of FSDP2 that cannot work with quantized gathers, refused before anything runs."""
+"""Refuse settings of FSDP2 that FP8 all-gathers do not support."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 
 def refuse_partial_reshard(state: ModelState) -> None:
-    """Raise ValueError where ``reshard_after_forward`` is a number below the world size.
+    """Raise ValueError if ``reshard_after_forward`` is a number below the world size.
 
-    FSDP2 would keep a part of the gathered bytes as a parameter, which works for
-    high-precision bytes only; it fails deep inside the first forward, with an error that
-    does not say why.
+    FSDP2 would keep a part of the gathered bytes as a parameter, which requires high precision. The
+    first forward would then fail with an error that does not name the cause.
     """
     root = state.root
     for name, group in () if root is None else fsdp_groups(root):
@@ -29,10 +28,10 @@ def refuse_partial_reshard(state: ModelState) -> None:
 
 
 def refuse_recast(state: ModelState) -> None:
-    """Raise RuntimeError where parameters were cast after FSDP2 has begun to gather them.
+    """Raise RuntimeError if parameters were cast after FSDP2 gathered them for the first time.
 
-    It gathers those in a group with FP8 codes as bytes, of as many as it found at its first
-    forward: it would read others as what they are not. Of a group without codes it raises itself.
+    In a group with FP8 weights, FSDP2 gathers bytes and computes their number in its first forward.
+    It would misread parameters of another dtype. For other groups, FSDP2 raises an error itself.
     """
     root = state.root
     for _, group in () if root is None else fsdp_groups(root):

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class AllGatherMetadata:
-    """What the post-all-gather hook needs besides the gathered bytes.
+    """Input of the post-all-gather hook besides the gathered bytes.
 
     Attributes:
         handle: the parameter's handle.
         spec: how the parameter is sharded.
         layout: how the gathered bytes are laid out.
-        scale: the scale () of formats with one scale per tensor.
+        scale: the scales on the handle.
         inputs: the tensors to gather, kept only for one rank. FSDP2 passes on the first alone.
         ready: the work that wrote ``scale`` and ``inputs``.
     """

@@ -83,7 +83,7 @@ class MasterWeight(Tensor):
         plain = value._data if isinstance(value, MasterWeight) else value
         Tensor.data.__set__(self, plain)  # type: ignore[attr-defined]
         self._data = plain.detach()
-        self._handle.wrote()
+        self._handle.mark_written()
 
     # torch does not support these for subclasses with a __torch_dispatch__.
     def numpy(self, *, force: bool = False) -> Any:
@@ -160,7 +160,7 @@ def note_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             for item in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(item, MasterWeight):
-                    item._handle.wrote()
+                    item._handle.mark_written()
 
 
 def is_copied_elsewhere(to: Any, values: Any) -> bool:

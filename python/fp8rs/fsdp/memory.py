@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -15,10 +17,10 @@ class States:
     """The state that an optimizer keeps for a parameter.
 
     Attributes:
-        alike: number of tensors with the parameter's size and dtype. The dtype of an FP8 weight is
-            its logical dtype.
-        own: bytes an element of tensors whose dtype the optimizer chooses.
-        masters: whether it keeps an fp32 copy of parameters that are not plain fp32.
+        alike: number of tensors with the parameter's size and dtype. For an FP8 weight, this is its
+            logical dtype.
+        own: bytes per element of tensors whose dtype the optimizer chooses.
+        masters: whether it keeps fp32 copies of parameters that are not plain fp32.
     """
 
     alike: float = 0
@@ -26,10 +28,10 @@ class States:
     masters: bool = False
 
     def nbytes(self, p: ShardedParameter) -> float:
-        """Return the bytes of the state of a shard."""
-        exact = p.parameter.dtype == torch.float32 and not p.at_rest
+        """Return the bytes of the state for a shard."""
+        exact = p.parameter.dtype == torch.float32 and not p.is_fp8_weight
         own = self.own + (4 if self.masters and not exact else 0)
-        return self.alike * p.plain_bytes + own * p.placement.padded_numel
+        return self.alike * p.plain_bytes + own * p.spec.padded_numel
 
 
 #: torch's optimizers, and `fp8rs.optim.AdamW` with its ``state_dtype`` and ``master_weights``.
@@ -55,10 +57,11 @@ class Memory:
         parameters: shards as they are stored. FP8 weights are codes and scales.
         gradients: gradients of the shards, in the dtype of the parameters.
         optimizer: states of the optimizer.
-        gathered: the root's group and the two largest others, because the next group is gathered
-            while one computes. All groups, if nothing is resharded after the forward.
+        gathered: unsharded parameters of the root's group and of the two largest others, because
+            FSDP2 gathers a group while the previous one computes. If nothing is resharded after
+            the forward, all groups.
         reduced: gradients of the largest group, before and during their reduction.
-        symmetric: symmetric memory that ``set_links`` uses for gathers and reductions.
+        symmetric: symmetric memory of collectives that ``set_fsdp_comm`` chose.
     """
 
     parameters: int
@@ -70,7 +73,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Return the sum of all parts."""
+        """Sum of all parts."""
         return sum(getattr(self, part.name) for part in fields(self))
 
 
@@ -79,7 +82,6 @@ def memory_of(
     *,
     reduce_dtype: torch.dtype | None,
     states: States,
-    symmetric: int = 0,
 ) -> Memory:
     """Return the memory of a rank.
 
@@ -87,7 +89,6 @@ def memory_of(
         groups: the FSDP2 groups of the model.
         reduce_dtype: ``reduce_dtype`` of the mixed-precision policy.
         states: the state that the optimizer keeps for a parameter.
-        symmetric: bytes of symmetric memory.
     """
     parameters = gradients = 0
     optimizer = 0.0
@@ -110,4 +111,27 @@ def memory_of(
         ),
         default=0,
     )
-    return Memory(parameters, gradients, round(optimizer), gathered, reduced, symmetric)
+    return Memory(parameters, gradients, round(optimizer), gathered, reduced, _symmetric(groups))
+
+
+def _symmetric(groups: Sequence[Group]) -> int:
+    """Return the symmetric memory of a rank, as `fp8rs.comm` allocates it.
+
+    Groups over the same ranks share two buffers, as large as the largest group needs.
+    """
+    gathers: Counter[Any] = Counter()
+    reductions: Counter[Any] = Counter()
+    for group in groups:
+        spec = group.parameters[0].spec
+        key = spec.shard_groups
+        if group.all_gather == "symmetric":
+            shard = _aligned(group.gathered_bytes // spec.ranks)
+            gathers[key] = max(gathers[key], 2 * shard)
+        if group.reduce_scatter == "symmetric":
+            row = _aligned(group.scattered_bytes(torch.bfloat16) // spec.ranks)
+            reductions[key] = max(reductions[key], 2 * spec.ranks * row)
+    return gathers.total() + reductions.total()
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16

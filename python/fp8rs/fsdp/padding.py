@@ -1,8 +1,8 @@
 """How FSDP2 pads the shards of FP8 weights.
 
-It asks a parameter for zeros of the shard's padded size, and copies the rows that this rank has
-into the first of them. Only that copy tells where in a block the shard begins, and how many rows it
-has: planes end there, and nothing but gathers knows of the padding in the memory behind them.
+FSDP2 calls ``new_zeros`` with the padded size, and copies the rows of this rank into the first
+rows. Only that copy shows how many rows the shard has, and at which row of a block it begins. The
+planes end with these rows. The padding stays in the memory behind them, where all-gathers use it.
 """
 
 from __future__ import annotations
@@ -20,51 +20,59 @@ from fp8rs.tensor.store import Store
 from fp8rs.tensor.windows import Span
 
 
-def room(like: Store, shape: Iterable[int], device: Any) -> Store:
-    """Room for another part of the parameter that a store is of, (rows, cols), codes 0.
+def allocate(like: Store, shape: Iterable[int], device: Any) -> Store:
+    """Allocate planes of zeros for another shard of the weight that a store belongs to.
 
-    One scale a tensor is the parameter's from the start.
+    A per-tensor scale is copied, because all shards have the same.
+
+    Args:
+        like: the store of the weight or a shard.
+        shape: (rows, columns).
+        device: the device of the planes.
     """
     rows, cols = matrix_shape(torch.Size(shape))
 
-    def plane(own: Plane | None, size: tuple[int, int]) -> Plane | None:
-        if own is None:
+    def plane(present: Plane | None, size: tuple[int, int]) -> Plane | None:
+        if present is None:
             return None
-        if own.format.per_tensor:
-            scale = own.scale.to(device, copy=True)
+        if present.format.per_tensor:
+            scale = present.scale.to(device, copy=True)
         else:
-            scale = zeros(own.scale, own.format.scale_shape(*size), device)
-        return Plane(zeros(own.data, size, device), scale, own.format)
+            scale = zeros(present.scale, present.format.scale_shape(*size), device)
+        return Plane(zeros(present.data, size, device), scale, present.format)
 
     new = like.over(plane(like.rowwise, (rows, cols)), plane(like.columnwise, (cols, rows)))
-    new.first_copy = begin_with
+    new.first_copy = copy_first_rows
     return new
 
 
-def begin_with(dst: Region, src: Region) -> bool:
-    """Take the codes and scales of some rows of another tensor as ``dst``, the first rows.
+def copy_first_rows(dst: Region, src: Region) -> bool:
+    """Copy codes and scales of some rows of another tensor into the first rows of an allocation.
 
-    They are all that the store has from then on: codes of 0 stay in memory behind its planes.
+    Afterwards, the store of ``dst`` consists of these rows alone. Zeros stay in memory behind them.
+
+    Returns:
+        False, with nothing written, if ``dst`` or ``src`` is not a range of rows.
 
     Raises:
-        ValueError: they are no whole rows, but the format needs these.
+        ValueError: ``src`` has parts of rows, but the format needs whole rows.
     """
-    store, of = dst.store, src.store
+    store, source = dst.store, src.store
     mine, theirs = dst.rectangle, src.rectangle
     if mine is None or theirs is None or mine.transposed or theirs.transposed or mine.rows.start:
         return False
     if not mine.rows.length:
-        return True  # an empty shard is a view of the room, of which it has nothing
-    if not store.format.per_tensor and theirs.cols.length != of.matrix[1]:
+        return True  # an empty shard
+    if not store.format.per_tensor and theirs.cols.length != source.matrix[1]:
         raise ValueError(
-            f"a weight in format {store.format.name!r} is sharded by rows only: have "
-            "shard_placement_fn give Shard(0), or use a recipe with one scale a tensor"
+            f"a weight in format {store.format.name!r} is sharded by rows only: return Shard(0) "
+            "from shard_placement_fn, or use a recipe with one scale per tensor"
         )
     at = theirs.rows.slice, theirs.cols.slice
     for name, dim in (("rowwise", 0), ("columnwise", 1)):
-        own, given = getattr(store, name), getattr(of, name)
-        if own is not None and given is not None:
-            data = own.data.narrow(dim, 0, mine.rows.length)
+        plane, given = getattr(store, name), getattr(source, name)
+        if plane is not None and given is not None:
+            data = plane.data.narrow(dim, 0, mine.rows.length)
             data.copy_(given.matrix[at[::-1] if dim else at])
             setattr(store, name, _with_scales_of(data, given, theirs.rows, dim))
     store.first_copy = None
@@ -72,13 +80,13 @@ def begin_with(dst: Region, src: Region) -> bool:
 
 
 def _with_scales_of(data: Tensor, given: Plane, rows: Span, dim: int) -> Plane:
-    """A plane of codes with the scales of some rows of another matrix, whose codes they are.
+    """Return a plane of codes with the scales of the rows that they were copied from.
 
     Args:
         data: the codes.
-        given: a plane of the other matrix.
-        rows: of that matrix.
-        dim: of the planes that the matrices' rows are.
+        given: the plane that they were copied from.
+        rows: the rows of the matrix that were copied.
+        dim: the dimension of the planes along which the rows of the matrix lie.
     """
     block, start = given.format.block[dim], rows.start + given.lead[dim]
     scale, lead = given.scale, 0

@@ -55,7 +55,9 @@ class ParamHandle:
         name: the parameter's name in its module.
         writes: number of times that operators wrote to the shard.
         written_on: the CUDA stream of the last write, or an event on that stream after the write.
-        scale: the scale () of the whole parameter, for formats with one scale per tensor.
+        scale: the scale () of the whole parameter, for formats with one scale per tensor. For a
+            batched parameter (E, N, K), the scales (E,) of the shard's matrices. On Shard(1), all
+            scales of the whole parameter, in every format.
         amaxes: amaxes of the blocks that the shard touches, if shard boundaries split blocks.
         ready: the work that computed ``scale`` and ``amaxes``.
     """
@@ -181,9 +183,13 @@ class ParamHandle:
         """Note that the values changed without an operator."""
         self._writes_seen = -1
 
-    def wrote(self) -> None:
+    def mark_written(self) -> None:
         """Note that an operator writes to the shard."""
         self.writes += 1
+        self._note_stream()
+
+    def _note_stream(self) -> None:
+        """Note the current CUDA stream, which all-gathers wait for."""
         if torch.cuda.is_initialized():
             # FSDP2's all-gather streams wait for this stream only when the root's forward begins.
             self.written_on = torch.cuda.current_stream()
@@ -214,10 +220,10 @@ class ParamHandle:
             return self
         found = memo.get(id(self))
         if found is None:
-            found = memo[id(self)] = self._of(copy)
+            found = memo[id(self)] = self._copy_for(copy)
         return cast(ParamHandle, found)
 
-    def _of(self, module: nn.Module) -> ParamHandle:
+    def _copy_for(self, module: nn.Module) -> ParamHandle:
         """Return the handle of the same parameter in a copy of the module."""
         return type(self)(module, self.name)
 
@@ -228,15 +234,15 @@ class ParamHandle:
 def handles_of(module: nn.Module, names: Iterable[str]) -> dict[str, ParamHandle]:
     """Return the handles of a module's FP8 parameters by name.
 
-    The owner of a quantized parameter's planes is its handle already.
+    A quantized parameter has its handle already, which observes writes to its planes.
     """
     handles: dict[str, ParamHandle] = {}
     for name in names:
         store = getattr(own_part(module._parameters.get(name)), "_store", None)
-        owner = getattr(store, "owner", None)
-        if not isinstance(owner, ParamHandle) or owner._module() is not module:
-            owner = ParamHandle(module, name)
-        handles[name] = owner
+        handle = getattr(store, "observer", None)
+        if not isinstance(handle, ParamHandle) or handle._module() is not module:
+            handle = ParamHandle(module, name)
+        handles[name] = handle
     return handles
 
 
@@ -266,11 +272,23 @@ class LocalShard:
     spec: ShardSpec
     device: torch.device
 
+    @property
+    def matrices(self) -> int:
+        """The number of matrices that the shard has, or has parts of."""
+        return self.data.shape[0] if self.spec.batched else 1
+
 
 def set_scales(shards: Sequence[LocalShard], scales: Tensor) -> None:
-    """Give each handle its scale, of scales (n,)."""
-    for shard, scale in zip(shards, aligned(scales), strict=True):
-        shard.handle.scale = scale
+    """Give each handle the scales of its matrices, of scales (n,)."""
+    parts = scales.split([shard.matrices for shard in shards])
+    for shard, part in zip(shards, parts, strict=True):
+        if shard.spec.batched:
+            shard.handle.scale = part
+    places = [i for i, shard in enumerate(shards) if not shard.spec.batched]
+    if places:
+        single = scales if len(places) == len(shards) else torch.cat([parts[i] for i in places])
+        for i, scale in zip(places, aligned(single), strict=True):
+            shards[i].handle.scale = scale
 
 
 def aligned(scales: Tensor) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@
                                      cast of the module's shards, one launch
                                    all-gather of uint8
                                    post-all-gather hook: a QuantizedTensor over the gathered bytes
-    optimizer writes to a shard    MasterWeight.__torch_dispatch__ -> handle.wrote()
+    optimizer writes to a shard    MasterWeight.__torch_dispatch__ -> handle.mark_written()
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fp8rs._torch import in_backward, local_tensor, sharded_parameters
-from fp8rs.nn.linear import Float8Linear
 from fp8rs.nn.model_state import ModelState
 from fp8rs.quantize.spec import quant_spec
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from . import at_rest
-from .agreement import compare_conversions
+from . import float8_shard
 from .checks import refuse_partial_reshard, refuse_recast
+from .conversion_check import compare_conversions
+from .float8_param import Float8ParamHandle, register_handle
 from .hooks import AllGatherMetadata
 from .param import LocalShard, ParamHandle, StreamDependency, mark_writes, wait_for_writes
-from .planes_owner import PlanesOwner, own
 from .quantize import BlockwiseShardQuantizer, ShardQuantizer, TensorwiseShardQuantizer
-from .scales import SharedScales
+from .scale_sync import ScaleSync
 from .shard_spec import shard_spec
 from .wrap import needs_wrapping, tied_to, wrap_sharded_param
 
-#: What an all-gather hook returns.
+#: The result of a pre-all-gather hook.
 _Inputs = tuple[tuple[Tensor, ...], AllGatherMetadata]
 
 
@@ -62,13 +61,13 @@ class ShardedModel:
 
     Attributes:
         quantizer: quantizes high-precision shards.
-        scales: synchronizes the scales that shards of FP8 weights share.
+        scale_sync: synchronizes the scales that shards of FP8 weights share.
     """
 
     def __init__(self, state: ModelState) -> None:
         self._state = weakref.ref(state)
         self.quantizer = quantizer_for(state)
-        self.scales = SharedScales(self.quantizer, self.handles)
+        self.scale_sync = ScaleSync(self.quantizer, self.handles)
         #: Parameters that are gathered in high precision, because others are tied to them.
         self._high_precision: set[ParamHandle] = set()
         self._other_modules: list[tuple[str, weakref.ref[nn.Module]]] | None = None
@@ -103,7 +102,7 @@ class ShardedModel:
         if name not in handles:
             return
         if isinstance(parameter, QuantizedTensor):
-            own(module, name)
+            register_handle(module, name)
             return
         if module._parameters.get(name) is parameter:
             self._checked = False  # moved or cast
@@ -111,10 +110,10 @@ class ShardedModel:
         if not needs_wrapping(module, name, parameter):
             return
         state, index = self.state, handles[name].index
-        state.has(module)
-        state.keep_first()
+        state.relink(module)
+        state.move_hook_first()
         if state.delayed is not None:
-            state.delayed.is_sharded_over(parameter.device_mesh, index)
+            state.delayed.add_mesh(parameter.device_mesh, index)
         if not isinstance(local_tensor(parameter), QuantizedTensor):
             if handles[name] in self._high_precision or not state.fp8_gather:
                 return
@@ -127,7 +126,7 @@ class ShardedModel:
                     stacklevel=2,
                 )
                 return
-        wrap_sharded_param(module, name, parameter, self.scales)
+        wrap_sharded_param(module, name, parameter)
         self._groups = None
         if state.delayed is not None:
             state.delayed.set_weight_groups(index, shard_spec(parameter).groups)
@@ -150,7 +149,7 @@ class ShardedModel:
             self._other_modules = [
                 (name or type(part).__name__, weakref.ref(part))
                 for name, part in root.named_modules()
-                if part._parameters and not isinstance(part, Float8Linear)
+                if part._parameters and not hasattr(part, "_fp8_params")
             ]
         return self._other_modules or []
 
@@ -198,7 +197,7 @@ class ShardedModel:
         self._prepared.clear()
 
     def _prepare(self, handle: ParamHandle, data: Tensor) -> None:
-        """Cast the shards of an all-gather, together with the one that FSDP2 asks for first."""
+        """Cast the shards of an all-gather, starting with the one whose hook FSDP2 calls first."""
         group, backward = self._group(handle), in_backward()
         forward_id = self.state.tracker.forward_id
         if any(h.is_stale(forward_id, backward) for h in group):
@@ -208,7 +207,7 @@ class ShardedModel:
             stale = (h for h in self.handles() if h.is_stale(forward_id, backward))
             self._update_scales([h for h in stale if h.spec.shard_groups == groups], forward_id)
         for h in group:
-            if h.written and isinstance(h, PlanesOwner):  # inside a backward
+            if h.written and isinstance(h, Float8ParamHandle):  # inside a backward
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an "
                     f"inplace operation: the FP8 weight {h.fqn}, which is gathered for a "
@@ -231,13 +230,13 @@ class ShardedModel:
             ready.wait()
         layout = self.quantizer.layout
         found: dict[ParamHandle, tuple[Tensor, ...]] = {}
-        if masters := [s for s in shards if not at_rest.is_at_rest(s)]:
+        if masters := [s for s in shards if not float8_shard.is_fp8(s)]:
             record = self._records([s.handle for s in masters])
             inputs = self.quantizer.cast(masters, in_backward=backward, record=record)
             found = {s.handle: tensors for s, tensors in zip(masters, inputs, strict=True)}
         for s in shards:
             if s.handle not in found:
-                found[s.handle] = at_rest.inputs(layout, s.data, s.spec)
+                found[s.handle] = float8_shard.all_gather_inputs(layout, s.data, s.spec)
         device = shards[0].device
         kept = {s.handle: found[s.handle] if s.spec.ranks == 1 else () for s in shards}
         scales = [h.scale for h in handles if h.scale is not None]
@@ -253,13 +252,13 @@ class ShardedModel:
     def _update_scales(self, handles: Sequence[ParamHandle], forward_id: int) -> None:
         """Compute the scales of parameters from their shards: one amax launch, one all-reduce."""
         shards = [self.quantizer.shard(h) for h in handles]
-        fp8_shards = [s for s in shards if at_rest.is_at_rest(s)]
-        masters = [s for s in shards if not at_rest.is_at_rest(s)]
+        fp8_shards = [s for s in shards if float8_shard.is_fp8(s)]
+        masters = [s for s in shards if not float8_shard.is_fp8(s)]
         with torch.inference_mode(False), torch.no_grad():
             wait_for_writes(handles)
             if fp8_shards:
-                self.scales.agree_on(fp8_shards)
-                at_rest.copy_scales(self.quantizer.layout, fp8_shards)
+                self.scale_sync.sync_shards(fp8_shards)
+                float8_shard.copy_scales(self.quantizer.layout, fp8_shards)
             if masters:
                 record = self._records([s.handle for s in masters])
                 self.quantizer.update_scales(masters, record)
@@ -298,12 +297,13 @@ class ShardedModel:
     def stepped(self) -> None:
         """Notify that an optimizer with parameters of this model has stepped.
 
-        A compiled step writes to shards without an operator that `MasterWeight` sees.
+        A compiled step writes to shards without an operator that `MasterWeight` sees. The scales of
+        FP8 weights are synchronized.
         """
         for handle in self._all_handles():
-            if not isinstance(handle, PlanesOwner):
+            if not isinstance(handle, Float8ParamHandle):
                 handle.mark_stale()
-        self.scales.stepped()
+        self.scale_sync.stepped()
 
     def _check(self, mesh: Any) -> None:
         """Raise if FSDP2's settings or other ranks' conversions do not allow an all-gather."""
@@ -311,7 +311,7 @@ class ShardedModel:
         if not self._checked:
             refuse_partial_reshard(self.state)
             refuse_recast(self.state)
-            self.state.keep_first()
+            self.state.move_hook_first()
             self._checked = True
 
     def _compare(self, mesh: Any) -> None:
@@ -334,8 +334,9 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
     """Compute the scales of all sharded FP8 weights for the next forward.
 
     Call it on all ranks after the optimizer's step. It moves amaxes and their all-reduce out of the
-    forward: of per-tensor scales, and of blocks that shard boundaries split. The scales hold for
-    one forward of each converted model in ``module``, or until the next write to the weights.
+    forward: of per-tensor scales, and of blocks that shard boundaries split. For FP8 weights, it
+    synchronizes the scales that shards share (`fp8rs.fsdp.scale_sync`). The scales hold for one
+    forward of each converted model in ``module``, or until the next write to the weights.
 
     Args:
         module: a module that contains converted layers, usually FSDP2's root.

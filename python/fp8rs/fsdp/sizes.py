@@ -1,7 +1,7 @@
-"""What sharding a model makes of its parameters, in bytes, before any rank runs.
+"""Bytes of a model's parameters and gradients under FSDP2, computed before any rank runs.
 
 FSDP2 gathers the parameters of a `Group` together, each padded to equal shards, and reduces their
-gradients together. The bytes of a converted weight come from its `AllGatherLayout`. Tests compare
+gradients together. The size of a converted weight comes from its `AllGatherLayout`. Tests compare
 these numbers with the collectives that ran.
 """
 
@@ -28,55 +28,59 @@ UnitFn = Callable[[nn.Module, str], bool]
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """One parameter, as it is or would be sharded.
+    """One parameter, as it is sharded or will be.
 
     Attributes:
-        parameter: itself.
-        placement: of rank 0's shard, the longest.
-        gathered_dtype: what FSDP2 gathers, and what its gradient has, where it has no codec.
-        codec: of a weight that is quantized before it is gathered.
-        at_rest: whether the codes and scales of a weight with a codec are all that is stored.
+        parameter: the parameter.
+        spec: how it is sharded, on rank 0, which has the longest shard.
+        gathered_dtype: dtype of the gathered parameter without FP8, and of its gradient.
+        layout: layout of the gathered FP8 weight. None if it is gathered in high precision.
+        is_fp8_weight: whether only codes and scales are stored.
     """
 
     parameter: nn.Parameter
-    placement: ShardSpec
+    spec: ShardSpec
     gathered_dtype: torch.dtype
-    codec: AllGatherLayout | None
-    at_rest: bool
+    layout: AllGatherLayout | None
+    is_fp8_weight: bool
 
     @property
     def trained(self) -> bool:
-        """Whether it has a gradient."""
+        """Whether the parameter has a gradient."""
         return self.parameter.requires_grad
 
     @property
     def shard_bytes(self) -> int:
         """Bytes of the stored shard."""
-        if self.codec is None or not self.at_rest:
+        if self.layout is None or not self.is_fp8_weight:
             return self.plain_bytes
-        format = self.codec.format
-        scale = format.scale_dtype.itemsize if format.per_tensor else 0  # which is not gathered
-        return self.codec.nbytes(self.placement) + scale
+        format = self.layout.format
+        scale = format.scale_dtype.itemsize if format.per_tensor else 0  # is not gathered
+        return self.layout.nbytes(self.spec) + scale
 
     @property
     def plain_bytes(self) -> int:
-        """Bytes of the shard in the parameter's dtype: FSDP2 leaves gradients of it in that."""
-        return self.placement.padded_numel * self.parameter.dtype.itemsize
+        """Bytes of the shard in the parameter's dtype, which its sharded gradient has too."""
+        return self.spec.padded_numel * self.parameter.dtype.itemsize
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes that a rank holds after a gather."""
-        if self.codec is not None:
-            return self.placement.ranks * self.codec.nbytes(self.placement)
+        """Bytes of the unsharded parameter, as it is gathered."""
+        if self.layout is not None:
+            return self.spec.ranks * self.layout.nbytes(self.spec)
         return self._padded * self.gathered_dtype.itemsize
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the whole gradient as the backward makes it."""
+        """Bytes of the unsharded gradient, as the backward computes it."""
         return self._padded * self.gathered_dtype.itemsize if self.trained else 0
 
     def reduced_bytes(self, reduce_dtype: torch.dtype | None) -> int:
-        """Bytes of the whole gradient as it is reduced, under a policy's ``reduce_dtype``."""
+        """Return the bytes of the unsharded gradient as it is reduced.
+
+        Args:
+            reduce_dtype: ``reduce_dtype`` of the mixed-precision policy.
+        """
         if reduce_dtype is None:
             stored = reduces_in_stored_dtype()
             reduce_dtype = self.parameter.dtype if stored else self.gathered_dtype
@@ -84,7 +88,7 @@ class ShardedParameter:
 
     @property
     def _padded(self) -> int:
-        return self.placement.ranks * self.placement.padded_numel
+        return self.spec.ranks * self.spec.padded_numel
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,55 +96,57 @@ class Group:
     """Parameters that FSDP2 gathers in one collective.
 
     Attributes:
-        name: of the module that ``fully_shard`` is called on; "" is the root.
-        parameters: those of the module that no sharded module below it has.
-        gathers: how often a step gathers them: once, or in the backward too.
-        reduction: the `Link`'s, where ``set_links`` has been called.
+        name: name of the module that ``fully_shard`` is called on. The root is "".
+        parameters: the parameters below the module and not below another sharded module.
+        gathers: all-gathers per step: 1, or 2 if the backward gathers again.
+        all_gather: the all-gather that ``set_fsdp_comm`` chose.
+        reduce_scatter: the reduce-scatter that ``set_fsdp_comm`` chose.
     """
 
     name: str
     parameters: tuple[ShardedParameter, ...]
     gathers: int
-    reduction: str = "torch"
+    all_gather: str = "torch"
+    reduce_scatter: str = "torch"
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes that a rank holds after a gather, padding included."""
-        if not any(p.placement.ranks > 1 for p in self.parameters):
+        """Bytes of an all-gather's output, padding included. 0 with one rank."""
+        if not any(p.spec.ranks > 1 for p in self.parameters):
             return 0
-        return sum(p.gathered_bytes for p in self.parameters)
+        return self.whole_bytes
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of the parameters while they are there as a whole."""
+        """Bytes of the unsharded parameters."""
         return sum(p.gathered_bytes for p in self.parameters)
 
     def scattered_bytes(self, reduce_dtype: torch.dtype | None) -> int:
-        """Bytes that a rank hands to the reduce-scatter, padding included."""
-        if not any(p.placement.ranks > 1 for p in self.parameters):
+        """Return the bytes of a reduce-scatter's input, padding included. 0 with one rank."""
+        if not any(p.spec.ranks > 1 for p in self.parameters):
             return 0
-        narrow = self.reduction != "torch"
+        narrow = self.reduce_scatter != "torch"
         return sum(
             p.gradient_bytes if narrow else p.reduced_bytes(reduce_dtype) for p in self.parameters
         )
 
     def reducing_bytes(self, reduce_dtype: torch.dtype | None) -> int:
-        """Bytes that a reduction takes beside the gradients and symmetric memory, at its peak."""
-        if self.reduction == "torch":
+        """Return the bytes of a reduce-scatter's temporary tensors, without symmetric memory."""
+        if self.reduce_scatter == "torch":
             return sum(p.reduced_bytes(reduce_dtype) for p in self.parameters)
-        return {"bf16": 2, "symmetric": 0}[self.reduction] * self.scattered_bytes(reduce_dtype)
+        return {"bf16": 2, "symmetric": 0}[self.reduce_scatter] * self.scattered_bytes(reduce_dtype)
 
 
-def codecs_of(recipe: Recipe, layers: Iterable[nn.Module]) -> dict[int, AllGatherLayout]:
-    """For `groups_of`: a recipe's codec for each of the layers that are gathered by it."""
+def layouts_of(recipe: Recipe, layers: Iterable[nn.Module]) -> dict[int, AllGatherLayout]:
+    """Return the layout in which a recipe's weights are gathered, by the ``id`` of each layer."""
     spec = quant_spec(recipe, "weight")
-    codec = AllGatherLayout(spec.format, spec.fp8_dtype)
-    return {id(layer): codec for layer in layers}
+    layout = AllGatherLayout(spec.format, spec.fp8_dtype)
+    return {id(layer): layout for layer in layers}
 
 
 def groups_of(
     root: nn.Module,
-    codecs: dict[int, AllGatherLayout],
+    layouts: dict[int, AllGatherLayout],
     *,
     world_size: int,
     param_dtype: torch.dtype | None,
@@ -148,34 +154,34 @@ def groups_of(
     unit_fn: UnitFn | None = None,
     fp8_weights: bool = False,
 ) -> list[Group]:
-    """The groups of a model: FSDP2's own where it is sharded, else those that are to be.
+    """Return FSDP2's groups of a sharded model, or the planned groups of another one.
 
     Args:
         root: the model.
-        codecs: of the layers whose ``weight`` is quantized before it is gathered, by their ``id``.
-        world_size: the number of shards, of a model that is not sharded.
-        param_dtype: the mixed-precision policy's; None gathers what is stored.
-        reshard_after_forward: as in ``fully_shard``: None keeps the root's parameters from the
-            forward to the backward, and no others.
-        unit_fn: called with each module and its name: whether ``fully_shard`` is called on it. By
-            default on :func:`usual_units`. The root always is one.
-        fp8_weights: all weights with a codec are to be FP8 weights, not only those that are.
+        layouts: from `layouts_of`, for the layers whose ``weight`` is gathered in FP8.
+        world_size: the number of shards of a model that is not sharded yet.
+        param_dtype: ``param_dtype`` of the mixed-precision policy. With None, parameters are
+            gathered in their stored dtype.
+        reshard_after_forward: as in ``fully_shard``. With None, only the root's parameters stay
+            unsharded between forward and backward.
+        unit_fn: called with each module and its name, returns whether ``fully_shard`` is called on
+            it. The default is :func:`usual_units`. The root is always sharded.
+        fp8_weights: count all weights with a layout as FP8 weights, not only those that are.
     """
 
     def sharded(module: nn.Module, name: str, parameter: nn.Parameter) -> ShardedParameter:
         if isinstance(parameter, DTensor):
-            placement = shard_spec(parameter)
+            spec = shard_spec(parameter)
         else:
             shape = tuple(parameter.shape) or (1,)
             start = (0,) * len(shape)
             kind = parameter.device.type
-            placement = ShardSpec(kind, (), (), world_size, 0, 0, shape, shape, start)
+            spec = ShardSpec(kind, (), (), world_size, 0, 0, shape, shape, start)
         stored = parameter.dtype
         gathered = param_dtype if param_dtype and stored.is_floating_point else stored
-        codec = codecs.get(id(module)) if name == "weight" else None
-        is_fp8 = isinstance(own_part(parameter), QuantizedTensor)
-        at_rest = codec is not None and (fp8_weights or is_fp8)
-        return ShardedParameter(parameter, placement, gathered, codec, at_rest)
+        layout = layouts.get(id(module)) if name == "weight" else None
+        is_fp8 = fp8_weights or isinstance(own_part(parameter), QuantizedTensor)
+        return ShardedParameter(parameter, spec, gathered, layout, layout is not None and is_fp8)
 
     groups = []
     for unit, parameters in _owned(root, unit_fn):
@@ -185,10 +191,10 @@ def groups_of(
 
 
 def usual_units(root: nn.Module) -> set[str]:
-    """The names of the modules that ``fully_shard`` is usually called on, beside the root.
+    """Return the names of the modules that ``fully_shard`` is usually called on, without the root.
 
-    Those of the classes in ``_no_split_modules`` (transformers' models name their blocks there);
-    else the members of each nn.ModuleList that is not inside another one.
+    These are modules of the classes in ``_no_split_modules``, which transformers' models define. If
+    there are none, they are the members of each outermost nn.ModuleList.
     """
     kinds = {kind for m in root.modules() for kind in getattr(m, "_no_split_modules", None) or ()}
     units = {name for name, m in root.named_modules() if name and type(m).__name__ in kinds}
@@ -202,12 +208,12 @@ def usual_units(root: nn.Module) -> set[str]:
     return units
 
 
-#: A module, and the name and value of a parameter in it.
+#: A module, and the name and value of one of its parameters.
 _Place = tuple[nn.Module, str, nn.Parameter]
 
 
 def _owned(root: nn.Module, unit_fn: UnitFn | None) -> list[tuple[str, list[_Place]]]:
-    """Names of units, and the parameters that FSDP2 gathers for each."""
+    """Return the names of units, and the parameters that FSDP2 gathers for each."""
     if any(isinstance(m, FSDPModule) for m in root.modules()):
         return _fsdp_groups(root)
     if unit_fn is None:
@@ -218,7 +224,7 @@ def _owned(root: nn.Module, unit_fn: UnitFn | None) -> list[tuple[str, list[_Pla
     owned: dict[str, list[_Place]] = {unit: [] for unit in units}
     seen: set[int] = set()
     for prefix, module in root.named_modules():
-        # Of the units around a module the innermost one has its parameters.
+        # A module's parameters belong to the innermost unit around it.
         owner = max((u for u in units if not u or f"{prefix}.".startswith(f"{u}.")), key=len)
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in seen:
@@ -228,7 +234,7 @@ def _owned(root: nn.Module, unit_fn: UnitFn | None) -> list[tuple[str, list[_Pla
 
 
 def _fsdp_groups(root: nn.Module) -> list[tuple[str, list[_Place]]]:
-    """The groups that FSDP2 has made of a model, with the sharded parameters."""
+    """Return the groups of a sharded model, with the sharded parameters."""
     found: list[tuple[str, list[_Place]]] = []
     seen: set[int] = set()
     for unit, group in fsdp_groups(root):

@@ -9,15 +9,14 @@ from typing import Any
 from torch import nn
 
 from fp8rs._torch import local_tensor, set_local_tensor
-from fp8rs.nn.quantized_weight import keep_marks
+from fp8rs.nn.quantized_weight import copy_attributes
 from fp8rs.tensor.quantized import QuantizedTensor
 
-from . import state_dicts
-from .float8_weight import sharded
+from . import state_dict
+from .float8_param import Float8ParamHandle
+from .float8_shard import wrap_shard
 from .master_weight import MasterWeight
 from .param import ParamHandle, local_of
-from .planes_owner import PlanesOwner
-from .scales import SharedScales
 from .shard_spec import local_part
 
 
@@ -32,14 +31,12 @@ def needs_wrapping(module: nn.Module, name: str, parameter: Any) -> bool:
     known = local_of(parameter)
     if known is None or not eligible:
         return eligible
-    owner = known._handle._module()
+    other = known._handle._module()
     # A tied parameter has the handle of one of its modules.
-    return owner is not module and (owner is None or owner._parameters.get(name) is not parameter)
+    return other is not module and (other is None or other._parameters.get(name) is not parameter)
 
 
-def wrap_sharded_param(
-    module: nn.Module, name: str, parameter: Any, scales: SharedScales
-) -> ParamHandle:
+def wrap_sharded_param(module: nn.Module, name: str, parameter: Any) -> ParamHandle:
     """Give a sharded parameter a local tensor with all-gather hooks, over the same memory.
 
     The DTensor remains the same object, with the attributes that users set on the parameter before.
@@ -48,7 +45,6 @@ def wrap_sharded_param(
         module: a converted module.
         name: the parameter's name.
         parameter: the DTensor.
-        scales: the scales that shards of the model's FP8 weights share.
 
     Returns:
         The parameter's handle.
@@ -56,9 +52,9 @@ def wrap_sharded_param(
     handles: dict[str, ParamHandle] = module._fp8_params  # type: ignore[assignment]
     local = local_tensor(parameter)
     if isinstance(local, QuantizedTensor):
-        owner = _owner_of_shard(module, name, parameter, scales)
-        handles[name] = owner
-        set_local_tensor(parameter, sharded(local, owner))
+        handle = _handle_of_shard(module, name, parameter)
+        handles[name] = handle
+        set_local_tensor(parameter, wrap_shard(local, handle))
     else:
         if type(handles[name]) is not ParamHandle:  # an FP8 weight was here before
             handles[name] = ParamHandle(module, name)
@@ -66,21 +62,19 @@ def wrap_sharded_param(
     handles[name].mark_stale()
     before = module._parameters.get(name)
     if before is not None:
-        keep_marks(before.__dict__, parameter)
-    state_dicts.register(module)
+        copy_attributes(before.__dict__, parameter)
+    state_dict.register(module)
     return handles[name]
 
 
-def _owner_of_shard(
-    module: nn.Module, name: str, parameter: Any, scales: SharedScales
-) -> PlanesOwner:
-    """Return the handle of an FP8 shard, with the initial values that the whole weight's kept."""
-    owner, whole = PlanesOwner(module, name, scales), local_tensor(parameter)._store.owner
-    if isinstance(whole, PlanesOwner):
-        owner.keep_init = whole.keep_init
+def _handle_of_shard(module: nn.Module, name: str, parameter: Any) -> Float8ParamHandle:
+    """Return the handle of an FP8 shard, with its part of the initial values that were kept."""
+    handle, whole = Float8ParamHandle(module, name), local_tensor(parameter)._store.observer
+    if isinstance(whole, Float8ParamHandle):
+        handle.keep_init = whole.keep_init
         if whole.init_value is not None:
-            owner.init_value = local_part(whole.init_value, parameter)
-    return owner
+            handle.init_value = local_part(whole.init_value, parameter)
+    return handle
 
 
 def tied_to(

@@ -1,10 +1,12 @@
-"""Hugging Face accelerate (1.15 and newer). In bf16 mixed precision nothing of this is needed:
+"""Integration with Hugging Face accelerate, 1.15 and newer.
+
+With bf16 mixed precision, no integration is needed::
 
     convert_to_float8_training(model, recipe="current", filter_fqns=["lm_head"])
     model, optimizer = accelerator.prepare(model, optimizer)
 
-`use_fp8rs` is for scripts and configurations that say ``mixed_precision="fp8"``, and
-`fsdp2_on_cpu` for trying a script on a machine without a GPU.
+`use_fp8rs` is for scripts and configurations with ``mixed_precision="fp8"``. `fsdp2_on_cpu` runs a
+script on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -27,16 +29,16 @@ _log = logging.getLogger("fp8rs")
 
 
 class Replaced(ExitStack):
-    """Something in another library that is replaced until `undo`, or to the end of a ``with``."""
+    """A replacement in another library, until `undo` or the end of a ``with`` statement."""
 
     def __init__(self, what: str, undo: Callable[[], None]) -> None:
         super().__init__()
         _log.info("%s", what)
-        self.callback(_log.info, "no more: %s", what)
+        self.callback(_log.info, "undone: %s", what)
         self.callback(undo)
 
     def undo(self) -> None:
-        """Put back what was there. A second call does nothing."""
+        """Undo the replacement. A second call has no effect."""
         self.close()
 
 
@@ -45,34 +47,34 @@ def use_fp8rs(
     *,
     filter_fqns: Iterable[str] = (),
 ) -> Replaced:
-    """Make accelerate's ``mixed_precision="fp8"`` convert models with this library.
+    """Make accelerate's ``mixed_precision="fp8"`` convert models with fp8rs instead of torchao.
 
-    ``Accelerator.prepare`` then calls ``fp8rs.convert_to_float8_training`` where it would call
-    torchao's function, and registers no hook that computes scales after each step: the next forward
-    finds them. Accelerate chooses its backend before that, so torchao must be installed, and
-    selected; none of its code computes. What is left of accelerate's "fp8" is what it does for
-    "bf16": autocast, and FSDP2's mixed-precision policy.
+    ``Accelerator.prepare`` then calls ``fp8rs.convert_to_float8_training`` instead of torchao's
+    function. It does not register torchao's hook that computes scales after each step, because the
+    next forward computes them. Accelerate selects the backend earlier, so torchao must be installed
+    and selected, but none of its code runs in training. Otherwise accelerate's "fp8" does the same
+    as "bf16": autocast, and FSDP2's mixed-precision policy.
 
         with use_fp8rs("current"):
             accelerator = Accelerator(mixed_precision="fp8", fsdp_plugin=plugin)
             model, optimizer = accelerator.prepare(model, optimizer)
 
-    It replaces one method, ``Accelerator._prepare_ao``, for the whole process.
+    This replaces the method ``Accelerator._prepare_ao`` in the whole process.
 
     Args:
-        recipe: a recipe or its short name. None reads the ``config`` of the Accelerator's
-            AORecipeKwargs, which by default is ``Float8CurrentScaling(fp8_format="hybrid")``.
-            Its ``enable_fsdp_float8_all_gather`` holds in any case.
-        filter_fqns: as for convert_to_float8_training. Beside it the AORecipeKwargs'
-            ``module_filter_func`` is asked, and accelerate's default where it has none: all linear
-            layers but the first and the last.
+        recipe: a recipe or its short name. None uses the ``config`` of the Accelerator's
+            AORecipeKwargs, whose default is ``Float8CurrentScaling(fp8_format="hybrid")``. Its
+            ``enable_fsdp_float8_all_gather`` applies in both cases.
+        filter_fqns: as in ``convert_to_float8_training``. The ``module_filter_func`` of the
+            AORecipeKwargs applies too. Its default in accelerate excludes the first and the last
+            linear layer.
 
     Returns:
-        What undoes it: by ``undo()``, or at the end of a ``with``.
+        An object that undoes the replacement by ``undo()``, or at the end of a ``with`` statement.
 
     Raises:
-        TypeError, ValueError: ``recipe`` is none.
-        RuntimeError: it is in use already, or this accelerate has no such method.
+        TypeError, ValueError: ``recipe`` is not a recipe or a known name.
+        RuntimeError: ``use_fp8rs`` is already in use, or this accelerate lacks the method.
     """
     from accelerate import Accelerator
 
@@ -84,11 +86,11 @@ def use_fp8rs(
         import accelerate
 
         raise RuntimeError(
-            f"accelerate {accelerate.__version__} has no Accelerator._prepare_ao, which this "
-            "replaces: convert the model before prepare, with mixed_precision='bf16'"
+            f"accelerate {accelerate.__version__} has no Accelerator._prepare_ao, which use_fp8rs "
+            "replaces. Convert the model before prepare, with mixed_precision='bf16'"
         )
     if hasattr(original, "_fp8rs"):
-        raise RuntimeError("use_fp8rs is in use already: undo the first, or use one")
+        raise RuntimeError("use_fp8rs is already in use: call undo() of the first one")
 
     @functools.wraps(original)
     def _prepare_ao(self: Any, *args: Any) -> tuple[Any, ...]:
@@ -109,14 +111,17 @@ def use_fp8rs(
     _prepare_ao._fp8rs = True  # type: ignore[attr-defined]
     Accelerator._prepare_ao = _prepare_ao
     return Replaced(
-        "accelerate's mixed_precision='fp8' converts models with fp8rs, in torchao's place",
+        "accelerate's mixed_precision='fp8' converts models with fp8rs instead of torchao",
         lambda: setattr(Accelerator, "_prepare_ao", original),
     )
 
 
 def _all_but_ends(model: nn.Module) -> ModuleFilter:
-    """Accelerate's default: not the first linear layer, not the last, none whose sizes are no
-    multiples of 16."""
+    """Return accelerate's default filter.
+
+    It excludes the first and the last linear layer, and layers with sizes that are not multiples of
+    16.
+    """
     from accelerate.utils.ao import filter_linear_layers, find_first_last_linear_layers
 
     ends = list(find_first_last_linear_layers(model))
@@ -124,33 +129,33 @@ def _all_but_ends(model: nn.Module) -> ModuleFilter:
 
 
 def fsdp2_on_cpu() -> Replaced:
-    """Let accelerate shard with FSDP2 on CPU ranks, over gloo: to try a script without a GPU.
+    """Make accelerate shard with FSDP2 on CPU ranks over gloo, to run a script without a GPU.
 
-    Accelerate knows FSDP for accelerators alone. Started by torchrun on a machine without one it
-    trains a copy of the model on each rank, and says nothing. This makes it take a CPU rank for an
-    accelerator's. Call it before the first ``Accelerator`` or ``TrainingArguments`` of the process.
+    Accelerate supports FSDP only on accelerators. On a machine without one, torchrun would silently
+    train a copy of the model on each rank. Call this before the first ``Accelerator`` or
+    ``TrainingArguments`` of the process.
 
-    It replaces one method, ``PartialState._prepare_backend``, and sets ``ACCELERATE_TORCH_DEVICE``.
+    This replaces the method ``PartialState._prepare_backend`` and sets ``ACCELERATE_TORCH_DEVICE``.
 
     Returns:
-        What undoes it: by ``undo()``, or at the end of a ``with``.
+        An object that undoes the replacement by ``undo()``, or at the end of a ``with`` statement.
 
     Raises:
-        RuntimeError: accelerate has chosen its device already.
+        RuntimeError: accelerate has already chosen its device.
     """
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
     if PartialState._shared_state:
         raise RuntimeError(
-            "accelerate has chosen its device already: call fsdp2_on_cpu before the first "
+            "accelerate has already chosen its device: call fsdp2_on_cpu before the first "
             "Accelerator, PartialState or TrainingArguments"
         )
     original = PartialState._prepare_backend
     device = os.environ.get("ACCELERATE_TORCH_DEVICE")
 
     def _prepare_backend(self: Any, *args: Any, **kwargs: Any) -> tuple[str, Any]:
-        # Where it is told of a CPU it starts the process group for its own kind of CPU ranks alone.
+        # For a CPU device, the original creates a process group only for MULTI_CPU.
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         return "gloo", DistributedType.MULTI_GPU
@@ -164,4 +169,4 @@ def fsdp2_on_cpu() -> Replaced:
 
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     PartialState._prepare_backend = _prepare_backend
-    return Replaced("accelerate takes CPU ranks for an accelerator's, and shards on them", undo)
+    return Replaced("accelerate treats CPU ranks as an accelerator's and shards on them", undo)

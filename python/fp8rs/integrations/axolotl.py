@@ -1,9 +1,7 @@
-"""axolotl: a plugin, ``plugins: [fp8rs.integrations.axolotl.Float8Plugin]``.
+"""Integration with axolotl 0.19: ``plugins: [fp8rs.integrations.axolotl.Float8Plugin]``.
 
-It converts the model when axolotl has built it, before adapters are put on it and before Trainer
-shards it. Its keys in axolotl's config are those of `Float8Args`.
-
-(Written for axolotl 0.19.)
+The plugin converts the model after axolotl has built it, before adapters are added and before
+Trainer shards it. `Float8Args` has its keys in axolotl's config.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ from fp8rs.quantize.recipes import resolve_recipe
 
 __all__ = ["Float8Args", "Float8Plugin"]
 
-#: Settings of axolotl's that take linear layers' weights past their forward, or convert by torchao.
+#: Settings of axolotl that bypass the forward of linear layers, or convert with torchao.
 _CONTRADICTS = {
-    "fp8": "it converts by torchao: leave it out and give fp8rs_recipe",
-    "lora_mlp_kernel": "it multiplies by the layers' weights itself",
-    "lora_qkv_kernel": "it multiplies by the layers' weights itself",
-    "lora_o_kernel": "it multiplies by the layers' weights itself",
+    "fp8": "it converts with torchao. Remove it and set fp8rs_recipe",
+    "lora_mlp_kernel": "it bypasses the forward of the layers",
+    "lora_qkv_kernel": "it bypasses the forward of the layers",
+    "lora_o_kernel": "it bypasses the forward of the layers",
 }
 
 
@@ -32,9 +30,9 @@ class Float8Args(BaseModel):
 
     Attributes:
         fp8rs_recipe: a recipe's short name.
-        fp8rs_filter_fqns: layers with one of these strings in their names stay in high precision.
+        fp8rs_filter_fqns: layers whose name contains one of these strings stay in high precision.
         fp8rs_enable_fsdp_float8_all_gather: quantize weights before FSDP2 gathers them.
-        fp8rs_monitor_every: report the statistics of ``fp8rs.monitor`` each so many steps.
+        fp8rs_monitor_every: interval in steps at which ``fp8rs.monitor`` logs statistics.
     """
 
     fp8rs_recipe: str = "current"
@@ -53,21 +51,23 @@ class Float8Plugin(BasePlugin):
     """Converts the linear layers of the model that axolotl trains to FP8."""
 
     def get_input_args(self) -> str:
-        """Where axolotl finds the keys."""
+        """Return the import path of `Float8Args`."""
         return f"{Float8Args.__module__}.{Float8Args.__qualname__}"
 
     def pre_model_load(self, cfg: Any) -> None:
-        """Before the model is built.
+        """Check the config, before the model is built.
 
         Raises:
             ValueError: another key of the config contradicts the conversion.
         """
         for key, why in _CONTRADICTS.items():
             if cfg.get(key):
-                raise ValueError(f"{key}: true does not go with {type(self).__name__}: {why}")
+                raise ValueError(
+                    f"{key}: true cannot be combined with {type(self).__name__}: {why}"
+                )
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
-        """After the model is built, before adapters are put on it."""
+        """Convert the model, after it is built and before adapters are added."""
         asked = {name: cfg.get(name) for name in Float8Args.model_fields}
         args = Float8Args(**{name: value for name, value in asked.items() if value is not None})
         convert_to_float8_training(
@@ -78,7 +78,7 @@ class Float8Plugin(BasePlugin):
         )
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:
-        """After the Trainer is built: what it is to call."""
+        """Return the callbacks to add to the Trainer."""
         from .transformers import MonitorCallback
 
         every = cfg.get("fp8rs_monitor_every")

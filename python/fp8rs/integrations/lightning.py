@@ -1,10 +1,10 @@
-"""Lightning: a callback for the Trainer, and a wrapper of ``parallelize_fn`` for Fabric.
+"""Integration with Lightning 2.6: a callback for Trainer, and a ``parallelize_fn`` for Fabric.
 
-Both convert before the strategy shards, which is all that Lightning needs of it: a LightningModule
-that builds and converts its model in ``configure_model``, before ``fully_shard``, needs neither.
+Both convert the model before the strategy shards it. A LightningModule that builds and converts its
+model in ``configure_model``, before ``fully_shard``, needs neither.
 
-(Written for Lightning 2.6, ``ModelParallelStrategy``, which is FSDP2. ``FSDPStrategy`` is torch's
-first FSDP, and gathers in high precision.)
+Use ``ModelParallelStrategy``, which is FSDP2. ``FSDPStrategy`` is FSDP1, which gathers in high
+precision.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 try:
     from lightning.pytorch.callbacks import Callback
 except ModuleNotFoundError:
-    from pytorch_lightning.callbacks import Callback  # what it is called alone
+    from pytorch_lightning.callbacks import Callback  # the standalone package
 
 from fp8rs.convert import convert_to_float8_training
 from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
@@ -26,16 +26,16 @@ __all__ = ["Float8Callback", "converting"]
 
 
 class Float8Callback(Callback):
-    """Converts a part of the LightningModule before its ``configure_model`` shards it.
+    """Converts a submodule of the LightningModule before ``configure_model`` shards it.
 
     Args:
         recipe: a recipe or its short name.
-        module: the name of the part, which must be there after ``__init__`` of the LightningModule
-            and have linear layers: the module whose ``forward`` a training step calls. Not the
-            LightningModule itself: its ``forward`` does not run in training, and the converted
-            layers are told of a forward by that of the module that was converted.
-        filter_fqns: see ``convert_to_float8_training``.
-        enable_fsdp_float8_all_gather: see there.
+        module: the name of the submodule whose ``forward`` a training step calls. It must exist
+            after the LightningModule's ``__init__`` and have linear layers. It cannot be the
+            LightningModule itself, whose ``forward`` does not run in training: converted layers
+            rely on hooks on the forward of the converted module.
+        filter_fqns: as in ``convert_to_float8_training``.
+        enable_fsdp_float8_all_gather: as in ``convert_to_float8_training``.
     """
 
     def __init__(
@@ -54,36 +54,34 @@ class Float8Callback(Callback):
         }
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Lightning calls this before ``configure_model``.
+        """Convert the submodule. Lightning calls this before ``configure_model``.
 
         Raises:
-            ValueError: there is no such part yet, or it has no linear layer.
+            ValueError: the submodule does not exist yet, or has no linear layer.
         """
         part = getattr(pl_module, self.module, None)
         if not isinstance(part, nn.Module) or not any(
             isinstance(m, nn.Linear) for m in part.modules()
         ):
-            kind = type(part).__name__
-            article = "an" if kind[0] in "AEIOU" else "a"
-            found = "is missing" if part is None else f"is {article} {kind}"
             raise ValueError(
-                f"{type(pl_module).__name__}.{self.module} {found}, with no linear layer to "
-                "convert: build it in __init__, name another part with module=..., or call "
-                "convert_to_float8_training in configure_model, before fully_shard"
+                f"{type(pl_module).__name__}.{self.module} must be a module with linear layers, "
+                f"not {type(part).__name__}. Build it in __init__, pass the name of another "
+                "submodule as module, or call convert_to_float8_training in configure_model, "
+                "before fully_shard"
             )
-        # Again for each stage; what is converted already stays as it is.
+        # Called for each stage. A second conversion has no effect.
         convert_to_float8_training(part, recipe=self.recipe, **self.options)
 
 
 def converting(
     parallelize: Callable[[Any, Any], Any], recipe: Recipe | RecipeName = "current", **options: Any
 ) -> Callable[[Any, Any], Any]:
-    """A ``parallelize_fn`` for Fabric's ModelParallelStrategy that converts the model first.
+    """Return a ``parallelize_fn`` for Fabric's ModelParallelStrategy that first converts the model.
 
     Args:
         parallelize: called with the converted model and the device mesh.
         recipe: a recipe or its short name.
-        options: of ``convert_to_float8_training``.
+        options: arguments of ``convert_to_float8_training``.
     """
     recipe = resolve_recipe(recipe)
 

@@ -1,11 +1,9 @@
-"""torchtitan: a converter of its own kind, for ``model_registry(..., converters=[...])``.
+"""Integration with torchtitan 0.3: a converter for ``model_registry(..., converters=[...])``.
 
-torchtitan describes a model by a tree of configs, which converters rewrite before anything is
-built. fp8rs converts modules: all layers of a model share one clock and one reduction. So this
-converter rewrites the root alone, into a config that builds what it built before and converts that:
-on the meta device, before torchtitan's tensor parallelism, checkpointing, compilation and sharding.
-
-(Written for torchtitan 0.3.)
+torchtitan describes a model by a tree of configs, which converters rewrite before the model is
+built. fp8rs converts modules, because all layers of a model share one state. This converter
+therefore rewrites only the root config, so that ``build`` also converts the model. That happens on
+the meta device, before torchtitan's tensor parallelism, checkpointing, compilation and sharding.
 """
 
 from __future__ import annotations
@@ -28,18 +26,18 @@ __all__ = ["Float8Converter"]
 class Float8Converter(QuantizationConverter):
     """Converts the linear layers of a torchtitan model to FP8.
 
-    Experts (``GroupedExperts``) are 3-D parameters and stay in high precision; the report of the
-    conversion names them (logger "fp8rs", level INFO). With torchtitan's LoRAConverter behind it,
-    which gives the layers that it wraps a forward of their own, those stay in high precision too.
+    Experts (``GroupedExperts``) are 3-D parameters and stay in high precision. The conversion logs
+    their names (logger "fp8rs", level INFO). Layers that torchtitan's LoRAConverter wraps override
+    forward, so they stay in high precision too.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        """What `fp8rs.convert_to_float8_training` is asked for.
+        """Arguments of `fp8rs.convert_to_float8_training`.
 
         Attributes:
             recipe: a recipe's short name, or a recipe.
-            filter_fqns: layers with one of these strings in their names stay in high precision.
+            filter_fqns: layers whose name contains one of these strings stay in high precision.
             enable_fsdp_float8_all_gather: quantize weights before FSDP2 gathers them.
         """
 
@@ -48,18 +46,18 @@ class Float8Converter(QuantizationConverter):
         enable_fsdp_float8_all_gather: bool = True
 
     def __init__(self, config: Config) -> None:
-        resolve_recipe(config.recipe)  # a wrong one is an error here, not when the model is built
+        resolve_recipe(config.recipe)  # raises now rather than when the model is built
         self.config = config
 
     def convert(self, model_config: Any) -> Any:
-        """A config like ``model_config``, whose ``build()`` makes a converted model.
+        """Return a config like ``model_config``, whose ``build()`` returns a converted model.
 
         Raises:
-            TypeError: ``model_config`` was converted already.
+            TypeError: this converter has already converted ``model_config``.
         """
         kind = type(model_config)
         if issubclass(kind, _Converted):
-            raise TypeError("model_config went through fp8rs's Float8Converter already")
+            raise TypeError("fp8rs's Float8Converter has already converted model_config")
         made = _converted_kind(kind)
         values = {f.name: getattr(model_config, f.name) for f in fields(model_config) if f.init}
         return made(**values, fp8rs=self.config)
@@ -72,16 +70,16 @@ class _Converted:
 
 
 def _place_buffers(layer: Any) -> None:
-    """Tell torchtitan of delayed scaling's buffers: it wants a placement for each of a layer's.
+    """Add delayed scaling's buffers to a layer's sharding config, which must list all its buffers.
 
-    They are a rank's own. On the meta device nothing is sent for replicas, and where torchtitan
-    makes DTensors of them, the layer takes the local ones.
+    They are local to a rank and declared as replicated. On the meta device, replication starts no
+    collective. If torchtitan makes them DTensors, the layer uses the local tensors.
     """
     config = layer._sharding_config
     names = [name for name, _ in layer.named_buffers(recurse=False)]
     if config is not None and names:
         placements = dict.fromkeys(names, dense_param_placement(tp=spmd.R))
-        # Layers share these configs: the other ones' must stay as they are.
+        # Layers share a config, so replace it rather than modify it.
         layer._sharding_config = replace(
             config, state_shardings={**config.state_shardings, **placements}
         )
@@ -91,7 +89,7 @@ _kinds: dict[type, Any] = {}
 
 
 def _converted_kind(kind: type) -> Any:
-    """The class of configs that build what ``kind`` builds, converted. Made once a class."""
+    """Return a subclass of a config class whose ``build`` also converts. It is cached."""
     if kind in _kinds:
         return _kinds[kind]
 

@@ -1,12 +1,10 @@
-"""transformers' Trainer: a callback that watches what quantization does.
+"""Integration with the Trainer of transformers 5: a callback that logs `fp8rs.monitor`.
 
     convert_to_float8_training(model, recipe="current", filter_fqns=["lm_head"])
     trainer = Trainer(model, arguments, train_dataset=data)
     trainer.add_callback(MonitorCallback(trainer))
 
-To convert, nothing is needed: the model is converted before the Trainer has it.
-
-(Written for transformers 5.)
+Training a converted model with the Trainer needs no integration.
 """
 
 from __future__ import annotations
@@ -23,17 +21,18 @@ __all__ = ["MonitorCallback"]
 
 
 class MonitorCallback(TrainerCallback):
-    """Reports the statistics of ``fp8rs.monitor`` to the trackers that the Trainer reports to.
+    """Reports the statistics of ``fp8rs.monitor`` to the Trainer's trackers.
 
-    Not to its progress bar and its ``log_history``: there are some for each operand of each layer.
+    The progress bar and ``log_history`` do not get them, because there are several per operand of
+    each layer.
 
     Args:
-        trainer: whose trackers, those of ``TrainingArguments(report_to=...)``.
-        every: one step of so many is logged; ``logging_steps`` by default.
-        file: see ``fp8rs.monitor``.
+        trainer: the Trainer, whose trackers are set by ``TrainingArguments(report_to=...)``.
+        every: interval in steps. The default is ``logging_steps``.
+        file: as in ``fp8rs.monitor``.
 
     Attributes:
-        monitor: the `fp8rs.Monitor`, once the training has begun.
+        monitor: the `fp8rs.Monitor`, after training has begun.
     """
 
     monitor: Monitor
@@ -44,13 +43,13 @@ class MonitorCallback(TrainerCallback):
         self._trainer, self._every, self._file = trainer, every, file
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The model is sharded, and a checkpoint is loaded."""
+        """Create the monitor. The model is sharded and loaded."""
         every = self._every or max(1, int(args.logging_steps))
         first = int(state.global_step)
         self.monitor = monitor(kwargs["model"], every, file=self._file, first_step=first)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The optimizer has stepped."""
+        """Report the statistics after an optimizer step."""
         statistics = self.monitor.step()
         trackers = tuple(INTEGRATION_TO_CALLBACK.values())
         for callback in self._trainer.callback_handler.callbacks if statistics else ():
@@ -58,5 +57,5 @@ class MonitorCallback(TrainerCallback):
                 callback.on_log(args, state, control, logs=statistics, **kwargs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Watch no more."""
+        """Close the monitor."""
         self.monitor.close()

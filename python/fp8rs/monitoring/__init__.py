@@ -1,4 +1,4 @@
-"""Runs that can be watched: what quantization does to each operand, and layers that do without."""
+"""Debug training: statistics of the quantized operands, and layers in high precision."""
 
 from .high_precision import high_precision
 from .monitor import Monitor, monitor

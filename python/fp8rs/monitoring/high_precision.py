@@ -1,4 +1,4 @@
-"""GEMMs of layers in high precision, by name, while a run is debugged."""
+"""Run GEMMs of selected layers in high precision, to debug training."""
 
 from __future__ import annotations
 
@@ -15,34 +15,32 @@ from .layers import layers_of
 def high_precision(
     model: nn.Module, patterns: str | Iterable[str], *, gemms: Iterable[str] = GEMMS
 ) -> list[str]:
-    """Have layers run some of their GEMMs on high-precision operands, from their next forward on.
+    """Run some GEMMs of layers on high-precision operands, from their next forward.
 
-    To find out what a run suffers from, without converting it again: switch layers or single GEMMs
-    to high precision, train on, switch them back with ``gemms=()``. Compiled layers follow: each
-    choice of GEMMs is a graph of its own, which is made once.
+    This helps to find the layer or GEMM whose quantization affects training, without converting the
+    model again. Switch back with ``gemms=()``. Compiled layers follow, with one graph per choice of
+    GEMMs.
 
-    The operands of such a GEMM are not quantized. A weight that comes quantized, from an FP8 gather
-    or as an FP8 weight, is dequantized: its GEMMs then have the values of its codes. To have a
-    weight itself in high precision under FSDP2, convert with
-    ``enable_fsdp_float8_all_gather=False``.
+    The operands of such a GEMM are not quantized. A weight that is already quantized, by an FP8
+    all-gather or as an FP8 weight, is dequantized. To gather high-precision weights under FSDP2,
+    convert with ``enable_fsdp_float8_all_gather=False``.
 
-    Layers compute in the dtype of their output. Copies of a layer do not have the choice. Call it
-    on every rank.
+    Layers compute in the dtype of their output. Copies of a layer do not inherit the setting. Call
+    this on every rank.
 
     Args:
         model: a converted model, or a part of one.
-        patterns: of layers' names in ``model``, such as ``"layers.0.*"`` (`fnmatch`, where
-            ``*`` takes dots too), one or several.
-        gemms: which of "forward", "dgrad" and "wgrad" run in high precision, and no others; () for
-            none.
+        patterns: one or several `fnmatch` patterns of layer names in ``model``, such as
+            ``"layers.0.*"``. ``*`` also matches dots.
+        gemms: the GEMMs that run in high precision, of "forward", "dgrad" and "wgrad". () for none.
 
     Returns:
         The names of the layers.
 
     Raises:
-        TypeError: ``model`` is no module.
-        ValueError: ``gemms`` has another name, ``model`` has no FP8 layer, or a pattern matches
-            none.
+        TypeError: ``model`` is not a module.
+        ValueError: ``gemms`` has another name, ``model`` has no FP8 layer, or a pattern matches no
+            layer.
     """
     chosen = (gemms,) if isinstance(gemms, str) else tuple(gemms)
     if unknown := [gemm for gemm in chosen if gemm not in GEMMS]:
@@ -53,7 +51,7 @@ def high_precision(
         names = [name for name in layers if fnmatchcase(name, pattern)]
         if not names:
             raise ValueError(
-                f"patterns: {pattern!r} matches no FP8 layer; the first of {len(layers)} is "
+                f"patterns: {pattern!r} matches no FP8 layer. The first of {len(layers)} is "
                 f"{next(iter(layers))!r}"
             )
         found.update(dict.fromkeys(names))

@@ -1,4 +1,4 @@
-"""The converted layers of a model, under names that wrappers do not change."""
+"""Find the converted layers of a model, with names without wrappers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from torch import nn
 from fp8rs._torch import plain_name
 from fp8rs.nn.linear import Float8Linear
 
-#: A model that is itself a layer.
+#: The name of a model that is itself a layer.
 ROOT = "root"
 
 
 def layers_of(model: nn.Module) -> dict[str, Float8Linear]:
-    """The converted layers by name, in the model's order.
+    """Return the converted layers by name, in model order.
 
     Raises:
-        TypeError: ``model`` is no module.
-        ValueError: it has no converted layer.
+        TypeError: ``model`` is not a module.
+        ValueError: ``model`` has no converted layer.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")

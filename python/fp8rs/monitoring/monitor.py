@@ -1,4 +1,4 @@
-"""What quantization does to each operand of each converted layer, every so many steps."""
+"""Log statistics of each quantized operand of each converted layer, at regular steps."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .records import Lossy, Record, append, name_of, worst
 
 
 class Monitor:
-    """Statistics of what training quantizes; `monitor` makes it.
+    """Logs statistics of quantized operands. `monitor` creates it.
 
     Attributes:
-        every: one step of so many is logged.
-        latest: what was logged last; empty before that.
+        every: the number of steps from one logged step to the next.
+        latest: the statistics that were logged last. Empty before the first.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class Monitor:
         return self._step % self.every == 0
 
     def step(self) -> dict[str, float]:
-        """A step of training is over: call it after the optimizer's, on every rank.
+        """End a training step. Call it after the optimizer's step, on every rank.
 
         Returns:
-            The statistics of a step that is logged, by name, equal on all ranks; {} after others.
+            The statistics of a logged step by name, equal on all ranks. {} for other steps.
         """
         found: dict[str, float] = {}
         if self._watching:
@@ -82,14 +82,14 @@ class Monitor:
         return found
 
     def worst(self, n: int = 10) -> list[Lossy]:
-        """The ``n`` layers that lost most in the step that was logged last, the worst first.
+        """Return the ``n`` layers with the smallest SQNR in the last logged step, smallest first.
 
-        Each by its operand with the smallest SQNR; before all others, what has NaN or infinities.
+        A layer counts with its operand of smallest SQNR. Layers with NaN or infinities come first.
         """
         return worst(self.latest, n)
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop collecting statistics."""
         self._set(False)
 
     def __enter__(self) -> Monitor:
@@ -98,10 +98,10 @@ class Monitor:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    # --- a step that is logged -------------------------------------------------------------------
+    # --- a logged step ---------------------------------------------------------------------------
 
     def _set(self, watching: bool) -> None:
-        """Have the layers watched in the step that comes, or not."""
+        """Start or stop collecting statistics, from the next step."""
         self._watching = watching
         if watching:
             observe.clear_(self._slots)
@@ -114,7 +114,7 @@ class Monitor:
             set_debug(layer, stats=stats if watching else None)
 
     def _note_histories(self) -> None:
-        """Of delayed scaling: the amax that each scale of the step comes from; 0 for none."""
+        """With delayed scaling, store the amax that each scale was computed from, or 0."""
         for slots, layer in zip(self._slots, self._layers.values(), strict=True):
             recipe = layer.recipe
             if isinstance(recipe, DelayedScaling):
@@ -129,18 +129,18 @@ class Monitor:
         return dist.get_world_size(self._group)
 
     def _collect(self) -> dict[str, float]:
-        """All statistics, of all ranks: one collective, and one copy to the host."""
+        """Return the statistics of all ranks, with one collective and one copy to the host."""
         found = self._slots.unsqueeze(0)
         if self._ranks > 1:
-            # Not reduced on the way: what is summed and what is not would be two collectives.
+            # An all-gather, because sums and maxima would need two all-reduces.
             found = self._slots.new_empty(self._ranks, *self._slots.shape)
             dist.all_gather_into_tensor(found.flatten(0, 1), self._slots, group=self._group)
         sums, maxima = found[..., : observe.SUMMED].sum(0), found[..., observe.SUMMED :].amax(0)
         rows = torch.cat([sums, maxima], -1).cpu().tolist()
         return {
             name_of(name, role, statistic): value
-            for (name, layer), of in zip(self._layers.items(), rows, strict=True)
-            for role, kept in zip(ROLES, of, strict=True)
+            for (name, layer), operands in zip(self._layers.items(), rows, strict=True)
+            for role, kept in zip(ROLES, operands, strict=True)
             for statistic, value in _statistics(kept, layer).items()
         }
 
@@ -153,7 +153,7 @@ def monitor(
     first_step: int = 0,
     group: Any = None,
 ) -> Monitor:
-    """Watch what quantization does to a converted model, one step of ``every``.
+    """Log statistics of the quantized operands of a converted model, every ``every`` steps.
 
         monitor = fp8rs.monitor(model, every=100)
         for batch in data:
@@ -161,41 +161,41 @@ def monitor(
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            statistics = monitor.step()  # {} but for each hundredth step
+            statistics = monitor.step()  # {} except in every hundredth step
 
-    Make it when the model is as it will train: on its device, sharded, its checkpoint loaded. The
-    first step is logged, and each whose number is a multiple of ``every``. In these each operand of
-    each layer is compared with the codes that its GEMMs multiply, micro-batches together, and the
-    sums are gathered from all ranks in one collective and copied to the host once. In all other
-    steps nothing is done, and layers compute as if there were no monitor. Compiled layers have a
-    second graph for steps that are logged; it is compiled once.
+    Call this when the model is on its device, sharded and loaded. Steps whose number is a multiple
+    of ``every`` are logged. In a logged step, each operand of each layer is compared with its
+    codes, summed over micro-batches. One collective gathers the sums from all ranks, and one copy
+    moves them to the host. Other steps have no overhead. Compiled layers have a second graph for
+    logged steps, which is compiled once.
 
-    The statistics are floats under the names ``fp8/LAYER/OPERAND/STATISTIC``. The operand is
-    "input", "weight" or "grad" (the output's gradient), the statistic
+    Statistics are floats named ``fp8/LAYER/OPERAND/STATISTIC``. The operand is "input", "weight" or
+    "grad" (the output's gradient). The statistics are
 
-    - "amax": the largest absolute value;
-    - "scale": the largest scale; and "scale_min", the smallest, where there are several;
-    - "saturated": the share of elements that were too large for the format;
-    - "underflow": the share of elements, not 0 themselves, that became 0;
-    - "sqnr_db": the signal-to-quantization-noise ratio in dB, infinite where nothing was lost;
-    - "amax_to_history", with delayed scaling: amax, as a multiple of the one that the scale came
-      from; 1 where there was none yet. Above 2**margin values saturate.
+    - "amax": the largest absolute value.
+    - "scale": the largest scale. If an operand has several, "scale_min" is the smallest.
+    - "saturated": the fraction of elements that were too large for the format.
+    - "underflow": the fraction of elements that are not 0 and became 0.
+    - "sqnr_db": the signal-to-quantization-noise ratio in dB. It is infinite without noise.
+    - "amax_to_history", with delayed scaling: the ratio of amax to the amax that the scale was
+      computed from, or 1 if there was none. Above 2**margin, values saturate.
 
-    An operand that was not quantized in the step (its GEMMs are in high precision, no token came to
-    the layer) has none. One of which no rank has the values, FP8 weights and what tensor
-    parallelism gathers in FP8, has amax and scales alone.
+    An operand has no statistics if it was not quantized in the step, because its GEMMs are in high
+    precision or the layer got no tokens. If no rank has high-precision values of an operand, it has
+    only amax and scales. This applies to FP8 weights and to operands that tensor parallelism
+    gathers in FP8.
 
     Args:
         model: a converted model, or a part of one.
-        every: one step of so many is logged.
-        file: a path, to which a line of JSON is appended for each step that is logged, by the
-            first rank: what ``python -m fp8rs monitor`` draws.
-        first_step: the number of the first step, of a run that is resumed.
-        group: the ranks that train the same layers; all by default. With pipeline parallelism,
-            those of a stage.
+        every: the number of steps from one logged step to the next.
+        file: a path to which the first rank appends a line of JSON per logged step.
+            ``python -m fp8rs monitor`` plots such files.
+        first_step: the number of the first step, for resumed training.
+        group: the ranks that train the same layers, by default all ranks. With pipeline
+            parallelism, pass the ranks of one stage.
 
     Raises:
-        TypeError: ``model`` is no module, or ``every`` or ``first_step`` no int.
+        TypeError: ``model`` is not a module, or ``every`` or ``first_step`` is not an int.
         ValueError: ``model`` has no FP8 layer, or a number is too small.
     """
     return Monitor(model, every, file=file, first_step=first_step, group=group)
@@ -205,7 +205,7 @@ def monitor(
 
 
 def _statistics(kept: list[float], layer: Float8Linear) -> dict[str, float]:
-    """The statistics of one operand, by their names."""
+    """Return the statistics of one operand by name."""
     if not kept[observe.SEEN]:
         return {}
     amax, scale = kept[observe.AMAX], kept[observe.SCALE]
@@ -230,7 +230,7 @@ def _decibels(signal: float, noise: float) -> float:
 
 
 def _device(layers: dict[str, Float8Linear]) -> torch.device:
-    """Where the layers compute: FSDP2 may keep their parameters on the CPU."""
+    """Return the device of the layers' computation. FSDP2 may offload parameters to the CPU."""
     weight: Any = next(iter(layers.values())).weight
     device: torch.device = weight.device
     if is_distributed(weight) and device.type != (kind := weight.device_mesh.device_type):
@@ -239,17 +239,17 @@ def _device(layers: dict[str, Float8Linear]) -> torch.device:
 
 
 def _with_shard(stats: OperandStats, layer: Float8Linear) -> OperandStats:
-    """With what this rank has of a weight that is gathered in FP8, in high precision."""
+    """Return ``stats`` with this rank's high-precision shard, if the weight is gathered in FP8."""
     parameter: Any = layer._parameters.get("weight")
     if not is_distributed(parameter):
-        return stats  # whole; or gathered at the moment, which changes no shard
+        return stats  # not sharded, or unsharded now with the same shard
     from fp8rs.fsdp.master_weight import MasterWeight
     from fp8rs.fsdp.param import local_of
 
     local = local_of(parameter)
     if not isinstance(local, MasterWeight):
         return stats
-    placement = local._handle.spec
+    spec = local._handle.spec
     origin = [0, 0]
-    origin[placement.dim] = placement.offset
+    origin[spec.dim] = spec.offset
     return OperandStats(stats.slots, local.high_precision, *origin)

@@ -1,4 +1,4 @@
-"""The picture of a run: layers over steps, a panel for each operand."""
+"""Plot a monitor's records as a heat map of layers and steps, with a panel per operand."""
 
 from __future__ import annotations
 
@@ -11,32 +11,37 @@ from .records import Record, of_statistic, worst
 
 OPERANDS = {"input": "input", "weight": "weight", "grad": "output's gradient"}
 
-#: Statistics that can be drawn, with what is written beside the colours. The first is the default.
+#: Labels of the color bar, by statistic. The first statistic is the default.
 LABELS = {
     "sqnr_db": "SQNR (dB)",
     "underflow": "share of elements that became 0",
     "saturated": "share of elements that were too large",
-    "amax_to_history": "amax, as a multiple of its history's",
+    "amax_to_history": "amax, relative to its history",
     "amax": "amax (log10)",
     "scale": "scale (log10)",
 }
 LOGARITHMIC = ("amax", "scale")
 
-#: Layers whose names are in red.
+#: The number of layers whose names are red.
 MARKED = 3
-#: Layers, for whose names there is room.
+#: The largest number of layer names in a plot.
 NAMED = 80
 
 
 def plot(records: Sequence[Record], path: Path, statistic: str = "sqnr_db") -> None:
-    """Draws a heat map (PNG, SVG, PDF by the name of ``path``).
+    """Plot a statistic as a heat map.
 
-    Light is good; red is not a number; what was not quantized in a step is grey. The names of the
-    layers that lost most in the last step are red.
+    Lighter is better, NaN is red, and operands that were not quantized in a step are grey. The
+    names of the layers with the smallest SQNR in the last step are red.
+
+    Args:
+        records: the records of a monitor's file.
+        path: the file to write, with the suffix of PNG, SVG or PDF.
+        statistic: a key of `LABELS`.
 
     Raises:
         ValueError: no record has the statistic.
-        ImportError: matplotlib is missing.
+        ImportError: matplotlib is not installed.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -58,12 +63,12 @@ def plot(records: Sequence[Record], path: Path, statistic: str = "sqnr_db") -> N
     }
     finite = [v for rows in values.values() for row in rows for v in row if math.isfinite(v)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
-    colours = matplotlib.colormaps["viridis" if statistic == "sqnr_db" else "viridis_r"]
-    colours = colours.with_extremes(bad="lightgrey", under="red")
+    colors = matplotlib.colormaps["viridis" if statistic == "sqnr_db" else "viridis_r"]
+    colors = colors.with_extremes(bad="lightgrey", under="red")
     for panel, (operand, title) in zip(panels, OPERANDS.items(), strict=True):
         rows = [[_shown(v, low, high) for v in row] for row in values[operand]]
         image = panel.imshow(
-            rows, aspect="auto", interpolation="nearest", cmap=colours, vmin=low, vmax=high
+            rows, aspect="auto", interpolation="nearest", cmap=colors, vmin=low, vmax=high
         )
         panel.set(title=title, xlabel="step")
         every = -(-len(steps) // 8)
@@ -79,7 +84,7 @@ def plot(records: Sequence[Record], path: Path, statistic: str = "sqnr_db") -> N
 
 
 def _value(value: float | None, statistic: str) -> float:
-    """What is drawn of a value: infinities stand for what there is none of."""
+    """Return the value to plot: NaN for a missing value, and -inf for NaN."""
     if value is None:
         return math.nan
     if math.isnan(value):
@@ -90,7 +95,7 @@ def _value(value: float | None, statistic: str) -> float:
 
 
 def _shown(value: float, low: float, high: float) -> float:
-    """A value within the colours: below them what was no number, their end for infinity."""
+    """Clamp a value to the color range. NaN (-inf) maps to a value below the range."""
     if value == -math.inf:
         return low - 1.0
     return min(value, high) if value == math.inf else value

@@ -1,4 +1,4 @@
-"""What is logged: names of statistics, the layers that lose most, files of lines of JSON."""
+"""Names of statistics, the worst layers, and files with one JSON record per line."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-#: What all names begin with.
+#: The prefix of all names.
 PREFIX = "fp8"
 
 
 class Lossy(NamedTuple):
-    """A layer, and its operand that quantization costs most.
+    """A layer and its operand with the smallest SQNR.
 
     Attributes:
-        layer: its name.
+        layer: name of the layer.
         operand: "input", "weight" or "grad".
         sqnr_db: the operand's signal-to-quantization-noise ratio in dB.
     """
@@ -31,7 +31,7 @@ class Record(NamedTuple):
 
     Attributes:
         step: the number of the step.
-        statistics: by name.
+        statistics: the statistics by name.
     """
 
     step: int
@@ -39,27 +39,27 @@ class Record(NamedTuple):
 
 
 class RecordsError(ValueError):
-    """A file cannot be read, or is no monitor's."""
+    """A file cannot be read, or a monitor did not write it."""
 
 
 def name_of(layer: str, operand: str, statistic: str) -> str:
-    """The name that a statistic is logged under."""
+    """Return the name of a statistic."""
     return f"{PREFIX}/{layer}/{operand}/{statistic}"
 
 
 def of_statistic(statistics: Mapping[str, float], statistic: str) -> dict[tuple[str, str], float]:
-    """One statistic by layer and operand, in their order."""
+    """Return one statistic by layer and operand, in model order."""
     found = {}
     for name, value in statistics.items():
-        whose, _, which = name.removeprefix(f"{PREFIX}/").rpartition("/")
-        if which == statistic:
-            layer, _, operand = whose.rpartition("/")
+        layer_operand, _, known = name.removeprefix(f"{PREFIX}/").rpartition("/")
+        if known == statistic:
+            layer, _, operand = layer_operand.rpartition("/")
             found[layer, operand] = value
     return found
 
 
 def worst(statistics: Mapping[str, float], n: int) -> list[Lossy]:
-    """The ``n`` layers that lost most, each by its worst operand: see `Monitor.worst`."""
+    """Return the ``n`` layers with the smallest SQNR, see `Monitor.worst`."""
     found: dict[str, Lossy] = {}
     for (layer, operand), sqnr in of_statistic(statistics, "sqnr_db").items():
         one = Lossy(layer, operand, sqnr)
@@ -73,16 +73,16 @@ def _rank(one: Lossy) -> float:
 
 
 def append(path: Path, record: Record) -> None:
-    """Add a line."""
+    """Append a record to a file."""
     with path.open("a") as file:
         file.write(json.dumps({"step": record.step, **record.statistics}) + "\n")
 
 
 def read(path: Path) -> list[Record]:
-    """The lines of a file in the order of their steps; of a step that is there twice, the last.
+    """Return the records of a file, in the order of steps. The last record of a step is used.
 
     Raises:
-        RecordsError: there is no such file, or a line of it is no monitor's.
+        RecordsError: the file is missing, or a monitor did not write one of its lines.
     """
     found: dict[int, Record] = {}
     try:
@@ -96,8 +96,8 @@ def read(path: Path) -> list[Record]:
             found[step] = Record(step, statistics)
         except (ValueError, TypeError, KeyError, AttributeError):
             raise RecordsError(
-                f"{path}, line {number}, is not what fp8rs.monitor(model, file=...) writes"
+                f"{path}, line {number}, was not written by fp8rs.monitor(model, file=...)"
             ) from None
     if not found:
-        raise RecordsError(f"{path} has no line: no step was logged yet")
+        raise RecordsError(f"{path} is empty: no step has been logged yet")
     return [found[step] for step in sorted(found)]

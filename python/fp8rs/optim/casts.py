@@ -38,7 +38,7 @@ def write(params: Sequence[Param], masters: Sequence[Tensor]) -> None:
             weights.reduce_amaxes_(of, amaxes)
             with_maxima(of, values, amaxes)
         else:
-            weights.write_all_(of, values)
+            weights.write_values_(of, values)
 
 
 def with_maxima(

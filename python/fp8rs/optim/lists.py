@@ -72,6 +72,7 @@ class Call:
                 rounding=spec.scale_rounding,
                 power_2_scale=spec.power_2_scale,
                 amax_epsilon=spec.amax_epsilon,
+                batched=spec.batched,
             )
         #: Copies to make after the call, (to, from).
         self._back: list[tuple[Tensor, Tensor]] = []
@@ -206,7 +207,7 @@ class Step:
             for t in weights.stored(item.p)
         ]
         params = [item.p for item, _ in self._separate]
-        weights.write_all_(params, [values for _, values in self._separate])
+        weights.write_values_(params, [values for _, values in self._separate])
         for item, values in self._separate:
             seed = item.options["seed"]
             if seed is not None:

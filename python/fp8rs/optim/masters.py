@@ -118,7 +118,7 @@ class MasterWeightOptimizer(Optimizer):
 
     def _wrote(self, params: Sequence[Param]) -> None:
         """Record that a step has written these parameters."""
-        weights.wrote(params)
+        weights.mark_written(params)
         codes = [p for p in params if p.weight is not None and "master" in self.state[p.param]]
         for p in codes:
             self._seen[p.param] = p.last_write

@@ -14,56 +14,32 @@ from torch import Tensor
 
 from fp8rs._torch import dtensor_like, is_distributed, is_traced, own_part
 from fp8rs.tensor import formats, stochastic
-from fp8rs.tensor.formats import FP8_MAX, matrix_shape
+from fp8rs.tensor.formats import FP8_MAX
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
-from fp8rs.tensor.store import Delayed, Owner
+from fp8rs.tensor.store import Delayed
 
 #: Formats whose scales ``adamw_`` computes in the pass that writes the codes.
 OWN_SCALES = (formats.ROW, formats.BLOCK_128X128, formats.MX_32X32)
 
 
-class ShardGroup(Protocol):
-    """The sharded FP8 weights of a model. All ranks call these methods, with the same weights."""
+class ScaleSync(Protocol):
+    """Synchronizes the scales of a model's sharded FP8 weights: `fp8rs.fsdp.scale_sync`.
 
-    def is_cut(self, weight: Any) -> bool:
-        """Return whether several ranks share a block of the weight."""
-
-    def reduce_(self, weights: Sequence[Any], amaxes: Tensor) -> None:
-        """Reduce the amaxes (n,) of shards over their ranks, in place: one all-reduce per mesh."""
-
-    def write_all(self, weights: Sequence[Any], values: Sequence[Tensor]) -> None:
-        """Quantize values into whole shards, with the scales of the whole weights."""
-
-    def agree(self) -> None:
-        """Synchronize the scales of all weights."""
-
-
-class Float8ParamHandle(Owner, Protocol):
-    """The handle of a layer's FP8 weight, as far as optimizers use it.
-
-    Attributes:
-        writes: how many times the weight was written.
-        unagreed: whether scales that shards share may differ between ranks.
+    All ranks call these methods, with the handles of the same weights.
     """
 
-    writes: int
-    unagreed: bool
+    def splits_blocks(self, handle: Any) -> bool:
+        """Return whether shard boundaries split blocks of a weight."""
 
-    def reshard(self) -> None:
-        """Make modules hold their shards, if FSDP2 has the weight unsharded."""
+    def reduce_amaxes_(self, handles: Sequence[Any], amaxes: Tensor) -> None:
+        """Reduce the amaxes (n,) of shards over the ranks of each weight, in place."""
 
-    @property
-    def slots(self) -> Delayed | None:
-        """With delayed scaling, the next scale (0: none yet) and where amaxes are recorded."""
+    def write_values(self, handles: Sequence[Any], values: Sequence[Tensor]) -> None:
+        """Quantize values into whole shards, with the scales of the whole weights."""
 
-    @property
-    def number(self) -> int:
-        """The index of this rank's first element in the whole weight."""
-
-    @property
-    def shards(self) -> ShardGroup | None:
-        """The sharded weights that this one belongs to; None if it is not sharded."""
+    def end_step(self, handles: Sequence[Any]) -> None:
+        """Synchronize the scales of weights that a step wrote without reducing their amaxes."""
 
 
 class UpdateKind(Enum):
@@ -108,7 +84,7 @@ class Param:
     Attributes:
         part: its local part.
         weight: the local part of an FP8 weight, else None.
-        handle: the handle of a layer's FP8 weight, else None.
+        handle: the handle of a layer's FP8 weight (`fp8rs.fsdp.float8_param`), else None.
     """
 
     __slots__ = ("handle", "param", "part", "weight")
@@ -117,9 +93,7 @@ class Param:
         self.param = param
         self.part: Tensor = own_part(param)
         self.weight = self.part if isinstance(self.part, QuantizedTensor) else None
-        self.handle: Float8ParamHandle | None = None
-        if self.weight is not None:
-            self.handle = self.weight._store.owner  # type: ignore[assignment]
+        self.handle: Any = None if self.weight is None else self.weight._store.observer
 
     # --- layout ----------------------------------------------------------------------------------
 
@@ -136,16 +110,16 @@ class Param:
         return high_precision
 
     @property
-    def shards(self) -> ShardGroup | None:
-        """The sharded weights that an FP8 weight belongs to; None if it is not sharded."""
-        return None if self.handle is None else self.handle.shards
+    def scale_sync(self) -> ScaleSync | None:
+        """Synchronizes the scales of the model. None if this is not a sharded FP8 weight."""
+        return None if self.handle is None else self.handle.scale_sync
 
     @property
     def element_offset(self) -> int:
         """The index of the first local element in the whole parameter."""
         if self.handle is None or not is_distributed(self.param):
             return 0
-        return self.handle.number
+        return int(self.handle.element_offset)
 
     @property
     def is_exact(self) -> bool:
@@ -162,23 +136,31 @@ class Param:
         whole = weight.region.is_whole or not weight.numel()
         if not whole or weight._store.has != (True, False):
             return UpdateKind.SEPARATE
+        if weight._store.batched and weight.format.per_tensor:  # a scale for each matrix
+            return UpdateKind.SEPARATE
         if weight.format.per_tensor:
             return UpdateKind.CURRENT_SCALE if self.delayed is None else UpdateKind.KNOWN_SCALE
-        shards = self.shards
-        cut = shards is not None and shards.is_cut(self.handle)
+        sync = self.scale_sync
+        split = sync is not None and sync.splits_blocks(self.handle)
         return (
             UpdateKind.OWN_SCALES
-            if weight.format in OWN_SCALES and not cut
+            if weight.format in OWN_SCALES and not split
             else UpdateKind.SEPARATE
         )
+
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        """The shape of an FP8 weight's local part: (rows, cols), or (E, rows, cols) of a batch."""
+        batch, matrix = formats.split(self.codes.shape, self.codes._store.batched)
+        return *batch, *matrix
 
     @property
     def plane(self) -> Plane:
         """The rowwise plane of the local part, which may be empty."""
         weight = self.codes
         row = weight.rowwise
-        if row is None or not weight.numel():
-            return weight._store.any_plane.empty(*matrix_shape(weight.shape))
+        if row is None or not (weight.numel() or row.batched):
+            return weight._store.any_plane.empty(*self.matrix)
         return row
 
     @property
@@ -266,7 +248,7 @@ class Param:
         if not weight.numel():
             return
         row, col = weight.planes
-        values = master.view(matrix_shape(weight.shape))
+        values = master.view(self.matrix)
         if written is not None and self.delayed is not None:
             scale = self.plane.scale
             # A full state dict has rounded the values to the model's dtype, and so the scale.
@@ -278,7 +260,7 @@ class Param:
             kept = stochastic.is_of(row, values, stochastically, saturates)
         else:
             assert col is not None
-            kept = stochastic.is_of(col, values.t(), stochastically, saturates).t()
+            kept = stochastic.is_of(col, values.mT, stochastically, saturates).mT
         torch.where(
             kept.reshape(master.shape), master, weight.dequantize(torch.float32), out=master
         )
@@ -295,13 +277,13 @@ class Param:
         weight = self.codes
         if not weight.numel():
             return
-        values = values.view(matrix_shape(weight.shape))
+        values = values.view(self.matrix)
         numbers = stochastic.units(values, seed, stream, step, self.element_offset)
         row, col = weight.planes
         if row is not None:
             row.matrix.copy_(stochastic.encode(row, values, numbers))
         if col is not None:
-            col.matrix.copy_(stochastic.encode(col, values.t(), numbers.t()))
+            col.matrix.copy_(stochastic.encode(col, values.mT, numbers.mT))
 
 
 def bits_of(x: Tensor) -> Tensor:

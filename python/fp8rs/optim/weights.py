@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import increment_version
-from fp8rs.optim.param import Param, ShardGroup
+from fp8rs.optim.param import Param, ScaleSync, UpdateKind
 from fp8rs.tensor.planes import as_bytes
 from fp8rs.tensor.spec import reduce_amax
 
@@ -18,24 +18,26 @@ KnownScale = tuple[Tensor, Tensor, Tensor | None]
 
 
 def prepare(params: Sequence[Param]) -> None:
-    """Before a step, make modules hold their shards, with scales that all ranks agree on."""
-    unagreed: dict[int, ShardGroup] = {}
+    """Before a step, make modules hold their shards."""
     for p in params:
-        if p.handle is None or p.param is p.part:
-            continue
-        p.handle.reshard()
-        if p.handle.unagreed and (shards := p.handle.shards) is not None:
-            unagreed[id(shards)] = shards
-    for shards in unagreed.values():
-        shards.agree()
+        if p.handle is not None and p.param is not p.part:
+            p.handle.reshard()
 
 
-def wrote(params: Sequence[Param]) -> None:
-    """Record that a step has written these parameters without calling their operators."""
+def mark_written(params: Sequence[Param]) -> None:
+    """Record that a step has written these parameters without calling their operators.
+
+    With delayed scaling, synchronize the scales: they are NaN only on a rank that found a
+    non-finite value. Steps of other kinds have written scales that all ranks have.
+    """
     increment_version([p.param for p in params])
     for p in params:
         if p.handle is not None:
-            p.handle.wrote()
+            p.handle.mark_written()
+    for sync, members in by_model(params):
+        if sync is not None:
+            kinds = [(p.handle, p.kind) for p in map(params.__getitem__, members)]
+            sync.end_step([handle for handle, kind in kinds if kind is UpdateKind.KNOWN_SCALE])
 
 
 def stored(p: Param) -> list[Tensor]:
@@ -73,12 +75,12 @@ def pass_on(known: Sequence[KnownScale]) -> None:
 # --- scales of several ranks ---------------------------------------------------------------------
 
 
-def by_shards(params: Sequence[Param]) -> list[tuple[ShardGroup | None, list[int]]]:
-    """Group the positions of parameters in their list by the sharded weights they belong to."""
-    places: dict[int, tuple[ShardGroup | None, list[int]]] = {}
+def by_model(params: Sequence[Param]) -> list[tuple[ScaleSync | None, list[int]]]:
+    """Group the positions of parameters in their list by the sharded model they belong to."""
+    places: dict[int, tuple[ScaleSync | None, list[int]]] = {}
     for i, p in enumerate(params):
-        shards = p.shards
-        places.setdefault(id(shards), (shards, []))[1].append(i)
+        sync = p.scale_sync
+        places.setdefault(id(sync), (sync, []))[1].append(i)
     return list(places.values())
 
 
@@ -89,16 +91,16 @@ def reduce_amaxes_(params: Sequence[Param], amaxes: Tensor) -> None:
         params: weights with one scale; the same on all ranks.
         amaxes: fp32, shape (n,).
     """
-    for shards, members in by_shards(params):
-        if shards is None:
+    for sync, members in by_model(params):
+        if sync is None:
             _reduce_over_groups_(params, amaxes, members)
             continue
         handles = [params[i].handle for i in members]
         if len(members) == len(params):
-            shards.reduce_(handles, amaxes)
+            sync.reduce_amaxes_(handles, amaxes)
         else:
             part = torch.stack([amaxes[i] for i in members])
-            shards.reduce_(handles, part)
+            sync.reduce_amaxes_(handles, part)
             torch._foreach_copy_([amaxes[i] for i in members], list(part.unbind()))
 
 
@@ -114,11 +116,11 @@ def _reduce_over_groups_(params: Sequence[Param], amaxes: Tensor, places: Sequen
         torch._foreach_copy_([amaxes[i] for i in members], list(part.unbind()))
 
 
-def write_all_(params: Sequence[Param], values: Sequence[Tensor]) -> None:
+def write_values_(params: Sequence[Param], values: Sequence[Tensor]) -> None:
     """Quantize ``values`` (fp32, of the local parts) into weights of any format."""
-    for shards, members in by_shards(params):
-        if shards is not None:
-            shards.write_all([params[i].handle for i in members], [values[i] for i in members])
+    for sync, members in by_model(params):
+        if sync is not None:
+            sync.write_values([params[i].handle for i in members], [values[i] for i in members])
             continue
         for i in members:
             weight = params[i].codes

@@ -1,1 +1,1 @@
-"""What quantizes: recipes, which name formats and rules, and quantizers, which make planes."""
+"""Recipes, which choose formats and scaling, and quantizers, which quantize tensors."""

@@ -1,8 +1,8 @@
-"""What a quantizer makes, eagerly and in a compiler's graph.
+"""Quantize a tensor eagerly, or by one node of a compiled graph.
 
-Compilers do not look into the constructor of a tensor subclass. They put a call of a function that
-returns one into their graphs, as it is, if its arguments are tensors and plain constants: so a spec
-is given by its key.
+Dynamo does not trace the constructor of a tensor subclass. It can put a call of a function that
+returns one into the graph, if all arguments are tensors or plain constants. A spec is therefore
+passed by its key.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ _SPECS: dict[str, QuantSpec] = {}
 
 
 def key_of(spec: QuantSpec) -> str:
-    """What `quantized` finds a spec by: equal for equal ones."""
+    """Register a spec and return its key for `quantize`. Equal specs have equal keys."""
     key = repr(spec)
     _SPECS[key] = spec
     return key
 
 
-def quantized(
+def quantize(
     x: Tensor, rowwise: bool, columnwise: bool, delayed: Delayed | None, key: str
 ) -> QuantizedTensor:
-    """A new tensor of the shape and dtype of ``x``, outside autograd.
+    """Quantize a tensor. The result has its shape and dtype, and is detached from autograd.
 
-    Out of a compiler's graph it brings copies of ``delayed``: what is written to it there is in its
-    own amax, and not in this one.
+    A result of a compiled graph holds copies of ``delayed``. Writes to it update the amax of the
+    copy.
 
     Args:
-        x: fp32, bf16 or fp16; no gradient is asked of it.
-        rowwise, columnwise: which planes.
-        delayed: a scale to read, and the amax to write.
-        key: of the spec that says how.
+        x: fp32, bf16 or fp16, without gradient.
+        rowwise: whether the result has a rowwise plane.
+        columnwise: whether the result has a columnwise plane.
+        delayed: the scale () to use and the amax () to update, or None.
+        key: the key of the spec.
     """
     spec = _SPECS[key]
     scale, amax = (None, None) if delayed is None else delayed
@@ -50,9 +51,9 @@ def quantized(
 
 
 @constant_when_traced
-def take_into_graphs() -> None:
-    """Have compilers put `quantized` into their graphs.
+def allow_in_graph() -> None:
+    """Make Dynamo put calls of `quantize` into its graphs.
 
-    Called while one traces, which has imported Dynamo: else that would take two seconds.
+    Call it while tracing, when Dynamo is already imported. Importing it takes two seconds.
     """
-    torch.compiler.allow_in_graph(quantized)
+    torch.compiler.allow_in_graph(quantize)

@@ -1,7 +1,7 @@
-"""Recipes: how the three GEMMs of a linear layer are quantized. Frozen, and owned by a model.
+"""Recipes: how the operands of a linear layer's three GEMMs are quantized.
 
-A recipe names formats and rules; it holds no state and no process group. Wherever one is taken,
-so is its short name (:func:`resolve_recipe`).
+A recipe is frozen and holds neither state nor a process group. Functions that take a recipe also
+take its short name (:func:`resolve_recipe`).
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from fp8rs.tensor.formats import BlockFormat
 
 Role = Literal["input", "weight", "grad"]
 
-#: The short names, for type checkers; `RECIPES` has what they stand for.
+#: The short names of `RECIPES`, for type checkers.
 RecipeName = Literal["delayed", "current", "tensorwise", "rowwise", "block", "mxfp8"]
 
 
 def check_bool(name: str, value: Any) -> bool:
-    """``value`` if it is a bool; TypeError naming the argument otherwise."""
+    """Return ``value`` if it is a bool, else raise TypeError."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, not {value!r}")
     return value
 
 
 def check_amax_epsilon(epsilon: Any) -> float:
-    """``epsilon`` as a float; TypeError or ValueError where no amax can have it as its bound."""
+    """Return ``epsilon`` as a float if it can bound an amax, else raise TypeError or ValueError."""
     if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)):
         raise TypeError(f"amax_epsilon must be a float, not {epsilon!r}")
     if not 0.0 <= epsilon <= torch.finfo(torch.float32).max:
@@ -42,23 +42,23 @@ def check_amax_epsilon(epsilon: Any) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What all recipes share.
+    """Base class of recipes.
 
     Args:
         fp8_format: "e4m3" for every operand, or "hybrid": E4M3 forward and E5M2 gradients.
-        fast_accumulation: for the forward, dgrad and wgrad GEMM, whether CUDA may accumulate
-            with reduced precision.
+        fast_accumulation: whether CUDA may accumulate with reduced precision in the forward, dgrad
+            and wgrad GEMM.
         power_2_scale: round scales up to powers of two.
         amax_epsilon: lower bound of the amax that a scale is computed from.
-        save_input: save a layer's input for its backward, which quantizes it again (True), or its
-            FP8 codes (False). None: codes in eager layers, and the input in compiled ones, where
-            the compiler can make most inputs again of what it keeps anyway.
-        emulate: run the GEMMs on dequantized operands, as the CPU always does. Quantizing takes
-            an NVIDIA GPU of compute capability 8.9 all the same.
+        save_input: save a layer's input for the backward, which quantizes it again (True), or its
+            FP8 codes (False). With None, eager layers save codes, and compiled layers save the
+            input, because the compiler can recompute most inputs from tensors that it saves anyway.
+        emulate: run the GEMMs on dequantized operands, as on CPUs. Quantizing still requires an
+            NVIDIA GPU of compute capability 8.9.
     """
 
     name: ClassVar[str] = ""
-    #: Whether scales come from earlier steps' amaxes, so that a model keeps a history.
+    #: Whether scales are computed from a history of amaxes.
     delayed: ClassVar[bool] = False
 
     fp8_format: Literal["e4m3", "hybrid"] = "e4m3"
@@ -89,23 +89,23 @@ class Recipe:
         object.__setattr__(self, "amax_epsilon", check_amax_epsilon(self.amax_epsilon))
 
     def fp8_dtype(self, role: Role) -> torch.dtype:
-        """The element type of an operand."""
+        """Return the element type of an operand."""
         if role == "grad" and self.fp8_format == "hybrid":
             return formats.E5M2
         return formats.E4M3
 
     def block_format(self, role: Role) -> BlockFormat:
-        """The format that an operand is quantized in."""
+        """Return the format of an operand."""
         return formats.TENSOR
 
     @property
     def wgrad_input_format(self) -> BlockFormat:
-        """The format of the input's transpose, which wgrad multiplies."""
+        """The format of the transposed input in wgrad."""
         return self.block_format("input")
 
 
 def _check_block(recipe: Recipe, name: str, *known: tuple[int, int]) -> None:
-    """ValueError unless a field is one of these blocks; a list becomes a tuple."""
+    """Convert a field to a tuple, and raise ValueError if it is not one of these blocks."""
     block = getattr(recipe, name)
     if not isinstance(block, (tuple, list)) or tuple(block) not in known:
         choices = " or ".join(str(one) for one in known)
@@ -115,19 +115,21 @@ def _check_block(recipe: Recipe, name: str, *known: tuple[int, int]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Float8CurrentScaling(Recipe):
-    """One scale a tensor, from the tensor's own amax."""
+    """One scale per tensor, computed from the tensor's amax."""
 
     name: ClassVar[str] = "current"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedScaling(Recipe):
-    """One scale a tensor, from the amaxes of earlier steps; the first one from the first data.
+    """One scale per tensor, computed from amaxes of earlier steps.
+
+    The first scale is computed from the first data.
 
     Args:
         margin: the scale is multiplied by 2**margin, which leaves that much headroom.
-        amax_history_len: how many steps of amaxes are kept.
-        amax_compute_algo: "max" over the history, or the "most_recent" entry.
+        amax_history_len: the number of steps in the history.
+        amax_compute_algo: "max" for the maximum of the history, or "most_recent".
 
     (Micikevicius et al., "FP8 Formats for Deep Learning", 2022.)
     """
@@ -159,13 +161,13 @@ class DelayedScaling(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class Float8RowwiseScaling(Recipe):
-    """One scale a row of each operand, along the dim that is contracted over.
+    """One scale per row of each operand, along the contracted dimension.
 
-    The weight has one plane: in dgrad its row scales multiply the gradient before that is
-    quantized, so that the weight's codes serve both passes.
+    The weight has one plane, whose codes both the forward and dgrad use. In dgrad, the gradient is
+    multiplied by the weight's row scales before it is quantized.
 
-    torchao's recipe of the name "rowwise" rounds scales to powers of two. Here they are rounded
-    with ``power_2_scale=True`` only.
+    torchao's "rowwise" recipe rounds scales to powers of two. This one does so only with
+    ``power_2_scale=True``.
     """
 
     name: ClassVar[str] = "rowwise"
@@ -176,11 +178,12 @@ class Float8RowwiseScaling(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class Float8BlockScaling(Recipe):
-    """One scale for each 1x128 of activations and gradients, and each 128x128 of weights.
+    """One scale per 1x128 block of activations and gradients, and per 128x128 block of weights.
 
     Args:
-        wgrad_input_block: of the input's transpose in wgrad: (1, 128), or (128, 128), whose GEMM
-            is faster on Hopper, with coarser scales. Forward and dgrad stay as they are.
+        wgrad_input_block: block of the transposed input in wgrad: (1, 128) or (128, 128). The GEMM
+            of the latter is faster on Hopper, and its scales are coarser. Forward and dgrad are not
+            affected.
 
     (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.)
     """
@@ -204,17 +207,18 @@ class Float8BlockScaling(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class MXFP8BlockScaling(Recipe):
-    """MXFP8: power-of-two scales for each 1x32 of activations and gradients.
+    """MXFP8: one power-of-two scale per 1x32 block of activations and gradients.
+
+    Hopper has no block-scaled GEMM. There, weights are converted to one power-of-two scale per row,
+    and activations and gradients are quantized to such scales directly, rounded up.
 
     Args:
-        weight_block: (32, 32), whose one plane serves both passes, or (1, 32), for which both
-            planes are kept and gathered.
+        weight_block: (32, 32), with one plane for the forward and dgrad, or (1, 32), for which both
+            planes are stored and gathered.
         scale_rounding: "ceil", with which no element saturates, or "floor", the rule of the OCP
             specification.
 
-    Hopper has no block-scaled GEMM: there weights are rewritten for one power-of-two scale a row,
-    and activations and gradients quantized straight to such scales, rounded up.
-    (OCP Microscaling Formats specification 1.0; NVIDIA's MXFP8 recipe rounds up.)
+    (OCP Microscaling Formats specification 1.0. NVIDIA's MXFP8 recipe rounds up.)
     """
 
     name: ClassVar[str] = "mxfp8"
@@ -230,7 +234,7 @@ class MXFP8BlockScaling(Recipe):
                 f'scale_rounding must be "ceil" or "floor", not {self.scale_rounding!r}'
             )
         if self.amax_epsilon:
-            raise ValueError("amax_epsilon must be 0: MXFP8's scales have no lower bound to set")
+            raise ValueError("amax_epsilon must be 0 for MXFP8, whose scales have no lower bound")
 
     def block_format(self, role: Role) -> BlockFormat:
         if role == "weight" and self.weight_block == (32, 32):
@@ -238,7 +242,7 @@ class MXFP8BlockScaling(Recipe):
         return formats.MX_1X32
 
 
-#: Short names, and what they stand for.
+#: Recipes by short name.
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "delayed": DelayedScaling,
     "current": Float8CurrentScaling,
@@ -248,7 +252,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "mxfp8": MXFP8BlockScaling,
 }
 
-#: Recipe names of other libraries that have no equal here, and what to do instead.
+#: Recipe names of other libraries without an equivalent, and what to use instead.
 _ABSENT = {
     "rowwise_with_gw_hp": "torchao's recipe of this name computes weight gradients in high "
     "precision, which no recipe does here. The closest is 'rowwise'",
@@ -256,7 +260,7 @@ _ABSENT = {
 
 
 def resolve_recipe(recipe: Recipe | str | Any) -> Recipe:
-    """Return a recipe, given one or its short name.
+    """Return a recipe from its short name. A recipe is returned unchanged.
 
     Raises:
         ValueError: an unknown name. The message lists the known names and suggests the closest.
@@ -273,7 +277,7 @@ def resolve_recipe(recipe: Recipe | str | Any) -> Recipe:
             raise ValueError(message + _suggestion(recipe)) from None
     if isinstance(recipe, type) and issubclass(recipe, Recipe):
         raise TypeError(f"recipe is the class {recipe.__name__}: give {recipe.__name__}()")
-    kind = type(recipe)  # with its module: others have recipes of the same names
+    kind = type(recipe)  # named with its module, because other libraries use the same class names
     raise TypeError(
         "recipe must be a recipe of fp8rs or its short name, not "
         f"{kind.__module__}.{kind.__qualname__}"
@@ -288,7 +292,7 @@ def _suggestion(name: str) -> str:
 
 
 def describe(recipe: Recipe) -> str:
-    """The recipe's name and those fields that differ from the defaults, for reprs."""
+    """Return the recipe's name and the fields that differ from the defaults."""
     default = type(recipe)()
     changed = [
         f"{f.name}={getattr(recipe, f.name)!r}"

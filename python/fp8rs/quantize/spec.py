@@ -1,4 +1,4 @@
-"""What a recipe makes of an operand: the description that quantizers and linear layers share."""
+"""The `QuantSpec` of each operand under a recipe."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ def quant_spec(
     group: str | None = None,
     format: BlockFormat | None = None,
 ) -> QuantSpec:
-    """How a recipe quantizes an operand.
+    """Return how a recipe quantizes an operand.
 
     Args:
-        recipe: whose options are taken.
+        recipe: the recipe.
         role: the operand.
-        group: the name of the group over which per-tensor amaxes are reduced.
-        format: the one to quantize in, if not the recipe's own.
+        group: the name of the group over which per-tensor amaxes are reduced, or None.
+        format: a format to use instead of the recipe's.
+
+    Returns:
+        The spec. A weight of three dimensions is a batch of matrices. An input or gradient is one
+        matrix, whose leading dimensions are rows.
     """
     format = recipe.block_format(role) if format is None else format
-    # A recipe whose own scales are E8M0 has powers of two wherever it goes.
+    # A recipe with E8M0 scales uses power-of-two scales in other formats too.
     power_2_scale = recipe.power_2_scale or recipe.block_format("weight").microscaled
     return QuantSpec(
         format,
@@ -32,4 +36,5 @@ def quant_spec(
         scale_rounding=getattr(recipe, "scale_rounding", "ceil"),
         margin=recipe.margin if isinstance(recipe, DelayedScaling) else 0,
         group=group if format.per_tensor else None,
+        batched=role == "weight",
     )

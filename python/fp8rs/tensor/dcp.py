@@ -65,14 +65,15 @@ def splits_blocks(value: Any, plane: Plane, turned: bool) -> bool:
     """
     if not is_distributed(value):
         return False
-    owner: Any = own_part(value)._store.owner
+    observer: Any = own_part(value)._store.observer
     sharded = [(i, p.dim) for i, p in enumerate(value.placements) if not p.is_replicate()]
-    if owner is not None and owner.shards is not None:
+    if observer is not None and observer.scale_sync is not None:
         sharded = sharded[1:]  # ranks of FSDP2 share the scales of blocks that shards split
         if plane.format.per_tensor:
             return False
     extent = list(value.shape)
-    block = plane.format.block[::-1] if turned else plane.format.block
+    rows, cols = plane.format.block[::-1] if turned else plane.format.block
+    block = [1, *[rows] * (len(extent) - 2), cols] if plane.batched else [rows, cols]
     for mesh_dim, dim in sharded:
         length = -(-extent[dim] // value.device_mesh.size(mesh_dim))
         if length < extent[dim] and (block[dim] < 0 or length % block[dim]):

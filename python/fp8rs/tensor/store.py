@@ -1,4 +1,4 @@
-"""What quantized tensors are views of: planes in a store, and whom those of a weight belong to."""
+"""The planes that quantized tensors are views of, and observers of writes to them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8rs._torch import note_write
 from fp8rs.tensor import windows
-from fp8rs.tensor.formats import BlockFormat, matrix_shape
+from fp8rs.tensor.formats import BlockFormat, split
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.spec import Planes, QuantSpec
 from fp8rs.tensor.windows import Rectangle
@@ -23,43 +23,35 @@ NO_SINGLE_MEMORY = (
     "dcp.async_save in place of model.state_dict()"
 )
 
-#: What a delayed scale is read from and the amax written to, each fp32 of one element.
+#: A delayed scale to read and the amax to raise, each fp32 of one element.
 Delayed = tuple[Tensor, Tensor]
 
 
-class Owner(Protocol):
-    """Whom the planes of a weight belong to. It is told of writes, and may take them over.
-
-    What it is told of are quantized tensors: the weight, or others over its planes.
+class WriteObserver(Protocol):
+    """Observes writes to the planes of a weight, and allocates planes for its shards.
 
     Attributes:
-        init_value: the values before the first rounding, on the CPU, where they are kept.
+        init_value: the values from before the first rounding, on the CPU, or None.
     """
 
     init_value: Tensor | None
 
-    def write(self, tensor: Any, values: Tensor, keep: bool) -> bool:
-        """``values`` are about to be written; True if they have been, with other ranks' shards.
+    def observes(self, store: Store) -> bool:
+        """Return whether planes may belong to the weight, and not to a copy of it."""
 
-        Called on every rank that writes, on those with an empty shard too.
+    def observe_write(self, tensor: Any, values: Tensor | None, exact: bool) -> None:
+        """Notify that a tensor that shares the weight's planes was written.
+
+        Called on every rank that writes, also on one with an empty shard.
 
         Args:
-            tensor: what is written.
-            values: what to.
-            keep: what they leave as it was is to keep its value: see `QuantSpec.keep_scale`.
+            tensor: the tensor that was written.
+            values: the values that were written to it. None if codes and scales were copied.
+            exact: whether each value was rounded by itself: see `fp8rs.tensor.writes.quantize`.
         """
 
-    def take(self, tensor: Any, src: Any) -> bool:
-        """As `write`, of the codes and scales of another tensor of this format and shape."""
-
-    def has(self, store: Store) -> bool:
-        """Whether these are the planes of the weight, or may be: not those of a copy."""
-
-    def wrote(self, tensor: Any = None) -> None:
-        """``tensor`` has been written; None: the planes were, with the scales of all ranks."""
-
-    def room(self, like: Store, shape: Iterable[int], device: Any) -> Store:
-        """Room for another part of the weight that ``like`` is of, in the place of zeros."""
+    def allocate(self, like: Store, shape: Iterable[int], device: Any) -> Store:
+        """Allocate planes of zeros for another shard of the weight that ``like`` belongs to."""
 
     def forget_init(self) -> None:
         """Free the values from before the first rounding, and keep no others."""
@@ -72,14 +64,13 @@ class Store:
         rowwise, columnwise: the planes; one of them at least.
         spec: how what is written is quantized; None is the planes' format without options.
         delayed: for delayed scaling, the scale to read and the amax to write.
-        owner: of a parameter's planes; new tensors that stand for the parameter have it too.
-        first_copy: of room for a shard: takes the first tensor that is copied into a region of it,
-            with its scales.
-        gathered: FSDP2 has gathered the planes' bytes, and frees and refills them: they are no
-            parameter's own.
+        observer: observes writes to a parameter's planes. New tensors of the parameter have it too.
+        first_copy: for a shard that was just allocated, copies codes and scales of the first tensor
+            that is written to it.
+        gathered: FSDP2 has gathered the planes' bytes, and frees and refills them.
     """
 
-    __slots__ = ("columnwise", "delayed", "first_copy", "gathered", "owner", "rowwise", "spec")
+    __slots__ = ("columnwise", "delayed", "first_copy", "gathered", "observer", "rowwise", "spec")
 
     def __init__(
         self,
@@ -92,21 +83,21 @@ class Store:
         self.columnwise = columnwise
         self.spec = spec
         self.delayed = delayed
-        self.owner: Owner | None = None
+        self.observer: WriteObserver | None = None
         self.first_copy: Callable[[Any, Any], bool] | None = None
         self.gathered = False
 
     def over(self, rowwise: Plane | None, columnwise: Plane | None) -> Store:
-        """Other planes that stand for the same: with this specification and owner."""
+        """Return a store of other planes with this specification and observer."""
         new = Store(rowwise, columnwise, self.spec, self.delayed)
-        new.owner = self.owner
+        new.observer = self.observer
         return new
 
     @property
-    def told(self) -> Owner | None:
-        """The owner, if these planes are its weight's and not those of a copy."""
-        owner = self.owner
-        return owner if owner is not None and owner.has(self) else None
+    def active_observer(self) -> WriteObserver | None:
+        """The observer, if these planes belong to its weight and not to a copy of it."""
+        observer = self.observer
+        return observer if observer is not None and observer.observes(self) else None
 
     @property
     def lead(self) -> int:
@@ -116,7 +107,7 @@ class Store:
 
     @property
     def any_plane(self) -> Plane:
-        """The rowwise plane, or the columnwise one where there is no rowwise."""
+        """The rowwise plane, or the columnwise one if the rowwise one is missing."""
         plane = self.rowwise if self.rowwise is not None else self.columnwise
         assert plane is not None
         return plane
@@ -127,13 +118,19 @@ class Store:
         return self.any_plane.format
 
     @property
-    def matrix(self) -> tuple[int, int]:
-        """Rows and columns of the 2-D view."""
+    def matrix(self) -> tuple[int, ...]:
+        """The shape (rows, cols) of one matrix, or (E, rows, cols) of a batch."""
         if self.rowwise is not None:
-            return matrix_shape(self.rowwise.data.shape)
+            batch, matrix = split(self.rowwise.data.shape, self.rowwise.batched)
+            return *batch, *matrix
         assert self.columnwise is not None
-        cols, rows = self.columnwise.data.shape
-        return rows, cols
+        shape = self.columnwise.data.shape
+        return *shape[:-2], shape[-1], shape[-2]
+
+    @property
+    def batched(self) -> bool:
+        """Whether the planes have a batch of matrices."""
+        return self.any_plane.batched
 
     @property
     def has(self) -> tuple[bool, bool]:
@@ -153,14 +150,15 @@ class Store:
 
     def read(self, box: Rectangle, dtype: torch.dtype) -> Tensor:
         """The values of some rows and columns, which cut no block: a new contiguous matrix."""
+        shape = box.rows.length, box.cols.length
         if self.rowwise is not None:
-            part = windows.part(self.rowwise, box.rows, box.cols)
+            part = windows.part(self.rowwise, box)
             assert part is not None
-            return part.dequantize(dtype).view(box.rows.length, box.cols.length)
+            return part.dequantize(dtype).view(shape)
         assert self.columnwise is not None
-        part = windows.part(self.columnwise, box.cols, box.rows)
+        part = windows.part(self.columnwise, box, columnwise=True)
         assert part is not None
-        return part.dequantize(dtype).t().contiguous()
+        return part.dequantize(dtype).mT.contiguous().view(shape)
 
     def part(self, box: Rectangle | None) -> Planes:
         """The planes of some rows and columns, which cut no block, or of all: they share memory."""
@@ -169,8 +167,8 @@ class Store:
             return row, col
         if row is not None:
             data = row.data.view(self.matrix)  # of a copy what is written would be lost
-            row = windows.part(Plane(data, row.scale, row.format, row.lead), box.rows, box.cols)
-        return row, None if col is None else windows.part(col, box.cols, box.rows)
+            row = windows.part(Plane(data, row.scale, row.format, row.lead), box)
+        return row, None if col is None else windows.part(col, box, columnwise=True)
 
     def put(self, planes: Planes, box: Rectangle | None = None, non_blocking: bool = False) -> None:
         """Write planes of some rows and columns, which cut no block, or of all."""

@@ -120,7 +120,7 @@ class StoreTensor(Tensor):
         shape: Iterable[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Self:
-        """A tensor of this class and specification over other planes, of the same owner."""
+        """A tensor of this class and specification over other planes, with the same observer."""
         shape = self.shape if shape is None else torch.Size(shape)
         store = self._store.over(rowwise, columnwise)
         return self.over(store, shape, self.dtype if dtype is None else dtype)

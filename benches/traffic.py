@@ -1,0 +1,162 @@
+"""Count the bytes that a training step gathers and reduces.
+
+A dispatch mode counts the collectives. The part of converted weights is what their pre-all-gather
+hooks return. Without hooks, it is calculated from the sizes of the gathers and of the padded
+parameters. The bytes of an all-gather are those of its output, padding included.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+#: Operators of all-gathers, with the position of the output.
+_GATHERS = {
+    "c10d::_allgather_base_": 0,
+    "c10d::allgather_": 0,
+    "c10d::allgather_coalesced_": 0,
+    "c10d::allgather_into_tensor_coalesced_": 0,
+    "_c10d_functional::all_gather_into_tensor": None,
+    "_c10d_functional::all_gather_into_tensor_out": None,
+    "_c10d_functional::all_gather_into_tensor_coalesced": None,
+}
+#: Operators of reduce-scatters, with the position of the input.
+_SCATTERS = {
+    "c10d::_reduce_scatter_base_": 1,
+    "c10d::reduce_scatter_": 1,
+    "c10d::reduce_scatter_tensor_coalesced_": 1,
+    "_c10d_functional::reduce_scatter_tensor": 0,
+    "_c10d_functional::reduce_scatter_tensor_out": 0,
+}
+_ALL_REDUCES = {
+    "c10d::allreduce_": 0,
+    "_c10d_functional::all_reduce": 0,
+    "_c10d_functional::all_reduce_": 0,
+}
+
+
+@dataclass
+class Traffic:
+    """Bytes that a rank gathered and reduced in one step."""
+
+    gathers: list[int] = field(default_factory=list)
+    handed_over: int = 0
+    scatters: list[int] = field(default_factory=list)
+    all_reduces: list[int] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        """Return the bytes of all all-gathers."""
+        return sum(self.gathers)
+
+
+@contextmanager
+def counted(model: nn.Module, ranks: int) -> Iterator[Traffic]:
+    """Count the collectives within the block."""
+    traffic = Traffic()
+    with ExitStack() as stack:
+        for kind in _hooked_types(model):
+            hook = _counting_hook(kind.fsdp_pre_all_gather, traffic, ranks)
+            stack.enter_context(mock.patch.object(kind, "fsdp_pre_all_gather", hook))
+        stack.enter_context(_Counter(traffic))
+        yield traffic
+
+
+def converted_share(
+    traffic: Traffic, model: nn.Module, names: set[str], ranks: int, itemsize: int
+) -> int:
+    """Return the bytes of the parameters ``names`` in the all-gathers of a model without hooks.
+
+    The size of an all-gather identifies its module.
+
+    Raises:
+        RuntimeError: no module has this size, or several modules with different shares have it.
+    """
+    shares: dict[int, set[int]] = {}
+    for whole, part in _units(model, names, ranks):
+        shares.setdefault(whole * itemsize, set()).add(part * itemsize)
+    total = 0
+    for size in traffic.gathers:
+        share = shares.get(size, set())
+        if len(share) != 1:
+            raise RuntimeError(f"a gather of {size} bytes fits {len(share)} kinds of module")
+        total += next(iter(share))
+    return total
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self, traffic: Traffic) -> None:
+        super().__init__()
+        self._traffic = traffic
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name in _GATHERS:
+            position = _GATHERS[name]
+            self._traffic.gathers.append(_bytes(result if position is None else args[position]))
+        elif name in _SCATTERS:
+            self._traffic.scatters.append(_bytes(args[_SCATTERS[name]]))
+        elif name in _ALL_REDUCES:
+            self._traffic.all_reduces.append(_bytes(args[_ALL_REDUCES[name]]))
+        return result
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, list | tuple):
+        return sum(_bytes(item) for item in value)
+    return 0
+
+
+def _hooked_types(model: nn.Module) -> set[Any]:
+    locals_ = (p.to_local() for p in model.parameters() if isinstance(p, DTensor))
+    return {type(local) for local in locals_ if hasattr(local, "fsdp_pre_all_gather")}
+
+
+def _counting_hook(hook: Callable[..., Any], traffic: Traffic, ranks: int) -> Callable[..., Any]:
+    # `wraps` keeps the signature. FSDP2 counts the parameters of the hook.
+    @functools.wraps(hook)
+    def count(*args: Any, **kwargs: Any) -> Any:
+        handed, metadata = hook(*args, **kwargs)
+        # With one rank, FSDP2 gathers nothing.
+        traffic.handed_over += _bytes(handed) * ranks if ranks > 1 else 0
+        return handed, metadata
+
+    return count
+
+
+def _units(model: nn.Module, names: set[str], ranks: int) -> Iterator[tuple[int, int]]:
+    """Yield the padded elements of each sharded module, and of the named parameters in it."""
+    owner: dict[str, str] = {}
+    for prefix, module in model.named_modules():
+        # Parents come before children, so the innermost sharded module owns a parameter.
+        sharded = isinstance(module, FSDPModule)
+        if sharded:
+            for name, _ in module.named_parameters(prefix):
+                owner[name] = prefix
+    sizes: dict[str, list[int]] = {}
+    for name, parameter in model.named_parameters():
+        rows = -(-parameter.shape[0] // ranks) * ranks
+        padded = rows * parameter.shape[1:].numel()
+        whole_part = sizes.setdefault(owner[name], [0, 0])
+        whole_part[0] += padded
+        whole_part[1] += padded if name in names else 0
+    yield from ((whole, part) for whole, part in sizes.values())

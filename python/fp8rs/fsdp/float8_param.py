@@ -1,0 +1,250 @@
+"""The handle of one FP8 weight, which observes writes to its codes and scales.
+
+A write quantizes with the scale of this rank's values alone and never starts a collective. It marks
+the handle as unsynced. `fp8rs.fsdp.scale_sync` synchronizes the scales that shards share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fp8rs._torch import is_distributed, is_traced
+from fp8rs.tensor.formats import FP8_MAX
+from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.spec import QuantSpec
+from fp8rs.tensor.store import Store
+
+from . import padding
+from .param import ParamHandle
+from .shard_spec import local_part, shard_spec
+
+
+class Float8ParamHandle(ParamHandle):
+    """The handle of an FP8 weight, sharded or not (`fp8rs.tensor.store.WriteObserver`).
+
+    Attributes:
+        unsynced: whether this rank wrote the shard since scales were last synchronized.
+        pending: the values of the last write if it replaced the whole shard, in high precision.
+            They are rounded again if the synchronization changes the scale, so that each value is
+            rounded only once. None if no scale is shared or the shard was written otherwise.
+        keep_init: whether to keep values from before they are rounded, for masters.
+    """
+
+    __slots__ = ("_init_value", "_shares_scales", "keep_init", "pending", "unsynced")
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        super().__init__(module, name)
+        self.unsynced = self.keep_init = self._shares_scales = False
+        self.pending: Tensor | None = None
+        self._init_value: Tensor | None = None
+
+    def _copy_for(self, module: nn.Module) -> Float8ParamHandle:
+        new = Float8ParamHandle(module, self.name)
+        new.unsynced, new.keep_init = self.unsynced, self.keep_init
+        # Nothing writes to these tensors, so the copy can share them.
+        new.pending, new._init_value = self.pending, self._init_value
+        new._shares_scales = self._shares_scales
+        return new
+
+    # --- the parameter ---------------------------------------------------------------------------
+
+    @property
+    def quant_spec(self) -> QuantSpec:
+        """How the weight is quantized."""
+        return cast(QuantizedTensor, self.parameter_part).spec
+
+    @property
+    def scale_sync(self) -> Any:
+        """The model's `fp8rs.fsdp.scale_sync.ScaleSync`. None unless the module holds a shard."""
+        state = self.state_if_any
+        return None if state is None or self.local is None else state.shard().scale_sync
+
+    @property
+    def shares_scales(self) -> bool:
+        """Whether several ranks have elements of one scale of the weight."""
+        if (sync := self.scale_sync) is not None:
+            self._shares_scales = sync.shares_scales(self)
+        return self._shares_scales  # while the weight is gathered, as it was before
+
+    @property
+    def element_offset(self) -> int:
+        """The index of this rank's first element: see `ShardSpec.element_offset`."""
+        if self.local is not None:
+            return self.spec.element_offset
+        parameter: Any = self.parameter if self.in_place else None
+        return shard_spec(parameter).element_offset if is_distributed(parameter) else 0
+
+    def reshard(self) -> None:
+        """Make modules hold their shards again if FSDP2 has this weight gathered."""
+        part = self.parameter_part
+        if not (isinstance(part, QuantizedTensor) and part._store.gathered):
+            return
+        from torch.distributed.fsdp import FSDPModule
+
+        root = self.state.root
+        for module in () if root is None else root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    # --- writes ----------------------------------------------------------------------------------
+
+    def observes(self, store: Store) -> bool:
+        """Return whether planes belong to the weight, and not to a copy of it.
+
+        While FSDP2 has the weight gathered, the shard is not known, so this returns True.
+        """
+        if not self.in_place:
+            return False
+        known = getattr(self.parameter_part, "_store", None)
+        return known is None or known.observer is not self or known is store
+
+    def allocate(self, like: Store, shape: Iterable[int], device: Any) -> Store:
+        """Allocate planes of zeros for another shard of the weight that ``like`` belongs to."""
+        return padding.allocate(like, shape, device)
+
+    def observe_write(self, tensor: QuantizedTensor, values: Tensor | None, exact: bool) -> None:
+        """Note that an operator wrote to the weight. Runs no collective.
+
+        Args:
+            tensor: the weight, or a tensor that shares its planes.
+            values: the values that it has now, in high precision and in its shape. None if codes
+                and scales were copied.
+            exact: whether each value was rounded by itself. In-place arithmetic instead keeps the
+                codes of elements that it does not change.
+        """
+        self.mark_written()
+        self.unsynced = True
+        if values is not None and tensor.region.is_whole:
+            values = values.reshape(tensor._store.matrix)
+        else:
+            values = None
+        self._keep_init(values)
+        if values is not None and not self.shares_scales:
+            self.start_history_from(values)
+        elif values is not None and exact and not values.is_meta:
+            self.pending = values.clone()
+        store = getattr(self.parameter_part, "_store", None)
+        # A gathered weight has no observer.
+        if store is not None and store.observer is self:
+            self.update_history(store.any_plane.scale)
+
+    def mark_written(self) -> None:
+        """Note a write of codes with scales that all ranks have."""
+        super().mark_written()
+        self.unsynced, self.pending = False, None
+
+    def mark_synced(self) -> None:
+        """Note that all ranks have the same scales now, and free pending values."""
+        pending = self.pending
+        if pending is not None and pending.is_cuda and not is_traced(pending):
+            # An all-gather stream may read what another stream allocated.
+            pending.record_stream(torch.cuda.current_stream(pending.device))
+        self.unsynced, self.pending = False, None
+
+    def mark_loaded(self) -> None:
+        """Note that codes and scales were loaded in place, on all ranks.
+
+        A rank may have loaded and quantized values in high precision instead. Scales are therefore
+        synchronized. Codes with a common scale stay as they are.
+        """
+        self._keep_init(None)
+        self.mark_written()
+        self.unsynced = True
+
+    def mark_rescaled(self) -> None:
+        """Note that the shard was rounded again, to a scale of other ranks.
+
+        This is not a write: the values are the same, so masters stay. A backward that needs the
+        codes of its forward raises.
+        """
+        self.mark_stale()
+        self._note_stream()
+
+    # --- delayed scaling -------------------------------------------------------------------------
+
+    def update_history(self, scale: Tensor) -> None:
+        """With delayed scaling, make the next scale the one that values were written with.
+
+        The next write would otherwise saturate with a scale from before these values.
+        """
+        slots = self.slots
+        if slots is None or scale.is_meta:
+            return
+        with torch.no_grad():
+            known, amax = slots
+            scale = scale.to(known.device).view(())
+            finite = scale.isfinite()
+            known.copy_(torch.where(finite, scale, known))
+            largest = scale * largest_code(self.quant_spec)
+            amax.copy_(torch.where(finite, amax.maximum(largest), amax))
+
+    def start_history_from(self, values: Tensor) -> None:
+        """With delayed scaling, start the history of a whole weight with the amax of its values."""
+        if self.slots is None or values.is_meta or not values.numel():
+            return
+        with torch.no_grad():
+            low, high = values.detach().aminmax()
+            amax = torch.maximum(-low, high).float()
+            self.start_history(self.quant_spec.scale_from_amax(amax), amax)
+
+    def start_history(self, scale: Tensor, amax: Tensor) -> None:
+        """With delayed scaling, set the next scale and the recorded amax, if the amax is finite."""
+        finite = amax.isfinite()
+        for slot, value in zip(self.slots or (), (scale, amax), strict=False):
+            slot.copy_(torch.where(finite, value.to(slot.device).view(()), slot))
+
+    # --- values from before the first rounding ---------------------------------------------------
+
+    @property
+    def init_value(self) -> Tensor | None:
+        """The values from before the first rounding that this rank holds, on the CPU, or None."""
+        value = self._init_value
+        if value is not None and self.in_place:
+            parameter: Any = self.parameter
+            # Tensor parallelism replaces the parameter by a DTensor without a notification.
+            if value.shape == parameter.shape != self.parameter_part.shape:
+                self._init_value = value = local_part(value, parameter)
+        return value
+
+    @init_value.setter
+    def init_value(self, value: Tensor | None) -> None:
+        self._init_value = value
+
+    def forget_init(self) -> None:
+        """Free the values from before the first rounding, and keep no others."""
+        self.init_value, self.keep_init = None, False
+
+    def _keep_init(self, values: Tensor | None) -> None:
+        """Replace the kept values after a write, until an optimizer reads them.
+
+        Args:
+            values: the values of the whole shard (rows, cols), or None if they are not known.
+        """
+        if self.keep_init:
+            kept = values is not None and not values.is_meta
+            self.init_value = values.detach().to("cpu", copy=True) if kept else None  # type: ignore[union-attr]
+
+
+def largest_code(spec: QuantSpec) -> float:
+    """Return the largest value that a per-tensor scale of 1 is computed for."""
+    return float(FP8_MAX[spec.fp8_dtype] / 2**spec.margin)
+
+
+def register_handle(module: nn.Module, name: str) -> Float8ParamHandle:
+    """Return the handle of a module's quantized parameter, which observes its writes from now on.
+
+    Args:
+        module: a converted module.
+        name: the name of a parameter that is not sharded.
+    """
+    parameter: Any = module._parameters[name]
+    assert isinstance(parameter, QuantizedTensor)
+    handle = parameter._store.observer
+    if not isinstance(handle, Float8ParamHandle) or handle._module() is not module:
+        handle = parameter._store.observer = Float8ParamHandle(module, name)
+    module.__dict__.setdefault("_fp8_params", {})[name] = handle
+    return handle

@@ -1,0 +1,119 @@
+"""Float8Shard: the local tensor of a sharded FP8 weight, gathered as it is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.spec import Planes
+from fp8rs.tensor.windows import Rectangle, Span
+
+from . import hooks
+from .float8_param import Float8ParamHandle
+from .layout import AllGatherLayout
+from .param import LocalShard, set_scales
+from .shard_spec import ShardSpec
+
+
+class Float8Shard(QuantizedTensor):
+    """A quantized shard. Its codes and scales are the bytes that FSDP2 gathers."""
+
+    fsdp_pre_all_gather = hooks.pre_all_gather
+    fsdp_post_all_gather = hooks.post_all_gather
+
+    @property
+    def _handle(self) -> Float8ParamHandle:
+        handle = self._store.observer
+        assert isinstance(handle, Float8ParamHandle)
+        return handle
+
+    @property
+    def _is_weight(self) -> bool:
+        """Whether this object is the local tensor of the parameter, and not a view or a copy."""
+        return self._handle.in_place and self is self._handle.parameter_part
+
+    @property
+    def shard(self) -> Tensor:
+        """The shard as all-gathers read it."""
+        return self
+
+
+def wrap_shard(local: QuantizedTensor, handle: Float8ParamHandle) -> Float8Shard:
+    """Return a shard over the planes of ``local``. The handle observes its writes."""
+    local._store.observer = handle
+    shard: Any = local.view_of(local._window)
+    shard.__class__ = Float8Shard
+    found: Float8Shard = shard
+    return found
+
+
+# --- planes --------------------------------------------------------------------------------------
+
+
+def is_fp8(shard: LocalShard) -> bool:
+    """Return whether a shard is stored quantized."""
+    return isinstance(shard.data, QuantizedTensor)
+
+
+def planes_of(local: QuantizedTensor) -> Planes:
+    """Return the planes of a shard, also of an empty one."""
+    if local.numel():
+        return local.planes
+    row, col, cols = local._store.rowwise, local._store.columnwise, local.shape[1]
+    return None if row is None else row.empty(0, cols), None if col is None else col.empty(cols, 0)
+
+
+def write_planes(local: QuantizedTensor, planes: Planes) -> None:
+    """Write the planes of a whole shard. An empty shard stores a per-tensor scale alone."""
+    store = local._store
+    if local.numel():
+        store.put(planes, Rectangle(Span(0, local.shape[0]), Span(0, local.shape[1])))
+    elif store.any_plane.format.per_tensor:
+        row, col = planes
+        plane = row if row is not None else col
+        assert plane is not None
+        store.any_plane.scale.copy_(plane.scale)
+
+
+def scale_of(shard: LocalShard) -> Tensor:
+    """Return the scale () that a shard of a per-tensor format stores."""
+    data: Any = shard.data
+    scale: Tensor = data._store.any_plane.scale.view(())
+    return scale
+
+
+# --- all-gathers ---------------------------------------------------------------------------------
+
+
+def copy_scales(layout: AllGatherLayout, shards: Sequence[LocalShard]) -> None:
+    """Copy per-tensor scales to the handles: a gathered weight keeps its scale after a write."""
+    if layout.format.per_tensor:
+        set_scales(shards, torch.stack([scale_of(s).to(s.device) for s in shards]))
+
+
+def all_gather_inputs(layout: AllGatherLayout, local: Any, spec: ShardSpec) -> tuple[Tensor, ...]:
+    """Return the tensors to gather for a shard. They share its memory where possible."""
+    row, col = planes_of(local)
+    if local.numel() and local.shape[0] < spec.padded and spec.dim == 0:
+        rows, cols = spec.padded, local.shape[1]
+        row, col = _with_padding(row, (rows, cols)), _with_padding(col, (cols, rows))
+    return layout.pack((row, col), spec)
+
+
+def _with_padding(plane: Plane | None, size: tuple[int, int]) -> Plane | None:
+    """Return a short shard's plane with the padding that lies behind it in memory.
+
+    FSDP2 keeps shards padded, so this needs no copy. A plane without padding is returned as it is.
+    """
+    if plane is None:
+        return None
+    data, strides = plane.data, (size[1], 1)
+    end = data.storage_offset() + size[0] * size[1]
+    if data.stride() != strides or end > data.untyped_storage().nbytes():
+        return plane
+    return Plane(data.as_strided(size, strides), plane.scale, plane.format, plane.lead)

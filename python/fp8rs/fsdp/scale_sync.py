@@ -1,0 +1,346 @@
+"""Synchronize the scales that shards of FP8 weights share.
+
+Shards share the scale of a per-tensor format, and the scales of blocks that shard boundaries split.
+A write quantizes the shard of this rank alone, with its own scales. The ranks synchronize the
+scales at points that all of them reach:
+
+- before an all-gather outside of a backward that finds a stale scale. In a forward of the root
+  module all scales are stale, so all ranks synchronize once per forward;
+- after an optimizer step. `fp8rs.optim` reduces the amaxes of all weights within the step;
+- when a layer's state dict is taken or loaded, and after its ``reset_parameters``.
+
+Whether a rank takes part never depends on what it has written. At each of these points all ranks
+run an all-reduce, or none of them does, because no scale is shared. One rank may therefore write
+alone. All ranks must call ``state_dict()``.
+
+An all-gather outside of the root's forward is an exception. It synchronizes if this rank wrote
+since the last all-gather, as with master weights. All ranks must make writes before it, or run a
+forward first.
+
+The all-reduce compares the stored scales. If all ranks store the same scale, it stays, and so do
+all codes. Otherwise the common scale is the one that the largest value of all ranks needs. A rank
+whose scale changes rounds its shard again. If its last write replaced the whole shard, it rounds
+the values of that write, and the bytes equal the unsharded weight's. Otherwise it rounds its
+codes. In-place arithmetic moves scales by powers of two (`QuantSpec.keep_scale`), so rounding codes
+again is then exact except for subnormal numbers.
+
+To decide which shards to round, the host reads the reduced scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fp8rs._torch import is_traced
+from fp8rs.scaling.reductions import reduce_packed_
+from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.spec import QuantSpec
+
+from .float8_param import Float8ParamHandle, largest_code
+from .float8_shard import Float8Shard, planes_of, scale_of, write_planes
+from .param import LocalShard, ParamHandle, local_of, wait_for_writes
+from .quantize import BlockwiseShardQuantizer, ShardQuantizer
+
+_block_amax = torch.ops.fp8rs.block_amax.default
+_multi_amax = torch.ops.fp8rs.multi_amax.default
+_quantize = torch.ops.fp8rs.quantize.default
+
+
+class ScaleSync:
+    """Synchronizes the scales of a model's sharded FP8 weights.
+
+    All ranks call the methods with the same weights.
+
+    Args:
+        quantizer: the quantizer of the model's shards.
+        handles: returns the handles of parameters whose shards are here now, in an order that all
+            ranks share.
+    """
+
+    def __init__(
+        self, quantizer: ShardQuantizer, handles: Callable[[], Sequence[ParamHandle]]
+    ) -> None:
+        self._quantizer, self._handles = quantizer, handles
+        self._done_in_step = False
+
+    def handles(self) -> list[Float8ParamHandle]:
+        """Return the handles of FP8 weights that have memory."""
+        fp8 = (h for h in self._handles() if isinstance(h, Float8ParamHandle))
+        return [h for h in fp8 if not h.local.is_meta]
+
+    def shares_scales(self, handle: Float8ParamHandle) -> bool:
+        """Return whether several ranks have elements of one scale of a weight."""
+        if self._quantizer.spec.format.per_tensor:
+            return bool(handle.spec.groups)
+        return self.splits_blocks(handle)
+
+    def splits_blocks(self, handle: Float8ParamHandle) -> bool:
+        """Return whether shard boundaries split blocks of a weight."""
+        return bool(self._quantizer.split_rows(handle.spec))
+
+    # --- synchronization -------------------------------------------------------------------------
+
+    def sync(self, handles: Sequence[Float8ParamHandle] | None = None) -> None:
+        """Synchronize the scales of these weights, or of all: one all-reduce per process group."""
+        handles = self.handles() if handles is None else handles
+        with torch.inference_mode(False), torch.no_grad():
+            wait_for_writes(handles)
+            self.sync_shards(list(map(self._quantizer.shard, handles)))
+
+    def sync_module(self, module: nn.Module) -> None:
+        """Synchronize the scales of a converted module's FP8 weights."""
+        names: Any = module._fp8_params
+        shards = [local_of(module._parameters.get(name)) for name in names]
+        self.sync([s._handle for s in shards if isinstance(s, Float8Shard) and not s.is_meta])
+
+    def sync_shards(self, shards: Sequence[LocalShard]) -> None:
+        """Synchronize the scales of shards of FP8 weights."""
+        shared = [s for s in shards if self.shares_scales(handle_of(s))]
+        if not shared:
+            return
+        if isinstance(self._quantizer, BlockwiseShardQuantizer):
+            _sync_split_blocks(self._quantizer, shared)
+        else:
+            _sync_tensors(self._quantizer, shared)
+        for handle in map(handle_of, shared):
+            handle.mark_synced()
+
+    # --- optimizers ------------------------------------------------------------------------------
+
+    def stepped(self) -> None:
+        """Notify that an optimizer has stepped. Synchronize the scales of trainable weights."""
+        if not self._done_in_step:
+            self.sync([h for h in self.handles() if h.parameter.requires_grad])
+        self._done_in_step = False
+
+    def end_step(self, handles: Sequence[Float8ParamHandle]) -> None:
+        """Synchronize the scales of these weights, in place of `stepped` for the present step.
+
+        Args:
+            handles: weights whose scales were not reduced within the step.
+        """
+        self.sync(handles)
+        self._done_in_step = True
+
+    def write_values(self, handles: Sequence[Float8ParamHandle], values: Sequence[Tensor]) -> None:
+        """Quantize values into whole shards, with common scales: one all-reduce."""
+        shards = list(map(self._quantizer.shard, handles, values))
+        with torch.inference_mode(False), torch.no_grad():
+            for handle, planes in zip(handles, self._quantizer.planes(shards), strict=True):
+                write_planes(handle.local, planes)
+                handle.mark_written()
+
+    def reduce_amaxes_(self, handles: Sequence[Float8ParamHandle], amaxes: Tensor) -> None:
+        """Reduce the amaxes (n,) of shards, fp32, over the ranks of each weight, in place."""
+        specs = [handle.spec for handle in handles]
+        # A process group may have no backend for the device of offloaded weights.
+        values = amaxes.to(specs[0].mesh_device(amaxes.device))
+        reduce_packed_(values, ((range(i, i + 1), s.groups) for i, s in enumerate(specs)))
+        if values is not amaxes:
+            amaxes.copy_(values)
+
+
+def handle_of(shard: LocalShard) -> Float8ParamHandle:
+    """Return the handle of an FP8 weight's shard."""
+    assert isinstance(shard.handle, Float8ParamHandle)
+    return shard.handle
+
+
+# --- the common scale ----------------------------------------------------------------------------
+
+_LARGEST_BITS = 0x7FFFFFFF
+"""Scales are reduced with MAX, as int32 bits. This minus the bits gives the smallest scale."""
+
+
+def _contribution(scale: Tensor, wanted: Tensor) -> Tensor:
+    """Return what a rank contributes to the common scales, (3, ...), to be reduced with MAX.
+
+    Args:
+        scale: the scales that this rank stores, fp32.
+        wanted: the scales that this rank's own values need, fp32 of the same shape. 0 for zeros.
+    """
+    reversed_scale = (_LARGEST_BITS - scale.view(torch.int32)).view(torch.float32)
+    return torch.stack([wanted, scale, reversed_scale])
+
+
+def _wanted(spec: QuantSpec, handle: Float8ParamHandle, scale: Tensor, amax: Tensor) -> Tensor:
+    """Return the scales that a written shard's values need, fp32 of the shape of ``amax``.
+
+    The scales of pending values are computed from these already. Codes start from their scales.
+    """
+    needed = scale if handle.pending is not None else spec.keep_scale(scale, amax)
+    return torch.where(amax == 0, 0.0, needed)
+
+
+def _common(wanted: Tensor, most: Tensor, reversed_least: Tensor) -> Tensor:
+    """Return the common scales, from reduced contributions.
+
+    If all ranks store the same scale, it stays. A rank that changed nothing therefore keeps its
+    bytes, however small its own values are. Otherwise the common scale is the one that the largest
+    value of all ranks needs.
+    """
+    equal = most.view(torch.int32) == _LARGEST_BITS - reversed_least.view(torch.int32)
+    return torch.where(equal | (wanted == 0), most, wanted)
+
+
+def _differs(a: Tensor, b: Tensor) -> Tensor:
+    """Compare fp32 scales bit for bit, since NaN does not equal itself."""
+    return a.view(torch.int32) != b.view(torch.int32)
+
+
+# --- one scale per tensor ------------------------------------------------------------------------
+
+
+def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> None:
+    stored = torch.stack([scale_of(s).to(s.device) for s in shards])
+    lanes = torch.stack([_tensor_lanes(quantizer.spec, s) for s in shards], 1)
+    # (4, shards) as four runs of one value per shard.
+    reduced = quantizer.reduce([*shards] * 4, lanes.view(-1))
+    *contributions, amaxes = reduced.view(4, -1).unbind()
+    common = _common(*contributions)
+    if is_traced(common):
+        return
+    changes = _differs(common, stored).tolist()
+    for shard, scale, amax, changed in zip(
+        shards, common.unbind(), amaxes.unbind(), changes, strict=True
+    ):
+        handle = handle_of(shard)
+        if changed:
+            _round_tensor(shard, scale)
+            handle.mark_rescaled()
+        if handle.pending is not None:
+            handle.start_history(scale, amax)
+        elif changed:
+            handle.update_history(scale)
+
+
+def _tensor_lanes(spec: QuantSpec, shard: LocalShard) -> Tensor:
+    """Return a shard's contributions to the common scale, and the amax of its values, (4,)."""
+    scale, handle = scale_of(shard), handle_of(shard)
+    data = cast(QuantizedTensor, shard.data)
+    if not data.numel():
+        # The scale of an empty shard does not count.
+        return scale.new_zeros(4, device=shard.device)
+    wanted, amax = scale, scale * largest_code(spec)
+    if handle.pending is not None:
+        amax = _multi_amax([handle.pending])[0]
+        wanted = _wanted(spec, handle, scale, amax)
+    elif handle.unsynced:
+        row = planes_of(data)[0]
+        assert row is not None
+        largest = (row.data.view(torch.uint8) & 0x7F).amax().view(row.data.dtype)
+        wanted = _wanted(spec, handle, scale, largest.to(torch.float32) * scale)
+    lanes = torch.cat([_contribution(scale, wanted), amax.view(1)])
+    return lanes.to(shard.device)
+
+
+def _round_tensor(shard: LocalShard, scale: Tensor) -> None:
+    """Round a shard to a scale ()."""
+    data, values = cast(QuantizedTensor, shard.data), handle_of(shard).pending
+    row = planes_of(data)[0]
+    assert row is not None
+    scale = scale.to(data.device)
+    if values is None:
+        values = data.dequantize(torch.float32)
+    codes = _quantize(values, scale, row.data.dtype, True, False, None)[0]
+    write_planes(data, (Plane(codes, scale, row.format), None))
+
+
+# --- blocks that shard boundaries split ----------------------------------------------------------
+
+
+def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[LocalShard]) -> None:
+    grids = [_block_lanes(quantizer, shard) for shard in shards]
+    lanes = [grid[i] for i in range(3) for grid in grids]
+    reduced = quantizer.reduce_split([*shards] * 3, lanes)
+    parts: list[tuple[LocalShard, int, Tensor]] = []
+    for i, shard in enumerate(shards):
+        common = _common(*reduced[i :: len(shards)])
+        first, count = shard.spec.offset // quantizer.height, grids[i].shape[1]
+        places = [row - first for row in quantizer.split_rows(shard.spec)]
+        parts += [(shard, p, c) for p, c in zip(places, common, strict=True) if 0 <= p < count]
+    if not parts or is_traced(parts[0][2]):
+        return
+    changes = torch.stack(
+        [
+            _differs(common, _block_scales(quantizer, shard)[place].to(common.device)).any()
+            for shard, place, common in parts
+        ]
+    )
+    for (shard, place, common), changed in zip(parts, changes.tolist(), strict=True):
+        if changed:
+            _round_blocks(quantizer, shard, place, common)
+            handle_of(shard).mark_rescaled()
+
+
+def _split_plane(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Plane:
+    """Return the plane whose blocks shard boundaries split."""
+    row, col = planes_of(cast(QuantizedTensor, shard.data))
+    plane = col if quantizer.layout.both else row
+    assert plane is not None
+    return plane
+
+
+def _block_scales(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
+    """Return the scales of a shard's blocks, fp32 (rows of blocks, columns of blocks)."""
+    scales = _split_plane(quantizer, shard).scale.to(torch.float32)
+    return scales.t().contiguous() if quantizer.layout.both else scales
+
+
+def _values(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
+    """Return the values of a shard (rows, columns), pending ones if there are any."""
+    pending = handle_of(shard).pending
+    if pending is not None:
+        return pending
+    values = _split_plane(quantizer, shard).dequantize(torch.float32)
+    return values.t() if quantizer.layout.both else values
+
+
+def _block_lanes(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
+    """Return contributions for each block of a shard, (3, rows of blocks, columns of blocks)."""
+    scales, handle = _block_scales(quantizer, shard), handle_of(shard)
+    if not handle.unsynced:
+        return _contribution(scales, scales)
+    offset = shard.spec.offset % quantizer.height
+    amax = _block_amax(_values(quantizer, shard), quantizer.split_block, offset)
+    return _contribution(scales, _wanted(quantizer.spec, handle, scales, amax))
+
+
+def _round_blocks(
+    quantizer: BlockwiseShardQuantizer, shard: LocalShard, place: int, scale: Tensor
+) -> None:
+    """Round a shard's part of one row of blocks to the common scales.
+
+    Blocks that already have their common scale keep their bytes.
+
+    Args:
+        quantizer: the quantizer of the shard.
+        shard: the shard.
+        place: the row of blocks, counted from the first one that the shard touches.
+        scale: fp32 (columns of blocks,).
+    """
+    height, above = quantizer.height, shard.spec.offset % quantizer.height
+    start, end = max(place * height - above, 0), (place + 1) * height - above
+    values = _values(quantizer, shard)[start:end]
+    plane = _split_plane(quantizer, shard)
+    data, scales = plane.data.view(torch.uint8), plane.scale
+    if quantizer.layout.both:
+        data, scales = data.t(), scales.t()
+    scale = scale.to(values.device)
+    changed = _differs(scale, scales[place].to(torch.float32))
+
+    def spread(x: Tensor) -> Tensor:
+        return x.repeat_interleave(quantizer.split_block[1])[: values.shape[1]]
+
+    # Devices that flush subnormals would compute an infinite inverse of the smallest E8M0 scale.
+    factor = spread((1.0 / scale).clamp(max=2.0**127))
+    one = scale.new_ones(())
+    codes = _quantize(values.to(torch.float32) * factor, one, quantizer.layout.fp8_dtype)[0]
+    rows = data[start:end]
+    rows.copy_(torch.where(spread(changed), codes.view(torch.uint8), rows))
+    scales[place] = scale.to(scales.dtype)

@@ -1,0 +1,105 @@
+"""A model with FP8 weights and a sharded copy of it, to be trained and compared."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from distributed.models import (
+    RECIPES,
+    UNEVEN,
+    WIDTH,
+    linears,
+    make,
+    same_bytes,
+    shard,
+)
+from fp8rs.optim import AdamW
+from fp8rs.tensor.quantized import QuantizedTensor
+from internals import handle_of_tensor, local_of, store_of
+
+
+def batch(rig, step=0):
+    """Return a batch that is equal on all ranks."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    return torch.randn(16, WIDTH, generator=generator).to(rig.device)
+
+
+def pair(rig, recipe, hidden=UNEVEN, **options):
+    """Return a model with FP8 weights, and a sharded copy of it."""
+    whole = make(hidden, recipe=RECIPES[recipe], device=rig.device, fp8_weights=True)
+    return whole, shard(copy.deepcopy(whole), rig, **options)
+
+
+def optimizers(*models):
+    return [AdamW(m.parameters(), lr=1e-2) for m in models]
+
+
+def shards(model):
+    """Return the local tensors of the sharded weights by name."""
+    return {name: local_of(layer.weight) for name, layer in linears(model).items()}
+
+
+def contents(model):
+    """Return copies of the planes of all FP8 weights, sharded or not."""
+    found = []
+    for layer in linears(model).values():
+        local = local_of(layer.weight)
+        if isinstance(local, QuantizedTensor):
+            found += [t.clone() for t in store_of(local).tensors()]
+    assert found
+    return found
+
+
+def same(left, right):
+    return all(same_bytes(a, b) for a, b in zip(left, right, strict=True))
+
+
+def full(parameter):
+    """Return the full values of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return parameter.detach().dequantize() if quantized(parameter) else parameter.detach()
+    local = local_of(parameter)
+    return DTensor.from_local(
+        local.dequantize() if quantized(local) else local.detach(),
+        parameter.device_mesh,
+        parameter.placements,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    ).full_tensor()
+
+
+def quantized(tensor):
+    return isinstance(tensor, QuantizedTensor)
+
+
+def assert_equal(model, whole):
+    wanted = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert same_bytes(full(parameter), full(wanted[name])), name
+
+
+def assert_fp8(model):
+    for name, local in shards(model).items():
+        assert quantized(local), name
+        assert handle_of_tensor(local).module is linears(model)[name]
+
+
+def loss_of(model, x):
+    return model(x).square().mean()
+
+
+def assert_same_training(rig, model, whole, steps=2, forward=loss_of):
+    """Assert that two models have equal losses while they train, and equal weights afterwards."""
+    both = (whole, model)
+    steppers = optimizers(*both)
+    for n in range(steps):
+        losses = [f(m, batch(rig, n)) for f, m in zip((loss_of, forward), both, strict=True)]
+        assert same_bytes(losses[0].detach(), losses[1].detach()), n
+        for loss, stepper in zip(losses, steppers, strict=True):
+            loss.backward()
+            stepper.step()
+            stepper.zero_grad()
+    assert_equal(model, whole)

@@ -1,0 +1,279 @@
+"""Ranks that a model is sharded over must have converted it alike, and compare that first."""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+import warnings
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import fp8rs
+from distributed import ranks
+from distributed.models import EVEN, UNEVEN, Block, Stack, batch, make, shard
+from fp8rs.fsdp import conversion_check
+
+#: How the last rank converts otherwise than the others do, and what is said of it: the layer, the
+#: field, what that is on the first rank and on the last.
+WAYS = {
+    "a field": (
+        {"recipe": fp8rs.Float8CurrentScaling()},
+        {"recipe": fp8rs.Float8CurrentScaling(power_2_scale=True)},
+        ("power_2_scale", "blocks.0.up", "False", "True"),
+    ),
+    "the recipe": (
+        {"recipe": "current"},
+        {"recipe": "mxfp8"},
+        ("recipe", "blocks.0.up", "Float8CurrentScaling", "MXFP8BlockScaling"),
+    ),
+    "the filter": (
+        {},
+        {"filter_fqns": ["blocks.1"]},
+        ("conversion", "blocks.1.up", "there", "not there"),
+    ),
+    "another filter": (
+        {"filter_fqns": ["blocks.0"]},
+        {"filter_fqns": ["blocks.1"]},
+        ("conversion", "blocks.1.up", "there", "not there"),
+    ),
+    "the kind of weight": (
+        {},
+        {"fp8_weights": True},
+        ("weight", "blocks.0.up", "quantized before it is gathered", "FP8"),
+    ),
+    "the gather": (
+        {},
+        {"enable_fsdp_float8_all_gather": False},
+        (
+            "weight",
+            "blocks.0.up",
+            "quantized before it is gathered",
+            "gathered in high precision",
+        ),
+    ),
+}
+ways = pytest.mark.parametrize("way", list(WAYS))
+
+
+def message(field, layer, first, last, rank):
+    return re.escape(f"{field} of {layer} is {first} on rank 0 and {last} on rank {rank}:")
+
+
+@contextmanager
+def counted():
+    """The sizes of the meshes over which ranks compare what they have converted."""
+    seen = []
+    compare = conversion_check.compare
+    conversion_check.compare = lambda store, said, ranks: (
+        seen.append(len(ranks)) or compare(store, said, ranks)
+    )
+    try:
+        yield seen
+    finally:
+        conversion_check.compare = compare
+
+
+@contextmanager
+def time_out(seconds):
+    store = dist.distributed_c10d._get_default_store()
+    before = store.timeout
+    store.set_timeout(timedelta(seconds=seconds))
+    try:
+        yield
+    finally:
+        store.set_timeout(before)
+
+
+@ranks(2, 4)
+@ways
+def test_what_was_converted_otherwise_is_named_on_all_ranks(rig, way):
+    first, last, said = WAYS[way]
+    model = make(UNEVEN, device=rig.device, **(last if rig.rank == rig.world_size - 1 else first))
+    shard(model, rig)
+    for _ in range(2):  # the error is raised in each forward
+        with pytest.raises(ValueError, match=message(*said, rig.world_size - 1)):
+            model(batch(rig))
+
+
+@ranks(4)
+@ways
+def test_so_is_a_replica_that_differs(rig, way):
+    first, last, said = WAYS[way]
+    model = make(EVEN, device=rig.device, **(last if rig.rank > 1 else first))
+    shard(model, mesh=rig.mesh(2, 2))
+    with pytest.raises(ValueError, match=message(*said, 2)):
+        model(batch(rig))
+
+
+@ranks(2)
+def test_so_is_another_version(rig):
+    model = shard(make(EVEN, device=rig.device), rig)
+    before, fp8rs.__version__ = fp8rs.__version__, f"0.{rig.rank}"
+    try:
+        with pytest.raises(ValueError, match=r"fp8rs is 0\.0 on rank 0 and 0\.1 on rank 1:"):
+            model(batch(rig))
+    finally:
+        fp8rs.__version__ = before
+
+
+@ranks(2)
+@pytest.mark.parametrize("call", ["a block", "unshard"])
+def test_it_is_said_where_no_forward_of_the_model_is_announced(rig, call):
+    first, last, said = WAYS["a field"]
+    model = shard(make(EVEN, device=rig.device, **(last if rig.rank else first)), rig)
+    with pytest.raises(ValueError, match=message(*said, 1)):
+        model.blocks[0](batch(rig)) if call == "a block" else model.unshard()
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "options", [first for first, _, _ in WAYS.values()] + [WAYS["the gather"][1]]
+)
+def test_ranks_that_agree_compare_once(rig, options):
+    model = shard(make(UNEVEN, device=rig.device, **options), rig)
+    with counted() as seen:
+        for n in range(3):
+            model(batch(rig, n)).sum().backward()
+        with torch.no_grad():
+            model.eval()(batch(rig))
+    assert seen == [2]
+
+
+@ranks(2)
+def test_copies_and_other_models_are_compared_for_themselves(rig):
+    model = make(UNEVEN, device=rig.device)
+    other = copy.deepcopy(model)
+    with counted() as seen:
+        for m in (model, other):
+            shard(m, rig)(batch(rig))
+    assert seen == [2, 2]
+    first, last, said = WAYS["the recipe"]
+    third = shard(make(EVEN, device=rig.device, **(last if rig.rank else first)), rig)
+    with pytest.raises(ValueError, match=message(*said, 1)):
+        third(batch(rig))
+    model(batch(rig)).sum().backward()  # what agreed goes on
+
+
+@ranks(2)
+def test_two_models_may_have_two_recipes(rig):
+    teacher = shard(make(EVEN, recipe="rowwise", device=rig.device), rig)
+    student = shard(make(UNEVEN, recipe="delayed", device=rig.device), rig)
+    for n in range(2):
+        with torch.no_grad():
+            wanted = teacher(batch(rig, n))
+        (student(batch(rig, n)) - wanted).square().mean().backward()
+
+
+@ranks(4)
+def test_stages_of_a_pipeline_have_layers_of_their_own(rig):
+    mesh = rig.mesh(2, 2, names=("stage", "shard"))
+    stage = mesh.get_local_rank("stage")
+    recipe = ("current", "rowwise")[stage]
+    model = make((EVEN, UNEVEN)[stage][: stage + 1], recipe=recipe, device=rig.device)
+    shard(model, mesh=mesh["shard"])
+    with counted() as seen:
+        model(batch(rig)).sum().backward()
+    assert seen == [2]
+
+
+@ranks(2)
+def test_layers_that_are_not_sharded_are_a_ranks_own_matter(rig):
+    model = make(EVEN, device=rig.device, filter_fqns=["head"] if rig.rank else [])
+    for block in model.blocks:
+        fully_shard(block, mesh=rig.mesh())
+    model(batch(rig)).sum().backward()
+
+
+class Either(nn.Module):
+    """Two blocks, of which a rank uses one."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(n) for n in EVEN)
+        self.rank = rank
+
+    def forward(self, x):
+        return self.blocks[self.rank](x)
+
+
+@ranks(2)
+def test_parts_that_were_converted_by_themselves_may_run_on_some_ranks_only(rig):
+    """One `fully_shard` gathers them all wherever it is called."""
+    model = Either(rig.rank).to(rig.device)
+    for block in model.blocks:
+        fp8rs.convert_to_float8_training(block)
+    fully_shard(model, mesh=rig.mesh())
+    with counted() as seen:
+        model(batch(rig))
+    assert seen == [2, 2]
+
+
+@contextmanager
+def warn_after(seconds):
+    before, conversion_check.WARN_AFTER = conversion_check.WARN_AFTER, timedelta(seconds=seconds)
+    try:
+        yield
+    finally:
+        conversion_check.WARN_AFTER = before
+
+
+def converted_on(rig, waiting):
+    """Return a sharded model that is converted on some ranks only."""
+    torch.manual_seed(0)
+    model = Stack(EVEN).to(rig.device)
+    if rig.rank in waiting:
+        fp8rs.convert_to_float8_training(model)
+    return shard(model, rig)
+
+
+#: Ranks that convert nothing, and the ranks as messages name them.
+MISSING = {
+    "the first": ((0,), "rank 0 has"),
+    "the last": ((3,), "rank 3 has"),
+    "two": ((0, 2), "ranks 0, 2 have"),
+}
+
+
+@ranks(4)
+@pytest.mark.parametrize("missing", list(MISSING))
+def test_ranks_that_converted_nothing_are_named_soon_and_at_the_time_out(rig, missing):
+    missing, named = MISSING[missing]
+    waiting = [rank for rank in range(4) if rank not in missing]
+    model = converted_on(rig, waiting)
+    if rig.rank in missing:
+        return
+    with warnings.catch_warnings(record=True) as caught, time_out(2), warn_after(0.3):
+        warnings.simplefilter("always")
+        with pytest.raises(TimeoutError, match=f"waited 0:00:02 .*: {named} not joined"):
+            model(batch(rig))
+    told = [str(w.message) for w in caught if "fp8rs has waited" in str(w.message)]
+    if rig.rank == waiting[0]:
+        assert re.search(f"waited 0.3 s .*: {named} not joined. Check that every rank", told[0])
+    assert len(told) == (rig.rank == waiting[0]), "one rank warns, once"
+
+
+@ranks(2)
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_late_rank_is_warned_of_and_the_step_goes_on(rig, late):
+    model = converted_on(rig, [0, 1])
+    if rig.rank == late:
+        time.sleep(1)
+        model(batch(rig)).sum().backward()
+    else:
+        with warn_after(0.2), pytest.warns(UserWarning, match=f"rank {late} has not joined"):
+            model(batch(rig)).sum().backward()
+
+
+@ranks(2)
+def test_ranks_that_are_in_time_do_not_warn(rig):
+    model = converted_on(rig, [0, 1])
+    with warnings.catch_warnings(), warn_after(20):
+        warnings.simplefilter("error")
+        model(batch(rig)).sum().backward()

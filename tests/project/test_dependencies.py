@@ -1,0 +1,75 @@
+"""Rules for imports in test modules."""
+
+from __future__ import annotations
+
+import ast
+
+import torch
+
+from project.sources import FP8RS, TESTS, imported, modules
+
+#: Private names of torch and of clients that fp8rs uses too.
+THEIRS = {*dir(torch.Tensor), *dir(torch.nn.Module()), "_open", "_owner", "_prepare_ao"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def imported_tests(name: str, tree: ast.Module) -> set[str]:
+    """Return the test modules that a module imports."""
+    found = [part for module, there, _ in imported(name, tree) for part in (module, there)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+    return {n for n in found if n.split(".")[-1].startswith("test_")}
+
+
+def private_names() -> set[str]:
+    """Return the private functions, classes, variables and attributes that fp8rs defines."""
+    found = set()
+    for tree in modules(FP8RS).values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+    return set(filter(is_private, found)) - THEIRS
+
+
+def private_reads(name: str, tree: ast.Module, private: set[str]) -> list[str]:
+    """Return the imports and attributes of a module that are private names of fp8rs.
+
+    Attributes of `self`, of torch and of `torch.ops.fp8rs` are not names of fp8rs.
+    """
+    found = [
+        f"{module}.{there}"
+        for module, there, _ in imported(name, tree)
+        if module.split(".")[0] == "fp8rs" and any(map(is_private, [*module.split("."), there]))
+    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in private:
+            owner = ast.unparse(node.value)
+            if owner.split(".")[0] not in ("self", "torch", "ops"):
+                found.append(f"{owner}.{node.attr}")
+    return found
+
+
+def test_no_test_module_imports_another_one():
+    found = {name: imported_tests(name, tree) for name, tree in modules(TESTS).items()}
+    assert not {name: others for name, others in found.items() if others}
+
+
+def test_imports_of_test_modules_are_found():
+    source = "import nn.test_a\nfrom .test_b import x\nfrom convert import test_c, models"
+    assert imported_tests("nn.case", ast.parse(source)) == {"nn.test_a", "nn.test_b", "test_c"}
+
+
+def test_only_internals_reads_private_names_of_fp8rs():
+    private = private_names()
+    trees = modules(TESTS)
+    assert private_reads("internals", trees.pop("internals"), private)
+    found = {name: private_reads(name, tree, private) for name, tree in trees.items()}
+    assert not {name: reads for name, reads in found.items() if reads}
