@@ -50,7 +50,7 @@ impl<T: Element> Kernel for GatedPiece<T> {
         let Self { h, dy, activation, values, rows, buffers: [mut first, mut second, mut third] } = self;
         let width = h.cols / 2;
         for row in rows {
-            // SAFETY: the columns are the halves of `h`, whose dtype is that of `T`.
+            // SAFETY: the columns are the halves of `h`, whose elements are `T`.
             let (gates, ups) = unsafe {
                 (h.row::<T>(row, 0..width, &mut first), h.row::<T>(row, width..h.cols, &mut second))
             };
@@ -112,7 +112,7 @@ impl<T: Element> Reader<T> {
     fn row(&mut self, row: usize, cols: Range<usize>) -> &[T] {
         // SAFETY: validation checked that the index is an int32 row with an element for each row.
         let row = self.index.map_or(row, |index| (unsafe { index.read::<i32>(0, row) }).max(0) as usize);
-        // SAFETY: the row is clamped to those of `x`, whose dtype is that of `T`.
+        // SAFETY: the row is clamped to the rows of `x`, whose elements are `T`.
         unsafe { self.x.row(row.min(self.x.rows - 1), cols, &mut self.buffer) }
     }
 }

@@ -9,7 +9,7 @@ pub const ALIGNMENT: usize = 16;
 pub struct Bounds {
     /// The row after the last one of each group. It is monotone and at most the number of rows.
     pub ends: Vec<i32>,
-    /// The same with each group's length rounded up to a multiple of [`ALIGNMENT`].
+    /// The ends with each group's length rounded up to a multiple of [`ALIGNMENT`].
     pub padded_ends: Vec<i32>,
     /// Whether an offset was negative, above the number of rows, or below the offset before it.
     pub invalid: bool,
