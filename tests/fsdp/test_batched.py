@@ -16,6 +16,7 @@ from fp8rs.fsdp.master_weight import MasterWeight
 from fp8rs.fsdp.param import local_of
 from fp8rs.nn.fp8_params import add_fp8_params
 from fp8rs.tensor.quantized import QuantizedTensor
+from internals import state_of
 
 #: Numbers of experts: even, uneven, and fewer than ranks.
 EXPERTS = {"even": 4, "uneven": 5, "empty": 1}
@@ -55,7 +56,7 @@ def build(rig, recipe, experts, **sizes):
     torch.manual_seed(0)
     model = Model(experts, **sizes).to(rig.device)
     fp8rs.convert_to_float8_training(model, recipe=RECIPES[recipe])
-    add_fp8_params(model.experts, NAMES, model.head._fp8_state, "experts")
+    add_fp8_params(model.experts, NAMES, state_of(model.head), "experts")
     return model
 
 
