@@ -53,8 +53,8 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
     ("a model with selectively checkpointed blocks", CHECKPOINT, {"wrap": "selective"}),
     ("alternating evaluation and training", "test_evaluation_and_training", {}),
     ("varying sequence lengths (`dynamic=True`)", "test_sequence_lengths_do_not_recompile", {}),
-    ("a data-dependent number of tokens (`x[mask]`)", "test_tokens_that_data_selects", {}),
-    ("a compiled loss", "test_a_compiled_loss_rolls_the_histories", {}),
+    ("a data-dependent number of tokens (`x[mask]`)", "test_data_dependent_token_counts", {}),
+    ("a compiled loss", "test_compiled_loss_rolls_histories", {}),
     (
         'CUDA graphs (`mode="reduce-overhead"`)',
         "test_cuda_graphs_of_a_compiled_model",
@@ -62,13 +62,13 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
     ),
     (
         "nothing of a weight's size is saved for the backward",
-        "test_nothing_of_a_weights_size_is_saved",
+        "test_no_second_plane_of_a_weight_is_saved",
         {},
     ),
     ("layers with the same input quantize it once", "test_siblings_are_quantized_once", {}),
     (
         "inputs are recomputed for the backward, and quantized once",
-        "test_inputs_are_made_again_and_quantized_once",
+        "test_inputs_are_recomputed_and_quantized_once",
         {},
     ),
     ("codes are saved instead (`save_input=False`)", "test_codes_may_be_saved", {}),

@@ -36,7 +36,7 @@ def backward(model, rig, step=0):
 
 def grads_of(model):
     for part in (*model.blocks, model):
-        # FSDP2 keeps a module unsharded after its backward if the caller asks for it.
+        # With some options, FSDP2 keeps a module unsharded after its backward.
         part.reshard()
     return {n: local_of(p.grad) for n, p in model.named_parameters() if p.grad is not None}
 

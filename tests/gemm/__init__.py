@@ -1,1 +1,1 @@
-"""Tests of what GEMMs are given."""
+"""Tests of GEMM operands."""

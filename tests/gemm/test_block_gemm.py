@@ -1,8 +1,8 @@
-"""What the CUDA GEMMs of scaled rows and blocks are given, on a torch._scaled_mm of plain torch.
+"""The operands of rowwise and blockwise CUDA GEMMs, with torch._scaled_mm simulated on the CPU.
 
-The stand-in takes what cuBLAS and torch document, checks it, and multiplies what it means. That
-covers padding, strides, packing and choice of operands for GPUs that are not here; whether the
-hardware agrees is for the tests that run on it.
+The simulation checks operands against the documentation of cuBLAS and torch, and multiplies their
+values. This covers padding, strides, packing and the choice of operands for GPUs that are not
+available. Tests on GPUs check the hardware.
 """
 
 import pytest
@@ -24,7 +24,7 @@ HOPPER, BLACKWELL = (9, 0), (10, 0)
 
 
 def stand_in(a, b, *, scale_a, scale_b, bias, out_dtype, use_fast_accum):
-    """torch._scaled_mm by its documentation: modes are told by the scales' shapes and dtypes."""
+    """Simulate torch._scaled_mm, which selects a mode by the shapes and dtypes of the scales."""
     k, n = b.shape
     assert a.is_contiguous()
     assert b.t().is_contiguous()
@@ -48,7 +48,7 @@ def _values(codes, scale):
         assert scale.dim() == 1
         assert cols % 32 == 0
         blocks = cols // 32
-        # The one packing that gives these bytes: each is found by packing its own place.
+        # Invert the packing: pack the indices and look up each scale.
         places = swizzle(torch.arange(rows * blocks).view(rows, blocks) + 1, torch.int32)
         found = torch.zeros(rows * blocks + 1, dtype=torch.uint8)
         found[places.long()] = scale.view(torch.uint8)
@@ -73,7 +73,7 @@ def _values(codes, scale):
 
 @pytest.fixture
 def on(monkeypatch):
-    """Pretends that the CPU is a GPU of some compute capability."""
+    """Make the CPU look like a GPU of a given compute capability."""
 
     def pretend(capability):
         monkeypatch.setattr(torch, "_scaled_mm", stand_in)
@@ -132,7 +132,7 @@ def test_operands(on, a, b, capability, shape, out_dtype, with_bias):
 
 @pytest.mark.parametrize("name", ["rowwise", "block", "mxfp8"])
 def test_choice_of_operands(on, name):
-    """Hopper has MXFP8's activations in one power of two a row, Blackwell and others in MXFP8."""
+    """On Hopper, MXFP8 activations have one power-of-two scale per row."""
     recipe = fp8rs.quantize.recipes.resolve_recipe(name)
     own = recipe.block_format("input")
     cpu = torch.device("cpu")
@@ -144,8 +144,8 @@ def test_choice_of_operands(on, name):
     assert operands.operand_format(own, cpu, False) == own
 
 
-def test_hopper_linear_is_the_simulations(on, monkeypatch):
-    """All three GEMMs of MXFP8 through rebased operands."""
+def test_hopper_linear_equals_the_simulation(on, monkeypatch):
+    """All three GEMMs of MXFP8 run on rebased operands."""
 
     def as_cuda(a, b, *, out_dtype, bias=None, use_fast_accum=False, emulate=False):
         kernel = GEMMS["cuda", a.format, b.format].kernel
@@ -170,7 +170,7 @@ def test_hopper_linear_is_the_simulations(on, monkeypatch):
 
 
 def test_one_plane_serves_dgrad(on):
-    """Row scales are folded; squares are rebased along the other axis; rows of 32 need a plane."""
+    """Row scales become a column scale, squares are rebased, and 1x32 blocks need a plane."""
     w = torch.randn(48, 72)
     row = quantized(w, formats.ROW)
     made = operands.dgrad_operand(row, False)
@@ -195,8 +195,8 @@ def test_blocks_of_128_need_hopper(on):
             devices.check_cuda.__wrapped__(0, GEMMS["cuda", formats.BLOCK_1X128, b].recipe)
 
 
-def test_padding_adds_nothing_to_a_size_that_lacks_nothing():
-    """To a compiler for any size either; else sizes would be longer sums in each layer."""
+def test_aligned_sizes_are_not_padded():
+    """Symbolic sizes stay simple too. Otherwise they would grow from layer to layer."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=False)
     codes = mode.from_tensor(torch.zeros(272, 40, dtype=torch.uint8))
     with mode, enable_python_dispatcher():

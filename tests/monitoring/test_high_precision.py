@@ -1,4 +1,4 @@
-"""GEMMs in high precision, by name: each is nn.Linear's, and the others stay as they were."""
+"""fp8rs.high_precision: chosen GEMMs equal the GEMMs of nn.Linear."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build(recipe=None, dtype=torch.float32):
 
 
 def run(layer, dtype=torch.float32, frozen=()):
-    """What each GEMM of a layer gives, by name; and the bias' gradient."""
+    """Return the result of each GEMM of a layer, by name, and the gradient of the bias."""
     torch.manual_seed(1)
     x = torch.randn(3, 20, layer.in_features).to(dtype).requires_grad_("dgrad" not in frozen)
     layer.weight.requires_grad_("wgrad" not in frozen)
@@ -44,7 +44,7 @@ def run(layer, dtype=torch.float32, frozen=()):
 
 @every_recipe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_each_gemm_is_exact_or_as_it_was(recipe, dtype):
+def test_chosen_gemms_are_exact_and_others_unchanged(recipe, dtype):
     model, plain = build(RECIPES[recipe], dtype), build(dtype=dtype)
     for name, layer in model.named_children():
         if not isinstance(layer, fp8rs.Float8Linear):
@@ -62,7 +62,7 @@ def test_each_gemm_is_exact_or_as_it_was(recipe, dtype):
         assert debug_of(layer) is None
 
 
-def test_what_needs_no_gradient_has_none():
+def test_no_gradient_if_none_is_required():
     model, plain = build("current"), build()
     fp8rs.high_precision(model, "0", gemms=("dgrad", "wgrad"))
     for frozen in (("dgrad",), ("wgrad",), ("dgrad", "wgrad")):
@@ -72,7 +72,7 @@ def test_what_needs_no_gradient_has_none():
             assert torch.equal(exact[gemm], got[gemm])
 
 
-def test_autocast_says_which_precision_is_high():
+def test_autocast_sets_the_high_precision_dtype():
     model, plain = build("current"), build()
     fp8rs.high_precision(model, "*")
     x = torch.randn(8, 64)
@@ -82,7 +82,7 @@ def test_autocast_says_which_precision_is_high():
     assert torch.equal(y, exact)
 
 
-def test_histories_see_the_operands_that_are_quantized():
+def test_histories_record_quantized_operands_only():
     model = build("delayed")
     fp8rs.high_precision(model, "0", gemms=("forward", "dgrad"))
     run(model[0])
@@ -117,7 +117,7 @@ def test_fp8_weights_are_dequantized():
 @pytest.mark.parametrize("how", ["layers", "model"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_layers_follow(recipe, how):
-    """At the next call, by a graph for each choice, made once."""
+    """The next call of a compiled layer uses another graph, which is compiled once."""
     eager, model = build(recipe), build(recipe)
     dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
@@ -134,7 +134,7 @@ def test_compiled_layers_follow(recipe, how):
             results.append([y, *torch.autograd.grad(y.square().mean(), leaves)])
         assert all(map(torch.equal, *results)), chosen
         counts.append(backend.frame_count)
-    first = counts[0]  # a Sequential is one graph or two, by the release of torch
+    first = counts[0]  # one or two graphs, depending on the release of torch
     assert first <= 2
     assert counts == [first, first + 1, first + 2, first + 3] + 4 * [first + 3]
     dynamo.reset()
@@ -159,7 +159,7 @@ def test_patterns_name_layers():
         fp8rs.high_precision(model, "1", gemms=["fwd"])
 
 
-def test_a_high_precision_layer_stays_so_while_it_is_watched():
+def test_monitor_keeps_layers_in_high_precision():
     model = build("current")
     fp8rs.high_precision(model, "0", gemms=("wgrad",))
     before = debug_of(model[0])

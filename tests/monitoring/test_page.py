@@ -1,4 +1,4 @@
-"""docs/monitor.md's script runs as it stands, and its other blocks go on from it."""
+"""The script in docs/monitor.md runs, and its other code blocks continue it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fp8rs.__main__ import main
 from internals import debug_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "monitor.md"
-#: Enough for each branch of the page; the whole run takes half a minute.
+#: Enough steps for each branch of the page. The whole run takes half a minute.
 STEPS = 6
 
 
 class Logger:
-    """What the page's loggers are called by."""
+    """Stands for the loggers that the page calls."""
 
     def __init__(self):
         self.seen = {}
@@ -33,7 +33,7 @@ class Logger:
 
 
 @pytest.mark.newest_torch
-def test_its_blocks_run(tmp_path, monkeypatch, capsys):
+def test_code_blocks_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     script, *others = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert "range(101)" in script

@@ -1,4 +1,4 @@
-"""Statistics of all ranks: of shards, of every rank's tokens, in one collective."""
+"""Statistics over ranks: of shards and of all ranks' tokens, with one collective."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def assert_equal_on_all_ranks(rig, found):
 @recipes
 @shardings
 @pytest.mark.parametrize("gather", [True, False], ids=["fp8", "high"])
-def test_weights_have_the_statistics_of_whole_ones(rig, recipe, hidden, gather):
-    """Of shards that cut blocks, and of empty ones; in the first step and after training."""
+def test_statistics_of_sharded_weights_equal_the_whole(rig, recipe, hidden, gather):
+    """Shards may split blocks or be empty. The first step and later steps are compared."""
     options = {"recipe": RECIPES[recipe], "device": rig.device}
     whole = make(HIDDEN[hidden], **options)
     sharded = shard(make(HIDDEN[hidden], **options, enable_fsdp_float8_all_gather=gather), rig)
@@ -53,7 +53,7 @@ def test_weights_have_the_statistics_of_whole_ones(rig, recipe, hidden, gather):
     for model in (whole, sharded):
         monitor, optimizer = fp8rs.monitor(model, every=2), sgd(model)
         for n in range(3):
-            # The same tokens on all ranks: the sharded model's steps are those of the whole.
+            # All ranks have the same tokens, so the sharded model takes the whole model's steps.
             step(
                 model,
                 optimizer,
@@ -86,8 +86,8 @@ def test_a_logged_step_has_one_collective_and_others_none(rig):
 
 
 @ranks(2, cuda=False)
-def test_statistics_are_of_the_tokens_of_all_ranks(rig):
-    """Rows have scales of their own: those of two ranks are those of one that has both parts."""
+def test_statistics_cover_the_tokens_of_all_ranks(rig):
+    """With scales per row, two ranks have the statistics of one rank with both parts."""
     model = make(recipe="rowwise", device=rig.device)
     parts = [batch(replace(rig, rank=rank)) for rank in range(rig.world_size)]
     parts[1][0, 0] = 100.0
@@ -106,8 +106,8 @@ def test_statistics_are_of_the_tokens_of_all_ranks(rig):
 
 @ranks(2)
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
-def test_compiled_blocks_are_watched_as_eager_ones(rig, recipe):
-    """By a graph of their own, which is found again; the training is the one without a monitor."""
+def test_compiled_blocks_are_monitored(rig, recipe):
+    """Monitored steps use a graph of their own and do not change the training."""
     import warnings
 
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
@@ -123,7 +123,7 @@ def test_compiled_blocks_are_watched_as_eager_ones(rig, recipe):
         monitor, optimizer = fp8rs.monitor(model, every=2) if monitored else None, sgd(model)
         seen, logged, graphs = [], [], []
         for n in range(7):
-            # Wanted or not, a gradient of the input makes another graph.
+            # Whether the input requires a gradient selects the graph.
             seen.append(step(model, optimizer, batch(rig, n).requires_grad_()))
             logged.append(monitor.step() if monitored else None)
             graphs.append(backend.frame_count)
@@ -134,14 +134,14 @@ def test_compiled_blocks_are_watched_as_eager_ones(rig, recipe):
         assert all(torch.equal(a, b) for a, b in zip(plain[0], other[0], strict=True))
     assert eager[1] == compiled[1]
     assert [bool(found) for found in eager[1]] == [True, False] * 3 + [True]
-    # Watched and not; of delayed scaling those for its first scales too.
+    # With and without a monitor. Delayed scaling has two more graphs for first scales.
     assert compiled[2][-1] == compiled[2][-3] == (4 if recipe == "delayed" else 2), compiled[2]
     dynamo.reset()
 
 
 @ranks(2, cuda=False)
 @pytest.mark.parametrize("recipe", ["current", "block"])
-def test_fp8_weights_have_amax_and_scales_alone(rig, recipe):
+def test_fp8_weights_have_only_amax_and_scales(rig, recipe):
     model = make(recipe=recipe, device=rig.device, fp8_weights=True)
     largest = model.head.weight.dequantize().abs().max().item()
     shard(model, rig)
@@ -157,8 +157,8 @@ def test_fp8_weights_have_amax_and_scales_alone(rig, recipe):
 
 @ranks(2, cuda=False)
 @pytest.mark.parametrize("gather", [True, False], ids=["fp8", "high"])
-def test_high_precision_has_the_weight_that_arrives(rig, gather):
-    """Gathered in FP8: what its codes stand for. Else the weight itself."""
+def test_high_precision_uses_the_gathered_weight(rig, gather):
+    """After an FP8 all-gather it is the dequantized weight, otherwise the weight itself."""
     model = make(recipe="current", device=rig.device, enable_fsdp_float8_all_gather=gather)
     whole = make(recipe="current", device=rig.device)
     if gather:
@@ -186,8 +186,8 @@ def test_high_precision_has_the_weight_that_arrives(rig, gather):
 @ranks(2, cuda=False)
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "mxfp8"])
 @pytest.mark.parametrize("fp8", [True, False], ids=["styles of ours", "torch's"])
-def test_tensor_parallel_layers_are_watched(rig, recipe, fp8):
-    """Operands that are gathered in FP8 have amax and scale; all others all there is."""
+def test_tensor_parallel_layers_are_monitored(rig, recipe, fp8):
+    """Operands that are gathered in FP8 have amax and scale only. Others have all statistics."""
     model, mesh = blocks.converted(recipe, rig), rig.mesh(names=("tp",))
     x = blocks.tokens(rig)
     if fp8:

@@ -1,4 +1,4 @@
-"""The file that a monitor writes, and what the command line makes of it."""
+"""The file that a monitor writes, and the command line that reads it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_command_names_the_worst_and_draws_all(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_missing_or_not_finite_is_drawn(tmp_path):
+def test_missing_and_non_finite_values_are_drawn(tmp_path):
     path = tmp_path / "run.jsonl"
     values = [math.nan, math.inf, 20.0]
     lines = [{"step": n, f"fp8/a/input/{'sqnr_db'}": v} for n, v in enumerate(values)]

@@ -1,4 +1,4 @@
-"""Statistics are of the codes that training multiplies, as an oracle in float64 has them."""
+"""The statistics of operands equal an oracle in float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IN, OUT, TOKENS = 200, 136, 150
 
 
 def wild(*shape, seed=0, spread=3.0):
-    """Normal numbers of many magnitudes, one in ten of them 0."""
+    """Return normal numbers of many magnitudes. One in ten is 0."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     x *= torch.exp(spread * torch.randn(shape, generator=generator))
@@ -42,18 +42,18 @@ def layer_of(recipe, device="cpu"):
 
 
 def step(model, monitor, x, dy):
-    """A forward and a backward, and no optimizer's step; the statistics."""
+    """Run a forward and a backward without an optimizer step, and return the statistics."""
     model(x).backward(dy)
     return monitor.step()
 
 
 def expected(x, recipe, role):
-    """What the oracle has of an operand of a first step."""
+    """Compute the statistics of an operand of a first step with the oracle."""
     recipe = resolve_recipe(RECIPES[recipe])
     blocks = blocks_of(recipe)
     block = blocks.weight if role == "weight" else blocks.input
     if role == "grad" and block == (1, -1):
-        x = x.t()  # what dgrad multiplies has the weight's scales in it; wgrad's has none
+        x = x.t()  # the operand of wgrad is not multiplied by the weight's scales
     found = statistics.of_blocks(
         x,
         recipe.fp8_dtype(role),
@@ -69,7 +69,7 @@ def expected(x, recipe, role):
 
 
 def assert_close(got, want, name):
-    """Shares are counts, and equal; sums are those of fp32."""
+    """Compare statistics. Shares are counts and equal. Sums have the tolerance of fp32."""
     got = {n.removeprefix(name): v for n, v in got.items() if n.startswith(name)}
     assert got.keys() == want.keys()
     for statistic, value in want.items():
@@ -78,8 +78,8 @@ def assert_close(got, want, name):
 
 @every_recipe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_each_operand_is_what_the_oracle_says(recipe, dtype, monkeypatch):
-    monkeypatch.setattr(observe, "CHUNK", 40 * IN)  # several parts, which cut blocks of 128
+def test_operand_statistics_equal_the_oracle(recipe, dtype, monkeypatch):
+    monkeypatch.setattr(observe, "CHUNK", 40 * IN)  # several chunks, which split blocks of 128
     model = layer_of(recipe).to(dtype)
     x, dy = wild(3, TOKENS // 3, IN).to(dtype), wild(3, TOKENS // 3, OUT, seed=2).to(dtype)
     got = step(model, fp8rs.monitor(model), x.requires_grad_(), dy)
@@ -89,7 +89,7 @@ def test_each_operand_is_what_the_oracle_says(recipe, dtype, monkeypatch):
         assert_close(got, expected(values, recipe, role), f"fp8/0/{role}/")
 
 
-def test_what_is_too_large_for_a_delayed_scale_saturates():
+def test_values_above_a_delayed_scale_saturate():
     model = layer_of("delayed")
     monitor = fp8rs.monitor(model, every=1)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
@@ -116,7 +116,7 @@ def test_blocks_of_rounded_down_scales_saturate():
 
 
 def test_a_gradient_for_a_frozen_rowwise_weight_has_its_scales():
-    """Only dgrad multiplies it: what is quantized is the gradient by the weight's row scales."""
+    """Only dgrad needs it, so it is quantized after it is multiplied by the row scales."""
     model = layer_of("rowwise").requires_grad_(False)
     x, dy = wild(TOKENS, IN).requires_grad_(), wild(TOKENS, OUT, seed=2)
     got = step(model, fp8rs.monitor(model), x, dy)
@@ -127,8 +127,8 @@ def test_a_gradient_for_a_frozen_rowwise_weight_has_its_scales():
 
 
 @every_recipe
-def test_a_monitored_training_is_the_one_without(device, recipe):
-    """The losses, gradients and histories, to the bit; steps that are logged and others."""
+def test_monitor_does_not_change_training(device, recipe):
+    """Losses, gradients and histories have equal bytes in logged and other steps."""
     if recipe == "block":
         skip_without_block_gemms(device)
     torch.manual_seed(0)
@@ -164,13 +164,13 @@ def test_micro_batches_are_one_step():
     parts = monitor.step()
     assert parts.keys() == whole.keys()
     for name, value in whole.items():
-        if "grad" not in name:  # whose rows are columns here: scales are of a micro-batch
+        if "grad" not in name:  # scales of gradients depend on the micro-batch
             assert parts[name] == pytest.approx(value, rel=2e-6), name
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_recomputation_changes_no_statistic(reentrant):
-    """Its operands are counted twice, which no share and no ratio shows."""
+    """Its operands are counted twice, which does not change shares or ratios."""
     model = layer_of("block")
     x, dy = wild(TOKENS, IN).requires_grad_(), wild(TOKENS, OUT, seed=2)
     plain = step(model, fp8rs.monitor(model), x, dy)
@@ -179,7 +179,7 @@ def test_a_recomputation_changes_no_statistic(reentrant):
     assert monitor.step() == pytest.approx(plain, rel=1e-12)
 
 
-def test_evaluations_are_not_watched():
+def test_evaluations_are_not_monitored():
     model = layer_of("current")
     x, dy = wild(TOKENS, IN), wild(TOKENS, OUT, seed=2)
     whole = step(model, fp8rs.monitor(model), x, dy)
@@ -190,7 +190,7 @@ def test_evaluations_are_not_watched():
     assert step(model, monitor, x, dy) == whole
 
 
-def test_operands_that_were_not_quantized_have_no_statistics():
+def test_high_precision_operands_have_no_statistics():
     model = layer_of("current")
     monitor = fp8rs.monitor(model)
     assert monitor.step() == {}
@@ -201,7 +201,7 @@ def test_operands_that_were_not_quantized_have_no_statistics():
 
 
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
-def test_what_is_not_finite_is_worst(recipe):
+def test_non_finite_values_are_worst(recipe):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
     fp8rs.convert_to_float8_training(model, recipe=recipe)
@@ -216,12 +216,12 @@ def test_what_is_not_finite_is_worst(recipe):
     assert math.isnan(worst.sqnr_db)
 
 
-def test_worst_names_the_layers_that_lose_most():
+def test_worst_names_layers_with_the_least_sqnr():
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
     fp8rs.convert_to_float8_training(model, recipe="current")
     with torch.no_grad():
-        model[2].weight[0, 0] = 1e6  # the others' values underflow
+        model[2].weight[0, 0] = 1e6  # the other values underflow
     monitor = fp8rs.monitor(model)
     assert monitor.worst() == []
     step(model, monitor, wild(32, 64, spread=0.1), wild(32, 64, seed=2, spread=0.1))
@@ -234,7 +234,7 @@ def test_worst_names_the_layers_that_lose_most():
         assert (one.operand, one.sqnr_db) == min(losses.items(), key=lambda item: item[1])
 
 
-def test_a_copy_is_not_watched_and_a_closed_monitor_watches_nothing():
+def test_copies_and_closed_monitors_are_not_monitored():
     model = layer_of("current")
     monitor = fp8rs.monitor(model)
     twin = copy.deepcopy(model)
@@ -258,7 +258,7 @@ def test_bad_arguments_are_refused():
 
 
 class Reads(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts what has the host wait for values of a tensor."""
+    """Counts operators that make the host wait for values of a tensor."""
 
     NAMES = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select")
 
@@ -273,7 +273,7 @@ class Reads(torch.utils._python_dispatch.TorchDispatchMode):
 
 @every_recipe
 def test_nothing_is_read_before_the_end_of_a_step(recipe):
-    """On a GPU each of these would wait for it. (What `step` itself copies is no operator here.)"""
+    """On a GPU, each of these operators would wait. The copy in `step` is not counted."""
     model = layer_of(recipe)
     monitor = fp8rs.monitor(model, every=2)
     with Reads() as reads:
@@ -293,14 +293,14 @@ def test_a_logged_step_has_one_copy_to_the_host_and_others_none(recipe):
     model = layer_of(recipe, device)
     x, dy = wild(TOKENS, IN).to(device), wild(TOKENS, OUT, seed=2).to(device)
     monitor = fp8rs.monitor(model, every=3)
-    for _ in range(3):  # modules are loaded, caches filled
+    for _ in range(3):  # load modules and fill caches
         step(model, monitor, x, dy)
     torch.cuda.synchronize()
     counts = []
     for _ in range(4):
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")  # which warns that it is a prototype
+            torch.cuda.set_sync_debug_mode("warn")  # warns that it is a prototype
             try:
                 step(model, monitor, x, dy)
             finally:

@@ -1,4 +1,4 @@
-"""The trackers of transformers' Trainer and of accelerate get the statistics as they are."""
+"""The trackers of transformers' Trainer and of accelerate log the statistics."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_statistics_go_to_the_trackers_and_nowhere_else(tmp_path, monkeypatch, c
 
 
 class Kept(GeneralTracker):
-    """One of accelerate's trackers, for a service that is this process."""
+    """An accelerate tracker that records values in this process."""
 
     name = "kept"
     requires_logging_directory = False
@@ -99,8 +99,8 @@ class Kept(GeneralTracker):
         self.seen.append((step, values))
 
 
-def test_accelerates_page_logs_the_statistics():
-    """Its block, as it stands, with two micro-batches a step."""
+def test_accelerate_page_logs_statistics():
+    """Run the code block of accelerate's page with two micro-batches per step."""
     page = Path(__file__).parents[2] / "docs" / "clients" / "accelerate.md"
     [code] = [
         block
@@ -117,7 +117,7 @@ def test_accelerates_page_logs_the_statistics():
     model, optimizer, data = accelerator.prepare(model, optimizer, data)
     names = {"model": model, "optimizer": optimizer, "data": data, "accelerator": accelerator}
     exec(code, names)
-    [(step, logged)] = tracker.seen  # of two steps the first
+    [(step, logged)] = tracker.seen  # the first of two steps
     assert step == 1
     assert len(logged) == 7 * 18
     assert all(type(value) is float for value in logged.values())

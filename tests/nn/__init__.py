@@ -1,1 +1,1 @@
-"""Tests of the linear layer: results, gradients, compilation."""
+"""Tests of layers and modules: results, gradients, compilation."""

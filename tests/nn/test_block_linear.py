@@ -1,4 +1,4 @@
-"""fp8rs.nn.Linear with a scale for each row or block, against the same rounding in plain torch."""
+"""fp8rs.nn.Linear with scales per row or block, against a simulation in plain torch."""
 
 import copy
 from dataclasses import replace
@@ -68,7 +68,7 @@ def results(function, x, w, b, dy):
 
 
 def close(device, dtype, k):
-    """Of sums of ``k`` products, relative to the largest: where they cancel they are as far off."""
+    """Return tolerances for sums of ``k`` products, relative to the largest sum."""
     if dtype == torch.bfloat16:
         return 2.0**-7
     return 2.0**-18 + (tensor_core_error(k) if device.type == "cuda" else 0.0)
@@ -102,8 +102,8 @@ def test_every_shape(device, name, shape, bias, dtype):
 
 @pytest.mark.parametrize("k", [1, 3, 16, 33, 77, 128, 300])
 @pytest.mark.parametrize("power_2_scale", [False, True])
-def test_the_limit_on_tensor_cores_is_that_of_their_additions(k, power_2_scale):
-    """It holds for emulated ones, and is not far above what they do."""
+def test_tolerance_covers_tensor_core_accumulation(k, power_2_scale):
+    """The tolerance holds for emulated tensor cores and is not much larger than their error."""
     a, b = data("cpu", 128, k), data("cpu", 130, k, seed=2)
     (a, _), (b, _) = (quantize(m, E4M3, (1, -1), power_2_scale=power_2_scale) for m in (a, b))
     exact = a.double() @ b.double().t()
@@ -149,7 +149,7 @@ def test_gradients_approximate_high_precision(device, name):
 
 @every_recipe
 def test_siblings_share_their_input(device, name):
-    """The second layer gets the first one's planes; gradients are those of each alone."""
+    """The second layer uses the first one's planes. Gradients equal those without sharing."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.Linear(64, 48)).to(device)
 
@@ -185,7 +185,7 @@ def test_siblings_share_their_input(device, name):
 )
 @pytest.mark.parametrize("block", [(1, 32), (32, 32)])
 def test_quality_of_mxfp8_products(device, rounding, least, block):
-    """Against float64 on gaussian data."""
+    """The SQNR against float64 on Gaussian data is at least the limit."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(512, 512, generator=generator).to(device) for _ in range(2))
     left = fp8rs.MXFP8Quantizer(E4M3, columnwise=False, scale_rounding=rounding)
@@ -214,6 +214,6 @@ def test_state_dicts_are_plain_and_modules_copy(device, name):
     assert torch.equal(module(x), before) and not torch.equal(twin(x), before)
 
 
-def test_groups_are_for_one_scale_a_tensor(device):
+def test_amax_group_requires_per_tensor_scales(device):
     with pytest.raises(ValueError, match="amax_reduction_group"):
         ModelState("mxfp8", amax_reduction_group=object())

@@ -1,4 +1,4 @@
-"""torch.compile: one graph, the bytes of eager, no recompilation that nobody asked for.
+"""torch.compile: one graph, the bytes of eager, no needless recompilation.
 
 The backend is aot_eager, whose graphs run the same kernels as eager: results are equal to the bit.
 tools/compile_table.py generates the tables of docs/compile-tables.md from these tests.
@@ -30,7 +30,7 @@ a_few_recipes = each_recipe("delayed", "mxfp8")
 
 
 def train(model, run, device, steps=4, lengths=(8,)):
-    """Losses and gradients of each step."""
+    """Train and return the losses and gradients of each step."""
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     seen = []
     for n in range(steps):
@@ -95,7 +95,7 @@ def test_an_input_quantized_in_two_ways_is_one_graph(device):
 
 
 def selective(block, x):
-    """Activation checkpointing that saves matrix products."""
+    """Run a block under selective checkpointing that saves matrix products."""
     saved = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
 
     def policy(ctx, op, *args, **kwargs):
@@ -125,7 +125,7 @@ def test_checkpointing_inside(device, recipe, wrap):
 
 @pytest.mark.parametrize("scaling", ["current", "delayed"])
 def test_a_checkpoint_of_the_whole_model_compiles(device, scaling):
-    """And histories roll, though no hook of the root runs."""
+    """Histories roll although the root's hooks do not run."""
     eager, model = build(scaling, device), build(scaling, device)
     compiled = torch.compile(
         lambda x: checkpoint(model, x, use_reentrant=False), fullgraph=True, backend="aot_eager"
@@ -135,10 +135,10 @@ def test_a_checkpoint_of_the_whole_model_compiles(device, scaling):
 
 @a_few_recipes
 def test_evaluation_and_training(device, recipe):
-    """Two graphs, which neither an evaluation nor a step compiles again."""
+    """Training and evaluation have one graph each. Neither is compiled again."""
     eager, model = build(recipe, device), build(recipe, device)
     train(eager, eager, device, steps=3)
-    train(model, model, device, steps=3)  # delayed scaling has its scales
+    train(model, model, device, steps=3)  # delayed scaling has scales now
     with counting() as backend:
         compiled = torch.compile(model, fullgraph=True, backend=backend)
         for n in range(3):
@@ -155,7 +155,7 @@ def test_evaluation_and_training(device, recipe):
 @a_few_recipes
 def test_sequence_lengths_do_not_recompile(device, recipe, monkeypatch):
     pad_tokens(monkeypatch, "cuda")
-    # Of two blocks of 128 tokens and more: to torch a size of 1 is a case of its own.
+    # Use at least two blocks of 128 tokens: torch specializes a size of 1.
     lengths = (136, 200, 152, 168, 184)
     eager, model = build(recipe, device), build(recipe, device)
     with counting() as backend:
@@ -164,7 +164,7 @@ def test_sequence_lengths_do_not_recompile(device, recipe, monkeypatch):
             train(eager, eager, device, lengths=lengths[:1]),
             train(model, compiled, device, lengths=lengths[:1]),
         )
-        # torch itself compiles twice: it tries the norm's epsilon as a symbol first.
+        # torch compiles twice, because it first makes the norm's epsilon symbolic.
         compilations = backend.frame_count
         assert compilations == graphs(recipe, 1) + 1
         assert_equal(
@@ -175,11 +175,11 @@ def test_sequence_lengths_do_not_recompile(device, recipe, monkeypatch):
 
 
 @a_few_recipes
-def test_tokens_that_data_selects(device, recipe, monkeypatch):
-    """One graph for any number of them, as an expert has; none included."""
+def test_data_dependent_token_counts(device, recipe, monkeypatch):
+    """One graph serves any number of tokens, including none, as an expert requires."""
     pad_tokens(monkeypatch, "cuda")
     eager, model = build(recipe, device), build(recipe, device)
-    train(eager, eager, device, steps=3), train(model, model, device, steps=3)  # scales are there
+    train(eager, eager, device, steps=3), train(model, model, device, steps=3)  # scales exist now
 
     def chosen(model, x, keep):
         return model(x[keep])
@@ -202,8 +202,8 @@ def test_tokens_that_data_selects(device, recipe, monkeypatch):
 
 
 @a_few_recipes
-def test_a_compiled_loss_rolls_the_histories(device, recipe):
-    """The root's hooks are compiled away with it: the optimizer's step does what they do."""
+def test_compiled_loss_rolls_histories(device, recipe):
+    """The root's hooks are compiled away, so the optimizer step takes over their work."""
     model = build(recipe, device)
     with counting() as backend:
 
@@ -227,7 +227,7 @@ def test_a_compiled_loss_rolls_the_histories(device, recipe):
 
 
 class Saved:
-    """What autograd saves of a forward."""
+    """Records the tensors that autograd saves in a forward."""
 
     def __init__(self, run, x):
         self.tensors = []
@@ -240,8 +240,8 @@ class Saved:
 
 
 @every_recipe
-def test_nothing_of_a_weights_size_is_saved(device, recipe):
-    """A compiler would make a weight's second plane in the forward, and keep it."""
+def test_no_second_plane_of_a_weight_is_saved(device, recipe):
+    """Without ``after``, a compiler would compute a weight's second plane in the forward."""
     model = build(recipe, device)
     train(model, model, device, steps=3)
     with counting() as backend:
@@ -282,13 +282,13 @@ def test_siblings_are_quantized_once(device, recipe):
     weights = 4
     inputs = [n for n in quantized if n.args[0].op != "placeholder"]
     assert len(quantized) - len(inputs) == weights
-    # Equal calls are merged by the compiler's passes; delayed scaling's siblings share when traced.
+    # A compiler merges equal calls. With delayed scaling, layers share planes at trace time.
     different = {(str(n.target), str(n.args), str(n.kwargs)) for n in inputs}
-    assert len(different) == 2, "that of q, k and v, and that of o"
+    assert len(different) == 2, "one for q, k and v, and one for o"
 
 
 class Gated(nn.Module):
-    """A norm in front of two siblings, and their product in front of a third layer."""
+    """A norm, two layers that share its output, and a third layer of their product."""
 
     def __init__(self):
         super().__init__()
@@ -302,7 +302,7 @@ class Gated(nn.Module):
 
 
 def divided(model, x):
-    """What a compiler saves of a forward, and the operators of the backward, as Inductor cuts."""
+    """Return the tensors that Inductor's partitioner saves, and the operators of the backward."""
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
@@ -327,8 +327,8 @@ def divided(model, x):
 
 
 @every_recipe
-def test_inputs_are_made_again_and_quantized_once(device, recipe):
-    """By default a compiler keeps neither inputs nor codes: a norm's output, a product."""
+def test_inputs_are_recomputed_and_quantized_once(device, recipe):
+    """By default, a compiler recomputes inputs, such as a norm's output, and saves no codes."""
     kind = resolve_recipe(RECIPES[recipe])
     tokens, counts, results = 128, {}, {}
     for save_input in (False, None):
@@ -348,15 +348,15 @@ def test_inputs_are_made_again_and_quantized_once(device, recipe):
         kept = [t for t in saved if t.numel() >= tokens * WIDTH and t.data_ptr() not in masters]
         codes = [t for t in kept if t.dtype.itemsize == 1]
         if save_input is None:
-            # The outputs of w1 and w3, for silu and the product; no codes, no norm's output.
+            # Saved are the outputs of w1 and w3, but neither codes nor the norm's output.
             assert sorted(tuple(t.shape) for t in kept) == [(tokens, 2 * WIDTH)] * 2
         else:
             assert sorted(t.numel() for t in codes) == [tokens * WIDTH, tokens * 2 * WIDTH]
-    # A norm's output for both siblings, and the product.
+    # The norm's output, which two layers share, and the product.
     assert counts[None] == counts[False] + 2
     for a, b in zip(results[False], results[None], strict=True):
-        # The CPU's fp32 GEMMs round by where their operands lie: by 4e-6, where one other code of
-        # an input would make a hundredth.
+        # fp32 GEMMs on the CPU depend on the alignment of operands by 4e-6. A different code of an
+        # input would make a difference of about 1e-2.
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -371,9 +371,9 @@ def test_codes_may_be_saved(device, recipe):
 
 
 @every_recipe
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch's own first capture
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # from torch
 def test_cuda_graphs_of_a_compiled_model(device, recipe):
-    """`mode="reduce-overhead"`: replays read the parameters and write the amaxes that are there."""
+    """With `mode="reduce-overhead"`, replays read current parameters and write the amaxes."""
     if device.type != "cuda":
         pytest.skip("CUDA graphs need a GPU")
     from torch._inductor.cudagraph_trees import get_manager
@@ -389,7 +389,7 @@ def test_cuda_graphs_of_a_compiled_model(device, recipe):
     steps = train(eager, eager, device, steps=8), train(model, run, device, steps=8)
     assert get_manager(0, create_if_none_exists=False) is not None, "no graph was captured"
     for (expected, *_), (got, *_) in zip(*steps, strict=True):
-        # Inductor's norm rounds otherwise than eager's, and so may a code here and there.
+        # Inductor's norm rounds differently from eager, so some codes may differ.
         torch.testing.assert_close(got, expected, rtol=1e-2, atol=0)
     if recipe == "delayed":
         for a, b in zip(linear_layers(eager), linear_layers(model), strict=True):
@@ -404,7 +404,7 @@ def linear_layers(model):
 
 @pytest.mark.parametrize("part", [False, True])
 def test_equal_models_are_one_graph(device, part):
-    """What a root's hooks are called by is equal for all; a loss that is compiled serves all."""
+    """The names of the root's hooks are equal for all models, so a compiled loss serves all."""
     with counting() as backend:
         compiled = torch.compile(lambda model, x: model(x).square().mean(), backend=backend)
         for _ in range(4):

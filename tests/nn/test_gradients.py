@@ -1,4 +1,4 @@
-"""Training in FP8 equals a simulation in plain torch: rounded operands, fp32 accumulation."""
+"""FP8 training equals a simulation in plain torch: rounded operands, fp32 accumulation."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from oracle.linear import linear
 
 
 class Mlp(nn.Module):
-    """Residual, gated, with sizes that need padding."""
+    """A gated residual block with sizes that need padding."""
 
     def __init__(self, linear=None):
         super().__init__()
@@ -31,7 +31,7 @@ class Mlp(nn.Module):
 
 
 class Codes(TorchDispatchMode):
-    """Keeps what every operator of the library that quantizes gives or writes, in order."""
+    """Records the outputs and writes of every quantizing operator, in order."""
 
     def __init__(self):
         super().__init__()
@@ -55,14 +55,14 @@ class Codes(TorchDispatchMode):
 
 
 def tensors(value):
-    """The tensors in nested lists and tuples."""
+    """Yield the tensors in nested lists and tuples."""
     if isinstance(value, torch.Tensor):
         return [value.detach()]
     return [t for item in value or () for t in tensors(item)]
 
 
 def models(device, fp8_format="e4m3", dtype=torch.float32):
-    """The same model three times: in FP8, simulated, in high precision."""
+    """Build a model in FP8, simulated and in high precision."""
     torch.manual_seed(0)
     grad_dtype = E4M3 if fp8_format == "e4m3" else E5M2
 
@@ -75,7 +75,7 @@ def models(device, fp8_format="e4m3", dtype=torch.float32):
         model.to(device, dtype)
     convert_to_float8_training(
         fp8,
-        # The simulation accumulates in fp32: so must the FP8 GEMMs, as far as tensor cores do.
+        # The simulation accumulates in fp32. FP8 tensor cores do so approximately.
         recipe=Float8CurrentScaling(fp8_format=fp8_format, fast_accumulation=(False, False, False)),
         enable_fsdp_float8_all_gather=False,
     )
@@ -94,12 +94,12 @@ def run(model, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("fp8_format", ["e4m3", "hybrid"])
-def test_gradients_equal_the_simulations(device, fp8_format):
+def test_gradients_equal_the_simulation(device, fp8_format):
     fp8, simulated, plain = models(device, fp8_format)
     (loss, grads), (expected_loss, expected) = run(fp8), run(simulated)
     _, exact = run(plain)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)
-    # FP8 tensor cores round partial sums (some 14 bits), which this small model's norms amplify.
+    # FP8 tensor cores round partial sums to about 14 bits. The norms of this model amplify it.
     limit = 2e-3 if device.type == "cpu" else 1e-2
     for a, b in zip(grads, expected, strict=True):
         assert relative(a, b) < limit
@@ -114,7 +114,7 @@ def test_gradients_equal_the_simulations(device, fp8_format):
 
 
 def keep_operands(model):
-    """Inputs and gradients of outputs of the layers, as a forward and its backward meet them."""
+    """Record the inputs and output gradients of the layers in one forward and backward."""
     inputs, gradients = {}, {}
 
     def keep(name, x, y):
@@ -129,8 +129,8 @@ def keep_operands(model):
 
 
 @pytest.mark.parametrize("fp8_format", ["e4m3", "hybrid"])
-def test_operands_are_the_simulations_bytes(device, fp8_format):
-    """Layer by layer, with the same inputs on both sides, so that no summation order enters."""
+def test_operands_equal_the_simulation(device, fp8_format):
+    """Compare layer by layer with equal inputs, so that summation order does not matter."""
     from oracle.tensorwise import quantize, scale_from_amax
 
     fp8, _, _ = models(device, fp8_format)
@@ -139,7 +139,7 @@ def test_operands_are_the_simulations_bytes(device, fp8_format):
         run(fp8)
     made, remade = codes.by("quantize_current"), codes.by("quantize")
     weights = {name: getattr(fp8, name).weight.detach() for name in ("gate", "up", "down")}
-    # In their order; the gradients of up and gate come in that which autograd chooses.
+    # In call order. Autograd chooses the order of the gradients of up and gate.
     forward = [inputs["gate"], weights["gate"], weights["up"], inputs["down"], weights["down"]]
     assert inputs["up"].data_ptr() == inputs["gate"].data_ptr(), "quantized once"
     backward = [gradients["down"], gradients["up"], gradients["gate"]]
@@ -157,11 +157,11 @@ def test_operands_are_the_simulations_bytes(device, fp8_format):
                 rows, cols = wanted.shape
                 got = plane.view(torch.uint8).flatten(0, -2)
                 assert torch.equal(got[:rows, :cols], wanted)
-                # For a GPU's wgrad there are zeros behind the last token.
+                # On a GPU, tokens are padded with zeros for wgrad.
                 assert not got[rows:].any() and not got[:, cols:].any()
                 compared += 1
-    # Inputs and gradients have both directions, weights only what the forward needs: dgrad's are
-    # made again in the backward.
+    # Inputs and gradients have both planes. Weights have only the rowwise plane, because the
+    # backward computes the plane for dgrad.
     assert compared == 2 * (2 + 3) + 3
     for name, (_, col) in zip(("down", "up", "gate"), remade, strict=True):
         expected = scale_from_amax(weights[name].abs().max(), E4M3)
@@ -169,7 +169,7 @@ def test_operands_are_the_simulations_bytes(device, fp8_format):
         assert torch.equal(col.view(torch.uint8), wanted)
 
 
-def test_bf16_gradients_equal_the_simulations(device):
+def test_bf16_gradients_equal_the_simulation(device):
     fp8, simulated, _ = models(device, dtype=torch.bfloat16)
     (loss, grads), (expected_loss, expected) = (
         run(fp8, torch.bfloat16),
@@ -199,7 +199,7 @@ def test_training_lowers_the_loss_as_high_precision_does(device, recipe):
     assert finals[recipe] < finals["plain"] + 0.05
 
 
-#: How often a step quantizes, by operator: inputs, weights, gradients, weights again for dgrad.
+#: The quantizations of a step, by operator: inputs, weights, gradients, and weights for dgrad.
 OPERATORS = {
     "current": {"quantize_current": 2 + 3 + 3, "quantize": 3},
     "delayed": {"_quantize_delayed": 2 + 3 + 3, "quantize": 3},
@@ -211,7 +211,7 @@ OPERATORS = {
 
 @pytest.mark.parametrize("recipe", list(OPERATORS))
 def test_two_runs_with_one_seed_give_the_same_bytes(device, recipe):
-    """Of activations, weights and gradients: everything that an operator quantizes."""
+    """All quantized activations, weights and gradients have equal bytes."""
     if recipe == "block":
         skip_without_block_gemms(device)
 

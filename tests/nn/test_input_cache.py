@@ -1,4 +1,4 @@
-"""Layers reuse the planes of a shared input, and never planes from before a write."""
+"""Layers reuse the planes of a shared input, but not after a write to it."""
 
 import copy
 import dataclasses
@@ -29,19 +29,19 @@ def _supported(request, device):
 
 
 def layers(device, recipe, count=2):
-    """Layers of one model."""
+    """Build layers of one model."""
     torch.manual_seed(0)
     model = nn.ModuleList(nn.Linear(32, 32) for _ in range(count)).to(device)
     return fp8rs.convert_to_float8_training(model, recipe=recipe)
 
 
 def saving_inputs(recipe):
-    """A recipe whose backward quantizes inputs again, in eager code too."""
+    """Return a recipe whose backward quantizes inputs again, also in eager code."""
     return dataclasses.replace(resolve_recipe(recipe), save_input=True)
 
 
 def models(device, recipe):
-    """Two models of a layer."""
+    """Build two models with one layer each."""
     torch.manual_seed(0)
     parts = [nn.Sequential(nn.Linear(32, 32)).to(device) for _ in range(2)]
     return [fp8rs.convert_to_float8_training(part, recipe=recipe) for part in parts]
@@ -57,7 +57,7 @@ def test_a_copy_of_an_input_is_another_input(device, recipe):
     x = data(device).add_(1).mul_(2)
     a(x)
     y = copy.deepcopy(x)
-    y.mul_(5)  # as many writes as the original has had
+    y.mul_(5)  # now both have the same version
     assert torch.equal(b(y), b(y.clone()))
 
 
@@ -82,8 +82,8 @@ WRITES = {
 
 @every_recipe
 @pytest.mark.parametrize("write", list(WRITES))
-def test_a_buffer_that_two_models_read(device, recipe, write):
-    """What is written past torch between their forwards, as a collective does, moves no version."""
+def test_buffer_read_by_two_models(device, recipe, write):
+    """A write that bypasses torch, such as a collective's, does not change the version."""
     if write == "numpy" and device.type != "cpu":
         pytest.skip("numpy is of the CPU")
     (a, b), x, new = models(device, recipe), data(device), data(device, 1)
@@ -95,8 +95,8 @@ def test_a_buffer_that_two_models_read(device, recipe, write):
 
 @every_recipe
 @pytest.mark.parametrize("write", list(WRITES))
-def test_a_buffer_that_two_backwards_read(device, recipe, write):
-    """As on a GPU, where another thread runs backwards than begins forwards: here too."""
+def test_buffer_read_by_two_backwards(device, recipe, write):
+    """The backwards run in another thread than the forwards, as on a GPU."""
     if write == "numpy" and device.type != "cpu":
         pytest.skip("numpy is of the CPU")
     (a, b), x, new = models(device, saving_inputs(recipe)), data(device), data(device, 1)
@@ -111,8 +111,8 @@ def test_a_buffer_that_two_backwards_read(device, recipe, write):
     assert torch.equal(*gradients)
 
 
-def test_a_tensor_that_dies_late_takes_its_own_planes_along(device):
-    """Another thread may free it while this one keeps the next."""
+def test_late_free_does_not_drop_the_next_input(device):
+    """Another thread may free an input after the cache holds the next one."""
     cache, planes = QuantizedInputCache(), (None, None)
     x, y = data(device), data(device, 1)
     cache.put(x, input_token(x, None), planes, None, user=1)
@@ -125,7 +125,7 @@ def test_a_tensor_that_dies_late_takes_its_own_planes_along(device):
 
 
 @every_recipe
-def test_other_memory_between_siblings(device, recipe):
+def test_new_memory_is_quantized_again(device, recipe):
     a, b = layers(device, recipe)
     x = data(device)
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_other_memory_between_siblings(device, recipe):
 
 
 @every_recipe
-def test_a_write_through_data_between_siblings_of_a_graph(device, recipe):
+def test_write_through_data_inside_a_compiled_graph(device, recipe):
     a, b = layers(device, recipe)
 
     def function(x, new):
@@ -154,15 +154,15 @@ def test_a_write_through_data_between_siblings_of_a_graph(device, recipe):
 
 @every_recipe
 @pytest.mark.parametrize("outside", [False, True])
-def test_selective_checkpoints_of_siblings(device, recipe, outside):
-    """Each records its own operators, whatever was quantized in front of it."""
+def test_selective_checkpoints_record_their_own_operators(device, recipe, outside):
+    """Each checkpoint records its own operators, even if the input was quantized before."""
     context = partial(create_selective_checkpoint_contexts, SAVED)
     gradients = []
     for checkpointed in (False, True):
         a, b = layers(device, recipe)
         leaf = data(device).requires_grad_()
         h = leaf * 2
-        for _ in range(2):  # delayed scaling has its scales
+        for _ in range(2):  # delayed scaling has scales in the second
 
             def call(layer, first=False, h=h, checkpointed=checkpointed):
                 if not checkpointed or (outside and first):
@@ -183,7 +183,7 @@ def test_vmap_is_refused(device):
         torch.func.vmap(a)(xs)
 
 
-def test_what_a_sibling_in_evaluation_mode_has_seen_is_in_nobodys_history(device):
+def test_evaluation_layers_do_not_share_recorded_amaxes(device):
     torch.manual_seed(0)
     model = nn.ModuleDict({"q": nn.Linear(32, 32), "k": nn.Linear(32, 32)}).to(device)
     fp8rs.convert_to_float8_training(model, recipe="delayed")
@@ -196,8 +196,8 @@ def test_what_a_sibling_in_evaluation_mode_has_seen_is_in_nobodys_history(device
     assert model["k"].fp8_amax[1, 0] == x.abs().amax()
 
 
-def test_inputs_that_were_quantized_with_two_scales_are_so_in_the_backward(device):
-    """Layers that share an input, but not its planes: another one came between them."""
+def test_backward_uses_the_scale_of_each_layers_forward(device):
+    """Two layers share an input but not its planes, because another input came between."""
     gradients = []
     for recipe in (saving_inputs("delayed"), resolve_recipe("delayed")):
         first, between, last = model = layers(device, recipe, 3)

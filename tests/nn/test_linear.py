@@ -1,4 +1,4 @@
-"""fp8rs.nn.Linear: shapes, dtypes, what is saved, what is quantized how often, contexts."""
+"""fp8rs.nn.Linear: shapes, dtypes, saved tensors, number of quantizations, contexts."""
 
 import copy
 import dataclasses
@@ -48,14 +48,14 @@ def data(device, *shape, dtype=torch.float32, seed=1):
 
 
 def gradients(module, x, dy, **call):
-    """Output and gradients of x, weight and bias."""
+    """Return the output and the gradients of x, weight and bias."""
     x = x.detach().clone().requires_grad_()
     y = module(x, **call)
     inputs = [x, module.weight] + ([] if module.bias is None else [module.bias])
     return [y, *torch.autograd.grad(y, inputs, dy)]
 
 
-# Sizes that are multiples of 16 and sizes that are not; 1-D to 4-D; an empty batch.
+# Multiples of 16 and other sizes, 1-D to 4-D, and an empty batch.
 SHAPES = [
     (32, 16),
     (7, 16),
@@ -83,7 +83,7 @@ def test_every_shape(device, shape, out_features, bias, dtype):
     x2 = x.clone().requires_grad_()
     y2 = linear(x2, w, b)
     expected = [y2, *torch.autograd.grad(y2, [x2, w] + ([] if b is None else [b]), dy)]
-    # What is contracted over: in y, dx, dw; db is a sum.
+    # The contracted sizes of y, dx and dw, and the size of the sum db.
     lengths = (shape[-1], out_features, x.numel() // shape[-1], 1)
     for result, value, k in zip(results, expected, lengths, strict=False):
         assert (result.shape, result.dtype) == (value.shape, value.dtype)
@@ -106,7 +106,7 @@ def test_recipes_approximate_high_precision(device, recipe, fp8_format):
         assert relative(result, value) < (0.08 if fp8_format == "hybrid" else 0.05)
 
 
-def test_it_is_a_linear_with_the_same_parameters(device):
+def test_is_an_nn_linear_with_equal_parameters(device):
     module = layer(device)
     assert isinstance(module, nn.Linear)
     assert list(module.state_dict()) == ["weight", "bias"]
@@ -115,7 +115,7 @@ def test_it_is_a_linear_with_the_same_parameters(device):
     assert "in_features=16, out_features=32, bias=True" in repr(module)
 
 
-def test_from_linear_takes_parameters_hooks_and_mode(device):
+def test_from_linear_shares_parameters_hooks_and_mode(device):
     plain = nn.Linear(16, 32, device=device).eval()
     seen = []
     plain.register_forward_hook(lambda *_: seen.append(1))
@@ -138,8 +138,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("x_dtype", DTYPES)
 @pytest.mark.parametrize("w_dtype", DTYPES)
 @pytest.mark.parametrize("fp8_weights", [False, True])
-def test_two_dtypes_are_an_error_but_under_autocast(device, x_dtype, w_dtype, fp8_weights):
-    """As of nn.Linear."""
+def test_mixed_dtypes_require_autocast(device, x_dtype, w_dtype, fp8_weights):
+    """nn.Linear raises too."""
     plain = nn.Sequential(nn.Linear(16, 32, dtype=w_dtype, device=device))
     module = convert_to_float8_training(copy.deepcopy(plain), fp8_weights=fp8_weights)
     x, dy = data(device, 8, 16, dtype=x_dtype), data(device, 8, 32, dtype=torch.bfloat16)
@@ -164,15 +164,15 @@ def test_autocast_sets_the_output_dtype(device):
     with torch.autocast(device.type, torch.bfloat16):
         y = module(x)
         assert y.dtype == torch.bfloat16
-        y.float().square().sum().backward()  # a backward inside the context as well
+        y.float().square().sum().backward()  # a backward inside the context
     assert x.grad.dtype == module.weight.grad.dtype == torch.float32
-    # The operands are those of the fp32 input: autocast rounds nothing twice.
-    # (On a GPU the two GEMMs are two kernels, and FP8 tensor cores round partial sums.)
+    # Autocast quantizes the fp32 input, without rounding it to bf16 first. On a GPU, the two GEMMs
+    # are different kernels, and FP8 tensor cores round partial sums.
     close = {} if device.type == "cpu" else {"rtol": 2**-7, "atol": 2**-8}
     torch.testing.assert_close(y, module(x).to(torch.bfloat16), **close)
 
 
-def test_the_fp8_plane_is_saved_and_not_the_input(device):
+def test_fp8_plane_is_saved_instead_of_the_input(device):
     module = layer(device, 256, 128, dtype=torch.bfloat16)
     saved = []
 
@@ -183,7 +183,7 @@ def test_the_fp8_plane_is_saved_and_not_the_input(device):
     x = data(device, 512, 256, dtype=torch.bfloat16).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         module(x)
-    # The input as a columnwise plane, the weight as it is (no copy), and their scales.
+    # The input's columnwise plane, the weight itself (not a copy), and their scales.
     assert [(tuple(t.shape), t.dtype) for t in saved] == [
         ((256, 512), E4M3),
         ((), torch.float32),
@@ -211,7 +211,7 @@ def test_a_frozen_weight_saves_no_input(device):
     assert calls.counts["transpose"] == 0
 
 
-def test_an_input_without_gradients_costs_no_dgrad(device):
+def test_dgrad_is_skipped_if_the_input_needs_no_gradient(device):
     module = layer(device)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -231,7 +231,7 @@ def test_only_the_bias_needs_gradients(device):
     torch.testing.assert_close(module.bias.grad, dy.sum(0))
 
 
-def test_no_grad_makes_no_columnwise_plane(device):
+def test_no_grad_computes_no_columnwise_plane(device):
     module = layer(device)
     with torch.no_grad(), Calls() as calls:
         y = module(data(device, 8, 16))
@@ -246,12 +246,12 @@ def test_the_gradient_is_quantized_once_for_both_directions(device):
     y = module(data(device, 8, 16).requires_grad_())
     with Calls() as calls:
         y.backward(data(device, 8, 32))
-    # The other is the weight's columnwise plane, with the scale of the forward.
+    # The other operator computes the weight's columnwise plane with the forward's scale.
     assert calls.counts == {"quantize_current": 1, "quantize": 1, **calls.gemms}
 
 
 class Attention(nn.Module):
-    """Three layers that share an input, and a fourth that does not."""
+    """Three layers that share an input, and a fourth with another input."""
 
     def __init__(self, frozen_q=False):
         super().__init__()
@@ -276,7 +276,7 @@ def test_siblings_share_one_quantization(device, recipe):
     model = attention(device, recipe)
     with Calls() as calls:
         y = model(data(device, 48, 16))
-    assert calls.quantizations == 4 + 2, "four weights, the shared input and that of o"
+    assert calls.quantizations == 4 + 2, "four weights, the shared input and the input of o"
     y.sum().backward()
     again = copy.deepcopy(model)
     saved = []
@@ -293,10 +293,8 @@ def test_siblings_share_one_quantization(device, recipe):
     [(recipe, False) for recipe in ("current", "delayed", "rowwise", "block", "mxfp8")]
     + [(recipe, True) for recipe in ("current", "rowwise", "block")],
 )
-def test_zeros_behind_the_last_token_change_nothing(
-    device, recipe, quantized, save_input, monkeypatch
-):
-    """wgrad's operands as a GPU has them, on a CPU too; but an input that came quantized."""
+def test_padding_tokens_does_not_change_results(device, recipe, quantized, save_input, monkeypatch):
+    """Pad the operands of wgrad on the CPU too. An input that came quantized is not padded."""
     if recipe == "block":
         skip_without_block_gemms(device)
     recipe = dataclasses.replace(resolve_recipe(recipe), save_input=save_input)
@@ -318,7 +316,7 @@ def test_zeros_behind_the_last_token_change_nothing(
     assert (saved == saved_plain) == (save_input or quantized)
     assert torch.equal(y, y_plain) and torch.equal(db, db_plain)
     assert dx is None or torch.equal(dx, dx_plain)
-    # The same products; on a CPU in another order.
+    # The products are equal. The CPU adds them in another order.
     torch.testing.assert_close(dw, dw_plain, rtol=1e-5, atol=1e-5 * dw.abs().max().item())
 
 
@@ -328,10 +326,12 @@ def test_siblings_quantize_a_saved_input_once(device, recipe):
     y = model(data(device, 8, 16).requires_grad_())
     with Calls() as calls:
         y.sum().backward()
-    assert calls.quantizations == 4 + 4 + 2, "gradients, weights, the shared input and that of o"
+    assert calls.quantizations == 4 + 4 + 2, (
+        "gradients, weights, the shared input and the input of o"
+    )
 
 
-def test_siblings_of_a_frozen_layer_get_their_columnwise_plane(device):
+def test_shared_input_of_a_frozen_layer_gets_a_columnwise_plane(device):
     model = attention(device, frozen_q=True)
     with Calls() as calls:
         y = model(data(device, 8, 16))
@@ -343,7 +343,7 @@ def test_siblings_of_a_frozen_layer_get_their_columnwise_plane(device):
     assert torch.equal(model.v.weight.grad, reference.v.weight.grad)
 
 
-def test_a_sibling_sees_in_place_changes(device):
+def test_in_place_changes_invalidate_the_shared_input(device):
     class Changes(nn.Module):
         def __init__(self):
             super().__init__()
@@ -364,18 +364,18 @@ def test_a_sibling_sees_in_place_changes(device):
         assert torch.equal(second, model.b(data(device, 8, 16) * 2))
 
 
-def test_a_layer_called_again_quantizes_anew(device):
+def test_layer_called_again_quantizes_again(device):
     model = attention(device)
     x = data(device, 8, 16)
     with torch.no_grad():
         first = model.q(x)
-        x.data.mul_(-3)  # no version moves
+        x.data.mul_(-3)  # does not change the version
         torch.testing.assert_close(model.q(x) - model.q.bias, -3 * (first - model.q.bias))
         x.data.mul_(-1)
         assert torch.equal(model.q(x), model.q(x.clone()))
 
 
-def test_shared_activations_are_not_kept(device):
+def test_planes_of_old_inputs_are_freed(device):
     import weakref
 
     model = attention(device)
@@ -383,7 +383,7 @@ def test_shared_activations_are_not_kept(device):
     model.q(x)
     alive = weakref.ref(this_thread.input_cache.entry.planes[0].data)
     assert alive() is not None
-    model.q(other)  # x lives on, its planes do not
+    model.q(other)  # x is alive, but its planes are freed
     assert alive() is None
     alive = weakref.ref(this_thread.input_cache.entry.planes[0].data)
     del other
@@ -397,7 +397,7 @@ def test_checkpointing_changes_nothing(device, recipe, use_reentrant):
     for checkpointed in (False, True):
         model = attention(device, recipe)
         x = data(device, 8, 16).requires_grad_()
-        for _ in range(2):  # delayed scaling: the second with a history
+        for _ in range(2):  # with delayed scaling, the second has a history
             if checkpointed:
                 y = checkpoint(model.forward, x, use_reentrant=use_reentrant)
                 state_of(model.q).end_forward(model, (), None)
@@ -442,7 +442,7 @@ def test_strided_and_expanded_operands(device):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-def test_a_quantized_weight_is_used_as_it_is(device):
+def test_quantized_weight_is_not_quantized_again(device):
     plain = layer(device)
     x, dy = data(device, 8, 16), data(device, 8, 32)
     expected = gradients(plain, x, dy)
@@ -454,7 +454,7 @@ def test_a_quantized_weight_is_used_as_it_is(device):
             assert torch.equal(a, b)
 
 
-def test_a_quantized_weight_names_its_missing_plane(device):
+def test_missing_plane_of_a_weight_is_named(device):
     module = layer(device)
     weight = Float8CurrentScalingQuantizer(E4M3, rowwise=False)(module.weight)
     module.weight = nn.Parameter(weight)
@@ -463,7 +463,7 @@ def test_a_quantized_weight_names_its_missing_plane(device):
 
 
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "block"])
-def test_a_quantized_input_in_the_recipes_format_is_used_as_it_is(device, recipe):
+def test_quantized_input_in_the_recipes_format_is_not_quantized_again(device, recipe):
     if recipe == "block":
         skip_without_block_gemms(device)
     module = layer(device, 128, 128, recipe=recipe)
@@ -486,19 +486,19 @@ def test_a_quantized_input_in_the_recipes_format_is_used_as_it_is(device, recipe
         ),
     ],
 )
-def test_a_quantized_input_that_is_not_the_recipes_is_refused(device, recipe, given, why):
+def test_quantized_input_in_another_format_is_refused(device, recipe, given, why):
     module = layer(device, 128, 128, recipe=recipe)
     with pytest.raises(ValueError, match=f"input is a quantized tensor.*{why}.*dequantize"):
         module(given(data(device, 256, 128)))
 
 
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "mxfp8"])
-def test_a_resharded_weight_is_a_clear_error(device, recipe):
+def test_resharded_weight_raises(device, recipe):
     module = layer(device, recipe=recipe)
     quantizer = Quantizer(quant_spec(module.recipe, "weight"), columnwise=False)
     module.weight = nn.Parameter(quantizer(module.weight))
     y = module(data(device, 8, 16).requires_grad_())
-    # What FSDP frees: the gathered codes and, where there are many, the gathered scales.
+    # FSDP frees the gathered codes, and the gathered scales if they are not one per tensor.
     plane = module.weight.rowwise
     for gathered in (plane.data, plane.scale):
         gathered.untyped_storage().resize_(0)
@@ -508,7 +508,7 @@ def test_a_resharded_weight_is_a_clear_error(device, recipe):
         y.sum().backward()
 
 
-def test_a_weight_written_between_forward_and_backward_is_an_error(device):
+def test_write_to_fp8_weight_before_backward_raises(device):
     module = layer(device)
     y = module(data(device, 8, 16).requires_grad_())
     with torch.no_grad():
@@ -517,7 +517,7 @@ def test_a_weight_written_between_forward_and_backward_is_an_error(device):
         y.sum().backward()
 
 
-def test_double_backward_is_a_clear_error(device):
+def test_double_backward_raises(device):
     x = data(device, 8, 16).requires_grad_()
     y = layer(device)(x)
     with pytest.raises(RuntimeError, match="double backward"):
@@ -568,7 +568,7 @@ def test_deepcopy_and_pickle(device, recipe):
         copied(x).sum().backward()
 
 
-def test_a_copy_that_lost_a_layer(device):
+def test_copy_without_one_of_the_layers(device):
     model = copy.deepcopy(attention(device))
     model.k = nn.Identity()
     model(data(device, 8, 16))
@@ -612,8 +612,10 @@ def test_emulation_gives_the_same_training(device):
         ("current", "6.2", (9, 4), r"NVIDIA GPUs; on the CPU"),
     ],
 )
-def test_gpus_without_fp8_gemms_are_told_what_can_run(monkeypatch, recipe, hip, capability, reason):
-    """Emulation is no way out for GPUs that cannot quantize."""
+def test_gpus_without_fp8_gemms_get_an_error_with_alternatives(
+    monkeypatch, recipe, hip, capability, reason
+):
+    """GPUs that cannot quantize cannot use emulation either."""
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
@@ -625,7 +627,7 @@ def test_gpus_without_fp8_gemms_are_told_what_can_run(monkeypatch, recipe, hip, 
         capability_of.cache_clear()
 
 
-def test_scaled_mm_names_what_does_not_fit(device):
+def test_scaled_mm_names_mismatched_sizes(device):
     a = Float8CurrentScalingQuantizer(E4M3)(data(device, 4, 16)).rowwise
     b = Float8CurrentScalingQuantizer(E4M3)(data(device, 4, 17)).rowwise
     with pytest.raises(ValueError, match=r"\(4, 16\).*\(4, 17\)"):
@@ -633,7 +635,7 @@ def test_scaled_mm_names_what_does_not_fit(device):
 
 
 @pytest.mark.gpu
-def test_formats_without_a_gemm_are_named():
+def test_missing_gemm_error_names_the_formats():
     plane = Float8CurrentScalingQuantizer(E4M3)(data("cuda", 16, 16)).rowwise
     other = Plane(plane.data, plane.scale.view(1, 1), BlockFormat("odd", (7, -1), torch.float32))
     with pytest.raises(UnsupportedError, match=r"'tensor' and 'odd'.*emulate=True"):
@@ -652,10 +654,10 @@ def test_a_step_never_waits_for_the_device(recipe):
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(4):  # delayed scaling learns which histories hold something
+    for _ in range(4):  # delayed scaling learns which scales are nonzero
         step()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
+        warnings.simplefilter("ignore")  # the mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         step()
@@ -664,7 +666,7 @@ def test_a_step_never_waits_for_the_device(recipe):
         torch.cuda.set_sync_debug_mode("default")
 
 
-# Parameters made on one stream and captured on another: torch says so, and it is what is tested.
+# torch warns about parameters that are created on one stream and captured on another.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.gpu
 def test_a_step_is_captured_in_a_cuda_graph():
@@ -702,7 +704,7 @@ SQUARES = Float8BlockScaling(wgrad_input_block=(128, 128))
 
 @pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block", SQUARES, "mxfp8"])
 def test_a_saved_input_gives_the_gradients_of_saved_codes(device, recipe):
-    """The input's bytes in place of its codes: what the backward makes of them is equal."""
+    """Quantizing the saved input in the backward gives the codes of the forward."""
     if recipe in ("block", SQUARES):
         skip_without_block_gemms(device)
     results = []
@@ -722,7 +724,7 @@ def test_a_saved_input_gives_the_gradients_of_saved_codes(device, recipe):
 @pytest.mark.parametrize("sizes", [(16, 0), (0, 16)], ids=["none out", "none in"])
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "block", "mxfp8"])
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-def test_features_may_be_none(recipe, sizes, lead, bias):
+def test_zero_features(recipe, sizes, lead, bias):
     plain = nn.Linear(*sizes, bias=bias)
     tested = fp8nn.Linear.from_linear(copy.deepcopy(plain), recipe=recipe)
     x = torch.ones(*lead, sizes[0])
@@ -734,7 +736,7 @@ def test_features_may_be_none(recipe, sizes, lead, bias):
         assert torch.equal(a.grad, b.grad)
 
 
-def test_what_is_no_tensor_is_refused(device):
+def test_input_that_is_not_a_tensor_is_refused(device):
     layer = fp8nn.Linear(16, 16, device=device)
     for wrong in (None, [[0.0] * 16]):
         with pytest.raises(TypeError, match=f"input must be a Tensor, not {type(wrong).__name__}"):
@@ -763,7 +765,7 @@ def test_another_default_dtype(device, recipe, dtype):
     assert all(map(torch.equal, *results))
 
 
-def test_an_export_says_that_it_has_no_gradients(device):
+def test_export_with_gradients_warns(device):
     layer = fp8nn.Linear(16, 16, device=device)
     x = data(device, 8, 16)
     with pytest.warns(UserWarning, match="no gradient reaches its weight"):
@@ -773,7 +775,7 @@ def test_an_export_says_that_it_has_no_gradients(device):
         assert torch.equal(program.module()(x), layer(x))
 
 
-def test_a_tracer_of_torch_fx_is_told_what_an_input_is():
+def test_torch_fx_tracing_raises():
     layer = nn.Sequential(fp8nn.Linear(16, 16))
     with pytest.raises(TypeError, match="input must be a Tensor, not Proxy"):
         torch.fx.symbolic_trace(layer)
@@ -798,7 +800,9 @@ def test_an_encoder_without_nested_tensors_evaluates_padded_batches(device):
         with torch.no_grad():
             expected = model(x, src_key_padding_mask=mask)
         convert_to_float8_training(model)
-        for part in model.layers:  # a hook disables torch's fused path, which skips our layers
+        for (
+            part
+        ) in model.layers:  # a hook disables torch's fused path, which bypasses converted layers
             part.linear1.register_forward_pre_hook(lambda *args: None)
         with torch.no_grad():
             if nested:

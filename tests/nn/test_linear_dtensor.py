@@ -1,4 +1,4 @@
-"""Converted layers under torch's tensor-parallel plans: the same results as on one rank."""
+"""Converted layers under torch's tensor-parallel plans compute the results of one rank."""
 
 import copy
 import warnings
@@ -51,7 +51,7 @@ def test_column_and_row_parallel_layers_compute_the_whole(rig, recipe):
     for exact, one, two in zip(*results.values(), strict=True):
         two = two.full_tensor() if hasattr(two, "full_tensor") else two
         error, allowed = (two - exact).norm(), (one - exact).norm()
-        # A rank's own scales are no coarser than the whole tensor's: the error is of FP8's size.
+        # Local scales are at most as coarse as the scale of the whole tensor.
         assert 0 < error < 1.5 * allowed + 1e-4 * exact.norm()
 
 
@@ -63,8 +63,8 @@ def split_pair(rig, recipe, **options):
 
 @ranks(2)
 @both_weights
-def test_delayed_scaling_compiles_as_eager_computes(rig, fp8_weights):
-    """Its buffers are no DTensors, which parallelize_module makes of them."""
+def test_compiled_delayed_scaling_equals_eager(rig, fp8_weights):
+    """parallelize_module makes DTensors of its buffers, and the layers undo it."""
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
     dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
@@ -83,14 +83,14 @@ def test_delayed_scaling_compiles_as_eager_computes(rig, fp8_weights):
             optimizer.zero_grad()
     for eager, got in zip(seen[:4], seen[4:], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(eager, got, strict=True))
-    assert backend.frame_count == 2, "of first scales, and of histories"
+    assert backend.frame_count == 2, "one for first scales and one for histories"
     dynamo.reset()
 
 
 @ranks(2)
 @both_weights
 def test_a_new_optimizer_has_a_state_dict_under_delayed_scaling(rig, fp8_weights):
-    """torch has it step once, before a forward has been."""
+    """torch runs a step of a new optimizer before the first forward."""
     model = split_pair(rig, "delayed", fp8_weights=fp8_weights)
     before = [p.full_tensor() for p in model.parameters()]
     state = get_optimizer_state_dict(model, AdamW(model.parameters()))["state"]
@@ -112,8 +112,8 @@ def test_placements_without_a_rule_are_an_error(rig):
 
 @ranks(2)
 @pytest.mark.parametrize("recipe", ["current", "rowwise"])
-def test_an_input_that_is_cut_by_rows_of_a_whole_weight(rig, recipe):
-    """The gradients of weight and bias are those of all rows."""
+def test_row_sharded_input_with_replicated_weight(rig, recipe):
+    """The gradients of weight and bias are sums over all rows."""
     torch.manual_seed(0)
     plain = nn.Linear(32, 16).to(rig.device)
     model = nn.Sequential(copy.deepcopy(plain))
@@ -145,7 +145,7 @@ WRITES = {
 @ranks(2)
 @pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block", "mxfp8"])
 @pytest.mark.parametrize("how", ["split", "replicated"])
-def test_fp8_weights_are_stepped_after_they_were_written(rig, recipe, how):
+def test_optimizer_steps_written_fp8_weights(rig, recipe, how):
     mesh = rig.mesh(names=("tp",))
     for name, write in WRITES.items():
         torch.manual_seed(0)
@@ -156,18 +156,18 @@ def test_fp8_weights_are_stepped_after_they_were_written(rig, recipe, how):
         before = [p.detach().full_tensor().clone() for p in model.parameters()]
         optimizer = AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
         for p in model.parameters():
-            p.grad = torch.ones_like(p)  # with which the first step is as long as lr
+            p.grad = torch.ones_like(p)  # so that the first step has the length lr
         optimizer.step()
         for p, was in zip(model.parameters(), before, strict=True):
             exact = optimizer.state[p].get("master", p).detach().full_tensor()
             torch.testing.assert_close(exact, was - 1e-3, rtol=0.0, atol=1e-6, msg=name)
-            # Half of the distance between codes where they are farthest apart, with E8M0 scales.
+            # Half of the largest distance between two codes, with E8M0 scales.
             assert (p.detach().full_tensor() - exact).abs().max() <= exact.abs().max() / 14, name
 
 
 @ranks(2)
-def test_a_gradient_that_is_placed_otherwise_is_redistributed(rig):
-    """As torch does it: an embedding's that is split by rows."""
+def test_gradient_with_another_placement_is_redistributed(rig):
+    """The gradient of an embedding that is sharded by rows has another placement."""
     mesh = rig.mesh(names=("tp",))
     results = []
     for optimizer in (torch.optim.AdamW, AdamW):
@@ -191,10 +191,10 @@ def test_a_gradient_that_is_placed_otherwise_is_redistributed(rig):
 @pytest.mark.parametrize("source", [0, None])
 @pytest.mark.parametrize("width", [256, 200])
 def test_parts_of_fp8_weights_are_parts_of_their_codes(rig, recipe, source, width):
-    """Bytes of one process where the cut is between blocks; else a part has blocks of its own."""
+    """A part that starts at a block keeps its codes. Otherwise it is quantized again."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, width, bias=False), nn.Linear(width, 256, bias=False))
-    with torch.no_grad():  # each rank's part has another maximum
+    with torch.no_grad():  # each rank's part has a different amax
         model[0].weight[: width // 2].mul_(3)
         model[1].weight[:, : width // 2].mul_(3)
     model.to(rig.device)

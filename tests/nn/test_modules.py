@@ -1,4 +1,4 @@
-"""Transformer modules compute their formulas, in high precision and by every recipe."""
+"""Transformer modules compute their formulas, in high precision and with every recipe."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ both_weights = pytest.mark.parametrize("fp8_weights", [False, True], ids=["maste
 
 @dataclass(frozen=True)
 class Case:
-    """A module, its formula, and what both are called with besides the input.
+    """A module, its formula, and their arguments.
 
     Attributes:
-        make: of ``normalization``, ``device`` and others.
-        formula: of parameters and inputs, in float64.
-        inputs: how many tensors (batch, length, width) it takes: a second is the encoder's output.
-        options: arguments of the module's call.
-        floors: the least SQNR in dB of the output, of any gradient, and of any gradient where those
-            are E5M2: what was measured less 0.3 to 0.4 dB. A GEMM has 28.5 dB, of an E5M2 operand
-            25.5; those that are chained lose more.
+        make: creates the module from ``normalization``, ``device`` and others.
+        formula: computes the output in float64 from parameters and inputs.
+        inputs: the number of inputs (batch, length, width). The second is the encoder's output.
+        options: other arguments of the module's call.
+        floors: the least SQNR in dB of the output, of any gradient, and of any gradient with E5M2
+            gradients: the measured one less 0.3 to 0.4 dB. One GEMM has 28.5 dB, or 25.5 dB with an
+            E5M2 operand. Chained GEMMs have less.
     """
 
     make: Any
@@ -59,7 +59,7 @@ class Case:
 
 
 def normed(formula, inner, p, x, *rest, **options):
-    """``formula`` behind a norm."""
+    """Apply ``formula`` to a normalized input."""
     return formula(inner(p), oracle.norm(oracle.under(p, "norm"), x), *rest, **options)
 
 
@@ -127,7 +127,7 @@ CASES = {
         (28.4, 28.2, 24.2),
     ),
     "LayerNormMLP gelu": mlp_case("gelu", 25.3, 24.0, 20.4),
-    # A rounded input of relu may have another sign, and its gradient then be 0, or not be 0.
+    # Rounding may change the sign of an input of relu, and its gradient becomes 0 or nonzero.
     "LayerNormMLP relu": mlp_case("relu", 25.4, 15.2, 14.4),
     "LayerNormMLP swiglu": mlp_case("swiglu", 23.8, 22.4, 20.2),
     "LayerNormMLP geglu": mlp_case("geglu", 23.7, 22.8, 20.1),
@@ -160,7 +160,7 @@ def moved(options, device):
 
 
 def results(case, module, device, dtype=torch.float32):
-    """Output and gradients, by name, of a module or a function of the same arguments."""
+    """Return the output and the gradients, by name, of a module or an equivalent function."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(length):
@@ -178,16 +178,16 @@ def results(case, module, device, dtype=torch.float32):
     dy = torch.randn(y.shape, generator=generator).to(device, dtype)
     y.backward(dy)
     if isinstance(module, TransformerLayer):
-        y = y - inputs[0]  # what the layer adds is seen apart from what it passes on
+        y = y - inputs[0]  # remove the residual
     leaves = {**parameters, **{f"input {i}": x for i, x in enumerate(inputs)}}
     return {"output": y.detach().cpu(), **{n: p.grad.cpu() for n, p in leaves.items()}}
 
 
 def build(case, device, recipe=None, normalization="LayerNorm", **convert):
     torch.manual_seed(0)
-    # Drawn on the CPU: floors are of these numbers, and a GPU draws others.
+    # Draw on the CPU, because a GPU draws other numbers and the floors depend on them.
     module = CASES[case].make(normalization=normalization)
-    # Norms that do nothing would hide that they are missing.
+    # Change the norms' weights, so that a missing norm is noticed.
     for name, p in module.named_parameters():
         if "norm" in name:
             p.data.add_(torch.randn_like(p), alpha=0.2)
@@ -202,12 +202,12 @@ def exact(case, module):
 
 
 def unseen(case, name):
-    """Whether a gradient is nothing but rounding: softmax does not see what all keys share."""
+    """Return whether a gradient is only rounding: softmax ignores a bias that all keys share."""
     rotated = "rotary_pos_emb" in CASES[case].options and not name.startswith("cross_attn")
     return name.endswith("k_proj.bias") and not rotated
 
 
-# torch says so in a thread of autograd's that begins with a GEMM; nothing of ours has run.
+# torch warns in an autograd thread that starts with a GEMM.
 @pytest.mark.filterwarnings(
     "ignore:Attempting to run cuBLAS, but there was no current CUDA context"
 )
@@ -232,7 +232,7 @@ def sqnr(got, expected):
 @every_case
 @each_norm
 @both_weights
-def test_fp8_is_near_the_limit_of_the_format(device, recipe, case, normalization, fp8_weights):
+def test_fp8_error_is_near_the_format_limit(device, recipe, case, normalization, fp8_weights):
     module = build(case, device, normalization=normalization)
     expected = exact(case, module)
     fp8rs.convert_to_float8_training(module, recipe=RECIPES[recipe], fp8_weights=fp8_weights)
@@ -246,7 +246,7 @@ def test_fp8_is_near_the_limit_of_the_format(device, recipe, case, normalization
 
 
 class InputCasts(TorchDispatchMode):
-    """The widths of what the library's operators quantize, but for a layer's weights."""
+    """Records the widths of quantized tensors other than a layer's weights."""
 
     def __init__(self, layer):
         super().__init__()
@@ -273,7 +273,7 @@ def hidden(device, seed=0):
 
 @every_recipe
 def test_siblings_quantize_their_input_once(device, recipe):
-    """q, k and v; gate and up: four casts for seven layers."""
+    """q, k and v share an input, and so do gate and up: seven layers, four casts."""
     layer = llama_layer(device)
     fp8rs.convert_to_float8_training(layer, recipe=RECIPES[recipe])
     with InputCasts(layer) as casts:
@@ -318,9 +318,7 @@ def assert_same_steps(a, b):
 @every_recipe
 @each_norm
 @both_weights
-def test_a_layer_compiles_whole_and_computes_what_eager_does(
-    device, recipe, normalization, fp8_weights
-):
+def test_layer_compiles_whole_and_equals_eager(device, recipe, normalization, fp8_weights):
     torch.manual_seed(0)
     eager = llama_layer(device, normalization=normalization)
     fp8rs.convert_to_float8_training(eager, recipe=RECIPES[recipe], fp8_weights=fp8_weights)
@@ -334,7 +332,7 @@ def test_a_layer_compiles_whole_and_computes_what_eager_does(
 
 
 @every_recipe
-def test_dropout_is_for_training_alone(device, recipe):
+def test_dropout_only_in_training(device, recipe):
     layer = llama_layer(device, RECIPES[recipe], hidden_dropout=0.5, attention_dropout=0.5)
     x = hidden(device)
     with torch.no_grad():
@@ -343,7 +341,7 @@ def test_dropout_is_for_training_alone(device, recipe):
         assert torch.equal(layer(x), layer(x))
 
 
-# --- made FP8 by hand ----------------------------------------------------------------------------
+# --- modules with a recipe ------------------------------------------------------------------------
 
 
 def states(module):
@@ -351,7 +349,7 @@ def states(module):
 
 
 @every_recipe
-def test_a_module_with_a_recipe_is_one_that_was_converted(device, recipe):
+def test_module_with_recipe_equals_a_converted_module(device, recipe):
     torch.manual_seed(0)
     by_hand = llama_layer(device, RECIPES[recipe])
     torch.manual_seed(0)
@@ -365,7 +363,7 @@ def test_a_module_with_a_recipe_is_one_that_was_converted(device, recipe):
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 @both_weights
-def test_a_conversion_takes_in_modules_with_a_recipe(device, recipe, fp8_weights):
+def test_conversion_includes_modules_with_recipe(device, recipe, fp8_weights):
     torch.manual_seed(0)
     model = nn.Sequential(llama_layer(device, recipe), nn.Linear(WIDTH, 16, device=device))
     torch.manual_seed(0)
@@ -376,7 +374,7 @@ def test_a_conversion_takes_in_modules_with_a_recipe(device, recipe, fp8_weights
     assert_same_steps(steps(model, model, device), steps(plain, plain, device))
 
 
-def test_a_module_with_a_recipe_is_made_with_fp8_weights(device):
+def test_module_with_recipe_supports_fp8_weights(device):
     torch.manual_seed(0)
     with fp8rs.quantized_init("current"):
         layer = llama_layer(device, "current")
@@ -387,7 +385,7 @@ def test_a_module_with_a_recipe_is_made_with_fp8_weights(device):
     assert_same_steps(steps(layer, layer, device), steps(converted, converted, device))
 
 
-def test_a_module_with_a_recipe_is_converted_whole_or_not_at_all(device):
+def test_module_with_recipe_is_converted_whole_or_not_at_all(device):
     model = nn.Sequential(llama_layer(device, "delayed"), nn.Linear(WIDTH, 16, device=device))
     with pytest.raises(ValueError, match=r"made with recipe=, of which another layer"):
         fp8rs.convert_to_float8_training(model, recipe="delayed", filter_fqns=["down_proj"])
@@ -397,7 +395,7 @@ def test_a_module_with_a_recipe_is_converted_whole_or_not_at_all(device):
     assert len(states(model)) == 2
 
 
-# --- what is refused -----------------------------------------------------------------------------
+# --- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -410,7 +408,7 @@ def test_a_module_with_a_recipe_is_converted_whole_or_not_at_all(device):
         ("num_gqa_groups", 3),
     ],
 )
-def test_an_argument_that_does_not_work_is_named(argument, value):
+def test_unsupported_argument_is_named(argument, value):
     with pytest.raises(ValueError, match=rf"^{argument} must .*{value}"):
         llama_layer(**{argument: value})
 
@@ -420,7 +418,7 @@ def test_heads_must_divide_the_width():
         MultiheadAttention(WIDTH, 3)
 
 
-def test_a_call_that_is_for_another_kind_of_attention_is_refused(device):
+def test_arguments_of_another_attention_type_are_refused(device):
     x, mask = hidden(device), MASK.to(device)
     attention = partial(MultiheadAttention, WIDTH, HEADS, device=device)
     with pytest.raises(ValueError, match="self-attention takes no encoder_output"):

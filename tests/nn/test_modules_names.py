@@ -20,7 +20,7 @@ PREFIX = "model.layers.1."
 
 @cache
 def llama():
-    """transformers' Llama, with two layers, groups and a base of its own."""
+    """Build transformers' Llama with two layers, groups and a nondefault rotary base."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -39,12 +39,12 @@ def llama():
         if "norm" in name:  # ones would hide that they are not loaded
             p.data.add_(torch.randn_like(p), alpha=0.2)
         else:
-            p.data.mul_(5)  # what a layer adds is as large as its input
+            p.data.mul_(5)  # make the residual branch as large as the input
     return model
 
 
 def of_llama(config, **options):
-    """A layer that computes what those of a Llama do."""
+    """Build a layer that computes what a Llama layer does."""
     return TransformerLayer(
         config.hidden_size,
         config.intermediate_size,
@@ -60,7 +60,7 @@ def of_llama(config, **options):
     )
 
 
-def test_a_llama_layer_computes_what_transformers_does():
+def test_llama_layer_equals_transformers():
     model = llama()
     layer = of_llama(model.config)
     load_transformer_layer(layer, model.state_dict(), names="llama", prefix=PREFIX)
@@ -68,7 +68,7 @@ def test_a_llama_layer_computes_what_transformers_does():
     positions = torch.arange(24).expand(2, -1)
     theirs = model.model.rotary_emb(x, position_ids=positions)
     with torch.no_grad():
-        # transformers' layer has no mask of its own: its model makes one.
+        # transformers' layer has no causal mask. Its model creates one.
         mask = torch.full((24, 24), -torch.inf).triu(1)[None, None]
         expected = model.model.layers[1](x, attention_mask=mask, position_embeddings=theirs)
         for rotation in (theirs, rotary_pos_emb(24, 16)):
@@ -84,7 +84,7 @@ def kinds(normalization, bias):
 
 
 def transformer_engine(width, ffn, kv, *, gated, decoder, normalization, bias):
-    """A state dict as TransformerEngine's modules name and shape it, of random values.
+    """Return a random state dict with the names and shapes of TransformerEngine.
 
     After the sources of its ``TransformerLayer`` and of what that is made of.
     """
@@ -151,7 +151,7 @@ def test_a_state_dict_of_transformer_engine(activation, layer_type, normalizatio
 
 
 def test_the_gate_comes_first():
-    """fc1's first half is what the activation sees, as in TransformerEngine's example for Llama."""
+    """The activation applies to fc1's first half, as in TransformerEngine's Llama example."""
     layer = of_llama(llama().config)
     options = {"gated": True, "decoder": False, "normalization": "RMSNorm", "bias": False}
     theirs = transformer_engine(64, 96, 32, **options)
@@ -174,7 +174,7 @@ def test_a_converted_layer_is_loaded(fp8_weights):
 
 @ranks(2)
 @pytest.mark.parametrize("fp8_weights", [False, True])
-def test_a_sharded_layer_is_loaded_by_whole_tensors(rig, fp8_weights):
+def test_sharded_layer_loads_whole_tensors(rig, fp8_weights):
     from torch.distributed.fsdp import fully_shard
 
     model = llama()
@@ -190,7 +190,7 @@ def test_a_sharded_layer_is_loaded_by_whole_tensors(rig, fp8_weights):
     assert torch.equal(layer(x), whole(x))
 
 
-def test_what_does_not_fit_is_named():
+def test_mismatched_names_are_listed():
     layer, states = of_llama(llama().config), llama().state_dict()
     with pytest.raises(ValueError, match="names must be 'llama' or 'transformer_engine'"):
         load_transformer_layer(layer, states, names="megatron")
@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_named():
         load_transformer_layer(layer, fused, names="transformer_engine")
 
 
-def test_the_page_has_the_table_that_is_loaded_by():
+def test_documented_name_table_matches():
     rows = re.findall(r"^\| `([\w.]+\.\*)`[^|]*\| `([^|]+)` \|", PAGE.read_text(), re.M)
     assert dict(rows) == {
         ours.replace("{}", "*"): theirs.replace("{}", "*")

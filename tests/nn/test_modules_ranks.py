@@ -39,7 +39,7 @@ both_weights = pytest.mark.parametrize("fp8_weights", [False, True], ids=["maste
 
 
 class Model(nn.Module):
-    """An encoder's layer and a decoder's."""
+    """An encoder layer and a decoder layer."""
 
     def __init__(self, normalization="LayerNorm", device=None):
         super().__init__()
@@ -75,7 +75,7 @@ def shard(model, mesh):
 
 
 def batch(rig, n=0):
-    """The same on all ranks: then they compute what one process does, to the bit."""
+    """Return a batch that is equal on all ranks, so that they compute the bytes of one process."""
     return torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(n)).to(rig.device)
 
 
@@ -85,7 +85,7 @@ def whole(t):
 
 
 def train(model, rig, steps=3):
-    """The outputs and whole gradients of some steps."""
+    """Train and return the outputs and whole gradients of each step."""
     optimizer = AdamW(model.parameters(), 1e-3)
     seen = []
     for n in range(steps):
@@ -127,7 +127,7 @@ def test_hybrid_sharded_layers_train_as_one_process_does(rig, recipe, fp8_weight
 @every_recipe
 @both_weights
 def test_checkpoints_of_sharded_layers(rig, recipe, fp8_weights):
-    """Under the names of the unconverted model, by DCP into one with other values."""
+    """DCP saves under the names of the unconverted model and loads into other values."""
     folder = [tempfile.mkdtemp(prefix="fp8rs-modules-") if rig.rank == 0 else None]
     dist.broadcast_object_list(folder, 0)
     try:
@@ -142,7 +142,7 @@ def test_checkpoints_of_sharded_layers(rig, recipe, fp8_weights):
         dcp.load(state, checkpoint_id=folder[0])
         set_model_state_dict(other, state)
         with torch.no_grad():
-            # Delayed scaling has its first scales from the data again, as in the other model.
+            # With delayed scaling, both models compute first scales from the data.
             model.load_state_dict({n: v.clone() for n, v in model.state_dict().items()})
             assert torch.equal(model(batch(rig)), other(batch(rig)))
     finally:
@@ -156,7 +156,7 @@ FLOAT8 = PrepareFloat8ModuleInput, Float8ColwiseParallel, Float8RowwiseParallel
 
 
 def plan(styles, kind):
-    """A layer's plan as torchtitan writes it: sequences are cut outside of attention and MLP."""
+    """Return torchtitan's plan of a layer: sequences are sharded outside attention and MLP."""
     prepare, column, row = styles
     placed = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
     source = {
@@ -178,7 +178,7 @@ def plan(styles, kind):
 
 
 def gradients(layer, dy, rotation, *inputs):
-    """Output and gradients, of a rank's part of the sequences; softmax sees no bias of all keys."""
+    """Return the output and gradients of this rank's part, without the bias of the keys."""
     inputs = [x.clone().requires_grad_() for x in inputs]
     source = {"encoder_output": inputs[1]} if len(inputs) == 2 else {}
     y = layer(inputs[0], rotary_pos_emb=rotation, **source)
@@ -206,12 +206,12 @@ def test_sequence_parallel_layers_compute_the_whole(
     exact, one = (gradients(layers[name], dy, rotation, *inputs) for name in ("plain", "one"))
     part = [t.chunk(2, 1)[rig.rank].contiguous() for t in (dy, *inputs)]
     split = gradients(layers["split"], part[0], rotation, *part[1:])
-    for name in ("output", *(f"input {i}" for i in range(len(inputs)))):  # a rank's own positions
+    for name in ("output", *(f"input {i}" for i in range(len(inputs)))):  # this rank's positions
         parts = [torch.empty_like(split[name]) for _ in range(2)]
         dist.all_gather(parts, split[name].contiguous())
         split[name] = torch.cat(parts, 1)
     assert not torch.equal(split["output"], exact["output"]), "it is FP8"
     for i, value in exact.items():
         error, allowed = (whole(split[i]) - value).norm(), (one[i] - value).norm()
-        # A rank's own scales are no coarser than those of the whole: the error is of FP8's size.
+        # Local scales are at most as coarse as the scales of the whole tensors.
         assert error < 1.5 * allowed + 1e-4 * value.norm(), i

@@ -1,1 +1,1 @@
-"""Tests of the clock, of histories and of reductions."""
+"""Tests of the step tracker, histories and reductions."""

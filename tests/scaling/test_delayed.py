@@ -1,4 +1,4 @@
-"""Delayed scaling: first scales from data, one roll a step, histories over ranks."""
+"""Delayed scaling: first scales from data, one roll per step, histories shared by ranks."""
 
 import copy
 
@@ -22,7 +22,7 @@ from saving import reloaded
 
 
 class Scales(TorchDispatchMode):
-    """Keeps (operator, scale that was used) of every quantization."""
+    """Records (operator, scale) of every quantization."""
 
     def __init__(self):
         super().__init__()
@@ -96,7 +96,7 @@ def amax(t):
 
 
 def step(model):
-    """An optimizer step that changes no weight."""
+    """Run an optimizer step that does not change weights."""
     torch.optim.SGD(model.parameters(), 0.0).step()
 
 
@@ -115,7 +115,7 @@ def test_first_scales_come_from_the_data(device):
     assert torch.equal(state.amax[W_A], amax(model.a.weight))
 
 
-def test_the_first_gradients_do_not_flush(device):
+def test_first_gradients_do_not_underflow(device):
     model, state = build(device)
     (model(batch(device)).sum() * 1e-9).backward()
     assert state.amax[G_B].item() == pytest.approx(1e-9)
@@ -123,7 +123,7 @@ def test_the_first_gradients_do_not_flush(device):
     assert amax(model.a.weight.grad) > 0
 
 
-def test_scales_are_those_of_the_history_from_the_second_step_on(device):
+def test_history_scales_apply_from_the_second_step(device):
     model, state = build(device)
     first = batch(device)
     model(first).sum().backward()
@@ -135,7 +135,7 @@ def test_scales_are_those_of_the_history_from_the_second_step_on(device):
     assert torch.equal(state.scale[G_B], scale_from_amax(torch.ones((), device=device), E5M2))
 
 
-def test_a_step_is_one_roll_whatever_the_micro_batches(device):
+def test_one_roll_per_step_with_micro_batches(device):
     model, state = build(device)
     for scale in (1.0, 4.0, 2.0):
         model(batch(device, scale)).sum().backward()
@@ -158,7 +158,7 @@ def test_two_optimizers_record_once(device):
 
 @pytest.fixture
 def rolls(monkeypatch):
-    """The rolls of the test, one item each."""
+    """Return a list that gets an item for each roll."""
     found = []
     roll = Histories.roll
     monkeypatch.setattr(
@@ -177,24 +177,24 @@ def test_two_optimizers_are_one_roll(device, rolls):
     assert len(rolls) == 3
 
 
-def test_a_model_that_is_compiled_whole_has_its_own_steps_alone(device, rolls):
+def test_steps_of_a_wholly_compiled_model(device, rolls):
     compiled, _ = build(device)
     torch.compile(compiled, backend="aot_eager")(batch(device)).sum().backward()
     model, _ = build(device)
     model(batch(device)).sum().backward()
     for _ in range(3):
         step(model)
-    assert len(rolls) == 1, "a forward that was announced, and two steps without one"
+    assert len(rolls) == 1, "an announced forward, and two steps without one"
     for _ in range(3):
         step(compiled)
-    assert len(rolls) == 4, "nobody can tell that there was no forward"
+    assert len(rolls) == 4, "a compiled forward could have run"
 
 
 @pytest.mark.parametrize("fp8_weights", [False, True])
 @pytest.mark.parametrize("how", ["load_state_dict", "reset_parameters"])
 @pytest.mark.parametrize("steps", [1, 2, 5])
-def test_histories_begin_anew_with_other_weights(device, fp8_weights, how, steps):
-    """With the scales of those before, an evaluation would saturate for good."""
+def test_replaced_weights_reset_histories(device, fp8_weights, how, steps):
+    """With the scales of the old weights, every evaluation would saturate."""
 
     def replaced(model):
         if how == "load_state_dict":
@@ -217,7 +217,7 @@ def test_histories_begin_anew_with_other_weights(device, fp8_weights, how, steps
     for _ in range(2):
         assert torch.equal(model(batch(device)), fresh(batch(device)))
     model.train()
-    for n in range(4):  # and is known to the host again
+    for n in range(4):  # the host knows the scales again
         model(batch(device, 10.0**n)).sum().backward()
         step(model)
     assert torch.equal(
@@ -227,8 +227,8 @@ def test_histories_begin_anew_with_other_weights(device, fp8_weights, how, steps
     assert all(model.a.fp8_ready)
 
 
-def test_buffers_that_others_cast_are_fp32(device):
-    """FullyShardedDataParallel casts all buffers to its ``buffer_dtype``, in place."""
+def test_cast_buffers_become_fp32_again(device):
+    """FullyShardedDataParallel casts all buffers to its ``buffer_dtype``."""
     model, state = build(device)
     for n in range(3):
         for buffer in model.buffers():
@@ -240,14 +240,14 @@ def test_buffers_that_others_cast_are_fp32(device):
     assert (state.history[:3, X_A] > 0).all()
 
 
-#: Dynamo looks at what one graph hands to the next.
+#: From Dynamo, when it reads the outputs of one graph for the next.
 compiled_in_part = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )
 
 
 class Parts(nn.Module):
-    """Used by its layers and a method of its own."""
+    """A model that is called through a method other than forward."""
 
     def __init__(self):
         super().__init__()
@@ -258,7 +258,7 @@ class Parts(nn.Module):
 
 
 def compiled_features(kind, device, way):
-    """A new model, and its ``features`` in eager mode, compiled, or of compiled layers."""
+    """Build a model and return its ``features``: eager, compiled, or with compiled layers."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = fp8rs.convert_to_float8_training(kind().to(device), recipe="delayed")
@@ -290,7 +290,7 @@ def test_two_optimizers_of_compiled_code_record_once(device, rolls, way, length)
         called(batch(device, 10.0**n)).sum().backward()
         for optimizer in optimizers:
             optimizer.step()
-    assert len(rolls) == (3 if way == "layers" else 6), "only of parts is known what ran"
+    assert len(rolls) == (3 if way == "layers" else 6), "only compiled layers show what ran"
     recorded = [amax(batch(device, 10.0**n)) for n in (2, 1, 0)][:length]
     assert torch.equal(state.history[: len(recorded), X_A], torch.stack(recorded))
     assert not state.history[len(recorded) :, X_A].any()
@@ -310,7 +310,7 @@ def test_evaluations_between_compiled_steps_change_nothing(device, way):
 
 @compiled_in_part
 @pytest.mark.parametrize("way", ["eager", "a method", "layers"])
-def test_compiled_layers_of_a_model_that_is_not_called_roll_too(device, way):
+def test_compiled_layers_roll_without_a_call_of_the_model(device, way):
     model, features = compiled_features(Parts, device, way)
     for n in range(4):
         features(batch(device, 10.0**n)).sum().backward()
@@ -333,8 +333,8 @@ def test_a_compiled_step_is_one_graph(device):
     assert (state.history[:8, X_A] > 0).all()
 
 
-def test_models_are_told_of_a_step_in_the_order_they_came_in():
-    """That is the order of their collectives, on all ranks."""
+def test_steps_notify_models_in_subscription_order():
+    """The order of their collectives must be equal on all ranks."""
 
     class Told:
         def __init__(self, name):
@@ -349,14 +349,14 @@ def test_models_are_told_of_a_step_in_the_order_they_came_in():
     told = []
     models = [Told(n) for n in range(50)]
     for model in models:
-        steps.watch(model)
-    steps.watch(models[0])  # is known
+        steps.subscribe(model)
+    steps.subscribe(models[0])  # a second time
     del models[10:20]
     step(nn.Linear(2, 2))
     assert told == [*range(10), *range(20, 50)]
 
 
-def test_an_assigned_load_onto_meta_gives_the_histories_memory(device):
+def test_assigning_load_onto_meta_allocates_histories(device):
     state = nn.Linear(16, 16).to(device).state_dict()
     with torch.device("meta"):
         model = fp8rs.convert_to_float8_training(nn.Linear(16, 16), recipe="delayed")
@@ -452,7 +452,7 @@ def test_evaluations_are_not_recorded(device):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_an_evaluation_may_come_first(device, mode):
+def test_evaluation_before_training(device, mode):
     model, state = build(device)
     with mode():
         first = model.eval()(batch(device))
@@ -477,7 +477,7 @@ def test_non_finite_amaxes_never_enter_the_history(device, bad):
     y = model(x)
     assert y.isnan().all(), "the blow-up is visible"
     y.sum().backward()
-    model.zero_grad()  # such a step is skipped, or the weights are lost
+    model.zero_grad()  # a trainer would skip this step
     step(model)
     y = model(batch(device))
     assert y.isfinite().all(), "and gone with its cause"
@@ -498,7 +498,7 @@ def test_non_finite_first_data_is_visible_and_leaves_no_scale(device):
 
 
 def test_zeros_do_not_set_a_scale(device):
-    # A LoRA adapter begins so: its second factor is zero, so the first one's gradient is.
+    # The second factor of a LoRA adapter starts at zero, so the gradient of the first is zero.
     model, _ = build(device)
     with torch.no_grad():
         model.b.weight.zero_()
@@ -515,7 +515,7 @@ def test_zeros_do_not_set_a_scale(device):
     assert all(scale != 1.0 for scale in scales.used)
 
 
-def test_known_slots_stop_reading_the_data(device):
+def test_known_scales_skip_reading_the_data(device):
     model, state = build(device)
     for _ in range(3):
         model(batch(device)).sum().backward()
@@ -532,7 +532,7 @@ def test_known_slots_stop_reading_the_data(device):
         model.forward(batch(device)).sum().backward()
 
 
-def test_a_part_called_on_its_own_rolls_too(device):
+def test_directly_called_submodule_rolls(device):
     model, state = build(device)
     for _ in range(2):
         model.a(batch(device)).sum().backward()
@@ -557,7 +557,7 @@ def test_siblings_share_codes_and_keep_their_histories(device):
     )
     with Scales() as scales:
         model(batch(device))
-    assert len(scales.used) == 3, "two weights, and the input once"
+    assert len(scales.used) == 3, "two weights and one input"
     history = Slots(model)
     assert history.amax[2].item() == history.amax[3].item() == amax(batch(device)).item()
     model.k(batch(device, 2.0))
@@ -566,7 +566,7 @@ def test_siblings_share_codes_and_keep_their_histories(device):
 
 
 class Block(nn.Module):
-    """Siblings, a layer that is never called, and a frozen one whose gradient nobody wants."""
+    """Two layers with one input, an unused layer, and a frozen layer that needs no gradient."""
 
     def __init__(self):
         super().__init__()
@@ -580,8 +580,8 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("first", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_slots_that_nothing_uses_are_read_ever_less(device, monkeypatch, first):
-    """A layer that is never called has no scale for good: asking for it must not go on."""
+def test_unused_scales_are_read_less_and_less_often(device, monkeypatch, first):
+    """An unused layer never has a scale, so reads of the scales must become rarer."""
     torch.manual_seed(0)
     model = convert_to_float8_training(
         Block().to(device), recipe="delayed", enable_fsdp_float8_all_gather=False
@@ -599,12 +599,12 @@ def test_slots_that_nothing_uses_are_read_ever_less(device, monkeypatch, first):
     assert len(reads) == 6, "after rolls 1, 2, 3, 6, 12 and 24"
     state = Slots(model)
     used = [i for i, known in enumerate(state.known.tolist()) if known]
-    assert len(used) == 5 + 5 + 4, "weights; inputs; gradients: neither unused's nor frozen's"
+    assert len(used) == 5 + 5 + 4, "weights, inputs, gradients, without unused and frozen ones"
     assert [m.fp8_ready for m in state.layers[-2:]] == [(True,) * 3, (False,) * 3]
     for _ in range(24):
         (model(batch(device)) + model.unused(batch(device))).sum().backward()
         step(model)
-    assert model.unused.fp8_ready == (True,) * 3, "what is used later is read later"
+    assert model.unused.fp8_ready == (True,) * 3, "its scales are read after it was used"
 
 
 def test_checkpointed_blocks_record_once_with_one_scale(device):
@@ -654,7 +654,7 @@ def test_training_converges(device):
     assert losses[-1] < 0.85 * losses[0]
 
 
-def test_a_roll_reduces_once_and_scales_what_was_seen(device):
+def test_roll_reduces_once_and_updates_recorded_scales(device):
     model, state = build(device, amax_history_len=3)
     histories = state_of(model.a).delayed.histories
     with torch.no_grad():
@@ -685,7 +685,7 @@ def test_a_cast_of_the_model_leaves_the_buffers_in_fp32(device):
 
 @pytest.mark.parametrize("fp8_weights", [False, True])
 @pytest.mark.parametrize("how", ["in place", "by data"])
-def test_updates_by_hand_roll_the_histories_once_they_are_told(device, how, fp8_weights):
+def test_optimizer_stepped_rolls_after_manual_updates(device, how, fp8_weights):
     model, state = build(device, fp8_weights=fp8_weights)
     for n in range(3):
         model(batch(device)).sum().backward()
@@ -696,13 +696,13 @@ def test_updates_by_hand_roll_the_histories_once_they_are_told(device, how, fp8_
                 else:
                     p.data.sub_(0.0 * p.grad)
         model(batch(device))
-        assert (state.history[:, X_A] > 0).sum() == n, "nobody told"
+        assert (state.history[:, X_A] > 0).sum() == n, "optimizer_stepped was not called"
         fp8rs.optimizer_stepped(model)
         assert (state.history[:, X_A] > 0).sum() == n + 1
 
 
 class Mine(torch.optim.Optimizer):
-    """Somebody's subclass, with a step of its own."""
+    """A third party's subclass with its own step."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {})
@@ -711,7 +711,7 @@ class Mine(torch.optim.Optimizer):
         pass
 
 
-def test_a_subclass_of_torchs_optimizers_tells_of_its_steps(device, rolls):
+def test_steps_of_optimizer_subclasses_are_detected(device, rolls):
     model, _ = build(device)
     optimizer = Mine(model.parameters())
     for n in range(2):
@@ -720,8 +720,8 @@ def test_a_subclass_of_torchs_optimizers_tells_of_its_steps(device, rolls):
         assert len(rolls) == n + 1
 
 
-def test_a_model_that_is_told_of_no_step_warns_once(device, monkeypatch):
-    monkeypatch.setattr(fp8rs.scaling.delayed, "PATIENCE", 3)
+def test_missing_optimizer_steps_warn_once(device, monkeypatch):
+    monkeypatch.setattr(fp8rs.scaling.delayed, "WARN_AFTER", 3)
     model, _ = build(device)
     told, _ = build(device)
     model.eval()
@@ -741,7 +741,7 @@ def test_a_model_that_is_told_of_no_step_warns_once(device, monkeypatch):
 
 @ranks(2)
 def test_ranks_of_a_group_share_histories(rig):
-    """First scales are a rank's own: which ranks quantize a tensor now is not known to any."""
+    """First scales are local: a rank does not know which ranks quantize a tensor now."""
     import torch.distributed as dist
 
     model, state = build(rig.device, group=dist.group.WORLD)
@@ -751,15 +751,15 @@ def test_ranks_of_a_group_share_histories(rig):
         with Scales() as scales:
             model(x).sum().backward()
         assert torch.equal(scales.used[0], scale_from_amax(largest if i else amax(x), E4M3)), i
-        assert torch.equal(state.amax[X_A], amax(x)), "a rank's own until the roll"
+        assert torch.equal(state.amax[X_A], amax(x)), "local until the roll"
         step(model)
     assert all(state.ready)
 
 
 @ranks(2)
 @pytest.mark.parametrize("own", [True, False])
-def test_nothing_is_reduced_over_ranks_that_nobody_named(rig, own):
-    """Those of an unsharded model may have other inputs, other layers or none at all."""
+def test_unsharded_models_are_not_reduced(rig, own):
+    """Ranks with an unsharded model may have other inputs, other layers or no layers."""
     import torch.distributed as dist
 
     groups = [dist.new_group([r]) for r in range(2)]
@@ -781,7 +781,7 @@ def test_an_evaluation_on_one_rank_does_not_hang(rig):
 
 
 @ranks(2)
-def test_sharded_weights_are_reduced_over_their_shards_too(rig):
+def test_amaxes_of_sharded_weights_are_reduced_over_shards(rig):
     import torch.distributed as dist
 
     groups = [dist.new_group([r]) for r in range(2)]
@@ -806,8 +806,8 @@ def test_sharded_weights_are_reduced_over_their_shards_too(rig):
     assert rolled[W_A] == rolled[X_A] == 1.0 + rig.rank
 
 
-def test_a_layer_that_begins_anew_and_is_not_used_in_the_next_step(device):
-    """An expert, say: at its next use it has no scale yet, and one step more says nothing of it."""
+def test_reset_layer_that_is_unused_in_the_next_step(device):
+    """An expert, for example, has no scale until its next use, even if steps come between."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"used": nn.Linear(32, 32), "anew": nn.Linear(32, 32)}).to(device)
     fp8rs.convert_to_float8_training(model, recipe="delayed")
@@ -823,7 +823,7 @@ def test_a_layer_that_begins_anew_and_is_not_used_in_the_next_step(device):
     assert (model["anew"](x) - plain).norm() < 0.1 * plain.norm()
 
 
-def test_a_step_between_a_forward_and_its_backward_loses_nothing_of_this(device):
+def test_step_between_forward_and_backward_keeps_amaxes(device):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32)).to(device)
     fp8rs.convert_to_float8_training(model, recipe="delayed")
@@ -842,7 +842,7 @@ def pickled(model):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_a_copy_between_backward_and_step_rolls_at_its_step(device, copied):
+def test_copy_between_backward_and_step_rolls_at_its_step(device, copied):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32)).to(device)
     fp8rs.convert_to_float8_training(model, recipe="delayed")

@@ -1,7 +1,6 @@
-"""Delayed scaling where ranks do different things, and where a training loop tells of steps.
+"""Delayed scaling on ranks that do different things, and with foreign optimizers.
 
-A rank never waits for another one that does not come, histories roll at each step, and what is
-reduced meets its like. "Plain" would train on in all of these.
+No rank waits for a collective that another one does not join, and histories roll at each step.
 """
 
 import pytest
@@ -42,13 +41,13 @@ def histories(model):
 
 
 def different(rig, n=0):
-    """A batch in which each rank's values have another range."""
+    """Return a batch whose values have a different range on each rank."""
     return batch(rig, n) * 10**rig.rank
 
 
 @ranks(2)
-def test_histories_of_a_sharded_model_are_all_ranks_whatever_is_gathered(rig):
-    """Gathered in FP8 or not: the same training."""
+def test_sharded_histories_do_not_depend_on_fp8_gathers(rig):
+    """Training is equal with and without FP8 all-gathers."""
     found = []
     for gather in (True, False):
         model = delayed(rig, enable_fsdp_float8_all_gather=gather)
@@ -56,7 +55,7 @@ def test_histories_of_a_sharded_model_are_all_ranks_whatever_is_gathered(rig):
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         losses = [step(model, different(rig, n), optimizer) for n in range(4)]
         scales = torch.stack([layer.fp8_scale[:, 0] for layer in linears(model).values()])
-        # Across ranks they are equal.
+        # Histories are equal on all ranks.
         mine, largest = scales.clone(), scales.clone()
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
         assert torch.equal(mine, largest)
@@ -67,7 +66,7 @@ def test_histories_of_a_sharded_model_are_all_ranks_whatever_is_gathered(rig):
 
 @ranks(2)
 def test_each_rank_of_ddp_has_its_own_scales(rig):
-    """DDP makes all ranks' buffers those of the first before each forward."""
+    """DDP broadcasts the first rank's buffers before each forward, but not these."""
     model = delayed(rig)
     layer = linears(model)["blocks.0.up"]
     wrapped = DistributedDataParallel(model)
@@ -75,7 +74,7 @@ def test_each_rank_of_ddp_has_its_own_scales(rig):
     for n in range(3):
         x = different(rig, n)
         step(wrapped, x, optimizer)
-    wrapped(different(rig, 3))  # whose broadcast is behind it
+    wrapped(different(rig, 3))  # DDP has broadcast its buffers
     scales = layer.fp8_amax_history[:, 1].clone()
     gathered = [torch.empty_like(scales) for _ in range(2)]
     torch.distributed.all_gather(gathered, scales)
@@ -87,8 +86,8 @@ def test_each_rank_of_ddp_has_its_own_scales(rig):
 
 @ranks(2)
 @pytest.mark.parametrize("sharded", [True, False])
-def test_one_rank_is_in_no_grad_first(rig, sharded):
-    """A forward of a sharded model is all ranks', whatever each one does about gradients."""
+def test_forward_in_no_grad_on_one_rank(rig, sharded):
+    """A forward of a sharded model counts on all ranks, with or without gradients."""
     model = shard(delayed(rig), rig) if sharded else delayed(rig)
     with torch.set_grad_enabled(rig.rank == 0):
         y = model(batch(rig))
@@ -103,7 +102,7 @@ def test_one_rank_is_in_no_grad_first(rig, sharded):
 @ranks(2)
 @pytest.mark.parametrize("sharded", [True, False])
 def test_one_rank_steps_another_optimizer_between_micro_batches(rig, sharded):
-    """A head that one rank trains beside: its steps are none of this model's."""
+    """One rank also trains a separate head. Its steps do not count for this model."""
     model = shard(delayed(rig), rig) if sharded else delayed(rig)
     other = nn.Linear(4, 4).to(rig.device)
     beside = torch.optim.SGD(other.parameters(), 0.1)
@@ -120,7 +119,7 @@ def test_one_rank_steps_another_optimizer_between_micro_batches(rig, sharded):
 
 
 class Experts(nn.Module):
-    """Two experts; each rank takes one of them."""
+    """Two experts. Each rank runs one of them."""
 
     def __init__(self):
         super().__init__()
@@ -141,7 +140,7 @@ def test_ranks_take_different_experts(rig, named):
     )
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     for n in range(4):
-        # From the third step on the ranks have swapped experts.
+        # The ranks swap experts before the third step.
         which = rig.rank if n < 2 else 1 - rig.rank
         x = (1.0 + rig.rank) * torch.ones(4, 32, device=rig.device)
         model(x, which).square().mean().backward()
@@ -158,7 +157,7 @@ def test_ranks_take_different_experts(rig, named):
 @pytest.mark.parametrize("named", [True, False])
 def test_uneven_inputs_under_join(rig, named):
     torch.manual_seed(0)
-    # Ranks that have run out of inputs still step; a group would have their amaxes too.
+    # Ranks without inputs still step. With a group, their amaxes are reduced too.
     group = torch.distributed.group.WORLD if named else None
     model = make(UNEVEN, recipe="delayed", device=rig.device, amax_reduction_group=group)
     parallel = DistributedDataParallel(model)
@@ -171,8 +170,8 @@ def test_uneven_inputs_under_join(rig, named):
 
 
 @ranks(2)
-def test_pipeline_stages_have_models_of_their_own(rig):
-    """Rank 0 has three layers, rank 1 one; they send activations and gradients."""
+def test_pipeline_stages_are_separate_models(rig):
+    """Rank 0 has three layers and rank 1 has one. They send activations and gradients."""
     torch.manual_seed(rig.rank)
     layers = [nn.Linear(32, 32) for _ in range(3 if rig.rank == 0 else 1)]
     stage = nn.Sequential(*layers).to(rig.device)
@@ -199,11 +198,11 @@ def test_pipeline_stages_have_models_of_their_own(rig):
     assert all(all(layer.fp8_ready) for layer in stage)
 
 
-# --- steps that a training loop tells of ----------------------------------------------------------
+# --- fp8rs.optimizer_stepped ---------------------------------------------------------------------
 
 
 class Foreign:
-    """An optimizer that is no torch.optim.Optimizer."""
+    """An optimizer that is not a torch.optim.Optimizer."""
 
     def __init__(self, parameters):
         self.parameters = list(parameters)
@@ -220,7 +219,7 @@ class Foreign:
 
 
 class Foreach(Foreign):
-    """The same by one operator on lists."""
+    """A foreign optimizer that steps with one operator on lists."""
 
     @torch.no_grad()
     def step(self):
@@ -229,7 +228,7 @@ class Foreach(Foreign):
 
 
 def run(model, x, optimizer, micro_batches=2):
-    """Four steps; the reductions of each forward and of each step."""
+    """Run four steps and return the number of reductions of each forward and step."""
     counts = []
     for _ in range(4):
         for _ in range(micro_batches):
@@ -249,18 +248,18 @@ def run(model, x, optimizer, micro_batches=2):
 @ranks(2)
 @pytest.mark.parametrize("kind", ["Foreign", "Foreach"])
 @SHARDED
-def test_a_foreign_optimizers_steps_roll_sharded_histories(rig, hidden, kind):
+def test_foreign_optimizer_rolls_sharded_histories(rig, hidden, kind):
     model = shard(delayed(rig, hidden), rig)
     counts = run(model, batch(rig), globals()[kind](model.parameters()))
     assert rolls(model) == 4
     assert all(layer.fp8_ready[0] for layer in linears(model).values())
-    # A step's for the roll. The first steps' forwards have no scales from histories yet.
+    # Each step has one, for the roll. The first forwards compute scales from data.
     assert counts == [1, 1, 1] * 2 + [0, 0, 1] * 2
 
 
 @ranks(2)
 @SHARDED
-def test_foreign_steps_give_the_histories_of_torchs(rig, hidden):
+def test_foreign_optimizer_histories_equal_torchs(rig, hidden):
     found = []
     for kind in (Foreign, lambda p: torch.optim.SGD(p, 0.01)):
         model = shard(delayed(rig, hidden), rig)
@@ -271,7 +270,7 @@ def test_foreign_steps_give_the_histories_of_torchs(rig, hidden):
 
 
 @pytest.mark.parametrize("kind", [Foreign, Foreach])
-def test_a_foreign_optimizers_steps_roll_histories(device, kind):
+def test_foreign_optimizer_rolls_histories(device, kind):
     model = make(recipe="delayed", device=device)
     x = torch.randn(8, 32, device=device)
     optimizer = kind(model.parameters())
@@ -299,7 +298,7 @@ def test_hand_written_updates_roll_sharded_histories(rig, hidden):
     assert rolls(model) == 4
 
 
-def test_updates_through_data_roll_when_the_loop_says_so(device):
+def test_updates_through_data_roll_after_optimizer_stepped(device):
     model = make(recipe="delayed", device=device)
     x = torch.randn(8, 32, device=device)
     for _ in range(4):
@@ -371,9 +370,9 @@ def test_nested_checkpoints_change_nothing(rig, reentrant, sharded):
 
 
 def test_one_model_over_two_kinds_of_device():
-    """Its histories stay where its layers are: no layer's call moves another's.
+    """Histories stay on the devices of their layers.
 
-    Nothing runs on meta, which has no FP8 GEMM.
+    The layer on meta is not called.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32, device="meta"))
@@ -412,7 +411,7 @@ def test_one_model_over_two_gpus():
 
 
 class OwnExperts(nn.Module):
-    """A layer that all ranks have, and as many experts as a rank says."""
+    """A layer that all ranks have, and a number of experts that differs between ranks."""
 
     def __init__(self, count):
         super().__init__()
@@ -432,7 +431,7 @@ def of_own_experts(rig, **options):
 
 def train_a_step(model, rig):
     model(torch.full((8, 32), 1.0 + rig.rank, device=rig.device)).square().mean().backward()
-    # torch 2.11's foreach kernels cannot mix DTensors with the plain parameters of ignored modules.
+    # foreach kernels of torch 2.11 cannot mix DTensors with plain parameters.
     torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False).step()
     with torch.no_grad():
         model(torch.ones(8, 32, device=rig.device))
@@ -441,7 +440,7 @@ def train_a_step(model, rig):
 @ranks(2)
 @pytest.mark.parametrize("fp8_weights", [False, True], ids=["masters", "fp8"])
 def test_histories_are_reduced_over_the_ranks_that_share_a_layer(rig, fp8_weights):
-    """Experts that a rank has alone, as another has other ones, are no business of the others'."""
+    """Experts that only one rank has are not reduced."""
     model = of_own_experts(rig, fp8_weights=fp8_weights)
     ignored = set(model.experts.parameters())
     fully_shard(model, mesh=rig.mesh(), ignored_params=ignored)
@@ -454,7 +453,7 @@ def test_histories_are_reduced_over_the_ranks_that_share_a_layer(rig, fp8_weight
 
 
 @ranks(2)
-def test_a_group_of_ranks_with_other_layers_is_an_error_that_names_it(rig):
+def test_group_with_different_layers_raises(rig):
     model = of_own_experts(rig, amax_reduction_group=torch.distributed.group.WORLD)
     with pytest.raises(ValueError, match=r"amax_reduction_group has ranks .* 2 to 3"):
         train_a_step(model, rig)

@@ -1,4 +1,4 @@
-"""The tracker of one model: forwards, recomputations, steps, rolls."""
+"""StepTracker: forwards, recomputations, steps, rolls."""
 
 import itertools
 
@@ -30,7 +30,7 @@ def test_recomputed_forward_is_not_counted():
     assert (tracker.forward_id, tracker.in_forward) == (1, False)
 
 
-def test_a_forward_without_gradients_in_a_backward_is_a_teachers():
+def test_forward_without_gradients_in_a_backward_counts():
     tracker = StepTracker()
     begin(tracker, training=False, grad=False)
     tracker.end_forward()
@@ -38,13 +38,13 @@ def test_a_forward_without_gradients_in_a_backward_is_a_teachers():
     assert (tracker.forward_id, tracker.in_forward) == (2, True)
 
 
-def test_a_first_forward_is_a_forward_wherever_it_runs():
+def test_first_forward_inside_a_backward_counts():
     tracker = StepTracker()
     assert begin(tracker, in_backward=True)
     assert tracker.in_forward
 
 
-def test_a_forward_that_ended_without_a_word_ends_with_the_next():
+def test_unfinished_forward_ends_with_the_next():
     tracker = StepTracker()
     begin(tracker)
     assert begin(tracker)  # no end_forward: a KeyboardInterrupt runs no hooks
@@ -59,7 +59,7 @@ def test_amaxes_are_recorded_in_training_mode(training, grad):
     assert tracker.training == training
 
 
-def test_a_roll_is_due_once_a_step_and_only_if_there_is_something_to_roll():
+def test_roll_is_due_once_per_step_with_recorded_amaxes():
     tracker = StepTracker()
     tracker.stepped()
     assert not tracker.roll_is_due, "nothing was recorded"
@@ -76,7 +76,7 @@ def test_a_roll_is_due_once_a_step_and_only_if_there_is_something_to_roll():
     assert not tracker.roll_is_due, "two steps are one roll"
 
 
-def test_steps_follow_forwards_that_nobody_announces_where_some_are_silent():
+def test_silent_forwards_are_unannounced():
     tracker = StepTracker()
     tracker.stepped()
     assert not tracker.unannounced, "a step without a forward"

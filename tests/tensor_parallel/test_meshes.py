@@ -1,4 +1,4 @@
-"""Tensor parallelism in FP8 under FSDP2 and HSDP, and beside layers that are not FP8."""
+"""FP8 tensor parallelism with FSDP2 and HSDP, and in models with unconverted layers."""
 
 import shutil
 import tempfile
@@ -35,14 +35,14 @@ from tensor_parallel.blocks import (
 
 
 def values(t):
-    """A whole tensor's values."""
+    """Return the values of a whole tensor."""
     t = t.detach()
     t = t.full_tensor() if isinstance(t, DTensor) else t
     return t.dequantize() if isinstance(t, fp8rs.QuantizedTensor) else t
 
 
 def over_three(rig, recipe, *shape, compiled=False, **options):
-    """A `Block` that is tensor parallel, in shards, in replicas."""
+    """Build a `Block` with tensor parallelism, sharding and replication."""
     mesh = rig.mesh(*shape, names=("replicas", "shards", "tensor"))
     model = converted(recipe, rig, **options)
     parallelize_module(model, mesh["tensor"], plan())
@@ -52,7 +52,7 @@ def over_three(rig, recipe, *shape, compiled=False, **options):
 
 
 def train(model, mesh, rig, steps=3):
-    """The losses of the whole batch."""
+    """Train and return the losses of the whole batch."""
     optimizer = AdamW(model.parameters(), lr=3e-3)
     seen = []
     for n in range(steps):
@@ -87,7 +87,7 @@ def test_hybrid_sharding_over_tensor_parallelism_trains_as_one_process(
     model, mesh = over_three(rig, recipe, *shape, fp8_weights=fp8_weights)
     one = converted(recipe, rig, fp8_weights=fp8_weights)
     torch.testing.assert_close(train(model, mesh, rig), train(one, None, rig), rtol=0.003, atol=0.0)
-    for parameter in model.parameters():  # replicas, whose codes were rounded alike
+    for parameter in model.parameters():  # replicas have equal codes
         local = values(parameter.to_local()).contiguous()
         every = [torch.empty_like(local) for _ in range(shape[0])]
         dist.all_gather(every, local, group=mesh["replicas"].get_group())
@@ -104,11 +104,11 @@ def test_hybrid_sharding_over_tensor_parallelism_trains_as_one_process(
         pytest.param("mxfp8", True, marks=pytest.mark.long_on_cpu),
     ],
 )
-def test_compiled_shards_of_parallel_blocks_compute_what_eager_ones_do(rig, recipe, fp8_weights):
+def test_compiled_sharded_parallel_blocks_equal_eager(rig, recipe, fp8_weights):
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
     dynamo.reset()
-    # torch itself (2.15) compiles DTensors of a part of a mesh once a process: "Node tangents_2 was
-    # invalid". So delayed scaling, which compiles anew when it has histories, is not here.
+    # torch 2.15 compiles DTensors of a submesh only once per process ("Node tangents_2 was
+    # invalid"). Delayed scaling compiles a second graph, so it is not tested here.
     compiled, eager = (
         train(*over_three(rig, recipe, 1, 2, 2, compiled=c, fp8_weights=fp8_weights), rig)
         for c in (True, False)
@@ -119,8 +119,8 @@ def test_compiled_shards_of_parallel_blocks_compute_what_eager_ones_do(rig, reci
 
 @ranks(4)
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_scales_are_found_over_shards_and_tensor_parallelism_not_over_replicas(rig, recipe):
-    """A replica whose values are other has a scale of its own; the others are one weight's."""
+def test_scales_are_reduced_over_shards_but_not_replicas(rig, recipe):
+    """A replica with other values gets another scale. The shards of one weight share a scale."""
     for shape in ((1, 2, 2), (2, 1, 2)):
         model, mesh = over_three(rig, recipe, *shape)
         layer, seen = model.mixer.wq, []
@@ -170,7 +170,7 @@ def tied(rig, recipe, seed, mesh=None, **options):
             "head": ColwiseParallel(output_layouts=Replicate()),
         }
         parallelize_module(model, mesh["tensor"], styles)
-        model.tie()  # torch makes two DTensors of one parameter
+        model.tie()  # torch creates two DTensors from one parameter
         if mesh.ndim > 1:
             fully_shard(model, mesh=mesh["data"])
         assert model.head.weight is model.embedding.weight
@@ -204,7 +204,7 @@ def test_an_embedding_with_a_tied_head_trains_and_checkpoints(rig, recipe, fp8_w
     folder = [tempfile.mkdtemp(prefix="fp8rs-tied-") if rig.rank == 0 else None]
     dist.broadcast_object_list(folder, 0)
     try:
-        # torch's state dict of FP8 weights is refused where their blocks are split.
+        # torch's state dicts of FP8 weights with split blocks raise.
         dcp.save({"model": checkpoint.Model(model)}, checkpoint_id=folder[0])
         other = tied(rig, recipe, 1, mesh, fp8_weights=fp8_weights)
         dcp.load({"model": checkpoint.Model(other)}, checkpoint_id=folder[0])

@@ -1,4 +1,4 @@
-"""Operands are gathered over tensor-parallel ranks in FP8: their bytes, and what they compute."""
+"""FP8 gathers over tensor-parallel ranks: their bytes, and the results of layers."""
 
 import copy
 import math
@@ -64,12 +64,12 @@ def converted_key(recipe):
 @pytest.mark.parametrize("role", [INPUT, GRAD], ids=["input", "grad"])
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("length", [8, 7, 3], ids=["even", "uneven", "empty"])
-def test_what_is_gathered_has_the_bytes_of_the_whole_quantized(rig, recipe, role, dim, length):
+def test_gathered_bytes_equal_the_quantized_whole(rig, recipe, role, dim, length):
     shape = [3, 3, 160]
     shape[dim] = length
     torch.manual_seed(0)
     whole = torch.randn(shape, dtype=torch.bfloat16).to(rig.device)
-    whole.select(dim, 0).mul_(50)  # one rank has the largest
+    whole.select(dim, 0).mul_(50)  # the largest value is on one rank
     key = converted_key(recipe)
     delayed = ()
     if resolve_recipe(RECIPES[recipe]).delayed:
@@ -84,7 +84,7 @@ def test_what_is_gathered_has_the_bytes_of_the_whole_quantized(rig, recipe, role
     assert same_bytes(found.rowwise.scale, expected.scale)
     if spec.format.square:
         assert same_bytes(found.columnwise.data, expected.data.flatten(0, -2).t().contiguous())
-    else:  # as wgrad's rule says: of the values of the codes
+    else:  # quantized from the dequantized codes
         _, column = quantize_planes(spec, expected.dequantize(whole.dtype), False, True)
         assert same_bytes(found.columnwise.data, column.data)
         assert same_bytes(found.columnwise.scale, column.scale)
@@ -92,8 +92,8 @@ def test_what_is_gathered_has_the_bytes_of_the_whole_quantized(rig, recipe, role
 
 @ranks(2)
 @pytest.mark.parametrize("role", [INPUT, GRAD], ids=["input", "grad"])
-def test_a_known_scale_is_every_ranks_and_nan_where_one_ranks_values_are(rig, role):
-    """Delayed scaling: nothing is reduced, and each rank notes the amax of its own rows."""
+def test_non_finite_values_on_one_rank_give_a_nan_scale(rig, role):
+    """With delayed scaling, nothing is reduced, and each rank records the amax of its rows."""
     whole = torch.arange(1.0, 65.0).view(4, 16).to(rig.device)
     for bad in (False, True):
         if bad:
@@ -135,7 +135,7 @@ def test_a_gradient_is_reduced_in_its_own_dtype(rig, recipe):
 
 
 def gathers(recipe, role, rows, width, world):
-    """What the table in docs/tensor-parallel.md says that is gathered, in bytes of each tensor."""
+    """Return the gathered bytes of each tensor, by the table in docs/tensor-parallel.md."""
     format = spec_of(recipe, role).format
     if resolve_recipe(RECIPES[recipe]).delayed:
         return [rows * width, 4 * world]
@@ -145,9 +145,9 @@ def gathers(recipe, role, rows, width, world):
     return [rows * width, rows * blocks * format.scale_dtype.itemsize]
 
 
-@ranks(2, 4, cuda=False)  # on GPUs MXFP8 may have a scale a row
+@ranks(2, 4, cuda=False)  # on GPUs, MXFP8 may have one scale per row
 @every_recipe
-def test_q_k_and_v_share_one_gather_of_exactly_these_bytes(rig, recipe):
+def test_q_k_and_v_share_one_gather(rig, recipe):
     model = converted(recipe, rig)
     parallelize_module(model, rig.mesh(names=("tp",)), plan())
     x = distribute_tensor(tokens(rig, 8), rig.mesh(names=("tp",)), [Shard(SEQUENCE)])
@@ -156,21 +156,21 @@ def test_q_k_and_v_share_one_gather_of_exactly_these_bytes(rig, recipe):
     with Collectives() as backward:
         y.to_local().square().sum().backward()
     rows, world = 2 * 8, rig.world_size
-    values = rows * WIDTH * 4  # of fp32, which the model computes in
+    values = rows * WIDTH * 4  # fp32
 
     def of(seen, kind):
         return [c.nbytes for c in seen.seen if c.kind == kind]
 
     per_tensor = spec_of(recipe, INPUT).format.per_tensor
     assert of(forward, "gather") == gathers(recipe, INPUT, rows, WIDTH, world)
-    assert of(forward, "reduce") == [4] * per_tensor  # delayed scaling's first scale too
+    assert of(forward, "reduce") == [4] * per_tensor  # with delayed scaling, for the first scale
     assert of(forward, "scatter") == [values]
     if recipe == "rowwise":
         assert of(backward, "gather") == [values]
     else:
         assert of(backward, "gather") == gathers(recipe, GRAD, rows, WIDTH, world)
     assert of(backward, "scatter") == [values], "one for q, k and v"
-    # Norm and biases have gradients of a rank's own tokens until somebody reduces them.
+    # The gradients of norm and biases are partial sums over the rank's tokens.
     assert of(backward, "reduce") == [4] * per_tensor
 
 
@@ -182,9 +182,7 @@ def test_q_k_and_v_share_one_gather_of_exactly_these_bytes(rig, recipe):
 @both_weights
 @pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "replicated"])
 @pytest.mark.parametrize("length", [8, 7], ids=["even", "uneven"])
-def test_a_parallel_block_computes_what_one_process_does(
-    rig, recipe, fp8_weights, sequence, length
-):
+def test_parallel_block_equals_one_process(rig, recipe, fp8_weights, sequence, length):
     if not sequence and length == 7:
         length = 5
     whole = converted(recipe, rig, fp8_weights=fp8_weights)
@@ -201,15 +199,15 @@ def test_a_parallel_block_computes_what_one_process_does(
     for name, value in exact.items():
         allowed = (one[name] - value).norm()
         error = (several[name] - value).norm()
-        # Of FP8's size. wgrad's operands are rounded twice where scales are of rows or blocks.
+        # With scales per row or block, the operands of wgrad are rounded twice.
         assert error < 1.25 * allowed + 0.01 * value.norm(), (name, error, allowed)
 
 
 @ranks(2)
 @every_recipe
 @both_weights
-def test_training_goes_on_as_on_one_process(rig, recipe, fp8_weights):
-    """Also from histories; every rank keeps the same ones."""
+def test_training_equals_one_process(rig, recipe, fp8_weights):
+    """Training uses histories, which are equal on all ranks."""
     x = [tokens(rig, 8, seed) for seed in range(5)]
     mesh = rig.mesh(names=("tp",))
     losses = []
@@ -244,9 +242,9 @@ def test_training_goes_on_as_on_one_process(rig, recipe, fp8_weights):
 @ranks(2)
 @cases.each_recipe("delayed", "rowwise", of=RECIPES)
 @both_weights
-def test_compiled_blocks_compute_what_eager_ones_do(rig, recipe, fp8_weights):
+def test_compiled_blocks_equal_eager(rig, recipe, fp8_weights):
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
-    # Each has its input saved, as compiled layers do by default.
+    # Both save inputs, as compiled layers do by default.
     options = {"fp8_weights": fp8_weights}
     mesh = rig.mesh(names=("tp",))
     results = []
@@ -273,7 +271,7 @@ def test_compiled_blocks_compute_what_eager_ones_do(rig, recipe, fp8_weights):
 @every_recipe
 @both_weights
 def test_fsdp_over_tensor_parallelism_trains(rig, recipe, fp8_weights):
-    """Two by two: with fp8rs's optimizer as one process on the whole batch."""
+    """A 2x2 mesh with fp8rs.optim.AdamW computes what one process does on the whole batch."""
     mesh = rig.mesh(2, 2, names=("data", "tensor"))
     losses = []
     for split in (False, True):
@@ -309,7 +307,7 @@ def test_fsdp_over_tensor_parallelism_trains(rig, recipe, fp8_weights):
 
 @ranks(2)
 def test_copies_quantize_with_their_own_scales(rig):
-    """The hooks of a copied module are those of the first."""
+    """A copied module shares the hooks of the original."""
     mesh = rig.mesh(names=("tp",))
     model = parallelize_module(converted("delayed", rig), mesh, plan())
     other = copy.deepcopy(model)
@@ -323,7 +321,7 @@ def test_copies_quantize_with_their_own_scales(rig):
 
 
 @ranks(2)
-def test_what_cannot_be_gathered_in_fp8_is_refused(rig):
+def test_unsupported_placements_are_refused(rig):
     mesh = rig.mesh(names=("tp",))
     x = torch.randn(4, WIDTH // 2)
 

@@ -1,4 +1,4 @@
-"""FP8 weights as DTensors: cut, gathered and refused as codes, never as what they stand for."""
+"""FP8 weights as DTensors: they are sharded and gathered as codes, not as values."""
 
 import warnings
 
@@ -15,7 +15,7 @@ from distributed.collectives import Collectives
 from distributed.models import EMPTY, RECIPES, UNEVEN, make, shard
 
 every_recipe = pytest.mark.parametrize("recipe", list(RECIPES))
-SCALE_BYTES = {  # of one rank's (rows, 96), as blocks of one row have them
+SCALE_BYTES = {  # of one rank's (rows, 96) part
     "current": lambda rows: 4,
     "delayed": lambda rows: 4,
     "rowwise": lambda rows: 4 * rows,
@@ -42,7 +42,7 @@ def ready():
 def test_a_functional_gather_sends_codes_and_scales(rig, recipe):
     group = ready()
     whole = weight(recipe, 160, 96)
-    start = 128 * rig.rank  # where blocks begin
+    start = 128 * rig.rank  # the start of a block
     own = whole.narrow(0, start, 32)
     values = torch.cat([whole.narrow(0, 128 * r, 32).dequantize() for r in range(2)])
     with Collectives() as seen:
@@ -76,8 +76,8 @@ def test_other_functional_collectives_raise(rig, recipe):
 @every_recipe
 @pytest.mark.parametrize("shape", [(64, 128), (50, 27), (3, 64)], ids=["even", "uneven", "empty"])
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
-def test_what_is_distributed_and_gathered_again_is_the_same(rig, recipe, shape, placement):
-    """But where a cut goes through a block: its codes are rounded again, to other scales."""
+def test_distribute_and_gather_round_trip(rig, recipe, shape, placement):
+    """Only a part that starts inside a block is rounded again, to other scales."""
     whole = weight(recipe, *shape).to(rig.device)
     parameter = distribute_tensor(whole, rig.mesh(), [placement])
     assert isinstance(parameter.to_local(), fp8rs.QuantizedTensor)

@@ -146,7 +146,7 @@ def _convert(
 
         for (_, layer), amax in zip(layers, amaxes, strict=True):
             register_handle(layer, "weight").start_history_from(amax)
-        state.watch_steps()
+        state.subscribe_to_steps()
         watch()
 
 

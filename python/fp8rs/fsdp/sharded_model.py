@@ -110,10 +110,10 @@ class ShardedModel:
         if not needs_wrapping(module, name, parameter):
             return
         state, index = self.state, handles[name].index
-        state.has(module)
-        state.keep_first()
+        state.relink(module)
+        state.move_hook_first()
         if state.delayed is not None:
-            state.delayed.is_sharded_over(parameter.device_mesh, index)
+            state.delayed.add_mesh(parameter.device_mesh, index)
         if not isinstance(local_tensor(parameter), QuantizedTensor):
             if handles[name] in self._high_precision or not state.fp8_gather:
                 return
@@ -311,7 +311,7 @@ class ShardedModel:
         if not self._checked:
             refuse_partial_reshard(self.state)
             refuse_recast(self.state)
-            self.state.keep_first()
+            self.state.move_hook_first()
             self._checked = True
 
     def _compare(self, mesh: Any) -> None:

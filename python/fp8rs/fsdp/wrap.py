@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fp8rs._torch import local_tensor, set_local_tensor
-from fp8rs.nn.quantized_weight import keep_marks
+from fp8rs.nn.quantized_weight import copy_attributes
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from . import state_dict
@@ -62,7 +62,7 @@ def wrap_sharded_param(module: nn.Module, name: str, parameter: Any) -> ParamHan
     handles[name].mark_stale()
     before = module._parameters.get(name)
     if before is not None:
-        keep_marks(before.__dict__, parameter)
+        copy_attributes(before.__dict__, parameter)
     state_dict.register(module)
     return handles[name]
 

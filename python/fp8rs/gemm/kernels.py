@@ -51,7 +51,7 @@ def rowwise(
 def blockwise(
     a: Plane, b: Plane, bias: Tensor | None, out_dtype: torch.dtype, use_fast_accum: bool
 ) -> Tensor:
-    """Multiply blocks of 1x128 with blocks of 1x128 or 128x128. The mode accumulates in fp32."""
+    """Multiply blocks of 1x128 with blocks of 1x128 or 128x128. The mode accumulates exactly."""
     square = b.format == formats.BLOCK_128X128
     # cuBLAS reads 128x128 scales along the contracted dim in fours. Torch would take a single
     # block for one scale per row.

@@ -55,12 +55,12 @@ def dgrad_column_scale(format: BlockFormat, scale: Tensor) -> Tensor | None:
 
 
 def contracted_multiple(format: BlockFormat, device: torch.device) -> int:
-    """Return the multiple that a GEMM pads its contracted dimension to, by copying operands."""
+    """Return a multiple for the contracted dim of a GEMM with which operands need no padding."""
     return max(16, format.block[1]) if device.type == "cuda" else 1
 
 
 def rebases(device: torch.device, emulate: bool) -> bool:
-    """Whether MXFP8 planes are rewritten to one scale per row, on a GPU without MXFP8 GEMMs."""
+    """Return whether a device has no MXFP8 GEMMs, so that MXFP8 planes are rebased."""
     if device.type != "cuda" or emulate:
         return False
     return gpu_path("mxfp8", capability(device.index))[0] != "native"

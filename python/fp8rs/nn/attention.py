@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fp8rs.quantize.recipes import Recipe, RecipeName
 
-from .by_hand import make_float8
 from .normalized import check_choice, make_norm
+from .standalone import make_float8
 
 MASKS = ("causal", "no_mask")
 
@@ -42,7 +42,12 @@ def rotary_pos_emb(
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate x (batch, heads, length, channels) by cosines and sines without a heads dimension."""
+    """Apply rotary position embeddings.
+
+    Args:
+        x: (batch, heads, length, kv_channels).
+        rotation: cosines and sines, each (length, kv_channels) or (batch, length, kv_channels).
+    """
     cos, sin = (t.unsqueeze(-3) for t in rotation)
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)

@@ -14,7 +14,7 @@ from fp8rs.scaling.histories import BUFFERS, NOTHING_READY, new_buffers
 from .function import Slots
 
 if TYPE_CHECKING:
-    from fp8rs.scaling.delayed import Delayed
+    from fp8rs.scaling.delayed import DelayedScalingState
 
 
 def slots(scale: Tensor, amax: Tensor) -> Slots:
@@ -22,7 +22,7 @@ def slots(scale: Tensor, amax: Tensor) -> Slots:
     return scale[:, 0].unbind(), amax[:, 0].unbind()
 
 
-class KnownSlots:
+class SlotCache:
     """Caches a layer's slots, because creating their views takes longer than using them.
 
     A copy starts empty, because it has other buffers.
@@ -31,7 +31,7 @@ class KnownSlots:
     def __init__(self) -> None:
         self._known: tuple[Tensor, Tensor, Slots] | None = None
 
-    def of(self, buffers: dict[str, Any]) -> Slots:
+    def get(self, buffers: dict[str, Any]) -> Slots:
         """Return the slots in these buffers."""
         scale, amax = buffers["fp8_scale"], buffers["fp8_amax"]
         known = self._known
@@ -40,10 +40,10 @@ class KnownSlots:
         return known[2]
 
     def __reduce__(self) -> Any:
-        return KnownSlots, ()
+        return SlotCache, ()
 
 
-def register(layer: nn.Module, delayed: Delayed | None, device: torch.device) -> None:
+def register(layer: nn.Module, delayed: DelayedScalingState | None, device: torch.device) -> None:
     """Register buffers without a history on a layer, with delayed scaling."""
     if delayed is not None:
         for name, value in new_buffers(delayed.histories.recipe, device).items():
@@ -52,7 +52,7 @@ def register(layer: nn.Module, delayed: Delayed | None, device: torch.device) ->
 
 
 @torch.no_grad()
-def reset(layer: Any, delayed: Delayed | None) -> None:
+def reset(layer: Any, delayed: DelayedScalingState | None) -> None:
     """Reset scales and histories, because the weight is about to be replaced.
 
     With the old scales, the new values and the outputs could saturate. In an evaluation, nothing
@@ -62,10 +62,12 @@ def reset(layer: Any, delayed: Delayed | None) -> None:
         for name in BUFFERS:
             layer._buffers[name].zero_()
         layer.fp8_ready = NOTHING_READY
-        delayed.histories.known.forget()
+        delayed.histories.known.reset()
 
 
-def give_memory(layer: nn.Module, delayed: Delayed | None, device: torch.device) -> None:
+def materialize(
+    layer: nn.Module, delayed: DelayedScalingState | None, device: torch.device
+) -> None:
     """Allocate buffers that are on the meta device. State dicts do not contain them."""
     for name in BUFFERS if delayed is not None else ():
         buffer = layer._buffers[name]
@@ -76,7 +78,7 @@ def give_memory(layer: nn.Module, delayed: Delayed | None, device: torch.device)
 
 
 @contextmanager
-def kept(layer: nn.Module, delayed: Delayed | None) -> Iterator[None]:
+def preserve(layer: nn.Module, delayed: DelayedScalingState | None) -> Iterator[None]:
     """Keep the values and the dtype of buffers while a function is applied to all tensors."""
     before = {name: layer._buffers[name] for name in BUFFERS} if delayed is not None else {}
     yield

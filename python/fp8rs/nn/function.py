@@ -215,16 +215,16 @@ def _input_planes(
 def _check_quantized(spec: LinearSpec, x: QuantizedTensor) -> None:
     wanted = spec.input
     if spec.delayed and x._store.delayed is None:
-        why = "the recipe has delayed scaling, whose history must see each input"
+        why = "the recipe has delayed scaling, whose history records each input"
     elif spec.wgrad_input is not None:
         why = "the recipe quantizes it in one format for the forward and in another for wgrad"
     elif (x.format, x.fp8_dtype) != (wanted.format, wanted.fp8_dtype):
-        why = f"on this device the recipe wants {wanted.format.name!r} of {wanted.fp8_dtype}"
+        why = f"on this device the recipe requires {wanted.format.name!r} of {wanted.fp8_dtype}"
     else:
         return
     raise ValueError(
         f"input is a quantized tensor in format {x.format.name!r} of {x.fp8_dtype}, but {why}: "
-        "give input.dequantize()"
+        "pass input.dequantize()"
     )
 
 
@@ -234,7 +234,7 @@ def _input_again(
     """Quantize a saved input columnwise, with the scale of the forward if it has one per tensor.
 
     Layers with the same input share the plane, as in the forward. They do not if hooks on saved
-    tensors (checkpointing, offloading) return a tensor of its own for each layer.
+    tensors (checkpointing, offloading) return a different tensor for each layer.
 
     Args:
         spec: the layer's spec.
@@ -259,9 +259,9 @@ def _input_again(
 def _in_backward(x: Tensor, dy: Tensor) -> Tensor:
     """Return ``x`` in a form that a compiler recomputes in the backward.
 
-    An operator's argument must be in memory. A compiler saves such a tensor from the forward rather
-    than recompute it. A ``where`` that depends on ``dy`` is arithmetic in front of the operator,
-    which the compiler fuses with the producer of ``x`` in the backward.
+    Custom operators need materialized inputs, so the partitioner would save ``x`` instead of
+    recomputing it. A ``where`` that depends on ``dy`` is pointwise. The compiler fuses it with the
+    producer of ``x`` in the backward.
     """
     if dy.shape[-1] == 0:
         return x
@@ -359,7 +359,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "fp8rs.nn.Linear has no double backward: "
+                "fp8rs.nn.Linear does not support double backward: "
                 "call backward or torch.autograd.grad without create_graph=True"
             )
         spec: LinearSpec

@@ -36,7 +36,7 @@ def reset_linear(layer: nn.Linear) -> None:
 
 
 def uniform_(parameter: Any, bound: float) -> None:
-    """Fill a parameter with uniform numbers in [-bound, bound), by positions in the whole one."""
+    """Fill a parameter with uniform numbers from -bound to bound."""
     if not is_sharded(parameter):
         parameter.uniform_(-bound, bound)
         return

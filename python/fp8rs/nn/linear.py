@@ -13,20 +13,20 @@ from torch import Tensor, nn
 
 from fp8rs._torch import constant_when_traced, is_distributed
 from fp8rs.quantize.recipes import Recipe, RecipeName, describe
-from fp8rs.scaling.delayed import keep_buffers_local, note_compiled
+from fp8rs.scaling.delayed import DelayedScalingState, keep_buffers_local, note_compiled
 from fp8rs.scaling.histories import NOTHING_READY, keep_local
 from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from . import buffers, quantized_weight
 from .debug import Debug, debugged_linear
-from .function import linear
+from .function import Slots, linear
 from .init import is_sharded, reset_linear
 from .model_state import ModelState
 
 
 @constant_when_traced
-def note_export() -> bool:
+def warn_on_export() -> bool:
     """Warn while a layer is exported that the program has no backward.
 
     It runs at trace time, because torch 2.11 reports every trace as an export.
@@ -52,8 +52,8 @@ def before_load(
     buffers.reset(layer, delayed)
     if local_metadata.get("assign_to_params_buffers", False):
         if not state_dict[key].is_meta:
-            buffers.give_memory(layer, delayed, state_dict[key].device)
-        state_dict[key] = quantized_weight.write_instead(layer, "weight", state_dict[key])
+            buffers.materialize(layer, delayed, state_dict[key].device)
+        state_dict[key] = quantized_weight.copy_into_fp8_weight(layer, "weight", state_dict[key])
 
 
 def after_load(layer: Float8Linear, incompatible: Any) -> None:
@@ -61,24 +61,38 @@ def after_load(layer: Float8Linear, incompatible: Any) -> None:
     state = layer._fp8_state
     weight = layer._parameters.get("weight")
     if weight is not None and not weight.is_meta:
-        buffers.give_memory(layer, state.delayed, weight.device)
+        buffers.materialize(layer, state.delayed, weight.device)
     if state.sharded_model is not None:
         state.sharded_model.scale_sync.sync_module(layer)
 
 
 class Float8Linear(nn.Linear):
-    """Base class of all converted layers.
+    """Computes y = x @ weight.T + bias on operands that are quantized by a recipe.
 
-    ``isinstance(module, fp8rs.nn.Float8Linear)`` is true for every FP8 layer. Conversion turns an
-    ``nn.Linear`` into an ``fp8rs.nn.Linear``, and an instance of a subclass into an instance of a
-    new class that inherits from this class and the subclass. It is not instantiated directly.
+    The parameters are high-precision ones, as in torch.nn.Linear. Forward, dgrad and wgrad run on
+    FP8 operands. The input's FP8 columnwise plane is saved for the backward instead of the input.
+    The input has one or more dimensions of any sizes. Its dtype (or autocast's) is the weight's and
+    the output's. Gradients have the dtypes of their tensors.
+
+    Every converted layer is an instance of this class. Conversion turns an instance of a subclass
+    of ``nn.Linear`` into an instance of a new class that inherits from this class and the subclass.
+    Layers of one ``fp8rs.convert_to_float8_training`` share a ``ModelState``. A layer that is
+    constructed directly has its own.
+
+    Args:
+        in_features: see torch.nn.Linear.
+        out_features: see torch.nn.Linear.
+        bias: see torch.nn.Linear.
+        device: see torch.nn.Linear.
+        dtype: see torch.nn.Linear.
+        recipe: a recipe or its short name.
     """
 
     _fp8_state: ModelState
     fp8_scale: Tensor
     fp8_amax: Tensor
     _fp8_index: int
-    _fp8_slots: buffers.KnownSlots
+    _fp8_slots: buffers.SlotCache
     #: The handle of each FP8 parameter, by the parameter's name.
     _fp8_params: dict[str, Any]
     #: With delayed scaling, whether weight, input and gradient have scales, as of the last roll but
@@ -89,11 +103,43 @@ class Float8Linear(nn.Linear):
     #: Changes to the layer's computation while a run is debugged.
     _fp8_debug: Debug | None = None
 
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: Recipe | RecipeName = "current",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._join_own_state(recipe)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, *, recipe: Recipe | RecipeName = "current"
+    ) -> Float8Linear:
+        """Return a layer with the same parameter objects, hooks and mode as ``linear``."""
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"linear must be a torch.nn.Linear, not {type(linear).__name__}")
+        new = cls.__new__(cls)
+        for name, value in linear.__dict__.items():
+            new.__dict__[name] = value.copy() if isinstance(value, dict) else value
+        new._join_own_state(recipe)
+        return new
+
+    def _join_own_state(self, recipe: Recipe | RecipeName) -> None:
+        """Make this the root and only layer of a new state."""
+        state = ModelState(recipe, standalone=True)
+        self._join(state, "")
+        state.attach(self)
+
     def _join(self, state: ModelState, name: str) -> None:
         """Make this a layer of the model with ``state``."""
         self._fp8_state = state
         self._fp8_index = state.add_linear(self, name)
-        self._fp8_slots = buffers.KnownSlots()
+        self._fp8_slots = buffers.SlotCache()
         self._fp8_params = state.handles_of(self, ("weight",))
         self.fp8_ready = NOTHING_READY
         self._fp8_debug = None
@@ -120,7 +166,7 @@ class Float8Linear(nn.Linear):
         compiling = torch.compiler.is_compiling()
         weight, bias = (self.weight, self.bias) if compiling else self._operands()
         if compiling and torch.is_grad_enabled():
-            note_export()
+            warn_on_export()
         plain = type(input) is Tensor and type(weight) is nn.Parameter
         if not plain:
             if not isinstance(input, Tensor):
@@ -167,19 +213,23 @@ class Float8Linear(nn.Linear):
             run = functools.partial(debugged_linear, debug.now(self.training))
         if delayed is None:
             return run(input, weight, bias, state.key, dtype)
+        scales, amaxes = self._begin_delayed(delayed)
+        ready, record = self.fp8_ready, self.training
+        return run(input, weight, bias, state.key, dtype, scales, amaxes, ready, record)
+
+    def _begin_delayed(self, delayed: DelayedScalingState) -> Slots:
+        """Notify delayed scaling of a forward, and return the layer's scales and amaxes for it."""
         training = self.training
-        if not torch.compiler.is_compiling():
-            amax = self._buffers["fp8_amax"]
-            if type(amax) is not Tensor or amax.dtype != torch.float32:
-                keep_local(self._buffers)
-            delayed.layer_begins(training)
-            scales, amaxes = self._fp8_slots.of(self._buffers)
-        else:
+        if torch.compiler.is_compiling():
             keep_buffers_local(delayed.mark)
             if training:
                 note_compiled(delayed.mark, "layer")
-            scales, amaxes = buffers.slots(self.fp8_scale, self.fp8_amax)
-        return run(input, weight, bias, state.key, dtype, scales, amaxes, self.fp8_ready, training)
+            return buffers.slots(self.fp8_scale, self.fp8_amax)
+        amax = self._buffers["fp8_amax"]
+        if type(amax) is not Tensor or amax.dtype != torch.float32:
+            keep_local(self._buffers)
+        delayed.layer_begins(training)
+        return self._fp8_slots.get(self._buffers)
 
     def _operands(self) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias. RuntimeError if FSDP2 has freed the gathered weight.
@@ -197,7 +247,7 @@ class Float8Linear(nn.Linear):
                     name = self._fp8_state.names[self._fp8_index]
                     plane.check_live(f"the weight of {name or 'the layer'}")
             elif type(weight) is Tensor:
-                self._fp8_state.met_plain(weight)
+                self._fp8_state.warn_if_fsdp1(weight)
         if "bias" in parameters:
             return weight, parameters["bias"]
         return weight, self.bias
@@ -220,7 +270,7 @@ class Float8Linear(nn.Linear):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter. A part that a parallel style takes from an FP8 weight is FP8."""
-        quantized_weight.cut_as(self._parameters.get(name), param)
+        quantized_weight.quantize_like(self._parameters.get(name), param)
         super().register_parameter(name, param)
 
     def reset_parameters(self) -> None:
@@ -241,7 +291,7 @@ class Float8Linear(nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         delayed = self._fp8_state.delayed
-        with quantized_weight.kept(self, "weight"), buffers.kept(self, delayed):
+        with quantized_weight.preserve_attributes(self, "weight"), buffers.preserve(self, delayed):
             out = super()._apply(fn, recurse)
         weight = self._parameters["weight"]
         if is_distributed(weight):
@@ -259,58 +309,10 @@ class Float8Linear(nn.Linear):
         return f"{super().extra_repr()}, recipe={describe(self.recipe)}"
 
 
-class Linear(Float8Linear):
-    """Computes y = x @ weight.T + bias on operands that are quantized by a recipe.
+#: An alias of `Float8Linear`.
+Linear = Float8Linear
 
-    The parameters are high-precision ones, as in torch.nn.Linear. Forward, dgrad and wgrad run on
-    FP8 operands. The input's FP8 columnwise plane is saved for the backward instead of the input.
-    The input has one or more dimensions of any sizes. Its dtype (or autocast's) is the weight's and
-    the output's. Gradients have the dtypes of their tensors.
-
-    Args:
-        in_features: see torch.nn.Linear.
-        out_features: see torch.nn.Linear.
-        bias: see torch.nn.Linear.
-        device: see torch.nn.Linear.
-        dtype: see torch.nn.Linear.
-        recipe: a recipe or its short name.
-
-    Layers of one ``fp8rs.convert_to_float8_training`` share a ``ModelState``. A layer that is
-    constructed directly has its own.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        recipe: Recipe | RecipeName = "current",
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
-        self._own(ModelState(recipe, standalone=True))
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, *, recipe: Recipe | RecipeName = "current") -> Linear:
-        """Return a layer with the same parameter objects, hooks and mode as ``linear``."""
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"linear must be a torch.nn.Linear, not {type(linear).__name__}")
-        state = ModelState(recipe, standalone=True)
-        new = cls.__new__(cls)
-        for name, value in linear.__dict__.items():
-            new.__dict__[name] = value.copy() if isinstance(value, dict) else value
-        new._own(state)
-        return new
-
-    def _own(self, state: ModelState) -> None:
-        """Make this the root and only layer of ``state``."""
-        self._join(state, "")
-        state.attach(self)
-
-
-_classes: dict[type[nn.Linear], type[Float8Linear]] = {nn.Linear: Linear}
+_classes: dict[type[nn.Linear], type[Float8Linear]] = {nn.Linear: Float8Linear}
 
 
 def float8_class(kind: type[nn.Linear]) -> type[Float8Linear]:

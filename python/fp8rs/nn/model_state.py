@@ -24,7 +24,7 @@ from fp8rs._torch import (
 from fp8rs.quantize.recipes import DelayedScaling, Recipe, resolve_recipe
 from fp8rs.quantize.spec import quant_spec
 from fp8rs.scaling import steps
-from fp8rs.scaling.delayed import Delayed, note_compiled
+from fp8rs.scaling.delayed import DelayedScalingState, note_compiled
 from fp8rs.scaling.histories import BUFFERS
 from fp8rs.scaling.step_tracker import StepTracker
 
@@ -77,7 +77,7 @@ class ModelState:
         self._root: weakref.ref[nn.Module] | None = None
         #: The key of this state's hooks in the root's hook dictionaries.
         self._hook_name: str | None = None
-        self._warned_of_flat = False
+        self._warned_of_fsdp1 = False
         self._begin()
 
     def _begin(self) -> None:
@@ -87,15 +87,15 @@ class ModelState:
         prepare_compilers()
         self.key = register(self.recipe, group.group_name if by_tensor else None)
         self.tracker = StepTracker()
-        self.delayed: Delayed | None = None
+        self.delayed: DelayedScalingState | None = None
         if isinstance(self.recipe, DelayedScaling):
             specs = [quant_spec(self.recipe, role) for role in ROLES]
-            self.delayed = Delayed(self.recipe, specs, self.tracker, self.layers, group)
-            self.watch_steps()
+            self.delayed = DelayedScalingState(self.recipe, specs, self.tracker, self.layers, group)
+            self.subscribe_to_steps()
 
-    def watch_steps(self) -> None:
+    def subscribe_to_steps(self) -> None:
         """Subscribe to steps of optimizers that own this model's parameters."""
-        steps.watch(self)
+        steps.subscribe(self)
 
     def shard(self) -> Any:
         """Return ``sharded_model``, created on first use. None for standalone layers."""
@@ -174,7 +174,7 @@ class ModelState:
         # Layers that were removed from the model get a dead reference.
         self.linears = [linears.get(i, lambda: None) for i in range(len(self.names))]
 
-    def has(self, layer: nn.Module) -> None:
+    def relink(self, layer: nn.Module) -> None:
         """Register a layer again if it is not found below the root.
 
         The layers of a copied model are found below its root. An adapter may have moved a layer
@@ -187,7 +187,7 @@ class ModelState:
         if self.linears[index]() is None:
             self.linears[index] = weakref.ref(layer)
 
-    def keep_first(self) -> None:
+    def move_hook_first(self) -> None:
         """Move the root's pre-hook before hooks that were prepended later, such as FSDP's."""
         root = self.root
         if root is not None and self._hook_name is not None:
@@ -219,10 +219,10 @@ class ModelState:
         if not torch.compiler.is_compiling():
             self.tracker.end_forward()
 
-    def met_plain(self, weight: Tensor) -> None:
+    def warn_if_fsdp1(self, weight: Tensor) -> None:
         """Warn once if FullyShardedDataParallel (FSDP1) gathered a layer's weight."""
-        if self.fp8_gather and not self._warned_of_flat and is_view_of_flat_parameter(weight):
-            self._warned_of_flat = True
+        if self.fp8_gather and not self._warned_of_fsdp1 and is_view_of_flat_parameter(weight):
+            self._warned_of_fsdp1 = True
             warnings.warn(
                 "FullyShardedDataParallel gathers weights in high precision, in one flat tensor: "
                 "layers quantize the gathered weight. For gathers in FP8 use fully_shard; to "
@@ -272,11 +272,11 @@ class ModelState:
         return {**self._contents(), "_group": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        left_to_do = state.pop("delayed")
+        pending = state.pop("delayed")
         self.__dict__.update(state)
         self._begin()
         if self.delayed is not None:
-            self.delayed.begin_with(*left_to_do)
+            self.delayed.restore(*pending)
 
     def _contents(self) -> dict[str, Any]:
         """Return the attributes that a copy keeps.
@@ -286,7 +286,7 @@ class ModelState:
         """
         state = {**self.__dict__, "names": list(self.names), "linears": []}
         state.update(dict.fromkeys(("_root", "sharded_model")))
-        state["delayed"] = None if self.delayed is None else self.delayed.left_to_do
+        state["delayed"] = None if self.delayed is None else self.delayed.pending
         del state["key"], state["tracker"]
         return state
 

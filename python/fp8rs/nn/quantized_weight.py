@@ -16,13 +16,13 @@ from fp8rs.tensor.spec import quantize_planes
 from fp8rs.tensor.wrapper import OWN_ATTRIBUTES
 
 #: Attributes of quantized tensors, master weights and DTensors.
-NOT_MARKS = OWN_ATTRIBUTES | {"_data", "_handle", "_local_tensor", "_spec"}
+_INTERNAL_ATTRIBUTES = OWN_ATTRIBUTES | {"_data", "_handle", "_local_tensor", "_spec"}
 
 
-def keep_marks(before: dict[str, Any], parameter: Any) -> None:
+def copy_attributes(before: dict[str, Any], parameter: Any) -> None:
     """Copy attributes that users have set on a parameter to the one that replaces it."""
     for mark, value in before.items():
-        if mark not in NOT_MARKS and mark not in parameter.__dict__:
+        if mark not in _INTERNAL_ATTRIBUTES and mark not in parameter.__dict__:
             setattr(parameter, mark, value)
 
 
@@ -59,7 +59,7 @@ def _is_quantized(value: Any, key: str, state_dict: Any) -> bool:
     return value.dtype in FP8_MAX or any(scale in state_dict for scale in scales)
 
 
-def cut_as(before: Any, parameter: Any) -> None:
+def quantize_like(before: Any, parameter: Any) -> None:
     """Quantize the part that a parallel style takes from an FP8 weight, if it is not quantized.
 
     A part that starts inside a block arrives as values, because its own blocks start at its edge.
@@ -76,7 +76,7 @@ def cut_as(before: Any, parameter: Any) -> None:
         set_local_tensor(parameter, whole.like(*planes, shape=part.shape))
 
 
-def write_instead(layer: nn.Module, name: str, value: Any) -> Any:
+def copy_into_fp8_weight(layer: nn.Module, name: str, value: Any) -> Any:
     """Write to an FP8 weight what ``load_state_dict(assign=True)`` would assign to it.
 
     Assigning would replace it by a plain weight.
@@ -97,7 +97,7 @@ def write_instead(layer: nn.Module, name: str, value: Any) -> Any:
 
 
 @contextmanager
-def kept(layer: nn.Module, name: str) -> Iterator[None]:
+def preserve_attributes(layer: nn.Module, name: str) -> Iterator[None]:
     """Keep attributes and hooks of an FP8 weight while a function is applied to all tensors."""
     weight: Any = layer._parameters[name]
     marks = {} if weight is None else dict(weight.__dict__)
@@ -105,6 +105,6 @@ def kept(layer: nn.Module, name: str) -> Iterator[None]:
     yield
     weight = layer._parameters[name]
     if is_fp8(weight):
-        keep_marks(marks, weight)
+        copy_attributes(marks, weight)
         if any(hooks):
             set_hooks(weight, hooks)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from fp8rs.quantize.recipes import Recipe, RecipeName
 
 from .attention import MultiheadAttention
-from .by_hand import make_float8
 from .normalized import MLP, check_choice, make_norm
+from .standalone import make_float8
 
 
 class TransformerLayer(nn.Module):

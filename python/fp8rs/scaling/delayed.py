@@ -19,10 +19,10 @@ from fp8rs.scaling.step_tracker import StepTracker
 from fp8rs.tensor.spec import QuantSpec
 
 #: A model warns after this many forwards in training mode without an optimizer step.
-PATIENCE = 100
+WARN_AFTER = 100
 
 
-class Delayed:
+class DelayedScalingState:
     """The delayed-scaling state of one model.
 
     Args:
@@ -56,17 +56,17 @@ class Delayed:
         #: The groups that each weight is sharded over, by the layer's index.
         self._weight_groups: dict[int, tuple[Any, ...]] = {}
         self._forwards = 0
-        self._was_told = False
+        self._saw_step = False
 
     # --- forwards and steps ----------------------------------------------------------------------
 
     def forward_begins(self) -> None:
         """Notify that a forward of the model begins in training mode."""
         self._forwards += 1
-        if self._forwards == PATIENCE and not self._was_told:
+        if self._forwards == WARN_AFTER and not self._saw_step:
             warnings.warn(
-                f"a model with delayed scaling has begun {PATIENCE} forwards in training mode and "
-                "has seen no optimizer step, so its scales are never updated. Steps of "
+                f"a model with delayed scaling has begun {WARN_AFTER} forwards in training mode "
+                "and has seen no optimizer step, so its scales are never updated. Steps of "
                 "torch.optim.Optimizer and its subclasses are seen through a hook. After any other "
                 "update of the parameters, call fp8rs.optimizer_stepped(model)",
                 stacklevel=2,
@@ -83,14 +83,14 @@ class Delayed:
 
     def _record(self) -> None:
         # Before a graph captures slots of a layer. Its backward would write to the old slots.
-        self.histories.keep_packed()
+        self.histories.ensure_packed()
         self._tracker.recorded()
 
     def stepped(self) -> None:
         """Notify that an optimizer with a parameter of this model has stepped."""
-        self._was_told = True
+        self._saw_step = True
         tracker = self._tracker
-        tracker.stepped(silent=self._runs_silently)
+        tracker.stepped(silent=self._forwards_are_unannounced)
         if tracker.unannounced:
             tracker.recorded()
         if tracker.roll_is_due:
@@ -98,7 +98,7 @@ class Delayed:
             self.histories.roll(self._reduce, unsure=tracker.unannounced)
 
     @property
-    def _runs_silently(self) -> bool:
+    def _forwards_are_unannounced(self) -> bool:
         """Whether forwards may have begun unannounced, because they are compiled.
 
         This is so if the model was compiled together with its hooks. It is also so if only layers
@@ -111,7 +111,7 @@ class Delayed:
 
     # --- ranks -----------------------------------------------------------------------------------
 
-    def is_sharded_over(self, mesh: Any, index: int) -> None:
+    def add_mesh(self, mesh: Any, index: int) -> None:
         """Note that FSDP2 or tensor parallelism shards operands of a layer over a mesh."""
         self._meshes.setdefault(mesh, {})[index] = None
 
@@ -152,12 +152,12 @@ class Delayed:
     # --- copies ----------------------------------------------------------------------------------
 
     @property
-    def left_to_do(self) -> tuple[bool, bool]:
+    def pending(self) -> tuple[bool, bool]:
         """Whether a roll is due, and whether amaxes were recorded since the last one."""
         return self._tracker.roll_is_due, self._tracker.has_recorded
 
-    def begin_with(self, roll_is_due: bool, recorded: bool) -> None:
-        """Continue where the copied model was, as `left_to_do` described it."""
+    def restore(self, roll_is_due: bool, recorded: bool) -> None:
+        """Continue where the copied model was, as `pending` described it."""
         if recorded:
             self._tracker.recorded()
         if roll_is_due:
@@ -166,8 +166,8 @@ class Delayed:
 
 _marks = itertools.count()
 #: The models by their marks.
-_models: weakref.WeakValueDictionary[str, Delayed] = weakref.WeakValueDictionary()
-#: By mark: whether forwards of a "model" or of a "layer" were compiled, which are unannounced.
+_models: weakref.WeakValueDictionary[str, DelayedScalingState] = weakref.WeakValueDictionary()
+#: By mark: "model" or "layer", whose compiled forwards are not announced.
 _compiled: dict[str, set[str]] = {}
 
 

@@ -138,7 +138,7 @@ class Histories:
             self._packs = packed(layers)
         return self._packs
 
-    def keep_packed(self) -> None:
+    def ensure_packed(self) -> None:
         """Pack the buffers if they are not packed."""
         if not self._packs:
             self.packs()
@@ -167,7 +167,7 @@ class Histories:
             reduce: called once with the amaxes of all layers, fp32 and contiguous, to reduce them
                 over ranks in place. Weights come first, then inputs, then gradients, each in the
                 order of the layers.
-            unsure: no forward may have run. If nothing was recorded, nothing changes.
+            unsure: whether possibly no forward has run. If nothing was recorded, nothing changes.
         """
         with torch.inference_mode(False):
             self._roll(reduce, unsure)
@@ -201,7 +201,7 @@ class Histories:
             fresh = torch.stack([spec.scale_from_amax(part) for spec, part in by_role], 1)
             # An amax of 0 means that nothing was recorded. The scale stays.
             pack.scale[:, :, 0] = torch.where(latest > 0, fresh, pack.scale[:, :, 0])
-        self.known.ask([(pack.indices, pack.scale[:, :, 0]) for pack in packs], self._layers())
+        self.known.poll([(pack.indices, pack.scale[:, :, 0]) for pack in packs], self._layers())
         self._rolled = []
         for pack in packs:
             if pack.scale.is_cuda:

@@ -24,14 +24,14 @@ class KnownScales:
     """
 
     def __init__(self) -> None:
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Notify that a layer lost its scales. Copies in flight no longer count."""
         self.rolls = 0
         self.pending: list[tuple[list[int], Tensor, torch.cuda.Event | None]] = []
 
-    def ask(self, scales: Sequence[tuple[list[int], Tensor]], layers: Sequence[Any]) -> None:
+    def poll(self, scales: Sequence[tuple[list[int], Tensor]], layers: Sequence[Any]) -> None:
         """Start copies after a roll, if some layers on a device have no known scale.
 
         Copies start after roll 1, 2, 3, 6, 12 and so on, because some layers may never get a scale.

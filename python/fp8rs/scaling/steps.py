@@ -22,23 +22,23 @@ class Trained(Protocol):
 
 
 #: In order of registration, which is equal on all ranks. Notifications run collectives.
-_watching: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _hook: Any = None
 
 
-def watch(model: Trained) -> None:
+def subscribe(model: Trained) -> None:
     """Notify a model of the steps of its optimizers from now on."""
     global _hook
     if _hook is None:
         # Compiled steps call the hook too. It runs on the host and is not traced.
         _hook = register_optimizer_step_post_hook(not_traced(_after_step))
-    if not any(known is model for known in _watching.values()):
-        _watching[next(_numbers)] = model
+    if not any(known is model for known in _models.values()):
+        _models[next(_numbers)] = model
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    models = list(_watching.values())
+    models = list(_models.values())
     if models:
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for model in models:

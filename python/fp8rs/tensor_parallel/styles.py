@@ -19,12 +19,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fp8rs._core import UnsupportedError
-from fp8rs.nn import buffers
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.nn.spec import GRAD, INPUT, spec_for
 from fp8rs.quantize.recipes import describe
-from fp8rs.scaling.delayed import keep_buffers_local, note_compiled
-from fp8rs.scaling.histories import keep_local
 from fp8rs.tensor.formats import INPUT_DTYPES
 
 from .gather import gather_input, gathers_grad, prepare, reduce_output
@@ -38,17 +35,8 @@ def _slots(layer: Float8Linear, role: int) -> tuple[Tensor | None, Tensor | None
     delayed = layer._fp8_state.delayed
     if delayed is None:
         return None, None, False
-    training = layer.training
-    if torch.compiler.is_compiling():
-        keep_buffers_local(delayed.mark)
-        if training:
-            note_compiled(delayed.mark, "layer")
-        scales, amaxes = buffers.slots(layer.fp8_scale, layer.fp8_amax)
-    else:
-        keep_local(layer._buffers)
-        delayed.layer_begins(training)
-        scales, amaxes = layer._fp8_slots.of(layer._buffers)
-    return scales[role], amaxes[role if training else -1], layer.fp8_ready[role]
+    scales, amaxes = layer._begin_delayed(delayed)
+    return scales[role], amaxes[role if layer.training else -1], layer.fp8_ready[role]
 
 
 def _gather_for(layer: Float8Linear, x: DTensor, columnwise: bool) -> DTensor:
@@ -75,7 +63,7 @@ def _prepare_layer(style: Any, module: nn.Module, mesh: DeviceMesh) -> None:
     state = module._fp8_state
     if state.delayed is not None:
         # All ranks must use the same scale for gathered codes.
-        state.delayed.is_sharded_over(mesh, module._fp8_index)
+        state.delayed.add_mesh(mesh, module._fp8_index)
     prepare()
 
 
