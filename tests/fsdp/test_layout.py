@@ -33,7 +33,7 @@ def elements(p):
     """The numbers of a shard's elements."""
     size = list(p.whole)
     size[p.dim] = length(p)
-    return range(p.number, p.number + size[0] * size[1])
+    return range(p.element_offset, p.element_offset + size[0] * size[1])
 
 
 @examples
