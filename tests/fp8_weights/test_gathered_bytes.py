@@ -92,7 +92,7 @@ def test_shards_are_gathered_as_they_are_stored(rig, hidden, recipe, reshard):
 
 
 def shard_planes(layer, whole):
-    """What this rank's shard of a whole weight's planes is: (codes, scales) a plane."""
+    """Return (codes, scales) of this rank's shard for each plane of a whole weight."""
     placement = shard_spec(layer.weight)
     rows = slice(placement.offset, placement.offset + local(layer).shape[0])
     found = []

@@ -1,4 +1,4 @@
-"""What torch does to FP8 weights: optimizers, state dicts, copies and pickles, sharded or not."""
+"""Torch's operations on FP8 weights: optimizers, state dicts, copies, pickles; sharded or not."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_full_state_dicts(rig, recipe, meta, broadcast):
     assert_fp8(other)
     assert_equal(other, whole)
     if recipe == "delayed" and broadcast and not meta:
-        return  # read in place: the histories are still those of the weights from before
+        return  # loaded in place, which keeps the histories of the old weights
     assert_same_training(rig, other, whole)
 
 

@@ -1,7 +1,7 @@
-"""What FSDP2's users do with sharded FP8 weights; the unsharded model says what comes of it.
+"""Uses of sharded FP8 weights under FSDP2, compared with the unsharded model.
 
-All ranks have the same batch, so that gradients, their mean over ranks and the steps are those of
-one process, to the bit.
+All ranks have the same batch, so that gradients, their mean over ranks and steps equal one
+process's in every bit.
 """
 
 from __future__ import annotations
@@ -368,7 +368,7 @@ VIEWS = {
 @ranks(2)
 @recipes
 def test_views_of_a_shard_are_views(rig, recipe):
-    """What is written through them lands, and nothing else moves by more than a rounding."""
+    """Writes through them reach the shard, and other elements move by at most a rounding."""
     _, model = pair(rig, recipe)
     name, local = next((n, t) for n, t in shards(model).items() if len(t) >= 14)
     for view, take in VIEWS.items():
@@ -401,7 +401,7 @@ def test_views_of_a_shard_are_views(rig, recipe):
 @ranks(2)
 @recipes
 def test_copies_of_parameters(rig, recipe):
-    """Of a whole sharded model torch makes none."""
+    """Torch cannot copy a whole sharded model."""
     _, model = pair(rig, recipe)
     before = contents(model)
     for layer in linears(model).values():
@@ -440,7 +440,7 @@ def test_inference(rig, recipe, mode):
     for m in (whole.eval(), model.eval()):
         m.requires_grad_(False)
     with torch.no_grad():
-        # Of plain parameters, what FSDP2 makes at a first gather in inference mode serves no other.
+        # The unsharded plain parameters of a first all-gather in inference mode cannot be reused.
         model(batch(rig))
     for n in range(2):
         with getattr(torch, mode)():
@@ -456,7 +456,7 @@ def test_inference(rig, recipe, mode):
 
 
 class Adapted(nn.Module):
-    """A layer, frozen, and a product of two small ones beside it (Hu et al., LoRA, 2021)."""
+    """A frozen layer plus the product of two small layers (Hu et al., LoRA, 2021)."""
 
     def __init__(self, base, rank=4):
         super().__init__()
@@ -516,7 +516,7 @@ def test_adapters_over_a_frozen_base(rig, recipe):
 @ranks(1, 2)
 @recipes
 def test_a_quantized_parameter_that_is_no_layers_is_refused(rig, recipe):
-    """Shards of it would be plain: nobody would know what they stand for."""
+    """Its shards would be plain codes without scales."""
 
     class Other(nn.Module):
         def __init__(self):

@@ -188,7 +188,7 @@ def test_larger_weights_that_are_loaded_are_not_cut_to_the_scales_before(rig, ma
 @recipes
 @pytest.mark.parametrize("first", ["weights", "masters"])
 def test_a_checkpoint_is_loaded_in_either_order(rig, hidden, recipe, first):
-    """Masters follow weights that they do not round to, and those of a checkpoint do."""
+    """Masters are read from weights unless they round to them, as a checkpoint's masters do."""
 
     def begin(seed):
         model = shard(make_fp8(hidden, recipe, rig, seed=seed), rig)
@@ -252,7 +252,7 @@ def test_masters_beyond_their_scale_stay_where_a_state_dict_comes_back(rig, hidd
 @shardings
 @recipes
 def test_steps_before_the_first_forward_are_those_of_the_whole_model(rig, hidden, recipe):
-    """FSDP2 pads short shards at that forward, which is no write that masters would follow."""
+    """FSDP2 pads short shards at that forward. Masters do not count it as a write."""
     whole = make_fp8(hidden, recipe, rig)
     model = shard(copy.deepcopy(whole), rig)
     optimizers = tuple(AdamW(m.parameters(), lr=0.1) for m in (whole, model))
@@ -444,7 +444,7 @@ def test_training_lowers_the_loss(rig):
         for m in (shard(model, rig), shard(reference, rig)):
             optimizer = AdamW(m.parameters(), lr=1e-2)
             losses.append(train(m, optimizer, [batch(rig, n % 7) for n in range(8)]))
-        # Of the first batch, before any step and after seven.
+        # Losses of the first batch, before any step and after seven.
         assert losses[0][-1] < 0.85 * losses[0][0], losses
         for a, b in zip(*losses, strict=True):
             assert abs(a - b) <= 1e-3 * b, losses

@@ -142,7 +142,7 @@ def test_micro_batches_and_checkpoints_write_nothing(device, recipe, reentrant):
 @ranks(2)
 @recipes
 def test_a_write_before_the_backwards_gather_is_an_error(rig, recipe):
-    """The bytes of the forward are no more, where those of master weights are kept."""
+    """The codes of the forward are overwritten. Master weights are cast again."""
     model = shard(make(EVEN, recipe=RECIPES[recipe], device=rig.device, fp8_weights=True), rig)
     loss = model(batch(rig)).sum()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Weights with a scale per block: gathered codes and scales are those of the whole weight."""
+"""Weights with a scale per block: gathered codes and scales equal the whole weight's."""
 
 import pytest
 import torch

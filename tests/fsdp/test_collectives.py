@@ -1,4 +1,4 @@
-"""What a step sends: uint8 gathers and one small all-reduce a forward."""
+"""A step runs all-gathers of uint8 and one small all-reduce per forward."""
 
 from functools import partial
 

@@ -97,7 +97,7 @@ def test_what_was_converted_otherwise_is_named_on_all_ranks(rig, way):
     first, last, said = WAYS[way]
     model = make(UNEVEN, device=rig.device, **(last if rig.rank == rig.world_size - 1 else first))
     shard(model, rig)
-    for _ in range(2):  # whoever catches it meets it again
+    for _ in range(2):  # the error is raised in each forward
         with pytest.raises(ValueError, match=message(*said, rig.world_size - 1)):
             model(batch(rig))
 

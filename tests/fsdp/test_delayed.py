@@ -208,8 +208,8 @@ def test_a_write_while_a_weight_is_gathered_pins_no_scale(rig):
 
 @ranks(2)
 @pytest.mark.parametrize("fp8_weights", [False, True])
-def test_parts_of_a_model_hear_of_a_step_in_one_order(rig, fp8_weights):
-    """Each has all-reduces of its own: ranks that paired those of two parts took wrong scales."""
+def test_parts_of_a_model_are_notified_of_a_step_in_one_order(rig, fp8_weights):
+    """Each part runs its own all-reduces. In different orders, ranks would mix up their scales."""
 
     def train(sharded):
         parts = []
@@ -280,7 +280,7 @@ def test_shards_of_a_weight_have_one_scale_whatever_inputs_are_reduced_over(rig)
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_weight_that_is_not_finite_for_once(rig, value, steps):
-    """Its scale is NaN as long, wherever the value is, and its history does not hear of it."""
+    """Its scale is NaN in that step, on all ranks, and its history does not record it."""
     model = make(UNEVEN, recipe="delayed", device=rig.device)
     shard(model, rig)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

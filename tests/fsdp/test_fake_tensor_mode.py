@@ -52,7 +52,7 @@ def peak(mesh, recipe, fp8_weights, optimizer, fake):
         tracker = FSDPMemTracker(model, made)
         tracker.track_inputs((x,))
         with tracker:
-            # The host knows of scales of delayed scaling from the third step on.
+            # With delayed scaling, `fp8_ready` is set from the third step on.
             for _ in range(3 if recipe == "delayed" else 2):
                 tracker.reset_mod_stats()
                 model(x).float().square().mean().backward()

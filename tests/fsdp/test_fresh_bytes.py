@@ -117,7 +117,7 @@ def by_init(model, rig):
 
 
 def by_narrowed_copy(model, rig):
-    """What torch.distributed.checkpoint does."""
+    """Write like torch.distributed.checkpoint."""
     for p in weights(model):
         mine = local(p)
         if mine.shape[0]:
@@ -173,7 +173,7 @@ def test_the_next_forward_sees_the_write(rig, write, hidden, recipe):
     )
     model(batch(rig)).square().mean().backward()
     for name, weight in after.items():
-        if recipe == "current" or write in LOADS:  # which begin histories anew
+        if recipe == "current" or write in LOADS:  # loads reset histories
             amax = weight.abs().amax()
         elif write in OPTIMIZERS:
             amax = before[name].abs().amax().maximum(amaxes[name])  # rolled in
@@ -189,7 +189,7 @@ def test_the_next_forward_sees_the_write(rig, write, hidden, recipe):
 @pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block", "mxfp8"])
 @pytest.mark.parametrize("writer", ["all ranks", "one rank"])
 def test_the_backward_casts_a_written_shard_with_the_forwards_scale(rig, writer, recipe):
-    """The scales of rows and blocks that no shard boundary splits are those of the new values."""
+    """Scales of rows and of blocks that no shard boundary splits come from the new values."""
     model = make(EVEN_BLOCKS, recipe=RECIPES[recipe], device=rig.device)
     shard(model, rig)
     forward, backward = {}, {}

@@ -115,7 +115,7 @@ def test_meta_device_init(rig, recipe):
 @recipes
 @pytest.mark.parametrize("begin", ["the model", "a method", "a layer"])
 def test_parts_that_fsdp_meets_in_the_middle_of_a_pass(rig, recipe, begin):
-    """A module's short shards are padded at its own first forward: that is no write of one rank."""
+    """Padding a module's short shards at its first forward does not count as a write."""
     with torch.device("meta"):
         model = make(UNEVEN, recipe=RECIPES[recipe], device="meta")
     for part in (*model.blocks, model.head):

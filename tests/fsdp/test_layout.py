@@ -25,7 +25,7 @@ def placement(ranks, rank, shape, dim=0, whole=None, origin=(0, 0)):
 
 
 def length(p):
-    """Of a shard along the dimension that is cut."""
+    """Return the length of a shard along the sharded dimension."""
     return max(min(p.padded, p.whole[p.dim] - p.offset), 0)
 
 
@@ -65,7 +65,7 @@ def test_no_two_elements_have_one_number(rows, cols, parts, ranks, tensor_dim, d
 
 
 def cut(plane, p, height, dim):
-    """What a shard has of a whole weight's plane: its rows, or its columns, and their scales."""
+    """Return a shard's rows or columns of a whole weight's plane, with their scales."""
     start, end = p.offset, p.offset + length(p)
     data = plane.data.view(torch.uint8).narrow(dim, start, end - start).view(plane.data.dtype)
     if plane.format.per_tensor:

@@ -192,7 +192,7 @@ def test_pickles_hold_plain_tensors(weight, save):
 
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_converting_keeps_the_parameters(recipe):
-    """The same objects, with all that hangs on them: optimizers, ties, hooks, gradients, marks."""
+    """They stay the same objects, with their optimizers, ties, hooks, gradients and attributes."""
     model = make(EVEN, recipe=None)
     model(batch(Whole)).sum().backward()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
@@ -275,7 +275,7 @@ def test_a_pickled_model_without_fp8_gather_stays_so():
 
 
 def test_a_pickled_model_rolls_when_it_would_have():
-    """What was recorded is rolled at a step of an optimizer that the loaded model has."""
+    """Recorded amaxes roll at a step of an optimizer with the loaded model's parameters."""
     model = make(EVEN, recipe="delayed")
     for recorded in (True, False):
         if recorded:
@@ -390,8 +390,7 @@ def test_a_cast_after_the_first_gather_is_refused(rig, fp8_weights):
     model.to(torch.float32)
     with pytest.raises(RuntimeError, match=r"is torch\.float32, and was torch\.bfloat16.*cast"):
         model(x)
-    # FSDP2 has begun no forward. Were it in one, the streams that it gathers on would not wait for
-    # the cast that comes now.
+    # FSDP2 is not in a forward, in which its all-gather streams would not wait for the next cast.
     assert model._get_fsdp_state()._state_ctx.iter_forward_root is None
     model.to(torch.bfloat16)
     assert model(x.bfloat16()).isfinite().all()

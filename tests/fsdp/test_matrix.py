@@ -1,8 +1,8 @@
-"""Every recipe under FSDP2, and all that it meets there: trained as the unsharded model is.
+"""Every recipe with every option of FSDP2 trains like the unsharded model.
 
-A cell of the matrix is one training. The unsharded model, eager, is what it is compared with, to
-the bit: one rank alone has a gradient, times the number of ranks, so that the mean over ranks is
-exact, and wrong where a rank or a replica is left out.
+A cell of the matrix is one training. It is compared with the unsharded eager model in every bit.
+Only one rank has a gradient, multiplied by the number of ranks, so that the mean over ranks is
+exact, and wrong if a rank or a replica is left out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from internals import local_of, store_of
 #: With the oldest torch what the other files show of FSDP2 must do: the matrix takes minutes.
 pytestmark = pytest.mark.newest_torch
 
-#: Shapes of meshes, replicas first, by where they are: 2 GPUs are no 2 replicas of 2 shards.
+#: Shapes of meshes by device, replicas first. Two GPUs are too few for 2 replicas of 2 shards.
 MESHES = {
     "1-D": {"cpu": (4,), "cuda": (2,)},
     "HSDP": {"cpu": (2, 2), "cuda": (1, 2)},
@@ -43,14 +43,14 @@ HIDDEN = {
     "uneven": {2: 27, 4: 50},
     "empty": {2: 1, 4: 5},
 }
-#: Pairs of a mesh and shards of which there are no cells, and why.
+#: Pairs of a mesh and shards without cells, with the reason.
 LEFT_OUT = {
     (mesh, shards): "one shard is the whole weight, and so neither uneven nor empty"
     for mesh in ("HSDP, shard size 1", "world size 1")
     for shards in ("uneven", "empty")
 }
-#: All others: what is sharded, over what, and how. Each meets each recipe; what else there is meets
-#: each of these in some cell, and in all of them with --full.
+#: All other combinations of weights, mesh and shards. Each is tested with each recipe, and with
+#: some value of every other parameter (with all values if --full is given).
 SHARDED = [
     (weights, mesh, shards)
     for weights in ("master", "fp8")
@@ -130,7 +130,7 @@ def test_it_trains_as_the_whole_model(
 
 
 def batch(rig, step, dtype):
-    """The same on all ranks: their activations are the whole model's."""
+    """Return a batch that is equal on all ranks, so that activations equal the whole model's."""
     generator = torch.Generator().manual_seed(1000 + step)
     return torch.randn(16, WIDTH, generator=generator).to(rig.device, dtype)
 
@@ -167,7 +167,7 @@ def same(left, right):
 
 
 def compare(model, whole, weights, step):
-    """The parameters are those of the unsharded model."""
+    """Check that the parameters equal the unsharded model's."""
     wholes = dict(whole.named_parameters())
     for name, parameter in model.named_parameters():
         wanted, found = wholes[name].detach(), parameter.detach()
@@ -192,7 +192,7 @@ def check_scales(model):
 
 
 def check_gathered(model, whole, weights, recipe):
-    """What is gathered has the bytes of the whole weight, quantized."""
+    """Check that gathered bytes equal the quantized whole weight's."""
     parts = [(f"blocks.{i}.", block) for i, block in enumerate(model.blocks)]
     wholes = linears(whole)
     for prefix, part in [*parts, ("", model)]:

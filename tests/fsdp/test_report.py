@@ -40,7 +40,7 @@ def storages(tensors):
 @pytest.mark.parametrize("recipe", [*RECIPES, None])
 @pytest.mark.parametrize("hidden", [EVEN, UNEVEN, EMPTY])
 def test_bytes_are_those_of_the_collectives(rig, recipe, hidden):
-    """Of each model twice: before it is converted and sharded, and as it is then."""
+    """Reports before and after conversion and sharding count the same bytes."""
     plain = make(hidden, recipe=None)
     planned = fp8rs.report(plain, recipe=RECIPES.get(recipe), world_size=rig.world_size)
     model = make(hidden, recipe=RECIPES.get(recipe), device=rig.device)

@@ -36,9 +36,9 @@ recipes = pytest.mark.parametrize("recipe", ["current", "delayed", *BLOCKS])
 
 
 class Fresh:
-    """Asserts that what each layer's forward works on are the bytes of its master at the time.
+    """Asserts that each layer's forward uses the bytes of its current master.
 
-    The whole master is put together beside FSDP2, from the shards that the optimizer has.
+    The whole master is assembled from the optimizer's shards, without FSDP2.
     """
 
     def __init__(self, model, recipe):
@@ -274,7 +274,7 @@ def test_delayed_steps_in_a_forward_see_their_own_writes(rig, hidden):
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 def test_a_teacher_in_a_hook_of_its_students_backward(rig, grad, whole, recipe):
     options = {"recipe": BLOCKS.get(recipe, recipe), "device": rig.device}
-    # FSDP2 leaves a root's own weights gathered after a forward, unless it is told otherwise.
+    # By default, FSDP2 leaves a root's own weights unsharded after a forward.
     student, teacher = (
         shard(make(UNEVEN, seed=s, **options), rig, reshard_after_forward=True) for s in (0, 1)
     )

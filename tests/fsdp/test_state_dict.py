@@ -88,7 +88,7 @@ def test_a_state_dict_is_plain_and_shares_memory(rig, hidden):
     for name, value in state.items():
         assert_plain(value)
         assert value.shape == plain.state_dict()[name].shape
-    # What is loaded into the state dict's tensors is loaded into the weights.
+    # Writes to the state dict's tensors change the weights.
     local = state["head.weight"].to_local()
     local.fill_(0.5)
     assert torch.all(full_weights(model)["head"] == 0.5)
@@ -357,7 +357,7 @@ def test_training_goes_on_after_a_resume(rig, recipe):
     went_on = train(model, optimizer, batches)
     if recipe == "current":
         assert resumed == went_on
-    else:  # histories start anew
+    else:  # histories were reset
         torch.testing.assert_close(torch.tensor(resumed), torch.tensor(went_on), rtol=0.02, atol=0)
 
 

@@ -77,7 +77,7 @@ def test_compiled_blocks_compute_what_eager_ones_do(rig, recipe, fp8_weights):
 @every_recipe
 @pytest.mark.parametrize("sharded", [False, True], ids=["tp", "fsdp and tp"])
 def test_masters_begin_with_the_first_values_of_a_ranks_own_part(rig, recipe, sharded):
-    """Of sizes that cut evenly, unevenly, and not at all for some ranks."""
+    """Sizes that are divided evenly and unevenly, also with empty parts."""
     mesh = rig.mesh(2, 2, names=("data", "tensor"))
     with fp8rs.quantized_init(RECIPES[recipe], preserve_high_precision_init_val=True):
         model = Stack((64, 50, 3)).to(rig.device)
@@ -115,7 +115,7 @@ def stepped_at_random(model):
 @pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "mxfp8", "mxfp8 of 1x32"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["tp", "fsdp and tp"])
 def test_codes_are_rounded_with_other_numbers_on_each_rank(rig, recipe, sharded):
-    """Of equal rows, too: parts that are rounded alike would stay equal."""
+    """With equal rows, parts that are rounded with equal numbers would stay equal."""
     mesh = rig.mesh(2, 2, names=("data", "tensor"))
     model = make((64,), recipe=RECIPES[recipe], device=rig.device, fp8_weights=True)
     block = model.blocks[0]

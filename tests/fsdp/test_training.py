@@ -50,8 +50,10 @@ def whole_batches(rig, steps=STEPS):
 
 
 def tolerance(rig):
-    """Of losses. A rank's scales are those of its own part of the batch (delayed scaling's first
-    ones too), and on CUDA other batch sizes are other GEMM kernels, which add up in another order.
+    """Return the tolerance of losses.
+
+    A rank computes scales from its own part of the batch, also the first ones of delayed scaling.
+    On CUDA, other batch sizes use other GEMM kernels, which sum in another order.
     """
     return 1e-2 if rig.device_type == "cpu" else 2e-2
 
@@ -290,7 +292,7 @@ def test_activation_checkpointing(rig, recipe, reentrant, policy):
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("fp8_gather", [True, False])
 def test_checkpointing_the_converted_root_rolls_the_histories(rig, reentrant, fp8_gather):
-    """A reentrant checkpoint's forwards have no gradients, as those of an evaluation."""
+    """A reentrant checkpoint runs its forward without gradients, like an evaluation."""
     torch.manual_seed(0)
     options = {"recipe": "delayed", "enable_fsdp_float8_all_gather": fp8_gather}
     models = [make(UNEVEN, recipe=None, device=rig.device) for _ in range(2)]
@@ -315,7 +317,7 @@ def test_checkpointing_the_converted_root_rolls_the_histories(rig, reentrant, fp
             assert all(block.up.fp8_ready), (wrap, block.up.fp8_ready)
             rows = (block.up.fp8_amax_history > 0).any(1).sum()
             assert rows == 5, "one a step"
-            # An evaluation is told by its mode.
+            # A module in eval mode records nothing.
             with torch.no_grad():
                 block.eval()(x)
             assert (block.up.fp8_amax_history > 0).any(1).sum() == rows

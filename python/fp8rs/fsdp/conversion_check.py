@@ -49,15 +49,18 @@ def conversion(state: ModelState, mesh: Any) -> dict[str, Any]:
     fields = {f.name: repr(getattr(recipe, f.name)) for f in dataclasses.fields(recipe)}
     layers = {}
     for name, layer in zip(state.names, state.layers(), strict=False):
-        weight: Any = None if layer is None else layer._parameters.get("weight")
-        if isinstance(weight, DTensor) and weight.device_mesh == mesh:
-            local = local_of(weight)
-            kind = "quantized before it is gathered"
-            if local is None:
-                kind = "gathered in high precision"
-            elif isinstance(local, QuantizedTensor):
-                kind = "FP8"
-            layers[name] = {"recipe": type(recipe).__name__, **fields, "weight": kind}
+        params: Any = () if layer is None else layer._fp8_params
+        for param in params:
+            weight: Any = layer._parameters.get(param)  # type: ignore[union-attr]
+            if isinstance(weight, DTensor) and weight.device_mesh == mesh:
+                local = local_of(weight)
+                kind = "quantized before it is gathered"
+                if local is None:
+                    kind = "gathered in high precision"
+                elif isinstance(local, QuantizedTensor):
+                    kind = "FP8"
+                fields_of_param = {"recipe": type(recipe).__name__, **fields, "weight": kind}
+                layers[f"{name}.{param}".removesuffix(".weight")] = fields_of_param
     return {"version": fp8rs.__version__, "layers": layers}
 
 

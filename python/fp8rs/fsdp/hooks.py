@@ -29,7 +29,7 @@ class AllGatherMetadata:
         handle: the parameter's handle.
         spec: how the parameter is sharded.
         layout: how the gathered bytes are laid out.
-        scale: the scale () of formats with one scale per tensor.
+        scale: the scales on the handle.
         inputs: the tensors to gather, kept only for one rank. FSDP2 passes on the first alone.
         ready: the work that wrote ``scale`` and ``inputs``.
     """

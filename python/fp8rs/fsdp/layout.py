@@ -4,12 +4,18 @@ Every rank passes equally long flat uint8 tensors to the all-gather. Square bloc
 need one plane. Blocks along the rows (1x32) have a columnwise plane of their own, which is gathered
 too and assembled by a copy. A block that a shard boundary splits has its scale on every rank that
 holds a part of it, and the first of them is used.
+
+A batched weight (E, N, K) is gathered in one of two ways. On Shard(0), each rank passes codes and
+scales of its matrices, and the gathered tensors are the planes. On Shard(1), FSDP2 concatenates
+what the ranks pass along dimension 1, so it must have the shard's shape: ranks pass codes alone,
+and every rank has all scales already.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 
 import torch
 from torch import Tensor
@@ -60,28 +66,40 @@ class AllGatherLayout:
     def pack(self, planes: Planes, spec: ShardSpec) -> tuple[Tensor, ...]:
         """Return the planes of a shard as flat uint8 tensors, as long as on any other rank.
 
-        Per-tensor scales are not included, because every rank has them.
+        Scales that every rank has are not included.
         """
         row, col = planes
         assert row is not None
         extents = self.extents(spec)
-        if self.format.per_tensor:
+        if self.gathers_codes_alone(spec):
             return (flat(row.data.reshape(1, -1), *extents[0]),)
         made = [row.data, row.scale]
         if self.both:
             assert col is not None
             made += [col.data, col.scale]
+        if spec.batched:
+            made = [t.view(-1, 1) if t.dim() == 1 else t.flatten(1) for t in made]
         return tuple(flat(t, *extent) for t, extent in zip(made, extents, strict=True))
+
+    def gathers_codes_alone(self, spec: ShardSpec) -> bool:
+        """Whether every rank has the scales of the whole weight."""
+        return not spec.by_matrix and (self.format.per_tensor or spec.batched)
 
     def extents(self, spec: ShardSpec) -> tuple[tuple[int, int], ...]:
         """Return the rows and columns, in elements, of each matrix of a packed shard.
 
-        These are the rowwise codes and scales, then the columnwise ones if they are gathered. With
-        one scale per tensor, these are the codes in one row.
+        These are the rowwise codes and scales, then the columnwise ones if they are gathered. A
+        batched weight has one row for each matrix. Codes that are gathered alone are in one row.
         """
-        if self.format.per_tensor:
+        if self.gathers_codes_alone(spec):
             return ((1, spec.padded_numel),)
-        (rows, cols), padded, ranks = spec.whole, spec.padded, spec.ranks
+        padded, ranks = spec.padded, spec.ranks
+        if spec.batched:
+            codes = (padded, prod(spec.matrix))
+            directions = (spec.matrix, spec.matrix[::-1])[: 1 + self.both]
+            shapes = (self.format.scale_shape(*direction) for direction in directions)
+            return tuple(e for shape in shapes for e in (codes, (padded, prod(shape))))
+        rows, cols = spec.whole
         scale_rows = block_rows(rows, padded, ranks, self.format.block[0])
         row = (padded, cols), (scale_rows, self.format.scale_shape(rows, cols)[1])
         if not self.both:
@@ -98,7 +116,7 @@ class AllGatherLayout:
 
     def inner_tensors(self, spec: ShardSpec, device: torch.device) -> list[Tensor]:
         """Allocate the tensors that an unsharded weight needs besides the gathered ones."""
-        if not self.both:
+        if not self.both or spec.batched:
             return []
         rows, cols = spec.whole
         blocks = cols, -(-rows // self.height) * self.format.scale_dtype.itemsize
@@ -109,7 +127,9 @@ class AllGatherLayout:
     def inner_of(self, planes: Planes) -> list[Tensor]:
         """Return the tensors of `inner_tensors` that planes of an unsharded weight use."""
         col = planes[1]
-        return [t.view(torch.uint8) for t in (col.data, col.scale)] if self.both and col else []
+        if not self.both or col is None or col.batched:
+            return []
+        return [t.view(torch.uint8) for t in (col.data, col.scale)]
 
     def unpack(
         self,
@@ -125,14 +145,21 @@ class AllGatherLayout:
             outputs: the gathered tensors, each with the ranks' tensors one after the other.
             inner: the tensors of `inner_tensors`, with memory.
             spec: the shard's.
-            scale: the scale () of formats with one scale per tensor.
-            shape: the weight's shape (out_features, in_features).
+            scale: the scales of the whole weight, if every rank has them.
+            shape: the weight's shape (out_features, in_features) or (E, N, K).
         """
         format = self.format
         codes = self.codes(outputs[0], shape)
-        if format.per_tensor:
+        if self.gathers_codes_alone(spec):
             assert scale is not None
             return Plane(codes, scale, format), None
+        if spec.batched:
+            rows, cols = spec.matrix
+            row = Plane(codes, self._scales(outputs[1], spec, rows, cols), format)
+            if not self.both:
+                return row, None
+            codes = self.codes(outputs[2], torch.Size((shape[0], cols, rows)))
+            return row, Plane(codes, self._scales(outputs[3], spec, cols, rows), format)
         rows, cols = shape
         padded, ranks = spec.padded, spec.ranks
         count, blocks_a_row = format.scale_shape(rows, cols)
@@ -155,6 +182,11 @@ class AllGatherLayout:
             inner[1].copy_(blocks.t())
         scale = inner[1].view(format.scale_dtype)
         return row, Plane(inner[0].view(self.fp8_dtype), scale, format)
+
+    def _scales(self, output: Tensor, spec: ShardSpec, rows: int, cols: int) -> Tensor:
+        """Return the gathered scales of a batch of (rows, cols) matrices."""
+        shape = self.format.scale_shape(rows, cols, (spec.whole[0],))
+        return output.view(self.format.scale_dtype)[: prod(shape)].view(shape)
 
 
 def flat(t: Tensor, rows: int, cols: int) -> Tensor:

@@ -55,7 +55,9 @@ class ParamHandle:
         name: the parameter's name in its module.
         writes: number of times that operators wrote to the shard.
         written_on: the CUDA stream of the last write, or an event on that stream after the write.
-        scale: the scale () of the whole parameter, for formats with one scale per tensor.
+        scale: the scale () of the whole parameter, for formats with one scale per tensor. For a
+            batched parameter (E, N, K), the scales (E,) of the shard's matrices. On Shard(1), all
+            scales of the whole parameter, in every format.
         amaxes: amaxes of the blocks that the shard touches, if shard boundaries split blocks.
         ready: the work that computed ``scale`` and ``amaxes``.
     """
@@ -270,11 +272,23 @@ class LocalShard:
     spec: ShardSpec
     device: torch.device
 
+    @property
+    def matrices(self) -> int:
+        """The number of matrices that the shard has, or has parts of."""
+        return self.data.shape[0] if self.spec.batched else 1
+
 
 def set_scales(shards: Sequence[LocalShard], scales: Tensor) -> None:
-    """Give each handle its scale, of scales (n,)."""
-    for shard, scale in zip(shards, aligned(scales), strict=True):
-        shard.handle.scale = scale
+    """Give each handle the scales of its matrices, of scales (n,)."""
+    parts = scales.split([shard.matrices for shard in shards])
+    for shard, part in zip(shards, parts, strict=True):
+        if shard.spec.batched:
+            shard.handle.scale = part
+    places = [i for i, shard in enumerate(shards) if not shard.spec.batched]
+    if places:
+        single = scales if len(places) == len(shards) else torch.cat([parts[i] for i in places])
+        for i, scale in zip(places, aligned(single), strict=True):
+            shards[i].handle.scale = scale
 
 
 def aligned(scales: Tensor) -> tuple[Tensor, ...]:

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, groupby
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fp8rs.ops.room import block_count
 from fp8rs.scaling.histories import Histories
 from fp8rs.scaling.reductions import index_tensor, reduce_packed_
+from fp8rs.tensor.formats import split
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.spec import Planes, QuantSpec, plane_leads
 
 from .float8_param import Float8ParamHandle
-from .layout import AllGatherLayout, split_block_rows
+from .layout import AllGatherLayout, flat, split_block_rows
 from .param import LocalShard, ParamHandle, StreamDependency, aligned, set_scales
 from .shard_spec import ShardSpec
 
@@ -61,7 +64,9 @@ class ShardQuantizer:
         """Raise ValueError if the format does not support a sharding."""
 
     def split_rows(self, spec: ShardSpec) -> tuple[int, ...]:
-        """Return the rows of blocks that shard boundaries split."""
+        """Return the rows of blocks that shard boundaries split, for a weight of one matrix."""
+        if spec.batched:
+            return ()
         return split_block_rows(spec.whole[0], spec.padded, spec.ranks, self.layout.height)
 
     def reduce(self, shards: Sequence[LocalShard], values: Tensor) -> Tensor:
@@ -115,6 +120,10 @@ class ShardQuantizer:
 class TensorwiseShardQuantizer(ShardQuantizer):
     """Per-tensor scales, from the amaxes of all shards or from the histories of delayed scaling.
 
+    A batched weight (E, N, K) has one scale for each matrix, from the matrix's amax, also in the
+    recipe with delayed scaling. Its shards on Shard(0) have whole matrices, so that their amaxes
+    are not reduced.
+
     With delayed scaling, the cast of a forward records the amaxes and finds non-finite values. The
     scale of such a shard becomes NaN on this rank alone, without a collective. Its loss becomes
     NaN, and so do the gradients of all ranks.
@@ -125,13 +134,19 @@ class TensorwiseShardQuantizer(ShardQuantizer):
         self._histories = histories
 
     def size(self, shard: LocalShard) -> int:
-        return 1
+        return shard.matrices
+
+    def groups(self, shard: LocalShard) -> tuple[Any, ...]:
+        return shard.spec.matrix_groups
 
     def update_scales(self, shards: Sequence[LocalShard], record: bool) -> None:
-        if self._histories is None:
-            set_scales(shards, self.spec.scale_from_amax(self._amaxes(shards)))
-        else:
-            set_scales(shards, self._delayed_scales(self._histories, shards, record))
+        delayed = [] if self._histories is None else [s for s in shards if not s.spec.batched]
+        current = [s for s in shards if s not in delayed]
+        if current:
+            set_scales(current, self.spec.scale_from_amax(self._amaxes(current)))
+        if delayed:
+            assert self._histories is not None
+            set_scales(delayed, self._delayed_scales(self._histories, delayed, record))
 
     def cast(
         self, shards: Sequence[LocalShard], *, in_backward: bool, record: bool
@@ -139,21 +154,36 @@ class TensorwiseShardQuantizer(ShardQuantizer):
         buffers = self.layout.allocate([s.spec for s in shards], shards[0].device)
         for shard, buffer in zip(shards, buffers, strict=True):
             buffer[shard.data.numel() :].zero_()  # padding is gathered too
-        values = [s.data for s in shards]
         codes = [self.layout.codes(b, s.data.shape) for s, b in zip(shards, buffers, strict=True)]
+        pairs = list(zip(shards, codes, strict=True))
+        if self._histories is not None and not in_backward:
+            if delayed := [pair for pair in pairs if not pair[0].spec.batched]:
+                self._cast_delayed(self._histories, delayed, record)
+            pairs = [pair for pair in pairs if pair[0].spec.batched]
+        if pairs:
+            scales = torch.cat([scale_of(s).view(-1) for s, _ in pairs])
+            _multi_quantize([s.data for s, _ in pairs], scales, [c for _, c in pairs], True)
+        return [
+            (b, flat(scale_of(s).view(-1, 1), s.spec.padded, 1)) if s.spec.by_matrix else (b,)
+            for b, s in zip(buffers, shards, strict=True)
+        ]
+
+    def _cast_delayed(
+        self, histories: Histories, pairs: Sequence[tuple[LocalShard, Tensor]], record: bool
+    ) -> None:
+        """Quantize shards with delayed scaling into codes, and record their amaxes."""
+        shards = [s for s, _ in pairs]
         scales = torch.stack([scale_of(s) for s in shards])
-        if self._histories is None or in_backward:
-            _multi_quantize(values, scales, codes)
-        else:
-            recorded, slots = self._recorded(self._histories, shards)
-            amaxes = recorded[slots] if record else torch.zeros_like(scales)
-            set_scales(shards, _multi_quantize_delayed(values, scales, amaxes, codes))
-            ready = StreamDependency(shards[0].device, map(scale_of, shards))
-            for shard in shards:
-                shard.handle.ready = ready
-            if record and not isinstance(slots, slice):
-                recorded[slots] = amaxes
-        return [(buffer,) for buffer in buffers]
+        recorded, slots = self._recorded(histories, shards)
+        amaxes = recorded[slots] if record else torch.zeros_like(scales)
+        codes = [c for _, c in pairs]
+        used = _multi_quantize_delayed([s.data for s in shards], scales, amaxes, codes)
+        set_scales(shards, used)
+        ready = StreamDependency(shards[0].device, map(scale_of, shards))
+        for shard in shards:
+            shard.handle.ready = ready
+        if record and not isinstance(slots, slice):
+            recorded[slots] = amaxes
 
     def planes(self, shards: Sequence[LocalShard]) -> list[Planes]:
         amaxes = self._amaxes(shards)
@@ -169,9 +199,9 @@ class TensorwiseShardQuantizer(ShardQuantizer):
         return made
 
     def _amaxes(self, shards: Sequence[LocalShard]) -> Tensor:
-        """Return the amaxes (n,) of whole weights: one launch per device, one all-reduce."""
+        """Return the amaxes (n,) of all matrices: one launch per device, one all-reduce."""
         by_device = groupby((s.data for s in shards), lambda data: data.device)
-        found = [_multi_amax(list(values)).to(shards[0].device) for _, values in by_device]
+        found = [_multi_amax(list(values), True).to(shards[0].device) for _, values in by_device]
         return self.reduce(shards, found[0] if len(found) == 1 else torch.cat(found))
 
     def _delayed_scales(
@@ -209,7 +239,7 @@ class TensorwiseShardQuantizer(ShardQuantizer):
 
 
 def scale_of(shard: LocalShard) -> Tensor:
-    """Return the scale () on a shard's handle."""
+    """Return the scale () on a shard's handle, or the scales (E,) of its matrices."""
     assert shard.handle.scale is not None
     return shard.handle.scale
 
@@ -228,7 +258,9 @@ class BlockwiseShardQuantizer(ShardQuantizer):
     """One scale per block or row, with the blocks of the whole weight.
 
     If no shard boundary splits a block, shards are quantized without a collective. Otherwise the
-    amaxes of split blocks are reduced first, so that the bytes equal the unsharded weight's.
+    amaxes of split blocks are reduced first, so that the bytes equal the unsharded weight's. For a
+    batched weight on Shard(1), the amaxes of all blocks are reduced, because scales cannot be
+    gathered with the codes (`fp8rs.fsdp.layout`).
     """
 
     def __init__(self, spec: QuantSpec) -> None:
@@ -238,7 +270,8 @@ class BlockwiseShardQuantizer(ShardQuantizer):
         self.split_block = [self.height, 1] if self.layout.both else list(spec.format.block)
 
     def check(self, handle: ParamHandle, spec: ShardSpec) -> None:
-        if spec.dim != 0:
+        by_rows = spec.batched and spec.dim == 1 and not self.layout.both
+        if spec.dim != 0 and not by_rows:
             raise ValueError(
                 f"shard_placement_fn puts {handle.fqn} on Shard({spec.dim}), but "
                 f"weights in format {self.spec.format.name!r} are gathered by rows: use Shard(0)"
@@ -248,12 +281,20 @@ class BlockwiseShardQuantizer(ShardQuantizer):
         return shard.spec.shard_groups
 
     def size(self, shard: LocalShard) -> int:
+        if shard.spec.batched:
+            return prod(self._grid(shard.spec))
         width = self.split_block[1]
         return len(self.split_rows(shard.spec)) * -(-shard.spec.whole[1] // width)
 
     def update_scales(self, shards: Sequence[LocalShard], record: bool) -> None:
         for shard, amaxes in zip(shards, self._amaxes(shards), strict=True):
             shard.handle.amaxes = amaxes
+        by_rows = [s for s in shards if s.spec.batched and not s.spec.by_matrix]
+        for shard, amaxes in zip(by_rows, self._all_amaxes(by_rows), strict=True):
+            rows, offset = split(shard.data.shape, True)[1][0], shard.spec.row_offset
+            count = block_count(rows, self.height, offset)
+            shard.handle.amaxes = amaxes.narrow(1, offset // self.height, count).contiguous()
+            shard.handle.scale = self._scales_of(amaxes)
 
     def cast(
         self, shards: Sequence[LocalShard], *, in_backward: bool, record: bool
@@ -266,7 +307,7 @@ class BlockwiseShardQuantizer(ShardQuantizer):
 
     def _quantize(self, shard: LocalShard, amaxes: Tensor | None) -> Planes:
         """Quantize a shard, with reduced amaxes of its blocks if shard boundaries split some."""
-        spec, both, offset = self.spec, self.layout.both, shard.spec.offset
+        spec, both, offset = self.spec, self.layout.both, shard.spec.row_offset
         options: dict[str, Any] = {**spec.block_options, "row_offset": offset % self.height}
         if amaxes is not None:
             amaxes = amaxes.to(shard.data.device)
@@ -282,6 +323,41 @@ class BlockwiseShardQuantizer(ShardQuantizer):
             Plane(row, row_scale, spec.format, down),
             Plane(col, col_scale, spec.format, along) if both else None,
         )
+
+    # --- batched weights on Shard(1) -------------------------------------------------------------
+
+    def _grid(self, spec: ShardSpec) -> tuple[int, ...]:
+        """Return the shape (E, rows of blocks, columns of blocks) of the amaxes to reduce."""
+        batch = () if spec.by_matrix else spec.whole[:1]
+        return self.spec.format.scale_shape(*spec.matrix, batch) if batch else (0,)
+
+    def _all_amaxes(self, shards: Sequence[LocalShard]) -> list[Tensor]:
+        """Return the amaxes of all blocks of batched weights: one all-reduce."""
+        if not shards:
+            return []
+        grids: list[Tensor] = []
+        for shard in shards:
+            grid = torch.zeros(self._grid(shard.spec), device=shard.device)
+            offset = shard.spec.row_offset
+            own = _block_amax(shard.data, self.split_block, offset % self.height, True)
+            start = offset // self.height
+            grid[:, start : start + own.shape[1]] = own
+            grids.append(grid)
+        reduced = self.reduce(shards, torch.cat([grid.view(-1) for grid in grids]))
+        sizes = [grid.numel() for grid in grids]
+        return [r.view_as(g) for g, r in zip(grids, reduced.split(sizes), strict=True)]
+
+    def _scales_of(self, amaxes: Tensor) -> Tensor:
+        """Return the scales of blocks with these amaxes, as the operators compute them."""
+        spec = self.spec
+        if not spec.format.microscaled:
+            return spec.scale_from_amax(amaxes)
+        zeros = amaxes.new_zeros(()).expand(amaxes.numel(), 32)
+        options: dict[str, Any] = {**spec.block_options, "amax": amaxes.view(-1, 1)}
+        scale: Tensor = _quantize_blocks(
+            zeros, spec.fp8_dtype, (1, 32), spec.format.scale_dtype, **options
+        )[1]
+        return scale.view(amaxes.shape)
 
     # --- split blocks ----------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import local_tensor
+from fp8rs.tensor.formats import split
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -30,6 +31,8 @@ class ShardSpec:
         shape: the parameter's shape.
         whole: the shape that FSDP2 gathers. With tensor parallelism, this rank's part.
         origin: where that part begins in the parameter, for each dimension.
+        matrix_groups: the part of ``groups`` whose ranks share matrices. A batched weight (E, N, K)
+            on Shard(0) has none, because each rank holds whole matrices.
     """
 
     device_type: str
@@ -41,6 +44,22 @@ class ShardSpec:
     shape: tuple[int, ...]
     whole: tuple[int, ...]
     origin: tuple[int, ...]
+    matrix_groups: tuple[Any, ...] = ()
+
+    @property
+    def batched(self) -> bool:
+        """Whether the parameter is a batch of matrices."""
+        return len(self.whole) > 2
+
+    @property
+    def by_matrix(self) -> bool:
+        """Whether FSDP2 gives each rank whole matrices of a batch."""
+        return self.batched and self.dim == 0
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of each gathered matrix."""
+        return split(self.whole, True)[1]
 
     @property
     def padded(self) -> int:
@@ -56,8 +75,15 @@ class ShardSpec:
 
     @property
     def offset(self) -> int:
-        """The shard's first row (along ``dim``) in the whole weight."""
+        """The shard's first index along ``dim`` in the whole weight."""
         return min(self.rank * self.padded, self.whole[self.dim])
+
+    @property
+    def row_offset(self) -> int:
+        """The shard's first row in each matrix, which decides where blocks begin."""
+        if self.by_matrix:
+            return 0
+        return self.offset * prod(self.whole[self.dim + 1 : -1])
 
     def mesh_device(self, device: torch.device) -> torch.device:
         """Return the mesh's device for a shard that is on ``device``, possibly offloaded."""
@@ -108,6 +134,7 @@ def shard_spec(parameter: DTensor) -> ShardSpec:
         shape,
         tuple(whole),
         tuple(origin),
+        tuple(group for i, group in groups.items() if len(shape) < 3 or placements[i].dim != 0),
     )
 
 

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fp8rs._torch import in_backward, local_tensor, sharded_parameters
-from fp8rs.nn.linear import Float8Linear
 from fp8rs.nn.model_state import ModelState
 from fp8rs.quantize.spec import quant_spec
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -150,7 +149,7 @@ class ShardedModel:
             self._other_modules = [
                 (name or type(part).__name__, weakref.ref(part))
                 for name, part in root.named_modules()
-                if part._parameters and not isinstance(part, Float8Linear)
+                if part._parameters and not hasattr(part, "_fp8_params")
             ]
         return self._other_modules or []
 

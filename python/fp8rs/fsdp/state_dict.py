@@ -29,19 +29,18 @@ def register(linear: nn.Module) -> None:
 def make_plain(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
-    """Replace a master weight's entry by the plain tensor.
+    """Replace the entries of master weights by plain tensors.
 
-    With ``keep_vars=True`` the entry remains the parameter itself.
+    With ``keep_vars=True`` an entry remains the parameter itself.
     """
-    key = prefix + "weight"
-    value = state_dict.get(key)
-    local = own_part(value)
-    if isinstance(local, Float8Shard):
-        if (sync := local._handle.scale_sync) is not None:
-            sync.sync_module(module)
-        return
-    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        state_dict[key] = plain(value)
+    for name in module._fp8_params:  # type: ignore[union-attr]
+        value = state_dict.get(prefix + name)
+        local = own_part(value)
+        if isinstance(local, Float8Shard):
+            if (sync := local._handle.scale_sync) is not None:
+                sync.sync_module(module)
+        elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            state_dict[prefix + name] = plain(value)
 
 
 @torch.no_grad()

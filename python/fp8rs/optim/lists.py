@@ -72,6 +72,7 @@ class Call:
                 rounding=spec.scale_rounding,
                 power_2_scale=spec.power_2_scale,
                 amax_epsilon=spec.amax_epsilon,
+                batched=spec.batched,
             )
         #: Copies to make after the call, (to, from).
         self._back: list[tuple[Tensor, Tensor]] = []

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8rs._torch import dtensor_like, is_distributed, is_traced, own_part
 from fp8rs.tensor import formats, stochastic
-from fp8rs.tensor.formats import FP8_MAX, matrix_shape
+from fp8rs.tensor.formats import FP8_MAX
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.store import Delayed
@@ -136,6 +136,8 @@ class Param:
         whole = weight.region.is_whole or not weight.numel()
         if not whole or weight._store.has != (True, False):
             return UpdateKind.SEPARATE
+        if weight._store.batched and weight.format.per_tensor:  # a scale for each matrix
+            return UpdateKind.SEPARATE
         if weight.format.per_tensor:
             return UpdateKind.CURRENT_SCALE if self.delayed is None else UpdateKind.KNOWN_SCALE
         sync = self.scale_sync
@@ -147,12 +149,18 @@ class Param:
         )
 
     @property
+    def matrix(self) -> tuple[int, ...]:
+        """The shape of an FP8 weight's local part: (rows, cols), or (E, rows, cols) of a batch."""
+        batch, matrix = formats.split(self.codes.shape, self.codes._store.batched)
+        return *batch, *matrix
+
+    @property
     def plane(self) -> Plane:
         """The rowwise plane of the local part, which may be empty."""
         weight = self.codes
         row = weight.rowwise
-        if row is None or not weight.numel():
-            return weight._store.any_plane.empty(*matrix_shape(weight.shape))
+        if row is None or not (weight.numel() or row.batched):
+            return weight._store.any_plane.empty(*self.matrix)
         return row
 
     @property
@@ -240,7 +248,7 @@ class Param:
         if not weight.numel():
             return
         row, col = weight.planes
-        values = master.view(matrix_shape(weight.shape))
+        values = master.view(self.matrix)
         if written is not None and self.delayed is not None:
             scale = self.plane.scale
             # A full state dict has rounded the values to the model's dtype, and so the scale.
@@ -252,7 +260,7 @@ class Param:
             kept = stochastic.is_of(row, values, stochastically, saturates)
         else:
             assert col is not None
-            kept = stochastic.is_of(col, values.t(), stochastically, saturates).t()
+            kept = stochastic.is_of(col, values.mT, stochastically, saturates).mT
         torch.where(
             kept.reshape(master.shape), master, weight.dequantize(torch.float32), out=master
         )
@@ -269,13 +277,13 @@ class Param:
         weight = self.codes
         if not weight.numel():
             return
-        values = values.view(matrix_shape(weight.shape))
+        values = values.view(self.matrix)
         numbers = stochastic.units(values, seed, stream, step, self.element_offset)
         row, col = weight.planes
         if row is not None:
             row.matrix.copy_(stochastic.encode(row, values, numbers))
         if col is not None:
-            col.matrix.copy_(stochastic.encode(col, values.t(), numbers.t()))
+            col.matrix.copy_(stochastic.encode(col, values.mT, numbers.mT))
 
 
 def bits_of(x: Tensor) -> Tensor:

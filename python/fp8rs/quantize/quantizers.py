@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8rs.quantize.in_graph import allow_in_graph, key_of, quantize
 from fp8rs.quantize.recipes import check_amax_epsilon, check_bool
 from fp8rs.tensor import formats
-from fp8rs.tensor.formats import INPUT_DTYPES, BlockFormat, check_fp8_dtype, matrix_shape
+from fp8rs.tensor.formats import INPUT_DTYPES, BlockFormat, check_fp8_dtype, split
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
 from fp8rs.tensor.spec import QuantSpec
@@ -142,16 +142,16 @@ class Quantizer:
     ) -> QuantizedTensor:
         """Return a tensor with this quantizer's planes, uninitialized codes, and scales of 1."""
         shape = torch.Size(shape)
-        rows, cols = matrix_shape(shape)
+        batch, (rows, cols) = split(shape, self.spec.batched)
 
         def plane(data_shape: tuple[int, ...], rows: int, cols: int) -> Plane:
             data = torch.empty(data_shape, dtype=self.fp8_dtype, device=device)
-            scale = torch.ones(self.format.scale_shape(rows, cols), device=device)
+            scale = torch.ones(self.format.scale_shape(rows, cols, batch), device=device)
             return Plane(data, scale.to(self.format.scale_dtype), self.format)
 
         return wrap_planes(
             plane(shape, rows, cols) if self.rowwise else None,
-            plane((cols, rows), cols, rows) if self.columnwise else None,
+            plane((*batch, cols, rows), cols, rows) if self.columnwise else None,
             shape=shape,
             dtype=dtype,
             requires_grad=requires_grad,

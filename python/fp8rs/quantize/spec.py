@@ -20,6 +20,10 @@ def quant_spec(
         role: the operand.
         group: the name of the group over which per-tensor amaxes are reduced, or None.
         format: a format to use instead of the recipe's.
+
+    Returns:
+        The spec. A weight of three dimensions is a batch of matrices. An input or gradient is one
+        matrix, whose leading dimensions are rows.
     """
     format = recipe.block_format(role) if format is None else format
     # A recipe with E8M0 scales uses power-of-two scales in other formats too.
@@ -32,4 +36,5 @@ def quant_spec(
         scale_rounding=getattr(recipe, "scale_rounding", "ceil"),
         margin=recipe.margin if isinstance(recipe, DelayedScaling) else 0,
         group=group if format.per_tensor else None,
+        batched=role == "weight",
     )

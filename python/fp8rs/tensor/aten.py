@@ -1,4 +1,4 @@
-"""What torch's operators do to the planes of a quantized tensor: one table for every format.
+"""Torch's operators on the planes of quantized tensors: one table for every format.
 
 Views are in :mod:`fp8rs.tensor.views`, collectives in :mod:`fp8rs.tensor.collectives`. An operator
 without a row goes by its schema (:func:`classify`): one that returns a view gives a view, one that
@@ -151,18 +151,18 @@ def _new_part(
     device: Any = None,
     **kwargs: Any,
 ) -> Any:
-    rows_of_its_own = len(size) == 2 and t.dim() == 2 and size[1] == t.shape[1]
+    rows_of_its_own = len(size) == t.dim() >= 2 and tuple(size[1:]) == t.shape[1:]
     if t._store.active_observer is None and isinstance(t, torch.nn.Parameter) and rows_of_its_own:
-        # Nobody else asks a parameter for rows of its own width.
+        # Only FSDP2 requests zeros of a parameter's own width.
         raise TypeError(
-            f"fully_shard was given a quantized parameter of shape {tuple(t.shape)} that is no "
-            "layer's: it can shard only the weights of layers that fp8rs has converted "
+            f"fully_shard was given a quantized parameter of shape {tuple(t.shape)} that does "
+            "not belong to a layer: it can shard only weights of layers that fp8rs has converted "
             "(convert_to_float8_training(..., fp8_weights=True), quantized_init), and not what a "
             "layer's weight is computed from (pruning, parametrizations). Dequantize it first, or "
             "keep it as a buffer"
         )
     observer = t._store.observer
-    if observer is None or dtype not in (None, t.dtype) or len(size) != 2:
+    if observer is None or dtype not in (None, t.dtype) or len(size) != t.dim():
         return _new(func, t, size, dtype=dtype, device=device, **kwargs)
     store = observer.allocate(t._store, size, t.device if device is None else device)
     return t.over(store, torch.Size(size), t.dtype)
@@ -223,7 +223,7 @@ def _erfinv_(func: Any, t: QuantizedTensor) -> Any:
     )
 
 
-#: What gives a tensor another shape or storage in place, beside what torch tags so.
+#: Operators that give a tensor another shape or storage in place and that torch does not tag so.
 _RESHAPING = ("set_", "resize_", "resize_as_", "_resize_output_", "as_strided_", "set_data")
 
 

@@ -50,10 +50,19 @@ def take(dst: StoreTensor, src: StoreTensor, non_blocking: bool = False) -> bool
 
 
 def planes_for(dst: Region, src: Region) -> tuple[Planes, Rectangle | None] | None:
-    """The planes that make ``dst`` equal to ``src``, and the rows and columns that they are of."""
+    """Return the planes that make ``dst`` equal to ``src``, and their rows and columns in ``dst``.
+
+    None if there are none.
+    """
     if dst.is_whole and src.is_whole and dst.store.matrix == src.store.matrix:
-        return (src.store.rowwise, src.store.columnwise), None
-    if dst.store.format.per_tensor:
+        same_scales = dst.store.batched == src.store.batched
+        return ((src.store.rowwise, src.store.columnwise), None) if same_scales else None
+    if dst.store.batched and src.store.batched and src.planes == (None, None):
+        box = src.rectangle  # a flat view of whole matrices
+        if box is None or src.store.matrix[1:] != dst.store.matrix[1:]:
+            return None
+        src = Region(src.store.over(*src.store.part(box)), None, src.shape)
+    if dst.store.format.per_tensor and not dst.store.batched:
         return (arranged(dst, src), None), None
     if dst.window is None:
         return src.planes, None
@@ -103,7 +112,7 @@ def arranged(dst: Region, src: Region) -> Plane | None:
 
 
 def load_piece(dst: StoreTensor, src: StoreTensor) -> bool:
-    """Load a piece of a shard: replace codes and scales of ``dst`` by those of ``src``.
+    """Load a piece of a shard: replace codes and scales of ``dst`` by the ones of ``src``.
 
     Other elements of the blocks keep their codes, not their values: other pieces will replace
     them. Keeping their values could change the scale, and so the codes of ``src``.
@@ -119,12 +128,18 @@ def load_piece(dst: StoreTensor, src: StoreTensor) -> bool:
     planes = completed((of.rowwise, of.columnwise), store.has)
     if planes is None or to is None or given is None or to.transposed or given.transposed:
         return False
+    if store.batched and store.matrix[1:] != of.matrix[1:]:
+        return False
     copies: list[tuple[Tensor, Tensor]] = []
     for own, plane, turned in zip(
         (store.rowwise, store.columnwise), planes, (False, True), strict=True
     ):
         if own is not None:
             assert plane is not None
+            if store.batched:
+                piece, source = own[to.rows.slice], plane[given.rows.slice]
+                copies += [(piece.data, source.data), (piece.scale, source.scale)]
+                continue
             spans, froms = (to[1::-1], given[1::-1]) if turned else (to[:2], given[:2])
             copies += _pairs(own, spans, plane, froms)
     for target, values in copies:

@@ -1,8 +1,8 @@
-"""The table of quantized formats: one row is one way to scale a 2-D matrix.
+"""The table of quantized formats: one row is one way to scale a matrix.
 
 A *block shape* and a *scale dtype* say everything about a format. Tensors, gathering, layers and
 optimizers are written over them: a new format is a row here, its GEMMs in :mod:`fp8rs.gemm`, and a
-recipe that names it.
+recipe that names it. Each matrix of a batch is scaled by itself.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing_extensions import Self
 
 from fp8rs.ops.room import block_count
 from fp8rs.ops.room import matrix_shape as matrix_shape
+from fp8rs.ops.room import split as split
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -22,13 +23,13 @@ E5M2 = torch.float8_e5m2
 #: Largest finite magnitude of each element type.
 FP8_MAX: dict[torch.dtype, float] = {E4M3: 448.0, E5M2: 57344.0}
 
-#: What still rounds to it: half a step beyond.
+#: Largest magnitude that rounds to it, half a step above.
 FP8_BOUND: dict[torch.dtype, float] = {E4M3: 464.0, E5M2: 61440.0}
 
 #: Dtypes that can be quantized.
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-#: What a quantized tensor can stand for: float64 too, as of a model's ``double()``.
+#: Logical dtypes of quantized tensors. ``model.double()`` gives float64.
 LOGICAL_DTYPES = (*INPUT_DTYPES, torch.float64)
 
 #: Every format, by name.
@@ -37,7 +38,7 @@ FORMATS: dict[str, BlockFormat] = {}
 
 @dataclass(frozen=True, eq=False, init=False)
 class BlockFormat:
-    """How the 2-D view of a plane (product of the leading dims, last dim) is cut and scaled.
+    """How a matrix of codes is divided into blocks, each with one scale.
 
     There are six: ``tensor``, ``row``, ``1x128`` and ``128x128`` with float32 scales, ``1x32`` and
     ``32x32`` with float8_e8m0fnu. `Quantizer.format` and `Plane.format` give them.
@@ -46,9 +47,9 @@ class BlockFormat:
     the transposed matrix stored contiguously, and ``block`` applies to *that* matrix: the format
     of a plane never depends on which of the two planes it is.
 
-    There is one object a row of the table, so that formats compare by identity: they are compared
-    at every call of a layer. Copies and pickles give that object, and so does the constructor of
-    the same name: compilers make what they meet again from its fields.
+    The table has one object for each format, so that formats compare by identity: every call of a
+    layer compares some. Copies, pickles and the constructor return that object. Compilers call the
+    constructor with the fields of an object that they have traced.
 
     Attributes:
         square: the transposed matrix has the same codes and (transposed) scales.
@@ -87,12 +88,18 @@ class BlockFormat:
     def __reduce__(self) -> Any:
         return format_named, (self.name,)
 
-    def scale_shape(self, rows: int, cols: int) -> tuple[int, ...]:
-        """The shape of the scales of a ``rows`` by ``cols`` matrix; () for one scale in all."""
+    def scale_shape(self, rows: int, cols: int, batch: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """Return the shape of the scales of a matrix (rows, cols), or of each matrix of a batch.
+
+        Args:
+            rows: rows of each matrix.
+            cols: columns of each matrix.
+            batch: ``(batch,)``, or ``()`` for one matrix.
+        """
         if self.per_tensor:
-            return ()
+            return batch
         block_rows, block_cols = self.block
-        return block_count(rows, block_rows), block_count(cols, block_cols)
+        return *batch, block_count(rows, block_rows), block_count(cols, block_cols)
 
 
 #: One fp32 scale for the whole tensor.

@@ -1,4 +1,9 @@
-"""Planes: FP8 codes with their scales, which quantized tensors are made of."""
+"""Planes: FP8 codes with their scales, which quantized tensors are made of.
+
+The shape of the scales says what a tensor of three or more dimensions is. An activation is one
+matrix, whose leading dimensions are rows: its scales have the shape of one matrix's. A batched
+weight (E, N, K) is E matrices: its scales have the batch dimension in front.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from torch.nn import functional
 
 from fp8rs import ops  # noqa: F401  (registers torch.ops.fp8rs)
 from fp8rs.tensor import formats
-from fp8rs.tensor.formats import BlockFormat, matrix_shape
+from fp8rs.tensor.formats import BlockFormat, matrix_shape, split
 
 _dequantize = torch.ops.fp8rs.dequantize.default
 _transpose = torch.ops.fp8rs.transpose.default
@@ -23,12 +28,13 @@ class Plane:
     """FP8 codes with their scales: ``data * scale`` is the value.
 
     Args:
-        data: codes, torch.float8_e4m3fn or torch.float8_e5m2; its 2-D view is (product of the
-            leading dims, last dim).
-        scale: one element a block of that 2-D view, shape ``format.scale_shape(rows, cols)``.
+        data: codes, torch.float8_e4m3fn or torch.float8_e5m2. Leading dimensions are rows of one
+            matrix, except that the first dimension of a batch is the batch dimension.
+        scale: one element for each block, of shape ``format.scale_shape(rows, cols)`` for one
+            matrix and ``format.scale_shape(rows, cols, (batch,))`` for a batch.
         format: block shape and scale dtype.
-        lead: rows and columns that the first blocks have in front of the data, as those of a shard
-            do that begins within a block. They count in the shape of ``scale``.
+        lead: number of rows and columns by which the first blocks begin before the data, for a
+            shard that begins within a block. They count in the shape of ``scale``.
     """
 
     data: Tensor
@@ -37,10 +43,23 @@ class Plane:
     lead: tuple[int, int] = (0, 0)
 
     @property
+    def batched(self) -> bool:
+        """Whether this is a batch of matrices, each with scales of its own."""
+        scale_dims = 1 if self.format.per_tensor else 3
+        return self.data.dim() > 2 and self.scale.dim() == scale_dims
+
+    @property
     def matrix(self) -> Tensor:
-        """The 2-D view of the codes."""
+        """The codes as (rows, cols), or as (batch, rows, cols)."""
         data = self.data
-        return data if data.dim() == 2 else data.reshape(matrix_shape(data.shape))
+        if data.dim() == 2:
+            return data
+        batch, matrix = split(data.shape, self.batched)
+        return data.reshape(*batch, *matrix)
+
+    def __getitem__(self, index: slice | int) -> Plane:
+        """Return some matrices of a batch, or one of them, over the same memory."""
+        return Plane(self.data[index], self.scale[index], self.format, self.lead)
 
     def map(
         self, fn: Callable[[Tensor], Tensor], scale: Callable[[Tensor], Tensor] | None = None
@@ -49,7 +68,7 @@ class Plane:
         return Plane(fn(self.data), (scale or fn)(self.scale), self.format, self.lead)
 
     def transposed(self, name: str, operation: str, after: Tensor | None = None) -> Plane:
-        """The plane of the transposed 2-D matrix, as a new contiguous tensor.
+        """Return the plane of the transposed matrix or matrices, as a new contiguous tensor.
 
         Args:
             name: what the result is to its tensor, "rowwise" or "columnwise"; for the message.
@@ -66,45 +85,45 @@ class Plane:
                 f"the {other} plane does not give: the blocks of format {self.format.name!r} are "
                 f"not square. Quantize with {name}=True"
             )
-        scale = self.scale if self.format.per_tensor else self.scale.t().contiguous()
-        return Plane(_transpose(self.matrix, after), scale, self.format, self.lead[::-1])
+        scale = self.scale if self.format.per_tensor else self.scale.mT.contiguous()
+        codes = _transpose(self.data, after, self.batched)
+        return Plane(codes, scale, self.format, self.lead[::-1])
 
     def empty(self, rows: int, cols: int) -> Plane:
-        """Room for another matrix; one scale a tensor is this one's."""
+        """Allocate another matrix. With one scale per tensor, it has this plane's scale."""
         data, scale, format = self.data.new_empty((rows, cols)), self.scale, self.format
         if not format.per_tensor:
             scale = scale.new_empty(format.scale_shape(rows, cols))
         return Plane(data, scale, format)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """``data * scale`` in fp32, then one cast to ``dtype``; the shape is that of ``data``."""
-        data = self.data
+        """Return ``data * scale`` in fp32, cast once to ``dtype``, in the shape of ``data``."""
+        data, batched = self.data, self.batched
+        block = list(self.format.block)
         if self.lead == (0, 0):
-            return cast(Tensor, _dequantize(data, self.scale, list(self.format.block), dtype))
+            return cast(Tensor, _dequantize(data, self.scale, block, dtype, batched))
         above, before = self.lead
         codes = functional.pad(self.matrix.view(torch.uint8), (before, 0, above, 0))
-        whole = _dequantize(codes.view(data.dtype), self.scale, list(self.format.block), dtype)
-        # Not a part of the padded matrix, which it would keep alive.
-        return cast(
-            Tensor,
-            whole[above:, before:].clone(memory_format=torch.contiguous_format).view(data.shape),
-        )
+        whole = _dequantize(codes.view(data.dtype), self.scale, block, dtype, batched)
+        # A view would keep the padded matrix alive.
+        part = whole[..., above:, before:].clone(memory_format=torch.contiguous_format)
+        return cast(Tensor, part.view(data.shape))
 
     def padded(self, rows: int, cols: int) -> Plane:
         """This with rows and columns of zeros behind it; the data is 2-D."""
         codes = functional.pad(self.data.view(torch.uint8), (0, cols, 0, rows))
         scale = self.scale
         if not self.format.per_tensor:
-            shape = [n + m for n, m in zip(codes.shape, self.lead, strict=True)]
-            down, along = self.format.scale_shape(*shape)
+            rows, cols = (n + m for n, m in zip(codes.shape, self.lead, strict=True))
+            down, along = self.format.scale_shape(rows, cols)
             behind = (0, along - scale.shape[1], 0, down - scale.shape[0])
             scale = functional.pad(as_bytes(scale), behind, value=1).view(scale.dtype)
         return Plane(codes.view(self.data.dtype), scale, self.format, self.lead)
 
     def first_rows(self, shape: torch.Size) -> Plane:
-        """What stands in the first rows of the 2-D view, as a tensor of ``shape``; views.
+        """Return the first rows of one matrix as a plane of ``shape`` over the same memory.
 
-        (`windows.part` asks for numbers, where a compiler may have symbols that only data know.)
+        `windows.part` needs sizes that are numbers. Here, a compiler may have unbacked symbols.
         """
         rows, cols = matrix_shape(shape)
         scale = self.scale
@@ -113,9 +132,11 @@ class Plane:
         return Plane(self.matrix.narrow(0, 0, rows).view(shape), scale, self.format)
 
     def spread(self) -> Tensor:
-        """The scale of each element of the 2-D view, fp32; of a shape that broadcasts to it."""
+        """Return the scale of each element, fp32, in a shape that broadcasts to `matrix`."""
         scale = self.scale.to(torch.float32)
-        for dim, (block, lead) in enumerate(zip(self.format.block, self.lead, strict=True)):
+        if self.format.per_tensor:
+            return scale.view(-1, 1, 1) if self.batched else scale
+        for dim, block, lead in zip((-2, -1), self.format.block, self.lead, strict=True):
             if block > 1:
                 length = self.matrix.shape[dim]
                 scale = scale.repeat_interleave(block, dim).narrow(dim, lead, length)
@@ -135,10 +156,16 @@ class Plane:
                 "Read it between the module's pre-forward and its reshard, or call unshard() first"
             )
 
-    def check(self, name: str, shape: tuple[int, int]) -> None:
-        """TypeError or ValueError, naming the plane, if it is no plane of a matrix of ``shape``.
+    def check(self, name: str, batch: tuple[int, ...], shape: tuple[int, int]) -> None:
+        """Check that dtypes, scales and devices fit each other. Nothing is read from the device.
 
-        ``shape`` is that of the plane's own 2-D view. Nothing is read from the device.
+        Args:
+            name: the plane's name in messages.
+            batch: ``(batch,)``, or ``()`` for one matrix.
+            shape: of each matrix of the plane.
+
+        Raises:
+            TypeError, ValueError: they do not.
         """
         formats.check_fp8_dtype(self.data.dtype, f"{name}.data.dtype")
         if self.scale.dtype != self.format.scale_dtype:
@@ -146,10 +173,12 @@ class Plane:
                 f"{name} is in format {self.format.name!r}, which has scales of "
                 f"{self.format.scale_dtype}, not {self.scale.dtype}"
             )
-        expected = self.format.scale_shape(*(n + m for n, m in zip(shape, self.lead, strict=True)))
+        rows, cols = (n + m for n, m in zip(shape, self.lead, strict=True))
+        expected = self.format.scale_shape(rows, cols, batch)
         if self.scale.shape != expected:
+            what = f"a batch of {batch[0]} matrices" if batch else "a matrix"
             raise ValueError(
-                f"{name} has scales of shape {tuple(self.scale.shape)}, but a matrix of {shape} in "
+                f"{name} has scales of shape {tuple(self.scale.shape)}, but {what} of {shape} in "
                 f"format {self.format.name!r} has {expected}"
             )
         if self.scale.device != self.data.device:
@@ -171,22 +200,23 @@ def zeros(like: Tensor, size: Sequence[int], device: Any = None) -> Tensor:
 
 
 def check_planes(rowwise: Plane | None, columnwise: Plane | None, shape: torch.Size) -> None:
-    """TypeError or ValueError where these are not the planes of one tensor of ``shape``."""
-    rows, cols = matrix_shape(shape)
+    """Raise TypeError or ValueError if these are not the planes of one tensor of ``shape``."""
+    plane = rowwise if rowwise is not None else columnwise
+    batch, (rows, cols) = split(shape, plane is not None and plane.batched)
     if rowwise is not None:
         if rowwise.data.shape != shape:
             raise ValueError(
                 f"rowwise has data of shape {tuple(rowwise.data.shape)}, "
                 f"but the tensor's shape is {tuple(shape)}"
             )
-        rowwise.check("rowwise", (rows, cols))
+        rowwise.check("rowwise", batch, (rows, cols))
     if columnwise is not None:
-        if columnwise.data.shape != (cols, rows):
+        if columnwise.data.shape != (*batch, cols, rows):
             raise ValueError(
                 f"columnwise has data of shape {tuple(columnwise.data.shape)}, but a tensor "
-                f"of shape {tuple(shape)} needs {(cols, rows)}"
+                f"of shape {tuple(shape)} needs {(*batch, cols, rows)}"
             )
-        columnwise.check("columnwise", (cols, rows))
+        columnwise.check("columnwise", batch, (cols, rows))
     if rowwise is None or columnwise is None:
         return
     for what, row, col in (

@@ -4,12 +4,15 @@
 contiguously (what GEMMs that contract over the rows read: Hopper's FP8 GEMM takes only K-major
 operands).
 
-Planes belong to a :class:`~fp8rs.tensor.store.Store`, as the bytes of a plain tensor belong to its
-storage: a tensor, its detached aliases and its views share one, so that what is written, made or
-dropped through one of them is so for all. A view has a :class:`~fp8rs.tensor.windows.Window` on it
-beside.
+A batched weight (E, N, K) consists of E matrices, each quantized by itself. Its columnwise plane is
+(E, K, N). Views of whole matrices share memory with it. Other views of it can be read only.
 
-What operators do is in :mod:`fp8rs.tensor.aten` and its neighbours.
+Planes belong to a :class:`~fp8rs.tensor.store.Store`, as the bytes of a plain tensor belong to its
+storage. A tensor, its detached aliases and its views share one, so a plane that is written, made or
+dropped through one of them changes for all. A view also has a
+:class:`~fp8rs.tensor.windows.Window` on the store.
+
+Operators are implemented in :mod:`fp8rs.tensor.aten` and its neighbours.
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ class QuantizedTensor(StoreTensor):
         Args:
             rowwise: plane with data of the logical shape, or None.
             columnwise: plane with data of the transposed 2-D view, (last dim, product of the
-                leading dims), or None. At least one plane is given.
+                leading dims), or None; for a batch (E, N, K), (E, K, N). At least one plane is
+                given. The shape of its scales says whether the tensor is a batch (`Plane`).
             shape: the logical shape.
             dtype: the logical dtype: what dequantizing gives.
             requires_grad: as in torch.
@@ -131,13 +135,13 @@ class QuantizedTensor(StoreTensor):
         """How what is written to this tensor is quantized."""
         store = self._store
         plane = store.any_plane
-        return store.spec or default_spec(plane.format, plane.data.dtype)
+        return store.spec or default_spec(plane.format, plane.data.dtype, plane.batched)
 
     def any_plane(self) -> Plane:
-        """The rowwise plane, or the columnwise one where there is no rowwise.
+        """Return the rowwise plane, or the columnwise one if the rowwise one is missing.
 
         Raises:
-            ValueError: this is a view that has none, because it would cut blocks.
+            ValueError: this is a view without planes, because it splits blocks.
         """
         row, col = self.planes
         plane = row if row is not None else col
@@ -191,7 +195,7 @@ class QuantizedTensor(StoreTensor):
         """
         if self._window is not None:
             raise ValueError(
-                f"update_usage of {self._view_in_words} is not possible: its planes are those of "
+                f"update_usage of {self._view_in_words} is not possible: its planes belong to "
                 "the whole tensor. Call it on that, or on a clone() of the view"
             )
         self.region.update_usage(rowwise, columnwise)
@@ -200,8 +204,8 @@ class QuantizedTensor(StoreTensor):
     def get_high_precision_init_val(self) -> Tensor | None:
         """A weight's values before the first rounding, on the CPU; None if they were not kept.
 
-        ``quantized_init(preserve_high_precision_init_val=True)`` keeps them. Of a sharded weight
-        its local tensor has those of the shard.
+        ``quantized_init(preserve_high_precision_init_val=True)`` keeps them. The local
+        tensor of a sharded weight has the values of its shard.
         """
         observer = self._store.observer
         return None if observer is None else observer.init_value
@@ -221,7 +225,7 @@ class QuantizedTensor(StoreTensor):
     def data_ptr(self) -> int:
         """Return the address of the codes: of the rowwise plane, or else of the columnwise one.
 
-        Optimizers and wrappers tell parameters apart by it. It is 0 in a trace.
+        Optimizers and wrappers use it to distinguish parameters. It is 0 in a trace.
 
         Raises:
             RuntimeError: this is not a parameter. Codes and scales have different addresses, and
@@ -235,7 +239,7 @@ class QuantizedTensor(StoreTensor):
         return codes.data_ptr()
 
     def share_memory_(self) -> Self:
-        """Move codes and scales to shared memory; of a view, those of the whole tensor."""
+        """Move codes and scales to shared memory. For a view, the whole tensor moves."""
         for x in self._store.tensors():
             x.share_memory_()
         return self
@@ -259,10 +263,10 @@ class QuantizedTensor(StoreTensor):
         return self
 
     def write(self, src: Tensor, spec: QuantSpec, delayed: Delayed | None) -> None:
-        """As ``quantize_``, as another ``spec`` of the same format says.
+        """Quantize ``src`` as ``quantize_`` does, with another spec of the same format.
 
-        A method, since compilers put a tensor's method into a graph as it is. What writes asks of
-        storage, torch 2.11 cannot trace.
+        It is a method because compilers put a tensor's method into a graph as it is. Torch 2.11
+        cannot trace how `writes` reads storages.
         """
         writes.quantize(self, src, spec, delayed)
 
@@ -329,7 +333,7 @@ def wrap_planes(
 ) -> QuantizedTensor:
     """The quantized tensor over these planes, of the class that their format calls for.
 
-    The arguments are those of :class:`QuantizedTensor`. The planes are not checked.
+    The arguments are as for :class:`QuantizedTensor`. The planes are not checked.
     """
     if dtype not in formats.LOGICAL_DTYPES:
         raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, not {dtype!r}")

@@ -1,7 +1,8 @@
-"""What a quantized tensor is a view of: a store, and which of its elements, in which order."""
+"""Regions: a store, and the elements of it that a quantized tensor has, in their order."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -52,11 +53,12 @@ class Region(NamedTuple):
     def is_whole(self) -> bool:
         """Whether these are all elements of the matrix, in order."""
         window = self.window
-        rows, cols = self.store.matrix
-        return window is None or (window.contiguous and window.numel == rows * cols)
+        if window is None:
+            return True
+        return window.contiguous and window.numel == math.prod(self.store.matrix)
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """What the elements stand for: a plain contiguous tensor.
+        """Return the dequantized elements as a plain contiguous tensor.
 
         Args:
             dtype: float32, bfloat16, float16 or float64.
@@ -72,7 +74,7 @@ class Region(NamedTuple):
             return self._read(dtype)
         plane.check_live("this quantized tensor")
         values = plane.dequantize(dtype)
-        return values if row is not None else values.t().contiguous().view(self.shape)
+        return values if row is not None else values.mT.contiguous().view(self.shape)
 
     def _read(self, dtype: torch.dtype) -> Tensor:
         """The values of elements that have no planes."""

@@ -34,8 +34,8 @@ Planes = tuple[Plane | None, Plane | None]
 class QuantSpec:
     """How a tensor is quantized. Plain values, equal and hashed by value.
 
-    A quantized tensor's ``spec`` is how what is written to it later is quantized. `Quantizer.spec`
-    gives that of a quantizer.
+    A quantized tensor's ``spec`` is used for later writes to it. `Quantizer.spec` is used for the
+    tensors that a quantizer makes.
 
     Args:
         format: block shape and scale dtype.
@@ -45,6 +45,8 @@ class QuantSpec:
         scale_rounding: "ceil" or "floor", for E8M0 scales.
         margin: of delayed scaling: scales are multiplied by 2**margin.
         group: the name of a process group over which a tensor's amax is reduced, or None.
+        batched: tensors of three or more dimensions are weights (E, N, K) of E matrices, each of
+            which is quantized by itself. Otherwise leading dimensions are rows of one matrix.
     """
 
     format: BlockFormat
@@ -54,13 +56,16 @@ class QuantSpec:
     scale_rounding: str = "ceil"
     margin: int = 0
     group: str | None = None
+    batched: bool = False
 
     @cached_property
     def block_options(self) -> dict[str, Any]:
         """The options of the operator for blocks that are not its defaults."""
-        if self.format.microscaled:
-            return {} if self.scale_rounding == "ceil" else {"rounding": self.scale_rounding}
-        options = {"power_2_scale": self.power_2_scale, "amax_epsilon": self.amax_epsilon}
+        options: dict[str, Any] = {"batched": self.batched}
+        if not self.format.microscaled:
+            options |= {"power_2_scale": self.power_2_scale, "amax_epsilon": self.amax_epsilon}
+        elif self.scale_rounding != "ceil":
+            options["rounding"] = self.scale_rounding
         return {name: value for name, value in options.items() if value}
 
     def scale_from_amax(self, amax: Tensor) -> Tensor:
@@ -78,9 +83,9 @@ class QuantSpec:
         range. Else it is the least of its multiples by powers of two that the largest value fits
         in: codes change their exponents, and only those that become subnormal are rounded.
 
-        Where there is nothing to keep, since the scale is 0 (nothing was written yet) or NaN, it is
-        a power of two. Of zeros it is between 1 and 2, still a multiple of the one before; for E8M0
-        the least there is, as the quantizer's.
+        If the scale is 0 (nothing was written yet) or NaN, the new scale is a power of two. For an
+        all-zero block, it is the previous scale times a power of two, between 1 and 2. An E8M0
+        scale is then the smallest one, as in the quantizer.
 
         Args:
             scale: fp32, any shape.
@@ -98,14 +103,14 @@ class QuantSpec:
         return torch.where(fits, scale, power * significand)
 
     def without_group(self) -> QuantSpec:
-        """The same for another process, where the group's name may mean another group."""
+        """Return the spec for another process, where the name may belong to another group."""
         return self if self.group is None else replace(self, group=None)
 
 
 @lru_cache(maxsize=64)
-def default_spec(format: BlockFormat, fp8_dtype: torch.dtype) -> QuantSpec:
-    """Scales from the data at hand, with no options."""
-    return QuantSpec(format, fp8_dtype)
+def default_spec(format: BlockFormat, fp8_dtype: torch.dtype, batched: bool) -> QuantSpec:
+    """Return the spec without options, whose scales come from the values."""
+    return QuantSpec(format, fp8_dtype, batched=batched)
 
 
 def quantize_planes(
@@ -121,22 +126,23 @@ def quantize_planes(
     declared: bool = False,
     lead: int = 0,
 ) -> Planes:
-    """The planes of ``x`` (fp32, bf16 or fp16; any strides), None for one not asked for.
+    """Quantize ``x`` (fp32, bf16 or fp16; any strides). Planes that are not requested are None.
 
-    With one scale a tensor, the scale is that of ``x`` (current scaling), or ``scale`` as it is
-    known, or with an ``amax`` too that of delayed scaling.
+    For one scale per tensor, the scale is computed from ``x`` (current scaling) unless ``scale`` is
+    given. With an ``amax`` too, ``scale`` is a delayed scale.
 
     Args:
-        spec: how.
-        x: what; no gradient reaches it.
-        rowwise, columnwise: which planes.
-        scale: one fp32 scale that is known already, for one scale a tensor.
-        amax: with ``scale``: fp32 of one element, raised to the finite amax of ``x``. A tensor
-            with NaN or Inf leaves it and gets the scale NaN.
+        spec: how ``x`` is quantized.
+        x: the values. Gradients do not reach it.
+        rowwise, columnwise: which planes to make.
+        scale: the fp32 scale if it is known already, for one scale per tensor: one element, or
+            (E,) for a batch.
+        amax: with ``scale``: fp32 of that shape, raised to the finite amax of ``x``. If ``x`` has
+            NaN or Inf, the amax stays and the scale is NaN.
         column_scale: fp32 factors of the columns of ``x``, multiplied into the rowwise plane only.
             It requires blocks of a whole row.
         after: a tensor that a compiler must have before this is computed; not for current scaling.
-        declared: tell autograd and compilers of the write to ``amax``.
+        declared: declare the write to ``amax`` to autograd and compilers.
         lead: rows that the first blocks have in front of ``x``.
 
     Raises:
@@ -144,7 +150,7 @@ def quantize_planes(
     """
     format = spec.format
     if not format.per_tensor:
-        # What is not the default: each keyword takes half a microsecond.
+        # Each keyword takes half a microsecond, so defaults are left out.
         options = spec.block_options
         if column_scale is not None or after is not None:
             options = {**options, "column_scale": column_scale, "after": after}
@@ -163,15 +169,22 @@ def quantize_planes(
         raise ValueError("column_scale is given; it must be None with one scale per tensor")
     if scale is not None and amax is not None:
         quantize: Any = _quantize_delayed if declared else _quantize_delayed_silently
-        row, col, scale = quantize(x, scale, amax, spec.fp8_dtype, rowwise, columnwise)
+        dtype, batched = spec.fp8_dtype, spec.batched
+        row, col, scale = quantize(x, scale, amax, dtype, rowwise, columnwise, batched)
     else:
         if scale is None and spec.group is not None:
-            scale = spec.scale_from_amax(reduce_amax(_amax(x), spec.group))
+            scale = spec.scale_from_amax(reduce_amax(_amax(x, spec.batched), spec.group))
         if scale is not None:
-            row, col = _quantize(x, scale, spec.fp8_dtype, rowwise, columnwise, after)
+            row, col = _quantize(x, scale, spec.fp8_dtype, rowwise, columnwise, after, spec.batched)
         else:
             row, col, scale = _quantize_current(
-                x, spec.fp8_dtype, rowwise, columnwise, spec.power_2_scale, spec.amax_epsilon
+                x,
+                spec.fp8_dtype,
+                rowwise,
+                columnwise,
+                spec.power_2_scale,
+                spec.amax_epsilon,
+                spec.batched,
             )
     assert scale is not None
     return (
@@ -195,29 +208,31 @@ def requantize_plane(
     Args:
         spec: quantization of the plane's format.
         plane: the plane before the write.
-        values: the values after the write, in the shape of the plane's 2-D view.
+        values: the values after the write, in the shape of ``plane.matrix``.
         changed: bool of the same shape. Tells which elements the write changes.
         noted: with delayed scaling, the amax to raise. A non-finite amax does not enter it.
     """
     format, dtype, (above, before) = plane.format, spec.fp8_dtype, plane.lead
+    batched = plane.batched
     flags = changed.to(torch.bfloat16)
     if format.per_tensor:
-        amax, any_changed = _amax(values), _amax(flags)
+        amax, any_changed = _amax(values, batched), _amax(flags, batched)
         if spec.group is not None:
             # The ranks of the group share the scale, so one rank's change is a change for all.
             amax, any_changed = reduce_amax(torch.stack([amax, any_changed]), spec.group).unbind()
         if noted is not None:
             noted.copy_(torch.where(amax.isfinite(), noted.maximum(amax), noted))
-        old, written = plane.scale.view(()), any_changed != 0
+        old, written = plane.scale.view(amax.shape), any_changed != 0
         scale = torch.where(written, spec.keep_scale(old, amax), old)
-        codes = _quantize(values, scale, dtype)[0]
+        codes = _quantize(values, scale, dtype, True, False, None, batched)[0]
+        written = written.view(*amax.shape, 1, 1)
         return Plane(_select(written, codes, plane.matrix), scale, format)
     if before:  # The operator takes an offset of rows only, so reduce the transposed matrix.
         amax, any_changed = (
-            _block_amax(x.t(), format.block[::-1], before).t() for x in (values, flags)
+            _block_amax(x.mT, format.block[::-1], before, batched).mT for x in (values, flags)
         )
     else:
-        amax, any_changed = (_block_amax(x, format.block, above) for x in (values, flags))
+        amax, any_changed = (_block_amax(x, format.block, above, batched) for x in (values, flags))
     written = any_changed != 0
     scale = spec.keep_scale(plane.scale.to(torch.float32), amax)
     # Devices that flush subnormals would compute the inverse of the least E8M0 scale as infinite.
@@ -238,9 +253,9 @@ def _select(condition: Tensor, new: Tensor, old: Tensor) -> Tensor:
 
 
 def plane_leads(format: BlockFormat, lead: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """What the two planes of a matrix have in front of it, whose blocks begin ``lead`` rows above.
+    """Return the leads of both planes of a matrix whose blocks begin ``lead`` rows above it.
 
-    Whole rows and single ones are never begun within.
+    Blocks of one row, or of whole rows, have no lead.
     """
     down, along = format.block
     return (lead % down if down > 1 else 0, 0), (0, lead % along if along > 1 else 0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8rs._torch import note_write
 from fp8rs.tensor import windows
-from fp8rs.tensor.formats import BlockFormat, matrix_shape
+from fp8rs.tensor.formats import BlockFormat, split
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.spec import Planes, QuantSpec
 from fp8rs.tensor.windows import Rectangle
@@ -23,7 +23,7 @@ NO_SINGLE_MEMORY = (
     "dcp.async_save in place of model.state_dict()"
 )
 
-#: What a delayed scale is read from and the amax written to, each fp32 of one element.
+#: A delayed scale to read and the amax to raise, each fp32 of one element.
 Delayed = tuple[Tensor, Tensor]
 
 
@@ -67,8 +67,7 @@ class Store:
         observer: observes writes to a parameter's planes. New tensors of the parameter have it too.
         first_copy: for a shard that was just allocated, copies codes and scales of the first tensor
             that is written to it.
-        gathered: FSDP2 has gathered the planes' bytes, and frees and refills them: they are no
-            parameter's own.
+        gathered: FSDP2 has gathered the planes' bytes, and frees and refills them.
     """
 
     __slots__ = ("columnwise", "delayed", "first_copy", "gathered", "observer", "rowwise", "spec")
@@ -108,7 +107,7 @@ class Store:
 
     @property
     def any_plane(self) -> Plane:
-        """The rowwise plane, or the columnwise one where there is no rowwise."""
+        """The rowwise plane, or the columnwise one if the rowwise one is missing."""
         plane = self.rowwise if self.rowwise is not None else self.columnwise
         assert plane is not None
         return plane
@@ -119,13 +118,19 @@ class Store:
         return self.any_plane.format
 
     @property
-    def matrix(self) -> tuple[int, int]:
-        """Rows and columns of the 2-D view."""
+    def matrix(self) -> tuple[int, ...]:
+        """The shape (rows, cols) of one matrix, or (E, rows, cols) of a batch."""
         if self.rowwise is not None:
-            return matrix_shape(self.rowwise.data.shape)
+            batch, matrix = split(self.rowwise.data.shape, self.rowwise.batched)
+            return *batch, *matrix
         assert self.columnwise is not None
-        cols, rows = self.columnwise.data.shape
-        return rows, cols
+        shape = self.columnwise.data.shape
+        return *shape[:-2], shape[-1], shape[-2]
+
+    @property
+    def batched(self) -> bool:
+        """Whether the planes have a batch of matrices."""
+        return self.any_plane.batched
 
     @property
     def has(self) -> tuple[bool, bool]:
@@ -145,14 +150,15 @@ class Store:
 
     def read(self, box: Rectangle, dtype: torch.dtype) -> Tensor:
         """The values of some rows and columns, which cut no block: a new contiguous matrix."""
+        shape = box.rows.length, box.cols.length
         if self.rowwise is not None:
-            part = windows.part(self.rowwise, box.rows, box.cols)
+            part = windows.part(self.rowwise, box)
             assert part is not None
-            return part.dequantize(dtype).view(box.rows.length, box.cols.length)
+            return part.dequantize(dtype).view(shape)
         assert self.columnwise is not None
-        part = windows.part(self.columnwise, box.cols, box.rows)
+        part = windows.part(self.columnwise, box, columnwise=True)
         assert part is not None
-        return part.dequantize(dtype).t().contiguous()
+        return part.dequantize(dtype).mT.contiguous().view(shape)
 
     def part(self, box: Rectangle | None) -> Planes:
         """The planes of some rows and columns, which cut no block, or of all: they share memory."""
@@ -161,8 +167,8 @@ class Store:
             return row, col
         if row is not None:
             data = row.data.view(self.matrix)  # of a copy what is written would be lost
-            row = windows.part(Plane(data, row.scale, row.format, row.lead), box.rows, box.cols)
-        return row, None if col is None else windows.part(col, box.cols, box.rows)
+            row = windows.part(Plane(data, row.scale, row.format, row.lead), box)
+        return row, None if col is None else windows.part(col, box, columnwise=True)
 
     def put(self, planes: Planes, box: Rectangle | None = None, non_blocking: bool = False) -> None:
         """Write planes of some rows and columns, which cut no block, or of all."""

@@ -7,6 +7,7 @@ meta device, which elements a view has.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -44,14 +45,14 @@ def _detach(func: Any, t: QuantizedTensor) -> QuantizedTensor:
 def _as_strided(
     func: Any, t: QuantizedTensor, size: Any, stride: Any, storage_offset: int | None = None
 ) -> QuantizedTensor:
-    # Of meta tensors torch does not say what reaches beyond, and older torch not what is negative.
+    # Torch does not check the bounds of meta tensors. Older torch does not check signs either.
     offset = _window(t).offset if storage_offset is None else storage_offset
-    view, (rows, cols) = Window(tuple(size), tuple(stride), offset), t._store.matrix
+    view, numel = Window(tuple(size), tuple(stride), offset), math.prod(t._store.matrix)
     given = f"as_strided(size={view.size}, stride={view.stride}, storage_offset={offset})"
     if len(size) != len(stride) or min(offset, *size, *stride, 0) < 0:
         raise RuntimeError(f"{given}: sizes and strides must be as many, and none negative")
-    if view.numel and view.last >= rows * cols:
-        raise ValueError(f"{given} reaches beyond a quantized tensor of {rows * cols} elements")
+    if view.numel and view.last >= numel:
+        raise ValueError(f"{given} reaches beyond a quantized tensor of {numel} elements")
     return _view_of(t, view)
 
 
@@ -63,7 +64,7 @@ def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
     """
     if not isinstance(t, QuantizedTensor):
         return dequantized_call(func, t, *args, **kwargs)
-    with no_torch_dispatch():  # nobody who traces is to see it
+    with no_torch_dispatch():  # keep this call out of traces
         like = _like(t)
         out = func(like, *args, **kwargs)
     several = not isinstance(out, Tensor)
@@ -79,8 +80,8 @@ def _like(t: QuantizedTensor) -> Tensor:
     if t._window is None:
         # By keyword: torch tries the signatures with names of dimensions first, for a microsecond.
         return torch.empty(size=t.shape, dtype=t.dtype, device=_META)
-    rows, cols = t._store.matrix
-    return t._window.of(torch.empty(rows * cols, dtype=t.dtype, device=_META))
+    numel = math.prod(t._store.matrix)
+    return t._window.of(torch.empty(numel, dtype=t.dtype, device=_META))
 
 
 def _shown(func: Any, t: QuantizedTensor, like: Tensor) -> QuantizedTensor:

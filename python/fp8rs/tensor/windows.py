@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fp8rs.tensor.formats import BlockFormat
+from fp8rs.tensor.formats import BlockFormat, split
 from fp8rs.tensor.planes import Plane
 
 
@@ -96,20 +96,37 @@ class Span(NamedTuple):
 
     @property
     def slice(self) -> builtins.slice:
-        """What takes these."""
+        """The slice that selects these."""
         return builtins.slice(self.start, self.stop, self.step)
 
 
+#: Shape (rows, cols) of a matrix, or (E, rows, cols) of a batch. Functions of this module read a
+#: batch as a matrix (E, rows * cols), each row of which is one block.
+Shape = tuple[int, ...]
+
+
+def _as_rows(matrix: Shape) -> tuple[int, int]:
+    return matrix[0], math.prod(matrix[1:])
+
+
 class Rectangle(NamedTuple):
-    """Rows and columns of a matrix; ``transposed`` where the view's own rows are its columns."""
+    """Rows and columns of a matrix, or whole matrices of a batch.
+
+    Attributes:
+        rows: the rows. For a batch, the matrices.
+        cols: the columns. For a batch, all elements of a matrix.
+        transposed: the view's own rows are columns of the matrix, or of each matrix.
+    """
 
     rows: Span
     cols: Span
     transposed: bool = False
 
 
-def rectangle(window: Window, matrix: tuple[int, int]) -> Rectangle | None:
+def rectangle(window: Window, matrix: Shape) -> Rectangle | None:
     """The rectangle of the matrix that the window's own 2-D view is; None where it is none."""
+    if len(matrix) == 3:
+        return _matrices(window, matrix)
     rows, cols = matrix
     size, stride, offset = window
     if not rows or not cols:
@@ -133,6 +150,21 @@ def rectangle(window: Window, matrix: tuple[int, int]) -> Rectangle | None:
     return box if box.rows.stop <= rows else None
 
 
+def _matrices(window: Window, matrix: Shape) -> Rectangle | None:
+    """Return the matrices of a batch that a window has in order; None if it cuts or mixes some."""
+    size, stride, offset = window
+    cols = math.prod(matrix[1:])
+    if not cols or offset % cols or window.numel % cols:
+        return None
+    box = Rectangle(Span(offset // cols, window.numel // cols), Span(0, cols))
+    if window.contiguous:
+        return box
+    if size[-2:] != matrix[:0:-1]:
+        return None
+    turned = Window((*size[:-2], *size[:-3:-1]), (*stride[:-2], *stride[:-3:-1]), offset)
+    return box._replace(transposed=True) if turned.contiguous else None
+
+
 def _collapse(size: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
     """The one stride of dims taken together, 0 for a single element; None where there is none."""
     first = expected = 0
@@ -149,11 +181,19 @@ def _collapse(size: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
     return first
 
 
-def part(plane: Plane, rows: Span, cols: Span) -> Plane | None:
-    """The plane of some rows and columns of its own matrix; None where that would cut blocks.
+def part(plane: Plane, box: Rectangle, columnwise: bool = False) -> Plane | None:
+    """Return the plane of some rows and columns of a matrix; None if that would cut blocks.
 
-    The last blocks may be cut: their scales are those of elements beyond the part too.
+    The last blocks may extend beyond the part.
+
+    Args:
+        plane: a plane of the matrix, or of a batch.
+        box: rows and columns of the matrix.
+        columnwise: whether the plane is the columnwise one.
     """
+    if plane.batched:
+        return plane if box.rows == Span(0, plane.data.shape[0]) else plane[box.rows.slice]
+    rows, cols = (box.cols, box.rows) if columnwise else (box.rows, box.cols)
     matrix = plane.matrix
     extent = tuple(matrix.shape)
     if rows == Span(0, extent[0]) and cols == Span(0, extent[1]):
@@ -170,9 +210,9 @@ def part(plane: Plane, rows: Span, cols: Span) -> Plane | None:
 
 
 def _blocks(span: Span, block: int, lead: int = 0) -> slice | None:
-    """The blocks of a span; None where it begins within one or leaves elements out.
+    """Return the blocks of a span. None if it begins within a block or leaves elements out.
 
-    What begins where the whole does may begin within one, ``lead`` elements from its start.
+    A span that begins with the whole may begin within a block, ``lead`` elements from its start.
     """
     if block == -1:
         return slice(None)
@@ -187,23 +227,30 @@ def _blocks(span: Span, block: int, lead: int = 0) -> slice | None:
 
 
 def shown(
-    row: Plane | None, col: Plane | None, window: Window, matrix: tuple[int, int]
+    row: Plane | None, col: Plane | None, window: Window, matrix: Shape
 ) -> tuple[Plane | None, Plane | None]:
-    """What a view shows of the rowwise and columnwise planes of a ``matrix``: its own planes.
+    """Return the planes of a view: parts of the rowwise and columnwise planes of a ``matrix``.
 
     They share the codes. None stands for one that is not there, or that would cut blocks; with one
     scale a tensor, any view of a rowwise plane has a rowwise plane.
     """
     box = rectangle(window, matrix)
+    batched = len(matrix) == 3
     if box is None:
-        if row is None or not row.format.per_tensor or not row.data.is_contiguous():
+        if batched or row is None or not row.format.per_tensor or not row.data.is_contiguous():
             return None, None
         return Plane(window.of(row.data), row.scale, row.format), None
-    rows, cols, transposed = box
-    own = None if row is None else part(row, rows, cols)
-    other = None if col is None else part(col, cols, rows)
-    if transposed:
+    own = None if row is None else part(row, box)
+    other = None if col is None else part(col, box, columnwise=True)
+    if box.transposed:
         own, other = other, own
+    if batched:
+        rows_and_cols = matrix[:0:-1] if box.transposed else matrix[1:]
+        batch, own_matrix = split(window.size, True)
+        if (*batch, *own_matrix) != (box.rows.length, *rows_and_cols):
+            if box.rows.length != 1 or split(window.size, False)[1] != rows_and_cols:
+                return None, None
+            own, other = (None if p is None else p[0] for p in (own, other))
     if own is not None and own.data.shape != window.size:
         own = Plane(own.data.view(window.size), own.scale, own.format, own.lead)
     if other is not None and other.data.dim() != 2:
@@ -213,7 +260,7 @@ def shown(
 
 def hull(
     window: Window,
-    matrix: tuple[int, int],
+    matrix: Shape,
     format: BlockFormat,
     planes: tuple[bool, bool],
     lead: int = 0,
@@ -227,13 +274,15 @@ def hull(
         planes: whether there is a rowwise plane, and a columnwise one: both have blocks.
         lead: rows that the first blocks have in front of the matrix.
     """
-    rows, cols = matrix
+    rows, cols = _as_rows(matrix)
     box = rectangle(window, matrix)
     if box is not None:
         span_rows, span_cols = box.rows, box.cols
     else:
         first_row, last_row = window.offset // cols, window.last // cols
         span_rows, span_cols = Span(first_row, last_row - first_row + 1), Span(0, cols)
+    if len(matrix) == 3:
+        return Rectangle(span_rows, span_cols)
     down, across = format.block
     row, col = planes
     down_and_across = [(down, across)] * row + [(across, down)] * col
@@ -251,9 +300,9 @@ def _aligned(span: Span, extent: int, blocks: list[int], lead: int = 0) -> Span:
     return Span(start, min(-(-(span.stop + lead) // block) * block - lead, extent) - start)
 
 
-def within(window: Window, box: Rectangle, matrix: tuple[int, int]) -> Window:
+def within(window: Window, box: Rectangle, matrix: Shape) -> Window:
     """The window as one of the contiguous values of a ``box`` that has all its elements."""
-    cols = matrix[1]
+    cols = _as_rows(matrix)[1]
     row, col = window.offset // cols, window.offset % cols
     offset = (row - box.rows.start) * box.cols.length + col - box.cols.start
     if box.cols == Span(0, cols):

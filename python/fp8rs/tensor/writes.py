@@ -1,13 +1,14 @@
 """Writes to quantized tensors, as functions of a region and of what is written.
 
 Scales belong to blocks, and a region may have parts of blocks. So a write first finds the rows and
-columns of whole blocks that it concerns (:class:`Target`). Where the region is all of them, they
-are quantized anew; where there are neighbours, these keep their values: their scales stay, or move
+columns of whole blocks that it concerns (:class:`Target`). If the region has all their elements,
+the blocks are quantized again. Otherwise the other elements keep their values: scales stay, or move
 by powers of two. The observer of a weight is notified of each write.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -77,16 +78,27 @@ class Target(NamedTuple):
 
 
 def target(region: Region) -> Target:
-    """The blocks that a write to a region concerns."""
+    """Return the blocks that a write to a region concerns.
+
+    Raises:
+        NotImplementedError: the region has parts of matrices of a batch, or mixes matrices.
+    """
     if region.is_whole:
         return Target(None, True)
-    window, (rows, cols) = region.window, region.store.matrix
+    window, matrix = region.window, region.store.matrix
     assert window is not None
     if window.numel == 0:
-        return Target(Rectangle(Span(0, rows), Span(0, cols)), False)
+        return Target(Rectangle(Span(0, 0), Span(0, 0)), False)
     box = region.hull
     if is_box(box, region.rectangle):
         return Target(box, True)
+    if len(matrix) == 3:
+        raise NotImplementedError(
+            f"cannot write through a view of shape {window.size} with strides {window.stride} of a "
+            f"quantized batch of {matrix[0]} matrices {matrix[1:]}: it does not consist of whole "
+            "matrices. Write ranges of the first dimension, or dequantize() the tensor, change the "
+            "values and copy_() them back"
+        )
     return Target(box, window.dense and window.numel == box.rows.length * box.cols.length)
 
 
@@ -96,16 +108,20 @@ def is_box(box: Rectangle, rectangle: Rectangle | None) -> bool:
 
 
 def laid_out(region: Region, values: Tensor, box: Rectangle | None) -> Tensor:
-    """Values of a region as the matrix of its box; beside them are zeros."""
+    """Return values of a region as the matrix or matrices of its box, with zeros elsewhere."""
     if box is None:
         return values.reshape(region.store.matrix)
     window = region.window
     assert window is not None
-    rows, cols = box.rows.length, box.cols.length
+    if region.store.batched:
+        *batch, rows, cols = box.rows.length, *region.store.matrix[1:]
+    else:
+        batch, rows, cols = [], box.rows.length, box.cols.length
     rectangle = region.rectangle
     if rectangle is not None and is_box(box, rectangle):
-        turned = rectangle.transposed
-        return values.reshape(cols, rows).t() if turned else values.reshape(rows, cols)
+        if rectangle.transposed:
+            return values.reshape(*batch, cols, rows).mT
+        return values.reshape(*batch, rows, cols)
     matrix = values.new_zeros(rows, cols)
     if window.numel:
         windows.fill(matrix, values, windows.within(window, box, region.store.matrix))
@@ -134,6 +150,8 @@ def write(
     """
     store = region.store
     store.any_plane.check_live("this quantized tensor")
+    if store.batched and not spec.batched:
+        spec = replace(spec, batched=True)
     box, filled = target(region)
     if not (values.numel() or (box is None and not keep) or spec.group is not None):
         return False  # (the ranks of a group quantize together, also one that writes nothing)
@@ -141,7 +159,7 @@ def write(
         made = requantized(region, values, Target(box, filled), spec, delayed)
     else:
         scale, amax = (None, None) if delayed is None else delayed
-        lead = store.lead if box is None or box.rows.start == 0 else 0
+        lead = store.lead if store.batched or box is None or box.rows.start == 0 else 0
         matrix = laid_out(region, values, box)
         made = quantize_planes(
             spec, matrix, *store.has, scale=scale, amax=amax, declared=True, lead=lead
@@ -166,12 +184,12 @@ def requantized(
         if col is not None and row.format.square:
             return row, row.transposed("columnwise", "a write")
     if col is not None:
-        col = _requantized(col, matrix.t(), changed.t(), where.filled, spec, noted)
+        col = _requantized(col, matrix.mT, changed.mT, where.filled, spec, noted)
     return row, col
 
 
 def changes(region: Region, values: Tensor, where: Target) -> Tensor:
-    """Return which elements of a write's box the write changes, as a bool matrix.
+    """Return which elements of a write's box the write changes: bool, in the box's shape.
 
     NaN in the place of NaN is not a change, and neither is a zero of the other sign.
     """
