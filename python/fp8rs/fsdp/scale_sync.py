@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8rs._torch import is_traced
-from fp8rs.scaling.reductions import reduce_packed_
+from fp8rs.scaling.reductions import index_tensor, reduce_packed_
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec
@@ -198,7 +198,7 @@ def _differs(a: Tensor, b: Tensor) -> Tensor:
 
 def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> None:
     stored = torch.stack([scale_of(s).to(s.device) for s in shards])
-    lanes = torch.stack([_tensor_lanes(quantizer.spec, s) for s in shards], 1)
+    lanes = _tensor_lanes(quantizer.spec, shards, stored)
     # (4, shards) as four runs of one value per shard.
     reduced = quantizer.reduce([*shards] * 4, lanes.view(-1))
     *contributions, amaxes = reduced.view(4, -1).unbind()
@@ -219,24 +219,33 @@ def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> No
             handle.update_history(scale)
 
 
-def _tensor_lanes(spec: QuantSpec, shard: LocalShard) -> Tensor:
-    """Return a shard's contributions to the common scale, and the amax of its values, (4,)."""
-    scale, handle = scale_of(shard), handle_of(shard)
-    data = cast(QuantizedTensor, shard.data)
-    if not data.numel():
-        # The scale of an empty shard does not count.
-        return scale.new_zeros(4, device=shard.device)
-    wanted, amax = scale, scale * largest_code(spec)
-    if handle.pending is not None:
-        amax = _multi_amax([handle.pending])[0]
-        wanted = _wanted(spec, handle, scale, amax)
-    elif handle.unsynced:
-        row = planes_of(data)[0]
-        assert row is not None
-        largest = (row.data.view(torch.uint8) & 0x7F).amax().view(row.data.dtype)
-        wanted = _wanted(spec, handle, scale, largest.to(torch.float32) * scale)
-    lanes = torch.cat([_contribution(scale, wanted), amax.view(1)])
-    return lanes.to(shard.device)
+def _tensor_lanes(spec: QuantSpec, shards: Sequence[LocalShard], stored: Tensor) -> Tensor:
+    """Return contributions to the common scales and amaxes of the values, (4, shards).
+
+    Args:
+        spec: how the weights are quantized.
+        shards: the shards.
+        stored: their scales (shards,), fp32. Kernels are launched only for shards that were
+            written, because all ranks synchronize in each forward.
+    """
+    wanted, amaxes = stored.clone(), stored * largest_code(spec)
+    for i, shard in enumerate(shards):
+        handle, scale = handle_of(shard), stored[i]
+        if not handle.unsynced or not shard.data.numel():
+            continue
+        if handle.pending is not None:
+            amax = amaxes[i] = _multi_amax([handle.pending])[0]
+        else:
+            row = planes_of(cast(QuantizedTensor, shard.data))[0]
+            assert row is not None
+            largest = (row.data.view(torch.uint8) & 0x7F).amax().view(row.data.dtype)
+            amax = largest.to(scale.device, torch.float32) * scale
+        wanted[i] = _wanted(spec, handle, scale, amax.to(scale.device))
+    lanes = torch.cat([_contribution(stored, wanted), amaxes.view(1, -1)])
+    # The scales of empty shards do not count.
+    if empty := [i for i, shard in enumerate(shards) if not shard.data.numel()]:
+        lanes[:, index_tensor(tuple(empty), lanes.device)] = 0
+    return lanes
 
 
 def _round_tensor(shard: LocalShard, scale: Tensor) -> None:
