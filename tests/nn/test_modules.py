@@ -423,7 +423,7 @@ def test_arguments_of_another_attention_type_are_refused(device):
     attention = partial(MultiheadAttention, WIDTH, HEADS, device=device)
     with pytest.raises(ValueError, match="self-attention takes no encoder_output"):
         attention()(x, encoder_output=x)
-    with pytest.raises(ValueError, match="attn_mask is for"):
+    with pytest.raises(ValueError, match="attn_mask requires"):
         attention()(x, attn_mask=mask)
     cross = attention(attention_type="cross", attn_mask_type="no_mask")
     with pytest.raises(ValueError, match="cross-attention needs an encoder_output"):
