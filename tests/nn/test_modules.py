@@ -387,9 +387,9 @@ def test_module_with_recipe_supports_fp8_weights(device):
 
 def test_module_with_recipe_is_converted_whole_or_not_at_all(device):
     model = nn.Sequential(llama_layer(device, "delayed"), nn.Linear(WIDTH, 16, device=device))
-    with pytest.raises(ValueError, match=r"made with recipe=, of which another layer"):
+    with pytest.raises(ValueError, match="built with recipe=, and another layer"):
         fp8rs.convert_to_float8_training(model, recipe="delayed", filter_fqns=["down_proj"])
-    with pytest.raises(ValueError, match=r"made with recipe=, of which another layer"):
+    with pytest.raises(ValueError, match="built with recipe=, and another layer"):
         fp8rs.convert_to_float8_training(model[0].self_attn, recipe="delayed")
     fp8rs.convert_to_float8_training(model, recipe="delayed", filter_fqns=["0."])
     assert len(states(model)) == 2
