@@ -15,14 +15,14 @@ Settings can follow a variant's name, each after a +. They override options of t
 - save-input, save-codes: what layers save for the backward
 - recompute: as --recompute
 - squares: wgrad_input_block=(128, 128), for block variants
-- links, links-gathers, links-reductions: fp8rs.fsdp.set_links for both collectives or one of them
-- torch-links: FSDP2's set_symm_mem_for_comm, since torch 2.12. NCCL uses copy engines if the
+- comm, comm-all-gather, comm-reduce-scatter: fp8rs.comm.set_fsdp_comm for both collectives or one
+- torch-symm-mem: FSDP2's set_symm_mem_for_comm, since torch 2.12. NCCL uses copy engines if the
   environment has NCCL_CTA_POLICY=2
 
     python benches/end_to_end.py                       # every variant on every GPU
     python benches/end_to_end.py --ranks 2 --variants bf16,current
     python benches/end_to_end.py --variants bf16,current-fp8,current-fp8+no-masters+bf16-reduce
-    python benches/end_to_end.py --ranks 2 --profile --variants bf16-compiled,bf16-compiled+links
+    python benches/end_to_end.py --ranks 2 --profile --variants bf16-compiled,bf16-compiled+comm
     python benches/end_to_end.py --device cpu --ranks 2 --dim 256 --layers 2 --sequence 64 \
         --vocabulary 512 --steps 2                     # a smoke run without a GPU
 
@@ -39,7 +39,6 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-import os
 import statistics
 import sys
 import time
@@ -50,23 +49,22 @@ from typing import Any
 import torch
 import torch._functorch.config
 import torch.distributed as dist
+from meter import Meter
 from torch.autograd import DeviceType
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from traffic import converted_share, counted
 
-from fp8rs.demo.launch import Job, RankFailed, launch
-from fp8rs.demo.memory import Meter
+from fp8rs.comm import set_fsdp_comm
+from fp8rs.demo.launch import RankFailed, launch
 from fp8rs.demo.model import Llama, LlamaConfig, parameter_count
-from fp8rs.demo.traffic import converted_share, counted
 from fp8rs.demo.train import (
-    Weights,
     convert,
-    fp8_adamw,
-    linear_weights,
+    converted_weights,
     peak_memory,
     shard,
 )
-from fp8rs.fsdp import Links, set_links
+from fp8rs.optim import AdamW
 from fp8rs.quantize.recipes import RECIPES, resolve_recipe
 
 LEARNING_RATE = 3e-4
@@ -106,10 +104,10 @@ MODIFIERS: dict[str, tuple[str, Any]] = {
     "save-codes": ("save_input", False),
     "recompute": ("recompute", True),
     "squares": ("squares", True),
-    "links": ("links", {}),
-    "links-gathers": ("links", {"reduction": "torch"}),
-    "links-reductions": ("links", {"gather": "torch"}),
-    "torch-links": ("torch_links", True),
+    "comm": ("comm", {}),
+    "comm-all-gather": ("comm", {"reduce_scatter": "torch"}),
+    "comm-reduce-scatter": ("comm", {"all_gather": "torch"}),
+    "torch-symm-mem": ("torch_symm_mem", True),
     **{
         f"{dtype}-{kind}": (option, dtype)
         for dtype in DTYPES
@@ -163,11 +161,6 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    # The ranks import this file by name.
-    here = str(Path(__file__).resolve().parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        path for path in (here, os.environ.get("PYTHONPATH")) if path
-    )
     report: dict[str, Any] = {"workload": _workload(options), "machine": _machine(options)}
     report["variants"] = {}
     for name in options.variants:
@@ -190,9 +183,15 @@ def _measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
     def show(event: dict[str, Any]) -> None:
         print(f"{name}: {time.perf_counter() - start:6.1f} s  {event['what']}", flush=True)
 
-    job = Job("end_to_end:rank", {"variant": name, **_workload(options), **own}, options.device)
     try:
-        results = launch(job, options.ranks, show, options.limit)
+        results = launch(
+            rank,
+            {"variant": name, **_workload(options), **own},
+            ranks=options.ranks,
+            device=options.device,
+            on_event=show,
+            limit_seconds=options.limit,
+        )
     except (RankFailed, TimeoutError) as error:
         print(f"{name}: failed: {error}", flush=True)
         return {"error": str(error)}
@@ -214,21 +213,18 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
     # All ranks initialize equal weights, because they shard one model.
     model.init_weights(torch.Generator(device).manual_seed(0))
     model.to(DTYPES[arguments["param_dtype"]])
-    params, weights = parameter_count(model), linear_weights(model)
-    kept = Weights(
-        "fp8" if variant.fp8_weights else "master", arguments["masters"], arguments["state_dtype"]
-    )
+    params, weights = parameter_count(model), converted_weights(model)
     options = {"save_input": arguments["save_input"]}
     if arguments.get("squares"):
         options["wgrad_input_block"] = (128, 128)
-    after_step = _prepare(model, variant, kept, device.type, options, arguments["recompute"])
+    after_step = _prepare(model, variant, arguments, device.type, options)
     shard(model, device.type, ranks, DTYPES[arguments["reduce_dtype"]])
-    links = None if arguments.get("links") is None else set_links(model, **arguments["links"])
-    if arguments.get("torch_links"):
+    comm = None if arguments.get("comm") is None else set_fsdp_comm(model, **arguments["comm"])
+    if arguments.get("torch_symm_mem"):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_symm_mem_for_comm()
-    optimizer = _optimizer(model, kept)
+    optimizer = _optimizer(model, variant, arguments)
     report({"what": f"{params / 1e9:.2f} G parameters"})
 
     def step() -> torch.Tensor:
@@ -254,12 +250,15 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
         trace = arguments["trace"] if dist.get_rank() == 0 else None
         name = None if trace is None else Path(trace) / f"{arguments['variant']}.json.gz"
         report({"what": _profiled(step, name)})
-    before = _linked(links)
+    gathered = reduced = 0
+    if comm is not None:
+        gathered, reduced = comm.all_gather_bytes, sum(comm.reduce_scatter_bytes.values())
     with counted(model, ranks) as traffic:
         step()
-    gathered, reduced = (after - start for after, start in zip(_linked(links), before, strict=True))
-    if links is not None:
-        report({"what": str(links)})
+    if comm is not None:
+        gathered = comm.all_gather_bytes - gathered
+        reduced = sum(comm.reduce_scatter_bytes.values()) - reduced
+        report({"what": str(comm)})
     model.reshard()  # type: ignore[operator]
     at_rest = meter.at_rest(model, optimizer, weights)
     hooked = variant.library != "torch"
@@ -279,27 +278,26 @@ def rank(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
     }
 
 
-def _linked(links: Links | None) -> tuple[int, int]:
-    """Return the bytes that were gathered through symmetric memory, and reduced, so far."""
-    return (0, 0) if links is None else (links.gathered, sum(links.reduced.values()))
-
-
 _ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
-def _optimizer(model: Llama, kept: Weights) -> torch.optim.Optimizer:
-    if kept.fp8:
-        return fp8_adamw(model, kept, lr=LEARNING_RATE)
+def _optimizer(model: Llama, variant: Variant, arguments: dict[str, Any]) -> torch.optim.Optimizer:
+    if variant.fp8_weights:
+        return AdamW(
+            model.parameters(),
+            lr=LEARNING_RATE,
+            state_dtype=DTYPES[arguments["state_dtype"]],
+            master_weights=arguments["masters"],
+        )
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
 
 def _prepare(
     model: Llama,
     variant: Variant,
-    kept: Weights,
+    arguments: dict[str, Any],
     device: str,
     options: dict[str, Any],
-    recompute: bool,
 ) -> Any:
     """Convert and compile the model, and return a function to call after each optimizer step.
 
@@ -313,7 +311,9 @@ def _prepare(
     if variant.library == "fp8rs":
         assert variant.recipe is not None
         recipe = dataclasses.replace(resolve_recipe(variant.recipe), **options)
-        convert(model, recipe, kept)
+        fp8 = variant.fp8_weights
+        masters = fp8 and arguments["masters"]
+        convert(model, recipe, fp8_weights=fp8, preserve_high_precision_init_val=masters)
     elif variant.library == "torchao":
         from torchao import float8 as peer
 
@@ -326,7 +326,7 @@ def _prepare(
         )
         after_step = peer.precompute_float8_dynamic_scale_for_fsdp
     if variant.compiled:
-        if recompute:
+        if arguments["recompute"]:
             torch._functorch.config.ban_recompute_materialized_backward = False
         for block in model.blocks:
             block.compile()

@@ -14,20 +14,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from fp8rs.demo.launch import launch
 from fp8rs.demo.report import Progress
-from fp8rs.demo.run import job_of
-from fp8rs.demo.train import MASTER, Settings, Weights
+from fp8rs.demo.train import Settings, train_under_fsdp
 from fp8rs.quantize.recipes import RECIPES
 
-KINDS = {
-    "master": MASTER,
-    "masters": Weights("fp8"),
-    "stochastic": Weights("fp8", masters=False),
-    "nearest": Weights("fp8", masters=False, stochastic_rounding=False),
+#: Options of fp8rs.optim.AdamW. Without them, torch's AdamW trains master weights.
+KINDS: dict[str, dict[str, Any] | None] = {
+    "master": None,
+    "masters": {},
+    "stochastic": {"master_weights": False},
+    "nearest": {"master_weights": False, "stochastic_rounding": False},
 }
 TITLES = {
     "master": "master weights",
@@ -47,8 +48,16 @@ def main() -> int:
             if kind in found.setdefault(recipe, {}):
                 continue
             progress = Progress(f"{recipe} {kind}", settings.steps, sys.stdout)
-            job = job_of(settings, recipe, KINDS[kind])
-            found[recipe][kind] = launch(job, options.ranks, progress)[0]
+            results = launch(
+                train_under_fsdp,
+                settings,
+                recipe,
+                KINDS[kind],
+                ranks=options.ranks,
+                device=options.device,
+                on_event=progress,
+            )
+            found[recipe][kind] = asdict(results[0])
             options.out.write_text(json.dumps(found, indent=2) + "\n")
     print(table(found))
     return 0

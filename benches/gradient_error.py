@@ -24,7 +24,14 @@ from torch import nn
 
 from fp8rs.demo.data import Corpus, load_corpus
 from fp8rs.demo.model import Llama
-from fp8rs.demo.train import Settings, convert, linear_weights, train_alone
+from fp8rs.demo.train import (
+    Settings,
+    build_model,
+    convert,
+    converted_weights,
+    make_optimizer,
+    train_step,
+)
 from fp8rs.quantize.recipes import RECIPES, Float8BlockScaling, Recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -91,7 +98,7 @@ def gradient_error(
 def simulate(model: Llama, recipe: Recipe) -> Llama:
     """Return a copy whose linear layers round their operands by a recipe, in plain torch."""
     model = copy.deepcopy(model)
-    weights = linear_weights(model)
+    weights = converted_weights(model)
     # In the first batch, delayed scaling computes the same scales as current scaling.
     blocks = linear.blocks_of(recipe)
     for where, module in model.named_modules():
@@ -116,16 +123,20 @@ def _gradients(model: nn.Module, batch: torch.Tensor) -> tuple[float, torch.Tens
     """Return the loss, and the gradients of all linear weights as one vector."""
     assert isinstance(model, Llama)
     parameters = dict(model.named_parameters())
-    weights = [parameters[name] for name in sorted(linear_weights(model))]
+    weights = [parameters[name] for name in sorted(converted_weights(model))]
     loss = model.loss(batch)
     gradients = torch.autograd.grad(loss, weights)
     return loss.item(), torch.cat([gradient.float().flatten() for gradient in gradients])
 
 
 def trained_model(settings: Settings) -> tuple[Llama, Corpus]:
-    """Return the demo's model after training, and its corpus."""
-    corpus = load_corpus()
-    return train_alone(settings, corpus), corpus
+    """Train the demo's model in fp32 without FSDP2. Return it and its text."""
+    corpus, model = load_corpus(), build_model(settings)
+    optimizer = make_optimizer(model, settings)
+    for step in range(settings.steps):
+        batch = corpus.batch(settings.seed, step, settings.rows, settings.length)
+        train_step(model, optimizer, settings, step, batch.to(settings.device))
+    return model, corpus
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fp8rs import checkpoint
 from fp8rs.demo.data import load_corpus
-from fp8rs.demo.train import Settings, Weights, build_model, convert, make_optimizer, shard
+from fp8rs.demo.train import Settings, build_model, convert, make_optimizer, shard
 
 parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
 parser.add_argument("--folder", type=Path, default="checkpoints", help="folder of the checkpoints")
@@ -26,11 +26,11 @@ if device == "cuda":
     torch.cuda.set_device(rank)
 dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
 saver = dist.new_group(backend="gloo")  # for the thread that saves
-settings, weights = Settings.choose(device, ranks, options.steps), Weights("fp8")
+settings = Settings.choose(device, ranks, options.steps)
 corpus, model = load_corpus(), build_model(settings)
-convert(model, "delayed", weights)
+convert(model, "delayed", fp8_weights=True, preserve_high_precision_init_val=True)
 shard(model, device, ranks)
-optimizer = make_optimizer(model, settings, weights)
+optimizer = make_optimizer(model, settings, fp8_adamw={})
 state = {"model": checkpoint.Model(model), "step": 0}
 state["optimizer"] = checkpoint.Optimizer(model, optimizer)
 saved = sorted(options.folder.glob("step-*[0-9]"), key=lambda path: int(path.name[5:]))

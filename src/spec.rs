@@ -5,6 +5,7 @@ use std::ffi::c_void;
 pub use crate::format::adamw::Hyper;
 pub use crate::format::scale::ScaleRule;
 
+use crate::format::activation::Activation;
 use crate::format::e8m0::Rounding;
 use crate::format::{DType, Fp8Format};
 use crate::layout::{Block, View, ViewMut};
@@ -194,6 +195,47 @@ impl<'a> BlockCall<'a> {
         let given = Given { amax: given.amax.map(|amax| amax.flat()), ..Given::default() };
         Some(BlockCall { x: x.flat(), given, rowwise: Some(rowwise.flat()), columnwise: None, ..*self })
     }
+}
+
+/// Rows that are divided into groups, one for each expert ([`crate::format::groups::bounds`]). Rows from the
+/// last end on belong to no group.
+#[derive(Debug, Clone, Copy)]
+pub struct Groups<'a> {
+    /// The row after the last one of each group; int32, one element per group.
+    pub ends: View<'a>,
+    /// The column of the columnwise plane after the last one of each group; int32, one element per group.
+    pub padded_ends: View<'a>,
+}
+
+impl Groups<'_> {
+    /// Returns the number of groups.
+    pub(crate) fn count(&self) -> usize {
+        self.ends.cols()
+    }
+}
+
+/// A validated call of `ops::quantize_groups`.
+pub(crate) struct GroupCall<'a> {
+    pub(crate) x: View<'a>,
+    pub(crate) index: Option<View<'a>>,
+    pub(crate) groups: Groups<'a>,
+    pub(crate) rule: ScaleRule,
+    pub(crate) format: Fp8Format,
+    pub(crate) rowwise: Option<BlockPlane<'a>>,
+    pub(crate) columnwise: Option<BlockPlane<'a>>,
+}
+
+/// A gated activation: activation(gate) * up for `h` = (gate, up), or the gradient of `h`.
+#[derive(Debug)]
+pub struct Gated<'a> {
+    /// The gate in the first half of the columns, `up` in the second half; fp32, bf16 or fp16.
+    pub h: View<'a>,
+    /// The gradient of the product, with the dtype of `h`. If present, the values are the gradient of `h`.
+    pub dy: Option<View<'a>>,
+    /// The function of the gate.
+    pub activation: Activation,
+    /// Output for the values: computed in fp32, rounded to the dtype of `h`. Contiguous.
+    pub values: ViewMut<'a>,
 }
 
 /// The lines of the input that share a scale after `ops::rebase`.

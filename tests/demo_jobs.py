@@ -1,4 +1,4 @@
-"""The functions that project/test_demo.py runs on launched ranks."""
+"""Functions that tests run with `fp8rs.demo.launch`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 import fp8rs
 from fp8rs.demo.model import Llama, LlamaConfig, parameter_count
-from fp8rs.demo.traffic import counted
-from fp8rs.demo.train import Weights, convert, fp8_adamw, linear_weights, shard
+from fp8rs.demo.train import convert, converted_weights, shard
 from internals import local_of
 
 
@@ -111,15 +110,17 @@ def _bytes_at_rest(parameter: Any) -> float:
 
 
 def traffic(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
-    """Measure what one step with FP8 weights gathers and reduces."""
+    """Return the collectives of one step of FP8 weights, and the sizes of the model."""
+    from traffic import counted  # in benches
+
     config = LlamaConfig(vocabulary=64, dim=64, layers=2, heads=2, kv_heads=1, hidden=128)
     model = Llama(config)
     model.init_weights(torch.Generator().manual_seed(0))
-    names, elements = linear_weights(model), parameter_count(model)
+    names, elements = converted_weights(model), parameter_count(model)
     converted = sum(p.numel() for n, p in model.named_parameters() if n in names)
-    convert(model, "current", Weights("fp8"))
+    convert(model, "current", fp8_weights=True)
     shard(model, "cpu", dist.get_world_size())
-    optimizer = fp8_adamw(model, Weights("fp8"), lr=1e-3)
+    optimizer = fp8rs.optim.AdamW(model.parameters(), lr=1e-3)
     with counted(model, dist.get_world_size()) as found:
         model.loss(torch.arange(66).reshape(2, 33) % 64).backward()
         optimizer.step()

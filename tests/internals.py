@@ -5,7 +5,6 @@ from torch import Tensor, nn
 from fp8rs import _core as core
 from fp8rs._torch import dtensor_like, fsdp_param_groups, own_store
 from fp8rs.fsdp.param import ParamHandle
-from fp8rs.fsdp.reduction import _divisor as divisor
 from fp8rs.nn.debug import Debug
 from fp8rs.nn.function import _quantize as quantize_operand
 from fp8rs.nn.input_cache import QuantizedInputCache
@@ -17,7 +16,6 @@ __all__ = [
     "WRITE_HANDLERS",
     "core",
     "debug_of",
-    "divisor",
     "dtensor_like",
     "fsdp_param_groups",
     "gathered_bytes",

@@ -15,8 +15,7 @@ from typing import Any
 
 from fp8rs.demo.launch import launch
 from fp8rs.demo.report import Progress
-from fp8rs.demo.run import job_of
-from fp8rs.demo.train import Settings
+from fp8rs.demo.train import Settings, train_under_fsdp
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = (None, "current", "delayed", "mxfp8")
@@ -34,9 +33,17 @@ def main(arguments: list[str] | None = None) -> None:
     for recipe in RECIPES:
         name = recipe or "bf16"
         progress = Progress(f"{name:>9}", settings.steps, sys.stdout)
-        result = launch(job_of(settings, recipe), options.ranks, progress)[0]
+        result = launch(
+            train_under_fsdp,
+            settings,
+            recipe,
+            None,
+            ranks=options.ranks,
+            device="cpu",
+            on_event=progress,
+        )[0]
         kept = ("held_out", "allgather_bytes", "weight_bytes")
-        found["runs"][name] = {key: result[key] for key in kept}
+        found["runs"][name] = {key: getattr(result, key) for key in kept}
     (options.out / "gallery.json").write_text(json.dumps(found, indent=1) + "\n")
     draw(found, options.out / "gallery.svg")
 

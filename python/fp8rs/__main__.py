@@ -48,19 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         "--weights",
         choices=("fp8", "master"),
         default="master",
-        help="weights of the FP8 run: fp32 master weights or FP8 weights (default: master)",
-    )
-    demo.add_argument(
-        "--masters",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="with --weights fp8: keep fp32 masters in the optimizer, or round stochastically",
-    )
-    demo.add_argument(
-        "--state-dtype",
-        choices=("fp32", "bf16"),
-        default="fp32",
-        help="with --weights fp8: dtype of the optimizer's moments (default: fp32)",
+        help="weights of the FP8 run: fp32 master weights, or FP8 weights (default: master)",
     )
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the results")
     demo.add_argument("--plot", type=Path, metavar="FILE", help="plot the losses (PNG, SVG, PDF)")
@@ -133,7 +121,6 @@ def _add_report(report: argparse.ArgumentParser) -> None:
 
 def _demo(options: argparse.Namespace) -> int:
     from .demo.run import DemoError, run
-    from .demo.train import Weights
 
     try:
         run(
@@ -143,7 +130,7 @@ def _demo(options: argparse.Namespace) -> int:
             options.device,
             options.json,
             options.plot,
-            Weights(options.weights, options.masters, options.state_dtype),
+            options.weights == "fp8",
         )
     except DemoError as error:
         print(f"fp8rs demo: {error}", file=sys.stderr)

@@ -473,8 +473,9 @@ def fills_in_unused(group: Any) -> bool:
 
 
 def shard_group(group: Any) -> Any:
-    """Return the process group that shards an FSDP parameter group, or None."""
-    return getattr(group.mesh_info, "shard_process_group", None)
+    """Return the process group of the ranks that shard an FSDP parameter group, or None for one."""
+    found = getattr(group.mesh_info, "shard_process_group", None)
+    return None if found is None or found.size() == 1 else found
 
 
 def computed_in(group: Any) -> set[torch.dtype]:

@@ -114,9 +114,9 @@ def as_text(findings: Findings) -> str:
         lines.append(f"GPU: none ({f.no_gpu_because})")
     why = f.no_symmetric_memory_because
     lines.append(
-        "fp8rs.fsdp.set_links: "
-        + (f"no symmetric memory ({why}); reductions in bf16" if why else "symmetric memory")
-        + ". fp8rs.report(model) after it says what was chosen for each unit"
+        "fp8rs.comm.set_fsdp_comm: "
+        + (f"no symmetric memory ({why}); reduce-scatters in bf16" if why else "symmetric memory")
+        + ". Call fp8rs.report(model) after it for the choice for each module"
     )
     lines += ["", f"{'recipe':<10}{'device':<9}{'path':<13}why"]
     lines += [f"{p.recipe:<10}{p.device:<9}{p.path:<13}{p.reason}" for p in f.recipes]
@@ -172,7 +172,7 @@ def _why_no_gpu(driver: str | None) -> str:
 def _why_no_symmetric_memory(devices: list[Device]) -> str | None:
     """Return why ranks on all GPUs of this machine cannot share memory, or None if they can.
 
-    ``set_links`` checks only the ranks that exist.
+    ``set_fsdp_comm`` checks only the ranks that exist.
     """
     if len(devices) < 2:
         return "one GPU" if devices else "no GPU"

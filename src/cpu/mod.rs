@@ -5,7 +5,7 @@
 //! - `walk` iterates over a matrix of any strides, and `tile` transposes bytes.
 //! - `pool` distributes work over threads, also in a forked process. `float_env` disables a caller's
 //!   flush-to-zero.
-//! - `tensorwise`, `blocks`, `codes`, `adamw`, `random` and `sum_rows` implement the operations. Their
+//! - `tensorwise`, `blocks`, `groups`, `codes`, `adamw`, `random` and `sum_rows` implement the operations. Their
 //!   arguments have been validated.
 
 mod access;
@@ -14,6 +14,7 @@ mod blocks;
 mod codes;
 mod convert;
 mod float_env;
+mod groups;
 mod pool;
 mod random;
 mod rows;
@@ -29,6 +30,7 @@ pub use simd::{Level, set_simd, simd};
 pub(crate) use adamw::*;
 pub(crate) use blocks::*;
 pub(crate) use codes::*;
+pub(crate) use groups::*;
 pub(crate) use random::*;
 pub(crate) use sum_rows::*;
 pub(crate) use tensorwise::*;

@@ -22,6 +22,8 @@ mod codes;
 #[cfg(feature = "cuda")]
 mod driver;
 #[cfg(feature = "cuda")]
+mod groups;
+#[cfg(feature = "cuda")]
 mod image;
 #[cfg(feature = "cuda")]
 mod modules;
@@ -38,7 +40,8 @@ mod workspace;
 
 #[cfg(feature = "cuda")]
 pub(crate) use {
-    adamw::*, blocks::*, codes::*, driver::when_memory_lacks, random::*, sum_rows::*, tensorwise::*,
+    adamw::*, blocks::*, codes::*, driver::when_memory_lacks, groups::*, random::*, sum_rows::*,
+    tensorwise::*,
 };
 
 /// The number of CUDA devices per process that fp8rs supports.
@@ -62,6 +65,7 @@ fn kernels() -> Vec<&'static modules::Kernel> {
         adamw::kernels(),
         blocks::kernels(),
         codes::kernels(),
+        groups::kernels(),
         random::kernels(),
         sum_rows::kernels(),
         tensorwise::kernels(),

@@ -117,6 +117,7 @@ modules! {
     Cast = "cast";
     CastTranspose = "cast_transpose";
     Codes = "codes";
+    Groups = "groups";
     Multi = "multi";
     MxLines = "mx_lines";
     MxRebase = "mx_rebase";

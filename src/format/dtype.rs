@@ -19,6 +19,8 @@ pub enum DType {
     E5m2,
     /// E8M0 power-of-two scales, one byte each.
     E8m0,
+    /// 32-bit integers: offsets of groups and indices of rows.
+    I32,
 }
 
 impl DType {
@@ -26,7 +28,7 @@ impl DType {
     #[must_use]
     pub const fn size(self) -> usize {
         match self {
-            Self::F32 => 4,
+            Self::F32 | Self::I32 => 4,
             Self::F16 | Self::Bf16 => 2,
             Self::E4m3 | Self::E5m2 | Self::E8m0 => 1,
         }
@@ -67,6 +69,7 @@ impl fmt::Display for DType {
             Self::E4m3 => "float8_e4m3fn",
             Self::E5m2 => "float8_e5m2",
             Self::E8m0 => "float8_e8m0fnu",
+            Self::I32 => "int32",
         })
     }
 }

@@ -2,13 +2,16 @@
 //!
 //! [`Fp8Format`] is E4M3 or E5M2. [`e8m0`] has the power-of-two scales of MX blocks, [`scale`] the fp32 scale
 //! rule, and [`wide`] the high-precision types (fp32, bf16, fp16). [`adamw`] is an optimizer step, [`random`]
-//! the random numbers for stochastic rounding, and [`sum`] the sum over ranks. [`DType`] lists all element
+//! the random numbers for stochastic rounding, and [`sum`] the sum over ranks. [`groups`] has the bounds of
+//! experts' tokens, and [`activation`] the gated activations. [`DType`] lists all element
 //! types, and [`Device`] the devices.
 
+pub mod activation;
 pub mod adamw;
 mod dtype;
 pub mod e8m0;
 mod fp8;
+pub mod groups;
 pub mod random;
 pub mod scale;
 pub mod sum;

@@ -31,19 +31,22 @@ macro_rules! on {
 mod adamw;
 mod blocks;
 mod codes;
+mod groups;
 mod overlap;
 mod random;
 mod rows;
 mod tensorwise;
 mod validate;
 
+pub use crate::format::activation::Activation;
 pub use crate::spec::{
-    AdamW, AdamWTensor, Axis, BlockPlane, BlockScale, BlockSpec, Given, Hyper, Numbers, ScaleRule, Stream,
-    Target,
+    AdamW, AdamWTensor, Axis, BlockPlane, BlockScale, BlockSpec, Gated, Given, Groups, Hyper, Numbers,
+    ScaleRule, Stream, Target,
 };
 pub use adamw::*;
 pub use blocks::*;
 pub use codes::*;
+pub use groups::*;
 pub use random::*;
 pub use rows::*;
 pub use tensorwise::*;

@@ -6,7 +6,7 @@ use pyo3::exceptions::PyValueError;
 use crate::format::e8m0::Rounding;
 use crate::format::wide::narrowed;
 use crate::layout::Block;
-use crate::ops::{Axis, ScaleRule};
+use crate::ops::{Activation, Axis, ScaleRule};
 
 /// The message for an invalid argument (Python: `ValueError`).
 #[derive(Debug)]
@@ -71,5 +71,14 @@ pub(super) fn axis(axis: i64) -> Result<Axis, Refused> {
         0 => Ok(Axis::Rows),
         1 => Ok(Axis::Columns),
         _ => Err(Refused(format!("axis is {axis}; it must be 0 or 1"))),
+    }
+}
+
+/// Parses an activation.
+pub(super) fn activation(activation: &str) -> Result<Activation, Refused> {
+    match activation {
+        "silu" => Ok(Activation::Silu),
+        "gelu_tanh" => Ok(Activation::GeluTanh),
+        _ => Err(Refused(format!("activation is {activation:?}; it must be \"silu\" or \"gelu_tanh\""))),
     }
 }

@@ -6,6 +6,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -86,13 +87,40 @@ def state_of(model, optimizer):
     }
 
 
+def group_of(count):
+    """Make the group of the first ranks. All ranks call it."""
+    return dist.new_group(range(count or 1))
+
+
+def model_on(rig, count, recipe, kept, hidden, seed):
+    """Return a model, its optimizer and its group on the first ranks, and None on others."""
+    group = group_of(count)
+    if rig.rank >= (count or 1):
+        return None
+    fp8_weights, optimizer = KEPT[kept]
+    model = make(
+        hidden, recipe=RECIPES[recipe], device=rig.device, seed=seed, fp8_weights=fp8_weights
+    )
+    if count is not None:
+        shard(model, mesh=DeviceMesh.from_group(group, rig.device_type))
+    return model, optimizer(model.parameters()), group
+
+
+def state_dicts_of(model, optimizer):
+    """Return the state dicts of torch."""
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+
+
 def whole(value, local=None):
     """Return the full tensor. Its bytes may differ between ranks."""
     local = local_of(value.detach()) if local is None else local
     if not isinstance(value, DTensor):
         return local.clone()
     plain = local.contiguous().view(torch.uint8) if local.dtype.itemsize == 1 else local
-    return dtensor_like(value, plain).full_tensor()
+    return dtensor_like(value, plain).full_tensor().clone()  # of one rank it is a view
 
 
 def contents(model, optimizer):

@@ -147,6 +147,7 @@ impl Owned {
             DType::E4m3 => Fp8Format::E4m3.decode(self.get(row, col)),
             DType::E5m2 => Fp8Format::E5m2.decode(self.get(row, col)),
             DType::E8m0 => e8m0::decode(self.get(row, col)),
+            DType::I32 => self.get::<i32>(row, col) as f32,
         }
     }
 }

@@ -16,18 +16,24 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import fp8rs
 from cases import each_recipe
-from checkpoint.layouts import KEPT, PLAN, batch, contents, lay_out
+from checkpoint.layouts import (
+    KEPT,
+    PLAN,
+    batch,
+    contents,
+    lay_out,
+    model_on,
+    state_dicts_of,
+)
 from distributed import ranks
 from distributed.folders import shared_folder
 from distributed.models import (
@@ -52,32 +58,6 @@ from internals import local_of
 RESHARDS = [(1, 2), (2, 1), (2, 3), (3, 2), (None, 2), (3, None)]
 
 
-def group_of(count):
-    """The group of the first ranks; a call of all ranks."""
-    return dist.new_group(range(count or 1))
-
-
-def model_on(rig, count, recipe, kept, hidden, seed):
-    """A model and its optimizer on the first ranks, and their group. Other ranks get None."""
-    group = group_of(count)
-    if rig.rank >= (count or 1):
-        return None
-    fp8_weights, optimizer = KEPT[kept]
-    model = make(
-        hidden, recipe=RECIPES[recipe], device=rig.device, seed=seed, fp8_weights=fp8_weights
-    )
-    if count is not None:
-        shard(model, mesh=DeviceMesh.from_group(group, rig.device_type))
-    return model, optimizer(model.parameters()), group
-
-
-def state_of(model, optimizer):
-    return {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
-
-
 def saved_state(model, optimizer):
     """The contents without histories of delayed scaling, which torch's state dicts leave out."""
     found = contents(model, optimizer)
@@ -96,12 +76,12 @@ def test_reshards_are_exact(rig, saved, loaded, recipe, kept, hidden):
     if (made := model_on(rig, saved, recipe, kept, HIDDEN[hidden], seed=0)) is not None:
         model, optimizer, group = made
         train(model, optimizer, [batch(rig, n) for n in range(3)])
-        dcp.save(state_of(model, optimizer), checkpoint_id=folder, process_group=group)
+        dcp.save(state_dicts_of(model, optimizer), checkpoint_id=folder, process_group=group)
         expected = saved_state(model, optimizer)
     dist.barrier()
     if (made := model_on(rig, loaded, recipe, kept, HIDDEN[hidden], seed=1)) is not None:
         model, optimizer, group = made
-        state = state_of(model, optimizer)
+        state = state_dicts_of(model, optimizer)
         dcp.load(state, checkpoint_id=folder, process_group=group)
         set_model_state_dict(model, state["model"])
         set_optimizer_state_dict(model, optimizer, state["optimizer"])

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp8rs
+import fp8rs.optim
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import RECIPES, reduces, same_bytes, whole_planes
@@ -68,16 +70,19 @@ def wholes(model):
 
 def check_gathered(model, whole, recipe):
     for name, values in whole.items():
-        gathered = getattr(model.experts, name)
-        assert isinstance(gathered, QuantizedTensor) and gathered.shape == values.shape
-        for i, matrix in enumerate(values):
-            codes, scale, col, col_scale = whole_planes(matrix.flatten(0, -2), recipe)
-            assert same_bytes(gathered.rowwise.data[i].flatten(0, -2), codes)
-            assert same_bytes(gathered.rowwise.scale[i], scale)
-            if col is not None:
-                assert same_bytes(gathered.columnwise.data[i], col)
-                assert same_bytes(gathered.columnwise.scale[i], col_scale)
-        assert (gathered.columnwise is not None) == (recipe == "mxfp8 of 1x32")
+        check_planes_of(getattr(model.experts, name), values, recipe)
+
+
+def check_planes_of(gathered, values, recipe):
+    assert isinstance(gathered, QuantizedTensor) and gathered.shape == values.shape
+    for i, matrix in enumerate(values):
+        codes, scale, col, col_scale = whole_planes(matrix.flatten(0, -2), recipe)
+        assert same_bytes(gathered.rowwise.data[i].flatten(0, -2), codes)
+        assert same_bytes(gathered.rowwise.scale[i], scale)
+        if col is not None:
+            assert same_bytes(gathered.columnwise.data[i], col)
+            assert same_bytes(gathered.columnwise.scale[i], col_scale)
+    assert (gathered.columnwise is not None) == (recipe == "mxfp8 of 1x32")
 
 
 def shard(model, rig, dim=0, mesh=None, **options):
@@ -147,6 +152,25 @@ def test_hybrid_sharding_of_batches(rig, recipe, dim):
     check_after_writes(model, recipe)
 
 
+@ranks(4)
+@pytest.mark.parametrize("recipe, dim", SHARDINGS)
+def test_expert_parallel_ranks_gather_their_own_matrices(rig, recipe, dim):
+    mesh = init_device_mesh(rig.device.type, (2, 2), mesh_dim_names=("efsdp", "ep"))
+    model = build(rig, recipe, 6)
+    whole = wholes(model)
+    for name in NAMES:
+        parameter = distribute_tensor(getattr(model.experts, name).detach(), mesh["ep"], [Shard(0)])
+        model.experts.register_parameter(name, nn.Parameter(parameter))
+    shard(model, rig, dim=dim, mesh=mesh["efsdp"])
+    with Collectives() as seen:
+        model.experts.unshard()
+    assert len(reduces(seen)) == dim
+    part = mesh["ep"].get_local_rank()
+    own = {name: values.chunk(2)[part] for name, values in whole.items()}
+    for name in NAMES:
+        check_planes_of(getattr(model.experts, name).to_local(), own[name], recipe)
+
+
 @ranks(2)
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "mxfp8"])
 @pytest.mark.parametrize("dim", [0, 1])
@@ -185,7 +209,7 @@ def test_training_gathers_the_bytes_of_each_step(rig, recipe, dim):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard(model, rig, dim=dim, mp_policy=policy)
     fully_shard(model, mesh=rig.mesh(), mp_policy=policy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = fp8rs.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(2):
         torch.manual_seed(step + 10 * rig.rank)
         x = torch.randn(8, 72, device=rig.device)

@@ -71,3 +71,13 @@ def test_masters_follow_writes_to_a_matrix(device, format):
     new = weight.dequantize()
     assert (new[1] - 7).abs().max() < 0.5
     assert same(new[0], old[0]) and same(new[2], old[2])
+
+
+@each_format
+@pytest.mark.parametrize("shape", [(0, 5, 7), (2, 0, 16)], ids=str)
+def test_empty_batches_are_stepped(device, format, shape):
+    quantizer = Quantizer(QuantSpec(format, E4M3, batched=True), columnwise=False)
+    weight = torch.nn.Parameter(quantizer(torch.zeros(shape, device=device)))
+    weight.grad = torch.zeros(shape, device=device)
+    AdamW([weight]).step()
+    assert weight.rowwise.data.shape == shape

@@ -111,8 +111,8 @@ def test_the_end_to_end_benchmark_sums_communication(
     monkeypatch.syspath_prepend(ROOT / "benches")
     import end_to_end
 
-    names = [f"{name}-compiled+links" for name in ("bf16", "current", "delayed-fp8", "mxfp8")]
-    assert all(end_to_end.parsed(name)[1] == {"links": {}} for name in names)
+    names = [f"{name}-compiled+comm" for name in ("bf16", "current", "delayed-fp8", "mxfp8")]
+    assert all(end_to_end.parsed(name)[1] == {"comm": {}} for name in names)
     times = {
         "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": 2e3,
         "ncclSymkDevKernel_AllGather_LL(ncclSymkDevWorkArgs4K)": 2e3,

@@ -17,54 +17,33 @@ from typing import Any
 import pytest
 import torch
 
+import demo_jobs
 from fp8rs.__main__ import main
 from fp8rs.demo import launch as launch_module
 from fp8rs.demo import report
 from fp8rs.demo.data import load_corpus
-from fp8rs.demo.launch import Job, RankFailed, launch, threads_per_rank
-from fp8rs.demo.memory import Meter
+from fp8rs.demo.launch import RankFailed, launch, threads_per_rank
 from fp8rs.demo.model import Llama, LlamaConfig
 from fp8rs.demo.train import (
+    Result,
     Settings,
-    Weights,
     convert,
+    converted_weights,
     learning_rate,
-    linear_weights,
     make_optimizer,
 )
 
-FIELDS = [
-    "ranks",
-    "device",
-    "recipe",
-    "steps",
-    "params",
-    "loss_reference",
-    "loss_fp8",
-    "allgather_bytes_reference",
-    "allgather_bytes_fp8",
-    "weight_bytes_reference",
-    "weight_bytes_fp8",
-    "curve_reference",
-    "curve_fp8",
-    "peak_memory_reference",
-    "peak_memory_fp8",
-    "training_seconds_reference",
-    "training_seconds_fp8",
-    "seconds",
-]
-AT_REST_FIELDS = ["weights", "masters", "state_dtype", "at_rest_reference", "at_rest_fp8"]
+FIELDS = ["ranks", "device", "recipe", "weights", "steps", "reference", "fp8", "seconds"]
 TINY = LlamaConfig(vocabulary=256, dim=32, layers=2, heads=4, kv_heads=2, hidden=64)
 
 
-@pytest.fixture(autouse=True)
-def jobs_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = str(Path(__file__).parents[1])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
+ROOT = Path(__file__).parents[2]
 
 
-def job(name: str, **arguments: Any) -> Job:
-    return Job(f"demo_jobs:{name}", arguments, "cpu")
+def run_on_two_ranks(
+    function: Callable[..., Any], on_event: Callable[..., Any] = lambda _: None, **arguments: Any
+) -> list[Any]:
+    return launch(function, arguments, ranks=2, device="cpu", on_event=on_event)
 
 
 # Text
@@ -145,7 +124,7 @@ def test_all_ranks_have_equally_many_rows(ranks: int) -> None:
 @pytest.mark.newest_torch
 def test_launch_returns_results_in_rank_order_and_forwards_events() -> None:
     events: list[dict[str, Any]] = []
-    results = launch(job("add", given="this"), 2, events.append)
+    results = run_on_two_ranks(demo_jobs.add, events.append, given="this")
     assert results == [{"rank": rank, "total": 1.0, "given": "this"} for rank in range(2)]
     assert events == [{"step": 1}, {"step": 2}]
 
@@ -154,7 +133,7 @@ def test_launch_returns_results_in_rank_order_and_forwards_events() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failing_rank_is_named_with_its_traceback(rank: int) -> None:
     with pytest.raises(RankFailed, match=f"rank {rank} failed") as caught:
-        launch(job("fail_on_one", rank=rank), 2, lambda _: None)
+        run_on_two_ranks(demo_jobs.fail_on_one, rank=rank)
     assert caught.value.rank == rank
     assert "ValueError: the planned failure" in str(caught.value)
     assert "in fail_on_one" in str(caught.value)
@@ -163,7 +142,7 @@ def test_a_failing_rank_is_named_with_its_traceback(rank: int) -> None:
 @pytest.mark.newest_torch
 def test_a_killed_rank_is_named() -> None:
     with pytest.raises(RankFailed, match=r"rank 1 failed:\nended by SIGKILL"):
-        launch(job("die_on_one"), 2, lambda _: None)
+        run_on_two_ranks(demo_jobs.die_on_one)
 
 
 @pytest.mark.newest_torch
@@ -175,6 +154,8 @@ def test_a_job_past_its_limit_leaves_no_process(
     class Clock:
         """Exceeds the limit once both ranks have started, however long that takes."""
 
+        sleep = time.sleep
+
         @staticmethod
         def monotonic() -> float:
             return time.monotonic() + passed
@@ -185,7 +166,14 @@ def test_a_job_past_its_limit_leaves_no_process(
 
     monkeypatch.setattr(launch_module, "time", Clock)
     with pytest.raises(TimeoutError, match="not done after 1000 s"):
-        launch(job("hang", folder=str(tmp_path)), 2, start, limit_seconds=1000)
+        launch(
+            demo_jobs.hang,
+            {"folder": str(tmp_path)},
+            ranks=2,
+            device="cpu",
+            on_event=start,
+            limit_seconds=1000,
+        )
     assert_ended(tmp_path)
 
 
@@ -195,11 +183,13 @@ def test_an_interrupted_or_killed_launcher_leaves_no_process(
     tmp_path: Path, sign: signal.Signals
 ) -> None:
     code = (
-        # A shell ignores SIGINT in background processes, and so would this one.
+        # A shell that starts processes in the background ignores SIGINT in them.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from fp8rs.demo.launch import Job, launch\n"
-        f"launch(Job('demo_jobs:hang', {{'folder': {str(tmp_path)!r}}}, 'cpu'), 2,"
-        " lambda event: print(event, flush=True))"
+        f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
+        "from fp8rs.demo.launch import launch\n"
+        "import demo_jobs\n"
+        f"launch(demo_jobs.hang, {{'folder': {str(tmp_path)!r}}}, ranks=2, device='cpu',"
+        " on_event=lambda event: print(event, flush=True))"
     )
     launcher = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -268,43 +258,52 @@ def test_the_demo_writes_its_fields(demo_run: Run) -> None:
     assert list(result) == FIELDS
     assert (result["ranks"], result["device"], result["steps"]) == (2, "cpu", 3)
     assert result["recipe"] == "current"
-    assert 1e6 < result["params"] < 3e6
     assert result["seconds"] > 0
     for kind in ("reference", "fp8"):
-        curve = result[f"curve_{kind}"]
-        assert [step for step, _ in curve] == [0, 1, 2, 3]
-        assert [curve[0][1], curve[-1][1]] == result[f"loss_{kind}"]
-        assert result[f"peak_memory_{kind}"] > 4 * result["params"]
-        assert 0 < result[f"training_seconds_{kind}"] < result["seconds"]
+        found = result[kind]
+        assert 1e6 < found["params"] < 3e6
+        assert [step for step, _ in found["held_out"]] == [0, 1, 2, 3]
+        assert found["peak_memory"] > 4 * found["params"]
+        assert 0 < found["seconds"] < result["seconds"]
     same_weights(result)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_fp8_learns_as_the_reference_does(tmp_path: Path) -> None:
-    """The runs are complete. After a fifth of the steps, rounding alone changes the loss by 3% in
-    either direction (seen between two versions of torch), which would hide a real difference."""
+    """Train all steps. After a fifth of them, rounding alone changes the loss by 3%."""
     result, _, _ = run_demo(tmp_path, timeout=1800)
     assert result["steps"] == 200
-    first, last = result["loss_reference"]
+    first, last = losses(result, "reference")
     assert first == pytest.approx(math.log(256), rel=0.05)
     assert last < 0.4 * first
-    assert result["loss_fp8"] == pytest.approx([first, last], rel=0.02)
+    assert losses(result, "fp8") == pytest.approx([first, last], rel=0.02)
+
+
+def losses(result: dict[str, Any], kind: str) -> list[float]:
+    """Return the first and the last held-out loss."""
+    curve = result[kind]["held_out"]
+    return [curve[0][1], curve[-1][1]]
 
 
 def same_weights(result: dict[str, Any]) -> None:
-    """At first the losses differ only by rounding. Three steps later, its consequences add up."""
-    assert result["loss_fp8"][0] == pytest.approx(result["loss_reference"][0], rel=2e-3)
-    assert result["loss_fp8"][1] == pytest.approx(result["loss_reference"][1], rel=1e-2)
+    """Check that both trainings start with the same weights. Only rounding differs at first."""
+    (first, last), (first_fp8, last_fp8) = (losses(result, kind) for kind in ("reference", "fp8"))
+    assert first_fp8 == pytest.approx(first, rel=2e-3)
+    assert last_fp8 == pytest.approx(last, rel=1e-2)
+
+
+def weights_ratio(result: dict[str, Any]) -> float:
+    return result["fp8"]["weight_bytes"] / result["reference"]["weight_bytes"]
 
 
 @pytest.mark.newest_torch
 def test_fp8_weights_are_gathered_at_half_the_bytes(demo_run: Run) -> None:
     result, _, _ = demo_run
-    assert 0.49 < result["weight_bytes_fp8"] / result["weight_bytes_reference"] <= 0.51
-    # Both runs gather unconverted parameters alike, so two ways of counting must agree.
+    assert 0.49 < weights_ratio(result) <= 0.51
+    # The rest is equal in both runs. The total is measured, the weights' part is calculated.
     rest = [
-        result[f"allgather_bytes_{kind}"] - result[f"weight_bytes_{kind}"]
+        result[kind]["allgather_bytes"] - result[kind]["weight_bytes"]
         for kind in ("reference", "fp8")
     ]
     assert rest[0] == rest[1] > 0
@@ -315,7 +314,7 @@ def test_the_reference_gathers_each_block_twice_in_bf16(demo_run: Run) -> None:
     result, _, _ = demo_run
     c = Settings.choose("cpu", 2).model
     layer = 2 * c.dim * c.dim + 2 * c.dim * c.kv_heads * c.head_dim + 3 * c.dim * c.hidden
-    assert result["weight_bytes_reference"] == 2 * c.layers * layer * 2
+    assert result["reference"]["weight_bytes"] == 2 * c.layers * layer * 2
 
 
 @pytest.mark.newest_torch
@@ -335,41 +334,33 @@ def test_the_demo_accepts_every_recipe(recipe: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads(path.read_text())
     same_weights(result)
-    assert 0.49 < result["weight_bytes_fp8"] / result["weight_bytes_reference"] <= 0.52
-
-
-# Bytes per parameter of the weights and of the optimizer.
-AT_REST = [
-    ("delayed", ["--no-masters", "--state-dtype", "bf16"], 1.0, 4.0),
-    ("mxfp8", [], 1 + 1 / 1024, 12.0),
-]
+    assert 0.49 < weights_ratio(result) <= 0.52
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("recipe", "options", "weights", "optimizer"), AT_REST)
-def test_the_demo_trains_fp8_weights(
-    recipe: str, options: list[str], weights: float, optimizer: float, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("recipe", "weights"), [("delayed", 1), ("mxfp8", 1 + 1 / 1024)])
+def test_the_demo_trains_fp8_weights(recipe: str, weights: float, tmp_path: Path) -> None:
+    """Weights are codes and scales. The optimizer has masters and two moments in fp32."""
     path = tmp_path / "result.json"
     files = ["--json", str(path)]
-    done = demo(
-        "--device", "cpu", "--recipe", recipe, "--weights", "fp8", "--steps", "3", *options, *files
-    )
+    done = demo("--device", "cpu", "--recipe", recipe, "--weights", "fp8", "--steps", "3", *files)
     assert done.returncode == 0, done.stderr
     result = json.loads(path.read_text())
-    assert list(result) == [*FIELDS, *AT_REST_FIELDS]
-    assert result["loss_fp8"] == pytest.approx(result["loss_reference"], rel=1e-2)
-    assert 0.49 < result["weight_bytes_fp8"] / result["weight_bytes_reference"] <= 0.52
-    assert result["at_rest_reference"] == pytest.approx({"weights": 4, "optimizer": 8}, rel=0.01)
-    found = result["at_rest_fp8"]
-    # Scales and step counters add a few bytes per tensor.
+    assert list(result) == FIELDS
+    assert result["weights"] == "fp8"
+    assert losses(result, "fp8") == pytest.approx(losses(result, "reference"), rel=1e-2)
+    assert 0.49 < weights_ratio(result) <= 0.52
+    assert result["reference"]["at_rest"] == pytest.approx({"weights": 4, "optimizer": 8}, rel=0.01)
+    found = result["fp8"]["at_rest"]
+    # Scales of tensors and counters of steps add a few bytes.
     assert weights <= found["weights"] <= weights + 0.01
-    assert optimizer <= found["optimizer"] <= optimizer + 0.01
+    assert 12 <= found["optimizer"] <= 12.01
     assert f"{found['weights']:.2f} B" in done.stdout
 
 
-def test_the_traffic_of_a_step_with_fp8_weights() -> None:
-    found, other = launch(job("traffic"), 2, lambda _: None)
+def test_benches_count_the_collectives_of_fp8_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benches")
+    found, other = run_on_two_ranks(demo_jobs.traffic)
     assert found == other
     # One byte per element, in the forward and in the backward.
     assert found["handed_over"] == 2 * found["converted"]
@@ -377,16 +368,18 @@ def test_the_traffic_of_a_step_with_fp8_weights() -> None:
     assert found["all_reduces"] == [4 * found["weights"]]
 
 
-def test_stored_bytes_include_copies_kept_elsewhere() -> None:
+def test_benches_count_a_copy_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benches")
+    from meter import Meter
+
     meter = Meter()
     model = Llama(TINY)
     model.init_weights(torch.Generator().manual_seed(0))
-    names = linear_weights(model)
+    names = converted_weights(model)
     elements = sum(p.numel() for n, p in model.named_parameters() if n in names)
-    convert(model, "current", Weights("fp8"))
-    settings = Settings.choose("cpu", 1)
-    optimizer = make_optimizer(model, settings, Weights("fp8"))
-    # The initial values are kept until the masters are created from them.
+    convert(model, "current", fp8_weights=True, preserve_high_precision_init_val=True)
+    optimizer = make_optimizer(model, Settings.choose("cpu", 1), fp8_adamw={})
+    # The values before quantization are kept until the masters are initialized with them.
     assert meter.at_rest(model, optimizer, names).weights == pytest.approx(5, rel=0.01)
     model.loss(torch.zeros(1, 9, dtype=torch.int64)).backward()
     optimizer.step()
@@ -402,10 +395,8 @@ def test_stored_bytes_include_copies_kept_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--no-masters"], "--no-masters is for --weights fp8"),
-        (["--state-dtype", "bf16"], "--state-dtype bf16 is for --weights fp8"),
         (["--recipe", "none"], "--recipe none: "),
-        (["--json", "/nowhere/result.json"], "there is no folder /nowhere"),
+        (["--json", "/nowhere/result.json"], "the folder /nowhere does not exist"),
         (["--plot", "loss.txt"], "must end in .png, .svg or .pdf"),
         (["--ranks", "0"], "must be at least 1"),
         (["--steps", "abc"], "argument --steps: must be a whole number, not 'abc'"),
@@ -429,8 +420,7 @@ def test_options_that_cannot_work_start_nothing(
 def test_an_unwritable_output_is_refused_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Root may write everywhere.
-    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
     path = str(tmp_path / "result.json")
     assert refused(["demo", "--device", "cpu", "--json", path], monkeypatch) == 2
     assert f"--json {path}: it cannot be written" in capsys.readouterr().err
@@ -451,7 +441,7 @@ def refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     """Return the exit code of a command line that must not launch ranks."""
     from fp8rs.demo import run
 
-    monkeypatch.setattr(run, "launch", lambda *_: pytest.fail("something was trained"))
+    monkeypatch.setattr(run, "launch", lambda *_, **__: pytest.fail("something was trained"))
     try:
         return main(arguments)
     except SystemExit as ended:
@@ -478,7 +468,7 @@ def test_a_recipe_that_the_gpu_cannot_run_trains_nothing(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(devices, "capability", lambda index: (10, 0) if index else (9, 0))
     monkeypatch.setattr(devices, "check_cuda", devices.check_cuda.__wrapped__)
-    monkeypatch.setattr(run, "launch", lambda *_: pytest.fail("something was trained"))
+    monkeypatch.setattr(run, "launch", lambda *_, **__: pytest.fail("something was trained"))
     with pytest.raises(run.DemoError, match=r"--recipe block: .*cuda:1 .*mxfp8") as caught:
         run.run(None, "block", 3, None, None, None)
     assert caught.value.code == 2
@@ -489,18 +479,19 @@ def test_a_recipe_that_the_gpu_cannot_run_trains_nothing(monkeypatch: pytest.Mon
 
 @pytest.fixture
 def outcome() -> report.Outcome:
-    def result(last: float, weights: int) -> dict[str, Any]:
-        return {
-            "params": 10,
-            "held_out": [[0, 5.5], [4, last]],
-            "allgather_bytes": weights + 8,
-            "weight_bytes": weights,
-            "peak_memory": 1,
-            "at_rest": {"weights": weights / 100, "optimizer": 8.0},
-            "seconds": 1.0,
-        }
+    def result(last: float, weights: int) -> Result:
+        return Result(
+            params=10,
+            held_out=[(0, 5.5), (4, last)],
+            allgather_bytes=weights + 8,
+            weight_bytes=weights,
+            peak_memory=1,
+            at_rest={"weights": weights / 100, "optimizer": 8.0},
+            seconds=1.0,
+        )
 
-    return report.Outcome(2, "cpu", "current", 4, [result(2.0, 100)], [result(2.02, 50)], 2.5)
+    reference, fp8 = result(2.0, 100), result(2.02, 50)
+    return report.Outcome(2, "cpu", "current", "master", 4, reference, fp8, 2.5)
 
 
 def test_the_table_shows_ratios(outcome: report.Outcome) -> None:
@@ -510,7 +501,7 @@ def test_the_table_shows_ratios(outcome: report.Outcome) -> None:
     assert "0.50 B" in text
 
 
-def test_memory_on_cpu_is_labelled_as_the_process(outcome: report.Outcome) -> None:
+def test_the_table_names_the_memory_of_a_process_on_a_cpu(outcome: report.Outcome) -> None:
     on_gpu = report.table(dataclasses.replace(outcome, device="cuda"))
     assert "peak memory of a process" in report.table(outcome)
     assert report.ON_CPU in report.table(outcome)
@@ -519,8 +510,8 @@ def test_memory_on_cpu_is_labelled_as_the_process(outcome: report.Outcome) -> No
 
 
 def test_the_table_of_one_rank_has_no_gathers(outcome: report.Outcome) -> None:
-    for result in (*outcome.reference, *outcome.fp8):
-        result["allgather_bytes"] = result["weight_bytes"] = 0
+    for result in (outcome.reference, outcome.fp8):
+        result.allgather_bytes = result.weight_bytes = 0
     assert "0.00 MB" in report.table(outcome)
 
 

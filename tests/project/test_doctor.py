@@ -121,9 +121,9 @@ def test_text_lists_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("gpus", "text"),
     [
-        (1, "set_links: no symmetric memory (one GPU); reductions in bf16."),
-        (2, "set_links: symmetric memory."),
-        (3, "no symmetric memory (cuda:0 has no peer access to cuda:2); reductions in bf16."),
+        (1, "set_fsdp_comm: no symmetric memory (one GPU); reduce-scatters in bf16."),
+        (2, "set_fsdp_comm: symmetric memory."),
+        (3, "no symmetric memory (cuda:0 has no peer access to cuda:2); reduce-scatters in bf16."),
     ],
 )
 def test_text_shows_whether_gpus_access_each_others_memory(

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8rs.demo.launch import Job, launch
+import demo_jobs
+from fp8rs.demo.launch import launch
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "getting-started.md").read_text()
@@ -59,13 +60,12 @@ def test_quick_start_is_ten_lines() -> None:
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_quick_start_trains(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=":")
+def test_quick_start_trains(ranks: int) -> None:
     device = "cpu"
     if torch.cuda.is_available():
         if torch.cuda.device_count() < ranks:
             pytest.skip(f"needs {ranks} GPUs: FSDP2 shards over the GPUs where there are some")
         device = "cuda"
-    job = Job("demo_jobs:quick_start", {"code": quick_start(), "device": device}, device)
-    for losses in launch(job, ranks, lambda _: None):
+    arguments = {"code": quick_start(), "device": device}
+    for losses in launch(demo_jobs.quick_start, arguments, ranks=ranks, device=device):
         assert losses[-1] < 0.8 * losses[0]

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8rs.demo.launch import Job, launch
+import demo_jobs
+from fp8rs.demo.launch import launch
 
 ROOT = Path(__file__).parents[2]
 RANKS = 2
@@ -150,14 +151,11 @@ def blocks_to_run(device: str) -> dict[str, list[str]]:
     return found
 
 
-def test_every_block_runs_in_its_stated_context(
-    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_block_runs_in_its_stated_context(tmp_path: Path, device: str) -> None:
     pytest.importorskip("safetensors")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=":")
     blocks = blocks_to_run(device)
-    job = Job("demo_jobs:pages", {"blocks": blocks, "folder": str(tmp_path)}, device)
-    for results in launch(job, RANKS, lambda _: None):
+    arguments = {"blocks": blocks, "folder": str(tmp_path)}
+    for results in launch(demo_jobs.pages, arguments, ranks=RANKS, device=device):
         errors = [f"{name}: {found}" for name, found in results.items() if isinstance(found, str)]
         assert not errors, "\n".join(errors)
         for name, texts in blocks.items():

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fp8rs.comm.choice import CommChoice, choices_of
 from fp8rs.convert.convert import resolve_options
 from fp8rs.convert.report_table import Left, Report
 from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
-from fp8rs.fsdp.chosen_links import links_of
 from fp8rs.fsdp.memory import STATES, Memory, States, memory_of
 from fp8rs.fsdp.shard_spec import shard_spec
-from fp8rs.fsdp.sizes import groups_of, layouts_of
+from fp8rs.fsdp.sizes import Group, groups_of, layouts_of
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import Recipe, RecipeName
 
@@ -48,7 +48,7 @@ def report(
 
     Parameters may be on the meta device. A model that is already converted is reported as it is.
     For a sharded model, groups and ranks come from FSDP2, and sizes follow the choices of
-    ``set_links``.
+    ``set_fsdp_comm``.
 
     Args:
         model: the model, usually before its conversion.
@@ -108,11 +108,11 @@ def report(
             if (m._fp8_state.fp8_gather if isinstance(m, Float8Linear) else fp8_gather)
         ),
     )
-    links, symmetric = links_of(model)
-    reductions = {link.unit: link.reduction for link in links}
+    comm = choices_of(model)
+    choices = {choice.module: choice for choice in comm}
     fp8, plain = (
         [
-            replace(group, reduction=reductions.get(group.name, "torch"))
+            _with_comm(group, choices.get(group.name))
             for group in groups_of(
                 model,
                 which,
@@ -129,8 +129,7 @@ def report(
         trained = (p for group in fp8 for p in group.parameters if p.trained)
         optimizer = "fp8rs-adamw" if any(p.is_fp8_weight for p in trained) else "adamw"
     memory, memory_high_precision = (
-        memory_of(of, reduce_dtype=reduce_dtype, states=_states(optimizer), symmetric=symmetric)
-        for of in (fp8, plain)
+        memory_of(of, reduce_dtype=reduce_dtype, states=_states(optimizer)) for of in (fp8, plain)
     )
     return Report(
         recipe=recipe,
@@ -148,7 +147,7 @@ def report(
         scattered=sum(group.scattered_bytes(reduce_dtype) for group in fp8),
         memory=memory,
         memory_high_precision=memory_high_precision,
-        links=links,
+        comm=comm,
     )
 
 
@@ -211,3 +210,9 @@ def _left(
     return tuple(
         Left(reason, tuple(dict.fromkeys(found)), sizes[reason]) for reason, found in names.items()
     )
+
+
+def _with_comm(group: Group, choice: CommChoice | None) -> Group:
+    if choice is None:
+        return group
+    return replace(group, all_gather=choice.all_gather, reduce_scatter=choice.reduce_scatter)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fp8rs.fsdp.chosen_links import Link, rows
+from fp8rs.comm.choice import CommChoice, rows
 from fp8rs.fsdp.memory import Memory
 from fp8rs.quantize.recipes import Recipe, describe
 
@@ -52,7 +52,7 @@ class Report:
             included, with and without FP8.
         scattered: bytes of the inputs of a step's reduce-scatters.
         memory, memory_high_precision: memory with and without FP8.
-        links: the choice of ``set_links`` for each unit with its reason, or empty without a call.
+        comm: what ``set_fsdp_comm`` chose for each module. Empty if it has not been called.
     """
 
     recipe: Recipe
@@ -70,7 +70,7 @@ class Report:
     scattered: int
     memory: Memory
     memory_high_precision: Memory
-    links: tuple[Link, ...] = ()
+    comm: tuple[CommChoice, ...] = ()
 
     def __str__(self) -> str:
         return _text(self)
@@ -114,7 +114,7 @@ def _text(r: Report) -> str:
         ("  gathered: root and two largest units", plain.gathered, fp8.gathered),
         ("  gradients in reduction", plain.reduced, fp8.reduced),
     ]
-    if r.links:
+    if r.comm:
         sizes.append(("  symmetric memory", plain.symmetric, fp8.symmetric))
     width = max(40, *(len(row[0]) for row in sizes))
     lines += ["", f"{'bytes per rank':<{width + 2}}{high:>14}{'FP8':>14}{'ratio':>8}"]
@@ -122,8 +122,8 @@ def _text(r: Report) -> str:
         ratio = f"{after / before:>8.3f}" if before else ""
         lines.append(f"  {what:<{width}}{_size(before):>14}{_size(after):>14}{ratio}")
     lines.append(f"Not counted: {NOT_COUNTED}.")
-    if r.links:
-        lines += ["", "links", *(f"  {row}" for row in rows(r.links))]
+    if r.comm:
+        lines += ["", "collectives", *(f"  {row}" for row in rows(r.comm))]
     return "\n".join(lines)
 
 

@@ -1,9 +1,9 @@
-"""``python -m fp8rs demo``: the same small Llama trained in high precision and in FP8 under FSDP2.
+"""``python -m fp8rs demo``: train a small Llama in bf16 and in FP8 under FSDP2, and compare.
 
-- `data`: real text that every machine has.
-- `model`: a small Llama of plain torch modules.
-- `train`: what one rank does; the two runs differ in one call.
-- `traffic`: counts the bytes that a step gathers.
-- `launch`, `worker`: starts the ranks, watches them, leaves none behind.
-- `report`: the table, the plot and the JSON file.
+- ``data``: text that every machine has;
+- ``model``: a small Llama of plain torch modules;
+- ``train``: the training on one rank;
+- ``launch``: starts and ends the ranks;
+- ``run``: checks the options and runs both trainings;
+- ``report``: progress, the table, the plot and the JSON file.
 """

@@ -1,9 +1,8 @@
-"""Real text that every machine has: the Python standard library's sources and docs, as installed.
+"""Text that every machine has: the sources of the Python standard library, as installed.
 
-The corpus is bytes, so the vocabulary is 256. Files are taken in sorted order of their relative
-paths and split into training and held-out text by whole file, so no held-out line was trained on
-in its own context. Everything is a pure function of the installed files and a seed: each rank
-builds the same corpus and the same global batch, and takes its own rows of it.
+The corpus is bytes, so the vocabulary is 256. Whole files are held out, in sorted order of their
+relative paths. Batches depend only on the installed files, a seed and the step. Each rank computes
+the global batch and takes its own rows.
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ from pathlib import Path
 
 import torch
 
-#: Byte values.
+#: Number of byte values.
 VOCABULARY = 256
 #: One file in this many is held out.
 HELD_OUT_EVERY = 16
-#: Sources and the text files beside them (licence, notes, grammar files).
 _SUFFIXES = {".py", ".pyi", ".txt", ".rst"}
-#: Not the library proper: other people's packages, caches, tests (absent from many installs) and
-#: tables of data written as Python (one of them a third of what is left).
+#: Other packages, caches, tests, which many installs lack, and tables of data.
 _SKIPPED_FOLDERS = {
     "site-packages",
     "dist-packages",
@@ -34,52 +31,46 @@ _SKIPPED_FOLDERS = {
     "lib-dynload",
     "encodings",
 }
-#: Shorter files are mostly empty `__init__.py`s.
+#: Shorter files are mostly empty `__init__.py` files.
 _SHORTEST = 256
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and held-out text as flat uint8 tensors."""
+    """Training text and held-out text, as flat uint8 tensors."""
 
     train: torch.Tensor
     held_out: torch.Tensor
     files: int
 
     def batch(self, seed: int, step: int, rows: int, length: int) -> torch.Tensor:
-        """The global training batch of a step: int64 (rows, length + 1), the same on every rank."""
+        """Return the global training batch of a step: int64 (rows, length + 1)."""
         return _windows(self.train, seed * 1_000_003 + step, rows, length)
 
     def held_out_batch(self, index: int, rows: int, length: int) -> torch.Tensor:
-        """A held-out batch: int64 (rows, length + 1); the same text at every evaluation."""
+        """Return a held-out batch: int64 (rows, length + 1)."""
         return _windows(self.held_out, -1 - index, rows, length)
 
 
-def standard_library() -> Path:
-    """The folder of the running interpreter's standard library."""
-    return Path(sysconfig.get_paths()["stdlib"])
-
-
 def load_corpus(root: Path | None = None) -> Corpus:
-    """Reads the corpus below ``root`` (default: the standard library).
+    """Read the corpus below ``root``, by default the standard library.
 
     Raises:
-        ValueError: there is too little text there to train on.
+        ValueError: there is too little text.
     """
-    root = standard_library() if root is None else root
-    parts: dict[bool, list[bytes]] = {False: [], True: []}
-    files = 0
+    root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
     for name in _text_files(root):
         content = (root / name).read_bytes()
-        if len(content) < _SHORTEST:
-            continue
-        parts[_is_held_out(name)].append(content)
-        files += 1
-    train, held_out = b"\n".join(parts[False]), b"\n".join(parts[True])
+        if len(content) >= _SHORTEST:
+            # With a hash of the path, another installed file does not move the others.
+            parts[zlib.crc32(name.encode()) % HELD_OUT_EVERY == 0].append(content)
+    train, held_out = map(b"\n".join, parts)
+    files = sum(map(len, parts))
     if len(held_out) < 1 << 15 or len(train) < 1 << 18:
         raise ValueError(
             f"too little text below {root}: {len(train)} training bytes in {files} files; "
-            "the demo wants an installed Python standard library with its sources"
+            "the demo needs an installed Python standard library with its sources"
         )
     return Corpus(_as_tensor(train), _as_tensor(held_out), files)
 
@@ -88,16 +79,10 @@ def _text_files(root: Path) -> list[str]:
     names = []
     for folder, subfolders, entries in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
-        for entry in entries:
-            path = Path(folder, entry)
+        for path in (Path(folder, entry) for entry in entries):
             if path.suffix in _SUFFIXES and path.is_file():
                 names.append(path.relative_to(root).as_posix())
     return sorted(names)
-
-
-def _is_held_out(name: str) -> bool:
-    # By a hash of the path and not by position: one more installed file moves no other file.
-    return zlib.crc32(name.encode()) % HELD_OUT_EVERY == 0
 
 
 def _as_tensor(text: bytes) -> torch.Tensor:

@@ -1,197 +1,192 @@
-"""Starts a job's ranks as processes on this machine, watches them, and leaves none behind."""
+"""Run a function on several ranks of this machine."""
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import select
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
-_POLL_SECONDS = 0.1
-_GRACE_SECONDS = 3.0
+Report = Callable[[dict[str, Any]], None]
+
+_COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 
 
 class RankFailed(RuntimeError):
-    """A rank ended with an error; the message holds its traceback or the end of its output."""
+    """A rank ended with an error. The message has its traceback, or the end of its output."""
 
     def __init__(self, rank: int, detail: str) -> None:
         super().__init__(f"rank {rank} failed:\n{detail.rstrip()}")
         self.rank = rank
 
 
-@dataclass(frozen=True)
-class Job:
-    """What every rank runs: ``target`` ("module:function") called with (arguments, report).
-
-    ``report(event)`` on rank 0 reaches the launcher's ``on_event``. The function's return value,
-    as JSON, is that rank's result.
-    """
-
-    target: str
-    arguments: dict[str, Any]
-    device: str
-
-
 def launch(
-    job: Job,
+    function: Callable[..., Any],
+    *arguments: Any,
     ranks: int,
-    on_event: Callable[[dict[str, Any]], None],
+    device: str,
+    on_event: Report = lambda event: None,
     limit_seconds: float = float("inf"),
 ) -> list[Any]:
-    """Runs a job on ``ranks`` processes and returns their results in rank order.
+    """Call ``function(*arguments, report)`` on all ranks of a process group.
+
+    Each rank is a process. All of them have ended when this function returns or raises, or when
+    this process is killed.
+
+    Args:
+        function: a function of a module that the ranks can import. Its result is pickled.
+        arguments: its arguments, which are pickled.
+        ranks: number of ranks.
+        device: "cpu" (gloo) or "cuda" (NCCL, one GPU for each rank).
+        on_event: called with each event that rank 0 passes to ``report``.
+        limit_seconds: time limit.
+
+    Returns:
+        The results by rank.
 
     Raises:
-        RankFailed: a rank failed; the others have been ended.
-        TimeoutError: the limit passed; all ranks have been ended.
+        RankFailed: a rank failed.
+        TimeoutError: the time limit passed.
     """
     deadline = time.monotonic() + limit_seconds
-    with (
-        tempfile.TemporaryDirectory(prefix="fp8rs-") as folder,
-        _event_pipe() as (reader, writer),
-        _ranks_started(job, ranks, Path(folder), writer) as processes,
-    ):
-        pending = b""
-        while True:
-            running = [p for p in processes if p.poll() is None]
-            pending = _pass_events(reader, pending, on_event)
-            failed = any(p.returncode not in (None, 0) for p in processes)
-            if failed:
-                raise _failure(processes, Path(folder))
-            if not running:
-                break
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not done after {limit_seconds:.0f} s")
-        return [json.loads(Path(folder, f"result-{r}.json").read_text()) for r in range(ranks)]
+    # This process holds the store, on a port that the system chooses.
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
+    context = multiprocessing.get_context("spawn")
+    messages: Any = context.SimpleQueue()
+    results: dict[int, Any] = {}
+    errors: list[tuple[int, str]] = []
+    with tempfile.TemporaryDirectory(prefix="fp8rs-") as folder:
+        outputs = [Path(folder, str(rank)) for rank in range(ranks)]
+        processes = [
+            context.Process(
+                target=_rank,
+                args=(rank, ranks, device, store.port, messages, output, function, arguments),
+            )
+            for rank, output in enumerate(outputs)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            while True:
+                codes = [process.exitcode for process in processes]
+                while not messages.empty():
+                    kind, rank, value = messages.get()
+                    if kind == "event":
+                        on_event(value)
+                    elif kind == "result":
+                        results[rank] = value
+                    else:
+                        errors.append((rank, value))
+                if any(codes):
+                    raise _failure([process.exitcode for process in processes], errors, outputs)
+                if None not in codes:
+                    return [results[rank] for rank in range(ranks)]
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"not done after {limit_seconds:.0f} s")
+                time.sleep(0.05)
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
 
 
 def threads_per_rank(ranks: int) -> int:
-    """This process's cores shared out to the ranks, at least one each."""
+    """Divide the cores of this process among the ranks, at least one for each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, (cores or 1) // ranks)
 
 
-@contextmanager
-def _event_pipe() -> Iterator[tuple[int, int]]:
-    reader, writer = os.pipe()
-    try:
-        yield reader, writer
-    finally:
-        os.close(reader)
-        os.close(writer)
+def _failure(
+    codes: list[int | None], errors: list[tuple[int, str]], outputs: list[Path]
+) -> RankFailed:
+    """Return the first cause: a rank that a signal ended, else the first traceback.
 
-
-@contextmanager
-def _ranks_started(
-    job: Job, ranks: int, folder: Path, events: int
-) -> Iterator[list[subprocess.Popen[bytes]]]:
-    # The launcher holds the store, on a port that the system picks: no race for a free one.
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False
-    )
-    order = json.dumps(
-        {
-            "target": job.target,
-            "arguments": job.arguments,
-            "device": job.device,
-            "folder": str(folder),
-        }
-    )
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(ranks):
-            with (folder / f"output-{rank}").open("wb") as output:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "fp8rs.demo.worker"],
-                    stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=_environment(rank, ranks, store.port, events),
-                    pass_fds=[events],
-                    # Ctrl-C is the launcher's to handle; it ends the ranks.
-                    start_new_session=True,
-                )
-            processes.append(process)
-            assert process.stdin is not None
-            process.stdin.write(order.encode() + b"\n")
-            process.stdin.flush()
-        yield processes
-    finally:
-        _end(processes)
-
-
-def _environment(rank: int, ranks: int, port: int, events: int) -> dict[str, str]:
-    threads = str(threads_per_rank(ranks))
-    environment = {
-        "OMP_NUM_THREADS": threads,
-        "RAYON_NUM_THREADS": threads,
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "FP8RS_EVENTS": str(events),
-        "PYTHONUNBUFFERED": "1",
-    }
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        # Else gloo resolves the host's own name, which many containers cannot.
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return environment
-
-
-def _pass_events(reader: int, pending: bytes, on_event: Callable[[dict[str, Any]], None]) -> bytes:
-    ready, _, _ = select.select([reader], [], [], _POLL_SECONDS)
-    if ready:
-        *lines, pending = (pending + os.read(reader, 1 << 16)).split(b"\n")
-        for line in lines:
-            on_event(json.loads(line))
-    return pending
-
-
-def _failure(processes: list[subprocess.Popen[bytes]], folder: Path) -> RankFailed:
-    """The first cause: a rank that was killed, else the earliest traceback.
-
-    One rank's end makes the others' collectives fail moments later.
+    When one rank ends, the collectives of the other ranks fail moments later.
     """
-    errors = []
-    for rank, process in enumerate(processes):
-        error = folder / f"error-{rank}.json"
-        if error.exists():
-            found = json.loads(error.read_text())
-            errors.append((found["time"], rank, found["traceback"]))
-        elif process.returncode not in (None, 0):
-            output = (folder / f"output-{rank}").read_text(errors="replace")
-            return RankFailed(rank, f"{_how_it_ended(process.returncode)}\n{output[-4000:]}")
-    _, rank, text = min(errors)
-    return RankFailed(rank, text)
+    killed = [(rank, code) for rank, code in enumerate(codes) if code is not None and code < 0]
+    if errors and not killed:
+        return RankFailed(*errors[0])
+    rank, code = (killed or [(rank, code) for rank, code in enumerate(codes) if code])[0]
+    how = f"ended by {signal.Signals(-code).name}" if killed else f"ended with exit code {code}"
+    return RankFailed(rank, f"{how}\n{outputs[rank].read_text(errors='replace')[-4000:]}")
 
 
-def _how_it_ended(code: int) -> str:
-    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+def _rank(
+    rank: int,
+    ranks: int,
+    device: str,
+    port: int,
+    messages: Any,
+    output: Path,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> NoReturn:
+    """Run one rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The launcher handles Ctrl-C and ends the ranks.
+    with output.open("wb") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    threads = threads_per_rank(ranks)
+    for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):
+        os.environ.setdefault(name, str(threads))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    for name, value in (("RANK", rank), ("WORLD_SIZE", ranks)):
+        os.environ[name] = os.environ[f"LOCAL_{name}"] = str(value)
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        # Otherwise gloo resolves the name of the host, which fails in many containers.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+    def report(event: dict[str, Any]) -> None:
+        if rank == 0:
+            messages.put(("event", rank, event))
+
+    try:
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            store=dist.TCPStore("127.0.0.1", port, is_master=False),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=ranks,
+            timeout=_COLLECTIVE_TIMEOUT,
+            device_id=torch.device("cuda", rank) if device == "cuda" else None,
+        )
+        messages.put(("result", rank, function(*arguments, report)))
+        dist.destroy_process_group()
+    except BaseException:
+        messages.put(("error", rank, traceback.format_exc()))
+        _exit(1)  # Destroying the process group could wait for the other ranks.
+    _exit(0)
 
 
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-    for process in processes:
-        try:
-            process.wait(_GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        assert process.stdin is not None
-        process.stdin.close()
+def _exit(code: int) -> NoReturn:
+    """End this process without the interpreter's finalization.
+
+    Threads of torch that take the GIL during finalization can abort a process that is done.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _end_with_launcher() -> None:
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
+    os._exit(3)

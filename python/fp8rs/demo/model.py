@@ -1,8 +1,7 @@
 """A small Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-The same module serves the demo (byte-level, a few million parameters) and the end-to-end
-benchmark (Llama-3-8B's layer shapes). Its linear layers are plain ``torch.nn.Linear``: what
-converts them is `fp8rs.convert_to_float8_training`, as in a user's own script.
+The demo uses it with a few million parameters, the end-to-end benchmark with Llama-3-8B's layer
+shapes. Its linear layers are plain ``torch.nn.Linear``.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class LlamaConfig:
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
+        """Return the width of one attention head."""
         return self.dim // self.heads
 
 
@@ -45,7 +44,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """(batch, length, dim) -> the same shape."""
+        """(batch, length, dim) -> (batch, length, dim)."""
         q, k, v = (
             w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for w in (self.wq, self.wk, self.wv)
@@ -66,13 +65,13 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(config.dim, config.hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, length, dim) -> the same shape."""
+        """(batch, length, dim) -> (batch, length, dim)."""
         out: torch.Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
         return out
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer: the unit that FSDP2 shards and gathers."""
+    """One pre-norm transformer layer."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -82,14 +81,14 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """(batch, length, dim) -> the same shape."""
+        """(batch, length, dim) -> (batch, length, dim)."""
         x = x + self.attention(self.attention_norm(x), rotation)
         out: torch.Tensor = x + self.feed_forward(self.feed_forward_norm(x))
         return out
 
 
 class Llama(nn.Module):
-    """Token embedding, blocks, final norm and an output head of its own (not tied)."""
+    """Token embedding, blocks, final norm and an output head that is not tied."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -100,7 +99,7 @@ class Llama(nn.Module):
         self.head = nn.Linear(config.dim, config.vocabulary, bias=False)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Normal weights, smaller where a layer adds to the residual stream."""
+        """Initialize weights, with smaller ones in layers that add to the residual stream."""
         residual = 0.02 / (2 * self.config.layers) ** 0.5
         with torch.no_grad():
             for name, parameter in self.named_parameters():
@@ -121,20 +120,20 @@ class Llama(nn.Module):
         return logits
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Mean next-token cross-entropy in nats of int64 (batch, length + 1)."""
+        """Return the mean next-token cross-entropy in nats of int64 (batch, length + 1)."""
         logits = self(tokens[:, :-1])
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def parameter_count(module: nn.Module) -> int:
-    """Number of parameters, each counted once."""
+    """Return the number of parameters, each counted once."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _rotation(
     config: LlamaConfig, length: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # RoFormer (Su et al., 2021), halves rotated as in Llama's own code for transformers.
+    # RoFormer (Su et al., 2021), with halves rotated as in transformers.
     exponents = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
     angles = torch.outer(
         torch.arange(length, device=device).float(), config.rope_base**-exponents

@@ -1,8 +1,7 @@
-"""Trains the demo's model on one rank, in high precision or in FP8.
+"""Train the model of the demo on one rank, in bf16 or in FP8.
 
-The two runs differ in one call, `fp8rs.convert_to_float8_training`: seeds, batches, optimizer and
-FSDP2 settings are the same. With FP8 weights the optimizer is
-`fp8rs.optim.AdamW`, of the same arithmetic.
+Both trainings have the same seeds, batches and FSDP2 settings. The FP8 training adds a call of
+`fp8rs.convert_to_float8_training`. With FP8 weights, its optimizer is `fp8rs.optim.AdamW`.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,21 +19,25 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from fp8rs._torch import own_part
+from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import Recipe, RecipeName
+from fp8rs.tensor.quantized import QuantizedTensor
 
 from .data import VOCABULARY, Corpus, load_corpus
-from .memory import Meter
+from .launch import Report
 from .model import Llama, LlamaConfig, parameter_count
-from .traffic import converted_share, counted
 
-#: The output head stays in high precision, as is usual in FP8 training.
+#: Layers that stay in high precision. The output head usually does in FP8 training.
 HIGH_PRECISION = ("head",)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is trained, and how long. ``rows`` is the global batch."""
+    """Settings of a training. ``rows`` is the global batch size."""
 
     model: LlamaConfig
     device: str
@@ -49,56 +51,30 @@ class Settings:
 
     @staticmethod
     def choose(device: str, ranks: int, steps: int | None = None) -> Settings:
-        """Two to three minutes on two CPU cores; a larger model where there is a GPU."""
+        """Return settings that take two to three minutes on two CPU cores, or a larger GPU run."""
         if device == "cuda":
             model = LlamaConfig(VOCABULARY, 512, 8, 8, 4, 1408)
             settings = Settings(model, device, 600, 64, 256, 1e-3)
         else:
             model = LlamaConfig(VOCABULARY, 192, 4, 6, 2, 512)
             settings = Settings(model, device, 200, 16, 128, 2e-3)
-        # Each rank takes as many rows: the mean over ranks is then the mean over the batch.
+        # With equal rows on all ranks, the mean over ranks is the mean over the batch.
         rows = -(-settings.rows // ranks) * ranks
         return replace(settings, rows=rows, steps=settings.steps if steps is None else steps)
 
 
-#: Dtypes of the moments, by the names that options have.
-STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Weights:
-    """How the converted weights are kept, and what their optimizer does.
-
-    Attributes:
-        kind: "master", in fp32 and quantized for each forward; or "fp8", FP8 weights. All that
-            follows is for the second.
-        masters: the optimizer keeps fp32 masters.
-        state_dtype: of its moments, a key of `STATE_DTYPES`.
-        stochastic_rounding: how it rounds codes; None is its default, stochastically without
-            masters.
-    """
-
-    kind: str = "master"
-    masters: bool = True
-    state_dtype: str = "fp32"
-    stochastic_rounding: bool | None = None
-
-    @property
-    def fp8(self) -> bool:
-        """Whether they are FP8 weights."""
-        return self.kind == "fp8"
-
-
-#: fp32 masters that are quantized for each forward.
-MASTER = Weights()
-
-
 @dataclass
 class Result:
-    """What one rank's training run found.
+    """Measurements of one rank.
 
-    ``weight_bytes`` is the converted weights' part of ``allgather_bytes``; ``at_rest`` as in
-    `memory.AtRest`.
+    Attributes:
+        params: number of parameters of the model.
+        held_out: steps and the held-out losses before them.
+        allgather_bytes: bytes of the all-gathers of the last step.
+        weight_bytes: bytes of the converted weights among them.
+        peak_memory: see `peak_memory`.
+        at_rest: see `bytes_at_rest`.
+        seconds: time of the training.
     """
 
     params: int
@@ -110,60 +86,63 @@ class Result:
     seconds: float = 0.0
 
 
-Progress = Callable[[dict[str, Any]], None]
-
-
 def build_model(settings: Settings) -> Llama:
-    """The untrained model with fp32 weights, the same on every rank."""
+    """Return the untrained model with fp32 weights, the same on every rank."""
     model = Llama(settings.model)
-    # A CPU generator: CPU and GPU runs start from the same weights.
+    # With a CPU generator, CPU and GPU trainings start from the same weights.
     model.init_weights(torch.Generator().manual_seed(settings.seed))
     return model.to(settings.device)
 
 
-def convert(model: nn.Module, recipe: Recipe | RecipeName, weights: Weights = MASTER) -> nn.Module:
-    """Converts the model's linear layers for FP8 training with a recipe or that of a short name."""
+def convert(model: nn.Module, recipe: Recipe | RecipeName, **options: Any) -> nn.Module:
+    """Convert the linear layers of the model, except the output head."""
     from fp8rs import convert_to_float8_training
 
-    return convert_to_float8_training(
-        model,
-        recipe=recipe,
-        filter_fqns=HIGH_PRECISION,
-        fp8_weights=weights.fp8,
-        # What masters begin with.
-        preserve_high_precision_init_val=weights.fp8 and weights.masters,
-    )
+    return convert_to_float8_training(model, recipe=recipe, filter_fqns=HIGH_PRECISION, **options)
+
+
+def converted_weights(model: nn.Module) -> set[str]:
+    """Return the names of the weights that `convert` converts."""
+    return {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name not in HIGH_PRECISION
+    }
+
+
+def shard(model: Llama, device: str, ranks: int, reduce_dtype: torch.dtype = torch.float32) -> None:
+    """Shard each block, then the rest. Parameters are gathered in bf16."""
+    mesh = init_device_mesh(device, (ranks,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def make_optimizer(
-    model: nn.Module, settings: Settings, weights: Weights = MASTER
+    model: nn.Module, settings: Settings, fp8_adamw: dict[str, Any] | None = None
 ) -> torch.optim.Optimizer:
-    """AdamW; the learning rate follows `learning_rate`."""
+    """Return AdamW. `train_step` sets its learning rate.
+
+    Args:
+        model: the model.
+        settings: the settings.
+        fp8_adamw: options of `fp8rs.optim.AdamW`. None returns `torch.optim.AdamW`.
+    """
+    from fp8rs.optim import AdamW
+
     options: dict[str, Any] = {
         "lr": settings.learning_rate,
         "betas": (0.9, 0.95),
         "weight_decay": 0.1,
     }
-    if not weights.fp8:
+    if fp8_adamw is None:
         return torch.optim.AdamW(model.parameters(), **options)
-    return fp8_adamw(model, weights, **options)
-
-
-def fp8_adamw(model: nn.Module, weights: Weights, **options: Any) -> torch.optim.Optimizer:
-    """`fp8rs.optim.AdamW` as ``weights`` say; ``options`` are those of any AdamW."""
-    from fp8rs.optim import AdamW
-
-    return AdamW(
-        model.parameters(),
-        state_dtype=STATE_DTYPES[weights.state_dtype],
-        master_weights=weights.masters,
-        stochastic_rounding=weights.stochastic_rounding,
-        **options,
-    )
+    return AdamW(model.parameters(), **options, **fp8_adamw)
 
 
 def learning_rate(settings: Settings, step: int) -> float:
-    """Warm-up over a tenth of the steps, then a cosine down to a tenth of the peak."""
+    """Return the learning rate: a warm-up, then a cosine down to a tenth of the peak."""
     warm_up = max(1, settings.steps // 10)
     if step < warm_up:
         return settings.learning_rate * (step + 1) / warm_up
@@ -174,7 +153,7 @@ def learning_rate(settings: Settings, step: int) -> float:
 def train_step(
     model: Llama, optimizer: torch.optim.Optimizer, settings: Settings, step: int, rows: Any
 ) -> None:
-    """One forward, backward, clip and update on the given rows."""
+    """Run a forward, a backward, gradient clipping and an update."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(settings, step)
     model.loss(rows).backward()
@@ -184,96 +163,119 @@ def train_step(
 
 
 def train_under_fsdp(
-    settings: Settings, recipe: RecipeName | None, report: Progress, weights: Weights = MASTER
+    settings: Settings,
+    recipe: RecipeName | None,
+    fp8_adamw: dict[str, Any] | None,
+    report: Report,
 ) -> Result:
-    """Trains on this rank of the default process group.
+    """Train on this rank of the default process group.
 
     Args:
         settings: the same on all ranks.
-        recipe: a recipe's short name, or None for the high-precision reference.
-        report: called with a progress event after each evaluation and now and then between: the
-            step, the last held-out loss, and the step that this was measured at.
-        weights: how the converted weights are kept.
+        recipe: short name of a recipe, or None for the reference in bf16.
+        fp8_adamw: options of `fp8rs.optim.AdamW`, which trains FP8 weights. With None, torch's
+            AdamW trains master weights.
+        report: called with the step, the last held-out loss, and the step of that loss.
     """
     ranks = dist.get_world_size()
-    corpus = load_corpus()
-    meter = Meter()
-    model = build_model(settings)
+    corpus, model = load_corpus(), build_model(settings)
     result = Result(parameter_count(model))
-    converted = linear_weights(model)
+    names = converted_weights(model)
     if recipe is not None:
-        convert(model, recipe, weights)
+        fp8 = fp8_adamw is not None
+        masters = fp8_adamw is not None and fp8_adamw.get("master_weights", True)
+        # Masters start with the values before quantization.
+        convert(model, recipe, fp8_weights=fp8, preserve_high_precision_init_val=masters)
     shard(model, settings.device, ranks)
-    optimizer = make_optimizer(model, settings, weights)
-    marks = _evaluation_steps(settings)
+    optimizer = make_optimizer(model, settings, fp8_adamw)
+    count = min(settings.evaluations, settings.steps)
+    evaluations = {round(settings.steps * i / count) for i in range(count + 1)}
     start = time.perf_counter()
     for step in range(settings.steps + 1):
-        if step in marks:
+        if step in evaluations:
             loss = _held_out_loss(model, corpus, settings, ranks)
             result.held_out.append((step, loss))
-        if step in marks or step % max(1, settings.steps // 100) == 0:
+        if step in evaluations or step % max(1, settings.steps // 100) == 0:
             measured, loss = result.held_out[-1]
             report({"step": step, "loss": loss, "measured": measured})
         if step == settings.steps:
             break
         batch = _local(corpus.batch(settings.seed, step, settings.rows, settings.length), settings)
         last = step == settings.steps - 1
-        with counted(model, ranks) if last else nullcontext() as traffic:
+        with _AllGatherBytes() if last else nullcontext() as counter:
             train_step(model, optimizer, settings, step, batch)
-        if traffic is not None:
-            result.allgather_bytes = traffic.total
-            result.weight_bytes = (
-                traffic.handed_over
-                if recipe is not None
-                else converted_share(traffic, model, converted, ranks, itemsize=2)
-            )
+        if counter is not None:
+            result.allgather_bytes = counter.nbytes
     result.seconds = time.perf_counter() - start
     result.peak_memory = peak_memory(settings.device)
-    del batch
     model.reshard()  # type: ignore[operator]
-    result.at_rest = asdict(meter.at_rest(model, optimizer, converted))
+    result.weight_bytes = _weight_bytes(model, names, ranks)
+    result.at_rest = bytes_at_rest(model, optimizer, names)
     return result
 
 
-def train_alone(settings: Settings, corpus: Corpus) -> Llama:
-    """Trains the high-precision model in this process, without FSDP2 and in fp32."""
-    model = build_model(settings)
-    optimizer = make_optimizer(model, settings)
-    for step in range(settings.steps):
-        batch = corpus.batch(settings.seed, step, settings.rows, settings.length)
-        train_step(model, optimizer, settings, step, batch.to(settings.device))
-    return model
-
-
 def peak_memory(device: str) -> int:
-    """Most bytes held so far: of the GPU's allocator, or of this process on CPU."""
+    """Return the peak memory: of the GPU's allocator, or of this process on a CPU."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def linear_weights(model: nn.Module) -> set[str]:
-    """Names of the weights that `convert` converts."""
+def bytes_at_rest(
+    model: nn.Module, optimizer: torch.optim.Optimizer, names: set[str]
+) -> dict[str, float]:
+    """Return the bytes a parameter that this rank stores of the weights ``names``.
+
+    "weights" is the local tensors, "optimizer" their optimizer states.
+    """
+    named = {p for name, p in model.named_parameters() if name in names}
+    elements = sum(own_part(p).numel() for p in named)
+    states = [value for p in named for value in optimizer.state.get(p, {}).values()]
     return {
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name not in HIGH_PRECISION
+        "weights": sum(map(_nbytes, named)) / elements,
+        "optimizer": sum(_nbytes(value) for value in states if torch.is_tensor(value)) / elements,
     }
 
 
-def shard(model: Llama, device: str, ranks: int, reduce_dtype: torch.dtype = torch.float32) -> None:
-    """Shards each block, then the rest: bf16 compute, gradients reduced in fp32 or as told."""
-    mesh = init_device_mesh(device, (ranks,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+def _nbytes(tensor: torch.Tensor) -> int:
+    local = own_part(tensor)
+    if isinstance(local, QuantizedTensor):
+        return sum(plane.data.nbytes + plane.scale.nbytes for plane in local.planes if plane)
+    return int(local.nbytes)
 
 
-def _evaluation_steps(settings: Settings) -> set[int]:
-    count = min(settings.evaluations, settings.steps)
-    return {round(settings.steps * i / count) for i in range(count + 1)}
+def _weight_bytes(model: nn.Module, names: set[str], ranks: int) -> int:
+    """Return the bytes that a training step gathers of the weights ``names``."""
+    from fp8rs.fsdp.sizes import groups_of, layouts_of
+
+    if ranks == 1:
+        return 0
+    layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
+    layouts = layouts_of(layers[0].recipe, layers) if layers else {}
+    groups = groups_of(model, layouts, world_size=ranks, param_dtype=torch.bfloat16)
+    named = {id(p) for name, p in model.named_parameters() if name in names}
+    return sum(
+        group.gathers * p.gathered_bytes
+        for group in groups
+        for p in group.parameters
+        if id(p.parameter) in named
+    )
+
+
+class _AllGatherBytes(TorchDispatchMode):
+    """Counts the bytes of the outputs of all-gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional") and "gather" in func._schema.name:
+            tensors = (t for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor))
+            self.nbytes += max(t.nbytes for t in tensors)
+        return out
 
 
 def _local(batch: torch.Tensor, settings: Settings) -> torch.Tensor:
@@ -287,6 +289,6 @@ def _held_out_loss(model: Llama, corpus: Corpus, settings: Settings, ranks: int)
         batch = corpus.held_out_batch(index, settings.rows, settings.length)
         total += model.loss(_local(batch, settings))
     dist.all_reduce(total)
-    # The root stays gathered after a forward without a backward: the next step would find it so.
+    # Without a backward, the root stays unsharded, and the next step would not gather it.
     model.reshard()  # type: ignore[operator]
     return total.item() / (ranks * settings.held_out_batches)

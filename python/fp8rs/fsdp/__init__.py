@@ -17,7 +17,7 @@ precision and quantized for each all-gather, or an FP8 weight, which is gathered
 - ``scale_sync``: synchronizes the scales that FP8 shards share;
 - ``padding``: how FSDP2 pads FP8 shards;
 - ``sizes``, ``memory``: bytes that sharding comes to, before any rank runs;
-- ``links``, ``chosen_links``, ``reduction``, ``symmetric``: communication of any FSDP2 model.
+- ``links``: the former name of `fp8rs.comm.set_fsdp_comm`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .chosen_links import Link, Links
+    from fp8rs.comm import set_fsdp_comm
+
     from .float8_param import register_handle
     from .float8_shard import Float8Shard
     from .links import set_links
@@ -35,22 +36,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Float8Shard",
-    "Link",
-    "Links",
     "MasterWeight",
     "precompute_float8_dynamic_scale_for_fsdp",
     "register_handle",
+    "set_fsdp_comm",
     "set_links",
 ]
 
 #: Modules that are imported on first use, because torch.distributed.fsdp takes seconds to import.
 _LAZY = {
     "Float8Shard": "float8_shard",
-    "Link": "chosen_links",
-    "Links": "chosen_links",
     "MasterWeight": "master_weight",
     "precompute_float8_dynamic_scale_for_fsdp": "sharded_model",
     "register_handle": "float8_param",
+    "set_fsdp_comm": "links",
     "set_links": "links",
 }
 

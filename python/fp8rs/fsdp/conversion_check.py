@@ -49,8 +49,9 @@ def conversion(state: ModelState, mesh: Any) -> dict[str, Any]:
     fields = {f.name: repr(getattr(recipe, f.name)) for f in dataclasses.fields(recipe)}
     layers = {}
     for name, layer in zip(state.names, state.layers(), strict=False):
-        for param in () if layer is None else layer._fp8_params:  # type: ignore[union-attr]
-            weight: Any = layer._parameters.get(param)
+        params: Any = () if layer is None else layer._fp8_params
+        for param in params:
+            weight: Any = layer._parameters.get(param)  # type: ignore[union-attr]
             if isinstance(weight, DTensor) and weight.device_mesh == mesh:
                 local = local_of(weight)
                 kind = "quantized before it is gathered"

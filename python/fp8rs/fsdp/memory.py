@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -59,7 +61,7 @@ class Memory:
             FSDP2 gathers a group while the previous one computes. If nothing is resharded after
             the forward, all groups.
         reduced: gradients of the largest group, before and during their reduction.
-        symmetric: symmetric memory that ``set_links`` uses for gathers and reductions.
+        symmetric: symmetric memory of collectives that ``set_fsdp_comm`` chose.
     """
 
     parameters: int
@@ -80,7 +82,6 @@ def memory_of(
     *,
     reduce_dtype: torch.dtype | None,
     states: States,
-    symmetric: int = 0,
 ) -> Memory:
     """Return the memory of a rank.
 
@@ -88,7 +89,6 @@ def memory_of(
         groups: the FSDP2 groups of the model.
         reduce_dtype: ``reduce_dtype`` of the mixed-precision policy.
         states: the state that the optimizer keeps for a parameter.
-        symmetric: bytes of symmetric memory.
     """
     parameters = gradients = 0
     optimizer = 0.0
@@ -111,4 +111,27 @@ def memory_of(
         ),
         default=0,
     )
-    return Memory(parameters, gradients, round(optimizer), gathered, reduced, symmetric)
+    return Memory(parameters, gradients, round(optimizer), gathered, reduced, _symmetric(groups))
+
+
+def _symmetric(groups: Sequence[Group]) -> int:
+    """Return the symmetric memory of a rank, as `fp8rs.comm` allocates it.
+
+    Groups over the same ranks share two buffers, as large as the largest group needs.
+    """
+    gathers: Counter[Any] = Counter()
+    reductions: Counter[Any] = Counter()
+    for group in groups:
+        spec = group.parameters[0].spec
+        key = spec.shard_groups
+        if group.all_gather == "symmetric":
+            shard = _aligned(group.gathered_bytes // spec.ranks)
+            gathers[key] = max(gathers[key], 2 * shard)
+        if group.reduce_scatter == "symmetric":
+            row = _aligned(group.scattered_bytes(torch.bfloat16) // spec.ranks)
+            reductions[key] = max(reductions[key], 2 * spec.ranks * row)
+    return gathers.total() + reductions.total()
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16

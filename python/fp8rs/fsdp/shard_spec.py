@@ -25,26 +25,26 @@ class ShardSpec:
         groups: process groups of all mesh dimensions that shard the parameter over more than one
             rank: FSDP2's and tensor parallelism's, without replicas.
         shard_groups: FSDP2's process group alone; empty with one rank.
-        matrix_groups: the part of ``groups`` whose ranks share matrices. A batched weight (E, N, K)
-            on Shard(0) has none, because each rank holds whole matrices.
         ranks: number of FSDP2's shards.
         rank: this rank's shard.
         dim: the dimension that FSDP2 shards.
         shape: the parameter's shape.
         whole: the shape that FSDP2 gathers. With tensor parallelism, this rank's part.
         origin: where that part begins in the parameter, for each dimension.
+        matrix_groups: the part of ``groups`` whose ranks share matrices. A batched weight (E, N, K)
+            on Shard(0) has none, because each rank holds whole matrices.
     """
 
     device_type: str
     groups: tuple[Any, ...]
     shard_groups: tuple[Any, ...]
-    matrix_groups: tuple[Any, ...]
     ranks: int
     rank: int
     dim: int
     shape: tuple[int, ...]
     whole: tuple[int, ...]
     origin: tuple[int, ...]
+    matrix_groups: tuple[Any, ...] = ()
 
     @property
     def batched(self) -> bool:
@@ -114,7 +114,7 @@ def shard_spec(parameter: DTensor) -> ShardSpec:
     sharded = [(i, p) for i, p in enumerate(placements) if not p.is_replicate()]
     shape = tuple(parameter.shape)
     if not sharded:
-        return ShardSpec(mesh.device_type, (), (), (), 1, 0, 0, shape, shape, (0,) * len(shape))
+        return ShardSpec(mesh.device_type, (), (), 1, 0, 0, shape, shape, (0,) * len(shape))
     # FSDP2's mesh dimension comes before the dimensions of tensor parallelism.
     fsdp, placement = sharded[0]
     whole, origin = list(shape), [0] * len(shape)
@@ -128,13 +128,13 @@ def shard_spec(parameter: DTensor) -> ShardSpec:
         mesh.device_type,
         tuple(groups.values()),
         tuple(group for i, group in groups.items() if i == fsdp),
-        tuple(group for i, group in groups.items() if len(shape) == 2 or placements[i].dim != 0),
         mesh.size(fsdp),
         coordinate[fsdp],
         placement.dim,
         shape,
         tuple(whole),
         tuple(origin),
+        tuple(group for i, group in groups.items() if len(shape) < 3 or placements[i].dim != 0),
     )
 
 

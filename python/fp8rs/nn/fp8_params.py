@@ -73,7 +73,8 @@ def add_fp8_params(module: nn.Module, names: Sequence[str], state: ModelState, f
         fqn: the module's fully qualified name, for messages.
     """
     parameters = [module.get_parameter(name) for name in names]
-    module.__class__ = _class_of(type(module))
+    kind: Any = type(module)
+    module.__class__ = _class_of(kind)
     converted: Any = module
     converted._fp8_state = state
     converted._fp8_index = state.add_linear(module, fqn)

@@ -159,8 +159,8 @@ class Param:
         """The rowwise plane of the local part, which may be empty."""
         weight = self.codes
         row = weight.rowwise
-        if row is None or not weight.numel():
-            return weight._store.any_plane.empty(*self.matrix[-2:])
+        if row is None or not (weight.numel() or row.batched):
+            return weight._store.any_plane.empty(*self.matrix)
         return row
 
     @property

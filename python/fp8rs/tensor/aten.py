@@ -156,7 +156,7 @@ def _new_part(
         # Only FSDP2 requests zeros of a parameter's own width.
         raise TypeError(
             f"fully_shard was given a quantized parameter of shape {tuple(t.shape)} that does "
-            "not belong to a layer: it can shard only the weights of layers that fp8rs has converted "
+            "not belong to a layer: it can shard only weights of layers that fp8rs has converted "
             "(convert_to_float8_training(..., fp8_weights=True), quantized_init), and not what a "
             "layer's weight is computed from (pruning, parametrizations). Dequantize it first, or "
             "keep it as a buffer"

@@ -137,8 +137,8 @@ def load_piece(dst: StoreTensor, src: StoreTensor) -> bool:
         if own is not None:
             assert plane is not None
             if store.batched:
-                pieces = own[to.rows.slice], plane[given.rows.slice]
-                copies += [tuple(p.data for p in pieces), tuple(p.scale for p in pieces)]
+                piece, source = own[to.rows.slice], plane[given.rows.slice]
+                copies += [(piece.data, source.data), (piece.scale, source.scale)]
                 continue
             spans, froms = (to[1::-1], given[1::-1]) if turned else (to[:2], given[:2])
             copies += _pairs(own, spans, plane, froms)

@@ -72,9 +72,8 @@ def splits_blocks(value: Any, plane: Plane, turned: bool) -> bool:
         if plane.format.per_tensor:
             return False
     extent = list(value.shape)
-    block = plane.format.block[::-1] if turned else plane.format.block
-    if plane.batched:  # no block spans two matrices
-        block = (1, *(block[:1] * (len(extent) - 2)), block[1])
+    rows, cols = plane.format.block[::-1] if turned else plane.format.block
+    block = [1, *[rows] * (len(extent) - 2), cols] if plane.batched else [rows, cols]
     for mesh_dim, dim in sharded:
         length = -(-extent[dim] // value.device_mesh.size(mesh_dim))
         if length < extent[dim] and (block[dim] < 0 or length % block[dim]):

@@ -114,8 +114,8 @@ class Plane:
         codes = functional.pad(self.data.view(torch.uint8), (0, cols, 0, rows))
         scale = self.scale
         if not self.format.per_tensor:
-            shape = [n + m for n, m in zip(codes.shape, self.lead, strict=True)]
-            down, along = self.format.scale_shape(*shape)
+            rows, cols = (n + m for n, m in zip(codes.shape, self.lead, strict=True))
+            down, along = self.format.scale_shape(rows, cols)
             behind = (0, along - scale.shape[1], 0, down - scale.shape[0])
             scale = functional.pad(as_bytes(scale), behind, value=1).view(scale.dtype)
         return Plane(codes.view(self.data.dtype), scale, self.format, self.lead)

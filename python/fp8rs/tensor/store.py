@@ -124,8 +124,8 @@ class Store:
             batch, matrix = split(self.rowwise.data.shape, self.rowwise.batched)
             return *batch, *matrix
         assert self.columnwise is not None
-        *batch, cols, rows = self.columnwise.data.shape
-        return *batch, rows, cols
+        shape = self.columnwise.data.shape
+        return *shape[:-2], shape[-1], shape[-2]
 
     @property
     def batched(self) -> bool:

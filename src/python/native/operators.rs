@@ -8,8 +8,9 @@ use super::call::{Tensor, Values, stream, views};
 use super::raise::{Failure, throw};
 use super::shim::{Kernel, Value};
 use crate::format::Fp8Format;
+use crate::format::groups::padded_columns;
 use crate::layout::{Block, DType, View, ViewMut, packed};
-use crate::ops::{self, Axis, BlockPlane, BlockScale, BlockSpec, Given, ScaleRule};
+use crate::ops::{self, Axis, BlockPlane, BlockScale, BlockSpec, Gated, Given, Groups, ScaleRule};
 use crate::python::parse;
 
 type Results = Result<Vec<Tensor>, Failure>;
@@ -42,6 +43,9 @@ operators! {
     pack_scales c"pack_scales"
     unpack_scales c"unpack_scales"
     rebase c"rebase"
+    group_bounds c"group_bounds"
+    quantize_groups c"quantize_groups"
+    quantize_gated c"quantize_gated"
 }
 
 /// # Safety
@@ -385,6 +389,92 @@ fn rebase(mut values: Values) -> Results {
     let (to, to_scale) = (out.batch_view_mut("out", batch)?, scale_out.batch_view_mut("scale_out", batch)?);
     ops::rebase(view, scale, block, axis, to, to_scale, stream)?;
     Ok(vec![out, scale_out])
+}
+
+fn group_bounds(mut values: Values) -> Results {
+    let (offsets, x) = (values.tensor(), values.tensor());
+    let rows = x.sizes()?.first().map_or(1, |rows| *rows as usize);
+    let vector = || offsets.allocate(DType::I32, offsets.sizes()?);
+    let (ends, padded_ends, error) = (vector()?, vector()?, offsets.allocate(DType::I32, &[1])?);
+    let stream = stream([&offsets, &x])?;
+    let (to, to_padded) = (ends.view_mut("ends")?, padded_ends.view_mut("padded_ends")?);
+    ops::group_bounds(offsets.view("offsets")?, rows, to, to_padded, error.view_mut("error")?, stream)?;
+    Ok(vec![ends, padded_ends, error])
+}
+
+fn quantize_groups(mut values: Values) -> Results {
+    let (x, ends, padded_ends) = (values.tensor(), values.tensor(), values.tensor());
+    let (dtype, rowwise, columnwise) = (values.dtype(), values.flag(), values.flag());
+    let index = values.optional_tensor();
+    let rule = ScaleRule { power_of_2: values.flag(), amax_epsilon: values.float(), margin: 0 };
+    let x = x.matrix(false)?;
+    let (view, index_view) = (x.view("x")?, index.as_ref().map(|index| index.view("index")).transpose()?);
+    let groups = Groups { ends: ends.view("ends")?, padded_ends: padded_ends.view("padded_ends")? };
+    let shape = (index_view.map_or(view.rows(), |index| index.cols()), view.cols());
+    let planes = GroupPlanes::new(&x, shape, groups.count(), dtype.format()?, [rowwise, columnwise])?;
+    let stream = stream(index.iter().chain([&x, &ends, &padded_ends]))?;
+    let [row, col] = planes.views()?;
+    ops::quantize_groups(view, index_view, groups, rule, row, col, stream)?;
+    Ok(planes.results)
+}
+
+fn quantize_gated(mut values: Values) -> Results {
+    let (h, ends, padded_ends) = (values.tensor(), values.tensor(), values.tensor());
+    let (activation, dtype) = (values.string(), values.dtype());
+    let (rowwise, columnwise, dy) = (values.flag(), values.flag(), values.optional_tensor());
+    let rule = ScaleRule { power_of_2: values.flag(), amax_epsilon: values.float(), margin: 0 };
+    let activation = parse::activation(&activation)?;
+    let h = h.matrix(false)?;
+    let (view, dy_view) = (h.view("h")?, dy.as_ref().map(|dy| dy.view("dy")).transpose()?);
+    let groups = Groups { ends: ends.view("ends")?, padded_ends: padded_ends.view("padded_ends")? };
+    let (rows, width) = view.shape();
+    let shape = (rows, if dy.is_some() { width } else { width / 2 });
+    let planes = GroupPlanes::new(&h, shape, groups.count(), dtype.format()?, [rowwise, columnwise])?;
+    let scratch = h.allocate(view.dtype(), &[shape.0 as i64, shape.1 as i64])?;
+    let stream = stream(dy.iter().chain([&h, &ends, &padded_ends]))?;
+    let gated = Gated { h: view, dy: dy_view, activation, values: scratch.view_mut("values")? };
+    let [row, col] = planes.views()?;
+    ops::quantize_gated(gated, groups, rule, row, col, stream)?;
+    Ok(planes.results)
+}
+
+/// The outputs of a quantization of groups: rowwise codes and scales, columnwise codes and scales.
+struct GroupPlanes {
+    wanted: [bool; 2],
+    results: Vec<Tensor>,
+}
+
+impl GroupPlanes {
+    fn new(
+        like: &Tensor,
+        (rows, cols): (usize, usize),
+        groups: usize,
+        format: Fp8Format,
+        wanted: [bool; 2],
+    ) -> Result<Self, Failure> {
+        let codes = DType::from(format);
+        let outputs = [
+            (wanted[0], codes, rows, cols),
+            (wanted[0], DType::F32, rows, 1),
+            (wanted[1], codes, cols, padded_columns(rows, groups)),
+            (wanted[1], DType::F32, groups, cols),
+        ];
+        let allocate = |(wanted, dtype, rows, cols): (bool, DType, usize, usize)| {
+            if wanted { like.allocate(dtype, &[rows as i64, cols as i64]) } else { like.empty(dtype) }
+        };
+        Ok(Self { wanted, results: outputs.into_iter().map(allocate).collect::<Result<_, _>>()? })
+    }
+
+    fn views(&self) -> Result<[Option<BlockPlane<'_>>; 2], Failure> {
+        let plane = |i: usize, names: [&'static str; 2]| -> Result<_, Failure> {
+            if !self.wanted[i] {
+                return Ok(None);
+            }
+            let codes = self.results[2 * i].view_mut(names[0])?;
+            Ok(Some(BlockPlane { codes, scales: self.results[2 * i + 1].view_mut(names[1])? }))
+        };
+        Ok([plane(0, ["rowwise", "rowwise_scale"])?, plane(1, ["columnwise", "columnwise_scale"])?])
+    }
 }
 
 /// Parses the sizes of a block with the checks and messages of the Python kernels.

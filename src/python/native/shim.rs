@@ -29,7 +29,7 @@ macro_rules! functions {
         pub(super) struct Shim {
             $($(#[$doc])* pub(super) $name: unsafe extern "C" fn($($arg),*) $(-> $result)?,)*
             /// The number of each element type.
-            dtypes: [(DType, i32); 6],
+            dtypes: [(DType, i32); 7],
             /// The number of the CUDA device type.
             pub(super) cuda: i32,
             /// Returns the current stream of a CUDA device.
@@ -56,6 +56,7 @@ macro_rules! functions {
                         (DType::E4m3, number(c"aoti_torch_dtype_float8_e4m3fn")?),
                         (DType::E5m2, number(c"aoti_torch_dtype_float8_e5m2")?),
                         (DType::E8m0, number(c"torch_dtype_float8_e8m0fnu")?),
+                        (DType::I32, number(c"aoti_torch_dtype_int32")?),
                     ],
                     cuda: number(c"aoti_torch_device_type_cuda")?,
                     current_stream,

@@ -1,8 +1,4 @@
-"""A stand-in on the CPU for memory that the GPUs of a host read from each other.
-
-Its pieces are files that all ranks map; its barrier goes through the process group's store, counted
-by channel as the signals of torch's are, and gives up after a time-out.
-"""
+"""A replacement of symmetric memory on the CPU."""
 
 from __future__ import annotations
 
@@ -17,13 +13,17 @@ import torch.distributed as dist
 from internals import own_store
 
 
-class SharedBlock:
-    """What `fp8rs.fsdp.symmetric.Block` is, of files."""
+class SharedFiles:
+    """Replaces `fp8rs.comm.symmetric.PeerMemory`. Its parts are files that all ranks map.
 
-    made = 0
+    The barrier uses the store of the process group, with one counter for each channel. It times
+    out as the barrier of torch does.
+    """
+
+    allocated = 0
 
     def __init__(self, group: Any, device: Any, nbytes: int, timeout: Any) -> None:
-        names = [tempfile.mkdtemp(prefix="fp8rs-block-") if group.rank() == 0 else None]
+        names = [tempfile.mkdtemp(prefix="fp8rs-shared-") if group.rank() == 0 else None]
         first = dist.get_process_group_ranks(group)[0]
         dist.broadcast_object_list(names, src=first, group=group)
         self._folder = Path(str(names[0]))
@@ -39,7 +39,7 @@ class SharedBlock:
         self._store.set_timeout(timeout)
         self._ranks, self._rank = group.size(), group.rank()
         self._passed: Counter[int] = Counter()
-        type(self).made += 1
+        type(self).allocated += 1
 
     def _part(self, rank: int, nbytes: int) -> torch.Tensor:
         path = str(self._folder / str(rank))
@@ -55,5 +55,5 @@ class SharedBlock:
             self._store.wait([f"{key} {rank}" for rank in range(self._ranks)])
         except dist.DistStoreError as error:
             raise TimeoutError(
-                f"barrier: rank {self._rank} waited in vain on channel {channel}"
+                f"barrier: rank {self._rank} timed out on channel {channel}"
             ) from error

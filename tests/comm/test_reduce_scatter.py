@@ -1,16 +1,23 @@
-"""Gradients that are sent in bfloat16 and summed in float32: no bit is lost."""
+"""Gradients that are sent in bfloat16 and summed in float32."""
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
+from comm.gradients import backward, check, check_same_gradients, grads_of, two_micro_batches
 from distributed import ranks
 from distributed.collectives import Collectives
-from distributed.models import EMPTY, EVEN, HIDDEN, RECIPES, batch, make, same_bytes, shard
-from fp8rs.fsdp import set_links
-from fsdp.gradients import backward, check, grads_of, twice
+from distributed.models import EMPTY, EVEN, HIDDEN, RECIPES, batch, make, shard
+from distributed.versions import needs
+from fp8rs.comm import set_fsdp_comm
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 ALL_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -19,56 +26,56 @@ ALL_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.b
 @ranks(2, 4)
 @pytest.mark.parametrize("recipe", [None, "current", "mxfp8"])
 @pytest.mark.parametrize("hidden", list(HIDDEN))
-def test_gradients_are_the_sum_of_the_ranks_in_their_order(rig, recipe, hidden):
+def test_gradients_are_the_sum_in_the_order_of_ranks(rig, recipe, hidden):
     def build():
         model = make(HIDDEN[hidden], recipe=RECIPES.get(recipe), device=rig.device)
         return shard(model, rig, mp_policy=BF16)
 
-    links = check(rig, build)
-    assert links.reductions == {"bfloat16": 3}
+    comm = check(rig, build)
+    assert comm.reduce_scatters == {"bfloat16": 3}
 
 
 @ranks(2)
-def test_a_sum_over_two_ranks_is_torchs_own(rig):
-    """Of two numbers there is one order, and a half is exact."""
-    models = [shard(make(EVEN, device=rig.device), rig, mp_policy=BF16) for _ in range(2)]
-    set_links(models[1])
-    for model in models:
-        backward(model, rig)
-    torchs, ours = map(grads_of, models)
-    assert all(same_bytes(ours[name], grad) for name, grad in torchs.items())
+def test_gradients_of_two_ranks_equal_those_of_fsdp2(rig):
+    """A sum of two numbers has one order, and half of it is exact."""
+    fsdp2, model = (shard(make(EVEN, device=rig.device), rig, mp_policy=BF16) for _ in range(2))
+    set_fsdp_comm(model)
+    backward(fsdp2, rig)
+    backward(model, rig)
+    check_same_gradients(model, fsdp2)
 
 
 @ranks(2)
-def test_half_the_bytes_are_sent(rig):
-    models = [shard(make(EVEN, device=rig.device), rig, mp_policy=BF16) for _ in range(2)]
-    set_links(models[1], gather="torch")
+def test_bf16_gradients_are_sent_as_half_the_bytes(rig):
+    """The other collectives, of weights and their scales, send as much as before."""
+    fsdp2, model = (shard(make(EVEN, device=rig.device), rig, mp_policy=BF16) for _ in range(2))
+    set_fsdp_comm(model, all_gather="torch")
     sent = []
-    for model, kind in zip(models, ("scatter", "alltoall_base"), strict=True):
+    for one in (fsdp2, model):
         with Collectives() as seen:
-            backward(model, rig)
-        sent.append(seen.nbytes(kind))
-        assert {c.kind for c in seen.seen} - {"reduce", "gather"} == {kind}
-    assert sent[0] == 2 * sent[1] > 0
+            backward(one, rig)
+        sent.append(sum(c.nbytes for c in seen.seen))
+    elements = sum(p.numel() for p in model.parameters())
+    assert sent[0] - sent[1] == 2 * elements
 
 
 @ranks(2)
 @pytest.mark.parametrize("reshard", [True, False])
-def test_what_micro_batches_add_up_is_sent_in_float32(rig, reshard):
+def test_accumulated_gradients_are_sent_in_float32(rig, reshard):
     def build():
         model = shard(make(EVEN, device=rig.device), rig, mp_policy=BF16)
         model.set_reshard_after_backward(reshard)
         return model
 
-    links = check(rig, build, lambda model, rig: twice(model, rig, synced=False))
-    assert links.reductions == {"float32": 3}
-    links = check(rig, build, lambda model, rig: twice(model, rig, synced=True))
-    assert links.reductions == {"bfloat16": 6}
+    comm = check(rig, build, lambda model, rig: two_micro_batches(model, rig, synced=False))
+    assert comm.reduce_scatters == {"float32": 3}
+    comm = check(rig, build, lambda model, rig: two_micro_batches(model, rig, synced=True))
+    assert comm.reduce_scatters == {"bfloat16": 6}
 
 
 @ranks(2)
-def test_ranks_that_added_up_different_things_agree_on_the_wire(rig):
-    """Only rank 0 runs the middle block in the first micro-batch: there alone it is float32."""
+def test_ranks_that_accumulated_different_gradients_send_the_same_dtype(rig):
+    """Only rank 0 runs the middle block in the first micro-batch. Only its gradient is float32."""
 
     def build():
         return shard(make((64, 64, 64), device=rig.device), rig, mp_policy=BF16)
@@ -80,7 +87,7 @@ def test_ranks_that_added_up_different_things_agree_on_the_wire(rig):
             backward(model, rig)
         else:
             skipped = blocks[1]
-            # Gathered as on the other rank, and used by nobody.
+            # The block is gathered, as on rank 0, but its output is not used.
             x = batch(rig)
             handle = skipped.register_forward_hook(lambda module, args, out: args[0])
             model(x).float().square().mean().backward()
@@ -88,13 +95,13 @@ def test_ranks_that_added_up_different_things_agree_on_the_wire(rig):
         model.set_requires_gradient_sync(True)
         backward(model, rig, 1)
 
-    assert check(rig, build, run).reductions == {"float32": 4}
+    assert check(rig, build, run).reduce_scatters == {"float32": 4}
 
 
 @ranks(2)
-@pytest.mark.newest_torch
-def test_what_is_filled_in_for_parameters_that_a_rank_did_not_use_is_reduced_in_float32(rig):
-    """FSDP2's zeros may be, there alone."""
+@needs(FSDPModule, "set_reduce_scatter_unused_params")
+def test_zeros_of_unused_parameters_are_reduced_in_float32(rig):
+    """The zeros that FSDP2 reduces may be float32, on the ranks that did not use the parameter."""
 
     def build():
         model = make(EVEN, device=rig.device)
@@ -106,11 +113,11 @@ def test_what_is_filled_in_for_parameters_that_a_rank_did_not_use_is_reduced_in_
         model.set_reduce_scatter_unused_params(True)
         return model
 
-    assert check(rig, build).reductions == {"float32": 3}
+    assert check(rig, build).reduce_scatters == {"float32": 3}
 
 
 @ranks(2)
-def test_evaluations_between_do_not_count(rig):
+def test_forwards_of_an_evaluation_do_not_count(rig):
     def run(model, rig):
         with torch.no_grad():
             for step in range(3):
@@ -118,8 +125,8 @@ def test_evaluations_between_do_not_count(rig):
         model.reshard()
         backward(model, rig)
 
-    links = check(rig, lambda: shard(make(EVEN, device=rig.device), rig, mp_policy=BF16), run)
-    assert links.reductions == {"bfloat16": 3}
+    comm = check(rig, lambda: shard(make(EVEN, device=rig.device), rig, mp_policy=BF16), run)
+    assert comm.reduce_scatters == {"bfloat16": 3}
 
 
 def frozen(model, rig):
@@ -169,8 +176,6 @@ def stored_in_bf16(model, rig):
 
 
 def by_columns(model, rig):
-    from torch.distributed.tensor import Shard
-
     def along(p):
         return Shard(1) if p.dim() == 2 and p.shape[1] % rig.world_size == 0 else Shard(0)
 
@@ -197,11 +202,11 @@ SETTINGS = {
 @pytest.mark.parametrize("setting", list(SETTINGS))
 def test_settings_of_fsdp2(rig, setting):
     recipe = None if setting in ("by columns", "stored in bf16") else "current"
-    links = check(rig, lambda: SETTINGS[setting](make(EVEN, recipe=recipe, device=rig.device), rig))
-    assert links.reductions == {"bfloat16": 2 if setting == "frozen" else 3}
+    comm = check(rig, lambda: SETTINGS[setting](make(EVEN, recipe=recipe, device=rig.device), rig))
+    assert comm.reduce_scatters == {"bfloat16": 2 if setting == "frozen" else 3}
     if setting == "frozen":
-        why = {link.unit: link.reduction_because for link in links.units}
-        assert why["blocks.0"] == "nothing of it is trained"
+        reasons = {choice.module: choice.reduce_scatter_reason for choice in comm.choices}
+        assert reasons["blocks.0"] == "none of its parameters is trained"
 
 
 @ranks(2)
@@ -211,25 +216,25 @@ def test_resharding(rig, reshard):
         model = make(EVEN, device=rig.device)
         return shard(model, rig, mp_policy=BF16, reshard_after_forward=reshard)
 
-    assert check(rig, build).reductions == {"bfloat16": 3}
+    assert check(rig, build).reduce_scatters == {"bfloat16": 3}
 
 
 @ranks(4)
 def test_resharding_over_fewer_ranks(rig):
-    """Of a plain model: FP8 weights refuse it."""
+    """FP8 all-gathers do not support it, so the model is plain."""
 
     def build():
         model = make(EVEN, recipe=None, device=rig.device)
         return shard(model, rig, mp_policy=BF16, reshard_after_forward=2)
 
-    assert check(rig, build).reductions == {"bfloat16": 3}
+    assert check(rig, build).reduce_scatters == {"bfloat16": 3}
 
 
 @ranks(4)
 @pytest.mark.parametrize("all_reduce", [True, False])
 @pytest.mark.parametrize("policy", [BF16, ALL_BF16], ids=["fp32", "bf16"])
-def test_replicas_are_reduced_in_float32(rig, all_reduce, policy):
-    """In bfloat16 among the ranks that shard; each micro-batch, or at the end alone."""
+def test_gradients_of_replicas_are_reduced_in_float32(rig, all_reduce, policy):
+    """They are reduced for each micro-batch, or after the last one."""
 
     def build():
         return shard(make(EVEN, device=rig.device), mesh=rig.mesh(2, 2), mp_policy=policy)
@@ -240,14 +245,14 @@ def test_replicas_are_reduced_in_float32(rig, all_reduce, policy):
         model.set_requires_all_reduce(True)
         backward(model, rig, 1)
 
-    links = check(rig, build, run)
-    assert links.reductions == {"bfloat16": 6}
-    assert {link.ranks for link in links.units} == {2}
+    comm = check(rig, build, run)
+    assert comm.reduce_scatters == {"bfloat16": 6}
+    assert {choice.ranks for choice in comm.choices} == {2}
 
 
 @ranks(4)
 def test_several_meshes(rig):
-    """Each module's reduction is over the ranks that shard it; one rank alone has none."""
+    """Each module is reduced over the ranks that shard it, and not at all with one rank."""
 
     def build():
         model = make((64, 48, 32), device=rig.device)
@@ -256,27 +261,27 @@ def test_several_meshes(rig):
             fully_shard(block, mesh=mesh, mp_policy=BF16)
         return fully_shard(model, mesh=rig.mesh(), mp_policy=BF16)
 
-    links = check(rig, build)
-    assert [link.ranks for link in links.units] == [4, 4, 2, 1]
-    assert links.units[-1].reduction_because == "one rank has all of it"
-    assert links.reductions == {"bfloat16": 3}
+    comm = check(rig, build)
+    assert [choice.ranks for choice in comm.choices] == [4, 4, 2, 1]
+    assert comm.choices[-1].reduce_scatter_reason == "one rank holds all of it"
+    assert comm.reduce_scatters == {"bfloat16": 3}
 
 
 @ranks(2)
-def test_gradients_that_are_float32_are_reduced_as_torch_does(rig):
+def test_float32_gradients_are_reduced_by_torch(rig):
     model = shard(make(EVEN, device=rig.device), rig)
-    links = set_links(model)
-    assert {link.reduction for link in links.units} == {"torch"}
-    why = {link.reduction_because for link in links.units}
-    assert why == {"gradients are computed in float32"}
+    comm = set_fsdp_comm(model)
+    assert {choice.reduce_scatter for choice in comm.choices} == {"torch"}
+    reasons = {choice.reduce_scatter_reason for choice in comm.choices}
+    assert reasons == {"gradients are computed in float32"}
     backward(model, rig)
-    assert not links.reductions
+    assert not comm.reduce_scatters
 
 
 @ranks(2)
-@pytest.mark.newest_torch
-def test_of_a_mixed_group_each_gradient_travels_as_it_is(rig):
-    """Norms and biases in float32 between weights in bfloat16: nothing is rounded."""
+@needs(MixedPrecisionPolicy, "param_dtype_override_fn")
+def test_gradients_of_a_group_with_both_dtypes_are_not_rounded(rig):
+    """Norms and biases are float32, weights are bfloat16."""
 
     def build():
         def override(p):
@@ -294,26 +299,25 @@ def test_of_a_mixed_group_each_gradient_travels_as_it_is(rig):
         with torch.autocast(rig.device_type, torch.bfloat16):
             backward(model, rig)
 
-    links = check(rig, build, run)
-    assert links.reductions == {"bfloat16": 3, "float32": 3}
+    comm = check(rig, build, run)
+    assert comm.reduce_scatters == {"bfloat16": 3, "float32": 3}
     ones = sum(p.numel() for p in make(EVEN, recipe=None).parameters() if p.dim() == 1)
-    assert links.reduced["float32"] == 4 * ones
+    assert comm.reduce_scatter_bytes["float32"] == 4 * ones
 
 
 @ranks(2)
-def test_what_is_not_finite_comes_through(rig):
+def test_nonfinite_gradients_stay_nonfinite(rig):
     model = shard(make(EVEN, recipe=None, device=rig.device), rig, mp_policy=BF16)
-    set_links(model)
+    set_fsdp_comm(model)
     scale = float("inf") if rig.rank == 0 else 1.0
     (model(batch(rig)).float().square().mean() * scale).backward()
     assert all(not g.isfinite().any() for g in grads_of(model).values() if g.numel())
 
 
 @ranks(2)
-def test_a_reduction_after_an_error_of_all_ranks(rig):
-    """A backward that raises in the middle, on all ranks, leaves nothing behind."""
+def test_a_model_trains_after_a_backward_that_raised_on_all_ranks(rig):
     model = shard(make(EVEN, device=rig.device), rig, mp_policy=BF16)
-    links = set_links(model)
+    comm = set_fsdp_comm(model)
 
     def refuse(grad):
         raise ArithmeticError("not today")
@@ -327,10 +331,10 @@ def test_a_reduction_after_an_error_of_all_ranks(rig):
     hidden.remove()
     del x
     fresh = shard(make(EVEN, device=rig.device), rig, mp_policy=BF16)
-    again = set_links(fresh)
+    again = set_fsdp_comm(fresh)
     backward(fresh, rig)
-    assert links.reductions["bfloat16"] < 3
-    assert again.reductions == {"bfloat16": 3}
+    assert comm.reduce_scatters["bfloat16"] < 3
+    assert again.reduce_scatters == {"bfloat16": 3}
 
 
 @ranks(2)
@@ -338,4 +342,4 @@ def test_empty_shards(rig):
     def build():
         return shard(make(EMPTY, recipe=None, device=rig.device), rig, mp_policy=BF16)
 
-    assert check(rig, build).reductions == {"bfloat16": 3}
+    assert check(rig, build).reduce_scatters == {"bfloat16": 3}

@@ -1,10 +1,8 @@
-"""Counts the bytes that a training step really gathers, and its reductions.
+"""Count the bytes that a training step gathers and reduces.
 
-The total comes from the collectives themselves, seen by a dispatch mode as they are issued. The
-converted weights' part comes from what their pre-all-gather hooks hand to FSDP2; in the reference
-run, which has no hooks, from the gathers that ran and the padded sizes of what is in them.
-
-A gather counts as the bytes that one rank holds after it, padding included.
+A dispatch mode counts the collectives. The part of converted weights is what their pre-all-gather
+hooks return. Without hooks, it is calculated from the sizes of the gathers and of the padded
+parameters. The bytes of an all-gather are those of its output, padding included.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-#: Every op behind torch.distributed's all-gathers, with the position of its gathered output.
+#: Operators of all-gathers, with the position of the output.
 _GATHERS = {
     "c10d::_allgather_base_": 0,
     "c10d::allgather_": 0,
@@ -32,7 +30,7 @@ _GATHERS = {
     "_c10d_functional::all_gather_into_tensor_out": None,
     "_c10d_functional::all_gather_into_tensor_coalesced": None,
 }
-#: The same of reduce-scatters, with the position of what is reduced.
+#: Operators of reduce-scatters, with the position of the input.
 _SCATTERS = {
     "c10d::_reduce_scatter_base_": 1,
     "c10d::reduce_scatter_": 1,
@@ -49,7 +47,7 @@ _ALL_REDUCES = {
 
 @dataclass
 class Traffic:
-    """What one step gathered and reduced, in bytes a rank."""
+    """Bytes that a rank gathered and reduced in one step."""
 
     gathers: list[int] = field(default_factory=list)
     handed_over: int = 0
@@ -58,13 +56,13 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """All gathers of the step."""
+        """Return the bytes of all all-gathers."""
         return sum(self.gathers)
 
 
 @contextmanager
 def counted(model: nn.Module, ranks: int) -> Iterator[Traffic]:
-    """Counts what is gathered within the block."""
+    """Count the collectives within the block."""
     traffic = Traffic()
     with ExitStack() as stack:
         for kind in _hooked_types(model):
@@ -77,12 +75,12 @@ def counted(model: nn.Module, ranks: int) -> Iterator[Traffic]:
 def converted_share(
     traffic: Traffic, model: nn.Module, names: set[str], ranks: int, itemsize: int
 ) -> int:
-    """Bytes of the parameters ``names`` within the gathers of a model whose weights have no hooks.
+    """Return the bytes of the parameters ``names`` in the all-gathers of a model without hooks.
 
-    Which sharded module a gather belongs to is told by its size.
+    The size of an all-gather identifies its module.
 
     Raises:
-        RuntimeError: a gather fits no sharded module, or modules that differ in their share.
+        RuntimeError: no module has this size, or several modules with different shares have it.
     """
     shares: dict[int, set[int]] = {}
     for whole, part in _units(model, names, ranks):
@@ -134,11 +132,11 @@ def _hooked_types(model: nn.Module) -> set[Any]:
 
 
 def _counting_hook(hook: Callable[..., Any], traffic: Traffic, ranks: int) -> Callable[..., Any]:
-    # `wraps` keeps the signature: FSDP2 chooses the hook's form by its number of parameters.
+    # `wraps` keeps the signature. FSDP2 counts the parameters of the hook.
     @functools.wraps(hook)
     def count(*args: Any, **kwargs: Any) -> Any:
         handed, metadata = hook(*args, **kwargs)
-        # FSDP2 gathers nothing where there is one rank.
+        # With one rank, FSDP2 gathers nothing.
         traffic.handed_over += _bytes(handed) * ranks if ranks > 1 else 0
         return handed, metadata
 
@@ -146,10 +144,10 @@ def _counting_hook(hook: Callable[..., Any], traffic: Traffic, ranks: int) -> Ca
 
 
 def _units(model: nn.Module, names: set[str], ranks: int) -> Iterator[tuple[int, int]]:
-    """Padded elements of each sharded module, and of the named parameters among them."""
+    """Yield the padded elements of each sharded module, and of the named parameters in it."""
     owner: dict[str, str] = {}
     for prefix, module in model.named_modules():
-        # A parent comes before its children: the innermost sharded module owns a parameter.
+        # Parents come before children, so the innermost sharded module owns a parameter.
         sharded = isinstance(module, FSDPModule)
         if sharded:
             for name, _ in module.named_parameters(prefix):

@@ -1,6 +1,6 @@
-"""What a rank keeps between steps, in bytes a parameter, from the storages of its tensors.
+"""Measure the bytes a parameter that a rank stores between steps.
 
-Whoever holds a storage, it counts, once: so a copy that nobody meant to keep is seen.
+Every storage of the process counts once, so that a forgotten copy is found.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 @dataclass(frozen=True)
 class AtRest:
-    """Bytes a parameter of the converted weights, each divided by this rank's part of them.
+    """Bytes a parameter of the converted weights on this rank.
 
     Attributes:
-        weights: everything that is no gradient, buffer, other parameter or optimizer's state:
-            the weights in all their forms.
-        optimizer: the optimizer's state for them: moments, masters.
+        weights: all storages except gradients, buffers, other parameters and optimizer states.
+        optimizer: their optimizer states.
     """
 
     weights: float
@@ -32,21 +31,21 @@ class AtRest:
 
 
 class Meter:
-    """Measures what has come since it was made."""
+    """Measures the storages that were allocated since it was created."""
 
     def __init__(self) -> None:
-        # Held, so that none of their addresses serves again.
+        # Keep them alive, so that no address is used again.
         self._before = storages()
 
     def at_rest(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, names: set[str]
     ) -> AtRest:
-        """Between steps, with gradients freed and the model resharded.
+        """Measure between steps, after gradients are freed and the model is resharded.
 
         Args:
-            model: made since then, sharded.
+            model: the sharded model.
             optimizer: its optimizer.
-            names: of the parameters that are counted; the others are left out.
+            names: names of the parameters that are counted.
         """
         counted = {name: p for name, p in model.named_parameters() if name in names}
         others = [p for name, p in model.named_parameters() if name not in names]
@@ -67,7 +66,7 @@ class Meter:
 
 
 def storages() -> dict[int, torch.UntypedStorage]:
-    """The storages of all tensors in this process that have memory, by their addresses."""
+    """Return the storages of all tensors of this process that have memory."""
     gc.collect()
     found: dict[int, torch.UntypedStorage] = {}
     for thing in gc.get_objects():
@@ -80,11 +79,11 @@ def storages() -> dict[int, torch.UntypedStorage]:
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     if isinstance(tensor, QuantizedTensor) or is_distributed(tensor):
-        return None  # what they are made of is counted
+        return None  # Their inner tensors are counted.
     try:
         storage = tensor.untyped_storage()
         return storage if storage.device.type != "meta" and storage.data_ptr() else None
-    except (NotImplementedError, RuntimeError):  # another wrapper
+    except (NotImplementedError, RuntimeError):  # Another wrapper subclass.
         return None
 
 

@@ -1,0 +1,112 @@
+"""The collectives that `set_fsdp_comm` chose for a model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from fp8rs._torch import in_backward, not_traced
+
+from .symmetric import DoubleBuffer
+
+
+@dataclass(frozen=True)
+class CommChoice:
+    """The collectives of one module that ``fully_shard`` was called on.
+
+    Attributes:
+        module: name of the module. The root is "".
+        ranks: number of ranks that shard it.
+        all_gather: "symmetric" or "torch".
+        all_gather_reason: why "auto" did not choose the best all-gather, or "".
+        reduce_scatter: "symmetric", "bf16" or "torch".
+        reduce_scatter_reason: why "auto" did not choose the best reduce-scatter, or "".
+    """
+
+    module: str
+    ranks: int
+    all_gather: str
+    all_gather_reason: str
+    reduce_scatter: str
+    reduce_scatter_reason: str
+
+
+@dataclass
+class FSDPComm:
+    """The collectives of a model. ``str()`` gives a table.
+
+    Attributes:
+        choices: the choice for each module that has parameters of its own.
+        reduce_scatters: number of reduce-scatters so far, by the dtype that was sent. They are
+            counted unless FSDP2's own reduce-scatter was chosen.
+        reduce_scatter_bytes: bytes of their inputs on this rank, by the dtype that was sent.
+    """
+
+    choices: tuple[CommChoice, ...] = ()
+    reduce_scatters: Counter[str] = field(default_factory=Counter)
+    reduce_scatter_bytes: Counter[str] = field(default_factory=Counter)
+    _buffers: dict[Any, DoubleBuffer] = field(default_factory=dict, repr=False)
+    _forwards: int = 0
+
+    @property
+    def all_gather_bytes(self) -> int:
+        """Bytes of the outputs of all-gathers through symmetric memory so far."""
+        return sum(buffer.gathered for buffer in self._buffers.values())
+
+    @property
+    def symmetric_memory(self) -> int:
+        """Bytes of symmetric memory that this rank has allocated."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{n} in {dtype}" for dtype, n in sorted(self.reduce_scatters.items()))
+        memory = f"symmetric memory: {self.symmetric_memory:,} B"
+        return "\n".join(
+            [*rows(self.choices), memory, f"reduce-scatters so far: {counts or 'none'}"]
+        )
+
+    def _count(self, sent: torch.Tensor) -> None:
+        dtype = str(sent.dtype).removeprefix("torch.")
+        self.reduce_scatters[dtype] += 1
+        self.reduce_scatter_bytes[dtype] += sent.nbytes
+
+    @not_traced
+    def _begin_forward(self, module: nn.Module, args: Any) -> None:
+        """Count a forward that a backward may follow. Recomputed forwards do not count."""
+        if torch.is_grad_enabled() and not in_backward():
+            self._forwards += 1
+
+
+#: The choice for each module.
+CHOICES: WeakKeyDictionary[nn.Module, CommChoice] = WeakKeyDictionary()
+
+
+def choices_of(model: nn.Module) -> tuple[CommChoice, ...]:
+    """Return the choices for the modules of a model, with their names in that model."""
+    return tuple(
+        replace(CHOICES[module], module=name)
+        for name, module in model.named_modules()
+        if module in CHOICES
+    )
+
+
+def rows(choices: Iterable[CommChoice]) -> Iterator[str]:
+    """Yield the lines of a table. Modules with the same collectives share a row."""
+    alike: dict[CommChoice, list[str]] = {}
+    for choice in choices:
+        alike.setdefault(replace(choice, module=""), []).append(choice.module or "the root")
+    for choice, names in alike.items():
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        plural = "s" if choice.ranks > 1 else ""
+        yield f"{', '.join(names[:3])}{more}: {choice.ranks} rank{plural}"
+        for collective, chosen, reason in (
+            ("all-gather", choice.all_gather, choice.all_gather_reason),
+            ("reduce-scatter", choice.reduce_scatter, choice.reduce_scatter_reason),
+        ):
+            yield f"  {collective}: {chosen}" + (f" ({reason})" if reason else "")

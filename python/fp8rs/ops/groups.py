@@ -1,0 +1,123 @@
+"""The operators of groups: rows of which each expert has a consecutive part.
+
+Scales are float32 and follow the rule of per-tensor scales. CPU and CUDA give the same bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8rs.ops.define import in_rust
+
+
+def padded_columns(rows: int, groups: int) -> int:
+    """Return the number of columns of columnwise codes: enough for groups of any lengths.
+
+    Each group starts at a multiple of 16 columns, which grouped GEMMs require.
+    """
+    return (rows + 15 * min(groups, rows)) // 16 * 16
+
+
+@in_rust
+def group_bounds(offsets: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute where groups end, from untrusted offsets.
+
+    Args:
+        offsets: int32 (groups,), the row after the last one of each group. Rows from the last
+            offset on belong to no group.
+        x: a tensor whose first dimension is the number of rows. An offset that is negative, larger
+            than it or smaller than the offset before it is replaced by the nearest valid one.
+
+    Returns:
+        The offsets, the column of the columnwise codes after the last one of each group, and int32
+        (1,), which is 1 if an offset was replaced and 0 otherwise.
+    """
+    return offsets.new_empty(offsets.shape), offsets.new_empty(offsets.shape), offsets.new_empty(1)
+
+
+def _outputs(
+    x: Tensor,
+    shape: tuple[int, int],
+    groups: int,
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, cols = shape
+
+    def empty(wanted: bool, dtype: torch.dtype, *shape: int) -> Tensor:
+        return x.new_empty(shape if wanted else (0,), dtype=dtype)
+
+    return (
+        empty(rowwise, fp8_dtype, rows, cols),
+        empty(rowwise, torch.float32, rows, 1),
+        empty(columnwise, fp8_dtype, cols, padded_columns(rows, groups)),
+        empty(columnwise, torch.float32, groups, cols),
+    )
+
+
+@in_rust
+def quantize_groups(
+    x: Tensor,
+    ends: Tensor,
+    padded_ends: Tensor,
+    fp8_dtype: torch.dtype,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    *,
+    index: Tensor | None = None,
+    power_2_scale: bool = False,
+    amax_epsilon: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantize groups of rows with a scale per row, and a scale per column of each group.
+
+    Args:
+        x: the values (rows, cols), float32, bfloat16 or float16.
+        ends: the first result of :func:`group_bounds`.
+        padded_ends: its second result.
+        fp8_dtype: the dtype of the codes.
+        rowwise: whether rows are quantized. Rows that belong to no group have codes 0 and scale 1.
+        columnwise: whether columns are quantized.
+        index: int32 (rows,). Row i of the values is row ``index[i]`` of ``x``. An index outside of
+            ``x`` is replaced by the nearest row.
+        power_2_scale: whether scales are rounded up to powers of two.
+        amax_epsilon: lower bound for absolute maxima.
+
+    Returns:
+        Rowwise codes (rows, cols) and their scales (rows, 1), columnwise codes
+        (cols, ``padded_columns``) and their scales (groups, cols). Row i of group g is column
+        ``padded_ends[g - 1] + i`` of the columnwise codes. Columns between groups have code 0. A
+        result that is not requested has the shape (0,).
+    """
+    shape = (x.shape[0] if index is None else index.shape[0], x.shape[1])
+    return _outputs(x, shape, ends.shape[0], fp8_dtype, rowwise, columnwise)
+
+
+@in_rust
+def quantize_gated(
+    h: Tensor,
+    ends: Tensor,
+    padded_ends: Tensor,
+    activation: str,
+    fp8_dtype: torch.dtype,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    *,
+    dy: Tensor | None = None,
+    power_2_scale: bool = False,
+    amax_epsilon: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute a gated activation or its gradient, and quantize it like :func:`quantize_groups`.
+
+    The values are activation(gate) * up, computed in float32 and rounded to the dtype of ``h``.
+
+    Args:
+        h: (rows, 2 * cols): the gate, then ``up``. float32, bfloat16 or float16.
+        activation: "silu" or "gelu_tanh".
+        dy: the gradient (rows, cols) of the result, with the dtype of ``h``. The values are then
+            the gradient (rows, 2 * cols) of ``h``.
+    """
+    rows, width = h.shape
+    shape = (rows, width // 2 if dy is None else width)
+    return _outputs(h, shape, ends.shape[0], fp8_dtype, rowwise, columnwise)

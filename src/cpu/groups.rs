@@ -1,0 +1,284 @@
+//! Bounds and quantization of groups of rows.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use super::convert::{Codes, Element};
+use super::float_env::DefaultFloatEnv;
+use super::simd::{Kernel, dispatch};
+use super::tensorwise::{PARALLEL, PIECE};
+use super::tile::{COLS, Fill, by_tiles};
+use super::types::{with_codes, with_element};
+use super::{pool, rows};
+use crate::format::Fp8Format;
+use crate::format::activation::Activation;
+use crate::format::groups::bounds;
+use crate::format::scale::reciprocal;
+use crate::format::wide::{INF_BITS, NAN_BITS};
+use crate::layout::{Matrix, View, ViewMut};
+use crate::spec::{Gated, GroupCall, Groups, ScaleRule};
+
+pub(crate) fn group_bounds(offsets: View, rows: usize, ends: ViewMut, padded_ends: ViewMut, error: ViewMut) {
+    let (offsets, error) = (offsets.matrix(), error.matrix());
+    // SAFETY: validation checked that this is an int32 row.
+    let found = bounds((0..offsets.cols).map(|i| unsafe { offsets.read::<i32>(0, i) }), rows);
+    for (out, values) in [(ends.matrix(), &found.ends), (padded_ends.matrix(), &found.padded_ends)] {
+        for (i, value) in values.iter().enumerate() {
+            // SAFETY: validation checked that these outputs are int32 rows with an element per group.
+            unsafe { out.write(0, i, *value) };
+        }
+    }
+    // SAFETY: validation checked that this output is one int32 element.
+    unsafe { error.write(0, 0, i32::from(found.invalid)) };
+}
+
+/// Computes rows of a gated activation or of its gradient.
+struct GatedPiece<T> {
+    h: Matrix,
+    dy: Option<Matrix>,
+    activation: Activation,
+    values: Matrix,
+    rows: Range<usize>,
+    buffers: [Vec<T>; 3],
+}
+
+impl<T: Element> Kernel for GatedPiece<T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let Self { h, dy, activation, values, rows, buffers: [mut first, mut second, mut third] } = self;
+        let width = h.cols / 2;
+        for row in rows {
+            // SAFETY: the columns are the halves of `h`, whose elements are `T`.
+            let (gates, ups) = unsafe {
+                (h.row::<T>(row, 0..width, &mut first), h.row::<T>(row, width..h.cols, &mut second))
+            };
+            // SAFETY: the output is contiguous and has the dtype of `T`. No other piece has this row.
+            let out = unsafe { values.row_mut::<T>(row, 0..values.cols) };
+            let Some(dy) = dy else {
+                for ((gate, up), out) in gates.iter().zip(ups).zip(out) {
+                    *out = T::narrow(activation.gated(gate.widen(), up.widen()));
+                }
+                continue;
+            };
+            // SAFETY: `dy` has as many columns as the halves of `h`, and its dtype.
+            let dys = unsafe { dy.row::<T>(row, 0..width, &mut third) };
+            let (to_gates, to_ups) = out.split_at_mut(width);
+            let inputs = gates.iter().zip(ups).zip(dys);
+            for (((gate, up), dy), (to_gate, to_up)) in inputs.zip(to_gates.iter_mut().zip(to_ups)) {
+                let (gate, up) = activation.gradients(gate.widen(), up.widen(), dy.widen());
+                (*to_gate, *to_up) = (T::narrow(gate), T::narrow(up));
+            }
+        }
+    }
+}
+
+pub(crate) fn quantize_gated(gated: &Gated, call: GroupCall) {
+    let _env = DefaultFloatEnv::enter();
+    let (h, values, activation) = (gated.h.matrix(), gated.values.matrix(), gated.activation);
+    let dy = gated.dy.map(|dy| dy.matrix());
+    let used = last_end(&call.groups, h.rows);
+    for_rows(h.rows, h.cols, |rows| {
+        let rows = rows.start.min(used)..rows.end.min(used);
+        with_element!(h.dtype, T => dispatch(GatedPiece::<T> {
+            h, dy, activation, values, rows, buffers: [Vec::new(), Vec::new(), Vec::new()],
+        }));
+    });
+    quantize_groups(call);
+}
+
+/// Calls `f` with ranges of rows, in parallel if there are many elements.
+fn for_rows(rows: usize, cols: usize, f: impl Fn(Range<usize>) + Sync) {
+    let lines = (PIECE / cols.max(1)).max(1);
+    pool::for_each(rows.div_ceil(lines), rows * cols >= PARALLEL, |i| {
+        f(i * lines..((i + 1) * lines).min(rows));
+    });
+}
+
+/// Reads rows of `x` through the index.
+struct Reader<T> {
+    x: Matrix,
+    index: Option<Matrix>,
+    buffer: Vec<T>,
+}
+
+impl<T: Element> Reader<T> {
+    fn new(x: Matrix, index: Option<Matrix>) -> Self {
+        Self { x, index, buffer: Vec::new() }
+    }
+
+    #[inline(always)]
+    fn row(&mut self, row: usize, cols: Range<usize>) -> &[T] {
+        // SAFETY: validation checked that the index is an int32 row with an element for each row.
+        let row = self.index.map_or(row, |index| (unsafe { index.read::<i32>(0, row) }).max(0) as usize);
+        // SAFETY: the row is clamped to the rows of `x`, whose elements are `T`.
+        unsafe { self.x.row(row.min(self.x.rows - 1), cols, &mut self.buffer) }
+    }
+}
+
+/// Returns the scale for fp32 bits of an absolute maximum, as [`rows::amax`] returns them.
+fn scale_of(amax: u32, rule: ScaleRule, format: Fp8Format) -> f32 {
+    rule.scale(f32::from_bits(if amax > INF_BITS { NAN_BITS } else { amax }), format)
+}
+
+/// Quantizes rows with a scale each.
+struct RowPiece<T, C> {
+    reader: Reader<T>,
+    rows: Range<usize>,
+    /// The number of rows that belong to a group.
+    used: usize,
+    rule: ScaleRule,
+    codes: Matrix,
+    scales: Matrix,
+    format: PhantomData<C>,
+}
+
+impl<T: Element, C: Codes> Kernel for RowPiece<T, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(mut self) {
+        let cols = self.codes.cols;
+        for row in self.rows.clone() {
+            // SAFETY: the FP8 output is contiguous, and no other piece has this row.
+            let codes = unsafe { self.codes.row_mut::<u8>(row, 0..cols) };
+            let mut scale = 1.0;
+            if row < self.used {
+                let values = self.reader.row(row, 0..cols);
+                scale = scale_of(rows::amax(values), self.rule, C::FORMAT);
+                rows::cast::<T, C, false>(values, reciprocal(scale), codes);
+            } else {
+                codes.fill(0);
+            }
+            // SAFETY: the element is inside the fp32 output, and no other piece has this row.
+            unsafe { self.scales.write(row, 0, scale) };
+        }
+    }
+}
+
+/// Quantizes columns of a group with a scale each.
+struct ColumnPiece<T, C> {
+    reader: Reader<T>,
+    group: usize,
+    rows: Range<usize>,
+    cols: Range<usize>,
+    rule: ScaleRule,
+    /// The group's columns of the codes, transposed: row 0 is the first row of the group.
+    codes: Matrix,
+    scales: Matrix,
+    format: PhantomData<C>,
+}
+
+impl<T: Element, C: Codes> Kernel for ColumnPiece<T, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(mut self) {
+        let mut maxima = vec![T::Bits::default(); self.cols.len()];
+        for row in self.rows.clone() {
+            for (found, x) in maxima.iter_mut().zip(self.reader.row(row, self.cols.clone())) {
+                *found = (*found).max(x.magnitude());
+            }
+        }
+        let mut factors = vec![0.0; self.cols.len()];
+        for ((col, found), factor) in self.cols.clone().zip(maxima).zip(&mut factors) {
+            let scale = scale_of(T::widen_magnitude(found), self.rule, C::FORMAT);
+            *factor = reciprocal(scale);
+            // SAFETY: the element is inside the fp32 output, and no other piece has these columns of the
+            // group.
+            unsafe { self.scales.write(self.group, col, scale) };
+        }
+        let (first_row, first_col) = (self.rows.start, self.cols.start);
+        let mut fill =
+            CastColumns { reader: self.reader, first_row, first_col, factors, format: self.format };
+        // SAFETY: no other piece has these columns of the group.
+        unsafe { by_tiles(0..self.rows.len(), self.cols.clone(), &[self.codes], &mut fill) };
+    }
+}
+
+struct CastColumns<T, C> {
+    reader: Reader<T>,
+    first_row: usize,
+    first_col: usize,
+    factors: Vec<f32>,
+    format: PhantomData<C>,
+}
+
+impl<T: Element, C: Codes> Fill for CastColumns<T, C> {
+    #[inline(always)]
+    fn fill(&mut self, row: usize, cols: Range<usize>, out: &mut [u8]) {
+        let factors = &self.factors[cols.start - self.first_col..];
+        let values = self.reader.row(self.first_row + row, cols);
+        for ((x, q), out) in values.iter().zip(factors).zip(out) {
+            *out = C::encode(x.widen() * q);
+        }
+    }
+}
+
+/// Reads the bounds, and restricts them to the rows and columns of the call. The result of
+/// [`group_bounds`] needs no restriction. Each group has its rows and its first column.
+fn read_bounds(groups: &Groups, rows: usize, columns: usize) -> Vec<(Range<usize>, usize)> {
+    let (ends, padded_ends) = (groups.ends.matrix(), groups.padded_ends.matrix());
+    let (mut start, mut padded_start) = (0, 0);
+    (0..ends.cols)
+        .map(|i| {
+            // SAFETY: validation checked that both are int32 rows with an element per group.
+            let (end, padded) = unsafe { (ends.read::<i32>(0, i), padded_ends.read::<i32>(0, i)) };
+            let most = rows.min(start + (columns - padded_start));
+            let end = (end.max(0) as usize).clamp(start, most);
+            let found = (start..end, padded_start);
+            padded_start = (padded.max(0) as usize).clamp(padded_start + (end - start), columns);
+            start = end;
+            found
+        })
+        .collect()
+}
+
+/// Returns the number of rows that belong to groups.
+fn last_end(groups: &Groups, rows: usize) -> usize {
+    read_bounds(groups, rows, usize::MAX).last().map_or(0, |(rows, _)| rows.end)
+}
+
+pub(crate) fn quantize_groups(call: GroupCall) {
+    let _env = DefaultFloatEnv::enter();
+    let GroupCall { x, index, groups, rule, format, rowwise, columnwise } = call;
+    let (x, index) = (x.matrix(), index.map(|index| index.matrix()));
+    let (rows, cols) = (index.map_or(x.rows, |index| index.cols), x.cols);
+    if let Some(plane) = rowwise {
+        let (codes, scales) = (plane.codes.matrix(), plane.scales.matrix());
+        let used = last_end(&groups, rows);
+        for_rows(rows, cols, |rows| {
+            with_element!(x.dtype, T => with_codes!(format, C => dispatch(RowPiece::<T, C> {
+                reader: Reader::new(x, index), rows, used, rule, codes, scales, format: PhantomData,
+            })));
+        });
+    }
+    if let Some(plane) = columnwise {
+        let (codes, scales) = (plane.codes.matrix(), plane.scales.matrix());
+        let bounds = read_bounds(&groups, rows, codes.cols);
+        zero_padding(codes, &bounds);
+        let chunks = cols.div_ceil(COLS);
+        pool::for_each(bounds.len() * chunks, rows * cols >= PARALLEL, |i| {
+            let (group, chunk) = (i / chunks, i % chunks);
+            let (rows, start) = bounds[group].clone();
+            let cols = chunk * COLS..((chunk + 1) * COLS).min(cols);
+            let codes = Matrix { ptr: codes.at(0, start), cols: rows.len(), ..codes }.transposed();
+            with_element!(x.dtype, T => with_codes!(format, C => dispatch(ColumnPiece::<T, C> {
+                reader: Reader::new(x, index), group, rows, cols, rule, codes, scales, format: PhantomData,
+            })));
+        });
+    }
+}
+
+/// Zeroes the columns that belong to no row.
+fn zero_padding(codes: Matrix, bounds: &[(Range<usize>, usize)]) {
+    let begins = [0].into_iter().chain(bounds.iter().map(|(rows, start)| start + rows.len()));
+    let ends = bounds.iter().map(|(_, start)| *start).chain([codes.cols]);
+    for gap in begins.zip(ends).map(|(from, to)| from..to) {
+        for row in 0..codes.rows {
+            // SAFETY: the FP8 output is contiguous, and nothing else writes to it yet.
+            unsafe { codes.row_mut::<u8>(row, gap.clone()) }.fill(0);
+        }
+    }
+}

@@ -1,0 +1,214 @@
+//! Bounds and quantization of groups of rows (`kernels/groups.cu`).
+
+use std::ptr;
+
+use super::driver::{Args, Grid, launch, zero};
+use super::modules::{ByInput, ByTypes, Kernel, by_input, by_types, format_index, input_index, kernel};
+use super::tensorwise::Rule;
+use super::views::{aligned, ordinal, rows_aligned};
+use crate::error::Error;
+use crate::format::activation::Activation;
+use crate::format::groups::padded_columns;
+use crate::layout::{Matrix, View, ViewMut};
+use crate::spec::{Gated, GroupCall, Stream};
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct GroupBoundsArgs {
+    offsets: *const u8,
+    ends: *mut u8,
+    padded_ends: *mut u8,
+    error: *mut u8,
+    count: i64,
+    rows: i64,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct GroupArgs {
+    x: *const u8,
+    dy: *const u8,
+    index: *const u8,
+    ends: *const u8,
+    padded_ends: *const u8,
+    values: *mut u8,
+    row: *mut u8,
+    row_scale: *mut u8,
+    col: *mut u8,
+    col_scale: *mut u8,
+    x_rs: i64,
+    x_cs: i64,
+    dy_rs: i64,
+    dy_cs: i64,
+    x_rows: i64,
+    rows: i64,
+    cols: i64,
+    columns: i64,
+    count: i64,
+    tiles_across: i64,
+    rule: Rule,
+    gelu: u32,
+    flags: u32,
+    unused: u32,
+}
+
+// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
+unsafe impl Args for GroupBoundsArgs {}
+// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
+unsafe impl Args for GroupArgs {}
+
+// Defined in `kernels/groups.cu`.
+const X_VECTORS: u32 = 1;
+const DY_VECTORS: u32 = 2;
+const VALUE_VECTORS: u32 = 4;
+/// Rows that a thread block of the maxima's kernels processes.
+const STRIP_ROWS: usize = 256;
+
+static BOUNDS: Kernel = kernel!(Groups, "group_bounds", GroupBoundsArgs);
+static AMAX: ByInput = by_input!(Groups, "group_amax", GroupArgs);
+static GATED: ByInput = by_input!(Groups, "group_gated", GroupArgs);
+static GRADIENT: ByInput = by_input!(Groups, "group_gradient", GroupArgs);
+static SCALES: [Kernel; 2] =
+    [kernel!(Groups, "group_scales_e4m3", GroupArgs), kernel!(Groups, "group_scales_e5m2", GroupArgs)];
+static CAST: ByTypes = by_types!(Groups, "group_cast", GroupArgs);
+
+#[cfg(test)]
+pub(super) fn kernels() -> Vec<&'static Kernel> {
+    let by_input = [&AMAX, &GATED, &GRADIENT].into_iter().flatten();
+    [&BOUNDS].into_iter().chain(by_input).chain(&SCALES).chain(CAST.iter().flatten()).collect()
+}
+
+pub(crate) fn group_bounds(
+    offsets: View,
+    rows: usize,
+    ends: ViewMut,
+    padded_ends: ViewMut,
+    error: ViewMut,
+    stream: Stream,
+) -> Result<(), Error> {
+    let args = GroupBoundsArgs {
+        offsets: offsets.ptr(),
+        ends: ends.ptr(),
+        padded_ends: padded_ends.ptr(),
+        error: error.ptr(),
+        count: offsets.cols() as i64,
+        rows: rows as i64,
+    };
+    launch(ordinal(error.device()), stream, &BOUNDS, Grid { blocks: 1, threads: 1024 }, &args)
+}
+
+pub(crate) fn quantize_groups(call: GroupCall, stream: Stream) -> Result<(), Error> {
+    quantize(&call, None, stream)
+}
+
+pub(crate) fn quantize_gated(gated: &Gated, call: GroupCall, stream: Stream) -> Result<(), Error> {
+    quantize(&call, Some(gated), stream)
+}
+
+fn quantize(call: &GroupCall, gated: Option<&Gated>, stream: Stream) -> Result<(), Error> {
+    let GroupCall { x, index, groups, rule, format, rowwise, columnwise } = call;
+    let (values, device) = (x.matrix(), ordinal(x.device()));
+    let (rows, cols) = (index.map_or(values.rows, |index| index.cols()), values.cols);
+    let columns = padded_columns(rows, groups.count());
+    let null = || (ptr::null_mut(), ptr::null_mut());
+    let plane = |plane: &Option<crate::spec::BlockPlane>| {
+        plane.as_ref().map_or_else(null, |plane| (plane.codes.ptr(), plane.scales.ptr()))
+    };
+    let ((row, row_scale), (col, col_scale)) = (plane(rowwise), plane(columnwise));
+    let mut args = GroupArgs {
+        x: values.ptr,
+        dy: ptr::null(),
+        index: index.map_or(ptr::null(), |index| index.ptr()),
+        ends: groups.ends.ptr(),
+        padded_ends: groups.padded_ends.ptr(),
+        values: ptr::null_mut(),
+        row,
+        row_scale,
+        col,
+        col_scale,
+        x_rs: values.row_stride as i64,
+        x_cs: values.col_stride as i64,
+        dy_rs: 0,
+        dy_cs: 0,
+        x_rows: values.rows as i64,
+        rows: rows as i64,
+        cols: cols as i64,
+        columns: columns as i64,
+        count: groups.count() as i64,
+        tiles_across: cols.div_ceil(128) as i64,
+        rule: (*rule).into(),
+        gelu: 0,
+        flags: 0,
+        unused: 0,
+    };
+    let vector = 16 / values.dtype.size();
+    if cols.is_multiple_of(vector) && (row.is_null() || aligned(row, 8)) {
+        args.flags |= VALUE_VECTORS;
+    }
+    if rows_aligned(&values, 16) {
+        args.flags |= X_VECTORS;
+    }
+
+    // The maxima are computed in the memory of the scales.
+    let (row_scales, col_scales) =
+        (if row.is_null() { 0 } else { rows }, if col.is_null() { 0 } else { groups.count() * cols });
+    for (at, count) in [(row_scale, row_scales), (col_scale, col_scales)] {
+        if count > 0 {
+            zero(device, stream, at, 4 * count)?;
+        }
+    }
+    let (kernels, maxima, width) = match gated {
+        None => (&AMAX, args, cols),
+        Some(gated) => gated_args(gated, args, cols),
+    };
+    if rows > 0 && cols > 0 {
+        let across = width.div_ceil(32 * vector);
+        let maxima = GroupArgs { tiles_across: across as i64, ..maxima };
+        let grid = Grid { blocks: (rows.div_ceil(STRIP_ROWS) * across) as u64, threads: 256 };
+        launch(device, stream, &kernels[input_index(values.dtype)], grid, &maxima)?;
+    }
+    let blocks = (row_scales + col_scales).div_ceil(256) + row_scales;
+    if blocks > 0 {
+        let grid = Grid { blocks: blocks as u64, threads: 256 };
+        launch(device, stream, &SCALES[format_index(*format)], grid, &args)?;
+    }
+    if columns > 0 && cols > 0 {
+        let grid = Grid {
+            blocks: columns.div_ceil(128) as u64 * cols.div_ceil(128) as u64,
+            threads: 16 * values.dtype.size() as u32 * 4,
+        };
+        launch(device, stream, &CAST[input_index(values.dtype)][format_index(*format)], grid, &args)?;
+    }
+    Ok(())
+}
+
+/// Returns the kernels that compute an activation and its maxima, their arguments, and the columns that they
+/// iterate over.
+fn gated_args(gated: &Gated, args: GroupArgs, cols: usize) -> (&'static ByInput, GroupArgs, usize) {
+    let h: Matrix = gated.h.matrix();
+    let (width, bytes) = (h.cols / 2, h.dtype.size());
+    let vectors = |m: &Matrix| rows_aligned(m, 16) && (width * bytes).is_multiple_of(16);
+    let mut args = GroupArgs {
+        x: h.ptr,
+        values: gated.values.ptr(),
+        x_rs: h.row_stride as i64,
+        x_cs: h.col_stride as i64,
+        gelu: u32::from(gated.activation == Activation::GeluTanh),
+        flags: 0,
+        ..args
+    };
+    if vectors(&h) {
+        args.flags |= X_VECTORS;
+    }
+    if (width * bytes).is_multiple_of(16) && aligned(args.values, 16) {
+        args.flags |= VALUE_VECTORS;
+    }
+    debug_assert!(cols == width || cols == 2 * width);
+    let Some(dy) = gated.dy.map(|dy| dy.matrix()) else { return (&GATED, args, width) };
+    if vectors(&dy) {
+        args.flags |= DY_VECTORS;
+    }
+    args.dy = dy.ptr;
+    (args.dy_rs, args.dy_cs) = (dy.row_stride as i64, dy.col_stride as i64);
+    (&GRADIENT, args, width)
+}

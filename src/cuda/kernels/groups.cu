@@ -1,0 +1,427 @@
+// Groups of rows: their bounds, and quantization with a scale per row and per column of each
+// group. format/groups.rs and format/activation.rs have the definitions.
+//
+// A quantization has three launches. The first finds the maxima of rows and of columns, in the
+// memory of the scales. The second turns maxima into scales. The third casts.
+#include "values.cuh"
+
+struct GroupBoundsArgs {
+  const int *offsets;    // (count)
+  int *ends;             // (count)
+  int *padded_ends;      // (count)
+  int *error;            // one element
+  i64 count;
+  i64 rows;
+};
+
+#define SCAN 1024
+#define ALIGNMENT 16
+
+/// Returns the maximum or the sum of the values of this thread and all threads before it.
+/// Values are not negative. All values are in `shared` afterwards.
+template <bool SUM> DEVICE int scan(int value, int (&shared)[SCAN]) {
+  int i = threadIdx.x;
+  __syncthreads();
+  shared[i] = value;
+  __syncthreads();
+  for (int step = 1; step < SCAN; step *= 2) {
+    int other = i >= step ? shared[i - step] : 0;
+    __syncthreads();
+    value = SUM ? value + other : (value > other ? value : other);
+    shared[i] = value;
+    __syncthreads();
+  }
+  return value;
+}
+
+extern "C" __global__ void __launch_bounds__(SCAN)
+    group_bounds(const __grid_constant__ GroupBoundsArgs a) {
+  __shared__ int shared[SCAN];
+  int rows = a.rows > 0x7fffffff ? 0x7fffffff : (int)a.rows;
+  int last_end = 0, last_padded = 0, invalid = 0;
+  for (i64 first = 0; first < a.count; first += SCAN) {
+    i64 i = first + threadIdx.x;
+    int offset = i < a.count ? a.offsets[i] : 0;
+    int clamped = offset < 0 ? 0 : offset > rows ? rows : offset;
+    int end = scan<false>(clamped, shared);
+    end = end > last_end ? end : last_end;
+    int start = threadIdx.x ? shared[threadIdx.x - 1] : 0;
+    start = start > last_end ? start : last_end;
+    int next_end = shared[SCAN - 1] > last_end ? shared[SCAN - 1] : last_end;
+    int length = i < a.count ? end - start : 0;
+    int padded = scan<true>((length + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT, shared);
+    if (i < a.count) {
+      invalid |= end != offset;
+      a.ends[i] = end;
+      a.padded_ends[i] = last_padded + padded;
+    }
+    last_end = next_end;
+    last_padded += shared[SCAN - 1];
+  }
+  invalid = __syncthreads_or(invalid);
+  if (threadIdx.x == 0) *a.error = invalid ? 1 : 0;
+}
+
+/// The arguments of the other kernels, mirrored by `GroupArgs` in the launch code.
+struct GroupArgs {
+  const void *x;            // the values, or the input (rows, 2 * width) of an activation
+  const void *dy;           // the gradient (rows, width) of an activation's result, or null
+  const int *index;         // (rows), or null
+  const int *ends;          // (count)
+  const int *padded_ends;   // (count)
+  void *values;             // output (rows, cols) of an activation
+  u8 *row;                  // codes (rows, cols), or null
+  float *row_scale;         // (rows), with `row`
+  u8 *col;                  // codes (cols, columns), or null
+  float *col_scale;         // (count, cols), with `col`
+  i64 x_rs, x_cs, dy_rs, dy_cs;
+  i64 x_rows;
+  i64 rows, cols, columns, count;
+  i64 tiles_across;
+  Rule rule;
+  u32 gelu;                 // the activation: SiLU, or GELU
+  u32 flags;
+  u32 unused;               // pads the struct to a multiple of 8 bytes
+};
+
+enum : u32 {
+  X_VECTORS = 1,    // rows of x are contiguous and 16-byte aligned, and so are both halves of them
+  DY_VECTORS = 2,   // rows of dy are contiguous and 16-byte aligned
+  VALUE_VECTORS = 4,  // rows of `values` and of `row` start at multiples of 16 and 8 bytes
+};
+
+template <class T> struct Output;
+template <> struct Output<InF32> { typedef OutF32 type; };
+template <> struct Output<InBf16> { typedef OutBf16 type; };
+template <> struct Output<InF16> { typedef OutF16 type; };
+
+/// Returns the first group whose bound is above `at`, or `count`.
+DEVICE i64 group_after(const int *bounds, i64 count, i64 at) {
+  i64 low = 0, high = count;
+  while (low < high) {
+    i64 middle = (low + high) / 2;
+    if (bounds[middle] > at) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
+/// Loads 16 bytes of a row, from column `col` on. Elements from `cols` on are 0.
+template <class T>
+DEVICE void load_vector(const void *x, i64 rs, i64 cs, bool vectors, i64 row, i64 col, i64 cols,
+                        u32 (&d)[4]) {
+  constexpr int COLS = 4 * T::PER_REG;
+  const char *at = (const char *)x + (row * rs + col * cs) * T::BYTES;
+  if (vectors && col + COLS <= cols) {
+    uint4 v = *(const uint4 *)at;
+    d[0] = v.x, d[1] = v.y, d[2] = v.z, d[3] = v.w;
+    return;
+  }
+  d[0] = d[1] = d[2] = d[3] = 0;
+#pragma unroll 1
+  for (int j = 0; j < COLS; j++, at += cs * T::BYTES) {
+    u32 v = col + j < cols ? T::load(at, 0) : 0;
+    d[0] = T::shift_in(d[0], d[1]);
+    d[1] = T::shift_in(d[1], d[2]);
+    d[2] = T::shift_in(d[2], d[3]);
+    d[3] = T::shift_in(d[3], v);
+  }
+}
+
+/// Returns the row of x that holds a row of the values.
+DEVICE i64 source_row(const GroupArgs &a, i64 row) {
+  if (!a.index) return row;
+  i64 found = a.index[row];
+  return found < 0 ? 0 : found < a.x_rows ? found : a.x_rows - 1;
+}
+
+// --- activations (format/activation.rs) ----------------------------------------------------
+
+DEVICE float exponential(float x) {
+  const float ROUND = 12582912.0f;
+  float clamped = x > 88.0f ? 88.0f : x;
+  clamped = clamped < -87.0f ? -87.0f : clamped;
+  float rounded = __fadd_rn(__fmul_rn(clamped, __uint_as_float(0x3fb8aa3b)), ROUND);
+  float k = __fadd_rn(rounded, -ROUND);
+  float r = __fadd_rn(clamped, -__fmul_rn(k, 0.693359375f));
+  r = __fadd_rn(r, -__fmul_rn(k, -2.12194440e-4f));
+  float p = 1.0f / 5040.0f;
+  p = __fadd_rn(__fmul_rn(p, r), 1.0f / 720.0f);
+  p = __fadd_rn(__fmul_rn(p, r), 1.0f / 120.0f);
+  p = __fadd_rn(__fmul_rn(p, r), 1.0f / 24.0f);
+  p = __fadd_rn(__fmul_rn(p, r), 1.0f / 6.0f);
+  p = __fadd_rn(__fmul_rn(p, r), 0.5f);
+  p = __fadd_rn(__fmul_rn(p, r), 1.0f);
+  p = __fadd_rn(__fmul_rn(p, r), 1.0f);
+  return __uint_as_float(__float_as_uint(p) + (__float_as_uint(rounded) << 23));
+}
+
+DEVICE float sigmoid(float x) { return __fdiv_rn(1.0f, __fadd_rn(1.0f, exponential(-x))); }
+
+/// The activation of a value and its derivative.
+struct Activated {
+  float value, derivative;
+};
+
+DEVICE Activated activate(bool gelu, float x) {
+  if (!gelu) {
+    float s = sigmoid(x);
+    float slope = __fadd_rn(1.0f, __fmul_rn(x, __fadd_rn(1.0f, -s)));
+    return {__fmul_rn(x, s), __fmul_rn(s, slope)};
+  }
+  const float TWICE_ROOT = __uint_as_float(0x3fcc422a), CUBIC = 0.044715f;
+  float square = __fmul_rn(x, x);
+  float cubic = __fmul_rn(CUBIC, __fmul_rn(square, x));
+  float s = sigmoid(__fmul_rn(TWICE_ROOT, __fadd_rn(x, cubic)));
+  float slope = __fmul_rn(__fmul_rn(3.0f, CUBIC), square);
+  slope = __fmul_rn(TWICE_ROOT, __fadd_rn(1.0f, slope));
+  float change = __fmul_rn(__fmul_rn(s, __fadd_rn(1.0f, -s)), slope);
+  return {__fmul_rn(x, s), __fadd_rn(s, __fmul_rn(x, change))};
+}
+
+/// Packs values into registers as elements of T.
+template <class T> DEVICE void pack(const float *v, u32 (&d)[4]) {
+  typedef typename Output<T>::type O;
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    if (T::PER_REG == 1) d[k] = O::bits(v[k]);
+    else d[k] = O::bits(v[2 * k]) | O::bits(v[2 * k + 1]) << 16;
+  }
+}
+
+/// Stores the elements of registers to `values`, at column `first + col`.
+template <class T>
+DEVICE void store_values(const GroupArgs &a, i64 row, i64 first, i64 col, i64 cols,
+                         const u32 (&d)[4]) {
+  constexpr int COLS = 4 * T::PER_REG;
+  char *at = (char *)a.values + (row * a.cols + first + col) * T::BYTES;
+  if ((a.flags & VALUE_VECTORS) && col + COLS <= cols) {
+    *(uint4 *)at = make_uint4(d[0], d[1], d[2], d[3]);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < COLS; j++) {
+    if (col + j >= cols) break;
+    u32 v = d[j / T::PER_REG] >> (T::PER_REG == 2 ? j % 2 * 16 : 0);
+    if (T::BYTES == 4) ((u32 *)at)[j] = v;
+    else ((u16 *)at)[j] = (u16)v;
+  }
+}
+
+// --- maxima ----------------------------------------------------------------------------------
+
+#define STRIP_ROWS 256
+enum Source { ROWS, GATED, GRADIENT };
+
+/// Raises the maxima of the columns of a group to the thread's maxima, which are `T::amax`
+/// results, and clears these.
+template <class T> DEVICE void flush(float *scales, i64 col, i64 cols, u32 (&found)[4]) {
+#pragma unroll
+  for (int j = 0; j < 4 * T::PER_REG; j++) {
+    if (col + j < cols) {
+      u32 bits = canonical(T::amax_bits(found[j / T::PER_REG], j % T::PER_REG));
+      if (bits) atomicMax((u32 *)scales + col + j, bits);
+    }
+  }
+  found[0] = found[1] = found[2] = found[3] = 0;
+}
+
+/// The maxima of a strip of rows and of 32 vectors of columns. Warps take rows in turn. The
+/// memory of the scales must be 0 before. With an activation, its values are stored as well.
+template <class T, Source SOURCE> DEVICE void group_maxima(const GroupArgs &a) {
+  constexpr int COLS = 4 * T::PER_REG;
+  // An activation has `width` columns of input for the gate, and as many for `up`.
+  const i64 width = SOURCE == GRADIENT ? a.cols / 2 : a.cols;
+  i64 strip = blockIdx.x / a.tiles_across;
+  i64 col = ((blockIdx.x - strip * a.tiles_across) * 32 + (threadIdx.x & 31)) * COLS;
+  i64 last = a.count ? a.ends[a.count - 1] : 0;
+  last = last < a.rows ? last : a.rows;
+  i64 end = (strip + 1) * STRIP_ROWS < last ? (strip + 1) * STRIP_ROWS : last;
+  i64 row = strip * STRIP_ROWS + (threadIdx.x >> 5);
+  if (row >= end) return;
+  i64 group = group_after(a.ends, a.count, row);
+  u32 found[4] = {0, 0, 0, 0}, found_up[4] = {0, 0, 0, 0};
+  bool vectors = a.flags & X_VECTORS;
+  for (; row < end; row += blockDim.x >> 5) {
+    if (row >= a.ends[group]) {
+      if (a.col) {
+        flush<T>(a.col_scale + group * a.cols, col, width, found);
+        if (SOURCE == GRADIENT) flush<T>(a.col_scale + group * a.cols + width, col, width, found_up);
+      }
+      group = group_after(a.ends, a.count, row);
+    }
+    u32 d[4], up[4];
+    if (SOURCE == ROWS) {
+      load_vector<T>(a.x, a.x_rs, a.x_cs, vectors, source_row(a, row), col, width, d);
+    } else {
+      u32 dy[4];
+      const char *ups = (const char *)a.x + width * a.x_cs * T::BYTES;
+      load_vector<T>(a.x, a.x_rs, a.x_cs, vectors, row, col, width, d);
+      load_vector<T>(ups, a.x_rs, a.x_cs, vectors, row, col, width, up);
+      if (SOURCE == GRADIENT)
+        load_vector<T>(a.dy, a.dy_rs, a.dy_cs, a.flags & DY_VECTORS, row, col, width, dy);
+      float v[COLS], w[COLS];
+#pragma unroll
+      for (int j = 0; j < COLS; j++) {
+        int r = j / T::PER_REG, e = j % T::PER_REG;
+        Activated found = activate(a.gelu, T::get(d[r], e));
+        float u = T::get(up[r], e);
+        if (SOURCE == GRADIENT) {
+          float g = T::get(dy[r], e);
+          v[j] = __fmul_rn(__fmul_rn(g, u), found.derivative);
+          w[j] = __fmul_rn(g, found.value);
+        } else {
+          v[j] = __fmul_rn(found.value, u);
+        }
+      }
+      pack<T>(v, d);
+      store_values<T>(a, row, 0, col, width, d);
+      if (SOURCE == GRADIENT) {
+        pack<T>(w, up);
+        store_values<T>(a, row, width, col, width, up);
+      }
+    }
+    u32 of_row = 0;
+    if (col < width) {
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        found[k] = T::amax(found[k], d[k]);
+        of_row = max_u32(of_row, magnitude<T>(d[k]));
+        if (SOURCE == GRADIENT) {
+          found_up[k] = T::amax(found_up[k], up[k]);
+          of_row = max_u32(of_row, magnitude<T>(up[k]));
+        }
+      }
+    }
+    of_row = __reduce_max_sync(0xffffffffu, of_row);
+    if (a.row && (threadIdx.x & 31) == 0 && of_row)
+      atomicMax((u32 *)a.row_scale + row, canonical(of_row));
+  }
+  if (a.col && col < width) {
+    flush<T>(a.col_scale + group * a.cols, col, width, found);
+    if (SOURCE == GRADIENT) flush<T>(a.col_scale + group * a.cols + width, col, width, found_up);
+  }
+}
+
+#define MAXIMA_KERNELS(NAME, T)                                                                  \
+  extern "C" __global__ void __launch_bounds__(256) group_amax_##NAME(                            \
+      const __grid_constant__ GroupArgs a) {                                                      \
+    group_maxima<T, ROWS>(a);                                                                     \
+  }                                                                                               \
+  extern "C" __global__ void __launch_bounds__(256) group_gated_##NAME(                           \
+      const __grid_constant__ GroupArgs a) {                                                      \
+    group_maxima<T, GATED>(a);                                                                    \
+  }                                                                                               \
+  extern "C" __global__ void __launch_bounds__(256) group_gradient_##NAME(                        \
+      const __grid_constant__ GroupArgs a) {                                                      \
+    group_maxima<T, GRADIENT>(a);                                                                 \
+  }
+
+FOR_INPUTS(MAXIMA_KERNELS)
+
+// --- scales ----------------------------------------------------------------------------------
+
+/// Replaces maxima by scales. The last blocks, one per row, zero the codes of rows that belong
+/// to no group.
+template <class F> DEVICE void group_scales(const GroupArgs &a) {
+  i64 of_rows = a.row ? a.rows : 0, of_cols = a.col ? a.count * a.cols : 0;
+  i64 blocks = (of_rows + of_cols + 255) / 256;
+  if (blockIdx.x < blocks) {
+    i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
+    if (i >= of_rows + of_cols) return;
+    float *at = i < of_rows ? a.row_scale + i : a.col_scale + (i - of_rows);
+    *at = scale_of<F>(__float_as_uint(*at), a.rule);
+    return;
+  }
+  i64 row = blockIdx.x - blocks;
+  if (a.count && row < a.ends[a.count - 1]) return;
+  for (i64 col = threadIdx.x; col < a.cols; col += 256) a.row[row * a.cols + col] = 0;
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    group_scales_e4m3(const __grid_constant__ GroupArgs a) {
+  group_scales<E4m3>(a);
+}
+extern "C" __global__ void __launch_bounds__(256)
+    group_scales_e5m2(const __grid_constant__ GroupArgs a) {
+  group_scales<E5m2>(a);
+}
+
+// --- cast ------------------------------------------------------------------------------------
+
+/// Casts a tile of 128 columns of the columnwise plane and 128 columns of the values. A thread
+/// holds 16 rows of 16 bytes. They belong to one group, because groups start at multiples of
+/// 16. A warp is 8 lanes across and 4 down.
+template <class T, class F> DEVICE void group_cast(const GroupArgs &a) {
+  constexpr int COLS = 4 * T::PER_REG, WARPS_ACROSS = 128 / (8 * COLS), P = T::PER_REG;
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  i64 tile = blockIdx.x / a.tiles_across, across = blockIdx.x - tile * a.tiles_across;
+  i64 place = tile * 128 + warp / WARPS_ACROSS * 64 + (lane >> 3) * 16;
+  i64 col = across * 128 + warp % WARPS_ACROSS * 8 * COLS + (lane & 7) * COLS;
+  if (place >= a.columns || col >= a.cols) return;
+  i64 group = group_after(a.padded_ends, a.count, place);
+  i64 row = 0;
+  int valid = 0;
+  if (group < a.count) {
+    i64 padded_start = group ? a.padded_ends[group - 1] : 0;
+    row = (group ? a.ends[group - 1] : 0) + place - padded_start;
+    i64 left = (a.ends[group] < a.rows ? a.ends[group] : a.rows) - row;
+    valid = left < 0 ? 0 : left > 16 ? 16 : (int)left;
+  }
+  u32 d[16][4];
+  bool vectors = a.flags & X_VECTORS;
+#pragma unroll
+  for (int r = 0; r < 16; r++) {
+    d[r][0] = d[r][1] = d[r][2] = d[r][3] = 0;
+    if (r < valid)
+      load_vector<T>(a.x, a.x_rs, a.x_cs, vectors, source_row(a, row + r), col, a.cols, d[r]);
+  }
+  if (a.row) {
+#pragma unroll
+    for (int r = 0; r < 16; r++) {
+      if (r >= valid) break;
+      float f = reciprocal(a.row_scale[row + r]);
+      u32 word[2] = {0, 0};
+#pragma unroll
+      for (int j = 0; j < COLS; j += 2) {
+        u32 two = F::pair(__fmul_rn(T::get(d[r][j / P], 0), f),
+                          __fmul_rn(T::get(d[r][(j + 1) / P], P - 1), f));
+        word[j / 4] |= two << (j % 4 * 8);
+      }
+      u8 *to = a.row + (row + r) * a.cols + col;
+      if ((a.flags & VALUE_VECTORS) && col + COLS <= a.cols) {
+        if (COLS == 8) *(uint2 *)to = make_uint2(word[0], word[1]);
+        else *(u32 *)to = word[0];
+      } else {
+        u64 all = (u64)word[1] << 32 | word[0];
+#pragma unroll 1
+        for (int j = 0; j < COLS && col + j < a.cols; j++, all >>= 8) to[j] = (u8)all;
+      }
+    }
+  }
+  if (!a.col) return;
+#pragma unroll
+  for (int j = 0; j < COLS; j++) {
+    if (col + j >= a.cols) continue;
+    float f = valid ? reciprocal(a.col_scale[group * a.cols + col + j]) : 0.0f;
+    u32 word[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int r = 0; r < 16; r += 2) {
+      u32 two = F::pair(__fmul_rn(T::get_again(d[r][j / P], j % P), f),
+                        __fmul_rn(T::get_again(d[r + 1][j / P], j % P), f));
+      // Padding is 0 even if the scale is NaN.
+      two = r + 1 < valid ? two : r < valid ? two & 0xffu : 0u;
+      word[r / 4] |= two << (r % 4 * 8);
+    }
+    *(uint4 *)(a.col + (col + j) * a.columns + place) =
+        make_uint4(word[0], word[1], word[2], word[3]);
+  }
+}
+
+#define CAST_KERNEL(NAME, T, F)                                                                  \
+  extern "C" __global__ void __launch_bounds__(64 * 128 / (32 * T::PER_REG)) group_cast_##NAME(   \
+      const __grid_constant__ GroupArgs a) {                                                      \
+    group_cast<T, F>(a);                                                                          \
+  }
+
+FOR_TYPES(CAST_KERNEL)

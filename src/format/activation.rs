@@ -1,0 +1,154 @@
+//! Gated activations: the elementwise functions of `SwiGLU` and `GeGLU`, and their derivatives.
+//!
+//! All operations are fp32 with one rounding each, in the order that is written here, without fused
+//! multiply-add. Backends therefore agree in every byte.
+
+use super::wide::NAN_BITS;
+
+/// The function that is applied to the gate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Activation {
+    /// x * sigmoid(x), as in `SwiGLU`.
+    Silu,
+    /// The tanh approximation of GELU, as in `GeGLU`. It equals x * sigmoid(2 z) with z = sqrt(2 / pi) * (x +
+    /// 0.044715 x^3).
+    GeluTanh,
+}
+
+/// 2 * sqrt(2 / pi).
+const TWICE_ROOT: f32 = 1.595_769_2;
+
+/// The coefficient of the cubic term of GELU's approximation.
+const CUBIC: f32 = 0.044_715;
+
+impl Activation {
+    /// Returns the activation of `x` and its derivative.
+    #[must_use]
+    pub fn with_derivative(self, x: f32) -> (f32, f32) {
+        match self {
+            Self::Silu => {
+                let s = sigmoid(x);
+                (x * s, s * (1.0 + x * (1.0 - s)))
+            }
+            Self::GeluTanh => {
+                let square = x * x;
+                let s = sigmoid(TWICE_ROOT * (x + CUBIC * (square * x)));
+                let slope = TWICE_ROOT * (1.0 + (3.0 * CUBIC) * square);
+                (x * s, s + x * (s * (1.0 - s) * slope))
+            }
+        }
+    }
+
+    /// Returns activation(gate) * up. A NaN is returned as [`NAN_BITS`].
+    #[must_use]
+    pub fn gated(self, gate: f32, up: f32) -> f32 {
+        canonical(self.with_derivative(gate).0 * up)
+    }
+
+    /// Returns the gradients of `gate` and `up` for the gradient `dy` of [`Self::gated`].
+    #[must_use]
+    pub fn gradients(self, gate: f32, up: f32, dy: f32) -> (f32, f32) {
+        let (value, derivative) = self.with_derivative(gate);
+        (canonical(dy * up * derivative), canonical(dy * value))
+    }
+}
+
+/// Returns 1 / (1 + exp(-x)).
+fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + exp(-x))
+}
+
+/// Returns e^x, with an error of at most 2 units in the last place. `x` is first clamped to [-87, 88]. A NaN
+/// stays one.
+///
+/// With k = x / ln 2 rounded to an integer, e^x = 2^k * e^r, where |r| <= ln(2) / 2. The factor e^r is a
+/// polynomial of degree 7.
+#[must_use]
+pub fn exp(x: f32) -> f32 {
+    /// Adding this number rounds to an integer, which is then in the low bits.
+    const ROUND: f32 = 12_582_912.0;
+    let clamped = if x > 88.0 { 88.0 } else { x };
+    let clamped = if clamped < -87.0 { -87.0 } else { clamped };
+    let rounded = clamped * std::f32::consts::LOG2_E + ROUND;
+    let k = rounded - ROUND;
+    // ln 2 as the sum of a number with few bits and the rest, so that k * LN2_HIGH is exact.
+    let r = clamped - k * 0.693_359_4;
+    let r = r - k * -2.121_944_4e-4;
+    let p = 1.0 / 5040.0;
+    let p = p * r + 1.0 / 720.0;
+    let p = p * r + 1.0 / 120.0;
+    let p = p * r + 1.0 / 24.0;
+    let p = p * r + 1.0 / 6.0;
+    let p = p * r + 0.5;
+    let p = p * r + 1.0;
+    let p = p * r + 1.0;
+    // The low bits of `rounded` are k. Adding k to the exponent multiplies by 2^k.
+    f32::from_bits(p.to_bits().wrapping_add(rounded.to_bits() << 23))
+}
+
+fn canonical(x: f32) -> f32 {
+    if x.is_nan() { f32::from_bits(NAN_BITS) } else { x }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn samples() -> impl Iterator<Item = f32> {
+        (0..200_001).map(|i| (i as f32 - 100_000.0) * 8.7e-4)
+    }
+
+    #[test]
+    fn exp_is_within_two_units_in_the_last_place() {
+        for x in samples() {
+            let expected = f64::from(x).exp();
+            let unit =
+                f64::from(f32::from_bits((expected as f32).to_bits() + 1)) - f64::from(expected as f32);
+            let error = (f64::from(exp(x)) - expected).abs();
+            assert!(error <= 2.0 * unit, "exp({x}) = {} instead of {expected}", exp(x));
+        }
+        assert_eq!((exp(0.0), exp(-0.0)), (1.0, 1.0));
+        assert_eq!((exp(f32::INFINITY), exp(1000.0)), (exp(88.0), exp(88.0)));
+        assert_eq!(exp(f32::NEG_INFINITY), exp(-87.0));
+        assert!(exp(f32::NAN).is_nan());
+    }
+
+    fn reference(activation: Activation, x: f64) -> f64 {
+        match activation {
+            Activation::Silu => x / (1.0 + (-x).exp()),
+            Activation::GeluTanh => {
+                0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3))).tanh())
+            }
+        }
+    }
+
+    #[test]
+    fn values_and_derivatives_match_fp64() {
+        for activation in [Activation::Silu, Activation::GeluTanh] {
+            for x in samples().filter(|x| x.abs() < 20.0) {
+                let (value, derivative) = activation.with_derivative(x);
+                let at = |x| reference(activation, x);
+                let x = f64::from(x);
+                assert!((f64::from(value) - at(x)).abs() <= 2e-6 * (1.0 + x.abs()), "{activation:?} {x}");
+                let slope = (at(x + 1e-6) - at(x - 1e-6)) / 2e-6;
+                assert!(
+                    (f64::from(derivative) - slope).abs() <= 5e-6 * (1.0 + x.abs()),
+                    "{activation:?} {x}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn gradients_are_those_of_the_product() {
+        let (gate, up, dy) = (0.75, -2.0, 3.0);
+        let (value, derivative) = Activation::Silu.with_derivative(gate);
+        assert_eq!(Activation::Silu.gated(gate, up), value * up);
+        assert_eq!(Activation::Silu.gradients(gate, up, dy), (dy * up * derivative, dy * value));
+        assert_eq!(Activation::Silu.gated(-f32::NAN, 1.0).to_bits(), NAN_BITS);
+        assert_eq!(
+            Activation::Silu.gated(f32::NEG_INFINITY, 1.0),
+            f32::NEG_INFINITY * sigmoid(f32::NEG_INFINITY)
+        );
+    }
+}

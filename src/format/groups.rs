@@ -1,0 +1,75 @@
+//! Groups of rows: the rows of one expert are consecutive, and an offset for each expert says where they end.
+
+/// Groups in the columnwise plane start at multiples of this number of columns. Grouped GEMMs require it of
+/// the dimension that they sum over.
+pub const ALIGNMENT: usize = 16;
+
+/// The bounds of all groups.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Bounds {
+    /// The row after the last one of each group. It is monotone and at most the number of rows.
+    pub ends: Vec<i32>,
+    /// The ends with each group's length rounded up to a multiple of [`ALIGNMENT`].
+    pub padded_ends: Vec<i32>,
+    /// Whether an offset was negative, above the number of rows, or below the offset before it.
+    pub invalid: bool,
+}
+
+/// Returns the bounds for untrusted offsets into `rows` rows. An invalid offset is replaced by the nearest
+/// valid one, so that no kernel reads outside of the rows. Rows after the last group belong to no group.
+#[must_use]
+pub fn bounds(offsets: impl IntoIterator<Item = i32>, rows: usize) -> Bounds {
+    let rows = i32::try_from(rows).unwrap_or(i32::MAX);
+    let mut found = Bounds { ends: Vec::new(), padded_ends: Vec::new(), invalid: false };
+    let (mut end, mut padded) = (0, 0);
+    for offset in offsets {
+        let next = offset.clamp(end, rows);
+        found.invalid |= next != offset;
+        padded += (next - end + ALIGNMENT as i32 - 1) / ALIGNMENT as i32 * ALIGNMENT as i32;
+        end = next;
+        found.ends.push(end);
+        found.padded_ends.push(padded);
+    }
+    found
+}
+
+/// Returns the number of columns that the columnwise plane of `rows` rows in `groups` groups needs at most.
+/// It depends on shapes only, so that no size is read from the device.
+#[must_use]
+pub const fn padded_columns(rows: usize, groups: usize) -> usize {
+    let with_rows = if groups < rows { groups } else { rows };
+    (rows + with_rows * (ALIGNMENT - 1)) / ALIGNMENT * ALIGNMENT
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn valid_offsets_are_kept_and_lengths_are_padded() {
+        let found = bounds([3, 3, 20, 36], 40);
+        assert_eq!(
+            found,
+            Bounds { ends: vec![3, 3, 20, 36], padded_ends: vec![16, 16, 48, 64], invalid: false }
+        );
+    }
+
+    #[test]
+    fn invalid_offsets_are_clamped_and_reported() {
+        assert_eq!(bounds([-4, 5], 8).ends, [0, 5]);
+        assert_eq!(bounds([5, 3, 9], 8).ends, [5, 5, 8]);
+        for offsets in [[-1, 2], [5, 4], [2, 9]] {
+            assert!(bounds(offsets, 8).invalid, "{offsets:?}");
+        }
+    }
+
+    #[test]
+    fn padded_columns_are_enough_for_any_groups() {
+        for (rows, groups) in [(0, 4), (3, 0), (1, 1), (17, 3), (64, 4), (5, 100), (1000, 7)] {
+            // The worst case: groups of one row, and the rest in the last group.
+            let offsets = (1..=groups).map(|i| if i == groups { rows } else { i.min(rows) } as i32);
+            let needed = bounds(offsets, rows).padded_ends.last().copied().unwrap_or(0);
+            assert!(needed as usize <= padded_columns(rows, groups), "{rows} rows in {groups} groups");
+        }
+    }
+}

@@ -1,0 +1,171 @@
+//! Rows that are divided into groups, one for each expert: their bounds, and their quantization.
+
+use super::tensorwise::check_rule;
+use super::validate::{Call, Kind, one_matrix, shape};
+use crate::error::Error;
+use crate::format::Fp8Format;
+use crate::format::groups::padded_columns;
+use crate::layout::{DType, View, ViewMut};
+use crate::spec::{BlockPlane, Gated, GroupCall, Groups, ScaleRule, Stream};
+use crate::{cpu, cuda};
+
+/// Computes the bounds of groups from untrusted offsets into `rows` rows ([`crate::format::groups::bounds`]).
+/// `offsets`, `ends` and `padded_ends` are int32 with one element per group. `error` (int32, one element) is 1
+/// if an offset is invalid, and 0 otherwise.
+pub fn group_bounds(
+    offsets: View,
+    rows: usize,
+    ends: ViewMut,
+    padded_ends: ViewMut,
+    error: ViewMut,
+    stream: Stream,
+) -> Result<(), Error> {
+    let mut call = Call::default();
+    call.input("offsets", &offsets, Kind::Is(DType::I32))?;
+    one_matrix("offsets", offsets.batch())?;
+    for (arg, out) in [("ends", &ends), ("padded_ends", &padded_ends)] {
+        call.output(arg, out, Kind::Is(DType::I32))?;
+        shape(arg, out.shape(), (1, offsets.cols()), "one element for each group")?;
+        contiguous(arg, out.is_contiguous())?;
+    }
+    contiguous("offsets", offsets.is_contiguous())?;
+    call.output("error", &error, Kind::Is(DType::I32))?;
+    shape("error", error.shape(), (1, 1), "one element")?;
+    shape("offsets", offsets.shape(), (1, offsets.cols()), "a vector with one element for each group")?;
+    on!(call.finish()?, stream, cpu: cpu::group_bounds(offsets, rows, ends, padded_ends, error), cuda: cuda::group_bounds(offsets, rows, ends, padded_ends, error, stream))
+}
+
+/// Quantizes groups of rows in one or both directions. Row `i` is row `index[i]` of `x`, or row `i` without an
+/// index. `index` is int32, and an index outside of `x` is replaced by the nearest row.
+///
+/// Rowwise, each row has a scale: codes (rows, cols), scales (rows, 1). Rows that belong to no group have
+/// codes 0 and scale 1, and are not read.
+///
+/// Columnwise, each column of each group has a scale: codes (cols, [`padded_columns`]), scales (groups,
+/// cols). Row i of group g is column `padded_ends[g - 1] + i` of the codes. All other columns are 0. A group
+/// without rows has scales of 1.
+///
+/// Scales follow [`ScaleRule::scale`], whose margin must be 0. Codes are encode(x * (1 / scale)). Outputs are
+/// contiguous.
+pub fn quantize_groups(
+    x: View,
+    index: Option<View>,
+    groups: Groups,
+    rule: ScaleRule,
+    rowwise: Option<BlockPlane>,
+    columnwise: Option<BlockPlane>,
+    stream: Stream,
+) -> Result<(), Error> {
+    let mut call = Call::default();
+    call.input("x", &x, Kind::Wide)?;
+    one_matrix("x", x.batch())?;
+    let mut rows = x.rows();
+    if let Some(index) = &index {
+        call.input("index", index, Kind::Is(DType::I32))?;
+        rows = index.cols();
+        shape("index", index.shape(), (1, rows), "a vector with one element for each row")?;
+        contiguous("index", index.is_contiguous())?;
+        if x.rows() == 0 && rows > 0 {
+            let expected = "a matrix with at least one row, because index selects rows".into();
+            return Err(Error::Value { arg: "x".into(), got: "a matrix without rows".into(), expected });
+        }
+    }
+    let format =
+        outputs(&mut call, (rows, x.cols()), &groups, rule, [rowwise.as_ref(), columnwise.as_ref()])?;
+    let device = call.finish()?;
+    let call = GroupCall { x, index, groups, rule, format, rowwise, columnwise };
+    on!(device, stream, cpu: cpu::quantize_groups(call), cuda: cuda::quantize_groups(call, stream))
+}
+
+/// Computes a gated activation or its gradient, and quantizes it as [`quantize_groups`] does.
+pub fn quantize_gated(
+    gated: Gated,
+    groups: Groups,
+    rule: ScaleRule,
+    rowwise: Option<BlockPlane>,
+    columnwise: Option<BlockPlane>,
+    stream: Stream,
+) -> Result<(), Error> {
+    let Gated { h, dy, values, .. } = &gated;
+    let (rows, cols) = h.shape();
+    let mut call = Call::default();
+    call.input("h", h, Kind::Wide)?;
+    one_matrix("h", h.batch())?;
+    if cols % 2 != 0 {
+        return Err(Error::Value {
+            arg: "h".into(),
+            got: format!("a matrix with {cols} columns"),
+            expected: "an even number of columns: the gate's, then as many of what it multiplies".into(),
+        });
+    }
+    if let Some(dy) = dy {
+        call.input("dy", dy, Kind::Is(h.dtype()))?;
+        shape("dy", dy.shape(), (rows, cols / 2), "half the columns of h")?;
+    }
+    let expected = (rows, if dy.is_some() { cols } else { cols / 2 });
+    call.output("values", values, Kind::Is(h.dtype()))?;
+    shape("values", values.shape(), expected, "the shape of the values")?;
+    contiguous("values", values.is_contiguous())?;
+    let format = outputs(&mut call, expected, &groups, rule, [rowwise.as_ref(), columnwise.as_ref()])?;
+    let device = call.finish()?;
+    // The backend writes the values before it reads them.
+    // SAFETY: the view has the memory of `values`, which this call borrows mutably.
+    let x = unsafe {
+        let strides = (values.row_stride(), values.col_stride());
+        View::from_raw(values.ptr(), values.dtype(), values.device(), values.shape(), strides)
+    };
+    let call = GroupCall { x, index: None, groups, rule, format, rowwise, columnwise };
+    on!(device, stream, cpu: cpu::quantize_gated(&gated, call), cuda: cuda::quantize_gated(&gated, call, stream))
+}
+
+/// Adds the groups and the outputs of a quantization of (rows, cols) values. Returns the format.
+fn outputs(
+    call: &mut Call,
+    (rows, cols): (usize, usize),
+    groups: &Groups,
+    rule: ScaleRule,
+    [rowwise, columnwise]: [Option<&BlockPlane>; 2],
+) -> Result<Fp8Format, Error> {
+    let count = groups.count();
+    for (arg, view) in [("ends", groups.ends), ("padded_ends", groups.padded_ends)] {
+        call.input(arg, &view, Kind::Is(DType::I32))?;
+        shape(arg, view.shape(), (1, count), "one element for each group")?;
+        contiguous(arg, view.is_contiguous())?;
+    }
+    let mut format = None;
+    let columns = padded_columns(rows, count);
+    for (names, plane, codes, scales) in [
+        (["rowwise", "rowwise_scale"], rowwise, (rows, cols), (rows, 1)),
+        (["columnwise", "columnwise_scale"], columnwise, (cols, columns), (count, cols)),
+    ] {
+        let Some(plane) = plane else { continue };
+        let expected = format.map_or(Kind::Fp8, |format: Fp8Format| Kind::Is(format.into()));
+        call.output(names[0], &plane.codes, expected)?;
+        format = plane.codes.dtype().fp8();
+        shape(names[0], plane.codes.shape(), codes, "the shape of the plane")?;
+        contiguous(names[0], plane.codes.is_contiguous())?;
+        call.output(names[1], &plane.scales, Kind::F32)?;
+        shape(names[1], plane.scales.shape(), scales, "one element for each line")?;
+        contiguous(names[1], plane.scales.is_contiguous())?;
+    }
+    check_rule(rule)?;
+    if rule.margin != 0 {
+        return Err(Error::Value {
+            arg: "margin".into(),
+            got: rule.margin.to_string(),
+            expected: "0 for groups".into(),
+        });
+    }
+    format.ok_or(Error::Value {
+        arg: "rowwise".into(),
+        got: "absent, and so is columnwise".into(),
+        expected: "given, unless columnwise is".into(),
+    })
+}
+
+fn contiguous(arg: &'static str, is_contiguous: bool) -> Result<(), Error> {
+    if is_contiguous {
+        return Ok(());
+    }
+    Err(Error::Value { arg: arg.into(), got: "strided".into(), expected: "contiguous".into() })
+}

@@ -1,0 +1,40 @@
+"""The page has the outcome of each way to save a checkpoint."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from cases import each_recipe
+from checkpoint.layouts import KEPT
+from checkpoint.paths import EXACT, ROUNDED, outcomes
+from distributed import ranks
+from distributed.models import RECIPES
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+import written
+from checkpoint_paths import PAGE, PLACE
+
+#: Without --full, one optimizer with masters and one without.
+SHORT = ("FP8 weights, AdamW with masters", "FP8 weights, torch's AdamW")
+SOME = [n if n in SHORT else pytest.param(n, marks=pytest.mark.long) for n in KEPT]
+
+
+@ranks(2, cuda=False)
+@each_recipe("current", "delayed", of=RECIPES)
+@pytest.mark.parametrize("kept", SOME)
+def test_the_page_has_the_outcome_of_each_way(rig, recipe, kept):
+    """A cell has the worst outcome of all recipes."""
+    found = outcomes(rig, recipe, kept)
+    tables = [table for name, table in PAGE.tables().items() if name.endswith(PLACE)]
+    assert tables
+    for table in tables:
+        (_, _, *columns), _, *rows = written.rows(table)
+        assert [tuple(row[:2]) for row in rows] == list(found)
+        for way, move, *cells in rows:
+            one = found[way, move]
+            cell = cells[columns.index(kept)].partition(" (")[0]
+            assert one.values == cell or (one.values, cell) == (EXACT, ROUNDED), (way, move, one)
+            if recipe == "delayed":
+                assert one.histories == (cells[-1] == "kept"), (way, move)

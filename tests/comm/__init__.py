@@ -1,0 +1,1 @@
+"""Tests of the collectives that `fp8rs.comm` sets."""

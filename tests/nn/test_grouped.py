@@ -1,0 +1,155 @@
+"""The grouped linear layer against high-precision products of each group."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from cases import data
+from fp8rs.nn.grouped import grouped_linear
+
+#: The lengths of groups, and the rows after the last one.
+LENGTHS = {
+    "even": ([16, 16, 16], 0),
+    "uneven": ([5, 0, 33, 1], 0),
+    "rows after the last group": ([7, 40], 9),
+    "empty": ([0, 0], 0),
+    "no rows in groups": ([0, 0], 4),
+}
+IN, OUT = 64, 48
+
+
+def operands(device, case, dtype=torch.bfloat16):
+    lengths, more = LENGTHS[case]
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    x, weight = normal(sum(lengths) + more, IN), normal(len(lengths), OUT, IN)
+    bias, dy = normal(len(lengths), OUT), normal(sum(lengths) + more, OUT)
+    offs = torch.tensor(lengths, device=device).cumsum(0).to(torch.int32)
+    return x, weight, bias, offs, dy
+
+
+def reference(x, weight, bias, offs, dy):
+    """The output and the gradients in fp64."""
+    x, weight, bias = (t.double().requires_grad_() for t in (x, weight, bias))
+    parts, start = [], 0
+    for group, end in enumerate(offs.tolist()):
+        parts.append(x[start:end] @ weight[group].t() + bias[group])
+        start = end
+    y = torch.cat([*parts, torch.zeros_like(x[start:, :1]).expand(-1, OUT)])
+    y.backward(dy.double())
+    return y.detach(), x.grad, weight.grad, bias.grad
+
+
+def run(x, weight, bias, offs, dy):
+    x, weight, bias = (t.clone().requires_grad_() for t in (x, weight, bias))
+    y = grouped_linear(x, weight, offs, bias=bias)
+    y.backward(dy)
+    return y.detach(), x.grad, weight.grad, bias.grad
+
+
+def error(found, wanted):
+    scale = wanted.norm()
+    return 0.0 if scale == 0 and not found.any() else ((found - wanted).norm() / scale).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("case", list(LENGTHS))
+def test_each_group_is_multiplied_by_its_own_matrix(device, case, dtype):
+    given = operands(device, case, dtype)
+    found, wanted = run(*given), reference(*given)
+    for name, a, b in zip(("y", "dx", "dw", "db"), found, wanted, strict=True):
+        assert a.shape == b.shape and a.dtype == dtype, name
+        # E4M3 rounds to 1/16 of a value: two operands of independent errors.
+        assert error(a, b) < (0.01 if name == "db" else 0.05), name
+
+
+def test_rows_after_the_last_group_are_not_read(device):
+    x, weight, bias, offs, dy = operands(device, "rows after the last group")
+    expected = run(x, weight, bias, offs, dy)
+    x[offs[-1] :], dy[offs[-1] :] = float("nan"), float("nan")
+    for a, b in zip(run(x, weight, bias, offs, dy), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_group_is_independent_of_the_others(device):
+    """The scales of a row, a column of a group and an expert contain nothing of other groups."""
+    x, weight, bias, offs, dy = operands(device, "uneven")
+    expected = run(x, weight, bias, offs, dy)
+    weight[2] *= 100
+    x[5:38] *= 100
+    found = run(x, weight, bias, offs, dy)
+    for a, b in zip(found[:2], expected[:2], strict=True):
+        assert torch.equal(a[:5], b[:5]) and torch.equal(a[38:], b[38:])
+    for a, b in zip(found[2:], expected[2:], strict=True):
+        assert torch.equal(a[[0, 1, 3]], b[[0, 1, 3]])
+
+
+@pytest.mark.parametrize("wanted", ["x", "weight", "bias"])
+def test_one_gradient_is_what_it_is_with_all(device, wanted):
+    given = operands(device, "uneven")
+    everything = run(*given)
+    names = ("x", "weight", "bias")
+    leaves = [t.clone().requires_grad_(n == wanted) for n, t in zip(names, given, strict=False)]
+    grouped_linear(leaves[0], leaves[1], given[3], bias=leaves[2]).backward(given[4])
+    i = names.index(wanted)
+    assert torch.equal(leaves[i].grad, everything[i + 1])
+    assert all(leaves[j].grad is None for j in range(3) if j != i)
+
+
+def test_compiled_is_eager_and_any_number_of_rows_is_one_graph(device):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(grouped_linear, backend=counter, fullgraph=True, dynamic=True)
+    _, weight, bias, offs, _ = operands(device, "uneven")
+    for rows in (39, 64, 200):
+        values = data(device, rows, IN, dtype=torch.bfloat16)
+        ends = offs.clone()
+        ends[-1] = rows
+        outputs = []
+        for function in (compiled, grouped_linear):
+            leaf = values.clone().requires_grad_()
+            y = function(leaf, weight, ends, bias=bias)
+            y.sum().backward()
+            outputs.append((y.detach(), leaf.grad))
+        assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("change", "exception", "message"),
+    [
+        ({"weight": torch.zeros(48, 64)}, ValueError, r"weight has shape \(48, 64\)"),
+        ({"weight": torch.zeros(2, 40, 64)}, ValueError, "multiples of 16"),
+        ({"x": torch.zeros(8, 32)}, ValueError, r"x has shape \(8, 32\)"),
+        ({"offs": torch.zeros(3, dtype=torch.int32)}, ValueError, r"offs has shape \(3,\)"),
+        ({"offs": torch.zeros(2, dtype=torch.int64)}, TypeError, "offs is torch.int64"),
+        ({"x": torch.zeros(8, 64, dtype=torch.float64)}, TypeError, "x is torch.float64"),
+        ({"x": torch.zeros(8, 64, dtype=torch.bfloat16)}, TypeError, "weight is torch.float32"),
+        ({"bias": torch.zeros(2, 64)}, ValueError, r"bias has shape \(2, 64\)"),
+        ({"weight": torch.zeros(1024, 16, 64)}, ValueError, "fewer than 1024"),
+    ],
+)
+def test_bad_arguments_are_named(device, change, exception, message):
+    arguments = {
+        "x": torch.zeros(8, 64),
+        "weight": torch.zeros(2, 48, 64),
+        "offs": torch.tensor([4, 8], dtype=torch.int32),
+        "bias": None,
+        **change,
+    }
+    arguments = {n: t if t is None else t.to(device) for n, t in arguments.items()}
+    bias = arguments.pop("bias")
+    with pytest.raises(exception, match=message):
+        grouped_linear(**arguments, bias=bias)
+
+
+@pytest.mark.parametrize("ends", [[4, 9], [5, 4], [-1, 8]])
+def test_bad_offsets_are_errors_on_the_cpu(ends):
+    with pytest.raises(ValueError, match=r"offs is .* must not decrease"):
+        grouped_linear(
+            torch.zeros(8, 64), torch.zeros(2, 48, 64), torch.tensor(ends, dtype=torch.int32)
+        )

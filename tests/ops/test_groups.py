@@ -1,0 +1,274 @@
+"""Bounds and quantization of groups of rows, against quantization of each group by itself."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from cases import data
+from oracle.activations import gated
+
+ops = torch.ops.fp8rs
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+#: The lengths of groups, and the rows after the last one.
+LENGTHS = {
+    "even": ([16, 16, 16], 0),
+    "uneven": ([5, 0, 33, 1], 0),
+    "rows after the last group": ([7, 40], 9),
+    "one group": ([70], 0),
+    "only empty groups": ([0, 0, 0], 6),
+    "first and last are empty": ([0, 31, 17, 0], 0),
+}
+
+
+def bounds_of(lengths, rows, device):
+    offsets = torch.tensor(lengths, device=device).cumsum(0).to(torch.int32)
+    ends, padded_ends, error = ops.group_bounds(offsets, torch.empty(rows, 0, device=device))
+    assert error.item() == 0
+    return ends, padded_ends
+
+
+def make(rows, cols, device, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, cols, generator=generator) * torch.logspace(-3, 3, cols)
+    return x.to(device, dtype)
+
+
+def expected(x, lengths, fp8_dtype, **options):
+    """Quantize each group by itself with a scale per row, and lay the results out."""
+    rows, cols, used = len(x), x.shape[1], sum(lengths)
+    columns = (rows + 15 * min(len(lengths), rows)) // 16 * 16
+    codes = torch.zeros(rows, cols, dtype=torch.uint8, device=x.device)
+    scale = torch.ones(rows, 1, device=x.device)
+    turned = torch.zeros(cols, columns, dtype=torch.uint8, device=x.device)
+    turned_scale = torch.ones(len(lengths), cols, device=x.device)
+
+    def by_rows(x):
+        found = ops.quantize_blocks(x, fp8_dtype, (1, -1), torch.float32, **options)
+        return found[0].view(torch.uint8), found[1]
+
+    if used:
+        codes[:used], scale[:used] = by_rows(x[:used])
+    start = to = 0
+    for group, length in enumerate(lengths):
+        if length:
+            part, part_scale = by_rows(x[start : start + length].t().contiguous())
+            turned[:, to : to + length] = part
+            turned_scale[group] = part_scale[:, 0]
+        start, to = start + length, to + -(-length // 16) * 16
+    return codes, scale, turned, turned_scale
+
+
+def check(found, wanted):
+    for name, a, b in zip(
+        ("row", "row scale", "column", "column scale"), found, wanted, strict=True
+    ):
+        a = a.view(torch.uint8) if a.element_size() == 1 else a
+        assert a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("case", list(LENGTHS))
+def test_each_group_is_quantized_by_itself(device, case, dtype, fp8_dtype):
+    lengths, more = LENGTHS[case]
+    x = make(sum(lengths) + more, 80, device, dtype)
+    found = ops.quantize_groups(x, *bounds_of(lengths, len(x), device), fp8_dtype)
+    check(found, expected(x, lengths, fp8_dtype))
+
+
+@pytest.mark.parametrize("cols", [16, 257, 1040])
+@pytest.mark.parametrize("power_2_scale", [False, True])
+def test_any_width_and_scale_rule(device, cols, power_2_scale):
+    lengths = [130, 3, 259]
+    x = make(sum(lengths), cols, device)
+    rule = {"power_2_scale": power_2_scale, "amax_epsilon": 1e-3}
+    found = ops.quantize_groups(x, *bounds_of(lengths, len(x), device), E4M3, **rule)
+    check(found, expected(x, lengths, E4M3, **rule))
+
+
+def test_rows_after_the_last_group_are_not_read(device):
+    lengths = [20, 12]
+    x = make(40, 32, device)
+    x[32:] = float("nan")
+    found = ops.quantize_groups(x, *bounds_of(lengths, len(x), device), E4M3)
+    check(found, expected(x, lengths, E4M3))
+    assert all(torch.isfinite(scale).all() for scale in (found[1], found[3]))
+
+
+def test_a_nan_changes_its_row_and_its_column_of_its_group(device):
+    lengths = [20, 12]
+    x = make(32, 32, device)
+    x[21, 5] = float("nan")
+    found = ops.quantize_groups(x, *bounds_of(lengths, len(x), device), E4M3)
+    check(found, expected(x, lengths, E4M3))
+    assert found[1].isnan().nonzero().tolist() == [[21, 0]]
+    assert found[3].isnan().nonzero().tolist() == [[1, 5]]
+
+
+def test_an_index_selects_rows(device):
+    x, lengths = make(24, 48, device), [30, 0, 18]
+    index = torch.randint(24, (48,), generator=torch.Generator().manual_seed(1)).to(
+        device, torch.int32
+    )
+    bounds = bounds_of(lengths, 48, device)
+    found = ops.quantize_groups(x, *bounds, E4M3, index=index)
+    check(found, expected(x[index.long()], lengths, E4M3))
+    outside = index.clone()
+    outside[3], outside[40] = -5, 1000
+    index[3], index[40] = 0, 23
+    found = ops.quantize_groups(x, *bounds, E4M3, index=outside)
+    check(found, expected(x[index.long()], lengths, E4M3))
+
+
+@pytest.mark.parametrize("rowwise", [True, False])
+def test_one_direction_gives_the_bytes_of_both(device, rowwise):
+    x, bounds = make(64, 64, device), bounds_of([33, 31], 64, device)
+    both = ops.quantize_groups(x, *bounds, E4M3)
+    one = ops.quantize_groups(x, *bounds, E4M3, rowwise, not rowwise)
+    for i, (a, b) in enumerate(zip(one, both, strict=True)):
+        wanted = (i < 2) == rowwise
+        assert a.shape == (b.shape if wanted else (0,)), i
+        assert not wanted or torch.equal(a.view(torch.uint8), b.view(torch.uint8)), i
+
+
+# --- activations ---------------------------------------------------------------------------------
+
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+
+
+def values(found):
+    """The values that rowwise codes stand for."""
+    return found[0].float() * found[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_an_activation_is_torchs_up_to_rounding(device, activation, dtype):
+    h = data(device, 64, 96, dtype=dtype)
+    found = ops.quantize_gated(h, *bounds_of([40, 24], 64, device), activation, E4M3)
+    gate, up = h.double().chunk(2, 1)
+    y = ACTIVATIONS[activation](gate) * up
+    error = (values(found) - y).abs().amax(1) / y.abs().amax(1)
+    assert error.max() < 2**-4
+
+
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_gradients_of_an_activation_are_torchs_up_to_rounding(device, activation):
+    h, dy = data(device, 64, 96), data(device, 64, 48, seed=1)
+    bounds = bounds_of([40, 24], 64, device)
+    found = ops.quantize_gated(h, *bounds, activation, E4M3, dy=dy)
+    whole = h.double().requires_grad_()
+    gate, up = whole.chunk(2, 1)
+    (ACTIVATIONS[activation](gate) * up).backward(dy.double())
+    error = (values(found) - whole.grad).abs().amax(1) / whole.grad.abs().amax(1)
+    assert error.max() < 2**-4
+
+
+@pytest.mark.parametrize("case", ["uneven", "rows after the last group"])
+@pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_rounded_values_are_quantized(device, case, dtype, fp8_dtype, backward, activation):
+    lengths, more = LENGTHS[case]
+    h = data("cpu", sum(lengths) + more, 96, dtype=dtype)
+    dy = data("cpu", len(h), 48, dtype=dtype, seed=1) if backward else None
+    wanted = expected(gated(activation, h, dy), lengths, fp8_dtype)
+    bounds = bounds_of(lengths, len(h), device)
+    options = {} if dy is None else {"dy": dy.to(device)}
+    found = ops.quantize_gated(h.to(device), *bounds, activation, fp8_dtype, **options)
+    check([t.cpu() for t in found], wanted)
+
+
+# --- bounds --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("offsets", "rows", "ends", "padded_ends", "invalid"),
+    [
+        ([3, 3, 20, 36], 40, [3, 3, 20, 36], [16, 16, 48, 64], 0),
+        ([-4, 5], 8, [0, 5], [0, 16], 1),
+        ([5, 3, 9], 8, [5, 5, 8], [16, 16, 32], 1),
+        ([], 8, [], [], 0),
+    ],
+)
+def test_bounds_are_clamped_and_padded(device, offsets, rows, ends, padded_ends, invalid):
+    offsets = torch.tensor(offsets, dtype=torch.int32, device=device)
+    found = ops.group_bounds(offsets, torch.empty(rows, 0, device=device))
+    assert [t.tolist() for t in found] == [ends, padded_ends, [invalid]]
+
+
+def test_bounds_of_a_thousand_groups(device):
+    lengths = torch.randint(0, 50, (1023,), generator=torch.Generator().manual_seed(0))
+    offsets = lengths.cumsum(0).to(device, torch.int32)
+    ends, padded_ends, _ = ops.group_bounds(offsets, torch.empty(int(lengths.sum()), device=device))
+    assert torch.equal(ends, offsets)
+    assert torch.equal(padded_ends.cpu().long(), ((lengths + 15) // 16 * 16).cumsum(0))
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"ends": torch.zeros(2, dtype=torch.int64)}, TypeError, "ends"),
+        ({"padded_ends": torch.zeros(3, dtype=torch.int32)}, ValueError, "padded_ends"),
+        ({"index": torch.zeros(8, dtype=torch.int64)}, TypeError, "index"),
+        (
+            {"ends": torch.tensor([4, 0, 8, 0], dtype=torch.int32)[::2]},
+            ValueError,
+            "ends is strided",
+        ),
+        ({"rowwise": False, "columnwise": False}, ValueError, "rowwise"),
+        ({"fp8_dtype": torch.bfloat16}, TypeError, "fp8_dtype"),
+    ],
+)
+def test_bad_arguments_are_named(device, change, error, message):
+    arguments = {
+        "x": torch.zeros(8, 8),
+        "ends": torch.tensor([4, 8], dtype=torch.int32),
+        "padded_ends": torch.tensor([16, 32], dtype=torch.int32),
+        "fp8_dtype": E4M3,
+        **change,
+    }
+    arguments = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+    }
+    with pytest.raises(error, match=message):
+        ops.quantize_groups(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"h": torch.zeros(8, 5)}, ValueError, "h.*5 columns.*even"),
+        ({"activation": "relu"}, ValueError, "activation is .relu.*silu"),
+        ({"dy": torch.zeros(8, 8)}, ValueError, "dy.*half the columns"),
+        ({"dy": torch.zeros(8, 4, dtype=torch.bfloat16)}, TypeError, "dy"),
+    ],
+)
+def test_bad_arguments_of_an_activation_are_named(device, change, error, message):
+    arguments = {
+        "h": torch.zeros(8, 8),
+        "ends": torch.tensor([4, 8], dtype=torch.int32),
+        "padded_ends": torch.tensor([16, 32], dtype=torch.int32),
+        "activation": "silu",
+        "fp8_dtype": E4M3,
+        **change,
+    }
+    arguments = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+    }
+    with pytest.raises(error, match=message):
+        ops.quantize_gated(**arguments)
+
+
+def test_opcheck(device):
+    x, bounds = make(40, 32, device), bounds_of([20, 12], 40, device)
+    torch.library.opcheck(ops.group_bounds.default, (bounds[0], x))
+    torch.library.opcheck(ops.quantize_groups.default, (x, *bounds, E4M3))
+    torch.library.opcheck(ops.quantize_gated.default, (x, *bounds, "silu", E4M3, True, False))
