@@ -179,7 +179,7 @@ def test_selective_checkpoints_record_their_own_operators(device, recipe, outsid
 def test_vmap_is_refused(device):
     (a,) = layers(device, "current", 1)
     xs = torch.stack([data(device), data(device, 1)])
-    with torch.no_grad(), pytest.raises(RuntimeError, match="vmap: use it before the conversion"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="vmap: apply it before the conversion"):
         torch.func.vmap(a)(xs)
 
 

@@ -106,7 +106,7 @@ def test_placements_without_a_rule_are_an_error(rig):
     layer = fp8rs.convert_to_float8_training(nn.Linear(64, 96, bias=False))
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
     x = distribute_tensor(torch.randn(8, 64), mesh, [Shard(0)])
-    with pytest.raises(TypeError, match="what works is input Replicate"):
+    with pytest.raises(TypeError, match="Supported are input Replicate"):
         layer(x)
 
 

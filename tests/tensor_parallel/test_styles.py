@@ -331,16 +331,16 @@ def test_unsupported_placements_are_refused(rig):
         )
         return parallelize_module(model, mesh, {"0": style})
 
-    with pytest.raises(fp8rs.UnsupportedError, match=r"placed S.*any dimension but the last"):
+    with pytest.raises(fp8rs.UnsupportedError, match=r"placement S.*any dimension but the last"):
         layer(Float8ColwiseParallel(input_layouts=Shard(-1)))(x)
-    with pytest.raises(fp8rs.UnsupportedError, match=r"Shard\(-1\) or Replicate"):
+    with pytest.raises(fp8rs.UnsupportedError, match=r"Shard\(-1\) and Replicate"):
         layer(Float8RowwiseParallel(input_layouts=Shard(0)))(torch.randn(4, WIDTH))
     with pytest.raises(fp8rs.UnsupportedError, match="without wgrad_input_block"):
         layer(
             Float8ColwiseParallel(input_layouts=Shard(0)),
             fp8rs.Float8BlockScaling(wgrad_input_block=(128, 128)),
         )(torch.randn(4, WIDTH))
-    with pytest.raises(ValueError, match="layers that fp8rs has converted"):
+    with pytest.raises(ValueError, match="requires a converted layer"):
         parallelize_module(nn.Linear(4, 4), mesh, Float8ColwiseParallel())
     with pytest.raises(ValueError, match="float8_dtype"):
         PrepareFloat8ModuleInput(float8_dtype=torch.float8_e5m2)

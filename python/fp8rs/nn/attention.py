@@ -100,13 +100,13 @@ class MultiheadAttention(nn.Module):
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         if num_attention_heads % groups:
             raise ValueError(
-                f"num_gqa_groups must divide num_attention_heads, {num_attention_heads}, "
-                f"but is {groups}"
+                f"num_gqa_groups must divide num_attention_heads={num_attention_heads}, "
+                f"but got {groups}"
             )
         if kv_channels is None and hidden_size % num_attention_heads:
             raise ValueError(
-                f"num_attention_heads must divide hidden_size, {hidden_size}, but is "
-                f"{num_attention_heads}: or give kv_channels"
+                f"num_attention_heads must divide hidden_size={hidden_size}, but got "
+                f"{num_attention_heads}. Choose another number or pass kv_channels"
             )
         channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
         self.kv_channels, self.attention_dropout = channels, attention_dropout
@@ -149,7 +149,7 @@ class MultiheadAttention(nn.Module):
             need = "needs an" if self.cross else "takes no"
             raise ValueError(f"{'cross' if self.cross else 'self'}-attention {need} encoder_output")
         if self.causal and attn_mask is not None:
-            raise ValueError('attn_mask is for attn_mask_type="no_mask": make it causal itself')
+            raise ValueError('attn_mask requires attn_mask_type="no_mask": pass a causal mask')
         if self.cross and rotary_pos_emb is not None:
             raise ValueError("cross-attention takes no rotary_pos_emb")
         x = hidden_states if self.norm is None else self.norm(hidden_states)

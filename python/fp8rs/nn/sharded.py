@@ -93,6 +93,6 @@ def _rule(x: Any, weight: Any, ndim: int) -> tuple[Any, Any, Any]:
     if isinstance(weight, Shard) and weight.dim == 1 and sharded_inside:
         return Partial(), x, weight
     raise TypeError(
-        f"an FP8 linear layer got an input placed {x} with a weight placed {weight}; "
-        f"what works is {_WORKS}: redistribute the input"
+        f"an FP8 linear layer got an input with placement {x} and a weight with placement "
+        f"{weight}. Supported are {_WORKS}. Redistribute the input"
     )

@@ -152,9 +152,9 @@ def check_rows(placement: Placement, ndim: int) -> int:
     if isinstance(placement, Shard) and placement.dim % ndim != ndim - 1:
         return placement.dim % ndim
     raise UnsupportedError(
-        f"an activation placed {placement} cannot be gathered in FP8; what works is "
-        "Shard of any dimension but the last. Use torch's own style, which gathers in high "
-        "precision, or another layout"
+        f"an activation with placement {placement} cannot be gathered in FP8. Supported is Shard "
+        "of any dimension but the last. Use another layout, or torch's style, which gathers in "
+        "high precision"
     )
 
 

@@ -44,8 +44,9 @@ def _gather_for(layer: Float8Linear, x: DTensor, columnwise: bool) -> DTensor:
     key = layer._fp8_state.key
     if spec_for(key, x.device).wgrad_input is not None:
         raise UnsupportedError(
-            f"an input is gathered in one format, but the recipe {describe(layer.recipe)} has "
-            "another one for wgrad: use fp8rs.Float8BlockScaling() without wgrad_input_block"
+            f"the recipe {describe(layer.recipe)} quantizes inputs in one format for the forward "
+            "and in another for wgrad, but only one format can be gathered. Use "
+            "fp8rs.Float8BlockScaling() without wgrad_input_block"
         )
     return gather_input(x, key, columnwise, *_slots(layer, INPUT))
 
@@ -55,11 +56,11 @@ def _prepare_layer(style: Any, module: nn.Module, mesh: DeviceMesh) -> None:
     name = type(style).__name__
     if not isinstance(module, Float8Linear):
         raise ValueError(
-            f"{name} is for layers that fp8rs has converted, not {type(module).__name__}: convert "
-            "before parallelize_module, or use torch's style"
+            f"{name} requires a converted layer, but got {type(module).__name__}. Convert the "
+            "model before parallelize_module, or use torch's style"
         )
     if mesh.ndim != 1:
-        raise ValueError(f"{name} needs a mesh of one dimension, not {mesh}")
+        raise ValueError(f"{name} requires a mesh of one dimension, but got {mesh}")
     state = module._fp8_state
     if state.delayed is not None:
         # All ranks must use the same scale for gathered codes.
@@ -123,8 +124,8 @@ class Float8RowwiseParallel(RowwiseParallel):
             return x.redistribute(placements=desired_input_layouts)
         if not x.placements[0].is_shard(x.ndim - 1) and not x.placements[0].is_shard(-1):
             raise UnsupportedError(
-                f"an input placed {x.placements[0]} of a row-parallel layer would be exchanged in "
-                "high precision; what works is Shard(-1) or Replicate()"
+                f"a row-parallel layer got an input with placement {x.placements[0]}, which would "
+                "be redistributed in high precision. Supported are Shard(-1) and Replicate()"
             )
         return x
 
@@ -197,8 +198,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         recipes = {cast(Float8Linear, module.get_submodule(n))._fp8_state.key for n in names}
         if len(recipes) != 1:
             raise ValueError(
-                f"{type(self).__name__} needs a module whose FP8 layers have one recipe, but of "
-                f"{names} there are {len(recipes)}: name a layer by fwd_config_submodule_fqn"
+                f"{type(self).__name__} requires a module whose FP8 layers have one recipe, but "
+                f"{names} have {len(recipes)}. Choose a layer with fwd_config_submodule_fqn"
             )
         prepare()
         # By name, because copies of the module share this hook.
@@ -246,8 +247,9 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 x = self._gather(names, module, x)
             else:
                 raise UnsupportedError(
-                    f"an input that goes from {x.placements[0]} to {desired} would be exchanged in "
-                    "high precision; what works is Shard to Replicate(), or torch's style"
+                    f"an input that goes from {x.placements[0]} to {desired} would be "
+                    "redistributed in high precision. Supported is Shard to Replicate(). "
+                    "Otherwise use torch's style"
                 )
         return x.to_local() if self.use_local_output else x
 
