@@ -531,7 +531,7 @@ def test_a_quantized_parameter_that_is_no_layers_is_refused(rig, recipe):
             )
 
     model = Other()
-    with pytest.raises(TypeError, match="only the weights of layers that fp8rs has"):
+    with pytest.raises(TypeError, match="only weights of layers that fp8rs has"):
         fully_shard(model, mesh=rig.mesh())
     # A tensor of other values is made of it all the same.
     assert type(model.weight.new_zeros(3, 4)) is torch.Tensor

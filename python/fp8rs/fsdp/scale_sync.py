@@ -60,12 +60,16 @@ class ScaleSync:
         quantizer: the quantizer of the model's shards.
         handles: returns the handles of parameters whose shards are here now, in an order that all
             ranks share.
+        compare: compares the conversions of a mesh's ranks, once per mesh.
     """
 
     def __init__(
-        self, quantizer: ShardQuantizer, handles: Callable[[], Sequence[ParamHandle]]
+        self,
+        quantizer: ShardQuantizer,
+        handles: Callable[[], Sequence[ParamHandle]],
+        compare: Callable[[Any], None],
     ) -> None:
-        self._quantizer, self._handles = quantizer, handles
+        self._quantizer, self._handles, self._compare = quantizer, handles, compare
         self._done_in_step = False
 
     def handles(self) -> list[Float8ParamHandle]:
@@ -103,6 +107,9 @@ class ScaleSync:
         shared = [s for s in shards if self.shares_scales(handle_of(s))]
         if not shared:
             return
+        parameters: list[Any] = [s.handle.parameter for s in shared]
+        for mesh in dict.fromkeys(parameter.device_mesh for parameter in parameters):
+            self._compare(mesh)
         if isinstance(self._quantizer, BlockwiseShardQuantizer):
             _sync_split_blocks(self._quantizer, shared)
         else:

@@ -67,7 +67,7 @@ class ShardedModel:
     def __init__(self, state: ModelState) -> None:
         self._state = weakref.ref(state)
         self.quantizer = quantizer_for(state)
-        self.scale_sync = ScaleSync(self.quantizer, self.handles)
+        self.scale_sync = ScaleSync(self.quantizer, self.handles, self._compare)
         #: Parameters that are gathered in high precision, because others are tied to them.
         self._high_precision: set[ParamHandle] = set()
         self._other_modules: list[tuple[str, weakref.ref[nn.Module]]] | None = None
