@@ -1,6 +1,7 @@
 """When sharded weights are quantized: in forwards of the root, outside of them and in backwards."""
 
 import gc
+import time
 
 import pytest
 import torch
@@ -154,6 +155,15 @@ def held(device):
     return sum(storages.values())
 
 
+def falls_below(limit, device):
+    """Wait until `held` is below a limit: gloo's threads release buffers after a collective."""
+    for _ in range(100):
+        if held(device) < limit:
+            return True
+        time.sleep(0.02)
+    return False
+
+
 @ranks(1, 2)
 @recipes
 def test_no_codes_are_kept_between_all_gathers(rig, recipe):
@@ -166,7 +176,7 @@ def test_no_codes_are_kept_between_all_gathers(rig, recipe):
             block.unshard()
             block.reshard()
         weights = sum(layer.weight.numel() for layer in linears(model).values())
-        assert held(rig.device) - before < weights / 8
+        assert falls_below(before + weights / 8, rig.device)
 
 
 class Launches(TorchDispatchMode):
