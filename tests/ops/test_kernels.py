@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import fp8rs.gemm.grouped  # noqa: F401, registers operators
 from fp8rs.ops import define
 from internals import core
 from oracle.elements import E4M3
@@ -13,6 +14,7 @@ ops = torch.ops.fp8rs
 #: operators composed of torch's.
 IN_PYTHON = {"_note_amax", "multi_quantize", "multi_quantize_delayed", "quantize_delayed"}
 IN_PYTHON |= {"adamw_", "random_uniform_", "sum_rows_", "_scaled_mm", "_observe"}
+IN_PYTHON |= {"grouped_mm", "grouped_wgrad"}
 
 
 def test_operators_have_a_kernel_in_rust():

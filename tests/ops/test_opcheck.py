@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
+import fp8rs.gemm.grouped  # noqa: F401, registers operators
 from cases import data, scalar
 from fp8rs.nn.observe import KEPT
 from ops.operator_checks import (
@@ -49,6 +50,17 @@ def samples(device):
     slots = torch.zeros(3, KEPT, dtype=torch.float64, device=device)
     for values in (data(device, 2, 3, 16), None):
         yield ops._observe, (values, codes, scale, [-1, -1], 0, 0, None, slots, 1)
+    rows, weight = data(device, 40, 32).to(E4M3), data(device, 3, 48, 32).to(E4M3)
+    columns, turned = data(device, 48, 64).to(E4M3), data(device, 32, 64).to(E4M3)
+    scales = (torch.ones(n, device=device) for n in (40, 48, 32))
+    row_scale, n_scale, k_scale = (
+        s.view(-1, 1) if len(s) == 40 else s.repeat(3, 1) for s in scales
+    )
+    for ends in ([8, 8, 40], [0, 16, 24]):
+        ends = torch.tensor(ends, dtype=torch.int32, device=device)
+        yield ops.grouped_mm, (rows, row_scale, weight, n_scale, ends, torch.bfloat16, True)
+        padded = (columns, n_scale, turned, k_scale, ends // 16 * 16, torch.bfloat16, False)
+        yield ops.grouped_wgrad, padded
     permuted = data(device, 3, 4, 5).permute(2, 0, 1)
     yield ops.quantize, (permuted, scale, E4M3, True, True)
     yield ops.scale_from_amax, (permuted.abs(), E5M2)
@@ -61,6 +73,8 @@ NAMES = [
     "_scaled_mm",
     "amax",
     "dequantize",
+    "grouped_mm",
+    "grouped_wgrad",
     "multi_amax",
     "multi_quantize",
     "multi_quantize_delayed",
@@ -70,8 +84,9 @@ NAMES = [
     "scale_from_amax",
     "transpose",
 ]
-#: The operators that optim/test_adamw.py, test_random.py and test_rows.py check.
+#: The operators that optim/test_adamw.py, test_random.py, test_rows.py and test_groups.py check.
 OTHER_NAMES = ["adamw_", "random_uniform_", "sum_rows_"]
+OTHER_NAMES += ["group_bounds", "quantize_gated", "quantize_groups"]
 
 
 def samples_of(name, device):
