@@ -21,7 +21,7 @@ SHORT = ("FP8 weights, AdamW with masters", "FP8 weights, torch's AdamW")
 SOME = [n if n in SHORT else pytest.param(n, marks=pytest.mark.long) for n in KEPT]
 
 
-@ranks(2, cuda=False)
+@ranks(2, cuda=False, seconds=240)
 @each_recipe("current", "delayed", of=RECIPES)
 @pytest.mark.parametrize("kept", SOME)
 def test_the_page_has_the_outcome_of_each_way(rig, recipe, kept):
