@@ -13,8 +13,7 @@ from distributed import ranks
 from fp8rs.convert.convert import convert_to_float8_training
 from fp8rs.quantize.recipes import DelayedScaling
 from fp8rs.scaling import steps
-from fp8rs.scaling.histories import Histories
-from fp8rs.scaling.known_scales import KnownScales
+from fp8rs.scaling.delayed import DelayedScalingState, note_compiled
 from internals import state_of
 from oracle.elements import E4M3, E5M2, MAX
 from oracle.tensorwise import scale_from_amax
@@ -160,9 +159,9 @@ def test_two_optimizers_record_once(device):
 def rolls(monkeypatch):
     """Return a list that gets an item for each roll."""
     found = []
-    roll = Histories.roll
+    roll = DelayedScalingState.roll
     monkeypatch.setattr(
-        Histories, "roll", lambda *args, **how: found.append(args) or roll(*args, **how)
+        DelayedScalingState, "roll", lambda *args, **how: found.append(how) or roll(*args, **how)
     )
     return found
 
@@ -587,9 +586,11 @@ def test_unused_scales_are_read_less_and_less_often(device, monkeypatch, first):
         Block().to(device), recipe="delayed", enable_fsdp_float8_all_gather=False
     )
     reads = []
-    read = KnownScales.read
+    roll = DelayedScalingState.roll
     monkeypatch.setattr(
-        KnownScales, "read", lambda self, layers: reads.extend(self.pending) or read(self, layers)
+        DelayedScalingState,
+        "roll",
+        lambda self, **how: reads.extend(self.copies) or roll(self, **how),
     )
     with first():
         model(batch(device))
@@ -639,6 +640,30 @@ def test_the_buffers_move_with_the_model(device):
     assert torch.equal(state.history[0].cpu(), before)
 
 
+def test_a_step_without_recorded_amaxes_is_no_roll(device, rolls):
+    model, _ = build(device)
+    fp8rs.optimizer_stepped(model)
+    assert not rolls
+    model(batch(device))
+    fp8rs.optimizer_stepped(model)
+    fp8rs.optimizer_stepped(model)
+    assert rolls == [{"unsure": False}]
+
+
+@pytest.mark.parametrize("part", ["model", "layer"])
+def test_steps_roll_after_forwards_that_are_not_announced(device, rolls, part):
+    """A compiled model announces no forward. Its own forward does if only its layers are."""
+    model, _ = build(device)
+    note_compiled(state_of(model.a).delayed.mark, part)
+    fp8rs.optimizer_stepped(model)
+    assert rolls.pop() == {"unsure": True}
+    model(batch(device))
+    fp8rs.optimizer_stepped(model)
+    assert rolls.pop() == {"unsure": False}
+    fp8rs.optimizer_stepped(model)
+    assert rolls == ([{"unsure": True}] if part == "model" else [])
+
+
 def test_training_converges(device):
     model, _ = build(device)
     torch.manual_seed(1)
@@ -654,19 +679,17 @@ def test_training_converges(device):
     assert losses[-1] < 0.85 * losses[0]
 
 
-def test_roll_reduces_once_and_updates_recorded_scales(device):
+def test_a_roll_updates_recorded_scales(device):
     model, state = build(device, amax_history_len=3)
-    histories = state_of(model.a).delayed.histories
+    delayed = state_of(model.a).delayed
     with torch.no_grad():
         model.a.fp8_amax[:3, 0] = torch.tensor([2.0, 0.0, 5.0], device=device)
-    reduced = []
-    histories.roll(lambda t: reduced.append(t.clone()))
-    assert [t.tolist() for t in reduced] == [[2.0, 0, 0, 0, 5.0, 0]]
+    delayed.roll()
     expected = torch.tensor([2.0 / MAX[E4M3], 0, 0, 0, 5.0 / MAX[E5M2], 0])
     torch.testing.assert_close(state.scale.cpu(), expected, rtol=1e-7, atol=0)
     assert state.known.tolist() == [True, False, False, False, True, False]
     assert not state.amax.any()
-    histories.roll(lambda t: None)
+    delayed.roll()
     assert state.ready == [True, False, False, False, True, False]
     torch.testing.assert_close(state.scale.cpu(), expected, rtol=1e-7, atol=0)
 
@@ -785,7 +808,6 @@ def test_amaxes_of_sharded_weights_are_reduced_over_shards(rig):
     import torch.distributed as dist
 
     groups = [dist.new_group([r]) for r in range(2)]
-    both = dist.new_group([0, 1])
     torch.manual_seed(0)
     model = convert_to_float8_training(
         Two().to(rig.device),
@@ -794,7 +816,7 @@ def test_amaxes_of_sharded_weights_are_reduced_over_shards(rig):
         amax_reduction_group=groups[rig.rank],
     )
     state = Slots(model)
-    state_of(model.a).delayed.set_weight_groups(1, (both,))
+    state_of(model.a).delayed.add_mesh(rig.mesh(), 1)
     model(batch(rig.device))
     with torch.no_grad():
         for layer in (model.a, model.b):

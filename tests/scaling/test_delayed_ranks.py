@@ -33,7 +33,7 @@ def step(model, x, optimizer):
 
 
 def rolls(model):
-    return state_of(next(iter(linears(model).values()))).delayed.histories.known.rolls
+    return state_of(next(iter(linears(model).values()))).delayed.rolls
 
 
 def histories(model):
@@ -382,7 +382,7 @@ def test_one_model_over_two_kinds_of_device():
     for _ in range(4):
         x = torch.ones(4, 32)
         model[:2](x).sum().backward()
-        now = state_of(model[0]).delayed.histories.packs()
+        now = state_of(model[0]).delayed.packs()
         assert sorted(p.scale.device.type for p in now) == ["cpu", "meta"]
         assert packs is None or all(a is b for a, b in zip(now, packs, strict=True))
         packs = now
@@ -402,7 +402,7 @@ def test_one_model_over_two_gpus():
     for _ in range(4):
         x = model[0](torch.ones(4, 32, device="cuda:0"))
         model[1](x.to("cuda:1")).sum().backward()
-        now = state_of(model[0]).delayed.histories.packs()
+        now = state_of(model[0]).delayed.packs()
         assert packs is None or all(a is b for a, b in zip(now, packs, strict=True))
         packs = now
         optimizer.step()

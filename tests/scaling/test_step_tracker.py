@@ -1,4 +1,4 @@
-"""StepTracker: forwards, recomputations, steps, rolls."""
+"""StepTracker: forwards and recomputations."""
 
 import itertools
 
@@ -57,34 +57,3 @@ def test_amaxes_are_recorded_in_training_mode(training, grad):
     tracker = StepTracker()
     begin(tracker, training=training, grad=grad)
     assert tracker.training == training
-
-
-def test_roll_is_due_once_per_step_with_recorded_amaxes():
-    tracker = StepTracker()
-    tracker.stepped()
-    assert not tracker.roll_is_due, "nothing was recorded"
-    tracker.recorded()
-    assert tracker.roll_is_due
-    tracker.rolled()
-    assert not tracker.roll_is_due
-    tracker.recorded()
-    assert not tracker.roll_is_due, "no step since"
-    tracker.stepped()
-    tracker.stepped()
-    assert tracker.roll_is_due
-    tracker.rolled()
-    assert not tracker.roll_is_due, "two steps are one roll"
-
-
-def test_silent_forwards_are_unannounced():
-    tracker = StepTracker()
-    tracker.stepped()
-    assert not tracker.unannounced, "a step without a forward"
-    tracker.stepped(silent=True)
-    assert tracker.unannounced
-    tracker.begin_forward(training=True, grad=True, in_backward=False)
-    tracker.end_forward()
-    tracker.stepped(silent=True)
-    assert not tracker.unannounced
-    tracker.stepped(silent=True)
-    assert tracker.unannounced

@@ -17,6 +17,7 @@ from fp8rs.convert.select import LARGE_3D, SHARDED, ModuleFilter, large_3d, sele
 from fp8rs.convert.torchao import from_float8_linear_config
 from fp8rs.nn.linear import Float8Linear, float8_class
 from fp8rs.nn.model_state import ModelState
+from fp8rs.nn.root_hooks import attach, detach
 from fp8rs.quantize.quantizers import group_name
 from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 
@@ -116,7 +117,7 @@ def convert_to_float8_training(
     state = ModelState(recipe, amax_reduction_group=amax_reduction_group)
     state.fp8_gather = enable_fsdp_float8_all_gather
     _convert(state, selected.layers, fp8_weights, preserve_high_precision_init_val)
-    state.attach(module)
+    attach(state, module)
     _log_conversion(module, recipe, selected.left)
     return module
 
@@ -140,7 +141,7 @@ def _convert(
         assert isinstance(layer, Float8Linear)
         layer._join(state, name)
     for left in standalone:
-        left.detach()
+        detach(left)
     if fp8_weights:
         from fp8rs.optim.warnings import watch  # imported only by models that need it
 

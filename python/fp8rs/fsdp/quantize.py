@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8rs.ops.room import block_count
-from fp8rs.scaling.histories import Histories
+from fp8rs.scaling.delayed import DelayedScalingState
 from fp8rs.scaling.reductions import index_tensor, reduce_packed_
 from fp8rs.tensor.formats import split
 from fp8rs.tensor.planes import Plane
@@ -129,9 +129,9 @@ class TensorwiseShardQuantizer(ShardQuantizer):
     NaN, and so do the gradients of all ranks.
     """
 
-    def __init__(self, spec: QuantSpec, histories: Histories | None) -> None:
+    def __init__(self, spec: QuantSpec, delayed: DelayedScalingState | None) -> None:
         super().__init__(spec)
-        self._histories = histories
+        self._delayed = delayed
 
     def size(self, shard: LocalShard) -> int:
         return shard.matrices
@@ -140,13 +140,13 @@ class TensorwiseShardQuantizer(ShardQuantizer):
         return shard.spec.matrix_groups
 
     def update_scales(self, shards: Sequence[LocalShard], record: bool) -> None:
-        delayed = [] if self._histories is None else [s for s in shards if not s.spec.batched]
+        delayed = [] if self._delayed is None else [s for s in shards if not s.spec.batched]
         current = [s for s in shards if s not in delayed]
         if current:
             set_scales(current, self.spec.scale_from_amax(self._amaxes(current)))
         if delayed:
-            assert self._histories is not None
-            set_scales(delayed, self._delayed_scales(self._histories, delayed, record))
+            assert self._delayed is not None
+            set_scales(delayed, self._delayed_scales(self._delayed, delayed, record))
 
     def cast(
         self, shards: Sequence[LocalShard], *, in_backward: bool, record: bool
@@ -156,9 +156,9 @@ class TensorwiseShardQuantizer(ShardQuantizer):
             buffer[shard.data.numel() :].zero_()  # padding is gathered too
         codes = [self.layout.codes(b, s.data.shape) for s, b in zip(shards, buffers, strict=True)]
         pairs = list(zip(shards, codes, strict=True))
-        if self._histories is not None and not in_backward:
+        if self._delayed is not None and not in_backward:
             if delayed := [pair for pair in pairs if not pair[0].spec.batched]:
-                self._cast_delayed(self._histories, delayed, record)
+                self._cast_delayed(self._delayed, delayed, record)
             pairs = [pair for pair in pairs if pair[0].spec.batched]
         if pairs:
             scales = torch.cat([scale_of(s).view(-1) for s, _ in pairs])
@@ -169,12 +169,12 @@ class TensorwiseShardQuantizer(ShardQuantizer):
         ]
 
     def _cast_delayed(
-        self, histories: Histories, pairs: Sequence[tuple[LocalShard, Tensor]], record: bool
+        self, state: DelayedScalingState, pairs: Sequence[tuple[LocalShard, Tensor]], record: bool
     ) -> None:
         """Quantize shards with delayed scaling into codes, and record their amaxes."""
         shards = [s for s, _ in pairs]
         scales = torch.stack([scale_of(s) for s in shards])
-        recorded, slots = self._recorded(histories, shards)
+        recorded, slots = self._recorded(state, shards)
         amaxes = recorded[slots] if record else torch.zeros_like(scales)
         codes = [c for _, c in pairs]
         used = _multi_quantize_delayed([s.data for s in shards], scales, amaxes, codes)
@@ -193,7 +193,7 @@ class TensorwiseShardQuantizer(ShardQuantizer):
             scale = scale.to(shard.data.device)
             codes = _quantize(shard.data, scale, self.spec.fp8_dtype, True, False, None)[0]
             made.append((Plane(codes, scale, self.spec.format), None))
-            if self._histories is not None:
+            if self._delayed is not None:
                 assert isinstance(shard.handle, Float8ParamHandle)
                 shard.handle.start_history(scale, amax)
         return made
@@ -205,15 +205,15 @@ class TensorwiseShardQuantizer(ShardQuantizer):
         return self.reduce(shards, found[0] if len(found) == 1 else torch.cat(found))
 
     def _delayed_scales(
-        self, histories: Histories, shards: Sequence[LocalShard], record: bool
+        self, state: DelayedScalingState, shards: Sequence[LocalShard], record: bool
     ) -> Tensor:
         """Return scales (n,) from the histories, and from the values of weights without a history.
 
         The measured amax begins the history, also for a layer that never runs.
         """
-        histories.wait_for_roll()
-        slots = self._recorded(histories, shards)[1]
-        scales = histories.pack(shards[0].device).scale[slots, 0, 0].clone()
+        state.wait_for_roll()
+        slots = self._recorded(state, shards)[1]
+        scales = state.pack(shards[0].device).scale[slots, 0, 0].clone()
         places = [i for i, shard in enumerate(shards) if not shard.handle.has_scale]
         if places:
             new = [shards[i] for i in places]
@@ -222,17 +222,19 @@ class TensorwiseShardQuantizer(ShardQuantizer):
             known = (scales[at] > 0) & finite
             scales[at] = torch.where(known, scales[at], self.spec.scale_from_amax(amaxes))
             if record:
-                recorded, slots = self._recorded(histories, new)
+                recorded, slots = self._recorded(state, new)
                 seen = recorded[slots]
                 recorded[slots] = torch.where(finite, seen.maximum(amaxes), seen)
         return scales
 
-    def _recorded(self, histories: Histories, shards: Sequence[LocalShard]) -> tuple[Tensor, Any]:
+    def _recorded(
+        self, state: DelayedScalingState, shards: Sequence[LocalShard]
+    ) -> tuple[Tensor, Any]:
         """Return the recorded amaxes of all weights (layers,), and the shards' places in them.
 
         Compiled graphs save amaxes for the backward, so writes must not change their versions.
         """
-        pack = histories.pack(shards[0].device)
+        pack = state.pack(shards[0].device)
         places = {index: place for place, index in enumerate(pack.indices)}
         slots = slots_of([places[s.handle.index] for s in shards], pack.amax)
         return pack.amax.data[:, 0, 0], slots

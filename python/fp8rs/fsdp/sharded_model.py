@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fp8rs._torch import in_backward, local_tensor, sharded_parameters
 from fp8rs.nn.model_state import ModelState
+from fp8rs.nn.root_hooks import move_first
 from fp8rs.quantize.spec import quant_spec
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -36,7 +37,6 @@ from .hooks import AllGatherMetadata
 from .param import LocalShard, ParamHandle, StreamDependency, mark_writes, wait_for_writes
 from .quantize import BlockwiseShardQuantizer, ShardQuantizer, TensorwiseShardQuantizer
 from .scale_sync import ScaleSync
-from .shard_spec import shard_spec
 from .wrap import needs_wrapping, tied_to, wrap_sharded_param
 
 #: The result of a pre-all-gather hook.
@@ -111,7 +111,7 @@ class ShardedModel:
             return
         state, index = self.state, handles[name].index
         state.relink(module)
-        state.move_hook_first()
+        move_first(state)
         if state.delayed is not None:
             state.delayed.add_mesh(parameter.device_mesh, index)
         if not isinstance(local_tensor(parameter), QuantizedTensor):
@@ -128,8 +128,6 @@ class ShardedModel:
                 return
         wrap_sharded_param(module, name, parameter)
         self._groups = None
-        if state.delayed is not None:
-            state.delayed.set_weight_groups(index, shard_spec(parameter).groups)
 
     def _all_handles(self) -> Iterable[ParamHandle]:
         """Yield the handles of all layers, in the order of their indices, which all ranks share."""
@@ -311,7 +309,7 @@ class ShardedModel:
         if not self._checked:
             refuse_partial_reshard(self.state)
             refuse_recast(self.state)
-            self.state.move_hook_first()
+            move_first(self.state)
             self._checked = True
 
     def _compare(self, mesh: Any) -> None:
@@ -325,8 +323,7 @@ def quantizer_for(state: ModelState) -> ShardQuantizer:
     """Return the quantizer for a model's weights."""
     spec = quant_spec(state.recipe, "weight")
     if spec.format.per_tensor:
-        histories = None if state.delayed is None else state.delayed.histories
-        return TensorwiseShardQuantizer(spec, histories)
+        return TensorwiseShardQuantizer(spec, state.delayed)
     return BlockwiseShardQuantizer(spec)
 
 

@@ -46,7 +46,7 @@ class SlotCache:
 def register(layer: nn.Module, delayed: DelayedScalingState | None, device: torch.device) -> None:
     """Register buffers without a history on a layer, with delayed scaling."""
     if delayed is not None:
-        for name, value in new_buffers(delayed.histories.recipe, device).items():
+        for name, value in new_buffers(delayed.recipe, device).items():
             # Not persistent, so that state dicts load into the unconverted model.
             layer.register_buffer(name, value, persistent=False)
 
@@ -62,7 +62,7 @@ def reset(layer: Any, delayed: DelayedScalingState | None) -> None:
         for name in BUFFERS:
             layer._buffers[name].zero_()
         layer.fp8_ready = NOTHING_READY
-        delayed.histories.known.reset()
+        delayed.scales_lost()
 
 
 def materialize(
@@ -74,7 +74,7 @@ def materialize(
         assert buffer is not None and delayed is not None
         if buffer.is_meta:
             layer._buffers[name] = torch.zeros_like(buffer, device=device)
-            delayed.histories.moved()
+            delayed.moved()
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def preserve(layer: nn.Module, delayed: DelayedScalingState | None) -> Iterator[
     before = {name: layer._buffers[name] for name in BUFFERS} if delayed is not None else {}
     yield
     if delayed is not None:
-        delayed.histories.moved()
+        delayed.moved()
     with torch.no_grad():
         for name, was in before.items():
             new = layer._buffers[name]

@@ -23,6 +23,7 @@ from .debug import Debug, debugged_linear
 from .function import Slots, linear
 from .init import is_sharded, reset_linear
 from .model_state import ModelState
+from .root_hooks import attach
 
 
 @constant_when_traced
@@ -133,7 +134,7 @@ class Float8Linear(nn.Linear):
         """Make this the root and only layer of a new state."""
         state = ModelState(recipe, standalone=True)
         self._join(state, "")
-        state.attach(self)
+        attach(state, self)
 
     def _join(self, state: ModelState, name: str) -> None:
         """Make this a layer of the model with ``state``."""

@@ -1,12 +1,11 @@
 """State shared by the converted layers of one model: a recipe, counters, delayed scaling's state.
 
-One `ModelState` belongs to one converted root module. It has the layers by index, and notifies the
-step tracker, delayed scaling and the sharded model of the root's forwards.
+One `ModelState` belongs to one converted root module. It has the layers by index, and notifies
+delayed scaling and the sharded model of the root's forwards and of optimizer steps.
 """
 
 from __future__ import annotations
 
-import itertools
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -15,22 +14,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fp8rs._torch import (
-    in_backward,
-    is_view_of_flat_parameter,
-    keep_from_ddp,
-    sharded_parameters,
-)
+from fp8rs._torch import in_backward, is_view_of_flat_parameter, sharded_parameters
 from fp8rs.quantize.recipes import DelayedScaling, Recipe, resolve_recipe
 from fp8rs.quantize.spec import quant_spec
 from fp8rs.scaling import steps
 from fp8rs.scaling.delayed import DelayedScalingState, note_compiled
-from fp8rs.scaling.histories import BUFFERS
 from fp8rs.scaling.step_tracker import StepTracker
 
 from .function import prepare_compilers
 from .input_cache import clear_input_cache
-from .quantized_weight import refuse_codes
 from .spec import ROLES, register
 
 
@@ -46,7 +38,7 @@ class ModelState:
     Attributes:
         recipe: the recipe of every layer.
         key: names the recipe and the group in graphs (`fp8rs.nn.spec`).
-        tracker: counts the model's forwards and steps.
+        tracker: counts the model's forwards.
         linears: weak references to the layers, by index.
         names: their fully qualified names, for messages.
         fp8_gather: whether weights are quantized before FSDP gathers them.
@@ -75,8 +67,6 @@ class ModelState:
         self.standalone = standalone
         self._group = amax_reduction_group
         self._root: weakref.ref[nn.Module] | None = None
-        #: The key of this state's hooks in the root's hook dictionaries.
-        self._hook_name: str | None = None
         self._warned_of_fsdp1 = False
         self._begin()
 
@@ -132,37 +122,8 @@ class ModelState:
         return None if self._root is None else self._root()
 
     def set_root(self, root: nn.Module) -> None:
-        """Set the root. :meth:`attach` and copies of its hooks call this."""
+        """Set the root. The root's hooks and their copies call this."""
         self._root = weakref.ref(root)
-
-    def attach(self, root: nn.Module) -> None:
-        """Register hooks on the forward of ``root``.
-
-        Hooks are inserted under names of ours. Torch numbers hooks, and compiled graphs guard on
-        the numbers, so that a graph would serve one model only.
-        """
-        begin, end = RootHook(self, "begin_forward", root), RootHook(self, "end_forward", root)
-        before, after = cast(Any, root._forward_pre_hooks), cast(Any, root._forward_hooks)
-        name = next(name for n in itertools.count() if (name := f"fp8rs {n}") not in before)
-        before[name], after[name] = begin, end
-        before.move_to_end(name, last=False)
-        root._forward_hooks_always_called[name] = True  # type: ignore[index]
-        self._hook_name = name
-        # On the root too, so that nothing has been loaded when it raises.
-        hooks: Any = root._load_state_dict_pre_hooks.values()
-        if refuse_codes not in (known.hook for known in hooks):
-            root.register_load_state_dict_pre_hook(refuse_codes)
-        if self.delayed is not None:
-            keep_from_ddp(root, [f"{n}.{b}".lstrip(".") for n in self.names for b in BUFFERS])
-
-    def detach(self) -> None:
-        """Undo :meth:`attach`."""
-        root = self.root
-        if root is not None and self._hook_name is not None:
-            hooks = root._forward_pre_hooks, root._forward_hooks, root._forward_hooks_always_called
-            for known in hooks:
-                cast(Any, known).pop(self._hook_name, None)
-        self._root = self._hook_name = None
 
     def _link(self, root: nn.Module) -> None:
         """Find the layers of a copied or unpickled model by its root."""
@@ -186,14 +147,6 @@ class ModelState:
             self.linears.append(lambda: None)  # type: ignore[arg-type]
         if self.linears[index]() is None:
             self.linears[index] = weakref.ref(layer)
-
-    def move_hook_first(self) -> None:
-        """Move the root's pre-hook before hooks that were prepended later, such as FSDP's."""
-        root = self.root
-        if root is not None and self._hook_name is not None:
-            hooks = cast(Any, root._forward_pre_hooks)
-            if self._hook_name in hooks:
-                hooks.move_to_end(self._hook_name, last=False)
 
     def begin_forward(self, module: nn.Module, args: Any) -> None:
         """The root's forward pre-hook."""
@@ -272,11 +225,11 @@ class ModelState:
         return {**self._contents(), "_group": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        pending = state.pop("delayed")
+        recorded = state.pop("delayed")
         self.__dict__.update(state)
         self._begin()
         if self.delayed is not None:
-            self.delayed.restore(*pending)
+            self.delayed.recorded = recorded
 
     def _contents(self) -> dict[str, Any]:
         """Return the attributes that a copy keeps.
@@ -286,26 +239,6 @@ class ModelState:
         """
         state = {**self.__dict__, "names": list(self.names), "linears": []}
         state.update(dict.fromkeys(("_root", "sharded_model")))
-        state["delayed"] = None if self.delayed is None else self.delayed.pending
+        state["delayed"] = self.delayed is not None and self.delayed.recorded
         del state["key"], state["tracker"]
         return state
-
-
-class RootHook:
-    """A method of the state as a hook of the root.
-
-    If the root is copied or unpickled, the copied hook sets the root of the copied state.
-    ``fully_shard`` needs the root before the first forward.
-    """
-
-    def __init__(self, state: ModelState, method: str, root: nn.Module) -> None:
-        self._of = state, method, weakref.ref(root)
-        self._call = getattr(state, method)
-        state.set_root(root)
-
-    def __call__(self, *args: Any) -> None:
-        self._call(*args)
-
-    def __reduce__(self) -> Any:
-        state, method, root = self._of
-        return RootHook, (state, method, root())

@@ -8,6 +8,7 @@ from fp8rs.quantize.recipes import Recipe, RecipeName
 
 from .linear import float8_class
 from .model_state import ModelState
+from .root_hooks import attach
 
 
 def make_float8(module: nn.Module, recipe: Recipe | RecipeName | None) -> None:
@@ -28,4 +29,4 @@ def make_float8(module: nn.Module, recipe: Recipe | RecipeName | None) -> None:
             layer.__class__ = kind = float8_class(type(layer))
             assert isinstance(layer, kind)
             layer._join(state, name)
-    state.attach(module)
+    attach(state, module)

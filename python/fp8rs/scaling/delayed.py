@@ -1,4 +1,8 @@
-"""Delayed scaling of one model: when its histories roll, and over which ranks."""
+"""Delayed scaling of one model: when its histories roll, and over which ranks.
+
+The host never waits for the device to learn which layers have scales. A copy to the host starts
+after a roll, and is read at the next one.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8rs._torch import constant_when_traced, in_backward
+from fp8rs._torch import constant_when_traced, in_backward, is_traced
 from fp8rs.quantize.recipes import DelayedScaling
-from fp8rs.scaling.histories import Histories, keep_local
+from fp8rs.scaling.histories import Pack, are_intact, keep_local, packed
 from fp8rs.scaling.reductions import check_same, mesh_groups, reduce_packed_
 from fp8rs.scaling.step_tracker import StepTracker
 from fp8rs.tensor.spec import QuantSpec
@@ -25,16 +30,23 @@ WARN_AFTER = 100
 class DelayedScalingState:
     """The delayed-scaling state of one model.
 
+    Histories roll at the first step after amaxes were recorded. A step is one roll, however many
+    micro-batches it has, and the steps of two optimizers are one roll.
+
     Args:
         recipe: the model's recipe.
         specs: how weights, inputs and gradients are quantized.
-        tracker: counts the model's forwards and steps.
+        tracker: counts the model's forwards.
         layers: returns the layers by index, with None for a layer that no longer exists.
         group: the process group to reduce amaxes over, or None.
 
     Attributes:
-        histories: the amax histories of all layers.
         mark: identifies the model in this process. Compilers treat the string as a constant.
+        recorded: amaxes have been recorded since the last roll.
+        rolls: number of rolls since a layer last lost its scales.
+        copies: copies to the host of which layers have scales: the layers' indices, the flags, and
+            the event after the copy.
+        compiled: "model" or "layer", whose forwards are compiled and therefore not announced.
     """
 
     def __init__(
@@ -45,18 +57,23 @@ class DelayedScalingState:
         layers: Callable[[], Sequence[nn.Module | None]],
         group: Any,
     ) -> None:
-        self.histories = Histories(recipe, specs, layers)
+        self.recipe = recipe
+        self.layers: Callable[[], Sequence[Any]] = layers
         self.mark = f"model {next(_marks)}"
         _models[self.mark] = self
-        self.layers = layers
-        self._tracker, self._group = tracker, group
+        self.recorded = False
+        self.rolls = 0
+        self.compiled: set[str] = set()
+        self._specs, self._tracker, self._group = list(specs), tracker, group
+        self._forwards = self._stepped_at = 0
+        self._saw_step = False
+        self._packs: list[Pack] = []
+        #: The end of the last roll on each GPU.
+        self._rolled: list[torch.cuda.Event] = []
+        self.copies: list[tuple[list[int], Tensor, torch.cuda.Event | None]] = []
         #: The meshes that layers are sharded over, with the layers' indices, in order of arrival.
         self._meshes: dict[Any, dict[int, None]] = {}
         self._compared = False
-        #: The groups that each weight is sharded over, by the layer's index.
-        self._weight_groups: dict[int, tuple[Any, ...]] = {}
-        self._forwards = 0
-        self._saw_step = False
 
     # --- forwards and steps ----------------------------------------------------------------------
 
@@ -83,31 +100,119 @@ class DelayedScalingState:
 
     def _record(self) -> None:
         # Before a graph captures slots of a layer. Its backward would write to the old slots.
-        self.histories.ensure_packed()
-        self._tracker.recorded()
+        if not self._packs:
+            self.packs()
+        self.recorded = True
 
     def stepped(self) -> None:
         """Notify that an optimizer with a parameter of this model has stepped."""
         self._saw_step = True
-        tracker = self._tracker
-        tracker.stepped(silent=self._forwards_are_unannounced)
-        if tracker.unannounced:
-            tracker.recorded()
-        if tracker.roll_is_due:
-            tracker.rolled()
-            self.histories.roll(self._reduce, unsure=tracker.unannounced)
-
-    @property
-    def _forwards_are_unannounced(self) -> bool:
-        """Whether forwards may have begun unannounced, because they are compiled.
-
-        This is so if the model was compiled together with its hooks. It is also so if only layers
-        were compiled, unless the model's own forward announces itself in training mode.
-        """
-        tracker, compiled = self._tracker, _compiled.get(self.mark, ())
-        return "model" in compiled or (
-            "layer" in compiled and not (tracker.forward_id and tracker.training)
+        forward_id, training = self._tracker.forward_id, self._tracker.training
+        # Compiled forwards are not announced. Layers may be compiled while the model's own forward
+        # announces itself in training mode.
+        silent = "model" in self.compiled or (
+            "layer" in self.compiled and not (forward_id and training)
         )
+        unannounced = silent and (self._stepped_at == forward_id or not training)
+        self._stepped_at = forward_id
+        if self.recorded or unannounced:
+            self.recorded = False
+            self.roll(unsure=unannounced)
+
+    # --- buffers ---------------------------------------------------------------------------------
+
+    def packs(self) -> list[Pack]:
+        """Return the packs of the buffers, one per device."""
+        layers = self.layers()
+        if not are_intact(self._packs, layers):
+            self._packs = packed(layers)
+        return self._packs
+
+    def moved(self) -> None:
+        """Notify that a layer's buffers were replaced."""
+        self._packs = []
+
+    def pack(self, device: torch.device) -> Pack:
+        """Return the pack of a device. RuntimeError if there is none."""
+        for pack in self.packs():
+            if pack.scale.device == device:
+                return pack
+        raise RuntimeError(
+            f"delayed scaling's buffers are on {[str(p.scale.device) for p in self._packs]}, but "
+            f"weights are quantized on {device}: move the model (`model.to({str(device)!r})`)"
+        )
+
+    # --- the roll --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def roll(self, unsure: bool = False) -> None:
+        """End a step: reduce the amaxes, add them to the histories, compute the next scales.
+
+        Args:
+            unsure: whether possibly no forward has run. If nothing was recorded, nothing changes.
+        """
+        with torch.inference_mode(False):
+            self._read_copies()
+            packs = [pack for pack in self.packs() if not pack.scale.is_meta]
+            if not packs:
+                return
+            home, count = packs[0].amax.device, len(self.layers())
+            if len(packs) == 1 and len(packs[0].indices) == count:
+                values = packs[0].latest().contiguous()
+            else:
+                values = torch.zeros(3, count, dtype=torch.float32, device=home)
+                for pack in packs:
+                    values[:, pack.indices] = pack.latest().to(home)
+            self._reduce(values.view(-1))
+            seen = values.any() if unsure else None  # stays on the device
+            for pack in packs:
+                latest = values if len(pack.indices) == count else values[:, pack.indices]
+                pack.roll(latest, self._specs, self.recipe.amax_compute_algo, seen)
+            self._start_copies(packs)
+            self._rolled = [_event(pack.scale) for pack in packs if pack.scale.is_cuda]
+
+    def wait_for_roll(self) -> None:
+        """Make the current stream wait for the last roll. FSDP2 gathers on its own streams."""
+        for event in self._rolled:
+            torch.cuda.current_stream().wait_event(event)
+
+    def scales_lost(self) -> None:
+        """Notify that a layer lost its scales. Copies in flight no longer count."""
+        self.rolls, self.copies = 0, []
+
+    def _start_copies(self, packs: Sequence[Pack]) -> None:
+        """Start copies to the host, if some layers on a device are not known to have scales.
+
+        Copies start after roll 1, 2, 3, 6, 12 and so on, because some layers may never get a scale.
+        """
+        self.rolls += 1
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return  # the host does not see replays of a graph
+        rounds, rest = divmod(self.rolls, 3)
+        if self.rolls > 3 and (rest or rounds.bit_count() != 1):
+            return
+        layers = self.layers()
+        for pack in packs:
+            if not all(all(getattr(layers[i], "fp8_ready", ())) for i in pack.indices):
+                known, event = pack.scale[:, :, 0] > 0, None
+                if known.is_cuda:
+                    known = known.to("cpu", non_blocking=True)
+                    event = _event(pack.scale)
+                self.copies.append((pack.indices, known, event))
+
+    def _read_copies(self) -> None:
+        """Set ``fp8_ready`` of layers from the copies that were started at the last roll."""
+        copies, self.copies = self.copies, []
+        layers = self.layers()
+        for indices, known, event in copies:
+            if event is not None:
+                event.synchronize()  # the copy started a step ago
+            # Fake scales have no values. In a real run, trained layers have scales by now.
+            fake = is_traced(known)
+            answers = [(True, True, True)] * len(indices) if fake else known.tolist()
+            for index, ready in zip(indices, answers, strict=True):
+                if layers[index] is not None:
+                    layers[index].fp8_ready = tuple(ready)
 
     # --- ranks -----------------------------------------------------------------------------------
 
@@ -115,19 +220,15 @@ class DelayedScalingState:
         """Note that FSDP2 or tensor parallelism shards operands of a layer over a mesh."""
         self._meshes.setdefault(mesh, {})[index] = None
 
-    def set_weight_groups(self, index: int, groups: tuple[Any, ...]) -> None:
-        """Set the groups that a layer's weight is sharded over, one for each mesh dimension.
-
-        Its amax is also reduced over all of them.
-        """
-        self._weight_groups[index] = groups
-
     def _reduce(self, amax: Tensor) -> None:
         """Reduce the amaxes of all layers in place.
 
-        With a group, all amaxes are reduced over it. Without one, a sharded layer's amaxes are
-        reduced over its mesh, whose ranks run its forwards together. Other amaxes are not reduced:
-        ranks with uneven inputs, other pipeline stages or other experts might not take part.
+        Weights come first, then inputs, then gradients, each in the order of the layers.
+
+        With a group, all amaxes are reduced over it, and the amax of a sharded weight also over its
+        mesh. Without one, a sharded layer's amaxes are reduced over its mesh, whose ranks run its
+        forwards together. Other amaxes are not reduced: ranks with uneven inputs, other pipeline
+        stages or other experts might not take part.
         """
         if dist.is_available() and dist.is_initialized():
             reduce_packed_(amax, self._parts(amax))
@@ -135,50 +236,40 @@ class DelayedScalingState:
     def _parts(self, amax: Tensor) -> Iterator[tuple[range, list[Any]]]:
         """Yield ranges of the amaxes, and the groups to reduce each over."""
         size, group = amax.numel(), self._group
-        if group is None:
-            for mesh, layers in self._meshes.items():
-                groups = mesh_groups(mesh)
-                for index in layers:
-                    yield range(index, size, size // 3), groups
-            return
-        if not self._compared:
-            check_same(size // 3, group, amax.device)
-            self._compared = True
-        yield range(size), [group]
-        if group is not dist.group.WORLD:  # it contains every rank that has a shard
-            for index, groups_of_weight in sorted(self._weight_groups.items()):
-                yield range(index, index + 1), [g for g in groups_of_weight if g is not group]
+        end = size
+        if group is not None:
+            if not self._compared:
+                check_same(size // 3, group, amax.device)
+                self._compared = True
+            yield range(size), [group]
+            if group is dist.group.WORLD:  # it contains every rank that has a shard
+                return
+            end = size // 3
+        for mesh, layers in self._meshes.items():
+            groups = [g for g in mesh_groups(mesh) if g is not group]
+            for index in layers:
+                yield range(index, end, size // 3), groups
 
-    # --- copies ----------------------------------------------------------------------------------
 
-    @property
-    def pending(self) -> tuple[bool, bool]:
-        """Whether a roll is due, and whether amaxes were recorded since the last one."""
-        return self._tracker.roll_is_due, self._tracker.has_recorded
-
-    def restore(self, roll_is_due: bool, recorded: bool) -> None:
-        """Continue where the copied model was, as `pending` described it."""
-        if recorded:
-            self._tracker.recorded()
-        if roll_is_due:
-            self._tracker.stepped()
+def _event(like: Tensor) -> torch.cuda.Event:
+    """Record an event on the current stream of a tensor's GPU."""
+    event: torch.cuda.Event = torch.cuda.current_stream(like.device).record_event()
+    return event
 
 
 _marks = itertools.count()
 #: The models by their marks.
 _models: weakref.WeakValueDictionary[str, DelayedScalingState] = weakref.WeakValueDictionary()
-#: By mark: "model" or "layer", whose compiled forwards are not announced.
-_compiled: dict[str, set[str]] = {}
 
 
 @constant_when_traced
 def note_compiled(mark: str, what: str) -> bool:
     """Note that the forward of a "model" or of one of its layers ("layer") is being compiled.
 
-    It runs at trace time. Dynamo sets no attributes inside an activation checkpoint, so the fact is
-    kept outside of the model.
+    It runs at trace time. Dynamo sets no attributes inside an activation checkpoint, so the model
+    is found by its mark.
     """
-    _compiled.setdefault(mark, set()).add(what)
+    _models[mark].compiled.add(what)
     return True
 
 

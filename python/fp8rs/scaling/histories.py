@@ -14,7 +14,7 @@ one pack, so that one operation rolls them. A pack is rebuilt after its buffers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from fp8rs._torch import is_distributed, local_tensor
 from fp8rs.quantize.recipes import DelayedScaling
-from fp8rs.scaling.known_scales import KnownScales
 from fp8rs.tensor.spec import QuantSpec
 
 BUFFERS = ("fp8_scale", "fp8_amax", "fp8_amax_history")
@@ -63,6 +62,34 @@ class Pack:
     scale: Tensor  # (layers, 3, 4)
     amax: Tensor  # (layers, 4, 4)
     history: Tensor  # (amax_history_len, layers, 3)
+
+    def latest(self) -> Tensor:
+        """Return the amaxes (3, layers) since the last roll."""
+        return self.amax[:, :3, 0].t()
+
+    def roll(
+        self, latest: Tensor, specs: Sequence[QuantSpec], algo: str, seen: Tensor | None
+    ) -> None:
+        """Add amaxes to the histories, reset the slots and compute the next scales.
+
+        Args:
+            latest: the amaxes (3, layers), on any device.
+            specs: how weights, inputs and gradients are quantized.
+            algo: "max" or "most_recent", see the recipe.
+            seen: bool (), whether to change histories. None for True.
+        """
+        latest = latest.t().to(self.amax.device)
+        history = torch.cat([latest.unsqueeze(0), self.history[:-1]])
+        if seen is not None:
+            history = torch.where(seen.to(history.device), history, self.history)
+        self.history.copy_(history)
+        self.amax.zero_()
+        if algo == "max":
+            latest = self.history.amax(0)
+        by_role = zip(specs, latest.t().contiguous(), strict=True)
+        fresh = torch.stack([spec.scale_from_amax(part) for spec, part in by_role], 1)
+        # An amax of 0 means that nothing was recorded. The scale stays.
+        self.scale[:, :, 0] = torch.where(latest > 0, fresh, self.scale[:, :, 0])
 
 
 def are_intact(packs: Sequence[Pack], layers: Sequence[nn.Module | None]) -> bool:
@@ -105,112 +132,3 @@ def packed(layers: Sequence[nn.Module | None]) -> list[Pack]:
                 buffers["fp8_amax_history"] = history[:, place]
             packs.append(Pack(indices, scale, amax, history))
     return packs
-
-
-class Histories:
-    """The histories of one model's layers.
-
-    Args:
-        recipe: margin, history length and algorithm.
-        specs: how weights, inputs and gradients are quantized.
-        layers: returns the layers by index, with None for a layer that no longer exists.
-    """
-
-    def __init__(
-        self,
-        recipe: DelayedScaling,
-        specs: Sequence[QuantSpec],
-        layers: Callable[[], Sequence[nn.Module | None]],
-    ) -> None:
-        self.recipe = recipe
-        self._specs = list(specs)
-        self._layers = layers
-        self._packs: list[Pack] = []
-        self.known = KnownScales()
-        self._rolled: list[torch.cuda.Event] = []
-
-    # --- packs -----------------------------------------------------------------------------------
-
-    def packs(self) -> list[Pack]:
-        """Return the packs of the buffers, one per device."""
-        layers = self._layers()
-        if not are_intact(self._packs, layers):
-            self._packs = packed(layers)
-        return self._packs
-
-    def ensure_packed(self) -> None:
-        """Pack the buffers if they are not packed."""
-        if not self._packs:
-            self.packs()
-
-    def moved(self) -> None:
-        """Notify that a layer's buffers were replaced."""
-        self._packs = []
-
-    def pack(self, device: torch.device) -> Pack:
-        """Return the pack of a device. RuntimeError if there is none."""
-        for pack in self.packs():
-            if pack.scale.device == device:
-                return pack
-        raise RuntimeError(
-            f"delayed scaling's buffers are on {[str(p.scale.device) for p in self._packs]}, but "
-            f"weights are quantized on {device}: move the model (`model.to({str(device)!r})`)"
-        )
-
-    # --- the roll --------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def roll(self, reduce: Callable[[Tensor], None], unsure: bool = False) -> None:
-        """End a step: reduce the amaxes, add them to the histories, compute the next scales.
-
-        Args:
-            reduce: called once with the amaxes of all layers, fp32 and contiguous, to reduce them
-                over ranks in place. Weights come first, then inputs, then gradients, each in the
-                order of the layers.
-            unsure: whether possibly no forward has run. If nothing was recorded, nothing changes.
-        """
-        with torch.inference_mode(False):
-            self._roll(reduce, unsure)
-
-    def _roll(self, reduce: Callable[[Tensor], None], unsure: bool) -> None:
-        self.known.read(self._layers())
-        packs = [pack for pack in self.packs() if not pack.scale.is_meta]
-        if not packs:
-            return
-        home = packs[0].amax.device
-        count = len(self._layers())
-        if len(packs) == 1 and len(packs[0].indices) == count:
-            values = packs[0].amax[:, :3, 0].t().contiguous()
-        else:
-            values = torch.zeros(3, count, dtype=torch.float32, device=home)
-            for pack in packs:
-                values[:, pack.indices] = pack.amax[:, :3, 0].t().to(home)
-        reduce(values.view(-1))
-        seen = values.any() if unsure else None  # stays on the device
-        for pack in packs:
-            mine = values if len(pack.indices) == count else values[:, pack.indices]
-            latest = mine.t().to(pack.amax.device)
-            history = torch.cat([latest.unsqueeze(0), pack.history[:-1]])
-            if seen is not None:
-                history = torch.where(seen.to(history.device), history, pack.history)
-            pack.history.copy_(history)
-            pack.amax.zero_()
-            if self.recipe.amax_compute_algo == "max":
-                latest = pack.history.amax(0)
-            by_role = zip(self._specs, latest.t().contiguous(), strict=True)
-            fresh = torch.stack([spec.scale_from_amax(part) for spec, part in by_role], 1)
-            # An amax of 0 means that nothing was recorded. The scale stays.
-            pack.scale[:, :, 0] = torch.where(latest > 0, fresh, pack.scale[:, :, 0])
-        self.known.poll([(pack.indices, pack.scale[:, :, 0]) for pack in packs], self._layers())
-        self._rolled = []
-        for pack in packs:
-            if pack.scale.is_cuda:
-                with torch.cuda.device(pack.scale.device):
-                    event = torch.cuda.Event()
-                    event.record()
-                self._rolled.append(event)
-
-    def wait_for_roll(self) -> None:
-        """Make the current stream wait for the last roll. FSDP2 gathers on its own streams."""
-        for event in self._rolled:
-            torch.cuda.current_stream().wait_event(event)
