@@ -29,7 +29,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 @ranks(2, cuda=False)
-def test_the_report_shows_choices_and_reasons(rig):
+def test_the_table_shows_choices_and_reasons(rig):
     model = make(EVEN, device=rig.device)
     model.blocks[0].requires_grad_(False)
     shard(model, rig, mp_policy=BF16)
@@ -45,15 +45,6 @@ def test_the_report_shows_choices_and_reasons(rig):
         "symmetric memory: 0 B",
         "reduce-scatters so far: 2 in bfloat16",
     ]
-    report = fp8rs.report(model)
-    assert report.comm == comm.choices
-    assert report.scattered == comm.reduce_scatter_bytes["bfloat16"]
-    assert report.memory.symmetric == 0
-    assert str(report).splitlines()[-1] == (
-        "    reduce-scatter: torch (none of its parameters is trained)"
-    )
-    reason = report.as_dict()["comm"][1]["reduce_scatter_reason"]
-    assert reason == "none of its parameters is trained"
 
 
 @ranks(2)

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-import fp8rs
 from comm.gradients import (
     backward,
     check,
@@ -92,32 +91,20 @@ def test_accumulated_gradients_are_reduced_by_torch(rig):
 
 
 @ranks(2)
-def test_the_report_counts_the_memory_that_the_first_step_allocates(rig):
+def test_the_first_step_allocates_symmetric_memory(rig):
     """Reduce-scatters need as much as FSDP2's float32 input, all-gathers need two shards."""
     model = shard(make((16, 64, 32), recipe=None, device=rig.device), rig, mp_policy=BF16)
-    before = fp8rs.report(model)
-    assert before.comm == ()
     with peer_memory(rig):
         comm = set_fsdp_comm(model)
         assert comm.symmetric_memory == 0
-        report = fp8rs.report(model)
         backward(model, rig)
         allocated = SharedFiles.allocated
         backward(model, rig)
     assert SharedFiles.allocated == allocated  # The second step allocates nothing.
-    assert report.comm == comm.choices == fp8rs.report(model).comm
-    assert report.memory.symmetric == fp8rs.report(model).memory.symmetric == comm.symmetric_memory
-    assert report.scattered == comm.reduce_scatter_bytes["bfloat16"] // 2 == before.scattered // 2
     largest = sum(p.numel() for p in make((64,), recipe=None).blocks[0].parameters())
     padding = 64 * rig.world_size
     assert 6 * largest <= comm.symmetric_memory <= 6 * largest + 2 * padding
-    gathers = 2 * largest
-    assert gathers <= report.memory.total - before.memory.total <= gathers + padding
-    text = str(report).splitlines()
-    assert "    all-gather: symmetric" in text
-    assert any(line.split()[:2] == ["symmetric", "memory"] for line in text)
     assert f"symmetric memory: {comm.symmetric_memory:,} B" in str(comm)
-    assert fp8rs.report(model.blocks[1]).comm[0].module == ""
 
 
 @ranks(4)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -65,11 +63,22 @@ class FSDPComm:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def __str__(self) -> str:
+        modules: dict[CommChoice, list[str]] = {}  # those with the same collectives share a row
+        for choice in self.choices:
+            modules.setdefault(replace(choice, module=""), []).append(choice.module or "the root")
+        lines = []
+        for choice, names in modules.items():
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            plural = "s" if choice.ranks > 1 else ""
+            lines.append(f"{', '.join(names[:3])}{more}: {choice.ranks} rank{plural}")
+            for collective, chosen, reason in (
+                ("all-gather", choice.all_gather, choice.all_gather_reason),
+                ("reduce-scatter", choice.reduce_scatter, choice.reduce_scatter_reason),
+            ):
+                lines.append(f"  {collective}: {chosen}" + (f" ({reason})" if reason else ""))
         counts = ", ".join(f"{n} in {dtype}" for dtype, n in sorted(self.reduce_scatters.items()))
-        memory = f"symmetric memory: {self.symmetric_memory:,} B"
-        return "\n".join(
-            [*rows(self.choices), memory, f"reduce-scatters so far: {counts or 'none'}"]
-        )
+        lines.append(f"symmetric memory: {self.symmetric_memory:,} B")
+        return "\n".join([*lines, f"reduce-scatters so far: {counts or 'none'}"])
 
     def _count(self, sent: torch.Tensor) -> None:
         dtype = str(sent.dtype).removeprefix("torch.")
@@ -81,32 +90,3 @@ class FSDPComm:
         """Count a forward that a backward may follow. Recomputed forwards do not count."""
         if torch.is_grad_enabled() and not in_backward():
             self._forwards += 1
-
-
-#: The choice for each module.
-CHOICES: WeakKeyDictionary[nn.Module, CommChoice] = WeakKeyDictionary()
-
-
-def choices_of(model: nn.Module) -> tuple[CommChoice, ...]:
-    """Return the choices for the modules of a model, with their names in that model."""
-    return tuple(
-        replace(CHOICES[module], module=name)
-        for name, module in model.named_modules()
-        if module in CHOICES
-    )
-
-
-def rows(choices: Iterable[CommChoice]) -> Iterator[str]:
-    """Yield the lines of a table. Modules with the same collectives share a row."""
-    alike: dict[CommChoice, list[str]] = {}
-    for choice in choices:
-        alike.setdefault(replace(choice, module=""), []).append(choice.module or "the root")
-    for choice, names in alike.items():
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        plural = "s" if choice.ranks > 1 else ""
-        yield f"{', '.join(names[:3])}{more}: {choice.ranks} rank{plural}"
-        for collective, chosen, reason in (
-            ("all-gather", choice.all_gather, choice.all_gather_reason),
-            ("reduce-scatter", choice.reduce_scatter, choice.reduce_scatter_reason),
-        ):
-            yield f"  {collective}: {chosen}" + (f" ({reason})" if reason else "")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -15,12 +16,15 @@ from fp8rs._core import UnsupportedError
 from fp8rs._torch import computed_in, fsdp_param_groups, shard_group
 
 from . import symmetric
-from .choice import CHOICES, CommChoice, FSDPComm
+from .choice import CommChoice, FSDPComm
 from .reduce_scatter import SummedReduceScatter
 from .transport import Transport
 
 ALL_GATHERS = ("auto", "symmetric", "torch")
 REDUCE_SCATTERS = ("auto", "symmetric", "bf16", "torch")
+
+#: The modules whose collectives have been set.
+_SET: WeakSet[nn.Module] = WeakSet()
 
 
 def set_fsdp_comm(
@@ -73,7 +77,7 @@ def set_fsdp_comm(
     wanted = not {all_gather, reduce_scatter}.isdisjoint({"auto", "symmetric"})
     unavailable: dict[Any, tuple[str, str]] = {}
     for unit in units:
-        if unit.module in CHOICES:
+        if unit.module in _SET:
             raise ValueError(
                 f"the collectives of {unit.name or 'the root'} have been set: call set_fsdp_comm "
                 "once for a model"
@@ -82,7 +86,7 @@ def set_fsdp_comm(
             unavailable[unit.group] = symmetric.unavailable(unit.group, unit.device)
     comm = FSDPComm(tuple(_choose(u, all_gather, reduce_scatter, unavailable) for u in units))
     for channel, (unit, choice) in enumerate(zip(units, comm.choices, strict=True)):
-        CHOICES[unit.module] = choice
+        _SET.add(unit.module)
         _set(unit, choice, comm, channel, timeout)
     if any(choice.reduce_scatter != "torch" for choice in comm.choices):
         model.register_forward_pre_hook(comm._begin_forward)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,13 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fp8rs.comm.choice import CommChoice, choices_of
 from fp8rs.convert.convert import resolve_options
 from fp8rs.convert.report_table import Left, Report
 from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
 from fp8rs.fsdp.memory import STATES, Memory, States, memory_of
 from fp8rs.fsdp.shard_spec import shard_spec
-from fp8rs.fsdp.sizes import Group, groups_of, layouts_of
+from fp8rs.fsdp.sizes import groups_of, layouts_of
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import Recipe, RecipeName
 
@@ -47,8 +45,7 @@ def report(
     """Estimate communication volume and memory of ``model`` under FSDP2, without changing it.
 
     Parameters may be on the meta device. A model that is already converted is reported as it is.
-    For a sharded model, groups and ranks come from FSDP2, and sizes follow the choices of
-    ``set_fsdp_comm``.
+    For a sharded model, groups and ranks come from FSDP2. Sizes are of FSDP2's own collectives.
 
     Args:
         model: the model, usually before its conversion.
@@ -108,21 +105,16 @@ def report(
             if (m._fp8_state.fp8_gather if isinstance(m, Float8Linear) else fp8_gather)
         ),
     )
-    comm = choices_of(model)
-    choices = {choice.module: choice for choice in comm}
     fp8, plain = (
-        [
-            _with_comm(group, choices.get(group.name))
-            for group in groups_of(
-                model,
-                which,
-                world_size=world_size,
-                param_dtype=param_dtype,
-                reshard_after_forward=reshard_after_forward,
-                unit_fn=fsdp_unit_fn,
-                fp8_weights=fp8_weights,
-            )
-        ]
+        groups_of(
+            model,
+            which,
+            world_size=world_size,
+            param_dtype=param_dtype,
+            reshard_after_forward=reshard_after_forward,
+            unit_fn=fsdp_unit_fn,
+            fp8_weights=fp8_weights,
+        )
         for which in (layouts, {})
     )
     if optimizer is None:
@@ -147,7 +139,6 @@ def report(
         scattered=sum(group.scattered_bytes(reduce_dtype) for group in fp8),
         memory=memory,
         memory_high_precision=memory_high_precision,
-        comm=comm,
     )
 
 
@@ -210,9 +201,3 @@ def _left(
     return tuple(
         Left(reason, tuple(dict.fromkeys(found)), sizes[reason]) for reason, found in names.items()
     )
-
-
-def _with_comm(group: Group, choice: CommChoice | None) -> Group:
-    if choice is None:
-        return group
-    return replace(group, all_gather=choice.all_gather, reduce_scatter=choice.reduce_scatter)

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from fp8rs.comm.choice import CommChoice, rows
 from fp8rs.fsdp.memory import Memory
 from fp8rs.quantize.recipes import Recipe, describe
 
 NOT_COUNTED = (
     "activations, tensors saved for the backward, the transposed plane of the weight in use, "
-    "buffers, the all-reduce of amaxes, the CUDA context, NCCL, unused memory of the allocator"
+    "buffers, the all-reduce of amaxes, symmetric memory, the CUDA context, NCCL, unused memory of "
+    "the allocator"
 )
 
 
@@ -52,7 +52,6 @@ class Report:
             included, with and without FP8.
         scattered: bytes of the inputs of a step's reduce-scatters.
         memory, memory_high_precision: memory with and without FP8.
-        comm: what ``set_fsdp_comm`` chose for each module. Empty if it has not been called.
     """
 
     recipe: Recipe
@@ -70,7 +69,6 @@ class Report:
     scattered: int
     memory: Memory
     memory_high_precision: Memory
-    comm: tuple[CommChoice, ...] = ()
 
     def __str__(self) -> str:
         return _text(self)
@@ -114,17 +112,12 @@ def _text(r: Report) -> str:
         ("  gathered: root and two largest units", plain.gathered, fp8.gathered),
         ("  gradients in reduction", plain.reduced, fp8.reduced),
     ]
-    if r.comm:
-        sizes.append(("  symmetric memory", plain.symmetric, fp8.symmetric))
     width = max(40, *(len(row[0]) for row in sizes))
     lines += ["", f"{'bytes per rank':<{width + 2}}{high:>14}{'FP8':>14}{'ratio':>8}"]
     for what, before, after in sizes:
         ratio = f"{after / before:>8.3f}" if before else ""
         lines.append(f"  {what:<{width}}{_size(before):>14}{_size(after):>14}{ratio}")
-    lines.append(f"Not counted: {NOT_COUNTED}.")
-    if r.comm:
-        lines += ["", "collectives", *(f"  {row}" for row in rows(r.comm))]
-    return "\n".join(lines)
+    return "\n".join([*lines, f"Not counted: {NOT_COUNTED}."])
 
 
 def _dtype(dtype: torch.dtype | None) -> str:

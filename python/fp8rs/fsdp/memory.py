@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 
@@ -61,7 +59,6 @@ class Memory:
             FSDP2 gathers a group while the previous one computes. If nothing is resharded after
             the forward, all groups.
         reduced: gradients of the largest group, before and during their reduction.
-        symmetric: symmetric memory of collectives that ``set_fsdp_comm`` chose.
     """
 
     parameters: int
@@ -69,7 +66,6 @@ class Memory:
     optimizer: int
     gathered: int
     reduced: int
-    symmetric: int = 0
 
     @property
     def total(self) -> int:
@@ -106,32 +102,9 @@ def memory_of(
         gathered = whole.pop("", 0) + sum(sorted(whole.values())[-2:])
     reduced = max(
         (
-            sum(p.gradient_bytes for p in group.parameters) + group.reducing_bytes(reduce_dtype)
+            sum(p.gradient_bytes for p in group.parameters) + group.reduced_bytes(reduce_dtype)
             for group in groups
         ),
         default=0,
     )
-    return Memory(parameters, gradients, round(optimizer), gathered, reduced, _symmetric(groups))
-
-
-def _symmetric(groups: Sequence[Group]) -> int:
-    """Return the symmetric memory of a rank, as `fp8rs.comm` allocates it.
-
-    Groups over the same ranks share two buffers, as large as the largest group needs.
-    """
-    gathers: Counter[Any] = Counter()
-    reductions: Counter[Any] = Counter()
-    for group in groups:
-        spec = group.parameters[0].spec
-        key = spec.shard_groups
-        if group.all_gather == "symmetric":
-            shard = _aligned(group.gathered_bytes // spec.ranks)
-            gathers[key] = max(gathers[key], 2 * shard)
-        if group.reduce_scatter == "symmetric":
-            row = _aligned(group.scattered_bytes(torch.bfloat16) // spec.ranks)
-            reductions[key] = max(reductions[key], 2 * spec.ranks * row)
-    return gathers.total() + reductions.total()
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 16) * 16
+    return Memory(parameters, gradients, round(optimizer), gathered, reduced)

@@ -99,15 +99,11 @@ class Group:
         name: name of the module that ``fully_shard`` is called on. The root is "".
         parameters: the parameters below the module and not below another sharded module.
         gathers: all-gathers per step: 1, or 2 if the backward gathers again.
-        all_gather: the all-gather that ``set_fsdp_comm`` chose.
-        reduce_scatter: the reduce-scatter that ``set_fsdp_comm`` chose.
     """
 
     name: str
     parameters: tuple[ShardedParameter, ...]
     gathers: int
-    all_gather: str = "torch"
-    reduce_scatter: str = "torch"
 
     @property
     def gathered_bytes(self) -> int:
@@ -125,16 +121,11 @@ class Group:
         """Return the bytes of a reduce-scatter's input, padding included. 0 with one rank."""
         if not any(p.spec.ranks > 1 for p in self.parameters):
             return 0
-        narrow = self.reduce_scatter != "torch"
-        return sum(
-            p.gradient_bytes if narrow else p.reduced_bytes(reduce_dtype) for p in self.parameters
-        )
+        return self.reduced_bytes(reduce_dtype)
 
-    def reducing_bytes(self, reduce_dtype: torch.dtype | None) -> int:
-        """Return the bytes of a reduce-scatter's temporary tensors, without symmetric memory."""
-        if self.reduce_scatter == "torch":
-            return sum(p.reduced_bytes(reduce_dtype) for p in self.parameters)
-        return {"bf16": 2, "symmetric": 0}[self.reduce_scatter] * self.scattered_bytes(reduce_dtype)
+    def reduced_bytes(self, reduce_dtype: torch.dtype | None) -> int:
+        """Return the bytes of the unsharded gradients as they are reduced."""
+        return sum(p.reduced_bytes(reduce_dtype) for p in self.parameters)
 
 
 def layouts_of(recipe: Recipe, layers: Iterable[nn.Module]) -> dict[int, AllGatherLayout]:
