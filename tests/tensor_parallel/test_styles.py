@@ -120,10 +120,10 @@ def test_a_gradient_is_reduced_in_its_own_dtype(rig, recipe):
     torch.manual_seed(0)
     whole = torch.randn(2, 8, WIDTH, dtype=torch.bfloat16).to(rig.device)
     x = distribute_tensor(whole, rig.mesh(), [Shard(1)]).requires_grad_()
-    slots = (None, None)
+    slots = ()
     if resolve_recipe(RECIPES[recipe]).delayed:
         slots = torch.ones((), device=rig.device), torch.zeros((), device=rig.device)
-    out = gather_input(x, converted_key(recipe), True, *slots, False)
+    out = gather_input(x, Operand(converted_key(recipe), INPUT, True, *slots))
     parts = torch.full_like(whole, rig.rank + 1.0)
     from torch.distributed.tensor import Partial
 

@@ -16,8 +16,7 @@ codes. Gathering it too would double the bytes, to as many as bf16 takes.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional
 
 from fp8rs._core import UnsupportedError
-from fp8rs.nn.spec import GRAD, INPUT, LinearSpec, spec_for
+from fp8rs.nn.spec import INPUT, LinearSpec, spec_for
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import wrap_planes
 from fp8rs.tensor.spec import QuantSpec, quantize_planes, reduce_amax
@@ -35,11 +34,10 @@ _all_gather = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.defaul
 _wait = torch.ops._c10d_functional.wait_tensor.default
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """How an operand of a layer is quantized when it is gathered.
 
-    Args:
+    Attributes:
         key: the key of the layer's `LinearSpec`.
         role: INPUT or GRAD.
         columnwise: whether wgrad needs the columnwise plane.
@@ -68,34 +66,18 @@ def prepare() -> None:
     torch.compiler.allow_in_graph(reduce_output)
 
 
-def gather_input(
-    x: DTensor,
-    key: str,
-    columnwise: bool,
-    scale: Tensor | None,
-    amax: Tensor | None,
-    ready: bool,
-) -> DTensor:
+def gather_input(x: DTensor, operand: Operand) -> DTensor:
     """Quantize and gather an input that is sharded by rows. Its gradient is sharded again.
 
-    A gradient of partial sums is reduced in its own dtype.
+    A gradient of partial sums is reduced in its own dtype. In a graph, ``operand`` arrives as a
+    plain tuple.
     """
-    operand = Operand(key, INPUT, columnwise, scale, amax, ready)
-    return cast(DTensor, _Gather.apply(x, operand))
+    return cast(DTensor, _Gather.apply(x, Operand(*operand)))
 
 
-def reduce_output(
-    y: DTensor,
-    dim: int,
-    key: str,
-    columnwise: bool,
-    scale: Tensor | None,
-    amax: Tensor | None,
-    ready: bool,
-) -> DTensor:
+def reduce_output(y: DTensor, dim: int, operand: Operand) -> DTensor:
     """Reduce-scatter partial sums along ``dim``. The gradient is gathered in FP8."""
-    operand = Operand(key, GRAD, columnwise, scale, amax, ready)
-    return cast(DTensor, _Reduce.apply(y, dim, operand))
+    return cast(DTensor, _Reduce.apply(y, dim, Operand(*operand)))
 
 
 class _Gather(torch.autograd.Function):

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.parallel import (
@@ -24,31 +24,28 @@ from fp8rs.nn.spec import GRAD, INPUT, spec_for
 from fp8rs.quantize.recipes import describe
 from fp8rs.tensor.formats import INPUT_DTYPES
 
-from .gather import gather_input, gathers_grad, prepare, reduce_output
+from .gather import Operand, gather_input, gathers_grad, prepare, reduce_output
 
 
-def _slots(layer: Float8Linear, role: int) -> tuple[Tensor | None, Tensor | None, bool]:
-    """Return a role's scale, its amax slot, and whether there is a scale, with delayed scaling.
-
-    The layer's forward, which has not begun yet, will use the same.
-    """
-    delayed = layer._fp8_state.delayed
-    if delayed is None:
-        return None, None, False
-    scales, amaxes = layer._begin_delayed(delayed)
-    return scales[role], amaxes[role if layer.training else -1], layer.fp8_ready[role]
+def _operand(layer: Float8Linear, role: int, columnwise: bool) -> Operand:
+    """Return how an operand is quantized in the layer's forward, which has not begun yet."""
+    state = layer._fp8_state
+    if state.delayed is None:
+        return Operand(state.key, role, columnwise)
+    scales, amaxes = layer._begin_delayed(state.delayed)
+    amax = amaxes[role if layer.training else -1]
+    return Operand(state.key, role, columnwise, scales[role], amax, layer.fp8_ready[role])
 
 
 def _gather_for(layer: Float8Linear, x: DTensor, columnwise: bool) -> DTensor:
     """Gather the input of a layer, quantized by the layer's recipe."""
-    key = layer._fp8_state.key
-    if spec_for(key, x.device).wgrad_input is not None:
+    if spec_for(layer._fp8_state.key, x.device).wgrad_input is not None:
         raise UnsupportedError(
             f"the recipe {describe(layer.recipe)} quantizes inputs in one format for the forward "
             "and in another for wgrad, but only one format can be gathered. Use "
             "fp8rs.Float8BlockScaling() without wgrad_input_block"
         )
-    return gather_input(x, key, columnwise, *_slots(layer, INPUT))
+    return gather_input(x, _operand(layer, INPUT, columnwise))
 
 
 def _prepare_layer(style: Any, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -137,11 +134,11 @@ class Float8RowwiseParallel(RowwiseParallel):
 
 def _reduce(layout: Placement, layer: Float8Linear, y: DTensor) -> DTensor:
     """Reduce the partial sums of a row-parallel layer."""
-    key = layer._fp8_state.key
-    if not isinstance(layout, Shard) or not gathers_grad(spec_for(key, y.device)):
+    spec = spec_for(layer._fp8_state.key, y.device)
+    if not isinstance(layout, Shard) or not gathers_grad(spec):
         return y.redistribute(placements=[layout])
     needs_weight = torch.is_grad_enabled() and layer.weight.requires_grad
-    return reduce_output(y, layout.dim, key, needs_weight, *_slots(layer, GRAD))
+    return reduce_output(y, layout.dim, _operand(layer, GRAD, needs_weight))
 
 
 class PrepareFloat8ModuleInput(PrepareModuleInput):
@@ -259,7 +256,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             layers = [layer for layer in layers if _is_column_parallel(layer)]
         if not layers:
             raise ValueError(f"{type(self).__name__}: none of {names} is column-parallel")
-        columnwise = torch.is_grad_enabled() and any(_trains(layer) for layer in layers)
+        trained = any(layer.weight.requires_grad for layer in layers)
+        columnwise = torch.is_grad_enabled() and trained
         return _gather_for(layers[0], x, columnwise)
 
 
@@ -268,10 +266,6 @@ def _distributed(x: Any, mesh: DeviceMesh, layouts: Any) -> DTensor:
     if isinstance(x, DTensor):
         return x
     return DTensor.from_local(x, mesh, layouts, run_check=False)
-
-
-def _trains(layer: Float8Linear) -> bool:
-    return layer.weight.requires_grad
 
 
 def _is_column_parallel(layer: Any) -> bool:
