@@ -8,8 +8,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
@@ -81,13 +82,20 @@ def save_pretrained(
 
 def raise_on_all(error: OSError | None) -> None:
     """Raise the first rank's error on every rank."""
-    text: list[Any] = [None if error is None else str(error)]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(text)
+    first = on_all_ranks(None if error is None else str(error))[0]
     if error is not None:
         raise error
-    if text[0] is not None:
-        raise OSError(f"rank 0 could not write the model: {text[0]}")
+    if first is not None:
+        raise OSError(f"rank 0 could not write the model: {first}")
+
+
+def on_all_ranks(value: _T) -> list[_T]:
+    """Return the values of all ranks, by rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def config_of(model: nn.Module, serving: ServingFormat, dtype: torch.dtype) -> dict[str, Any]:
@@ -115,19 +123,31 @@ def json_of(value: Any) -> str:
     return json.dumps(value, indent=2, sort_keys=True) + "\n"
 
 
+_T = TypeVar("_T")
 #: Writes tensors to a file.
 SaveFile = Callable[[dict[str, Tensor], Path], None]
 
 
+def import_safetensors() -> Any:
+    """Import safetensors, or raise ImportError."""
+    try:
+        return import_module("safetensors")
+    except ImportError as error:
+        raise ImportError(
+            "fp8rs.export reads and writes files with safetensors, which is not installed: "
+            "pip install safetensors"
+        ) from error
+
+
 def safetensors_writer() -> SaveFile:
     """Return a function that writes tensors to a file. It raises OSError if the disk is full."""
-    from safetensors import SafetensorError
+    error_of_disk = import_safetensors().SafetensorError
     from safetensors.torch import save_file
 
     def save(tensors: dict[str, Tensor], path: Path) -> None:
         try:
             save_file(tensors, path, metadata={"format": "pt"})
-        except SafetensorError as error:  # raised for errors of the disk
+        except error_of_disk as error:
             raise OSError(f"{path}: {error}") from error
 
     return save

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8rs._torch import dtensor_like, is_distributed, local_shape_and_offset, own_part, plain_name
@@ -24,6 +23,7 @@ from fp8rs.nn.linear import Float8Linear
 from fp8rs.tensor.formats import MX_1X32, MX_32X32
 from fp8rs.tensor.quantized import QuantizedTensor
 
+from .files import on_all_ranks
 from .stored import ACTIVATION_SCALES, CODES, HIGH_PRECISION, Scales, Slice, StoredTensors
 
 _log = logging.getLogger("fp8rs")
@@ -297,15 +297,6 @@ def whole_blocks(target: Target) -> Slice:
     start = begin[0] // 32 * 32 if size[0] else begin[0]
     stop = min(-(-(begin[0] + size[0]) // 32) * 32, target.tensor.shape[0])
     return (start, begin[1]), (stop - start if size[0] else 0, size[1])
-
-
-def on_all_ranks(findings: RankFindings) -> list[RankFindings]:
-    """Return the findings of all ranks, by rank."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [findings]
-    all_findings: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_findings, findings)
-    return all_findings
 
 
 def summary(stored: StoredTensors, all_findings: list[RankFindings]) -> Loaded:

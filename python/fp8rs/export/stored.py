@@ -19,7 +19,8 @@ from torch import Tensor
 
 from fp8rs.tensor.formats import E4M3, E5M2
 
-from .files import INDEX
+from .files import INDEX, import_safetensors
+from .formats import FORMATS
 
 #: Rows and columns of one scale. -1 is the whole extent.
 Block = tuple[int, int]
@@ -36,11 +37,12 @@ HIGH_PRECISION = frozenset(("F64", "F32", "F16", "BF16"))
 #: Types of power-of-two scales. compressed-tensors stores E8M0 exponents as bytes.
 E8M0 = frozenset(("F8_E8M0", "U8"))
 
+_QUANTIZED = [f for f in FORMATS.values() if f.spec is not None]
 #: Block shapes that are recognized without a config.
-KNOWN_BLOCKS: tuple[Block, ...] = ((-1, -1), (1, -1), (128, 128), (1, 32))
+KNOWN_BLOCKS: list[Block] = sorted(f.spec.format.block for f in _QUANTIZED if f.spec is not None)
 
 #: Suffixes that DeepSeek and compressed-tensors add to a weight's name for its scales.
-SCALE_SUFFIXES = ("_scale_inv", "_scale")
+SCALE_SUFFIXES = list(dict.fromkeys(f.scale_name.removeprefix("weight") for f in _QUANTIZED))
 
 #: Suffixes of scales of activations and KV caches, which training does not use.
 ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
@@ -88,14 +90,8 @@ class StoredTensors:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        try:
-            from safetensors import SafetensorError, safe_open
-        except ImportError as error:
-            raise ImportError(
-                "fp8rs.export.load reads files with safetensors, which is not installed: "
-                "pip install safetensors"
-            ) from error
-        self._open, self._error = safe_open, SafetensorError
+        safetensors = import_safetensors()
+        self._open, self._error = safetensors.safe_open, safetensors.SafetensorError
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise FileNotFoundError(

@@ -126,11 +126,6 @@ def units(model: nn.Module) -> list[tuple[nn.Module | None, list[Named]]]:
     return list(found.values())
 
 
-@torch.no_grad()
-def _next(iterator: Iterator[tuple[str, Tensor]]) -> tuple[str, Tensor] | None:
-    return next(iterator, None)
-
-
 def _tensors(
     model: nn.Module, serving: ServingFormat, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
@@ -140,17 +135,13 @@ def _tensors(
         if unit is not None:
             cast(Any, unit).reshard()
     for unit, modules in found:
-        each = _unit_tensors(cast(Any, unit), modules, serving, dtype, yielded)
-        try:
-            while (item := _next(each)) is not None:
-                yield item
-        finally:
-            each.close()
+        yield from _unit_tensors(cast(Any, unit), modules, serving, dtype, yielded)
 
 
+@torch.no_grad()
 def _unit_tensors(
     unit: Any, modules: list[Named], serving: ServingFormat, dtype: torch.dtype, yielded: set[int]
-) -> Any:
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of one unit. It is unsharded only if codes are exported unchanged."""
     parameters: list[tuple[str, nn.Module, str, nn.Parameter]] = []
     for name, module in modules:
