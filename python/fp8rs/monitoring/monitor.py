@@ -16,7 +16,7 @@ from fp8rs.nn.debug import set_debug
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.nn.observe import OperandStats
 from fp8rs.nn.spec import ROLES
-from fp8rs.quantize.recipes import DelayedScaling
+from fp8rs.quantize.recipes import DelayedScaling, check_int
 
 from .layers import layers_of
 from .records import Lossy, Record, append, name_of, worst
@@ -39,11 +39,8 @@ class Monitor:
         first_step: int,
         group: Any,
     ) -> None:
-        for name, value, least in (("every", every, 1), ("first_step", first_step, 0)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, not {value!r}")
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, not {value}")
+        check_int("every", every, 1)
+        check_int("first_step", first_step, 0)
         self.every = every
         self.latest: dict[str, float] = {}
         self._step = first_step

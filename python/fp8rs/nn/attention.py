@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8rs.quantize.recipes import Recipe, RecipeName
+from fp8rs.quantize.recipes import Recipe, RecipeName, check_choice
 
-from .normalized import check_choice, make_norm
+from .normalized import make_norm
 from .standalone import make_float8
 
 MASKS = ("causal", "no_mask")

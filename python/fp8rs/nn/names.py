@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .normalized import check_choice
+from fp8rs.quantize.recipes import check_choice
+
 from .transformer import TransformerLayer
 
 #: Our names for TransformerEngine's (2.x, ``fuse_qkv_params=False``), with "{}" for weight or bias.

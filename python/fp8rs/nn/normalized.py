@@ -6,7 +6,7 @@ Arguments have TransformerEngine's names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8rs.quantize.recipes import Recipe, RecipeName
+from fp8rs.quantize.recipes import Recipe, RecipeName, check_choice
 
 from .standalone import make_float8
 
@@ -25,12 +25,6 @@ _gelu: Callable[[Tensor], Tensor] = partial(F.gelu, approximate="tanh")
 ACTIVATIONS = {"gelu": _gelu, "relu": F.relu, "geglu": _gelu, "swiglu": F.silu}
 #: Activations of a gate, which is multiplied by the output of a second layer.
 GATED = {"geglu", "swiglu"}
-
-
-def check_choice(argument: str, value: object, options: Collection[str]) -> None:
-    """Raise ValueError if ``value`` is not one of the options."""
-    if value not in options:
-        raise ValueError(f"{argument} must be {' or '.join(map(repr, options))}, not {value!r}")
 
 
 def make_norm(kind: str, size: int, eps: float, **factory: Any) -> nn.Module:

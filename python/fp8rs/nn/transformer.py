@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8rs.quantize.recipes import Recipe, RecipeName
+from fp8rs.quantize.recipes import Recipe, RecipeName, check_choice
 
 from .attention import MultiheadAttention
-from .normalized import MLP, check_choice, make_norm
+from .normalized import MLP, make_norm
 from .standalone import make_float8
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8rs.quantize.in_graph import allow_in_graph, key_of, quantize
-from fp8rs.quantize.recipes import check_amax_epsilon, check_bool
+from fp8rs.quantize.recipes import check_amax_epsilon, check_bool, check_choice
 from fp8rs.tensor import formats
 from fp8rs.tensor.formats import INPUT_DTYPES, BlockFormat, check_fp8_dtype, split
 from fp8rs.tensor.planes import Plane
@@ -303,8 +303,7 @@ def MXFP8Quantizer(
         block: (1, 32) or (32, 32).
         scale_rounding: "ceil", with which no element saturates, or "floor", the OCP rule.
     """
-    if scale_rounding not in ("ceil", "floor"):
-        raise ValueError(f'scale_rounding must be "ceil" or "floor", not {scale_rounding!r}')
+    check_choice("scale_rounding", scale_rounding, ("ceil", "floor"))
     spec = QuantSpec(
         formats.format_of(block, torch.float8_e8m0fnu),
         check_fp8_dtype(fp8_dtype),

@@ -7,7 +7,7 @@ take its short name (:func:`resolve_recipe`).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
@@ -27,6 +27,21 @@ def check_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, not {value!r}")
     return value
+
+
+def check_int(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raise TypeError if ``value`` is not an int, or ValueError if it is out of range."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, not {value!r}")
+    if value < least or (most is not None and value > most):
+        allowed = f"at least {least}" if most is None else f"within {least} and {most}"
+        raise ValueError(f"{name} must be {allowed}, not {value}")
+
+
+def check_choice(name: str, value: object, options: Collection[object]) -> None:
+    """Raise ValueError if ``value`` is not one of the options."""
+    if value not in options:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, options))}, not {value!r}")
 
 
 def check_amax_epsilon(epsilon: Any) -> float:
@@ -69,8 +84,7 @@ class Recipe:
     emulate: bool = False
 
     def __post_init__(self) -> None:
-        if self.fp8_format not in ("e4m3", "hybrid"):
-            raise ValueError(f'fp8_format must be "e4m3" or "hybrid", not {self.fp8_format!r}')
+        check_choice("fp8_format", self.fp8_format, ("e4m3", "hybrid"))
         accumulation = self.fast_accumulation
         if (
             not isinstance(accumulation, (tuple, list))
@@ -84,8 +98,8 @@ class Recipe:
         object.__setattr__(self, "fast_accumulation", tuple(accumulation))
         check_bool("power_2_scale", self.power_2_scale)
         check_bool("emulate", self.emulate)
-        if self.save_input is not None and not isinstance(self.save_input, bool):
-            raise TypeError(f"save_input must be a bool or None, not {self.save_input!r}")
+        if self.save_input is not None:
+            check_bool("save_input", self.save_input)
         object.__setattr__(self, "amax_epsilon", check_amax_epsilon(self.amax_epsilon))
 
     def fp8_dtype(self, role: Role) -> torch.dtype:
@@ -105,12 +119,11 @@ class Recipe:
 
 
 def _check_block(recipe: Recipe, name: str, *known: tuple[int, int]) -> None:
-    """Convert a field to a tuple, and raise ValueError if it is not one of these blocks."""
+    """Convert a list to a tuple, and raise ValueError if it is not one of these blocks."""
     block = getattr(recipe, name)
-    if not isinstance(block, (tuple, list)) or tuple(block) not in known:
-        choices = " or ".join(str(one) for one in known)
-        raise ValueError(f"{name} must be {choices}, not {block!r}")
-    object.__setattr__(recipe, name, tuple(block))
+    block = tuple(block) if isinstance(block, list) else block
+    check_choice(name, block, known)
+    object.__setattr__(recipe, name, block)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,19 +157,9 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.margin, bool) or not isinstance(self.margin, int):
-            raise TypeError(f"margin must be an int, not {self.margin!r}")
-        if not -64 <= self.margin <= 64:
-            raise ValueError(f"margin must be within -64 and 64, not {self.margin}")
-        length = self.amax_history_len
-        if isinstance(length, bool) or not isinstance(length, int):
-            raise TypeError(f"amax_history_len must be an int, not {length!r}")
-        if length < 1:
-            raise ValueError(f"amax_history_len must be at least 1, not {length}")
-        if self.amax_compute_algo not in ("max", "most_recent"):
-            raise ValueError(
-                f'amax_compute_algo must be "max" or "most_recent", not {self.amax_compute_algo!r}'
-            )
+        check_int("margin", self.margin, -64, 64)
+        check_int("amax_history_len", self.amax_history_len, 1)
+        check_choice("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,10 +232,7 @@ class MXFP8BlockScaling(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_block(self, "weight_block", (32, 32), (1, 32))
-        if self.scale_rounding not in ("ceil", "floor"):
-            raise ValueError(
-                f'scale_rounding must be "ceil" or "floor", not {self.scale_rounding!r}'
-            )
+        check_choice("scale_rounding", self.scale_rounding, ("ceil", "floor"))
         if self.amax_epsilon:
             raise ValueError("amax_epsilon must be 0 for MXFP8, whose scales have no lower bound")
 
