@@ -76,9 +76,9 @@ def test_wrong_arguments_are_refused_and_change_nothing(rig):
         set_fsdp_comm(model)
     shard(unchanged, rig, mp_policy=BF16)
     shard(model, rig, mp_policy=BF16)
-    with pytest.raises(ValueError, match="all_gather is 'fast'; it must be one of auto, symmetric"):
+    with pytest.raises(ValueError, match="all_gather must be 'auto' or 'symmetric' or 'torch'"):
         set_fsdp_comm(model, all_gather="fast")
-    with pytest.raises(ValueError, match="reduce_scatter is 'fp8'; it must be one of auto, symm"):
+    with pytest.raises(ValueError, match=r"reduce_scatter must be 'auto' or .* not 'fp8'"):
         set_fsdp_comm(model, reduce_scatter="fp8")
     if rig.device_type == "cpu":
         message = r'^reduce_scatter="symmetric" is not possible for the root: symmetric memory nee'

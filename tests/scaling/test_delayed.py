@@ -640,16 +640,6 @@ def test_the_buffers_move_with_the_model(device):
     assert torch.equal(state.history[0].cpu(), before)
 
 
-def test_a_step_without_recorded_amaxes_is_no_roll(device, rolls):
-    model, _ = build(device)
-    fp8rs.optimizer_stepped(model)
-    assert not rolls
-    model(batch(device))
-    fp8rs.optimizer_stepped(model)
-    fp8rs.optimizer_stepped(model)
-    assert rolls == [{"unsure": False}]
-
-
 @pytest.mark.parametrize("part", ["model", "layer"])
 def test_steps_roll_after_forwards_that_are_not_announced(device, rolls, part):
     """A compiled model announces no forward. Its own forward does if only its layers are."""

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fp8rs._core import UnsupportedError
 from fp8rs._torch import computed_in, fsdp_param_groups, shard_group
+from fp8rs.quantize.recipes import check_choice
 
 from . import symmetric
 from .choice import CommChoice, FSDPComm
@@ -65,12 +66,8 @@ def set_fsdp_comm(
             the model have been set before.
         UnsupportedError: "symmetric" was given and is not possible.
     """
-    for name, value, known in (
-        ("all_gather", all_gather, ALL_GATHERS),
-        ("reduce_scatter", reduce_scatter, REDUCE_SCATTERS),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+    check_choice("all_gather", all_gather, ALL_GATHERS)
+    check_choice("reduce_scatter", reduce_scatter, REDUCE_SCATTERS)
     units = list(_units(model))
     if not units:
         raise ValueError("no module of model is sharded: call fully_shard before set_fsdp_comm")

@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fp8rs._torch import not_traced
-
-
-class Trained(Protocol):
-    """A model that is notified of steps."""
-
-    def owns(self, parameters: set[int]) -> bool:
-        """Whether the model has a parameter with one of these ids."""
-
-    def stepped(self) -> None:
-        """Notify that an optimizer with one of the model's parameters has stepped."""
-
 
 #: In order of registration, which is equal on all ranks. Notifications run collectives.
 _models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -27,8 +16,11 @@ _numbers = itertools.count()
 _hook: Any = None
 
 
-def subscribe(model: Trained) -> None:
-    """Notify a model of the steps of its optimizers from now on."""
+def subscribe(model: Any) -> None:
+    """Call ``model.stepped()`` after each step of an optimizer with one of its parameters.
+
+    ``model.owns(ids)`` returns whether the model has a parameter with one of these ids.
+    """
     global _hook
     if _hook is None:
         # Compiled steps call the hook too. It runs on the host and is not traced.
