@@ -7,7 +7,7 @@ stay on the device.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,17 +98,9 @@ def clear_(slots: Tensor) -> None:
     slots[..., MINUS_SMALLEST_SCALE] = -torch.inf
 
 
-def _add(
-    values: Tensor | None,
-    codes: Tensor,
-    scale: Tensor,
-    block: Sequence[int],
-    row: int,
-    col: int,
-    column_scale: Tensor | None,
-    slots: Tensor,
-    role: int,
-) -> Tensor:
+def _add(*args: Any) -> Tensor:
+    """Run `_observe`, which describes the arguments."""
+    values, codes, scale, block, row, col, column_scale, slots, role = args
     per_tensor = tuple(block) == formats.TENSOR.block
     format = formats.TENSOR if per_tensor else formats.format_of(tuple(block), scale.dtype)
     plane = Plane(codes, scale, format)
