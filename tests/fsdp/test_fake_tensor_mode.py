@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fp8rs
 from distributed.models import RECIPES, Stack, linears, shard
-from fp8rs.fsdp.sizes import groups_of, layouts_of
+from fp8rs.convert.sizes import groups_of, layouts_of
 from fp8rs.quantize.recipes import resolve_recipe
 
 RANKS = 4

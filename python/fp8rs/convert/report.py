@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8rs.convert.convert import resolve_options
+from fp8rs.convert.memory import STATES, Memory, States, memory_of
 from fp8rs.convert.report_table import Left, Report
 from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
-from fp8rs.fsdp.memory import STATES, Memory, States, memory_of
+from fp8rs.convert.sizes import groups_of, layouts_of
 from fp8rs.fsdp.shard_spec import shard_spec
-from fp8rs.fsdp.sizes import groups_of, layouts_of
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import Recipe, RecipeName
 

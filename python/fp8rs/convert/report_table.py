@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fp8rs.fsdp.memory import Memory
+from fp8rs.convert.memory import Memory
 from fp8rs.quantize.recipes import Recipe, describe
 
 NOT_COUNTED = (

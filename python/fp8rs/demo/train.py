@@ -247,7 +247,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 def _weight_bytes(model: nn.Module, names: set[str], ranks: int) -> int:
     """Return the bytes that a training step gathers of the weights ``names``."""
-    from fp8rs.fsdp.sizes import groups_of, layouts_of
+    from fp8rs.convert.sizes import groups_of, layouts_of
 
     if ranks == 1:
         return 0

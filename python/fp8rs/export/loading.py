@@ -6,7 +6,6 @@ Each rank reads its own part of it.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -25,8 +24,6 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 from .files import on_all_ranks
 from .stored import ACTIVATION_SCALES, CODES, HIGH_PRECISION, Scales, Slice, StoredTensors
-
-_log = logging.getLogger("fp8rs")
 
 #: The number of names of one kind that an error lists.
 LISTED = 10
@@ -162,13 +159,6 @@ def load(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = 
     for target in found:
         if target.stored:
             write(stored, target, target.names[0] in exact)
-    _log.info(
-        "%s: loaded. Of %d FP8 weights, %d were loaded exactly and %d were quantized",
-        directory,
-        len(loaded.exact) + len(loaded.quantized),
-        len(loaded.exact),
-        len(loaded.quantized),
-    )
     return loaded
 
 

@@ -16,7 +16,6 @@ precision and quantized for each all-gather, or an FP8 weight, which is gathered
 - ``state_dict``: plain tensors in state dicts;
 - ``scale_sync``: synchronizes the scales that FP8 shards share;
 - ``padding``: how FSDP2 pads FP8 shards;
-- ``sizes``, ``memory``: bytes that sharding comes to, before any rank runs;
 - ``links``: the former name of `fp8rs.comm.set_fsdp_comm`.
 """
 

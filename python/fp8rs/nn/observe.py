@@ -98,7 +98,7 @@ def clear_(slots: Tensor) -> None:
     slots[..., MINUS_SMALLEST_SCALE] = -torch.inf
 
 
-def _add(*args: Any) -> Tensor:
+def _add(*args: Any) -> Any:
     """Run `_observe`, which describes the arguments."""
     values, codes, scale, block, row, col, column_scale, slots, role = args
     per_tensor = tuple(block) == formats.TENSOR.block

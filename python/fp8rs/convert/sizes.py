@@ -16,12 +16,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fp8rs._torch import fsdp_groups, fsdp_place, own_part, reduces_in_stored_dtype
+from fp8rs.fsdp.layout import AllGatherLayout
+from fp8rs.fsdp.shard_spec import ShardSpec, shard_spec
 from fp8rs.quantize.recipes import Recipe
 from fp8rs.quantize.spec import quant_spec
 from fp8rs.tensor.quantized import QuantizedTensor
-
-from .layout import AllGatherLayout
-from .shard_spec import ShardSpec, shard_spec
 
 UnitFn = Callable[[nn.Module, str], bool]
 
