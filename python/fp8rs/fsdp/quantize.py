@@ -129,9 +129,9 @@ class TensorwiseShardQuantizer(ShardQuantizer):
     NaN, and so do the gradients of all ranks.
     """
 
-    def __init__(self, spec: QuantSpec, delayed: DelayedScalingState | None) -> None:
+    def __init__(self, spec: QuantSpec, histories: DelayedScalingState | None) -> None:
         super().__init__(spec)
-        self._delayed = delayed
+        self._histories = histories
 
     def size(self, shard: LocalShard) -> int:
         return shard.matrices
@@ -140,13 +140,13 @@ class TensorwiseShardQuantizer(ShardQuantizer):
         return shard.spec.matrix_groups
 
     def update_scales(self, shards: Sequence[LocalShard], record: bool) -> None:
-        delayed = [] if self._delayed is None else [s for s in shards if not s.spec.batched]
+        delayed = [] if self._histories is None else [s for s in shards if not s.spec.batched]
         current = [s for s in shards if s not in delayed]
         if current:
             set_scales(current, self.spec.scale_from_amax(self._amaxes(current)))
         if delayed:
-            assert self._delayed is not None
-            set_scales(delayed, self._delayed_scales(self._delayed, delayed, record))
+            assert self._histories is not None
+            set_scales(delayed, self._delayed_scales(self._histories, delayed, record))
 
     def cast(
         self, shards: Sequence[LocalShard], *, in_backward: bool, record: bool
@@ -156,9 +156,9 @@ class TensorwiseShardQuantizer(ShardQuantizer):
             buffer[shard.data.numel() :].zero_()  # padding is gathered too
         codes = [self.layout.codes(b, s.data.shape) for s, b in zip(shards, buffers, strict=True)]
         pairs = list(zip(shards, codes, strict=True))
-        if self._delayed is not None and not in_backward:
+        if self._histories is not None and not in_backward:
             if delayed := [pair for pair in pairs if not pair[0].spec.batched]:
-                self._cast_delayed(self._delayed, delayed, record)
+                self._cast_delayed(self._histories, delayed, record)
             pairs = [pair for pair in pairs if pair[0].spec.batched]
         if pairs:
             scales = torch.cat([scale_of(s).view(-1) for s, _ in pairs])
@@ -169,12 +169,15 @@ class TensorwiseShardQuantizer(ShardQuantizer):
         ]
 
     def _cast_delayed(
-        self, state: DelayedScalingState, pairs: Sequence[tuple[LocalShard, Tensor]], record: bool
+        self,
+        histories: DelayedScalingState,
+        pairs: Sequence[tuple[LocalShard, Tensor]],
+        record: bool,
     ) -> None:
         """Quantize shards with delayed scaling into codes, and record their amaxes."""
         shards = [s for s, _ in pairs]
         scales = torch.stack([scale_of(s) for s in shards])
-        recorded, slots = self._recorded(state, shards)
+        recorded, slots = self._recorded(histories, shards)
         amaxes = recorded[slots] if record else torch.zeros_like(scales)
         codes = [c for _, c in pairs]
         used = _multi_quantize_delayed([s.data for s in shards], scales, amaxes, codes)
@@ -193,7 +196,7 @@ class TensorwiseShardQuantizer(ShardQuantizer):
             scale = scale.to(shard.data.device)
             codes = _quantize(shard.data, scale, self.spec.fp8_dtype, True, False, None)[0]
             made.append((Plane(codes, scale, self.spec.format), None))
-            if self._delayed is not None:
+            if self._histories is not None:
                 assert isinstance(shard.handle, Float8ParamHandle)
                 shard.handle.start_history(scale, amax)
         return made
@@ -205,15 +208,15 @@ class TensorwiseShardQuantizer(ShardQuantizer):
         return self.reduce(shards, found[0] if len(found) == 1 else torch.cat(found))
 
     def _delayed_scales(
-        self, state: DelayedScalingState, shards: Sequence[LocalShard], record: bool
+        self, histories: DelayedScalingState, shards: Sequence[LocalShard], record: bool
     ) -> Tensor:
         """Return scales (n,) from the histories, and from the values of weights without a history.
 
         The measured amax begins the history, also for a layer that never runs.
         """
-        state.wait_for_roll()
-        slots = self._recorded(state, shards)[1]
-        scales = state.pack(shards[0].device).scale[slots, 0, 0].clone()
+        histories.wait_for_roll()
+        slots = self._recorded(histories, shards)[1]
+        scales = histories.pack(shards[0].device).scale[slots, 0, 0].clone()
         places = [i for i, shard in enumerate(shards) if not shard.handle.has_scale]
         if places:
             new = [shards[i] for i in places]
@@ -222,19 +225,19 @@ class TensorwiseShardQuantizer(ShardQuantizer):
             known = (scales[at] > 0) & finite
             scales[at] = torch.where(known, scales[at], self.spec.scale_from_amax(amaxes))
             if record:
-                recorded, slots = self._recorded(state, new)
+                recorded, slots = self._recorded(histories, new)
                 seen = recorded[slots]
                 recorded[slots] = torch.where(finite, seen.maximum(amaxes), seen)
         return scales
 
     def _recorded(
-        self, state: DelayedScalingState, shards: Sequence[LocalShard]
+        self, histories: DelayedScalingState, shards: Sequence[LocalShard]
     ) -> tuple[Tensor, Any]:
         """Return the recorded amaxes of all weights (layers,), and the shards' places in them.
 
         Compiled graphs save amaxes for the backward, so writes must not change their versions.
         """
-        pack = state.pack(shards[0].device)
+        pack = histories.pack(shards[0].device)
         places = {index: place for place, index in enumerate(pack.indices)}
         slots = slots_of([places[s.handle.index] for s in shards], pack.amax)
         return pack.amax.data[:, 0, 0], slots
