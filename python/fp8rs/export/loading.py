@@ -24,6 +24,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 from .files import on_all_ranks
 from .stored import ACTIVATION_SCALES, CODES, HIGH_PRECISION, Scales, Slice, StoredTensors
+from .tensors import persistent_buffers, reshard
 
 #: The number of names of one kind that an error lists.
 LISTED = 10
@@ -171,19 +172,10 @@ def targets(model: nn.Module) -> list[Target]:
     Raises:
         ValueError: one is on the meta device.
     """
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            cast(Any, module).reshard()
+    reshard(model)
     found: dict[int, Target] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        kept = {
-            key: buffer
-            for key, buffer in module._buffers.items()
-            if key not in module._non_persistent_buffers_set
-        }
-        for key, tensor in (*module._parameters.items(), *kept.items()):
+        for key, tensor in (*module._parameters.items(), *persistent_buffers(module)):
             if tensor is None:
                 continue
             name = plain_name(f"{path}.{key}".lstrip("."))

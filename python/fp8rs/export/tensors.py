@@ -104,6 +104,22 @@ def check_layers(model: nn.Module, serving: ServingFormat) -> None:
             )
 
 
+def reshard(model: nn.Module) -> None:
+    """Make modules hold their shards. A weight that a forward left unsharded may be outdated."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            cast(Any, module).reshard()
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers of a module that are in its state dict, by name."""
+    for key, buffer in module._buffers.items():
+        if buffer is not None and key not in module._non_persistent_buffers_set:
+            yield key, buffer
+
+
 # --- one unit ------------------------------------------------------------------------------------
 
 
@@ -130,11 +146,8 @@ def _tensors(
     model: nn.Module, serving: ServingFormat, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     yielded: set[int] = set()
-    found = units(model)
-    for unit, _ in found:  # a weight that a forward left unsharded may be outdated
-        if unit is not None:
-            cast(Any, unit).reshard()
-    for unit, modules in found:
+    reshard(model)
+    for unit, modules in units(model):
         yield from _unit_tensors(cast(Any, unit), modules, serving, dtype, yielded)
 
 
@@ -171,10 +184,8 @@ def _unit_tensors(
             else:
                 yield full, plain(full, parameter, dtype, module._parameters[key])
         for name, module in modules:
-            for key, buffer in module._buffers.items():
-                if buffer is not None and key not in module._non_persistent_buffers_set:
-                    full = f"{name}.{key}".lstrip(".")
-                    yield full, in_dtype(whole(buffer), dtype)
+            for key, buffer in persistent_buffers(module):
+                yield f"{name}.{key}".lstrip("."), in_dtype(whole(buffer), dtype)
     finally:
         if gather:
             unit.reshard()
