@@ -109,6 +109,22 @@ def check_after_writes(model, recipe):
                 p.mul_(1.7)
 
 
+@ranks(2)
+@pytest.mark.parametrize("experts", list(EXPERTS))
+@pytest.mark.parametrize(("recipe", "dim"), SHARDINGS)
+def test_the_report_counts_the_bytes_of_batches(rig, experts, recipe, dim):
+    model = build(rig, recipe, EXPERTS[experts])
+    shard(model, rig, dim)
+    fully_shard(model, mesh=rig.mesh())
+    found = fp8rs.report(model, param_dtype=None)
+    assert found.converted == ("head", "experts")
+    assert found.converted_parameters == found.parameters
+    assert not found.left
+    with Collectives() as seen:
+        model(torch.randn(8, 72, device=rig.device)).sum().backward()
+    assert found.gathered == seen.nbytes("gather")
+
+
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("experts", list(EXPERTS))
 @pytest.mark.parametrize("recipe", list(RECIPES))

@@ -15,9 +15,8 @@ from fp8rs.convert.convert import resolve_options
 from fp8rs.convert.memory import STATES, Memory, States, memory_of
 from fp8rs.convert.report_table import Left, Report
 from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
-from fp8rs.convert.sizes import groups_of, layouts_of
+from fp8rs.convert.sizes import fp8_parameters, groups_of, layouts_of
 from fp8rs.fsdp.shard_spec import shard_spec
-from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import Recipe, RecipeName
 
 __all__ = ["Left", "Memory", "Report", "report"]
@@ -84,27 +83,24 @@ def report(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, Float8Linear)}
-    if recipe is None and config is None and layers:
-        recipe = next(iter(layers.values())).recipe
+    converted: dict[str, Any] = {
+        n: m for n, m in model.named_modules() if hasattr(m, "_fp8_params")
+    }
+    if recipe is None and config is None and converted:
+        recipe = next(iter(converted.values()))._fp8_state.recipe
     recipe, fp8_gather = resolve_options(recipe, config, enable_fsdp_float8_all_gather, fp8_weights)
     world_size = _ranks(world_size, model)
     selected = select(model, module_filter_fn, filter_fqns, recipe)
     for message in selected.unused:  # the table shows the other reasons
         warnings.warn(message, stacklevel=2)
-    chosen: dict[str, nn.Linear] = {
-        n: m for n, m in layers.items() if (n or "the root") not in selected.left
+    chosen: dict[str, nn.Module] = {
+        n: m for n, m in converted.items() if (n or "the root") not in selected.left
     }
     chosen.update(selected.layers)
-
-    layouts = layouts_of(
-        recipe,
-        (
-            m
-            for m in chosen.values()
-            if (m._fp8_state.fp8_gather if isinstance(m, Float8Linear) else fp8_gather)
-        ),
-    )
+    in_fp8 = {
+        n: converted[n]._fp8_state.fp8_gather if n in converted else fp8_gather for n in chosen
+    }
+    layouts = layouts_of(recipe, (m for n, m in chosen.items() if in_fp8[n]))
     fp8, plain = (
         groups_of(
             model,
@@ -130,7 +126,9 @@ def report(
         reduce_dtype=reduce_dtype,
         optimizer=optimizer,
         converted=tuple(chosen),
-        converted_parameters=sum(m.weight.numel() for m in chosen.values()),
+        converted_parameters=sum(
+            p.numel() for m in chosen.values() for p in fp8_parameters(m).values()
+        ),
         parameters=sum(p.numel() for p in model.parameters()),
         left=_left(model, selected.left, chosen),
         units=tuple(group.name for group in fp8),
@@ -174,12 +172,12 @@ def _ranks(world_size: int | None, model: nn.Module) -> int:
 
 
 def _left(
-    model: nn.Module, reasons: dict[str, str], chosen: dict[str, nn.Linear]
+    model: nn.Module, reasons: dict[str, str], chosen: dict[str, nn.Module]
 ) -> tuple[Left, ...]:
     """Return the parameters that are not converted, each once, grouped by reason."""
     names: dict[str, list[str]] = {}
     sizes: dict[str, int] = {}
-    seen = {id(m.weight) for m in chosen.values()}
+    seen = {id(p) for m in chosen.values() for p in fp8_parameters(m).values()}
 
     def leave(reason: str, name: str, parameters: Iterable[nn.Parameter]) -> None:
         fresh = [p for p in parameters if id(p) not in seen]
@@ -191,10 +189,12 @@ def _left(
     for name, reason in reasons.items():
         leave(reason, name, modules[name].parameters())
     for name, parameter in large_3d(model):
-        leave(LARGE_3D, name, [parameter])
+        if id(parameter) not in seen:
+            leave(LARGE_3D, name, [parameter])
     for name, module in chosen.items():
-        if module.bias is not None and id(module.bias) not in seen:
-            leave("biases of converted layers", f"{name}.bias".lstrip("."), [module.bias])
+        bias = module._parameters.get("bias")
+        if bias is not None and id(bias) not in seen:
+            leave("biases of converted layers", f"{name}.bias".lstrip("."), [bias])
     for name, parameter in model.named_parameters():
         if id(parameter) not in seen:
             leave("not in a linear layer", name, [parameter])

@@ -43,7 +43,7 @@ class Report:
         world_size: number of shards, without replicas.
         param_dtype, reduce_dtype: the arguments of `fp8rs.report`.
         optimizer: the argument, or the default.
-        converted: names of the converted layers.
+        converted: names of the converted modules.
         converted_parameters: number of elements of their weights.
         parameters: number of elements of all parameters.
         left: parameters that stay in high precision, by reason.

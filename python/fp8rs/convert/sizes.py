@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import nn
@@ -53,9 +54,12 @@ class ShardedParameter:
         """Bytes of the stored shard."""
         if self.layout is None or not self.is_fp8_weight:
             return self.plain_bytes
-        format = self.layout.format
-        scale = format.scale_dtype.itemsize if format.per_tensor else 0  # is not gathered
-        return self.layout.nbytes(self.spec) + scale
+        scales = 0
+        if self.layout.gathers_codes_alone(self.spec):
+            format, batch = self.layout.format, self.spec.whole[:1] if self.spec.batched else ()
+            count = prod(format.scale_shape(*self.spec.matrix, batch))
+            scales = count * format.scale_dtype.itemsize
+        return self.layout.nbytes(self.spec) + scales
 
     @property
     def plain_bytes(self) -> int:
@@ -127,11 +131,17 @@ class Group:
         return sum(p.reduced_bytes(reduce_dtype) for p in self.parameters)
 
 
-def layouts_of(recipe: Recipe, layers: Iterable[nn.Module]) -> dict[int, AllGatherLayout]:
-    """Return the layout in which a recipe's weights are gathered, by the ``id`` of each layer."""
+def layouts_of(recipe: Recipe, modules: Iterable[nn.Module]) -> dict[int, AllGatherLayout]:
+    """Return the layout in which a recipe's weights are gathered, by the ``id`` of each module."""
     spec = quant_spec(recipe, "weight")
     layout = AllGatherLayout(spec.format, spec.fp8_dtype)
-    return {id(layer): layout for layer in layers}
+    return {id(module): layout for module in modules}
+
+
+def fp8_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the FP8 parameters of a converted module, or of a layer to convert, by name."""
+    names: Iterable[str] = getattr(module, "_fp8_params", ("weight",))
+    return {name: getattr(module, name) for name in names}
 
 
 def groups_of(
@@ -148,7 +158,7 @@ def groups_of(
 
     Args:
         root: the model.
-        layouts: from `layouts_of`, for the layers whose ``weight`` is gathered in FP8.
+        layouts: from `layouts_of`, for the modules whose FP8 parameters are gathered in FP8.
         world_size: the number of shards of a model that is not sharded yet.
         param_dtype: ``param_dtype`` of the mixed-precision policy. With None, parameters are
             gathered in their stored dtype.
@@ -169,7 +179,9 @@ def groups_of(
             spec = ShardSpec(kind, (), (), world_size, 0, 0, shape, shape, start)
         stored = parameter.dtype
         gathered = param_dtype if param_dtype and stored.is_floating_point else stored
-        layout = layouts.get(id(module)) if name == "weight" else None
+        layout = layouts.get(id(module))
+        if layout is not None and name not in fp8_parameters(module):
+            layout = None
         is_fp8 = fp8_weights or isinstance(own_part(parameter), QuantizedTensor)
         return ShardedParameter(parameter, spec, gathered, layout, layout is not None and is_fp8)
 
