@@ -24,6 +24,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "benches/RESULTS.md": "results.md",
+    "benches/results/2026-11.md": "results-2026-11.md",
 }
 
 #: Folder of the copies of other files.
