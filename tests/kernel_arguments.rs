@@ -88,7 +88,10 @@ fn argument_structs_match_the_kernels() {
     let source = text("src/cuda", &["rs"]);
     let (rust, cuda) = (rust_structs(&source), text("src/cuda/kernels", &["cu", "cuh"]));
     assert!(rust.len() >= 21, "only {:?}", rust.keys());
-    for passed in source.split(" Args for ").skip(1).map(name) {
+    let lists = source.split("args!(").skip(1).map(|rest| rest.split(')').next().unwrap());
+    let passed: Vec<_> = lists.flat_map(|list| list.split(',')).map(|one| name(one.trim())).collect();
+    assert!(passed.len() >= 21, "only {passed:?}");
+    for passed in passed {
         assert!(rust.contains_key(passed), "{passed} is not repr(C)");
     }
     for (name, fields) in &rust {

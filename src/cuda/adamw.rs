@@ -1,6 +1,6 @@
 //! The `AdamW` step over a list of tensors, with one launch per kernel and [`ENTRIES`] tensors.
 
-use super::driver::{Args, Grid, launch};
+use super::driver::{Grid, args, launch};
 use super::modules::{Kernel, kernel};
 use super::tensorwise::Rule;
 use super::views::{aligned, ordinal};
@@ -71,8 +71,7 @@ struct AdamWArgs {
     entries: [AdamWEntry; ENTRIES],
 }
 
-// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
-unsafe impl Args for AdamWArgs {}
+args!(AdamWArgs);
 
 macro_rules! kernels {
     ($($name:ident = $module:ident $entry:literal;)*) => {

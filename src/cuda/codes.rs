@@ -1,6 +1,6 @@
 //! Operations on existing FP8 codes.
 
-use super::driver::{Args, Grid, launch};
+use super::driver::{Grid, args, launch};
 use super::modules::{Kernel, by_types, format_index, input_index, kernel};
 use super::views::{aligned, ordinal};
 use crate::error::Error;
@@ -66,15 +66,7 @@ struct RescaleArgs {
 /// Thread blocks per matrix. Also in kernels/codes.cu.
 const RESCALE_BLOCKS: u64 = 32;
 
-// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the struct in
-// kernels/codes.cu.
-unsafe impl Args for TransposeArgs {}
-// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the struct in
-// kernels/codes.cu.
-unsafe impl Args for RescaleArgs {}
-// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the struct in
-// kernels/codes.cu.
-unsafe impl Args for DequantizeArgs {}
+args!(TransposeArgs, RescaleArgs, DequantizeArgs);
 
 static TRANSPOSE: Kernel = kernel!(Codes, "transpose", TransposeArgs);
 static STRIDED_TRANSPOSE: Kernel = kernel!(Codes, "strided_transpose", TransposeArgs);

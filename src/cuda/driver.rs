@@ -250,6 +250,16 @@ pub(super) struct Grid {
 /// `tests/kernel_arguments.rs` compares the fields, and a test of `modules` compares the size with the PTX.
 pub(super) unsafe trait Args: Copy {}
 
+/// Marks structs as [`Args`].
+macro_rules! args {
+    ($($name:ident $(<const $size:ident: usize>)?),+) => {$(
+        // SAFETY: tests/kernel_arguments.rs checks that each struct in a list of this macro is `repr(C)`, and
+        // compares its fields with the kernel's struct.
+        unsafe impl$(<const $size: usize>)? $crate::cuda::driver::Args for $name$(<$size>)? {}
+    )+};
+}
+pub(super) use args;
+
 /// Queues a kernel on `stream` of the device. Does nothing if the grid is empty.
 pub(super) fn launch<A: Args>(
     ordinal: i32,

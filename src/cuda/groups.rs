@@ -2,7 +2,7 @@
 
 use std::ptr;
 
-use super::driver::{Args, Grid, launch, zero};
+use super::driver::{Grid, args, launch, zero};
 use super::modules::{ByInput, ByTypes, Kernel, by_input, by_types, format_index, input_index, kernel};
 use super::tensorwise::Rule;
 use super::views::{aligned, ordinal, rows_aligned};
@@ -52,10 +52,7 @@ struct GroupArgs {
     unused: u32,
 }
 
-// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
-unsafe impl Args for GroupBoundsArgs {}
-// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
-unsafe impl Args for GroupArgs {}
+args!(GroupBoundsArgs, GroupArgs);
 
 // Defined in `kernels/groups.cu`.
 const X_VECTORS: u32 = 1;

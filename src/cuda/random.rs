@@ -1,6 +1,6 @@
 //! Random numbers that depend on an element's position only.
 
-use super::driver::{Args, Grid, launch};
+use super::driver::{Grid, args, launch};
 use super::modules::{ByInput, by_input, input_index};
 use super::views::ordinal;
 use crate::error::Error;
@@ -24,8 +24,7 @@ struct RandomArgs {
     stream: u32,
 }
 
-// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
-unsafe impl Args for RandomArgs {}
+args!(RandomArgs);
 
 static RANDOM: ByInput = by_input!(Random, "random_uniform", RandomArgs);
 

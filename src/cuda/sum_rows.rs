@@ -1,6 +1,6 @@
 //! The sum of the rows of a matrix.
 
-use super::driver::{Args, Grid, launch};
+use super::driver::{Grid, args, launch};
 use super::modules::{Kernel, kernel};
 use super::views::{aligned, ordinal, rows_aligned};
 use crate::error::Error;
@@ -20,8 +20,7 @@ struct SumRowsArgs {
     divisor: f32,
 }
 
-// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
-unsafe impl Args for SumRowsArgs {}
+args!(SumRowsArgs);
 
 static SUM_ROWS: Kernel = kernel!(SumRows, "sum_rows", SumRowsArgs);
 static STRIDED_SUM_ROWS: Kernel = kernel!(SumRows, "strided_sum_rows", SumRowsArgs);

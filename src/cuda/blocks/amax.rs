@@ -3,7 +3,7 @@
 use std::ptr;
 
 use super::{Job, blocks_of, each};
-use crate::cuda::driver::{Args, launch};
+use crate::cuda::driver::{args, launch};
 use crate::cuda::modules::{ByInput, Kernel, by_input, input_index, kernel};
 use crate::cuda::views::{ordinal, rows_aligned};
 use crate::error::Error;
@@ -65,12 +65,7 @@ struct BlockAmaxArgs {
     unused: u32,
 }
 
-// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
-unsafe impl Args for LinesArgs {}
-// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
-unsafe impl Args for LineAmaxArgs {}
-// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
-unsafe impl Args for BlockAmaxArgs {}
+args!(LinesArgs, LineAmaxArgs, BlockAmaxArgs);
 
 static FILL_LINES: Kernel = kernel!(BlockAmax, "fill_lines", LinesArgs);
 static FILL_GRID: Kernel = kernel!(BlockAmax, "fill_grid", BlockAmaxArgs);

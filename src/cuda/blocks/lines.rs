@@ -5,7 +5,7 @@ use std::ptr;
 
 use super::amax::{LinesArgs, fill, line_amax};
 use super::{Job, blocks_of, tile};
-use crate::cuda::driver::{Args, launch};
+use crate::cuda::driver::{args, launch};
 use crate::cuda::modules::{ByTypes, by_types, format_index, input_index};
 use crate::cuda::tensorwise::Rule;
 use crate::cuda::views::{aligned, rows_aligned};
@@ -46,10 +46,7 @@ struct RowArgs {
     unused: u32,
 }
 
-// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
-unsafe impl Args for MxRowArgs {}
-// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
-unsafe impl Args for RowArgs {}
+args!(MxRowArgs, RowArgs);
 
 static MX_ROW: ByTypes = by_types!(MxRow, "mx_row", MxRowArgs);
 static MX_ROW_PACKED: ByTypes = by_types!(MxRow, "mx_row_packed", MxRowArgs);

@@ -2,7 +2,7 @@
 
 use super::amax::{LinesArgs, fill};
 use super::{blocks_of, each};
-use crate::cuda::driver::{self, Args, launch};
+use crate::cuda::driver::{self, args, launch};
 use crate::cuda::modules::{Kernel, format_index, kernel};
 use crate::cuda::views::{aligned, ordinal, rows_aligned};
 use crate::error::Error;
@@ -45,10 +45,7 @@ struct RebaseArgs {
     unused: u32,
 }
 
-// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
-unsafe impl Args for PackArgs {}
-// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
-unsafe impl Args for RebaseArgs {}
+args!(PackArgs, RebaseArgs);
 
 static PACK: Kernel = kernel!(MxScales, "mx_pack", PackArgs);
 static UNPACK: Kernel = kernel!(MxScales, "mx_unpack", PackArgs);

@@ -3,7 +3,7 @@
 use std::ptr;
 
 use super::{Job, Plane, blocks_of};
-use crate::cuda::driver::{Args, launch};
+use crate::cuda::driver::{args, launch};
 use crate::cuda::modules::{ByTypes, by_types, format_index, input_index};
 use crate::cuda::tensorwise::Rule;
 use crate::cuda::views::rows_aligned;
@@ -57,9 +57,7 @@ struct TileArgs {
     flags: u32,
 }
 
-// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the struct in
-// kernels/tile.cuh.
-unsafe impl Args for TileArgs {}
+args!(TileArgs);
 
 static MX_LINES: ByTypes = by_types!(MxLines, "mx_lines", TileArgs);
 static MX_SQUARE: ByTypes = by_types!(MxSquare, "mx_square", TileArgs);

@@ -1,7 +1,7 @@
 //! The argument structs of the kernels. The structs with the same names are in `kernels/elements.cuh` and in
 //! each module's source.
 
-use crate::cuda::driver::Args;
+use crate::cuda::driver::args;
 use crate::spec::ScaleRule;
 
 #[derive(Clone, Copy)]
@@ -178,22 +178,4 @@ pub(super) struct MultiArgs<const N: usize> {
     pub(super) entries: [Entry; N],
 }
 
-// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
-unsafe impl Args for AmaxArgs {}
-// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
-unsafe impl Args for StridedAmaxArgs {}
-// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
-unsafe impl Args for ScaleArgs {}
-// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
-unsafe impl Args for CastArgs {}
-// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
-unsafe impl Args for CastTransposeArgs {}
-// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
-unsafe impl Args for CurrentCastArgs {}
-// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
-unsafe impl Args for CurrentCastTransposeArgs {}
-// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct.
-unsafe impl Args for StridedArgs {}
-// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the kernel's struct,
-// for any N.
-unsafe impl<const N: usize> Args for MultiArgs<N> {}
+args!(AmaxArgs, StridedAmaxArgs, ScaleArgs, CastArgs, CastTransposeArgs, CurrentCastArgs, CurrentCastTransposeArgs, StridedArgs, MultiArgs<const N: usize>);
