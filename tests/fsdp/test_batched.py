@@ -10,89 +10,27 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import fp8rs
 import fp8rs.optim
 from distributed import ranks
+from distributed.batched import (
+    NAMES,
+    SHARDINGS,
+    Experts,
+    build,
+    check_gathered,
+    check_planes,
+    wholes,
+)
+from distributed.batched import shard as sharded
 from distributed.collectives import Collectives
-from distributed.models import RECIPES, reduces, same_bytes, whole_planes
+from distributed.models import RECIPES, reduces
 from fp8rs.fsdp.master_weight import MasterWeight
 from fp8rs.fsdp.param import local_of
-from fp8rs.nn.fp8_params import add_fp8_params
-from fp8rs.tensor.quantized import QuantizedTensor
-from internals import state_of
 
 #: Numbers of experts: even, uneven, and fewer than ranks.
 EXPERTS = {"even": 4, "uneven": 5, "empty": 1}
-NAMES = ("gate_up", "down")
-
-#: Recipes with the dimensions that they support.
-SHARDINGS = [(r, dim) for r in RECIPES for dim in (0, 1) if (r, dim) != ("mxfp8 of 1x32", 1)]
 
 
-class Experts(nn.Module):
-    """An MLP for each expert. Every token visits all experts."""
-
-    def __init__(self, experts, hidden, width):
-        super().__init__()
-        self.gate_up = nn.Parameter(torch.randn(experts, hidden, width))
-        self.down = nn.Parameter(torch.randn(experts, width, hidden))
-        with torch.no_grad():
-            self.gate_up.mul_(torch.arange(1, experts + 1).view(-1, 1, 1))
-
-    def forward(self, x):
-        x = x.expand(self.gate_up.shape[0], *x.shape)
-        h = torch.bmm(x, self.gate_up.transpose(-1, -2)).relu()
-        return torch.bmm(h, self.down.transpose(-1, -2)).mean(0)
-
-
-class Model(nn.Module):
-    def __init__(self, experts, hidden=40, width=72):
-        super().__init__()
-        self.head = nn.Linear(width, width, bias=False)
-        self.experts = Experts(experts, hidden, width)
-
-    def forward(self, x):
-        return self.head(x + self.experts(x))
-
-
-def build(rig, recipe, experts, **sizes):
-    torch.manual_seed(0)
-    model = Model(experts, **sizes).to(rig.device)
-    fp8rs.convert_to_float8_training(model, recipe=RECIPES[recipe])
-    add_fp8_params(model.experts, NAMES, state_of(model.head), "experts")
-    return model
-
-
-def wholes(model):
-    """Copies of the whole batched weights."""
-    state = model.state_dict()
-    found = {name: state[f"experts.{name}"] for name in NAMES}
-    return {
-        n: (p.full_tensor() if hasattr(p, "full_tensor") else p).clone() for n, p in found.items()
-    }
-
-
-def check_gathered(model, whole, recipe):
-    for name, values in whole.items():
-        check_planes_of(getattr(model.experts, name), values, recipe)
-
-
-def check_planes_of(gathered, values, recipe):
-    assert isinstance(gathered, QuantizedTensor) and gathered.shape == values.shape
-    for i, matrix in enumerate(values):
-        codes, scale, col, col_scale = whole_planes(matrix.flatten(0, -2), recipe)
-        assert same_bytes(gathered.rowwise.data[i].flatten(0, -2), codes)
-        assert same_bytes(gathered.rowwise.scale[i], scale)
-        if col is not None:
-            assert same_bytes(gathered.columnwise.data[i], col)
-            assert same_bytes(gathered.columnwise.scale[i], col_scale)
-    assert (gathered.columnwise is not None) == (recipe == "mxfp8 of 1x32")
-
-
-def shard(model, rig, dim=0, mesh=None, **options):
-    fully_shard(
-        model.experts,
-        mesh=rig.mesh() if mesh is None else mesh,
-        shard_placement_fn=lambda p: Shard(dim),
-        **options,
-    )
+def shard(model, rig, dim=0, **options):
+    sharded(model, rig, dim, root=False, **options)
     for name in NAMES:
         assert isinstance(local_of(getattr(model.experts, name)), MasterWeight)
 
@@ -169,16 +107,14 @@ def test_expert_parallel_ranks_gather_their_own_matrices(rig, recipe, dim):
     part = mesh["ep"].get_local_rank()
     own = {name: values.chunk(2)[part] for name, values in whole.items()}
     for name in NAMES:
-        check_planes_of(getattr(model.experts, name).to_local(), own[name], recipe)
+        check_planes(getattr(model.experts, name).to_local(), own[name], recipe)
 
 
 @ranks(2)
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "mxfp8"])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_rows_of_four_dimensions_are_those_of_one_matrix(rig, recipe, dim):
-    model = build(rig, recipe, 3)
-    whole = model.experts.gate_up.detach()
-    model.experts.gate_up = nn.Parameter(whole.view(3, 2, 20, 72))
+    model = build(rig, recipe, 3, gated=True)
     shard(model, rig, dim=dim)
     check_after_writes(model, recipe)
 
@@ -189,12 +125,9 @@ def test_gradients_are_those_of_dequantized_weights(rig, recipe, dim):
     model = build(rig, recipe, 4)
     experts = model.experts
     shard(model, rig, dim=dim)
-    x = torch.randn(8, 72, generator=torch.Generator().manual_seed(1)).to(rig.device)
-    reference = Experts(4, 40, 72).to(rig.device)
+    x = torch.randn(8, 96, generator=torch.Generator().manual_seed(1)).to(rig.device)
     experts.unshard()
-    for name in NAMES:
-        values = getattr(experts, name).dequantize()
-        setattr(reference, name, nn.Parameter(values))
+    reference = Experts(*(getattr(experts, name).dequantize() for name in NAMES))
     experts.reshard()
     for module in (experts, reference):
         module(x).square().mean().backward()
@@ -213,7 +146,7 @@ def test_training_gathers_the_bytes_of_each_step(rig, recipe, dim):
     optimizer = fp8rs.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(2):
         torch.manual_seed(step + 10 * rig.rank)
-        x = torch.randn(8, 72, device=rig.device)
+        x = torch.randn(8, 96, device=rig.device)
         before = wholes(model)
         seen = []
 

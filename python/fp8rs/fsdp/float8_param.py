@@ -119,7 +119,8 @@ class Float8ParamHandle(ParamHandle):
         self.mark_written()
         self.unsynced = True
         if values is not None and tensor.region.is_whole:
-            values = values.reshape(tensor._store.matrix)
+            row = tensor._store.rowwise
+            values = values.reshape(tensor._store.matrix if row is None else row.data.shape)
         else:
             values = None
         self._keep_init(values)
@@ -193,8 +194,10 @@ class Float8ParamHandle(ParamHandle):
 
     def start_history(self, scale: Tensor, amax: Tensor) -> None:
         """With delayed scaling, set the next scale and the recorded amax, if the amax is finite."""
-        finite = amax.isfinite()
-        for slot, value in zip(self.slots or (), (scale, amax), strict=False):
+        if (slots := self.slots) is None:
+            return
+        finite = amax.isfinite().view(())
+        for slot, value in zip(slots, (scale, amax), strict=True):
             slot.copy_(torch.where(finite, value.to(slot.device).view(()), slot))
 
     # --- values from before the first rounding ---------------------------------------------------
@@ -222,7 +225,7 @@ class Float8ParamHandle(ParamHandle):
         """Replace the kept values after a write, until an optimizer reads them.
 
         Args:
-            values: the values of the whole shard (rows, cols), or None if they are not known.
+            values: the values of the whole shard, or None if they are not known.
         """
         if self.keep_init:
             kept = values is not None and not values.is_meta

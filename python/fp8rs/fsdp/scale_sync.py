@@ -30,6 +30,7 @@ To decide which shards to round, the host reads the reduced scales.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -42,7 +43,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec
 
 from .float8_param import Float8ParamHandle, largest_code
-from .float8_shard import Float8Shard, planes_of, scale_of, write_planes
+from .float8_shard import Float8Shard, planes_of, scales_of, write_planes
 from .param import LocalShard, ParamHandle, local_of, wait_for_writes
 from .quantize import BlockwiseShardQuantizer, ShardQuantizer
 
@@ -80,7 +81,7 @@ class ScaleSync:
     def shares_scales(self, handle: Float8ParamHandle) -> bool:
         """Return whether several ranks have elements of one scale of a weight."""
         if self._quantizer.spec.format.per_tensor:
-            return bool(handle.spec.groups)
+            return bool(handle.spec.matrix_groups)
         return self.splits_blocks(handle)
 
     def splits_blocks(self, handle: Float8ParamHandle) -> bool:
@@ -204,17 +205,18 @@ def _differs(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> None:
-    stored = torch.stack([scale_of(s).to(s.device) for s in shards])
+    stored = torch.cat([scales_of(s).to(s.device) for s in shards])
     lanes = _tensor_lanes(quantizer.spec, shards, stored)
-    # (4, shards) as four runs of one value per shard.
+    # (4, matrices) as four runs of one value per matrix.
     reduced = quantizer.reduce([*shards] * 4, lanes.view(-1))
     *contributions, amaxes = reduced.view(4, -1).unbind()
     common = _common(*contributions)
     if is_traced(common):
         return
-    changes = _differs(common, stored).tolist()
+    counts = [shard.matrices for shard in shards]
+    changes = [any(part.tolist()) for part in _differs(common, stored).cpu().split(counts)]
     for shard, scale, amax, changed in zip(
-        shards, common.unbind(), amaxes.unbind(), changes, strict=True
+        shards, common.split(counts), amaxes.split(counts), changes, strict=True
     ):
         handle = handle_of(shard)
         if changed:
@@ -227,43 +229,48 @@ def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> No
 
 
 def _tensor_lanes(spec: QuantSpec, shards: Sequence[LocalShard], stored: Tensor) -> Tensor:
-    """Return contributions to the common scales and amaxes of the values, (4, shards).
+    """Return contributions to the common scales and amaxes of the values, (4, matrices).
 
     Args:
         spec: how the weights are quantized.
         shards: the shards.
-        stored: their scales (shards,), fp32. Kernels are launched only for shards that were
+        stored: the scales of their matrices, fp32. Kernels are launched only for shards that were
             written, because all ranks synchronize in each forward.
     """
     wanted, amaxes = stored.clone(), stored * largest_code(spec)
-    for i, shard in enumerate(shards):
-        handle, scale = handle_of(shard), stored[i]
-        if not handle.unsynced or not shard.data.numel():
-            continue
-        if handle.pending is not None:
-            amax = amaxes[i] = _multi_amax([handle.pending])[0]
-        else:
-            row = planes_of(cast(QuantizedTensor, shard.data))[0]
-            assert row is not None
-            largest = (row.data.view(torch.uint8) & 0x7F).amax().view(row.data.dtype)
-            amax = largest.to(scale.device, torch.float32) * scale
-        wanted[i] = _wanted(spec, handle, scale, amax.to(scale.device))
+    counts = [shard.matrices for shard in shards]
+    empty: list[int] = []
+    ends = accumulate(counts)
+    for shard, count, end in zip(shards, counts, ends, strict=True):
+        handle, at = handle_of(shard), slice(end - count, end)
+        if not shard.data.numel():
+            empty += range(at.start, at.stop)
+        elif handle.unsynced:
+            scale = stored[at]
+            if handle.pending is not None:
+                amax = amaxes[at] = _multi_amax([handle.pending], shard.spec.batched)
+            else:
+                row = planes_of(cast(QuantizedTensor, shard.data))[0]
+                assert row is not None
+                magnitudes = row.data.view(torch.uint8).reshape(count, -1) & 0x7F
+                largest = magnitudes.amax(1).view(row.data.dtype)
+                amax = largest.to(scale.device, torch.float32) * scale
+            wanted[at] = _wanted(spec, handle, scale, amax.to(scale.device))
     lanes = torch.cat([_contribution(stored, wanted), amaxes.view(1, -1)])
-    # The scales of empty shards do not count.
-    if empty := [i for i, shard in enumerate(shards) if not shard.data.numel()]:
+    if empty:  # the scales of empty shards do not count
         lanes[:, index_tensor(tuple(empty), lanes.device)] = 0
     return lanes
 
 
 def _round_tensor(shard: LocalShard, scale: Tensor) -> None:
-    """Round a shard to a scale ()."""
+    """Round a shard to the scales (n,) of its n matrices."""
     data, values = cast(QuantizedTensor, shard.data), handle_of(shard).pending
     row = planes_of(data)[0]
     assert row is not None
-    scale = scale.to(data.device)
+    scale = scale.to(data.device).view(row.scale.shape)
     if values is None:
         values = data.dequantize(torch.float32)
-    codes = _quantize(values, scale, row.data.dtype, True, False, None)[0]
+    codes = _quantize(values, scale, row.data.dtype, True, False, None, row.batched)[0]
     write_planes(data, (Plane(codes, scale, row.format), None))
 
 
@@ -277,14 +284,15 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
     parts: list[tuple[LocalShard, int, Tensor]] = []
     for i, shard in enumerate(shards):
         common = _common(*reduced[i :: len(shards)])
-        first, count = shard.spec.offset // quantizer.height, grids[i].shape[1]
-        places = [row - first for row in quantizer.split_rows(shard.spec)]
-        parts += [(shard, p, c) for p, c in zip(places, common, strict=True) if 0 <= p < count]
+        places = quantizer.places(shard, grids[i])
+        parts += [(shard, place, common.select(-2, row)) for place, row in places]
     if not parts or is_traced(parts[0][2]):
         return
     changes = torch.stack(
         [
-            _differs(common, _block_scales(quantizer, shard)[place].to(common.device)).any()
+            _differs(
+                common, _block_scales(quantizer, shard).select(-2, place).to(common.device)
+            ).any()
             for shard, place, common in parts
         ]
     )
@@ -303,34 +311,34 @@ def _split_plane(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Plane
 
 
 def _block_scales(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
-    """Return the scales of a shard's blocks, fp32 (rows of blocks, columns of blocks)."""
+    """Return the scales of a shard's blocks, fp32 (..., rows of blocks, columns of blocks)."""
     scales = _split_plane(quantizer, shard).scale.to(torch.float32)
     return scales.t().contiguous() if quantizer.layout.both else scales
 
 
 def _values(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
-    """Return the values of a shard (rows, columns), pending ones if there are any."""
+    """Return the values of a shard (..., rows, columns), pending ones if there are any."""
     pending = handle_of(shard).pending
     if pending is not None:
-        return pending
+        return pending.view(cast(QuantizedTensor, shard.data)._store.matrix)
     values = _split_plane(quantizer, shard).dequantize(torch.float32)
     return values.t() if quantizer.layout.both else values
 
 
 def _block_lanes(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
-    """Return contributions for each block of a shard, (3, rows of blocks, columns of blocks)."""
+    """Return contributions for each block of a shard, (3, ..., rows, columns of blocks)."""
     scales, handle = _block_scales(quantizer, shard), handle_of(shard)
     if not handle.unsynced:
         return _contribution(scales, scales)
-    offset = shard.spec.offset % quantizer.height
-    amax = _block_amax(_values(quantizer, shard), quantizer.split_block, offset)
+    offset, batched = shard.spec.row_offset % quantizer.height, shard.spec.batched
+    amax = _block_amax(_values(quantizer, shard), quantizer.split_block, offset, batched)
     return _contribution(scales, _wanted(quantizer.spec, handle, scales, amax))
 
 
 def _round_blocks(
     quantizer: BlockwiseShardQuantizer, shard: LocalShard, place: int, scale: Tensor
 ) -> None:
-    """Round a shard's part of one row of blocks to the common scales.
+    """Round a shard's part of one row of blocks of each matrix to the common scales.
 
     Blocks that already have their common scale keep their bytes.
 
@@ -338,25 +346,26 @@ def _round_blocks(
         quantizer: the quantizer of the shard.
         shard: the shard.
         place: the row of blocks, counted from the first one that the shard touches.
-        scale: fp32 (columns of blocks,).
+        scale: fp32 (..., columns of blocks).
     """
-    height, above = quantizer.height, shard.spec.offset % quantizer.height
+    height, above = quantizer.height, shard.spec.row_offset % quantizer.height
     start, end = max(place * height - above, 0), (place + 1) * height - above
-    values = _values(quantizer, shard)[start:end]
+    values = _values(quantizer, shard)[..., start:end, :]
     plane = _split_plane(quantizer, shard)
-    data, scales = plane.data.view(torch.uint8), plane.scale
+    data, scales = plane.matrix.view(torch.uint8), plane.scale
     if quantizer.layout.both:
         data, scales = data.t(), scales.t()
-    scale = scale.to(values.device)
-    changed = _differs(scale, scales[place].to(torch.float32))
+    scale, scales = scale.to(values.device), scales.select(-2, place)
+    changed = _differs(scale, scales.to(torch.float32))
 
     def spread(x: Tensor) -> Tensor:
-        return x.repeat_interleave(quantizer.split_block[1])[: values.shape[1]]
+        x = x.repeat_interleave(quantizer.split_block[1], -1)
+        return x[..., : values.shape[-1]].unsqueeze(-2)
 
     # Devices that flush subnormals would compute an infinite inverse of the smallest E8M0 scale.
     factor = spread((1.0 / scale).clamp(max=2.0**127))
     one = scale.new_ones(())
     codes = _quantize(values.to(torch.float32) * factor, one, quantizer.layout.fp8_dtype)[0]
-    rows = data[start:end]
+    rows = data[..., start:end, :]
     rows.copy_(torch.where(spread(changed), codes.view(torch.uint8), rows))
-    scales[place] = scale.to(scales.dtype)
+    scales.copy_(scale.to(scales.dtype))
