@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,12 +15,29 @@ from fp8rs.nn.fp8_params import add_fp8_params
 from fp8rs.quantize.recipes import resolve_recipe
 from internals import local_of, state_of
 
+from . import models
 from .models import RECIPES, same_bytes, whole_planes
 
 NAMES = ("gate_up", "down")
 
 #: Recipes with the dimensions that FSDP2 can shard batched weights along.
 SHARDINGS = [(r, dim) for r in RECIPES for dim in (0, 1) if (r, dim) != ("mxfp8 of 1x32", 1)]
+
+
+class Batch(NamedTuple):
+    """Batched weights of a model, in place of the hidden sizes of `distributed.models.make`.
+
+    Attributes:
+        experts: number of matrices of each weight.
+        dim: the dimension that FSDP2 shards.
+    """
+
+    experts: int
+    dim: int
+
+
+BATCHES = {"8 experts": Batch(8, 0), "3 experts": Batch(3, 0), "rows of 3 experts": Batch(3, 1)}
+"""Batched weights whose shards are even, uneven and empty, and parts of each matrix."""
 
 
 class Experts(nn.Module):
@@ -51,18 +68,27 @@ class Experts(nn.Module):
 
 
 class Model(nn.Module):
+    """Experts and a head. Features are repeated to the model's width.
+
+    Attributes:
+        dim: the dimension along which `shard` shards the experts.
+    """
+
+    dim = 0
+
     def __init__(self, experts: Experts, width: int) -> None:
         super().__init__()
         self.head = nn.Linear(width, width, bias=False)
         self.experts = experts
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x + self.experts(x))
+        wide = x.repeat(1, self.head.in_features // x.shape[1])
+        return self.head(wide + self.experts(wide))[:, : x.shape[1]].clone()
 
 
 def build(
     rig: Any,
-    recipe: str,
+    recipe: Any,
     experts: int,
     *,
     hidden: int = 48,
@@ -78,7 +104,7 @@ def build(
 
     Args:
         rig: the ranks.
-        recipe: a name of `RECIPES`.
+        recipe: a recipe, or a name of `RECIPES`.
         experts: number of experts.
         hidden: rows of each expert's first matrix.
         width: columns of that matrix.
@@ -102,7 +128,7 @@ def build(
     model = Model(Experts(*((list(gate_up), list(down)) if separate else (gate_up, down))), width)
     model.to(rig.device if device is None else device)
     options = {"preserve_high_precision_init_val": keep_init} if fp8_weights else {}
-    kind = resolve_recipe(RECIPES[recipe])
+    kind = resolve_recipe(RECIPES.get(recipe, recipe))
     fp8rs.convert_to_float8_training(model, recipe=kind, fp8_weights=fp8_weights, **options)
     for name, module in model.named_modules():
         if isinstance(module, Experts) and not hasattr(module, "each"):
@@ -120,6 +146,24 @@ def shard(
         options.setdefault("mesh", rig.mesh())
     fully_shard(model.experts, shard_placement_fn=lambda p: Shard(dim), **options)
     return fully_shard(model, **options) if root else model
+
+
+def make_any(hidden: Any, *, rig: Any, recipe: Any, seed: int, fp8_weights: bool) -> nn.Module:
+    """Return a converted model with batched weights or, for hidden sizes, with linear layers."""
+    if not isinstance(hidden, Batch):
+        options = {"recipe": RECIPES.get(recipe, recipe), "fp8_weights": fp8_weights}
+        return models.make(hidden, device=rig.device, seed=seed, **options)
+    model = build(rig, recipe, hidden.experts, fp8_weights=fp8_weights, seed=seed)
+    # Weights in 1x32 blocks are not sharded along rows.
+    model.dim = hidden.dim if recipe != "mxfp8 of 1x32" else 0
+    return model
+
+
+def shard_any(model: Any, **options: Any) -> Any:
+    """Shard a model of `make_any`."""
+    if isinstance(model, Model):
+        return shard(model, dim=model.dim, **options)
+    return models.shard(model, **options)
 
 
 def wholes(model: Model) -> dict[str, torch.Tensor]:
