@@ -467,3 +467,28 @@ def test_it_is_a_module_like_any_other():
     assert torch.equal(twin(x), model(x))
     twin.load_state_dict(model.state_dict())
     assert torch.equal(twin(x), model(x))
+
+
+@ranks(1, 2)
+@recipes
+def test_a_step_with_a_learning_rate_of_0_keeps_codes_and_scales(rig, recipe):
+    """torch takes such a step to create the state of a fresh optimizer."""
+    model = shard(make_fp8("uneven", recipe, rig), rig)
+    optimizer = AdamW(model.parameters(), lr=0.5, master_weights=False)
+    step(model, optimizer, rig, 0)
+    # Smaller values, whose scales the step would compute again.
+    with torch.no_grad():
+        for layer in linears(model).values():
+            local_of(layer.weight).mul_(0.6)
+    model.state_dict()  # synchronizes scales
+    before = [[t.clone() for t in store_of(p).tensors()] for p in fp8_of(model)]
+    optimizer.param_groups[0]["lr"] = 0.0
+    moments = [optimizer.state[p]["exp_avg"].to_local().clone() for p in fp8_of(model)]
+    step(model, optimizer, rig, 1)
+    for p, tensors, moment in zip(fp8_of(model), before, moments, strict=True):
+        assert all(same_bytes(a, b) for a, b in zip(store_of(p).tensors(), tensors, strict=True))
+        assert not torch.equal(optimizer.state[p]["exp_avg"].to_local(), moment)
+
+
+def fp8_of(model):
+    return [layer.weight for layer in linears(model).values()]

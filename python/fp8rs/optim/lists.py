@@ -54,6 +54,15 @@ class Item:
         # The cast of masters with one current scale rounds to nearest.
         return UpdateKind.SEPARATE if kind is UpdateKind.CURRENT_SCALE and stochastic else kind
 
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether only the moments change, so that codes and scales of an FP8 weight stay.
+
+        torch takes a step with a learning rate of 0 to create the state of a fresh optimizer.
+        """
+        no_step = self.options["lr"] == 0 and self.options["lr_tensor"] is None
+        return self.p.weight is not None and self.master is None and no_step
+
 
 class Call:
     """One call of the operator.
@@ -156,7 +165,10 @@ class Step:
 
     def _add(self, item: Item) -> None:
         kind, master = item.kind, item.master
-        if kind is UpdateKind.PLAIN:
+        if item.keeps_codes:
+            values = item.p.codes.dequantize(torch.float32)
+            self._call(UpdateKind.PLAIN, item, None).add(item, values)
+        elif kind is UpdateKind.PLAIN:
             self._call(kind, item, master).add(item, item.p.part, master)
         elif kind is UpdateKind.CURRENT_SCALE:
             self._current.append(item)
