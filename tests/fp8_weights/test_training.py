@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import fp8rs
 from distributed import ranks
+from distributed.batched import BATCHES, make_any, shard_any
 from distributed.collectives import Collectives
 from distributed.models import (
     EVEN,
@@ -94,13 +95,14 @@ def step(model, optimizer, rig, n):
 
 
 @ranks(1, 2, 4)
-@shardings
+@pytest.mark.parametrize("hidden", [*HIDDEN, *BATCHES])
 @recipes
 @kinds
 def test_steps_are_those_of_the_whole_model(rig, hidden, recipe, masters):
     """With masters and without: random numbers go by the place in the whole weight."""
-    whole = make_fp8(hidden, recipe, rig)
-    model = shard(copy.deepcopy(whole), rig)
+    hidden = (HIDDEN | BATCHES)[hidden]
+    whole = make_any(hidden, recipe=recipe, device=rig.device, fp8_weights=True)
+    model = shard_any(copy.deepcopy(whole), mesh=rig.mesh())
     options = {"lr": 1e-2, "master_weights": masters, "seed": 3}
     optimizers = AdamW(whole.parameters(), **options), AdamW(model.parameters(), **options)
     for n in range(3):
@@ -465,3 +467,28 @@ def test_it_is_a_module_like_any_other():
     assert torch.equal(twin(x), model(x))
     twin.load_state_dict(model.state_dict())
     assert torch.equal(twin(x), model(x))
+
+
+@ranks(1, 2)
+@recipes
+def test_a_step_with_a_learning_rate_of_0_keeps_codes_and_scales(rig, recipe):
+    """torch takes such a step to create the state of a fresh optimizer."""
+    model = shard(make_fp8("uneven", recipe, rig), rig)
+    optimizer = AdamW(model.parameters(), lr=0.5, master_weights=False)
+    step(model, optimizer, rig, 0)
+    # Smaller values, whose scales the step would compute again.
+    with torch.no_grad():
+        for layer in linears(model).values():
+            local_of(layer.weight).mul_(0.6)
+    model.state_dict()  # synchronizes scales
+    before = [[t.clone() for t in store_of(p).tensors()] for p in fp8_of(model)]
+    optimizer.param_groups[0]["lr"] = 0.0
+    moments = [optimizer.state[p]["exp_avg"].to_local().clone() for p in fp8_of(model)]
+    step(model, optimizer, rig, 1)
+    for p, tensors, moment in zip(fp8_of(model), before, moments, strict=True):
+        assert all(same_bytes(a, b) for a, b in zip(store_of(p).tensors(), tensors, strict=True))
+        assert not torch.equal(optimizer.state[p]["exp_avg"].to_local(), moment)
+
+
+def fp8_of(model):
+    return [layer.weight for layer in linears(model).values()]

@@ -131,7 +131,7 @@ def _convert(
     """
     amaxes = []
     if fp8_weights:
-        amaxes = [quantize_weight(layer, state.recipe, keep_init) for _, layer in layers]
+        amaxes = [quantize_weight(layer, "weight", state.recipe, keep_init) for _, layer in layers]
     standalone = []
     for name, layer in layers:
         if isinstance(layer, Float8Linear):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -58,12 +58,13 @@ def has_format(weight: Tensor, recipe: Recipe) -> bool:
     return (weight.format, weight.fp8_dtype) == (spec.format, spec.fp8_dtype)
 
 
-def quantize_weight(layer: nn.Linear, recipe: Recipe, keep_init: bool) -> Tensor:
-    """Quantize a layer's weight in place. The parameter stays the same object.
+def quantize_weight(module: nn.Module, name: str, recipe: Recipe, keep_init: bool) -> Tensor:
+    """Quantize a parameter in place. It stays the same object.
 
     Args:
-        layer: a layer whose weight is in high precision, or quantized in any format. The layer
-            itself may be converted later.
+        module: the module of the parameter. It may be converted later.
+        name: the name of the parameter (N, K) or (E, N, K) in the module. It is in high precision,
+            or quantized in any format.
         recipe: the recipe whose weight format is used.
         keep_init: whether to keep the values before quantization on the CPU.
 
@@ -73,7 +74,7 @@ def quantize_weight(layer: nn.Linear, recipe: Recipe, keep_init: bool) -> Tensor
     Raises:
         RuntimeError: a graph or a weak reference holds the parameter's tensor.
     """
-    weight = layer.weight
+    weight: Any = module.get_parameter(name)
     values = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight.detach()
     amax = values.abs().amax() if values.numel() else values.new_zeros(())
     if has_format(weight, recipe):
@@ -82,16 +83,16 @@ def quantize_weight(layer: nn.Linear, recipe: Recipe, keep_init: bool) -> Tensor
     init_value = values.to("cpu", copy=True) if keep_init and not values.is_meta else None
     del values
     become(weight, quantized)
-    handle = register_handle(layer, "weight")
+    handle = register_handle(module, name)
     handle.keep_init, handle.init_value = keep_init, init_value
     return amax
 
 
-def register_handle(layer: nn.Module, name: str) -> Float8ParamHandle:
-    """Return the handle of a layer's quantized parameter: see `fp8rs.fsdp.register_handle`."""
+def register_handle(module: nn.Module, name: str) -> Float8ParamHandle:
+    """Return the handle of a module's quantized parameter: see `fp8rs.fsdp.register_handle`."""
     from fp8rs.fsdp import register_handle
 
-    return register_handle(layer, name)
+    return register_handle(module, name)
 
 
 def new_weight(values: Tensor, recipe: Recipe) -> QuantizedTensor:
@@ -101,7 +102,7 @@ def new_weight(values: Tensor, recipe: Recipe) -> QuantizedTensor:
     the rowwise one.
 
     Args:
-        values: high-precision values (out_features, in_features).
+        values: high-precision values (out_features, in_features) or (E, N, K).
         recipe: the recipe whose weight format is used.
     """
     spec = quant_spec(recipe, "weight")

@@ -8,6 +8,7 @@ forward, which must accept the gathered `fp8rs.tensor.quantized.QuantizedTensor`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 from . import buffers
 from .model_state import ModelState
+from .quantized_weight import preserve_attributes, register_load_hooks
 
 
 class Float8Params(nn.Module):
@@ -47,7 +49,11 @@ class Float8Params(nn.Module):
         super().__setattr__(name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        out = super()._apply(fn, recurse)
+        with ExitStack() as stack:
+            for name in self._fp8_params:
+                stack.enter_context(preserve_attributes(self, name))
+            stack.enter_context(buffers.preserve(self, self._fp8_state.delayed))
+            out = super()._apply(fn, recurse)
         for name in self._fp8_params:
             parameter = self._parameters[name]
             if is_distributed(parameter):
@@ -61,10 +67,11 @@ def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def add_fp8_params(module: nn.Module, names: Sequence[str], state: ModelState, fqn: str) -> None:
-    """Quantize parameters of a module when FSDP2 gathers them.
+    """Make FSDP2 gather parameters of a module in FP8.
 
-    Call it before ``fully_shard``. A parameter of three or more dimensions is a batch of matrices,
-    each of which is quantized by itself.
+    Call it before ``fully_shard``. A parameter in high precision is quantized for each all-gather.
+    An FP8 weight is gathered as it is stored. A parameter of three or more dimensions is a batch of
+    matrices, each of which is quantized by itself.
 
     Args:
         module: a module that is not a converted linear layer. Its class is changed to a subclass.
@@ -80,3 +87,4 @@ def add_fp8_params(module: nn.Module, names: Sequence[str], state: ModelState, f
     converted._fp8_index = state.add_linear(module, fqn)
     converted._fp8_params = state.handles_of(module, names)
     buffers.register(module, state.delayed, parameters[0].device)
+    register_load_hooks(module)

@@ -39,7 +39,8 @@ class AdamW(MasterWeightOptimizer):
     with the noise of FP8 in every weight. The random numbers depend on ``seed``, the step, the
     parameter's index and an element's place in the whole weight. They do not depend on the number
     of ranks that shard its rows. If its columns are sharded, no two elements share a number. Plain
-    parameters are rounded to nearest. Formats and shards whose codes the kernel does not write
+    parameters are rounded to nearest. A step with a learning rate of 0 (not a tensor) changes no
+    codes and no scales. Formats and shards whose codes the kernel does not write
     (1x128, 1x32, blocks that span ranks) take several passes.
 
     Args:
@@ -149,7 +150,7 @@ class AdamW(MasterWeightOptimizer):
             if found_inf is not None:  # a skipped step does not count
                 skipped = found_inf.to(device, non_blocking=True).view(())
                 torch._foreach_sub_(counters, [skipped] * len(counters))
-        self._wrote([item.p for here in items.values() for item in here])
+        self._wrote([i.p for here in items.values() for i in here if not i.keeps_codes])
 
     def _options(self, group: dict[str, Any], device: torch.device) -> Options:
         lr = group["lr"]

@@ -108,15 +108,18 @@ def _copy(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> An
 
 @implements(aten.constant_pad_nd.default)
 def _pad(func: Any, t: QuantizedTensor, pad: list[int], value: Any = 0) -> Any:
-    """Zeros behind a matrix are codes: so torch pads parts that it gathers and scatters."""
-    if value or any(pad[::2]) or min(pad) < 0 or t.dim() != 2 or t.planes == (None, None):
+    """Zeros behind a matrix or a batch are codes: torch pads parts that it gathers and scatters."""
+    batched, behind = t._store.batched, [*pad[1::2], *[0] * t.dim()][: t.dim()]
+    padded = batched and any(behind[:-1])  # in a matrix of a batch
+    plain = value or any(pad[::2]) or min(pad) < 0 or t.planes == (None, None) or padded
+    if plain or (t.dim() != 2 and not batched):
         return dequantized_call(func, t, pad, value)
-    cols, rows = [*pad[1::2], 0][:2]
+    matrices, (rows, cols) = (behind[-1], (0, 0)) if batched else (0, behind[::-1])
     row, col = t.planes
     return wrap_planes(
-        None if row is None else row.padded(rows, cols),
-        None if col is None else col.padded(cols, rows),
-        shape=(t.shape[0] + rows, t.shape[1] + cols),
+        None if row is None else row.padded(rows, cols, matrices),
+        None if col is None else col.padded(cols, rows, matrices),
+        shape=[n + more for n, more in zip(t.shape, behind[::-1], strict=True)],
         dtype=t.dtype,
         spec=t.spec,
     )
@@ -135,7 +138,9 @@ def _detach_(func: Any, t: QuantizedTensor) -> QuantizedTensor:
 def _empty_like(
     func: Any, t: QuantizedTensor, *, dtype: Any = None, device: Any = None, **kwargs: Any
 ) -> Any:
-    if t._store.observer is None or dtype not in (None, t.dtype) or t.planes == (None, None):
+    # DTensor scatters parts, which are views, into empty tensors like the first one.
+    part = t._store.observer is not None or t._window is not None
+    if not part or dtype not in (None, t.dtype) or t.planes == (None, None):
         return _new_like(func, t, dtype=dtype, device=device, **kwargs)
     # Zeros: a write of some rows reads the others, and a code of chance may be NaN.
     return t.map(lambda x: zeros(x, x.shape, device))
