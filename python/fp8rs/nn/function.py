@@ -24,6 +24,7 @@ from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes
 
+from .grouped import gated_mlp, grouped
 from .input_cache import input_token, this_thread
 from .observe import OperandStats
 from .spec import GRAD, INPUT, WEIGHT, LinearSpec, spec_for
@@ -84,11 +85,12 @@ def linear(
 
 @functools.cache
 def prepare_compilers() -> None:
-    """Allow compilers to put `linear` into graphs, and Inductor to fuse quantization.
+    """Allow compilers to put the layers' functions into graphs, and Inductor to fuse quantization.
 
     Called when a layer is created, because it imports both, which takes two seconds.
     """
-    torch.compiler.allow_in_graph(linear)
+    for function in (linear, grouped, gated_mlp):
+        torch.compiler.allow_in_graph(function)
     fuse_maxima()
 
 
