@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from fp8rs._torch import gradients_needed, is_traced
 from fp8rs.gemm.grouped import (
@@ -88,7 +89,8 @@ def gated_mlp(
     """Compute the gated MLP of each token's experts on FP8 operands. Differentiable once.
 
     Each token is quantized once for the first GEMM, and its codes are copied to its rows. The
-    permuted tokens never exist in high precision. The activation is quantized as it is computed.
+    permuted tokens never exist in high precision. The activation is quantized as it is computed. On
+    devices without FP8 GEMMs, all of this is in the dtype of ``x``.
 
     Args:
         x: the tokens (T, H), float32, bfloat16 or float16.
@@ -105,17 +107,14 @@ def gated_mlp(
         (rows, H), with the dtype of ``x``.
     """
     how = _How(grouped_spec_for(key), False, zero_tail)
-    y: Tensor = _GatedMlp.apply(x, gate_up, down, index, places, offs, activation, how)
+    if all(_has_fp8_gemms(how.spec, weight) for weight in (gate_up, down)):
+        y: Tensor = _GatedMlp.apply(x, gate_up, down, index, places, offs, activation, how)
+        return y
+    h = _GroupedPlain.apply(x[index], gate_up, offs, None, how)
+    gate, up = h.chunk(2, -1)
+    gate = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
+    y = _GroupedPlain.apply(gate * up, down, offs, None, how)
     return y
-
-
-def can_fuse(key: str, gate_up: Tensor, down: Tensor) -> bool:
-    """Whether :func:`gated_mlp` supports a recipe and weights on their device."""
-    spec = grouped_spec_for(key)
-    return all(
-        _has_fp8_gemms(spec, weight) and _format_of(spec, weight).per_tensor
-        for weight in (gate_up, down)
-    )
 
 
 def check(
@@ -173,14 +172,10 @@ class _How(NamedTuple):
 # --- operands ------------------------------------------------------------------------------------
 
 
-def _format_of(spec: GroupedSpec, weight: Tensor) -> Any:
-    return weight.format if isinstance(weight, QuantizedTensor) else spec.weight.format
-
-
 def _has_fp8_gemms(spec: GroupedSpec, weight: Tensor) -> bool:
     """Whether FP8 GEMMs read codes in the format of a weight, on its device."""
-    format = _format_of(spec, weight)
-    dtype = weight.fp8_dtype if isinstance(weight, QuantizedTensor) else spec.weight.fp8_dtype
+    of = weight if isinstance(weight, QuantizedTensor) else spec.weight
+    format, dtype = of.format, of.fp8_dtype
     known = (format.per_tensor or format.per_row) and not format.microscaled and dtype == _E4M3
     return known and has_grouped_gemm(weight.device)
 
@@ -400,12 +395,12 @@ class _GatedMlp(torch.autograd.Function):
                 *((g.col, g.col_scale) if needs_down else (None, None)),
                 *(h, *first, *second, places, ends, padded_ends),
             )
-            ctx.rest = how, activation, x.dtype, gate_up.dtype
+            ctx.rest = how, activation, x.dtype, (gate_up.dtype, down.dtype)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        how, activation, x_dtype, weight_dtype = ctx.rest
+        how, activation, x_dtype, weight_dtypes = ctx.rest
         x_col, x_scale, g_col, g_scale, h, *weights, places, ends, padded_ends = ctx.saved_tensors
         gate_up, gate_up_known, down, down_known = weights
         needs_x, needs_gate_up, needs_down, *_ = gradients_needed(ctx)
@@ -416,7 +411,7 @@ class _GatedMlp(torch.autograd.Function):
         grads = _quantize(spec, dy, bounds, before, needs_down)
         if needs_down:
             d_down = grouped_wgrad(
-                grads.col, grads.col_scale, g_col, g_scale, padded_ends, weight_dtype
+                grads.col, grads.col_scale, g_col, g_scale, padded_ends, weight_dtypes[1]
             )
         if before:
             c = _operand(spec.weight, ctx.weights[1].read(down), True, down_known, dy)
@@ -429,7 +424,7 @@ class _GatedMlp(torch.autograd.Function):
             )
         if needs_gate_up:
             d_gate_up = grouped_wgrad(
-                dh.col, dh.col_scale, x_col, x_scale, padded_ends, weight_dtype
+                dh.col, dh.col_scale, x_col, x_scale, padded_ends, weight_dtypes[0]
             )
         if needs_x:
             b = _operand(spec.weight, ctx.weights[0].read(gate_up), True, gate_up_known, dy)
