@@ -113,7 +113,7 @@ def select_experts(
         if not taken:
             continue
         if f"{name}.".startswith(sharded):
-            raise ValueError(f"{name} is sharded already: convert before fully_shard")
+            raise ValueError(f"{name or 'the root'} is sharded already: convert before fully_shard")
         reason = _why_no_fp8_gemms(module, taken, recipe)
         whole = len(taken) == len(weights)
         if isinstance(module, GroupedLinear) and module.recipe != recipe:
@@ -128,9 +128,7 @@ def select_experts(
             )
         shapes = [_matrix(weights[key]) for key in taken]
         fp8_gemms = not reason and whole and (mode == "fp8" or prefers_fp8(shapes))
-        found.modules.append(
-            Experts(name, module, tuple(taken), fp8_gemms and mode != "gather")
-        )
+        found.modules.append(Experts(name, module, tuple(taken), fp8_gemms and mode != "gather"))
     return found
 
 

@@ -112,7 +112,9 @@ def gated_mlp(
         return y
     h = _GroupedPlain.apply(x[index], gate_up, offs, None, how)
     gate, up = h.chunk(2, -1)
-    gate = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
+    gate = (
+        functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
+    )
     y = _GroupedPlain.apply(gate * up, down, offs, None, how)
     return y
 
