@@ -10,6 +10,7 @@ from fp8rs.nn.functional import grouped_linear
 from fp8rs.quantize.quantizers import Quantizer
 from fp8rs.quantize.recipes import resolve_recipe
 from fp8rs.quantize.spec import quant_spec
+from oracle.elements import encode
 
 #: The lengths of groups, and the rows after the last one.
 LENGTHS = {
@@ -139,6 +140,55 @@ def test_other_recipes_multiply_the_dequantized_weight(device, recipe, transpose
     _, dx, dw, _ = reference(x, values, bias, offs, dy)
     assert error(leaf.grad, dx) < 0.01
     assert error(gathered.grad, dw.transpose(-2, -1) if transposed else dw) < 0.01
+
+
+def rounded(x, dim):
+    """Round fp64 values to E4M3 with one scale for each slice along ``dim``."""
+    scale = x.abs().amax(dim, keepdim=True) / 448
+    codes = encode((x / scale.clamp(min=1e-30)).float(), torch.float8_e4m3fn)
+    return codes.to(torch.uint8).view(torch.float8_e4m3fn).double() * scale
+
+
+def simulated(x, weight, offs, dy, recipe):
+    """The gradients of input and weight on rounded operands, with exact products, in fp64."""
+    x, weight, dy = x.double(), weight.double(), dy.double()
+    dx, dw, start = [], [], 0
+    for group, end in enumerate(offs.tolist()):
+        w = weight[group]
+        part, part_dy = x[start:end], dy[start:end]
+        if recipe in FP8_RECIPES:
+            if recipe == "rowwise":  # scales of rows are multiplied into the gradient
+                scale = w.abs().amax(1) / 448
+                w_codes, g = rounded(w, 1) / scale[:, None], rounded(part_dy * scale, 1)
+            else:
+                w_codes, g = rounded(w, (0, 1)), rounded(part_dy, 1)
+            dx.append(g @ w_codes)
+            dw.append(rounded(part_dy, 0).t() @ rounded(part, 0))
+        else:
+            dx.append(part_dy @ quantized(weight, recipe).dequantize()[group].double())
+            dw.append(part_dy.t() @ part)
+        start = end
+    return torch.cat(dx), torch.stack(dw)
+
+
+@pytest.mark.parametrize("recipe", [*FP8_RECIPES, *PLAIN_RECIPES])
+def test_errors_of_gradients_are_those_of_a_simulation(recipe):
+    """Against fp64 products of the same data, to 2%."""
+    lengths, n, k = [300, 4, 0, 96], 96, 160
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(sum(lengths), size, generator=generator) for size in (k, n))
+    weight = torch.randn(len(lengths), n, k, generator=generator)
+    dy *= torch.logspace(-2, 0, n)
+    offs = torch.tensor(lengths).cumsum(0).int()
+    leaf, w = x.clone().requires_grad_(), weight.clone()
+    w = (w if recipe in FP8_RECIPES else quantized(w, recipe)).requires_grad_()
+    grouped_linear(leaf, w, offs, recipe=recipe).backward(dy)
+    bias = torch.zeros(len(lengths), n)
+    _, dx, dw, _ = reference(x, weight, bias, offs, dy)
+    errors = [error(leaf.grad, dx), error(w.grad, dw)]
+    found = zip(errors, simulated(x, weight, offs, dy, recipe), (dx, dw), strict=True)
+    for got, simulation, exact in found:
+        assert got == pytest.approx(error(simulation, exact), rel=0.02, abs=1e-6)
 
 
 def test_rows_of_four_dimensions_are_those_of_one_matrix(device):
