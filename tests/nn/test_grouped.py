@@ -144,6 +144,8 @@ def test_other_recipes_multiply_the_dequantized_weight(device, recipe, transpose
 
 def rounded(x, dim):
     """Round fp64 values to E4M3 with one scale for each slice along ``dim``."""
+    if not x.numel():
+        return x
     scale = x.abs().amax(dim, keepdim=True) / 448
     codes = encode((x / scale.clamp(min=1e-30)).float(), torch.float8_e4m3fn)
     return codes.to(torch.uint8).view(torch.float8_e4m3fn).double() * scale
@@ -151,7 +153,7 @@ def rounded(x, dim):
 
 def simulated(x, weight, offs, dy, recipe):
     """The gradients of input and weight on rounded operands, with exact products, in fp64."""
-    x, weight, dy = x.double(), weight.double(), dy.double()
+    x, weight, dy = (t.detach().double() for t in (x, weight, dy))
     dx, dw, start = [], [], 0
     for group, end in enumerate(offs.tolist()):
         w = weight[group]
@@ -165,7 +167,7 @@ def simulated(x, weight, offs, dy, recipe):
             dx.append(g @ w_codes)
             dw.append(rounded(part_dy, 0).t() @ rounded(part, 0))
         else:
-            dx.append(part_dy @ quantized(weight, recipe).dequantize()[group].double())
+            dx.append(part_dy @ quantized(weight.float(), recipe).dequantize()[group].double())
             dw.append(part_dy.t() @ part)
         start = end
     return torch.cat(dx), torch.stack(dw)
