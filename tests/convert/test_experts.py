@@ -45,7 +45,7 @@ class Titan(nn.Module):
         h = h * self._grouped_mm(A=x.bfloat16(), B_t=w3, offs=offs)
         return self._grouped_mm(A=h, B_t=w2, offs=offs).type_as(x)
 
-    def _grouped_mm(self, *, A, B_t, offs):  # noqa: N803
+    def _grouped_mm(self, *, A, B_t, offs):
         return torch._grouped_mm(A, B_t, offs=offs)
 
 
@@ -228,7 +228,7 @@ def loss_of(model, rig, step=0):
 @pytest.mark.parametrize("recipe", list(RECIPES))
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_sharded_mixtures_train_as_unsharded_ones(rig, kind, recipe):
-    """The gathered codes are those of the unsharded weight."""
+    """Gathered codes equal the codes of the unsharded weight."""
     mode = "fp8" if recipe in FP8_RECIPES else "gather"
     losses = []
     for sharded in (False, True):
@@ -297,7 +297,7 @@ def test_mixed_precision_and_checkpointing(rig, mode):
 @pytest.mark.parametrize("client", ["titan", "grouped"])
 @pytest.mark.parametrize("mode", ["fp8", "gather"])
 def test_other_clients_use_gathered_codes(rig, client, mode):
-    """Outputs and gradients are those of the dequantized weights, or of the same codes."""
+    """Compare with an unsharded module, converted or with dequantized weights."""
     torch.manual_seed(0)
     rows = torch.randn(40, 64, device=rig.device, dtype=torch.bfloat16)
     counts = torch.tensor([7, 0, 20, 13], device=rig.device)

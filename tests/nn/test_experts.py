@@ -68,7 +68,7 @@ class Titan(Experts):
         h = gate * up
         return self._grouped_mm(A=h, B_t=self.w2.bfloat16().transpose(-2, -1), offs=offs)
 
-    def _grouped_mm(self, *, A, B_t, offs):  # noqa: N803
+    def _grouped_mm(self, *, A, B_t, offs):
         return torch._grouped_mm(A, B_t, offs=offs)
 
 
@@ -181,9 +181,9 @@ def test_experts_of_transformers_compute_what_they_do_unconverted(device, kind, 
     assert block.experts.config._experts_implementation == "fp8rs"
     x = tokens(device)
     results = [output(b.experts)(*routed(expected, x)) for b in (block, expected)]
-    # Each of four operands is rounded to E4M3, by 2.6% of its norm. The gate multiplies two results.
+    # E4M3 rounds each of four operands by 2.6% of its norm. The gate multiplies two results.
     assert error(*results) < (0.07 if mode == "fp8" else 0.01)
-    for b, y in zip((block, expected), results, strict=True):
+    for y in results:
         y.float().square().sum().backward()
     for (name, p), q in zip(
         block.experts.named_parameters(), expected.experts.parameters(), strict=True
@@ -264,7 +264,7 @@ def test_checkpointed_gradients_are_the_same(device, kind, how):
 
 
 def test_no_permuted_tokens_are_saved(device):
-    """Of a gated MLP, the codes of both GEMMs' inputs and the output of the first GEMM are saved."""
+    """A gated MLP saves its inputs as codes, and one high-precision tensor of all rows."""
     block = block_of("mixtral", device)
     x, index, weights = routed(block, tokens(device))
     shapes = []

@@ -106,7 +106,7 @@ def quantized(weight, recipe):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_codes_of_a_gathered_weight_are_used_as_they_are(device, recipe, transposed):
-    """The results are those of the weight that is quantized by the function."""
+    """Compare with a weight that the function quantizes."""
     x, weight, bias, offs, dy = operands(device, "uneven")
     if transposed:
         x, bias, dy = dy, x[: len(bias)], x

@@ -57,9 +57,9 @@ def convert_to_float8_training(
     layers whose weight is tied to another module's or computed from other parameters (weight_norm,
     spectral_norm, pruning, parametrizations). If no layer is converted, a warning is raised.
 
-    Experts are modules with parameters (E, N, K), one matrix for each expert: those of transformers
-    5 and torchtitan 0.3, ``fp8rs.nn.GroupedLinear``, and on request others. They become instances of
-    a subclass of their class. See ``experts``.
+    Experts are modules with parameters (E, N, K), one matrix for each expert: experts of
+    transformers 5 and torchtitan 0.3, ``fp8rs.nn.GroupedLinear``, and on request others. They
+    become instances of a subclass of their class.
 
     The logger "fp8rs" logs the converted layers, and why other layers were not converted, at level
     INFO. If the program has not configured logging, rank 0 prints one line to stderr instead. To
@@ -87,12 +87,12 @@ def convert_to_float8_training(
             which trains such weights with or without fp32 masters.
         preserve_high_precision_init_val: with ``fp8_weights``, keep each weight's values before
             quantization on the CPU, from which an optimizer initializes its masters.
-        experts: what is converted of experts. "off": nothing. "gather": FSDP2 gathers their weights
-            in FP8, and GEMMs run in high precision. "fp8": ``grouped_mm`` in their forward also
-            runs on FP8 operands, as ``fp8rs.nn.functional.grouped_linear`` does. "auto", for experts
-            of transformers and torchtitan and for ``GroupedLinear`` only: "fp8" for weights that are
-            large enough, where the recipe has such GEMMs, and otherwise "gather". "gather" and "fp8"
-            convert parameters of three or more dimensions in all modules that are not torch's own.
+        experts: how experts are converted. "off": not at all. "gather": FSDP2 gathers their weights
+            in FP8, and GEMMs run in high precision. "fp8": their grouped GEMMs also run on FP8
+            operands, as in ``fp8rs.nn.functional.grouped_linear``. Both convert parameters of three
+            or more dimensions in all modules that are not torch's own. "auto": experts of
+            transformers and torchtitan, and ``GroupedLinear``. A module with large weights is
+            converted as with "fp8" if the recipe has such GEMMs, others as with "gather".
         config: a torchao Float8LinearConfig, instead of ``recipe``.
 
     Returns:

@@ -39,11 +39,11 @@ MEASURED = (
     (128, 2048, 768, 131072, (757, 729), (599, 595)),  # Qwen3-30B-A3B, down
 )
 
-#: What three FP8 GEMMs save per row, in seconds for each element of an expert's weight. In
+#: Time that three FP8 GEMMs save per row, in seconds for each element of an expert's weight. In
 #: `MEASURED`, it is 3.9e-15 to 4.2e-15, and 2.2e-15 for the smallest weight.
 _SAVED = 3.9e-15
 
-#: What the quantization of rows costs, in seconds for each element of inputs and outputs. It is the
+#: Time of the quantization of a row, in seconds for each element of inputs and outputs. It is the
 #: difference between what FP8 GEMMs save and the time of whole steps on two H100s, with the
 #: quantization of a prototype: 8e-12 for Qwen3 (189 ms, 175 ms with bf16 GEMMs), 9e-12 for Mixtral.
 _COST = 9e-12

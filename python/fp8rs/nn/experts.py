@@ -116,21 +116,21 @@ def experts_forward(
     state = getattr(self, "_fp8_state", None)
     key = key_of("current") if state is None else state.key
     parallel, transposed = self._is_expert_parallel, self.is_transposed
-    up = "gate_up_proj" if self.has_gate else "up_proj"
-    weights, biases = [], []
-    for name in (up, "down_proj"):
-        weights.append(_local(getattr(self, name)))
-        biases.append(_local(getattr(self, f"{name}_bias")) if self.has_bias else None)
-    x = _cast(hidden_states, weights[0].dtype)
-    offs, rows, places = _route(top_k_index, weights[0].shape[0])
+    name = "gate_up_proj" if self.has_gate else "up_proj"
+    up, down = _local(getattr(self, name)), _local(self.down_proj)
+    up_bias = down_bias = None
+    if self.has_bias:
+        up_bias, down_bias = _local(getattr(self, f"{name}_bias")), _local(self.down_proj_bias)
+    x = _cast(hidden_states, up.dtype)
+    offs, rows, places = _route(top_k_index, up.shape[0])
     if fp8_gemms and (activation := self._fp8_activation) is not None:
         index = rows.to(torch.int32)
-        y = gated_mlp(x, *weights, index, places, offs, activation, key, parallel)
+        y = gated_mlp(x, up, down, index, places, offs, activation, key, parallel)
     else:
-        h = grouped(x[rows], weights[0], offs, biases[0], key, transposed, fp8_gemms, parallel)
+        h = grouped(x[rows], up, offs, up_bias, key, transposed, fp8_gemms, parallel)
         h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
-        h = _cast(h, weights[1].dtype)
-        y = grouped(h, weights[1], offs, biases[1], key, transposed, fp8_gemms, parallel)
+        h = _cast(h, down.dtype)
+        y = grouped(h, down, offs, down_bias, key, transposed, fp8_gemms, parallel)
     if self.has_post_expert_norm:
         y = self.post_expert_norm(y)
     y = (y[places] * top_k_weights.unsqueeze(-1)).sum(1)

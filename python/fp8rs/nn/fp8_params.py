@@ -57,7 +57,7 @@ class Float8Params(nn.Module):
 
 
 @cache
-def _class_of(mixin: type[Float8Params], kind: type[nn.Module]) -> type[nn.Module]:
+def _class_of(mixin: Any, kind: Any) -> type[nn.Module]:
     namespace = {"__module__": kind.__module__, "_fp8_kinds": (mixin, kind)}
     found = type(f"Float8{kind.__name__}", (mixin, kind), namespace)
     copyreg.pickle(found, _reduce)
@@ -69,7 +69,7 @@ def _reduce(module: Any) -> Any:
     return _blank, type(module).__dict__["_fp8_kinds"], module.__dict__
 
 
-def _blank(mixin: type[Float8Params], kind: type[nn.Module]) -> nn.Module:
+def _blank(mixin: Any, kind: Any) -> nn.Module:
     """Create a module without state, for pickle and copy."""
     return object.__new__(_class_of(mixin, kind))
 
@@ -95,7 +95,8 @@ def add_fp8_params(
     """
     parameters = [module.get_parameter(name) for name in names]
     kind: Any = type(module)
-    module.__class__ = _class_of(mixin, kind)
+    own: Any = mixin
+    module.__class__ = _class_of(own, kind)
     converted: Any = module
     converted._fp8_state = state
     converted._fp8_index = state.add_linear(module, fqn)

@@ -110,13 +110,13 @@ def gated_mlp(
     if all(_has_fp8_gemms(how.spec, weight) for weight in (gate_up, down)):
         y: Tensor = _GatedMlp.apply(x, gate_up, down, index, places, offs, activation, how)
         return y
-    h = _GroupedPlain.apply(x[index], gate_up, offs, None, how)
+    h: Tensor = _GroupedPlain.apply(x[index], gate_up, offs, None, how)
     gate, up = h.chunk(2, -1)
     gate = (
         functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
     )
-    y = _GroupedPlain.apply(gate * up, down, offs, None, how)
-    return y
+    rows: Tensor = _GroupedPlain.apply(gate * up, down, offs, None, how)
+    return rows
 
 
 def check(
@@ -377,7 +377,7 @@ class _GatedMlp(torch.autograd.Function):
     ) -> Tensor:
         _, needs_gate_up, needs_down = ctx.needs_input_grad[:3]
         spec = how.spec
-        # The rows are those of `index`, and the bounds depend on their number only.
+        # The bounds depend on the number of rows only, which `index` has too.
         ends, padded_ends, _ = _group_bounds(offs.contiguous(), index)
         bounds = ends, padded_ends
         a = _quantize(spec, x, bounds, True, needs_gate_up, index=index)

@@ -80,7 +80,7 @@ class GroupedLinear(nn.Module):
         """Map (rows, in_features) to (rows, out_features).
 
         Args:
-            input: the rows, those of each group next to each other.
+            input: the rows. Rows of one group are consecutive.
             offs: int32 (num_groups,), the row after the last one of each group.
 
         Raises:
