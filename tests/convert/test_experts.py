@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
@@ -291,6 +292,41 @@ def test_mixed_precision_and_checkpointing(rig, mode):
         gradients.append([p.grad.full_tensor() for p in model.parameters() if p.grad is not None])
     for a, b in zip(*gradients, strict=True):
         assert torch.equal(a, b)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "kind, mode, recipe",
+    [
+        ("mixtral", "fp8", "current"),
+        ("gpt_oss", "fp8", "rowwise"),
+        ("qwen3_moe", "gather", "mxfp8"),
+    ],
+)
+def test_compiled_blocks_read_gathered_weights(rig, kind, mode, recipe):
+    """Nothing is compiled again after an optimizer step or for another number of tokens."""
+    results, frames = [], []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model = mixture(kind, rig.device)
+        convert(model, recipe=recipe, experts=mode, filter_fqns=["lm_head"])
+        shard(model, rig, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        counter = CompileCounterWithBackend("aot_eager")
+        for layer in model.model.layers if compiled else ():
+            layer.mlp.compile(backend=counter, fullgraph=True, dynamic=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        results.append([])
+        for length in (32, 48, 16):
+            tokens = torch.arange(2 * length, device=rig.device).view(2, length) % 64
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            results[-1].append(loss.item())
+            frames.append(counter.frame_count)
+    assert results[0] == results[1]
+    assert 1 <= frames[3] <= len(model.model.layers) and len(set(frames[3:])) == 1
+    torch._dynamo.reset()
 
 
 @ranks(2)
