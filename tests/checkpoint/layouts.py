@@ -55,7 +55,7 @@ def lay_out(rig, layout, recipe, kept, hidden, seed=0):
     of ranks.
     """
     fp8_weights, optimizer = KEPT[kept]
-    model = make_any(hidden, rig=rig, recipe=recipe, seed=seed, fp8_weights=fp8_weights)
+    model = make_any(hidden, device=rig.device, recipe=recipe, seed=seed, fp8_weights=fp8_weights)
     group, shape = None, LAYOUTS[layout]
     if layout == "FSDP of 2 x TP of 2":
         mesh = rig.mesh(*shape, names=("data", "tensor"))
@@ -98,7 +98,7 @@ def model_on(rig, count, recipe, kept, hidden, seed):
     if rig.rank >= (count or 1):
         return None
     fp8_weights, optimizer = KEPT[kept]
-    model = make_any(hidden, rig=rig, recipe=recipe, seed=seed, fp8_weights=fp8_weights)
+    model = make_any(hidden, device=rig.device, recipe=recipe, seed=seed, fp8_weights=fp8_weights)
     if count is not None:
         shard_any(model, mesh=DeviceMesh.from_group(group, rig.device_type))
     return model, optimizer(model.parameters()), group

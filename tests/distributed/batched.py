@@ -87,7 +87,7 @@ class Model(nn.Module):
 
 
 def build(
-    rig: Any,
+    device: Any,
     recipe: Any,
     experts: int,
     *,
@@ -97,13 +97,12 @@ def build(
     separate: bool = False,
     gated: bool = False,
     seed: int = 0,
-    device: Any = None,
     keep_init: bool = False,
 ) -> Model:
     """Return a converted model, equal on all ranks.
 
     Args:
-        rig: the ranks.
+        device: the device.
         recipe: a recipe, or a name of `RECIPES`.
         experts: number of experts.
         hidden: rows of each expert's first matrix.
@@ -112,7 +111,6 @@ def build(
         separate: make a parameter for each matrix.
         gated: give the first weight the shape (E, 2, hidden / 2, width).
         seed: of the values.
-        device: the device, if it is not the ranks'.
         keep_init: keep the values from before the first rounding.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -126,7 +124,7 @@ def build(
         gate_up = gate_up.unflatten(1, (2, -1))
     torch.manual_seed(seed)
     model = Model(Experts(*((list(gate_up), list(down)) if separate else (gate_up, down))), width)
-    model.to(rig.device if device is None else device)
+    model.to(device)
     options = {"preserve_high_precision_init_val": keep_init} if fp8_weights else {}
     kind = resolve_recipe(RECIPES.get(recipe, recipe))
     fp8rs.convert_to_float8_training(model, recipe=kind, fp8_weights=fp8_weights, **options)
@@ -148,12 +146,29 @@ def shard(
     return fully_shard(model, **options) if root else model
 
 
-def make_any(hidden: Any, *, rig: Any, recipe: Any, seed: int, fp8_weights: bool) -> nn.Module:
+def make_any(
+    hidden: Any,
+    *,
+    device: Any,
+    recipe: Any,
+    fp8_weights: bool,
+    seed: int = 0,
+    keep_init: bool = False,
+) -> nn.Module:
     """Return a converted model with batched weights or, for hidden sizes, with linear layers."""
     if not isinstance(hidden, Batch):
-        options = {"recipe": RECIPES.get(recipe, recipe), "fp8_weights": fp8_weights}
-        return models.make(hidden, device=rig.device, seed=seed, **options)
-    model = build(rig, recipe, hidden.experts, fp8_weights=fp8_weights, seed=seed)
+        options = {"preserve_high_precision_init_val": True} if keep_init else {}
+        return models.make(
+            hidden,
+            recipe=RECIPES.get(recipe, recipe),
+            device=device,
+            seed=seed,
+            fp8_weights=fp8_weights,
+            **options,
+        )
+    model = build(
+        device, recipe, hidden.experts, fp8_weights=fp8_weights, seed=seed, keep_init=keep_init
+    )
     # Weights in 1x32 blocks are not sharded along rows.
     model.dim = hidden.dim if recipe != "mxfp8 of 1x32" else 0
     return model

@@ -51,7 +51,7 @@ def check_after_writes(model, recipe):
 @pytest.mark.parametrize("experts", list(EXPERTS))
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_whole_matrices_are_gathered(rig, experts, recipe):
-    model = build(rig, recipe, EXPERTS[experts])
+    model = build(rig.device, recipe, EXPERTS[experts])
     shard(model, rig)
     with Collectives() as seen:
         check_after_writes(model, recipe)
@@ -61,7 +61,7 @@ def test_whole_matrices_are_gathered(rig, experts, recipe):
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("recipe", [r for r, dim in SHARDINGS if dim == 1])
 def test_rows_of_each_matrix_are_gathered(rig, recipe):
-    model = build(rig, recipe, 3)
+    model = build(rig.device, recipe, 3)
     shard(model, rig, dim=1)
     with Collectives() as seen:
         check_after_writes(model, recipe)
@@ -71,7 +71,7 @@ def test_rows_of_each_matrix_are_gathered(rig, recipe):
 @ranks(2)
 @pytest.mark.parametrize("recipe, dim", SHARDINGS)
 def test_gathers_are_half_of_bf16(rig, recipe, dim):
-    model = build(rig, recipe, 4, hidden=256, width=512)
+    model = build(rig.device, recipe, 4, hidden=256, width=512)
     numel = sum(p.numel() for p in model.experts.parameters())
     shard(model, rig, dim=dim)
     with Collectives() as seen:
@@ -86,7 +86,7 @@ def test_gathers_are_half_of_bf16(rig, recipe, dim):
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_hybrid_sharding_of_batches(rig, recipe, dim):
-    model = build(rig, recipe, 3)
+    model = build(rig.device, recipe, 3)
     shard(model, rig, dim=dim, mesh=rig.mesh(2, 2))
     check_after_writes(model, recipe)
 
@@ -95,7 +95,7 @@ def test_hybrid_sharding_of_batches(rig, recipe, dim):
 @pytest.mark.parametrize("recipe, dim", SHARDINGS)
 def test_expert_parallel_ranks_gather_their_own_matrices(rig, recipe, dim):
     mesh = init_device_mesh(rig.device.type, (2, 2), mesh_dim_names=("efsdp", "ep"))
-    model = build(rig, recipe, 6)
+    model = build(rig.device, recipe, 6)
     whole = wholes(model)
     for name in NAMES:
         parameter = distribute_tensor(getattr(model.experts, name).detach(), mesh["ep"], [Shard(0)])
@@ -114,7 +114,7 @@ def test_expert_parallel_ranks_gather_their_own_matrices(rig, recipe, dim):
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "mxfp8"])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_rows_of_four_dimensions_are_those_of_one_matrix(rig, recipe, dim):
-    model = build(rig, recipe, 3, gated=True)
+    model = build(rig.device, recipe, 3, gated=True)
     shard(model, rig, dim=dim)
     check_after_writes(model, recipe)
 
@@ -122,7 +122,7 @@ def test_rows_of_four_dimensions_are_those_of_one_matrix(rig, recipe, dim):
 @ranks(2)
 @pytest.mark.parametrize("recipe, dim", SHARDINGS)
 def test_gradients_are_those_of_dequantized_weights(rig, recipe, dim):
-    model = build(rig, recipe, 4)
+    model = build(rig.device, recipe, 4)
     experts = model.experts
     shard(model, rig, dim=dim)
     x = torch.randn(8, 96, generator=torch.Generator().manual_seed(1)).to(rig.device)
@@ -139,7 +139,7 @@ def test_gradients_are_those_of_dequantized_weights(rig, recipe, dim):
 @ranks(2, 4)
 @pytest.mark.parametrize("recipe, dim", SHARDINGS)
 def test_training_gathers_the_bytes_of_each_step(rig, recipe, dim):
-    model = build(rig, recipe, 4)
+    model = build(rig.device, recipe, 4)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard(model, rig, dim=dim, mp_policy=policy)
     fully_shard(model, mesh=rig.mesh(), mp_policy=policy)
@@ -166,7 +166,7 @@ def test_training_gathers_the_bytes_of_each_step(rig, recipe, dim):
 @ranks(2)
 @pytest.mark.parametrize("recipe, dim", [("mxfp8 of 1x32", 1), ("mxfp8", 2), ("rowwise", 2)])
 def test_other_dimensions_are_refused(rig, recipe, dim):
-    model = build(rig, recipe, 4)
+    model = build(rig.device, recipe, 4)
     shard(model, rig, dim=dim)
     with pytest.raises(ValueError, match=rf"puts experts\.\w+ on Shard\({dim}\).*use Shard\(0\)"):
         model.experts.unshard()
@@ -175,7 +175,7 @@ def test_other_dimensions_are_refused(rig, recipe, dim):
 @ranks(2)
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_state_dicts_hold_plain_batches(rig, dim):
-    model = build(rig, "current", 4)
+    model = build(rig.device, "current", 4)
     whole = wholes(model)
     shard(model, rig, dim=dim)
     state = model.state_dict()
