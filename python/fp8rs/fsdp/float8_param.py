@@ -71,12 +71,13 @@ class Float8ParamHandle(ParamHandle):
         return self._shares_scales  # while the weight is gathered, as it was before
 
     @property
-    def element_offset(self) -> int:
-        """The index of this rank's first element: see `ShardSpec.element_offset`."""
-        if self.local is not None:
-            return self.spec.element_offset
+    def element_offsets(self) -> tuple[int, ...]:
+        """The index of this rank's first element, or that of each matrix: see `ShardSpec`."""
         parameter: Any = self.parameter if self.in_place else None
-        return shard_spec(parameter).element_offset if is_distributed(parameter) else 0
+        if self.local is None and not is_distributed(parameter):
+            return (0,)
+        spec = shard_spec(parameter) if self.local is None else self.spec
+        return spec.matrix_offsets or (spec.element_offset,)
 
     def reshard(self) -> None:
         """Make modules hold their shards again if FSDP2 has this weight gathered."""

@@ -110,6 +110,17 @@ class ShardSpec:
             offset += prod(self.shape[:dim]) * begin * prod(size[dim + 1 :])
         return offset
 
+    @property
+    def matrix_offsets(self) -> tuple[int, ...]:
+        """The index of the shard's first element of each matrix, if it has rows of all matrices.
+
+        Empty for other shards. Elements are counted in order.
+        """
+        if not self.batched or self.dim != 1 or self.whole[1:] != self.shape[1:]:
+            return ()
+        numel, first = prod(self.shape[1:]), self.offset * prod(self.shape[2:])
+        return tuple((self.origin[0] + i) * numel + first for i in range(self.whole[0]))
+
 
 def shard_spec(parameter: DTensor) -> ShardSpec:
     """Return how FSDP2 has sharded a parameter."""

@@ -26,6 +26,8 @@ def take(dst: StoreTensor, src: StoreTensor, non_blocking: bool = False) -> bool
         shares its scales with other elements, or blocks begin elsewhere in the two.
     """
     store = dst._store
+    if store is src._store and dst._window == src._window:
+        return True  # torch loads state dicts that were filled in place
     own, given = store.any_plane, src._store.any_plane
     if given.format is not own.format or given.data.dtype != own.data.dtype:
         return False
