@@ -30,19 +30,20 @@ To decide which shards to round, the host reads the reduced scales.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from fp8rs._core import multi_rescale
 from fp8rs._torch import is_traced
 from fp8rs.scaling.reductions import index_tensor, reduce_packed_
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec
 
-from .float8_param import Float8ParamHandle, largest_code
+from .float8_param import Float8ParamHandle, largest_code, update_histories
 from .float8_shard import Float8Shard, planes_of, scales_of, write_planes
 from .param import LocalShard, ParamHandle, local_of, wait_for_writes
 from .quantize import BlockwiseShardQuantizer, ShardQuantizer
@@ -201,6 +202,27 @@ def _differs(a: Tensor, b: Tensor) -> Tensor:
     return a.view(torch.int32) != b.view(torch.int32)
 
 
+def _rescale(parts: Sequence[tuple[Sequence[Tensor], Tensor, Tensor]], width: int | None) -> None:
+    """Round codes to new scales. Codes whose scale stays are not read.
+
+    Versions stay too, because values do not change and ranks synchronize in each forward. An
+    earlier forward may still need the codes for its backward.
+
+    Args:
+        parts: the codes (rows, columns) of matrices on one device, their scales and the new
+            scales, both fp32 (blocks,) of one matrix after the other.
+        width: columns per scale. None for one scale of each matrix.
+    """
+    by_device: dict[torch.device, list[Any]] = {}
+    for part in parts:
+        if part[0]:
+            by_device.setdefault(part[0][0].device, []).append(part)
+    for device, members in by_device.items():
+        codes, scales, new = zip(*members, strict=True)
+        old = torch.cat(scales).to(device)
+        multi_rescale(list(chain(*codes)), old, torch.cat(new).to(device), width)
+
+
 # --- one scale per tensor ------------------------------------------------------------------------
 
 
@@ -214,18 +236,21 @@ def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> No
     if is_traced(common):
         return
     counts = [shard.matrices for shard in shards]
-    changes = [any(part.tolist()) for part in _differs(common, stored).cpu().split(counts)]
-    for shard, scale, amax, changed in zip(
-        shards, common.split(counts), amaxes.split(counts), changes, strict=True
-    ):
-        handle = handle_of(shard)
-        if changed:
-            _round_tensor(shard, scale)
-            handle.mark_rescaled()
-        if handle.pending is not None:
-            handle.start_history(scale, amax)
-        elif changed:
-            handle.update_history(scale)
+    scales, before = common.split(counts), stored.split(counts)
+    update_histories(list(map(handle_of, shards)), scales, before)
+    parts = []
+    for shard, scale, old, amax in zip(shards, scales, before, amaxes.split(counts), strict=True):
+        row = planes_of(cast(QuantizedTensor, shard.data))[0]
+        assert row is not None
+        if (values := handle_of(shard).pending) is not None:
+            handle_of(shard).start_history(scale, amax)
+            scale = scale.to(values.device).view(row.scale.shape)
+            made = _quantize(values, scale, row.data.dtype, True, False, None, row.batched)[0]
+            row.data.view(torch.uint8).copy_(made.view(torch.uint8))
+        else:
+            parts.append((row.matrix.unbind() if row.batched else (row.data,), old, scale))
+    _rescale(parts, None)
+    torch._foreach_copy_(list(map(scales_of, shards)), list(scales))
 
 
 def _tensor_lanes(spec: QuantSpec, shards: Sequence[LocalShard], stored: Tensor) -> Tensor:
@@ -238,13 +263,13 @@ def _tensor_lanes(spec: QuantSpec, shards: Sequence[LocalShard], stored: Tensor)
             written, because all ranks synchronize in each forward.
     """
     wanted, amaxes = stored.clone(), stored * largest_code(spec)
-    counts = [shard.matrices for shard in shards]
     empty: list[int] = []
-    ends = accumulate(counts)
-    for shard, count, end in zip(shards, counts, ends, strict=True):
-        handle, at = handle_of(shard), slice(end - count, end)
+    ends = accumulate(shard.matrices for shard in shards)
+    for shard, end in zip(shards, ends, strict=True):
+        handle, places = handle_of(shard), range(end - shard.matrices, end)
+        at = slice(places.start, places.stop)
         if not shard.data.numel():
-            empty += range(at.start, at.stop)
+            empty += places
         elif handle.unsynced:
             scale = stored[at]
             if handle.pending is not None:
@@ -252,7 +277,7 @@ def _tensor_lanes(spec: QuantSpec, shards: Sequence[LocalShard], stored: Tensor)
             else:
                 row = planes_of(cast(QuantizedTensor, shard.data))[0]
                 assert row is not None
-                magnitudes = row.data.view(torch.uint8).reshape(count, -1) & 0x7F
+                magnitudes = row.data.view(torch.uint8).reshape(len(places), -1) & 0x7F
                 largest = magnitudes.amax(1).view(row.data.dtype)
                 amax = largest.to(scale.device, torch.float32) * scale
             wanted[at] = _wanted(spec, handle, scale, amax.to(scale.device))
@@ -260,18 +285,6 @@ def _tensor_lanes(spec: QuantSpec, shards: Sequence[LocalShard], stored: Tensor)
     if empty:  # the scales of empty shards do not count
         lanes[:, index_tensor(tuple(empty), lanes.device)] = 0
     return lanes
-
-
-def _round_tensor(shard: LocalShard, scale: Tensor) -> None:
-    """Round a shard to the scales (n,) of its n matrices."""
-    data, values = cast(QuantizedTensor, shard.data), handle_of(shard).pending
-    row = planes_of(data)[0]
-    assert row is not None
-    scale = scale.to(data.device).view(row.scale.shape)
-    if values is None:
-        values = data.dequantize(torch.float32)
-    codes = _quantize(values, scale, row.data.dtype, True, False, None, row.batched)[0]
-    write_planes(data, (Plane(codes, scale, row.format), None))
 
 
 # --- blocks that shard boundaries split ----------------------------------------------------------
@@ -288,18 +301,23 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
         parts += [(shard, place, common.select(-2, row)) for place, row in places]
     if not parts or is_traced(parts[0][2]):
         return
-    changes = torch.stack(
-        [
-            _differs(
-                common, _block_scales(quantizer, shard).select(-2, place).to(common.device)
-            ).any()
-            for shard, place, common in parts
-        ]
-    )
-    for (shard, place, common), changed in zip(parts, changes.tolist(), strict=True):
-        if changed:
-            _round_blocks(quantizer, shard, place, common)
-            handle_of(shard).mark_rescaled()
+    codes: list[tuple[Sequence[Tensor], Tensor, Tensor]] = []
+    for shard, place, common in parts:
+        rows, scale = _rows(quantizer, shard, place), common.to(shard.data.device)
+        plane = _split_plane(quantizer, shard)
+        data, scales = plane.matrix, plane.scale
+        if quantizer.layout.both:
+            data, scales = data.t(), scales.t()
+        data, scales = data[..., rows, :], scales.select(-2, place)
+        stored = scales.to(torch.float32, copy=True)
+        if handle_of(shard).pending is None:
+            matrices = data.unbind() if plane.batched else (data,)
+            codes.append((matrices, stored.view(-1), scale.reshape(-1)))
+        else:
+            values = _values(quantizer, shard)[..., rows, :]
+            _round_blocks(quantizer, values, data, _differs(scale, stored), scale)
+        scales.copy_(scale.to(scales.dtype))
+    _rescale(codes, quantizer.split_block[1])
 
 
 def _split_plane(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Plane:
@@ -325,6 +343,12 @@ def _values(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
     return values.t() if quantizer.layout.both else values
 
 
+def _rows(quantizer: BlockwiseShardQuantizer, shard: LocalShard, place: int) -> slice:
+    """Return the shard's rows in one row of blocks, the ``place``-th that the shard touches."""
+    height, above = quantizer.height, shard.spec.row_offset % quantizer.height
+    return slice(max(place * height - above, 0), (place + 1) * height - above)
+
+
 def _block_lanes(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
     """Return contributions for each block of a shard, (3, ..., rows, columns of blocks)."""
     scales, handle = _block_scales(quantizer, shard), handle_of(shard)
@@ -336,27 +360,16 @@ def _block_lanes(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tenso
 
 
 def _round_blocks(
-    quantizer: BlockwiseShardQuantizer, shard: LocalShard, place: int, scale: Tensor
+    quantizer: BlockwiseShardQuantizer,
+    values: Tensor,
+    codes: Tensor,
+    changed: Tensor,
+    scale: Tensor,
 ) -> None:
-    """Round a shard's part of one row of blocks of each matrix to the common scales.
+    """Round values (..., rows, columns) of one row of blocks whose ``scale`` (..., blocks) changed.
 
-    Blocks that already have their common scale keep their bytes.
-
-    Args:
-        quantizer: the quantizer of the shard.
-        shard: the shard.
-        place: the row of blocks, counted from the first one that the shard touches.
-        scale: fp32 (..., columns of blocks).
+    Blocks that already have their common scale keep their codes.
     """
-    height, above = quantizer.height, shard.spec.row_offset % quantizer.height
-    start, end = max(place * height - above, 0), (place + 1) * height - above
-    values = _values(quantizer, shard)[..., start:end, :]
-    plane = _split_plane(quantizer, shard)
-    data, scales = plane.matrix.view(torch.uint8), plane.scale
-    if quantizer.layout.both:
-        data, scales = data.t(), scales.t()
-    scale, scales = scale.to(values.device), scales.select(-2, place)
-    changed = _differs(scale, scales.to(torch.float32))
 
     def spread(x: Tensor) -> Tensor:
         x = x.repeat_interleave(quantizer.split_block[1], -1)
@@ -365,7 +378,6 @@ def _round_blocks(
     # Devices that flush subnormals would compute an infinite inverse of the smallest E8M0 scale.
     factor = spread((1.0 / scale).clamp(max=2.0**127))
     one = scale.new_ones(())
-    codes = _quantize(values.to(torch.float32) * factor, one, quantizer.layout.fp8_dtype)[0]
-    rows = data[..., start:end, :]
-    rows.copy_(torch.where(spread(changed), codes.view(torch.uint8), rows))
-    scales.copy_(scale.to(scales.dtype))
+    rounded = _quantize(values.to(torch.float32) * factor, one, codes.dtype)[0].view(torch.uint8)
+    old = codes.view(torch.uint8)
+    old.copy_(torch.where(spread(changed), rounded, old))
