@@ -5,6 +5,7 @@ Each entry says why public API does not suffice.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -373,7 +374,8 @@ def dtensor_like(parameter: Any, local: Tensor, shape: tuple[int, ...] | None = 
     spec: Any = parameter._spec
     meta = spec.tensor_meta
     if shape is not None:
-        meta = TensorMeta(torch.Size(shape), (shape[1], 1), local.dtype)
+        stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        meta = TensorMeta(torch.Size(shape), stride, local.dtype)
     if (local.dtype, shape) != (spec.tensor_meta.dtype, None):
         meta = TensorMeta(meta.shape, meta.stride, local.dtype)
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)

@@ -12,7 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from distributed.models import RECIPES, WIDTH, linears, make, shard
+from distributed.batched import make_any, shard_any
+from distributed.models import WIDTH, linears
 from fp8rs import checkpoint
 from fp8rs.optim import AdamW, MasterWeights
 from fp8rs.scaling.histories import BUFFERS
@@ -54,8 +55,7 @@ def lay_out(rig, layout, recipe, kept, hidden, seed=0):
     of ranks.
     """
     fp8_weights, optimizer = KEPT[kept]
-    options = {"recipe": RECIPES.get(recipe, recipe), "fp8_weights": fp8_weights}
-    model = make(hidden, seed=seed, device=rig.device, **options)
+    model = make_any(hidden, device=rig.device, recipe=recipe, seed=seed, fp8_weights=fp8_weights)
     group, shape = None, LAYOUTS[layout]
     if layout == "FSDP of 2 x TP of 2":
         mesh = rig.mesh(*shape, names=("data", "tensor"))
@@ -64,13 +64,13 @@ def lay_out(rig, layout, recipe, kept, hidden, seed=0):
             fully_shard(block, mesh=mesh["data"])
         fully_shard(model, mesh=mesh["data"])
     elif layout == "HSDP of 2x2" or layout == "FSDP of 4":
-        shard(model, mesh=rig.mesh(*shape))
+        shard_any(model, mesh=rig.mesh(*shape))
     else:
         each = shape[0] if shape else 1
         ranks = [list(range(i, i + each)) for i in range(0, rig.world_size, each)]
         group = [dist.new_group(of) for of in ranks][rig.rank // each]
         if shape is not None:
-            shard(model, mesh=DeviceMesh.from_group(group, rig.device_type))
+            shard_any(model, mesh=DeviceMesh.from_group(group, rig.device_type))
     return model, optimizer(model.parameters()), group
 
 
@@ -98,11 +98,9 @@ def model_on(rig, count, recipe, kept, hidden, seed):
     if rig.rank >= (count or 1):
         return None
     fp8_weights, optimizer = KEPT[kept]
-    model = make(
-        hidden, recipe=RECIPES[recipe], device=rig.device, seed=seed, fp8_weights=fp8_weights
-    )
+    model = make_any(hidden, device=rig.device, recipe=recipe, seed=seed, fp8_weights=fp8_weights)
     if count is not None:
-        shard(model, mesh=DeviceMesh.from_group(group, rig.device_type))
+        shard_any(model, mesh=DeviceMesh.from_group(group, rig.device_type))
     return model, optimizer(model.parameters()), group
 
 
@@ -137,11 +135,11 @@ def contents(model, optimizer):
             if plane is None or (kind == "columnwise" and plane.format.square):
                 continue
             turned = kind == "columnwise"
-            size = local.shape[::-1] if turned else local.shape
+            size = (*local.shape[:-2], *local.shape[:-3:-1]) if turned else local.shape
             codes = plane.data.view(torch.uint8) if local.numel() else torch.empty(size)
             scale = plane.spread().expand(size) if local.numel() else torch.empty(size)
             for what, t in ((kind, codes.to(torch.uint8)), (f"{kind}' scales", scale.float())):
-                found[f"{name} {what}"] = whole(p, (t.t() if turned else t).contiguous())
+                found[f"{name} {what}"] = whole(p, (t.mT if turned else t).contiguous())
     for name, p in model.named_parameters():
         for key, value in optimizer.state[p].items():
             if isinstance(value, torch.Tensor):

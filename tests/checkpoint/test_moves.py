@@ -16,6 +16,7 @@ from checkpoint.layouts import (
     state_of,
 )
 from distributed import ranks
+from distributed.batched import BATCHES
 from distributed.folders import shared_folder
 from distributed.models import HIDDEN, RECIPES, linears, same_bytes, shardings, train
 from fp8rs import checkpoint
@@ -32,19 +33,41 @@ MOVES = [
 ]
 
 
+#: The same for batched weights, without tensor parallelism.
+BATCHED_MOVES = [move for move in MOVES if " x TP" not in move[0]]
+
+hows = pytest.mark.parametrize("how", ["save", "async_save"])
+
+
 @ranks(4, seconds=40)
 @pytest.mark.parametrize(("saved", "loaded"), MOVES)
 @each_recipe("delayed", "block", "mxfp8 of 1x32", of=RECIPES)
 @pytest.mark.parametrize("kept", list(KEPT))
-@pytest.mark.parametrize("how", ["save", "async_save"])
+@hows
 @shardings
 def test_a_checkpoint_restores_every_bit_in_another_layout(
     rig, saved, loaded, recipe, kept, how, hidden
 ):
+    check_move(rig, saved, loaded, recipe, kept, how, HIDDEN[hidden])
+
+
+@ranks(4, seconds=40)
+@pytest.mark.parametrize(("saved", "loaded"), BATCHED_MOVES)
+@each_recipe("current", "block", "mxfp8 of 1x32", of=RECIPES)
+@pytest.mark.parametrize("kept", list(KEPT))
+@hows
+@pytest.mark.parametrize("batch", list(BATCHES))
+def test_a_checkpoint_of_batched_weights_restores_every_bit_in_another_layout(
+    rig, saved, loaded, recipe, kept, how, batch
+):
+    check_move(rig, saved, loaded, recipe, kept, how, BATCHES[batch])
+
+
+def check_move(rig, saved, loaded, recipe, kept, how, hidden):
     warnings.filterwarnings("ignore", message=".*FP8 weights, and keeps no masters")
     warnings.filterwarnings("ignore", message=".*tensor parallelism cuts")
     folder = shared_folder(rig)
-    model, optimizer, group = lay_out(rig, saved, recipe, kept, HIDDEN[hidden])
+    model, optimizer, group = lay_out(rig, saved, recipe, kept, hidden)
     train(model, optimizer, [batch(rig, n) for n in range(3)])
     state, expected = state_of(model, optimizer), [contents(model, optimizer)]
     names = state["model"].state_dict()
@@ -65,7 +88,7 @@ def test_a_checkpoint_restores_every_bit_in_another_layout(
         train(model, optimizer, [batch(rig, 9)])
         saving.result()
     dist.barrier()
-    other, resumed, group = lay_out(rig, loaded, recipe, kept, HIDDEN[hidden], seed=1)
+    other, resumed, group = lay_out(rig, loaded, recipe, kept, hidden, seed=1)
     spoil(other)
     checkpoint.load(state_of(other, resumed), f"{folder}/saved", process_group=group)
     found = contents(other, resumed)

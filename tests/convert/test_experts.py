@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 import fp8rs
+import fp8rs.optim
 from distributed import ranks
 from distributed.collectives import Collectives
 from distributed.models import RECIPES
@@ -292,6 +293,38 @@ def test_mixed_precision_and_checkpointing(rig, mode):
         gradients.append([p.grad.full_tensor() for p in model.parameters() if p.grad is not None])
     for a, b in zip(*gradients, strict=True):
         assert torch.equal(a, b)
+
+
+def train_fp8_weights(model, rig):
+    optimizer = fp8rs.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(4):
+        loss = loss_of(model, rig)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        assert step < 2 or losses[-1] < losses[0]
+    return losses
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", list(RECIPES))
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_fp8_weights_of_experts_train_sharded_as_unsharded(rig, kind, recipe):
+    mode = "fp8" if recipe in FP8_RECIPES else "gather"
+    losses = []
+    for sharded in (False, True):
+        model = mixture(kind, rig.device)
+        options = {"fp8_weights": True, "filter_fqns": ["lm_head"], "experts": mode}
+        convert(model, recipe=RECIPES[recipe], **options)
+        for module in experts_of(model):
+            for name in module._fp8_params:
+                assert isinstance(module._parameters[name], QuantizedTensor)
+        if sharded:
+            shard(model, rig)
+        losses.append(train_fp8_weights(model, rig))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
 @ranks(2)

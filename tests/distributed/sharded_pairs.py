@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from distributed.models import (
-    RECIPES,
-    UNEVEN,
-    WIDTH,
-    linears,
-    make,
-    same_bytes,
-    shard,
-)
+from distributed.batched import BATCHES, make_any, shard_any
+from distributed.models import UNEVEN, WIDTH, same_bytes
 from fp8rs.optim import AdamW
 from fp8rs.tensor.quantized import QuantizedTensor
 from internals import handle_of_tensor, local_of, store_of
@@ -27,10 +21,25 @@ def batch(rig, step=0):
     return torch.randn(16, WIDTH, generator=generator).to(rig.device)
 
 
+#: Weights of `pair`: linear layers, and batched ones that are sharded by matrices and by rows.
+WEIGHTS = {"layers": UNEVEN, **BATCHES}
+del WEIGHTS["8 experts"]
+
+each_weights = pytest.mark.parametrize("weights", list(WEIGHTS))
+
+
 def pair(rig, recipe, hidden=UNEVEN, **options):
-    """Return a model with FP8 weights, and a sharded copy of it."""
-    whole = make(hidden, recipe=RECIPES[recipe], device=rig.device, fp8_weights=True)
-    return whole, shard(copy.deepcopy(whole), rig, **options)
+    """Return a model with FP8 weights, and a sharded copy of it.
+
+    Args:
+        rig: the ranks.
+        recipe: a name of `RECIPES`.
+        hidden: hidden sizes, or a `Batch`.
+        options: of fully_shard.
+    """
+    whole = make_any(hidden, device=rig.device, recipe=recipe, seed=0, fp8_weights=True)
+    options.setdefault("mesh", rig.mesh())
+    return whole, shard_any(copy.deepcopy(whole), **options)
 
 
 def optimizers(*models):
@@ -39,14 +48,22 @@ def optimizers(*models):
 
 def shards(model):
     """Return the local tensors of the sharded weights by name."""
-    return {name: local_of(layer.weight) for name, layer in linears(model).items()}
+    return {name: local_of(module.get_parameter(own)) for name, module, own in converted(model)}
+
+
+def converted(model):
+    """Return the name of each converted parameter, its module and its name there."""
+    return [
+        (f"{path}.{name}", module, name)
+        for path, module in model.named_modules()
+        for name in getattr(module, "_fp8_params", ())
+    ]
 
 
 def contents(model):
     """Return copies of the planes of all FP8 weights, sharded or not."""
     found = []
-    for layer in linears(model).values():
-        local = local_of(layer.weight)
+    for local in shards(model).values():
         if isinstance(local, QuantizedTensor):
             found += [t.clone() for t in store_of(local).tensors()]
     assert found
@@ -82,9 +99,10 @@ def assert_equal(model, whole):
 
 
 def assert_fp8(model):
-    for name, local in shards(model).items():
+    for name, module, own in converted(model):
+        local = local_of(module.get_parameter(own))
         assert quantized(local), name
-        assert handle_of_tensor(local).module is linears(model)[name]
+        assert handle_of_tensor(local).module is module
 
 
 def loss_of(model, x):

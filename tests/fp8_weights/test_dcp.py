@@ -35,6 +35,7 @@ from checkpoint.layouts import (
     state_dicts_of,
 )
 from distributed import ranks
+from distributed.batched import BATCHES
 from distributed.folders import shared_folder
 from distributed.models import (
     EMPTY,
@@ -46,7 +47,6 @@ from distributed.models import (
     recipes,
     same_bytes,
     shard,
-    shardings,
     train,
 )
 from distributed.sharded_pairs import contents as planes_of
@@ -68,18 +68,19 @@ def saved_state(model, optimizer):
 @pytest.mark.parametrize(("saved", "loaded"), RESHARDS)
 @each_recipe("current", "block", "mxfp8 of 1x32", of=RECIPES)
 @pytest.mark.parametrize("kept", list(KEPT))
-@shardings
+@pytest.mark.parametrize("hidden", [*HIDDEN, *BATCHES])
 def test_reshards_are_exact(rig, saved, loaded, recipe, kept, hidden):
     """Weights and optimizer states of any number of ranks load into any other, to the bit."""
     warnings.filterwarnings("ignore", message=".*FP8 weights, and keeps no masters")
     folder, expected = shared_folder(rig), None
-    if (made := model_on(rig, saved, recipe, kept, HIDDEN[hidden], seed=0)) is not None:
+    hidden = (HIDDEN | BATCHES)[hidden]
+    if (made := model_on(rig, saved, recipe, kept, hidden, seed=0)) is not None:
         model, optimizer, group = made
         train(model, optimizer, [batch(rig, n) for n in range(3)])
         dcp.save(state_dicts_of(model, optimizer), checkpoint_id=folder, process_group=group)
         expected = saved_state(model, optimizer)
     dist.barrier()
-    if (made := model_on(rig, loaded, recipe, kept, HIDDEN[hidden], seed=1)) is not None:
+    if (made := model_on(rig, loaded, recipe, kept, hidden, seed=1)) is not None:
         model, optimizer, group = made
         state = state_dicts_of(model, optimizer)
         dcp.load(state, checkpoint_id=folder, process_group=group)

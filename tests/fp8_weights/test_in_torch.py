@@ -21,13 +21,16 @@ from torch.distributed.checkpoint.state_dict import (
 
 import fp8rs
 from distributed import ranks
+from distributed.batched import make_any, shard_any
 from distributed.models import RECIPES, UNEVEN, linears, make, recipes, same_bytes, shard
 from distributed.sharded_pairs import (
+    WEIGHTS,
     assert_equal,
     assert_fp8,
     assert_same_training,
     batch,
     contents,
+    each_weights,
     full,
     loss_of,
     pair,
@@ -213,13 +216,16 @@ def test_assigned_values_are_quantized(device, recipe, given, meta):
 @recipes
 @pytest.mark.parametrize("meta", [True, False])
 @pytest.mark.parametrize("broadcast", [True, False])
-def test_full_state_dicts(rig, recipe, meta, broadcast):
-    whole, model = pair(rig, recipe)
+@each_weights
+def test_full_state_dicts(rig, recipe, meta, broadcast, weights):
+    whole, model = pair(rig, recipe, WEIGHTS[weights])
     state = get_model_state_dict(model, options=FULL)
     for name, value in state.items():
         assert type(value) is torch.Tensor, (name, type(value))
         assert same_bytes(value, full(dict(whole.named_parameters())[name])), name
-    other = shard(fp8_model(recipe, "meta" if meta else rig.device, seed=1), rig)
+    device = torch.device("meta") if meta else rig.device
+    other = make_any(WEIGHTS[weights], device=device, recipe=recipe, seed=1, fp8_weights=True)
+    shard_any(other, mesh=rig.mesh())
     if meta and broadcast:
         other.to_empty(device=rig.device)
     given = state if not broadcast or rig.rank == 0 else {}

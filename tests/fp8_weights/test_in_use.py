@@ -35,11 +35,13 @@ from distributed.models import (
     watch_weights,
 )
 from distributed.sharded_pairs import (
+    WEIGHTS,
     assert_equal,
     assert_fp8,
     assert_same_training,
     batch,
     contents,
+    each_weights,
     full,
     loss_of,
     optimizers,
@@ -208,9 +210,10 @@ def test_a_tied_head_stays_in_high_precision(rig, how):
 
 @ranks(2)
 @recipes
-def test_cpu_offload(rig, recipe):
+@each_weights
+def test_cpu_offload(rig, recipe, weights):
     policy = CPUOffloadPolicy(pin_memory=rig.device_type == "cuda")
-    whole, model = pair(rig, recipe, offload_policy=policy)
+    whole, model = pair(rig, recipe, WEIGHTS[weights], offload_policy=policy)
     assert all(local.device.type == "cpu" for local in shards(model).values())
     assert_same_training(rig, model, whole)
     assert_fp8(model)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import fp8rs
 from distributed import ranks
+from distributed.batched import BATCHES, make_any, shard_any
 from distributed.collectives import Collectives
 from distributed.models import (
     EVEN,
@@ -94,13 +95,14 @@ def step(model, optimizer, rig, n):
 
 
 @ranks(1, 2, 4)
-@shardings
+@pytest.mark.parametrize("hidden", [*HIDDEN, *BATCHES])
 @recipes
 @kinds
 def test_steps_are_those_of_the_whole_model(rig, hidden, recipe, masters):
     """With masters and without: random numbers go by the place in the whole weight."""
-    whole = make_fp8(hidden, recipe, rig)
-    model = shard(copy.deepcopy(whole), rig)
+    hidden = (HIDDEN | BATCHES)[hidden]
+    whole = make_any(hidden, recipe=recipe, device=rig.device, fp8_weights=True)
+    model = shard_any(copy.deepcopy(whole), mesh=rig.mesh())
     options = {"lr": 1e-2, "master_weights": masters, "seed": 3}
     optimizers = AdamW(whole.parameters(), **options), AdamW(model.parameters(), **options)
     for n in range(3):

@@ -10,89 +10,27 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import fp8rs
 import fp8rs.optim
 from distributed import ranks
+from distributed.batched import (
+    NAMES,
+    SHARDINGS,
+    Experts,
+    build,
+    check_gathered,
+    check_planes,
+    wholes,
+)
+from distributed.batched import shard as sharded
 from distributed.collectives import Collectives
-from distributed.models import RECIPES, reduces, same_bytes, whole_planes
+from distributed.models import RECIPES, reduces
 from fp8rs.fsdp.master_weight import MasterWeight
 from fp8rs.fsdp.param import local_of
-from fp8rs.nn.fp8_params import add_fp8_params
-from fp8rs.tensor.quantized import QuantizedTensor
-from internals import state_of
 
 #: Numbers of experts: even, uneven, and fewer than ranks.
 EXPERTS = {"even": 4, "uneven": 5, "empty": 1}
-NAMES = ("gate_up", "down")
-
-#: Recipes with the dimensions that they support.
-SHARDINGS = [(r, dim) for r in RECIPES for dim in (0, 1) if (r, dim) != ("mxfp8 of 1x32", 1)]
 
 
-class Experts(nn.Module):
-    """An MLP for each expert. Every token visits all experts."""
-
-    def __init__(self, experts, hidden, width):
-        super().__init__()
-        self.gate_up = nn.Parameter(torch.randn(experts, hidden, width))
-        self.down = nn.Parameter(torch.randn(experts, width, hidden))
-        with torch.no_grad():
-            self.gate_up.mul_(torch.arange(1, experts + 1).view(-1, 1, 1))
-
-    def forward(self, x):
-        x = x.expand(self.gate_up.shape[0], *x.shape)
-        h = torch.bmm(x, self.gate_up.transpose(-1, -2)).relu()
-        return torch.bmm(h, self.down.transpose(-1, -2)).mean(0)
-
-
-class Model(nn.Module):
-    def __init__(self, experts, hidden=40, width=72):
-        super().__init__()
-        self.head = nn.Linear(width, width, bias=False)
-        self.experts = Experts(experts, hidden, width)
-
-    def forward(self, x):
-        return self.head(x + self.experts(x))
-
-
-def build(rig, recipe, experts, **sizes):
-    torch.manual_seed(0)
-    model = Model(experts, **sizes).to(rig.device)
-    fp8rs.convert_to_float8_training(model, recipe=RECIPES[recipe])
-    add_fp8_params(model.experts, NAMES, state_of(model.head), "experts")
-    return model
-
-
-def wholes(model):
-    """Copies of the whole batched weights."""
-    state = model.state_dict()
-    found = {name: state[f"experts.{name}"] for name in NAMES}
-    return {
-        n: (p.full_tensor() if hasattr(p, "full_tensor") else p).clone() for n, p in found.items()
-    }
-
-
-def check_gathered(model, whole, recipe):
-    for name, values in whole.items():
-        check_planes_of(getattr(model.experts, name), values, recipe)
-
-
-def check_planes_of(gathered, values, recipe):
-    assert isinstance(gathered, QuantizedTensor) and gathered.shape == values.shape
-    for i, matrix in enumerate(values):
-        codes, scale, col, col_scale = whole_planes(matrix.flatten(0, -2), recipe)
-        assert same_bytes(gathered.rowwise.data[i].flatten(0, -2), codes)
-        assert same_bytes(gathered.rowwise.scale[i], scale)
-        if col is not None:
-            assert same_bytes(gathered.columnwise.data[i], col)
-            assert same_bytes(gathered.columnwise.scale[i], col_scale)
-    assert (gathered.columnwise is not None) == (recipe == "mxfp8 of 1x32")
-
-
-def shard(model, rig, dim=0, mesh=None, **options):
-    fully_shard(
-        model.experts,
-        mesh=rig.mesh() if mesh is None else mesh,
-        shard_placement_fn=lambda p: Shard(dim),
-        **options,
-    )
+def shard(model, rig, dim=0, **options):
+    sharded(model, rig, dim, root=False, **options)
     for name in NAMES:
         assert isinstance(local_of(getattr(model.experts, name)), MasterWeight)
 
@@ -113,7 +51,7 @@ def check_after_writes(model, recipe):
 @pytest.mark.parametrize("experts", list(EXPERTS))
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_whole_matrices_are_gathered(rig, experts, recipe):
-    model = build(rig, recipe, EXPERTS[experts])
+    model = build(rig.device, recipe, EXPERTS[experts])
     shard(model, rig)
     with Collectives() as seen:
         check_after_writes(model, recipe)
@@ -123,7 +61,7 @@ def test_whole_matrices_are_gathered(rig, experts, recipe):
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("recipe", [r for r, dim in SHARDINGS if dim == 1])
 def test_rows_of_each_matrix_are_gathered(rig, recipe):
-    model = build(rig, recipe, 3)
+    model = build(rig.device, recipe, 3)
     shard(model, rig, dim=1)
     with Collectives() as seen:
         check_after_writes(model, recipe)
@@ -133,7 +71,7 @@ def test_rows_of_each_matrix_are_gathered(rig, recipe):
 @ranks(2)
 @pytest.mark.parametrize("recipe, dim", SHARDINGS)
 def test_gathers_are_half_of_bf16(rig, recipe, dim):
-    model = build(rig, recipe, 4, hidden=256, width=512)
+    model = build(rig.device, recipe, 4, hidden=256, width=512)
     numel = sum(p.numel() for p in model.experts.parameters())
     shard(model, rig, dim=dim)
     with Collectives() as seen:
@@ -148,7 +86,7 @@ def test_gathers_are_half_of_bf16(rig, recipe, dim):
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_hybrid_sharding_of_batches(rig, recipe, dim):
-    model = build(rig, recipe, 3)
+    model = build(rig.device, recipe, 3)
     shard(model, rig, dim=dim, mesh=rig.mesh(2, 2))
     check_after_writes(model, recipe)
 
@@ -157,7 +95,7 @@ def test_hybrid_sharding_of_batches(rig, recipe, dim):
 @pytest.mark.parametrize("recipe, dim", SHARDINGS)
 def test_expert_parallel_ranks_gather_their_own_matrices(rig, recipe, dim):
     mesh = init_device_mesh(rig.device.type, (2, 2), mesh_dim_names=("efsdp", "ep"))
-    model = build(rig, recipe, 6)
+    model = build(rig.device, recipe, 6)
     whole = wholes(model)
     for name in NAMES:
         parameter = distribute_tensor(getattr(model.experts, name).detach(), mesh["ep"], [Shard(0)])
@@ -169,16 +107,14 @@ def test_expert_parallel_ranks_gather_their_own_matrices(rig, recipe, dim):
     part = mesh["ep"].get_local_rank()
     own = {name: values.chunk(2)[part] for name, values in whole.items()}
     for name in NAMES:
-        check_planes_of(getattr(model.experts, name).to_local(), own[name], recipe)
+        check_planes(getattr(model.experts, name).to_local(), own[name], recipe)
 
 
 @ranks(2)
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "mxfp8"])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_rows_of_four_dimensions_are_those_of_one_matrix(rig, recipe, dim):
-    model = build(rig, recipe, 3)
-    whole = model.experts.gate_up.detach()
-    model.experts.gate_up = nn.Parameter(whole.view(3, 2, 20, 72))
+    model = build(rig.device, recipe, 3, gated=True)
     shard(model, rig, dim=dim)
     check_after_writes(model, recipe)
 
@@ -186,15 +122,12 @@ def test_rows_of_four_dimensions_are_those_of_one_matrix(rig, recipe, dim):
 @ranks(2)
 @pytest.mark.parametrize("recipe, dim", SHARDINGS)
 def test_gradients_are_those_of_dequantized_weights(rig, recipe, dim):
-    model = build(rig, recipe, 4)
+    model = build(rig.device, recipe, 4)
     experts = model.experts
     shard(model, rig, dim=dim)
-    x = torch.randn(8, 72, generator=torch.Generator().manual_seed(1)).to(rig.device)
-    reference = Experts(4, 40, 72).to(rig.device)
+    x = torch.randn(8, 96, generator=torch.Generator().manual_seed(1)).to(rig.device)
     experts.unshard()
-    for name in NAMES:
-        values = getattr(experts, name).dequantize()
-        setattr(reference, name, nn.Parameter(values))
+    reference = Experts(*(getattr(experts, name).dequantize() for name in NAMES))
     experts.reshard()
     for module in (experts, reference):
         module(x).square().mean().backward()
@@ -206,14 +139,14 @@ def test_gradients_are_those_of_dequantized_weights(rig, recipe, dim):
 @ranks(2, 4)
 @pytest.mark.parametrize("recipe, dim", SHARDINGS)
 def test_training_gathers_the_bytes_of_each_step(rig, recipe, dim):
-    model = build(rig, recipe, 4)
+    model = build(rig.device, recipe, 4)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard(model, rig, dim=dim, mp_policy=policy)
     fully_shard(model, mesh=rig.mesh(), mp_policy=policy)
     optimizer = fp8rs.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(2):
         torch.manual_seed(step + 10 * rig.rank)
-        x = torch.randn(8, 72, device=rig.device)
+        x = torch.randn(8, 96, device=rig.device)
         before = wholes(model)
         seen = []
 
@@ -233,7 +166,7 @@ def test_training_gathers_the_bytes_of_each_step(rig, recipe, dim):
 @ranks(2)
 @pytest.mark.parametrize("recipe, dim", [("mxfp8 of 1x32", 1), ("mxfp8", 2), ("rowwise", 2)])
 def test_other_dimensions_are_refused(rig, recipe, dim):
-    model = build(rig, recipe, 4)
+    model = build(rig.device, recipe, 4)
     shard(model, rig, dim=dim)
     with pytest.raises(ValueError, match=rf"puts experts\.\w+ on Shard\({dim}\).*use Shard\(0\)"):
         model.experts.unshard()
@@ -242,7 +175,7 @@ def test_other_dimensions_are_refused(rig, recipe, dim):
 @ranks(2)
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_state_dicts_hold_plain_batches(rig, dim):
-    model = build(rig, "current", 4)
+    model = build(rig.device, "current", 4)
     whole = wholes(model)
     shard(model, rig, dim=dim)
     state = model.state_dict()

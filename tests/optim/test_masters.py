@@ -25,9 +25,19 @@ from torch.distributed.tensor.parallel import (
 
 import fp8rs
 from distributed import ranks
+from distributed.batched import make_any, shard_any
 from distributed.collectives import Collectives
 from distributed.models import EMPTY, RECIPES, UNEVEN, linears, make, reduces, same_bytes, shard
-from distributed.sharded_pairs import assert_equal, batch, contents, full, loss_of, same
+from distributed.sharded_pairs import (
+    WEIGHTS,
+    assert_equal,
+    batch,
+    contents,
+    each_weights,
+    full,
+    loss_of,
+    same,
+)
 from fp8rs.optim import AdamW, MasterWeights
 from fp8rs.tensor.quantized import QuantizedTensor
 from internals import store_of
@@ -429,16 +439,11 @@ def test_a_compiled_step_equals_an_eager_one():
 def pair(rig, recipe, hidden=UNEVEN, **options):
     """Return a model with FP8 weights that keeps its initial values, and a sharded copy."""
     whole, other = (
-        make(
-            hidden,
-            recipe=RECIPES[recipe],
-            device=rig.device,
-            fp8_weights=True,
-            preserve_high_precision_init_val=True,
-        )
+        make_any(hidden, recipe=recipe, device=rig.device, fp8_weights=True, keep_init=True)
         for _ in range(2)
     )
-    return whole, shard(other, rig, **options)
+    options.setdefault("mesh", rig.mesh())
+    return whole, shard_any(other, **options)
 
 
 def masters(model, optimizers):
@@ -488,8 +493,9 @@ def test_the_maxima_of_a_step_are_reduced_together(rig):
 
 @ranks(4)
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
-def test_replicas_of_shards_step_equally(rig, recipe):
-    whole, model = pair(rig, recipe, mesh=rig.mesh(2, 2))
+@each_weights
+def test_replicas_of_shards_step_equally(rig, recipe, weights):
+    whole, model = pair(rig, recipe, WEIGHTS[weights], mesh=rig.mesh(2, 2))
     one, other = build(whole, "SGD"), build(model, "SGD")
     for n in range(2):
         for m, o in ((whole, one), (model, other)):

@@ -5,7 +5,9 @@ The plain tensors share memory with the quantized tensor, so that loading them l
 
 from __future__ import annotations
 
+from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
+from operator import mul
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from fp8rs._torch import (
     own_part,
 )
 from fp8rs.tensor.dcp import splits_blocks
-from fp8rs.tensor.formats import INPUT_DTYPES
+from fp8rs.tensor.formats import INPUT_DTYPES, split
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -127,11 +129,12 @@ class Part(PlainPart):
     """
 
     #: Where the part begins in the whole tensor.
-    begin: tuple[int, int]
-    #: Number of leading rows and columns that another rank writes. Their blocks begin there.
-    shared: tuple[int, int]
+    begin: tuple[int, ...]
+    #: Number of leading indices along each dimension that another rank writes. Their blocks begin
+    #: there.
+    shared: tuple[int, ...]
 
-    def _chunk(self, skip: tuple[int, int]) -> ChunkStorageMetadata:
+    def _chunk(self, skip: tuple[int, ...]) -> ChunkStorageMetadata:
         begin = [b + n for b, n in zip(self.begin, skip, strict=True)]
         sizes = [size - n for size, n in zip(self.shape, skip, strict=True)]
         return ChunkStorageMetadata(offsets=torch.Size(begin), sizes=torch.Size(sizes))
@@ -147,7 +150,7 @@ class Part(PlainPart):
         return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk((0, 0))] if self.numel() else []
+        return [self._chunk((0,) * self.dim())] if self.numel() else []
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         found = self.as_subclass(Tensor)
@@ -157,7 +160,7 @@ class Part(PlainPart):
         return found
 
 
-def as_part(local: Tensor, begin: tuple[int, int], shared: tuple[int, int]) -> Part:
+def as_part(local: Tensor, begin: tuple[int, ...], shared: tuple[int, ...]) -> Part:
     """Return a `Part` over the memory of a tensor."""
     made = local.as_subclass(Part)
     made.begin, made.shared = begin, shared
@@ -206,8 +209,11 @@ def parts_of(value: Tensor) -> dict[str, Tensor] | None:
         transposed = suffix == COLUMNWISE
         if splits_blocks(value, plane, transposed):
             return None
-        plane = shown[suffix] if local.numel() else _empty(plane, local.shape, transposed)
-        assert plane is not None
+        if local.numel() or plane.batched:
+            plane = shown[suffix]
+            assert plane is not None
+        else:
+            plane = _empty(plane, local.shape, transposed)
         if not transposed:
             data = codes_of(local.__get_tensor_shard__(), plane.data)
             plane = Plane(data, plane.scale, plane.format, plane.lead)
@@ -216,7 +222,7 @@ def parts_of(value: Tensor) -> dict[str, Tensor] | None:
 
 
 def _empty(plane: Plane, shape: torch.Size, transposed: bool) -> Plane:
-    """Return the plane of an empty shard. A scale per tensor is kept."""
+    """Return the plane of an empty shard of one matrix. A scale per tensor is kept."""
     codes = plane.data.new_empty(shape[::-1] if transposed else shape)
     if plane.format.per_tensor:
         return Plane(codes, plane.scale, plane.format)
@@ -230,16 +236,22 @@ def _tensors_of(value: Tensor, plane: Plane, transposed: bool) -> tuple[Tensor, 
         return codes, scale
     sharded: Any = value
     _, start = local_shape_and_offset(tuple(value.shape), sharded.device_mesh, sharded.placements)
-    rows, cols = value.shape
-    begin = start[0], start[1]
+    batch, (rows, cols) = split(value.shape, plane.batched)
+    first, above = start[: len(batch)], start[len(batch) : -1]
+    # Rows of dimensions between the batch and the columns are counted in order.
+    below = accumulate(value.shape[-2 : len(batch) : -1], mul, initial=1)
+    begin = sum(map(mul, reversed(above), below)), start[-1]
     if transposed:
         (rows, cols), begin = (cols, rows), begin[::-1]
-        whole = dtensor_like(value, as_part(codes, begin, (0, 0)), (rows, cols))
+        part = as_part(codes, (*first, *begin), (0,) * codes.dim())
+        whole = dtensor_like(value, part, (*batch, rows, cols))
     else:
         whole = dtensor_like(value, codes)
-    if format.per_tensor:
-        return whole, scale.view(())
-    first = [b // n if n > 0 else 0 for b, n in zip(begin, format.block, strict=True)]
-    shared = [int(n > 0) for n in plane.lead]
-    own = as_part(scale, (first[0], first[1]), (shared[0], shared[1]))
-    return whole, dtensor_like(value, own, format.scale_shape(rows, cols))
+    split_batch = batch and any(p.dim == 0 for p in sharded.placements if not p.is_replicate())
+    if format.per_tensor and not split_batch:  # all ranks have all scales
+        return whole, scale.view(batch)
+    if not format.per_tensor:
+        first += tuple(b // n if n > 0 else 0 for b, n in zip(begin, format.block, strict=True))
+    shared = [0] * len(batch) + [int(n > 0) for n in plane.lead]
+    own = as_part(scale, first, tuple(shared[: scale.dim()]))
+    return whole, dtensor_like(value, own, format.scale_shape(rows, cols, batch))

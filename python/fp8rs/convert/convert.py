@@ -123,7 +123,10 @@ def convert_to_float8_training(
             raise ValueError(f"{name} is sharded already: convert before fully_shard")
     mixtures = select_experts(module, experts, filter_fqns, recipe)
     for name, layer in selected.layers:
-        check_weight(layer, name or "the root", recipe, fp8_weights)
+        check_weight(layer, "weight", name or "the root", recipe, fp8_weights)
+    for one in mixtures.modules:
+        for name in one.parameters:
+            check_weight(one.module, name, one.name or "the root", recipe, fp8_weights)
     for message in (*selected.unused, *selected.warnings):
         warnings.warn(message, stacklevel=2)
     if not selected.layers and not mixtures.modules:
@@ -136,23 +139,30 @@ def convert_to_float8_training(
         return module
     state = ModelState(recipe, amax_reduction_group=amax_reduction_group)
     state.fp8_gather = enable_fsdp_float8_all_gather
-    _convert(state, selected.layers, fp8_weights, preserve_high_precision_init_val)
-    convert_experts(state, mixtures.modules)
+    keep_init = preserve_high_precision_init_val
+    _convert(state, selected.layers, mixtures.modules, fp8_weights, keep_init)
     state.attach(module)
     _log_conversion(module, recipe, {**selected.left, **mixtures.left}, mixtures.modules)
     return module
 
 
 def _convert(
-    state: ModelState, layers: Sequence[tuple[str, nn.Linear]], fp8_weights: bool, keep_init: bool
+    state: ModelState,
+    layers: Sequence[tuple[str, nn.Linear]],
+    experts: Sequence[Experts],
+    fp8_weights: bool,
+    keep_init: bool,
 ) -> None:
-    """Convert layers, which have been checked, and add them to ``state``.
+    """Convert layers and experts, which have been checked, and add them to ``state``.
 
     Weights are quantized first, because only that can run out of memory or lack a kernel.
     """
     amaxes = []
     if fp8_weights:
-        amaxes = [quantize_weight(layer, state.recipe, keep_init) for _, layer in layers]
+        amaxes = [quantize_weight(layer, "weight", state.recipe, keep_init) for _, layer in layers]
+        for one in experts:
+            for name in one.parameters:
+                quantize_weight(one.module, name, state.recipe, keep_init)
     standalone = []
     for name, layer in layers:
         if isinstance(layer, Float8Linear):
@@ -163,6 +173,7 @@ def _convert(
         layer._join(state, name)
     for left in standalone:
         left.detach()
+    convert_experts(state, experts)
     if fp8_weights:
         from fp8rs.optim.warnings import watch  # imported only by models that need it
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from fp8rs.fsdp.float8_param import Float8ParamHandle
 
 
-def check_weight(layer: nn.Linear, name: str, recipe: Recipe, fp8_weights: bool) -> None:
-    """Check that a layer's weight can be converted, without changing it.
+def check_weight(
+    module: nn.Module, parameter: str, name: str, recipe: Recipe, fp8_weights: bool
+) -> None:
+    """Check that a weight can be converted, without changing it.
 
     Args:
-        layer: the layer.
-        name: its name, for messages.
+        module: the module of the weight.
+        parameter: the name of the weight in the module.
+        name: the module's name, for messages.
         recipe: the recipe to convert to.
         fp8_weights: whether weights become FP8.
 
@@ -30,7 +33,8 @@ def check_weight(layer: nn.Linear, name: str, recipe: Recipe, fp8_weights: bool)
         ValueError: the weight is FP8 in another format, and would not be quantized again.
         RuntimeError: the weight would become FP8, but a graph or a weak reference holds its tensor.
     """
-    weight = layer.weight
+    weight = module._parameters[parameter]
+    assert weight is not None
     if has_format(weight, recipe):
         return
     if fp8_weights:
@@ -38,13 +42,13 @@ def check_weight(layer: nn.Linear, name: str, recipe: Recipe, fp8_weights: bool)
             check_can_become(weight)
         except RuntimeError as error:
             raise RuntimeError(
-                f"the weight of {name} cannot become FP8 in place while something holds its tensor "
+                f"the {parameter} of {name} cannot become FP8 in place while something holds its tensor "
                 "(a graph that has not been freed, or a weak reference). Convert the model before "
                 f"training with it. Found: {error}"
             ) from error
     elif isinstance(weight, QuantizedTensor):
         raise ValueError(
-            f"the weight of {name} is already FP8, in format {weight.format.name!r}, but weights "
+            f"the {parameter} of {name} is already FP8, in format {weight.format.name!r}, but weights "
             f"of recipe {recipe.name!r} have another format. To quantize it again, pass "
             "fp8_weights=True"
         )
@@ -58,12 +62,13 @@ def has_format(weight: Tensor, recipe: Recipe) -> bool:
     return (weight.format, weight.fp8_dtype) == (spec.format, spec.fp8_dtype)
 
 
-def quantize_weight(layer: nn.Linear, recipe: Recipe, keep_init: bool) -> Tensor:
-    """Quantize a layer's weight in place. The parameter stays the same object.
+def quantize_weight(module: nn.Module, name: str, recipe: Recipe, keep_init: bool) -> Tensor:
+    """Quantize a parameter in place. It stays the same object.
 
     Args:
-        layer: a layer whose weight is in high precision, or quantized in any format. The layer
-            itself may be converted later.
+        module: the module of the parameter. It may be converted later.
+        name: the name of the parameter (N, K) or (E, N, K) in the module. It is in high precision,
+            or quantized in any format.
         recipe: the recipe whose weight format is used.
         keep_init: whether to keep the values before quantization on the CPU.
 
@@ -73,7 +78,7 @@ def quantize_weight(layer: nn.Linear, recipe: Recipe, keep_init: bool) -> Tensor
     Raises:
         RuntimeError: a graph or a weak reference holds the parameter's tensor.
     """
-    weight = layer.weight
+    weight: Any = module.get_parameter(name)
     values = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight.detach()
     amax = values.abs().amax() if values.numel() else values.new_zeros(())
     if has_format(weight, recipe):
@@ -82,16 +87,16 @@ def quantize_weight(layer: nn.Linear, recipe: Recipe, keep_init: bool) -> Tensor
     init_value = values.to("cpu", copy=True) if keep_init and not values.is_meta else None
     del values
     become(weight, quantized)
-    handle = register_handle(layer, "weight")
+    handle = register_handle(module, name)
     handle.keep_init, handle.init_value = keep_init, init_value
     return amax
 
 
-def register_handle(layer: nn.Module, name: str) -> Float8ParamHandle:
-    """Return the handle of a layer's quantized parameter: see `fp8rs.fsdp.register_handle`."""
+def register_handle(module: nn.Module, name: str) -> Float8ParamHandle:
+    """Return the handle of a module's quantized parameter: see `fp8rs.fsdp.register_handle`."""
     from fp8rs.fsdp import register_handle
 
-    return register_handle(layer, name)
+    return register_handle(module, name)
 
 
 def new_weight(values: Tensor, recipe: Recipe) -> QuantizedTensor:
@@ -101,7 +106,7 @@ def new_weight(values: Tensor, recipe: Recipe) -> QuantizedTensor:
     the rowwise one.
 
     Args:
-        values: high-precision values (out_features, in_features).
+        values: high-precision values (out_features, in_features) or (E, N, K).
         recipe: the recipe whose weight format is used.
     """
     spec = quant_spec(recipe, "weight")

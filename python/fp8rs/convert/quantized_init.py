@@ -66,7 +66,7 @@ def quantized_init(
         children.add(id(child))
         layer = linears.get(id(child))
         if quantizes_early and layer is not None and _can_be_converted(layer):
-            quantize_weight(layer, recipe, preserve_high_precision_init_val)
+            quantize_weight(layer, "weight", recipe, preserve_high_precision_init_val)
 
     def keep(module: nn.Module, name: str) -> bool:
         built_here = id(module) in linears

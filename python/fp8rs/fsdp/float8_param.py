@@ -71,12 +71,13 @@ class Float8ParamHandle(ParamHandle):
         return self._shares_scales  # while the weight is gathered, as it was before
 
     @property
-    def element_offset(self) -> int:
-        """The index of this rank's first element: see `ShardSpec.element_offset`."""
-        if self.local is not None:
-            return self.spec.element_offset
+    def element_offsets(self) -> tuple[int, ...]:
+        """The index of this rank's first element, or that of each matrix: see `ShardSpec`."""
         parameter: Any = self.parameter if self.in_place else None
-        return shard_spec(parameter).element_offset if is_distributed(parameter) else 0
+        if self.local is None and not is_distributed(parameter):
+            return (0,)
+        spec = shard_spec(parameter) if self.local is None else self.spec
+        return spec.matrix_offsets or (spec.element_offset,)
 
     def reshard(self) -> None:
         """Make modules hold their shards again if FSDP2 has this weight gathered."""
@@ -119,7 +120,8 @@ class Float8ParamHandle(ParamHandle):
         self.mark_written()
         self.unsynced = True
         if values is not None and tensor.region.is_whole:
-            values = values.reshape(tensor._store.matrix)
+            row = tensor._store.rowwise
+            values = values.reshape(tensor._store.matrix if row is None else row.data.shape)
         else:
             values = None
         self._keep_init(values)
@@ -168,7 +170,7 @@ class Float8ParamHandle(ParamHandle):
         The next write would otherwise saturate with a scale from before these values.
         """
         if self.slots is not None and not scale.is_meta:
-            update_histories([self], scale.view(1))
+            update_histories([self], [scale.view(1)])
 
     def start_history_from(self, values: Tensor) -> None:
         """With delayed scaling, start the history of a whole weight with the amax of its values."""
@@ -181,8 +183,10 @@ class Float8ParamHandle(ParamHandle):
 
     def start_history(self, scale: Tensor, amax: Tensor) -> None:
         """With delayed scaling, set the next scale and the recorded amax, if the amax is finite."""
-        finite = amax.isfinite()
-        for slot, value in zip(self.slots or (), (scale, amax), strict=False):
+        if (slots := self.slots) is None:
+            return
+        finite = amax.isfinite().view(())
+        for slot, value in zip(slots, (scale, amax), strict=True):
             slot.copy_(torch.where(finite, value.to(slot.device).view(()), slot))
 
     # --- values from before the first rounding ---------------------------------------------------
@@ -210,7 +214,7 @@ class Float8ParamHandle(ParamHandle):
         """Replace the kept values after a write, until an optimizer reads them.
 
         Args:
-            values: the values of the whole shard (rows, cols), or None if they are not known.
+            values: the values of the whole shard, or None if they are not known.
         """
         if self.keep_init:
             kept = values is not None and not values.is_meta
@@ -223,26 +227,31 @@ def largest_code(spec: QuantSpec) -> float:
 
 
 def update_histories(
-    handles: Sequence[Float8ParamHandle], scales: Tensor, changed: Tensor | None = None
+    handles: Sequence[Float8ParamHandle],
+    scales: Sequence[Tensor],
+    before: Sequence[Tensor] | None = None,
 ) -> None:
     """With delayed scaling, make the next scales those that values were written with.
 
     Args:
         handles: handles of one model.
-        scales: the scale of each handle (n,), fp32. A scale that is not finite has no effect.
-        changed: which scales have an effect (n,), bool. None for all.
+        scales: the scale of each handle (1,), fp32. A scale that is not finite has no effect, nor
+            have the scales (E,) of a batch, which has no history.
+        before: scales with the same bits in both have no effect. None if all have.
     """
-    if not handles or handles[0].slots is None:
+    found = [(slots, i) for i, handle in enumerate(handles) if (slots := handle.slots) is not None]
+    if not found:
         return
     with torch.no_grad():
-        slots = [cast(tuple[Tensor, Tensor], handle.slots) for handle in handles]
+        slots = [pair for pair, _ in found]
         known, amaxes = (torch.stack(part) for part in zip(*slots, strict=True))
-        scales = scales.to(known.device)
-        counts = scales.isfinite()
-        if changed is not None:
-            counts &= changed.to(known.device)
-        largest = amaxes.maximum(scales * largest_code(handles[0].quant_spec))
-        new = (*torch.where(counts, scales, known), *torch.where(counts, largest, amaxes))
+        new_scales = torch.cat([scales[i] for _, i in found]).to(known.device)
+        counts = new_scales.isfinite()
+        if before is not None:
+            old = torch.cat([before[i] for _, i in found]).to(known.device)
+            counts &= new_scales.view(torch.int32) != old.view(torch.int32)
+        largest = amaxes.maximum(new_scales * largest_code(handles[0].quant_spec))
+        new = (*torch.where(counts, new_scales, known), *torch.where(counts, largest, amaxes))
         torch._foreach_copy_([slot for part in zip(*slots, strict=True) for slot in part], new)
 
 

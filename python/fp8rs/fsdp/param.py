@@ -198,9 +198,14 @@ class ParamHandle:
 
     @property
     def slots(self) -> tuple[Tensor, Tensor] | None:
-        """With delayed scaling, the next scale (0 if there is none) and the recorded amax."""
+        """With delayed scaling, the next scale (0 if there is none) and the recorded amax.
+
+        A batched parameter has none: each of its matrices has a scale of its values.
+        """
         state = self.state_if_any
         if state is None or state.delayed is None or not self.in_place:
+            return None
+        if self.parameter_part.dim() > 2:  # a batch has a scale for each matrix
             return None
         module: Any = self.module
         keep_local(module._buffers)

@@ -9,22 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, groupby
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8rs.ops.room import block_count
 from fp8rs.scaling.histories import Histories
 from fp8rs.scaling.reductions import index_tensor, reduce_packed_
-from fp8rs.tensor.formats import split
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.spec import Planes, QuantSpec, plane_leads
 
 from .float8_param import Float8ParamHandle
 from .layout import AllGatherLayout, flat, split_block_rows
-from .param import LocalShard, ParamHandle, StreamDependency, aligned, set_scales
+from .param import LocalShard, ParamHandle, StreamDependency, set_scales
 from .shard_spec import ShardSpec
 
 _block_amax = torch.ops.fp8rs.block_amax.default
@@ -64,29 +61,29 @@ class ShardQuantizer:
         """Raise ValueError if the format does not support a sharding."""
 
     def split_rows(self, spec: ShardSpec) -> tuple[int, ...]:
-        """Return the rows of blocks that shard boundaries split, for a weight of one matrix."""
-        if spec.batched:
+        """Return the rows of blocks of each matrix that shard boundaries split."""
+        if spec.by_matrix:
             return ()
-        return split_block_rows(spec.whole[0], spec.padded, spec.ranks, self.layout.height)
+        padded = spec.padded * spec.rows_per_index
+        return split_block_rows(spec.matrix[0], padded, spec.ranks, self.layout.height)
 
-    def reduce(self, shards: Sequence[LocalShard], values: Tensor) -> Tensor:
+    def reduce(
+        self, shards: Sequence[LocalShard], values: Tensor, sizes: Sequence[int] = ()
+    ) -> Tensor:
         """Reduce maxima of shards over their ranks, in place: one all-reduce per process group.
 
         Args:
             shards: the shards.
-            values: `size` maxima of each shard, fp32 and contiguous.
+            values: maxima of the shards, fp32 and contiguous.
+            sizes: number of maxima of each shard. By default, that of its matrices.
         """
-        ends = list(accumulate(map(self.size, shards)))
+        ends = list(accumulate(sizes or [shard.matrices for shard in shards]))
         parts = map(range, [0, *ends], ends)
         return reduce_packed_(values, zip(parts, map(self.groups, shards), strict=True))
 
     def groups(self, shard: LocalShard) -> tuple[Any, ...]:
         """Return the process groups that a shard's maxima are reduced over."""
         return shard.spec.groups
-
-    def size(self, shard: LocalShard) -> int:
-        """Return the number of maxima of a shard that are reduced."""
-        raise NotImplementedError
 
     def update_scales(self, shards: Sequence[LocalShard], record: bool) -> None:
         """Compute what ``cast`` needs from other ranks, and store it on the handles.
@@ -132,9 +129,6 @@ class TensorwiseShardQuantizer(ShardQuantizer):
     def __init__(self, spec: QuantSpec, histories: Histories | None) -> None:
         super().__init__(spec)
         self._histories = histories
-
-    def size(self, shard: LocalShard) -> int:
-        return shard.matrices
 
     def groups(self, shard: LocalShard) -> tuple[Any, ...]:
         return shard.spec.matrix_groups
@@ -188,10 +182,15 @@ class TensorwiseShardQuantizer(ShardQuantizer):
     def planes(self, shards: Sequence[LocalShard]) -> list[Planes]:
         amaxes = self._amaxes(shards)
         scales = self.spec.scale_from_amax(amaxes)
+        counts = [shard.matrices for shard in shards]
         made: list[Planes] = []
-        for shard, amax, scale in zip(shards, amaxes.unbind(), aligned(scales), strict=True):
+        for shard, amax, scale in zip(
+            shards, amaxes.split(counts), scales.split(counts), strict=True
+        ):
             scale = scale.to(shard.data.device)
-            codes = _quantize(shard.data, scale, self.spec.fp8_dtype, True, False, None)[0]
+            scale = scale if shard.spec.batched else scale.view(())
+            dtype, batched = self.spec.fp8_dtype, shard.spec.batched
+            codes = _quantize(shard.data, scale, dtype, True, False, None, batched)[0]
             made.append((Plane(codes, scale, self.spec.format), None))
             if self._histories is not None:
                 assert isinstance(shard.handle, Float8ParamHandle)
@@ -280,20 +279,15 @@ class BlockwiseShardQuantizer(ShardQuantizer):
     def groups(self, shard: LocalShard) -> tuple[Any, ...]:
         return shard.spec.shard_groups
 
-    def size(self, shard: LocalShard) -> int:
-        if shard.spec.batched:
-            return prod(self._grid(shard.spec))
-        width = self.split_block[1]
-        return len(self.split_rows(shard.spec)) * -(-shard.spec.whole[1] // width)
-
     def update_scales(self, shards: Sequence[LocalShard], record: bool) -> None:
-        for shard, amaxes in zip(shards, self._amaxes(shards), strict=True):
+        by_rows = [s for s in shards if self.layout.gathers_codes_alone(s.spec)]
+        others = [s for s in shards if s not in by_rows]
+        for shard, amaxes in zip(others, self._amaxes(others), strict=True):
             shard.handle.amaxes = amaxes
-        by_rows = [s for s in shards if s.spec.batched and not s.spec.by_matrix]
-        for shard, amaxes in zip(by_rows, self._all_amaxes(by_rows), strict=True):
-            rows, offset = split(shard.data.shape, True)[1][0], shard.spec.row_offset
-            count = block_count(rows, self.height, offset)
-            shard.handle.amaxes = amaxes.narrow(1, offset // self.height, count).contiguous()
+        own = [self._grid(s) for s in by_rows]
+        for shard, grid, amaxes in zip(by_rows, own, self.whole_grids(by_rows, own), strict=True):
+            first = shard.spec.row_offset // self.height
+            shard.handle.amaxes = amaxes.narrow(1, first, grid.shape[1]).contiguous()
             shard.handle.scale = self._scales_of(amaxes)
 
     def cast(
@@ -326,26 +320,20 @@ class BlockwiseShardQuantizer(ShardQuantizer):
 
     # --- batched weights on Shard(1) -------------------------------------------------------------
 
-    def _grid(self, spec: ShardSpec) -> tuple[int, ...]:
-        """Return the shape (E, rows of blocks, columns of blocks) of the amaxes to reduce."""
-        batch = () if spec.by_matrix else spec.whole[:1]
-        return self.spec.format.scale_shape(*spec.matrix, batch) if batch else (0,)
+    def whole_grids(self, shards: Sequence[LocalShard], grids: Sequence[Tensor]) -> list[Tensor]:
+        """Return a value for each block of batched weights, from those of all ranks' blocks.
 
-    def _all_amaxes(self, shards: Sequence[LocalShard]) -> list[Tensor]:
-        """Return the amaxes of all blocks of batched weights: one all-reduce."""
-        if not shards:
-            return []
-        grids: list[Tensor] = []
-        for shard in shards:
-            grid = torch.zeros(self._grid(shard.spec), device=shard.device)
-            offset = shard.spec.row_offset
-            own = _block_amax(shard.data, self.split_block, offset % self.height, True)
-            start = offset // self.height
-            grid[:, start : start + own.shape[1]] = own
-            grids.append(grid)
-        reduced = self.reduce(shards, torch.cat([grid.view(-1) for grid in grids]))
-        sizes = [grid.numel() for grid in grids]
-        return [r.view_as(g) for g, r in zip(grids, reduced.split(sizes), strict=True)]
+        Args:
+            shards: shards on Shard(1).
+            grids: for each, fp32 values (E, rows of blocks, columns of blocks) of its own blocks.
+        """
+        wholes: list[Tensor] = []
+        for shard, own in zip(shards, grids, strict=True):
+            shape = self.spec.format.scale_shape(*shard.spec.matrix, shard.spec.whole[:1])
+            whole = torch.zeros(shape, device=shard.device)
+            whole.narrow(1, shard.spec.row_offset // self.height, own.shape[1]).copy_(own)
+            wholes.append(whole)
+        return self._reduce_each(shards, wholes)
 
     def _scales_of(self, amaxes: Tensor) -> Tensor:
         """Return the scales of blocks with these amaxes, as the operators compute them."""
@@ -365,42 +353,53 @@ class BlockwiseShardQuantizer(ShardQuantizer):
         """Return the amaxes of each shard's blocks, reduced for split blocks; None without any."""
         split = [s for s in shards if self.split_rows(s.spec)]
         found: dict[LocalShard, Tensor] = {}
-        if split:
-            grids = [
-                _block_amax(s.data, self.split_block, s.spec.offset % self.height) for s in split
-            ]
-            for shard, grid, rows in zip(
-                split, grids, self.reduce_split(split, grids), strict=True
-            ):
-                found[shard] = grid.to(shard.device)
-                for place, values in zip(self._places(shard), rows, strict=True):
-                    if 0 <= place < grid.shape[0]:
-                        found[shard][place] = values
+        grids = [self._grid(s) for s in split]
+        for shard, grid, rows in zip(split, grids, self.reduce_split(split, grids), strict=True):
+            found[shard] = grid.to(shard.device)
+            for place, i in self.places(shard, grid):
+                found[shard].select(-2, place).copy_(rows.select(-2, i))
         return [found.get(s) for s in shards]
 
-    def _places(self, shard: LocalShard) -> list[int]:
-        """Return the split rows of blocks, counted from the first one that the shard touches."""
-        first = shard.spec.offset // self.height
-        return [row - first for row in self.split_rows(shard.spec)]
+    def _grid(self, shard: LocalShard) -> Tensor:
+        """Return the amaxes of a shard's blocks, fp32 (..., rows, columns of blocks)."""
+        offset = shard.spec.row_offset % self.height
+        grid: Tensor = _block_amax(shard.data, self.split_block, offset, shard.spec.batched)
+        return grid
+
+    def places(self, shard: LocalShard, grid: Tensor) -> list[tuple[int, int]]:
+        """Return the split rows of blocks in a shard's grid, each with its index in `split_rows`.
+
+        Args:
+            shard: the shard.
+            grid: (..., rows, columns of blocks) that the shard touches.
+        """
+        first, count = shard.spec.row_offset // self.height, grid.shape[-2]
+        rows = enumerate(self.split_rows(shard.spec))
+        return [(row - first, i) for i, row in rows if 0 <= row - first < count]
 
     def reduce_split(self, shards: Sequence[LocalShard], grids: Sequence[Tensor]) -> list[Tensor]:
         """Reduce values of split blocks over the ranks.
 
         Args:
             shards: shards with split blocks.
-            grids: for each, a value per block that it touches: fp32 (rows, columns of blocks).
+            grids: for each, a value per block that it touches: fp32 (..., rows, columns of blocks).
 
         Returns:
             For each shard the values of its `split_rows`, on the mesh's device.
         """
         parts: list[Tensor] = []
         for shard, grid in zip(shards, grids, strict=True):
-            places = self._places(shard)
-            part = grid.new_zeros((len(places), grid.shape[1]))
-            for i, place in enumerate(places):
-                if 0 <= place < grid.shape[0]:
-                    part[i] = grid[place]
+            rows = len(self.split_rows(shard.spec))
+            part = grid.new_zeros((*grid.shape[:-2], rows, grid.shape[-1]))
+            for place, i in self.places(shard, grid):
+                part.select(-2, i).copy_(grid.select(-2, place))
             parts.append(part.to(shard.device))
-        reduced = self.reduce(shards, torch.cat([part.view(-1) for part in parts]))
+        return self._reduce_each(shards, parts)
+
+    def _reduce_each(self, shards: Sequence[LocalShard], parts: Sequence[Tensor]) -> list[Tensor]:
+        """Reduce tensors of maxima, one of each shard."""
+        if not parts:
+            return []
         sizes = [part.numel() for part in parts]
+        reduced = self.reduce(shards, torch.cat([part.reshape(-1) for part in parts]), sizes)
         return [r.view_as(p) for p, r in zip(parts, reduced.split(sizes), strict=True)]

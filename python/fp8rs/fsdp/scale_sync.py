@@ -30,6 +30,7 @@ To decide which shards to round, the host reads the reduced scales.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
 from typing import Any, cast
 
 import torch
@@ -43,7 +44,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec
 
 from .float8_param import Float8ParamHandle, largest_code, update_histories
-from .float8_shard import Float8Shard, planes_of, scale_of, write_planes
+from .float8_shard import Float8Shard, planes_of, scales_of, write_planes
 from .param import LocalShard, ParamHandle, local_of, wait_for_writes
 from .quantize import BlockwiseShardQuantizer, ShardQuantizer
 
@@ -81,7 +82,7 @@ class ScaleSync:
     def shares_scales(self, handle: Float8ParamHandle) -> bool:
         """Return whether several ranks have elements of one scale of a weight."""
         if self._quantizer.spec.format.per_tensor:
-            return bool(handle.spec.groups)
+            return bool(handle.spec.matrix_groups)
         return self.splits_blocks(handle)
 
     def splits_blocks(self, handle: Float8ParamHandle) -> bool:
@@ -201,76 +202,87 @@ def _differs(a: Tensor, b: Tensor) -> Tensor:
     return a.view(torch.int32) != b.view(torch.int32)
 
 
-def _rescale(parts: Sequence[Sequence[Tensor]], width: int | None) -> None:
+def _rescale(parts: Sequence[tuple[Sequence[Tensor], Tensor, Tensor]], width: int | None) -> None:
     """Round codes to new scales. Codes whose scale stays are not read.
 
     Versions stay too, because values do not change and ranks synchronize in each forward. An
     earlier forward may still need the codes for its backward.
 
     Args:
-        parts: codes (rows, columns), their scales and the new scales, both fp32 (blocks,).
-        width: columns per scale. None for one scale.
+        parts: the codes (rows, columns) of matrices on one device, their scales and the new
+            scales, both fp32 (blocks,) of one matrix after the other.
+        width: columns per scale. None for one scale of each matrix.
     """
-    for device in dict.fromkeys(part[0].device for part in parts):
-        codes, scales, new = zip(*(part for part in parts if part[0].device == device), strict=True)
-        multi_rescale(codes, torch.cat(scales).to(device), torch.cat(new).to(device), width)
+    by_device: dict[torch.device, list[Any]] = {}
+    for part in parts:
+        if part[0]:
+            by_device.setdefault(part[0][0].device, []).append(part)
+    for device, members in by_device.items():
+        codes, scales, new = zip(*members, strict=True)
+        old = torch.cat(scales).to(device)
+        multi_rescale(list(chain(*codes)), old, torch.cat(new).to(device), width)
 
 
 # --- one scale per tensor ------------------------------------------------------------------------
 
 
 def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> None:
-    stored = torch.stack([scale_of(s).to(s.device) for s in shards])
+    stored = torch.cat([scales_of(s).to(s.device) for s in shards])
     lanes = _tensor_lanes(quantizer.spec, shards, stored)
-    # (4, shards) as four runs of one value per shard.
+    # (4, matrices) as four runs of one value per matrix.
     reduced = quantizer.reduce([*shards] * 4, lanes.view(-1))
     *contributions, amaxes = reduced.view(4, -1).unbind()
     common = _common(*contributions)
     if is_traced(common):
         return
-    changed = _differs(common, stored)
-    update_histories(list(map(handle_of, shards)), common, changed)
-    codes = []
-    scales = common.unbind()
-    for shard, scale, amax in zip(shards, scales, amaxes.unbind(), strict=True):
+    counts = [shard.matrices for shard in shards]
+    scales, before = common.split(counts), stored.split(counts)
+    update_histories(list(map(handle_of, shards)), scales, before)
+    parts = []
+    for shard, scale, old, amax in zip(shards, scales, before, amaxes.split(counts), strict=True):
         row = planes_of(cast(QuantizedTensor, shard.data))[0]
         assert row is not None
-        codes.append(row.data)
         if (values := handle_of(shard).pending) is not None:
             handle_of(shard).start_history(scale, amax)
-            rounded = _quantize(values, scale.to(values.device), row.data.dtype)[0]
-            row.data.view(torch.uint8).copy_(rounded.view(torch.uint8))
-    pending = [handle_of(s).pending is not None for s in shards]
-    parts = zip(pending, codes, stored.split(1), common.split(1), strict=True)
-    _rescale([part for written, *part in parts if not written], None)
-    torch._foreach_copy_(list(map(scale_of, shards)), list(scales))
+            scale = scale.to(values.device).view(row.scale.shape)
+            made = _quantize(values, scale, row.data.dtype, True, False, None, row.batched)[0]
+            row.data.view(torch.uint8).copy_(made.view(torch.uint8))
+        else:
+            parts.append((row.matrix.unbind() if row.batched else (row.data,), old, scale))
+    _rescale(parts, None)
+    torch._foreach_copy_(list(map(scales_of, shards)), list(scales))
 
 
 def _tensor_lanes(spec: QuantSpec, shards: Sequence[LocalShard], stored: Tensor) -> Tensor:
-    """Return contributions to the common scales and amaxes of the values, (4, shards).
+    """Return contributions to the common scales and amaxes of the values, (4, matrices).
 
     Args:
         spec: how the weights are quantized.
         shards: the shards.
-        stored: their scales (shards,), fp32. Kernels are launched only for shards that were
+        stored: the scales of their matrices, fp32. Kernels are launched only for shards that were
             written, because all ranks synchronize in each forward.
     """
     wanted, amaxes = stored.clone(), stored * largest_code(spec)
-    for i, shard in enumerate(shards):
-        handle, scale = handle_of(shard), stored[i]
-        if not handle.unsynced or not shard.data.numel():
-            continue
-        if handle.pending is not None:
-            amax = amaxes[i] = _multi_amax([handle.pending])[0]
-        else:
-            row = planes_of(cast(QuantizedTensor, shard.data))[0]
-            assert row is not None
-            largest = (row.data.view(torch.uint8) & 0x7F).amax().view(row.data.dtype)
-            amax = largest.to(scale.device, torch.float32) * scale
-        wanted[i] = _wanted(spec, handle, scale, amax.to(scale.device))
+    empty: list[int] = []
+    ends = accumulate(shard.matrices for shard in shards)
+    for shard, end in zip(shards, ends, strict=True):
+        handle, places = handle_of(shard), range(end - shard.matrices, end)
+        at = slice(places.start, places.stop)
+        if not shard.data.numel():
+            empty += places
+        elif handle.unsynced:
+            scale = stored[at]
+            if handle.pending is not None:
+                amax = amaxes[at] = _multi_amax([handle.pending], shard.spec.batched)
+            else:
+                row = planes_of(cast(QuantizedTensor, shard.data))[0]
+                assert row is not None
+                magnitudes = row.data.view(torch.uint8).reshape(len(places), -1) & 0x7F
+                largest = magnitudes.amax(1).view(row.data.dtype)
+                amax = largest.to(scale.device, torch.float32) * scale
+            wanted[at] = _wanted(spec, handle, scale, amax.to(scale.device))
     lanes = torch.cat([_contribution(stored, wanted), amaxes.view(1, -1)])
-    # The scales of empty shards do not count.
-    if empty := [i for i, shard in enumerate(shards) if not shard.data.numel()]:
+    if empty:  # the scales of empty shards do not count
         lanes[:, index_tensor(tuple(empty), lanes.device)] = 0
     return lanes
 
@@ -285,24 +297,26 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
     parts: list[tuple[LocalShard, int, Tensor]] = []
     for i, shard in enumerate(shards):
         common = _common(*reduced[i :: len(shards)])
-        first, count = shard.spec.offset // quantizer.height, grids[i].shape[1]
-        places = [row - first for row in quantizer.split_rows(shard.spec)]
-        parts += [(shard, p, c) for p, c in zip(places, common, strict=True) if 0 <= p < count]
+        places = quantizer.places(shard, grids[i])
+        parts += [(shard, place, common.select(-2, row)) for place, row in places]
     if not parts or is_traced(parts[0][2]):
         return
-    codes: list[tuple[Tensor, Tensor, Tensor]] = []
+    codes: list[tuple[Sequence[Tensor], Tensor, Tensor]] = []
     for shard, place, common in parts:
         rows, scale = _rows(quantizer, shard, place), common.to(shard.data.device)
         plane = _split_plane(quantizer, shard)
-        data, scales = plane.data, plane.scale
+        data, scales = plane.matrix, plane.scale
         if quantizer.layout.both:
             data, scales = data.t(), scales.t()
-        stored = scales[place].to(torch.float32, copy=True)
-        if (values := handle_of(shard).pending) is None:
-            codes.append((data[rows], stored, scale))
+        data, scales = data[..., rows, :], scales.select(-2, place)
+        stored = scales.to(torch.float32, copy=True)
+        if handle_of(shard).pending is None:
+            matrices = data.unbind() if plane.batched else (data,)
+            codes.append((matrices, stored.view(-1), scale.reshape(-1)))
         else:
-            _round_blocks(quantizer, values[rows], data[rows], _differs(scale, stored), scale)
-        scales[place] = scale.to(scales.dtype)
+            values = _values(quantizer, shard)[..., rows, :]
+            _round_blocks(quantizer, values, data, _differs(scale, stored), scale)
+        scales.copy_(scale.to(scales.dtype))
     _rescale(codes, quantizer.split_block[1])
 
 
@@ -315,33 +329,33 @@ def _split_plane(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Plane
 
 
 def _block_scales(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
-    """Return the scales of a shard's blocks, fp32 (rows of blocks, columns of blocks)."""
+    """Return the scales of a shard's blocks, fp32 (..., rows of blocks, columns of blocks)."""
     scales = _split_plane(quantizer, shard).scale.to(torch.float32)
     return scales.t().contiguous() if quantizer.layout.both else scales
 
 
 def _values(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
-    """Return the values of a shard (rows, columns), pending ones if there are any."""
+    """Return the values of a shard (..., rows, columns), pending ones if there are any."""
     pending = handle_of(shard).pending
     if pending is not None:
-        return pending
+        return pending.view(cast(QuantizedTensor, shard.data)._store.matrix)
     values = _split_plane(quantizer, shard).dequantize(torch.float32)
     return values.t() if quantizer.layout.both else values
 
 
 def _rows(quantizer: BlockwiseShardQuantizer, shard: LocalShard, place: int) -> slice:
     """Return the shard's rows in one row of blocks, the ``place``-th that the shard touches."""
-    height, above = quantizer.height, shard.spec.offset % quantizer.height
+    height, above = quantizer.height, shard.spec.row_offset % quantizer.height
     return slice(max(place * height - above, 0), (place + 1) * height - above)
 
 
 def _block_lanes(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
-    """Return contributions for each block of a shard, (3, rows of blocks, columns of blocks)."""
+    """Return contributions for each block of a shard, (3, ..., rows, columns of blocks)."""
     scales, handle = _block_scales(quantizer, shard), handle_of(shard)
     if not handle.unsynced:
         return _contribution(scales, scales)
-    offset = shard.spec.offset % quantizer.height
-    amax = _block_amax(_values(quantizer, shard), quantizer.split_block, offset)
+    offset, batched = shard.spec.row_offset % quantizer.height, shard.spec.batched
+    amax = _block_amax(_values(quantizer, shard), quantizer.split_block, offset, batched)
     return _contribution(scales, _wanted(quantizer.spec, handle, scales, amax))
 
 
@@ -352,13 +366,14 @@ def _round_blocks(
     changed: Tensor,
     scale: Tensor,
 ) -> None:
-    """Round values (rows, columns) of one row of blocks, of which ``scale`` (blocks,) changed.
+    """Round values (..., rows, columns) of one row of blocks whose ``scale`` (..., blocks) changed.
 
     Blocks that already have their common scale keep their codes.
     """
 
     def spread(x: Tensor) -> Tensor:
-        return x.repeat_interleave(quantizer.split_block[1])[: values.shape[1]]
+        x = x.repeat_interleave(quantizer.split_block[1], -1)
+        return x[..., : values.shape[-1]].unsqueeze(-2)
 
     # Devices that flush subnormals would compute an infinite inverse of the smallest E8M0 scale.
     factor = spread((1.0 / scale).clamp(max=2.0**127))

@@ -81,9 +81,12 @@ class ShardSpec:
     @property
     def row_offset(self) -> int:
         """The shard's first row in each matrix, which decides where blocks begin."""
-        if self.by_matrix:
-            return 0
-        return self.offset * prod(self.whole[self.dim + 1 : -1])
+        return 0 if self.by_matrix else self.offset * self.rows_per_index
+
+    @property
+    def rows_per_index(self) -> int:
+        """Rows of a matrix for each index along ``dim``. Columns are not counted."""
+        return prod(self.whole[self.dim + 1 : -1])
 
     def mesh_device(self, device: torch.device) -> torch.device:
         """Return the mesh's device for a shard that is on ``device``, possibly offloaded."""
@@ -96,13 +99,27 @@ class ShardSpec:
     def element_offset(self) -> int:
         """The index of the shard's first element, unique among the elements of the parameter.
 
-        Elements are counted by rows. If columns are sharded, all elements of one part are counted
-        before the next part, so that the elements of a shard are consecutive.
+        Elements are counted in order. If other dimensions than the first are sharded, all elements
+        of one part are counted before the next part, so that the elements of a shard are
+        consecutive.
         """
-        start, size = list(self.origin), list(self.whole)
+        start, size, offset = list(self.origin), list(self.whole), 0
         start[self.dim] += self.offset
         size[self.dim] = min(self.padded, self.whole[self.dim] - self.offset)
-        return self.shape[0] * start[1] + start[0] * size[1]
+        for dim, begin in enumerate(start):
+            offset += prod(self.shape[:dim]) * begin * prod(size[dim + 1 :])
+        return offset
+
+    @property
+    def matrix_offsets(self) -> tuple[int, ...]:
+        """The index of the shard's first element of each matrix, if it has rows of all matrices.
+
+        Empty for other shards. Elements are counted in order.
+        """
+        if not self.batched or self.dim != 1 or self.whole[1:] != self.shape[1:]:
+            return ()
+        numel, first = prod(self.shape[1:]), self.offset * prod(self.shape[2:])
+        return tuple((self.origin[0] + i) * numel + first for i in range(self.whole[0]))
 
 
 def shard_spec(parameter: DTensor) -> ShardSpec:

@@ -258,7 +258,7 @@ class ShardedModel:
             wait_for_writes(handles)
             if fp8_shards:
                 self.scale_sync.sync_shards(fp8_shards)
-                float8_shard.copy_scales(self.quantizer.layout, fp8_shards)
+                float8_shard.copy_scales(self.quantizer, fp8_shards)
             if masters:
                 record = self._records([s.handle for s in masters])
                 self.quantizer.update_scales(masters, record)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 from . import buffers
 from .model_state import ModelState
+from .quantized_weight import preserve_attributes, register_load_hooks
 
 
 class Float8Params(nn.Module):
@@ -48,7 +50,11 @@ class Float8Params(nn.Module):
         super().__setattr__(name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        out = super()._apply(fn, recurse)
+        with ExitStack() as stack:
+            for name in self._fp8_params:
+                stack.enter_context(preserve_attributes(self, name))
+            stack.enter_context(buffers.preserve(self, self._fp8_state.delayed))
+            out = super()._apply(fn, recurse)
         for name in self._fp8_params:
             parameter = self._parameters[name]
             if is_distributed(parameter):
@@ -81,10 +87,11 @@ def add_fp8_params(
     fqn: str,
     mixin: type[Float8Params] = Float8Params,
 ) -> None:
-    """Quantize parameters of a module when FSDP2 gathers them.
+    """Make FSDP2 gather parameters of a module in FP8.
 
-    Call it before ``fully_shard``. A parameter of three or more dimensions is a batch of matrices,
-    each of which is quantized by itself.
+    Call it before ``fully_shard``. A parameter in high precision is quantized for each all-gather.
+    An FP8 weight is gathered as it is stored. A parameter of three or more dimensions is a batch of
+    matrices, each of which is quantized by itself.
 
     Args:
         module: a module that is not a converted linear layer. Its class is changed to a subclass.
@@ -102,3 +109,4 @@ def add_fp8_params(
     converted._fp8_index = state.add_linear(module, fqn)
     converted._fp8_params = state.handles_of(module, names)
     buffers.register(module, state.delayed, parameters[0].device)
+    register_load_hooks(module)

@@ -41,31 +41,6 @@ def warn_on_export() -> bool:
     return True
 
 
-def before_load(
-    layer: Float8Linear, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
-) -> None:
-    """Run before a state dict is loaded into a layer."""
-    key, delayed = prefix + "weight", layer._fp8_state.delayed
-    if key not in state_dict:
-        return
-    quantized_weight.refuse_codes(layer, state_dict, prefix)
-    buffers.reset(layer, delayed)
-    if local_metadata.get("assign_to_params_buffers", False):
-        if not state_dict[key].is_meta:
-            buffers.materialize(layer, delayed, state_dict[key].device)
-        state_dict[key] = quantized_weight.copy_into_fp8_weight(layer, "weight", state_dict[key])
-
-
-def after_load(layer: Float8Linear, incompatible: Any) -> None:
-    """Run after a state dict was loaded into a layer."""
-    state = layer._fp8_state
-    weight = layer._parameters.get("weight")
-    if weight is not None and not weight.is_meta:
-        buffers.materialize(layer, state.delayed, weight.device)
-    if state.sharded_model is not None:
-        state.sharded_model.scale_sync.sync_module(layer)
-
-
 class Float8Linear(nn.Linear):
     """Computes y = x @ weight.T + bias on operands that are quantized by a recipe.
 
@@ -144,10 +119,7 @@ class Float8Linear(nn.Linear):
         self.fp8_ready = NOTHING_READY
         self._fp8_debug = None
         buffers.register(self, state.delayed, self.weight.device)
-        hooks: Any = self._load_state_dict_pre_hooks.values()
-        if before_load not in (known.hook for known in hooks):
-            self.register_load_state_dict_pre_hook(before_load)
-            self.register_load_state_dict_post_hook(after_load)
+        quantized_weight.register_load_hooks(self)
 
     @property
     def recipe(self) -> Recipe:

@@ -15,6 +15,8 @@ from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import quantize_planes
 from fp8rs.tensor.wrapper import OWN_ATTRIBUTES
 
+from . import buffers
+
 #: Attributes of quantized tensors, master weights and DTensors.
 _INTERNAL_ATTRIBUTES = OWN_ATTRIBUTES | {"_data", "_handle", "_local_tensor", "_spec"}
 
@@ -40,9 +42,8 @@ def refuse_codes(module: nn.Module, state_dict: Any, prefix: str, *args: Any) ->
     found = []
     for name, layer in module.named_modules():
         if hasattr(layer, "_fp8_state"):
-            key = f"{prefix}{name}.weight" if name else f"{prefix}weight"
-            if _is_quantized(state_dict.get(key), key, state_dict):
-                found.append(key)
+            keys = [f"{prefix}{name}.{p}" if name else prefix + p for p in layer._fp8_params]
+            found += [k for k in keys if _is_quantized(state_dict.get(k), k, state_dict)]
     if found:
         raise TypeError(
             f"the state dict has {len(found)} quantized weights, the first of them {found[0]} of "
@@ -50,6 +51,38 @@ def refuse_codes(module: nn.Module, state_dict: Any, prefix: str, *args: Any) ->
             "Expected values in high precision. Load a checkpoint of fp8rs.checkpoint by "
             "fp8rs.checkpoint.load. In other files multiply each code by its scale first"
         )
+
+
+def register_load_hooks(layer: nn.Module) -> None:
+    """Register the hooks that load state dicts into a layer with FP8 parameters."""
+    hooks: Any = layer._load_state_dict_pre_hooks.values()
+    if _before_load not in (known.hook for known in hooks):
+        layer.register_load_state_dict_pre_hook(_before_load)
+        layer.register_load_state_dict_post_hook(_after_load)
+
+
+def _before_load(layer: Any, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+    names = [name for name in layer._fp8_params if prefix + name in state_dict]
+    if not names:
+        return
+    delayed = layer._fp8_state.delayed
+    refuse_codes(layer, state_dict, prefix)
+    buffers.reset(layer, delayed)
+    for name in names if local_metadata.get("assign_to_params_buffers", False) else ():
+        value = state_dict[prefix + name]
+        if not value.is_meta:
+            buffers.materialize(layer, delayed, value.device)
+        state_dict[prefix + name] = copy_into_fp8_weight(layer, name, value)
+
+
+def _after_load(layer: Any, incompatible: Any) -> None:
+    state = layer._fp8_state
+    for name in layer._fp8_params:
+        weight = layer._parameters.get(name)
+        if weight is not None and not weight.is_meta:
+            buffers.materialize(layer, state.delayed, weight.device)
+    if state.sharded_model is not None:
+        state.sharded_model.scale_sync.sync_module(layer)
 
 
 def _is_quantized(value: Any, key: str, state_dict: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -100,9 +100,23 @@ class Call:
             lists[name].append(scale)
 
     def add_codes(self, item: Item, master: Tensor | None, **scales: Tensor) -> None:
-        """Append the codes of an FP8 weight with one plane."""
-        plane = item.p.plane
-        self.add(item, plane.data, master, item.p.element_offset, scales=plane.scale, **scales)
+        """Append the codes of an FP8 weight with one plane.
+
+        A shard with rows of each matrix of a batch is appended by matrices if it is rounded
+        stochastically, because each has random numbers of its own place.
+        """
+        plane, offsets = item.p.plane, item.p.element_offsets
+        if self._options["seed"] is None or len(offsets) == 1:
+            self.add(item, plane.data, master, offsets[0], scales=plane.scale, **scales)
+            return
+        matrix = item.p.matrix
+        parts = {name: getattr(item, name).view(matrix) for name in ("exp_avg", "exp_avg_sq")}
+        parts["grad"] = item.grad.reshape(matrix)
+        masters = None if master is None else master.view(matrix)
+        for i, offset in enumerate(offsets):
+            part = replace(item, **{name: t[i] for name, t in parts.items()})
+            own = None if masters is None else masters[i]
+            self.add(part, plane.matrix[i], own, offset, scales=plane.scale[i])
 
     def run(self) -> None:
         """Call the operator."""

@@ -115,11 +115,15 @@ class Param:
         return None if self.handle is None else self.handle.scale_sync
 
     @property
-    def element_offset(self) -> int:
-        """The index of the first local element in the whole parameter."""
+    def element_offsets(self) -> tuple[int, ...]:
+        """The index of the first local element in the whole parameter.
+
+        For rows of each matrix of a batch, that of the first element of each matrix.
+        """
         if self.handle is None or not is_distributed(self.param):
-            return 0
-        return int(self.handle.element_offset)
+            return (0,)
+        offsets: tuple[int, ...] = self.handle.element_offsets
+        return offsets
 
     @property
     def is_exact(self) -> bool:
@@ -277,8 +281,14 @@ class Param:
         weight = self.codes
         if not weight.numel():
             return
-        values = values.view(self.matrix)
-        numbers = stochastic.units(values, seed, stream, step, self.element_offset)
+        values, offsets = values.view(self.matrix), self.element_offsets
+        parts = values if len(offsets) > 1 else values.unsqueeze(0)
+        numbers = torch.stack(
+            [
+                stochastic.units(part, seed, stream, step, offset)
+                for part, offset in zip(parts, offsets, strict=True)
+            ]
+        ).view(self.matrix)
         row, col = weight.planes
         if row is not None:
             row.matrix.copy_(stochastic.encode(row, values, numbers))

@@ -108,15 +108,18 @@ def _copy(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> An
 
 @implements(aten.constant_pad_nd.default)
 def _pad(func: Any, t: QuantizedTensor, pad: list[int], value: Any = 0) -> Any:
-    """Zeros behind a matrix are codes: so torch pads parts that it gathers and scatters."""
-    if value or any(pad[::2]) or min(pad) < 0 or t.dim() != 2 or t.planes == (None, None):
+    """Zeros behind a matrix or a batch are codes: torch pads parts that it gathers and scatters."""
+    batched, behind = t._store.batched, [*pad[1::2], *[0] * t.dim()][: t.dim()]
+    padded = batched and any(behind[:-1])  # in a matrix of a batch
+    plain = value or any(pad[::2]) or min(pad) < 0 or t.planes == (None, None) or padded
+    if plain or (t.dim() != 2 and not batched):
         return dequantized_call(func, t, pad, value)
-    cols, rows = [*pad[1::2], 0][:2]
+    matrices, (rows, cols) = (behind[-1], (0, 0)) if batched else (0, behind[::-1])
     row, col = t.planes
     return wrap_planes(
-        None if row is None else row.padded(rows, cols),
-        None if col is None else col.padded(cols, rows),
-        shape=(t.shape[0] + rows, t.shape[1] + cols),
+        None if row is None else row.padded(rows, cols, matrices),
+        None if col is None else col.padded(cols, rows, matrices),
+        shape=[n + more for n, more in zip(t.shape, behind[::-1], strict=True)],
         dtype=t.dtype,
         spec=t.spec,
     )

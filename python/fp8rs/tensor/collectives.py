@@ -124,7 +124,7 @@ def _gathered(tensors: list[Tensor], group_size: int, group_name: str) -> list[T
             whole.append(got.view(t.dtype))
             continue
         scales = next(received).view(row.scale.dtype)
-        if row.scale.shape[0] != row.matrix.shape[0]:  # one a rank
+        if row.scale.shape[0] != row.matrix.shape[0]:  # one for each rank
             scales = scales.repeat_interleave(row.matrix.shape[0], 0)
         values = Plane(got.view(row.data.dtype), scales, row.format)
         exact = torch.float32 if t.dtype == torch.float64 else t.dtype
@@ -135,7 +135,8 @@ def _gathered(tensors: list[Tensor], group_size: int, group_name: str) -> list[T
 def _by_rows(t: QuantizedTensor) -> Plane:
     """The rowwise plane with blocks of one row, of which ranks have as many, wherever cuts are.
 
-    Where one scale serves all rows it stands once.
+    If one scale serves all rows of a matrix, it is there once. The rows of a batch are those of
+    its matrices in order.
 
     Raises:
         ValueError: this is a view that cuts blocks, or has no such plane.
@@ -144,15 +145,15 @@ def _by_rows(t: QuantizedTensor) -> Plane:
     row, _ = t.region.planes
     plane = t.region.made("rowwise", "a gather") if row is None else row
     assert not plane.lead[1]
+    rows = plane.matrix.shape[-2]
     if plane.format.per_tensor:
-        return Plane(plane.data, plane.scale.view(1, 1), formats.ROW)
+        each = plane.scale.view(-1, 1)
+        if plane.batched:
+            each = each.repeat_interleave(rows, 0)
+        return Plane(plane.data, each, formats.ROW)
     height, width = plane.format.block
-    if height == 1:
-        return plane
-    each = (
-        as_bytes(plane.scale)
-        .repeat_interleave(height, 0)
-        .narrow(0, plane.lead[0], plane.matrix.shape[0])
-    )
+    each = as_bytes(plane.scale)
+    if height > 1:
+        each = each.repeat_interleave(height, -2).narrow(-2, plane.lead[0], rows)
     format = formats.format_of((1, width), plane.format.scale_dtype)
-    return Plane(plane.data, each.view(plane.scale.dtype), format)
+    return Plane(plane.data, each.flatten(0, -2).view(plane.scale.dtype), format)

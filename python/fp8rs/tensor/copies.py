@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ def take(dst: StoreTensor, src: StoreTensor, non_blocking: bool = False) -> bool
         shares its scales with other elements, or blocks begin elsewhere in the two.
     """
     store = dst._store
+    if store is src._store and dst._window == src._window:
+        return True  # torch loads state dicts that were filled in place
     own, given = store.any_plane, src._store.any_plane
     if given.format is not own.format or given.data.dtype != own.data.dtype:
         return False
@@ -124,11 +127,9 @@ def load_piece(dst: StoreTensor, src: StoreTensor) -> bool:
         ValueError: the blocks of ``src`` begin elsewhere.
     """
     store, of = dst._store, src._store
-    to, given = dst.region.rectangle, src.region.rectangle
+    to, given = dst.region.box, src.region.box
     planes = completed((of.rowwise, of.columnwise), store.has)
-    if planes is None or to is None or given is None or to.transposed or given.transposed:
-        return False
-    if store.batched and store.matrix[1:] != of.matrix[1:]:
+    if planes is None or to is None or given is None:
         return False
     copies: list[tuple[Tensor, Tensor]] = []
     for own, plane, turned in zip(
@@ -136,12 +137,9 @@ def load_piece(dst: StoreTensor, src: StoreTensor) -> bool:
     ):
         if own is not None:
             assert plane is not None
-            if store.batched:
-                piece, source = own[to.rows.slice], plane[given.rows.slice]
-                copies += [(piece.data, source.data), (piece.scale, source.scale)]
-                continue
-            spans, froms = (to[1::-1], given[1::-1]) if turned else (to[:2], given[:2])
-            copies += _pairs(own, spans, plane, froms)
+            if turned:
+                to, given = ((*box[:-2], *box[:-3:-1]) for box in (to, given))
+            copies += _pairs(own, to, plane, given)
     for target, values in copies:
         target.copy_(values)
     for own in (store.rowwise, store.columnwise):
@@ -151,13 +149,14 @@ def load_piece(dst: StoreTensor, src: StoreTensor) -> bool:
 
 
 def _pairs(own: Plane, to: Any, plane: Plane, given: Any) -> list[tuple[Tensor, Tensor]]:
-    """Return codes and scales of some rows and columns of two planes, each to copy into."""
-    codes = own.matrix[to[0].slice, to[1].slice], plane.matrix[given[0].slice, given[1].slice]
+    """Return codes and scales of two boxes (`Region.box`) of planes, each to copy into."""
+    codes = own.matrix[slices(to)], plane.matrix[slices(given)]
+    batch, from_batch = slices(to[:-2]), slices(given[:-2])
     if own.format.per_tensor:
-        return [codes, (own.scale, plane.scale)]
+        return [codes, (own.scale[batch], plane.scale[from_batch])]
     at: list[tuple[slice, slice]] = []
     for span, source, block, lead, source_lead in zip(
-        to, given, own.format.block, own.lead, plane.lead, strict=True
+        to[-2:], given[-2:], own.format.block, own.lead, plane.lead, strict=True
     ):
         if block > 0 and (span.start + lead - source.start - source_lead) % block:
             raise ValueError(
@@ -166,8 +165,13 @@ def _pairs(own: Plane, to: Any, plane: Plane, given: Any) -> list[tuple[Tensor, 
                 "fp8rs.checkpoint.Model(model) in place of the model's state dict"
             )
         at.append((_blocks(span, block, lead), _blocks(source, block, source_lead)))
-    (rows, source_rows), (cols, source_cols) = at
-    return [codes, (own.scale[rows, cols], plane.scale[source_rows, source_cols])]
+    blocks, from_blocks = zip(*at, strict=True)
+    return [codes, (own.scale[batch + blocks], plane.scale[from_batch + from_blocks])]
+
+
+def slices(box: Sequence[Span]) -> tuple[slice, ...]:
+    """Return the index of a box."""
+    return tuple(span.slice for span in box)
 
 
 def _blocks(span: Span, block: int, lead: int) -> slice:

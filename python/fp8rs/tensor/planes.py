@@ -109,10 +109,18 @@ class Plane:
         part = whole[..., above:, before:].clone(memory_format=torch.contiguous_format)
         return cast(Tensor, part.view(data.shape))
 
-    def padded(self, rows: int, cols: int) -> Plane:
-        """This with rows and columns of zeros behind it; the data is 2-D."""
-        codes = functional.pad(self.data.view(torch.uint8), (0, cols, 0, rows))
-        scale = self.scale
+    def padded(self, rows: int, cols: int, matrices: int = 0) -> Plane:
+        """Return this plane with zeros behind it: rows and columns, or matrices of a batch."""
+        codes, scale = self.data.view(torch.uint8), self.scale
+        if self.batched:
+            codes, scale = (
+                functional.pad(x, (*[0, 0] * (x.dim() - 1), 0, matrices))
+                for x in (codes, as_bytes(scale))
+            )
+            return Plane(
+                codes.view(self.data.dtype), scale.view(self.scale.dtype), self.format, self.lead
+            )
+        codes = functional.pad(codes, (0, cols, 0, rows))
         if not self.format.per_tensor:
             rows, cols = (n + m for n, m in zip(codes.shape, self.lead, strict=True))
             down, along = self.format.scale_shape(rows, cols)

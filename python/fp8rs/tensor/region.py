@@ -12,7 +12,7 @@ from fp8rs.tensor import windows
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.spec import Planes
 from fp8rs.tensor.store import Store
-from fp8rs.tensor.windows import Rectangle, Window
+from fp8rs.tensor.windows import Rectangle, Span, Window
 
 
 class Region(NamedTuple):
@@ -41,6 +41,30 @@ class Region(NamedTuple):
         """The rows and columns that these are; None where they are none."""
         window = windows.whole(self.shape) if self.window is None else self.window
         return windows.rectangle(window, self.store.matrix)
+
+    @property
+    def box(self) -> tuple[Span, ...] | None:
+        """The rows and columns that these are in order, after the matrices of a batch.
+
+        None if they are other elements, or in another order.
+        """
+        window, matrix = self.window, self.store.matrix
+        if window is None:
+            return tuple(Span(0, n) for n in matrix)
+        box = self.rectangle
+        if not self.store.batched or box is not None:
+            if box is None or box.transposed:
+                return None
+            return (box.rows, *(Span(0, n) for n in matrix[1:])) if matrix[2:] else box[:2]
+        size, stride, offset = window
+        numel = math.prod(matrix[1:])
+        if not size or (size[0] > 1 and stride[0] != numel) or not numel:
+            return None
+        first = offset // numel
+        part = windows.rectangle(Window(size[1:], stride[1:], offset % numel), matrix[1:])
+        if part is None or part.transposed:
+            return None
+        return Span(first, size[0]), part.rows, part.cols
 
     @property
     def hull(self) -> Rectangle:

@@ -1,0 +1,125 @@
+"""Batched FP8 weights (E, N, K) under FSDP2: each matrix is a weight alone."""
+
+import copy
+
+import pytest
+import torch
+
+from distributed import ranks
+from distributed.batched import NAMES, SHARDINGS, build, check_gathered, shard, wholes
+from distributed.collectives import Collectives
+from distributed.models import reduces, same_bytes
+from distributed.sharded_pairs import assert_same_training
+from fp8rs.fsdp import Float8Shard
+from fp8rs.nn.init import uniform_
+from fp8rs.optim import AdamW, MasterWeights
+from internals import local_of
+
+#: Numbers of experts: one, with empty shards; uneven shards on 2 ranks; even ones on 2 and 4.
+EXPERTS = (1, 3, 8)
+
+OPTIMIZERS = {
+    "masters": lambda p: AdamW(p, lr=1e-2),
+    "no masters": lambda p: AdamW(p, lr=1e-2, master_weights=False, stochastic_rounding=False),
+    "MasterWeights": lambda p: MasterWeights(p, torch.optim.SGD, lr=1.0, momentum=0.9),
+    "torch": lambda p: torch.optim.SGD(p, lr=1.0),
+}
+
+
+def batch(rig, step=0):
+    generator = torch.Generator().manual_seed(1000 + step)
+    return torch.randn(16, 96, generator=generator).to(rig.device)
+
+
+def assert_gathered(model, whole):
+    model.experts.unshard()
+    for name in NAMES:
+        found, wanted = (getattr(m.experts, name) for m in (model, whole))
+        for a, b in zip(found.planes, wanted.planes, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or (same_bytes(a.data, b.data) and same_bytes(a.scale, b.scale))
+    model.experts.reshard()
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize("recipe, dim", SHARDINGS)
+def test_shards_are_gathered_as_they_are_stored(rig, experts, recipe, dim):
+    whole = build(rig.device, recipe, experts, fp8_weights=True)
+    model = shard(copy.deepcopy(whole), rig, dim, root=False)
+    assert all(type(local_of(getattr(model.experts, name))) is Float8Shard for name in NAMES)
+    with Collectives() as seen:
+        assert_gathered(model, whole)
+    if dim == 0:
+        assert not reduces(seen)
+    for factor in (1.0, 1.7):
+        with torch.no_grad():
+            for m in (model, whole):
+                for name in NAMES:
+                    getattr(m.experts, name).mul_(factor)
+        assert_gathered(model, whole)
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize("recipe, dim", SHARDINGS)
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_training_equals_that_of_a_parameter_for_each_matrix(
+    rig, experts, recipe, dim, fp8, optimizer
+):
+    if recipe == "delayed":
+        recipe = "current"
+    alone = build(rig.device, recipe, experts, fp8_weights=fp8, separate=True)
+    if not fp8:  # weights that are not sharded are not quantized
+        shard(alone, rig)
+    model = shard(build(rig.device, recipe, experts, fp8_weights=fp8), rig, dim)
+    both = [(m, OPTIMIZERS[optimizer](m.parameters())) for m in (alone, model)]
+    for n in range(3):
+        losses = []
+        for m, stepper in both:
+            loss = m(batch(rig, n)).square().mean()
+            loss.backward()
+            stepper.step()
+            stepper.zero_grad()
+            losses.append(loss.detach())
+        assert same_bytes(*losses), n
+    found, wanted = wholes(model), wholes(alone)
+    assert all(same_bytes(found[name], wanted[name]) for name in NAMES)
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("recipe, dim", SHARDINGS)
+@pytest.mark.parametrize("fp8", [True, False])
+def test_deferred_init_is_that_of_one_process(rig, recipe, dim, fp8):
+    """Every rank draws its part of the numbers of the whole weight."""
+
+    whole = build(rig.device, recipe, 3, fp8_weights=fp8)
+    model = shard(build("meta", recipe, 3, fp8_weights=fp8), rig, dim, root=False)
+    model.to_empty(device=rig.device)
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for name in NAMES:
+            values = torch.empty(getattr(whole.experts, name).shape, device=rig.device)
+            seed = int(torch.empty((), dtype=torch.int64).random_())
+            torch.ops.fp8rs.random_uniform_(values, seed, 0, -0.1, 0.1)
+            getattr(whole.experts, name).copy_(values)
+        torch.manual_seed(7)
+        for name in NAMES:
+            uniform_(getattr(model.experts, name), 0.1)
+    if fp8:
+        assert_gathered(model, whole)
+    else:
+        model.experts.unshard()
+        check_gathered(model, wholes(whole), recipe)
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe, dim", SHARDINGS)
+@pytest.mark.parametrize("fp8", [True, False])
+def test_rows_of_four_dimensions_are_those_of_one_matrix(rig, recipe, dim, fp8):
+    whole = build(rig.device, recipe, 3, fp8_weights=fp8, gated=True)
+    model = shard(copy.deepcopy(whole), rig, dim)
+    if not fp8:
+        shard(whole, rig, 0)
+    assert_same_training(rig, model, whole)
