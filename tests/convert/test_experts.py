@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
 import fp8rs
@@ -407,6 +408,67 @@ def test_other_clients_use_gathered_codes(rig, client, mode):
         )
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+@ranks(2)
+@pytest.mark.parametrize("mode, recipe", [("fp8", "rowwise"), ("gather", "block")])
+def test_no_values_of_gathered_weights_are_saved_for_the_backward(rig, mode, recipe):
+    model = Titan(dtype=torch.bfloat16).to(rig.device)
+    fully_shard(convert(model, recipe=recipe, experts=mode), mesh=rig.mesh())
+    saved = []
+
+    def pack(t):
+        saved.append(t)
+        return t
+
+    x = torch.randn(40, 64, device=rig.device, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(x, torch.tensor([7, 0, 20, 13], device=rig.device)).sum().backward()
+    assert saved and all(t.dim() < 3 for t in saved)
+    assert x.grad.any()
+
+
+@ranks(4)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("mode", ["fp8", "gather"])
+def test_ranks_of_expert_parallelism_compute_their_own_experts(rig, mode, dim):
+    """The weights are DTensors over the ranks that have other experts, as in torchtitan."""
+    torch.manual_seed(0)
+    whole = Titan(experts=6, dtype=torch.bfloat16).to(rig.device)
+    mesh = init_device_mesh(rig.device.type, (2, 2), mesh_dim_names=("efsdp", "ep"))
+    model = convert(copy.deepcopy(whole), experts=mode)
+    for name, p in whole.named_parameters():
+        part = distribute_tensor(p.detach(), mesh["ep"], [Shard(0)])
+        model.register_parameter(name, nn.Parameter(part))
+    fully_shard(model, mesh=mesh["efsdp"], shard_placement_fn=lambda p: Shard(dim))
+    own = Titan(experts=3, dtype=torch.bfloat16).to(rig.device)
+    with torch.no_grad():
+        for p, values in zip(own.parameters(), whole.parameters(), strict=True):
+            p.copy_(values.chunk(2)[mesh["ep"].get_local_rank()])
+            if mode == "gather":
+                codes, _, scale = torch.ops.fp8rs.quantize_current(
+                    p, torch.float8_e4m3fn, True, False, batched=True
+                )
+                p.copy_(codes.float() * scale.view(-1, 1, 1))
+    convert(own, experts=mode)
+    x = torch.randn(40, 64, device=rig.device, dtype=torch.bfloat16)
+    x[33:] = torch.nan  # rows without an expert
+    counts = torch.tensor([7, 0, 26], device=rig.device)
+    results = []
+    for module in (model, own):
+        y = module(x, counts)[:33]
+        y.float().square().sum().backward()
+        grads = [p.grad for p in module.parameters()]
+        results.append([y.detach(), *(local_of_grad(g) for g in grads)])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def local_of_grad(grad):
+    """A gradient of all of this rank's experts."""
+    if not hasattr(grad, "device_mesh"):
+        return grad
+    return grad.redistribute(placements=[Replicate(), Shard(0)]).to_local()
 
 
 @ranks(2)

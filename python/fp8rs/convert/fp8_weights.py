@@ -42,14 +42,14 @@ def check_weight(
             check_can_become(weight)
         except RuntimeError as error:
             raise RuntimeError(
-                f"the {parameter} of {name} cannot become FP8 in place while something holds its tensor "
-                "(a graph that has not been freed, or a weak reference). Convert the model before "
-                f"training with it. Found: {error}"
+                f"the {parameter} of {name} cannot become FP8 in place while something holds its "
+                "tensor (a graph that has not been freed, or a weak reference). Convert the model "
+                f"before training with it. Found: {error}"
             ) from error
     elif isinstance(weight, QuantizedTensor):
         raise ValueError(
-            f"the {parameter} of {name} is already FP8, in format {weight.format.name!r}, but weights "
-            f"of recipe {recipe.name!r} have another format. To quantize it again, pass "
+            f"the {parameter} of {name} is already FP8, in format {weight.format.name!r}, but "
+            f"weights of recipe {recipe.name!r} have another format. To quantize it again, pass "
             "fp8_weights=True"
         )
 
