@@ -32,9 +32,10 @@ def quantized_init(
 
     A layer's weight is quantized when the layer is registered on another module, so that at most
     one layer is in high precision at a time. Experts are quantized at exit, and so are all weights
-    if there is a filter, because names are known then. At exit, each outermost module that was built is converted by
-    ``convert_to_float8_training(..., fp8_weights=True)``. Modules may be built on the meta device.
-    Materialize them with ``to_empty``, then call ``reset_parameters`` or load a state dict.
+    if there is a filter, because names are known then. At exit, each outermost module that was
+    built is converted by ``convert_to_float8_training(..., fp8_weights=True)``. Modules may be
+    built on the meta device. Materialize them with ``to_empty``, then call ``reset_parameters`` or
+    load a state dict.
 
     Args:
         recipe: a recipe or its short name.
