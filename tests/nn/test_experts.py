@@ -191,10 +191,27 @@ def test_experts_of_transformers_compute_what_they_do_unconverted(device, kind, 
         assert error(p.grad, q.grad) < (0.1 if mode == "fp8" else 0.02), name
 
 
-def routed(block, x, experts=None):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("parallel", [False, True])
+def test_devices_without_fp8_gemms_compute_in_high_precision(device, kind, parallel, monkeypatch):
+    monkeypatch.setattr("fp8rs.nn.grouped.has_grouped_gemm", lambda device: False)
+    results = []
+    for mode in (None, "fp8"):
+        experts = block_of(kind, device, mode).experts
+        x, index, weights = routed(experts, tokens(device))
+        if parallel:
+            experts._is_expert_parallel = True
+            weights = weights.masked_fill(index == 0, 0)
+            index = torch.where(index == 0, experts.num_experts, index)
+        results.append(gradients(lambda x, e=experts, a=(index, weights): e(x, *a), experts, x))
+    for a, b in zip(*results, strict=True):
+        assert error(a, b) < 0.01
+
+
+def routed(block, x):
     """The arguments of a block's experts: tokens, and each token's experts and their weights."""
     count, k = x.shape[0] * x.shape[1], 2
-    experts = block.experts.num_experts if experts is None else experts
+    experts = getattr(block, "experts", block).num_experts
     generator = torch.Generator().manual_seed(1)
     index = torch.rand(count, experts, generator=generator).argsort(1)[:, :k].to(x.device)
     weights = torch.rand(count, k, generator=generator).to(x.device, x.dtype)

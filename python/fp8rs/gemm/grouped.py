@@ -85,7 +85,9 @@ def grouped_mm(
     Returns:
         (rows, n).
     """
-    if a.is_cuda and a.numel() and b.numel():
+    if not (a.numel() and b.numel()):
+        return a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
+    if a.is_cuda:
         out = torch._scaled_grouped_mm(
             a,
             b.transpose(-1, -2),
@@ -154,7 +156,9 @@ def grouped_wgrad(
         (groups, n, k).
     """
     groups, n, k = padded_ends.shape[0], a.shape[0], b.shape[0]
-    if a.is_cuda and a.numel() and b.numel() and groups:
+    if not (a.numel() and b.numel() and groups):
+        return a.new_zeros((groups, n, k), dtype=out_dtype)
+    if a.is_cuda:
         out = torch._scaled_grouped_mm(
             a,
             b.t(),

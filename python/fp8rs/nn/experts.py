@@ -23,7 +23,7 @@ from fp8rs._torch import is_distributed
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .fp8_params import Float8Params
-from .functional import as_stored, cast_input, key_of
+from .functional import as_stored, cast_input, key_of, local_part
 from .grouped import check, gated_mlp, grouped
 
 
@@ -84,7 +84,8 @@ class GroupedGemms(TorchFunctionMode):
         As in torch, rows after the last group are not written on CUDA.
         """
         of_weight = mat_a.dim() == 2 and mat_b.dim() == 3 and offs is not None and bias is None
-        replaced = self.fp8_gemms or isinstance(mat_b, QuantizedTensor)
+        local = self.fp8_gemms and not is_distributed(mat_b)
+        replaced = local or isinstance(mat_b, QuantizedTensor)
         if not of_weight or not replaced or out_dtype not in (None, mat_a.dtype):
             out: Tensor = func(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
             return out
@@ -117,10 +118,13 @@ def experts_forward(
     key = key_of("current") if state is None else state.key
     parallel, transposed = self._is_expert_parallel, self.is_transposed
     name = "gate_up_proj" if self.has_gate else "up_proj"
-    up, down = _local(getattr(self, name)), _local(self.down_proj)
+    up, down = local_part(getattr(self, name)), local_part(self.down_proj)
     up_bias = down_bias = None
     if self.has_bias:
-        up_bias, down_bias = _local(getattr(self, f"{name}_bias")), _local(self.down_proj_bias)
+        up_bias, down_bias = (
+            local_part(getattr(self, f"{name}_bias")),
+            local_part(self.down_proj_bias),
+        )
     x = _cast(hidden_states, up.dtype)
     offs, rows, places = _route(top_k_index, up.shape[0])
     if fp8_gemms and (activation := self._fp8_activation) is not None:
@@ -156,12 +160,6 @@ def _route(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return cast_input(x) if torch.is_autocast_enabled(x.device.type) else x.to(dtype)
-
-
-def _local(parameter: Any) -> Tensor:
-    """Return this rank's part of a parameter of expert parallelism."""
-    local: Tensor = parameter.to_local() if is_distributed(parameter) else parameter
-    return local
 
 
 def batched_parameters(module: nn.Module) -> dict[str, Tensor]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8rs._torch import constant_when_traced
+from fp8rs._torch import constant_when_traced, is_distributed
 from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -92,6 +93,12 @@ def as_stored(weight: Tensor) -> tuple[Tensor, bool]:
     else:
         transposed = weight.stride(-1) != 1 and weight.stride(-2) == 1
     return (weight.transpose(-2, -1), True) if transposed else (weight, False)
+
+
+def local_part(parameter: Any) -> Tensor:
+    """Return this rank's part of a parameter, for expert parallelism."""
+    local: Tensor = parameter.to_local() if is_distributed(parameter) else parameter
+    return local
 
 
 def cast_input(x: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ def gated_mlp(
     if all(_has_fp8_gemms(how.spec, weight) for weight in (gate_up, down)):
         y: Tensor = _GatedMlp.apply(x, gate_up, down, index, places, offs, activation, how)
         return y
-    h: Tensor = _GroupedPlain.apply(x[index], gate_up, offs, None, how)
+    h: Tensor = _GroupedPlain.apply(x.index_select(0, index), gate_up, offs, None, how)
     gate, up = h.chunk(2, -1)
     gate = (
         functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fp8rs.quantize.recipes import Recipe, RecipeName, describe, resolve_recipe
 
 from .function import prepare_compilers
-from .functional import cast_input, key_of
+from .functional import cast_input, key_of, local_part
 from .grouped import check, grouped
 
 
@@ -86,9 +86,11 @@ class GroupedLinear(nn.Module):
         Raises:
             ValueError, TypeError: as for ``fp8rs.nn.functional.grouped_linear``.
         """
-        check(input, self.weight, offs, self.bias)
+        weight = local_part(self.weight)
+        bias = None if self.bias is None else local_part(self.bias)
+        check(input, weight, offs, bias)
         values = cast_input(input)
-        return grouped(values, self.weight, offs, self.bias, self._key, fp8_gemms=self._fp8_gemms)
+        return grouped(values, weight, offs, bias, self._key, fp8_gemms=self._fp8_gemms)
 
     def extra_repr(self) -> str:
         return (
