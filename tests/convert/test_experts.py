@@ -431,15 +431,19 @@ def test_no_values_of_gathered_weights_are_saved_for_the_backward(rig, mode, rec
 @ranks(4)
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("mode", ["fp8", "gather"])
-def test_ranks_of_expert_parallelism_compute_their_own_experts(rig, mode, dim):
+@pytest.mark.parametrize("first", ["conversion", "expert parallelism"])
+def test_ranks_of_expert_parallelism_compute_their_own_experts(rig, mode, dim, first):
     """The weights are DTensors over the ranks that have other experts, as in torchtitan."""
     torch.manual_seed(0)
     whole = Titan(experts=6, dtype=torch.bfloat16).to(rig.device)
     mesh = init_device_mesh(rig.device.type, (2, 2), mesh_dim_names=("efsdp", "ep"))
-    model = convert(copy.deepcopy(whole), experts=mode)
+    model = copy.deepcopy(whole)
+    if first == "conversion":
+        convert(model, experts=mode)
     for name, p in whole.named_parameters():
         part = distribute_tensor(p.detach(), mesh["ep"], [Shard(0)])
         model.register_parameter(name, nn.Parameter(part))
+    convert(model, experts=mode)
     fully_shard(model, mesh=mesh["efsdp"], shard_placement_fn=lambda p: Shard(dim))
     own = Titan(experts=3, dtype=torch.bfloat16).to(rig.device)
     with torch.no_grad():
