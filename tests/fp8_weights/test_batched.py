@@ -4,12 +4,16 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from distributed import ranks
 from distributed.batched import NAMES, SHARDINGS, build, check_gathered, shard, wholes
 from distributed.collectives import Collectives
+from distributed.folders import shared_folder
 from distributed.models import reduces, same_bytes
 from distributed.sharded_pairs import assert_same_training
+from fp8rs import checkpoint
 from fp8rs.fsdp import Float8Shard
 from fp8rs.nn.init import uniform_
 from fp8rs.optim import AdamW, MasterWeights
@@ -123,3 +127,46 @@ def test_rows_of_four_dimensions_are_those_of_one_matrix(rig, recipe, dim, fp8):
     if not fp8:
         shard(whole, rig, 0)
     assert_same_training(rig, model, whole)
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", ["current", "mxfp8 of 1x32"])
+def test_values_that_were_saved_by_rows_load_into_whole_matrices(rig, recipe):
+    """`dcp.load` would write parts of matrices."""
+    folder = shared_folder(rig)
+    plain = shard(build(rig.device, "current", 2, seed=1), rig, 1)
+    checkpoint.save({"model": checkpoint.Model(plain)}, f"{folder}/saved")
+    whole = build(rig.device, recipe, 2, fp8_weights=True)
+    model = shard(copy.deepcopy(whole), rig)
+    state = model.state_dict()
+    with pytest.raises(CheckpointException, match="does not consist of whole matrices"):
+        dcp.load({"model": state}, checkpoint_id=f"{folder}/saved")
+    checkpoint.load({"model": checkpoint.Model(model)}, f"{folder}/saved")
+    with torch.no_grad():
+        for name, values in wholes(plain).items():
+            getattr(whole.experts, name).copy_(values)
+    assert_gathered(model, whole)
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe, dim", [("current", 2), ("delayed", 2)])
+def test_columns_of_each_matrix_are_gathered(rig, recipe, dim):
+    whole = build(rig.device, recipe, 3, fp8_weights=True)
+    model = shard(copy.deepcopy(whole), rig, dim)
+    assert_same_training(rig, model, whole)
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", ["rowwise", "block", "mxfp8"])
+def test_columns_in_blocks_are_refused(rig, recipe):
+    model = build(rig.device, recipe, 4, fp8_weights=True)
+    with pytest.raises(ValueError, match=r"sharded by rows only: return Shard\(0\)"):
+        shard(model, rig, 2)
+
+
+@ranks(2)
+def test_rows_in_blocks_of_1x32_are_refused(rig):
+    model = shard(build(rig.device, "mxfp8 of 1x32", 4, fp8_weights=True), rig, 1)
+    for action in (model.state_dict, model.experts.unshard):
+        with pytest.raises(ValueError, match=r"puts experts\.\w+ on Shard\(1\).*use Shard\(0\)"):
+            action()

@@ -11,6 +11,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -18,10 +19,12 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.device_mesh import DeviceMesh
 
 import fp8rs
 from distributed import ranks
 from distributed.batched import make_any, shard_any
+from distributed.folders import shared_folder
 from distributed.models import RECIPES, UNEVEN, linears, make, recipes, same_bytes, shard
 from distributed.sharded_pairs import (
     WEIGHTS,
@@ -236,6 +239,26 @@ def test_full_state_dicts(rig, recipe, meta, broadcast, weights):
     if recipe == "delayed" and broadcast and not meta:
         return  # loaded in place, which keeps the histories of the old weights
     assert_same_training(rig, other, whole)
+
+
+@ranks(2)
+@recipes
+@each_weights
+def test_full_state_dicts_of_one_rank_are_distributed(rig, recipe, weights):
+    """One rank gathers nothing, so that its full state dict has FP8 tensors."""
+    folder, group = shared_folder(rig), dist.new_group([0])
+    whole, model = pair(rig, recipe, WEIGHTS[weights])
+    if rig.rank == 0:
+        alone = shard_any(copy.deepcopy(whole), mesh=DeviceMesh.from_group(group, rig.device_type))
+        torch.save(get_model_state_dict(alone, options=FULL), f"{folder}/saved")
+    dist.barrier()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    state = torch.load(f"{folder}/saved", weights_only=True)
+    set_model_state_dict(model, state, options=FULL)
+    assert_fp8(model)
+    assert_equal(model, whole)
 
 
 # --- copies and pickles --------------------------------------------------------------------------

@@ -239,7 +239,7 @@ def update_histories(
             have the scales (E,) of a batch, which has no history.
         before: scales with the same bits in both have no effect. None if all have.
     """
-    found = [(slots, i) for i, handle in enumerate(handles) if (slots := handle.slots) is not None]
+    found = [(pair, i) for i, handle in enumerate(handles) if (pair := handle.slots) is not None]
     if not found:
         return
     with torch.no_grad():

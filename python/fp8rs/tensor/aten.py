@@ -138,7 +138,9 @@ def _detach_(func: Any, t: QuantizedTensor) -> QuantizedTensor:
 def _empty_like(
     func: Any, t: QuantizedTensor, *, dtype: Any = None, device: Any = None, **kwargs: Any
 ) -> Any:
-    if t._store.observer is None or dtype not in (None, t.dtype) or t.planes == (None, None):
+    # DTensor scatters parts, which are views, into empty tensors like the first one.
+    part = t._store.observer is not None or t._window is not None
+    if not part or dtype not in (None, t.dtype) or t.planes == (None, None):
         return _new_like(func, t, dtype=dtype, device=device, **kwargs)
     # Zeros: a write of some rows reads the others, and a code of chance may be NaN.
     return t.map(lambda x: zeros(x, x.shape, device))
