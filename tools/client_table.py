@@ -70,8 +70,16 @@ ROWS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         "transformers",
-        "Mixtral trains; its experts, 3-D parameters, stay in high precision and are named",
-        [(PARTIES, "test_experts_in_3d"), (PARTIES, "test_a_mixture_of_experts")],
+        "Mixtral, Qwen3-MoE, DeepSeek-V3 and gpt-oss: experts are converted and train; sharded, "
+        "compiled, with expert parallelism's masked rows",
+        [
+            (PARTIES, "test_a_mixture_of_experts"),
+            ("convert/test_experts", "test_mixtures_train"),
+            ("convert/test_experts", "test_sharded_mixtures_train"),
+            ("nn/test_experts", "test_a_compiled_block"),
+            ("nn/test_experts", "test_experts_of_other_ranks"),
+            ("clients/test_experts", "test_losses_agree"),
+        ],
     ),
     (
         "peft",

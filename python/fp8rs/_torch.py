@@ -143,6 +143,17 @@ def constant_when_traced(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def dispatch_when_traced(function: Callable[..., Any]) -> None:
+    """Make compilers call ``__torch_function__`` for a function whose name begins with "_".
+
+    In eager mode, torch calls it for all functions. Do not call this at import time, because it
+    imports Dynamo.
+    """
+    from torch._dynamo.variables import torch as dynamo
+
+    cast(Any, dynamo).get_overridable_functions().add(function)
+
+
 def keep_from_ddp(module: Any, names: list[str]) -> None:
     """Make DistributedDataParallel ignore parameters and buffers of a module.
 

@@ -87,15 +87,20 @@ class Watch:
         }
 
     def converted(self) -> dict[str, int]:
-        """Return the converted layers, with the padded size of their gathered weight."""
+        """Return the converted layers, with the padded size of their gathered weight.
+
+        Other modules with FP8 parameters are listed by parameter.
+        """
         from fp8rs.nn.linear import Float8Linear
 
         ranks = int(os.environ["WORLD_SIZE"])
-        return {
-            n: -(-m.weight.shape[0] // ranks) * ranks * m.weight.shape[1:].numel()
-            for n, m in (self.root.named_modules() if self.root is not None else ())
-            if isinstance(m, Float8Linear)
-        }
+        found = {}
+        for n, m in self.root.named_modules() if self.root is not None else ():
+            for name in getattr(m, "_fp8_params", ()):
+                weight = m._parameters[name]
+                numel = -(-weight.shape[0] // ranks) * ranks * weight.shape[1:].numel()
+                found[n if isinstance(m, Float8Linear) else f"{n}.{name}"] = numel
+        return found
 
 
 def local(p: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from harness import Run, assert_gathers_are_fp8, need, run_file
 
 need("torchtitan", "0.3")
@@ -108,3 +109,33 @@ def test_a_checkpoint_is_resumed(tmp_path):
     assert losses(first)[0] == losses(whole)[0]
     assert len(losses(second)) == STEPS - 2
     assert losses(second)[0] < losses(first)[-1]
+
+
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "delayed"])
+def test_experts_run_on_fp8_operands(recipe):
+    """Use the class of the library, whose method for grouped GEMMs may move."""
+    from torchtitan.models.common.moe import GroupedExperts
+
+    import fp8rs
+    from fp8rs.nn.functional import grouped_linear
+
+    torch.manual_seed(0)
+    experts = GroupedExperts(GroupedExperts.Config(dim=64, hidden_dim=48, num_experts=4))
+    for p in experts.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    fp8rs.convert_to_float8_training(experts, recipe=recipe, experts="fp8")
+    x, counts = torch.randn(40, 64).bfloat16(), torch.tensor([7, 0, 20, 13])
+    offs = counts.cumsum(0, dtype=torch.int32)
+    weights = (experts.w1_EFD, experts.w2_EDF, experts.w3_EFD)
+    w1, w2, w3 = (w.detach().bfloat16() for w in weights)
+    gate = torch.nn.functional.silu(grouped_linear(x, w1, offs, recipe=recipe))
+    h = gate * grouped_linear(x, w3, offs, recipe=recipe)
+    expected = grouped_linear(h, w2, offs, recipe=recipe)
+    y = experts(x, counts)
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    assert all(w.grad.any() for w in weights)
+    torch._dynamo.reset()
+    compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x, counts), expected)
+    torch._dynamo.reset()

@@ -4,8 +4,13 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import fp8rs
 from cases import data
-from fp8rs.nn.grouped import grouped_linear
+from fp8rs.nn.functional import grouped_linear
+from fp8rs.quantize.quantizers import Quantizer
+from fp8rs.quantize.recipes import resolve_recipe
+from fp8rs.quantize.spec import quant_spec
+from oracle.elements import encode
 
 #: The lengths of groups, and the rows after the last one.
 LENGTHS = {
@@ -38,14 +43,14 @@ def reference(x, weight, bias, offs, dy):
     for group, end in enumerate(offs.tolist()):
         parts.append(x[start:end] @ weight[group].t() + bias[group])
         start = end
-    y = torch.cat([*parts, torch.zeros_like(x[start:, :1]).expand(-1, OUT)])
+    y = torch.cat([*parts, x.new_zeros(len(x) - start, weight.shape[1])])
     y.backward(dy.double())
     return y.detach(), x.grad, weight.grad, bias.grad
 
 
-def run(x, weight, bias, offs, dy):
+def run(x, weight, bias, offs, dy, **options):
     x, weight, bias = (t.clone().requires_grad_() for t in (x, weight, bias))
-    y = grouped_linear(x, weight, offs, bias=bias)
+    y = grouped_linear(x, weight, offs, bias=bias, **options)
     y.backward(dy)
     return y.detach(), x.grad, weight.grad, bias.grad
 
@@ -85,6 +90,134 @@ def test_a_group_is_independent_of_the_others(device):
         assert torch.equal(a[:5], b[:5]) and torch.equal(a[38:], b[38:])
     for a, b in zip(found[2:], expected[2:], strict=True):
         assert torch.equal(a[[0, 1, 3]], b[[0, 1, 3]])
+
+
+#: Recipes with FP8 GEMMs for groups, and recipes with GEMMs in high precision.
+FP8_RECIPES = ["current", "delayed", "rowwise"]
+PLAIN_RECIPES = ["block", "mxfp8"]
+
+
+def quantized(weight, recipe):
+    """The weight as FSDP2 gathers it."""
+    spec = quant_spec(resolve_recipe(recipe), "weight")
+    return Quantizer(spec, rowwise=True, columnwise=False)(weight)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_codes_of_a_gathered_weight_are_used_as_they_are(device, recipe, transposed):
+    """Compare with a weight that the function quantizes."""
+    x, weight, bias, offs, dy = operands(device, "uneven")
+    if transposed:
+        x, bias, dy = dy, x[: len(bias)], x
+    found = []
+    for stored in (weight, quantized(weight, recipe)):
+        leaves = [t.detach().requires_grad_() for t in (x, stored, bias)]
+        given = leaves[1].transpose(-2, -1) if transposed else leaves[1]
+        y = grouped_linear(leaves[0], given, offs, bias=leaves[2], recipe=recipe)
+        y.backward(dy)
+        found.append([y.detach(), *(leaf.grad for leaf in leaves)])
+        assert leaves[1].grad.shape == weight.shape
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    values = weight.transpose(-2, -1) if transposed else weight
+    wanted = [values, bias, offs]
+    y, dx, dw, db = reference(x, *wanted, dy)
+    for a, b in zip(found[0], (y, dx, dw.transpose(-2, -1) if transposed else dw, db), strict=True):
+        assert error(a, b) < 0.05
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("recipe", PLAIN_RECIPES)
+def test_other_recipes_multiply_the_dequantized_weight(device, recipe, transposed):
+    x, weight, bias, offs, dy = operands(device, "rows after the last group")
+    if transposed:
+        x, bias, dy = dy, x[: len(bias)], x
+    gathered = quantized(weight, recipe).requires_grad_()
+    leaf = x.clone().requires_grad_()
+    given = gathered.transpose(-2, -1) if transposed else gathered
+    grouped_linear(leaf, given, offs, bias=bias, recipe=recipe).backward(dy)
+    values = given.detach().dequantize()
+    _, dx, dw, _ = reference(x, values, bias, offs, dy)
+    assert error(leaf.grad, dx) < 0.01
+    assert error(gathered.grad, dw.transpose(-2, -1) if transposed else dw) < 0.01
+
+
+def rounded(x, dim):
+    """Round fp64 values to E4M3 with one scale for each slice along ``dim``."""
+    if not x.numel():
+        return x
+    scale = x.abs().amax(dim, keepdim=True) / 448
+    codes = encode((x / scale.clamp(min=1e-30)).float(), torch.float8_e4m3fn)
+    return codes.to(torch.uint8).view(torch.float8_e4m3fn).double() * scale
+
+
+def simulated(x, weight, offs, dy, recipe):
+    """The gradients of input and weight on rounded operands, with exact products, in fp64."""
+    x, weight, dy = (t.detach().double() for t in (x, weight, dy))
+    dx, dw, start = [], [], 0
+    for group, end in enumerate(offs.tolist()):
+        w = weight[group]
+        part, part_dy = x[start:end], dy[start:end]
+        if recipe in FP8_RECIPES:
+            if recipe == "rowwise":  # scales of rows are multiplied into the gradient
+                scale = w.abs().amax(1) / 448
+                w_codes, g = rounded(w, 1) / scale[:, None], rounded(part_dy * scale, 1)
+            else:
+                w_codes, g = rounded(w, (0, 1)), rounded(part_dy, 1)
+            dx.append(g @ w_codes)
+            dw.append(rounded(part_dy, 0).t() @ rounded(part, 0))
+        else:
+            dx.append(part_dy @ quantized(weight.float(), recipe).dequantize()[group].double())
+            dw.append(part_dy.t() @ part)
+        start = end
+    return torch.cat(dx), torch.stack(dw)
+
+
+@pytest.mark.parametrize("recipe", [*FP8_RECIPES, *PLAIN_RECIPES])
+def test_errors_of_gradients_are_those_of_a_simulation(recipe):
+    """Against fp64 products of the same data, to 2%."""
+    lengths, n, k = [300, 4, 0, 96], 96, 160
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(sum(lengths), size, generator=generator) for size in (k, n))
+    weight = torch.randn(len(lengths), n, k, generator=generator)
+    dy *= torch.logspace(-2, 0, n)
+    offs = torch.tensor(lengths).cumsum(0).int()
+    leaf, w = x.clone().requires_grad_(), weight.clone()
+    w = (w if recipe in FP8_RECIPES else quantized(w, recipe)).requires_grad_()
+    grouped_linear(leaf, w, offs, recipe=recipe).backward(dy)
+    bias = torch.zeros(len(lengths), n)
+    _, dx, dw, _ = reference(x, weight, bias, offs, dy)
+    errors = [error(leaf.grad, dx), error(w.grad, dw)]
+    found = zip(errors, simulated(x, weight, offs, dy, recipe), (dx, dw), strict=True)
+    for got, simulation, exact in found:
+        assert got == pytest.approx(error(simulation, exact), rel=0.02, abs=1e-6)
+
+
+def test_rows_of_four_dimensions_are_those_of_one_matrix(device):
+    x, weight, bias, offs, dy = operands(device, "uneven")
+    expected = run(x, weight, bias, offs, dy)
+    found = run(x, weight.view(-1, 3, OUT // 3, IN), bias, offs, dy)
+    assert found[2].shape == (len(offs), 3, OUT // 3, IN)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b.view(a.shape))
+
+
+def test_options_of_a_recipe_apply_to_scales(device):
+    given = operands(device, "uneven")
+    found = run(*given, recipe=fp8rs.Float8CurrentScaling(power_2_scale=True))
+    assert not torch.equal(found[0], run(*given)[0])
+    # Powers of two commute with the scales.
+    x, *rest = given
+    assert torch.equal(
+        run(x * 2, *rest, recipe=fp8rs.Float8CurrentScaling(power_2_scale=True))[1], found[1]
+    )
+
+
+def test_autocast_computes_in_its_dtype(device):
+    x, weight, bias, offs, _ = operands(device, "uneven")
+    with torch.autocast(device.type, torch.bfloat16):
+        y = grouped_linear(x.float(), weight.float(), offs, bias=bias.float())
+    assert y.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("wanted", ["x", "weight", "bias"])
@@ -153,3 +286,23 @@ def test_bad_offsets_are_errors_on_the_cpu(ends):
         grouped_linear(
             torch.zeros(8, 64), torch.zeros(2, 48, 64), torch.tensor(ends, dtype=torch.int32)
         )
+
+
+def test_the_module_computes_the_function(device):
+    x, weight, bias, offs, dy = operands(device, "uneven")
+    expected = run(x, weight, bias, offs, dy, recipe="rowwise")
+    layer = fp8rs.nn.GroupedLinear(
+        len(offs), IN, OUT, device=device, dtype=torch.bfloat16, recipe="rowwise"
+    )
+    assert all(p.abs().max() <= IN**-0.5 for p in layer.parameters())
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        layer.bias.copy_(bias)
+    leaf = x.clone().requires_grad_()
+    y = layer(leaf, offs)
+    y.backward(dy)
+    found = y, leaf.grad, layer.weight.grad, layer.bias.grad
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert "num_groups=4, in_features=64, out_features=48, bias=True, recipe=rowwise" in repr(layer)
+    bare = fp8rs.nn.GroupedLinear(2, 16, 32, bias=False)
+    assert list(dict(bare.named_parameters())) == ["weight"]

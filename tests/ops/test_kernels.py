@@ -14,7 +14,7 @@ ops = torch.ops.fp8rs
 #: operators composed of torch's.
 IN_PYTHON = {"_note_amax", "multi_quantize", "multi_quantize_delayed", "quantize_delayed"}
 IN_PYTHON |= {"adamw_", "random_uniform_", "sum_rows_", "_scaled_mm", "_observe"}
-IN_PYTHON |= {"grouped_mm", "grouped_wgrad"}
+IN_PYTHON |= {"grouped_mm", "grouped_mm_plain", "grouped_wgrad"}
 
 
 def test_operators_have_a_kernel_in_rust():

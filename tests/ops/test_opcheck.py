@@ -59,8 +59,11 @@ def samples(device):
     for ends in ([8, 8, 40], [0, 16, 24]):
         ends = torch.tensor(ends, dtype=torch.int32, device=device)
         yield ops.grouped_mm, (rows, row_scale, weight, n_scale, ends, torch.bfloat16, True)
-        padded = (columns, n_scale, turned, k_scale, ends // 16 * 16, torch.bfloat16, False)
+        padded = (columns, n_scale, turned, k_scale, ends // 16 * 16, torch.bfloat16)
         yield ops.grouped_wgrad, padded
+        values = data(device, 40, 32), data(device, 3, 32, 48), data(device, 40, 48)
+        yield ops.grouped_mm_plain, (*values[:2], ends, True)
+        yield ops.grouped_mm_plain, (values[2].t(), values[0], ends, False)
     permuted = data(device, 3, 4, 5).permute(2, 0, 1)
     yield ops.quantize, (permuted, scale, E4M3, True, True)
     yield ops.scale_from_amax, (permuted.abs(), E5M2)
@@ -74,6 +77,7 @@ NAMES = [
     "amax",
     "dequantize",
     "grouped_mm",
+    "grouped_mm_plain",
     "grouped_wgrad",
     "multi_amax",
     "multi_quantize",

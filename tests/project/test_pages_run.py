@@ -43,6 +43,7 @@ ALL_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 #: Sizes for two CPU cores and meshes of two ranks. Nothing else is replaced.
 SMALLER = {
+    "docs/experts.md": {'"cuda"': '"DEVICE"'},
     "docs/modules.md": {
         "8192, 128": "16, 8",
         "8192": "16",

@@ -12,6 +12,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
+from fp8rs.convert.experts import (
+    Experts,
+    ExpertsMode,
+    convert_experts,
+    select_experts,
+)
 from fp8rs.convert.fp8_weights import check_weight, quantize_weight, register_handle
 from fp8rs.convert.select import LARGE_3D, SHARDED, ModuleFilter, large_3d, select
 from fp8rs.convert.torchao import from_float8_linear_config
@@ -36,9 +42,10 @@ def convert_to_float8_training(
     amax_reduction_group: Any = None,
     fp8_weights: bool = False,
     preserve_high_precision_init_val: bool = False,
+    experts: ExpertsMode = "auto",
     config: Any = None,
 ) -> M:
-    """Convert the ``nn.Linear`` layers of ``module`` to train in FP8.
+    """Convert the ``nn.Linear`` layers and the experts of ``module`` to train in FP8.
 
     Layers become ``fp8rs.nn.Linear`` in place: objects, hooks and names stay. Call this before
     parallelizing the model.
@@ -50,6 +57,10 @@ def convert_to_float8_training(
     These layers stay in high precision: subclasses that override forward and, with a warning,
     layers whose weight is tied to another module's or computed from other parameters (weight_norm,
     spectral_norm, pruning, parametrizations). If no layer is converted, a warning is raised.
+
+    Experts are modules with parameters (E, N, K), one matrix for each expert: experts of
+    transformers 5 and torchtitan 0.3, ``fp8rs.nn.GroupedLinear``, and on request others. They
+    become instances of a subclass of their class.
 
     The logger "fp8rs" logs the converted layers, and why other layers were not converted, at level
     INFO. If the program has not configured logging, rank 0 prints one line to stderr instead. To
@@ -63,7 +74,8 @@ def convert_to_float8_training(
         recipe: a recipe or its short name. The default is "current".
         module_filter_fn: called with each layer and its fully qualified name. A layer for which it
             returns False stays in high precision.
-        filter_fqns: layers whose name contains one of these strings stay in high precision.
+        filter_fqns: layers, and parameters of experts, whose name contains one of these strings
+            stay in high precision.
         enable_fsdp_float8_all_gather: under FSDP2, quantize weights before the all-gather. The
             default is True, or the value in ``config``. With False, weights are gathered in the
             mixed-precision policy's dtype.
@@ -76,6 +88,12 @@ def convert_to_float8_training(
             which trains such weights with or without fp32 masters.
         preserve_high_precision_init_val: with ``fp8_weights``, keep each weight's values before
             quantization on the CPU, from which an optimizer initializes its masters.
+        experts: how experts are converted. "off": not at all. "gather": FSDP2 gathers their weights
+            in FP8, and GEMMs run in high precision. "fp8": their grouped GEMMs also run on FP8
+            operands, as in ``fp8rs.nn.functional.grouped_linear``. Both convert parameters of three
+            or more dimensions in all modules that are not torch's own. "auto": experts of
+            transformers and torchtitan, and ``GroupedLinear``. A module with large weights is
+            converted as with "fp8" if the recipe has such GEMMs, others as with "gather".
         config: a torchao Float8LinearConfig, instead of ``recipe``.
 
     Returns:
@@ -98,16 +116,22 @@ def convert_to_float8_training(
             "preserve_high_precision_init_val=True requires fp8_weights=True: other weights keep "
             "their high-precision values anyway"
         )
+    if not isinstance(filter_fqns, str):
+        filter_fqns = tuple(filter_fqns)
     selected = select(module, module_filter_fn, filter_fqns, recipe, fp8_weights)
     for name, reason in selected.left.items():
         if reason == SHARDED:
             raise ValueError(f"{name} is sharded already: convert before fully_shard")
+    mixtures = select_experts(module, experts, filter_fqns, recipe)
     for name, layer in selected.layers:
-        check_weight(layer, name or "the root", recipe, fp8_weights)
+        check_weight(layer, "weight", name or "the root", recipe, fp8_weights)
+    for one in mixtures.modules:
+        for name in one.parameters:
+            check_weight(one.module, name, one.name or "the root", recipe, fp8_weights)
     for message in (*selected.unused, *selected.warnings):
         warnings.warn(message, stacklevel=2)
-    if not selected.layers:
-        if not any(isinstance(m, Float8Linear) for m in module.modules()):
+    if not selected.layers and not mixtures.modules:
+        if not any(hasattr(m, "_fp8_params") for m in module.modules()):
             warnings.warn(
                 "no layer was converted: the module has no nn.Linear that can be converted, or "
                 "module_filter_fn and filter_fqns exclude all of them",
@@ -116,22 +140,30 @@ def convert_to_float8_training(
         return module
     state = ModelState(recipe, amax_reduction_group=amax_reduction_group)
     state.fp8_gather = enable_fsdp_float8_all_gather
-    _convert(state, selected.layers, fp8_weights, preserve_high_precision_init_val)
+    keep_init = preserve_high_precision_init_val
+    _convert(state, selected.layers, mixtures.modules, fp8_weights, keep_init)
     attach(state, module)
-    _log_conversion(module, recipe, selected.left)
+    _log_conversion(module, recipe, {**selected.left, **mixtures.left}, mixtures.modules)
     return module
 
 
 def _convert(
-    state: ModelState, layers: Sequence[tuple[str, nn.Linear]], fp8_weights: bool, keep_init: bool
+    state: ModelState,
+    layers: Sequence[tuple[str, nn.Linear]],
+    experts: Sequence[Experts],
+    fp8_weights: bool,
+    keep_init: bool,
 ) -> None:
-    """Convert layers, which have been checked, and add them to ``state``.
+    """Convert layers and experts, which have been checked, and add them to ``state``.
 
     Weights are quantized first, because only that can run out of memory or lack a kernel.
     """
     amaxes = []
     if fp8_weights:
         amaxes = [quantize_weight(layer, "weight", state.recipe, keep_init) for _, layer in layers]
+        for one in experts:
+            for name in one.parameters:
+                quantize_weight(one.module, name, state.recipe, keep_init)
     standalone = []
     for name, layer in layers:
         if isinstance(layer, Float8Linear):
@@ -142,6 +174,7 @@ def _convert(
         layer._join(state, name)
     for left in standalone:
         detach(left)
+    convert_experts(state, experts)
     if fp8_weights:
         from fp8rs.optim.warnings import watch  # imported only by models that need it
 
@@ -186,34 +219,48 @@ def resolve_options(
     return recipe, gather
 
 
-def _log_conversion(root: nn.Module, recipe: Recipe, left: dict[str, str]) -> None:
+def _log_conversion(
+    root: nn.Module, recipe: Recipe, left: dict[str, str], experts: Sequence[Experts]
+) -> None:
     """Log the converted layers, and the reasons for the others, at level INFO.
 
     If the program has not configured logging, rank 0 prints the first line to stderr, so that a
     conversion is visible by default. A level above INFO on the logger silences it.
     """
     converted = [m for m in root.modules() if isinstance(m, Float8Linear)]
-    weights = sum(m.weight.numel() for m in converted)
+    batches = [m.module._parameters[name] for m in experts for name in m.parameters]
+    weights = sum(p.numel() for p in (*(m.weight for m in converted), *batches) if p is not None)
     parameters = sum(0 if nn.parameter.is_lazy(p) else p.numel() for p in root.parameters())
+    count = len(converted)
     summary = (
-        f"recipe {recipe.name!r}: {len(converted)} linear layer{'s' * (len(converted) != 1)} "
-        f"converted, whose weights are {weights / max(parameters, 1):.1%} of {parameters:,} "
-        "parameters"
+        f"recipe {recipe.name!r}: {count} linear layer{'s' * (count != 1)} "
+        f"{f'and {len(batches)} weights of experts ' if batches else ''}converted, whose weights "
+        f"are {weights / max(parameters, 1):.1%} of {parameters:,} parameters"
     )
-    names_by_reason: dict[str, list[str]] = {}
-    for name, reason in (*left.items(), *((name, LARGE_3D) for name, _ in large_3d(root))):
-        names_by_reason.setdefault(reason, []).append(name)
-    if names_by_reason:
-        count = sum(map(len, names_by_reason.values()))
-        summary += f"; {count} left in high precision"
+    by_text: dict[str, list[str]] = {}
+    for one in experts:
+        gemms = "FP8" if one.fp8_gemms else "high precision"
+        names = (f"{one.name}.{name}".lstrip(".") for name in one.parameters)
+        by_text.setdefault(f"experts gathered in FP8, with GEMMs in {gemms}", []).extend(names)
+    large = ((name, LARGE_3D) for name, _ in large_3d(root) if name not in left)
+    reasons = (*left.items(), *large)
+    if reasons:
+        summary += f"; {len(reasons)} left in high precision"
     if _log.hasHandlers():
-        lines = [summary]
-        for reason, names in names_by_reason.items():
-            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-            lines.append(f"  left in high precision: {', '.join(names[:4])}{more}: {reason}")
+        lines = [summary, *(f"  {text}: {_names(names)}" for text, names in by_text.items())]
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in reasons:
+            by_reason.setdefault(reason, []).append(name)
+        for reason, names_left in by_reason.items():
+            lines.append(f"  left in high precision: {_names(names_left)}: {reason}")
         _log.info("%s", "\n".join(lines))
     elif _log.level <= logging.INFO and _rank() == 0:
         print(f"fp8rs: {summary}", file=sys.stderr)
+
+
+def _names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more
 
 
 def _rank() -> int:

@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from fp8rs.fsdp.float8_param import Float8ParamHandle
 
 
-def check_weight(layer: nn.Linear, name: str, recipe: Recipe, fp8_weights: bool) -> None:
-    """Check that a layer's weight can be converted, without changing it.
+def check_weight(
+    module: nn.Module, parameter: str, name: str, recipe: Recipe, fp8_weights: bool
+) -> None:
+    """Check that a weight can be converted, without changing it.
 
     Args:
-        layer: the layer.
-        name: its name, for messages.
+        module: the module of the weight.
+        parameter: the name of the weight in the module.
+        name: the module's name, for messages.
         recipe: the recipe to convert to.
         fp8_weights: whether weights become FP8.
 
@@ -30,7 +33,8 @@ def check_weight(layer: nn.Linear, name: str, recipe: Recipe, fp8_weights: bool)
         ValueError: the weight is FP8 in another format, and would not be quantized again.
         RuntimeError: the weight would become FP8, but a graph or a weak reference holds its tensor.
     """
-    weight = layer.weight
+    weight = module._parameters[parameter]
+    assert weight is not None
     if has_format(weight, recipe):
         return
     if fp8_weights:
@@ -38,14 +42,14 @@ def check_weight(layer: nn.Linear, name: str, recipe: Recipe, fp8_weights: bool)
             check_can_become(weight)
         except RuntimeError as error:
             raise RuntimeError(
-                f"the weight of {name} cannot become FP8 in place while something holds its tensor "
-                "(a graph that has not been freed, or a weak reference). Convert the model before "
-                f"training with it. Found: {error}"
+                f"the {parameter} of {name} cannot become FP8 in place while something holds its "
+                "tensor (a graph that has not been freed, or a weak reference). Convert the model "
+                f"before training with it. Found: {error}"
             ) from error
     elif isinstance(weight, QuantizedTensor):
         raise ValueError(
-            f"the weight of {name} is already FP8, in format {weight.format.name!r}, but weights "
-            f"of recipe {recipe.name!r} have another format. To quantize it again, pass "
+            f"the {parameter} of {name} is already FP8, in format {weight.format.name!r}, but "
+            f"weights of recipe {recipe.name!r} have another format. To quantize it again, pass "
             "fp8_weights=True"
         )
 

@@ -28,13 +28,14 @@ def quantized_init(
     filter_fqns: Iterable[str] = (),
     amax_reduction_group: Any = None,
 ) -> Iterator[None]:
-    """Context manager in which linear layers are built with FP8 weights and train in FP8.
+    """Context manager in which layers and experts are built with FP8 weights and train in FP8.
 
     A layer's weight is quantized when the layer is registered on another module, so that at most
-    one layer is in high precision at a time. With a filter, weights are quantized at exit, when
-    names are known. At exit, each outermost module that was built is converted by
-    ``convert_to_float8_training(..., fp8_weights=True)``. Modules may be built on the meta device.
-    Materialize them with ``to_empty``, then call ``reset_parameters`` or load a state dict.
+    one layer is in high precision at a time. Experts are quantized at exit, and so are all weights
+    if there is a filter, because names are known then. At exit, each outermost module that was
+    built is converted by ``convert_to_float8_training(..., fp8_weights=True)``. Modules may be
+    built on the meta device. Materialize them with ``to_empty``, then call ``reset_parameters`` or
+    load a state dict.
 
     Args:
         recipe: a recipe or its short name.

@@ -117,13 +117,14 @@ def select(
     filter_fqns = tuple(filter_fqns)
     linears = {n: m for n, m in root.named_modules() if isinstance(m, nn.Linear)}
     found = Selection()
-    unused = [part for part in filter_fqns if not any(part in name for name in linears)]
+    filtered = (*linears, *(n for n, p in root.named_parameters() if is_batch(p)))
+    unused = [part for part in filter_fqns if not any(part in name for name in filtered)]
     if unused:
         found.unused.append(
-            f"filter_fqns has {', '.join(map(repr, unused))}, but no linear layer has that in its "
-            "name"
+            f"filter_fqns has {', '.join(map(repr, unused))}, but no linear layer and no parameter "
+            "of experts has that in its name"
         )
-    sharded, names = _sharded_prefixes(root), _parameter_names(root)
+    sharded, names = sharded_prefixes(root), parameter_names(root)
     torchao = []
     for name, layer in linears.items():
         if any(part in name for part in filter_fqns):
@@ -198,16 +199,25 @@ def _check_whole(layers: Iterable[tuple[str, nn.Linear]]) -> None:
                 )
 
 
+def is_batch(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has the shape of a batch of matrices."""
+    return not nn.parameter.is_lazy(parameter) and parameter.dim() > 2
+
+
 def large_3d(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return names and values of large 3-D parameters, which are probably experts."""
+    """Return names and values of large 3-D parameters in high precision, maybe of experts."""
     return [
-        (name, p)
-        for name, p in root.named_parameters()
-        if not nn.parameter.is_lazy(p) and p.dim() == 3 and p.numel() >= _LARGE
+        (f"{prefix}.{name}".lstrip("."), p)
+        for prefix, module in root.named_modules()
+        for name, p in module.named_parameters(recurse=False)
+        if is_batch(p)
+        and p.dim() == 3
+        and p.numel() >= _LARGE
+        and name not in getattr(module, "_fp8_params", ())
     ]
 
 
-def _parameter_names(root: nn.Module) -> dict[int, list[str]]:
+def parameter_names(root: nn.Module) -> dict[int, list[str]]:
     """Return the names of each parameter by id, with one name per module that holds it."""
     names: dict[int, list[str]] = {}
     for prefix, module in root.named_modules():  # yields each module once
@@ -216,7 +226,7 @@ def _parameter_names(root: nn.Module) -> dict[int, list[str]]:
     return names
 
 
-def _sharded_prefixes(root: nn.Module) -> tuple[str, ...]:
+def sharded_prefixes(root: nn.Module) -> tuple[str, ...]:
     """Return prefixes of the names of layers inside modules that ``fully_shard`` was called on."""
     return tuple(
         f"{name}." if name else ""

@@ -17,18 +17,15 @@ from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.models.common.decoder_sharding import dense_param_placement
 
 from fp8rs.convert import convert_to_float8_training
-from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.recipes import resolve_recipe
 
 __all__ = ["Float8Converter"]
 
 
 class Float8Converter(QuantizationConverter):
-    """Converts the linear layers of a torchtitan model to FP8.
+    """Converts the linear layers and the experts of a torchtitan model to FP8.
 
-    Experts (``GroupedExperts``) are 3-D parameters and stay in high precision. The conversion logs
-    their names (logger "fp8rs", level INFO). Layers that torchtitan's LoRAConverter wraps override
-    forward, so they stay in high precision too.
+    Layers that torchtitan's LoRAConverter wraps override forward, so they stay in high precision.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -37,13 +34,16 @@ class Float8Converter(QuantizationConverter):
 
         Attributes:
             recipe: a recipe's short name, or a recipe.
-            filter_fqns: layers whose name contains one of these strings stay in high precision.
+            filter_fqns: layers, and weights of experts, whose name contains one of these strings
+                stay in high precision.
             enable_fsdp_float8_all_gather: quantize weights before FSDP2 gathers them.
+            experts: "auto", "fp8", "gather" or "off".
         """
 
         recipe: Any = "current"
         filter_fqns: list[str] = field(default_factory=list)
         enable_fsdp_float8_all_gather: bool = True
+        experts: str = "auto"
 
     def __init__(self, config: Config) -> None:
         resolve_recipe(config.recipe)  # raises now rather than when the model is built
@@ -104,9 +104,10 @@ def _converted_kind(kind: type) -> Any:
                 recipe=self.fp8rs.recipe,
                 filter_fqns=self.fp8rs.filter_fqns,
                 enable_fsdp_float8_all_gather=self.fp8rs.enable_fsdp_float8_all_gather,
+                experts=self.fp8rs.experts,
             )
             for module in model.modules():
-                if isinstance(module, Float8Linear):
+                if hasattr(module, "_fp8_params"):
                     _place_buffers(module)
             return model
 

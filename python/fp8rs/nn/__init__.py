@@ -1,6 +1,8 @@
 """Modules whose GEMMs run on FP8 operands."""
 
+from . import functional
 from .attention import MultiheadAttention, rotary_pos_emb
+from .grouped_linear import GroupedLinear
 from .linear import Float8Linear, Linear
 from .names import load_transformer_layer
 from .normalized import LayerNormLinear, LayerNormMLP
@@ -8,11 +10,13 @@ from .transformer import TransformerLayer
 
 __all__ = [
     "Float8Linear",
+    "GroupedLinear",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
     "MultiheadAttention",
     "TransformerLayer",
+    "functional",
     "load_transformer_layer",
     "rotary_pos_emb",
 ]

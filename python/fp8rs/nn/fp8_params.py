@@ -7,6 +7,7 @@ forward, which must accept the gathered `fp8rs.tensor.quantized.QuantizedTensor`
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cache
@@ -62,11 +63,30 @@ class Float8Params(nn.Module):
 
 
 @cache
-def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Float8{kind.__name__}", (Float8Params, kind), {"__module__": kind.__module__})
+def _class_of(mixin: Any, kind: Any) -> type[nn.Module]:
+    namespace = {"__module__": kind.__module__, "_fp8_kinds": (mixin, kind)}
+    found = type(f"Float8{kind.__name__}", (mixin, kind), namespace)
+    copyreg.pickle(found, _reduce)
+    return found
 
 
-def add_fp8_params(module: nn.Module, names: Sequence[str], state: ModelState, fqn: str) -> None:
+def _reduce(module: Any) -> Any:
+    """Pickle a module whose class was created at run time."""
+    return _blank, type(module).__dict__["_fp8_kinds"], module.__dict__
+
+
+def _blank(mixin: Any, kind: Any) -> nn.Module:
+    """Create a module without state, for pickle and copy."""
+    return object.__new__(_class_of(mixin, kind))
+
+
+def add_fp8_params(
+    module: nn.Module,
+    names: Sequence[str],
+    state: ModelState,
+    fqn: str,
+    mixin: type[Float8Params] = Float8Params,
+) -> None:
     """Make FSDP2 gather parameters of a module in FP8.
 
     Call it before ``fully_shard``. A parameter in high precision is quantized for each all-gather.
@@ -78,10 +98,12 @@ def add_fp8_params(module: nn.Module, names: Sequence[str], state: ModelState, f
         names: names of its parameters (N, K), (E, N, K) or (E, \\*, N, K).
         state: the state of the converted model, whose root contains the module.
         fqn: the module's fully qualified name, for messages.
+        mixin: the class that the subclass also inherits from.
     """
     parameters = [module.get_parameter(name) for name in names]
     kind: Any = type(module)
-    module.__class__ = _class_of(kind)
+    own: Any = mixin
+    module.__class__ = _class_of(own, kind)
     converted: Any = module
     converted._fp8_state = state
     converted._fp8_index = state.add_linear(module, fqn)

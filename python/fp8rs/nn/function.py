@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fp8rs._torch import gradients_needed, is_traced
+from fp8rs._torch import dispatch_when_traced, gradients_needed, is_traced
 from fp8rs.gemm.operands import contracted_multiple, dgrad_column_scale, dgrad_operand
 from fp8rs.gemm.table import scaled_mm
 from fp8rs.ops.inductor import fuse_maxima
@@ -24,6 +24,7 @@ from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes
 
+from .grouped import gated_mlp, grouped
 from .input_cache import input_token, this_thread
 from .observe import OperandStats
 from .spec import GRAD, INPUT, WEIGHT, LinearSpec, spec_for
@@ -84,11 +85,13 @@ def linear(
 
 @functools.cache
 def prepare_compilers() -> None:
-    """Allow compilers to put `linear` into graphs, and Inductor to fuse quantization.
+    """Allow compilers to put the layers' functions into graphs, and Inductor to fuse quantization.
 
     Called when a layer is created, because it imports both, which takes two seconds.
     """
-    torch.compiler.allow_in_graph(linear)
+    for function in (linear, grouped, gated_mlp):
+        torch.compiler.allow_in_graph(function)
+    dispatch_when_traced(torch._grouped_mm)  # for `fp8rs.nn.experts.GroupedGemms`
     fuse_maxima()
 
 

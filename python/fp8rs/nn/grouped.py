@@ -1,58 +1,139 @@
-"""The grouped linear layer of mixture-of-experts models, as a function of tensors.
+"""The grouped linear layer of mixture-of-experts models, as pure functions of tensors and one key.
 
     y[i] = x[i] @ weight[g].T + bias[g]    for each row i of group g
 
-Rows of one group are consecutive. Activations and gradients are quantized with a scale per row for
-forward and dgrad, and with a scale per column of each group for wgrad. A weight has one scale per
-expert. Codes are E4M3, because grouped FP8 GEMMs on Hopper support no other format.
+Rows of one group are consecutive. With FP8 GEMMs, inputs and gradients are quantized with a scale
+per row for forward and dgrad, and with a scale per column of each group for wgrad. A weight has one
+scale per expert, or one per row with a rowwise recipe. Codes are E4M3, because grouped FP8 GEMMs on
+Hopper support no other format. A gathered weight's codes are used as they are.
+
+Otherwise the GEMMs run in the dtype of ``x`` on the dequantized weight. This is the case for
+recipes whose weights have blocks or are MXFP8, and on GPUs other than Hopper.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from fp8rs._torch import gradients_needed
-from fp8rs.gemm.grouped import ALIGNMENT, MAX_GROUPS, grouped_mm, grouped_wgrad
+from fp8rs._torch import gradients_needed, is_traced
+from fp8rs.gemm.grouped import (
+    ALIGNMENT,
+    MAX_GROUPS,
+    grouped_mm,
+    grouped_mm_plain,
+    grouped_wgrad,
+    has_grouped_gemm,
+)
 from fp8rs.tensor.formats import INPUT_DTYPES
+from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.spec import QuantSpec, quantize_planes
+
+from .spec import GroupedSpec, grouped_spec_for
 
 _E4M3 = torch.float8_e4m3fn
 _group_bounds = torch.ops.fp8rs.group_bounds.default
+_quantize_gated = torch.ops.fp8rs.quantize_gated.default
 _quantize_groups = torch.ops.fp8rs.quantize_groups.default
-_quantize_current = torch.ops.fp8rs.quantize_current.default
 _transpose = torch.ops.fp8rs.transpose.default
 
 
-def grouped_linear(
-    x: Tensor, weight: Tensor, offs: Tensor, *, bias: Tensor | None = None
+def grouped(
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    bias: Tensor | None,
+    key: str,
+    transposed: bool = False,
+    fp8_gemms: bool = True,
+    zero_tail: bool = True,
 ) -> Tensor:
-    """Multiply each group of rows by the transpose of its own matrix, on FP8 operands.
+    """Compute the grouped linear layer. Differentiable once.
 
     Args:
         x: (rows, in), float32, bfloat16 or float16.
-        weight: (experts, out, in), with the dtype of ``x``. ``in`` and ``out`` are multiples of 16.
-        offs: int32 (experts,), the row after the last one of each group. Rows after the last group
-            give 0 and receive no gradient.
-        bias: (experts, out) or None.
+        weight: (E, out, in) or (E, \\*, in), in high precision or a QuantizedTensor, as it is
+            stored. If ``transposed``, (E, in, out).
+        offs: int32 (E,), the row after the last one of each group.
+        bias: (E, out) or None.
+        key: the key of a recipe (`fp8rs.nn.spec.register`).
+        transposed: whether the matrices are stored transposed.
+        fp8_gemms: whether the GEMMs run on FP8 operands, if recipe and device have such GEMMs.
+        zero_tail: whether rows after the last group are 0 in the output and in the gradient of
+            ``x``. Otherwise they may have any value on CUDA.
 
     Returns:
         (rows, out), with the dtype of ``x``.
+    """
+    how = _How(grouped_spec_for(key), transposed, zero_tail)
+    run = _Grouped if fp8_gemms and _has_fp8_gemms(how.spec, weight) else _GroupedPlain
+    y: Tensor = run.apply(x, weight, offs, bias, how)
+    return y
+
+
+def gated_mlp(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    index: Tensor,
+    places: Tensor,
+    offs: Tensor,
+    activation: str,
+    key: str,
+    zero_tail: bool,
+) -> Tensor:
+    """Compute the gated MLP of each token's experts on FP8 operands. Differentiable once.
+
+    Each token is quantized once for the first GEMM, and its codes are copied to its rows. The
+    permuted tokens never exist in high precision. The activation is quantized as it is computed. On
+    devices without FP8 GEMMs, all of this is in the dtype of ``x``.
+
+    Args:
+        x: the tokens (T, H), float32, bfloat16 or float16.
+        gate_up: (E, 2 * I, H), the gate's rows first, with one scale per expert.
+        down: (E, H, I), with one scale per expert.
+        index: int32 (rows,), the token of each row. Rows are sorted by expert.
+        places: (T, k), the rows of each token.
+        offs: int32 (E,), the row after the last one of each expert.
+        activation: "silu" or "gelu_tanh".
+        key: the key of a recipe.
+        zero_tail: as for :func:`grouped`.
+
+    Returns:
+        (rows, H), with the dtype of ``x``.
+    """
+    how = _How(grouped_spec_for(key), False, zero_tail)
+    if all(_has_fp8_gemms(how.spec, weight) for weight in (gate_up, down)):
+        y: Tensor = _GatedMlp.apply(x, gate_up, down, index, places, offs, activation, how)
+        return y
+    h: Tensor = _GroupedPlain.apply(x.index_select(0, index), gate_up, offs, None, how)
+    gate, up = h.chunk(2, -1)
+    gate = (
+        functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
+    )
+    rows: Tensor = _GroupedPlain.apply(gate * up, down, offs, None, how)
+    return rows
+
+
+def check(
+    x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None, transposed: bool = False
+) -> None:
+    """Check the arguments of :func:`grouped`.
 
     Raises:
-        ValueError: a shape does not fit. On the CPU also if ``offs`` decreases or exceeds the rows.
+        ValueError: a shape or device does not fit. For CPU tensors also if ``offs`` decreases or
+            exceeds the rows.
         TypeError: a dtype is not supported.
     """
-    _check(x, weight, offs, bias)
-    out: Tensor = _Grouped.apply(x, weight, offs, bias)
-    return out
-
-
-def _check(x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None) -> None:
-    if weight.dim() != 3:
+    if weight.dim() < 3:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be (experts, out, in)")
-    experts, n, k = weight.shape
+    experts, n, k = weight.shape[0], prod(weight.shape[1:-1]), weight.shape[-1]
+    if transposed:
+        n, k = k, n
     if x.dim() != 2 or x.shape[1] != k:
         raise ValueError(f"x has shape {tuple(x.shape)}; it must be (rows, {k}) for the weight")
     if n % ALIGNMENT or k % ALIGNMENT:
@@ -67,14 +148,14 @@ def _check(x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None) -> None
         raise TypeError(f"offs is {offs.dtype}; it must be torch.int32")
     if x.dtype not in INPUT_DTYPES:
         raise TypeError(f"x is {x.dtype}; it must be float32, bfloat16 or float16")
-    if weight.dtype != x.dtype:
+    if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
         raise TypeError(f"weight is {weight.dtype} and x is {x.dtype}: both must have one dtype")
     if bias is not None and bias.shape != (experts, n):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be ({experts}, {n})")
     for name, other in (("weight", weight), ("offs", offs), ("bias", bias)):
         if other is not None and other.device != x.device:
             raise ValueError(f"{name} is on {other.device} and x is on {x.device}")
-    if offs.is_cpu and not torch.compiler.is_compiling():
+    if offs.is_cpu and not torch.compiler.is_compiling() and not is_traced(offs):
         ends = [0, *offs.tolist(), x.shape[0]]
         if ends != sorted(ends):
             raise ValueError(
@@ -82,45 +163,327 @@ def _check(x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None) -> None
             )
 
 
+class _How(NamedTuple):
+    """The arguments of an autograd Function that are not tensors."""
+
+    spec: GroupedSpec
+    transposed: bool
+    zero_tail: bool
+
+
+# --- operands ------------------------------------------------------------------------------------
+
+
+def _has_fp8_gemms(spec: GroupedSpec, weight: Tensor) -> bool:
+    """Whether FP8 GEMMs read codes in the format of a weight, on its device."""
+    of = weight if isinstance(weight, QuantizedTensor) else spec.weight
+    format, dtype = of.format, of.fp8_dtype
+    known = (format.per_tensor or format.per_row) and not format.microscaled and dtype == _E4M3
+    return known and has_grouped_gemm(weight.device)
+
+
+class _Operand(NamedTuple):
+    """A weight as an operand of a GEMM.
+
+    Attributes:
+        codes: (E, n, k), contiguous.
+        scale: fp32 (E, n) or (E, 1).
+        factors: fp32 (E, k) by which the columns of the other operand are multiplied, or None.
+        known: the scales as quantized.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    factors: Tensor | None
+    known: Tensor
+
+
+def _operand(
+    spec: QuantSpec,
+    weight: Tensor,
+    turned: bool,
+    known: Tensor | None = None,
+    after: Tensor | None = None,
+) -> _Operand:
+    """Return a weight, or its transpose, as an operand.
+
+    If the weight has a scale per row, the GEMM with the transpose contracts over these rows. Their
+    scales are multiplied into the other operand.
+
+    Args:
+        spec: how a high-precision weight is quantized.
+        weight: as it is stored.
+        turned: whether the transpose is requested.
+        known: the scales of a weight that was quantized before, for one scale per expert.
+        after: a tensor that a compiler must have before this is computed.
+    """
+    if isinstance(weight, QuantizedTensor):
+        plane = weight.plane("rowwise", "a grouped GEMM")
+        if not torch.compiler.is_compiling():
+            plane.check_live(f"the gathered weight of experts, {tuple(weight.shape)},")
+    else:
+        values = weight if weight.dim() == 3 else weight.flatten(1, -2)
+        directly = turned and spec.format.per_tensor
+        if not spec.format.per_tensor:
+            known = None
+        row, col = quantize_planes(spec, values, not directly, directly, scale=known, after=after)
+        if directly:
+            assert col is not None
+            return _Operand(col.data, col.scale.view(-1, 1), None, col.scale)
+        assert row is not None
+        plane = row
+    codes, scale = plane.matrix, plane.scale
+    per_row = scale.view(codes.shape[0], -1)
+    if not turned:
+        return _Operand(codes.contiguous(), per_row, None, scale)
+    codes = _transpose(codes.contiguous(), after, True)
+    if plane.format.per_tensor:
+        return _Operand(codes, per_row, None, scale)
+    return _Operand(codes, per_row.new_ones(per_row.shape[0], 1), per_row, scale)
+
+
+class _Codes(NamedTuple):
+    """Rows quantized in one or both directions."""
+
+    row: Tensor
+    row_scale: Tensor
+    col: Tensor
+    col_scale: Tensor
+
+
+def _quantize(
+    spec: GroupedSpec,
+    x: Tensor,
+    bounds: tuple[Tensor, Tensor],
+    rowwise: bool,
+    columnwise: bool,
+    factors: Tensor | None = None,
+    index: Tensor | None = None,
+) -> _Codes:
+    """Quantize rows. ``factors`` are multiplied into the columns of the rowwise codes only."""
+
+    def run(x: Tensor, rowwise: bool, columnwise: bool) -> Any:
+        return _quantize_groups(
+            x, *bounds, _E4M3, rowwise, columnwise, index=index, **spec.scale_options
+        )
+
+    if factors is None or not rowwise:
+        return _Codes(*run(x, rowwise, columnwise))
+    group, _ = _groups(bounds[0], x.shape[0])
+    row, row_scale, _, _ = run(x * factors[group], True, False)
+    if not columnwise:
+        return _Codes(row, row_scale, row, row_scale)
+    return _Codes(row, row_scale, *run(x, False, True)[2:])
+
+
+class _Saved:
+    """A weight that the backward reads again.
+
+    Plain weights are saved by autograd. A gathered weight is not, because FSDP2 frees and refills
+    its planes.
+    """
+
+    __slots__ = ("gathered", "version")
+
+    def __init__(self, weight: Tensor) -> None:
+        self.gathered = weight if isinstance(weight, QuantizedTensor) else None
+        self.version = _version(weight)
+
+    @property
+    def plain(self) -> bool:
+        """Whether autograd saves the weight."""
+        return self.gathered is None
+
+    def read(self, saved: Tensor | None) -> Tensor:
+        """Return the weight. RuntimeError if a gathered weight was written since the forward."""
+        if self.gathered is None:
+            assert saved is not None
+            return saved
+        if _version(self.gathered) != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: the FP8 weight {tuple(self.gathered.shape)} of experts. Write "
+                "weights after the backward"
+            )
+        return self.gathered
+
+
+def _version(weight: Tensor) -> int | None:
+    return None if weight.is_inference() else weight._version
+
+
+# --- FP8 GEMMs -----------------------------------------------------------------------------------
+
+
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None, how: _How
+    ) -> Tensor:
         needs_x, needs_w = ctx.needs_input_grad[:2]
         ends, padded_ends, _ = _group_bounds(offs.contiguous(), x)
-        row, row_scale, col, col_scale = _quantize_groups(
-            x, ends, padded_ends, _E4M3, True, needs_w
-        )
-        codes, _, scale = _quantize_current(weight, _E4M3, True, False, batched=True)
-        y: Tensor = grouped_mm(row, row_scale, codes, _per_row(scale, codes), ends, x.dtype, True)
+        b = _operand(how.spec.weight, weight, how.transposed)
+        a = _quantize(how.spec, x, (ends, padded_ends), True, needs_w, b.factors)
+        y: Tensor = grouped_mm(a.row, a.row_scale, b.codes, b.scale, ends, x.dtype, how.zero_tail)
         if bias is not None:
-            y = y + _of_rows(bias, ends, x.shape[0])
-        saved = (col, col_scale) if needs_w else (None, None)
-        ctx.save_for_backward(*saved, codes if needs_x else None, scale, ends, padded_ends)
-        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+            y = y + _of_rows(bias.to(y.dtype), ends, x.shape[0])
+        col = (a.col, a.col_scale) if needs_w else (None, None)
+        ctx.weight = _Saved(weight)
+        saved_weight = (weight, b.known) if needs_x and ctx.weight.plain else (None, None)
+        ctx.save_for_backward(*col, *saved_weight, ends, padded_ends)
+        ctx.rest = how, weight.shape, x.dtype, weight.dtype, None if bias is None else bias.dtype
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        col, col_scale, codes, scale, ends, padded_ends = ctx.saved_tensors
-        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        needs_x, needs_w, _, needs_bias = gradients_needed(ctx)
+        col, col_scale, weight, known, ends, padded_ends = ctx.saved_tensors
+        how, shape, x_dtype, weight_dtype, bias_dtype = ctx.rest
+        needs_x, needs_w, _, needs_bias, _ = gradients_needed(ctx)
         dx = dw = db = None
-        if needs_x or needs_w:
-            grads = _quantize_groups(dy, ends, padded_ends, _E4M3, needs_x, needs_w)
+        dy = dy.contiguous()
+        factors = None
         if needs_x:
-            turned = _transpose(codes, batched=True)
-            per_row = _per_row(scale, turned)
-            dx = grouped_mm(grads[0], grads[1], turned, per_row, ends, x_dtype, True)
+            weight = ctx.weight.read(weight)
+            b = _operand(how.spec.weight, weight, not how.transposed, known, dy)
+            factors = b.factors
+        if needs_x or needs_w:
+            bounds = ends, padded_ends
+            grads = _quantize(how.spec, dy, bounds, needs_x, needs_w, factors)
+        if needs_x:
+            dx = grouped_mm(
+                grads.row, grads.row_scale, b.codes, b.scale, ends, x_dtype, how.zero_tail
+            )
         if needs_w:
-            dw = grouped_wgrad(grads[2], grads[3], col, col_scale, padded_ends, weight_dtype, True)
+            pair = (grads.col, grads.col_scale), (col, col_scale)
+            left, right = pair[::-1] if how.transposed else pair
+            dw = grouped_wgrad(*left, *right, padded_ends, weight_dtype).view(shape)
         if needs_bias:
             db = _sums(dy, ends, bias_dtype)
-        return dx, dw, None, db
+        return dx, dw, None, db, None
 
 
-def _per_row(scale: Tensor, codes: Tensor) -> Tensor:
-    """Expand scales (experts,) to the rows of the matrices."""
-    return scale.view(-1, 1).expand(codes.shape[0], codes.shape[1]).contiguous()
+class _GatedMlp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        index: Tensor,
+        places: Tensor,
+        offs: Tensor,
+        activation: str,
+        how: _How,
+    ) -> Tensor:
+        _, needs_gate_up, needs_down = ctx.needs_input_grad[:3]
+        spec = how.spec
+        # The bounds depend on the number of rows only, which `index` has too.
+        ends, padded_ends, _ = _group_bounds(offs.contiguous(), index)
+        bounds = ends, padded_ends
+        a = _quantize(spec, x, bounds, True, needs_gate_up, index=index)
+        b = _operand(spec.weight, gate_up, False)
+        h = grouped_mm(a.row, a.row_scale, b.codes, b.scale, ends, x.dtype, False)
+        g = _Codes(
+            *_quantize_gated(h, *bounds, activation, _E4M3, True, needs_down, **spec.scale_options)
+        )
+        c = _operand(spec.weight, down, False)
+        y: Tensor = grouped_mm(g.row, g.row_scale, c.codes, c.scale, ends, x.dtype, how.zero_tail)
+        if any(ctx.needs_input_grad):
+            ctx.weights = _Saved(gate_up), _Saved(down)
+            first = (gate_up, b.known) if ctx.weights[0].plain else (None, None)
+            second = (down, c.known) if ctx.weights[1].plain else (None, None)
+            ctx.save_for_backward(
+                *((a.col, a.col_scale) if needs_gate_up else (None, None)),
+                *((g.col, g.col_scale) if needs_down else (None, None)),
+                *(h, *first, *second, places, ends, padded_ends),
+            )
+            ctx.rest = how, activation, x.dtype, (gate_up.dtype, down.dtype)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        how, activation, x_dtype, weight_dtypes = ctx.rest
+        x_col, x_scale, g_col, g_scale, h, *weights, places, ends, padded_ends = ctx.saved_tensors
+        gate_up, gate_up_known, down, down_known = weights
+        needs_x, needs_gate_up, needs_down, *_ = gradients_needed(ctx)
+        spec, bounds = how.spec, (ends, padded_ends)
+        dx = d_gate_up = d_down = None
+        dy = dy.contiguous()
+        before = needs_x or needs_gate_up
+        grads = _quantize(spec, dy, bounds, before, needs_down)
+        if needs_down:
+            d_down = grouped_wgrad(
+                grads.col, grads.col_scale, g_col, g_scale, padded_ends, weight_dtypes[1]
+            )
+        if before:
+            c = _operand(spec.weight, ctx.weights[1].read(down), True, down_known, dy)
+            dg = grouped_mm(grads.row, grads.row_scale, c.codes, c.scale, ends, h.dtype, False)
+            options = spec.scale_options
+            dh = _Codes(
+                *_quantize_gated(
+                    h, *bounds, activation, _E4M3, needs_x, needs_gate_up, dy=dg, **options
+                )
+            )
+        if needs_gate_up:
+            d_gate_up = grouped_wgrad(
+                dh.col, dh.col_scale, x_col, x_scale, padded_ends, weight_dtypes[0]
+            )
+        if needs_x:
+            b = _operand(spec.weight, ctx.weights[0].read(gate_up), True, gate_up_known, dy)
+            rows = grouped_mm(dh.row, dh.row_scale, b.codes, b.scale, ends, x_dtype, how.zero_tail)
+            dx = rows[places].sum(1)
+        return dx, d_gate_up, d_down, *[None] * 5
+
+
+# --- GEMMs in high precision ---------------------------------------------------------------------
+
+
+class _GroupedPlain(torch.autograd.Function):
+    """GEMMs on the dequantized weight, which is not kept for the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None, how: _How
+    ) -> Tensor:
+        needs_x, needs_w = ctx.needs_input_grad[:2]
+        ends, _, _ = _group_bounds(offs.contiguous(), x)
+        values = _values(weight, x.dtype)
+        b = values if how.transposed else values.transpose(-2, -1)
+        y: Tensor = grouped_mm_plain(x, b, ends, how.zero_tail)
+        if bias is not None:
+            y = y + _of_rows(bias.to(y.dtype), ends, x.shape[0])
+        ctx.weight = _Saved(weight)
+        saved_weight = weight if needs_x and ctx.weight.plain else None
+        ctx.save_for_backward(x if needs_w else None, saved_weight, ends)
+        ctx.rest = how, weight.shape, weight.dtype, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, ends = ctx.saved_tensors
+        how, shape, weight_dtype, bias_dtype = ctx.rest
+        needs_x, needs_w, _, needs_bias, _ = gradients_needed(ctx)
+        dx = dw = db = None
+        dy = dy.contiguous()
+        if needs_x:
+            values = _values(ctx.weight.read(weight), dy.dtype)
+            b = values.transpose(-2, -1) if how.transposed else values
+            dx = grouped_mm_plain(dy, b, ends, how.zero_tail)
+        if needs_w:
+            left, right = (x, dy) if how.transposed else (dy, x)
+            dw = grouped_mm_plain(left.t(), right, ends, False).to(weight_dtype).view(shape)
+        if needs_bias:
+            db = _sums(dy, ends, bias_dtype)
+        return dx, dw, None, db, None
+
+
+def _values(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values of a weight as (E, rows, cols)."""
+    values = weight.dequantize(dtype) if isinstance(weight, QuantizedTensor) else weight.to(dtype)
+    return values if values.dim() == 3 else values.flatten(1, -2)
+
+
+# --- biases --------------------------------------------------------------------------------------
 
 
 def _groups(ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:

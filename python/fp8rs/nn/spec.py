@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -77,3 +78,29 @@ def spec_for(key: str, device: torch.device) -> LinearSpec:
         recipe.delayed,
         recipe.save_input,
     )
+
+
+@dataclass(frozen=True)
+class GroupedSpec:
+    """How the operands of grouped GEMMs are quantized.
+
+    Args:
+        weight: the quantization of weights.
+        power_2_scale, amax_epsilon: options of the scales of inputs and gradients.
+    """
+
+    weight: QuantSpec
+    power_2_scale: bool
+    amax_epsilon: float
+
+    @property
+    def scale_options(self) -> dict[str, Any]:
+        """The options as arguments of ``fp8rs::quantize_groups``."""
+        return {"power_2_scale": self.power_2_scale, "amax_epsilon": self.amax_epsilon}
+
+
+@lru_cache(maxsize=256)
+def grouped_spec_for(key: str) -> GroupedSpec:
+    """Return the spec of a key for grouped GEMMs."""
+    recipe, _ = _RECIPES[key]
+    return GroupedSpec(quant_spec(recipe, "weight"), recipe.power_2_scale, recipe.amax_epsilon)

@@ -1,0 +1,174 @@
+"""Modules with weights of experts: how grouped GEMMs in their forward run on FP8 operands.
+
+Three kinds of modules are supported:
+
+- Experts of transformers 5 call `experts_forward`, which transformers finds in its registry.
+- `fp8rs.nn.GroupedLinear` calls `fp8rs.nn.grouped.grouped`.
+- Other modules call ``torch.nn.functional.grouped_mm`` or ``torch._grouped_mm``. `GroupedGemms`
+  replaces these calls while the module's forward runs.
+
+All other operators dequantize a gathered weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from fp8rs._torch import is_distributed
+from fp8rs.tensor.quantized import QuantizedTensor
+
+from .fp8_params import Float8Params
+from .functional import as_stored, cast_input, key_of, local_part
+from .grouped import check, gated_mlp, grouped
+
+
+class Float8Experts(Float8Params):
+    """Mixin of modules with weights of experts.
+
+    Attributes:
+        _fp8_gemms: whether grouped GEMMs run on FP8 operands, if recipe and device have such GEMMs.
+        _fp8_activation: the gated activation of experts of transformers that `gated_mlp` supports,
+            or None.
+    """
+
+    _fp8_gemms: bool
+    _fp8_activation: str | None = None
+
+
+class GroupedExperts(Float8Experts):
+    """Mixin of modules whose forward calls torch's grouped GEMMs."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward with other grouped GEMMs."""
+        with GroupedGemms(self._fp8_state.key, self._fp8_gemms):
+            return super().forward(*args, **kwargs)
+
+
+class GroupedGemms(TorchFunctionMode):
+    """Replaces torch's grouped GEMMs of rows and a weight (E, in, out).
+
+    Args:
+        key: the key of a recipe.
+        fp8_gemms: whether GEMMs run on FP8 operands. Otherwise only GEMMs with gathered weights are
+            replaced, to dequantize the weight again in the backward instead of saving it.
+    """
+
+    def __init__(self, key: str, fp8_gemms: bool) -> None:
+        super().__init__()
+        self.key, self.fp8_gemms = key, fp8_gemms
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (functional.grouped_mm, torch._grouped_mm):
+            return self.grouped_mm(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def grouped_mm(
+        self,
+        func: Any,
+        mat_a: Tensor,
+        mat_b: Tensor,
+        offs: Tensor | None = None,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Compute ``func`` of these arguments.
+
+        As in torch, rows after the last group are not written on CUDA.
+        """
+        of_weight = mat_a.dim() == 2 and mat_b.dim() == 3 and offs is not None and bias is None
+        local = self.fp8_gemms and not is_distributed(mat_b)
+        replaced = local or isinstance(mat_b, QuantizedTensor)
+        if not of_weight or not replaced or out_dtype not in (None, mat_a.dtype):
+            out: Tensor = func(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
+            return out
+        assert offs is not None
+        weight, transposed = as_stored(mat_b.transpose(-2, -1))
+        check(mat_a, weight, offs, None, transposed)
+        return grouped(mat_a, weight, offs, None, self.key, transposed, self.fp8_gemms, False)
+
+
+def experts_forward(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Compute the experts of transformers 5: an entry of its ``ALL_EXPERTS_FUNCTIONS``.
+
+    It supports what transformers' own ``grouped_mm`` supports: transposed weights, biases, gates of
+    any kind, and expert parallelism, where pairs of a token and an expert of another rank have the
+    id ``num_experts``. Modules that are not converted compute in high precision.
+
+    Args:
+        self: the module of experts.
+        hidden_states: (T, H).
+        top_k_index: (T, k), the experts of each token.
+        top_k_weights: (T, k).
+
+    Returns:
+        (T, H), with the dtype of ``hidden_states``.
+    """
+    fp8_gemms = getattr(self, "_fp8_gemms", False)
+    state = getattr(self, "_fp8_state", None)
+    key = key_of("current") if state is None else state.key
+    parallel, transposed = self._is_expert_parallel, self.is_transposed
+    name = "gate_up_proj" if self.has_gate else "up_proj"
+    up, down = local_part(getattr(self, name)), local_part(self.down_proj)
+    up_bias = down_bias = None
+    if self.has_bias:
+        up_bias, down_bias = (
+            local_part(getattr(self, f"{name}_bias")),
+            local_part(self.down_proj_bias),
+        )
+    x = _cast(hidden_states, up.dtype)
+    offs, rows, places = _route(top_k_index, up.shape[0])
+    if fp8_gemms and (activation := self._fp8_activation) is not None:
+        index = rows.to(torch.int32)
+        y = gated_mlp(x, up, down, index, places, offs, activation, key, parallel)
+    else:
+        h = grouped(x[rows], up, offs, up_bias, key, transposed, fp8_gemms, parallel)
+        h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
+        h = _cast(h, down.dtype)
+        y = grouped(h, down, offs, down_bias, key, transposed, fp8_gemms, parallel)
+    if self.has_post_expert_norm:
+        y = self.post_expert_norm(y)
+    y = (y[places] * top_k_weights.unsqueeze(-1)).sum(1)
+    return y.to(hidden_states.dtype)
+
+
+def _route(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort pairs of a token and an expert by expert.
+
+    Returns:
+        The offsets of experts, the token of each row, and the rows of each token (T, k). Rows of
+        experts that do not exist are the last ones.
+    """
+    ids, order = torch.sort(top_k_index.reshape(-1))
+    # histc takes integers on CUDA only. Unlike bincount, it does not synchronize.
+    counted = ids.int() if ids.is_cuda else ids.float()
+    counts = torch.histc(counted, bins=experts, min=0, max=experts - 1)
+    offs = torch.cumsum(counts, 0, dtype=torch.int32)
+    numbers = torch.arange(order.shape[0], device=order.device)
+    places = torch.empty_like(order).scatter_(0, order, numbers)
+    return offs, order // top_k_index.shape[-1], places.view(top_k_index.shape)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return cast_input(x) if torch.is_autocast_enabled(x.device.type) else x.to(dtype)
+
+
+def batched_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's own parameters that are batches of matrices."""
+    return {
+        name: p
+        for name, p in module._parameters.items()
+        if p is not None
+        and not nn.parameter.is_lazy(p)
+        and p.dim() > 2
+        and (p.is_floating_point() or isinstance(p, QuantizedTensor))
+    }

@@ -1,0 +1,107 @@
+"""Functions of tensors whose GEMMs run on FP8 operands."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8rs._torch import constant_when_traced, is_distributed
+from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
+from fp8rs.tensor.quantized import QuantizedTensor
+
+from .function import prepare_compilers
+from .grouped import check, grouped
+from .spec import register
+
+__all__ = ["grouped_linear"]
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    *,
+    bias: Tensor | None = None,
+    recipe: Recipe | RecipeName | None = None,
+) -> Tensor:
+    """Multiply each group of rows by the transpose of its own matrix, and add its own bias.
+
+    ``y[i] = x[i] @ weight[g].T + bias[g]`` for each row i of group g. Rows of one group are
+    consecutive. Groups may have any length, also 0.
+
+    The recipes "current", "delayed" and "rowwise" have FP8 GEMMs for forward, dgrad and wgrad on
+    GPUs of compute capability 9.0 (Hopper). On the CPU, operands are quantized in the same way. A
+    weight has one scale per expert, with "rowwise" one per row. Inputs and gradients have one scale
+    per row, which comes from the data also with "delayed". All codes are E4M3, and all GEMMs use
+    fast accumulation. On other GPUs, and with "block" and "mxfp8", the GEMMs run in the dtype of
+    ``x``.
+
+    A weight that FSDP2 gathered in FP8 is not quantized again: its codes are multiplied, or
+    dequantized for GEMMs in high precision.
+
+    Args:
+        x: (rows, in), float32, bfloat16 or float16. Under autocast, it is cast to autocast's dtype.
+        weight: (E, out, in) or (E, \\*, in), with the dtype of ``x``, or a quantized tensor, for
+            example the gathered weight of a converted module or ``to_local()`` of its DTensor.
+            ``in`` and ``out`` are multiples of 16, and E is less than 1,024. A transposed view of a
+            weight that is stored as (E, in, out) is quantized as it is stored.
+        offs: int32 (E,), the row after the last one of each group. Rows after the last group give 0
+            and receive no gradient. They are not read.
+        bias: (E, out) or None.
+        recipe: a recipe or its short name. The default is "current". For a quantized weight, the
+            weight's format decides.
+
+    Returns:
+        (rows, out), with the dtype of ``x``.
+
+    Raises:
+        ValueError: a shape or device does not fit. On the CPU also if ``offs`` decreases or exceeds
+            the number of rows. On CUDA, such offsets are replaced by the nearest valid ones.
+        TypeError: a dtype is not supported.
+    """
+    weight, transposed = as_stored(weight)
+    check(x, weight, offs, bias, transposed)
+    key = key_of("current" if recipe is None else recipe)
+    return grouped(cast_input(x), weight, offs, bias, key, transposed)
+
+
+@constant_when_traced
+def key_of(recipe: Recipe | RecipeName) -> str:
+    """Return the key of a recipe, by which graphs refer to it.
+
+    A compiler calls this before it traces `grouped`, which it then puts into the graph.
+    """
+    if torch.compiler.is_compiling():
+        prepare_compilers()
+    return _key_of(recipe)
+
+
+@lru_cache(maxsize=256)
+def _key_of(recipe: Recipe | RecipeName) -> str:
+    return register(resolve_recipe(recipe), None)
+
+
+def as_stored(weight: Tensor) -> tuple[Tensor, bool]:
+    """Return a weight (E, out, in) as it is stored, and whether that is (E, in, out)."""
+    if weight.dim() != 3:
+        return weight, False
+    if isinstance(weight, QuantizedTensor):
+        transposed = weight.rowwise is None and weight.columnwise is not None
+    else:
+        transposed = weight.stride(-1) != 1 and weight.stride(-2) == 1
+    return (weight.transpose(-2, -1), True) if transposed else (weight, False)
+
+
+def local_part(parameter: Any) -> Tensor:
+    """Return this rank's part of a parameter, for expert parallelism."""
+    local: Tensor = parameter.to_local() if is_distributed(parameter) else parameter
+    return local
+
+
+def cast_input(x: Tensor) -> Tensor:
+    """Return an input in autocast's dtype if autocast is enabled."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x

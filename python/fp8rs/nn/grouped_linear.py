@@ -1,0 +1,100 @@
+"""A grouped linear layer: one matrix for each expert of a mixture."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8rs.quantize.recipes import Recipe, RecipeName, describe, resolve_recipe
+
+from .function import prepare_compilers
+from .functional import cast_input, key_of, local_part
+from .grouped import check, grouped
+
+
+class GroupedLinear(nn.Module):
+    """Multiplies each group of rows by its own matrix: see `fp8rs.nn.functional.grouped_linear`.
+
+    The parameters are high-precision ones. ``fp8rs.convert_to_float8_training`` converts the layer
+    as it converts other experts, so that FSDP2 gathers the weight in FP8.
+
+    Args:
+        num_groups: the number of groups, fewer than 1,024.
+        in_features: size of each row of the input, a multiple of 16.
+        out_features: size of each row of the output, a multiple of 16.
+        bias: whether each group has a bias.
+        device: see torch.nn.Linear.
+        dtype: see torch.nn.Linear.
+        recipe: a recipe or its short name.
+
+    Attributes:
+        weight: (num_groups, out_features, in_features).
+        bias: (num_groups, out_features), or None.
+    """
+
+    bias: nn.Parameter | None
+    #: Whether GEMMs run on FP8 operands where recipe and device have such GEMMs.
+    _fp8_gemms = True
+    _fp8_state: Any
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: Recipe | RecipeName = "current",
+    ) -> None:
+        super().__init__()
+        self.num_groups, self.in_features = num_groups, in_features
+        self.out_features = out_features
+        self._recipe = resolve_recipe(recipe)
+        self._key = key_of(self._recipe)
+        prepare_compilers()
+        like = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty(num_groups, out_features, in_features, **like))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(num_groups, out_features, **like))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe for quantizing the operands."""
+        return self._recipe
+
+    def reset_parameters(self) -> None:
+        """Initialize each matrix and its bias like torch.nn.Linear."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, input: Tensor, offs: Tensor) -> Tensor:
+        """Map (rows, in_features) to (rows, out_features).
+
+        Args:
+            input: the rows. Rows of one group are consecutive.
+            offs: int32 (num_groups,), the row after the last one of each group.
+
+        Raises:
+            ValueError, TypeError: as for ``fp8rs.nn.functional.grouped_linear``.
+        """
+        weight = local_part(self.weight)
+        bias = None if self.bias is None else local_part(self.bias)
+        check(input, weight, offs, bias)
+        values = cast_input(input)
+        return grouped(values, weight, offs, bias, self._key, fp8_gemms=self._fp8_gemms)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_groups={self.num_groups}, in_features={self.in_features}, "
+            f"out_features={self.out_features}, bias={self.bias is not None}, "
+            f"recipe={describe(self.recipe)}"
+        )

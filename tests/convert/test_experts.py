@@ -1,0 +1,483 @@
+"""Which experts a conversion converts, with which GEMMs, and their training under FSDP2."""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn import functional as F
+
+import fp8rs
+import fp8rs.optim
+from distributed import ranks
+from distributed.collectives import Collectives
+from distributed.models import RECIPES
+from fp8rs.fsdp.master_weight import MasterWeight
+from fp8rs.fsdp.param import local_of
+from fp8rs.gemm.grouped import MEASURED, prefers_fp8
+from fp8rs.tensor.quantized import QuantizedTensor
+from internals import handle_of
+from language_models import mixture, train_on
+
+KINDS = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
+FP8_RECIPES = ["current", "delayed", "rowwise"]
+
+
+class Titan(nn.Module):
+    """Experts with the names and the method of torchtitan."""
+
+    def __init__(self, experts=4, hidden=64, width=48, dtype=None):
+        super().__init__()
+        self.w1_EFD = nn.Parameter(torch.randn(experts, width, hidden, dtype=dtype) / 8)
+        self.w2_EDF = nn.Parameter(torch.randn(experts, hidden, width, dtype=dtype) / 8)
+        self.w3_EFD = nn.Parameter(torch.randn(experts, width, hidden, dtype=dtype) / 8)
+
+    def forward(self, x, counts):
+        offs = torch.cumsum(counts, 0, dtype=torch.int32)
+        w1, w2, w3 = (
+            (w.to_local() if hasattr(w, "to_local") else w).bfloat16().transpose(-2, -1)
+            for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
+        )
+        h = F.silu(self._grouped_mm(A=x.bfloat16(), B_t=w1, offs=offs))
+        h = h * self._grouped_mm(A=x.bfloat16(), B_t=w3, offs=offs)
+        return self._grouped_mm(A=h, B_t=w2, offs=offs).type_as(x)
+
+    def _grouped_mm(self, *, A, B_t, offs):
+        return torch._grouped_mm(A, B_t, offs=offs)
+
+
+class Unknown(nn.Module):
+    """A module with a batch of matrices that is not known to have experts."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.batch = nn.Parameter(torch.randn(*(shape or (4, 32, 64))))
+        self.convolution = nn.Conv1d(32, 32, 16)
+        self.head = nn.Linear(32, 32)
+
+
+def convert(model, **options):
+    return fp8rs.convert_to_float8_training(model, **options)
+
+
+def converted(model):
+    """The converted weights of experts, and whether their GEMMs are FP8."""
+    return {
+        f"{n}.{name}".lstrip("."): m._fp8_gemms
+        for n, m in model.named_modules()
+        if hasattr(m, "_fp8_gemms")
+        for name in m._fp8_params
+    }
+
+
+@pytest.mark.parametrize("mode", ["fp8", "gather", "off"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_of_transformers_are_converted(kind, mode):
+    model = convert(mixture(kind), experts=mode)
+    batches = [n for n, p in model.named_parameters() if p.dim() == 3]
+    assert batches
+    assert converted(model) == ({} if mode == "off" else dict.fromkeys(batches, mode == "fp8"))
+    layer = model.model.layers[-1].mlp.experts
+    used = layer.config._experts_implementation
+    assert used == ("grouped_mm" if mode == "off" else "fp8rs")
+    assert "fp8rs" not in model.config.to_json_string(use_diff=False)
+
+
+def test_auto_converts_known_experts_only():
+    model = nn.ModuleDict({"titan": Titan(), "unknown": Unknown()})
+    model["grouped"] = fp8rs.nn.GroupedLinear(4, 32, 32)
+    convert(model)
+    names = [f"titan.{n}" for n in ("w1_EFD", "w2_EDF", "w3_EFD")]
+    assert converted(model) == dict.fromkeys([*names, "grouped.weight"], False)
+    model = convert(nn.ModuleDict({"unknown": Unknown()}), experts="fp8")
+    assert converted(model) == {"unknown.batch": True}
+
+
+def test_auto_chooses_the_gemms_by_size():
+    shapes = {"mixtral": MEASURED[:2], "qwen3": MEASURED[3:]}
+    for name, rows in shapes.items():
+        assert prefers_fp8([row[1:3] for row in rows]) == (name == "mixtral")
+    for recipe, fp8 in (("current", True), ("rowwise", True), ("block", False), ("mxfp8", False)):
+        with torch.device("meta"):
+            model = Titan(experts=2, hidden=4096, width=14336)
+        assert set(converted(convert(model, recipe=recipe)).values()) == {fp8}
+        with torch.device("meta"):
+            model = Titan(experts=2, hidden=2048, width=768)
+        assert set(converted(convert(model, recipe=recipe)).values()) == {False}
+
+
+def test_filter_fqns_match_names_of_parameters(caplog):
+    model = mixture("mixtral")
+    with caplog.at_level(logging.INFO, "fp8rs"):
+        convert(model, filter_fqns=["layers.0.mlp.experts.down_proj", "lm_head"], experts="fp8")
+    layers = [f"model.layers.{i}.mlp.experts." for i in range(2)]
+    # A module with a weight in high precision has all GEMMs in high precision.
+    assert converted(model) == {
+        layers[0] + "gate_up_proj": False,
+        layers[1] + "gate_up_proj": True,
+        layers[1] + "down_proj": True,
+    }
+    text = caplog.text
+    assert "and 3 weights of experts converted" in text
+    assert f"experts gathered in FP8, with GEMMs in high precision: {layers[0]}gate_up_proj" in text
+    assert f"lm_head, {layers[0]}down_proj: named by filter_fqns" in text
+    assert train_on(torch.arange(64).view(2, 32), model, 1)
+
+
+def test_a_name_that_matches_nothing_is_a_warning():
+    with pytest.warns(
+        UserWarning, match=r"'none', but no linear layer and no parameter of experts"
+    ):
+        convert(mixture("mixtral"), filter_fqns=["down_proj", "none"])
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (Titan, {"experts": "some"}, r"experts must be one of 'auto', .*, not 'some'"),
+        (Titan, {"experts": "fp8", "recipe": "mxfp8"}, "experts='fp8' requires a recipe .*'mxfp8'"),
+        (
+            lambda: Unknown(4, 40, 64),
+            {"experts": "fp8"},
+            r"the root: batch has matrices of 40 x 64",
+        ),
+        (lambda: Unknown(1024, 16, 16), {"experts": "fp8"}, r"batch has 1024 experts"),
+        (
+            lambda: fp8rs.nn.GroupedLinear(2, 16, 16, recipe="rowwise"),
+            {},
+            "the root is a GroupedLinear with recipe Float8Rowwise",
+        ),
+    ],
+)
+def test_what_cannot_be_converted_is_named(model, options, message):
+    model = model()
+    before = type(model)
+    with pytest.raises(ValueError, match=message):
+        convert(model, **options)
+    assert type(model) is before
+
+
+def test_a_second_conversion_changes_nothing():
+    model = convert(Titan(), experts="fp8")
+    before = handle_of(model, "w1_EFD")
+    assert convert(model, experts="gather") is model
+    assert handle_of(model, "w1_EFD") is before
+    with pytest.raises(ValueError, match="already converted, with recipe Float8Current"):
+        convert(model, recipe="rowwise")
+
+
+def test_tied_and_integer_parameters_stay_as_they_are():
+    model = nn.ModuleDict({"a": Titan(), "b": Titan()})
+    model["b"].w1_EFD = model["a"].w1_EFD
+    model["b"].w3_EFD = nn.Parameter(torch.zeros(2, 2, 2, dtype=torch.int8), requires_grad=False)
+    convert(model)
+    assert list(converted(model)) == ["a.w2_EDF", "a.w3_EFD", "b.w2_EDF"]
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("build", [Titan, lambda: mixture("mixtral").model.layers[0].mlp])
+def test_copies_are_converted(build, way):
+    model = convert(build(), experts="fp8")
+    again = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+    assert converted(again) == converted(model)
+    for module, other in zip(again.modules(), model.modules(), strict=True):
+        assert type(module) is type(other)
+        for name in getattr(module, "_fp8_params", ()):
+            assert handle_of(module, name).module is module
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+@pytest.mark.parametrize("kind", KINDS)
+def test_mixtures_train(device, kind, recipe):
+    tokens = torch.arange(64, device=device).view(2, 32)
+    losses = []
+    for mode in ("off", "fp8" if recipe in FP8_RECIPES else "gather"):
+        model = mixture(kind, device)
+        convert(model, recipe=RECIPES[recipe], filter_fqns=["lm_head"], experts=mode)
+        before = {n: p.detach().clone() for n, p in model.named_parameters() if p.dim() == 3}
+        losses.append(train_on(tokens, model, 3))
+        after = dict(model.named_parameters())
+        assert all(not torch.equal(after[n], p) for n, p in before.items())
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+# --- FSDP2 ---------------------------------------------------------------------------------------
+
+
+def experts_of(model):
+    return [m for m in model.modules() if hasattr(m, "_fp8_gemms")]
+
+
+def shard(model, rig, **options):
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=rig.mesh(), **options)
+    fully_shard(model, mesh=rig.mesh(), **options)
+    return model
+
+
+def loss_of(model, rig, step=0):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(64, (2, 32), generator=generator).to(rig.device)
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", list(RECIPES))
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_sharded_mixtures_train_as_unsharded_ones(rig, kind, recipe):
+    """Gathered codes equal the codes of the unsharded weight."""
+    mode = "fp8" if recipe in FP8_RECIPES else "gather"
+    losses = []
+    for sharded in (False, True):
+        model = mixture(kind, rig.device)
+        convert(model, recipe=RECIPES[recipe], filter_fqns=["lm_head"], experts=mode)
+        if sharded:
+            shard(model, rig)
+            for module in experts_of(model):
+                for name in module._fp8_params:
+                    assert isinstance(local_of(module._parameters[name]), MasterWeight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses.append([])
+        for step in range(3):
+            loss = loss_of(model, rig, step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    # In recipes with GEMMs in high precision, unsharded weights are not rounded.
+    exact = recipe in ("current", "rowwise")
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5 if exact else 0.02)
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "mxfp8 of 1x32"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_experts_are_gathered_at_half_of_the_bytes_of_bf16(rig, recipe, dim):
+    """Blocks of 1x32 gather two planes."""
+    model = mixture("mixtral", rig.device, hidden_size=256, intermediate_size=256)
+    convert(model, recipe=RECIPES[recipe], filter_fqns=["lm_head"])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    numel = 0
+    for module in experts_of(model):
+        numel += sum(p.numel() for p in module.parameters())
+        fully_shard(
+            module, mesh=rig.mesh(), mp_policy=policy, shard_placement_fn=lambda p: Shard(dim)
+        )
+    with Collectives() as seen:
+        for module in experts_of(model):
+            module.unshard()
+    for module in experts_of(model):
+        assert all(isinstance(p, QuantizedTensor) for p in module.parameters())
+    # An all-reduce of scales sends and receives as much as two gathers of its size.
+    nbytes = seen.nbytes("gather") + 2 * seen.nbytes("reduce")
+    assert 0.5 <= nbytes / (2 * numel) <= 0.52
+
+
+@ranks(2)
+@pytest.mark.parametrize("mode", ["fp8", "gather"])
+def test_mixed_precision_and_checkpointing(rig, mode):
+    """Two gathers of the backward, the recomputation's and FSDP2's own, give the same gradients."""
+    gradients = []
+    for checkpointed in (False, True):
+        model = convert(mixture("qwen3_moe", rig.device), filter_fqns=["lm_head"], experts=mode)
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        shard(model, rig, mp_policy=policy).train()
+        loss_of(model, rig).backward()
+        gradients.append([p.grad.full_tensor() for p in model.parameters() if p.grad is not None])
+    for a, b in zip(*gradients, strict=True):
+        assert torch.equal(a, b)
+
+
+def train_fp8_weights(model, rig):
+    optimizer = fp8rs.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(4):
+        loss = loss_of(model, rig)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        assert step < 2 or losses[-1] < losses[0]
+    return losses
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", list(RECIPES))
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_fp8_weights_of_experts_train_sharded_as_unsharded(rig, kind, recipe):
+    mode = "fp8" if recipe in FP8_RECIPES else "gather"
+    losses = []
+    for sharded in (False, True):
+        model = mixture(kind, rig.device)
+        options = {"fp8_weights": True, "filter_fqns": ["lm_head"], "experts": mode}
+        convert(model, recipe=RECIPES[recipe], **options)
+        for module in experts_of(model):
+            for name in module._fp8_params:
+                assert isinstance(module._parameters[name], QuantizedTensor)
+        if sharded:
+            shard(model, rig)
+        losses.append(train_fp8_weights(model, rig))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "kind, mode, recipe",
+    [
+        ("mixtral", "fp8", "current"),
+        ("gpt_oss", "fp8", "rowwise"),
+        ("qwen3_moe", "gather", "mxfp8"),
+    ],
+)
+def test_compiled_blocks_read_gathered_weights(rig, kind, mode, recipe):
+    """Nothing is compiled again after an optimizer step or for another number of tokens."""
+    results, frames = [], []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model = mixture(kind, rig.device)
+        convert(model, recipe=recipe, experts=mode, filter_fqns=["lm_head"])
+        shard(model, rig, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        counter = CompileCounterWithBackend("aot_eager")
+        for layer in model.model.layers if compiled else ():
+            layer.mlp.compile(backend=counter, fullgraph=True, dynamic=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        results.append([])
+        for length in (32, 48, 16):
+            tokens = torch.arange(2 * length, device=rig.device).view(2, length) % 64
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            results[-1].append(loss.item())
+            frames.append(counter.frame_count)
+    assert results[0] == results[1]
+    assert 1 <= frames[3] <= len(model.model.layers) and len(set(frames[3:])) == 1
+    torch._dynamo.reset()
+
+
+@ranks(2)
+@pytest.mark.parametrize("client", ["titan", "grouped"])
+@pytest.mark.parametrize("mode", ["fp8", "gather"])
+def test_other_clients_use_gathered_codes(rig, client, mode):
+    """Compare with an unsharded module, converted or with dequantized weights."""
+    torch.manual_seed(0)
+    rows = torch.randn(40, 64, device=rig.device, dtype=torch.bfloat16)
+    counts = torch.tensor([7, 0, 20, 13], device=rig.device)
+    if client == "titan":
+        model, given = Titan(dtype=torch.bfloat16), counts
+    else:
+        model, given = (
+            fp8rs.nn.GroupedLinear(4, 64, 32, dtype=torch.bfloat16),
+            counts.cumsum(0).int(),
+        )
+    model.to(rig.device)
+    reference = copy.deepcopy(model)
+    if mode == "fp8":
+        convert(reference, experts="fp8")
+    else:
+        with torch.no_grad():
+            for p in reference.parameters():
+                if p.dim() == 3:
+                    codes, _, scale = torch.ops.fp8rs.quantize_current(
+                        p, torch.float8_e4m3fn, True, False, batched=True
+                    )
+                    p.copy_(codes.float() * scale.view(-1, 1, 1))
+        if client == "grouped":
+            reference._fp8_gemms = False
+    fully_shard(convert(model, experts=mode), mesh=rig.mesh())
+    results = []
+    for module in (model, reference):
+        x = rows.clone().requires_grad_()
+        y = module(x, given)
+        y.float().square().sum().backward()
+        grads = [p.grad for p in module.parameters()]
+        results.append(
+            [
+                y.detach(),
+                x.grad,
+                *(g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads),
+            ]
+        )
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@ranks(2)
+@pytest.mark.parametrize("mode, recipe", [("fp8", "rowwise"), ("gather", "block")])
+def test_no_values_of_gathered_weights_are_saved_for_the_backward(rig, mode, recipe):
+    model = Titan(dtype=torch.bfloat16).to(rig.device)
+    fully_shard(convert(model, recipe=recipe, experts=mode), mesh=rig.mesh())
+    saved = []
+
+    def pack(t):
+        saved.append(t)
+        return t
+
+    x = torch.randn(40, 64, device=rig.device, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(x, torch.tensor([7, 0, 20, 13], device=rig.device)).sum().backward()
+    assert saved and all(t.dim() < 3 for t in saved)
+    assert x.grad.any()
+
+
+@ranks(4)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("mode", ["fp8", "gather"])
+@pytest.mark.parametrize("first", ["conversion", "expert parallelism"])
+def test_ranks_of_expert_parallelism_compute_their_own_experts(rig, mode, dim, first):
+    """The weights are DTensors over the ranks that have other experts, as in torchtitan."""
+    torch.manual_seed(0)
+    whole = Titan(experts=6, dtype=torch.bfloat16).to(rig.device)
+    mesh = init_device_mesh(rig.device.type, (2, 2), mesh_dim_names=("efsdp", "ep"))
+    model = copy.deepcopy(whole)
+    if first == "conversion":
+        convert(model, experts=mode)
+    for name, p in whole.named_parameters():
+        part = distribute_tensor(p.detach(), mesh["ep"], [Shard(0)])
+        model.register_parameter(name, nn.Parameter(part))
+    convert(model, experts=mode)
+    fully_shard(model, mesh=mesh["efsdp"], shard_placement_fn=lambda p: Shard(dim))
+    own = Titan(experts=3, dtype=torch.bfloat16).to(rig.device)
+    with torch.no_grad():
+        for p, values in zip(own.parameters(), whole.parameters(), strict=True):
+            p.copy_(values.chunk(2)[mesh["ep"].get_local_rank()])
+            if mode == "gather":
+                codes, _, scale = torch.ops.fp8rs.quantize_current(
+                    p, torch.float8_e4m3fn, True, False, batched=True
+                )
+                p.copy_(codes.float() * scale.view(-1, 1, 1))
+    convert(own, experts=mode)
+    x = torch.randn(40, 64, device=rig.device, dtype=torch.bfloat16)
+    x[33:] = torch.nan  # rows without an expert
+    counts = torch.tensor([7, 0, 26], device=rig.device)
+    results = []
+    for module in (model, own):
+        y = module(x, counts)[:33]
+        y.float().square().sum().backward()
+        grads = [p.grad for p in module.parameters()]
+        results.append([y.detach(), *(local_of_grad(g) for g in grads)])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def local_of_grad(grad):
+    """A gradient of all of this rank's experts."""
+    if not hasattr(grad, "device_mesh"):
+        return grad
+    return grad.redistribute(placements=[Replicate(), Shard(0)]).to_local()
+
+
+@ranks(2)
+def test_sharded_experts_are_refused(rig):
+    model = Titan().to(rig.device)
+    fully_shard(model, mesh=rig.mesh())
+    with pytest.raises(ValueError, match="the root is sharded already: convert before fully_shard"):
+        convert(model)

@@ -1,0 +1,297 @@
+"""Modules of experts whose grouped GEMMs are replaced, and the experts of transformers."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fp8rs
+from fp8rs.nn.functional import grouped_linear
+from language_models import mixture
+
+E, HIDDEN, WIDTH = 4, 64, 48
+
+
+class Experts(nn.Module):
+    """Experts as many libraries compute them, with weights (E, out, in)."""
+
+    def __init__(self, device):
+        super().__init__()
+        torch.manual_seed(0)
+
+        def weight(*shape):
+            values = torch.randn(*shape, device="cpu") * shape[-1] ** -0.5
+            return nn.Parameter(values.to(device, torch.bfloat16))
+
+        self.w1, self.w3 = weight(E, WIDTH, HIDDEN), weight(E, WIDTH, HIDDEN)
+        self.w2 = weight(E, HIDDEN, WIDTH)
+
+    def forward(self, x, offs):
+        gate = F.silu(F.grouped_mm(x, self.w1.transpose(-2, -1), offs=offs))
+        up = F.grouped_mm(x, self.w3.transpose(-2, -1), offs=offs)
+        return torch._grouped_mm(gate * up, self.w2.transpose(-2, -1), offs=offs)
+
+    def expected(self, x, offs):
+        """The result with the function of fp8rs."""
+        gate = F.silu(grouped_linear(x, self.w1, offs))
+        return grouped_linear(gate * grouped_linear(x, self.w3, offs), self.w2, offs)
+
+
+class Transposed(Experts):
+    """Experts with weights (E, in, out)."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        for name in ("w1", "w2", "w3"):
+            values = getattr(self, name).detach().transpose(-2, -1).contiguous()
+            setattr(self, name, nn.Parameter(values))
+
+    def forward(self, x, offs):
+        gate = F.silu(F.grouped_mm(x, self.w1, offs=offs))
+        up = F.grouped_mm(x, self.w3, offs=offs)
+        return torch._grouped_mm(gate * up, self.w2, offs=offs)
+
+    def expected(self, x, offs):
+        w1, w2, w3 = (w.transpose(-2, -1) for w in (self.w1, self.w2, self.w3))
+        gate = F.silu(grouped_linear(x, w1, offs))
+        return grouped_linear(gate * grouped_linear(x, w3, offs), w2, offs)
+
+
+class Titan(Experts):
+    """Experts as torchtitan computes them: one method for all grouped GEMMs."""
+
+    def forward(self, x, offs):
+        gate = F.silu(self._grouped_mm(A=x, B_t=self.w1.bfloat16().transpose(-2, -1), offs=offs))
+        up = self._grouped_mm(A=x, B_t=self.w3.bfloat16().transpose(-2, -1), offs=offs)
+        h = gate * up
+        return self._grouped_mm(A=h, B_t=self.w2.bfloat16().transpose(-2, -1), offs=offs)
+
+    def _grouped_mm(self, *, A, B_t, offs):
+        return torch._grouped_mm(A, B_t, offs=offs)
+
+
+CLIENTS = [Experts, Transposed, Titan]
+
+
+def rows(device, count=40, seed=0):
+    x = torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(seed))
+    offs = torch.tensor([7, 7, count - 9, count], dtype=torch.int32, device=device)
+    return x.to(device, torch.bfloat16), offs
+
+
+def gradients(function, module, x, *arguments):
+    module.zero_grad()
+    leaf = x.clone().requires_grad_()
+    y = function(leaf, *arguments)
+    y.float().square().sum().backward()
+    return [y.detach(), leaf.grad, *(p.grad for p in module.parameters())]
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_grouped_gemms_of_a_module_run_on_fp8_operands(device, client):
+    module = fp8rs.convert_to_float8_training(client(device), experts="fp8")
+    given = rows(device)
+    found = gradients(module, module, *given)
+    expected = gradients(module.expected, module, *given)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not torch.equal(found[0], client(device)(*given))
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_gathers_in_fp8_leave_the_gemms_of_unsharded_weights_alone(device, client):
+    module = fp8rs.convert_to_float8_training(client(device), experts="gather")
+    given = rows(device)
+    expected = client(device)
+    found = gradients(module, module, *given)
+    expected = gradients(expected, expected, *given)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_other_grouped_gemms_stay_in_high_precision(device):
+    class Other(Experts):
+        def forward(self, x, offs):
+            y = super().forward(x, offs)
+            return y, torch._grouped_mm(x.t(), y, offs=offs)
+
+    module = fp8rs.convert_to_float8_training(Other(device), experts="fp8")
+    x, offs = rows(device)
+    y, product = module(x, offs)
+    assert torch.equal(product, torch._grouped_mm(x.t(), y, offs=offs))
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_compiled_module_is_one_graph_for_any_number_of_rows(device, client):
+    torch._dynamo.reset()
+    module = fp8rs.convert_to_float8_training(client(device), experts="fp8")
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
+    for count in (40, 64, 200):
+        given = rows(device, count, seed=count)
+        found = gradients(compiled, module, *given)
+        expected = gradients(module, module, *given)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+def block_of(kind, device, mode="fp8", recipe="current"):
+    """The feed-forward part of a mixture's last layer, with its experts, in bf16."""
+    model = mixture(kind, device).to(torch.bfloat16)
+    block = model.model.layers[-1].mlp
+    with torch.no_grad():
+        for p in block.parameters():
+            p.normal_(std=p.shape[-1] ** -0.5 if p.dim() > 1 else 0.02)
+    if mode is not None:
+        fp8rs.convert_to_float8_training(block, recipe=recipe, experts=mode)
+    return block
+
+
+KINDS = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
+
+
+def tokens(device, count=24, seed=0):
+    x = torch.randn(2, count, 64, generator=torch.Generator().manual_seed(seed))
+    return x.to(device, torch.bfloat16)
+
+
+def output(block):
+    """The block as a function with one result."""
+
+    def run(*arguments):
+        y = block(*arguments)
+        return y[0] if isinstance(y, tuple) else y
+
+    return run
+
+
+def error(found, expected):
+    return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "mode, recipe", [("fp8", "current"), ("fp8", "rowwise"), ("gather", "mxfp8")]
+)
+def test_experts_of_transformers_compute_what_they_do_unconverted(device, kind, mode, recipe):
+    """Only the weights of experts are compared, because the router's input is the same."""
+    expected = block_of(kind, device, mode=None)
+    block = block_of(kind, device, mode, recipe)
+    assert block.experts.config._experts_implementation == "fp8rs"
+    x = tokens(device)
+    results = [output(b.experts)(*routed(expected, x)) for b in (block, expected)]
+    # E4M3 rounds each of four operands by 2.6% of its norm. The gate multiplies two results.
+    assert error(*results) < (0.07 if mode == "fp8" else 0.01)
+    for y in results:
+        y.float().square().sum().backward()
+    for (name, p), q in zip(
+        block.experts.named_parameters(), expected.experts.parameters(), strict=True
+    ):
+        assert error(p.grad, q.grad) < (0.1 if mode == "fp8" else 0.02), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("parallel", [False, True])
+def test_devices_without_fp8_gemms_compute_in_high_precision(device, kind, parallel, monkeypatch):
+    monkeypatch.setattr("fp8rs.nn.grouped.has_grouped_gemm", lambda device: False)
+    results = []
+    for mode in (None, "fp8"):
+        experts = block_of(kind, device, mode).experts
+        x, index, weights = routed(experts, tokens(device))
+        if parallel:
+            experts._is_expert_parallel = True
+            weights = weights.masked_fill(index == 0, 0)
+            index = torch.where(index == 0, experts.num_experts, index)
+        results.append(gradients(lambda x, e=experts, a=(index, weights): e(x, *a), experts, x))
+    for a, b in zip(*results, strict=True):
+        assert error(a, b) < 0.01
+
+
+def routed(block, x):
+    """The arguments of a block's experts: tokens, and each token's experts and their weights."""
+    count, k = x.shape[0] * x.shape[1], 2
+    experts = getattr(block, "experts", block).num_experts
+    generator = torch.Generator().manual_seed(1)
+    index = torch.rand(count, experts, generator=generator).argsort(1)[:, :k].to(x.device)
+    weights = torch.rand(count, k, generator=generator).to(x.device, x.dtype)
+    return x.flatten(0, 1), index, weights
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("recipe", ["current", "rowwise"])
+def test_experts_of_other_ranks_contribute_nothing(device, kind, recipe):
+    """With expert parallelism, their ids are the number of local experts."""
+    block = block_of(kind, device, recipe=recipe)
+    experts = block.experts
+    x, index, weights = routed(block, tokens(device))
+    weights = weights.masked_fill(index == 0, 0)
+    expected = gradients(lambda x: experts(x, index, weights), experts, x)
+    experts._is_expert_parallel = True
+    away = torch.where(index == 0, experts.num_experts, index)
+    found = gradients(lambda x: experts(x, away, weights), experts, x)
+    for a, b, name in zip(
+        found, expected, ["y", "dx", *dict(experts.named_parameters())], strict=True
+    ):
+        if a.shape[:1] == (experts.num_experts,) and name != "y":
+            assert not a[0].any(), name
+            a, b = a[1:], b[1:]
+        # Rows of other experts move, which changes the order of sums.
+        torch.testing.assert_close(a, b, msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("recipe", ["current", "rowwise"])
+def test_a_compiled_block_does_not_recompile_for_another_number_of_tokens(device, kind, recipe):
+    torch._dynamo.reset()
+    block = block_of(kind, device, recipe=recipe)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, backend=counter, fullgraph=True, dynamic=True)
+    frames = []
+    for count in (24, 40, 100):
+        x = tokens(device, count, seed=count)
+        found = gradients(output(compiled), block, x)
+        expected = gradients(output(block), block, x)
+        for a, b in zip(found, expected, strict=True):
+            assert a is b is None or torch.equal(a, b)
+        frames.append(counter.frame_count)
+    assert len(set(frames)) == 1
+    torch._dynamo.reset()
+
+
+def selective(ctx, op, *args, **kwargs):
+    policy = torch.utils.checkpoint.CheckpointPolicy
+    saves = op in (torch.ops.fp8rs.grouped_mm.default, torch.ops.aten.mm.default)
+    return policy.MUST_SAVE if saves else policy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("how", ["whole", "selective"])
+def test_checkpointed_gradients_are_the_same(device, kind, how):
+    block = block_of(kind, device)
+    x = tokens(device)
+    options = {"use_reentrant": False}
+    if how == "selective":
+        contexts = torch.utils.checkpoint.create_selective_checkpoint_contexts
+        options["context_fn"] = lambda: contexts(selective)
+    expected = gradients(output(block), block, x)
+    found = gradients(lambda x: checkpoint(output(block), x, **options), block, x)
+    for a, b in zip(found, expected, strict=True):
+        assert a is b is None or torch.equal(a, b)
+
+
+def test_no_permuted_tokens_are_saved(device):
+    """A gated MLP saves its inputs as codes, and one high-precision tensor of all rows."""
+    block = block_of("mixtral", device)
+    x, index, weights = routed(block, tokens(device))
+    shapes = []
+
+    def pack(t):
+        shapes.append((t.dtype, tuple(t.shape)))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        block.experts(x.requires_grad_(), index, weights)
+    count = index.numel()
+    saved = [shape for dtype, shape in shapes if dtype == torch.bfloat16 and shape[:1] == (count,)]
+    assert saved == [(count, 2 * 48)]
