@@ -118,7 +118,7 @@ class Float8ParamHandle(ParamHandle):
         """
         self.mark_written()
         self.unsynced = True
-        if values is not None and tensor.region.is_whole:
+        if values is not None and tensor.is_whole:
             values = values.reshape(tensor._store.matrix)
         else:
             values = None

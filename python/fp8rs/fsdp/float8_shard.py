@@ -11,7 +11,6 @@ from torch import Tensor
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import Planes
-from fp8rs.tensor.windows import Rectangle, Span
 
 from . import hooks
 from .float8_param import Float8ParamHandle
@@ -46,7 +45,7 @@ class Float8Shard(QuantizedTensor):
 def wrap_shard(local: QuantizedTensor, handle: Float8ParamHandle) -> Float8Shard:
     """Return a shard over the planes of ``local``. The handle observes its writes."""
     local._store.observer = handle
-    shard: Any = local.view_of(local._window)
+    shard: Any = local.view_of(local.geometry)
     shard.__class__ = Float8Shard
     found: Float8Shard = shard
     return found
@@ -72,7 +71,7 @@ def write_planes(local: QuantizedTensor, planes: Planes) -> None:
     """Write the planes of a whole shard. An empty shard stores a per-tensor scale alone."""
     store = local._store
     if local.numel():
-        store.put(planes, Rectangle(Span(0, local.shape[0]), Span(0, local.shape[1])))
+        store.put(planes, store.rows(slice(0, local.shape[0])))
     elif store.any_plane.format.per_tensor:
         row, col = planes
         plane = row if row is not None else col

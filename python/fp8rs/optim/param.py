@@ -133,7 +133,7 @@ class Param:
         if weight is None:
             return UpdateKind.PLAIN
         # A scale of one plane, or of a view, would change other elements. An empty shard is a view.
-        whole = weight.region.is_whole or not weight.numel()
+        whole = weight.is_whole or not weight.numel()
         if not whole or weight._store.has != (True, False):
             return UpdateKind.SEPARATE
         if weight._store.batched and weight.format.per_tensor:  # a scale for each matrix

@@ -1,18 +1,20 @@
 """Torch's operators on the planes of quantized tensors: one table for every format.
 
-Views are in :mod:`fp8rs.tensor.views`, collectives in :mod:`fp8rs.tensor.collectives`. An operator
+Collectives are in :mod:`fp8rs.tensor.collectives`. An operator
 without a row goes by its schema (:func:`classify`): one that returns a view gives a view, one that
 writes an argument writes what it gave back into the planes, all else runs on dequantized values.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8rs.tensor import collectives, copies, views
+from fp8rs._torch import is_alias, no_torch_dispatch
+from fp8rs.tensor import collectives, writes
 from fp8rs.tensor.fallback import dequantized_call, each_member
 from fp8rs.tensor.formats import FP8_MAX, INPUT_DTYPES, LOGICAL_DTYPES
 from fp8rs.tensor.planes import zeros
@@ -85,11 +87,8 @@ def _copy(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> An
     if not isinstance(dst, QuantizedTensor):
         assert isinstance(src, QuantizedTensor)
         return dst.copy_(src.dequantize(), non_blocking=non_blocking)
-    if (
-        isinstance(src, QuantizedTensor)
-        and src.shape == dst.shape
-        and copies.take(dst, src, non_blocking)
-    ):
+    dst.check_writable()
+    if isinstance(src, QuantizedTensor) and _copy_codes(dst, src, non_blocking):
         return dst
     if src.dtype in FP8_MAX:
         raise TypeError(
@@ -104,6 +103,22 @@ def _copy(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> An
     if src.dtype not in INPUT_DTYPES:
         src = src.to(torch.float32)
     return dst.quantize_(src.expand(dst.shape) if src.shape != dst.shape else src)
+
+
+def _copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -> bool:
+    """Copy codes and scales if that makes ``dst`` equal to ``src``. Return whether it does."""
+    store, other = dst._store, src._store
+    observer = store.active_observer
+    same_codes = other.format is store.format and src.fp8_dtype == dst.fp8_dtype
+    if src.shape != dst.shape or not same_codes:
+        return False
+    # FSDP2 fills an allocated shard by one copy, but makes none into an empty shard.
+    if store.first_copy is not None and (observer is None or dst.numel()) and not dst.loads_pieces:
+        return store.first_copy(dst, src)
+    copied = writes.copy_codes(store, dst.box, other, src.box, non_blocking, piece=dst.loads_pieces)
+    if copied and observer is not None:
+        observer.observe_write(dst, None, exact=False)
+    return copied
 
 
 @implements(aten.constant_pad_nd.default)
@@ -125,6 +140,70 @@ def _pad(func: Any, t: QuantizedTensor, pad: list[int], value: Any = 0) -> Any:
 @implements(aten.detach_.default)
 def _detach_(func: Any, t: QuantizedTensor) -> QuantizedTensor:
     return t  # autograd has done it
+
+
+# --- views ----------------------------------------------------------------------------------------
+
+_META = torch.device("meta")
+
+
+@implements(aten.detach.default, aten.alias.default)
+def _detach(func: Any, t: QuantizedTensor) -> QuantizedTensor:
+    return t.view_of(t.geometry)
+
+
+@implements(aten.as_strided.default)
+def _as_strided(
+    func: Any, t: QuantizedTensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> QuantizedTensor:
+    # Torch does not check the bounds of meta tensors. Older torch does not check signs either.
+    offset = t.storage_offset() if storage_offset is None else storage_offset
+    numel = math.prod(t._store.matrix)
+    given = f"as_strided(size={tuple(size)}, stride={tuple(stride)}, storage_offset={offset})"
+    if len(size) != len(stride) or min(offset, *size, *stride, 0) < 0:
+        raise RuntimeError(f"{given}: sizes and strides must be as many, and none negative")
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if math.prod(size) and last >= numel:
+        raise ValueError(f"{given} reaches beyond a quantized tensor of {numel} elements")
+    return any_view(func, t, size, stride, offset)
+
+
+def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return a view of ``t`` with the geometry that a view operator gives a meta tensor.
+
+    Raises:
+        TypeError: the view would have another dtype.
+    """
+    if not isinstance(t, QuantizedTensor):
+        return dequantized_call(func, t, *args, **kwargs)
+    with no_torch_dispatch():  # keep this call out of traces
+        # By keyword: torch tries the signatures with names of dimensions first, for a microsecond.
+        size = (math.prod(t._store.matrix),) if t._store_view else t.shape
+        like = torch.empty(size=size, dtype=t.dtype, device=_META)
+        if (geometry := t.geometry) is not None:
+            like = like.as_strided(*geometry)
+        out = func(like, *args, **kwargs)
+    several = not isinstance(out, Tensor)
+    shown = out if several else (out,)
+    if shown and not is_alias(shown[0], like):  # it copies: `reshape` may, `to` as a rule
+        return func.decompose(t, *args, **kwargs)
+    for x in shown:
+        if x.dtype != t.dtype:
+            raise TypeError(
+                f"{func} would show the bytes of a quantized tensor as {x.dtype}. Its codes "
+                "are rowwise.data and columnwise.data; .to() gives another dtype"
+            )
+    views = [_view_like(t, x) for x in shown]
+    return views if several else views[0]
+
+
+def _view_like(t: QuantizedTensor, like: Tensor) -> QuantizedTensor:
+    """Return the view with the geometry of ``like``, or all of the store if that is the same."""
+    row, offset = t._store.rowwise, int(like.storage_offset())
+    shape = row.data.shape if row is not None else None if t._store_view else t.shape
+    if like.shape == shape and not offset and like.is_contiguous():
+        return t.view_of(None)
+    return t.view_of((tuple(like.shape), like.stride(), offset))
 
 
 # --- new tensors are plain: an optimizer's state must not become quantized -----------------------
@@ -210,7 +289,7 @@ def classify(func: Any) -> Handler:
         # Lists of tensors each of which is dealt with by itself.
         return each_member if "foreach" in name or name.startswith("_fused") else dequantized_call
     if any(r.alias_info is not None for r in schema.returns):
-        return views.any_view
+        return any_view
     return each_member if name.startswith("_foreach") else dequantized_call
 
 
@@ -251,5 +330,8 @@ HANDLERS.classify = classify
 
 @implements(aten._foreach_copy_.default)
 def _foreach_copy(func: Any, self: Any, src: Any, non_blocking: bool = False) -> None:
+    for dst in self:
+        if isinstance(dst, QuantizedTensor):
+            dst.check_writable()
     for dst, value in zip(self, src, strict=True):
         dst.copy_(value, non_blocking=non_blocking)

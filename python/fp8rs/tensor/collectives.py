@@ -141,8 +141,8 @@ def _by_rows(t: QuantizedTensor) -> Plane:
         ValueError: this is a view that cuts blocks, or has no such plane.
     """
     t.any_plane()
-    row, _ = t.region.planes
-    plane = t.region.made("rowwise", "a gather") if row is None else row
+    row, _ = t.planes
+    plane = t.made("rowwise", "a gather") if row is None else row
     assert not plane.lead[1]
     if plane.format.per_tensor:
         return Plane(plane.data, plane.scale.view(1, 1), formats.ROW)

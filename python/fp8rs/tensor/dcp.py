@@ -1,7 +1,7 @@
 """How torch.distributed.checkpoint (DCP) saves a quantized tensor that is in a state dict.
 
 DCP saves each shard as one tensor, whose pickle holds codes and scales. It loads a shard in pieces,
-one for each saved shard that overlaps it (`fp8rs.tensor.copies.load_piece`). A block may get its
+one for each saved shard that overlaps it (`fp8rs.tensor.writes.copy_codes`). A block may get its
 codes from several pieces, which then need the same scale. So tensors whose parts have blocks of
 their own are not saved.
 """
@@ -14,7 +14,6 @@ import torch
 
 from fp8rs._torch import is_distributed, local_shape_and_offset, own_part
 from fp8rs.tensor.planes import Plane
-from fp8rs.tensor.wrapper import StoreTensor
 
 
 def write_items(fqn: str, whole: Any) -> list[Any]:
@@ -34,7 +33,7 @@ def write_items(fqn: str, whole: Any) -> list[Any]:
     )
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    local: StoreTensor = own_part(whole)
+    local = own_part(whole)
     for plane, turned in ((local._store.rowwise, False), (local._store.columnwise, True)):
         if plane is not None and splits_blocks(whole, plane, turned):
             raise ValueError(

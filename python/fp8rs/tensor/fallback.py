@@ -10,18 +10,23 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from fp8rs.tensor import writes
 from fp8rs.tensor.quantized import QuantizedTensor
 
 
 def dequantized_call(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run ``func`` on dequantized arguments; quantize back those that it mutated."""
+    written = written_by(func, args, kwargs)
+    return on_values(func, args, kwargs, written, keep=not overwrites(func))
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
+    """Return the quantized tensors that an operator writes, by its schema."""
     written = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[position] if position < len(args) else kwargs.get(argument.name)
             written += quantized_in(given)
-    return on_values(func, args, kwargs, written, keep=not overwrites(func))
+    return written
 
 
 def quantized_in(value: Any) -> list[QuantizedTensor]:
@@ -50,6 +55,8 @@ def on_values(
     Returns:
         What ``func`` gives, with the tensors themselves in place of their dequantized stand-ins.
     """
+    for t in written:
+        t.check_writable()
     plain: dict[int, Tensor] = {}
 
     def dequantize(t: QuantizedTensor) -> Tensor:
@@ -69,7 +76,7 @@ def on_values(
         stand_ins[id(value)] = t
         if func.namespace == "_c10d_functional":  # they return before they have written
             value = torch.ops._c10d_functional.wait_tensor(value)
-        writes.quantize(t, value, t.spec, t._store.delayed, keep=keep)
+        t.write(value, t.spec, t._store.delayed, keep)
     return tree_map(lambda v: stand_ins.get(id(v), v) if isinstance(v, Tensor) else v, out)
 
 
@@ -97,6 +104,8 @@ def each_member(func: Any, *args: Any, **kwargs: Any) -> Any:
     lists = [a for a in (*args, *kwargs.values()) if _is_tensors(a)]
     if not lists:
         return dequantized_call(func, *args, **kwargs)
+    for t in written_by(func, args, kwargs):
+        t.check_writable()
     count = len(lists[0])
     columns = zip(*(given for given in lists if len(given) == count), strict=True)
     alone = [i for i, of in enumerate(columns) if any(isinstance(x, QuantizedTensor) for x in of)]

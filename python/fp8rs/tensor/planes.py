@@ -61,6 +61,33 @@ class Plane:
         """Return some matrices of a batch, or one of them, over the same memory."""
         return Plane(self.data[index], self.scale[index], self.format, self.lead)
 
+    def part(self, rows: slice, cols: slice) -> Plane:
+        """Return some rows and columns over the same memory. They may begin within a block.
+
+        Args:
+            rows: rows of the matrix. For a batch, its matrices.
+            cols: columns of the matrix. A batch has them all.
+        """
+        if self.batched:
+            return self if rows == slice(0, self.data.shape[0]) else self[rows]
+        # A reshape could copy, and a write to the part would be lost.
+        matrix = self.data.view(matrix_shape(self.data.shape))
+        if rows == slice(0, matrix.shape[0]) and cols == slice(0, matrix.shape[1]):
+            return self
+        codes = matrix[rows, cols]
+        if self.format.per_tensor:
+            return Plane(codes, self.scale, self.format)
+        blocks, leads = [], []
+        for span, block, lead in zip((rows, cols), self.format.block, self.lead, strict=True):
+            start, stop = span.start + lead, span.stop + lead
+            if block == -1:
+                start, stop, block = 0, 1, 1
+            elif start == stop:
+                start = stop = 0
+            blocks.append(slice(start // block, -(-stop // block)))
+            leads.append(start % block)
+        return Plane(codes, self.scale[blocks[0], blocks[1]], self.format, (leads[0], leads[1]))
+
     def map(
         self, fn: Callable[[Tensor], Tensor], scale: Callable[[Tensor], Tensor] | None = None
     ) -> Plane:
@@ -123,7 +150,7 @@ class Plane:
     def first_rows(self, shape: torch.Size) -> Plane:
         """Return the first rows of one matrix as a plane of ``shape`` over the same memory.
 
-        `windows.part` needs sizes that are numbers. Here, a compiler may have unbacked symbols.
+        `part` needs sizes that are numbers. Here, a compiler may have unbacked symbols.
         """
         rows, cols = matrix_shape(shape)
         scale = self.scale

@@ -5,27 +5,27 @@ contiguously (what GEMMs that contract over the rows read: Hopper's FP8 GEMM tak
 operands).
 
 A batched weight (E, N, K) consists of E matrices, each quantized by itself. Its columnwise plane is
-(E, K, N). Views of whole matrices share memory with it. Other views of it can be read only.
+(E, K, N). Views of whole matrices can be written.
 
 Planes belong to a :class:`~fp8rs.tensor.store.Store`, as the bytes of a plain tensor belong to its
 storage. A tensor, its detached aliases and its views share one, so a plane that is written, made or
-dropped through one of them changes for all. A view also has a
-:class:`~fp8rs.tensor.windows.Window` on the store.
+dropped through one of them changes for all. A view of consecutive elements can be written. Other
+views can be read only.
 
-Operators are implemented in :mod:`fp8rs.tensor.aten` and its neighbours.
+Operators are implemented in :mod:`fp8rs.tensor.aten`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from fp8rs._torch import disabled_torch_function, is_traced
-from fp8rs.tensor import dcp, formats, pickles, writes
+from fp8rs._torch import disabled_torch_function, is_traced, note_write
+from fp8rs.tensor import dcp, formats, writes
 from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.planes import Plane as Plane
 from fp8rs.tensor.planes import check_planes
@@ -38,9 +38,10 @@ from fp8rs.tensor.wrapper import PLANES, TENSOR_TYPES, StoreTensor, tensor_over
 class QuantizedTensor(StoreTensor):
     """A tensor whose storage is FP8 planes. It looks like ``shape`` and ``dtype``.
 
-    Views share the planes, and writes through them land. Those made of whole blocks have planes of
-    their own shape; of others (``view(-1)`` where blocks are two-dimensional, a slice that cuts
-    blocks) both planes are None: they are read by ``dequantize()`` and written like any other.
+    Views share the planes. Writes through views of consecutive elements reach the tensor:
+    ``view(-1)``, rows, parts of one row. Other views raise an error when they are written. Views of
+    whole blocks have planes of their own shape. In other views, both planes are None: they are read
+    by ``dequantize()``.
     """
 
     @staticmethod
@@ -89,6 +90,9 @@ class QuantizedTensor(StoreTensor):
         store = Store(rowwise, columnwise, spec, delayed)
         return cls.over(store, shape, dtype, requires_grad)
 
+    #: Whether copies into it are pieces of a shard that DCP loads.
+    loads_pieces: ClassVar[bool] = False
+
     # The C++ operators come straight to __torch_dispatch__.
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
@@ -96,29 +100,30 @@ class QuantizedTensor(StoreTensor):
 
     @property
     def rowwise(self) -> Plane | None:
-        """The plane with data of the logical shape. Assigning to a view's makes it no view."""
-        return self._store.rowwise if self._window is None else self.planes[0]
+        """The plane with data of the logical shape. It cannot be assigned to a view."""
+        return self.planes[0] if self._store_view else self._store.rowwise
 
     @rowwise.setter
     def rowwise(self, plane: Plane | None) -> None:
-        self._be_no_view()
+        self._check_no_view("assigning a plane")
         self._store.rowwise = plane
 
     @property
     def columnwise(self) -> Plane | None:
         """The plane with data of the transposed 2-D view, stored contiguously."""
-        return self._store.columnwise if self._window is None else self.planes[1]
+        return self.planes[1] if self._store_view else self._store.columnwise
 
     @columnwise.setter
     def columnwise(self, plane: Plane | None) -> None:
-        self._be_no_view()
+        self._check_no_view("assigning a plane")
         self._store.columnwise = plane
 
-    def _be_no_view(self) -> None:
-        """Stop being a view: a store of one's own, with the planes that were shown."""
-        if self._window is not None:
-            self._store = Store(*self.planes, self._store.spec, self._store.delayed)
-            self._window = self._shown = None
+    def _check_no_view(self, operation: str) -> None:
+        if self._store_view:
+            raise ValueError(
+                f"{operation} of {self._view_in_words} is not possible: its planes belong to "
+                "the whole tensor. Call it on that, or on a clone() of the view"
+            )
 
     @property
     def fp8_dtype(self) -> torch.dtype:
@@ -167,7 +172,7 @@ class QuantizedTensor(StoreTensor):
     def _why_none(self) -> str:
         return (
             f"it is not made of whole blocks of format {self.format.name!r}. "
-            "Read it by dequantize(), write it by copy_()"
+            "Read it by dequantize()"
         )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -178,7 +183,7 @@ class QuantizedTensor(StoreTensor):
         dtype = self.dtype if dtype is None else dtype
         if not isinstance(dtype, torch.dtype):  # of other dtypes the operator speaks
             raise TypeError(f"dtype must be float32, bfloat16 or float16, not {dtype!r}")
-        return self.region.values(dtype)
+        return self.values(dtype)
 
     def update_usage(
         self, rowwise: bool | None = None, columnwise: bool | None = None
@@ -193,13 +198,29 @@ class QuantizedTensor(StoreTensor):
             ValueError: no plane would be left, or the missing plane cannot be made from the other
                 (the message names it), or this is a view.
         """
-        if self._window is not None:
-            raise ValueError(
-                f"update_usage of {self._view_in_words} is not possible: its planes belong to "
-                "the whole tensor. Call it on that, or on a clone() of the view"
-            )
-        self.region.update_usage(rowwise, columnwise)
+        self._check_no_view("update_usage")
+        store = self._store
+        kept = list(self.planes)
+        for i, (name, wanted) in enumerate(zip(PLANES, (rowwise, columnwise), strict=True)):
+            if wanted and kept[i] is None:
+                kept[i] = self.made(name, f"update_usage({name}=True)")
+            elif wanted is False:
+                kept[i] = None
+        if kept == [None, None]:
+            raise ValueError("update_usage(rowwise, columnwise) would leave no plane")
+        store.rowwise, store.columnwise = kept
         return self
+
+    def made(self, name: str, operation: str) -> Plane:
+        """Return the plane called ``name``, made from the other one.
+
+        Raises:
+            ValueError: the blocks are not square. The message names ``operation``.
+        """
+        made = self.any_plane().transposed(name, operation)
+        if name == "rowwise":
+            made.data = made.data.view(self.shape)
+        return made
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """A weight's values before the first rounding, on the CPU; None if they were not kept.
@@ -253,22 +274,69 @@ class QuantizedTensor(StoreTensor):
     def quantize_(self, src: Tensor) -> Self:
         """Quantize ``src`` (same shape and device) into this tensor's planes, in place.
 
-        Scales are written too. Where this is a view that shares scales with other elements, these
-        keep their values: scales stay, or move by powers of two.
+        Scales are written too. If this is a view that shares scales with other elements, these
+        keep their values: scales stay, or change by powers of two.
 
         Raises:
             TypeError, ValueError: ``src`` has another shape or device, or cannot be quantized.
+            NotImplementedError: this is a view whose elements are not consecutive.
         """
         self.write(src, self.spec, self._store.delayed)
         return self
 
-    def write(self, src: Tensor, spec: QuantSpec, delayed: Delayed | None) -> None:
+    def write(
+        self, src: Tensor, spec: QuantSpec, delayed: Delayed | None, keep: bool = False
+    ) -> None:
         """Quantize ``src`` as ``quantize_`` does, with another spec of the same format.
 
         It is a method because compilers put a tensor's method into a graph as it is. Torch 2.11
         cannot trace how `writes` reads storages.
+
+        Args:
+            src: values, or another quantized tensor.
+            spec: how to quantize, in the format of this tensor.
+            delayed: for delayed scaling, the scale to read and the amax to raise.
+            keep: elements that do not change keep their codes.
         """
-        writes.quantize(self, src, spec, delayed)
+        self.check_writable()
+        if not isinstance(src, Tensor):
+            raise TypeError(f"src must be a tensor, not {type(src).__name__}")
+        if isinstance(src, QuantizedTensor):
+            src = src.values(src.dtype)
+        if src.shape != self.shape:
+            raise ValueError(f"src has shape {tuple(src.shape)}, but dst has {tuple(self.shape)}")
+        if src.device != self.device:
+            raise ValueError(f"src is on {src.device}, but dst is on {self.device}")
+        if src.dtype == self.dtype == torch.float64:
+            src = src.float()
+        if src.dtype not in formats.INPUT_DTYPES:
+            raise TypeError(f"src must be float32, bfloat16 or float16, not {src.dtype}")
+        src = src.detach()
+        store, offset = self._store, self.storage_offset()
+        if writes.write(store, offset, src, spec, delayed, keep):
+            note_write(self)
+        if (observer := store.active_observer) is not None:
+            observer.observe_write(self, src, exact=not keep)
+
+    def check_writable(self) -> None:
+        """Check that writes to this tensor reach its store.
+
+        Raises:
+            NotImplementedError: this is a view of elements that are not consecutive, or of parts of
+                the matrices of a batch.
+        """
+        store = self._store
+        whole_matrices = not store.batched or self.box is not None or not self.numel()
+        if self._store_view and not (self.is_contiguous() and whole_matrices):
+            elements, range_ = "consecutive elements", "rows (slices of the first dimension)"
+            if store.batched:
+                elements, range_ = "whole matrices", "ranges of the first dimension"
+            raise NotImplementedError(
+                f"cannot write through a view of shape {tuple(self.shape)} with strides "
+                f"{self.stride()} of a quantized tensor {store.matrix}: it does not consist of "
+                f"{elements}. Write {range_} or view(-1), or dequantize() the tensor, change the "
+                "values and copy_() them back"
+            )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         planes = [n for n, p in zip(PLANES, self.planes, strict=True) if p is not None]
@@ -285,13 +353,10 @@ class QuantizedTensor(StoreTensor):
         return dcp.write_items(fqn, whole)
 
     def __get_tensor_shard__(self, index: Any = None) -> QuantizedTensor:
-        shard: Any = self.view_of(self._window)
+        shard: Any = self.view_of(self.geometry)
         shard.__class__ = LoadedShard
         found: LoadedShard = shard
         return found
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return pickles.rebuild, pickles.parts(self)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -301,9 +366,31 @@ class QuantizedTensor(StoreTensor):
 
 
 class LoadedShard(QuantizedTensor):
-    """An alias of a quantized tensor, into which DCP copies the pieces that it loads."""
+    """An alias of a quantized tensor, into which DCP copies the pieces that it loads.
+
+    Pieces are rows, and columns if tensor parallelism shards columns.
+    """
 
     loads_pieces = True
+
+    def check_writable(self) -> None:
+        """Check that this is a part of the tensor that DCP may load."""
+        if self.box is None:
+            super().check_writable()
+
+    def write(
+        self, src: Tensor, spec: QuantSpec, delayed: Delayed | None, keep: bool = False
+    ) -> None:
+        """Quantize ``src``. Columns are written with the rest of their rows."""
+        box = self.box
+        if box is None or self.is_contiguous():
+            return super().write(src, spec, delayed, keep)
+        cols = self._store.row_size
+        size, offset = (self.shape[0], cols), box.rows.start * cols
+        rows = self.view_of((size, (cols, 1), offset))
+        values = rows.values(src.dtype)
+        values[:, box.cols] = src
+        return rows.write(values, spec, delayed, keep=True)
 
 
 class Float8Tensor(QuantizedTensor):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fp8rs._torch import note_write
-from fp8rs.tensor import windows
 from fp8rs.tensor.formats import BlockFormat, split
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.spec import Planes, QuantSpec
-from fp8rs.tensor.windows import Rectangle
 
 #: Why a quantized tensor cannot be copied as the bytes of one storage, and what to do instead.
 NO_SINGLE_MEMORY = (
@@ -25,6 +24,13 @@ NO_SINGLE_MEMORY = (
 
 #: A delayed scale to read and the amax to raise, each fp32 of one element.
 Delayed = tuple[Tensor, Tensor]
+
+
+class Box(NamedTuple):
+    """Rows and columns of a matrix. For a batch, matrices, and all elements of each."""
+
+    rows: slice
+    cols: slice
 
 
 class WriteObserver(Protocol):
@@ -47,7 +53,7 @@ class WriteObserver(Protocol):
         Args:
             tensor: the tensor that was written.
             values: the values that were written to it. None if codes and scales were copied.
-            exact: whether each value was rounded by itself: see `fp8rs.tensor.writes.quantize`.
+            exact: whether each value was rounded by itself: see `fp8rs.tensor.writes.write`.
         """
 
     def allocate(self, like: Store, shape: Iterable[int], device: Any) -> Store:
@@ -148,41 +154,54 @@ class Store:
         planes = [p for p in (self.rowwise, self.columnwise) if p is not None]
         return [t for p in planes for t in (p.data, p.scale)]
 
-    def read(self, box: Rectangle, dtype: torch.dtype) -> Tensor:
-        """The values of some rows and columns, which cut no block: a new contiguous matrix."""
-        shape = box.rows.length, box.cols.length
-        if self.rowwise is not None:
-            part = windows.part(self.rowwise, box)
-            assert part is not None
-            return part.dequantize(dtype).view(shape)
-        assert self.columnwise is not None
-        part = windows.part(self.columnwise, box, columnwise=True)
-        assert part is not None
-        return part.dequantize(dtype).mT.contiguous().view(shape)
+    @property
+    def row_size(self) -> int:
+        """The number of elements of a row, or of a matrix of a batch."""
+        return math.prod(self.matrix[1:])
 
-    def part(self, box: Rectangle | None) -> Planes:
-        """The planes of some rows and columns, which cut no block, or of all: they share memory."""
+    def rows_around(self, begin: int, end: int) -> slice:
+        """Return the rows, or the matrices of a batch, of all blocks of a range of elements."""
+        height, size = self.matrix[0], self.row_size
+        blocks = [block for block, has in zip(self.format.block, self.has, strict=True) if has]
+        if not size or (-1 in blocks and not self.batched):
+            return slice(0, height)
+        start, stop = begin // size, -(-end // size)
+        if self.batched:
+            return slice(start, stop)
+        block, lead = max(blocks), self.lead
+        start = max((start + lead) // block * block - lead, 0)
+        return slice(start, min(-(-(stop + lead) // block) * block - lead, height))
+
+    def part(self, box: Box) -> Planes:
+        """Return some rows and columns of the planes, over the same memory."""
+        rows, cols = box
         row, col = self.rowwise, self.columnwise
-        if box is None:
-            return row, col
-        if row is not None:
-            data = row.data.view(self.matrix)  # of a copy what is written would be lost
-            row = windows.part(Plane(data, row.scale, row.format, row.lead), box)
-        return row, None if col is None else windows.part(col, box, columnwise=True)
+        if col is not None:
+            col = col.part(rows, cols) if col.batched else col.part(cols, rows)
+        return None if row is None else row.part(rows, cols), col
 
-    def put(self, planes: Planes, box: Rectangle | None = None, non_blocking: bool = False) -> None:
-        """Write planes of some rows and columns, which cut no block, or of all."""
+    def rows(self, rows: slice) -> Box:
+        """Return the box of whole rows."""
+        return Box(rows, slice(0, self.row_size))
+
+    def read(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        """Dequantize whole rows into a new contiguous tensor."""
+        row, col = self.part(self.rows(rows))
+        shape = rows.stop - rows.start, *self.matrix[1:]
+        if row is not None:
+            return row.dequantize(dtype).view(shape)
+        assert col is not None
+        return col.dequantize(dtype).mT.contiguous().view(shape)
+
+    def put(self, planes: Planes, box: Box, non_blocking: bool = False) -> None:
+        """Copy the codes and scales of planes into some rows and columns."""
         wholes = self.rowwise, self.columnwise
-        parts = zip(wholes, self.part(box), planes, (False, True), strict=True)
-        for whole, own, new, turned in parts:
+        for whole, own, new in zip(wholes, self.part(box), planes, strict=True):
             if own is None:
                 continue
-            assert new is not None and whole is not None
-            data = new.data
-            if data.shape != own.data.shape:
-                data = data.reshape(own.data.shape)
-            own.data.copy_(data, non_blocking=non_blocking)
+            assert whole is not None and new is not None
+            own.data.copy_(new.data.reshape(own.data.shape), non_blocking=non_blocking)
             # A compiled graph may have saved them. Below autograd a part has a version of its own.
             note_write(whole.data)
-            if not (turned and self.one_scale):
+            if not (whole is self.columnwise and self.one_scale):
                 own.scale.copy_(new.scale, non_blocking=non_blocking)

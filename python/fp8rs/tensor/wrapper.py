@@ -1,8 +1,9 @@
-"""Tensors that have their values in a store: made over it, viewed, copied and traced."""
+"""Tensors whose values are in a store: construction, views, copies, pickles and tracing."""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -11,47 +12,43 @@ from torch import Tensor
 from typing_extensions import Self
 
 from fp8rs._torch import make_wrapper_subclass
-from fp8rs.tensor import formats, windows
-from fp8rs.tensor.planes import Plane
-from fp8rs.tensor.region import Region
-from fp8rs.tensor.spec import Planes
-from fp8rs.tensor.store import Store
-from fp8rs.tensor.windows import Window
+from fp8rs.tensor import formats
+from fp8rs.tensor.formats import split
+from fp8rs.tensor.planes import Plane, as_bytes
+from fp8rs.tensor.spec import Planes, QuantSpec
+from fp8rs.tensor.store import Box, Delayed, Store
 
 #: The names of the two planes.
 PLANES = ("rowwise", "columnwise")
 
-#: What a tensor's attributes are beside those that users set.
-OWN_ATTRIBUTES = frozenset(("_store", "_window", "_shown", "_is_param"))
+#: Attributes of a tensor that users have not set.
+OWN_ATTRIBUTES = frozenset(("_store", "_store_view", "_is_param"))
 
+#: The size, strides and offset of a view.
+Geometry = tuple[Any, Any, int]
 
 _plain_data: Any = torch.Tensor.data
 
 
 class StoreTensor(Tensor):
-    """Base of quantized tensors: a wrapper of a store, and of a window on it for a view.
+    """Base of quantized tensors: a wrapper of a store.
 
-    Copies of a tensor alone share its planes, as ``copy.copy`` of any; deep copies and pickles have
-    planes of their own, and what users have set on the tensor.
+    A view has the geometry that it would have over the contiguous values of the store. A shallow
+    copy shares the planes. A deep copy and a pickle have planes of their own.
     """
-
-    #: Whether copies into it are pieces of a shard that DCP loads (`fp8rs.tensor.dcp`).
-    loads_pieces: ClassVar[bool] = False
 
     #: Scale dtypes that a subclass stands for; checked at construction.
     scale_dtype: ClassVar[torch.dtype | None] = None
 
     _store: Store
-    #: What a view has of the store's elements; None for all of them in the store's own shape.
-    _window: Window | None
-    #: Of a view: the store's planes, and what it shows of them.
-    _shown: tuple[Plane | None, Plane | None, Planes] | None
+    #: Whether this has some elements of the store, or another shape.
+    _store_view: bool
 
     @classmethod
     def over(
         cls, store: Store, shape: torch.Size, dtype: torch.dtype, requires_grad: bool = False
     ) -> Self:
-        """The tensor of a store whose planes have that logical shape; nothing is checked."""
+        """Return a tensor over a store whose planes have that logical shape. Nothing is checked."""
         plane = store.rowwise
         if plane is None:
             plane = store.columnwise
@@ -60,55 +57,124 @@ class StoreTensor(Tensor):
             cls, shape, dtype=dtype, device=plane.data.device, requires_grad=requires_grad
         )
         self._store = store
-        self._window = None
-        self._shown = None
+        self._store_view = False
         return self
 
-    def view_of(self, window: Window | None) -> Self:
-        """A view of this tensor's store; None is all of it, in the store's own shape."""
+    # --- views ------------------------------------------------------------------------------------
+
+    @property
+    def geometry(self) -> Geometry | None:
+        """The size, strides and offset of a view. None for a tensor that is not a view."""
+        return (self.shape, self.stride(), self.storage_offset()) if self._store_view else None
+
+    def view_of(self, geometry: Geometry | None) -> Self:
+        """Return a view of this tensor's store. None is all of it, in the store's own shape."""
         if torch.is_inference_mode_enabled() and not self.is_inference():
             # torch gives views of a normal tensor that tensor's version counter, which a tensor
             # that was made in inference mode does not take.
             with torch.inference_mode(False):
-                return self._view_of(window)
-        return self._view_of(window)
+                return self._view_of(geometry)
+        return self._view_of(geometry)
 
-    def _view_of(self, window: Window | None) -> Self:
-        if window is None:
+    def _view_of(self, geometry: Geometry | None) -> Self:
+        if geometry is None:
             row = self._store.rowwise
             return self.over(self._store, self.shape if row is None else row.data.shape, self.dtype)
+        size, stride, offset = geometry
         view: Self = make_wrapper_subclass(
             type(self),
-            window.size,
-            strides=window.stride,
-            storage_offset=window.offset,
+            size,
+            strides=stride,
+            storage_offset=offset,
             dtype=self.dtype,
             device=self.device,
             requires_grad=False,
         )
         view._store = self._store
-        view._window = window
-        view._shown = None
+        view._store_view = True
         return view
 
     @property
-    def planes(self) -> Planes:
-        """Both planes."""
+    def box(self) -> Box | None:
+        """The rows and columns of the store that this tensor has, in order. None if it has others.
+
+        For a batch, these are matrices.
+        """
         store = self._store
-        window = self._window
-        if window is None:
-            return store.rowwise, store.columnwise
-        shown = self._shown
-        # A store's planes change: FSDP's hooks refill a gathered weight's.
-        if shown is None or shown[0] is not store.rowwise or shown[1] is not store.columnwise:
-            planes = windows.shown(store.rowwise, store.columnwise, window, store.matrix)
-            shown = self._shown = store.rowwise, store.columnwise, planes
-        return shown[2]
+        if not self._store_view:
+            return store.rows(slice(0, store.matrix[0]))
+        cols, shape = store.row_size, self.shape
+        if not cols:
+            return None
+        row, col = self.storage_offset() // cols, self.storage_offset() % cols
+        if not store.batched and len(shape) == 2 and self.stride() == (cols, 1):
+            if col + shape[1] <= cols:
+                return Box(slice(row, row + shape[0]), slice(col, col + shape[1]))
+        elif not col and not self.numel() % cols and self.is_contiguous():
+            return store.rows(slice(row, row + self.numel() // cols))
+        return None
 
     @property
-    def region(self) -> Region:
-        """Which elements of its store this has."""
-        return Region(self._store, self._window, self.shape)
+    def is_whole(self) -> bool:
+        """Whether this has all elements of the store, in order."""
+        if not self._store_view:
+            return True
+        return self.is_contiguous() and self.numel() == math.prod(self._store.matrix)
+
+    @property
+    def planes(self) -> Planes:
+        """Both planes. A view has those of which it consists of whole rows or columns of blocks."""
+        store = self._store
+        if not self._store_view:
+            return store.rowwise, store.columnwise
+        box = self.box
+        if box is None:
+            return None, None
+        row, col = store.part(box)
+        starts = box.rows.start, box.cols.start
+        row, col = _of_whole_blocks(row, starts), _of_whole_blocks(col, starts[::-1])
+        part = box.rows.stop - box.rows.start, box.cols.stop - box.cols.start
+        batch, matrix = split(self.shape, store.batched)
+        if store.batched:
+            part = part[0], *store.matrix[1:]
+            if part == (1, *split(self.shape, False)[1]) and not batch:
+                row, col = (None if plane is None else plane[0] for plane in (row, col))
+                part = part[1:]
+        if part != (*batch, *matrix):  # the rows have another length
+            one_scale = store.format.per_tensor and not store.batched
+            row, col = row if one_scale else None, None
+        if row is not None:
+            return Plane(row.data.view(self.shape), row.scale, row.format, row.lead), col
+        # Where the planes differ, the tensor has the values of the rowwise one.
+        return None, col if store.rowwise is None else None
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """Dequantize into a plain contiguous tensor.
+
+        Args:
+            dtype: float32, bfloat16, float16 or float64.
+
+        Raises:
+            RuntimeError: the storage was freed by a reshard.
+        """
+        if dtype == torch.float64:  # float32 holds all values
+            return self.values(torch.float32).double()
+        store = self._store
+        store.any_plane.check_live("this quantized tensor")
+        row, col = self.planes
+        if row is not None:
+            return row.dequantize(dtype)
+        if col is not None:
+            return col.dequantize(dtype).mT.contiguous().view(self.shape)
+        if not self.numel():
+            return torch.empty(self.shape, dtype=dtype, device=self.device)
+        size, stride, offset = self.shape, self.stride(), self.storage_offset()
+        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        rows = store.rows_around(offset, last + 1)
+        read = store.read(rows, dtype).as_strided(
+            size, stride, offset - rows.start * store.row_size
+        )
+        return read.clone(memory_format=torch.contiguous_format)  # without the other elements
 
     # --- other tensors like this one --------------------------------------------------------------
 
@@ -120,7 +186,7 @@ class StoreTensor(Tensor):
         shape: Iterable[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Self:
-        """A tensor of this class and specification over other planes, with the same observer."""
+        """Return a tensor of this class and spec over other planes, with the same observer."""
         shape = self.shape if shape is None else torch.Size(shape)
         store = self._store.over(rowwise, columnwise)
         return self.over(store, shape, self.dtype if dtype is None else dtype)
@@ -128,9 +194,9 @@ class StoreTensor(Tensor):
     def map(
         self, fn: Callable[[Tensor], Tensor], scale: Callable[[Tensor], Tensor] | None = None
     ) -> Self:
-        """The same tensor with ``fn`` applied to every data, and ``scale`` (or it) to every scale.
+        """Apply ``fn`` to all codes, and ``scale`` (or ``fn``) to all scales.
 
-        It must not be a view without planes.
+        The tensor must not be a view without planes.
         """
         row, col = (None if plane is None else plane.map(fn, scale) for plane in self.planes)
         if self._store.one_scale and row is not None and col is not None:
@@ -153,14 +219,14 @@ class StoreTensor(Tensor):
                 "or quantize_()"
             )
         _plain_data.__set__(self, value)
-        self._store, self._window, self._shown = value._store, value._window, None
+        self._store, self._store_view = value._store, value._store_view
 
     data = property(_get_data, _set_data)
 
-    # --- copies and compilers ---------------------------------------------------------------------
+    # --- copies -----------------------------------------------------------------------------------
 
     def __copy__(self) -> Self:
-        new = self.view_of(self._window)
+        new = self.view_of(self.geometry)
         new.requires_grad_(self.requires_grad)
         for name, value in self.__dict__.items():
             new.__dict__.setdefault(name, value)
@@ -173,14 +239,35 @@ class StoreTensor(Tensor):
         if not self.is_leaf:
             raise RuntimeError("only leaves of the autograd graph can be copied by deepcopy")
         with torch.no_grad():
-            new = self.view_of(self._window)
+            new = self.view_of(self.geometry)
             memo[id(self)] = new
             # With its attributes: the planes, marks that users set, and that it is a parameter.
-            new.__dict__.update(copy.deepcopy({**self.__dict__, "_shown": None}, memo))
+            new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         new.requires_grad_(self.requires_grad)
         if self.grad is not None:
             new.grad = copy.deepcopy(self.grad, memo)
         return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle plain parts, which ``torch.load(weights_only=True)`` accepts.
+
+        A view becomes a tensor of its own. A view without planes becomes a plain tensor.
+        """
+        store, planes = self._store, self.planes
+        if planes == (None, None):
+            return self.values(self.dtype).__reduce_ex__(protocol)
+        # Pickle alone does not accept FP8 tensors.
+        parts: list[Any] = [
+            p and (as_bytes(p.data), p.data.dtype, as_bytes(p.scale), p.format, p.lead)
+            for p in planes
+        ]
+        attributes = {n: value for n, value in self.__dict__.items() if n not in OWN_ATTRIBUTES}
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        spec = None if store.spec is None else store.spec.without_group()
+        values = (tuple(self.shape), self.dtype, self.requires_grad, is_parameter)
+        return rebuild, (*parts, *values, spec, store.delayed, attributes)
+
+    # --- compilers --------------------------------------------------------------------------------
 
     # The traceable wrapper protocol reads the store's tensors as attributes by name.
     _rowwise_data = property(lambda self: self._store.rowwise.data)
@@ -191,7 +278,7 @@ class StoreTensor(Tensor):
     _delayed_amax = property(lambda self: self._store.delayed[1])
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """The names of the tensors that it is made of, and plain values that say how.
+        """Return the names of the inner tensors, and plain values that complete them.
 
         The values are constant and compare by value: compilers guard on them.
         """
@@ -206,7 +293,7 @@ class StoreTensor(Tensor):
             names.remove("_columnwise_scale")
         if store.delayed is not None:
             names += ["_delayed_scale", "_delayed_amax"]
-        offset = None if self._window is None else self._window.offset
+        offset = self.storage_offset() if self._store_view else None
         return names, (self.dtype, tuple(kinds), store.spec, offset)
 
     @classmethod
@@ -228,11 +315,15 @@ class StoreTensor(Tensor):
         delayed = None
         if "_delayed_scale" in inner:
             delayed = inner["_delayed_scale"], inner["_delayed_amax"]
-        store = Store(row, col, spec, delayed)
-        if offset is None:
-            return cls.over(store, outer_size, dtype)
-        of = cls.over(store, torch.Size(store.matrix), dtype)
-        return of._view_of(Window(tuple(outer_size), tuple(outer_stride), offset))
+        tensor = cls.over(Store(row, col, spec, delayed), outer_size, dtype)
+        return tensor if offset is None else tensor._view_of((outer_size, outer_stride, offset))
+
+
+def _of_whole_blocks(plane: Plane | None, starts: tuple[int, int]) -> Plane | None:
+    """Return a part of a plane, or None if it begins within a block of the plane."""
+    if plane is None or any(lead and start for lead, start in zip(plane.lead, starts, strict=True)):
+        return None
+    return plane
 
 
 #: The public classes, by the dtype of their scales.
@@ -242,5 +333,34 @@ TENSOR_TYPES: dict[torch.dtype, type[StoreTensor]] = {}
 def tensor_over(
     store: Store, shape: torch.Size, dtype: torch.dtype, requires_grad: bool = False
 ) -> StoreTensor:
-    """The quantized tensor of a store, of the class that its format calls for; unchecked."""
+    """Return the quantized tensor of a store, of the class for its format. Nothing is checked."""
     return TENSOR_TYPES[store.format.scale_dtype].over(store, shape, dtype, requires_grad)
+
+
+def rebuild(
+    rowwise: Any,
+    columnwise: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    is_parameter: bool,
+    spec: QuantSpec | None,
+    delayed: Delayed | None,
+    attributes: dict[str, Any],
+) -> Tensor:
+    """Return a pickled quantized tensor. The arguments are those of `__reduce_ex__`."""
+    row, col = (
+        None
+        if held is None
+        else Plane(held[0].view(held[1]), held[2].view(held[3].scale_dtype), *held[3:])
+        for held in (rowwise, columnwise)
+    )
+    new: Tensor = tensor_over(Store(row, col, spec, delayed), torch.Size(shape), dtype)
+    if is_parameter:
+        new = torch.nn.Parameter(new, requires_grad)
+    new.requires_grad_(requires_grad)
+    new.__dict__.update(attributes)
+    return new
+
+
+torch.serialization.add_safe_globals([rebuild, QuantSpec, formats.format_named])
