@@ -264,8 +264,6 @@ PARTS = {
     "both planes": (True, True, lambda q: q),
     "columns": (False, True, lambda q: q),
     "rows of it": (True, False, lambda q: q[:32]),
-    "columns of it": (True, False, lambda q: q[:, :32]),
-    "turned": (True, False, lambda q: q.t()),
 }
 
 
@@ -632,7 +630,7 @@ def test_masters_are_rounded_stochastically_if_requested(name):
     """Values between two codes round to both of them."""
     weight = parameter(QUANTIZERS[name](E4M3, "cpu")(torch.ones(64, 128)))
     # In every format, these values determine the scales.
-    weight.detach()[:, ::32].fill_(4.0)
+    weight.detach().index_fill_(1, torch.arange(0, 128, 32), 4.0)
     optimizer = AdamW([weight], lr=1 / 32, weight_decay=0, stochastic_rounding=True)
     weight.grad = torch.ones(64, 128) * (torch.arange(128) % 32 != 0)
     optimizer.step()
