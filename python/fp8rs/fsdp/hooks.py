@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fp8rs._torch import own_part
 from fp8rs.tensor.formats import INPUT_DTYPES
-from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
+from fp8rs.tensor.quantized import QuantizedTensor, wrap
+from fp8rs.tensor.store import Store
 
 from .layout import AllGatherLayout
 from .param import ParamHandle, StreamDependency
@@ -88,8 +89,7 @@ def post_all_gather(
             )
         inner = layout.inner_tensors(spec, outputs[0].device)
         planes = layout.unpack(outputs, inner, spec, metadata.scale, shape)
-        weight = wrap_planes(*planes, shape=shape, dtype=param_dtype)
-        weight._store.gathered = True
+        weight = wrap(Store(*planes, gathered=True), shape, param_dtype)
         return weight, tuple(inner)
 
 

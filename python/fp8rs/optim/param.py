@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import dtensor_like, is_distributed, is_traced, own_part
-from fp8rs.tensor import formats, stochastic
+from fp8rs.optim import stochastic
+from fp8rs.tensor import formats
 from fp8rs.tensor.formats import FP8_MAX
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor

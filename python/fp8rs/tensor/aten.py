@@ -8,6 +8,7 @@ writes an argument writes what it gave back into the planes, all else runs on de
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,10 +19,32 @@ from fp8rs.tensor import collectives, writes
 from fp8rs.tensor.fallback import dequantized_call, each_member
 from fp8rs.tensor.formats import FP8_MAX, INPUT_DTYPES, LOGICAL_DTYPES
 from fp8rs.tensor.planes import zeros
-from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
-from fp8rs.tensor.table import HANDLERS, Handler, implements
+from fp8rs.tensor.quantized import QuantizedTensor, wrap
 
 aten = torch.ops.aten
+
+Handler = Callable[..., Any]
+
+
+class Handlers(dict[Any, Handler]):
+    """Operator -> handler(func, *args, **kwargs)."""
+
+    def __missing__(self, func: Any) -> Handler:
+        handler = self[func] = classify(func)
+        return handler
+
+
+HANDLERS = QuantizedTensor.handlers = Handlers()
+
+
+def implements(*funcs: Any) -> Callable[[Handler], Handler]:
+    """Register a handler for overloads."""
+
+    def register(handler: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(funcs, handler))
+        return handler
+
+    return register
 
 
 @implements(aten.clone.default)
@@ -38,25 +61,17 @@ def _to_copy(
     *,
     dtype: torch.dtype | None = None,
     layout: Any = None,
-    device: Any = None,
     pin_memory: bool | None = None,
-    non_blocking: bool = False,
     memory_format: Any = None,
+    **options: Any,
 ) -> Any:
     dtype = t.dtype if dtype is None else dtype
     plain = dtype not in LOGICAL_DTYPES or layout not in (None, torch.strided)
     if plain or t.planes == (None, None):
-        return aten._to_copy(
-            t.dequantize(),
-            dtype=dtype,
-            layout=layout,
-            device=device,
-            pin_memory=pin_memory,
-            non_blocking=non_blocking,
-        )
+        return func(t.dequantize(), dtype=dtype, layout=layout, pin_memory=pin_memory, **options)
 
     def move(x: Tensor) -> Tensor:
-        x = aten._to_copy(x, device=device, non_blocking=non_blocking)
+        x = func(x, **options)
         return x.pin_memory() if pin_memory else x
 
     # The logical dtype is a label: the codes lose nothing when it changes.
@@ -128,13 +143,9 @@ def _pad(func: Any, t: QuantizedTensor, pad: list[int], value: Any = 0) -> Any:
         return dequantized_call(func, t, pad, value)
     cols, rows = [*pad[1::2], 0][:2]
     row, col = t.planes
-    return wrap_planes(
-        None if row is None else row.padded(rows, cols),
-        None if col is None else col.padded(cols, rows),
-        shape=(t.shape[0] + rows, t.shape[1] + cols),
-        dtype=t.dtype,
-        spec=t.spec,
-    )
+    store = t._store.over(row and row.padded(rows, cols), col and col.padded(cols, rows))
+    store.observer = None
+    return wrap(store, (t.shape[0] + rows, t.shape[1] + cols), t.dtype)
 
 
 @implements(aten.detach_.default)
@@ -323,9 +334,6 @@ def _refuse(func: Any, *args: Any, **kwargs: Any) -> Any:
         "new tensor instead; values are written by copy_() or quantize_(), planes by assigning to "
         ".data a quantized tensor"
     )
-
-
-HANDLERS.classify = classify
 
 
 @implements(aten._foreach_copy_.default)

@@ -91,68 +91,47 @@ def functional(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a collective that DTensor redistributes by.
 
     Raises:
-        NotImplementedError: it is no gather, and writes no quantized tensor either.
+        NotImplementedError: it does not gather, and does not write a quantized tensor.
     """
     name = func._schema.name.partition("::")[2]
     if name == "all_gather_into_tensor":
-        return _gathered([args[0]], *args[1:], **kwargs)[0]
-    if name == "all_gather_into_tensor_coalesced":
         return _gathered(*args, **kwargs)
-    if name == "wait_tensor":  # those of others have been waited for
+    if name == "wait_tensor":  # gathers and writes have been waited for
         return args[0]
     if name.endswith("_"):
         return dequantized_call(func, *args, **kwargs)
     raise NotImplementedError(
-        f"{name} of a quantized tensor would send it in high precision. Gathers send codes; for "
-        "others dequantize() it first"
+        f"{name} of a quantized tensor would send it in high precision. all_gather_into_tensor "
+        "sends codes; for others dequantize() it first"
     )
 
 
-def _gathered(tensors: list[Tensor], group_size: int, group_name: str) -> list[Tensor]:
-    """The values of all ranks' tensors, one rank's after the other's, of codes and scales sent."""
-    rows = [_by_rows(t) if isinstance(t, QuantizedTensor) else None for t in tensors]
-    sent = [
-        part.contiguous().view(torch.uint8)
-        for t, row in zip(tensors, rows, strict=True)
-        for part in ([t] if row is None else [row.data, row.scale])
-    ]
-    received = iter(map(_wait_for, _gather_all(sent, group_size, group_name)))
-    whole = []
-    for t, row in zip(tensors, rows, strict=True):
-        got = next(received)
-        if row is None:
-            whole.append(got.view(t.dtype))
-            continue
-        scales = next(received).view(row.scale.dtype)
-        if row.scale.shape[0] != row.matrix.shape[0]:  # one a rank
-            scales = scales.repeat_interleave(row.matrix.shape[0], 0)
-        values = Plane(got.view(row.data.dtype), scales, row.format)
-        exact = torch.float32 if t.dtype == torch.float64 else t.dtype
-        whole.append(values.dequantize(exact).to(t.dtype))
-    return whole
+def _gathered(t: QuantizedTensor, group_size: int, group_name: str) -> Tensor:
+    """Gather codes and scales, and return the dequantized values of all ranks."""
+    plane = _by_rows(t)
+    sent = [x.contiguous().view(torch.uint8) for x in (plane.data, plane.scale)]
+    received = map(_wait_for, _gather_all(sent, group_size, group_name))
+    codes, scale = (
+        x.view(own.dtype) for x, own in zip(received, (plane.data, plane.scale), strict=True)
+    )
+    exact = torch.float32 if t.dtype == torch.float64 else t.dtype
+    return Plane(codes, scale, plane.format).dequantize(exact).to(t.dtype)
 
 
 def _by_rows(t: QuantizedTensor) -> Plane:
-    """The rowwise plane with blocks of one row, of which ranks have as many, wherever cuts are.
-
-    Where one scale serves all rows it stands once.
+    """Return the rowwise plane in blocks of one row, of which all ranks have the same number.
 
     Raises:
-        ValueError: this is a view that cuts blocks, or has no such plane.
+        ValueError: this is a view that splits blocks, or has no such plane.
     """
-    t.any_plane()
-    row, _ = t.planes
-    plane = t.made("rowwise", "a gather") if row is None else row
-    assert not plane.lead[1]
-    if plane.format.per_tensor:
-        return Plane(plane.data, plane.scale.view(1, 1), formats.ROW)
+    plane = t.made("rowwise", "a gather") if t.rowwise is None else t.rowwise
     height, width = plane.format.block
     if height == 1:
         return plane
-    each = (
-        as_bytes(plane.scale)
-        .repeat_interleave(height, 0)
-        .narrow(0, plane.lead[0], plane.matrix.shape[0])
-    )
+    rows, scale = plane.matrix.shape[0], as_bytes(plane.scale)
+    if plane.format.per_tensor:
+        scale = scale.view(1, 1).expand(rows, 1)
+    else:
+        scale = scale.repeat_interleave(height, 0).narrow(0, plane.lead[0], rows)
     format = formats.format_of((1, width), plane.format.scale_dtype)
-    return Plane(plane.data, each.view(plane.scale.dtype), format)
+    return Plane(plane.data, scale.contiguous().view(plane.scale.dtype), format)

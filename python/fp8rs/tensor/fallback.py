@@ -97,37 +97,29 @@ def overwrites(func: Any) -> bool:
 
 
 def each_member(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """A call on lists (torch's foreach and fused optimizers), of one member of them at a time.
+    """Run an operator on lists (torch's foreach and fused optimizers) for one member at a time.
 
-    All of a model's weights dequantized at once would not fit. Plain members go together.
+    All of a model's weights would not fit in memory when they are dequantized.
     """
-    lists = [a for a in (*args, *kwargs.values()) if _is_tensors(a)]
+    lists = [a for a in (*args, *kwargs.values()) if _is_list(a) and isinstance(a[0], Tensor)]
     if not lists:
         return dequantized_call(func, *args, **kwargs)
     for t in written_by(func, args, kwargs):
         t.check_writable()
-    count = len(lists[0])
-    columns = zip(*(given for given in lists if len(given) == count), strict=True)
-    alone = [i for i, of in enumerate(columns) if any(isinstance(x, QuantizedTensor) for x in of)]
-    rest = sorted(set(range(count)) - set(alone))
-    results: dict[int, Any] = {}
-    for places in filter(None, [rest, *([i] for i in alone)]):
+    count, results = len(lists[0]), []
+    for i in range(count):
 
-        def take(value: Any, places: list[int] = places) -> Any:
-            is_list = isinstance(value, (list, tuple)) and len(value) == count
-            return [value[i] for i in places] if is_list else value
+        def member(value: Any, i: int = i) -> Any:
+            return value[i : i + 1] if _is_list(value) and len(value) == count else value
 
-        out = dequantized_call(func, *map(take, args), **{k: take(v) for k, v in kwargs.items()})
-        if out is not None:
-            each = zip(*out, strict=True) if isinstance(out, tuple) else out
-            results.update(zip(places, each, strict=True))
-    if not results:
+        own = {name: member(value) for name, value in kwargs.items()}
+        results.append(dequantized_call(func, *map(member, args), **own))
+    if results[0] is None:
         return None
-    members = [results[i] for i in range(count)]
-    # Several lists come back as they are given: a list of each.
-    several = isinstance(members[0], tuple)
-    return tuple(map(list, zip(*members, strict=True))) if several else members
+    if isinstance(results[0], tuple):  # several lists
+        return tuple([x for (x,) in each] for each in zip(*results, strict=True))
+    return [x for (x,) in results]
 
 
-def _is_tensors(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], Tensor)
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) > 0

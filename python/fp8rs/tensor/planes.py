@@ -228,22 +228,19 @@ def zeros(like: Tensor, size: Sequence[int], device: Any = None) -> Tensor:
 
 def check_planes(rowwise: Plane | None, columnwise: Plane | None, shape: torch.Size) -> None:
     """Raise TypeError or ValueError if these are not the planes of one tensor of ``shape``."""
-    plane = rowwise if rowwise is not None else columnwise
-    batch, (rows, cols) = split(shape, plane is not None and plane.batched)
-    if rowwise is not None:
-        if rowwise.data.shape != shape:
+    batch, (rows, cols) = split(
+        shape, any(p is not None and p.batched for p in (rowwise, columnwise))
+    )
+    turned = torch.Size((*batch, cols, rows))
+    for name, plane, size in (("rowwise", rowwise, shape), ("columnwise", columnwise, turned)):
+        if plane is None:
+            continue
+        if plane.data.shape != size:
             raise ValueError(
-                f"rowwise has data of shape {tuple(rowwise.data.shape)}, "
-                f"but the tensor's shape is {tuple(shape)}"
+                f"{name} has data of shape {tuple(plane.data.shape)}, but a tensor of shape "
+                f"{tuple(shape)} needs {tuple(size)}"
             )
-        rowwise.check("rowwise", batch, (rows, cols))
-    if columnwise is not None:
-        if columnwise.data.shape != (*batch, cols, rows):
-            raise ValueError(
-                f"columnwise has data of shape {tuple(columnwise.data.shape)}, but a tensor "
-                f"of shape {tuple(shape)} needs {(*batch, cols, rows)}"
-            )
-        columnwise.check("columnwise", batch, (cols, rows))
+        plane.check(name, batch, (rows, cols) if plane is rowwise else (cols, rows))
     if rowwise is None or columnwise is None:
         return
     for what, row, col in (

@@ -17,7 +17,7 @@ Operators are implemented in :mod:`fp8rs.tensor.aten`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, cast
 
 import torch
@@ -31,8 +31,7 @@ from fp8rs.tensor.planes import Plane as Plane
 from fp8rs.tensor.planes import check_planes
 from fp8rs.tensor.spec import QuantSpec, default_spec
 from fp8rs.tensor.store import NO_SINGLE_MEMORY, Delayed, Store
-from fp8rs.tensor.table import HANDLERS
-from fp8rs.tensor.wrapper import PLANES, TENSOR_TYPES, StoreTensor, tensor_over
+from fp8rs.tensor.wrapper import PLANES, TENSOR_TYPES, StoreTensor
 
 
 class QuantizedTensor(StoreTensor):
@@ -83,12 +82,14 @@ class QuantizedTensor(StoreTensor):
             raise TypeError(
                 f"{cls.__name__} has scales of {cls.scale_dtype}, not {plane.scale.dtype}"
             )
-        if dtype not in formats.LOGICAL_DTYPES:
-            raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, not {dtype!r}")
+        _check_dtype(dtype)
         check_planes(rowwise, columnwise, shape)
         check_writing(plane, spec, delayed)
         store = Store(rowwise, columnwise, spec, delayed)
         return cls.over(store, shape, dtype, requires_grad)
+
+    #: What operators do, filled by `fp8rs.tensor.aten`.
+    handlers: ClassVar[dict[Any, Callable[..., Any]]] = {}
 
     #: Whether copies into it are pieces of a shard that DCP loads.
     loads_pieces: ClassVar[bool] = False
@@ -121,8 +122,9 @@ class QuantizedTensor(StoreTensor):
     def _check_no_view(self, operation: str) -> None:
         if self._store_view:
             raise ValueError(
-                f"{operation} of {self._view_in_words} is not possible: its planes belong to "
-                "the whole tensor. Call it on that, or on a clone() of the view"
+                f"{operation} of this view of a quantized tensor, of shape {tuple(self.shape)}, is "
+                "not possible: its planes belong to the whole tensor. Call it on that, or on a "
+                "clone() of the view"
             )
 
     @property
@@ -149,31 +151,26 @@ class QuantizedTensor(StoreTensor):
             ValueError: this is a view without planes, because it splits blocks.
         """
         row, col = self.planes
-        plane = row if row is not None else col
-        if plane is None:
-            raise ValueError(f"{self._view_in_words} has no planes: {self._why_none}")
-        return plane
+        return row or col or self.plane("rowwise" if self._store.rowwise else "columnwise", "this")
 
     def plane(self, name: str, operation: str) -> Plane:
-        """The plane called ``name``; ValueError naming it and ``operation`` if it is missing."""
+        """Return the plane called ``name``.
+
+        Raises:
+            ValueError: it is missing. The message names ``operation``.
+        """
         plane: Plane | None = getattr(self, name)
         if plane is None:
-            reason = f": {self._why_none}" if getattr(self._store, name) is not None else ""
+            reason = ""
+            if getattr(self._store, name) is not None:
+                reason = (
+                    f": a view of shape {tuple(self.shape)} has no planes if it is not made of "
+                    f"whole blocks of format {self.format.name!r}. Read it by dequantize()"
+                )
             raise ValueError(
                 f"{operation} needs the {name} plane, which this tensor does not have{reason}"
             )
         return plane
-
-    @property
-    def _view_in_words(self) -> str:
-        return f"this view of a quantized tensor, of shape {tuple(self.shape)},"
-
-    @property
-    def _why_none(self) -> str:
-        return (
-            f"it is not made of whole blocks of format {self.format.name!r}. "
-            "Read it by dequantize()"
-        )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """A plain tensor: code times scale in fp32, then one cast to ``dtype`` (the logical one).
@@ -362,7 +359,7 @@ class QuantizedTensor(StoreTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return HANDLERS[func](func, *args, **(kwargs or {}))
+        return cls.handlers[func](func, *args, **(kwargs or {}))
 
 
 class LoadedShard(QuantizedTensor):
@@ -408,24 +405,21 @@ class MXFP8Tensor(QuantizedTensor):
 TENSOR_TYPES.update((kind.scale_dtype, kind) for kind in (Float8Tensor, MXFP8Tensor))
 
 
-def wrap_planes(
-    rowwise: Plane | None,
-    columnwise: Plane | None,
-    *,
-    shape: Iterable[int],
-    dtype: torch.dtype,
-    requires_grad: bool = False,
-    spec: QuantSpec | None = None,
-    delayed: Delayed | None = None,
+def wrap(
+    store: Store, shape: Iterable[int], dtype: torch.dtype, requires_grad: bool = False
 ) -> QuantizedTensor:
-    """The quantized tensor over these planes, of the class that their format calls for.
+    """Return the quantized tensor over a store, of the class for its format.
 
-    The arguments are as for :class:`QuantizedTensor`. The planes are not checked.
+    The arguments are those of `QuantizedTensor`. The planes are not checked.
     """
+    _check_dtype(dtype)
+    kind = cast(type[QuantizedTensor], TENSOR_TYPES[store.format.scale_dtype])
+    return kind.over(store, torch.Size(shape), dtype, requires_grad)
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
     if dtype not in formats.LOGICAL_DTYPES:
         raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, not {dtype!r}")
-    store = Store(rowwise, columnwise, spec, delayed)
-    return cast(QuantizedTensor, tensor_over(store, torch.Size(shape), dtype, requires_grad))
 
 
 def check_writing(plane: Plane, spec: QuantSpec | None, delayed: Delayed | None) -> None:
@@ -433,12 +427,9 @@ def check_writing(plane: Plane, spec: QuantSpec | None, delayed: Delayed | None)
     if spec is not None:
         if not isinstance(spec, QuantSpec):
             raise TypeError(f"spec must be a QuantSpec or None, not {type(spec).__name__}")
-        for what, own, asked in (
-            ("of format", plane.format.name, spec.format.name),
-            ("of", plane.data.dtype, spec.fp8_dtype),
-        ):
-            if own != asked:
-                raise ValueError(f"spec is {what} {asked}, but the planes are {what} {own}")
+        own, asked = (plane.format.name, plane.data.dtype), (spec.format.name, spec.fp8_dtype)
+        if own != asked:
+            raise ValueError(f"spec is of format {asked}, but the planes are of format {own}")
     if delayed is None:
         return
     if not plane.format.per_tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -63,6 +64,7 @@ class WriteObserver(Protocol):
         """Free the values from before the first rounding, and keep no others."""
 
 
+@dataclass(slots=True, eq=False)
 class Store:
     """The planes that a tensor shares with its aliases and views.
 
@@ -76,28 +78,17 @@ class Store:
         gathered: FSDP2 has gathered the planes' bytes, and frees and refills them.
     """
 
-    __slots__ = ("columnwise", "delayed", "first_copy", "gathered", "observer", "rowwise", "spec")
-
-    def __init__(
-        self,
-        rowwise: Plane | None,
-        columnwise: Plane | None,
-        spec: QuantSpec | None = None,
-        delayed: Delayed | None = None,
-    ) -> None:
-        self.rowwise = rowwise
-        self.columnwise = columnwise
-        self.spec = spec
-        self.delayed = delayed
-        self.observer: WriteObserver | None = None
-        self.first_copy: Callable[[Any, Any], bool] | None = None
-        self.gathered = False
+    rowwise: Plane | None
+    columnwise: Plane | None
+    spec: QuantSpec | None = None
+    delayed: Delayed | None = None
+    observer: WriteObserver | None = None
+    first_copy: Callable[[Any, Any], bool] | None = None
+    gathered: bool = False
 
     def over(self, rowwise: Plane | None, columnwise: Plane | None) -> Store:
         """Return a store of other planes with this specification and observer."""
-        new = Store(rowwise, columnwise, self.spec, self.delayed)
-        new.observer = self.observer
-        return new
+        return Store(rowwise, columnwise, self.spec, self.delayed, self.observer)
 
     @property
     def active_observer(self) -> WriteObserver | None:

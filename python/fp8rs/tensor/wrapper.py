@@ -46,18 +46,35 @@ class StoreTensor(Tensor):
 
     @classmethod
     def over(
-        cls, store: Store, shape: torch.Size, dtype: torch.dtype, requires_grad: bool = False
+        cls,
+        store: Store,
+        shape: Any,
+        dtype: torch.dtype,
+        requires_grad: bool = False,
+        stride: Any = None,
+        offset: int | None = None,
     ) -> Self:
-        """Return a tensor over a store whose planes have that logical shape. Nothing is checked."""
-        plane = store.rowwise
-        if plane is None:
-            plane = store.columnwise
-            assert plane is not None
+        """Return a tensor over a store. Nothing is checked.
+
+        Args:
+            store: the planes.
+            shape: the logical shape.
+            dtype: the logical dtype.
+            requires_grad: as in torch.
+            stride, offset: for a view, the geometry over contiguous values of the store. The
+                default is all of the store, in its own shape.
+        """
         self: Self = make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=plane.data.device, requires_grad=requires_grad
+            cls,
+            shape,
+            strides=stride,
+            storage_offset=offset,
+            dtype=dtype,
+            device=store.any_plane.data.device,
+            requires_grad=requires_grad,
         )
         self._store = store
-        self._store_view = False
+        self._store_view = stride is not None
         return self
 
     # --- views ------------------------------------------------------------------------------------
@@ -77,22 +94,12 @@ class StoreTensor(Tensor):
         return self._view_of(geometry)
 
     def _view_of(self, geometry: Geometry | None) -> Self:
+        store = self._store
         if geometry is None:
-            row = self._store.rowwise
-            return self.over(self._store, self.shape if row is None else row.data.shape, self.dtype)
+            shape = self.shape if store.rowwise is None else store.rowwise.data.shape
+            return self.over(store, shape, self.dtype)
         size, stride, offset = geometry
-        view: Self = make_wrapper_subclass(
-            type(self),
-            size,
-            strides=stride,
-            storage_offset=offset,
-            dtype=self.dtype,
-            device=self.device,
-            requires_grad=False,
-        )
-        view._store = self._store
-        view._store_view = True
-        return view
+        return self.over(store, size, self.dtype, stride=stride, offset=offset)
 
     @property
     def box(self) -> Box | None:
@@ -141,8 +148,7 @@ class StoreTensor(Tensor):
                 row, col = (None if plane is None else plane[0] for plane in (row, col))
                 part = part[1:]
         if part != (*batch, *matrix):  # the rows have another length
-            one_scale = store.format.per_tensor and not store.batched
-            row, col = row if one_scale else None, None
+            return None, None
         if row is not None:
             return Plane(row.data.view(self.shape), row.scale, row.format, row.lead), col
         # Where the planes differ, the tensor has the values of the rowwise one.
@@ -253,19 +259,16 @@ class StoreTensor(Tensor):
 
         A view becomes a tensor of its own. A view without planes becomes a plain tensor.
         """
-        store, planes = self._store, self.planes
-        if planes == (None, None):
-            return self.values(self.dtype).__reduce_ex__(protocol)
+        own: Any = self.detach().clone() if self._store_view else self
+        if not isinstance(own, StoreTensor):
+            return own.__reduce_ex__(protocol)
+        names, (dtype, kinds, spec, _) = own.__tensor_flatten__()
         # Pickle alone does not accept FP8 tensors.
-        parts: list[Any] = [
-            p and (as_bytes(p.data), p.data.dtype, as_bytes(p.scale), p.format, p.lead)
-            for p in planes
-        ]
-        attributes = {n: value for n, value in self.__dict__.items() if n not in OWN_ATTRIBUTES}
+        inner = {name: (as_bytes(t := getattr(own, name)), t.dtype) for name in names}
+        context = dtype, kinds, None if spec is None else spec.without_group(), None
+        marks = {name: value for name, value in self.__dict__.items() if name not in OWN_ATTRIBUTES}
         is_parameter = isinstance(self, torch.nn.Parameter)
-        spec = None if store.spec is None else store.spec.without_group()
-        values = (tuple(self.shape), self.dtype, self.requires_grad, is_parameter)
-        return rebuild, (*parts, *values, spec, store.delayed, attributes)
+        return rebuild, (inner, context, tuple(self.shape), self.requires_grad, is_parameter, marks)
 
     # --- compilers --------------------------------------------------------------------------------
 
@@ -315,8 +318,9 @@ class StoreTensor(Tensor):
         delayed = None
         if "_delayed_scale" in inner:
             delayed = inner["_delayed_scale"], inner["_delayed_amax"]
-        tensor = cls.over(Store(row, col, spec, delayed), outer_size, dtype)
-        return tensor if offset is None else tensor._view_of((outer_size, outer_stride, offset))
+        stride = None if offset is None else outer_stride
+        store = Store(row, col, spec, delayed)
+        return cls.over(store, outer_size, dtype, stride=stride, offset=offset)
 
 
 def _of_whole_blocks(plane: Plane | None, starts: tuple[int, int]) -> Plane | None:
@@ -330,36 +334,24 @@ def _of_whole_blocks(plane: Plane | None, starts: tuple[int, int]) -> Plane | No
 TENSOR_TYPES: dict[torch.dtype, type[StoreTensor]] = {}
 
 
-def tensor_over(
-    store: Store, shape: torch.Size, dtype: torch.dtype, requires_grad: bool = False
-) -> StoreTensor:
-    """Return the quantized tensor of a store, of the class for its format. Nothing is checked."""
-    return TENSOR_TYPES[store.format.scale_dtype].over(store, shape, dtype, requires_grad)
-
-
 def rebuild(
-    rowwise: Any,
-    columnwise: Any,
+    inner: dict[str, tuple[Tensor, torch.dtype]],
+    context: Any,
     shape: tuple[int, ...],
-    dtype: torch.dtype,
     requires_grad: bool,
     is_parameter: bool,
-    spec: QuantSpec | None,
-    delayed: Delayed | None,
-    attributes: dict[str, Any],
+    marks: dict[str, Any],
 ) -> Tensor:
     """Return a pickled quantized tensor. The arguments are those of `__reduce_ex__`."""
-    row, col = (
-        None
-        if held is None
-        else Plane(held[0].view(held[1]), held[2].view(held[3].scale_dtype), *held[3:])
-        for held in (rowwise, columnwise)
-    )
-    new: Tensor = tensor_over(Store(row, col, spec, delayed), torch.Size(shape), dtype)
+    tensors = {name: raw.view(dtype) for name, (raw, dtype) in inner.items()}
+    scale = tensors.get("_rowwise_scale", tensors.get("_columnwise_scale"))
+    assert scale is not None
+    kind = TENSOR_TYPES[scale.dtype]
+    new: Tensor = kind.__tensor_unflatten__(tensors, context, shape, None)
     if is_parameter:
         new = torch.nn.Parameter(new, requires_grad)
     new.requires_grad_(requires_grad)
-    new.__dict__.update(attributes)
+    new.__dict__.update(marks)
     return new
 
 
