@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8rs._torch import is_alias, no_torch_dispatch
 from fp8rs.tensor import collectives, writes
-from fp8rs.tensor.fallback import dequantized_call, each_member
+from fp8rs.tensor.fallback import dequantized_call, each_member, quantized_in
 from fp8rs.tensor.formats import FP8_MAX, INPUT_DTYPES, LOGICAL_DTYPES
 from fp8rs.tensor.planes import zeros
 from fp8rs.tensor.quantized import QuantizedTensor, wrap
@@ -166,7 +166,7 @@ def _detach(func: Any, t: QuantizedTensor) -> QuantizedTensor:
 @implements(aten.as_strided.default)
 def _as_strided(
     func: Any, t: QuantizedTensor, size: Any, stride: Any, storage_offset: int | None = None
-) -> QuantizedTensor:
+) -> Any:
     # Torch does not check the bounds of meta tensors. Older torch does not check signs either.
     offset = t.storage_offset() if storage_offset is None else storage_offset
     numel = math.prod(t._store.matrix)
@@ -226,21 +226,14 @@ def _empty_like(
     func: Any, t: QuantizedTensor, *, dtype: Any = None, device: Any = None, **kwargs: Any
 ) -> Any:
     if t._store.observer is None or dtype not in (None, t.dtype) or t.planes == (None, None):
-        return _new_like(func, t, dtype=dtype, device=device, **kwargs)
+        return _plain(func, t, dtype=dtype, device=device, **kwargs)
     # Zeros: a write of some rows reads the others, and a code of chance may be NaN.
     return t.map(lambda x: zeros(x, x.shape, device))
 
 
 @implements(aten.new_zeros.default)
-def _new_part(
-    func: Any,
-    t: QuantizedTensor,
-    size: Any,
-    *,
-    dtype: Any = None,
-    device: Any = None,
-    **kwargs: Any,
-) -> Any:
+def _new_zeros(func: Any, t: QuantizedTensor, size: Any, **options: Any) -> Any:
+    observer, dtype = t._store.observer, options.get("dtype")
     rows_of_its_own = len(size) == t.dim() >= 2 and tuple(size[1:]) == t.shape[1:]
     if t._store.active_observer is None and isinstance(t, torch.nn.Parameter) and rows_of_its_own:
         # Only FSDP2 requests zeros of a parameter's own width.
@@ -251,34 +244,24 @@ def _new_part(
             "layer's weight is computed from (pruning, parametrizations). Dequantize it first, or "
             "keep it as a buffer"
         )
-    observer = t._store.observer
     if observer is None or dtype not in (None, t.dtype) or len(size) != t.dim():
-        return _new(func, t, size, dtype=dtype, device=device, **kwargs)
-    store = observer.allocate(t._store, size, t.device if device is None else device)
-    return t.over(store, torch.Size(size), t.dtype)
+        return _plain(func, t, size, **options)
+    store = observer.allocate(t._store, size, options.get("device") or t.device)
+    return t.over(store, size, t.dtype)
 
 
-@implements(
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
-)
-def _new_like(func: Any, t: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
-    kwargs.pop("memory_format", None)
+def _plain(func: Any, t: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
+    """Return a new plain tensor."""
     like = torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape)
-    return func(like, *args, memory_format=torch.contiguous_format, **kwargs)
+    if "memory_format" in (a.name for a in func._schema.arguments):
+        kwargs["memory_format"] = torch.contiguous_format
+    return func(like, *args, **kwargs)
 
 
-@implements(
-    aten.new_empty.default,
-    aten.new_ones.default,
-    aten.new_full.default,
-    aten.new_empty_strided.default,
-)
-def _new(func: Any, t: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
-    return func(torch.empty((), dtype=t.dtype, device=t.device), *args, **kwargs)
+for _name in ("zeros", "ones", "full", "rand", "randn"):
+    HANDLERS[getattr(aten, f"{_name}_like").default] = _plain
+for _name in ("empty", "ones", "full", "empty_strided"):
+    HANDLERS[getattr(aten, f"new_{_name}").default] = _plain
 
 
 # --- everything else --------------------------------------------------------------------------
@@ -322,24 +305,19 @@ def _not_implemented(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _refuse(func: Any, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(args[0], QuantizedTensor):
-        if "set_" in func._schema.name:
-            raise NotImplementedError(
-                f"{func} would give a plain tensor the storage of a quantized one, which is of FP8 "
-                "codes: use dequantize()"
-            )
+    if not isinstance(args[0], QuantizedTensor) and "set_" not in func._schema.name:
         return dequantized_call(func, *args, **kwargs)
     raise NotImplementedError(
-        f"{func} would give a quantized tensor another shape or storage in place. Take a view or a "
-        "new tensor instead; values are written by copy_() or quantize_(), planes by assigning to "
-        ".data a quantized tensor"
+        f"{func} would give a quantized tensor another shape or storage in place, or a plain "
+        "tensor the storage of a quantized one. Take a view or a new tensor. Write values by "
+        "copy_() or quantize_(), read them by dequantize(), and share planes by assigning a "
+        "quantized tensor to .data"
     )
 
 
 @implements(aten._foreach_copy_.default)
 def _foreach_copy(func: Any, self: Any, src: Any, non_blocking: bool = False) -> None:
-    for dst in self:
-        if isinstance(dst, QuantizedTensor):
-            dst.check_writable()
+    for dst in quantized_in(self):
+        dst.check_writable()
     for dst, value in zip(self, src, strict=True):
         dst.copy_(value, non_blocking=non_blocking)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fp8rs.tensor import formats
-from fp8rs.tensor.fallback import dequantized_call, on_values, quantized_in
+from fp8rs.tensor.fallback import on_values, quantized_in, wait
 from fp8rs.tensor.planes import Plane, as_bytes
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -50,7 +50,7 @@ def collective(func: Any, *args: Any, **kwargs: Any) -> Any:
     ):
         return _scatter(func, *args, **kwargs)
     written = [] if name in READING else quantized_in(args[0])
-    return on_values(func, args, kwargs, written, wait=_wait)
+    return on_values(func, args, kwargs, written)
 
 
 def _scatter(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,21 +67,10 @@ def _scatter(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) ->
             return as_bytes(t._store.tensors()[place])
 
         result = func(*tree_map_only(QuantizedTensor, wire, (arrived, parts)), *args, **kwargs)
-        _wait(result)
+        wait(result)
     for out, got in zip(outputs, arrived, strict=True):
         out.copy_(got)
     return outputs, result[1]
-
-
-def _wait(out: Any) -> None:
-    """Wait for the work that a collective returned, alone or behind its tensors."""
-    from torch.distributed import Work
-
-    for value in out if isinstance(out, tuple) else (out,):
-        if not isinstance(value, (Tensor, list)):
-            work = Work.unbox(value)
-            if work is not None:  # NCCL has none where the current stream has it in order
-                work.wait()
 
 
 # --- functional collectives ----------------------------------------------------------------------
@@ -91,18 +80,16 @@ def functional(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a collective that DTensor redistributes by.
 
     Raises:
-        NotImplementedError: it does not gather, and does not write a quantized tensor.
+        NotImplementedError: it does not gather.
     """
     name = func._schema.name.partition("::")[2]
     if name == "all_gather_into_tensor":
         return _gathered(*args, **kwargs)
-    if name == "wait_tensor":  # gathers and writes have been waited for
+    if name == "wait_tensor":  # gathers have been waited for
         return args[0]
-    if name.endswith("_"):
-        return dequantized_call(func, *args, **kwargs)
     raise NotImplementedError(
         f"{name} of a quantized tensor would send it in high precision. all_gather_into_tensor "
-        "sends codes; for others dequantize() it first"
+        "sends codes. For others, dequantize() it first, and copy_() the result"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -41,7 +41,6 @@ def on_values(
     written: Sequence[QuantizedTensor],
     *,
     keep: bool = False,
-    wait: Callable[[Any], None] | None = None,
 ) -> Any:
     """Run ``func`` on dequantized values, and quantize those that it has written.
 
@@ -50,7 +49,6 @@ def on_values(
         args, kwargs: its arguments.
         written: those of them that it writes.
         keep: elements that it leaves as they were keep their codes' value.
-        wait: waits for what is written, by what ``func`` gave.
 
     Returns:
         What ``func`` gives, with the tensors themselves in place of their dequantized stand-ins.
@@ -68,16 +66,25 @@ def on_values(
     out = func(*given, **named)
     if not written:
         return out
-    if wait is not None:
+    if func.namespace == "c10d":
         wait(out)
     stand_ins = {}
     for t in {id(t): t for t in written}.values():
         value = plain[id(t)]
         stand_ins[id(value)] = t
-        if func.namespace == "_c10d_functional":  # they return before they have written
-            value = torch.ops._c10d_functional.wait_tensor(value)
         t.write(value, t.spec, t._store.delayed, keep)
     return tree_map(lambda v: stand_ins.get(id(v), v) if isinstance(v, Tensor) else v, out)
+
+
+def wait(out: Any) -> None:
+    """Wait for the work that a collective returned, alone or behind its tensors."""
+    from torch.distributed import Work
+
+    for value in out if isinstance(out, tuple) else (out,):
+        if not isinstance(value, (Tensor, list)):
+            work = Work.unbox(value)
+            if work is not None:  # NCCL has none where the current stream has it in order
+                work.wait()
 
 
 @cache
@@ -90,7 +97,6 @@ def overwrites(func: Any) -> bool:
     name = schema.name.partition("::")[2].removeprefix("_foreach_")
     return (
         name in ("fill_", "zero_")
-        or func.namespace == "_c10d_functional"
         or torch.Tag.nondeterministic_seeded in func.tags
         or any(argument.is_out for argument in schema.arguments)
     )

@@ -228,9 +228,8 @@ def zeros(like: Tensor, size: Sequence[int], device: Any = None) -> Tensor:
 
 def check_planes(rowwise: Plane | None, columnwise: Plane | None, shape: torch.Size) -> None:
     """Raise TypeError or ValueError if these are not the planes of one tensor of ``shape``."""
-    batch, (rows, cols) = split(
-        shape, any(p is not None and p.batched for p in (rowwise, columnwise))
-    )
+    plane = rowwise or columnwise
+    batch, (rows, cols) = split(shape, plane is not None and plane.batched)
     turned = torch.Size((*batch, cols, rows))
     for name, plane, size in (("rowwise", rowwise, shape), ("columnwise", columnwise, turned)):
         if plane is None:

@@ -172,16 +172,6 @@ class QuantizedTensor(StoreTensor):
             )
         return plane
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """A plain tensor: code times scale in fp32, then one cast to ``dtype`` (the logical one).
-
-        Either plane will do. Raises RuntimeError if the storage was freed by a reshard.
-        """
-        dtype = self.dtype if dtype is None else dtype
-        if not isinstance(dtype, torch.dtype):  # of other dtypes the operator speaks
-            raise TypeError(f"dtype must be float32, bfloat16 or float16, not {dtype!r}")
-        return self.values(dtype)
-
     def update_usage(
         self, rowwise: bool | None = None, columnwise: bool | None = None
     ) -> QuantizedTensor:
@@ -299,7 +289,7 @@ class QuantizedTensor(StoreTensor):
         if not isinstance(src, Tensor):
             raise TypeError(f"src must be a tensor, not {type(src).__name__}")
         if isinstance(src, QuantizedTensor):
-            src = src.values(src.dtype)
+            src = src.dequantize(src.dtype)
         if src.shape != self.shape:
             raise ValueError(f"src has shape {tuple(src.shape)}, but dst has {tuple(self.shape)}")
         if src.device != self.device:
@@ -309,7 +299,7 @@ class QuantizedTensor(StoreTensor):
         if src.dtype not in formats.INPUT_DTYPES:
             raise TypeError(f"src must be float32, bfloat16 or float16, not {src.dtype}")
         src = src.detach()
-        store, offset = self._store, self.storage_offset()
+        store, offset = self._store, int(self.storage_offset())
         if writes.write(store, offset, src, spec, delayed, keep):
             note_write(self)
         if (observer := store.active_observer) is not None:
@@ -325,14 +315,12 @@ class QuantizedTensor(StoreTensor):
         store = self._store
         whole_matrices = not store.batched or self.box is not None or not self.numel()
         if self._store_view and not (self.is_contiguous() and whole_matrices):
-            elements, range_ = "consecutive elements", "rows (slices of the first dimension)"
-            if store.batched:
-                elements, range_ = "whole matrices", "ranges of the first dimension"
+            elements = "whole matrices" if store.batched else "consecutive elements"
             raise NotImplementedError(
                 f"cannot write through a view of shape {tuple(self.shape)} with strides "
                 f"{self.stride()} of a quantized tensor {store.matrix}: it does not consist of "
-                f"{elements}. Write {range_} or view(-1), or dequantize() the tensor, change the "
-                "values and copy_() them back"
+                f"{elements}. Write slices of the first dimension or view(-1), or dequantize() the "
+                "tensor, change the values and copy_() them back"
             )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -385,7 +373,7 @@ class LoadedShard(QuantizedTensor):
         cols = self._store.row_size
         size, offset = (self.shape[0], cols), box.rows.start * cols
         rows = self.view_of((size, (cols, 1), offset))
-        values = rows.values(src.dtype)
+        values = rows.dequantize(src.dtype)
         values[:, box.cols] = src
         return rows.write(values, spec, delayed, keep=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +17,7 @@ from fp8rs.tensor import formats
 from fp8rs.tensor.formats import split
 from fp8rs.tensor.planes import Plane, as_bytes
 from fp8rs.tensor.spec import Planes, QuantSpec
-from fp8rs.tensor.store import Box, Delayed, Store
+from fp8rs.tensor.store import Box, Store
 
 #: The names of the two planes.
 PLANES = ("rowwise", "columnwise")
@@ -25,7 +26,7 @@ PLANES = ("rowwise", "columnwise")
 OWN_ATTRIBUTES = frozenset(("_store", "_store_view", "_is_param"))
 
 #: The size, strides and offset of a view.
-Geometry = tuple[Any, Any, int]
+Geometry = tuple[Any, Any, Any]
 
 _plain_data: Any = torch.Tensor.data
 
@@ -86,20 +87,14 @@ class StoreTensor(Tensor):
 
     def view_of(self, geometry: Geometry | None) -> Self:
         """Return a view of this tensor's store. None is all of it, in the store's own shape."""
-        if torch.is_inference_mode_enabled() and not self.is_inference():
-            # torch gives views of a normal tensor that tensor's version counter, which a tensor
-            # that was made in inference mode does not take.
-            with torch.inference_mode(False):
-                return self._view_of(geometry)
-        return self._view_of(geometry)
-
-    def _view_of(self, geometry: Geometry | None) -> Self:
         store = self._store
-        if geometry is None:
-            shape = self.shape if store.rowwise is None else store.rowwise.data.shape
-            return self.over(store, shape, self.dtype)
-        size, stride, offset = geometry
-        return self.over(store, size, self.dtype, stride=stride, offset=offset)
+        shape = self.shape if store.rowwise is None else store.rowwise.data.shape
+        size, stride, offset = (shape, None, None) if geometry is None else geometry
+        # torch gives views of a normal tensor that tensor's version counter, which a tensor that
+        # was made in inference mode does not take.
+        made_normal = torch.is_inference_mode_enabled() and not self.is_inference()
+        with torch.inference_mode(False) if made_normal else nullcontext():
+            return self.over(store, size, self.dtype, stride=stride, offset=offset)
 
     @property
     def box(self) -> Box | None:
@@ -124,9 +119,8 @@ class StoreTensor(Tensor):
     @property
     def is_whole(self) -> bool:
         """Whether this has all elements of the store, in order."""
-        if not self._store_view:
-            return True
-        return self.is_contiguous() and self.numel() == math.prod(self._store.matrix)
+        size = math.prod(self._store.matrix)
+        return not self._store_view or (self.is_contiguous() and self.numel() == size)
 
     @property
     def planes(self) -> Planes:
@@ -140,7 +134,7 @@ class StoreTensor(Tensor):
         row, col = store.part(box)
         starts = box.rows.start, box.cols.start
         row, col = _of_whole_blocks(row, starts), _of_whole_blocks(col, starts[::-1])
-        part = box.rows.stop - box.rows.start, box.cols.stop - box.cols.start
+        part: tuple[int, ...] = box.rows.stop - box.rows.start, box.cols.stop - box.cols.start
         batch, matrix = split(self.shape, store.batched)
         if store.batched:
             part = part[0], *store.matrix[1:]
@@ -154,17 +148,20 @@ class StoreTensor(Tensor):
         # Where the planes differ, the tensor has the values of the rowwise one.
         return None, col if store.rowwise is None else None
 
-    def values(self, dtype: torch.dtype) -> Tensor:
-        """Dequantize into a plain contiguous tensor.
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a plain contiguous tensor: code times scale in fp32, then one cast.
 
         Args:
-            dtype: float32, bfloat16, float16 or float64.
+            dtype: float32, bfloat16, float16 or float64. The default is the logical dtype.
 
         Raises:
             RuntimeError: the storage was freed by a reshard.
         """
+        dtype = self.dtype if dtype is None else dtype
+        if not isinstance(dtype, torch.dtype):  # the operator raises for other dtypes
+            raise TypeError(f"dtype must be float32, bfloat16 or float16, not {dtype!r}")
         if dtype == torch.float64:  # float32 holds all values
-            return self.values(torch.float32).double()
+            return self.dequantize(torch.float32).double()
         store = self._store
         store.any_plane.check_live("this quantized tensor")
         row, col = self.planes
@@ -174,13 +171,12 @@ class StoreTensor(Tensor):
             return col.dequantize(dtype).mT.contiguous().view(self.shape)
         if not self.numel():
             return torch.empty(self.shape, dtype=dtype, device=self.device)
-        size, stride, offset = self.shape, self.stride(), self.storage_offset()
+        size, stride, offset = self.shape, self.stride(), int(self.storage_offset())
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         rows = store.rows_around(offset, last + 1)
-        read = store.read(rows, dtype).as_strided(
-            size, stride, offset - rows.start * store.row_size
-        )
-        return read.clone(memory_format=torch.contiguous_format)  # without the other elements
+        offset -= rows.start * store.row_size
+        part = store.read(rows, dtype).as_strided(size, stride, offset)
+        return part.clone(memory_format=torch.contiguous_format)  # without the other elements
 
     # --- other tensors like this one --------------------------------------------------------------
 

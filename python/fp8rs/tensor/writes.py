@@ -6,7 +6,6 @@ keep their values: the scale stays, or changes by a power of two.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
@@ -50,7 +49,7 @@ def write(
     first, end = rows.start * size, rows.stop * size
     whole = count == end - first
     # The ranks of a group quantize together, also a rank that writes nothing.
-    if not count and spec.group is None and (keep or math.prod(store.matrix)):
+    if not count and spec.group is None and (keep or store.matrix[0] * size):
         return False
     shape = rows.stop - rows.start, *store.matrix[1:]
     if keep or not whole:
