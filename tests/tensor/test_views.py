@@ -433,6 +433,24 @@ def test_operators_that_write_some_elements_reach_the_tensor(device, format, pla
     agree(t, format)
 
 
+@every_format
+@every_plane
+def test_dcp_loads_pieces_of_columns(device, format, planes):
+    """Tensor parallelism shards columns, and a checkpoint may have been saved with other sizes."""
+    t = make(format, planes, device)
+    plain = t.dequantize()
+    shard = t.__get_tensor_shard__()
+    new = data(device, 100, 128, seed=1)
+    shard.narrow(0, 32, 100).narrow(1, 64, 128).detach().copy_(new)
+    plain[32:132, 64:192] = new
+    torch.testing.assert_close(t.dequantize(), plain, rtol=0.13, atol=2e-3 * plain.abs().max())
+    agree(t, format)
+    before = t.clone()
+    with pytest.raises(NotImplementedError, match="consecutive elements"):
+        shard.t().copy_(torch.ones(COLS, ROWS, device=device))
+    same_bytes(t, before)
+
+
 def test_a_reshape_that_copies_gives_a_plain_tensor(device):
     """A write to it does not reach the tensor, as for plain tensors."""
     t = make("128x128", "both", device)

@@ -75,8 +75,7 @@ def _to_copy(
         return x.pin_memory() if pin_memory else x
 
     # The logical dtype is a label: the codes lose nothing when it changes.
-    moved = t.map(lambda x: move(x.contiguous()), move)
-    return moved if dtype == t.dtype else moved.like(*moved.planes, dtype=dtype)
+    return t.map(lambda x: move(x.contiguous()), move, dtype)
 
 
 @implements(aten._pin_memory.default)

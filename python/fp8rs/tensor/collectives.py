@@ -94,31 +94,23 @@ def functional(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _gathered(t: QuantizedTensor, group_size: int, group_name: str) -> Tensor:
-    """Gather codes and scales, and return the dequantized values of all ranks."""
-    plane = _by_rows(t)
-    sent = [x.contiguous().view(torch.uint8) for x in (plane.data, plane.scale)]
-    received = map(_wait_for, _gather_all(sent, group_size, group_name))
-    codes, scale = (
-        x.view(own.dtype) for x, own in zip(received, (plane.data, plane.scale), strict=True)
-    )
-    exact = torch.float32 if t.dtype == torch.float64 else t.dtype
-    return Plane(codes, scale, plane.format).dequantize(exact).to(t.dtype)
-
-
-def _by_rows(t: QuantizedTensor) -> Plane:
-    """Return the rowwise plane in blocks of one row, of which all ranks have the same number.
+    """Gather codes and scales, and return the dequantized values of all ranks.
 
     Raises:
-        ValueError: this is a view that splits blocks, or has no such plane.
+        ValueError: this is a view that splits blocks, or has no rowwise plane.
     """
     plane = t.made("rowwise", "a gather") if t.rowwise is None else t.rowwise
     height, width = plane.format.block
-    if height == 1:
-        return plane
-    rows, scale = plane.matrix.shape[0], as_bytes(plane.scale)
-    if plane.format.per_tensor:
-        scale = scale.view(1, 1).expand(rows, 1)
-    else:
+    format, rows, scale = plane.format, plane.matrix.shape[0], as_bytes(plane.scale)
+    if format.per_tensor:
+        scale, format = scale.view(1, 1), formats.ROW
+    elif height > 1:
+        # In blocks of one row, all ranks have the same number of scales.
         scale = scale.repeat_interleave(height, 0).narrow(0, plane.lead[0], rows)
-    format = formats.format_of((1, width), plane.format.scale_dtype)
-    return Plane(plane.data, scale.contiguous().view(plane.scale.dtype), format)
+        format = formats.format_of((1, width), format.scale_dtype)
+    sent = [x.contiguous().view(torch.uint8) for x in (plane.data, scale)]
+    codes, scale = map(_wait_for, _gather_all(sent, group_size, group_name))
+    if plane.format.per_tensor:
+        scale = scale.repeat_interleave(rows, 0)
+    whole = Plane(codes.view(plane.data.dtype), scale.view(plane.scale.dtype), format)
+    return whole.dequantize(torch.float32 if t.dtype == torch.float64 else t.dtype).to(t.dtype)

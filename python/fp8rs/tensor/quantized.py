@@ -324,12 +324,12 @@ class QuantizedTensor(StoreTensor):
             )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        planes = [n for n, p in zip(PLANES, self.planes, strict=True) if p is not None]
         # No values: reading them would synchronise, and a repr must not.
+        planes = [name for name in PLANES if getattr(self, name) is not None]
         return (
             f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"fp8_dtype={self.fp8_dtype}, format={self.format.name!r}, "
-            f"planes={planes}, device={str(self.device)!r}, requires_grad={self.requires_grad})"
+            f"fp8_dtype={self.fp8_dtype}, format={self.format.name!r}, planes={planes}, "
+            f"device={str(self.device)!r}, requires_grad={self.requires_grad})"
         )
 
     # --- torch.distributed.checkpoint -------------------------------------------------------------

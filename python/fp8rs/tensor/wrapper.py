@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -180,38 +179,20 @@ class StoreTensor(Tensor):
 
     # --- other tensors like this one --------------------------------------------------------------
 
-    def like(
-        self,
-        rowwise: Plane | None,
-        columnwise: Plane | None,
-        *,
-        shape: Iterable[int] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Self:
-        """Return a tensor of this class and spec over other planes, with the same observer."""
-        shape = self.shape if shape is None else torch.Size(shape)
-        store = self._store.over(rowwise, columnwise)
-        return self.over(store, shape, self.dtype if dtype is None else dtype)
-
-    def map(
-        self, fn: Callable[[Tensor], Tensor], scale: Callable[[Tensor], Tensor] | None = None
-    ) -> Self:
-        """Apply ``fn`` to all codes, and ``scale`` (or ``fn``) to all scales.
+    def map(self, fn: Any, scale: Any = None, dtype: torch.dtype | None = None) -> Self:
+        """Return a tensor of this spec and observer over other planes.
 
         The tensor must not be a view without planes.
+
+        Args:
+            fn: applied to all codes.
+            scale: applied to all scales. The default is ``fn``.
+            dtype: the logical dtype. The default is the dtype of this tensor.
         """
-        row, col = (None if plane is None else plane.map(fn, scale) for plane in self.planes)
+        row, col = (plane and plane.map(fn, scale) for plane in self.planes)
         if self._store.one_scale and row is not None and col is not None:
             col.scale = row.scale  # one scale stays one
-        return self.like(row, col)
-
-    def _get_data(self) -> Any:
-        """An alias outside autograd. Assigning a quantized tensor shares its planes from then on.
-
-        Raises:
-            TypeError: a plain tensor, or one of another class, is assigned.
-        """
-        return _plain_data.__get__(self)
+        return self.over(self._store.over(row, col), self.shape, dtype or self.dtype)
 
     def _set_data(self, value: Any) -> None:
         if type(value) is not type(self):
@@ -223,7 +204,8 @@ class StoreTensor(Tensor):
         _plain_data.__set__(self, value)
         self._store, self._store_view = value._store, value._store_view
 
-    data = property(_get_data, _set_data)
+    #: An alias outside autograd. Assigning a quantized tensor shares its planes from then on.
+    data = property(lambda self: _plain_data.__get__(self), _set_data)
 
     # --- copies -----------------------------------------------------------------------------------
 
@@ -235,19 +217,13 @@ class StoreTensor(Tensor):
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        if id(self) in memo:
-            known: Self = memo[id(self)]
-            return known
         if not self.is_leaf:
             raise RuntimeError("only leaves of the autograd graph can be copied by deepcopy")
-        with torch.no_grad():
-            new = self.view_of(self.geometry)
-            memo[id(self)] = new
-            # With its attributes: the planes, marks that users set, and that it is a parameter.
-            new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        new = memo[id(self)] = self.view_of(self.geometry)
+        # With its attributes: the planes, marks that users set, and that it is a parameter.
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         new.requires_grad_(self.requires_grad)
-        if self.grad is not None:
-            new.grad = copy.deepcopy(self.grad, memo)
+        new.grad = copy.deepcopy(self.grad, memo)
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -282,40 +258,30 @@ class StoreTensor(Tensor):
         The values are constant and compare by value: compilers guard on them.
         """
         store = self._store
-        names: list[str] = []
-        kinds: list[Any] = []
-        for name, plane in zip(PLANES, (store.rowwise, store.columnwise), strict=True):
-            kinds.append(None if plane is None else (plane.format.name, plane.lead))
-            if plane is not None:
-                names += [f"_{name}_data", f"_{name}_scale"]
+        planes = {name: p for name in PLANES if (p := getattr(store, name)) is not None}
+        kinds = tuple((name, p.format.name, p.lead) for name, p in planes.items())
+        names = [f"_{name}_{part}" for name in planes for part in ("data", "scale")]
         if store.one_scale:  # twice, it would be written twice
             names.remove("_columnwise_scale")
         if store.delayed is not None:
             names += ["_delayed_scale", "_delayed_amax"]
         offset = self.storage_offset() if self._store_view else None
-        return names, (self.dtype, tuple(kinds), store.spec, offset)
+        return names, (self.dtype, kinds, store.spec, offset)
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> Self:
         dtype, kinds, spec, offset = context
-        row, col = (
-            None
-            if kind is None
-            else Plane(
-                inner[f"_{name}_data"],
-                inner[f"_{name}_scale" if f"_{name}_scale" in inner else "_rowwise_scale"],
-                formats.FORMATS[kind[0]],
-                kind[1],
-            )
-            for name, kind in zip(PLANES, kinds, strict=True)
-        )
+        planes = {}
+        for name, format, lead in kinds:
+            scale = inner.get(f"_{name}_scale", inner.get("_rowwise_scale"))
+            planes[name] = Plane(inner[f"_{name}_data"], scale, formats.FORMATS[format], lead)
         delayed = None
         if "_delayed_scale" in inner:
             delayed = inner["_delayed_scale"], inner["_delayed_amax"]
         stride = None if offset is None else outer_stride
-        store = Store(row, col, spec, delayed)
+        store = Store(planes.get("rowwise"), planes.get("columnwise"), spec, delayed)
         return cls.over(store, outer_size, dtype, stride=stride, offset=offset)
 
 
