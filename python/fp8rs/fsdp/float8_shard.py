@@ -71,7 +71,7 @@ def write_planes(local: QuantizedTensor, planes: Planes) -> None:
     """Write the planes of a whole shard. An empty shard stores a per-tensor scale alone."""
     store = local._store
     if local.numel():
-        store.put(planes, store.rows(slice(0, local.shape[0])))
+        store.put(store.rows(slice(0, local.shape[0])), planes)
     elif store.any_plane.format.per_tensor:
         row, col = planes
         plane = row if row is not None else col

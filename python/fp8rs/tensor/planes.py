@@ -70,11 +70,11 @@ class Plane:
         """
         if self.batched:
             return self if rows == slice(0, self.data.shape[0]) else self[rows]
-        # A reshape could copy, and a write to the part would be lost.
-        matrix = self.data.view(matrix_shape(self.data.shape))
-        if rows == slice(0, matrix.shape[0]) and cols == slice(0, matrix.shape[1]):
+        shape = matrix_shape(self.data.shape)
+        if rows == slice(0, shape[0]) and cols == slice(0, shape[1]):
             return self
-        codes = matrix[rows, cols]
+        # A reshape could copy, and a write to the part would be lost.
+        codes = self.data.view(shape)[rows, cols]
         if self.format.per_tensor:
             return Plane(codes, self.scale, self.format)
         blocks, leads = [], []

@@ -312,9 +312,11 @@ class QuantizedTensor(StoreTensor):
             NotImplementedError: this is a view of elements that are not consecutive, or of parts of
                 the matrices of a batch.
         """
+        if not self._store_view:
+            return
         store = self._store
         whole_matrices = not store.batched or self.box is not None or not self.numel()
-        if self._store_view and not (self.is_contiguous() and whole_matrices):
+        if not (self.is_contiguous() and whole_matrices):
             elements = "whole matrices" if store.batched else "consecutive elements"
             raise NotImplementedError(
                 f"cannot write through a view of shape {tuple(self.shape)} with strides "
@@ -370,7 +372,7 @@ class LoadedShard(QuantizedTensor):
         box = self.box
         if box is None or self.is_contiguous():
             return super().write(src, spec, delayed, keep)
-        cols = self._store.row_size
+        cols = self._store.extent[1]
         size, offset = (self.shape[0], cols), box.rows.start * cols
         rows = self.view_of((size, (cols, 1), offset))
         values = rows.dequantize(src.dtype)

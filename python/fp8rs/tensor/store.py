@@ -146,13 +146,16 @@ class Store:
         return [t for p in planes for t in (p.data, p.scale)]
 
     @property
-    def row_size(self) -> int:
-        """The number of elements of a row, or of a matrix of a batch."""
-        return math.prod(self.matrix[1:])
+    def extent(self) -> tuple[int, int]:
+        """The number of rows, and of elements of a row. For a batch: of matrices, and of each."""
+        matrix = self.matrix
+        return matrix[0], math.prod(matrix[1:])
 
     def rows_around(self, begin: int, end: int) -> slice:
         """Return the rows, or the matrices of a batch, of all blocks of a range of elements."""
-        height, size = self.matrix[0], self.row_size
+        height, size = self.extent
+        if begin == 0 and end == height * size:
+            return slice(0, height)
         blocks = [block for block, has in zip(self.format.block, self.has, strict=True) if has]
         if not size or (-1 in blocks and not self.batched):
             return slice(0, height)
@@ -171,27 +174,30 @@ class Store:
             col = col.part(rows, cols) if col.batched else col.part(cols, rows)
         return None if row is None else row.part(rows, cols), col
 
-    def rows(self, rows: slice) -> Box:
-        """Return the box of whole rows."""
-        return Box(rows, slice(0, self.row_size))
+    def rows(self, rows: slice) -> Planes:
+        """Return whole rows of the planes, over the same memory."""
+        return self.part(Box(rows, slice(0, self.extent[1])))
 
     def read(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """Dequantize whole rows into a new contiguous tensor."""
-        row, col = self.part(self.rows(rows))
+        row, col = self.rows(rows)
         shape = rows.stop - rows.start, *self.matrix[1:]
         if row is not None:
             return row.dequantize(dtype).view(shape)
         assert col is not None
         return col.dequantize(dtype).mT.contiguous().view(shape)
 
-    def put(self, planes: Planes, box: Box, non_blocking: bool = False) -> None:
-        """Copy the codes and scales of planes into some rows and columns."""
+    def put(self, parts: Planes, planes: Planes, non_blocking: bool = False) -> None:
+        """Copy the codes and scales of planes into parts of this store's planes."""
         wholes = self.rowwise, self.columnwise
-        for whole, own, new in zip(wholes, self.part(box), planes, strict=True):
+        for whole, own, new in zip(wholes, parts, planes, strict=True):
             if own is None:
                 continue
             assert whole is not None and new is not None
-            own.data.copy_(new.data.reshape(own.data.shape), non_blocking=non_blocking)
+            data = new.data
+            if data.shape != own.data.shape:
+                data = data.reshape(own.data.shape)
+            own.data.copy_(data, non_blocking=non_blocking)
             # A compiled graph may have saved them. Below autograd a part has a version of its own.
             note_write(whole.data)
             if not (whole is self.columnwise and self.one_scale):

@@ -101,10 +101,10 @@ class StoreTensor(Tensor):
 
         For a batch, these are matrices.
         """
-        store = self._store
+        store, shape = self._store, self.shape
+        height, cols = store.extent
         if not self._store_view:
-            return store.rows(slice(0, store.matrix[0]))
-        cols, shape = store.row_size, self.shape
+            return Box(slice(0, height), slice(0, cols))
         if not cols:
             return None
         row, col = self.storage_offset() // cols, self.storage_offset() % cols
@@ -112,7 +112,7 @@ class StoreTensor(Tensor):
             if col + shape[1] <= cols:
                 return Box(slice(row, row + shape[0]), slice(col, col + shape[1]))
         elif not col and not self.numel() % cols and self.is_contiguous():
-            return store.rows(slice(row, row + self.numel() // cols))
+            return Box(slice(row, row + self.numel() // cols), slice(0, cols))
         return None
 
     @property
@@ -173,7 +173,7 @@ class StoreTensor(Tensor):
         size, stride, offset = self.shape, self.stride(), int(self.storage_offset())
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         rows = store.rows_around(offset, last + 1)
-        offset -= rows.start * store.row_size
+        offset -= rows.start * store.extent[1]
         part = store.read(rows, dtype).as_strided(size, stride, offset)
         return part.clone(memory_format=torch.contiguous_format)  # without the other elements
 

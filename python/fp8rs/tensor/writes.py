@@ -44,12 +44,12 @@ def write(
     store.any_plane.check_live("this quantized tensor")
     if store.batched and not spec.batched:
         spec = replace(spec, batched=True)
-    count, size = values.numel(), store.row_size
+    count, (height, size) = values.numel(), store.extent
     rows = store.rows_around(offset, offset + count)
     first, end = rows.start * size, rows.stop * size
     whole = count == end - first
     # The ranks of a group quantize together, also a rank that writes nothing.
-    if not count and spec.group is None and (keep or store.matrix[0] * size):
+    if not count and spec.group is None and (keep or height * size):
         return False
     shape = rows.stop - rows.start, *store.matrix[1:]
     if keep or not whole:
@@ -69,7 +69,7 @@ def write(
             declared=True,
             lead=0 if rows.start else store.lead,
         )
-    store.put(planes, store.rows(rows))
+    store.put(store.rows(rows), planes)
     return True
 
 
@@ -93,7 +93,7 @@ def _requantized(
         values = torch.where(changed | own.isnan(), new.to(torch.float32), own)
         return requantize_plane(spec, plane, values, changed, noted)
 
-    row, col = store.part(store.rows(rows))
+    row, col = store.rows(rows)
     if row is not None:
         row = requantized(row, new, changed)
     if col is not None:
@@ -133,11 +133,11 @@ def copy_codes(
     """
     if to is None or given is None or dst.batched != src.batched:
         return False
-    first, end = (row * dst.row_size for row in (to.rows.start, to.rows.stop))
-    if not piece and dst.rows_around(first, end) != to.rows:
+    size = dst.extent[1]
+    if not piece and dst.rows_around(to.rows.start * size, to.rows.stop * size) != to.rows:
         return False
-    planes = _completed(src.part(given), dst.has)
-    for own, new in zip(dst.part(to), planes, strict=True):
+    parts, planes = dst.part(to), _completed(src.part(given), dst.has)
+    for own, new in zip(parts, planes, strict=True):
         if own is None:
             continue
         if new is None or own.matrix.shape != new.matrix.shape:
@@ -150,7 +150,7 @@ def copy_codes(
                 "saved in blocks that begin at other rows or columns. Save and load with "
                 "fp8rs.checkpoint.Model(model) in place of the model's state dict"
             )
-    dst.put(planes, to, non_blocking)
+    dst.put(parts, planes, non_blocking)
     return True
 
 
