@@ -110,9 +110,9 @@ def _add(
 ) -> Tensor:
     per_tensor = tuple(block) == formats.TENSOR.block
     format = formats.TENSOR if per_tensor else formats.format_of(tuple(block), scale.dtype)
-    plane = Plane(codes.view(-1, codes.shape[-1]), scale, format)
     seen = codes if values is None else values
     if seen.numel():
+        plane = Plane(codes.view(-1, codes.shape[-1]), scale, format)
         rows, cols = seen.reshape(-1, seen.shape[-1]).shape
         kept = slots.data[role]  # no graph saved the version of .data
         kept[SEEN] += 1
