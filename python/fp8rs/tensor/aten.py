@@ -1,8 +1,9 @@
-"""Torch's operators on the planes of quantized tensors: one table for every format.
+"""The table of torch's operators on quantized tensors.
 
-Collectives are in :mod:`fp8rs.tensor.collectives`. An operator
-without a row goes by its schema (:func:`classify`): one that returns a view gives a view, one that
-writes an argument writes what it gave back into the planes, all else runs on dequantized values.
+An operator without a row is classified by its schema (`classify`). If it returns a view, it gives a
+view of the same store. If it writes an argument, it runs on dequantized values, which are then
+quantized. Any other operator runs on dequantized values. Collectives are in
+`fp8rs.tensor.collectives`.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _to_copy(
         x = func(x, **options)
         return x.pin_memory() if pin_memory else x
 
-    # The logical dtype is a label: the codes lose nothing when it changes.
+    # Only results have the logical dtype. The codes stay.
     return t.map(lambda x: move(x.contiguous()), move, dtype)
 
 
@@ -137,7 +138,7 @@ def _copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) 
 
 @implements(aten.constant_pad_nd.default)
 def _pad(func: Any, t: QuantizedTensor, pad: list[int], value: Any = 0) -> Any:
-    """Zeros behind a matrix are codes: so torch pads parts that it gathers and scatters."""
+    """Pad with zeros behind a matrix, as torch pads parts that it gathers and scatters."""
     if value or any(pad[::2]) or min(pad) < 0 or t.dim() != 2 or t.planes == (None, None):
         return dequantized_call(func, t, pad, value)
     cols, rows = [*pad[1::2], 0][:2]
@@ -149,7 +150,7 @@ def _pad(func: Any, t: QuantizedTensor, pad: list[int], value: Any = 0) -> Any:
 
 @implements(aten.detach_.default)
 def _detach_(func: Any, t: QuantizedTensor) -> QuantizedTensor:
-    return t  # autograd has done it
+    return t  # autograd has detached it
 
 
 # --- views ----------------------------------------------------------------------------------------
@@ -195,7 +196,7 @@ def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
         out = func(like, *args, **kwargs)
     several = not isinstance(out, Tensor)
     shown = out if several else (out,)
-    if shown and not is_alias(shown[0], like):  # it copies: `reshape` may, `to` as a rule
+    if shown and not is_alias(shown[0], like):  # a copy, for example of `reshape` or `to`
         return func.decompose(t, *args, **kwargs)
     for x in shown:
         if x.dtype != t.dtype:
@@ -216,8 +217,9 @@ def _view_like(t: QuantizedTensor, like: Tensor) -> QuantizedTensor:
     return t.view_of((tuple(like.shape), like.stride(), offset))
 
 
-# --- new tensors are plain: an optimizer's state must not become quantized -----------------------
-# But for those that FSDP2 and `to_empty` make to stand for the parameter itself.
+# --- new tensors ---------------------------------------------------------------------------------
+# They are plain, so that an optimizer's state is not quantized. FSDP2 and `to_empty` make tensors
+# that replace the parameter, which are quantized.
 
 
 @implements(aten.empty_like.default)
@@ -226,7 +228,7 @@ def _empty_like(
 ) -> Any:
     if t._store.observer is None or dtype not in (None, t.dtype) or t.planes == (None, None):
         return _plain(func, t, dtype=dtype, device=device, **kwargs)
-    # Zeros: a write of some rows reads the others, and a code of chance may be NaN.
+    # A write of some rows reads the others, and an uninitialized code may be NaN.
     return t.map(lambda x: zeros(x, x.shape, device))
 
 
@@ -267,7 +269,7 @@ for _name in ("empty", "ones", "full", "empty_strided"):
 
 
 def classify(func: Any) -> Handler:
-    """The handler of an operator that has no row in the table, by its schema."""
+    """Return the handler of an operator without a row in the table."""
     schema = getattr(func, "_schema", None)
     if schema is None:  # a higher-order operator
         return _not_implemented
@@ -279,7 +281,7 @@ def classify(func: Any) -> Handler:
     if torch.Tag.inplace_view in func.tags or name in _RESHAPING:
         return _refuse
     if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
-        # Lists of tensors each of which is dealt with by itself.
+        # These take lists of independent tensors.
         return each_member if "foreach" in name or name.startswith("_fused") else dequantized_call
     if any(r.alias_info is not None for r in schema.returns):
         return any_view
@@ -295,7 +297,7 @@ def _erfinv_(func: Any, t: QuantizedTensor) -> Any:
     )
 
 
-#: Operators that give a tensor another shape or storage in place and that torch does not tag so.
+#: Operators that change the shape or storage in place, and that torch does not tag as such.
 _RESHAPING = ("set_", "resize_", "resize_as_", "_resize_output_", "as_strided_", "set_data")
 
 

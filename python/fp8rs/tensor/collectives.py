@@ -1,12 +1,12 @@
 """Collectives of torch.distributed on quantized tensors.
 
-The schemas of those that write into their arguments say nothing of it. Dequantized values go over
-the wire, and what arrives is quantized, once it is there: a collective into a quantized tensor has
-finished when it returns. Parts that are scattered are codes and scales already, and stay what they
-are: tensor parallelism cuts weights so.
+Collectives that write their arguments (c10d) run on dequantized values, and the results are
+quantized when they have arrived. A collective into a quantized tensor has finished when it returns.
+Their schemas do not declare the writes. A scatter sends codes and scales, because tensor
+parallelism divides weights by it.
 
-Functional ones, which DTensor redistributes by, give plain tensors. Gathers send codes and scales;
-others would send high precision, and raise.
+Functional collectives, by which DTensor redistributes, return plain tensors. An all-gather sends
+codes and scales. Others would send values in high precision, and raise an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 _gather_all = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
 _wait_for = torch.ops._c10d_functional.wait_tensor.default
 
-#: Operators of the namespace c10d that only read tensors, and that receive from one other rank; all
+#: Operators of the namespace c10d that only read tensors, and that receive from one other rank. All
 #: others write their first argument.
 READING = ("send", "barrier", "monitored_barrier_", "check_for_nan")
 RECEIVING = ("recv_", "recv_any_source_")
@@ -39,8 +39,8 @@ def collective(func: Any, *args: Any, **kwargs: Any) -> Any:
     """
     name = func._schema.name.partition("::")[2]
     if name in RECEIVING:
-        # A receive that is waited for looks like one that is not, and what has not arrived cannot
-        # be quantized; waiting here would make two ranks wait for each other.
+        # Values that have not arrived cannot be quantized, and waiting here could make two ranks
+        # wait for each other.
         raise NotImplementedError(
             f"c10d.{name} into a quantized tensor is not possible. Use a plain tensor "
             "(torch.empty_like gives one) and copy_() it"
@@ -54,11 +54,11 @@ def collective(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _scatter(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Scatter codes and scales, of which the sender makes parts that are in other formats."""
+    """Scatter codes and scales. The sender quantizes parts that are in other formats."""
     arrived = [out.clone() for out in outputs]
     parts = [
         [out.clone().copy_(part) for part in given]
-        for out, given in zip(arrived, inputs, strict=False)  # which receivers have none of
+        for out, given in zip(arrived, inputs, strict=False)  # receivers have none
     ]
     result: Any = None
     for place in range(len(arrived[0]._store.tensors())):

@@ -1,4 +1,4 @@
-"""Operators on dequantized values, with what they wrote quantized back."""
+"""Operators that run on dequantized values. Tensors that they write are quantized again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 
 def dequantized_call(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run ``func`` on dequantized arguments; quantize back those that it mutated."""
+    """Run an operator on dequantized arguments, and quantize those that it wrote."""
     written = written_by(func, args, kwargs)
     return on_values(func, args, kwargs, written, keep=not overwrites(func))
 
@@ -30,7 +30,7 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
 
 
 def quantized_in(value: Any) -> list[QuantizedTensor]:
-    """The quantized tensors in an argument."""
+    """Return the quantized tensors in an argument."""
     return [t for t in tree_leaves(value) if isinstance(t, QuantizedTensor)]
 
 
@@ -42,16 +42,19 @@ def on_values(
     *,
     keep: bool = False,
 ) -> Any:
-    """Run ``func`` on dequantized values, and quantize those that it has written.
+    """Run an operator on dequantized arguments, and quantize those that it wrote.
 
     Args:
         func: the operator.
         args, kwargs: its arguments.
-        written: those of them that it writes.
-        keep: elements that it leaves as they were keep their codes' value.
+        written: the arguments that it writes.
+        keep: elements that the operator does not change keep their codes.
 
     Returns:
-        What ``func`` gives, with the tensors themselves in place of their dequantized stand-ins.
+        The result of the operator. It refers to the quantized tensors that were written.
+
+    Raises:
+        NotImplementedError: an argument cannot be written. Nothing was written.
     """
     for t in written:
         t.check_writable()
@@ -77,21 +80,21 @@ def on_values(
 
 
 def wait(out: Any) -> None:
-    """Wait for the work that a collective returned, alone or behind its tensors."""
+    """Wait for the work of a collective, which its result is or contains."""
     from torch.distributed import Work
 
     for value in out if isinstance(out, tuple) else (out,):
         if not isinstance(value, (Tensor, list)):
             work = Work.unbox(value)
-            if work is not None:  # NCCL has none where the current stream has it in order
+            if work is not None:  # NCCL returns none if the current stream orders it
                 work.wait()
 
 
 @cache
 def overwrites(func: Any) -> bool:
-    """Whether an operator that writes a tensor does not ask what was there: fills, draws, ``out=``.
+    """Return whether the result does not depend on the values before: fills, draws, ``out=``.
 
-    Others are arithmetic, which may leave elements as they were: these are to keep their values.
+    Arithmetic may leave elements as they were. These keep their values.
     """
     schema = func._schema
     name = schema.name.partition("::")[2].removeprefix("_foreach_")

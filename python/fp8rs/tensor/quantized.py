@@ -55,7 +55,7 @@ class QuantizedTensor(StoreTensor):
         spec: QuantSpec | None = None,
         delayed: Delayed | None = None,
     ) -> Self:
-        """A tensor over planes, which it does not copy.
+        """Make a tensor over planes, which are not copied.
 
         Args:
             rowwise: plane with data of the logical shape, or None.
@@ -63,16 +63,16 @@ class QuantizedTensor(StoreTensor):
                 leading dims), or None; for a batch (E, N, K), (E, K, N). At least one plane is
                 given. The shape of its scales says whether the tensor is a batch (`Plane`).
             shape: the logical shape.
-            dtype: the logical dtype: what dequantizing gives.
+            dtype: the logical dtype, which dequantized values have.
             requires_grad: as in torch.
-            spec: how ``quantize_`` and in-place operations quantize; by default with scales from
-                the data and the planes' format.
-            delayed: for delayed scaling, the scale that they read and the amax that they raise,
+            spec: how ``quantize_`` and in-place operations quantize. The default is the format of
+                the planes, with scales from the data.
+            delayed: for delayed scaling, the scale that writes read and the amax that they raise,
                 each fp32 of one element.
 
         Raises:
             TypeError, ValueError: the planes do not fit the shape, their format or each other, or
-                ``spec`` or ``delayed`` not them.
+                ``spec`` or ``delayed`` does not fit the planes.
         """
         plane = rowwise if rowwise is not None else columnwise
         if plane is None:
@@ -88,7 +88,7 @@ class QuantizedTensor(StoreTensor):
         store = Store(rowwise, columnwise, spec, delayed)
         return cls.over(store, shape, dtype, requires_grad)
 
-    #: What operators do, filled by `fp8rs.tensor.aten`.
+    #: The handlers of operators, filled by `fp8rs.tensor.aten`.
     handlers: ClassVar[dict[Any, Callable[..., Any]]] = {}
 
     #: Whether copies into it are pieces of a shard that DCP loads.
@@ -101,31 +101,13 @@ class QuantizedTensor(StoreTensor):
 
     @property
     def rowwise(self) -> Plane | None:
-        """The plane with data of the logical shape. It cannot be assigned to a view."""
+        """The plane with data of the logical shape."""
         return self.planes[0] if self._store_view else self._store.rowwise
-
-    @rowwise.setter
-    def rowwise(self, plane: Plane | None) -> None:
-        self._check_no_view("assigning a plane")
-        self._store.rowwise = plane
 
     @property
     def columnwise(self) -> Plane | None:
         """The plane with data of the transposed 2-D view, stored contiguously."""
         return self.planes[1] if self._store_view else self._store.columnwise
-
-    @columnwise.setter
-    def columnwise(self, plane: Plane | None) -> None:
-        self._check_no_view("assigning a plane")
-        self._store.columnwise = plane
-
-    def _check_no_view(self, operation: str) -> None:
-        if self._store_view:
-            raise ValueError(
-                f"{operation} of this view of a quantized tensor, of shape {tuple(self.shape)}, is "
-                "not possible: its planes belong to the whole tensor. Call it on that, or on a "
-                "clone() of the view"
-            )
 
     @property
     def fp8_dtype(self) -> torch.dtype:
@@ -185,7 +167,12 @@ class QuantizedTensor(StoreTensor):
             ValueError: no plane would be left, or the missing plane cannot be made from the other
                 (the message names it), or this is a view.
         """
-        self._check_no_view("update_usage")
+        if self._store_view:
+            raise ValueError(
+                f"update_usage of this view of a quantized tensor, of shape {tuple(self.shape)}, "
+                "is not possible: its planes belong to the whole tensor. Call it on that, or on a "
+                "clone() of the view"
+            )
         store = self._store
         kept = list(self.planes)
         for i, (name, wanted) in enumerate(zip(PLANES, (rowwise, columnwise), strict=True)):
@@ -400,7 +387,7 @@ def wrap(
 ) -> QuantizedTensor:
     """Return the quantized tensor over a store, of the class for its format.
 
-    The arguments are those of `QuantizedTensor`. The planes are not checked.
+    See `QuantizedTensor` for the arguments. The planes are not checked.
     """
     _check_dtype(dtype)
     kind = cast(type[QuantizedTensor], TENSOR_TYPES[store.format.scale_dtype])
@@ -413,7 +400,7 @@ def _check_dtype(dtype: torch.dtype) -> None:
 
 
 def check_writing(plane: Plane, spec: QuantSpec | None, delayed: Delayed | None) -> None:
-    """TypeError or ValueError where what is to say how a plane is written does not fit it."""
+    """Raise TypeError or ValueError if a spec or delayed scale does not fit a plane."""
     if spec is not None:
         if not isinstance(spec, QuantSpec):
             raise TypeError(f"spec must be a QuantSpec or None, not {type(spec).__name__}")

@@ -167,25 +167,17 @@ def quantize_planes(
         )
     if column_scale is not None:
         raise ValueError("column_scale is given; it must be None with one scale per tensor")
-    if scale is not None and amax is not None:
-        quantize: Any = _quantize_delayed if declared else _quantize_delayed_silently
-        dtype, batched = spec.fp8_dtype, spec.batched
-        row, col, scale = quantize(x, scale, amax, dtype, rowwise, columnwise, batched)
+    dtype, batched = spec.fp8_dtype, spec.batched
+    if scale is None and spec.group is not None:
+        scale = spec.scale_from_amax(reduce_amax(_amax(x, batched), spec.group))
+    if scale is None:
+        current = spec.power_2_scale, spec.amax_epsilon, batched
+        row, col, scale = _quantize_current(x, dtype, rowwise, columnwise, *current)
+    elif amax is None:
+        row, col = _quantize(x, scale, dtype, rowwise, columnwise, after, batched)
     else:
-        if scale is None and spec.group is not None:
-            scale = spec.scale_from_amax(reduce_amax(_amax(x, spec.batched), spec.group))
-        if scale is not None:
-            row, col = _quantize(x, scale, spec.fp8_dtype, rowwise, columnwise, after, spec.batched)
-        else:
-            row, col, scale = _quantize_current(
-                x,
-                spec.fp8_dtype,
-                rowwise,
-                columnwise,
-                spec.power_2_scale,
-                spec.amax_epsilon,
-                spec.batched,
-            )
+        quantize: Any = _quantize_delayed if declared else _quantize_delayed_silently
+        row, col, scale = quantize(x, scale, amax, dtype, rowwise, columnwise, batched)
     assert scale is not None
     return (
         Plane(row, scale, format) if rowwise else None,

@@ -123,7 +123,7 @@ class StoreTensor(Tensor):
 
     @property
     def planes(self) -> Planes:
-        """Both planes. A view has those of which it consists of whole rows or columns of blocks."""
+        """Both planes. A view has a plane if it begins with a block and keeps the rows' length."""
         store = self._store
         if not self._store_view:
             return store.rowwise, store.columnwise
@@ -275,7 +275,8 @@ class StoreTensor(Tensor):
         dtype, kinds, spec, offset = context
         planes = {}
         for name, format, lead in kinds:
-            scale = inner.get(f"_{name}_scale", inner.get("_rowwise_scale"))
+            own = f"_{name}_scale"
+            scale = inner[own if own in inner else "_rowwise_scale"]
             planes[name] = Plane(inner[f"_{name}_data"], scale, formats.FORMATS[format], lead)
         delayed = None
         if "_delayed_scale" in inner:
@@ -304,7 +305,7 @@ def rebuild(
     is_parameter: bool,
     marks: dict[str, Any],
 ) -> Tensor:
-    """Return a pickled quantized tensor. The arguments are those of `__reduce_ex__`."""
+    """Return a pickled quantized tensor. `__reduce_ex__` makes the arguments."""
     tensors = {name: raw.view(dtype) for name, (raw, dtype) in inner.items()}
     scale = tensors.get("_rowwise_scale", tensors.get("_columnwise_scale"))
     assert scale is not None
