@@ -107,7 +107,7 @@ smoke-oldest: $(OLDEST)/.built elsewhere
 
 # What a user does first.
 wheel-test: $(OLDEST)/.built elsewhere
-	cd $(ELSEWHERE) && $(CURDIR)/$(OLDEST_BIN)/python -m fp8rs doctor
+	cd $(ELSEWHERE) && $(CURDIR)/$(OLDEST_BIN)/fp8rs doctor
 	cd $(ELSEWHERE) && $(CURDIR)/$(OLDEST_BIN)/python -m fp8rs demo --steps 3
 
 # The tests and the files that they read, without the package.

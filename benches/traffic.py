@@ -2,7 +2,7 @@
 
 A dispatch mode counts the collectives. The part of converted weights is what their pre-all-gather
 hooks return. Without hooks, it is calculated from the sizes of the gathers and of the padded
-parameters. The bytes of an all-gather are those of its output, padding included.
+parameters. An all-gather counts the bytes of its output, including padding.
 """
 
 from __future__ import annotations

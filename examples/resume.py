@@ -15,46 +15,56 @@ from fp8rs import checkpoint
 from fp8rs.demo.data import load_corpus
 from fp8rs.demo.train import Settings, build_model, convert, make_optimizer, shard
 
-parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-parser.add_argument("--folder", type=Path, default="checkpoints", help="folder of the checkpoints")
-parser.add_argument("--steps", type=int, default=200)
-parser.add_argument("--save-every", type=int, default=20, help="steps")
-options = parser.parse_args()
-rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-device = "cuda" if torch.cuda.device_count() >= ranks else "cpu"
-if device == "cuda":
-    torch.cuda.set_device(rank)
-dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-saver = dist.new_group(backend="gloo")  # for the thread that saves
-settings = Settings.choose(device, ranks, options.steps)
-corpus, model = load_corpus(), build_model(settings)
-convert(model, "delayed", fp8_weights=True, preserve_high_precision_init_val=True)
-shard(model, device, ranks)
-optimizer = make_optimizer(model, settings, fp8_adamw={})
-state = {"model": checkpoint.Model(model), "step": 0}
-state["optimizer"] = checkpoint.Optimizer(model, optimizer)
-saved = sorted(options.folder.glob("step-*[0-9]"), key=lambda path: int(path.name[5:]))
-if saved:
-    checkpoint.load(state, saved[-1])
-    if rank == 0:
-        print(f"resumed from {saved[-1].name} on {ranks} ranks", flush=True)
-saving = None
-for step in range(state["step"], settings.steps):
-    rows = corpus.batch(settings.seed, step, settings.rows, settings.length)
-    loss = model.loss(rows.chunk(ranks)[dist.get_rank()].to(device))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    dist.all_reduce(mean := loss.detach() / ranks)
-    if rank == 0:
-        print(f"step {step}: loss {mean.item():.4f}", flush=True)
-    if (step + 1) % options.save_every == 0:
-        if saving is not None:
-            saving.result()  # an error of the last save is raised here
-        state["step"] = step + 1
-        folder = options.folder / f"step-{step + 1}"
-        saving = checkpoint.async_save(state, folder, process_group=saver)
-if saving is not None:
-    saving.result()
-time.sleep(0.1)  # gloo may abort the exit otherwise, see docs/troubleshooting.md
-dist.destroy_process_group()
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--folder", type=Path, default="checkpoints", help="folder of the checkpoints"
+    )
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--save-every", type=int, default=20, help="steps")
+    options = parser.parse_args(argv)
+    rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    device = "cuda" if torch.cuda.device_count() >= ranks else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    saver = dist.new_group(backend="gloo")  # for the thread that saves
+    settings = Settings.choose(device, ranks, options.steps)
+    corpus, model = load_corpus(), build_model(settings)
+    convert(model, "delayed", fp8_weights=True, preserve_high_precision_init_val=True)
+    shard(model, device, ranks)
+    optimizer = make_optimizer(model, settings, fp8_adamw={})
+    state = {"model": checkpoint.Model(model), "step": 0}
+    state["optimizer"] = checkpoint.Optimizer(model, optimizer)
+    saved = sorted(options.folder.glob("step-*[0-9]"), key=lambda path: int(path.name[5:]))
+    if saved:
+        checkpoint.load(state, saved[-1])
+        if rank == 0:
+            print(f"resumed from {saved[-1].name} on {ranks} ranks", flush=True)
+    saving, losses = None, {}
+    for step in range(state["step"], settings.steps):
+        rows = corpus.batch(settings.seed, step, settings.rows, settings.length)
+        loss = model.loss(rows.chunk(ranks)[dist.get_rank()].to(device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(mean := loss.detach() / ranks)
+        losses[step] = mean.item()
+        if rank == 0:
+            print(f"step {step}: loss {losses[step]:.4f}", flush=True)
+        if (step + 1) % options.save_every == 0:
+            if saving is not None:
+                saving.result()  # an error of the last save is raised here
+            state["step"] = step + 1
+            folder = options.folder / f"step-{step + 1}"
+            saving = checkpoint.async_save(state, folder, process_group=saver)
+    if saving is not None:
+        saving.result()
+    time.sleep(0.1)  # gloo may abort the exit otherwise, see docs/troubleshooting.md
+    dist.destroy_process_group()
+    return {"losses": losses}
+
+
+if __name__ == "__main__":
+    main()

@@ -215,6 +215,47 @@ proptest! {
     }
 
     #[test]
+    fn rescale_is_dequantize_and_quantize_where_scales_differ(
+        dtype in common::fp8_dtype(),
+        shapes in prop::collection::vec(common::shape(), 1..4),
+        layout in common::output_layout(),
+        width in prop_oneof![Just(usize::MAX), 1_usize..40],
+        equal: bool,
+        seed: u64,
+    ) {
+        let codes: Vec<Owned> =
+            shapes.iter().map(|shape| Owned::new(dtype, *shape, layout, 1).random(seed)).collect();
+        let counts: Vec<usize> = shapes.iter().map(|shape| shape.1.div_ceil(width)).collect();
+        let scales = Owned::dense(DType::F32, (1, counts.iter().sum())).random(seed ^ 1);
+        let mut new = Owned::dense(DType::F32, scales.shape).random(seed ^ 2);
+        if equal && scales.shape.1 > 0 {
+            new.set(0, 0, scales.get::<f32>(0, 0));
+        }
+        let mut expected = codes.clone();
+        let mut first = 0;
+        for (out, count) in expected.iter_mut().zip(counts) {
+            for (row, col) in out.clone().cells() {
+                let at = first + col / width;
+                let (from, to) = (scales.get::<f32>(0, at), new.get::<f32>(0, at));
+                if from.to_bits() != to.to_bits() {
+                    let value = out.value(row, col) * from;
+                    out.set(row, col, dtype.fp8().unwrap().encode(value * (1.0 / to)));
+                }
+            }
+            first += count;
+        }
+        on_each_level(|| {
+            let mut got = codes.clone();
+            let views: Vec<ViewMut> = got.iter_mut().map(Owned::view_mut).collect();
+            ops::multi_rescale(&views, scales.view(), new.view(), width, Stream::default()).unwrap();
+            drop(views);
+            for (got, expected) in got.iter().zip(&expected) {
+                assert_eq!(got.bytes, expected.bytes);
+            }
+        });
+    }
+
+    #[test]
     fn scale_from_amax_applies_the_rule_to_each_element(
         shape in (0_usize..5, 0_usize..5),
         layouts in (common::input_layout(), common::output_layout()),

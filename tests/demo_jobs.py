@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import runpy
+import shutil
 import signal
 import time
 import traceback
@@ -16,6 +18,7 @@ import torch.distributed as dist
 import fp8rs
 from fp8rs.demo.model import Llama, LlamaConfig, parameter_count
 from fp8rs.demo.train import convert, converted_weights, shard
+from fp8rs.export import tensors
 from internals import local_of
 
 
@@ -96,6 +99,49 @@ def pages(arguments: dict[str, Any], report: Any) -> dict[str, str | list[float]
             parameters = names["model"].parameters() if "model" in names else ()
             found[name] = [_bytes_at_rest(p) for p in parameters if _is_quantized(p)]
     return found
+
+
+def examples(arguments: dict[str, Any], report: Any) -> dict[str, Any]:
+    """Run the examples that need no other library, each with few steps.
+
+    Args:
+        arguments: "examples" is their folder, and "folder" one that the ranks share.
+        report: Not used.
+    """
+    folder = Path(arguments["folder"])
+
+    def run(name: str, *options: Any) -> dict[str, Any]:
+        example = runpy.run_path(str(Path(arguments["examples"], f"{name}.py")))
+        found: dict[str, Any] = example["main"]([str(option) for option in options])
+        return found
+
+    # The ranks are initialized already, and all examples share their process group.
+    with (
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+    ):
+        lora = run("lora", "--steps", 20, "--save", folder / "adapters.pt")
+        frozen = [p for p in lora.pop("model").parameters() if not p.requires_grad]
+        lora["bytes"] = [_bytes_at_rest(p) for p in frozen if _is_quantized(p)]
+        stream = run("rl_weight_stream", "--updates", 12)
+        policy, engine = stream.pop("policy"), stream.pop("engine")
+        for name, tensor in tensors(policy, format="fp8-row"):
+            if engine is not None:
+                engine.receive(name, tensor)
+        with torch.no_grad():
+            tokens = (torch.arange(34) % 32).view(2, 17).to(local_of(policy.head.weight).device)
+            logits = policy(tokens).float()
+            if engine is not None:
+                error = (engine.model(tokens) - logits).norm() / logits.norm()
+                stream["error"] = error.item()
+        steps = ("--folder", folder / "checkpoints", "--steps", 4, "--save-every", 2)
+        first = run("resume", *steps)["losses"]
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / "checkpoints" / "step-4")
+        dist.barrier()
+        resumed = run("resume", *steps)["losses"]
+    return {"lora": lora, "stream": stream, "first": first, "resumed": resumed}
 
 
 def _is_quantized(parameter: Any) -> bool:

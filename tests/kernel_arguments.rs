@@ -111,6 +111,7 @@ fn constants_match_the_kernels() {
     let (rust, cuda) = (text("src/cuda", &["rs"]), text("src/cuda/kernels", &["cu", "cuh"]));
     assert_eq!(constant(&rust, "const MOST_OWN: u64 ="), constant(&cuda, "#define MOST_OWN"));
     assert_eq!(constant(&rust, "const MAXIMUM: u32 ="), constant(&cuda, "#define MAXIMUM"));
+    assert_eq!(constant(&rust, "const RESCALE_BLOCKS: u64 ="), constant(&cuda, "#define RESCALE_BLOCKS"));
     for flag in [
         "X_VECTORS",
         "ROW_VECTORS",

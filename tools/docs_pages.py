@@ -1,11 +1,13 @@
 """Adds the repository's pages to the documentation site. A hook of mkdocs (`hooks` in mkdocs.yml).
 
-README.md and other pages of the repository become pages of the site. Links between pages work in
-both places. A link from a page to any other file of the repository leads to a copy of that file.
+README.md, a notebook and other pages of the repository become pages of the site. Links between
+pages work in both places. A link from a page to any other file of the repository leads to a copy of
+that file.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -21,9 +23,11 @@ DOCS = ROOT / "docs"
 #: Pages of the repository, and their names in the site.
 PAGES = {
     "README.md": "index.md",
+    "examples/train.ipynb": "notebook.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "benches/RESULTS.md": "results.md",
+    "benches/results/2026-11.md": "results-2026-11.md",
 }
 
 #: Folder of the copies of other files.
@@ -47,7 +51,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {page: page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
     for source, name in PAGES.items():
         pages[ROOT / source] = name
-        text = (ROOT / source).read_text()
+        text = markdown_of(ROOT / source)
         files.append(File.generated(config, name, content=adapted(text, ROOT / source, name)))
     for page in pages:
         for match in LINK.finditer(page.read_text()):
@@ -61,6 +65,24 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 if files.get_file_from_path(name) is None:
                     files.append(File.generated(config, name, abs_src_path=str(target)))
     return files
+
+
+def markdown_of(path: Path) -> str:
+    """Return the Markdown of a page, or of a notebook with its stored outputs."""
+    if path.suffix != ".ipynb":
+        return path.read_text()
+    parts = []
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {"text/plain": output.get("text")})
+            if "image/png" in data:
+                image = "".join(data["image/png"]).replace("\n", "")
+                parts.append(f"![Output of the code above](data:image/png;base64,{image})")
+            else:
+                parts.append(f"```text\n{''.join(data['text/plain']).rstrip()}\n```")
+    return "\n\n".join(parts) + "\n"
 
 
 def on_page_markdown(

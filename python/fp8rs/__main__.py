@@ -1,4 +1,4 @@
-"""``python -m fp8rs``: the command line."""
+"""``fp8rs`` or ``python -m fp8rs``: the command line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m fp8rs", description="FP8 training under FSDP2")
+    parser = argparse.ArgumentParser(prog="fp8rs", description="FP8 training under FSDP2")
     parser.add_argument("--version", action="version", version=f"fp8rs {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     demo = commands.add_parser(

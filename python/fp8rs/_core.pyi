@@ -21,6 +21,7 @@ __all__ = [
     "cpu_features",
     "multi_quantize",
     "multi_quantize_delayed",
+    "multi_rescale",
     "random_uniform",
     "register_kernels",
     "set_cpu_simd",
@@ -55,6 +56,9 @@ def multi_quantize_delayed(
     scales_used: Tensor,
     outs: _Tensors,
     batched: bool = False,
+) -> None: ...
+def multi_rescale(
+    codes: _Tensors, scales: Tensor, new_scales: Tensor, width: int | None = None
 ) -> None: ...
 def adamw(
     grads: _Tensors,

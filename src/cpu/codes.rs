@@ -20,6 +20,36 @@ pub(crate) fn transpose(codes: View, out: ViewMut) {
     });
 }
 
+pub(crate) fn multi_rescale(codes: &[ViewMut], scales: View, new_scales: View, width: usize) {
+    let _env = DefaultFloatEnv::enter();
+    let (scales, new_scales) = (scales.matrix(), new_scales.matrix());
+    let mut first = 0;
+    for out in codes {
+        let (format, out) = (out.dtype().fp8().expect("validated"), out.matrix());
+        for part in block_parts(0..out.cols, width).filter(|part| !part.is_empty()) {
+            let at = first + part.start / width;
+            // SAFETY: `ops` checks that both have an fp32 scale for each part.
+            let (scale, new) = unsafe { (scales.read::<f32>(0, at), new_scales.read::<f32>(0, at)) };
+            if scale.to_bits() != new.to_bits() {
+                with_codes!(format, C => rescale::<C>(&out, part, scale, new));
+            }
+        }
+        first += out.cols.div_ceil(width);
+    }
+}
+
+/// Rounds the codes of some columns to a new scale.
+fn rescale<C: Codes>(codes: &Matrix, cols: Range<usize>, scale: f32, new: f32) {
+    let factor = 1.0 / new;
+    let table: [u8; 256] = std::array::from_fn(|code| C::encode(C::decode(code as u8) * scale * factor));
+    for row in 0..codes.rows {
+        for col in cols.clone() {
+            // SAFETY: this is an element of the output, whose elements are bytes.
+            unsafe { codes.write(row, col, table[codes.read::<u8>(row, col) as usize]) };
+        }
+    }
+}
+
 struct CopyPiece<'a> {
     walk: &'a Walk,
     piece: Piece,

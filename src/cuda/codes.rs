@@ -40,9 +40,38 @@ struct DequantizeArgs {
     e8m0: u32,
 }
 
+/// Number of entries in [`RescaleArgs`].
+const RESCALED: usize = 64;
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RescaleEntry {
+    codes: *mut u8,
+    rows: i64,
+    cols: i64,
+    codes_rs: i64,
+    codes_cs: i64,
+    first_scale: i64,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RescaleArgs {
+    scales: *const u8,
+    new_scales: *const u8,
+    width: i64,
+    entries: [RescaleEntry; 64],
+}
+
+/// Thread blocks per matrix. Also in kernels/codes.cu.
+const RESCALE_BLOCKS: u64 = 32;
+
 // SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the struct in
 // kernels/codes.cu.
 unsafe impl Args for TransposeArgs {}
+// SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the struct in
+// kernels/codes.cu.
+unsafe impl Args for RescaleArgs {}
 // SAFETY: the struct is `repr(C)`. tests/kernel_arguments.rs compares its fields with the struct in
 // kernels/codes.cu.
 unsafe impl Args for DequantizeArgs {}
@@ -52,11 +81,13 @@ static STRIDED_TRANSPOSE: Kernel = kernel!(Codes, "strided_transpose", Transpose
 // Indexed by the dtype of the output, then by format.
 static DEQUANTIZE: [[Kernel; 2]; 3] = by_types!(Codes, "dequantize", DequantizeArgs);
 static STRIDED_DEQUANTIZE: [[Kernel; 2]; 3] = by_types!(Codes, "strided_dequantize", DequantizeArgs);
+static RESCALE: [Kernel; 2] =
+    [kernel!(Codes, "rescale_e4m3", RescaleArgs), kernel!(Codes, "rescale_e5m2", RescaleArgs)];
 
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static Kernel> {
     let by_types = DEQUANTIZE.iter().chain(&STRIDED_DEQUANTIZE).flatten();
-    by_types.chain([&TRANSPOSE, &STRIDED_TRANSPOSE]).collect()
+    by_types.chain([&TRANSPOSE, &STRIDED_TRANSPOSE]).chain(&RESCALE).collect()
 }
 
 pub(crate) fn transpose(codes: View, out: ViewMut, stream: Stream) -> Result<(), Error> {
@@ -131,4 +162,43 @@ pub(crate) fn dequantize(
     };
     let kernel = &kernels[input_index(out.dtype())][format_index(format)];
     launch(ordinal(codes.device()), stream, kernel, Grid { blocks, threads: 256 }, &args)
+}
+
+pub(crate) fn multi_rescale(
+    codes: &[ViewMut],
+    scales: View,
+    new_scales: View,
+    width: usize,
+    stream: Stream,
+) -> Result<(), Error> {
+    let mut lists = [Vec::new(), Vec::new()];
+    let mut first_scale = 0;
+    for out in codes {
+        let Some(format) = out.dtype().fp8() else { continue };
+        let (rows, cols) = out.shape();
+        lists[format_index(format)].push(RescaleEntry {
+            codes: out.ptr(),
+            rows: rows as i64,
+            cols: cols as i64,
+            codes_rs: out.row_stride() as i64,
+            codes_cs: out.col_stride() as i64,
+            first_scale,
+        });
+        first_scale += cols.div_ceil(width) as i64;
+    }
+    for (list, kernel) in lists.iter().zip(&RESCALE) {
+        for part in list.chunks(RESCALED) {
+            let mut args = RescaleArgs {
+                scales: scales.ptr(),
+                new_scales: new_scales.ptr(),
+                // The kernel adds it to a number of columns.
+                width: width.min(1 << 60) as i64,
+                entries: [part[0]; RESCALED],
+            };
+            args.entries[..part.len()].copy_from_slice(part);
+            let grid = Grid { blocks: part.len() as u64 * RESCALE_BLOCKS, threads: 256 };
+            launch(ordinal(scales.device()), stream, kernel, grid, &args)?;
+        }
+    }
+    Ok(())
 }

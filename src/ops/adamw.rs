@@ -1,7 +1,7 @@
 //! The `AdamW` step over a list of tensors.
 
 use super::tensorwise::check_rule;
-use super::validate::{Call, Kind, same_batch, shape};
+use super::validate::{Call, Kind, contiguous, same_batch, shape};
 use crate::error::{Arg, Error};
 use crate::layout::{Block, DType, View, ViewMut};
 use crate::spec::{AdamW, AdamWCall, AdamWTensor, BlockScale, Stream, Target};
@@ -149,13 +149,6 @@ fn one(call: &mut Call, name: &'static str, i: usize, view: &View) -> Result<(),
 fn one_output(call: &mut Call, arg: Arg, view: &ViewMut) -> Result<(), Error> {
     call.output(arg, view, Kind::F32)?;
     shape(arg, view.shape(), (1, 1), "one element")
-}
-
-fn contiguous(arg: Arg, is: bool) -> Result<(), Error> {
-    if is {
-        return Ok(());
-    }
-    Err(Error::Value { arg, got: "strided".into(), expected: "contiguous".into() })
 }
 
 fn given(list: &'static str, i: usize, has: bool, expected: bool, words: &'static str) -> Result<(), Error> {

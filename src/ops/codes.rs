@@ -1,7 +1,7 @@
 //! Operations on existing FP8 codes.
 
-use super::validate::{Call, Kind, shape};
-use crate::error::Error;
+use super::validate::{Call, Kind, contiguous, one_each, one_matrix, shape};
+use crate::error::{Arg, Error};
 use crate::layout::{Block, View, ViewMut};
 use crate::spec::Stream;
 use crate::{cpu, cuda};
@@ -47,4 +47,35 @@ pub fn dequantize(codes: View, scale: View, block: Block, out: ViewMut, stream: 
         return dequantize(codes.flat(), scale.flat(), out.flat());
     }
     (0..codes.batch()).try_for_each(|i| dequantize(codes.at(i), scale.at(i), out.at(i)))
+}
+
+/// Rounds codes to new scales, in place: encode(code * scale * (1 / new scale)). Each scale of a matrix belongs
+/// to `width` columns, and its last one may belong to fewer. `scales` and `new_scales` are fp32, 1xN, with the
+/// scales of one matrix after those of another. Codes whose scale has the same bits in both are not read.
+pub fn multi_rescale(
+    codes: &[ViewMut],
+    scales: View,
+    new_scales: View,
+    width: usize,
+    stream: Stream,
+) -> Result<(), Error> {
+    if width == 0 {
+        return Err(Error::Value { arg: "width".into(), got: "0".into(), expected: "at least 1".into() });
+    }
+    let mut call = Call::default();
+    for (i, out) in codes.iter().enumerate() {
+        call.output(Arg::Item("codes", i), out, Kind::Fp8)?;
+        if out.batch() != 1 {
+            let got = format!("a batch of {} matrices", out.batch());
+            return Err(Error::Value { arg: Arg::Item("codes", i), got, expected: "one matrix".into() });
+        }
+    }
+    let count = codes.iter().map(|out| out.cols().div_ceil(width)).sum();
+    for (arg, list) in [("scales", &scales), ("new_scales", &new_scales)] {
+        call.input(arg, list, Kind::F32)?;
+        one_matrix(arg, list.batch())?;
+        one_each(arg, list.shape(), count, "codes")?;
+        contiguous(arg, list.is_contiguous())?;
+    }
+    on!(call.finish()?, stream, cpu: cpu::multi_rescale(codes, scales, new_scales, width), cuda: cuda::multi_rescale(codes, scales, new_scales, width, stream))
 }

@@ -1,7 +1,7 @@
 //! Rows that are divided into groups, one for each expert: their bounds, and their quantization.
 
 use super::tensorwise::check_rule;
-use super::validate::{Call, Kind, one_matrix, shape};
+use super::validate::{Call, Kind, contiguous, one_matrix, shape};
 use crate::error::Error;
 use crate::format::Fp8Format;
 use crate::format::groups::padded_columns;
@@ -161,11 +161,4 @@ fn outputs(
         got: "absent, and so is columnwise".into(),
         expected: "given, unless columnwise is".into(),
     })
-}
-
-fn contiguous(arg: &'static str, is_contiguous: bool) -> Result<(), Error> {
-    if is_contiguous {
-        return Ok(());
-    }
-    Err(Error::Value { arg: arg.into(), got: "strided".into(), expected: "contiguous".into() })
 }

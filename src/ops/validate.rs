@@ -207,6 +207,14 @@ pub(super) fn one_matrix(arg: &'static str, batch: usize) -> Result<(), Error> {
     Err(Error::Value { arg: arg.into(), got, expected: "one matrix".into() })
 }
 
+/// Returns an error unless the argument is contiguous.
+pub(super) fn contiguous(arg: impl Into<Arg>, is_contiguous: bool) -> Result<(), Error> {
+    if is_contiguous {
+        return Ok(());
+    }
+    Err(Error::Value { arg: arg.into(), got: "strided".into(), expected: "contiguous".into() })
+}
+
 /// Returns an error unless the argument has as many matrices as `with`.
 pub(super) fn same_batch(arg: Arg, got: usize, expected: usize, with: Arg) -> Result<(), Error> {
     if got == expected {

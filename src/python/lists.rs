@@ -1,4 +1,4 @@
-//! Bindings of operations on lists of tensors with one scale each. They wrap the functions of the same names
+//! Bindings of operations on lists of tensors and their scales. They wrap the functions of the same names
 //! in [`crate::ops`].
 
 use pyo3::prelude::*;
@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use super::tensors::Arguments;
 use crate::ops;
 
-functions!(multi_quantize, multi_quantize_delayed);
+functions!(multi_quantize, multi_quantize_delayed, multi_rescale);
 
 type Tensor<'a, 'py> = &'a Bound<'py, PyAny>;
 
@@ -49,4 +49,20 @@ fn multi_quantize_delayed<'py>(
     let scales_used = args.output("scales_used", scales_used)?;
     let outs = args.outputs("outs", outs, batch)?;
     args.run(|stream| ops::multi_quantize_delayed(&xs, scales, amaxes, scales_used, &outs, stream))
+}
+
+/// Rounds codes to new scales, in place. Each scale belongs to `width` columns, or to a whole matrix.
+#[pyfunction]
+#[pyo3(signature = (codes, scales, new_scales, width=None))]
+fn multi_rescale<'py>(
+    py: Python<'py>,
+    codes: Tensor<'_, 'py>,
+    scales: Tensor<'_, 'py>,
+    new_scales: Tensor<'_, 'py>,
+    width: Option<usize>,
+) -> PyResult<()> {
+    let args = Arguments::new(py);
+    let codes = args.outputs("codes", codes, |_, _| false)?;
+    let (scales, new_scales) = (args.input("scales", scales)?, args.input("new_scales", new_scales)?);
+    args.run(|stream| ops::multi_rescale(&codes, scales, new_scales, width.unwrap_or(usize::MAX), stream))
 }

@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.overrides import TorchFunctionMode
 
 import fp8rs
 import fp8rs.checkpoint
@@ -69,6 +70,32 @@ def gathered(model, rig):
     for name, (values, _) in seen.items():
         assert on_all_ranks(values), name
     return dict(seen)
+
+
+class NoHostReads(TorchFunctionMode):
+    """Raises if a tensor is read on the host."""
+
+    READS = (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__bool__, torch.Tensor.__float__)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert func not in self.READS
+        return func(*args, **(kwargs or {}))
+
+
+@ranks(2)
+@each_recipe(*RECIPES, of=RECIPES)
+def test_a_step_reads_nothing_on_the_host(rig, recipe):
+    model = make(UNEVEN, recipe=RECIPES[recipe], fp8_weights=True, device=rig.device)
+    shard(model, rig)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    for n in range(2):
+        step(model, rig, optimizer, seed=n)
+    with NoHostReads():
+        step(model, rig, optimizer, seed=2)
+        with torch.no_grad():
+            model.blocks[0].up.weight.mul_(1 + rig.rank)  # scales differ between ranks
+        model(batch(rig))
+    gathered(model, rig)
 
 
 @ranks(2)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cases import LAYOUTS, SHAPES, data, each_dtype, each_format, scalar
+from internals import core
 from oracle import tensorwise
 from oracle.compare import codes, same
 from oracle.elements import E4M3, E5M2, WIDE
@@ -139,3 +140,26 @@ def test_columns_of_one_buffer_do_not_count_as_overlapping(device):
         assert same(codes(out), tensorwise.quantize(x, scalar(scale, device), E4M3))
     with pytest.raises(ValueError, match=r"^amaxes overlaps scales"):
         ops.multi_quantize_delayed(xs, buffer.view(-1)[1:3], amaxes, outs)
+
+
+@each_format
+@pytest.mark.parametrize("width", [None, 1, 32, 100])
+def test_rescale_dequantizes_and_quantizes_where_scales_differ(device, fp8_dtype, width):
+    shapes = [(1, 1), (0, 3), (33, 65), (129, 257), (300, 64)]
+    matrices = [data(device, *s, seed=i).to(fp8_dtype) for i, s in enumerate(shapes)]
+    matrices.append(data(device, 40, 33).to(fp8_dtype).t())
+    counts = [-(-m.shape[1] // (width or m.shape[1])) for m in matrices]
+    scales = data(device, sum(counts), dtype=torch.float32).abs() + 0.1
+    new = scales * torch.linspace(0.5, 3, len(scales), device=device)
+    new[::3] = scales[::3]
+    new[-1] = float("nan")
+    expected = []
+    for matrix, *parts in zip(matrices, scales.split(counts), new.split(counts), strict=True):
+        cols = matrix.shape[1]
+        old, to = (part.repeat_interleave(width or cols)[:cols] for part in parts)
+        one = torch.ones((), device=device)
+        rounded = ops.quantize(matrix.float() * old * (1.0 / to), one, fp8_dtype)[0]
+        expected.append(torch.where(old == to, codes(matrix), codes(rounded)))
+    core.multi_rescale(matrices, scales, new, width)
+    for found, wanted in zip(matrices, expected, strict=True):
+        assert same(codes(found), wanted)

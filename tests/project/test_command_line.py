@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
@@ -25,6 +26,14 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"fp8rs {fp8rs.__version__}\n"
+
+
+def test_the_installed_command_is_the_command_line() -> None:
+    """`make wheel-test` runs the installed command."""
+    project = (ROOT / "pyproject.toml").read_text()
+    ((name, value),) = re.findall(r'^\[project\.scripts\]\n(\S+) = "(.+)"$', project, re.M)
+    assert name == "fp8rs"
+    assert EntryPoint(name, value, "console_scripts").load() is main
 
 
 @pytest.fixture

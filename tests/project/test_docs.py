@@ -69,6 +69,15 @@ def test_the_reference_lists_only_existing_names() -> None:
 
 
 @pytest.mark.newest_torch
+def test_code_blocks_have_at_most_88_columns() -> None:
+    """A wider line would need a scroll bar on the site."""
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
+        blocks = re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+        wide = [line for block in blocks for line in block.splitlines() if len(line) > 88]
+        assert not wide, (page.name, wide)
+
+
+@pytest.mark.newest_torch
 def test_docstrings_are_markdown() -> None:
     """Roles of reStructuredText would appear unprocessed."""
     for name, found in objects():

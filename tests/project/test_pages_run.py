@@ -165,12 +165,36 @@ def test_every_block_runs_in_its_stated_context(tmp_path: Path, device: str) -> 
 
 
 @pytest.mark.parametrize(
-    "script", ["docs/getting-started.md", "examples/fp8_weights.py", "examples/resume.py"]
+    "script",
+    [
+        "docs/getting-started.md",
+        *(f"examples/{name}.py" for name in ("fp8_weights", "lora", "resume", "rl_weight_stream")),
+    ],
 )
 def test_scripts_pause_before_they_destroy_the_process_group(script: str) -> None:
     """Without the pause, a thread of gloo sometimes aborts a run that has succeeded."""
     code = scripts(ROOT / script)[0]
-    assert re.search(r"^time\.sleep\(0\.1\).*\ndist\.destroy_process_group\(\)$", code, re.M)
+    assert re.search(r"^ *time\.sleep\(0\.1\).*\n *dist\.destroy_process_group\(\)$", code, re.M)
+
+
+def test_the_examples_of_lora_weight_streams_and_resumption_train(
+    tmp_path: Path, device: str
+) -> None:
+    arguments = {"examples": str(ROOT / "examples"), "folder": str(tmp_path)}
+    found, _ = launch(demo_jobs.examples, arguments, ranks=RANKS, device=device)
+    losses = found["lora"]["losses"]
+    assert losses[-1] < 0.9 * losses[0]
+    assert found["lora"]["bytes"] == [pytest.approx(1, abs=0.01)] * (2 * 7)
+    saved = torch.load(tmp_path / "adapters.pt", weights_only=True)
+    assert list(saved) == found["lora"]["saved"]
+    assert len(saved) == 2 * 7 * 2
+    assert all(name.endswith(("up.weight", "down.weight")) for name in saved)
+    rewards = found["stream"]["rewards"]
+    assert rewards[-1] > rewards[0] + 0.15
+    # The policy computes in bf16 and quantizes its inputs, and the engine does not.
+    assert found["stream"]["error"] < 0.1
+    assert list(found["resumed"]) == [2, 3]
+    assert found["resumed"].items() <= found["first"].items()
 
 
 @pytest.mark.long

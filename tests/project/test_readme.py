@@ -45,7 +45,7 @@ def anchors(page: Path) -> set[str]:
 @pytest.mark.newest_torch
 @pytest.mark.parametrize(
     "page",
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benches/*.md")],
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benches/**/*.md")],
     ids=lambda p: p.relative_to(ROOT).as_posix(),
 )
 def test_links_have_targets(page: Path) -> None:

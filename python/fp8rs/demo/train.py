@@ -137,7 +137,8 @@ def make_optimizer(
         "weight_decay": 0.1,
     }
     if fp8_adamw is None:
-        return torch.optim.AdamW(model.parameters(), **options)
+        fused = settings.device == "cuda"
+        return torch.optim.AdamW(model.parameters(), fused=fused, **options)
     return AdamW(model.parameters(), **options, **fp8_adamw)
 
 
@@ -152,14 +153,16 @@ def learning_rate(settings: Settings, step: int) -> float:
 
 def train_step(
     model: Llama, optimizer: torch.optim.Optimizer, settings: Settings, step: int, rows: Any
-) -> None:
-    """Run a forward, a backward, gradient clipping and an update."""
+) -> torch.Tensor:
+    """Run a forward, a backward, gradient clipping and an update. Return the loss of this rank."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(settings, step)
-    model.loss(rows).backward()
+    loss = model.loss(rows)
+    loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
 
 
 def train_under_fsdp(
@@ -193,7 +196,7 @@ def train_under_fsdp(
     start = time.perf_counter()
     for step in range(settings.steps + 1):
         if step in evaluations:
-            loss = _held_out_loss(model, corpus, settings, ranks)
+            loss = held_out_loss(model, corpus, settings, ranks)
             result.held_out.append((step, loss))
         if step in evaluations or step % max(1, settings.steps // 100) == 0:
             measured, loss = result.held_out[-1]
@@ -283,7 +286,8 @@ def _local(batch: torch.Tensor, settings: Settings) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _held_out_loss(model: Llama, corpus: Corpus, settings: Settings, ranks: int) -> float:
+def held_out_loss(model: Llama, corpus: Corpus, settings: Settings, ranks: int) -> float:
+    """Return the mean loss of held-out batches. All ranks call it."""
     total = torch.zeros((), device=settings.device)
     for index in range(settings.held_out_batches):
         batch = corpus.held_out_batch(index, settings.rows, settings.length)

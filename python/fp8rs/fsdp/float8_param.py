@@ -6,7 +6,7 @@ the handle as unsynced. `fp8rs.fsdp.scale_sync` synchronizes the scales that sha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -138,12 +138,17 @@ class Float8ParamHandle(ParamHandle):
         self.unsynced, self.pending = False, None
 
     def mark_synced(self) -> None:
-        """Note that all ranks have the same scales now, and free pending values."""
+        """Note that all ranks have the same scales now, and free pending values.
+
+        The shard may have been rounded again, to a scale of other ranks. This is not a write: the
+        values are the same, so masters stay.
+        """
         pending = self.pending
         if pending is not None and pending.is_cuda and not is_traced(pending):
             # An all-gather stream may read what another stream allocated.
             pending.record_stream(torch.cuda.current_stream(pending.device))
         self.unsynced, self.pending = False, None
+        self._note_stream()
 
     def mark_loaded(self) -> None:
         """Note that codes and scales were loaded in place, on all ranks.
@@ -155,15 +160,6 @@ class Float8ParamHandle(ParamHandle):
         self.mark_written()
         self.unsynced = True
 
-    def mark_rescaled(self) -> None:
-        """Note that the shard was rounded again, to a scale of other ranks.
-
-        This is not a write: the values are the same, so masters stay. A backward that needs the
-        codes of its forward raises.
-        """
-        self.mark_stale()
-        self._note_stream()
-
     # --- delayed scaling -------------------------------------------------------------------------
 
     def update_history(self, scale: Tensor) -> None:
@@ -171,16 +167,8 @@ class Float8ParamHandle(ParamHandle):
 
         The next write would otherwise saturate with a scale from before these values.
         """
-        slots = self.slots
-        if slots is None or scale.is_meta:
-            return
-        with torch.no_grad():
-            known, amax = slots
-            scale = scale.to(known.device).view(())
-            finite = scale.isfinite()
-            known.copy_(torch.where(finite, scale, known))
-            largest = scale * largest_code(self.quant_spec)
-            amax.copy_(torch.where(finite, amax.maximum(largest), amax))
+        if self.slots is not None and not scale.is_meta:
+            update_histories([self], scale.view(1))
 
     def start_history_from(self, values: Tensor) -> None:
         """With delayed scaling, start the history of a whole weight with the amax of its values."""
@@ -232,6 +220,30 @@ class Float8ParamHandle(ParamHandle):
 def largest_code(spec: QuantSpec) -> float:
     """Return the largest value that a per-tensor scale of 1 is computed for."""
     return float(FP8_MAX[spec.fp8_dtype] / 2**spec.margin)
+
+
+def update_histories(
+    handles: Sequence[Float8ParamHandle], scales: Tensor, changed: Tensor | None = None
+) -> None:
+    """With delayed scaling, make the next scales those that values were written with.
+
+    Args:
+        handles: handles of one model.
+        scales: the scale of each handle (n,), fp32. A scale that is not finite has no effect.
+        changed: which scales have an effect (n,), bool. None for all.
+    """
+    if not handles or handles[0].slots is None:
+        return
+    with torch.no_grad():
+        slots = [cast(tuple[Tensor, Tensor], handle.slots) for handle in handles]
+        known, amaxes = (torch.stack(part) for part in zip(*slots, strict=True))
+        scales = scales.to(known.device)
+        counts = scales.isfinite()
+        if changed is not None:
+            counts &= changed.to(known.device)
+        largest = amaxes.maximum(scales * largest_code(handles[0].quant_spec))
+        new = (*torch.where(counts, scales, known), *torch.where(counts, largest, amaxes))
+        torch._foreach_copy_([slot for part in zip(*slots, strict=True) for slot in part], new)
 
 
 def register_handle(module: nn.Module, name: str) -> Float8ParamHandle:

@@ -35,13 +35,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from fp8rs._core import multi_rescale
 from fp8rs._torch import is_traced
 from fp8rs.scaling.reductions import index_tensor, reduce_packed_
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec
 
-from .float8_param import Float8ParamHandle, largest_code
+from .float8_param import Float8ParamHandle, largest_code, update_histories
 from .float8_shard import Float8Shard, planes_of, scale_of, write_planes
 from .param import LocalShard, ParamHandle, local_of, wait_for_writes
 from .quantize import BlockwiseShardQuantizer, ShardQuantizer
@@ -200,6 +201,21 @@ def _differs(a: Tensor, b: Tensor) -> Tensor:
     return a.view(torch.int32) != b.view(torch.int32)
 
 
+def _rescale(parts: Sequence[Sequence[Tensor]], width: int | None) -> None:
+    """Round codes to new scales. Codes whose scale stays are not read.
+
+    Versions stay too, because values do not change and ranks synchronize in each forward. An
+    earlier forward may still need the codes for its backward.
+
+    Args:
+        parts: codes (rows, columns), their scales and the new scales, both fp32 (blocks,).
+        width: columns per scale. None for one scale.
+    """
+    for device in dict.fromkeys(part[0].device for part in parts):
+        codes, scales, new = zip(*(part for part in parts if part[0].device == device), strict=True)
+        multi_rescale(codes, torch.cat(scales).to(device), torch.cat(new).to(device), width)
+
+
 # --- one scale per tensor ------------------------------------------------------------------------
 
 
@@ -212,18 +228,22 @@ def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> No
     common = _common(*contributions)
     if is_traced(common):
         return
-    changes = _differs(common, stored).tolist()
-    for shard, scale, amax, changed in zip(
-        shards, common.unbind(), amaxes.unbind(), changes, strict=True
-    ):
-        handle = handle_of(shard)
-        if changed:
-            _round_tensor(shard, scale)
-            handle.mark_rescaled()
-        if handle.pending is not None:
-            handle.start_history(scale, amax)
-        elif changed:
-            handle.update_history(scale)
+    changed = _differs(common, stored)
+    update_histories(list(map(handle_of, shards)), common, changed)
+    codes = []
+    scales = common.unbind()
+    for shard, scale, amax in zip(shards, scales, amaxes.unbind(), strict=True):
+        row = planes_of(cast(QuantizedTensor, shard.data))[0]
+        assert row is not None
+        codes.append(row.data)
+        if (values := handle_of(shard).pending) is not None:
+            handle_of(shard).start_history(scale, amax)
+            rounded = _quantize(values, scale.to(values.device), row.data.dtype)[0]
+            row.data.view(torch.uint8).copy_(rounded.view(torch.uint8))
+    pending = [handle_of(s).pending is not None for s in shards]
+    parts = zip(pending, codes, stored.split(1), common.split(1), strict=True)
+    _rescale([part for written, *part in parts if not written], None)
+    torch._foreach_copy_(list(map(scale_of, shards)), list(scales))
 
 
 def _tensor_lanes(spec: QuantSpec, shards: Sequence[LocalShard], stored: Tensor) -> Tensor:
@@ -255,18 +275,6 @@ def _tensor_lanes(spec: QuantSpec, shards: Sequence[LocalShard], stored: Tensor)
     return lanes
 
 
-def _round_tensor(shard: LocalShard, scale: Tensor) -> None:
-    """Round a shard to a scale ()."""
-    data, values = cast(QuantizedTensor, shard.data), handle_of(shard).pending
-    row = planes_of(data)[0]
-    assert row is not None
-    scale = scale.to(data.device)
-    if values is None:
-        values = data.dequantize(torch.float32)
-    codes = _quantize(values, scale, row.data.dtype, True, False, None)[0]
-    write_planes(data, (Plane(codes, scale, row.format), None))
-
-
 # --- blocks that shard boundaries split ----------------------------------------------------------
 
 
@@ -282,16 +290,20 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
         parts += [(shard, p, c) for p, c in zip(places, common, strict=True) if 0 <= p < count]
     if not parts or is_traced(parts[0][2]):
         return
-    changes = torch.stack(
-        [
-            _differs(common, _block_scales(quantizer, shard)[place].to(common.device)).any()
-            for shard, place, common in parts
-        ]
-    )
-    for (shard, place, common), changed in zip(parts, changes.tolist(), strict=True):
-        if changed:
-            _round_blocks(quantizer, shard, place, common)
-            handle_of(shard).mark_rescaled()
+    codes: list[tuple[Tensor, Tensor, Tensor]] = []
+    for shard, place, common in parts:
+        rows, scale = _rows(quantizer, shard, place), common.to(shard.data.device)
+        plane = _split_plane(quantizer, shard)
+        data, scales = plane.data, plane.scale
+        if quantizer.layout.both:
+            data, scales = data.t(), scales.t()
+        stored = scales[place].to(torch.float32, copy=True)
+        if (values := handle_of(shard).pending) is None:
+            codes.append((data[rows], stored, scale))
+        else:
+            _round_blocks(quantizer, values[rows], data[rows], _differs(scale, stored), scale)
+        scales[place] = scale.to(scales.dtype)
+    _rescale(codes, quantizer.split_block[1])
 
 
 def _split_plane(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Plane:
@@ -317,6 +329,12 @@ def _values(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
     return values.t() if quantizer.layout.both else values
 
 
+def _rows(quantizer: BlockwiseShardQuantizer, shard: LocalShard, place: int) -> slice:
+    """Return the shard's rows in one row of blocks, the ``place``-th that the shard touches."""
+    height, above = quantizer.height, shard.spec.offset % quantizer.height
+    return slice(max(place * height - above, 0), (place + 1) * height - above)
+
+
 def _block_lanes(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tensor:
     """Return contributions for each block of a shard, (3, rows of blocks, columns of blocks)."""
     scales, handle = _block_scales(quantizer, shard), handle_of(shard)
@@ -328,27 +346,16 @@ def _block_lanes(quantizer: BlockwiseShardQuantizer, shard: LocalShard) -> Tenso
 
 
 def _round_blocks(
-    quantizer: BlockwiseShardQuantizer, shard: LocalShard, place: int, scale: Tensor
+    quantizer: BlockwiseShardQuantizer,
+    values: Tensor,
+    codes: Tensor,
+    changed: Tensor,
+    scale: Tensor,
 ) -> None:
-    """Round a shard's part of one row of blocks to the common scales.
+    """Round values (rows, columns) of one row of blocks, of which ``scale`` (blocks,) changed.
 
-    Blocks that already have their common scale keep their bytes.
-
-    Args:
-        quantizer: the quantizer of the shard.
-        shard: the shard.
-        place: the row of blocks, counted from the first one that the shard touches.
-        scale: fp32 (columns of blocks,).
+    Blocks that already have their common scale keep their codes.
     """
-    height, above = quantizer.height, shard.spec.offset % quantizer.height
-    start, end = max(place * height - above, 0), (place + 1) * height - above
-    values = _values(quantizer, shard)[start:end]
-    plane = _split_plane(quantizer, shard)
-    data, scales = plane.data.view(torch.uint8), plane.scale
-    if quantizer.layout.both:
-        data, scales = data.t(), scales.t()
-    scale = scale.to(values.device)
-    changed = _differs(scale, scales[place].to(torch.float32))
 
     def spread(x: Tensor) -> Tensor:
         return x.repeat_interleave(quantizer.split_block[1])[: values.shape[1]]
@@ -356,7 +363,6 @@ def _round_blocks(
     # Devices that flush subnormals would compute an infinite inverse of the smallest E8M0 scale.
     factor = spread((1.0 / scale).clamp(max=2.0**127))
     one = scale.new_ones(())
-    codes = _quantize(values.to(torch.float32) * factor, one, quantizer.layout.fp8_dtype)[0]
-    rows = data[start:end]
-    rows.copy_(torch.where(spread(changed), codes.view(torch.uint8), rows))
-    scales[place] = scale.to(scales.dtype)
+    rounded = _quantize(values.to(torch.float32) * factor, one, codes.dtype)[0].view(torch.uint8)
+    old = codes.view(torch.uint8)
+    old.copy_(torch.where(spread(changed), rounded, old))

@@ -1,4 +1,4 @@
-// Operations on FP8 codes: transpose, and dequantize with the scales of any block shape.
+// Operations on FP8 codes: transpose, dequantize with the scales of any block shape, and rescale.
 #include "values.cuh"
 
 struct TransposeArgs {
@@ -128,3 +128,49 @@ DEQUANTIZE(bf16_e4m3, FromE4m3, OutBf16)
 DEQUANTIZE(bf16_e5m2, FromE5m2, OutBf16)
 DEQUANTIZE(f16_e4m3, FromE4m3, OutF16)
 DEQUANTIZE(f16_e5m2, FromE5m2, OutF16)
+
+/// A matrix of codes that is rescaled.
+struct RescaleEntry {
+  u8 *codes;
+  i64 rows, cols;
+  i64 codes_rs, codes_cs;
+  i64 first_scale;       // index of the scale of the first columns
+};
+
+struct RescaleArgs {
+  const float *scales;
+  const float *new_scales;
+  i64 width;             // columns per scale
+  RescaleEntry entries[64];
+};
+
+/// Thread blocks per matrix, and rows per piece of work. `RESCALE_BLOCKS` is also in cuda/codes.rs.
+#define RESCALE_BLOCKS 32
+#define RESCALE_ROWS 32
+
+/// Rounds codes again whose scale changes. The scales usually do not change, and then only they
+/// are read. A warp rescales up to 32 rows of the columns that one scale belongs to.
+template <class F, class From> DEVICE void rescale(const RescaleArgs &a) {
+  const RescaleEntry &t = a.entries[blockIdx.x / RESCALE_BLOCKS];
+  i64 across = (t.cols + a.width - 1) / a.width, down = (t.rows + RESCALE_ROWS - 1) / RESCALE_ROWS;
+  int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+  i64 piece = (i64)(blockIdx.x % RESCALE_BLOCKS) * warps + (threadIdx.x >> 5);
+  for (; piece < across * down; piece += RESCALE_BLOCKS * warps) {
+    i64 r0 = piece / across * RESCALE_ROWS, s = piece % across, c0 = s * a.width;
+    float from = a.scales[t.first_scale + s], to = a.new_scales[t.first_scale + s];
+    if (__float_as_uint(from) == __float_as_uint(to)) continue;
+    float q = reciprocal(to);
+    i64 rows = t.rows - r0 < RESCALE_ROWS ? t.rows - r0 : RESCALE_ROWS;
+    i64 cols = t.cols - c0 < a.width ? t.cols - c0 : a.width;
+    for (i64 i = lane; i < rows * cols; i += 32) {
+      u8 *code = t.codes + (r0 + i / cols) * t.codes_rs + (c0 + i % cols) * t.codes_cs;
+      float value = __fmul_rn(InF16::get(From::halves(*code), 0), from);
+      *code = encode<F>(__fmul_rn(value, q));
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    rescale_e4m3(const __grid_constant__ RescaleArgs a) { rescale<E4m3, FromE4m3>(a); }
+extern "C" __global__ void __launch_bounds__(256)
+    rescale_e5m2(const __grid_constant__ RescaleArgs a) { rescale<E5m2, FromE5m2>(a); }

@@ -1,0 +1,472 @@
+"""Train a Llama on all text that the installed packages ship, in bf16 and in FP8, and compare.
+
+    python benches/training_run.py data OUT            # tokens of the text, once
+    python benches/training_run.py train OUT current   # one variant; resumes if it was interrupted
+    python benches/training_run.py report OUT          # table, OUT/report.json and OUT/report.svg
+
+The text is the sources and documentation in the standard library and in site-packages. A byte-level
+BPE is trained on it (with tokenizers), or bytes are the tokens (--vocabulary 256). Files with equal
+contents count once, and one file in 64 is held out.
+
+Each variant is a process of its own, so several GPUs train side by side:
+
+    n=0
+    for variant in bf16-0 bf16-1 bf16-2 current mxfp8 fp8-weights torchao; do
+        CUDA_VISIBLE_DEVICES=$n python benches/training_run.py train OUT $variant &
+        n=$((n + 1))
+    done
+    wait
+
+The variants have equal settings, and equal initial weights and batches except bf16-1 and bf16-2,
+which show how far results depend on the seed. A variant writes OUT/VARIANT.json and a checkpoint in
+OUT/VARIANT, and resumes from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import json
+import shutil
+import statistics
+import sys
+import sysconfig
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fp8rs import checkpoint
+from fp8rs.demo.data import Corpus
+from fp8rs.demo.launch import Report, launch
+from fp8rs.demo.model import LlamaConfig, parameter_count
+from fp8rs.demo.train import (
+    Settings,
+    build_model,
+    convert,
+    held_out_loss,
+    make_optimizer,
+    peak_memory,
+    shard,
+    train_step,
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of the trainings that are compared."""
+
+    title: str
+    library: str = "torch"
+    recipe: str | None = None
+    fp8_weights: bool = False
+    seed: int = 0
+
+
+VARIANTS = {
+    "bf16-0": Variant("bf16"),
+    "bf16-1": Variant("bf16, seed 1", seed=1),
+    "bf16-2": Variant("bf16, seed 2", seed=2),
+    "current": Variant("fp8rs current", "fp8rs", "current"),
+    "mxfp8": Variant("fp8rs mxfp8", "fp8rs", "mxfp8"),
+    "fp8-weights": Variant("fp8rs current, FP8 weights", "fp8rs", "current", fp8_weights=True),
+    "torchao": Variant("torchao tensorwise", "torchao"),
+}
+
+#: Sizes of the model without its vocabulary: 308 M and 973 M parameters, and one for tests.
+SIZES: dict[str, dict[str, int]] = {
+    "350m": {"dim": 1024, "layers": 24, "heads": 16, "kv_heads": 16, "hidden": 2816},
+    "1b": {"dim": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "hidden": 8192},
+    "tiny": {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 128},
+}
+
+SUFFIXES = {".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh", ".c", ".cpp", ".js"}
+#: Shorter files are mostly empty, longer ones mostly tables of data.
+SHORTEST, LONGEST = 256, 1 << 20
+HELD_OUT_EVERY = 64
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    options = _options(arguments)
+    code: int = options.run(options)
+    return code
+
+
+# Text
+
+
+def prepare_data(options: argparse.Namespace) -> int:
+    """Write OUT/tokens.pt: the tokens of the training text and of the held-out text."""
+    roots = options.roots or [Path(sysconfig.get_paths()[k]) for k in ("stdlib", "purelib")]
+    parts: tuple[list[str], list[str]] = ([], [])
+    for name, text in texts(roots):
+        parts[zlib.crc32(name.encode()) % HELD_OUT_EVERY == 0].append(text)
+    if not all(parts):
+        print(f"too little text below {', '.join(map(str, roots))}", file=sys.stderr)
+        return 2
+    encode = _tokenizer(parts[0], options.vocabulary)
+    train, held_out = map(encode, parts)
+    found = {
+        "train": train,
+        "held_out": held_out,
+        "vocabulary": options.vocabulary,
+        "files": sum(map(len, parts)),
+        "bytes": sum(len(text.encode()) for part in parts for text in part),
+        "sha256": hashlib.sha256(train.numpy().tobytes() + held_out.numpy().tobytes()).hexdigest(),
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    torch.save(found, options.out / "tokens.pt")
+    print(
+        f"{found['files']} files, {found['bytes'] / 1e6:.1f} MB, {train.numel():,} tokens to train "
+        f"on, {held_out.numel():,} held out, sha256 {found['sha256'][:16]}"
+    )
+    return 0
+
+
+def texts(roots: list[Path]) -> Iterator[tuple[str, str]]:
+    """Return names and contents of the text files below some folders, sorted, each content once."""
+    seen = set()
+    found = {str(path.relative_to(root)): path for root in roots for path in root.rglob("*")}
+    for name, path in sorted(found.items()):
+        if path.suffix not in SUFFIXES or not path.is_file():
+            continue
+        if not SHORTEST <= path.stat().st_size <= LONGEST:
+            continue
+        content = path.read_bytes()
+        digest = hashlib.sha256(content).digest()
+        with contextlib.suppress(UnicodeDecodeError):
+            if digest not in seen:
+                yield name, content.decode()
+        seen.add(digest)
+
+
+def _tokenizer(training: list[str], vocabulary: int) -> Any:
+    """Return a function from texts to int32 tokens. 256 tokens are bytes, more are a BPE."""
+    if vocabulary == 256:
+        return lambda part: torch.frombuffer(
+            bytearray("".join(part).encode()), dtype=torch.uint8
+        ).int()
+    from tokenizers import ByteLevelBPETokenizer
+
+    tokenizer = ByteLevelBPETokenizer()
+    # A part of the text suffices: every 8th file.
+    tokenizer.train_from_iterator(training[::8], vocab_size=vocabulary, show_progress=False)
+
+    def encode(part: list[str]) -> torch.Tensor:
+        pieces = []
+        for start in range(0, len(part), 256):
+            for text in tokenizer.encode_batch(part[start : start + 256]):
+                pieces.append(torch.tensor(text.ids, dtype=torch.int32))
+        return torch.cat(pieces)
+
+    return encode
+
+
+# Training
+
+
+def train(options: argparse.Namespace) -> int:
+    """Train one variant up to its last step, or until the time limit."""
+    tokens = torch.load(options.out / "tokens.pt", weights_only=True, mmap=True)
+    model = LlamaConfig(tokens["vocabulary"], **SIZES[options.size], rope_base=500_000.0)
+    settings = Settings(
+        model,
+        options.device,
+        options.steps,
+        options.rows,
+        options.length,
+        options.learning_rate,
+        held_out_batches=8,
+        seed=VARIANTS[options.variant].seed,
+    )
+    result = launch(
+        train_variant,
+        options.variant,
+        settings,
+        str(options.out),
+        {name: getattr(options, name) for name in ("every", "save_every", "compile", "seconds")},
+        ranks=options.ranks,
+        device=options.device,
+        on_event=lambda event: print(event["line"], flush=True),
+    )[0]
+    return 0 if result["step"] == options.steps else 3
+
+
+def train_variant(
+    name: str, settings: Settings, out: str, options: dict[str, Any], report: Report
+) -> dict[str, Any]:
+    """Train on this rank. Resume from the checkpoint of an earlier call.
+
+    Args:
+        name: of the variant.
+        settings: the same on all ranks.
+        out: the folder of the tokens and the results.
+        options: "every" is the number of steps between evaluations, "save_every" between
+            checkpoints, "compile" whether to compile blocks, "seconds" when to stop.
+        report: called with lines of progress.
+    """
+    begun, variant, ranks = time.monotonic(), VARIANTS[name], dist.get_world_size()
+    tokens = torch.load(Path(out, "tokens.pt"), weights_only=True, mmap=True)
+    corpus = Corpus(tokens["train"], tokens["held_out"], tokens["files"])
+    model = build_model(settings)
+    params = parameter_count(model)
+    after_step = _convert(model, variant, settings.device)
+    if options["compile"]:
+        for block in model.blocks:
+            block.compile()
+    shard(model, settings.device, ranks)
+    optimizer = make_optimizer(model, settings, {} if variant.fp8_weights else None)
+    file, folder = Path(out, f"{name}.json"), Path(out, name)
+    state = {
+        "model": checkpoint.Model(model),
+        "optimizer": checkpoint.Optimizer(model, optimizer),
+    }
+    fixed = {
+        "variant": name,
+        "title": variant.title,
+        "settings": dataclasses.asdict(settings),
+        "ranks": ranks,
+        "compiled": options["compile"],
+        "params": params,
+        "tokens": tokens["sha256"],
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if settings.device == "cuda" else "cpu",
+    }
+    found: dict[str, Any] = {"step": 0, "train": [], "held_out": [], "speeds": [], "peak_memory": 0}
+    if file.exists():
+        found = json.loads(file.read_text())
+        differing = [key for key, value in _plain(fixed).items() if found.get(key) != value]
+        if differing:
+            raise ValueError(f"{file} is of a run with other {', '.join(differing)}: remove {file}")
+        checkpoint.load({**state}, folder / f"step-{found['step']}")
+    found |= _plain(fixed)
+    if found["step"] == 0:
+        found["held_out"] = [[0, held_out_loss(model, corpus, settings, ranks)]]
+
+    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    stop = found["step"] == settings.steps
+    while not stop:
+        first, until = found["step"], min(found["step"] + options["every"], settings.steps)
+        losses = torch.zeros((), device=settings.device)
+        started = _now(settings.device)
+        for step in range(first, until):
+            rows = corpus.batch(settings.seed, step, settings.rows, settings.length)
+            rows = rows.chunk(ranks)[dist.get_rank()].to(settings.device, non_blocking=True)
+            with sdpa_kernel(kernels, set_priority=True):
+                losses += train_step(model, optimizer, settings, step, rows)
+            after_step(model)
+        seconds = _now(settings.device) - started
+        dist.all_reduce(losses)
+        found["step"] = until
+        found["train"].append([until, losses.item() / ranks / (until - first)])
+        found["held_out"].append([until, held_out_loss(model, corpus, settings, ranks)])
+        found["speeds"].append((until - first) * settings.rows * settings.length / seconds)
+        found["peak_memory"] = max(found["peak_memory"], peak_memory(settings.device))
+        stop = until == settings.steps or _expired(begun, options["seconds"], settings)
+        if stop or until % options["save_every"] == 0:
+            _save(state, found, folder, file)
+        report(
+            {
+                "line": f"{name}: step {until}/{settings.steps}, held-out loss "
+                f"{found['held_out'][-1][1]:.4f}, {found['speeds'][-1]:,.0f} tokens/s"
+            }
+        )
+    return found
+
+
+def _convert(model: torch.nn.Module, variant: Variant, device: str) -> Any:
+    """Convert the model, and return a function to call after each optimizer step."""
+    if variant.library == "fp8rs":
+        fp8 = variant.fp8_weights
+        recipe: Any = variant.recipe
+        convert(model, recipe, fp8_weights=fp8, preserve_high_precision_init_val=fp8)
+    elif variant.library == "torchao":
+        from torchao import float8
+
+        config = float8.Float8LinearConfig(
+            enable_fsdp_float8_all_gather=True, emulate=device == "cpu"
+        )
+        float8.convert_to_float8_training(
+            model, config=config, module_filter_fn=lambda _, name: name != "head"
+        )
+        return float8.precompute_float8_dynamic_scale_for_fsdp
+    return lambda model: None
+
+
+def _plain(values: dict[str, Any]) -> Any:
+    """Return values as they are after they were written to a JSON file and read."""
+    return json.loads(json.dumps(values))
+
+
+def _expired(begun: float, seconds: float, settings: Settings) -> bool:
+    """Whether the time is over on any rank."""
+    over = torch.tensor(float(time.monotonic() - begun > seconds), device=settings.device)
+    dist.all_reduce(over)
+    return over.item() > 0
+
+
+def _now(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _save(state: dict[str, Any], found: dict[str, Any], folder: Path, file: Path) -> None:
+    """Save a checkpoint, then the results, and remove older checkpoints.
+
+    If this is interrupted, the results name a checkpoint that exists.
+    """
+    first, path = dist.get_rank() == 0, folder / f"step-{found['step']}"
+    if first:
+        shutil.rmtree(path, ignore_errors=True)
+        folder.mkdir(exist_ok=True)
+    dist.barrier()
+    checkpoint.save({**state}, path)
+    if first:
+        written = file.with_suffix(".partial")
+        written.write_text(json.dumps(found, indent=1) + "\n")
+        written.replace(file)
+        for older in set(folder.iterdir()) - {path}:
+            shutil.rmtree(older)
+    dist.barrier()
+
+
+# Results
+
+
+def report(options: argparse.Namespace) -> int:
+    """Write OUT/report.json and OUT/report.svg, and print the table."""
+    files = {name: options.out / f"{name}.json" for name in VARIANTS}
+    runs = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+    if not runs:
+        print(f"{options.out} has no results: run the train command first", file=sys.stderr)
+        return 2
+    results = summary(runs)
+    text = json.dumps({"summary": results, "runs": runs}, indent=1) + "\n"
+    (options.out / "report.json").write_text(text)
+    draw(runs, options.out / "report.svg")
+    print(table(results))
+    return 0
+
+
+def summary(runs: dict[str, Any]) -> dict[str, Any]:
+    """Return the last loss, speed and memory of each run.
+
+    The last loss is the mean of the last five evaluations. "above_bf16" is relative to the mean of
+    the bf16 runs.
+    """
+    last = {
+        name: statistics.fmean(loss for _, loss in run["held_out"][-5:])
+        for name, run in runs.items()
+    }
+    reference = [loss for name, loss in last.items() if VARIANTS[name].library == "torch"]
+    base = statistics.fmean(reference) if reference else None
+    return {
+        name: {
+            "title": VARIANTS[name].title,
+            "step": run["step"],
+            "loss": last[name],
+            "above_bf16": None if base is None else last[name] / base - 1,
+            "tokens_per_second": statistics.median(run["speeds"]),
+            "peak_memory": run["peak_memory"],
+        }
+        for name, run in runs.items()
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return the summary as a Markdown table."""
+    lines = [
+        "| variant | steps | held-out loss | above mean of bf16 | tokens/s | peak GB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in results.values():
+        above = "" if row["above_bf16"] is None else f"{row['above_bf16']:+.2%}"
+        lines.append(
+            f"| {row['title']} | {row['step']:,} | {row['loss']:.4f} | {above} | "
+            f"{row['tokens_per_second']:,.0f} | {row['peak_memory'] / 1e9:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def draw(runs: dict[str, Any], path: Path) -> None:
+    """Draw held-out losses, and their difference to the mean of the bf16 runs."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams["svg.hashsalt"] = "fp8rs"  # for reproducible bytes
+    curves = {name: dict(map(tuple, run["held_out"])) for name, run in runs.items()}
+    references = [curves[name] for name in runs if VARIANTS[name].library == "torch"]
+    common = sorted(set.intersection(*map(set, references))) if references else []
+    means = {step: statistics.fmean(curve[step] for curve in references) for step in common}
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    losses, apart = figure.subplots(1, 2)
+    for name, curve in curves.items():
+        title, grey = VARIANTS[name].title, VARIANTS[name].library == "torch"
+        style = {"color": "0.6"} if grey else {}
+        losses.plot(*zip(*curve.items(), strict=True), label=title, linewidth=1, **style)
+        if not grey:
+            steps = [step for step in curve if step in means]
+            ratios = [100 * (curve[step] / means[step] - 1) for step in steps]
+            apart.plot(steps, ratios, label=title, linewidth=1)
+    for bound in (min, max) if references else ():
+        spread = [100 * (bound(c[s] for c in references) / means[s] - 1) for s in common]
+        apart.plot(common, spread, color="0.6", linewidth=1, linestyle=":")
+    losses.set(xlabel="step", ylabel="nats per token", title="Held-out loss")
+    apart.set(xlabel="step", ylabel="percent", title="Above the mean of bf16 (dotted: its seeds)")
+    losses.legend(fontsize=8)
+    for axes in (losses, apart):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+    data = commands.add_parser("data", help="write the tokens of the text")
+    data.add_argument("out", type=Path, metavar="OUT")
+    data.add_argument("--vocabulary", type=int, default=16384, help="256: bytes; more: a BPE")
+    data.add_argument("--roots", type=Path, nargs="+", help="folders; default: Python's")
+    data.set_defaults(run=prepare_data)
+
+    cuda = torch.cuda.is_available()
+    one = commands.add_parser("train", help="train one variant, or resume it")
+    one.add_argument("out", type=Path, metavar="OUT")
+    one.add_argument("variant", choices=VARIANTS, metavar="VARIANT", help=", ".join(VARIANTS))
+    one.add_argument("--size", choices=SIZES, default="350m")
+    one.add_argument("--steps", type=int, default=3000)
+    one.add_argument("--rows", type=int, default=16, help="global batch size, in sequences")
+    one.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
+    one.add_argument("--learning-rate", type=float, default=6e-4, help="its peak")
+    one.add_argument("--every", type=int, default=50, help="steps between evaluations")
+    one.add_argument(
+        "--save-every",
+        type=int,
+        default=500,
+        help="steps between checkpoints, in whole evaluations",
+    )
+    one.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
+    one.add_argument("--ranks", type=int, default=1)
+    one.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
+    one.add_argument("--compile", action=argparse.BooleanOptionalAction, default=cuda)
+    one.set_defaults(run=train)
+
+    results = commands.add_parser("report", help="compare the variants that were trained")
+    results.add_argument("out", type=Path, metavar="OUT")
+    results.set_defaults(run=report)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

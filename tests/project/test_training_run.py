@@ -1,0 +1,122 @@
+"""The benchmark that trains on the text of installed packages, on a small text and model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.newest_torch
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return the benchmark, whose trainings run in this process."""
+    monkeypatch.syspath_prepend(ROOT / "benches")
+    import training_run
+
+    def launch(function: Callable[..., Any], *arguments: Any, on_event: Any, **_: Any) -> list[Any]:
+        return [function(*arguments, on_event)]
+
+    monkeypatch.setattr(training_run, "launch", launch)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield training_run
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Return a folder with text, a part of which is held out."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for index in range(200):
+        (folder / f"module{index}.py").write_text(f"def function{index}():\n    return 1\n" * 20)
+    (folder / "copy.py").write_text((folder / "module0.py").read_text())
+    (folder / "short.py").write_text("1\n")
+    (folder / "binary.txt").write_bytes(b"\xff" * 300)
+    (folder / "data.json").write_text("0" * 300)
+    return folder
+
+
+def train(bench: Any, out: Path, variant: str, *options: str) -> int:
+    sizes = ["--size", "tiny", "--steps", "4", "--every", "2", "--rows", "4", "--length", "32"]
+    code: int = bench.main(
+        ["train", str(out), variant, "--device", "cpu", "--no-compile", *sizes, *options]
+    )
+    return code
+
+
+def losses(out: Path, variant: str) -> list[list[float]]:
+    run = json.loads((out / f"{variant}.json").read_text())
+    assert [step for step, _ in run["held_out"]] == [0, 2, 4]
+    return [*run["train"], *run["held_out"]]
+
+
+def test_every_text_is_taken_once(bench: Any, text: Path) -> None:
+    found = dict(bench.texts([text]))
+    assert len(found) == 200
+    assert "short.py" not in found
+    assert sum(name in found for name in ("copy.py", "module0.py")) == 1
+    assert list(found) == sorted(found)
+
+
+def test_tokens_are_bytes_or_those_of_a_trained_tokenizer(
+    bench: Any, text: Path, tmp_path: Path
+) -> None:
+    data = ["data", str(tmp_path), "--roots", str(text), "--vocabulary"]
+    assert bench.main([*data, "256"]) == 0
+    found = torch.load(tmp_path / "tokens.pt", weights_only=True)
+    assert found["train"].numel() + found["held_out"].numel() == found["bytes"]
+    assert found["held_out"].numel() > 0
+    assert bytes(found["train"][:4].tolist()) == b"def "
+    pytest.importorskip("tokenizers")
+    assert bench.main([*data, "300"]) == 0
+    fewer = torch.load(tmp_path / "tokens.pt", weights_only=True)
+    assert fewer["train"].numel() < 0.5 * found["train"].numel()
+    assert 256 <= fewer["train"].max() < 300
+
+
+def test_an_interrupted_run_resumes_with_equal_losses(
+    bench: Any, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for out in (whole, parts):
+        bench.main(["data", str(out), "--roots", str(text), "--vocabulary", "256"])
+    variant = "fp8-weights"
+    assert train(bench, whole, variant) == 0
+    assert train(bench, parts, variant, "--seconds", "0") == 3
+    assert (parts / variant / "step-2").is_dir()
+    assert train(bench, parts, variant) == 0
+    assert losses(parts, variant) == losses(whole, variant)
+    assert [path.name for path in (parts / variant).iterdir()] == ["step-4"]
+    with pytest.raises(ValueError, match="is of a run with other settings: remove"):
+        train(bench, parts, variant, "--learning-rate", "1")
+    assert train(bench, parts, "bf16-0") == 0
+    assert train(bench, parts, "bf16-1") == 0
+    assert losses(parts, "bf16-0") != losses(parts, "bf16-1")
+    capsys.readouterr()
+    pytest.importorskip("matplotlib")
+    assert bench.main(["report", str(parts)]) == 0
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert [row.split(" | ")[0] for row in rows] == [
+        "| bf16",
+        "| bf16, seed 1",
+        "| fp8rs current, FP8 weights",
+    ]
+    summary = json.loads((parts / "report.json").read_text())["summary"]
+    assert summary["bf16-0"]["above_bf16"] == pytest.approx(-summary["bf16-1"]["above_bf16"])
+    assert (parts / "report.svg").read_text().startswith("<?xml")
+
+
+def test_a_report_without_results_is_an_error(
+    bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main(["report", str(tmp_path)]) == 2
+    assert "run the train command first" in capsys.readouterr().err
