@@ -292,6 +292,18 @@ def test_a_step_keeps_planes_consistent_and_writes_only_the_part(name, part, mas
         assert (row - col.t()).abs().max() < bound
 
 
+@pytest.mark.parametrize("take", [lambda q: q[:, :32], lambda q: q.t()], ids=["columns", "turned"])
+@with_and_without_masters
+def test_a_step_of_a_view_that_can_be_read_only_raises(take, masters):
+    q = QUANTIZERS["32x32"](E4M3, "cpu")(normal((64, 96), 0))
+    before, parameter = bytes_of(q), torch.nn.Parameter(take(q))
+    optimizer = AdamW([parameter], master_weights=masters)
+    parameter.grad = torch.ones(parameter.shape)
+    with pytest.raises(NotImplementedError, match="consecutive elements"):
+        optimizer.step()
+    assert_same(bytes_of(q), before)
+
+
 def test_a_parameter_without_a_gradient_does_not_change():
     a, b = (parameter(QUANTIZERS["current"](E4M3, "cpu")(normal((8, 8), i))) for i in range(2))
     optimizer = AdamW([a, b])
