@@ -23,7 +23,7 @@ TIER ?= --strength 1 -k "not 4ranks"
 OLDEST_TIER ?= -m "not newest_torch"
 # What differs most between torch's releases: FSDP2, DCP, optimizers and compiled code.
 SMOKE := tests/fsdp/test_gather.py tests/fsdp/test_training.py tests/fp8_weights/test_dcp.py \
-	tests/checkpoint/test_states.py tests/optim/test_adamw.py tests/nn/test_compile.py tests/tensor/test_tensors.py
+	tests/checkpoint/test_states.py tests/optim/test_adamw.py tests/nn/test_compile.py
 
 BIN := $(VENV)/bin
 OLDEST_BIN := $(OLDEST)/bin
