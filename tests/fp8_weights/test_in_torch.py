@@ -233,11 +233,10 @@ def test_full_state_dicts(rig, recipe, meta, broadcast):
 
 
 def test_an_initializer_that_writes_columns_raises(device):
+    """`nn.init.sparse_` draws the whole weight, and then sets elements of each column to 0."""
     weight = fp8_model("current", device).head.weight
-    before = weight.detach().clone()
     with pytest.raises(NotImplementedError, match="consecutive elements"):
-        nn.init._no_grad_fill_(weight[:, 1], 0.5)
-    assert same_bytes(weight.dequantize(), before.dequantize())
+        nn.init.sparse_(weight, 0.1)
 
 
 # --- copies and pickles --------------------------------------------------------------------------
