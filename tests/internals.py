@@ -13,6 +13,7 @@ from fp8rs.tensor import aten
 from fp8rs.tensor.store import Store
 
 __all__ = [
+    "VIEW_HANDLERS",
     "WRITE_HANDLERS",
     "core",
     "debug_of",
@@ -31,6 +32,9 @@ __all__ = [
 ]
 
 refuse = aten._refuse
+
+#: The handlers of `aten` operators that return views.
+VIEW_HANDLERS = aten.any_view, aten._detach, aten._as_strided
 
 #: The handlers of `aten` operators that write, except those of `fallback`.
 WRITE_HANDLERS = (

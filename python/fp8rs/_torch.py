@@ -358,6 +358,15 @@ def local_shape_and_offset(
     return tuple(size), tuple(offset)
 
 
+def write_item(fqn: str, tensor: Any) -> Any:
+    """Return what DCP writes of a tensor that does not implement DCP's protocol itself."""
+    from torch.distributed.checkpoint import planner_helpers
+
+    if is_distributed(tensor):
+        return planner_helpers._create_write_items_for_dtensor(fqn, tensor)
+    return planner_helpers._create_write_item_for_tensor(fqn, tensor)
+
+
 def dtensor_like(parameter: Any, local: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
     """Return a DTensor with another local tensor and the placements of a parameter.
 

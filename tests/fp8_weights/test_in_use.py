@@ -360,11 +360,19 @@ VIEWS = {
     "part of view(-1)": lambda t: t.view(-1)[37:101],
     "rows": lambda t: t[3:9],
     "narrow": lambda t: t.narrow(0, 2, 5).detach(),
+    "split": lambda t: t.split(4)[1],
+    "chunk": lambda t: t.chunk(3)[2],
+    "as_strided": lambda t: torch.as_strided(t[1:], (4, 32), (32, 1), 32),
+    "a row": lambda t: t[4],
+    "a part of a row": lambda t: t[4, 3:20],
+}
+#: Views that can be read only.
+READ_ONLY = {
     "columns": lambda t: t[:, 5:19],
     "narrow of columns": lambda t: t.narrow(1, 8, 16),
-    "a row": lambda t: t[4],
     "a column": lambda t: t[:, 7],
     "rows of columns": lambda t: t[2:6].narrow(1, 3, 20),
+    "transpose": lambda t: t.t(),
 }
 
 
@@ -388,6 +396,12 @@ def test_views_of_a_shard_are_views(rig, recipe):
         # has changed, or of the smallest code of the largest scale.
         allowed = wanted.abs() * 2.0**-4 * 1.07 + wanted.abs().amax() / 448 * 2.0**-10
         assert torch.all((found - wanted).abs() <= allowed), view
+    for view, take in READ_ONLY.items():
+        part, before = take(local), local.dequantize()
+        assert same_bytes(part.dequantize(), take(before).contiguous()), view
+        with torch.no_grad(), pytest.raises(NotImplementedError, match="consecutive elements"):
+            part.copy_(torch.ones(part.shape, device=rig.device))
+        assert same_bytes(local.dequantize(), before), view
     model.state_dict()  # whoever writes to a part has it from here
     seen = {}
     watch_weights(model, lambda name, weight: seen.update({name: weight.dequantize()}))

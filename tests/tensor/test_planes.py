@@ -16,7 +16,6 @@ from fp8rs.quantize.quantizers import Quantizer
 from fp8rs.tensor.formats import TENSOR
 from fp8rs.tensor.quantized import Plane, QuantizedTensor
 from oracle.blocks import expand
-from oracle.compare import relative
 from saving import reloaded
 from tensor_formats import (
     FORMATS,
@@ -103,15 +102,12 @@ def test_operations_keep_planes(device, format, planes, operation):
 @pytest.mark.parametrize(
     "swap", [lambda x: x.t(), lambda x: x.transpose(0, 1), lambda x: x.permute(1, 0), lambda x: x.T]
 )
-def test_transposes_swap_planes(device, format, planes, swap):
+def test_transposes_have_no_planes(device, format, planes, swap):
     t = make(format, planes, device)
     out = swap(t)
-    assert (out.rowwise is t.columnwise, out.columnwise is t.rowwise) == (True, True)
-    assert torch.equal(out.dequantize(), swap(values(t)[_read_first(out)]))
-
-
-def _read_first(transposed):
-    return "columnwise" if transposed.rowwise is not None else "rowwise"
+    assert isinstance(out, QuantizedTensor) and out.planes == (None, None)
+    assert torch.equal(out.dequantize(), swap(t.dequantize()))
+    assert torch.equal(out.t().dequantize(), t.dequantize())
 
 
 @every_format
@@ -143,10 +139,8 @@ def test_tensors_are_pickled(device, format, planes, kind, way):
     else:
         back = reloaded(t, weights_only=way == "weights_only")
     if t.planes == (None, None):
-        assert back.planes == (None, None)
-        assert torch.equal(back.dequantize(), t.dequantize())
-        back.copy_(t.dequantize() * 2)
-        assert torch.equal(back.view(SHAPE).dequantize(), t.view(SHAPE).dequantize() * 2)
+        assert type(back) is torch.Tensor
+        assert torch.equal(back, t.dequantize())
         return
     same_bytes(back, t.detach())
     assert (back.dtype, back.requires_grad) == (t.dtype, t.requires_grad)
@@ -188,11 +182,7 @@ def test_other_operations_dequantize(device, format, planes, operation):
     t = make(format, planes, device)
     out, expected = operation(t), operation(t.dequantize())
     assert type(out) is torch.Tensor
-    if planes == "both" and format not in SQUARE:
-        # A transpose reads the other plane.
-        assert relative(out, expected) < 0.05
-    else:
-        torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(out, expected)
 
 
 @every_format

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from fp8rs._torch import become, check_can_become
 from fp8rs.quantize.recipes import Recipe
 from fp8rs.quantize.spec import quant_spec
-from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
+from fp8rs.tensor.quantized import QuantizedTensor, wrap
 from fp8rs.tensor.spec import quantize_planes
+from fp8rs.tensor.store import Store
 
 if TYPE_CHECKING:
     from fp8rs.fsdp.float8_param import Float8ParamHandle
@@ -114,7 +115,7 @@ def new_weight(values: Tensor, recipe: Recipe) -> QuantizedTensor:
     both = not format.square and not format.per_row
     with torch.inference_mode(False), torch.no_grad():
         row, col = quantize_planes(spec, values.contiguous(), True, both)
-        return wrap_planes(row, col, shape=values.shape, dtype=values.dtype, spec=spec)
+        return wrap(Store(row, col, spec), values.shape, values.dtype)
 
 
 def dequantize_weight(layer: nn.Linear) -> None:

@@ -119,7 +119,7 @@ class Float8ParamHandle(ParamHandle):
         """
         self.mark_written()
         self.unsynced = True
-        if values is not None and tensor.region.is_whole:
+        if values is not None and tensor.is_whole:
             row = tensor._store.rowwise
             values = values.reshape(tensor._store.matrix if row is None else row.data.shape)
         else:

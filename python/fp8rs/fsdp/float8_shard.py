@@ -12,7 +12,6 @@ from torch import Tensor
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import Planes
-from fp8rs.tensor.windows import contiguous_stride
 
 from . import hooks
 from .float8_param import Float8ParamHandle
@@ -48,7 +47,7 @@ class Float8Shard(QuantizedTensor):
 def wrap_shard(local: QuantizedTensor, handle: Float8ParamHandle) -> Float8Shard:
     """Return a shard over the planes of ``local``. The handle observes its writes."""
     local._store.observer = handle
-    shard: Any = local.view_of(local._window)
+    shard: Any = local.view_of(local.geometry)
     shard.__class__ = Float8Shard
     found: Float8Shard = shard
     return found
@@ -74,7 +73,7 @@ def write_planes(local: QuantizedTensor, planes: Planes) -> None:
     """Write the planes of a whole shard. An empty shard of one matrix stores its scale alone."""
     store = local._store
     if local.numel():
-        store.put(planes, local.region.rectangle)
+        store.put(store.rows(slice(0, local.shape[0])), planes)
     elif store.format.per_tensor and not store.batched:
         row, col = planes
         plane = row if row is not None else col
@@ -126,7 +125,8 @@ def _with_padding(plane: Plane | None, size: tuple[int, ...]) -> Plane | None:
     """
     if plane is None:
         return None
-    data, strides = plane.data, contiguous_stride(size)
+    data = plane.data
+    strides = tuple(prod(size[i + 1 :]) for i in range(len(size)))
     end = data.storage_offset() + prod(size)
     if data.stride() != strides or end > data.untyped_storage().nbytes():
         return plane

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fp8rs._torch import own_part
 from fp8rs.tensor.formats import INPUT_DTYPES
-from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
+from fp8rs.tensor.quantized import wrap
+from fp8rs.tensor.store import Store
 
 from .layout import AllGatherLayout
 from .param import ParamHandle, StreamDependency
@@ -73,10 +74,9 @@ def post_all_gather(
     # A training forward may write tensors that an inference forward has created.
     with torch.inference_mode(False), torch.no_grad():
         if out is not None:
-            local = own_part(out)
-            assert isinstance(local, QuantizedTensor)
-            inner = layout.inner_of((local.rowwise, local.columnwise))
-            local.rowwise, local.columnwise = layout.unpack(
+            store: Store = own_part(out)._store
+            inner = layout.inner_of((store.rowwise, store.columnwise))
+            store.rowwise, store.columnwise = layout.unpack(
                 outputs, inner, spec, metadata.scale, shape
             )
             return None
@@ -88,8 +88,7 @@ def post_all_gather(
             )
         inner = layout.inner_tensors(spec, outputs[0].device)
         planes = layout.unpack(outputs, inner, spec, metadata.scale, shape)
-        weight = wrap_planes(*planes, shape=shape, dtype=param_dtype)
-        weight._store.gathered = True
+        weight = wrap(Store(*planes, gathered=True), shape, param_dtype)
         return weight, tuple(inner)
 
 

@@ -11,14 +11,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fp8rs.tensor.copies import slices
 from fp8rs.tensor.formats import split
 from fp8rs.tensor.planes import Plane, zeros
-from fp8rs.tensor.region import Region
+from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.store import Store
-from fp8rs.tensor.windows import Span
+from fp8rs.tensor.wrapper import PLANES
 
 
 def allocate(like: Store, shape: Iterable[int], device: Any) -> Store:
@@ -52,7 +50,7 @@ def allocate(like: Store, shape: Iterable[int], device: Any) -> Store:
     return new
 
 
-def copy_first(dst: Region, src: Region) -> bool:
+def copy_first(dst: QuantizedTensor, src: QuantizedTensor) -> bool:
     """Copy codes and scales of a part of another tensor to the front of an allocation.
 
     Afterwards, the store of ``dst`` consists of this part alone. Zeros stay in memory behind it.
@@ -64,42 +62,26 @@ def copy_first(dst: Region, src: Region) -> bool:
     Raises:
         ValueError: ``src`` has parts of rows, but the format needs whole rows.
     """
-    store, source, to, part = dst.store, src.store, dst.box, src.box
-    if to is None or part is None or any(span.start for span in to):
+    store, source, to, part = dst._store, src._store, dst.box, src.box
+    if to is None or part is None or store.batched != source.batched:
         return False
-    if not all(span.length for span in to):
+    along = to.rows if to.batch is None else to.batch
+    if along.start:
+        return False
+    if not dst.numel():
         return True  # an empty shard
-    *batch, rows, cols = part
-    if not store.format.per_tensor and cols.length != source.matrix[-1]:
+    if not store.format.per_tensor and part.cols != slice(0, source.matrix[-1]):
         raise ValueError(
             f"a weight in format {store.format.name!r} is sharded by rows only: "
             "return Shard(0) from shard_placement_fn, or use a recipe with one scale per tensor"
         )
-    for name, turned in (("rowwise", False), ("columnwise", True)):
-        plane, given = getattr(store, name), getattr(source, name)
-        if plane is not None and given is not None:
-            data = plane.data.narrow(int(turned and not batch), 0, to[0].length)
-            order = (cols, rows) if turned else (rows, cols)
-            data.copy_(given.matrix[slices((*batch, *order))].reshape(data.shape))
-            setattr(store, name, _with_scales_of(data, given, slices(batch), rows, int(turned)))
+    for name, new in zip(PLANES, source.part(part), strict=True):
+        plane = getattr(store, name)
+        if plane is not None and new is not None:
+            dim = int(name == "columnwise" and not store.batched)
+            data = plane.data.narrow(dim, 0, along.stop)
+            data.copy_(new.data.reshape(data.shape))
+            scale = new.scale.to(data.device, copy=True)
+            setattr(store, name, Plane(data, scale, new.format, new.lead))
     store.first_copy = None
     return True
-
-
-def _with_scales_of(data: Tensor, given: Plane, batch: Any, rows: Span, dim: int) -> Plane:
-    """Return a plane of codes with the scales of the rows that they were copied from.
-
-    Args:
-        data: the codes.
-        given: the plane that they were copied from.
-        batch: the index of the matrices that were copied, of a batch.
-        rows: the rows of each matrix that were copied.
-        dim: the dimension of a matrix of the plane along which the rows lie.
-    """
-    block, start = given.format.block[dim], rows.start + given.lead[dim]
-    scale, lead = given.scale[batch], 0
-    if block != -1:
-        lead, first, last = start % block, start // block, -(-(start + rows.length) // block)
-        scale = scale.narrow(dim - 2, first, last - first)
-    scale = scale.to(data.device, copy=True)
-    return Plane(data, scale, given.format, (lead, 0) if dim == 0 else (0, lead))

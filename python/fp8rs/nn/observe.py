@@ -18,7 +18,6 @@ from fp8rs.tensor.formats import FP8_BOUND, FP8_MAX
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import Planes
-from fp8rs.tensor.windows import Span
 
 from .spec import GRAD, WEIGHT
 
@@ -103,9 +102,9 @@ def _add(*args: Any) -> Any:
     values, codes, scale, block, row, col, column_scale, slots, role = args
     per_tensor = tuple(block) == formats.TENSOR.block
     format = formats.TENSOR if per_tensor else formats.format_of(tuple(block), scale.dtype)
-    plane = Plane(codes, scale, format)
     seen = codes if values is None else values
     if seen.numel():
+        plane = Plane(codes.view(-1, codes.shape[-1]), scale, format)
         rows, cols = seen.reshape(-1, seen.shape[-1]).shape
         kept = slots.data[role]  # no graph saved the version of .data
         kept[SEEN] += 1
@@ -113,8 +112,8 @@ def _add(*args: Any) -> Any:
             values = values.reshape(rows, cols)
             kept[ELEMENTS] += rows * cols
         for span in _chunks(rows, cols):
-            part = _part(plane, Span(row + span.start, span.length), Span(col, cols))
-            x = None if values is None else values[span.slice].to(torch.float32)
+            part = plane.part(slice(row + span.start, row + span.stop), slice(col, col + cols))
+            x = None if values is None else values[span].to(torch.float32)
             _add_part(kept, x if x is None or column_scale is None else x * column_scale, part)
     return scale.clone()
 
@@ -182,22 +181,8 @@ def _add_part(kept: Tensor, x: Tensor | None, part: Plane) -> None:
     kept[SATURATED : UNDERFLOWN + 1] += torch.stack([saturated.sum(), underflown.sum()])
 
 
-def _chunks(rows: int, cols: int) -> Iterator[Span]:
-    """Yield spans of rows of at most `CHUNK` elements."""
+def _chunks(rows: int, cols: int) -> Iterator[slice]:
+    """Yield ranges of rows of at most `CHUNK` elements."""
     height = max(1, CHUNK // cols)
     for start in range(0, rows, height):
-        yield Span(start, min(height, rows - start))
-
-
-def _part(plane: Plane, rows: Span, cols: Span) -> Plane:
-    """Return the plane of some rows and columns, which may begin within a block."""
-    codes, scale = plane.matrix[rows.slice, cols.slice], plane.scale
-    if plane.format.per_tensor:
-        return Plane(codes, scale, plane.format)
-    lead = [0, 0]
-    for dim, (span, block) in enumerate(zip((rows, cols), plane.format.block, strict=True)):
-        if block > 0:
-            first = span.start // block
-            scale = scale.narrow(dim, first, -(-span.stop // block) - first)
-            lead[dim] = span.start % block
-    return Plane(codes, scale, plane.format, (lead[0], lead[1]))
+        yield slice(start, min(start + height, rows))

@@ -106,7 +106,8 @@ def quantize_like(before: Any, parameter: Any) -> None:
     if isinstance(whole, QuantizedTensor) and values:
         with torch.no_grad():
             planes = quantize_planes(whole.spec, part.contiguous(), *whole._store.has)
-        set_local_tensor(parameter, whole.like(*planes, shape=part.shape))
+        own = whole.over(whole._store.over(*planes), part.shape, whole.dtype)
+        set_local_tensor(parameter, own)
 
 
 def copy_into_fp8_weight(layer: nn.Module, name: str, value: Any) -> Any:

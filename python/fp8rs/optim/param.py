@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fp8rs._torch import dtensor_like, is_distributed, is_traced, own_part
-from fp8rs.tensor import formats, stochastic
+from fp8rs.optim import stochastic
+from fp8rs.tensor import formats
 from fp8rs.tensor.formats import FP8_MAX
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -137,7 +138,7 @@ class Param:
         if weight is None:
             return UpdateKind.PLAIN
         # A scale of one plane, or of a view, would change other elements. An empty shard is a view.
-        whole = weight.region.is_whole or not weight.numel()
+        whole = weight.is_whole or not weight.numel()
         if not whole or weight._store.has != (True, False):
             return UpdateKind.SEPARATE
         if weight._store.batched and weight.format.per_tensor:  # a scale for each matrix

@@ -7,16 +7,13 @@ passed by its key.
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
 from fp8rs._torch import constant_when_traced
-from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.quantized import QuantizedTensor, wrap
 from fp8rs.tensor.spec import QuantSpec, quantize_planes
 from fp8rs.tensor.store import Delayed, Store
-from fp8rs.tensor.wrapper import TENSOR_TYPES
 
 _SPECS: dict[str, QuantSpec] = {}
 
@@ -46,8 +43,7 @@ def quantize(
     spec = _SPECS[key]
     scale, amax = (None, None) if delayed is None else delayed
     row, col = quantize_planes(spec, x, rowwise, columnwise, scale=scale, amax=amax, declared=True)
-    kind = cast(type[QuantizedTensor], TENSOR_TYPES[spec.format.scale_dtype])
-    return kind.over(Store(row, col, spec, delayed), x.shape, x.dtype)
+    return wrap(Store(row, col, spec, delayed), x.shape, x.dtype)
 
 
 @constant_when_traced

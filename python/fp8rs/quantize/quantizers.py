@@ -19,8 +19,9 @@ from fp8rs.quantize.recipes import check_amax_epsilon, check_bool, check_choice
 from fp8rs.tensor import formats
 from fp8rs.tensor.formats import INPUT_DTYPES, BlockFormat, check_fp8_dtype, split
 from fp8rs.tensor.planes import Plane
-from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
+from fp8rs.tensor.quantized import QuantizedTensor, wrap
 from fp8rs.tensor.spec import QuantSpec
+from fp8rs.tensor.store import Store
 
 
 class Quantizer:
@@ -149,15 +150,9 @@ class Quantizer:
             scale = torch.ones(self.format.scale_shape(rows, cols, batch), device=device)
             return Plane(data, scale.to(self.format.scale_dtype), self.format)
 
-        return wrap_planes(
-            plane(shape, rows, cols) if self.rowwise else None,
-            plane((*batch, cols, rows), cols, rows) if self.columnwise else None,
-            shape=shape,
-            dtype=dtype,
-            requires_grad=requires_grad,
-            spec=self.spec,
-            delayed=self.delayed,
-        )
+        row = plane(shape, rows, cols) if self.rowwise else None
+        col = plane((*batch, cols, rows), cols, rows) if self.columnwise else None
+        return wrap(Store(row, col, self.spec, self.delayed), shape, dtype, requires_grad)
 
     def copy(self) -> Quantizer:
         """Return a quantizer with the same settings, which shares ``scale`` and ``amax``."""

@@ -2,4 +2,3 @@
 
 from fp8rs.tensor import aten as aten
 from fp8rs.tensor import collectives as collectives
-from fp8rs.tensor import views as views

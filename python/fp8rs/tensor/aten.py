@@ -1,25 +1,51 @@
-"""Torch's operators on the planes of quantized tensors: one table for every format.
+"""The table of torch's operators on quantized tensors.
 
-Views are in :mod:`fp8rs.tensor.views`, collectives in :mod:`fp8rs.tensor.collectives`. An operator
-without a row goes by its schema (:func:`classify`): one that returns a view gives a view, one that
-writes an argument writes what it gave back into the planes, all else runs on dequantized values.
+An operator without a row is classified by its schema (`classify`). If it returns a view, it gives a
+view of the same store. If it writes an argument, it runs on dequantized values, which are then
+quantized. Any other operator runs on dequantized values. Collectives are in
+`fp8rs.tensor.collectives`.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8rs.tensor import collectives, copies, views
-from fp8rs.tensor.fallback import dequantized_call, each_member
+from fp8rs._torch import is_alias, no_torch_dispatch
+from fp8rs.tensor import collectives, writes
+from fp8rs.tensor.fallback import dequantized_call, each_member, quantized_in
 from fp8rs.tensor.formats import FP8_MAX, INPUT_DTYPES, LOGICAL_DTYPES
 from fp8rs.tensor.planes import zeros
-from fp8rs.tensor.quantized import QuantizedTensor, wrap_planes
-from fp8rs.tensor.table import HANDLERS, Handler, implements
+from fp8rs.tensor.quantized import QuantizedTensor, wrap
 
 aten = torch.ops.aten
+
+Handler = Callable[..., Any]
+
+
+class Handlers(dict[Any, Handler]):
+    """Operator -> handler(func, *args, **kwargs)."""
+
+    def __missing__(self, func: Any) -> Handler:
+        handler = self[func] = classify(func)
+        return handler
+
+
+HANDLERS = QuantizedTensor.handlers = Handlers()
+
+
+def implements(*funcs: Any) -> Callable[[Handler], Handler]:
+    """Register a handler for overloads."""
+
+    def register(handler: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(funcs, handler))
+        return handler
+
+    return register
 
 
 @implements(aten.clone.default)
@@ -36,30 +62,21 @@ def _to_copy(
     *,
     dtype: torch.dtype | None = None,
     layout: Any = None,
-    device: Any = None,
     pin_memory: bool | None = None,
-    non_blocking: bool = False,
     memory_format: Any = None,
+    **options: Any,
 ) -> Any:
     dtype = t.dtype if dtype is None else dtype
     plain = dtype not in LOGICAL_DTYPES or layout not in (None, torch.strided)
     if plain or t.planes == (None, None):
-        return aten._to_copy(
-            t.dequantize(),
-            dtype=dtype,
-            layout=layout,
-            device=device,
-            pin_memory=pin_memory,
-            non_blocking=non_blocking,
-        )
+        return func(t.dequantize(), dtype=dtype, layout=layout, pin_memory=pin_memory, **options)
 
     def move(x: Tensor) -> Tensor:
-        x = aten._to_copy(x, device=device, non_blocking=non_blocking)
+        x = func(x, **options)
         return x.pin_memory() if pin_memory else x
 
-    # The logical dtype is a label: the codes lose nothing when it changes.
-    moved = t.map(lambda x: move(x.contiguous()), move)
-    return moved if dtype == t.dtype else moved.like(*moved.planes, dtype=dtype)
+    # Only results have the logical dtype. The codes stay.
+    return t.map(lambda x: move(x.contiguous()), move, dtype)
 
 
 @implements(aten._pin_memory.default)
@@ -85,11 +102,8 @@ def _copy(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> An
     if not isinstance(dst, QuantizedTensor):
         assert isinstance(src, QuantizedTensor)
         return dst.copy_(src.dequantize(), non_blocking=non_blocking)
-    if (
-        isinstance(src, QuantizedTensor)
-        and src.shape == dst.shape
-        and copies.take(dst, src, non_blocking)
-    ):
+    dst.check_writable()
+    if isinstance(src, QuantizedTensor) and _copy_codes(dst, src, non_blocking):
         return dst
     if src.dtype in FP8_MAX:
         raise TypeError(
@@ -106,32 +120,114 @@ def _copy(func: Any, dst: Tensor, src: Tensor, non_blocking: bool = False) -> An
     return dst.quantize_(src.expand(dst.shape) if src.shape != dst.shape else src)
 
 
+def _copy_codes(dst: QuantizedTensor, src: QuantizedTensor, non_blocking: bool) -> bool:
+    """Copy codes and scales if that makes ``dst`` equal to ``src``. Return whether it does."""
+    store, other = dst._store, src._store
+    observer = store.active_observer
+    same_codes = other.format is store.format and src.fp8_dtype == dst.fp8_dtype
+    if src.shape != dst.shape or not same_codes:
+        return False
+    if store is other and dst.geometry == src.geometry:
+        return True  # torch loads state dicts that were filled in place
+    # FSDP2 fills an allocated shard by one copy, but makes none into an empty shard.
+    if store.first_copy is not None and (observer is None or dst.numel()) and not dst.loads_pieces:
+        return store.first_copy(dst, src)
+    copied = writes.copy_codes(store, dst.box, other, src.box, non_blocking, piece=dst.loads_pieces)
+    if copied and observer is not None:
+        observer.observe_write(dst, None, exact=False)
+    return copied
+
+
 @implements(aten.constant_pad_nd.default)
 def _pad(func: Any, t: QuantizedTensor, pad: list[int], value: Any = 0) -> Any:
-    """Zeros behind a matrix or a batch are codes: torch pads parts that it gathers and scatters."""
-    batched, behind = t._store.batched, [*pad[1::2], *[0] * t.dim()][: t.dim()]
-    padded = batched and any(behind[:-1])  # in a matrix of a batch
-    plain = value or any(pad[::2]) or min(pad) < 0 or t.planes == (None, None) or padded
-    if plain or (t.dim() != 2 and not batched):
+    """Pad with zeros behind a matrix or a batch, as torch pads parts that it gathers."""
+    row, col = t.planes
+    plane = row or col
+    behind = [*pad[1::2], *[0] * t.dim()][: t.dim()]  # from the last dimension
+    batched = plane is not None and plane.batched
+    inside = any(behind[:-1]) if batched else t.dim() != 2
+    if value or any(pad[::2]) or min(pad) < 0 or plane is None or inside:
         return dequantized_call(func, t, pad, value)
     matrices, (rows, cols) = (behind[-1], (0, 0)) if batched else (0, behind[::-1])
-    row, col = t.planes
-    return wrap_planes(
-        None if row is None else row.padded(rows, cols, matrices),
-        None if col is None else col.padded(cols, rows, matrices),
-        shape=[n + more for n, more in zip(t.shape, behind[::-1], strict=True)],
-        dtype=t.dtype,
-        spec=t.spec,
+    store = t._store.over(
+        row and row.padded(rows, cols, matrices), col and col.padded(cols, rows, matrices)
     )
+    store.observer = None
+    return wrap(store, [n + more for n, more in zip(t.shape, behind[::-1], strict=True)], t.dtype)
 
 
 @implements(aten.detach_.default)
 def _detach_(func: Any, t: QuantizedTensor) -> QuantizedTensor:
-    return t  # autograd has done it
+    return t  # autograd has detached it
 
 
-# --- new tensors are plain: an optimizer's state must not become quantized -----------------------
-# But for those that FSDP2 and `to_empty` make to stand for the parameter itself.
+# --- views ----------------------------------------------------------------------------------------
+
+_META = torch.device("meta")
+
+
+@implements(aten.detach.default, aten.alias.default)
+def _detach(func: Any, t: QuantizedTensor) -> QuantizedTensor:
+    return t.view_of(t.geometry)
+
+
+@implements(aten.as_strided.default)
+def _as_strided(
+    func: Any, t: QuantizedTensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> Any:
+    # Torch does not check the bounds of meta tensors. Older torch does not check signs either.
+    offset = t.storage_offset() if storage_offset is None else storage_offset
+    numel = math.prod(t._store.matrix)
+    given = f"as_strided(size={tuple(size)}, stride={tuple(stride)}, storage_offset={offset})"
+    if len(size) != len(stride) or min(offset, *size, *stride, 0) < 0:
+        raise RuntimeError(f"{given}: sizes and strides must be as many, and none negative")
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if math.prod(size) and last >= numel:
+        raise ValueError(f"{given} reaches beyond a quantized tensor of {numel} elements")
+    return any_view(func, t, size, stride, offset)
+
+
+def any_view(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return a view of ``t`` with the geometry that a view operator gives a meta tensor.
+
+    Raises:
+        TypeError: the view would have another dtype.
+    """
+    if not isinstance(t, QuantizedTensor):
+        return dequantized_call(func, t, *args, **kwargs)
+    with no_torch_dispatch():  # keep this call out of traces
+        # By keyword: torch tries the signatures with names of dimensions first, for a microsecond.
+        size = (math.prod(t._store.matrix),) if t._store_view else t.shape
+        like = torch.empty(size=size, dtype=t.dtype, device=_META)
+        if (geometry := t.geometry) is not None:
+            like = like.as_strided(*geometry)
+        out = func(like, *args, **kwargs)
+    several = not isinstance(out, Tensor)
+    shown = out if several else (out,)
+    if shown and not is_alias(shown[0], like):  # a copy, for example of `reshape` or `to`
+        return func.decompose(t, *args, **kwargs)
+    for x in shown:
+        if x.dtype != t.dtype:
+            raise TypeError(
+                f"{func} would show the bytes of a quantized tensor as {x.dtype}. Its codes "
+                "are rowwise.data and columnwise.data; .to() gives another dtype"
+            )
+    views = [_view_like(t, x) for x in shown]
+    return views if several else views[0]
+
+
+def _view_like(t: QuantizedTensor, like: Tensor) -> QuantizedTensor:
+    """Return the view with the geometry of ``like``, or all of the store if that is the same."""
+    row, offset = t._store.rowwise, int(like.storage_offset())
+    shape = row.data.shape if row is not None else None if t._store_view else t.shape
+    if like.shape == shape and not offset and like.is_contiguous():
+        return t.view_of(None)
+    return t.view_of((tuple(like.shape), like.stride(), offset))
+
+
+# --- new tensors ---------------------------------------------------------------------------------
+# They are plain, so that an optimizer's state is not quantized. FSDP2 and `to_empty` make tensors
+# that replace the parameter, which are quantized.
 
 
 @implements(aten.empty_like.default)
@@ -139,23 +235,16 @@ def _empty_like(
     func: Any, t: QuantizedTensor, *, dtype: Any = None, device: Any = None, **kwargs: Any
 ) -> Any:
     # DTensor scatters parts, which are views, into empty tensors like the first one.
-    part = t._store.observer is not None or t._window is not None
+    part = t._store.observer is not None or t._store_view
     if not part or dtype not in (None, t.dtype) or t.planes == (None, None):
-        return _new_like(func, t, dtype=dtype, device=device, **kwargs)
-    # Zeros: a write of some rows reads the others, and a code of chance may be NaN.
+        return _plain(func, t, dtype=dtype, device=device, **kwargs)
+    # A write of some rows reads the others, and an uninitialized code may be NaN.
     return t.map(lambda x: zeros(x, x.shape, device))
 
 
 @implements(aten.new_zeros.default)
-def _new_part(
-    func: Any,
-    t: QuantizedTensor,
-    size: Any,
-    *,
-    dtype: Any = None,
-    device: Any = None,
-    **kwargs: Any,
-) -> Any:
+def _new_zeros(func: Any, t: QuantizedTensor, size: Any, **options: Any) -> Any:
+    observer, dtype = t._store.observer, options.get("dtype")
     rows_of_its_own = len(size) == t.dim() >= 2 and tuple(size[1:]) == t.shape[1:]
     if t._store.active_observer is None and isinstance(t, torch.nn.Parameter) and rows_of_its_own:
         # Only FSDP2 requests zeros of a parameter's own width.
@@ -166,41 +255,31 @@ def _new_part(
             "layer's weight is computed from (pruning, parametrizations). Dequantize it first, or "
             "keep it as a buffer"
         )
-    observer = t._store.observer
     if observer is None or dtype not in (None, t.dtype) or len(size) != t.dim():
-        return _new(func, t, size, dtype=dtype, device=device, **kwargs)
-    store = observer.allocate(t._store, size, t.device if device is None else device)
-    return t.over(store, torch.Size(size), t.dtype)
+        return _plain(func, t, size, **options)
+    store = observer.allocate(t._store, size, options.get("device") or t.device)
+    return t.over(store, size, t.dtype)
 
 
-@implements(
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
-)
-def _new_like(func: Any, t: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
-    kwargs.pop("memory_format", None)
+def _plain(func: Any, t: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
+    """Return a new plain tensor."""
     like = torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape)
-    return func(like, *args, memory_format=torch.contiguous_format, **kwargs)
+    if "memory_format" in (a.name for a in func._schema.arguments):
+        kwargs["memory_format"] = torch.contiguous_format
+    return func(like, *args, **kwargs)
 
 
-@implements(
-    aten.new_empty.default,
-    aten.new_ones.default,
-    aten.new_full.default,
-    aten.new_empty_strided.default,
-)
-def _new(func: Any, t: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
-    return func(torch.empty((), dtype=t.dtype, device=t.device), *args, **kwargs)
+for _name in ("zeros", "ones", "full", "rand", "randn"):
+    HANDLERS[getattr(aten, f"{_name}_like").default] = _plain
+for _name in ("empty", "ones", "full", "empty_strided"):
+    HANDLERS[getattr(aten, f"new_{_name}").default] = _plain
 
 
 # --- everything else --------------------------------------------------------------------------
 
 
 def classify(func: Any) -> Handler:
-    """The handler of an operator that has no row in the table, by its schema."""
+    """Return the handler of an operator without a row in the table."""
     schema = getattr(func, "_schema", None)
     if schema is None:  # a higher-order operator
         return _not_implemented
@@ -212,10 +291,10 @@ def classify(func: Any) -> Handler:
     if torch.Tag.inplace_view in func.tags or name in _RESHAPING:
         return _refuse
     if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
-        # Lists of tensors each of which is dealt with by itself.
+        # These take lists of independent tensors.
         return each_member if "foreach" in name or name.startswith("_fused") else dequantized_call
     if any(r.alias_info is not None for r in schema.returns):
-        return views.any_view
+        return any_view
     return each_member if name.startswith("_foreach") else dequantized_call
 
 
@@ -228,7 +307,7 @@ def _erfinv_(func: Any, t: QuantizedTensor) -> Any:
     )
 
 
-#: Operators that give a tensor another shape or storage in place and that torch does not tag so.
+#: Operators that change the shape or storage in place, and that torch does not tag as such.
 _RESHAPING = ("set_", "resize_", "resize_as_", "_resize_output_", "as_strided_", "set_data")
 
 
@@ -237,24 +316,19 @@ def _not_implemented(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _refuse(func: Any, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(args[0], QuantizedTensor):
-        if "set_" in func._schema.name:
-            raise NotImplementedError(
-                f"{func} would give a plain tensor the storage of a quantized one, which is of FP8 "
-                "codes: use dequantize()"
-            )
+    if not isinstance(args[0], QuantizedTensor) and "set_" not in func._schema.name:
         return dequantized_call(func, *args, **kwargs)
     raise NotImplementedError(
-        f"{func} would give a quantized tensor another shape or storage in place. Take a view or a "
-        "new tensor instead; values are written by copy_() or quantize_(), planes by assigning to "
-        ".data a quantized tensor"
+        f"{func} would give a quantized tensor another shape or storage in place, or a plain "
+        "tensor the storage of a quantized one. Take a view or a new tensor. Write values by "
+        "copy_() or quantize_(), read them by dequantize(), and share planes by assigning a "
+        "quantized tensor to .data"
     )
-
-
-HANDLERS.classify = classify
 
 
 @implements(aten._foreach_copy_.default)
 def _foreach_copy(func: Any, self: Any, src: Any, non_blocking: bool = False) -> None:
+    for dst in quantized_in(self):
+        dst.check_writable()
     for dst, value in zip(self, src, strict=True):
         dst.copy_(value, non_blocking=non_blocking)

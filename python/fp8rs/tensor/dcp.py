@@ -1,7 +1,7 @@
 """How torch.distributed.checkpoint (DCP) saves a quantized tensor that is in a state dict.
 
 DCP saves each shard as one tensor, whose pickle holds codes and scales. It loads a shard in pieces,
-one for each saved shard that overlaps it (`fp8rs.tensor.copies.load_piece`). A block may get its
+one for each saved shard that overlaps it (`fp8rs.tensor.writes.copy_codes`). A block may get its
 codes from several pieces, which then need the same scale. So tensors whose parts have blocks of
 their own are not saved.
 """
@@ -10,11 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from fp8rs._torch import is_distributed, local_shape_and_offset, own_part
+from fp8rs._torch import is_distributed, own_part, write_item
 from fp8rs.tensor.planes import Plane
-from fp8rs.tensor.wrapper import StoreTensor
 
 
 def write_items(fqn: str, whole: Any) -> list[Any]:
@@ -27,14 +24,7 @@ def write_items(fqn: str, whole: Any) -> list[Any]:
     Raises:
         ValueError: tensor parallelism splits blocks, so that other layouts cannot read the parts.
     """
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        MetadataIndex,
-        TensorProperties,
-    )
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-    local: StoreTensor = own_part(whole)
+    local = own_part(whole)
     for plane, turned in ((local._store.rowwise, False), (local._store.columnwise, True)):
         if plane is not None and splits_blocks(whole, plane, turned):
             raise ValueError(
@@ -43,16 +33,7 @@ def write_items(fqn: str, whole: Any) -> list[Any]:
                 "checkpoint of the whole weight cannot hold. Pass fp8rs.checkpoint.Model(model) in "
                 "place of the model's state dict: it saves such weights in high precision"
             )
-    kind, sizes, offsets = WriteItemType.TENSOR, tuple(whole.shape), (0,) * whole.dim()
-    if is_distributed(whole):
-        kind = WriteItemType.SHARD
-        sizes, offsets = local_shape_and_offset(sizes, whole.device_mesh, whole.placements)
-    data = TensorWriteData(
-        chunk=ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)),
-        properties=TensorProperties.create_from_tensor(local),
-        size=whole.size(),
-    )
-    return [WriteItem(index=MetadataIndex(fqn, torch.Size(offsets)), type=kind, tensor_data=data)]
+    return [write_item(fqn, whole)]
 
 
 def splits_blocks(value: Any, plane: Plane, turned: bool) -> bool:

@@ -1,8 +1,8 @@
-"""Operators on dequantized values, with what they wrote quantized back."""
+"""Operators that run on dequantized values. Tensors that they write are quantized again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -10,22 +10,27 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from fp8rs.tensor import writes
 from fp8rs.tensor.quantized import QuantizedTensor
 
 
 def dequantized_call(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run ``func`` on dequantized arguments; quantize back those that it mutated."""
+    """Run an operator on dequantized arguments, and quantize those that it wrote."""
+    written = written_by(func, args, kwargs)
+    return on_values(func, args, kwargs, written, keep=not overwrites(func))
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[QuantizedTensor]:
+    """Return the quantized tensors that an operator writes, by its schema."""
     written = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[position] if position < len(args) else kwargs.get(argument.name)
             written += quantized_in(given)
-    return on_values(func, args, kwargs, written, keep=not overwrites(func))
+    return written
 
 
 def quantized_in(value: Any) -> list[QuantizedTensor]:
-    """The quantized tensors in an argument."""
+    """Return the quantized tensors in an argument."""
     return [t for t in tree_leaves(value) if isinstance(t, QuantizedTensor)]
 
 
@@ -36,20 +41,23 @@ def on_values(
     written: Sequence[QuantizedTensor],
     *,
     keep: bool = False,
-    wait: Callable[[Any], None] | None = None,
 ) -> Any:
-    """Run ``func`` on dequantized values, and quantize those that it has written.
+    """Run an operator on dequantized arguments, and quantize those that it wrote.
 
     Args:
         func: the operator.
         args, kwargs: its arguments.
-        written: those of them that it writes.
-        keep: elements that it leaves as they were keep their codes' value.
-        wait: waits for what is written, by what ``func`` gave.
+        written: the arguments that it writes.
+        keep: elements that the operator does not change keep their codes.
 
     Returns:
-        What ``func`` gives, with the tensors themselves in place of their dequantized stand-ins.
+        The result of the operator. It refers to the quantized tensors that were written.
+
+    Raises:
+        NotImplementedError: an argument cannot be written. Nothing was written.
     """
+    for t in written:
+        t.check_writable()
     plain: dict[int, Tensor] = {}
 
     def dequantize(t: QuantizedTensor) -> Tensor:
@@ -61,64 +69,66 @@ def on_values(
     out = func(*given, **named)
     if not written:
         return out
-    if wait is not None:
+    if func.namespace == "c10d":
         wait(out)
     stand_ins = {}
     for t in {id(t): t for t in written}.values():
         value = plain[id(t)]
         stand_ins[id(value)] = t
-        if func.namespace == "_c10d_functional":  # they return before they have written
-            value = torch.ops._c10d_functional.wait_tensor(value)
-        writes.quantize(t, value, t.spec, t._store.delayed, keep=keep)
+        t.write(value, t.spec, t._store.delayed, keep)
     return tree_map(lambda v: stand_ins.get(id(v), v) if isinstance(v, Tensor) else v, out)
+
+
+def wait(out: Any) -> None:
+    """Wait for the work of a collective, which its result is or contains."""
+    from torch.distributed import Work
+
+    for value in out if isinstance(out, tuple) else (out,):
+        if not isinstance(value, (Tensor, list)):
+            work = Work.unbox(value)
+            if work is not None:  # NCCL returns none if the current stream orders it
+                work.wait()
 
 
 @cache
 def overwrites(func: Any) -> bool:
-    """Whether an operator that writes a tensor does not ask what was there: fills, draws, ``out=``.
+    """Return whether the result does not depend on the values before: fills, draws, ``out=``.
 
-    Others are arithmetic, which may leave elements as they were: these are to keep their values.
+    Arithmetic may leave elements as they were. These keep their values.
     """
     schema = func._schema
     name = schema.name.partition("::")[2].removeprefix("_foreach_")
     return (
         name in ("fill_", "zero_")
-        or func.namespace == "_c10d_functional"
         or torch.Tag.nondeterministic_seeded in func.tags
         or any(argument.is_out for argument in schema.arguments)
     )
 
 
 def each_member(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """A call on lists (torch's foreach and fused optimizers), of one member of them at a time.
+    """Run an operator on lists (torch's foreach and fused optimizers) for one member at a time.
 
-    All of a model's weights dequantized at once would not fit. Plain members go together.
+    All of a model's weights would not fit in memory when they are dequantized.
     """
-    lists = [a for a in (*args, *kwargs.values()) if _is_tensors(a)]
+    lists = [a for a in (*args, *kwargs.values()) if _is_list(a) and isinstance(a[0], Tensor)]
     if not lists:
         return dequantized_call(func, *args, **kwargs)
-    count = len(lists[0])
-    columns = zip(*(given for given in lists if len(given) == count), strict=True)
-    alone = [i for i, of in enumerate(columns) if any(isinstance(x, QuantizedTensor) for x in of)]
-    rest = sorted(set(range(count)) - set(alone))
-    results: dict[int, Any] = {}
-    for places in filter(None, [rest, *([i] for i in alone)]):
+    for t in written_by(func, args, kwargs):
+        t.check_writable()
+    count, results = len(lists[0]), []
+    for i in range(count):
 
-        def take(value: Any, places: list[int] = places) -> Any:
-            is_list = isinstance(value, (list, tuple)) and len(value) == count
-            return [value[i] for i in places] if is_list else value
+        def member(value: Any, i: int = i) -> Any:
+            return value[i : i + 1] if _is_list(value) and len(value) == count else value
 
-        out = dequantized_call(func, *map(take, args), **{k: take(v) for k, v in kwargs.items()})
-        if out is not None:
-            each = zip(*out, strict=True) if isinstance(out, tuple) else out
-            results.update(zip(places, each, strict=True))
-    if not results:
+        own = {name: member(value) for name, value in kwargs.items()}
+        results.append(dequantized_call(func, *map(member, args), **own))
+    if results[0] is None:
         return None
-    members = [results[i] for i in range(count)]
-    # Several lists come back as they are given: a list of each.
-    several = isinstance(members[0], tuple)
-    return tuple(map(list, zip(*members, strict=True))) if several else members
+    if isinstance(results[0], tuple):  # several lists
+        return tuple([x for (x,) in each] for each in zip(*results, strict=True))
+    return [x for (x,) in results]
 
 
-def _is_tensors(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], Tensor)
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) > 0

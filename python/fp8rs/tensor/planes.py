@@ -61,6 +61,35 @@ class Plane:
         """Return some matrices of a batch, or one of them, over the same memory."""
         return Plane(self.data[index], self.scale[index], self.format, self.lead)
 
+    def part(self, rows: slice, cols: slice, batch: slice | None = None) -> Plane:
+        """Return some rows and columns over the same memory. They may begin within a block.
+
+        Args:
+            rows: rows of the matrix, or of each matrix of a batch.
+            cols: columns.
+            batch: the matrices of a batch. None for one matrix.
+        """
+        if batch is not None and batch != slice(0, self.data.shape[0]):
+            return self[batch].part(rows, cols)
+        of, shape = split(self.data.shape, self.batched)
+        if rows == slice(0, shape[0]) and cols == slice(0, shape[1]):
+            return self
+        # A reshape could copy, and a write to the part would be lost.
+        codes = self.data.view(*of, *shape)[..., rows, cols]
+        if self.format.per_tensor:
+            return Plane(codes, self.scale, self.format)
+        blocks, leads = [], []
+        for span, block, lead in zip((rows, cols), self.format.block, self.lead, strict=True):
+            start, stop = span.start + lead, span.stop + lead
+            if block == -1:
+                start, stop, block = 0, 1, 1
+            elif start == stop:
+                start = stop = 0
+            blocks.append(slice(start // block, -(-stop // block)))
+            leads.append(start % block)
+        scale = self.scale[..., blocks[0], blocks[1]]
+        return Plane(codes, scale, self.format, (leads[0], leads[1]))
+
     def map(
         self, fn: Callable[[Tensor], Tensor], scale: Callable[[Tensor], Tensor] | None = None
     ) -> Plane:
@@ -131,7 +160,7 @@ class Plane:
     def first_rows(self, shape: torch.Size) -> Plane:
         """Return the first rows of one matrix as a plane of ``shape`` over the same memory.
 
-        `windows.part` needs sizes that are numbers. Here, a compiler may have unbacked symbols.
+        `part` needs sizes that are numbers. Here, a compiler may have unbacked symbols.
         """
         rows, cols = matrix_shape(shape)
         scale = self.scale
@@ -209,22 +238,18 @@ def zeros(like: Tensor, size: Sequence[int], device: Any = None) -> Tensor:
 
 def check_planes(rowwise: Plane | None, columnwise: Plane | None, shape: torch.Size) -> None:
     """Raise TypeError or ValueError if these are not the planes of one tensor of ``shape``."""
-    plane = rowwise if rowwise is not None else columnwise
+    plane = rowwise or columnwise
     batch, (rows, cols) = split(shape, plane is not None and plane.batched)
-    if rowwise is not None:
-        if rowwise.data.shape != shape:
+    turned = torch.Size((*batch, cols, rows))
+    for name, plane, size in (("rowwise", rowwise, shape), ("columnwise", columnwise, turned)):
+        if plane is None:
+            continue
+        if plane.data.shape != size:
             raise ValueError(
-                f"rowwise has data of shape {tuple(rowwise.data.shape)}, "
-                f"but the tensor's shape is {tuple(shape)}"
+                f"{name} has data of shape {tuple(plane.data.shape)}, but a tensor of shape "
+                f"{tuple(shape)} needs {tuple(size)}"
             )
-        rowwise.check("rowwise", batch, (rows, cols))
-    if columnwise is not None:
-        if columnwise.data.shape != (*batch, cols, rows):
-            raise ValueError(
-                f"columnwise has data of shape {tuple(columnwise.data.shape)}, but a tensor "
-                f"of shape {tuple(shape)} needs {(*batch, cols, rows)}"
-            )
-        columnwise.check("columnwise", batch, (cols, rows))
+        plane.check(name, batch, (rows, cols) if plane is rowwise else (cols, rows))
     if rowwise is None or columnwise is None:
         return
     for what, row, col in (

@@ -5,42 +5,42 @@ contiguously (what GEMMs that contract over the rows read: Hopper's FP8 GEMM tak
 operands).
 
 A batched weight (E, N, K) consists of E matrices, each quantized by itself. Its columnwise plane is
-(E, K, N). Views of whole matrices share memory with it. Other views of it can be read only.
+(E, K, N). Views of whole matrices can be written.
 
 Planes belong to a :class:`~fp8rs.tensor.store.Store`, as the bytes of a plain tensor belong to its
 storage. A tensor, its detached aliases and its views share one, so a plane that is written, made or
-dropped through one of them changes for all. A view also has a
-:class:`~fp8rs.tensor.windows.Window` on the store.
+dropped through one of them changes for all. A view of consecutive elements can be written. Other
+views can be read only.
 
-Operators are implemented in :mod:`fp8rs.tensor.aten` and its neighbours.
+Operators are implemented in :mod:`fp8rs.tensor.aten`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, cast
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from fp8rs._torch import disabled_torch_function, is_traced
-from fp8rs.tensor import dcp, formats, pickles, writes
+from fp8rs._torch import disabled_torch_function, is_traced, note_write
+from fp8rs.tensor import dcp, formats, writes
 from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.planes import Plane as Plane
 from fp8rs.tensor.planes import check_planes
 from fp8rs.tensor.spec import QuantSpec, default_spec
 from fp8rs.tensor.store import NO_SINGLE_MEMORY, Delayed, Store
-from fp8rs.tensor.table import HANDLERS
-from fp8rs.tensor.wrapper import PLANES, TENSOR_TYPES, StoreTensor, tensor_over
+from fp8rs.tensor.wrapper import PLANES, TENSOR_TYPES, StoreTensor
 
 
 class QuantizedTensor(StoreTensor):
     """A tensor whose storage is FP8 planes. It looks like ``shape`` and ``dtype``.
 
-    Views share the planes, and writes through them land. Those made of whole blocks have planes of
-    their own shape; of others (``view(-1)`` where blocks are two-dimensional, a slice that cuts
-    blocks) both planes are None: they are read by ``dequantize()`` and written like any other.
+    Views share the planes. Writes through views of consecutive elements reach the tensor:
+    ``view(-1)``, rows, parts of one row. Other views raise an error when they are written. Views of
+    whole blocks have planes of their own shape. In other views, both planes are None: they are read
+    by ``dequantize()``.
     """
 
     @staticmethod
@@ -55,7 +55,7 @@ class QuantizedTensor(StoreTensor):
         spec: QuantSpec | None = None,
         delayed: Delayed | None = None,
     ) -> Self:
-        """A tensor over planes, which it does not copy.
+        """Make a tensor over planes, which are not copied.
 
         Args:
             rowwise: plane with data of the logical shape, or None.
@@ -63,16 +63,16 @@ class QuantizedTensor(StoreTensor):
                 leading dims), or None; for a batch (E, N, K), (E, K, N). At least one plane is
                 given. The shape of its scales says whether the tensor is a batch (`Plane`).
             shape: the logical shape.
-            dtype: the logical dtype: what dequantizing gives.
+            dtype: the logical dtype, which dequantized values have.
             requires_grad: as in torch.
-            spec: how ``quantize_`` and in-place operations quantize; by default with scales from
-                the data and the planes' format.
-            delayed: for delayed scaling, the scale that they read and the amax that they raise,
+            spec: how ``quantize_`` and in-place operations quantize. The default is the format of
+                the planes, with scales from the data.
+            delayed: for delayed scaling, the scale that writes read and the amax that they raise,
                 each fp32 of one element.
 
         Raises:
             TypeError, ValueError: the planes do not fit the shape, their format or each other, or
-                ``spec`` or ``delayed`` not them.
+                ``spec`` or ``delayed`` does not fit the planes.
         """
         plane = rowwise if rowwise is not None else columnwise
         if plane is None:
@@ -82,12 +82,17 @@ class QuantizedTensor(StoreTensor):
             raise TypeError(
                 f"{cls.__name__} has scales of {cls.scale_dtype}, not {plane.scale.dtype}"
             )
-        if dtype not in formats.LOGICAL_DTYPES:
-            raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, not {dtype!r}")
+        _check_dtype(dtype)
         check_planes(rowwise, columnwise, shape)
         check_writing(plane, spec, delayed)
         store = Store(rowwise, columnwise, spec, delayed)
         return cls.over(store, shape, dtype, requires_grad)
+
+    #: The handlers of operators, filled by `fp8rs.tensor.aten`.
+    handlers: ClassVar[dict[Any, Callable[..., Any]]] = {}
+
+    #: Whether copies into it are pieces of a shard that DCP loads.
+    loads_pieces: ClassVar[bool] = False
 
     # The C++ operators come straight to __torch_dispatch__.
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
@@ -96,29 +101,13 @@ class QuantizedTensor(StoreTensor):
 
     @property
     def rowwise(self) -> Plane | None:
-        """The plane with data of the logical shape. Assigning to a view's makes it no view."""
-        return self._store.rowwise if self._window is None else self.planes[0]
-
-    @rowwise.setter
-    def rowwise(self, plane: Plane | None) -> None:
-        self._be_no_view()
-        self._store.rowwise = plane
+        """The plane with data of the logical shape."""
+        return self.planes[0] if self._store_view else self._store.rowwise
 
     @property
     def columnwise(self) -> Plane | None:
         """The plane with data of the transposed 2-D view, stored contiguously."""
-        return self._store.columnwise if self._window is None else self.planes[1]
-
-    @columnwise.setter
-    def columnwise(self, plane: Plane | None) -> None:
-        self._be_no_view()
-        self._store.columnwise = plane
-
-    def _be_no_view(self) -> None:
-        """Stop being a view: a store of one's own, with the planes that were shown."""
-        if self._window is not None:
-            self._store = Store(*self.planes, self._store.spec, self._store.delayed)
-            self._window = self._shown = None
+        return self.planes[1] if self._store_view else self._store.columnwise
 
     @property
     def fp8_dtype(self) -> torch.dtype:
@@ -144,41 +133,26 @@ class QuantizedTensor(StoreTensor):
             ValueError: this is a view without planes, because it splits blocks.
         """
         row, col = self.planes
-        plane = row if row is not None else col
-        if plane is None:
-            raise ValueError(f"{self._view_in_words} has no planes: {self._why_none}")
-        return plane
+        return row or col or self.plane("rowwise" if self._store.rowwise else "columnwise", "this")
 
     def plane(self, name: str, operation: str) -> Plane:
-        """The plane called ``name``; ValueError naming it and ``operation`` if it is missing."""
+        """Return the plane called ``name``.
+
+        Raises:
+            ValueError: it is missing. The message names ``operation``.
+        """
         plane: Plane | None = getattr(self, name)
         if plane is None:
-            reason = f": {self._why_none}" if getattr(self._store, name) is not None else ""
+            reason = ""
+            if getattr(self._store, name) is not None:
+                reason = (
+                    f": a view of shape {tuple(self.shape)} has no planes if it is not made of "
+                    f"whole blocks of format {self.format.name!r}. Read it by dequantize()"
+                )
             raise ValueError(
                 f"{operation} needs the {name} plane, which this tensor does not have{reason}"
             )
         return plane
-
-    @property
-    def _view_in_words(self) -> str:
-        return f"this view of a quantized tensor, of shape {tuple(self.shape)},"
-
-    @property
-    def _why_none(self) -> str:
-        return (
-            f"it is not made of whole blocks of format {self.format.name!r}. "
-            "Read it by dequantize(), write it by copy_()"
-        )
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """A plain tensor: code times scale in fp32, then one cast to ``dtype`` (the logical one).
-
-        Either plane will do. Raises RuntimeError if the storage was freed by a reshard.
-        """
-        dtype = self.dtype if dtype is None else dtype
-        if not isinstance(dtype, torch.dtype):  # of other dtypes the operator speaks
-            raise TypeError(f"dtype must be float32, bfloat16 or float16, not {dtype!r}")
-        return self.region.values(dtype)
 
     def update_usage(
         self, rowwise: bool | None = None, columnwise: bool | None = None
@@ -193,13 +167,34 @@ class QuantizedTensor(StoreTensor):
             ValueError: no plane would be left, or the missing plane cannot be made from the other
                 (the message names it), or this is a view.
         """
-        if self._window is not None:
+        if self._store_view:
             raise ValueError(
-                f"update_usage of {self._view_in_words} is not possible: its planes belong to "
-                "the whole tensor. Call it on that, or on a clone() of the view"
+                f"update_usage of this view of a quantized tensor, of shape {tuple(self.shape)}, "
+                "is not possible: its planes belong to the whole tensor. Call it on that, or on a "
+                "clone() of the view"
             )
-        self.region.update_usage(rowwise, columnwise)
+        store = self._store
+        kept = list(self.planes)
+        for i, (name, wanted) in enumerate(zip(PLANES, (rowwise, columnwise), strict=True)):
+            if wanted and kept[i] is None:
+                kept[i] = self.made(name, f"update_usage({name}=True)")
+            elif wanted is False:
+                kept[i] = None
+        if kept == [None, None]:
+            raise ValueError("update_usage(rowwise, columnwise) would leave no plane")
+        store.rowwise, store.columnwise = kept
         return self
+
+    def made(self, name: str, operation: str) -> Plane:
+        """Return the plane called ``name``, made from the other one.
+
+        Raises:
+            ValueError: the blocks are not square. The message names ``operation``.
+        """
+        made = self.any_plane().transposed(name, operation)
+        if name == "rowwise":
+            made.data = made.data.view(self.shape)
+        return made
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """A weight's values before the first rounding, on the CPU; None if they were not kept.
@@ -253,30 +248,77 @@ class QuantizedTensor(StoreTensor):
     def quantize_(self, src: Tensor) -> Self:
         """Quantize ``src`` (same shape and device) into this tensor's planes, in place.
 
-        Scales are written too. Where this is a view that shares scales with other elements, these
-        keep their values: scales stay, or move by powers of two.
+        Scales are written too. If this is a view that shares scales with other elements, these
+        keep their values: scales stay, or change by powers of two.
 
         Raises:
             TypeError, ValueError: ``src`` has another shape or device, or cannot be quantized.
+            NotImplementedError: this is a view whose elements are not consecutive.
         """
         self.write(src, self.spec, self._store.delayed)
         return self
 
-    def write(self, src: Tensor, spec: QuantSpec, delayed: Delayed | None) -> None:
+    def write(
+        self, src: Tensor, spec: QuantSpec, delayed: Delayed | None, keep: bool = False
+    ) -> None:
         """Quantize ``src`` as ``quantize_`` does, with another spec of the same format.
 
         It is a method because compilers put a tensor's method into a graph as it is. Torch 2.11
         cannot trace how `writes` reads storages.
+
+        Args:
+            src: values, or another quantized tensor.
+            spec: how to quantize, in the format of this tensor.
+            delayed: for delayed scaling, the scale to read and the amax to raise.
+            keep: elements that do not change keep their codes.
         """
-        writes.quantize(self, src, spec, delayed)
+        self.check_writable()
+        if not isinstance(src, Tensor):
+            raise TypeError(f"src must be a tensor, not {type(src).__name__}")
+        if isinstance(src, QuantizedTensor):
+            src = src.dequantize(src.dtype)
+        if src.shape != self.shape:
+            raise ValueError(f"src has shape {tuple(src.shape)}, but dst has {tuple(self.shape)}")
+        if src.device != self.device:
+            raise ValueError(f"src is on {src.device}, but dst is on {self.device}")
+        if src.dtype == self.dtype == torch.float64:
+            src = src.float()
+        if src.dtype not in formats.INPUT_DTYPES:
+            raise TypeError(f"src must be float32, bfloat16 or float16, not {src.dtype}")
+        src = src.detach()
+        store, offset = self._store, int(self.storage_offset())
+        if writes.write(store, offset, src, spec, delayed, keep):
+            note_write(self)
+        if (observer := store.active_observer) is not None:
+            observer.observe_write(self, src, exact=not keep)
+
+    def check_writable(self) -> None:
+        """Check that writes to this tensor reach its store.
+
+        Raises:
+            NotImplementedError: this is a view of elements that are not consecutive, or of parts of
+                the matrices of a batch.
+        """
+        if not self._store_view:
+            return
+        store = self._store
+        size = store.extent[1] if store.batched and self.numel() else 1
+        if not self.is_contiguous() or self.storage_offset() % size or self.numel() % size:
+            elements = "whole matrices" if store.batched else "consecutive elements"
+            raise NotImplementedError(
+                f"cannot write through a view of shape {tuple(self.shape)} with strides "
+                f"{self.stride()} of a quantized tensor {store.matrix}: it does not consist of "
+                f"{elements}. Write slices of the first dimension or view(-1), or dequantize() the "
+                "tensor, change the values and copy_() them back"
+            )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        planes = [n for n, p in zip(PLANES, self.planes, strict=True) if p is not None]
         # No values: reading them would synchronise, and a repr must not.
+        planes = [name for name in PLANES if getattr(self, name) is not None]
         return (
             f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"fp8_dtype={self.fp8_dtype}, format={self.format.name!r}, "
-            f"planes={planes}, device={str(self.device)!r}, requires_grad={self.requires_grad})"
+            f"fp8_dtype={self.fp8_dtype}, format={self.format.name!r}, planes={planes}, "
+            f"device={str(self.device)!r}, requires_grad={self.requires_grad})"
         )
 
     # --- torch.distributed.checkpoint -------------------------------------------------------------
@@ -285,25 +327,50 @@ class QuantizedTensor(StoreTensor):
         return dcp.write_items(fqn, whole)
 
     def __get_tensor_shard__(self, index: Any = None) -> QuantizedTensor:
-        shard: Any = self.view_of(self._window)
+        shard: Any = self.view_of(self.geometry)
         shard.__class__ = LoadedShard
         found: LoadedShard = shard
         return found
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return pickles.rebuild, pickles.parts(self)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return HANDLERS[func](func, *args, **(kwargs or {}))
+        return cls.handlers[func](func, *args, **(kwargs or {}))
 
 
 class LoadedShard(QuantizedTensor):
-    """An alias of a quantized tensor, into which DCP copies the pieces that it loads."""
+    """An alias of a quantized tensor, into which DCP copies the pieces that it loads.
+
+    Pieces are rows, and columns if tensor parallelism shards columns. Of a batch, they are parts of
+    some matrices.
+    """
 
     loads_pieces = True
+
+    def check_writable(self) -> None:
+        """Check that this is a part of the tensor that DCP may load."""
+        if self.box is None:
+            super().check_writable()
+
+    def write(
+        self, src: Tensor, spec: QuantSpec, delayed: Delayed | None, keep: bool = False
+    ) -> None:
+        """Quantize ``src``. Columns are written with the rest of their rows.
+
+        Raises:
+            NotImplementedError: these are parts of the matrices of a batch.
+        """
+        box = self.box
+        if box is None or box.batch is not None or self.is_contiguous():
+            super().check_writable()
+            return super().write(src, spec, delayed, keep)
+        cols = self._store.extent[1]
+        size, offset = (self.shape[0], cols), box.rows.start * cols
+        rows = self.view_of((size, (cols, 1), offset))
+        values = rows.dequantize(src.dtype)
+        values[:, box.cols] = src
+        return rows.write(values, spec, delayed, keep=True)
 
 
 class Float8Tensor(QuantizedTensor):
@@ -321,37 +388,31 @@ class MXFP8Tensor(QuantizedTensor):
 TENSOR_TYPES.update((kind.scale_dtype, kind) for kind in (Float8Tensor, MXFP8Tensor))
 
 
-def wrap_planes(
-    rowwise: Plane | None,
-    columnwise: Plane | None,
-    *,
-    shape: Iterable[int],
-    dtype: torch.dtype,
-    requires_grad: bool = False,
-    spec: QuantSpec | None = None,
-    delayed: Delayed | None = None,
+def wrap(
+    store: Store, shape: Iterable[int], dtype: torch.dtype, requires_grad: bool = False
 ) -> QuantizedTensor:
-    """The quantized tensor over these planes, of the class that their format calls for.
+    """Return the quantized tensor over a store, of the class for its format.
 
-    The arguments are as for :class:`QuantizedTensor`. The planes are not checked.
+    See `QuantizedTensor` for the arguments. The planes are not checked.
     """
+    _check_dtype(dtype)
+    kind = cast(type[QuantizedTensor], TENSOR_TYPES[store.format.scale_dtype])
+    return kind.over(store, torch.Size(shape), dtype, requires_grad)
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
     if dtype not in formats.LOGICAL_DTYPES:
         raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, not {dtype!r}")
-    store = Store(rowwise, columnwise, spec, delayed)
-    return cast(QuantizedTensor, tensor_over(store, torch.Size(shape), dtype, requires_grad))
 
 
 def check_writing(plane: Plane, spec: QuantSpec | None, delayed: Delayed | None) -> None:
-    """TypeError or ValueError where what is to say how a plane is written does not fit it."""
+    """Raise TypeError or ValueError if a spec or delayed scale does not fit a plane."""
     if spec is not None:
         if not isinstance(spec, QuantSpec):
             raise TypeError(f"spec must be a QuantSpec or None, not {type(spec).__name__}")
-        for what, own, asked in (
-            ("of format", plane.format.name, spec.format.name),
-            ("of", plane.data.dtype, spec.fp8_dtype),
-        ):
-            if own != asked:
-                raise ValueError(f"spec is {what} {asked}, but the planes are {what} {own}")
+        own, asked = (plane.format.name, plane.data.dtype), (spec.format.name, spec.fp8_dtype)
+        if own != asked:
+            raise ValueError(f"spec is of format {asked}, but the planes are of format {own}")
     if delayed is None:
         return
     if not plane.format.per_tensor:

@@ -167,25 +167,17 @@ def quantize_planes(
         )
     if column_scale is not None:
         raise ValueError("column_scale is given; it must be None with one scale per tensor")
-    if scale is not None and amax is not None:
-        quantize: Any = _quantize_delayed if declared else _quantize_delayed_silently
-        dtype, batched = spec.fp8_dtype, spec.batched
-        row, col, scale = quantize(x, scale, amax, dtype, rowwise, columnwise, batched)
+    dtype, batched = spec.fp8_dtype, spec.batched
+    if scale is None and spec.group is not None:
+        scale = spec.scale_from_amax(reduce_amax(_amax(x, batched), spec.group))
+    if scale is None:
+        current = spec.power_2_scale, spec.amax_epsilon, batched
+        row, col, scale = _quantize_current(x, dtype, rowwise, columnwise, *current)
+    elif amax is None:
+        row, col = _quantize(x, scale, dtype, rowwise, columnwise, after, batched)
     else:
-        if scale is None and spec.group is not None:
-            scale = spec.scale_from_amax(reduce_amax(_amax(x, spec.batched), spec.group))
-        if scale is not None:
-            row, col = _quantize(x, scale, spec.fp8_dtype, rowwise, columnwise, after, spec.batched)
-        else:
-            row, col, scale = _quantize_current(
-                x,
-                spec.fp8_dtype,
-                rowwise,
-                columnwise,
-                spec.power_2_scale,
-                spec.amax_epsilon,
-                spec.batched,
-            )
+        quantize: Any = _quantize_delayed if declared else _quantize_delayed_silently
+        row, col, scale = quantize(x, scale, amax, dtype, rowwise, columnwise, batched)
     assert scale is not None
     return (
         Plane(row, scale, format) if rowwise else None,
@@ -212,36 +204,32 @@ def requantize_plane(
         changed: bool of the same shape. Tells which elements the write changes.
         noted: with delayed scaling, the amax to raise. A non-finite amax does not enter it.
     """
-    format, dtype, (above, before) = plane.format, spec.fp8_dtype, plane.lead
-    batched = plane.batched
-    flags = changed.to(torch.bfloat16)
-    if format.per_tensor:
-        amax, any_changed = _amax(values, batched), _amax(flags, batched)
-        if spec.group is not None:
-            # The ranks of the group share the scale, so one rank's change is a change for all.
-            amax, any_changed = reduce_amax(torch.stack([amax, any_changed]), spec.group).unbind()
-        if noted is not None:
-            noted.copy_(torch.where(amax.isfinite(), noted.maximum(amax), noted))
-        old, written = plane.scale.view(amax.shape), any_changed != 0
-        scale = torch.where(written, spec.keep_scale(old, amax), old)
-        codes = _quantize(values, scale, dtype, True, False, None, batched)[0]
-        written = written.view(*amax.shape, 1, 1)
-        return Plane(_select(written, codes, plane.matrix), scale, format)
-    if before:  # The operator takes an offset of rows only, so reduce the transposed matrix.
-        amax, any_changed = (
-            _block_amax(x.mT, format.block[::-1], before, batched).mT for x in (values, flags)
-        )
-    else:
-        amax, any_changed = (_block_amax(x, format.block, above, batched) for x in (values, flags))
-    written = any_changed != 0
-    scale = spec.keep_scale(plane.scale.to(torch.float32), amax)
+    format, (above, before), batched = plane.format, plane.lead, plane.batched
+
+    def maxima(x: Tensor) -> Any:
+        if format.per_tensor:
+            return _amax(x, batched)
+        if before:  # The operator takes an offset of rows only, so reduce the transposed matrix.
+            return _block_amax(x.mT, format.block[::-1], before, batched).mT
+        return _block_amax(x, format.block, above, batched)
+
+    amax, any_changed = maxima(values), maxima(changed.to(torch.bfloat16))
+    if format.per_tensor and spec.group is not None:
+        # The ranks of the group share the scale, so one rank's change is a change for all.
+        amax, any_changed = reduce_amax(torch.stack([amax, any_changed]), spec.group).unbind()
+    if noted is not None:
+        noted.copy_(torch.where(amax.isfinite(), noted.maximum(amax), noted))
+    scale = spec.keep_scale(plane.scale.to(torch.float32).view(amax.shape), amax)
     # Devices that flush subnormals would compute the inverse of the least E8M0 scale as infinite.
-    factor = Plane(plane.data, (1.0 / scale).clamp(max=2.0**127), format, plane.lead)
-    codes = _quantize(values.to(torch.float32) * factor.spread(), scale.new_ones(()), dtype)[0]
-    spread = Plane(plane.data, any_changed, format, plane.lead).spread() != 0
+    inverse, written = (
+        Plane(plane.data, x, format, plane.lead).spread()
+        for x in ((1.0 / scale).clamp(max=2.0**127), any_changed)
+    )
+    scaled = values.to(torch.float32) * inverse
+    codes = _quantize(scaled, scale.new_ones(()), spec.fp8_dtype)[0]
     return Plane(
-        _select(spread, codes, plane.matrix),
-        _select(written, scale.to(format.scale_dtype), plane.scale),
+        _select(written != 0, codes, plane.matrix),
+        _select(any_changed != 0, scale.to(format.scale_dtype), plane.scale),
         format,
         plane.lead,
     )

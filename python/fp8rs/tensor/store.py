@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fp8rs._torch import note_write
-from fp8rs.tensor import windows
 from fp8rs.tensor.formats import BlockFormat, split
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.spec import Planes, QuantSpec
-from fp8rs.tensor.windows import Rectangle
 
 #: Why a quantized tensor cannot be copied as the bytes of one storage, and what to do instead.
 NO_SINGLE_MEMORY = (
@@ -25,6 +25,14 @@ NO_SINGLE_MEMORY = (
 
 #: A delayed scale to read and the amax to raise, each fp32 of one element.
 Delayed = tuple[Tensor, Tensor]
+
+
+class Box(NamedTuple):
+    """Rows and columns of a matrix, or of each of some matrices of a batch."""
+
+    rows: slice
+    cols: slice
+    batch: slice | None = None
 
 
 class WriteObserver(Protocol):
@@ -47,7 +55,7 @@ class WriteObserver(Protocol):
         Args:
             tensor: the tensor that was written.
             values: the values that were written to it. None if codes and scales were copied.
-            exact: whether each value was rounded by itself: see `fp8rs.tensor.writes.quantize`.
+            exact: whether each value was rounded by itself: see `fp8rs.tensor.writes.write`.
         """
 
     def allocate(self, like: Store, shape: Iterable[int], device: Any) -> Store:
@@ -57,6 +65,7 @@ class WriteObserver(Protocol):
         """Free the values from before the first rounding, and keep no others."""
 
 
+@dataclass(slots=True, eq=False)
 class Store:
     """The planes that a tensor shares with its aliases and views.
 
@@ -70,28 +79,17 @@ class Store:
         gathered: FSDP2 has gathered the planes' bytes, and frees and refills them.
     """
 
-    __slots__ = ("columnwise", "delayed", "first_copy", "gathered", "observer", "rowwise", "spec")
-
-    def __init__(
-        self,
-        rowwise: Plane | None,
-        columnwise: Plane | None,
-        spec: QuantSpec | None = None,
-        delayed: Delayed | None = None,
-    ) -> None:
-        self.rowwise = rowwise
-        self.columnwise = columnwise
-        self.spec = spec
-        self.delayed = delayed
-        self.observer: WriteObserver | None = None
-        self.first_copy: Callable[[Any, Any], bool] | None = None
-        self.gathered = False
+    rowwise: Plane | None
+    columnwise: Plane | None
+    spec: QuantSpec | None = None
+    delayed: Delayed | None = None
+    observer: WriteObserver | None = None
+    first_copy: Callable[[Any, Any], bool] | None = None
+    gathered: bool = False
 
     def over(self, rowwise: Plane | None, columnwise: Plane | None) -> Store:
         """Return a store of other planes with this specification and observer."""
-        new = Store(rowwise, columnwise, self.spec, self.delayed)
-        new.observer = self.observer
-        return new
+        return Store(rowwise, columnwise, self.spec, self.delayed, self.observer)
 
     @property
     def active_observer(self) -> WriteObserver | None:
@@ -148,41 +146,65 @@ class Store:
         planes = [p for p in (self.rowwise, self.columnwise) if p is not None]
         return [t for p in planes for t in (p.data, p.scale)]
 
-    def read(self, box: Rectangle, dtype: torch.dtype) -> Tensor:
-        """The values of some rows and columns, which cut no block: a new contiguous matrix."""
-        shape = box.rows.length, box.cols.length
-        if self.rowwise is not None:
-            part = windows.part(self.rowwise, box)
-            assert part is not None
-            return part.dequantize(dtype).view(shape)
-        assert self.columnwise is not None
-        part = windows.part(self.columnwise, box, columnwise=True)
-        assert part is not None
-        return part.dequantize(dtype).mT.contiguous().view(shape)
+    @property
+    def extent(self) -> tuple[int, int]:
+        """The number of rows, and of elements of a row. For a batch: of matrices, and of each."""
+        matrix = self.matrix
+        return matrix[0], math.prod(matrix[1:])
 
-    def part(self, box: Rectangle | None) -> Planes:
-        """The planes of some rows and columns, which cut no block, or of all: they share memory."""
+    def rows_around(self, begin: int, end: int) -> slice:
+        """Return the rows, or the matrices of a batch, of all blocks of a range of elements."""
+        height, size = self.extent
+        if begin == 0 and end == height * size:
+            return slice(0, height)
+        blocks = [block for block, has in zip(self.format.block, self.has, strict=True) if has]
+        if not size or (-1 in blocks and not self.batched):
+            return slice(0, height)
+        start, stop = begin // size, -(-end // size)
+        if self.batched:
+            return slice(start, stop)
+        block, lead = max(blocks), self.lead
+        start = max((start + lead) // block * block - lead, 0)
+        return slice(start, min(-(-(stop + lead) // block) * block - lead, height))
+
+    def box(self, rows: slice) -> Box:
+        """Return whole rows, or whole matrices of a batch."""
+        *_, height, cols = self.matrix
+        if self.batched:
+            return Box(slice(0, height), slice(0, cols), rows)
+        return Box(rows, slice(0, cols))
+
+    def part(self, box: Box) -> Planes:
+        """Return a part of the planes, over the same memory."""
+        rows, cols, batch = box
         row, col = self.rowwise, self.columnwise
-        if box is None:
-            return row, col
-        if row is not None:
-            data = row.data.view(self.matrix)  # of a copy what is written would be lost
-            row = windows.part(Plane(data, row.scale, row.format, row.lead), box)
-        return row, None if col is None else windows.part(col, box, columnwise=True)
+        return row and row.part(rows, cols, batch), col and col.part(cols, rows, batch)
 
-    def put(self, planes: Planes, box: Rectangle | None = None, non_blocking: bool = False) -> None:
-        """Write planes of some rows and columns, which cut no block, or of all."""
+    def rows(self, rows: slice) -> Planes:
+        """Return whole rows of the planes, or whole matrices of a batch, over the same memory."""
+        return self.part(self.box(rows))
+
+    def read(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        """Dequantize whole rows, or whole matrices of a batch, into a new contiguous tensor."""
+        row, col = self.rows(rows)
+        shape = rows.stop - rows.start, *self.matrix[1:]
+        if row is not None:
+            return row.dequantize(dtype).view(shape)
+        assert col is not None
+        return col.dequantize(dtype).mT.contiguous().view(shape)
+
+    def put(self, parts: Planes, planes: Planes, non_blocking: bool = False) -> None:
+        """Copy the codes and scales of planes into parts of this store's planes."""
         wholes = self.rowwise, self.columnwise
-        parts = zip(wholes, self.part(box), planes, (False, True), strict=True)
-        for whole, own, new, turned in parts:
+        for whole, own, new in zip(wholes, parts, planes, strict=True):
             if own is None:
                 continue
-            assert new is not None and whole is not None
+            assert whole is not None and new is not None
             data = new.data
             if data.shape != own.data.shape:
                 data = data.reshape(own.data.shape)
             own.data.copy_(data, non_blocking=non_blocking)
             # A compiled graph may have saved them. Below autograd a part has a version of its own.
             note_write(whole.data)
-            if not (turned and self.one_scale):
+            if not (whole is self.columnwise and self.one_scale):
                 own.scale.copy_(new.scale, non_blocking=non_blocking)

@@ -1,215 +1,165 @@
-"""Writes to quantized tensors, as functions of a region and of what is written.
+"""Writes to a store: values are quantized, codes and scales are copied.
 
-Scales belong to blocks, and a region may have parts of blocks. So a write first finds the rows and
-columns of whole blocks that it concerns (:class:`Target`). If the region has all their elements,
-the blocks are quantized again. Otherwise the other elements keep their values: scales stay, or move
-by powers of two. The observer of a weight is notified of each write.
+A block has one scale, and a write may cover a part of a block. The other elements of the block then
+keep their values: the scale stays, or changes by a power of two.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8rs._torch import note_write
-from fp8rs.tensor import windows
-from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.planes import Plane
-from fp8rs.tensor.region import Region
 from fp8rs.tensor.spec import Planes, QuantSpec, quantize_planes, requantize_plane
-from fp8rs.tensor.store import Delayed
-from fp8rs.tensor.windows import Rectangle, Span
-from fp8rs.tensor.wrapper import StoreTensor
-
-# --- tensors -------------------------------------------------------------------------------------
-
-
-def quantize(
-    dst: StoreTensor, src: Any, spec: QuantSpec, delayed: Delayed | None, keep: bool = False
-) -> None:
-    """Quantize ``src`` (of the same shape, on the same device) into the planes of ``dst``.
-
-    Args:
-        dst: what is written.
-        src: values, or another quantized tensor.
-        spec: how, of the format of ``dst``.
-        delayed: for delayed scaling, the scale to read and the amax to raise.
-        keep: elements of a whole tensor too keep their codes' value where ``src`` has the same.
-
-    Raises:
-        TypeError, ValueError: ``src`` has another shape or device, or cannot be quantized.
-    """
-    if not isinstance(src, Tensor):
-        raise TypeError(f"src must be a tensor, not {type(src).__name__}")
-    if isinstance(src, StoreTensor):
-        src = src.region.values(src.dtype)
-    if src.shape != dst.shape:
-        raise ValueError(f"src has shape {tuple(src.shape)}, but dst has {tuple(dst.shape)}")
-    if src.device != dst.device:
-        raise ValueError(f"src is on {src.device}, but dst is on {dst.device}")
-    if src.dtype == dst.dtype == torch.float64:
-        src = src.float()
-    if src.dtype not in INPUT_DTYPES:
-        raise TypeError(f"src must be float32, bfloat16 or float16, not {src.dtype}")
-    if src.requires_grad:
-        src = src.detach()
-    if write(dst.region, src, spec, delayed, keep=keep):
-        note_write(dst)
-    if (observer := dst._store.active_observer) is not None:
-        observer.observe_write(dst, src, exact=not keep)
-
-
-# --- the blocks of a region ----------------------------------------------------------------------
-
-
-class Target(NamedTuple):
-    """The blocks that a write concerns.
-
-    Attributes:
-        box: their rows and columns; None is the whole matrix, written in order.
-        filled: whether the region has all their elements.
-    """
-
-    box: Rectangle | None
-    filled: bool
-
-
-def target(region: Region) -> Target:
-    """Return the blocks that a write to a region concerns.
-
-    Raises:
-        NotImplementedError: the region has parts of matrices of a batch, or mixes matrices.
-    """
-    if region.is_whole:
-        return Target(None, True)
-    window, matrix = region.window, region.store.matrix
-    assert window is not None
-    if window.numel == 0:
-        return Target(Rectangle(Span(0, 0), Span(0, 0)), False)
-    box = region.hull
-    if is_box(box, region.rectangle):
-        return Target(box, True)
-    if len(matrix) == 3:
-        raise NotImplementedError(
-            f"cannot write through a view of shape {window.size} with strides {window.stride} of a "
-            f"quantized batch of {matrix[0]} matrices {matrix[1:]}: it does not consist of whole "
-            "matrices. Write ranges of the first dimension, or dequantize() the tensor, change the "
-            "values and copy_() them back"
-        )
-    return Target(box, window.dense and window.numel == box.rows.length * box.cols.length)
-
-
-def is_box(box: Rectangle, rectangle: Rectangle | None) -> bool:
-    """Whether a box has just the rows and columns of a rectangle."""
-    return rectangle is not None and rectangle[:2] == box[:2]
-
-
-def laid_out(region: Region, values: Tensor, box: Rectangle | None) -> Tensor:
-    """Return values of a region as the matrix or matrices of its box, with zeros elsewhere."""
-    if box is None:
-        return values.reshape(region.store.matrix)
-    window = region.window
-    assert window is not None
-    if region.store.batched:
-        *batch, rows, cols = box.rows.length, *region.store.matrix[1:]
-    else:
-        batch, rows, cols = [], box.rows.length, box.cols.length
-    rectangle = region.rectangle
-    if rectangle is not None and is_box(box, rectangle):
-        if rectangle.transposed:
-            return values.reshape(*batch, cols, rows).mT
-        return values.reshape(*batch, rows, cols)
-    matrix = values.new_zeros(rows, cols)
-    if window.numel:
-        windows.fill(matrix, values, windows.within(window, box, region.store.matrix))
-    return matrix
-
-
-# --- values --------------------------------------------------------------------------------------
+from fp8rs.tensor.store import Box, Delayed, Store
 
 
 def write(
-    region: Region,
+    store: Store,
+    offset: int,
     values: Tensor,
     spec: QuantSpec,
     delayed: Delayed | None,
-    *,
     keep: bool = False,
 ) -> bool:
-    """Quantize values into a region; returns whether anything was written.
+    """Quantize values into consecutive elements of a store.
 
     Args:
-        region: where.
-        values: of its shape, float32, bfloat16 or float16, on its device.
-        spec: how, of the region's format.
+        store: the planes to write. For a batch, the elements are whole matrices.
+        offset: the first element to write.
+        values: float32, bfloat16 or float16, on the device of the planes.
+        spec: how to quantize, in the format of the planes.
         delayed: for delayed scaling, the scale to read and the amax to raise.
-        keep: what has the same value as before keeps its codes' value, also where all is written.
+        keep: elements that do not change keep their codes, and blocks without a changed element
+            their scales. Otherwise this holds only where the values are a part of their blocks.
+
+    Returns:
+        Whether anything was written.
+
+    Raises:
+        RuntimeError: the storage was freed by a reshard.
     """
-    store = region.store
     store.any_plane.check_live("this quantized tensor")
     if store.batched and not spec.batched:
         spec = replace(spec, batched=True)
-    box, filled = target(region)
-    if not (values.numel() or (box is None and not keep) or spec.group is not None):
-        return False  # (the ranks of a group quantize together, also one that writes nothing)
-    if keep or not filled:
-        made = requantized(region, values, Target(box, filled), spec, delayed)
+    count, (height, size) = values.numel(), store.extent
+    rows = store.rows_around(offset, offset + count)
+    first, end = rows.start * size, rows.stop * size
+    whole = count == end - first
+    # The ranks of a group quantize together, also a rank that writes nothing.
+    if not count and spec.group is None and (keep or height * size):
+        return False
+    shape = rows.stop - rows.start, *store.matrix[1:]
+    if keep or not whole:
+        old = store.read(rows, values.dtype)
+        if not whole:
+            flat, begin = old.view(-1), offset - first
+            values = torch.cat([flat[:begin], values.reshape(-1), flat[begin + count :]])
+        planes = _requantized(store, rows, old, values.reshape(shape), spec, delayed)
     else:
         scale, amax = (None, None) if delayed is None else delayed
-        lead = store.lead if store.batched or box is None or box.rows.start == 0 else 0
-        matrix = laid_out(region, values, box)
-        made = quantize_planes(
-            spec, matrix, *store.has, scale=scale, amax=amax, declared=True, lead=lead
+        planes = quantize_planes(
+            spec,
+            values.reshape(shape),
+            *store.has,
+            scale=scale,
+            amax=amax,
+            declared=True,
+            lead=0 if rows.start else store.lead,
         )
-    store.put(made, box)
+    store.put(store.rows(rows), planes)
     return True
 
 
-def requantized(
-    region: Region, values: Tensor, where: Target, spec: QuantSpec, delayed: Delayed | None
+def _requantized(
+    store: Store,
+    rows: slice,
+    old: Tensor,
+    new: Tensor,
+    spec: QuantSpec,
+    delayed: Delayed | None,
 ) -> Planes:
-    """Return the planes of the blocks that a write concerns.
-
-    Blocks without a changed element keep their bytes.
-    """
-    row, col = region.store.part(where.box)
-    matrix = laid_out(region, values, where.box)
-    changed = changes(region, values, where)
+    """Return the planes of some rows after a write. Blocks that do not change keep their bytes."""
+    # NaN in the place of NaN is not a change, and neither is a zero of the other sign.
+    changed = (new != old) & ~(new.isnan() & old.isnan())
     noted = None if delayed is None else delayed[1]
+
+    def requantized(plane: Plane, new: Tensor, changed: Tensor) -> Plane:
+        own = plane.dequantize(torch.float32).view(new.shape)
+        # `old` comes from one plane. Where only the other one has NaN, the value replaces it as
+        # soon as something in its block changes.
+        values = torch.where(changed | own.isnan(), new.to(torch.float32), own)
+        return requantize_plane(spec, plane, values, changed, noted)
+
+    row, col = store.rows(rows)
     if row is not None:
-        row = _requantized(row, matrix, changed, where.filled, spec, noted)
-        if col is not None and row.format.square:
-            return row, row.transposed("columnwise", "a write")
+        row = requantized(row, new, changed)
     if col is not None:
-        col = _requantized(col, matrix.mT, changed.mT, where.filled, spec, noted)
+        if row is not None and row.format.square:
+            col = row.transposed("columnwise", "a write")
+        else:
+            col = requantized(col, new.mT, changed.mT)
     return row, col
 
 
-def changes(region: Region, values: Tensor, where: Target) -> Tensor:
-    """Return which elements of a write's box the write changes: bool, in the box's shape.
+def copy_codes(
+    dst: Store,
+    to: Box | None,
+    src: Store,
+    given: Box | None,
+    non_blocking: bool = False,
+    *,
+    piece: bool = False,
+) -> bool:
+    """Copy codes and scales from one store to another one of the same format.
 
-    NaN in the place of NaN is not a change, and neither is a zero of the other sign.
+    Args:
+        dst: the planes to write.
+        to: the part of them, or None if the destination is not a box.
+        src: the planes to read.
+        given: the part of them, or None if the source is not a box.
+        non_blocking: as for ``copy_``.
+        piece: write the scales of blocks of which the box has a part. The other elements of these
+            blocks keep their codes, not their values, until other pieces replace them.
+
+    Returns:
+        False, with nothing written, if the copy would not make the elements equal or would change
+        others.
+
+    Raises:
+        ValueError: for a piece, the blocks of the source begin elsewhere.
     """
-    old = region.values(values.dtype)
-    return laid_out(region, (values != old) & ~(values.isnan() & old.isnan()), where.box)
+    if to is None or given is None or dst.batched != src.batched:
+        return False
+    size, rows = dst.extent[1], to.rows if to.batch is None else to.batch
+    around = dst.rows_around(rows.start * size, rows.stop * size)
+    if not piece and dst.box(around) != to:
+        return False
+    parts, planes = dst.part(to), _completed(src.part(given), dst.has)
+    for own, new in zip(parts, planes, strict=True):
+        if own is None:
+            continue
+        if new is None or own.matrix.shape != new.matrix.shape:
+            return False
+        if own.lead != new.lead:
+            if not piece:
+                return False
+            raise ValueError(
+                f"cannot load FP8 codes of format {own.format.name!r} into this layout: they were "
+                "saved in blocks that begin at other rows or columns. Save and load with "
+                "fp8rs.checkpoint.Model(model) in place of the model's state dict"
+            )
+    dst.put(parts, planes, non_blocking)
+    return True
 
 
-def _requantized(
-    plane: Plane,
-    values: Tensor,
-    changed: Tensor,
-    filled: bool,
-    spec: QuantSpec,
-    noted: Tensor | None,
-) -> Plane:
-    own = plane.dequantize(torch.float32).view(values.shape)
-    taken = changed
-    if filled:
-        # `changed` compares with the plane that is read. Where only this plane has NaN, the
-        # value replaces it as soon as something in the block changes.
-        taken = changed | own.isnan()
-    values = torch.where(taken, values.to(torch.float32), own)
-    return requantize_plane(spec, plane, values, changed, noted)
+def _completed(planes: Planes, wanted: tuple[bool, bool]) -> Planes:
+    """Return planes, with a missing one that is wanted made from the other if blocks are square."""
+    row, col = planes
+    if row is None and wanted[0] and col is not None and col.format.square:
+        row = col.transposed("rowwise", "copy_")
+    if col is None and wanted[1] and row is not None and row.format.square:
+        col = row.transposed("columnwise", "copy_")
+    return row, col
