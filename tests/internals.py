@@ -22,11 +22,14 @@ __all__ = [
     "gathered_bytes",
     "handle_of",
     "handle_of_tensor",
+    "handles_of",
     "local_of",
     "notify_freed",
     "own_store",
     "quantize_operand",
     "refuse",
+    "run_in_high_precision",
+    "runs_fp8_gemms",
     "state_of",
     "store_of",
 ]
@@ -70,6 +73,21 @@ def debug_of(module: nn.Module) -> Debug | None:
 def handle_of(module: nn.Module, name: str = "weight") -> ParamHandle:
     """Return the handle of a module's FP8 parameter."""
     return module._fp8_params[name]
+
+
+def handles_of(module: nn.Module) -> dict[str, ParamHandle]:
+    """Return the handles of a module's FP8 parameters by name."""
+    return getattr(module, "_fp8_params", {})
+
+
+def runs_fp8_gemms(module: nn.Module) -> bool | None:
+    """Return whether a module of experts runs FP8 GEMMs. None for other modules."""
+    return getattr(module, "_fp8_gemms", None)
+
+
+def run_in_high_precision(module: nn.Module) -> None:
+    """Make a module of experts run GEMMs in high precision."""
+    module._fp8_gemms = False
 
 
 def handle_of_tensor(t: Tensor) -> ParamHandle:

@@ -22,7 +22,7 @@ from fp8rs.fsdp.master_weight import MasterWeight
 from fp8rs.fsdp.param import local_of
 from fp8rs.gemm.grouped import MEASURED, prefers_fp8
 from fp8rs.tensor.quantized import QuantizedTensor
-from internals import handle_of
+from internals import handle_of, handles_of, run_in_high_precision, runs_fp8_gemms
 from language_models import mixture, train_on
 
 KINDS = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
@@ -69,10 +69,10 @@ def convert(model, **options):
 def converted(model):
     """The converted weights of experts, and whether their GEMMs are FP8."""
     return {
-        f"{n}.{name}".lstrip("."): m._fp8_gemms
+        f"{n}.{name}".lstrip("."): runs_fp8_gemms(m)
         for n, m in model.named_modules()
-        if hasattr(m, "_fp8_gemms")
-        for name in m._fp8_params
+        if runs_fp8_gemms(m) is not None
+        for name in handles_of(m)
     }
 
 
@@ -188,7 +188,7 @@ def test_copies_are_converted(build, way):
     assert converted(again) == converted(model)
     for module, other in zip(again.modules(), model.modules(), strict=True):
         assert type(module) is type(other)
-        for name in getattr(module, "_fp8_params", ()):
+        for name in handles_of(module):
             assert handle_of(module, name).module is module
 
 
@@ -211,7 +211,7 @@ def test_mixtures_train(device, kind, recipe):
 
 
 def experts_of(model):
-    return [m for m in model.modules() if hasattr(m, "_fp8_gemms")]
+    return [m for m in model.modules() if runs_fp8_gemms(m) is not None]
 
 
 def shard(model, rig, **options):
@@ -240,7 +240,7 @@ def test_sharded_mixtures_train_as_unsharded_ones(rig, kind, recipe):
         if sharded:
             shard(model, rig)
             for module in experts_of(model):
-                for name in module._fp8_params:
+                for name in handles_of(module):
                     assert isinstance(local_of(module._parameters[name]), MasterWeight)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses.append([])
@@ -320,7 +320,7 @@ def test_fp8_weights_of_experts_train_sharded_as_unsharded(rig, kind, recipe):
         options = {"fp8_weights": True, "filter_fqns": ["lm_head"], "experts": mode}
         convert(model, recipe=RECIPES[recipe], **options)
         for module in experts_of(model):
-            for name in module._fp8_params:
+            for name in handles_of(module):
                 assert isinstance(module._parameters[name], QuantizedTensor)
         if sharded:
             shard(model, rig)
@@ -391,7 +391,7 @@ def test_other_clients_use_gathered_codes(rig, client, mode):
                     )
                     p.copy_(codes.float() * scale.view(-1, 1, 1))
         if client == "grouped":
-            reference._fp8_gemms = False
+            run_in_high_precision(reference)
     fully_shard(convert(model, experts=mode), mesh=rig.mesh())
     results = []
     for module in (model, reference):
