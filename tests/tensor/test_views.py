@@ -43,6 +43,7 @@ PARTS = {
         (0, COLS),
     ),
     "detached": (lambda x: x[128:].detach(), (128, ROWS), (0, COLS)),
+    "a part of a row": (lambda x: x[130:131, 5:69], (130, 131), (5, 69)),
     "a view of a part": (lambda x: x[:128].view(4, 32, COLS), (0, 128), (0, COLS)),
     "a part of a view": (lambda x: x.view(25, 8, COLS)[16:], (128, ROWS), (0, COLS)),
 }

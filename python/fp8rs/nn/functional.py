@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fp8rs._torch import constant_when_traced, is_distributed
 from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
-from fp8rs.tensor.quantized import QuantizedTensor
 
 from .function import prepare_compilers
 from .grouped import check, grouped
@@ -88,10 +87,7 @@ def as_stored(weight: Tensor) -> tuple[Tensor, bool]:
     """Return a weight (E, out, in) as it is stored, and whether that is (E, in, out)."""
     if weight.dim() != 3:
         return weight, False
-    if isinstance(weight, QuantizedTensor):
-        transposed = weight.rowwise is None and weight.columnwise is not None
-    else:
-        transposed = weight.stride(-1) != 1 and weight.stride(-2) == 1
+    transposed = weight.stride(-1) != 1 and weight.stride(-2) == 1
     return (weight.transpose(-2, -1), True) if transposed else (weight, False)
 
 

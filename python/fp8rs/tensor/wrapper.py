@@ -133,7 +133,7 @@ class StoreTensor(Tensor):
     def planes(self) -> Planes:
         """Both planes. A view has a plane if it begins with a block and keeps the rows' length.
 
-        Of a batch, it must consist of whole matrices.
+        A view of a batch must consist of whole matrices.
         """
         store = self._store
         if not self._store_view:
