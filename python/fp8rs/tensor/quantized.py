@@ -342,8 +342,8 @@ class QuantizedTensor(StoreTensor):
 class LoadedShard(QuantizedTensor):
     """An alias of a quantized tensor, into which DCP copies the pieces that it loads.
 
-    Pieces are rows, and columns if tensor parallelism shards columns. Codes can be copied into parts
-    of the matrices of a batch. Values are written to whole matrices.
+    Pieces are rows, and columns if tensor parallelism shards columns. Codes can be copied into
+    parts of the matrices of a batch. Values are written to whole matrices.
     """
 
     loads_pieces = True
