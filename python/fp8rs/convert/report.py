@@ -99,14 +99,14 @@ def report(
     selected = select(model, module_filter_fn, filter_fqns, recipe)
     for message in selected.unused:  # the table shows the other reasons
         warnings.warn(message, stacklevel=2)
-    mixtures = select_experts(model, experts, filter_fqns, recipe)
+    selected_experts = select_experts(model, experts, filter_fqns, recipe)
     chosen: dict[str, _Fp8Params] = {
         n: (m, tuple(m._fp8_params))
         for n, m in converted.items()
         if (n or "the root") not in selected.left
     }
     chosen.update({n: (m, ("weight",)) for n, m in selected.layers})
-    chosen.update({one.name: (one.module, one.parameters) for one in mixtures.modules})
+    chosen.update({one.name: (one.module, one.parameters) for one in selected_experts.modules})
     in_fp8 = {
         n: converted[n]._fp8_state.fp8_gather if n in converted else fp8_gather for n in chosen
     }
@@ -141,7 +141,7 @@ def report(
         converted=tuple(chosen),
         converted_parameters=sum(p.numel() for p in fp8_parameters),
         parameters=sum(p.numel() for p in model.parameters()),
-        left=_left(model, selected.left, mixtures.left, chosen, fp8_parameters),
+        left=_left(model, selected.left, selected_experts.left, chosen, fp8_parameters),
         units=tuple(group.name for group in fp8),
         gathered=sum(group.gathers * group.gathered_bytes for group in fp8),
         gathered_high_precision=sum(group.gathers * group.gathered_bytes for group in plain),

@@ -91,14 +91,14 @@ def functional(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a collective that DTensor redistributes by.
 
     Raises:
-        NotImplementedError: it is no gather, and writes no quantized tensor either.
+        NotImplementedError: it is not an all-gather, and does not write a quantized tensor.
     """
     name = func._schema.name.partition("::")[2]
     if name == "all_gather_into_tensor":
         return _gathered([args[0]], *args[1:], **kwargs)[0]
     if name == "all_gather_into_tensor_coalesced":
         return _gathered(*args, **kwargs)
-    if name == "wait_tensor":  # those of others have been waited for
+    if name == "wait_tensor":  # of another collective, which has completed
         return args[0]
     if name.endswith("_"):
         return dequantized_call(func, *args, **kwargs)
@@ -135,8 +135,7 @@ def _gathered(tensors: list[Tensor], group_size: int, group_name: str) -> list[T
 def _by_rows(t: QuantizedTensor) -> Plane:
     """The rowwise plane with blocks of one row, of which ranks have as many, wherever cuts are.
 
-    If one scale serves all rows of a matrix, it is there once. The rows of a batch are those of
-    its matrices in order.
+    A scale for all rows of a matrix is present once. A batch has the rows of its matrices in order.
 
     Raises:
         ValueError: this is a view that cuts blocks, or has no such plane.

@@ -21,7 +21,7 @@ from fp8rs.tensor.windows import Window
 #: The names of the two planes.
 PLANES = ("rowwise", "columnwise")
 
-#: What a tensor's attributes are beside those that users set.
+#: Attributes of a tensor that users do not set.
 OWN_ATTRIBUTES = frozenset(("_store", "_window", "_shown", "_is_param"))
 
 
@@ -42,9 +42,9 @@ class StoreTensor(Tensor):
     scale_dtype: ClassVar[torch.dtype | None] = None
 
     _store: Store
-    #: What a view has of the store's elements; None for all of them in the store's own shape.
+    #: The store's elements that a view has. None for all of them in the store's own shape.
     _window: Window | None
-    #: Of a view: the store's planes, and what it shows of them.
+    #: For a view, the store's planes and the parts of them that it shows.
     _shown: tuple[Plane | None, Plane | None, Planes] | None
 
     @classmethod
@@ -128,7 +128,7 @@ class StoreTensor(Tensor):
     def map(
         self, fn: Callable[[Tensor], Tensor], scale: Callable[[Tensor], Tensor] | None = None
     ) -> Self:
-        """The same tensor with ``fn`` applied to every data, and ``scale`` (or it) to every scale.
+        """Apply ``fn`` to the data of each plane, and ``scale`` (default ``fn``) to its scale.
 
         It must not be a view without planes.
         """
