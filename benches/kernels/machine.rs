@@ -63,7 +63,7 @@ pub(crate) struct Case {
 pub(crate) struct Plan {
     /// Per-tensor operations.
     pub(crate) tensorwise: Vec<Case>,
-    /// Operations whose speed limits that of others: amax and casts with a given scale.
+    /// Operations that limit the speed of others: amax and casts with a given scale.
     pub(crate) basic: Vec<Case>,
     /// Operations on lists, which split the input into as many matrices as a model has weights. Calls take
     /// longer on the host, so a GPU needs more elements to be busy.

@@ -89,6 +89,26 @@ def test_experts_of_transformers_are_converted(kind, mode):
     assert "fp8rs" not in model.config.to_json_string(use_diff=False)
 
 
+@pytest.mark.parametrize("mode", ["auto", "gather", "off"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_report_of_a_model_is_that_of_its_conversion(kind, mode):
+    model = mixture(kind)
+    planned = fp8rs.report(model, recipe="current", experts=mode, world_size=2)
+    experts = sum(p.numel() for p in model.parameters() if p.dim() == 3)
+    whole = fp8rs.report(model, recipe="current", experts="off", world_size=2)
+    assert planned.converted_parameters - whole.converted_parameters == experts * (mode != "off")
+    convert(model, recipe="current", experts=mode)
+    found = fp8rs.report(model, world_size=2, experts=mode)
+    assert sorted(found.converted) == sorted(planned.converted)
+    assert (found.gathered, found.memory) == (planned.gathered, planned.memory)
+
+
+def test_the_report_names_experts_that_a_filter_excludes():
+    report = fp8rs.report(mixture("mixtral"), filter_fqns=["down_proj"])
+    (left,) = [one for one in report.left if one.reason == "named by filter_fqns"]
+    assert left.names and all(name.endswith("down_proj") for name in left.names)
+
+
 def test_auto_converts_known_experts_only():
     model = nn.ModuleDict({"titan": Titan(), "unknown": Unknown()})
     model["grouped"] = fp8rs.nn.GroupedLinear(4, 32, 32)

@@ -95,7 +95,7 @@ def test_a_fake_step_after_a_real_one(mesh):
 def test_the_peak_of_a_fake_step_has_gathers_in_fp8(mesh, recipe, fp8_weights):
     kind = resolve_recipe(RECIPES[recipe])
     found, model = peak(mesh, kind, fp8_weights, "torch", fake=True)
-    layouts = layouts_of(kind, linears(model).values())
+    layouts = layouts_of(kind, ((m, "weight") for m in linears(model).values()))
     groups = groups_of(model, layouts, world_size=RANKS, param_dtype=torch.bfloat16)
     sizes = {group.name: group.gathered_bytes for group in groups}
     expected = sizes[""] + sizes["blocks.0"]

@@ -122,15 +122,15 @@ def convert_to_float8_training(
     for name, reason in selected.left.items():
         if reason == SHARDED:
             raise ValueError(f"{name} is sharded already: convert before fully_shard")
-    mixtures = select_experts(module, experts, filter_fqns, recipe)
+    selected_experts = select_experts(module, experts, filter_fqns, recipe)
     for name, layer in selected.layers:
         check_weight(layer, "weight", name or "the root", recipe, fp8_weights)
-    for one in mixtures.modules:
+    for one in selected_experts.modules:
         for name in one.parameters:
             check_weight(one.module, name, one.name or "the root", recipe, fp8_weights)
     for message in (*selected.unused, *selected.warnings):
         warnings.warn(message, stacklevel=2)
-    if not selected.layers and not mixtures.modules:
+    if not selected.layers and not selected_experts.modules:
         if not any(hasattr(m, "_fp8_params") for m in module.modules()):
             warnings.warn(
                 "no layer was converted: the module has no nn.Linear that can be converted, or "
@@ -141,9 +141,11 @@ def convert_to_float8_training(
     state = ModelState(recipe, amax_reduction_group=amax_reduction_group)
     state.fp8_gather = enable_fsdp_float8_all_gather
     keep_init = preserve_high_precision_init_val
-    _convert(state, selected.layers, mixtures.modules, fp8_weights, keep_init)
+    _convert(state, selected.layers, selected_experts.modules, fp8_weights, keep_init)
     attach(state, module)
-    _log_conversion(module, recipe, {**selected.left, **mixtures.left}, mixtures.modules)
+    _log_conversion(
+        module, recipe, {**selected.left, **selected_experts.left}, selected_experts.modules
+    )
     return module
 
 

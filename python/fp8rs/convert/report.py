@@ -12,14 +12,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8rs.convert.convert import resolve_options
+from fp8rs.convert.experts import ExpertsMode, select_experts
 from fp8rs.convert.memory import STATES, Memory, States, memory_of
 from fp8rs.convert.report_table import Left, Report
 from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
-from fp8rs.convert.sizes import fp8_parameters, groups_of, layouts_of
+from fp8rs.convert.sizes import groups_of, layouts_of
 from fp8rs.fsdp.shard_spec import shard_spec
 from fp8rs.quantize.recipes import Recipe, RecipeName
 
 __all__ = ["Left", "Memory", "Report", "report"]
+
+#: A module, and the names of its parameters that are converted.
+_Fp8Params = tuple[nn.Module, tuple[str, ...]]
 
 #: Default number of ranks without a process group.
 DEFAULT_RANKS = 8
@@ -40,6 +44,7 @@ def report(
     fsdp_unit_fn: Callable[[nn.Module, str], bool] | None = None,
     optimizer: str | float | None = None,
     fp8_weights: bool = False,
+    experts: ExpertsMode = "auto",
 ) -> Report:
     """Estimate communication volume and memory of ``model`` under FSDP2, without changing it.
 
@@ -74,6 +79,7 @@ def report(
             else "adamw".
         fp8_weights: count converted weights as FP8 weights, without masters. FP8 weights of a
             converted model are always counted as such.
+        experts: as in ``convert_to_float8_training``.
 
     Warns:
         UserWarning: a string in ``filter_fqns`` matches no linear layer.
@@ -93,14 +99,21 @@ def report(
     selected = select(model, module_filter_fn, filter_fqns, recipe)
     for message in selected.unused:  # the table shows the other reasons
         warnings.warn(message, stacklevel=2)
-    chosen: dict[str, nn.Module] = {
-        n: m for n, m in converted.items() if (n or "the root") not in selected.left
+    selected_experts = select_experts(model, experts, filter_fqns, recipe)
+    chosen: dict[str, _Fp8Params] = {
+        n: (m, tuple(m._fp8_params))
+        for n, m in converted.items()
+        if (n or "the root") not in selected.left
     }
-    chosen.update(selected.layers)
+    chosen.update({n: (m, ("weight",)) for n, m in selected.layers})
+    chosen.update({one.name: (one.module, one.parameters) for one in selected_experts.modules})
     in_fp8 = {
         n: converted[n]._fp8_state.fp8_gather if n in converted else fp8_gather for n in chosen
     }
-    layouts = layouts_of(recipe, (m for n, m in chosen.items() if in_fp8[n]))
+    layouts = layouts_of(
+        recipe, ((m, name) for n, (m, names) in chosen.items() if in_fp8[n] for name in names)
+    )
+    fp8_parameters = [getattr(m, name) for m, names in chosen.values() for name in names]
     fp8, plain = (
         groups_of(
             model,
@@ -126,11 +139,9 @@ def report(
         reduce_dtype=reduce_dtype,
         optimizer=optimizer,
         converted=tuple(chosen),
-        converted_parameters=sum(
-            p.numel() for m in chosen.values() for p in fp8_parameters(m).values()
-        ),
+        converted_parameters=sum(p.numel() for p in fp8_parameters),
         parameters=sum(p.numel() for p in model.parameters()),
-        left=_left(model, selected.left, chosen),
+        left=_left(model, selected.left, selected_experts.left, chosen, fp8_parameters),
         units=tuple(group.name for group in fp8),
         gathered=sum(group.gathers * group.gathered_bytes for group in fp8),
         gathered_high_precision=sum(group.gathers * group.gathered_bytes for group in plain),
@@ -172,12 +183,24 @@ def _ranks(world_size: int | None, model: nn.Module) -> int:
 
 
 def _left(
-    model: nn.Module, reasons: dict[str, str], chosen: dict[str, nn.Module]
+    model: nn.Module,
+    layers: dict[str, str],
+    parameters: dict[str, str],
+    chosen: dict[str, _Fp8Params],
+    fp8_parameters: list[nn.Parameter],
 ) -> tuple[Left, ...]:
-    """Return the parameters that are not converted, each once, grouped by reason."""
+    """Return the parameters that are not converted, each once, grouped by reason.
+
+    Args:
+        model: the model.
+        layers: the reason for each linear layer that is not converted.
+        parameters: the reason for each batched parameter that is not converted.
+        chosen: the modules that are converted.
+        fp8_parameters: their FP8 parameters.
+    """
     names: dict[str, list[str]] = {}
     sizes: dict[str, int] = {}
-    seen = {id(p) for m in chosen.values() for p in fp8_parameters(m).values()}
+    seen = set(map(id, fp8_parameters))
 
     def leave(reason: str, name: str, parameters: Iterable[nn.Parameter]) -> None:
         fresh = [p for p in parameters if id(p) not in seen]
@@ -186,12 +209,14 @@ def _left(
         sizes[reason] = sizes.get(reason, 0) + sum(p.numel() for p in fresh)
 
     modules = {name or "the root": module for name, module in model.named_modules()}
-    for name, reason in reasons.items():
+    for name, reason in layers.items():
         leave(reason, name, modules[name].parameters())
+    for name, reason in parameters.items():
+        leave(reason, name, [model.get_parameter(name)])
     for name, parameter in large_3d(model):
         if id(parameter) not in seen:
             leave(LARGE_3D, name, [parameter])
-    for name, module in chosen.items():
+    for name, (module, _) in chosen.items():
         bias = module._parameters.get("bias")
         if bias is not None and id(bias) not in seen:
             leave("biases of converted layers", f"{name}.bias".lstrip("."), [bias])

@@ -131,22 +131,20 @@ class Group:
         return sum(p.reduced_bytes(reduce_dtype) for p in self.parameters)
 
 
-def layouts_of(recipe: Recipe, modules: Iterable[nn.Module]) -> dict[int, AllGatherLayout]:
-    """Return the layout in which a recipe's weights are gathered, by the ``id`` of each module."""
+#: The layout of each parameter that is gathered in FP8, by the ``id`` of its module and its name.
+Layouts = dict[tuple[int, str], AllGatherLayout]
+
+
+def layouts_of(recipe: Recipe, parameters: Iterable[tuple[nn.Module, str]]) -> Layouts:
+    """Return the layout in which a recipe's weights are gathered, for modules' parameters."""
     spec = quant_spec(recipe, "weight")
     layout = AllGatherLayout(spec.format, spec.fp8_dtype)
-    return {id(module): layout for module in modules}
-
-
-def fp8_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the FP8 parameters of a converted module, or of a layer to convert, by name."""
-    names: Iterable[str] = getattr(module, "_fp8_params", ("weight",))
-    return {name: getattr(module, name) for name in names}
+    return {(id(module), name): layout for module, name in parameters}
 
 
 def groups_of(
     root: nn.Module,
-    layouts: dict[int, AllGatherLayout],
+    layouts: Layouts,
     *,
     world_size: int,
     param_dtype: torch.dtype | None,
@@ -158,7 +156,7 @@ def groups_of(
 
     Args:
         root: the model.
-        layouts: from `layouts_of`, for the modules whose FP8 parameters are gathered in FP8.
+        layouts: from `layouts_of`, for the parameters that are gathered in FP8.
         world_size: the number of shards of a model that is not sharded yet.
         param_dtype: ``param_dtype`` of the mixed-precision policy. With None, parameters are
             gathered in their stored dtype.
@@ -179,9 +177,7 @@ def groups_of(
             spec = ShardSpec(kind, (), (), world_size, 0, 0, shape, shape, start)
         stored = parameter.dtype
         gathered = param_dtype if param_dtype and stored.is_floating_point else stored
-        layout = layouts.get(id(module))
-        if layout is not None and name not in fp8_parameters(module):
-            layout = None
+        layout = layouts.get((id(module), name))
         is_fp8 = fp8_weights or isinstance(own_part(parameter), QuantizedTensor)
         return ShardedParameter(parameter, spec, gathered, layout, layout is not None and is_fp8)
 

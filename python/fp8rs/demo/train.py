@@ -255,7 +255,7 @@ def _weight_bytes(model: nn.Module, names: set[str], ranks: int) -> int:
     if ranks == 1:
         return 0
     layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
-    layouts = layouts_of(layers[0].recipe, layers) if layers else {}
+    layouts = layouts_of(layers[0].recipe, ((m, "weight") for m in layers)) if layers else {}
     groups = groups_of(model, layouts, world_size=ranks, param_dtype=torch.bfloat16)
     named = {id(p) for name, p in model.named_parameters() if name in names}
     return sum(

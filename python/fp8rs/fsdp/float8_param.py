@@ -72,7 +72,7 @@ class Float8ParamHandle(ParamHandle):
 
     @property
     def element_offsets(self) -> tuple[int, ...]:
-        """The index of this rank's first element, or that of each matrix: see `ShardSpec`."""
+        """The indices of this rank's first elements, one per matrix: see `ShardSpec`."""
         parameter: Any = self.parameter if self.in_place else None
         if self.local is None and not is_distributed(parameter):
             return (0,)
@@ -226,6 +226,11 @@ def largest_code(spec: QuantSpec) -> float:
     return float(FP8_MAX[spec.fp8_dtype] / 2**spec.margin)
 
 
+def differs(a: Tensor, b: Tensor) -> Tensor:
+    """Compare fp32 scales bit for bit, since NaN does not equal itself."""
+    return a.view(torch.int32) != b.view(torch.int32)
+
+
 def update_histories(
     handles: Sequence[Float8ParamHandle],
     scales: Sequence[Tensor],
@@ -249,7 +254,7 @@ def update_histories(
         counts = new_scales.isfinite()
         if before is not None:
             old = torch.cat([before[i] for _, i in found]).to(known.device)
-            counts &= new_scales.view(torch.int32) != old.view(torch.int32)
+            counts &= differs(new_scales, old)
         largest = amaxes.maximum(new_scales * largest_code(handles[0].quant_spec))
         new = (*torch.where(counts, new_scales, known), *torch.where(counts, largest, amaxes))
         torch._foreach_copy_([slot for part in zip(*slots, strict=True) for slot in part], new)

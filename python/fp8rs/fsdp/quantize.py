@@ -75,7 +75,7 @@ class ShardQuantizer:
         Args:
             shards: the shards.
             values: maxima of the shards, fp32 and contiguous.
-            sizes: number of maxima of each shard. By default, that of its matrices.
+            sizes: number of maxima of each shard. By default, the number of its matrices.
         """
         ends = list(accumulate(sizes or [shard.matrices for shard in shards]))
         parts = map(range, [0, *ends], ends)
@@ -326,7 +326,7 @@ class BlockwiseShardQuantizer(ShardQuantizer):
     # --- batched weights on Shard(1) -------------------------------------------------------------
 
     def whole_grids(self, shards: Sequence[LocalShard], grids: Sequence[Tensor]) -> list[Tensor]:
-        """Return a value for each block of batched weights, from those of all ranks' blocks.
+        """Return the maximum over all ranks of each block of batched weights.
 
         Args:
             shards: shards on Shard(1).

@@ -43,7 +43,7 @@ from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec
 
-from .float8_param import Float8ParamHandle, largest_code, update_histories
+from .float8_param import Float8ParamHandle, differs, largest_code, update_histories
 from .float8_shard import Float8Shard, planes_of, scales_of, write_planes
 from .param import LocalShard, ParamHandle, local_of, wait_for_writes
 from .quantize import BlockwiseShardQuantizer, ShardQuantizer
@@ -197,11 +197,6 @@ def _common(wanted: Tensor, most: Tensor, reversed_least: Tensor) -> Tensor:
     return torch.where(equal | (wanted == 0), most, wanted)
 
 
-def _differs(a: Tensor, b: Tensor) -> Tensor:
-    """Compare fp32 scales bit for bit, since NaN does not equal itself."""
-    return a.view(torch.int32) != b.view(torch.int32)
-
-
 def _rescale(parts: Sequence[tuple[Sequence[Tensor], Tensor, Tensor]], width: int | None) -> None:
     """Round codes to new scales. Codes whose scale stays are not read.
 
@@ -315,7 +310,7 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
             codes.append((matrices, stored.view(-1), scale.reshape(-1)))
         else:
             values = _values(quantizer, shard)[..., rows, :]
-            _round_blocks(quantizer, values, data, _differs(scale, stored), scale)
+            _round_blocks(quantizer, values, data, differs(scale, stored), scale)
         scales.copy_(scale.to(scales.dtype))
     _rescale(codes, quantizer.split_block[1])
 

@@ -119,7 +119,7 @@ class Param:
     def element_offsets(self) -> tuple[int, ...]:
         """The index of the first local element in the whole parameter.
 
-        For rows of each matrix of a batch, that of the first element of each matrix.
+        A rank with some rows of each matrix of a batch has one index per matrix.
         """
         if self.handle is None or not is_distributed(self.param):
             return (0,)

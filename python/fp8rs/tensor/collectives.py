@@ -85,7 +85,7 @@ def functional(func: Any, *args: Any, **kwargs: Any) -> Any:
     name = func._schema.name.partition("::")[2]
     if name == "all_gather_into_tensor":
         return _gathered(*args, **kwargs)
-    if name == "wait_tensor":  # gathers have been waited for
+    if name == "wait_tensor":  # of another collective, which has completed
         return args[0]
     raise NotImplementedError(
         f"{name} of a quantized tensor would send it in high precision. all_gather_into_tensor "
