@@ -13,7 +13,8 @@ experts 14 times the mean.
 
 Variants:
 
-- bf16: transformers' "grouped_mm"
+- bf16: transformers' "grouped_mm". Before 5.18, it masks rows that only expert parallelism has. The
+  benchmark then runs it as it is since 5.18, which is faster.
 - torchao: bf16 with the experts' weights converted by torchao.prototype.moe_training (0.18). It
   gathers bf16. Numbers of rows per expert are multiples of 16, which it requires.
 - auto, fp8, gather: ``fp8rs.convert_to_float8_training(model, experts=...)``. Linear layers of the
@@ -33,7 +34,7 @@ With ``--rank-of``, collectives are local copies of the same sizes: a gather cop
 for each rank, and a reduction takes the rank's part. This measures computation and memory, without
 communication between GPUs. comm then only changes the dtype of the reductions.
 
-The variants of a model run one after the other in one group of processes. If a variant fails or
+All variants run one after the other in one group of processes. If a variant fails or
 exceeds ``--limit`` seconds, a new group runs the variants after it. The JSON file is written after
 each measurement. "ms" are the times of steps between CUDA events, "host ms" the times in which the
 host submits a step. Peak memory is that of torch's allocator plus symmetric memory.
@@ -64,6 +65,7 @@ from routing import ROUTINGS, rows_per_expert, top_k_index
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional
 from traffic import counted
 
 from fp8rs import convert_to_float8_training
@@ -148,55 +150,53 @@ def main(argv: list[str] | None = None) -> int:
         if options.json is not None:
             options.json.write_text(json.dumps(report, indent=1) + "\n")
 
-    for model in options.model:
-        _measure(model, options, report, save)
+    _measure(options, report, save)
     save()
     print(tables(report))
     return 0 if report["results"] else 1
 
 
-def _measure(
-    model: str, options: argparse.Namespace, report: dict[str, Any], save: Callable[[], None]
-) -> None:
-    """Run the variants of a model, and add their results and errors to ``report``."""
+def _measure(options: argparse.Namespace, report: dict[str, Any], save: Callable[[], None]) -> None:
+    """Run the variants of all models, and add their results and errors to ``report``."""
     start = time.perf_counter()
-    left: list[str] = []
-    begun: list[str] = []
+    left: list[tuple[str, str]] = []
+    begun: list[tuple[str, str]] = []
 
     def show(text: str) -> None:
-        print(f"{model} {time.perf_counter() - start:6.1f} s  {text}", flush=True)
+        print(f"{time.perf_counter() - start:6.1f} s  {text}", flush=True)
 
-    def failed(name: str, error: str) -> None:
-        report["errors"].append({"model": model, "variant": name, "error": error})
+    def failed(job: tuple[str, str], error: str) -> None:
+        model, variant = job
+        report["errors"].append({"model": model, "variant": variant, "error": error})
         save()
-        show(f"{name} failed: {error}")
+        show(f"{model}, {variant} failed: {error}")
 
-    for name in options.variants:
-        if parsed(name)[0] == "torchao" and importlib.util.find_spec("torchao") is None:
-            failed(name, NO_TORCHAO)
+    for job in itertools.product(options.model, options.variants):
+        if parsed(job[1])[0] == "torchao" and importlib.util.find_spec("torchao") is None:
+            failed(job, NO_TORCHAO)
         else:
-            left.append(name)
+            left.append(job)
 
     def on_event(event: dict[str, Any]) -> None:
         if "begins" in event:
             begun.append(event["begins"])
-        elif "result" in event:
-            report["results"].append({"model": model, **event["result"]})
+        if "result" in event:
+            report["results"].append(event["result"])
             save()
-        show(event.get("what", f"{event.get('begins')} ..."))
+        show(event["what"])
 
     while left:
         begun.clear()
+        arguments = {**report["options"], "jobs": left}
         try:
-            arguments = {**report["options"], "model": model, "variants": left}
             launch(rank, arguments, ranks=options.ranks, device=options.device, on_event=on_event)
             return
         except RankFailed as error:
-            name = begun[-1] if begun else left[0]
-            failed(name, str(error))
+            job = begun[-1] if begun else left[0]
+            failed(job, str(error))
             if not begun:
                 return  # The processes do not start.
-            left = left[left.index(name) + 1 :]
+            left = left[left.index(job) + 1 :]
 
 
 # --- on a rank -----------------------------------------------------------------------------------
@@ -211,11 +211,11 @@ def rank(arguments: dict[str, Any], report: Callable[[dict[str, Any]], None]) ->
         if arguments["rank_of"]:
             ranks = arguments["rank_of"]
             stack.enter_context(_as_rank_0_of(ranks))
-        for name in arguments["variants"]:
-            report({"begins": name})
+        for model, variant in arguments["jobs"]:
+            report({"begins": (model, variant), "what": f"{model}, {variant}"})
             # Ends the process with the stack of each thread.
             faulthandler.dump_traceback_later(arguments["limit"], exit=True)
-            _train(name, arguments, device, ranks, report)
+            _train(model, variant, arguments, device, ranks, report)
             faulthandler.cancel_dump_traceback_later()
             gc.collect()
             if device.type == "cuda":
@@ -223,20 +223,22 @@ def rank(arguments: dict[str, Any], report: Callable[[dict[str, Any]], None]) ->
 
 
 def _train(
-    name: str,
+    family: str,
+    variant: str,
     arguments: dict[str, Any],
     device: torch.device,
     ranks: int,
     report: Callable[[dict[str, Any]], None],
 ) -> None:
     """Build a model, and measure its steps with each number of tokens and routing."""
-    base, settings = parsed(name)
-    size = (TINY if arguments["tiny"] else MODELS)[arguments["model"]]
+    base, settings = parsed(variant)
+    size = (TINY if arguments["tiny"] else MODELS)[family]
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     torch.manual_seed(0)  # All ranks initialize equal weights, because they shard one model.
     with device:
-        model = build(arguments["model"], size)
+        model = build(family, size)
     parameters = sum(p.numel() for p in model.parameters())
+    _prepare_experts(model, base)
     _convert(model, base, settings)
     forced = _Routing(model)
     mesh = init_device_mesh(device.type, (ranks,))
@@ -249,7 +251,7 @@ def _train(
         local = {"all_gather": "torch", "reduce_scatter": "bf16"} if arguments["rank_of"] else {}
         comm = set_fsdp_comm(model, **local)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    what = f"{name}: {parameters / 1e9:.2f} G parameters"
+    what = f"{family}, {variant}: {parameters / 1e9:.2f} G parameters"
     report({"what": what + (f", {before / 1e9:.1f} GB allocated before" if before else "")})
     cases = itertools.product(arguments["tokens"], arguments["routing"])
     for number, (tokens, routing) in enumerate(cases):
@@ -277,11 +279,12 @@ def _train(
         symmetric = 0 if comm is None else comm.symmetric_memory
         peak = torch.tensor(float(peak_memory(device.type) + symmetric), device=device)
         dist.all_reduce(peak, dist.ReduceOp.MAX)
-        if arguments["profile"]:
-            report({"what": f"{name}, {tokens} tokens, {routing}: {profiled(step, None)}"})
+        if variant in arguments["profile"] and number == 0:
+            report({"what": profiled(step, None)})
         gathered, reduced = _traffic(step, model, ranks, comm)
         result = {
-            "variant": name,
+            "model": family,
+            "variant": variant,
             "tokens": tokens,
             "routing": routing,
             "largest_expert": max(counts),
@@ -295,8 +298,8 @@ def _train(
             "loss": loss.item(),
         }
         median = statistics.median(result["ms"])
-        what = f"{name}, {tokens} tokens, {routing}: {median:.1f} ms, loss {result['loss']:.4f}"
-        report({"result": result, "what": what})
+        what = f"{family}, {variant}, {tokens} tokens, {routing}: {median:.1f} ms"
+        report({"result": result, "what": f"{what}, loss {result['loss']:.4f}"})
     if comm is not None:
         report({"what": str(comm)})
 
@@ -337,6 +340,36 @@ def build(name: str, size: Size) -> Any:
         kind = Qwen3MoeForCausalLM
     how = {"attn_implementation": "sdpa", "experts_implementation": "grouped_mm"}
     return kind._from_config(config, dtype=torch.float32, **how).train()
+
+
+def _prepare_experts(model: nn.Module, base: str) -> None:
+    """Make transformers before 5.18 compute experts like later ones: without expert parallelism."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    for module in model.modules():
+        if not hasattr(module, "_apply_gate") or hasattr(module, "_is_expert_parallel"):
+            continue
+        module._is_expert_parallel = False  # fp8rs reads it.
+        if base not in FP8RS:
+            ALL_EXPERTS_FUNCTIONS.register("unmasked", unmasked_experts)
+            module.config._experts_implementation = "unmasked"  # type: ignore[union-attr]
+
+
+def unmasked_experts(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Compute experts as "grouped_mm" of transformers 5.18 to 5.24 does."""
+    top_k = top_k_index.size(-1)
+    ids, order = torch.sort(top_k_index.reshape(-1))
+    rows = x[order // top_k]
+    counted = ids.float() if x.device.type == "cpu" else ids.int()
+    counts = torch.histc(counted, bins=self.num_experts, min=0, max=self.num_experts - 1)
+    offs = torch.cumsum(counts, dim=0, dtype=torch.int32)
+    h = functional.grouped_mm(rows, self.gate_up_proj.transpose(-2, -1), offs=offs)
+    y = functional.grouped_mm(self._apply_gate(h), self.down_proj.transpose(-2, -1), offs=offs)
+    weighted = y * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.size(0), device=x.device)
+    out = weighted[inverse].view(x.size(0), top_k, x.size(1)).sum(dim=1)
+    return out.to(x.dtype)
 
 
 def _convert(model: nn.Module, base: str, settings: set[str]) -> None:
@@ -585,7 +618,13 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
     parser.add_argument("--limit", type=float, default=60, help="time limit of a variant, seconds")
-    parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
+    parser.add_argument(
+        "--profile",
+        type=variants,
+        default=[],
+        metavar="NAME,...",
+        help="variants whose kernels are printed, for their first measurement",
+    )
     parser.add_argument("--tiny", action="store_true", help="small models, for a smoke run")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)

@@ -309,7 +309,9 @@ def _mlp(
 
 def _experts(case: Case, device: str, weights: list[Any]) -> Callable[[], object]:
     """Return the forward and backward of a transformers module with FP8 or bf16 weights."""
+    from experts import unmasked_experts
     from transformers import Qwen3MoeConfig
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
     from fp8rs import convert_to_float8_training
@@ -321,8 +323,14 @@ def _experts(case: Case, device: str, weights: list[Any]) -> Callable[[], object
     config._experts_implementation = "grouped_mm"
     with torch.device("meta"):
         experts: Any = Qwen3MoeExperts(config).to(BF16)
+    # transformers before 5.18 always masks the rows that only expert parallelism has.
+    older = not hasattr(experts, "_is_expert_parallel")
+    experts._is_expert_parallel = False
     if type(weights[0]) is not Tensor:
         convert_to_float8_training(experts, recipe="current", experts="fp8")
+    elif older:
+        ALL_EXPERTS_FUNCTIONS.register("unmasked", unmasked_experts)
+        config._experts_implementation = "unmasked"
     x = random(tokens, size.hidden, device=device).requires_grad_()
     dy = random(tokens, size.hidden, device=device)
     index = top_k_index(tokens, size.top_k, case.counts).to(device)
