@@ -189,9 +189,16 @@ def _measure(options: argparse.Namespace, report: dict[str, Any], save: Callable
         begun.clear()
         arguments = {**report["options"], "jobs": left}
         try:
-            launch(rank, arguments, ranks=options.ranks, device=options.device, on_event=on_event)
+            launch(
+                rank,
+                arguments,
+                ranks=options.ranks,
+                device=options.device,
+                on_event=on_event,
+                limit_seconds=(len(left) + 1) * options.limit,
+            )
             return
-        except RankFailed as error:
+        except (RankFailed, TimeoutError) as error:
             job = begun[-1] if begun else left[0]
             failed(job, str(error))
             if not begun:
