@@ -112,6 +112,10 @@ VARIANTS += tuple(name + comm for name in FP8RS for comm in ("", "+comm"))
 NO_TORCHAO = "torchao cannot be imported: install it, or add its folder to PYTHONPATH"
 
 
+def has_torchao() -> bool:
+    return importlib.util.find_spec("torchao") is not None
+
+
 def parsed(name: str) -> tuple[str, set[str]]:
     """Return a variant's base and settings.
 
@@ -172,7 +176,7 @@ def _measure(options: argparse.Namespace, report: dict[str, Any], save: Callable
         show(f"{model}, {variant} failed: {error}")
 
     for job in itertools.product(options.model, options.variants):
-        if parsed(job[1])[0] == "torchao" and importlib.util.find_spec("torchao") is None:
+        if parsed(job[1])[0] == "torchao" and not has_torchao():
             failed(job, NO_TORCHAO)
         else:
             left.append(job)
@@ -221,9 +225,12 @@ def rank(arguments: dict[str, Any], report: Callable[[dict[str, Any]], None]) ->
         for model, variant in arguments["jobs"]:
             report({"begins": (model, variant), "what": f"{model}, {variant}"})
             # Ends the process with the stack of each thread.
-            faulthandler.dump_traceback_later(arguments["limit"], exit=True)
-            _train(model, variant, arguments, device, ranks, report)
-            faulthandler.cancel_dump_traceback_later()
+            limit = arguments["limit"]
+            faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
+            try:
+                _train(model, variant, arguments, device, ranks, report)
+            finally:
+                faulthandler.cancel_dump_traceback_later()
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
