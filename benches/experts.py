@@ -1,6 +1,6 @@
 """Time training steps of mixture-of-experts models under FSDP2 with fp8rs, bf16 and torchao.
 
-The models are those of transformers, with random weights, a vocabulary of 32000 and sdpa attention:
+The models are from transformers, with random weights, a vocabulary of 32000 and sdpa attention:
 
 - mixtral: 2 layers of Mixtral 8x7B, 3.16 B parameters
 - qwen3: 6 layers of Qwen3-30B-A3B, 3.87 B parameters
@@ -37,7 +37,7 @@ communication between GPUs. comm then only changes the dtype of the reductions.
 All variants run one after the other in one group of processes. If a variant fails or
 exceeds ``--limit`` seconds, a new group runs the variants after it. The JSON file is written after
 each measurement. "ms" are the times of steps between CUDA events, "host ms" the times in which the
-host submits a step. Peak memory is that of torch's allocator plus symmetric memory.
+host submits a step. Peak memory is the peak of torch's allocator plus symmetric memory.
 """
 
 from __future__ import annotations

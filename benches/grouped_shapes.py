@@ -100,7 +100,7 @@ WITH_MAXIMA, WITHOUT = 0.60, 0.80
 #: GEMMs with more floating-point operations than this are left out.
 LIMIT = 16e12
 
-#: Microseconds for all calls of a measurement, and for those of an MLP.
+#: Microseconds for all calls of a measurement of a GEMM or kernel, and of an MLP.
 BUDGET, MLP_BUDGET = 15_000, 150_000
 
 #: Clock cycles of a GPU in a microsecond, as an upper bound.
