@@ -6,10 +6,10 @@
 #include "values.cuh"
 
 struct GroupBoundsArgs {
-  const int *offsets;    // (count)
+  const int *offs;       // (count)
   int *ends;             // (count)
   int *padded_ends;      // (count)
-  int *error;            // one element
+  int *invalid;          // one element in memory of the host, never cleared here
   i64 count;
   i64 rows;
 };
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(SCAN)
   int last_end = 0, last_padded = 0, invalid = 0;
   for (i64 first = 0; first < a.count; first += SCAN) {
     i64 i = first + threadIdx.x;
-    int offset = i < a.count ? a.offsets[i] : 0;
+    int offset = i < a.count ? a.offs[i] : 0;
     int clamped = offset < 0 ? 0 : offset > rows ? rows : offset;
     int end = scan<false>(clamped, shared);
     end = end > last_end ? end : last_end;
@@ -59,7 +59,29 @@ extern "C" __global__ void __launch_bounds__(SCAN)
     last_padded += shared[SCAN - 1];
   }
   invalid = __syncthreads_or(invalid);
-  if (threadIdx.x == 0) *a.error = invalid ? 1 : 0;
+  if (threadIdx.x == 0 && invalid) *a.invalid = 1;
+}
+
+struct ZeroTailArgs {
+  u8 *out;               // (rows, bytes)
+  const int *ends;       // (count)
+  i64 count;
+  i64 rows;
+  i64 bytes;             // of a row
+  i64 pitch;             // bytes from a row to the next one
+  i64 vectors;           // whether rows are 16-byte aligned
+};
+
+/// Zeroes the rows after the last group. Blocks take rows in turn.
+extern "C" __global__ void __launch_bounds__(256)
+    zero_tail(const __grid_constant__ ZeroTailArgs a) {
+  i64 end = a.count ? a.ends[a.count - 1] : 0;
+  for (i64 row = (end < 0 ? 0 : end) + blockIdx.x; row < a.rows; row += gridDim.x) {
+    u8 *to = a.out + row * a.pitch;
+    i64 whole = a.vectors ? a.bytes / 16 * 16 : 0;
+    for (i64 i = threadIdx.x * 16; i < whole; i += 256 * 16) *(uint4 *)(to + i) = uint4{0, 0, 0, 0};
+    for (i64 i = whole + threadIdx.x; i < a.bytes; i += 256) to[i] = 0;
+  }
 }
 
 /// The arguments of the other kernels, mirrored by `GroupArgs` in the launch code.
