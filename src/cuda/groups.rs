@@ -35,7 +35,6 @@ struct ZeroTailArgs {
     rows: i64,
     bytes: i64,
     pitch: i64,
-    vectors: i64,
 }
 
 #[derive(Clone, Copy)]
@@ -74,7 +73,7 @@ const X_VECTORS: u32 = 1;
 const DY_VECTORS: u32 = 2;
 const VALUE_VECTORS: u32 = 4;
 /// Rows that a thread block of the maxima's kernels processes.
-const STRIP_ROWS: usize = 256;
+const STRIP_ROWS: usize = 128;
 /// The most thread blocks that zero rows. Each takes rows in turn.
 const ZERO_BLOCKS: u64 = 1024;
 
@@ -155,7 +154,6 @@ pub(crate) fn zero_tail(out: ViewMut, ends: View, stream: Stream) -> Result<(), 
         rows: matrix.rows as i64,
         bytes: (matrix.cols * size) as i64,
         pitch: (matrix.row_stride * size as isize) as i64,
-        vectors: i64::from(rows_aligned(&matrix, 16)),
     };
     let grid = Grid { blocks: ZERO_BLOCKS.min(matrix.rows as u64), threads: 256 };
     launch(ordinal(out.device()), stream, &ZERO_TAIL, grid, &args)
@@ -231,7 +229,7 @@ fn quantize(call: &GroupCall, gated: Option<&Gated>, stream: Stream) -> Result<(
         let grid = Grid { blocks: (rows.div_ceil(STRIP_ROWS) * across) as u64, threads: 256 };
         launch(device, stream, &kernels[input_index(values.dtype)], grid, &maxima)?;
     }
-    let blocks = (row_scales + col_scales).div_ceil(256) + row_scales;
+    let blocks = (row_scales + col_scales).div_ceil(256) + row_scales.min(ZERO_BLOCKS as usize);
     if blocks > 0 {
         let grid = Grid { blocks: blocks as u64, threads: 256 };
         launch(device, stream, &SCALES[format_index(*format)], grid, &args)?;
