@@ -168,7 +168,7 @@ class Case(NamedTuple):
 def case_of(model: str, size: Size, rows: int, routing: str, device: str) -> Case:
     counts = rows_per_expert(rows, size.experts, routing)
     offs = torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
-    ends, padded_ends, _ = ops.group_bounds(offs, torch.empty(rows, device=device))
+    ends, padded_ends = ops.group_bounds(offs, torch.empty(rows, device=device))
     return Case(model, size, rows, routing, counts, ends, padded_ends)
 
 

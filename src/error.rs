@@ -37,7 +37,7 @@ impl fmt::Display for Arg {
 }
 
 /// The reason an operation did not run. Nothing was written or queued, except as described at
-/// [`Error::Cuda`].
+/// [`Error::Offsets`] and [`Error::Cuda`].
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -143,6 +143,17 @@ pub enum Error {
         got: String,
         /// The accepted values.
         expected: Cow<'static, str>,
+    },
+    /// A device found invalid offsets of groups, in this call or an earlier one (Python: `RuntimeError`).
+    #[error(
+        "offs was invalid in a grouped GEMM on {device}: it was negative, decreased, or exceeded the number of \
+         rows. The GEMM ran with the nearest valid offsets, so its results are wrong. Kernels run \
+         asynchronously, and a later call may raise this error. Set CUDA_LAUNCH_BLOCKING=1 or run on the CPU, \
+         and the layer with the invalid offs raises it"
+    )]
+    Offsets {
+        /// The device.
+        device: Device,
     },
     /// The device or this build does not support the operation (Python: `fp8rs.UnsupportedError`).
     #[error("{what} is not supported: {reason}; {instead}")]

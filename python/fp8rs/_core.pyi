@@ -18,6 +18,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "adamw",
+    "check_offsets",
     "cpu_features",
     "multi_quantize",
     "multi_quantize_delayed",
@@ -26,6 +27,7 @@ __all__ = [
     "register_kernels",
     "set_cpu_simd",
     "sum_rows",
+    "zero_tail",
 ]
 
 _Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
@@ -99,3 +101,5 @@ def random_uniform(
     step: Tensor | None = None,
 ) -> None: ...
 def sum_rows(out: Tensor, x: Tensor, divisor: float) -> None: ...
+def check_offsets() -> None: ...
+def zero_tail(out: Tensor, ends: Tensor) -> None: ...

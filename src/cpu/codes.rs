@@ -24,8 +24,8 @@ pub(crate) fn multi_rescale(codes: &[ViewMut], scales: View, new_scales: View, w
     let _env = DefaultFloatEnv::enter();
     let (scales, new_scales) = (scales.matrix(), new_scales.matrix());
     let mut first = 0;
-    for out in codes {
-        let (format, out) = (out.dtype().fp8().expect("validated"), out.matrix());
+    for out in codes.iter().flat_map(|out| (0..out.batch()).map(|i| out.at(i).matrix())) {
+        let format = out.dtype.fp8().expect("validated");
         for part in block_parts(0..out.cols, width).filter(|part| !part.is_empty()) {
             let at = first + part.start / width;
             // SAFETY: `ops` checks that both have an fp32 scale for each part.

@@ -10,6 +10,7 @@ use super::tensorwise::{PARALLEL, PIECE};
 use super::tile::{COLS, Fill, by_tiles};
 use super::types::{with_codes, with_element};
 use super::{pool, rows};
+use crate::error::{Arg, Error};
 use crate::format::Fp8Format;
 use crate::format::activation::Activation;
 use crate::format::groups::bounds;
@@ -18,18 +19,46 @@ use crate::format::wide::{INF_BITS, NAN_BITS};
 use crate::layout::{Matrix, View, ViewMut};
 use crate::spec::{Gated, GroupCall, Groups, ScaleRule};
 
-pub(crate) fn group_bounds(offsets: View, rows: usize, ends: ViewMut, padded_ends: ViewMut, error: ViewMut) {
-    let (offsets, error) = (offsets.matrix(), error.matrix());
+pub(crate) fn group_bounds(
+    offs: View,
+    rows: usize,
+    ends: ViewMut,
+    padded_ends: ViewMut,
+) -> Result<(), Error> {
+    let offs = offs.matrix();
     // SAFETY: validation checked that this is an int32 row.
-    let found = bounds((0..offsets.cols).map(|i| unsafe { offsets.read::<i32>(0, i) }), rows);
+    let offset = |i| unsafe { offs.read::<i32>(0, i) };
+    let found = bounds((0..offs.cols).map(offset), rows);
+    if let Some(group) = found.invalid {
+        let least = group.checked_sub(1).map_or(0, |before| found.ends[before]);
+        return Err(Error::Value {
+            arg: Arg::Item("offs", group),
+            got: offset(group).to_string(),
+            expected: format!(
+                "from {least} to {rows}, because offsets must not decrease, nor exceed the number of rows"
+            )
+            .into(),
+        });
+    }
     for (out, values) in [(ends.matrix(), &found.ends), (padded_ends.matrix(), &found.padded_ends)] {
         for (i, value) in values.iter().enumerate() {
             // SAFETY: validation checked that these outputs are int32 rows with an element per group.
             unsafe { out.write(0, i, *value) };
         }
     }
-    // SAFETY: validation checked that this output is one int32 element.
-    unsafe { error.write(0, 0, i32::from(found.invalid)) };
+    Ok(())
+}
+
+pub(crate) fn zero_tail(out: ViewMut, ends: View) {
+    let (out, ends) = (out.matrix(), ends.matrix());
+    // SAFETY: validation checked that this is an int32 row.
+    let end = if ends.cols == 0 { 0 } else { unsafe { ends.read::<i32>(0, ends.cols - 1) } };
+    for row in end.max(0) as usize..out.rows {
+        with_element!(out.dtype, T => {
+            // SAFETY: the elements of a row are contiguous, and `T` is the type of the dtype.
+            unsafe { out.row_mut::<T>(row, 0..out.cols) }.fill(T::narrow(0.0));
+        });
+    }
 }
 
 /// Computes rows of a gated activation or of its gradient.

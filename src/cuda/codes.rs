@@ -41,14 +41,16 @@ struct DequantizeArgs {
 }
 
 /// Number of entries in [`RescaleArgs`].
-const RESCALED: usize = 64;
+const RESCALED: usize = 48;
 
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct RescaleEntry {
     codes: *mut u8,
+    batch: i64,
     rows: i64,
     cols: i64,
+    codes_bs: i64,
     codes_rs: i64,
     codes_cs: i64,
     first_scale: i64,
@@ -60,10 +62,10 @@ struct RescaleArgs {
     scales: *const u8,
     new_scales: *const u8,
     width: i64,
-    entries: [RescaleEntry; 64],
+    entries: [RescaleEntry; 48],
 }
 
-/// Thread blocks per matrix. Also in kernels/codes.cu.
+/// Thread blocks per entry. Also in kernels/codes.cu.
 const RESCALE_BLOCKS: u64 = 32;
 
 args!(TransposeArgs, RescaleArgs, DequantizeArgs);
@@ -170,13 +172,15 @@ pub(crate) fn multi_rescale(
         let (rows, cols) = out.shape();
         lists[format_index(format)].push(RescaleEntry {
             codes: out.ptr(),
+            batch: out.batch() as i64,
             rows: rows as i64,
             cols: cols as i64,
+            codes_bs: out.batch_stride() as i64,
             codes_rs: out.row_stride() as i64,
             codes_cs: out.col_stride() as i64,
             first_scale,
         });
-        first_scale += cols.div_ceil(width) as i64;
+        first_scale += (out.batch() * cols.div_ceil(width)) as i64;
     }
     for (list, kernel) in lists.iter().zip(&RESCALE) {
         for part in list.chunks(RESCALED) {

@@ -1,26 +1,40 @@
 //! Bounds and quantization of groups of rows (`kernels/groups.cu`).
 
 use std::ptr;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::driver::{Grid, args, launch, zero};
+use super::MAX_DEVICES;
+use super::driver::{Grid, args, device, host_word, launch, zero};
 use super::modules::{ByInput, ByTypes, Kernel, by_input, by_types, format_index, input_index, kernel};
 use super::tensorwise::Rule;
 use super::views::{aligned, ordinal, rows_aligned};
 use crate::error::Error;
 use crate::format::activation::Activation;
 use crate::format::groups::padded_columns;
-use crate::layout::{Matrix, View, ViewMut};
+use crate::layout::{Device, Matrix, View, ViewMut};
 use crate::spec::{Gated, GroupCall, Stream};
 
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct GroupBoundsArgs {
-    offsets: *const u8,
+    offs: *const u8,
     ends: *mut u8,
     padded_ends: *mut u8,
-    error: *mut u8,
+    invalid: *mut u8,
     count: i64,
     rows: i64,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ZeroTailArgs {
+    out: *mut u8,
+    ends: *const u8,
+    count: i64,
+    rows: i64,
+    bytes: i64,
+    pitch: i64,
 }
 
 #[derive(Clone, Copy)]
@@ -52,16 +66,19 @@ struct GroupArgs {
     unused: u32,
 }
 
-args!(GroupBoundsArgs, GroupArgs);
+args!(GroupBoundsArgs, ZeroTailArgs, GroupArgs);
 
 // Defined in `kernels/groups.cu`.
 const X_VECTORS: u32 = 1;
 const DY_VECTORS: u32 = 2;
 const VALUE_VECTORS: u32 = 4;
 /// Rows that a thread block of the maxima's kernels processes.
-const STRIP_ROWS: usize = 256;
+const STRIP_ROWS: usize = 128;
+/// The most thread blocks that zero rows. Each takes rows in turn.
+const ZERO_BLOCKS: u64 = 1024;
 
 static BOUNDS: Kernel = kernel!(Groups, "group_bounds", GroupBoundsArgs);
+static ZERO_TAIL: Kernel = kernel!(Groups, "zero_tail", ZeroTailArgs);
 static AMAX: ByInput = by_input!(Groups, "group_amax", GroupArgs);
 static GATED: ByInput = by_input!(Groups, "group_gated", GroupArgs);
 static GRADIENT: ByInput = by_input!(Groups, "group_gradient", GroupArgs);
@@ -72,26 +89,74 @@ static CAST: ByTypes = by_types!(Groups, "group_cast", GroupArgs);
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<&'static Kernel> {
     let by_input = [&AMAX, &GATED, &GRADIENT].into_iter().flatten();
-    [&BOUNDS].into_iter().chain(by_input).chain(&SCALES).chain(CAST.iter().flatten()).collect()
+    [&BOUNDS, &ZERO_TAIL].into_iter().chain(by_input).chain(&SCALES).chain(CAST.iter().flatten()).collect()
+}
+
+/// For each device, a flag that is 1 from the time when its kernel finds an invalid offset until the host
+/// reads the flag. The memory belongs to the host and is never freed, so that captured graphs set it as well.
+static FLAGS: [OnceLock<&AtomicU32>; MAX_DEVICES] = [const { OnceLock::new() }; MAX_DEVICES];
+
+/// Returns the flag of a device.
+fn flag(ordinal: i32) -> Result<&'static AtomicU32, Error> {
+    device(ordinal)?;
+    let slot = &FLAGS[ordinal as usize];
+    if let Some(flag) = slot.get() {
+        return Ok(flag);
+    }
+    let made = host_word(ordinal)?;
+    // If two threads are here, the second word is unused.
+    Ok(slot.get_or_init(|| made))
+}
+
+/// Returns an error if the flag of a device is set, and clears it.
+fn check_flag(flag: &AtomicU32, ordinal: i32) -> Result<(), Error> {
+    if flag.load(Ordering::Acquire) == 0 {
+        return Ok(());
+    }
+    flag.store(0, Ordering::Release);
+    Err(Error::Offsets { device: Device::Cuda(ordinal) })
+}
+
+pub(crate) fn check_offsets() -> Result<(), Error> {
+    (0..).zip(&FLAGS).try_for_each(|(ordinal, slot)| slot.get().map_or(Ok(()), |f| check_flag(f, ordinal)))
 }
 
 pub(crate) fn group_bounds(
-    offsets: View,
+    offs: View,
     rows: usize,
     ends: ViewMut,
     padded_ends: ViewMut,
-    error: ViewMut,
     stream: Stream,
 ) -> Result<(), Error> {
+    let ordinal = ordinal(offs.device());
+    let flag = flag(ordinal)?;
     let args = GroupBoundsArgs {
-        offsets: offsets.ptr(),
+        offs: offs.ptr(),
         ends: ends.ptr(),
         padded_ends: padded_ends.ptr(),
-        error: error.ptr(),
-        count: offsets.cols() as i64,
+        invalid: flag.as_ptr().cast(),
+        count: offs.cols() as i64,
         rows: rows as i64,
     };
-    launch(ordinal(error.device()), stream, &BOUNDS, Grid { blocks: 1, threads: 1024 }, &args)
+    launch(ordinal, stream, &BOUNDS, Grid { blocks: 1, threads: 1024 }, &args)?;
+    // The host reads the flag after the launch, because CUDA_LAUNCH_BLOCKING=1 makes the launch wait for the
+    // kernel.
+    check_flag(flag, ordinal)
+}
+
+pub(crate) fn zero_tail(out: ViewMut, ends: View, stream: Stream) -> Result<(), Error> {
+    let matrix = out.matrix();
+    let size = matrix.dtype.size();
+    let args = ZeroTailArgs {
+        out: matrix.ptr,
+        ends: ends.ptr(),
+        count: ends.cols() as i64,
+        rows: matrix.rows as i64,
+        bytes: (matrix.cols * size) as i64,
+        pitch: (matrix.row_stride * size as isize) as i64,
+    };
+    let grid = Grid { blocks: ZERO_BLOCKS.min(matrix.rows as u64), threads: 256 };
+    launch(ordinal(out.device()), stream, &ZERO_TAIL, grid, &args)
 }
 
 pub(crate) fn quantize_groups(call: GroupCall, stream: Stream) -> Result<(), Error> {
@@ -164,7 +229,7 @@ fn quantize(call: &GroupCall, gated: Option<&Gated>, stream: Stream) -> Result<(
         let grid = Grid { blocks: (rows.div_ceil(STRIP_ROWS) * across) as u64, threads: 256 };
         launch(device, stream, &kernels[input_index(values.dtype)], grid, &maxima)?;
     }
-    let blocks = (row_scales + col_scales).div_ceil(256) + row_scales;
+    let blocks = (row_scales + col_scales).div_ceil(256) + row_scales.min(ZERO_BLOCKS as usize);
     if blocks > 0 {
         let grid = Grid { blocks: blocks as u64, threads: 256 };
         launch(device, stream, &SCALES[format_index(*format)], grid, &args)?;
@@ -208,4 +273,25 @@ fn gated_args(gated: &Gated, args: GroupArgs, cols: usize) -> (&'static ByInput,
     args.dy = dy.ptr;
     (args.dy_rs, args.dy_cs) = (dy.row_stride as i64, dy.col_stride as i64);
     (&GRADIENT, args, width)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn set_flag_is_an_error_once() {
+        let flag = AtomicU32::new(0);
+        assert_eq!(check_flag(&flag, 3), Ok(()));
+        flag.store(1, Ordering::Relaxed);
+        let error = check_flag(&flag, 3).unwrap_err();
+        assert_eq!(error, Error::Offsets { device: Device::Cuda(3) });
+        assert!(error.to_string().contains("cuda:3") && error.to_string().contains("CUDA_LAUNCH_BLOCKING"));
+        assert_eq!(check_flag(&flag, 3), Ok(()));
+    }
+
+    #[test]
+    fn devices_without_a_flag_are_not_checked() {
+        assert_eq!(check_offsets(), Ok(()));
+    }
 }

@@ -11,8 +11,8 @@ pub struct Bounds {
     pub ends: Vec<i32>,
     /// The ends with each group's length rounded up to a multiple of [`ALIGNMENT`].
     pub padded_ends: Vec<i32>,
-    /// Whether an offset was negative, above the number of rows, or below the offset before it.
-    pub invalid: bool,
+    /// The first group whose offset was negative, above the number of rows, or below the offset before it.
+    pub invalid: Option<usize>,
 }
 
 /// Returns the bounds for untrusted offsets into `rows` rows. An invalid offset is replaced by the nearest
@@ -20,11 +20,13 @@ pub struct Bounds {
 #[must_use]
 pub fn bounds(offsets: impl IntoIterator<Item = i32>, rows: usize) -> Bounds {
     let rows = i32::try_from(rows).unwrap_or(i32::MAX);
-    let mut found = Bounds { ends: Vec::new(), padded_ends: Vec::new(), invalid: false };
+    let mut found = Bounds { ends: Vec::new(), padded_ends: Vec::new(), invalid: None };
     let (mut end, mut padded) = (0, 0);
-    for offset in offsets {
+    for (group, offset) in offsets.into_iter().enumerate() {
         let next = offset.clamp(end, rows);
-        found.invalid |= next != offset;
+        if next != offset {
+            found.invalid.get_or_insert(group);
+        }
         padded += (next - end + ALIGNMENT as i32 - 1) / ALIGNMENT as i32 * ALIGNMENT as i32;
         end = next;
         found.ends.push(end);
@@ -50,7 +52,7 @@ mod tests {
         let found = bounds([3, 3, 20, 36], 40);
         assert_eq!(
             found,
-            Bounds { ends: vec![3, 3, 20, 36], padded_ends: vec![16, 16, 48, 64], invalid: false }
+            Bounds { ends: vec![3, 3, 20, 36], padded_ends: vec![16, 16, 48, 64], invalid: None }
         );
     }
 
@@ -58,8 +60,8 @@ mod tests {
     fn invalid_offsets_are_clamped_and_reported() {
         assert_eq!(bounds([-4, 5], 8).ends, [0, 5]);
         assert_eq!(bounds([5, 3, 9], 8).ends, [5, 5, 8]);
-        for offsets in [[-1, 2], [5, 4], [2, 9]] {
-            assert!(bounds(offsets, 8).invalid, "{offsets:?}");
+        for (offsets, group) in [([-1, 2], 0), ([5, 4], 1), ([2, 9], 1), ([9, -1], 0)] {
+            assert_eq!(bounds(offsets, 8).invalid, Some(group), "{offsets:?}");
         }
     }
 

@@ -106,6 +106,12 @@ macro_rules! accessors {
             self.batch
         }
 
+        /// Returns the distance from an element to the element of the next matrix, in elements.
+        #[must_use]
+        pub fn batch_stride(&self) -> isize {
+            self.batch_stride
+        }
+
         /// Returns a view of `batch` matrices of this shape whose first elements are `stride` elements apart.
         ///
         /// # Safety
@@ -119,11 +125,6 @@ macro_rules! accessors {
         fn matrix_at(&self, i: usize) -> Matrix {
             let offset = (self.batch_stride * i as isize).wrapping_mul(self.dtype().size() as isize);
             Matrix { ptr: self.matrix.ptr.wrapping_offset(offset), ..self.matrix }
-        }
-
-        /// Iterates over the matrices of the batch.
-        pub(crate) fn matrices(&self) -> impl Iterator<Item = Matrix> {
-            (0..self.batch).map(|i| self.matrix_at(i))
         }
 
         /// Returns whether the rows of all matrices are one row stride apart, so that they form one matrix.

@@ -51,7 +51,8 @@ pub fn dequantize(codes: View, scale: View, block: Block, out: ViewMut, stream: 
 
 /// Rounds codes to new scales, in place: encode(code * scale * (1 / new scale)). Each scale of a matrix belongs
 /// to `width` columns, and its last one may belong to fewer. `scales` and `new_scales` are fp32, 1xN, with the
-/// scales of one matrix after those of another. Codes whose scale has the same bits in both are not read.
+/// scales of one matrix after those of another. Codes whose scale has the same bits in both are not read. On
+/// CUDA, a batch takes as many launches as one matrix.
 pub fn multi_rescale(
     codes: &[ViewMut],
     scales: View,
@@ -65,12 +66,8 @@ pub fn multi_rescale(
     let mut call = Call::default();
     for (i, out) in codes.iter().enumerate() {
         call.output(Arg::Item("codes", i), out, Kind::Fp8)?;
-        if out.batch() != 1 {
-            let got = format!("a batch of {} matrices", out.batch());
-            return Err(Error::Value { arg: Arg::Item("codes", i), got, expected: "one matrix".into() });
-        }
     }
-    let count = codes.iter().map(|out| out.cols().div_ceil(width)).sum();
+    let count = codes.iter().map(|out| out.batch() * out.cols().div_ceil(width)).sum();
     for (arg, list) in [("scales", &scales), ("new_scales", &new_scales)] {
         call.input(arg, list, Kind::F32)?;
         one_matrix(arg, list.batch())?;

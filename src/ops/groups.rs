@@ -10,29 +10,51 @@ use crate::spec::{BlockPlane, Gated, GroupCall, Groups, ScaleRule, Stream};
 use crate::{cpu, cuda};
 
 /// Computes the bounds of groups from untrusted offsets into `rows` rows ([`crate::format::groups::bounds`]).
-/// `offsets`, `ends` and `padded_ends` are int32 with one element per group. `error` (int32, one element) is 1
-/// if an offset is invalid, and 0 otherwise.
+/// `offs`, `ends` and `padded_ends` are int32 with one element per group.
+///
+/// An invalid offset is an error. On the CPU, nothing is written then. On CUDA, the device replaces the offset
+/// and sets a flag, which stays set until the host finds it. This call, every later one and
+/// [`check_offsets`] return [`Error::Offsets`] if they find the flag set, and clear it.
 pub fn group_bounds(
-    offsets: View,
+    offs: View,
     rows: usize,
     ends: ViewMut,
     padded_ends: ViewMut,
-    error: ViewMut,
     stream: Stream,
 ) -> Result<(), Error> {
     let mut call = Call::default();
-    call.input("offsets", &offsets, Kind::Is(DType::I32))?;
-    one_matrix("offsets", offsets.batch())?;
+    call.input("offs", &offs, Kind::Is(DType::I32))?;
+    one_matrix("offs", offs.batch())?;
     for (arg, out) in [("ends", &ends), ("padded_ends", &padded_ends)] {
         call.output(arg, out, Kind::Is(DType::I32))?;
-        shape(arg, out.shape(), (1, offsets.cols()), "one element for each group")?;
+        shape(arg, out.shape(), (1, offs.cols()), "one element for each group")?;
         contiguous(arg, out.is_contiguous())?;
     }
-    contiguous("offsets", offsets.is_contiguous())?;
-    call.output("error", &error, Kind::Is(DType::I32))?;
-    shape("error", error.shape(), (1, 1), "one element")?;
-    shape("offsets", offsets.shape(), (1, offsets.cols()), "a vector with one element for each group")?;
-    on!(call.finish()?, stream, cpu: cpu::group_bounds(offsets, rows, ends, padded_ends, error), cuda: cuda::group_bounds(offsets, rows, ends, padded_ends, error, stream))
+    contiguous("offs", offs.is_contiguous())?;
+    shape("offs", offs.shape(), (1, offs.cols()), "a vector with one element for each group")?;
+    on!(call.finish()?, stream, cpu: cpu::group_bounds(offs, rows, ends, padded_ends)?, cuda: cuda::group_bounds(offs, rows, ends, padded_ends, stream))
+}
+
+/// Returns [`Error::Offsets`] if a device found an invalid offset since the last check, and clears its flag.
+/// This reads memory of the host, and does not wait for queued work.
+pub fn check_offsets() -> Result<(), Error> {
+    #[cfg(feature = "cuda")]
+    cuda::check_offsets()?;
+    Ok(())
+}
+
+/// Sets the rows after the last group to 0. `ends` is int32 with one element per group. `out` is fp32, bf16 or
+/// fp16, and the elements of a row are contiguous. Other rows are neither read nor written.
+pub fn zero_tail(out: ViewMut, ends: View, stream: Stream) -> Result<(), Error> {
+    let mut call = Call::default();
+    call.output("out", &out, Kind::Wide)?;
+    one_matrix("out", out.batch())?;
+    contiguous("out", out.cols() <= 1 || out.col_stride() == 1)?;
+    call.input("ends", &ends, Kind::Is(DType::I32))?;
+    one_matrix("ends", ends.batch())?;
+    shape("ends", ends.shape(), (1, ends.cols()), "a vector with one element for each group")?;
+    contiguous("ends", ends.is_contiguous())?;
+    on!(call.finish()?, stream, cpu: cpu::zero_tail(out, ends), cuda: cuda::zero_tail(out, ends, stream))
 }
 
 /// Quantizes groups of rows in one or both directions. Row `i` is row `index[i]` of `x`, or row `i` without an

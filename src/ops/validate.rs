@@ -3,10 +3,10 @@
 
 use std::borrow::Cow;
 
-use super::overlap::{overlap, overlaps_itself};
+use super::overlap::{Region, overlap, overlaps_itself, regions};
 use crate::error::{Arg, Error};
 use crate::format::Fp8Format;
-use crate::layout::{DType, Device, Matrix, View, ViewMut};
+use crate::layout::{DType, Device, View, ViewMut};
 
 /// The element types that an argument may have.
 #[derive(Clone, Copy)]
@@ -49,7 +49,7 @@ struct Used {
     arg: Arg,
     extent: (usize, usize),
     written: bool,
-    matrix: Matrix,
+    region: Region,
 }
 
 /// The arguments of one call that were checked so far.
@@ -67,14 +67,16 @@ impl Call {
         let arg = arg.into();
         self.batch(arg, view.batch())?;
         self.check(arg, view.dtype(), view.device(), kind)?;
-        view.matrices().try_for_each(|matrix| self.memory(arg, matrix, false))
+        let mut regions = regions(view.at(0).matrix(), view.batch(), view.batch_stride());
+        regions.try_for_each(|region| self.memory(arg, region, false))
     }
 
     /// Adds an argument that is written, or read and written.
     pub(super) fn output(&mut self, arg: impl Into<Arg>, view: &ViewMut, kind: Kind) -> Result<(), Error> {
         let arg = arg.into();
         self.batch(arg, view.batch())?;
-        if view.matrices().next().is_some_and(|matrix| overlaps_itself(&matrix)) {
+        let first = view.at(0).matrix();
+        if view.batch() > 0 && overlaps_itself(&first) {
             return Err(Error::SelfOverlap {
                 arg,
                 shape: view.shape(),
@@ -82,7 +84,8 @@ impl Call {
             });
         }
         self.check(arg, view.dtype(), view.device(), kind)?;
-        view.matrices().try_for_each(|matrix| self.memory(arg, matrix, true))
+        regions(first, view.batch(), view.batch_stride())
+            .try_for_each(|region| self.memory(arg, region, true))
     }
 
     /// Adds an argument that is read and has one fp32 element per matrix.
@@ -140,7 +143,7 @@ impl Call {
             open.retain(|earlier| used.extent.0 < earlier.extent.1);
             let clash = open
                 .iter()
-                .find(|earlier| (earlier.written || used.written) && overlap(&earlier.matrix, &used.matrix));
+                .find(|earlier| (earlier.written || used.written) && overlap(&earlier.region, &used.region));
             if let Some(earlier) = clash {
                 let (out, with) = if used.written { (used, *earlier) } else { (*earlier, used) };
                 return Err(Error::Overlap { arg: out.arg, with: with.arg });
@@ -170,16 +173,16 @@ impl Call {
         Err(Error::Device { arg, got: device, expected, with })
     }
 
-    fn memory(&mut self, arg: Arg, matrix: Matrix, written: bool) -> Result<(), Error> {
-        let Some(extent) = matrix.extent() else { return Ok(()) };
-        if matrix.ptr.is_null() {
-            return Err(Error::NullPointer { arg, elements: matrix.numel() });
+    fn memory(&mut self, arg: Arg, region: Region, written: bool) -> Result<(), Error> {
+        let Some(extent) = region.extent() else { return Ok(()) };
+        let (ptr, size) = (region.matrix.ptr, region.matrix.dtype.size());
+        if ptr.is_null() {
+            return Err(Error::NullPointer { arg, elements: region.numel() });
         }
-        let size = matrix.dtype.size();
-        if !(matrix.ptr as usize).is_multiple_of(size) {
+        if !(ptr as usize).is_multiple_of(size) {
             return Err(Error::Misaligned { arg, size });
         }
-        self.used.push(Used { arg, extent, written, matrix });
+        self.used.push(Used { arg, extent, written, region });
         Ok(())
     }
 }

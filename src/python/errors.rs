@@ -34,6 +34,7 @@ impl From<Error> for PyErr {
             | Error::NullPointer { .. }
             | Error::Misaligned { .. }
             | Error::Value { .. } => PyValueError::new_err(message),
+            Error::Offsets { .. } => PyRuntimeError::new_err(message),
             Error::Unsupported { .. } => UnsupportedError::new_err(message),
             Error::Cuda { .. } => cuda_error(message, None, false),
             Error::Driver { code, ref name, .. } => {

@@ -51,7 +51,8 @@ fn multi_quantize_delayed<'py>(
     args.run(|stream| ops::multi_quantize_delayed(&xs, scales, amaxes, scales_used, &outs, stream))
 }
 
-/// Rounds codes to new scales, in place. Each scale belongs to `width` columns, or to a whole matrix.
+/// Rounds codes to new scales, in place. Each scale belongs to `width` columns, or to a whole matrix. Codes
+/// with more than two dimensions are a batch of matrices along the first one.
 #[pyfunction]
 #[pyo3(signature = (codes, scales, new_scales, width=None))]
 fn multi_rescale<'py>(
@@ -62,7 +63,7 @@ fn multi_rescale<'py>(
     width: Option<usize>,
 ) -> PyResult<()> {
     let args = Arguments::new(py);
-    let codes = args.outputs("codes", codes, |_, _| false)?;
+    let codes = args.outputs("codes", codes, |_, ndim| ndim > 2)?;
     let (scales, new_scales) = (args.input("scales", scales)?, args.input("new_scales", new_scales)?);
     args.run(|stream| ops::multi_rescale(&codes, scales, new_scales, width.unwrap_or(usize::MAX), stream))
 }

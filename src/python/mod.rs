@@ -18,6 +18,7 @@ macro_rules! functions {
 
 mod adamw;
 mod errors;
+mod groups;
 mod lists;
 mod machine;
 mod native;
@@ -32,7 +33,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("CudaError", py.get_type::<errors::CudaError>())?;
     module.add("UnsupportedError", py.get_type::<errors::UnsupportedError>())?;
-    for register in [machine::register, lists::register, adamw::register, rows::register] {
+    let registers = [machine::register, lists::register, groups::register, adamw::register, rows::register];
+    for register in registers {
         register(module)?;
     }
     module.add_function(wrap_pyfunction!(native::register_kernels, module)?)?;

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import DefaultSavePlanner, filesystem
+from torch.distributed.checkpoint.planner import SavePlan
 
 from checkpoint.layouts import batch, contents, lay_out, state_of
 from distributed import ranks
@@ -22,7 +23,7 @@ from distributed.folders import shared_folder
 from distributed.models import UNEVEN, same_bytes, train
 from fp8rs import checkpoint
 from fp8rs.checkpoint import CheckpointError
-from fp8rs.checkpoint.files import parse_metadata
+from fp8rs.checkpoint.files import Writer, parse_metadata
 
 FP8 = "FP8 weights, AdamW with masters"
 
@@ -251,3 +252,27 @@ def test_other_ranks_raise_when_one_dies(tmp_path, when):
     assert (word, in_time) == ("caught", "True"), outputs[0]
     assert (tmp_path / "first" / ".metadata").exists()
     assert not (tmp_path / "second").exists()
+
+
+def test_ranks_create_the_directory_after_an_unfinished_save_is_removed(tmp_path, monkeypatch):
+    """Creating a directory fails if it exists first and is removed before Python looks again."""
+    folder, partial = tmp_path / "saved", tmp_path / "saved.partial"
+    partial.mkdir()
+    (partial / "left over").touch()
+    coordinator, other = Writer(folder), Writer(folder)
+    mkdir = os.mkdir
+
+    def mkdir_while_coordinator_starts(path, *args, **kwargs):
+        try:
+            mkdir(path, *args, **kwargs)
+        except FileExistsError:
+            coordinator.set_up_storage_writer(True)
+            raise
+
+    monkeypatch.setattr(os, "mkdir", mkdir_while_coordinator_starts)
+    other.set_up_storage_writer(False)
+    plans = [writer.prepare_local_plan(SavePlan([])) for writer in (other, coordinator)]
+    plans = coordinator.prepare_global_plan(plans)
+    for writer, plan in zip((other, coordinator), plans, strict=True):
+        writer.write_data(plan, DefaultSavePlanner()).wait()
+    assert sorted(os.listdir(partial)) == ["__0_0.distcp", "__1_0.distcp"]

@@ -1,6 +1,7 @@
 """Batched FP8 weights (E, N, K) under FSDP2: each matrix is a weight alone."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +15,10 @@ from distributed.folders import shared_folder
 from distributed.models import reduces, same_bytes
 from distributed.sharded_pairs import assert_same_training
 from fp8rs import checkpoint
-from fp8rs.fsdp import Float8Shard
+from fp8rs.fsdp import Float8Shard, scale_sync
 from fp8rs.nn.init import uniform_
 from fp8rs.optim import AdamW, MasterWeights
-from internals import local_of
+from internals import core, local_of
 
 #: Numbers of experts: one, with empty shards; uneven shards on 2 ranks; even ones on 2 and 4.
 EXPERTS = (1, 3, 8)
@@ -62,6 +63,21 @@ def test_shards_are_gathered_as_they_are_stored(rig, experts, recipe, dim):
                 for name in NAMES:
                     getattr(m.experts, name).mul_(factor)
         assert_gathered(model, whole)
+
+
+@ranks(2)
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_all_experts_of_a_weight_are_rounded_to_common_scales_as_one_entry(rig, recipe):
+    """Otherwise the time of the host in each forward would grow with the number of experts."""
+    entries = []
+    for experts in (2, 8):
+        model = shard(build(rig.device, recipe, experts, fp8_weights=True), rig, 1)
+        with mock.patch.object(scale_sync, "multi_rescale", wraps=core.multi_rescale) as rescale:
+            model(batch(rig))
+        entries.append(sum(len(call.args[0]) for call in rescale.call_args_list))
+        counts = [scales.numel() for call in rescale.call_args_list for scales in call.args[1:3]]
+        assert sum(counts) >= 2 * len(NAMES) * experts
+    assert entries[0] == entries[1] <= 2 * len(NAMES) + 1
 
 
 @ranks(1, 2, 3, 4)

@@ -1,10 +1,17 @@
 """Bounds and quantization of groups of rows, against quantization of each group by itself."""
 
+import os
+import subprocess
+import sys
+from contextlib import suppress
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from cases import data
+from fp8rs.nn.functional import check_offsets
+from internals import core
 from oracle.activations import gated
 
 ops = torch.ops.fp8rs
@@ -23,9 +30,7 @@ LENGTHS = {
 
 def bounds_of(lengths, rows, device):
     offsets = torch.tensor(lengths, device=device).cumsum(0).to(torch.int32)
-    ends, padded_ends, error = ops.group_bounds(offsets, torch.empty(rows, 0, device=device))
-    assert error.item() == 0
-    return ends, padded_ends
+    return ops.group_bounds(offsets, torch.empty(rows, 0, device=device))
 
 
 def make(rows, cols, device, dtype=torch.bfloat16, seed=0):
@@ -185,24 +190,134 @@ def test_rounded_values_are_quantized(device, case, dtype, fp8_dtype, backward, 
 
 
 @pytest.mark.parametrize(
-    ("offsets", "rows", "ends", "padded_ends", "invalid"),
-    [
-        ([3, 3, 20, 36], 40, [3, 3, 20, 36], [16, 16, 48, 64], 0),
-        ([-4, 5], 8, [0, 5], [0, 16], 1),
-        ([5, 3, 9], 8, [5, 5, 8], [16, 16, 32], 1),
-        ([], 8, [], [], 0),
-    ],
+    ("offsets", "rows", "padded_ends"),
+    [([3, 3, 20, 36], 40, [16, 16, 48, 64]), ([5, 5], 8, [16, 16]), ([], 8, [])],
 )
-def test_bounds_are_clamped_and_padded(device, offsets, rows, ends, padded_ends, invalid):
-    offsets = torch.tensor(offsets, dtype=torch.int32, device=device)
-    found = ops.group_bounds(offsets, torch.empty(rows, 0, device=device))
-    assert [t.tolist() for t in found] == [ends, padded_ends, [invalid]]
+def test_bounds_are_padded(device, offsets, rows, padded_ends):
+    offs = torch.tensor(offsets, dtype=torch.int32, device=device)
+    found = ops.group_bounds(offs, torch.empty(rows, 0, device=device))
+    assert [t.tolist() for t in found] == [offsets, padded_ends]
+
+
+#: Invalid offsets into 8 rows, the error on the CPU, and the bounds on CUDA.
+INVALID = [
+    ([-4, 5], r"offs\[0\] is -4; it must be from 0 to 8", [0, 5], [0, 16]),
+    ([5, 3, 8], r"offs\[1\] is 3; it must be from 5 to 8", [5, 5, 8], [16, 16, 32]),
+    ([2, 9], r"offs\[1\] is 9; it must be from 2 to 8", [2, 8], [16, 32]),
+]
+
+
+@pytest.mark.parametrize(("offsets", "message"), [case[:2] for case in INVALID])
+def test_invalid_offsets_are_errors_on_the_cpu(offsets, message):
+    with pytest.raises(ValueError, match=message):
+        ops.group_bounds(torch.tensor(offsets, dtype=torch.int32), torch.empty(8, 0))
+    check_offsets()
+
+
+LATE = r"offs was invalid in a grouped GEMM on cuda:0.*CUDA_LAUNCH_BLOCKING=1"
+
+
+@pytest.fixture
+def flag():
+    """Load the kernels, because loading may synchronize, and clear the flag after a test."""
+    torch.cuda._sleep(1)
+    ops.group_bounds(*torch.zeros(2, 1, dtype=torch.int32, device="cuda"))
+    torch.cuda.synchronize()
+    check_offsets()
+    yield
+    torch.cuda.synchronize()
+    with suppress(RuntimeError):
+        check_offsets()
+
+
+def late_bounds(offs):
+    """Return the bounds. The kernel waits, so that this call does not find the flag itself."""
+    torch.cuda._sleep(100_000_000)
+    return ops.group_bounds(offs, torch.empty(8, 0, device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("offsets", "ends", "padded_ends"), [(c[0], *c[2:]) for c in INVALID])
+def test_a_gpu_clamps_invalid_offsets_and_sets_a_flag(flag, offsets, ends, padded_ends):
+    found = late_bounds(torch.tensor(offsets, dtype=torch.int32, device="cuda"))
+    assert [t.tolist() for t in found] == [ends, padded_ends]
+    with pytest.raises(RuntimeError, match=LATE):
+        check_offsets()
+    check_offsets()
+
+
+@pytest.mark.gpu
+def test_the_next_call_raises_the_error_of_an_earlier_one(flag):
+    bad = torch.tensor([5, 3], dtype=torch.int32, device="cuda")
+    good = torch.tensor([3, 5], dtype=torch.int32, device="cuda")
+    late_bounds(bad)
+    late_bounds(good)  # does not clear the flag
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match=LATE):
+        ops.group_bounds(good, torch.empty(8, 0, device="cuda"))
+    ops.group_bounds(good, torch.empty(8, 0, device="cuda"))
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_sets_the_flag(flag):
+    offs = torch.tensor([3, 5], dtype=torch.int32, device="cuda")
+    x = torch.empty(8, 0, device="cuda")
+    ops.group_bounds(offs, x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ends, _ = ops.group_bounds(offs, x)
+    graph.replay()
+    torch.cuda.synchronize()
+    check_offsets()
+    offs.copy_(torch.tensor([3, 50], dtype=torch.int32))
+    graph.replay()
+    assert ends.tolist() == [3, 8]
+    with pytest.raises(RuntimeError, match=LATE):
+        check_offsets()
+
+
+@pytest.mark.gpu
+def test_launch_blocking_raises_the_error_in_the_call():
+    code = (
+        "import torch, fp8rs\n"
+        "offs = torch.tensor([5, 3], dtype=torch.int32, device='cuda')\n"
+        "torch.ops.fp8rs.group_bounds(offs, torch.empty(8, 0, device='cuda'))\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "CUDA_LAUNCH_BLOCKING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 1 and "RuntimeError: offs was invalid" in found.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("cols", [1, 80, 257])
+@pytest.mark.parametrize("ends", [[0, 0], [3, 20], [3, 33], [40, 40], []])
+def test_rows_after_the_last_group_are_zeroed(device, ends, cols, dtype):
+    x = torch.full((40, 512), float("nan"), dtype=dtype, device=device)[:, 3 : 3 + cols]
+    for out in (x, x.contiguous()):
+        core.zero_tail(out, torch.tensor(ends, dtype=torch.int32, device=device))
+        last = ends[-1] if ends else 0
+        assert out[:last].isnan().all()
+        assert (out[last:] == 0).all() and not out[last:].signbit().any()
+    assert x.untyped_storage().nbytes() == 40 * 512 * dtype.itemsize
+    assert torch.as_strided(x, (40, 512), (512, 1), 0)[:, [0, 2, 3 + cols, 511]].isnan().all()
+
+
+def test_zeroing_names_bad_arguments(device):
+    ends = torch.zeros(2, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="out is strided"):
+        core.zero_tail(torch.zeros(8, 16, device=device).t(), ends)
+    with pytest.raises(TypeError, match="ends has dtype int64"):
+        core.zero_tail(torch.zeros(8, 16, device=device), ends.long())
 
 
 def test_bounds_of_a_thousand_groups(device):
     lengths = torch.randint(0, 50, (1023,), generator=torch.Generator().manual_seed(0))
     offsets = lengths.cumsum(0).to(device, torch.int32)
-    ends, padded_ends, _ = ops.group_bounds(offsets, torch.empty(int(lengths.sum()), device=device))
+    ends, padded_ends = ops.group_bounds(offsets, torch.empty(int(lengths.sum()), device=device))
     assert torch.equal(ends, offsets)
     assert torch.equal(padded_ends.cpu().long(), ((lengths + 15) // 16 * 16).cumsum(0))
 

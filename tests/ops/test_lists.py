@@ -148,6 +148,12 @@ def test_rescale_dequantizes_and_quantizes_where_scales_differ(device, fp8_dtype
     shapes = [(1, 1), (0, 3), (33, 65), (129, 257), (300, 64)]
     matrices = [data(device, *s, seed=i).to(fp8_dtype) for i, s in enumerate(shapes)]
     matrices.append(data(device, 40, 33).to(fp8_dtype).t())
+    batches = [(3, 40, 70), (0, 4, 4), (2, 0, 5), (1, 1, 1)]
+    batches = [data(device, *s, seed=i).to(fp8_dtype) for i, s in enumerate(batches)]
+    batches.append(data(device, 4, 64, 48).to(fp8_dtype)[:, 16:40])
+    batches.append(data(device, 5, 24, 40).to(fp8_dtype).transpose(1, 2))
+    passed = [*matrices, *batches]
+    matrices += [matrix for batch in batches for matrix in batch]
     counts = [-(-m.shape[1] // (width or m.shape[1])) for m in matrices]
     scales = data(device, sum(counts), dtype=torch.float32).abs() + 0.1
     new = scales * torch.linspace(0.5, 3, len(scales), device=device)
@@ -160,6 +166,6 @@ def test_rescale_dequantizes_and_quantizes_where_scales_differ(device, fp8_dtype
         one = torch.ones((), device=device)
         rounded = ops.quantize(matrix.float() * old * (1.0 / to), one, fp8_dtype)[0]
         expected.append(torch.where((old == to).cpu(), codes(matrix), codes(rounded)))
-    core.multi_rescale(matrices, scales, new, width)
+    core.multi_rescale(passed, scales, new, width)
     for found, wanted in zip(matrices, expected, strict=True):
         assert same(codes(found), wanted)

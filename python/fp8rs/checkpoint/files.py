@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from fp8rs._torch import fsspec_file_system, is_distributed, own_part
 from fp8rs.storage import locate
@@ -70,6 +71,9 @@ class Writer(FileSystemWriter):
     store has no atomic rename of directories. There, ``.metadata`` is written last, and a directory
     without it is not a checkpoint.
 
+    Until all ranks have planned, no rank writes anything. The coordinator then removes what an
+    unfinished save has left, and after that the ranks create the directory and write.
+
     Args:
         directory: the directory or URL of the checkpoint.
     """
@@ -89,20 +93,21 @@ class Writer(FileSystemWriter):
         return map_local(state_dict, lambda t: t.to("cpu", copy=True))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Remove the files of an unfinished save.
+        """Check that the directory is new.
 
         Raises:
             FileExistsError: the directory exists, and an unfinished save did not create it.
         """
-        if is_coordinator:
-            if self._exists():
-                raise FileExistsError(
-                    f"{self.directory} exists, and checkpoints are not overwritten, because the "
-                    "old one would be lost if this save failed. Save under another name"
-                )
-            self._begun = True
-            self.remove()
+        if is_coordinator and self._exists():
+            raise FileExistsError(
+                f"{self.directory} exists, and checkpoints are not overwritten, because the "
+                "old one would be lost if this save failed. Save under another name"
+            )
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan. DCP's writer would create the directory here."""
+        return plan
 
     def _exists(self) -> bool:
         if isinstance(self.directory, Path):
@@ -112,9 +117,15 @@ class Writer(FileSystemWriter):
         return not all(name.endswith((".distcp", f"{METADATA}.tmp")) for name in found)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Create the directory, because `set_up_storage_writer` may have removed it."""
-        self.fs.mkdir(self.path)
+        """Remove the files of an unfinished save, on the coordinator."""
+        self._begun = True
+        self.remove()
         return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Create the directory and write this rank's files."""
+        self.fs.mkdir(self.path)
+        return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         """Write the metadata and rename the directory.

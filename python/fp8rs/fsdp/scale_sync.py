@@ -30,7 +30,7 @@ To decide which shards to round, the host reads the reduced scales.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -197,25 +197,24 @@ def _common(wanted: Tensor, most: Tensor, reversed_least: Tensor) -> Tensor:
     return torch.where(equal | (wanted == 0), most, wanted)
 
 
-def _rescale(parts: Sequence[tuple[Sequence[Tensor], Tensor, Tensor]], width: int | None) -> None:
+def _rescale(parts: Sequence[tuple[Tensor, Tensor, Tensor]], width: int | None) -> None:
     """Round codes to new scales. Codes whose scale stays are not read.
 
     Versions stay too, because values do not change and ranks synchronize in each forward. An
     earlier forward may still need the codes for its backward.
 
     Args:
-        parts: the codes (rows, columns) of matrices on one device, their scales and the new
-            scales, both fp32 (blocks,) of one matrix after the other.
+        parts: the codes (rows, columns) of a matrix, or (batch, rows, columns), their scales and
+            the new scales, both fp32 (blocks,) of one matrix after the other.
         width: columns per scale. None for one scale of each matrix.
     """
     by_device: dict[torch.device, list[Any]] = {}
     for part in parts:
-        if part[0]:
-            by_device.setdefault(part[0][0].device, []).append(part)
+        by_device.setdefault(part[0].device, []).append(part)
     for device, members in by_device.items():
         codes, scales, new = zip(*members, strict=True)
         old = torch.cat(scales).to(device)
-        multi_rescale(list(chain(*codes)), old, torch.cat(new).to(device), width)
+        multi_rescale(codes, old, torch.cat(new).to(device), width)
 
 
 # --- one scale per tensor ------------------------------------------------------------------------
@@ -243,7 +242,7 @@ def _sync_tensors(quantizer: ShardQuantizer, shards: Sequence[LocalShard]) -> No
             made = _quantize(values, scale, row.data.dtype, True, False, None, row.batched)[0]
             row.data.view(torch.uint8).copy_(made.view(torch.uint8))
         else:
-            parts.append((row.matrix.unbind() if row.batched else (row.data,), old, scale))
+            parts.append((row.matrix, old, scale))
     _rescale(parts, None)
     torch._foreach_copy_(list(map(scales_of, shards)), list(scales))
 
@@ -296,7 +295,7 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
         parts += [(shard, place, common.select(-2, row)) for place, row in places]
     if not parts or is_traced(parts[0][2]):
         return
-    codes: list[tuple[Sequence[Tensor], Tensor, Tensor]] = []
+    codes: list[tuple[Tensor, Tensor, Tensor]] = []
     for shard, place, common in parts:
         rows, scale = _rows(quantizer, shard, place), common.to(shard.data.device)
         plane = _split_plane(quantizer, shard)
@@ -306,8 +305,7 @@ def _sync_split_blocks(quantizer: BlockwiseShardQuantizer, shards: Sequence[Loca
         data, scales = data[..., rows, :], scales.select(-2, place)
         stored = scales.to(torch.float32, copy=True)
         if handle_of(shard).pending is None:
-            matrices = data.unbind() if plane.batched else (data,)
-            codes.append((matrices, stored.view(-1), scale.reshape(-1)))
+            codes.append((data, stored.view(-1), scale.reshape(-1)))
         else:
             values = _values(quantizer, shard)[..., rows, :]
             _round_blocks(quantizer, values, data, differs(scale, stored), scale)

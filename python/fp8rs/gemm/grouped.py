@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from fp8rs._core import zero_tail
 from fp8rs.gemm.devices import capability
 
 #: The compute capability whose GPUs have grouped FP8 GEMMs in torch.
@@ -122,14 +123,9 @@ def _(
 
 
 def _zero_tail(out: Tensor, ends: Tensor, wanted: bool) -> Tensor:
-    """Set the rows after the last group to 0, in place.
-
-    Where they begin is known to the device only, so this reads and writes all rows. Callers that
-    ignore these rows do not request it.
-    """
+    """Set the rows after the last group to 0, in place. Other rows are not read or written."""
     if wanted:
-        rows = torch.arange(out.shape[0], device=out.device, dtype=ends.dtype)
-        out.masked_fill_((rows >= ends[-1]).unsqueeze(1), 0)
+        zero_tail(out, ends)
     return out
 
 

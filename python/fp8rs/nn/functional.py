@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8rs import _core
 from fp8rs._torch import constant_when_traced, is_distributed
 from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 
@@ -15,7 +16,7 @@ from .function import prepare_compilers
 from .grouped import check, grouped
 from .spec import register
 
-__all__ = ["grouped_linear"]
+__all__ = ["check_offsets", "grouped_linear"]
 
 
 def grouped_linear(
@@ -57,14 +58,35 @@ def grouped_linear(
         (rows, out), with the dtype of ``x``.
 
     Raises:
-        ValueError: a shape or device does not fit. On the CPU also if ``offs`` decreases or exceeds
-            the number of rows. On CUDA, such offsets are replaced by the nearest valid ones.
+        ValueError: a shape or device does not fit. On the CPU, also if ``offs`` decreases or
+            exceeds the number of rows.
         TypeError: a dtype is not supported.
+        RuntimeError: on CUDA, ``offs`` of this call or an earlier one decreased or exceeded the
+            number of rows. See :func:`check_offsets`.
     """
     weight, transposed = as_stored(weight)
     check(x, weight, offs, bias, transposed)
     key = key_of("current" if recipe is None else recipe)
     return grouped(cast_input(x), weight, offs, bias, key, transposed)
+
+
+def check_offsets() -> None:
+    """Raise an error if ``offs`` of an earlier grouped GEMM on CUDA was invalid.
+
+    Offsets are computed on the GPU, so their values are unknown when a GEMM is launched. The GPU
+    replaces invalid offsets by the nearest valid ones and sets a flag in host memory. The next
+    grouped GEMM in eager code reads the flag. Call this function to read it after the last one, or
+    between replays of a CUDA graph. It does not synchronize: kernels that are still running may set
+    the flag later.
+
+    To find the layer that passed the offsets, set the environment variable
+    ``CUDA_LAUNCH_BLOCKING=1`` or run the model on the CPU. The error is then raised by that layer.
+
+    Raises:
+        RuntimeError: ``offs`` was negative, decreased, or exceeded the number of rows since the
+            last check. Results since then are wrong.
+    """
+    _core.check_offsets()
 
 
 @constant_when_traced

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fp8rs._torch import gradients_needed, is_traced
+from fp8rs._torch import gradients_needed
 from fp8rs.gemm.grouped import (
     ALIGNMENT,
     MAX_GROUPS,
@@ -122,11 +122,10 @@ def gated_mlp(
 def check(
     x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None, transposed: bool = False
 ) -> None:
-    """Check the arguments of :func:`grouped`.
+    """Check the arguments of :func:`grouped`, except the values of ``offs``.
 
     Raises:
-        ValueError: a shape or device does not fit. For CPU tensors also if ``offs`` decreases or
-            exceeds the rows.
+        ValueError: a shape or device does not fit.
         TypeError: a dtype is not supported.
     """
     if weight.dim() < 3:
@@ -155,12 +154,6 @@ def check(
     for name, other in (("weight", weight), ("offs", offs), ("bias", bias)):
         if other is not None and other.device != x.device:
             raise ValueError(f"{name} is on {other.device} and x is on {x.device}")
-    if offs.is_cpu and not torch.compiler.is_compiling() and not is_traced(offs):
-        ends = [0, *offs.tolist(), x.shape[0]]
-        if ends != sorted(ends):
-            raise ValueError(
-                f"offs is {offs.tolist()}; it must not decrease, nor exceed the {x.shape[0]} rows"
-            )
 
 
 class _How(NamedTuple):
@@ -321,7 +314,7 @@ class _Grouped(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None, how: _How
     ) -> Tensor:
         needs_x, needs_w = ctx.needs_input_grad[:2]
-        ends, padded_ends, _ = _group_bounds(offs.contiguous(), x)
+        ends, padded_ends = _group_bounds(offs.contiguous(), x)
         b = _operand(how.spec.weight, weight, how.transposed)
         a = _quantize(how.spec, x, (ends, padded_ends), True, needs_w, b.factors)
         y: Tensor = grouped_mm(a.row, a.row_scale, b.codes, b.scale, ends, x.dtype, how.zero_tail)
@@ -378,7 +371,7 @@ class _GatedMlp(torch.autograd.Function):
         _, needs_gate_up, needs_down = ctx.needs_input_grad[:3]
         spec = how.spec
         # The bounds depend on the number of rows only, which `index` has too.
-        ends, padded_ends, _ = _group_bounds(offs.contiguous(), index)
+        ends, padded_ends = _group_bounds(offs.contiguous(), index)
         bounds = ends, padded_ends
         a = _quantize(spec, x, bounds, True, needs_gate_up, index=index)
         b = _operand(spec.weight, gate_up, False)
@@ -446,7 +439,7 @@ class _GroupedPlain(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None, how: _How
     ) -> Tensor:
         needs_x, needs_w = ctx.needs_input_grad[:2]
-        ends, _, _ = _group_bounds(offs.contiguous(), x)
+        ends, _ = _group_bounds(offs.contiguous(), x)
         values = _values(weight, x.dtype)
         b = values if how.transposed else values.transpose(-2, -1)
         y: Tensor = grouped_mm_plain(x, b, ends, how.zero_tail)

@@ -20,20 +20,28 @@ def padded_columns(rows: int, groups: int) -> int:
 
 
 @in_rust
-def group_bounds(offsets: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def group_bounds(offs: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute where groups end, from untrusted offsets.
 
+    An offset is invalid if it is negative, larger than the number of rows or smaller than the
+    offset before it. On CUDA, invalid offsets are replaced by the nearest valid ones, and the
+    kernel sets a flag in memory of the host, which belongs to the device and stays set. A later
+    call, or ``fp8rs.nn.functional.check_offsets``, raises the error and clears the flag. This needs
+    no synchronization, and replays of CUDA graphs set the flag too.
+
     Args:
-        offsets: int32 (groups,), the row after the last one of each group. Rows from the last
-            offset on belong to no group.
-        x: a tensor whose first dimension is the number of rows. An offset that is negative, larger
-            than it or smaller than the offset before it is replaced by the nearest valid one.
+        offs: int32 (groups,), the row after the last one of each group. Rows from the last offset
+            on belong to no group.
+        x: a tensor whose first dimension is the number of rows.
 
     Returns:
-        The offsets, the column of the columnwise codes after the last one of each group, and int32
-        (1,), which is 1 if an offset was replaced and 0 otherwise.
+        The offsets, and the column of the columnwise codes after the last one of each group.
+
+    Raises:
+        ValueError: on the CPU, an offset is invalid.
+        RuntimeError: on CUDA, an offset was invalid in this call or an earlier one.
     """
-    return offsets.new_empty(offsets.shape), offsets.new_empty(offsets.shape), offsets.new_empty(1)
+    return offs.new_empty(offs.shape), offs.new_empty(offs.shape)
 
 
 def _outputs(

@@ -129,22 +129,22 @@ DEQUANTIZE(bf16_e5m2, FromE5m2, OutBf16)
 DEQUANTIZE(f16_e4m3, FromE4m3, OutF16)
 DEQUANTIZE(f16_e5m2, FromE5m2, OutF16)
 
-/// A matrix of codes that is rescaled.
+/// A batch of matrices of codes that are rescaled.
 struct RescaleEntry {
   u8 *codes;
-  i64 rows, cols;
-  i64 codes_rs, codes_cs;
-  i64 first_scale;       // index of the scale of the first columns
+  i64 batch, rows, cols;
+  i64 codes_bs, codes_rs, codes_cs;
+  i64 first_scale;       // index of the scale of the first columns of the first matrix
 };
 
 struct RescaleArgs {
   const float *scales;
   const float *new_scales;
   i64 width;             // columns per scale
-  RescaleEntry entries[64];
+  RescaleEntry entries[48];
 };
 
-/// Thread blocks per matrix, and rows per piece of work. `RESCALE_BLOCKS` is also in cuda/codes.rs.
+/// Thread blocks per entry, and rows per piece of work. `RESCALE_BLOCKS` is also in cuda/codes.rs.
 #define RESCALE_BLOCKS 32
 #define RESCALE_ROWS 32
 
@@ -155,15 +155,18 @@ template <class F, class From> DEVICE void rescale(const RescaleArgs &a) {
   i64 across = (t.cols + a.width - 1) / a.width, down = (t.rows + RESCALE_ROWS - 1) / RESCALE_ROWS;
   int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
   i64 piece = (i64)(blockIdx.x % RESCALE_BLOCKS) * warps + (threadIdx.x >> 5);
-  for (; piece < across * down; piece += RESCALE_BLOCKS * warps) {
-    i64 r0 = piece / across * RESCALE_ROWS, s = piece % across, c0 = s * a.width;
-    float from = a.scales[t.first_scale + s], to = a.new_scales[t.first_scale + s];
+  for (; piece < t.batch * down * across; piece += RESCALE_BLOCKS * warps) {
+    i64 line = piece / across, matrix = line / down, s = piece - line * across;
+    i64 r0 = (line - matrix * down) * RESCALE_ROWS, c0 = s * a.width;
+    i64 at = t.first_scale + matrix * across + s;
+    float from = a.scales[at], to = a.new_scales[at];
     if (__float_as_uint(from) == __float_as_uint(to)) continue;
     float q = reciprocal(to);
     i64 rows = t.rows - r0 < RESCALE_ROWS ? t.rows - r0 : RESCALE_ROWS;
     i64 cols = t.cols - c0 < a.width ? t.cols - c0 : a.width;
     for (i64 i = lane; i < rows * cols; i += 32) {
-      u8 *code = t.codes + (r0 + i / cols) * t.codes_rs + (c0 + i % cols) * t.codes_cs;
+      i64 place = matrix * t.codes_bs + (r0 + i / cols) * t.codes_rs + (c0 + i % cols) * t.codes_cs;
+      u8 *code = t.codes + place;
       float value = __fmul_rn(InF16::get(From::halves(*code), 0), from);
       *code = encode<F>(__fmul_rn(value, q));
     }

@@ -6,10 +6,10 @@
 #include "values.cuh"
 
 struct GroupBoundsArgs {
-  const int *offsets;    // (count)
+  const int *offs;       // (count)
   int *ends;             // (count)
   int *padded_ends;      // (count)
-  int *error;            // one element
+  int *invalid;          // one element in memory of the host, never cleared here
   i64 count;
   i64 rows;
 };
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(SCAN)
   int last_end = 0, last_padded = 0, invalid = 0;
   for (i64 first = 0; first < a.count; first += SCAN) {
     i64 i = first + threadIdx.x;
-    int offset = i < a.count ? a.offsets[i] : 0;
+    int offset = i < a.count ? a.offs[i] : 0;
     int clamped = offset < 0 ? 0 : offset > rows ? rows : offset;
     int end = scan<false>(clamped, shared);
     end = end > last_end ? end : last_end;
@@ -59,7 +59,32 @@ extern "C" __global__ void __launch_bounds__(SCAN)
     last_padded += shared[SCAN - 1];
   }
   invalid = __syncthreads_or(invalid);
-  if (threadIdx.x == 0) *a.error = invalid ? 1 : 0;
+  if (threadIdx.x == 0 && invalid) *a.invalid = 1;
+}
+
+struct ZeroTailArgs {
+  u8 *out;               // (rows, bytes)
+  const int *ends;       // (count)
+  i64 count;
+  i64 rows;
+  i64 bytes;             // of a row
+  i64 pitch;             // bytes from a row to the next one
+};
+
+/// Zeroes the rows after the last group. Blocks of 256 threads take rows in turn.
+DEVICE void zero_rows(const ZeroTailArgs &a, i64 block, i64 blocks) {
+  i64 end = a.count ? a.ends[a.count - 1] : 0;
+  for (i64 row = (end < 0 ? 0 : end) + block; row < a.rows; row += blocks) {
+    u8 *to = a.out + row * a.pitch;
+    i64 whole = (u64)to % 16 ? 0 : a.bytes / 16 * 16;
+    for (i64 i = threadIdx.x * 16; i < whole; i += 256 * 16) *(uint4 *)(to + i) = uint4{0, 0, 0, 0};
+    for (i64 i = whole + threadIdx.x; i < a.bytes; i += 256) to[i] = 0;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    zero_tail(const __grid_constant__ ZeroTailArgs a) {
+  zero_rows(a, blockIdx.x, gridDim.x);
 }
 
 /// The arguments of the other kernels, mirrored by `GroupArgs` in the launch code.
@@ -95,15 +120,20 @@ template <> struct Output<InF32> { typedef OutF32 type; };
 template <> struct Output<InBf16> { typedef OutBf16 type; };
 template <> struct Output<InF16> { typedef OutF16 type; };
 
-/// Returns the first group whose bound is above `at`, or `count`.
+/// Returns the first group whose bound is above `at`, or `count`. All lanes of a warp pass the
+/// same arguments. Unlike in a binary search, the loads do not depend on each other.
 DEVICE i64 group_after(const int *bounds, i64 count, i64 at) {
-  i64 low = 0, high = count;
-  while (low < high) {
-    i64 middle = (low + high) / 2;
-    if (bounds[middle] > at) high = middle;
-    else low = middle + 1;
+  int below = 0, most = (int)count - 1;
+#pragma unroll 1
+  for (int first = threadIdx.x & 31; first - (int)(threadIdx.x & 31) <= most; first += 128) {
+    int found[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) found[k] = bounds[first + 32 * k < most ? first + 32 * k : most];
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      below += __popc(__ballot_sync(0xffffffffu, first + 32 * k <= most && found[k] <= at));
   }
-  return low;
+  return below;
 }
 
 /// Loads 16 bytes of a row, from column `col` on. Elements from `cols` on are 0.
@@ -128,11 +158,36 @@ DEVICE void load_vector(const void *x, i64 rs, i64 cs, bool vectors, i64 row, i6
   }
 }
 
-/// Returns the row of x that holds a row of the values.
-DEVICE i64 source_row(const GroupArgs &a, i64 row) {
-  if (!a.index) return row;
-  i64 found = a.index[row];
-  return found < 0 ? 0 : found < a.x_rows ? found : a.x_rows - 1;
+/// Loads 16 bytes of each of N rows of the values, which are STEP rows apart, from column `col` on.
+/// Rows from the `valid`-th on are 0. All addresses are known before the first load, so that all
+/// loads are in flight at once.
+template <class T, int N, int STEP>
+DEVICE void load_rows(const GroupArgs &a, i64 row, int valid, i64 col, u32 (&d)[N][4]) {
+  constexpr int COLS = 4 * T::PER_REG;
+  int from[N];
+#pragma unroll
+  for (int k = 0; k < N; k++) from[k] = (int)row + k * STEP;
+  if (a.index) {
+    int most = (int)(a.x_rows < 0x7fffffff ? a.x_rows : 0x7fffffff) - 1;
+#pragma unroll
+    for (int k = 0; k < N; k++) from[k] = k < valid ? a.index[from[k]] : 0;
+#pragma unroll
+    for (int k = 0; k < N; k++) from[k] = from[k] < 0 ? 0 : from[k] < most ? from[k] : most;
+  }
+  const char *x = (const char *)a.x + col * a.x_cs * T::BYTES;
+  if ((a.flags & X_VECTORS) && col + COLS <= a.cols) {
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+      uint4 v = k < valid ? *(const uint4 *)(x + from[k] * a.x_rs * T::BYTES) : uint4{0, 0, 0, 0};
+      d[k][0] = v.x, d[k][1] = v.y, d[k][2] = v.z, d[k][3] = v.w;
+    }
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < N; k++) {
+    d[k][0] = d[k][1] = d[k][2] = d[k][3] = 0;
+    if (k < valid) load_vector<T>(a.x, a.x_rs, a.x_cs, false, from[k], col, a.cols, d[k]);
+  }
 }
 
 // --- activations (format/activation.rs) ----------------------------------------------------
@@ -210,96 +265,133 @@ DEVICE void store_values(const GroupArgs &a, i64 row, i64 first, i64 col, i64 co
 
 // --- maxima ----------------------------------------------------------------------------------
 
-#define STRIP_ROWS 256
+#define STRIP_ROWS 128
+#define WARPS 8
 enum Source { ROWS, GATED, GRADIENT };
+
+/// Raises the maxima of two or one columns to the elements of a register.
+template <class T> DEVICE void raise(float *scales, i64 col, i64 cols, u32 found) {
+#pragma unroll
+  for (int e = 0; e < T::PER_REG; e++) {
+    u32 bits = canonical(T::amax_bits(found, e));
+    if (col + e < cols && bits) atomicMax((u32 *)scales + col + e, bits);
+  }
+}
 
 /// Raises the maxima of the columns of a group to the thread's maxima, which are `T::amax`
 /// results, and clears these.
 template <class T> DEVICE void flush(float *scales, i64 col, i64 cols, u32 (&found)[4]) {
 #pragma unroll
-  for (int j = 0; j < 4 * T::PER_REG; j++) {
-    if (col + j < cols) {
-      u32 bits = canonical(T::amax_bits(found[j / T::PER_REG], j % T::PER_REG));
-      if (bits) atomicMax((u32 *)scales + col + j, bits);
-    }
-  }
+  for (int j = 0; j < 4; j++) raise<T>(scales, col + j * T::PER_REG, cols, found[j]);
   found[0] = found[1] = found[2] = found[3] = 0;
+}
+
+/// Raises the maxima of the columns of a group to the maxima of all warps of the block, which
+/// have the same columns. `first` is the column of the first lane.
+template <class T>
+DEVICE void flush_block(float *scales, i64 first, i64 cols, const u32 (&found)[4],
+                        u32 (&shared)[WARPS][128]) {
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < 4; j++) shared[warp][j * 32 + lane] = found[j];
+  __syncthreads();
+  if (threadIdx.x >= 128) return;
+  u32 all = 0;
+#pragma unroll
+  for (int i = 0; i < WARPS; i++) all = T::amax(all, shared[i][threadIdx.x]);
+  raise<T>(scales, first + (lane * 4 + warp) * T::PER_REG, cols, all);
 }
 
 /// The maxima of a strip of rows and of 32 vectors of columns. Warps take rows in turn. The
 /// memory of the scales must be 0 before. With an activation, its values are stored as well.
 template <class T, Source SOURCE> DEVICE void group_maxima(const GroupArgs &a) {
-  constexpr int COLS = 4 * T::PER_REG;
+  constexpr int COLS = 4 * T::PER_REG, BATCH = SOURCE == ROWS ? 4 : 1;
+  __shared__ u32 shared[WARPS][128];
+  int lane = threadIdx.x & 31;
   // An activation has `width` columns of input for the gate, and as many for `up`.
   const i64 width = SOURCE == GRADIENT ? a.cols / 2 : a.cols;
   i64 strip = blockIdx.x / a.tiles_across;
-  i64 col = ((blockIdx.x - strip * a.tiles_across) * 32 + (threadIdx.x & 31)) * COLS;
+  i64 first = (blockIdx.x - strip * a.tiles_across) * 32 * COLS, col = first + lane * COLS;
   i64 last = a.count ? a.ends[a.count - 1] : 0;
   last = last < a.rows ? last : a.rows;
-  i64 end = (strip + 1) * STRIP_ROWS < last ? (strip + 1) * STRIP_ROWS : last;
-  i64 row = strip * STRIP_ROWS + (threadIdx.x >> 5);
-  if (row >= end) return;
-  i64 group = group_after(a.ends, a.count, row);
+  i64 start = strip * STRIP_ROWS;
+  i64 end = start + STRIP_ROWS < last ? start + STRIP_ROWS : last;
+  if (start >= end) return;
+  i64 group = group_after(a.ends, a.count, start), group_end = a.ends[group];
+  // If all rows belong to one group, the maxima of the warps are merged before the atomics.
+  bool one = group_end >= end;
   u32 found[4] = {0, 0, 0, 0}, found_up[4] = {0, 0, 0, 0};
   bool vectors = a.flags & X_VECTORS;
-  for (; row < end; row += blockDim.x >> 5) {
-    if (row >= a.ends[group]) {
-      if (a.col) {
-        flush<T>(a.col_scale + group * a.cols, col, width, found);
-        if (SOURCE == GRADIENT) flush<T>(a.col_scale + group * a.cols + width, col, width, found_up);
-      }
-      group = group_after(a.ends, a.count, row);
-    }
-    u32 d[4], up[4];
-    if (SOURCE == ROWS) {
-      load_vector<T>(a.x, a.x_rs, a.x_cs, vectors, source_row(a, row), col, width, d);
-    } else {
-      u32 dy[4];
-      const char *ups = (const char *)a.x + width * a.x_cs * T::BYTES;
-      load_vector<T>(a.x, a.x_rs, a.x_cs, vectors, row, col, width, d);
-      load_vector<T>(ups, a.x_rs, a.x_cs, vectors, row, col, width, up);
-      if (SOURCE == GRADIENT)
-        load_vector<T>(a.dy, a.dy_rs, a.dy_cs, a.flags & DY_VECTORS, row, col, width, dy);
-      float v[COLS], w[COLS];
+  for (i64 begin = start + (threadIdx.x >> 5); begin < end; begin += BATCH * WARPS) {
+    u32 d[BATCH][4], up[4];
+    int valid = (int)(end - begin + WARPS - 1) / WARPS;
+    if (SOURCE == ROWS) load_rows<T, BATCH, WARPS>(a, begin, col < width ? valid : 0, col, d);
 #pragma unroll
-      for (int j = 0; j < COLS; j++) {
-        int r = j / T::PER_REG, e = j % T::PER_REG;
-        Activated found = activate(a.gelu, T::get(d[r], e));
-        float u = T::get(up[r], e);
+    for (int k = 0; k < BATCH; k++) {
+      if (k >= valid) break;
+      i64 row = begin + k * WARPS;
+      if (row >= group_end) {
+        if (a.col) {
+          flush<T>(a.col_scale + group * a.cols, col, width, found);
+          if (SOURCE == GRADIENT)
+            flush<T>(a.col_scale + group * a.cols + width, col, width, found_up);
+        }
+        while (group_end <= row) group_end = a.ends[++group];
+      }
+      if (SOURCE != ROWS) {
+        u32 dy[4];
+        const char *ups = (const char *)a.x + width * a.x_cs * T::BYTES;
+        load_vector<T>(a.x, a.x_rs, a.x_cs, vectors, row, col, width, d[k]);
+        load_vector<T>(ups, a.x_rs, a.x_cs, vectors, row, col, width, up);
+        if (SOURCE == GRADIENT)
+          load_vector<T>(a.dy, a.dy_rs, a.dy_cs, a.flags & DY_VECTORS, row, col, width, dy);
+        float v[COLS], w[COLS];
+#pragma unroll
+        for (int j = 0; j < COLS; j++) {
+          int r = j / T::PER_REG, e = j % T::PER_REG;
+          Activated found = activate(a.gelu, T::get(d[k][r], e));
+          float u = T::get(up[r], e);
+          if (SOURCE == GRADIENT) {
+            float g = T::get(dy[r], e);
+            v[j] = __fmul_rn(__fmul_rn(g, u), found.derivative);
+            w[j] = __fmul_rn(g, found.value);
+          } else {
+            v[j] = __fmul_rn(found.value, u);
+          }
+        }
+        pack<T>(v, d[k]);
+        store_values<T>(a, row, 0, col, width, d[k]);
         if (SOURCE == GRADIENT) {
-          float g = T::get(dy[r], e);
-          v[j] = __fmul_rn(__fmul_rn(g, u), found.derivative);
-          w[j] = __fmul_rn(g, found.value);
-        } else {
-          v[j] = __fmul_rn(found.value, u);
+          pack<T>(w, up);
+          store_values<T>(a, row, width, col, width, up);
         }
       }
-      pack<T>(v, d);
-      store_values<T>(a, row, 0, col, width, d);
-      if (SOURCE == GRADIENT) {
-        pack<T>(w, up);
-        store_values<T>(a, row, width, col, width, up);
-      }
-    }
-    u32 of_row = 0;
-    if (col < width) {
+      u32 of_row = 0;
+      if (col < width) {
 #pragma unroll
-      for (int k = 0; k < 4; k++) {
-        found[k] = T::amax(found[k], d[k]);
-        of_row = max_u32(of_row, magnitude<T>(d[k]));
-        if (SOURCE == GRADIENT) {
-          found_up[k] = T::amax(found_up[k], up[k]);
-          of_row = max_u32(of_row, magnitude<T>(up[k]));
+        for (int j = 0; j < 4; j++) {
+          found[j] = T::amax(found[j], d[k][j]);
+          of_row = T::amax(of_row, d[k][j]);
+          if (SOURCE == GRADIENT) {
+            found_up[j] = T::amax(found_up[j], up[j]);
+            of_row = T::amax(of_row, up[j]);
+          }
         }
       }
+      if (!a.row) continue;
+      of_row = __reduce_max_sync(0xffffffffu, magnitude<T>(of_row));
+      if (lane == 0 && of_row) atomicMax((u32 *)a.row_scale + row, canonical(of_row));
     }
-    of_row = __reduce_max_sync(0xffffffffu, of_row);
-    if (a.row && (threadIdx.x & 31) == 0 && of_row)
-      atomicMax((u32 *)a.row_scale + row, canonical(of_row));
   }
-  if (a.col && col < width) {
-    flush<T>(a.col_scale + group * a.cols, col, width, found);
-    if (SOURCE == GRADIENT) flush<T>(a.col_scale + group * a.cols + width, col, width, found_up);
+  if (!a.col) return;
+  float *scales = a.col_scale + group * a.cols;
+  if (one) {
+    flush_block<T>(scales, first, width, found, shared);
+    if (SOURCE == GRADIENT) flush_block<T>(scales + width, first, width, found_up, shared);
+  } else {
+    flush<T>(scales, col, width, found);
+    if (SOURCE == GRADIENT) flush<T>(scales + width, col, width, found_up);
   }
 }
 
@@ -321,21 +413,19 @@ FOR_INPUTS(MAXIMA_KERNELS)
 
 // --- scales ----------------------------------------------------------------------------------
 
-/// Replaces maxima by scales. The last blocks, one per row, zero the codes of rows that belong
-/// to no group.
+/// Replaces maxima by scales. The other blocks zero the codes of rows that belong to no group.
 template <class F> DEVICE void group_scales(const GroupArgs &a) {
   i64 of_rows = a.row ? a.rows : 0, of_cols = a.col ? a.count * a.cols : 0;
   i64 blocks = (of_rows + of_cols + 255) / 256;
-  if (blockIdx.x < blocks) {
-    i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
-    if (i >= of_rows + of_cols) return;
-    float *at = i < of_rows ? a.row_scale + i : a.col_scale + (i - of_rows);
-    *at = scale_of<F>(__float_as_uint(*at), a.rule);
+  if (blockIdx.x >= blocks) {
+    ZeroTailArgs rows = {a.row, a.ends, a.count, a.rows, a.cols, a.cols};
+    zero_rows(rows, blockIdx.x - blocks, gridDim.x - blocks);
     return;
   }
-  i64 row = blockIdx.x - blocks;
-  if (a.count && row < a.ends[a.count - 1]) return;
-  for (i64 col = threadIdx.x; col < a.cols; col += 256) a.row[row * a.cols + col] = 0;
+  i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
+  if (i >= of_rows + of_cols) return;
+  float *at = i < of_rows ? a.row_scale + i : a.col_scale + (i - of_rows);
+  *at = scale_of<F>(__float_as_uint(*at), a.rule);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -351,15 +441,21 @@ extern "C" __global__ void __launch_bounds__(256)
 
 /// Casts a tile of 128 columns of the columnwise plane and 128 columns of the values. A thread
 /// holds 16 rows of 16 bytes. They belong to one group, because groups start at multiples of
-/// 16. A warp is 8 lanes across and 4 down.
+/// 16. A warp is 8 lanes across and 4 down. Tiles are taken from the last to the first, because
+/// the rows that were read last may still be in L2.
+///
+/// All scales are loaded before the first store: the compiler does not move loads over stores,
+/// and each would wait for memory by itself.
 template <class T, class F> DEVICE void group_cast(const GroupArgs &a) {
   constexpr int COLS = 4 * T::PER_REG, WARPS_ACROSS = 128 / (8 * COLS), P = T::PER_REG;
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  i64 tile = blockIdx.x / a.tiles_across, across = blockIdx.x - tile * a.tiles_across;
+  i64 index = gridDim.x - 1 - blockIdx.x;
+  i64 tile = index / a.tiles_across, across = index - tile * a.tiles_across;
   i64 place = tile * 128 + warp / WARPS_ACROSS * 64 + (lane >> 3) * 16;
   i64 col = across * 128 + warp % WARPS_ACROSS * 8 * COLS + (lane & 7) * COLS;
-  if (place >= a.columns || col >= a.cols) return;
-  i64 group = group_after(a.padded_ends, a.count, place);
+  bool inside = place < a.columns && col < a.cols;
+  i64 group = group_after(a.padded_ends, a.count, place - (lane >> 3) * 16);
+  while (group < a.count && a.padded_ends[group] <= place) group++;
   i64 row = 0;
   int valid = 0;
   if (group < a.count) {
@@ -369,18 +465,28 @@ template <class T, class F> DEVICE void group_cast(const GroupArgs &a) {
     valid = left < 0 ? 0 : left > 16 ? 16 : (int)left;
   }
   u32 d[16][4];
-  bool vectors = a.flags & X_VECTORS;
+  load_rows<T, 16, 1>(a, row, inside ? valid : 0, col, d);
+  // Eight lanes have the same rows. Each has the factors of two of them.
+  float row_factors[2], col_factors[COLS];
 #pragma unroll
-  for (int r = 0; r < 16; r++) {
-    d[r][0] = d[r][1] = d[r][2] = d[r][3] = 0;
-    if (r < valid)
-      load_vector<T>(a.x, a.x_rs, a.x_cs, vectors, source_row(a, row + r), col, a.cols, d[r]);
+  for (int i = 0; i < 2; i++) {
+    int r = i * 8 + (lane & 7);
+    row_factors[i] = a.row && r < valid ? a.row_scale[row + r] : 1.0f;
   }
+#pragma unroll
+  for (int j = 0; j < COLS; j++) {
+    bool used = a.col && valid && col + j < a.cols;
+    col_factors[j] = used ? a.col_scale[group * a.cols + col + j] : 1.0f;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) row_factors[i] = reciprocal(row_factors[i]);
+#pragma unroll
+  for (int j = 0; j < COLS; j++) col_factors[j] = reciprocal(col_factors[j]);
   if (a.row) {
 #pragma unroll
     for (int r = 0; r < 16; r++) {
-      if (r >= valid) break;
-      float f = reciprocal(a.row_scale[row + r]);
+      float f = __shfl_sync(0xffffffffu, row_factors[r / 8], (lane & 24) + r % 8);
+      if (r >= valid || !inside) continue;
       u32 word[2] = {0, 0};
 #pragma unroll
       for (int j = 0; j < COLS; j += 2) {
@@ -399,27 +505,32 @@ template <class T, class F> DEVICE void group_cast(const GroupArgs &a) {
       }
     }
   }
-  if (!a.col) return;
+  if (!a.col || !inside) return;
+  // Padding is 0 even if the scale is NaN.
+  u32 mask[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    int rows = valid - 4 * i;
+    mask[i] = rows >= 4 ? ~0u : rows <= 0 ? 0u : (1u << (8 * rows)) - 1;
+  }
 #pragma unroll
   for (int j = 0; j < COLS; j++) {
     if (col + j >= a.cols) continue;
-    float f = valid ? reciprocal(a.col_scale[group * a.cols + col + j]) : 0.0f;
+    float f = col_factors[j];
     u32 word[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int r = 0; r < 16; r += 2) {
       u32 two = F::pair(__fmul_rn(T::get_again(d[r][j / P], j % P), f),
                         __fmul_rn(T::get_again(d[r + 1][j / P], j % P), f));
-      // Padding is 0 even if the scale is NaN.
-      two = r + 1 < valid ? two : r < valid ? two & 0xffu : 0u;
       word[r / 4] |= two << (r % 4 * 8);
     }
     *(uint4 *)(a.col + (col + j) * a.columns + place) =
-        make_uint4(word[0], word[1], word[2], word[3]);
+        make_uint4(word[0] & mask[0], word[1] & mask[1], word[2] & mask[2], word[3] & mask[3]);
   }
 }
 
 #define CAST_KERNEL(NAME, T, F)                                                                  \
-  extern "C" __global__ void __launch_bounds__(64 * 128 / (32 * T::PER_REG)) group_cast_##NAME(   \
+  extern "C" __global__ void __launch_bounds__(256 / T::PER_REG, 2 * T::PER_REG) group_cast_##NAME(   \
       const __grid_constant__ GroupArgs a) {                                                      \
     group_cast<T, F>(a);                                                                          \
   }

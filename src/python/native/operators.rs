@@ -392,14 +392,14 @@ fn rebase(mut values: Values) -> Results {
 }
 
 fn group_bounds(mut values: Values) -> Results {
-    let (offsets, x) = (values.tensor(), values.tensor());
+    let (offs, x) = (values.tensor(), values.tensor());
     let rows = x.sizes()?.first().map_or(1, |rows| *rows as usize);
-    let vector = || offsets.allocate(DType::I32, offsets.sizes()?);
-    let (ends, padded_ends, error) = (vector()?, vector()?, offsets.allocate(DType::I32, &[1])?);
-    let stream = stream([&offsets, &x])?;
+    let vector = || offs.allocate(DType::I32, offs.sizes()?);
+    let (ends, padded_ends) = (vector()?, vector()?);
+    let stream = stream([&offs, &x])?;
     let (to, to_padded) = (ends.view_mut("ends")?, padded_ends.view_mut("padded_ends")?);
-    ops::group_bounds(offsets.view("offsets")?, rows, to, to_padded, error.view_mut("error")?, stream)?;
-    Ok(vec![ends, padded_ends, error])
+    ops::group_bounds(offs.view("offs")?, rows, to, to_padded, stream)?;
+    Ok(vec![ends, padded_ends])
 }
 
 fn quantize_groups(mut values: Values) -> Results {
