@@ -18,7 +18,10 @@ struct TransposeArgs {
     codes_cs: i64,
     out_rs: i64,
     out_cs: i64,
+    codes_bs: i64,
+    out_bs: i64,
     tiles_across: i64,
+    tiles_down: i64,
 }
 
 #[derive(Clone, Copy)]
@@ -98,10 +101,12 @@ pub(crate) fn transpose(codes: View, out: ViewMut, stream: Stream) -> Result<(),
         && aligned(codes.ptr(), 8)
         && (codes.row_stride() as usize).is_multiple_of(8)
         && aligned(out.ptr(), 16)
-        && (out.row_stride() as usize).is_multiple_of(16);
+        && (out.row_stride() as usize).is_multiple_of(16)
+        && (codes.batch_stride() as usize).is_multiple_of(8)
+        && (out.batch_stride() as usize).is_multiple_of(16);
     let (kernel, tile, threads) = if fast { (&TRANSPOSE, 128, 128) } else { (&STRIDED_TRANSPOSE, 32, 256) };
-    let tiles_across = cols.div_ceil(tile);
-    let blocks = (rows.div_ceil(tile) * tiles_across) as u64;
+    let (tiles_down, tiles_across) = (rows.div_ceil(tile), cols.div_ceil(tile));
+    let blocks = (codes.batch() * tiles_down * tiles_across) as u64;
     let args = TransposeArgs {
         codes: codes.ptr(),
         out: out.ptr(),
@@ -111,7 +116,10 @@ pub(crate) fn transpose(codes: View, out: ViewMut, stream: Stream) -> Result<(),
         codes_cs: codes.col_stride() as i64,
         out_rs: out.row_stride() as i64,
         out_cs: out.col_stride() as i64,
+        codes_bs: codes.batch_stride() as i64,
+        out_bs: out.batch_stride() as i64,
         tiles_across: tiles_across as i64,
+        tiles_down: tiles_down as i64,
     };
     launch(ordinal(codes.device()), stream, kernel, Grid { blocks, threads }, &args)
 }

@@ -13,10 +13,12 @@ pub fn transpose(codes: View, out: ViewMut, stream: Stream) -> Result<(), Error>
     call.output("out", &out, Kind::Is(codes.dtype()))?;
     shape("out", out.shape(), (codes.cols(), codes.rows()), "the transposed shape of codes")?;
     let device = call.finish()?;
-    (0..codes.batch()).try_for_each(|i| {
-        let (codes, out) = (codes.at(i), out.at(i));
-        on!(device, stream, cpu: cpu::transpose(codes, out), cuda: cuda::transpose(codes, out, stream))
-    })
+    on!(
+        device,
+        stream,
+        cpu: (0..codes.batch()).for_each(|i| cpu::transpose(codes.at(i), out.at(i))),
+        cuda: cuda::transpose(codes, out, stream)
+    )
 }
 
 /// Computes code * scale in fp32 and casts it once to the dtype of `out` (fp32, bf16 or fp16; the shape of

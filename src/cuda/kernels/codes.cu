@@ -6,22 +6,36 @@ struct TransposeArgs {
   u8 *out;               // (cols, rows)
   i64 rows, cols;
   i64 codes_rs, codes_cs, out_rs, out_cs;
-  i64 tiles_across;
+  i64 codes_bs, out_bs;  // from a matrix of the batch to the next one
+  i64 tiles_across, tiles_down;
 };
+
+/// The tile of a block, and the start of its matrix.
+struct TransposeTile {
+  const u8 *codes;
+  u8 *out;
+  i64 row, col;
+};
+
+DEVICE TransposeTile transpose_tile(const TransposeArgs &a, i64 size) {
+  i64 down = blockIdx.x / a.tiles_across, matrix = down / a.tiles_down;
+  return {a.codes + matrix * a.codes_bs, a.out + matrix * a.out_bs,
+          (down - matrix * a.tiles_down) * size, (blockIdx.x - down * a.tiles_across) * size};
+}
 
 /// A thread transposes 16 rows of 8 columns, a warp 64x64, and four warps 128x128. The number
 /// of rows is a multiple of 16, and of columns a multiple of 8. Rows of both matrices are
 /// contiguous and aligned.
 extern "C" __global__ void __launch_bounds__(128)
     transpose(const __grid_constant__ TransposeArgs a) {
-  i64 tile_row = blockIdx.x / a.tiles_across, tile_col = blockIdx.x - tile_row * a.tiles_across;
+  TransposeTile t = transpose_tile(a, 128);
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  i64 r = tile_row * 128 + (warp >> 1) * 64 + (lane >> 3) * 16;
-  i64 c = tile_col * 128 + (warp & 1) * 64 + (lane & 7) * 8;
+  i64 r = t.row + (warp >> 1) * 64 + (lane >> 3) * 16;
+  i64 c = t.col + (warp & 1) * 64 + (lane & 7) * 8;
   if (r >= a.rows || c >= a.cols) return;
   uint2 w[16];
 #pragma unroll
-  for (int i = 0; i < 16; i++) w[i] = *(const uint2 *)(a.codes + (r + i) * a.codes_rs + c);
+  for (int i = 0; i < 16; i++) w[i] = *(const uint2 *)(t.codes + (r + i) * a.codes_rs + c);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     u32 column[4][4];                                // [rows / 4][column]
@@ -33,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(128)
     }
 #pragma unroll
     for (int j = 0; j < 4; j++)
-      *(uint4 *)(a.out + (c + half * 4 + j) * a.out_rs + r) =
+      *(uint4 *)(t.out + (c + half * 4 + j) * a.out_rs + r) =
           make_uint4(column[0][j], column[1][j], column[2][j], column[3][j]);
   }
 }
@@ -41,15 +55,16 @@ extern "C" __global__ void __launch_bounds__(128)
 extern "C" __global__ void __launch_bounds__(256)
     strided_transpose(const __grid_constant__ TransposeArgs a) {
   __shared__ u8 tile[32][33];
-  i64 r0 = blockIdx.x / a.tiles_across * 32, c0 = blockIdx.x % a.tiles_across * 32;
+  TransposeTile t = transpose_tile(a, 32);
+  i64 r0 = t.row, c0 = t.col;
   int across = threadIdx.x & 31, down = threadIdx.x >> 5;
   for (int k = down; k < 32; k += 8)
     if (r0 + k < a.rows && c0 + across < a.cols)
-      tile[k][across] = a.codes[(r0 + k) * a.codes_rs + (c0 + across) * a.codes_cs];
+      tile[k][across] = t.codes[(r0 + k) * a.codes_rs + (c0 + across) * a.codes_cs];
   __syncthreads();
   for (int k = down; k < 32; k += 8)
     if (c0 + k < a.cols && r0 + across < a.rows)
-      a.out[(c0 + k) * a.out_rs + (r0 + across) * a.out_cs] = tile[across][k];
+      t.out[(c0 + k) * a.out_rs + (r0 + across) * a.out_cs] = tile[across][k];
 }
 
 struct DequantizeArgs {
