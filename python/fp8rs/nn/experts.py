@@ -133,14 +133,15 @@ def experts_forward(
         index = rows.to(torch.int32)
         y = gated_mlp(x, up, down, index, places, offs, activation, key, parallel)
     else:
-        h = grouped(_Gather.apply(x, rows, places), up, offs, up_bias, key, transposed, fp8_gemms, parallel)
+        x = _Gather.apply(x, rows, places)
+        h = grouped(x, up, offs, up_bias, key, transposed, fp8_gemms, parallel)
         h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
         h = _cast(h, down.dtype)
         y = grouped(h, down, offs, down_bias, key, transposed, fp8_gemms, parallel)
     if getattr(self, "has_post_expert_norm", False):
         y = self.post_expert_norm(y)
-    y = (_Gather.apply(y, places, order) * top_k_weights.unsqueeze(-1)).sum(1)
-    return y.to(hidden_states.dtype)
+    of_tokens: Tensor = _Gather.apply(y, places, order)
+    return (of_tokens * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
 
 
 def _route(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
