@@ -548,7 +548,9 @@ def tables(report: dict[str, Any]) -> str:
             )
         for error in failed:
             if error["variant"] not in found:
-                reason = error["error"].strip().splitlines()[-1]
+                *_, last = trace = error["error"].strip().splitlines()
+                # What ended a process at its time limit is before the stacks of its threads.
+                reason = next((line for line in trace if line.startswith("Timeout")), last)
                 lines.append(f"| {error['variant']} | {reason[:200]} |{' |' * 9}")
         lines += ["", *_goals(model, tokens, routing, found, ms, report["options"])]
     return "\n".join(lines)

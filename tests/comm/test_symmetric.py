@@ -51,6 +51,20 @@ def is_symmetric(comm):
     return chosen == {("symmetric", "symmetric")}
 
 
+def test_memory_is_zeroed_before_other_ranks_can_signal():
+    """torch zeroes it on the default stream, where other work may be pending."""
+    calls = mock.Mock()
+    group = mock.Mock(**{"rank.return_value": 0, "size.return_value": 2})
+    calls.memory.get_signal_pad_size.return_value = 2048
+    with (
+        mock.patch.object(symmetric, "symmetric_memory", lambda: calls.memory),
+        mock.patch.object(torch.cuda, "synchronize", calls.synchronize),
+    ):
+        symmetric.PeerMemory(group, torch.device("cuda", 0), 64, SOON)
+    names = [name for name, _, _ in calls.mock_calls]
+    assert names[:3] == ["memory.empty", "synchronize", "memory.rendezvous"]
+
+
 @ranks(2, 4)
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
 @pytest.mark.parametrize("hidden", list(HIDDEN))

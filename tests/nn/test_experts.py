@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fp8rs
@@ -278,6 +279,30 @@ def test_checkpointed_gradients_are_the_same(device, kind, how):
     found = gradients(lambda x: checkpoint(output(block), x, **options), block, x)
     for a, b in zip(found, expected, strict=True):
         assert a is b is None or torch.equal(a, b)
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", ["fp8", "gather"])
+def test_gradients_of_permuted_rows_are_gathered(device, mode):
+    """torch accumulates them by a sorted index, which takes longer than some of the GEMMs."""
+    block = block_of("qwen3_moe", device, mode)
+    x, index, weights = routed(block, tokens(device))
+    with Operators() as seen:
+        block.experts(x.requires_grad_(), index, weights.requires_grad_()).sum().backward()
+    assert x.grad is not None
+    assert "aten::index" in seen.names
+    assert not {name for name in seen.names if "index_put" in name or "index_add" in name}
 
 
 def test_no_permuted_tokens_are_saved(device):

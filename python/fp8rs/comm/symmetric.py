@@ -76,6 +76,9 @@ class PeerMemory:
         """
         symmetric = symmetric_memory()
         own = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+        # torch zeroes the memory and its signals on the default stream, after the work that is
+        # pending there. It must not erase the signal of a rank that is ahead.
+        torch.cuda.synchronize(device)
         self._handle = symmetric.rendezvous(own, group)
         self.parts: list[Tensor] = [
             self._handle.get_remote_tensor(rank, (nbytes,), torch.uint8)
@@ -120,10 +123,8 @@ class DoubleBuffer:
                 'or use set_fsdp_comm(model, all_gather="torch", reduce_scatter="bf16")'
             )
         if 2 * nbytes > self.nbytes:
-            # Finish this rank's reads. The other ranks finish theirs before they allocate the new
-            # memory, which waits for all ranks. Then the old memory can be freed.
-            if self._memory is not None and self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            # Allocating waits until all ranks have finished their reads. Then the old memory can be
+            # freed.
             self.nbytes = 2 * (-(-nbytes // 16) * 16)
             self._memory = PeerMemory(self.group, self._device, self.nbytes, self._timeout)
 

@@ -127,27 +127,29 @@ def experts_forward(
             local_part(self.down_proj_bias),
         )
     x = _cast(hidden_states, up.dtype)
-    offs, rows, places = _route(top_k_index, up.shape[0])
+    offs, order, places = _route(top_k_index, up.shape[0])
+    rows = order // top_k_index.shape[-1]
     if fp8_gemms and (activation := self._fp8_activation) is not None:
         index = rows.to(torch.int32)
         y = gated_mlp(x, up, down, index, places, offs, activation, key, parallel)
     else:
-        h = grouped(x[rows], up, offs, up_bias, key, transposed, fp8_gemms, parallel)
+        x = _Gather.apply(x, rows, places)
+        h = grouped(x, up, offs, up_bias, key, transposed, fp8_gemms, parallel)
         h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
         h = _cast(h, down.dtype)
         y = grouped(h, down, offs, down_bias, key, transposed, fp8_gemms, parallel)
     if getattr(self, "has_post_expert_norm", False):
         y = self.post_expert_norm(y)
-    y = (y[places] * top_k_weights.unsqueeze(-1)).sum(1)
-    return y.to(hidden_states.dtype)
+    of_tokens: Tensor = _Gather.apply(y, places, order)
+    return (of_tokens * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
 
 
 def _route(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort pairs of a token and an expert by expert.
 
     Returns:
-        The offsets of experts, the token of each row, and the rows of each token (T, k). Rows of
-        experts that do not exist are the last ones.
+        The offsets of experts, the pair (token * k + position) of each row, and the rows of each
+        token (T, k). Rows of experts that do not exist are the last ones.
     """
     ids, order = torch.sort(top_k_index.reshape(-1))
     # histc takes integers on CUDA only. Unlike bincount, it does not synchronize.
@@ -156,7 +158,35 @@ def _route(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     offs = torch.cumsum(counts, 0, dtype=torch.int32)
     numbers = torch.arange(order.shape[0], device=order.device)
     places = torch.empty_like(order).scatter_(0, order, numbers)
-    return offs, order // top_k_index.shape[-1], places.view(top_k_index.shape)
+    return offs, order, places.view(top_k_index.shape)
+
+
+class _Gather(torch.autograd.Function):
+    """``x[index]`` with a backward that gathers too.
+
+    torch's backward sorts the index and accumulates rows one by one, because it does not know where
+    each row of ``x`` went.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor) -> Tensor:
+        """Gather rows of ``x``.
+
+        Args:
+            x: (n, H).
+            index: of any shape.
+            places: where each row of ``x`` is in ``index``, flattened: (n,), or (n, k) if ``index``
+                has each row k times.
+        """
+        ctx.save_for_backward(places)
+        return x[index]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of ``x``."""
+        (places,) = ctx.saved_tensors
+        dx = dy.reshape(-1, dy.shape[-1])[places]
+        return dx if places.dim() == 1 else dx.sum(1), None, None
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -408,23 +408,28 @@ class _GatedMlp(torch.autograd.Function):
             d_down = grouped_wgrad(
                 grads.col, grads.col_scale, g_col, g_scale, padded_ends, weight_dtypes[1]
             )
+        # Tensors of all rows and of all weights are large. Each is freed after its last use.
         if before:
             c = _operand(spec.weight, ctx.weights[1].read(down), True, down_known, dy)
             dg = grouped_mm(grads.row, grads.row_scale, c.codes, c.scale, ends, h.dtype, False)
+            del c, grads
             options = spec.scale_options
             dh = _Codes(
                 *_quantize_gated(
                     h, *bounds, activation, _E4M3, needs_x, needs_gate_up, dy=dg, **options
                 )
             )
+            del dg
+        if needs_x:
+            b = _operand(spec.weight, ctx.weights[0].read(gate_up), True, gate_up_known, dy)
+            rows = grouped_mm(dh.row, dh.row_scale, b.codes, b.scale, ends, x_dtype, how.zero_tail)
+            del b
+            dx = rows[places].sum(1)
+            del rows
         if needs_gate_up:
             d_gate_up = grouped_wgrad(
                 dh.col, dh.col_scale, x_col, x_scale, padded_ends, weight_dtypes[0]
             )
-        if needs_x:
-            b = _operand(spec.weight, ctx.weights[0].read(gate_up), True, gate_up_known, dy)
-            rows = grouped_mm(dh.row, dh.row_scale, b.codes, b.scale, ends, x_dtype, how.zero_tail)
-            dx = rows[places].sum(1)
         return dx, d_gate_up, d_down, *[None] * 5
 
 
