@@ -11,6 +11,7 @@ from fp8rs.gemm.estimates import (
     FP8,
     HIGH_PRECISION,
     HIGH_PRECISION_WGRAD,
+    GroupedWeight,
     choose,
     grouped_us,
     prefers_gated_mlp,
@@ -73,39 +74,54 @@ def test_speedups_of_linear_layers_are_on_the_measured_side(name):
 MIXTRAL, QWEN3, DEEPSEEK = (8, 4096, 14336), (128, 2048, 768), (256, 7168, 2048)
 
 
-def choices(rows_per_expert, model):
+def choices(rows_per_expert, model, **options):
+    """The choices of two weights, and whether their GEMMs are fused."""
     experts, hidden, width = model
+    gate_up, down = (
+        GroupedWeight(experts, n, k, **options) for n, k in ((2 * width, hidden), (hidden, width))
+    )
     rows = rows_per_expert * experts
-    return [choose(rows, experts, n, k) for n, k in ((2 * width, hidden), (hidden, width))]
+    return [choose(rows, gate_up), choose(rows, down)], prefers_gated_mlp(rows, down)
 
 
 @pytest.mark.parametrize("model", [MIXTRAL, DEEPSEEK])
 @pytest.mark.parametrize("rows", [512, 2048, 65536])
 def test_large_experts_run_in_fp8(model, rows):
-    assert choices(rows, model) == [FP8, FP8]
-    assert prefers_gated_mlp(rows * model[0], *model)
+    assert choices(rows, model) == ([FP8, FP8], True)
 
 
 def test_wgrad_of_few_rows_stays_in_high_precision():
     """With 128 rows per expert, FP8's wgrad is measured slower than bf16's."""
-    assert choices(128, QWEN3) == [HIGH_PRECISION_WGRAD] * 2
+    assert choices(128, QWEN3)[0] == [HIGH_PRECISION_WGRAD] * 2
 
 
 def test_a_small_weight_gains_from_fp8_only_with_fused_quantization():
     """Qwen3's down projection with many rows."""
-    assert choices(8192, QWEN3)[1] == HIGH_PRECISION
-    assert prefers_gated_mlp(8192 * 128, *QWEN3)
+    assert choices(8192, QWEN3) == ([FP8, HIGH_PRECISION], True)
+
+
+def test_weights_that_are_not_gathered_gain_less():
+    """They are quantized in each call, and do not have to be dequantized without FP8."""
+    for rows in (128, 1024):
+        assert choices(rows, QWEN3, gathered=False) == ([HIGH_PRECISION] * 2, False)
+    assert choices(2048, MIXTRAL, gathered=False) == ([FP8, FP8], True)
+
+
+def test_row_scales_cost_a_pass_over_gradients():
+    assert choices(1024, QWEN3, row_scales=True)[0] == [HIGH_PRECISION] * 2
+    assert choices(2048, MIXTRAL, row_scales=True)[0] == [FP8, FP8]
 
 
 @pytest.mark.parametrize("n, k", [(1536, 2048), (4096, 14336)])
 def test_the_choice_does_not_depend_on_the_layout(n, k):
     for rows in (128, 1024, 8192):
-        assert choose(8 * rows, 8, n, k) == choose(8 * rows, 8, k, n)
+        weight = GroupedWeight(8, n, k)
+        assert choose(8 * rows, weight) == choose(8 * rows, weight._replace(n=k, k=n))
 
 
 @pytest.mark.parametrize("rows", [16, 128, 1024, 65536])
 @pytest.mark.parametrize("n, k", [(64, 96), (1536, 2048), (28672, 4096)])
 def test_no_other_choice_is_faster(rows, n, k):
-    sizes = 8 * rows, 8, n, k
-    least = min(grouped_us(c, *sizes) for c in (HIGH_PRECISION, HIGH_PRECISION_WGRAD, FP8))
-    assert grouped_us(choose(*sizes), *sizes) == least
+    given = 8 * rows, GroupedWeight(8, n, k)
+    least = min(grouped_us(c, *given) for c in (HIGH_PRECISION, HIGH_PRECISION_WGRAD, FP8))
+    assert grouped_us(choose(*given), *given) == least

@@ -15,6 +15,7 @@ from fp8rs.gemm.estimates import (
     FP8,
     HIGH_PRECISION,
     GroupedChoice,
+    GroupedWeight,
     choose,
     prefers_gated_mlp,
 )
@@ -59,20 +60,25 @@ class Experts:
     gemms: Gemms
     activation: str | None
 
-    def choices(self, rows: int) -> dict[str, GroupedChoice]:
-        """Return the GEMMs of each weight on Hopper.
+    def choices(self, rows: int, recipe: Recipe) -> dict[str, GroupedChoice]:
+        """Return the GEMMs of each weight on Hopper, if FSDP2 gathers it in FP8.
 
         Args:
             rows: rows per expert.
+            recipe: the recipe of the module.
         """
-        shapes = {name: _batch(self.module._parameters[name]) for name in self.parameters}
+        per_row = recipe.block_format("weight").per_row
+        weights = {
+            name: GroupedWeight(*_batch(self.module._parameters[name]), row_scales=per_row)
+            for name in self.parameters
+        }
         if self.gemms != "auto":
-            return dict.fromkeys(shapes, FP8 if self.gemms == "fp8" else HIGH_PRECISION)
+            return dict.fromkeys(weights, FP8 if self.gemms == "fp8" else HIGH_PRECISION)
         if self.activation:
-            experts, hidden, width = shapes["down_proj"]
-            if prefers_gated_mlp(rows * experts, experts, hidden, width):
-                return dict.fromkeys(shapes, FP8)
-        return {name: choose(rows * shape[0], *shape) for name, shape in shapes.items()}
+            down = weights["down_proj"]
+            if prefers_gated_mlp(rows * down.experts, down):
+                return dict.fromkeys(weights, FP8)
+        return {name: choose(rows * weight.experts, weight) for name, weight in weights.items()}
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def report(
         converted=tuple(chosen),
         converted_parameters=sum(p.numel() for p in fp8_parameters),
         parameters=sum(p.numel() for p in model.parameters()),
-        gemms=_gemms(experts_modules),
+        gemms=_gemms(experts_modules, recipe),
         left=_left(model, selected.left, selected_experts.left, chosen, fp8_parameters),
         units=tuple(group.name for group in fp8),
         gathered=sum(group.gathers * group.gathered_bytes for group in fp8),
@@ -162,12 +162,12 @@ def report(
     )
 
 
-def _gemms(modules: Iterable[Experts]) -> dict[str, dict[int, str]]:
+def _gemms(modules: Iterable[Experts], recipe: Recipe) -> dict[str, dict[int, str]]:
     """Return the GEMMs of each weight of experts, by rows per expert."""
     gemms: dict[str, dict[int, str]] = {}
     for module in modules:
         for rows in ROWS_PER_EXPERT:
-            for name, choice in module.choices(rows).items():
+            for name, choice in module.choices(rows, recipe).items():
                 gemms.setdefault(f"{module.name}.{name}".lstrip("."), {})[rows] = str(choice)
     return gemms
 

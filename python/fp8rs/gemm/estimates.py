@@ -94,7 +94,12 @@ GROUPED_GEMMS = {
 _QUANTIZE = {False: 480, True: 350}
 _QUANTIZE_TOKENS = 670
 _TRANSPOSE = 1000
+
+#: Rates that follow from the bytes that are read and written, at 3 TB/s. A weight is quantized in
+#: the forward and in the backward. `_ROW_SCALES` multiplies a weight's row scales into a gradient.
 _DEQUANTIZE = 1000
+_QUANTIZE_WEIGHT = 340
+_ROW_SCALES = 150
 
 #: Rows per expert that are assumed if a compiler does not know the number of rows.
 TYPICAL_ROWS = 1024
@@ -122,69 +127,85 @@ HIGH_PRECISION_WGRAD = GroupedChoice(True, False)
 FP8 = GroupedChoice(True, True)
 
 
-def grouped_us(choice: GroupedChoice, rows: int, experts: int, n: int, k: int) -> float:
-    """Return the microseconds of forward and backward with a weight of experts.
+class GroupedWeight(NamedTuple):
+    """A weight of experts.
 
-    The weight is given as FP8 codes, as FSDP2 gathers it. GEMMs in high precision dequantize it in
-    the forward and in the backward, and FP8 GEMMs transpose its codes in the backward.
+    Attributes:
+        experts: the number of matrices.
+        n: rows of a matrix as it is stored.
+        k: columns of a matrix as it is stored.
+        gathered: whether the weight is given as FP8 codes, as FSDP2 gathers it. FP8 GEMMs transpose
+            such codes in the backward, and others dequantize them in the forward and the backward.
+            Otherwise FP8 GEMMs quantize the weight in both.
+        row_scales: whether it has a scale per row and not one per expert.
+    """
+
+    experts: int
+    n: int
+    k: int
+    gathered: bool = True
+    row_scales: bool = False
+
+
+def choose(rows: int, weight: GroupedWeight) -> GroupedChoice:
+    """Return the fastest GEMMs of a weight.
 
     Args:
-        choice: the GEMMs.
-        rows: rows of the input.
-        experts: the number of experts.
-        n: out_features.
-        k: in_features.
+        rows: rows of the input, of all experts.
+        weight: the weight.
     """
-    us = _gemms_us(choice, rows, experts, n, k)
-    if not choice.rows:
-        return us + 2 * experts * n * k / (1e3 * _DEQUANTIZE)
-    return us + rows * (n + k) / (1e3 * _QUANTIZE[choice.wgrad])
-
-
-def choose(rows: int, experts: int, n: int, k: int) -> GroupedChoice:
-    """Return the fastest GEMMs of a weight of experts.
-
-    Args:
-        rows: rows of the input.
-        experts: the number of experts.
-        n: out_features, or in_features.
-        k: the other one.
-    """
-    best, least = HIGH_PRECISION, grouped_us(HIGH_PRECISION, rows, experts, n, k)
+    best, least = HIGH_PRECISION, grouped_us(HIGH_PRECISION, rows, weight)
     for choice in (HIGH_PRECISION_WGRAD, FP8):
-        us = grouped_us(choice, rows, experts, n, k)
+        us = grouped_us(choice, rows, weight)
         if us < least:
             best, least = choice, us
     return best
 
 
-def prefers_gated_mlp(rows: int, experts: int, hidden: int, width: int) -> bool:
+def prefers_gated_mlp(rows: int, down: GroupedWeight) -> bool:
     """Whether `fp8rs.nn.grouped.gated_mlp` is faster than the choices of its two weights.
 
     It quantizes tokens as it copies them, and activations as it computes them, which takes no
     longer than computing them in bf16. Only the gradient of the output is quantized on its own.
 
     Args:
-        rows: rows of the input.
-        experts: the number of experts.
-        hidden: in_features of the first weight and out_features of the second.
-        width: in_features of the second weight, half of the first one's out_features.
+        rows: rows of the input, of all experts.
+        down: the second weight, (experts, hidden, width).
     """
-    sizes = (2 * width, hidden), (hidden, width)
-    fused = sum(_gemms_us(FP8, rows, experts, n, k) for n, k in sizes)
-    fused += rows * hidden * (1 / _QUANTIZE_TOKENS + 1 / _QUANTIZE[True]) / 1e3
-    chosen = (choose(rows, experts, n, k) for n, k in sizes)
-    separate = (
-        grouped_us(choice, rows, experts, n, k)
-        for choice, (n, k) in zip(chosen, sizes, strict=True)
-    )
-    return fused < sum(separate)
+    gate_up = down._replace(n=2 * down.k, k=down.n)
+    fused = _gemms_us(FP8, rows, gate_up) + _gemms_us(FP8, rows, down)
+    fused += rows * down.n * (1 / _QUANTIZE_TOKENS + 1 / _QUANTIZE[True]) / 1e3
+    separate = 0.0
+    for weight in (gate_up, down):
+        separate += grouped_us(choose(rows, weight), rows, weight)
+    return fused < separate
 
 
-def _gemms_us(choice: GroupedChoice, rows: int, experts: int, n: int, k: int) -> float:
-    """Return the microseconds of three GEMMs and of the transposition of FP8 codes."""
-    flops, weights = 2 * rows * n * k, experts * n * k
+def grouped_us(choice: GroupedChoice, rows: int, weight: GroupedWeight) -> float:
+    """Return the microseconds of forward and backward, with the quantization of the operands.
+
+    Args:
+        choice: the GEMMs.
+        rows: rows of the input, of all experts.
+        weight: the weight.
+    """
+    us = _gemms_us(choice, rows, weight)
+    if choice.rows:
+        us += rows * (weight.n + weight.k) / (1e3 * _QUANTIZE[choice.wgrad])
+        if weight.row_scales:
+            us += rows * weight.n / (1e3 * _ROW_SCALES)
+    return us
+
+
+def _gemms_us(choice: GroupedChoice, rows: int, weight: GroupedWeight) -> float:
+    """Return the microseconds of three GEMMs and of the preparation of the weight."""
+    n, k = weight.n, weight.k
+    flops, elements = 2 * rows * n * k, weight.experts * n * k
     gemm = GROUPED_GEMMS[choice.rows].rows
     us = gemm.us(flops, rows * n) + gemm.us(flops, rows * k)
-    us += GROUPED_GEMMS[choice.wgrad].wgrad.us(flops, weights)
-    return us + (weights / (1e3 * _TRANSPOSE) if choice.rows else 0)
+    us += GROUPED_GEMMS[choice.wgrad].wgrad.us(flops, elements)
+    if choice.rows:
+        us += elements / (1e3 * (_TRANSPOSE if weight.gathered else _QUANTIZE_WEIGHT))
+    elif weight.gathered:
+        us += 2 * elements / (1e3 * _DEQUANTIZE)
+    return us

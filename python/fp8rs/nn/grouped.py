@@ -78,26 +78,34 @@ def grouped(
     spec = grouped_spec_for(key)
     choice = estimates.HIGH_PRECISION
     if gemms != "gather" and _has_fp8_gemms(spec, weight):
-        choice = estimates.FP8 if gemms == "fp8" else _choose(x, weight)
+        choice = estimates.FP8 if gemms == "fp8" else _choose(x, weight, spec)
     how = _How(spec, transposed, zero_tail, choice.wgrad)
     run = _Grouped if choice.rows else _GroupedPlain
     y: Tensor = run.apply(x, weight, offs, bias, how)
     return y
 
 
-def _choose(x: Tensor, weight: Tensor) -> estimates.GroupedChoice:
-    sizes = weight.shape[0], prod(weight.shape[1:-1]), weight.shape[-1]
-    return estimates.choose(_known_rows(x.shape[0], weight), *sizes)
+def _choose(x: Tensor, weight: Tensor, spec: GroupedSpec) -> estimates.GroupedChoice:
+    return estimates.choose(_known_rows(x.shape[0], weight), _estimated(weight, spec))
 
 
-def prefers_gated_mlp(rows: int, down: Tensor) -> bool:
+def prefers_gated_mlp(rows: int, down: Tensor, key: str) -> bool:
     """Whether :func:`gated_mlp` is faster than two calls of :func:`grouped` with "auto".
 
     Args:
         rows: the number of rows.
         down: the second weight, (E, H, I).
+        key: the key of a recipe.
     """
-    return estimates.prefers_gated_mlp(_known_rows(rows, down), *down.shape)
+    weight = _estimated(down, grouped_spec_for(key))
+    return estimates.prefers_gated_mlp(_known_rows(rows, down), weight)
+
+
+def _estimated(weight: Tensor, spec: GroupedSpec) -> estimates.GroupedWeight:
+    n, k = prod(weight.shape[1:-1]), weight.shape[-1]
+    gathered = isinstance(weight, QuantizedTensor)
+    per_row = spec.weight.format.per_row
+    return estimates.GroupedWeight(weight.shape[0], n, k, gathered, per_row)
 
 
 def _known_rows(rows: int, weight: Tensor) -> int:
