@@ -129,8 +129,10 @@ def test_auto_chooses_gemms_by_size_and_rows():
         for name in ("w1_EFD", "w2_EDF", "w3_EFD"):
             large, small = (planned.gemms[f"{size}.{name}"] for size in ("large", "small"))
             assert tuple(large) == tuple(small) == columns
-            assert large[8192] == ("FP8" if fp8 else "high precision")
             assert small[8192] == "high precision"
+            if recipe != "rowwise" or name == "w2_EDF":
+                # Multiplying row scales into the wide gradients of the others takes long.
+                assert large[8192] == ("FP8" if fp8 else "high precision")
         assert fp8rs.report(convert(model, recipe=recipe)).gemms == planned.gemms
 
 

@@ -129,7 +129,7 @@ def experts_forward(
     x = _cast(hidden_states, up.dtype)
     offs, rows, places = _route(top_k_index, up.shape[0])
     activation = None if gemms == "gather" else self._fp8_activation
-    if activation and (gemms == "fp8" or prefers_gated_mlp(rows.shape[0], down, key)):
+    if activation and (gemms == "fp8" or prefers_gated_mlp(rows.shape[0], down)):
         index = rows.to(torch.int32)
         y = gated_mlp(x, up, down, index, places, offs, activation, key, parallel)
     else:

@@ -86,26 +86,21 @@ def grouped(
 
 
 def _choose(x: Tensor, weight: Tensor, spec: GroupedSpec) -> estimates.GroupedChoice:
-    return estimates.choose(_known_rows(x.shape[0], weight), _estimated(weight, spec))
+    sizes = weight.shape[0], prod(weight.shape[1:-1]), weight.shape[-1]
+    gathered = isinstance(weight, QuantizedTensor)
+    given = estimates.GroupedWeight(*sizes, gathered, spec.weight.format.per_row)
+    return estimates.choose(_known_rows(x.shape[0], weight), given)
 
 
-def prefers_gated_mlp(rows: int, down: Tensor, key: str) -> bool:
+def prefers_gated_mlp(rows: int, down: Tensor) -> bool:
     """Whether :func:`gated_mlp` is faster than two calls of :func:`grouped` with "auto".
 
     Args:
         rows: the number of rows.
         down: the second weight, (E, H, I).
-        key: the key of a recipe.
     """
-    weight = _estimated(down, grouped_spec_for(key))
-    return estimates.prefers_gated_mlp(_known_rows(rows, down), weight)
-
-
-def _estimated(weight: Tensor, spec: GroupedSpec) -> estimates.GroupedWeight:
-    n, k = prod(weight.shape[1:-1]), weight.shape[-1]
-    gathered = isinstance(weight, QuantizedTensor)
-    per_row = spec.weight.format.per_row
-    return estimates.GroupedWeight(weight.shape[0], n, k, gathered, per_row)
+    given = estimates.GroupedWeight(*down.shape, isinstance(down, QuantizedTensor))
+    return estimates.prefers_gated_mlp(_known_rows(rows, down), given)
 
 
 def _known_rows(rows: int, weight: Tensor) -> int:
