@@ -99,7 +99,8 @@ def prefers_gated_mlp(rows: int, down: Tensor) -> bool:
         rows: the number of rows.
         down: the second weight, (E, H, I).
     """
-    given = estimates.GroupedWeight(*down.shape, isinstance(down, QuantizedTensor))
+    experts, hidden, width = down.shape
+    given = estimates.GroupedWeight(experts, hidden, width, isinstance(down, QuantizedTensor))
     return estimates.prefers_gated_mlp(_known_rows(rows, down), given)
 
 
