@@ -69,7 +69,7 @@ def measurements():
 
 @pytest.mark.parametrize("cost, measured", measurements())
 def test_costs_are_least_squares_fits(cost, measured):
-    """Of relative errors. Rates that are infinite do not take part."""
+    """The relative errors are minimal. Infinite rates are not fitted."""
     used = [1.0, 1e-6 * (cost.tflops < inf), 1e-3 * (cost.gelements < inf)]
     terms = torch.tensor(
         [[a * unit / us for a, unit in zip(given, used, strict=True)] for *given, us in measured],
@@ -120,7 +120,7 @@ def grouped(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_forward_and_backward_are_estimated_within_12_percent(case):
-    """Of rows that are distributed evenly. Other rows take up to a quarter longer."""
+    """This holds for even rows. Skewed rows take up to a quarter longer."""
     rows, weight, measured = grouped(case)
     for choice, us in measured.items():
         ratio = grouped_us(choice, rows, weight) / us
@@ -167,7 +167,7 @@ def test_small_experts_run_in_fp8_if_fused_and_with_many_rows():
 
 
 def test_weights_that_are_not_gathered_gain_less():
-    """They are quantized in each call, and do not have to be dequantized without FP8."""
+    """FP8 GEMMs quantize them in each call, and others read them as they are."""
     for rows in (128, 1024):
         assert choices(rows, MIXTRAL, gathered=False) == ([HIGH_PRECISION] * 2, False)
     assert choices(8192, MIXTRAL, gathered=False) == ([FP8, FP8], True)
