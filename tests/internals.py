@@ -20,6 +20,7 @@ __all__ = [
     "dtensor_like",
     "fsdp_param_groups",
     "gathered_bytes",
+    "gemms_of",
     "handle_of",
     "handle_of_tensor",
     "handles_of",
@@ -29,7 +30,6 @@ __all__ = [
     "quantize_operand",
     "refuse",
     "run_in_high_precision",
-    "runs_fp8_gemms",
     "state_of",
     "store_of",
 ]
@@ -80,14 +80,14 @@ def handles_of(module: nn.Module) -> dict[str, ParamHandle]:
     return getattr(module, "_fp8_params", {})
 
 
-def runs_fp8_gemms(module: nn.Module) -> bool | None:
-    """Return whether a module of experts runs FP8 GEMMs. None for other modules."""
-    return getattr(module, "_fp8_gemms", None)
+def gemms_of(module: nn.Module) -> str | None:
+    """Return which GEMMs of a module of experts are in FP8. None for other modules."""
+    return getattr(module, "_gemms", None)
 
 
 def run_in_high_precision(module: nn.Module) -> None:
     """Make a module of experts run GEMMs in high precision."""
-    module._fp8_gemms = False
+    module._gemms = "gather"
 
 
 def handle_of_tensor(t: Tensor) -> ParamHandle:

@@ -11,6 +11,7 @@ from . import ops  # isort: skip  (registers the operators)
 
 from fp8rs.convert.convert import convert_to_float8_training, optimizer_stepped
 from fp8rs.convert.quantized_init import quantized_init
+from fp8rs.convert.select import min_speedup
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.quantize.quantizers import (
     Float8BlockQuantizer,
@@ -68,6 +69,7 @@ __all__ = [
     "convert_to_float8_training",
     "export",
     "high_precision",
+    "min_speedup",
     "monitor",
     "nn",
     "ops",

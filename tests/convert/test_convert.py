@@ -136,6 +136,52 @@ def test_module_filter_fn_receives_module_and_name():
     assert seen == ALL
 
 
+def layers_of(**shapes):
+    with torch.device("meta"):
+        return nn.ModuleDict({name: nn.Linear(*shape) for name, shape in shapes.items()})
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block", "mxfp8"])
+def test_min_speedup_keeps_small_layers_in_high_precision(recipe):
+    shapes = {"k": (4096, 1024), "small": (2048, 2048), "q": (4096, 4096), "up": (4096, 14336)}
+    for tokens, expected in ((16384, ["q", "up"]), (8192, ["q", "up"]), (512, []), (1, [])):
+        model = layers_of(**shapes)
+        keep = fp8rs.min_speedup(tokens, 1.02, recipe=recipe)
+        assert [name for name, layer in model.items() if keep(layer, name)] == expected
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            assert converted(convert(model, recipe=recipe, module_filter_fn=keep)) == expected
+        assert bool(seen) == (not expected)
+    squares = layers_of(**{f"of {n}": (n, n) for n in (1024, 2048, 3072, 4096, 8192)})
+    fast = [
+        name
+        for name, layer in squares.items()
+        if fp8rs.min_speedup(layer.in_features, 1.02, recipe=recipe)(layer, name)
+    ]
+    assert fast == ["of 4096", "of 8192"]
+
+
+def test_min_speedup_is_a_bound_and_combines_with_another_filter():
+    model = layers_of(q=(4096, 4096), up=(4096, 14336), huge=(16384, 16384))
+    counts = [
+        sum(map(fp8rs.min_speedup(8192, bound), model.values(), model))
+        for bound in (1.02, 1.3, 1.45, 2.0)
+    ]
+    assert counts == [3, 2, 1, 0]
+    fast = fp8rs.min_speedup(8192)
+    convert(model, module_filter_fn=lambda m, fqn: "up" not in fqn and fast(m, fqn))
+    assert converted(model) == ["q", "huge"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [({"tokens": 0}, "tokens must be at least 1, not 0"), ({"tokens": 1, "recipe": "fp8"}, "fp8")],
+)
+def test_wrong_arguments_of_min_speedup_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        fp8rs.min_speedup(**arguments)
+
+
 def test_a_linear_root_is_converted_too(device):
     root = nn.Linear(16, 32, device=device)
     out = convert(root, recipe="delayed")

@@ -20,9 +20,8 @@ from distributed.collectives import Collectives
 from distributed.models import RECIPES
 from fp8rs.fsdp.master_weight import MasterWeight
 from fp8rs.fsdp.param import local_of
-from fp8rs.gemm.grouped import MEASURED, prefers_fp8
 from fp8rs.tensor.quantized import QuantizedTensor
-from internals import handle_of, handles_of, run_in_high_precision, runs_fp8_gemms
+from internals import gemms_of, handle_of, handles_of, run_in_high_precision
 from language_models import mixture, train_on
 
 KINDS = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
@@ -67,11 +66,11 @@ def convert(model, **options):
 
 
 def converted(model):
-    """The converted weights of experts, and whether their GEMMs are FP8."""
+    """The converted weights of experts, and which of their GEMMs are FP8."""
     return {
-        f"{n}.{name}".lstrip("."): runs_fp8_gemms(m)
+        f"{n}.{name}".lstrip("."): gemms_of(m)
         for n, m in model.named_modules()
-        if runs_fp8_gemms(m) is not None
+        if gemms_of(m) is not None
         for name in handles_of(m)
     }
 
@@ -82,7 +81,7 @@ def test_experts_of_transformers_are_converted(kind, mode):
     model = convert(mixture(kind), experts=mode)
     batches = [n for n, p in model.named_parameters() if p.dim() == 3]
     assert batches
-    assert converted(model) == ({} if mode == "off" else dict.fromkeys(batches, mode == "fp8"))
+    assert converted(model) == ({} if mode == "off" else dict.fromkeys(batches, mode))
     layer = model.model.layers[-1].mlp.experts
     used = layer.config._experts_implementation
     assert used == ("grouped_mm" if mode == "off" else "fp8rs")
@@ -114,22 +113,53 @@ def test_auto_converts_known_experts_only():
     model["grouped"] = fp8rs.nn.GroupedLinear(4, 32, 32)
     convert(model)
     names = [f"titan.{n}" for n in ("w1_EFD", "w2_EDF", "w3_EFD")]
-    assert converted(model) == dict.fromkeys([*names, "grouped.weight"], False)
+    assert converted(model) == dict.fromkeys([*names, "grouped.weight"], "auto")
     model = convert(nn.ModuleDict({"unknown": Unknown()}), experts="fp8")
-    assert converted(model) == {"unknown.batch": True}
+    assert converted(model) == {"unknown.batch": "fp8"}
 
 
-def test_auto_chooses_the_gemms_by_size():
-    shapes = {"mixtral": MEASURED[:2], "qwen3": MEASURED[3:]}
-    for name, rows in shapes.items():
-        assert prefers_fp8([row[1:3] for row in rows]) == (name == "mixtral")
-    for recipe, fp8 in (("current", True), ("rowwise", True), ("block", False), ("mxfp8", False)):
+def test_auto_chooses_gemms_by_size_and_rows():
+    """The report names them. Recipes without FP8 GEMMs have no choice."""
+    columns = (128, 1024, 8192)
+    for recipe in ("current", "rowwise", "block", "mxfp8"):
         with torch.device("meta"):
-            model = Titan(experts=2, hidden=4096, width=14336)
-        assert set(converted(convert(model, recipe=recipe)).values()) == {fp8}
-        with torch.device("meta"):
-            model = Titan(experts=2, hidden=2048, width=768)
-        assert set(converted(convert(model, recipe=recipe)).values()) == {False}
+            model = nn.ModuleDict({"large": Titan(2, 4096, 14336), "small": Titan(8, 512, 768)})
+        planned = fp8rs.report(model, recipe=recipe)
+        fp8 = recipe in ("current", "rowwise")
+        for name in ("w1_EFD", "w2_EDF", "w3_EFD"):
+            large, small = (planned.gemms[f"{size}.{name}"] for size in ("large", "small"))
+            assert tuple(large) == tuple(small) == columns
+            assert small[8192] == "high precision"
+            if recipe != "rowwise" or name == "w2_EDF":
+                # Multiplying row scales into the wide gradients of the others takes long.
+                assert large[8192] == ("FP8" if fp8 else "high precision")
+        assert fp8rs.report(convert(model, recipe=recipe)).gemms == planned.gemms
+
+
+@pytest.mark.parametrize("mode", ["fp8", "gather"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_report_names_the_gemms_of_each_weight(kind, mode):
+    model = mixture(kind)
+    named = {n for n, p in model.named_parameters() if p.dim() == 3}
+    text = "FP8" if mode == "fp8" else "high precision"
+    report = fp8rs.report(model, experts=mode)
+    assert report.gemms == dict.fromkeys(named, dict.fromkeys((128, 1024, 8192), text))
+    assert f"  {text:<27}{text:<27}{text:<27}model.layers." in str(report)
+    assert not fp8rs.report(model, experts="off").gemms
+
+
+def test_the_report_names_fused_gemms():
+    """transformers' gated experts with one scale per expert also fuse quantization."""
+    with torch.device("meta"):
+        model = mixture(
+            "qwen3_moe", hidden_size=2048, moe_intermediate_size=768, num_experts=128,
+            num_hidden_layers=1, device="meta",
+        )  # fmt: skip
+    down = {}
+    for recipe in ("current", "rowwise"):
+        gemms = fp8rs.report(model, recipe=recipe).gemms
+        down[recipe] = next(by for name, by in gemms.items() if name.endswith("down_proj"))[8192]
+    assert down == {"current": "FP8", "rowwise": "high precision"}
 
 
 def test_filter_fqns_match_names_of_parameters(caplog):
@@ -139,9 +169,9 @@ def test_filter_fqns_match_names_of_parameters(caplog):
     layers = [f"model.layers.{i}.mlp.experts." for i in range(2)]
     # A module with a weight in high precision has all GEMMs in high precision.
     assert converted(model) == {
-        layers[0] + "gate_up_proj": False,
-        layers[1] + "gate_up_proj": True,
-        layers[1] + "down_proj": True,
+        layers[0] + "gate_up_proj": "gather",
+        layers[1] + "gate_up_proj": "fp8",
+        layers[1] + "down_proj": "fp8",
     }
     text = caplog.text
     assert "and 3 weights of experts converted" in text
@@ -231,7 +261,7 @@ def test_mixtures_train(device, kind, recipe):
 
 
 def experts_of(model):
-    return [m for m in model.modules() if runs_fp8_gemms(m) is not None]
+    return [m for m in model.modules() if gemms_of(m) is not None]
 
 
 def shard(model, rig, **options):

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fp8rs
+from fp8rs.gemm import estimates
 from fp8rs.nn.functional import grouped_linear
 from language_models import mixture
 
@@ -192,6 +193,23 @@ def test_experts_of_transformers_compute_what_they_do_unconverted(device, kind, 
         assert error(p.grad, q.grad) < (0.1 if mode == "fp8" else 0.02), name
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_auto_computes_what_it_chooses(device, kind, fused, monkeypatch):
+    """A gated MLP, or what the functions choose for each weight."""
+    monkeypatch.setattr(estimates, "prefers_gated_mlp", lambda *sizes: fused)
+    monkeypatch.setattr(estimates, "choose", lambda *sizes: estimates.HIGH_PRECISION)
+    results = {}
+    for mode in ("auto", "fp8", "gather"):
+        experts = block_of(kind, device, mode).experts
+        x, index, weights = routed(experts, tokens(device))
+        results[mode] = gradients(lambda x, e=experts, a=(index, weights): e(x, *a), experts, x)
+    chosen = "fp8" if fused and kind == "mixtral" else "gather"
+    for mode in ("fp8", "gather"):
+        same = all(torch.equal(a, b) for a, b in zip(results["auto"], results[mode], strict=True))
+        assert same == (mode == chosen)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parallel", [False, True])
 def test_devices_without_fp8_gemms_compute_in_high_precision(device, kind, parallel, monkeypatch):
@@ -242,19 +260,24 @@ def test_experts_of_other_ranks_contribute_nothing(device, kind, recipe):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("recipe", ["current", "rowwise"])
-def test_a_compiled_block_does_not_recompile_for_another_number_of_tokens(device, kind, recipe):
+@pytest.mark.parametrize(
+    "recipe, mode", [("current", "fp8"), ("rowwise", "fp8"), ("current", "auto")]
+)
+def test_a_compiled_block_does_not_recompile_for_another_number_of_tokens(
+    device, kind, recipe, mode
+):
     torch._dynamo.reset()
-    block = block_of(kind, device, recipe=recipe)
+    block = block_of(kind, device, mode, recipe)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(block, backend=counter, fullgraph=True, dynamic=True)
     frames = []
     for count in (24, 40, 100):
         x = tokens(device, count, seed=count)
         found = gradients(output(compiled), block, x)
-        expected = gradients(output(block), block, x)
-        for a, b in zip(found, expected, strict=True):
-            assert a is b is None or torch.equal(a, b)
+        if mode != "auto":  # eager code chooses by the number of rows
+            expected = gradients(output(block), block, x)
+            for a, b in zip(found, expected, strict=True):
+                assert a is b is None or torch.equal(a, b)
         frames.append(counter.frame_count)
     assert len(set(frames)) == 1
     torch._dynamo.reset()

@@ -1,12 +1,16 @@
 """The grouped linear layer against high-precision products of each group."""
 
+import copy
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8rs
 from cases import data
-from fp8rs.nn.functional import grouped_linear
+from fp8rs.gemm import estimates
+from fp8rs.nn.functional import grouped_linear, key_of
+from fp8rs.nn.grouped import grouped
 from fp8rs.quantize.quantizers import Quantizer
 from fp8rs.quantize.recipes import resolve_recipe
 from fp8rs.quantize.spec import quant_spec
@@ -218,6 +222,76 @@ def test_autocast_computes_in_its_dtype(device):
     with torch.autocast(device.type, torch.bfloat16):
         y = grouped_linear(x.float(), weight.float(), offs, bias=bias.float())
     assert y.dtype == torch.bfloat16
+
+
+def force(monkeypatch, choice):
+    monkeypatch.setattr(estimates, "choose", lambda *sizes: choice)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("case", ["uneven", "rows after the last group", "no rows in groups"])
+def test_wgrad_alone_runs_in_high_precision(device, monkeypatch, recipe, transposed, case):
+    force(monkeypatch, estimates.HIGH_PRECISION_WGRAD)
+    x, weight, bias, offs, dy = operands(device, case)
+    if transposed:
+        x, bias, dy = dy, x[: len(bias)], x
+    found = {}
+    for gemms in ("auto", "fp8", "gather"):
+        leaves = [t.clone().requires_grad_() for t in (x, quantized(weight, recipe), bias)]
+        key = key_of(resolve_recipe(recipe))
+        y = grouped(leaves[0], leaves[1], offs, leaves[2], key, transposed, gemms)
+        y.backward(dy)
+        found[gemms] = [y.detach(), *(leaf.grad for leaf in leaves)]
+    for i, other in enumerate(("fp8", "fp8", "gather", "fp8")):
+        assert torch.equal(found["auto"][i], found[other][i])
+    assert torch.equal(found["fp8"][2], found["gather"][2]) == (case == "no rows in groups")
+
+
+@pytest.mark.parametrize("choice", [estimates.HIGH_PRECISION_WGRAD, estimates.FP8])
+def test_codes_or_the_input_are_saved_for_wgrad(device, monkeypatch, choice):
+    force(monkeypatch, choice)
+    x, weight, bias, offs, _ = operands(device, "even")
+    leaf, saved = x.clone().requires_grad_(), []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
+        grouped(
+            leaf, quantized(weight, "current").requires_grad_(), offs, bias, key_of("current"),
+            gemms="auto",
+        )  # fmt: skip
+    kept = [t.dtype for t in saved if t.dtype not in (torch.float32, torch.int32)]
+    assert kept == [torch.float8_e4m3fn if choice.wgrad else torch.bfloat16]
+
+
+@pytest.mark.parametrize("dynamic", [None, False, True])
+def test_the_choice_is_by_rows_or_by_typical_rows_if_a_compiler_does_not_know_them(
+    device, monkeypatch, dynamic
+):
+    """One graph for all numbers of rows has one choice."""
+    torch._dynamo.reset()
+    fp8_rows = (40, 4 * estimates.TYPICAL_ROWS)
+
+    def choose(rows, *sizes):
+        return estimates.FP8 if rows in fp8_rows else estimates.HIGH_PRECISION
+
+    monkeypatch.setattr(estimates, "choose", choose)
+    layer = fp8rs.nn.GroupedLinear(4, IN, OUT, device=device, dtype=torch.bfloat16)
+    layers = {}
+    for mode in ("auto", "fp8", "gather"):
+        layers[mode] = copy.deepcopy(layer)
+        fp8rs.convert_to_float8_training(layers[mode], experts=mode)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layers["auto"], backend=counter, fullgraph=True, dynamic=dynamic)
+    for count in (40, 64, 200):
+        x = torch.randn(count, IN, device=device, dtype=torch.bfloat16)
+        given = x, torch.tensor([7, 7, 30, count], dtype=torch.int32, device=device)
+        chosen = layers["fp8" if count == 40 else "gather"]
+        assert torch.equal(layers["auto"](*given), chosen(*given))
+        # By default, the second number of rows makes a graph for all.
+        if dynamic or (dynamic is None and count != 40):
+            chosen = layers["fp8"]
+        assert torch.equal(compiled(*given), chosen(*given))
+    assert counter.frame_count == {None: 2, False: 3, True: 1}[dynamic]
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("wanted", ["x", "weight", "bias"])

@@ -92,8 +92,8 @@ def convert_to_float8_training(
             in FP8, and GEMMs run in high precision. "fp8": their grouped GEMMs also run on FP8
             operands, as in ``fp8rs.nn.functional.grouped_linear``. Both convert parameters of three
             or more dimensions in all modules that are not torch's own. "auto": experts of
-            transformers and torchtitan, and ``GroupedLinear``. A module with large weights is
-            converted as with "fp8" if the recipe has such GEMMs, others as with "gather".
+            transformers and torchtitan, and ``GroupedLinear``. If the recipe has FP8 GEMMs,
+            each call chooses the faster GEMMs for its number of rows (`fp8rs.report` names them).
         config: a torchao Float8LinearConfig, instead of ``recipe``.
 
     Returns:
@@ -241,9 +241,10 @@ def _log_conversion(
     )
     by_text: dict[str, list[str]] = {}
     for one in experts:
-        gemms = "FP8" if one.fp8_gemms else "high precision"
+        gemms = {"auto": "FP8 where it is faster", "fp8": "FP8", "gather": "high precision"}
+        text = f"experts gathered in FP8, with GEMMs in {gemms[one.gemms]}"
         names = (f"{one.name}.{name}".lstrip(".") for name in one.parameters)
-        by_text.setdefault(f"experts gathered in FP8, with GEMMs in {gemms}", []).extend(names)
+        by_text.setdefault(text, []).extend(names)
     large = ((name, LARGE_3D) for name, _ in large_3d(root) if name not in left)
     reasons = (*left.items(), *large)
     if reasons:

@@ -6,14 +6,23 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from torch import nn
 
 from fp8rs.convert.select import parameter_names, sharded_prefixes
-from fp8rs.gemm.grouped import ALIGNMENT, MAX_GROUPS, prefers_fp8
+from fp8rs.gemm.estimates import (
+    FP8,
+    HIGH_PRECISION,
+    GroupedChoice,
+    GroupedWeight,
+    choose,
+    prefers_gated_mlp,
+)
+from fp8rs.gemm.grouped import ALIGNMENT, MAX_GROUPS
 from fp8rs.nn.experts import Float8Experts, GroupedExperts, batched_parameters, experts_forward
 from fp8rs.nn.fp8_params import Float8Params, add_fp8_params
+from fp8rs.nn.grouped import Gemms
 from fp8rs.nn.grouped_linear import GroupedLinear
 from fp8rs.nn.model_state import ModelState
 from fp8rs.quantize.recipes import Recipe
@@ -41,13 +50,35 @@ class Experts:
         name: the module's fully qualified name.
         module: the module.
         parameters: the names of its weights.
-        fp8_gemms: whether its grouped GEMMs run on FP8 operands.
+        gemms: which of its grouped GEMMs run on FP8 operands.
+        activation: the activation of experts of transformers that `gated_mlp` supports, or None.
     """
 
     name: str
     module: nn.Module
     parameters: tuple[str, ...]
-    fp8_gemms: bool
+    gemms: Gemms
+    activation: str | None
+
+    def choices(self, rows: int, recipe: Recipe) -> dict[str, GroupedChoice]:
+        """Return the GEMMs of each weight on Hopper, if FSDP2 gathers it in FP8.
+
+        Args:
+            rows: rows per expert.
+            recipe: the recipe of the module.
+        """
+        per_row = recipe.block_format("weight").per_row
+        weights = {
+            name: GroupedWeight(*_batch(self.module._parameters[name]), row_scales=per_row)
+            for name in self.parameters
+        }
+        if self.gemms != "auto":
+            return dict.fromkeys(weights, FP8 if self.gemms == "fp8" else HIGH_PRECISION)
+        if self.activation:
+            down = weights["down_proj"]
+            if prefers_gated_mlp(rows * down.experts, down):
+                return dict.fromkeys(weights, FP8)
+        return {name: choose(rows * weight.experts, weight) for name, weight in weights.items()}
 
 
 @dataclass(frozen=True)
@@ -126,9 +157,9 @@ def select_experts(
                 f"experts='fp8' is not possible for {name or 'the root'}: {reason}. Use "
                 "experts='gather', or exclude it by filter_fqns"
             )
-        shapes = [_matrix(weights[key]) for key in taken]
-        fp8_gemms = not reason and whole and (mode == "fp8" or prefers_fp8(shapes))
-        found.modules.append(Experts(name, module, tuple(taken), fp8_gemms and mode != "gather"))
+        gemms = cast(Gemms, "gather" if reason or not whole else mode)
+        activation = None if gemms == "gather" else _activation(module, recipe)
+        found.modules.append(Experts(name, module, tuple(taken), gemms, activation))
     return found
 
 
@@ -162,8 +193,9 @@ def uses_registry(module: nn.Module) -> bool:
     return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
 
 
-def _matrix(weight: Any) -> tuple[int, int]:
-    return prod(weight.shape[1:-1]), weight.shape[-1]
+def _batch(weight: Any) -> tuple[int, int, int]:
+    """Return the number of matrices, and their rows and columns."""
+    return weight.shape[0], prod(weight.shape[1:-1]), weight.shape[-1]
 
 
 def _why_no_fp8_gemms(module: nn.Module, names: Sequence[str], recipe: Recipe) -> str:
@@ -173,11 +205,11 @@ def _why_no_fp8_gemms(module: nn.Module, names: Sequence[str], recipe: Recipe) -
     for name in names:
         weight = module._parameters[name]
         assert weight is not None
-        rows, cols = _matrix(weight)
+        experts, rows, cols = _batch(weight)
         if rows % ALIGNMENT or cols % ALIGNMENT:
             return f"{name} has matrices of {rows} x {cols}, not multiples of {ALIGNMENT}"
-        if weight.shape[0] >= MAX_GROUPS:
-            return f"{name} has {weight.shape[0]} experts, not fewer than {MAX_GROUPS}"
+        if experts >= MAX_GROUPS:
+            return f"{name} has {experts} experts, not fewer than {MAX_GROUPS}"
     return ""
 
 
@@ -198,18 +230,19 @@ def convert_experts(state: ModelState, modules: Iterable[Experts]) -> None:
         own = registered or isinstance(module, GroupedLinear)
         mixin = Float8Experts if own else GroupedExperts
         add_fp8_params(module, experts.parameters, state, experts.name, mixin)
-        module._fp8_gemms = experts.fp8_gemms
+        module._gemms = experts.gemms
         if registered and (
-            experts.fp8_gemms or module.config._experts_implementation == "grouped_mm"
+            experts.gemms != "gather" or module.config._experts_implementation == "grouped_mm"
         ):
-            if state.recipe.block_format("weight").per_tensor:
-                module._fp8_activation = _activation(module)
+            module._fp8_activation = experts.activation
             _register()
             module.config._experts_implementation = TRANSFORMERS_KEY
 
 
-def _activation(module: Any) -> str | None:
+def _activation(module: Any, recipe: Recipe) -> str | None:
     """Return the activation of transformers' experts if `gated_mlp` supports them, else None."""
+    if not uses_registry(module) or not recipe.block_format("weight").per_tensor:
+        return None
     plain = module.has_gate and module.is_concatenated and not module.has_bias
     if not plain or module.is_transposed or _apply_gate(module) != "_default_apply_gate":
         return None

@@ -12,18 +12,22 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8rs.convert.convert import resolve_options
-from fp8rs.convert.experts import ExpertsMode, select_experts
+from fp8rs.convert.experts import Experts, ExpertsMode, select_experts
 from fp8rs.convert.memory import STATES, Memory, States, memory_of
 from fp8rs.convert.report_table import Left, Report
 from fp8rs.convert.select import LARGE_3D, ModuleFilter, large_3d, select
 from fp8rs.convert.sizes import groups_of, layouts_of
 from fp8rs.fsdp.shard_spec import shard_spec
+from fp8rs.nn.experts import Float8Experts
 from fp8rs.quantize.recipes import Recipe, RecipeName
 
 __all__ = ["Left", "Memory", "Report", "report"]
 
 #: A module, and the names of its parameters that are converted.
 _Fp8Params = tuple[nn.Module, tuple[str, ...]]
+
+#: Rows per expert for which a report names GEMMs.
+ROWS_PER_EXPERT = (128, 1024, 8192)
 
 #: Default number of ranks without a process group.
 DEFAULT_RANKS = 8
@@ -107,6 +111,12 @@ def report(
     }
     chosen.update({n: (m, ("weight",)) for n, m in selected.layers})
     chosen.update({one.name: (one.module, one.parameters) for one in selected_experts.modules})
+    experts_modules = [
+        Experts(n, m, tuple(m._fp8_params), m._gemms, m._fp8_activation)
+        for n, m in converted.items()
+        if n in chosen and isinstance(m, Float8Experts)
+    ]
+    experts_modules += selected_experts.modules
     in_fp8 = {
         n: converted[n]._fp8_state.fp8_gather if n in converted else fp8_gather for n in chosen
     }
@@ -141,6 +151,7 @@ def report(
         converted=tuple(chosen),
         converted_parameters=sum(p.numel() for p in fp8_parameters),
         parameters=sum(p.numel() for p in model.parameters()),
+        gemms=_gemms(experts_modules, recipe),
         left=_left(model, selected.left, selected_experts.left, chosen, fp8_parameters),
         units=tuple(group.name for group in fp8),
         gathered=sum(group.gathers * group.gathered_bytes for group in fp8),
@@ -149,6 +160,16 @@ def report(
         memory=memory,
         memory_high_precision=memory_high_precision,
     )
+
+
+def _gemms(modules: Iterable[Experts], recipe: Recipe) -> dict[str, dict[int, str]]:
+    """Return the GEMMs of each weight of experts, by rows per expert."""
+    gemms: dict[str, dict[int, str]] = {}
+    for module in modules:
+        for rows in ROWS_PER_EXPERT:
+            for name, choice in module.choices(rows, recipe).items():
+                gemms.setdefault(f"{module.name}.{name}".lstrip("."), {})[rows] = str(choice)
+    return gemms
 
 
 def _states(optimizer: str | float) -> States:

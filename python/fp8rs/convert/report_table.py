@@ -46,6 +46,8 @@ class Report:
         converted: names of the converted modules.
         converted_parameters: number of elements of their weights.
         parameters: number of elements of all parameters.
+        gemms: by name of a weight of experts, its GEMMs on Hopper by rows per expert: "FP8", "FP8,
+            high-precision wgrad" or "high precision".
         left: parameters that stay in high precision, by reason.
         units: names of the modules that ``fully_shard`` is called on. The root is "".
         gathered, gathered_high_precision: bytes of the outputs of a step's all-gathers, padding
@@ -62,6 +64,7 @@ class Report:
     converted: tuple[str, ...]
     converted_parameters: int
     parameters: int
+    gemms: dict[str, dict[int, str]]
     left: tuple[Left, ...]
     units: tuple[str, ...]
     gathered: int
@@ -101,6 +104,15 @@ def _text(r: Report) -> str:
     for what, elements, names in parameters:
         share = elements / max(r.parameters, 1)
         lines.append(f"  {what:<{width}}{elements:>18,}{share:>8.1%}  {names}".rstrip())
+    by_gemms: dict[tuple[tuple[int, str], ...], list[str]] = {}
+    for name, gemms in r.gemms.items():
+        by_gemms.setdefault(tuple(gemms.items()), []).append(name)
+    for number, (by_rows, weights) in enumerate(by_gemms.items()):
+        if number == 0:
+            counts = "".join(f"{rows:<27,}" for rows, _ in by_rows)
+            lines += ["", "grouped GEMMs on Hopper, by rows per expert", f"  {counts}".rstrip()]
+        cells = "".join(f"{text:<27}" for _, text in by_rows)
+        lines.append(f"  {cells}{_names(tuple(weights))}")
     plain, fp8 = r.memory_high_precision, r.memory
     sizes = [
         ("all-gathers of a step", r.gathered_high_precision, r.gathered),

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from torch import nn
 
+from fp8rs.gemm.estimates import linear_us
 from fp8rs.nn.linear import Float8Linear
-from fp8rs.quantize.recipes import Recipe
+from fp8rs.quantize.recipes import Recipe, RecipeName, resolve_recipe
 from fp8rs.tensor.formats import INPUT_DTYPES
 from fp8rs.tensor.quantized import QuantizedTensor
 
@@ -33,6 +34,45 @@ class Reason(NamedTuple):
 
     text: str
     details: str = ""
+
+
+def min_speedup(
+    tokens: int, speedup: float = 1.02, *, recipe: Recipe | RecipeName = "current"
+) -> ModuleFilter:
+    """Return a ``module_filter_fn`` that keeps small layers in high precision.
+
+    Small layers are slower in FP8, because quantization and its launches take longer than FP8 GEMMs
+    save. The filter returns whether forward and backward of a layer are at least ``speedup`` times
+    as fast as in bf16. It estimates both from measurements of compiled layers on one H100, which
+    quantize their whole weight in each forward. Under FSDP2, a rank quantizes only its shard and
+    gathers half of the bytes, so layers can be faster than estimated.
+
+    Combine it with a filter of your own by ``and``::
+
+        fast = fp8rs.min_speedup(tokens=8192)
+        fp8rs.convert_to_float8_training(
+            model, module_filter_fn=lambda module, fqn: "gate" not in fqn and fast(module, fqn)
+        )
+
+    Args:
+        tokens: rows of the layers' inputs on each GPU: batch size times sequence length.
+        speedup: the least ratio of the times in bf16 and in FP8.
+        recipe: a recipe or its short name. "delayed" is estimated as "current", and is faster.
+
+    Raises:
+        TypeError, ValueError: there is no such recipe, or ``tokens`` is less than 1.
+    """
+    name = resolve_recipe(recipe).name
+    name = "current" if name == "delayed" else name
+    if tokens < 1:
+        raise ValueError(f"tokens must be at least 1, not {tokens}")
+
+    def keep(module: nn.Module, fqn: str) -> bool:
+        assert isinstance(module, nn.Linear)
+        sizes = tokens, module.out_features, module.in_features
+        return linear_us("bf16", *sizes) >= speedup * linear_us(name, *sizes)
+
+    return keep
 
 
 def why_not(layer: nn.Linear, tied: Iterable[str] = ()) -> Reason | None:

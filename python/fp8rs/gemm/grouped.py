@@ -7,8 +7,6 @@ and multiplied group by group in fp32. Other devices have high-precision GEMMs o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -28,36 +26,6 @@ def has_grouped_gemm(device: torch.device) -> bool:
     if device.type == "cuda":
         return capability(device.index) == SUPPORTED
     return device.type in ("cpu", "meta")
-
-
-#: GEMMs of experts on one H200 with torch 2.11, rows distributed evenly: experts, out_features,
-#: in_features, rows, and the microseconds of forward and wgrad in bf16, then in FP8.
-MEASURED = (
-    (8, 28672, 4096, 16384, (5800, 6773), (3214, 3844)),  # Mixtral 8x7B, gate and up
-    (8, 4096, 14336, 16384, (2903, 2955), (1627, 1740)),  # Mixtral 8x7B, down
-    (32, 4096, 7168, 65536, (5826, 6007), (3300, 3523)),  # DeepSeek-V3, gate and up
-    (128, 1536, 2048, 131072, (1346, 1418), (760, 954)),  # Qwen3-30B-A3B, gate and up
-    (128, 2048, 768, 131072, (757, 729), (599, 595)),  # Qwen3-30B-A3B, down
-)
-
-#: Time that three FP8 GEMMs save per row, in seconds for each element of an expert's weight. In
-#: `MEASURED`, it is 3.9e-15 to 4.2e-15, and 2.2e-15 for the smallest weight.
-_SAVED = 3.9e-15
-
-#: Time of the quantization of a row, in seconds for each element of inputs and outputs. It is the
-#: difference between what FP8 GEMMs save and the time of whole steps on two H100s, with the
-#: quantization of a prototype: 8e-12 for Qwen3 (189 ms, 175 ms with bf16 GEMMs), 9e-12 for Mixtral.
-_COST = 9e-12
-
-
-def prefers_fp8(weights: Iterable[tuple[int, int]]) -> bool:
-    """Whether FP8 GEMMs make training faster, according to `MEASURED`.
-
-    Args:
-        weights: (out_features, in_features) of one expert's weights.
-    """
-    sizes = list(weights)
-    return _SAVED * sum(n * k for n, k in sizes) > _COST * sum(n + k for n, k in sizes)
 
 
 @torch.library.custom_op("fp8rs::grouped_mm", mutates_args=())

@@ -24,19 +24,19 @@ from fp8rs.tensor.quantized import QuantizedTensor
 
 from .fp8_params import Float8Params
 from .functional import as_stored, cast_input, key_of, local_part
-from .grouped import check, gated_mlp, grouped
+from .grouped import Gemms, check, gated_mlp, grouped, prefers_gated_mlp
 
 
 class Float8Experts(Float8Params):
     """Mixin of modules with weights of experts.
 
     Attributes:
-        _fp8_gemms: whether grouped GEMMs run on FP8 operands, if recipe and device have such GEMMs.
+        _gemms: which grouped GEMMs run on FP8 operands, if recipe and device have such GEMMs.
         _fp8_activation: the gated activation of experts of transformers that `gated_mlp` supports,
             or None.
     """
 
-    _fp8_gemms: bool
+    _gemms: Gemms
     _fp8_activation: str | None = None
 
 
@@ -45,7 +45,7 @@ class GroupedExperts(Float8Experts):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward with other grouped GEMMs."""
-        with GroupedGemms(self._fp8_state.key, self._fp8_gemms):
+        with GroupedGemms(self._fp8_state.key, self._gemms):
             return super().forward(*args, **kwargs)
 
 
@@ -54,13 +54,13 @@ class GroupedGemms(TorchFunctionMode):
 
     Args:
         key: the key of a recipe.
-        fp8_gemms: whether GEMMs run on FP8 operands. Otherwise only GEMMs with gathered weights are
+        gemms: which GEMMs run on FP8 operands. With "gather", only GEMMs with gathered weights are
             replaced, to dequantize the weight again in the backward instead of saving it.
     """
 
-    def __init__(self, key: str, fp8_gemms: bool) -> None:
+    def __init__(self, key: str, gemms: Gemms) -> None:
         super().__init__()
-        self.key, self.fp8_gemms = key, fp8_gemms
+        self.key, self.gemms = key, gemms
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -84,7 +84,7 @@ class GroupedGemms(TorchFunctionMode):
         As in torch, rows after the last group are not written on CUDA.
         """
         of_weight = mat_a.dim() == 2 and mat_b.dim() == 3 and offs is not None and bias is None
-        local = self.fp8_gemms and not is_distributed(mat_b)
+        local = self.gemms != "gather" and not is_distributed(mat_b)
         replaced = local or isinstance(mat_b, QuantizedTensor)
         if not of_weight or not replaced or out_dtype not in (None, mat_a.dtype):
             out: Tensor = func(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
@@ -92,7 +92,7 @@ class GroupedGemms(TorchFunctionMode):
         assert offs is not None
         weight, transposed = as_stored(mat_b.transpose(-2, -1))
         check(mat_a, weight, offs, None, transposed)
-        return grouped(mat_a, weight, offs, None, self.key, transposed, self.fp8_gemms, False)
+        return grouped(mat_a, weight, offs, None, self.key, transposed, self.gemms, False)
 
 
 def experts_forward(
@@ -113,7 +113,7 @@ def experts_forward(
     Returns:
         (T, H), with the dtype of ``hidden_states``.
     """
-    fp8_gemms = getattr(self, "_fp8_gemms", False)
+    gemms: Gemms = getattr(self, "_gemms", "gather")
     state = getattr(self, "_fp8_state", None)
     key = key_of("current") if state is None else state.key
     # transformers before 5.18 does not say whether experts are parallel, before 5.20 has no norm.
@@ -129,15 +129,16 @@ def experts_forward(
     x = _cast(hidden_states, up.dtype)
     offs, order, places = _route(top_k_index, up.shape[0])
     rows = order // top_k_index.shape[-1]
-    if fp8_gemms and (activation := self._fp8_activation) is not None:
+    activation = None if gemms == "gather" else self._fp8_activation
+    if activation and (gemms == "fp8" or prefers_gated_mlp(rows.shape[0], down)):
         index = rows.to(torch.int32)
         y = gated_mlp(x, up, down, index, places, offs, activation, key, parallel)
     else:
         x = _Gather.apply(x, rows, places)
-        h = grouped(x, up, offs, up_bias, key, transposed, fp8_gemms, parallel)
+        h = grouped(x, up, offs, up_bias, key, transposed, gemms, parallel)
         h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
         h = _cast(h, down.dtype)
-        y = grouped(h, down, offs, down_bias, key, transposed, fp8_gemms, parallel)
+        y = grouped(h, down, offs, down_bias, key, transposed, gemms, parallel)
     if getattr(self, "has_post_expert_norm", False):
         y = self.post_expert_norm(y)
     of_tokens: Tensor = _Gather.apply(y, places, order)

@@ -8,19 +8,21 @@ scale per expert, or one per row with a rowwise recipe. Codes are E4M3, because 
 Hopper support no other format. A gathered weight's codes are used as they are.
 
 Otherwise the GEMMs run in the dtype of ``x`` on the dequantized weight. This is the case for
-recipes whose weights have blocks or are MXFP8, and on GPUs other than Hopper.
+recipes whose weights have blocks or are MXFP8, and on GPUs other than Hopper. wgrad alone can also
+run in the dtype of ``x``, which is then saved for the backward instead of codes.
 """
 
 from __future__ import annotations
 
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from fp8rs._torch import gradients_needed
+from fp8rs.gemm import estimates
 from fp8rs.gemm.grouped import (
     ALIGNMENT,
     MAX_GROUPS,
@@ -34,6 +36,10 @@ from fp8rs.tensor.quantized import QuantizedTensor
 from fp8rs.tensor.spec import QuantSpec, quantize_planes
 
 from .spec import GroupedSpec, grouped_spec_for
+
+#: Which GEMMs of a weight run on FP8 operands: all ("fp8"), none ("gather"), or those that
+#: `fp8rs.gemm.estimates` finds faster for the number of rows ("auto").
+Gemms = Literal["auto", "fp8", "gather"]
 
 _E4M3 = torch.float8_e4m3fn
 _group_bounds = torch.ops.fp8rs.group_bounds.default
@@ -49,7 +55,7 @@ def grouped(
     bias: Tensor | None,
     key: str,
     transposed: bool = False,
-    fp8_gemms: bool = True,
+    gemms: Gemms = "fp8",
     zero_tail: bool = True,
 ) -> Tensor:
     """Compute the grouped linear layer. Differentiable once.
@@ -62,17 +68,52 @@ def grouped(
         bias: (E, out) or None.
         key: the key of a recipe (`fp8rs.nn.spec.register`).
         transposed: whether the matrices are stored transposed.
-        fp8_gemms: whether the GEMMs run on FP8 operands, if recipe and device have such GEMMs.
+        gemms: which GEMMs run on FP8 operands, if recipe and device have such GEMMs.
         zero_tail: whether rows after the last group are 0 in the output and in the gradient of
             ``x``. Otherwise they may have any value on CUDA.
 
     Returns:
         (rows, out), with the dtype of ``x``.
     """
-    how = _How(grouped_spec_for(key), transposed, zero_tail)
-    run = _Grouped if fp8_gemms and _has_fp8_gemms(how.spec, weight) else _GroupedPlain
+    spec = grouped_spec_for(key)
+    choice = estimates.HIGH_PRECISION
+    if gemms != "gather" and _has_fp8_gemms(spec, weight):
+        choice = estimates.FP8 if gemms == "fp8" else _choose(x, weight, spec)
+    how = _How(spec, transposed, zero_tail, choice.wgrad)
+    run = _Grouped if choice.rows else _GroupedPlain
     y: Tensor = run.apply(x, weight, offs, bias, how)
     return y
+
+
+def _choose(x: Tensor, weight: Tensor, spec: GroupedSpec) -> estimates.GroupedChoice:
+    sizes = weight.shape[0], prod(weight.shape[1:-1]), weight.shape[-1]
+    gathered = isinstance(weight, QuantizedTensor)
+    given = estimates.GroupedWeight(*sizes, gathered, spec.weight.format.per_row)
+    return estimates.choose(_known_rows(x.shape[0], weight), given)
+
+
+def prefers_gated_mlp(rows: int, down: Tensor) -> bool:
+    """Whether :func:`gated_mlp` is faster than two calls of :func:`grouped` with "auto".
+
+    Args:
+        rows: the number of rows.
+        down: the second weight, (E, H, I).
+    """
+    experts, hidden, width = down.shape
+    given = estimates.GroupedWeight(experts, hidden, width, isinstance(down, QuantizedTensor))
+    return estimates.prefers_gated_mlp(_known_rows(rows, down), given)
+
+
+def _known_rows(rows: int, weight: Tensor) -> int:
+    """Return the number of rows, or a typical one if a compiler does not know it.
+
+    A choice that depends on a symbolic size would compile again for other numbers of tokens.
+    """
+    if not torch.compiler.is_compiling() and type(rows) is int:
+        return rows
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return rows if has_static_value(rows) else estimates.TYPICAL_ROWS * weight.shape[0]
 
 
 def gated_mlp(
@@ -106,7 +147,7 @@ def gated_mlp(
     Returns:
         (rows, H), with the dtype of ``x``.
     """
-    how = _How(grouped_spec_for(key), False, zero_tail)
+    how = _How(grouped_spec_for(key), False, zero_tail, True)
     if all(_has_fp8_gemms(how.spec, weight) for weight in (gate_up, down)):
         y: Tensor = _GatedMlp.apply(x, gate_up, down, index, places, offs, activation, how)
         return y
@@ -157,11 +198,15 @@ def check(
 
 
 class _How(NamedTuple):
-    """The arguments of an autograd Function that are not tensors."""
+    """The arguments of an autograd Function that are not tensors.
+
+    `fp8_wgrad` is for FP8 GEMMs: whether wgrad is one of them.
+    """
 
     spec: GroupedSpec
     transposed: bool
     zero_tail: bool
+    fp8_wgrad: bool
 
 
 # --- operands ------------------------------------------------------------------------------------
@@ -316,11 +361,13 @@ class _Grouped(torch.autograd.Function):
         needs_x, needs_w = ctx.needs_input_grad[:2]
         ends, padded_ends = _group_bounds(offs.contiguous(), x)
         b = _operand(how.spec.weight, weight, how.transposed)
-        a = _quantize(how.spec, x, (ends, padded_ends), True, needs_w, b.factors)
+        codes = needs_w and how.fp8_wgrad
+        a = _quantize(how.spec, x, (ends, padded_ends), True, codes, b.factors)
         y: Tensor = grouped_mm(a.row, a.row_scale, b.codes, b.scale, ends, x.dtype, how.zero_tail)
         if bias is not None:
             y = y + _of_rows(bias.to(y.dtype), ends, x.shape[0])
-        col = (a.col, a.col_scale) if needs_w else (None, None)
+        # Without FP8 codes for wgrad, the input itself is saved.
+        col = (a.col, a.col_scale) if codes else (x if needs_w else None, None)
         ctx.weight = _Saved(weight)
         saved_weight = (weight, b.known) if needs_x and ctx.weight.plain else (None, None)
         ctx.save_for_backward(*col, *saved_weight, ends, padded_ends)
@@ -332,6 +379,7 @@ class _Grouped(torch.autograd.Function):
         col, col_scale, weight, known, ends, padded_ends = ctx.saved_tensors
         how, shape, x_dtype, weight_dtype, bias_dtype = ctx.rest
         needs_x, needs_w, _, needs_bias, _ = gradients_needed(ctx)
+        codes = needs_w and how.fp8_wgrad
         dx = dw = db = None
         dy = dy.contiguous()
         factors = None
@@ -339,17 +387,19 @@ class _Grouped(torch.autograd.Function):
             weight = ctx.weight.read(weight)
             b = _operand(how.spec.weight, weight, not how.transposed, known, dy)
             factors = b.factors
-        if needs_x or needs_w:
+        if needs_x or codes:
             bounds = ends, padded_ends
-            grads = _quantize(how.spec, dy, bounds, needs_x, needs_w, factors)
+            grads = _quantize(how.spec, dy, bounds, needs_x, codes, factors)
         if needs_x:
             dx = grouped_mm(
                 grads.row, grads.row_scale, b.codes, b.scale, ends, x_dtype, how.zero_tail
             )
-        if needs_w:
+        if codes:
             pair = (grads.col, grads.col_scale), (col, col_scale)
             left, right = pair[::-1] if how.transposed else pair
             dw = grouped_wgrad(*left, *right, padded_ends, weight_dtype).view(shape)
+        elif needs_w:
+            dw = _plain_wgrad(how, col, dy, ends).to(weight_dtype).view(shape)
         if needs_bias:
             db = _sums(dy, ends, bias_dtype)
         return dx, dw, None, db, None
@@ -468,11 +518,16 @@ class _GroupedPlain(torch.autograd.Function):
             b = values.transpose(-2, -1) if how.transposed else values
             dx = grouped_mm_plain(dy, b, ends, how.zero_tail)
         if needs_w:
-            left, right = (x, dy) if how.transposed else (dy, x)
-            dw = grouped_mm_plain(left.t(), right, ends, False).to(weight_dtype).view(shape)
+            dw = _plain_wgrad(how, x, dy, ends).to(weight_dtype).view(shape)
         if needs_bias:
             db = _sums(dy, ends, bias_dtype)
         return dx, dw, None, db, None
+
+
+def _plain_wgrad(how: _How, x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
+    left, right = (x, dy) if how.transposed else (dy, x)
+    dw: Tensor = grouped_mm_plain(left.t(), right, ends, False)
+    return dw
 
 
 def _values(weight: Tensor, dtype: torch.dtype) -> Tensor:

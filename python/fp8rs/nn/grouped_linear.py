@@ -12,7 +12,7 @@ from fp8rs.quantize.recipes import Recipe, RecipeName, describe, resolve_recipe
 
 from .function import prepare_compilers
 from .functional import cast_input, key_of, local_part
-from .grouped import check, grouped
+from .grouped import Gemms, check, grouped
 
 
 class GroupedLinear(nn.Module):
@@ -36,8 +36,8 @@ class GroupedLinear(nn.Module):
     """
 
     bias: nn.Parameter | None
-    #: Whether GEMMs run on FP8 operands where recipe and device have such GEMMs.
-    _fp8_gemms = True
+    #: Which GEMMs run on FP8 operands where recipe and device have such GEMMs.
+    _gemms: Gemms = "fp8"
     _fp8_state: Any
 
     def __init__(
@@ -90,7 +90,7 @@ class GroupedLinear(nn.Module):
         bias = None if self.bias is None else local_part(self.bias)
         check(input, weight, offs, bias)
         values = cast_input(input)
-        return grouped(values, weight, offs, bias, self._key, fp8_gemms=self._fp8_gemms)
+        return grouped(values, weight, offs, bias, self._key, gemms=self._gemms)
 
     def extra_repr(self) -> str:
         return (

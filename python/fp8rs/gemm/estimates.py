@@ -1,0 +1,210 @@
+"""Estimates of the time of linear layers in FP8 and in bf16, fitted to measurements.
+
+An operation takes a constant time, a time per floating-point operation, and a time per element. The
+costs are least-squares fits of relative errors, on one H100 with torch 2.11. Measured times are in
+``docs/figures/linear_shapes.json`` and ``docs/figures/grouped_shapes.json``, which the benchmarks
+of these names write. ``tests/gemm/test_estimates.py`` checks the fits, and prints new ones if the
+files change.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import NamedTuple
+
+
+class Cost(NamedTuple):
+    """The time of an operation.
+
+    Attributes:
+        overhead: microseconds of each part, which is a call or a matrix.
+        tflops: rate of floating-point operations, in 1e12 per second.
+        gelements: rate of elements, in 1e9 per second.
+    """
+
+    overhead: float
+    tflops: float
+    gelements: float
+
+    def us(self, parts: int, flops: float, elements: float) -> float:
+        """Return the microseconds of an operation."""
+        rates = flops / (1e6 * self.tflops) + elements / (1e3 * self.gelements)
+        return parts * self.overhead + rates
+
+
+# --- linear layers -------------------------------------------------------------------------------
+
+#: Forward, dgrad and wgrad of a compiled linear layer with their quantization, by recipe. Elements
+#: are in the input, the weight and the output.
+LINEAR = {
+    "bf16": Cost(10.3, 298, 783),
+    "current": Cost(39.9, 527, 275),
+    "rowwise": Cost(45.8, 522, 266),
+    "mxfp8": Cost(54.0, 530, 241),
+    "block": Cost(35.4, 431, 321),
+}
+
+
+def linear_us(name: str, tokens: int, n: int, k: int) -> float:
+    """Return the microseconds of forward and backward of a linear layer.
+
+    Args:
+        name: a key of `LINEAR`.
+        tokens: rows of the input.
+        n: out_features.
+        k: in_features.
+    """
+    return LINEAR[name].us(1, 2 * tokens * n * k, tokens * (n + k) + n * k)
+
+
+# --- grouped GEMMs of experts --------------------------------------------------------------------
+
+
+class GroupedCosts(NamedTuple):
+    """The costs of grouped GEMMs. Parts are experts, and elements are in the weight.
+
+    Attributes:
+        rows: the GEMM of rows and a weight, for forward and dgrad.
+        wgrad: the GEMM of a weight's gradient.
+    """
+
+    rows: Cost
+    wgrad: Cost
+
+
+#: The costs of bf16 (False) and FP8 (True), with rows distributed evenly.
+GROUPED_GEMMS = {
+    False: GroupedCosts(Cost(0.781, 765, 9852), Cost(0.41, 735, 2279)),
+    True: GroupedCosts(Cost(0.672, 1196, inf), Cost(1.029, 1314, 1859)),
+}
+
+#: The quantization of rows, by whether columnwise codes are written too.
+QUANTIZE = {False: Cost(35, inf, 529), True: Cost(47.9, inf, 375)}
+
+#: The transposition of a weight's codes. Parts are experts.
+TRANSPOSE = Cost(3.17, inf, 1415)
+
+#: The quantization of tokens in both directions with their copy to rows, less the copy in bf16.
+QUANTIZE_TOKENS = Cost(0, inf, 600)
+
+#: Costs that follow from the bytes that are read and written, at 3 TB/s. A weight is quantized in
+#: the forward and in the backward, with launches for each expert. `ROW_SCALES` multiplies the row
+#: scales of a weight into a gradient.
+DEQUANTIZE = Cost(0, inf, 1000)
+QUANTIZE_WEIGHT = Cost(9, inf, 340)
+ROW_SCALES = Cost(0, inf, 150)
+
+#: FP8 is chosen if it is estimated to be at least this many times as fast. Estimates are within 12%
+#: of measured times, and FP8 has more launches, which steps with few tokens wait for. Two H100s
+#: took 177 ms for steps of a model like Qwen3 with 512 rows per expert, and 184 ms with FP8 GEMMs,
+#: whose estimate is 1.06 times as fast.
+LEAST_SPEEDUP = 1.1
+
+#: Rows per expert that are assumed if a compiler does not know the number of rows.
+TYPICAL_ROWS = 1024
+
+
+class GroupedChoice(NamedTuple):
+    """Which GEMMs of a weight of experts run on FP8 operands.
+
+    Attributes:
+        rows: whether forward and dgrad do.
+        wgrad: whether wgrad does, which requires ``rows``.
+    """
+
+    rows: bool
+    wgrad: bool
+
+    def __str__(self) -> str:
+        if self.wgrad:
+            return "FP8"
+        return "FP8, high-precision wgrad" if self.rows else "high precision"
+
+
+HIGH_PRECISION = GroupedChoice(False, False)
+HIGH_PRECISION_WGRAD = GroupedChoice(True, False)
+FP8 = GroupedChoice(True, True)
+
+
+class GroupedWeight(NamedTuple):
+    """A weight of experts.
+
+    Attributes:
+        experts: the number of matrices.
+        n: rows of a matrix as it is stored.
+        k: columns of a matrix as it is stored.
+        gathered: whether the weight is given as FP8 codes, as FSDP2 gathers it. FP8 GEMMs transpose
+            such codes in the backward, and others dequantize them in the forward and the backward.
+            Otherwise FP8 GEMMs quantize the weight in both.
+        row_scales: whether it has a scale per row and not one per expert.
+    """
+
+    experts: int
+    n: int
+    k: int
+    gathered: bool = True
+    row_scales: bool = False
+
+
+def choose(rows: int, weight: GroupedWeight) -> GroupedChoice:
+    """Return the fastest GEMMs of a weight. FP8 must reach `LEAST_SPEEDUP`.
+
+    Args:
+        rows: rows of the input, of all experts.
+        weight: the weight.
+    """
+    best, least = HIGH_PRECISION, grouped_us(HIGH_PRECISION, rows, weight) / LEAST_SPEEDUP
+    for choice in (HIGH_PRECISION_WGRAD, FP8):
+        us = grouped_us(choice, rows, weight)
+        if us < least:
+            best, least = choice, us
+    return best
+
+
+def prefers_gated_mlp(rows: int, down: GroupedWeight) -> bool:
+    """Whether `fp8rs.nn.grouped.gated_mlp` is faster than the choices of its two weights.
+
+    It quantizes tokens as it copies them, and activations as it computes them, which takes no
+    longer than computing them in bf16. Only the gradient of the output is quantized on its own.
+
+    Args:
+        rows: rows of the input, of all experts.
+        down: the second weight, (experts, hidden, width).
+    """
+    gate_up = down._replace(n=2 * down.k, k=down.n)
+    elements = rows * down.n
+    fused = QUANTIZE_TOKENS.us(1, 0, elements) + QUANTIZE[True].us(1, 0, elements)
+    plain = separate = 0.0
+    for weight in (gate_up, down):
+        fused += _gemms_us(FP8, rows, weight)
+        plain += grouped_us(HIGH_PRECISION, rows, weight)
+        separate += grouped_us(choose(rows, weight), rows, weight)
+    return fused < separate and fused * LEAST_SPEEDUP < plain
+
+
+def grouped_us(choice: GroupedChoice, rows: int, weight: GroupedWeight) -> float:
+    """Return the microseconds of forward and backward, with the quantization of the operands.
+
+    Args:
+        choice: the GEMMs.
+        rows: rows of the input, of all experts.
+        weight: the weight.
+    """
+    us = _gemms_us(choice, rows, weight)
+    if choice.rows:
+        us += QUANTIZE[choice.wgrad].us(2, 0, rows * (weight.n + weight.k))
+        if weight.row_scales:
+            us += ROW_SCALES.us(1, 0, rows * weight.n)
+    return us
+
+
+def _gemms_us(choice: GroupedChoice, rows: int, weight: GroupedWeight) -> float:
+    """Return the microseconds of three GEMMs and of the preparation of the weight."""
+    elements = weight.experts * weight.n * weight.k
+    gemm = weight.experts, 2 * rows * weight.n * weight.k, elements
+    us = 2 * GROUPED_GEMMS[choice.rows].rows.us(*gemm)
+    us += GROUPED_GEMMS[choice.wgrad].wgrad.us(*gemm)
+    if choice.rows:
+        prepared = TRANSPOSE if weight.gathered else QUANTIZE_WEIGHT
+        return us + prepared.us(weight.experts, 0, elements)
+    return us + (2 * DEQUANTIZE.us(1, 0, elements) if weight.gathered else 0)
