@@ -107,8 +107,8 @@ def adapt(config: titan.Trainer.Config) -> None:
             part.top_k = 2
         if isinstance(part, TokenChoiceTopKRouter.Config):
             part.gate.out_features = experts
-            # gloo exchanges equal numbers of tokens only.
-            part._debug_force_load_balance = config.parallelism.expert_parallel_degree > 1
+    # gloo exchanges equal numbers of tokens only.
+    config.debug.moe_force_load_balance = config.parallelism.expert_parallel_degree > 1
     config.training.local_batch_size = 2
     config.training.seq_len = LENGTH
     config.training.disable_cuda_graphs = True
