@@ -7,6 +7,12 @@ gradients, over all weights. The errors of fp8rs and of the simulation must agre
 larger difference is a defect of the kernels.
 
     python benches/gradient_error.py [--recipes current,delayed] [--dtypes bfloat16] [--json FILE]
+
+With ``--tokens``, it instead measures the weight gradient of an expert by its number of tokens,
+over which wgrad sums. The CPU sums exact products in fp32, so its error is that of quantization.
+Hopper sums FP8 products with about 14 bits. The ratio of the two errors shows what that costs.
+
+    python benches/gradient_error.py --tokens 256,4096,65536
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,6 +39,7 @@ from fp8rs.demo.train import (
     make_optimizer,
     train_step,
 )
+from fp8rs.nn.functional import grouped_linear
 from fp8rs.quantize.recipes import RECIPES, Float8BlockScaling, Recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -139,9 +147,77 @@ def trained_model(settings: Settings) -> tuple[Llama, Corpus]:
     return model, corpus
 
 
+@dataclass(frozen=True)
+class WgradError:
+    """Relative errors of an expert's weight gradient, compared with products in fp64.
+
+    Attributes:
+        tokens: number of tokens of the expert.
+        mean: ratio of the means of inputs and gradients to their standard deviations.
+        quantized: the error on the CPU, where products are exact and sums are in fp32.
+        device: the error on the device that was measured.
+    """
+
+    tokens: int
+    mean: float
+    quantized: float
+    device: float
+
+
+def wgrad_error(tokens: int, mean: float, device: str, features: int = 512) -> WgradError:
+    """Measure the gradient of an expert's weight (features, features).
+
+    Columns of inputs and gradients have different magnitudes and, with a ``mean``, different means.
+    Partial sums then grow with the number of tokens, instead of with its square root.
+    """
+    generator = torch.Generator().manual_seed(tokens)
+
+    def values() -> torch.Tensor:
+        x = torch.randn(tokens, features, generator=generator)
+        x += mean * torch.randn(features, generator=generator)
+        return (x * torch.randn(features, generator=generator).exp()).bfloat16()
+
+    x, dy = values(), values()
+    exact = (dy.double().t() @ x.double()).float()
+
+    def error(where: str) -> float:
+        weight = torch.zeros(1, features, features, device=where, dtype=torch.float32)
+        weight.requires_grad_()
+        offs = torch.tensor([tokens], device=where, dtype=torch.int32)
+        with torch.autocast(where, torch.bfloat16):
+            y = grouped_linear(x.to(where), weight, offs, recipe="current")
+        (dw,) = torch.autograd.grad(y, weight, dy.to(where))
+        return compare.relative(dw[0].float().cpu().flatten(), exact.flatten())
+
+    on_cpu = error("cpu")
+    return WgradError(tokens, mean, on_cpu, on_cpu if device == "cpu" else error(device))
+
+
+def measure_wgrad(options: argparse.Namespace) -> list[WgradError]:
+    """Print a table of errors by the number of tokens."""
+    print(f"| tokens | mean | quantization alone | {options.device} | ratio |")
+    print("|---|---|---|---|---|")
+    results = []
+    for mean in (0.0, 1.0):
+        for tokens in options.tokens:
+            found = wgrad_error(tokens, mean, options.device)
+            results.append(found)
+            print(
+                f"| {tokens} | {mean} | {found.quantized:.5f} | {found.device:.5f} "
+                f"| {found.device / found.quantized:.3f} |",
+                flush=True,
+            )
+    return results
+
+
 def main() -> int:
     """Train, compare and print. Return 1 if an error differs by more than 2%."""
     options = _options()
+    if options.tokens:
+        results: list[Any] = list(measure_wgrad(options))
+        if options.json is not None:
+            options.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
+        return 0
     settings = Settings.choose(options.device, 1, options.steps)
     trained, corpus = trained_model(settings)
     batch = corpus.held_out_batch(0, settings.rows, settings.length).to(settings.device)
@@ -169,6 +245,9 @@ def _options() -> argparse.Namespace:
     def names(text: str) -> list[str]:
         return text.split(",")
 
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -177,6 +256,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--recipes", type=names, default=list(CHOSEN))
     parser.add_argument("--dtypes", type=names, default=["float32", "bfloat16"])
     parser.add_argument("--steps", type=int, help="training steps")
+    parser.add_argument("--tokens", type=numbers, help="measure wgrad of an expert instead")
     parser.add_argument("--fast-accumulation", action="store_true", help="in the forward, on CUDA")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()

@@ -111,6 +111,32 @@ def test_a_checkpoint_is_resumed(tmp_path):
     assert losses(second)[0] < losses(first)[-1]
 
 
+@pytest.mark.parametrize(
+    "experts, ranks, options",
+    [(4, 2, ()), (2, 4, ()), (4, 2, ("--ep", "2"))],
+    ids=["Shard(0)", "Shard(1)", "expert parallel"],
+)
+def test_experts_of_the_example_are_gathered_in_fp8(experts, ranks, options, tmp_path):
+    """With more ranks than experts, torchtitan shards experts on Shard(1)."""
+    environment = {"TEST_EXAMPLE": "experts_torchtitan", "TEST_EXPERTS": str(experts)}
+    reference = run(tmp_path, "--recipe", "bf16", *options, ranks=ranks, **environment)
+    found = run(tmp_path, "--experts", "fp8", *options, ranks=ranks, **environment)
+    expected = losses(reference)
+    assert expected[-1] < 0.9 * expected[0]
+    assert losses(found) == pytest.approx(expected, rel=0.01)
+    assert not found.still
+    names = {name for name in found.converted if "experts" in name}
+    assert len(names) == 2 * 3, "w1, w2 and w3 of two layers"
+    saved = reference.gathered_bytes - found.gathered_bytes
+    if not options:
+        weights = 2 * 3 * experts * 256 * 96
+        weights += sum(n for name, n in found.converted.items() if name not in names)
+        # On Shard(0), the scales of matrices are gathered.
+        scales = 2 * 3 * experts * 4 if ranks <= experts else 0
+        # Each layer is gathered for its forward and its backward. The evaluation adds one forward.
+        assert saved == (2 * STEPS + 1) * (weights - scales)
+
+
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "delayed"])
 def test_experts_run_on_fp8_operands(recipe):
     """Use the class of the library, whose method for grouped GEMMs may move."""

@@ -1,4 +1,6 @@
-"""Runs ``examples/torchtitan_llama.py`` on CPU: ``torchtitan_on_cpu.py [its arguments]``.
+"""Runs an example of torchtitan on CPU: ``torchtitan_on_cpu.py [its arguments]``.
+
+It is ``examples/torchtitan_llama.py``, or the one that TEST_EXAMPLE names.
 
 torchtitan's Trainer does not support CPU. This script replaces the device that it detects, its
 timeouts, memory statistics, attention (flex has no gradient on CPU, so its SDPA module is used),
@@ -26,10 +28,12 @@ from torchtitan import trainer as titan  # noqa: E402
 from torchtitan.components import metrics  # noqa: E402
 from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
+from torchtitan.config import Configurable  # noqa: E402
 from torchtitan.models.common.attention import (  # noqa: E402
     FlexAttention,
     ScaledDotProductAttention,
 )
+from torchtitan.models.common.moe import GroupedExperts, TokenChoiceTopKRouter  # noqa: E402
 
 LENGTH = 64
 
@@ -93,6 +97,18 @@ def adapt(config: titan.Trainer.Config) -> None:
     model.layers = model.layers[:2]
     for _, _, parent, name in list(model.traverse(FlexAttention.Config)):
         setattr(parent, name, ScaledDotProductAttention.Config())
+    experts = int(os.environ.get("TEST_EXPERTS", "4"))
+    for _, part, _, _ in list(model.traverse(Configurable.Config, recurse=True)):
+        if isinstance(part, GroupedExperts.Config):
+            part.hidden_dim = 96
+        if hasattr(part, "num_experts"):
+            part.num_experts = experts
+        if hasattr(part, "top_k"):
+            part.top_k = 2
+        if isinstance(part, TokenChoiceTopKRouter.Config):
+            part.gate.out_features = experts
+    # gloo exchanges equal numbers of tokens only.
+    config.debug.moe_force_load_balance = config.parallelism.expert_parallel_degree > 1
     config.training.local_batch_size = 2
     config.training.seq_len = LENGTH
     config.training.disable_cuda_graphs = True
@@ -172,8 +188,9 @@ def main(argv: list[str]) -> dict[str, Any]:
     kind = watched() if os.environ.get("TEST_WATCHED") else CpuTrainer
     # `config.build()` creates an instance of this class.
     titan.Trainer.Config._owner = kind
-    path = Path(__file__).resolve().parents[2] / "examples" / "torchtitan_llama.py"
-    spec = importlib.util.spec_from_file_location("torchtitan_llama", path)
+    name = os.environ.get("TEST_EXAMPLE", "torchtitan_llama")
+    path = Path(__file__).resolve().parents[2] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     example.main(argv)

@@ -109,7 +109,7 @@ def config_of(model: nn.Module, serving: ServingFormat, dtype: torch.dtype) -> d
         config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("quantization_config", None)
     if serving.config is not None:
-        config["quantization_config"] = serving.config(kept_layers(model))
+        config["quantization_config"] = serving.config(*kept_layers(model))
     return config
 
 

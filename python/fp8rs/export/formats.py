@@ -8,6 +8,7 @@ compressed-tensors 0.20: FP8_DYNAMIC, FP8_DYNAMIC with one scale per weight, and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,8 +21,9 @@ from fp8rs.tensor.formats import BlockFormat
 from fp8rs.tensor.planes import Plane
 from fp8rs.tensor.spec import QuantSpec
 
-#: Returns ``quantization_config`` for the names of layers that stay in high precision.
-Config = Callable[[Sequence[str]], dict[str, Any]]
+#: Returns ``quantization_config`` for the names of modules that stay in high precision, and of
+#: those with experts among them.
+Config = Callable[[Sequence[str], Sequence[str]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class ServingFormat:
         return spec.format in self.accepts and (powers or not self.spec.power_2_scale)
 
 
-def _block_config(kept: Sequence[str]) -> dict[str, Any]:
+def _block_config(kept: Sequence[str], experts: Sequence[str]) -> dict[str, Any]:
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -62,15 +64,15 @@ def _block_config(kept: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _ue8m0_config(kept: Sequence[str]) -> dict[str, Any]:
-    return {**_block_config(kept), "scale_fmt": "ue8m0"}
+def _ue8m0_config(kept: Sequence[str], experts: Sequence[str]) -> dict[str, Any]:
+    return {**_block_config(kept, experts), "scale_fmt": "ue8m0"}
 
 
 def _compressed(stored_as: str, weights: dict[str, Any], inputs: dict[str, Any]) -> Config:
     """Return a config of compressed-tensors, with one group for all quantized linear layers."""
     common = {"num_bits": 8, "type": "float", "symmetric": True}
 
-    def config(kept: Sequence[str]) -> dict[str, Any]:
+    def config(kept: Sequence[str], experts: Sequence[str]) -> dict[str, Any]:
         group = {
             "targets": ["Linear"],
             "weights": {**common, "dynamic": False, **weights},
@@ -82,7 +84,8 @@ def _compressed(stored_as: str, weights: dict[str, Any], inputs: dict[str, Any])
             "format": stored_as,
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
-            "ignore": list(kept),
+            # Files and servers have a layer for each matrix of an expert.
+            "ignore": [*kept, *(f"re:{re.escape(name)}[.].*" for name in experts)],
         }
 
     return config
@@ -94,7 +97,12 @@ def _each_row(plane: Plane) -> Tensor:
     height = plane.format.block[0]
     if height == 1:
         return scale
-    return scale.repeat_interleave(height, 0)[: plane.matrix.shape[0]]
+    return scale.repeat_interleave(height, -2)[..., : plane.matrix.shape[-2], :]
+
+
+def _each_matrix(plane: Plane) -> Tensor:
+    """Return one scale for each matrix, which multiplies its codes."""
+    return plane.scale.view(-1, 1, 1) if plane.batched else plane.scale.view(1)
 
 
 _MX = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
@@ -123,7 +131,7 @@ FORMATS: dict[str, ServingFormat] = {
             QuantSpec(formats.TENSOR, formats.E4M3),
             (formats.TENSOR,),
             "weight_scale",
-            lambda plane: plane.scale.view(1),
+            _each_matrix,
             config=_compressed("float-quantized", {"strategy": "tensor"}, {"strategy": "token"}),
         ),
         ServingFormat(

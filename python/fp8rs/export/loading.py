@@ -18,13 +18,13 @@ from fp8rs._torch import dtensor_like, is_distributed, local_shape_and_offset, o
 from fp8rs.checkpoint.parts import SCALE, parts_of
 from fp8rs.checkpoint.states import load_parts
 from fp8rs.nn import buffers
-from fp8rs.nn.linear import Float8Linear
 from fp8rs.tensor.formats import MX_1X32, MX_32X32
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from .files import on_all_ranks
-from .stored import ACTIVATION_SCALES, CODES, HIGH_PRECISION, Scales, Slice, StoredTensors
-from .tensors import persistent_buffers, reshard
+from .names import Part, stored_parts
+from .stored import ACTIVATION_SCALES, CODES, HIGH_PRECISION, Slice, StoredTensors
+from .tensors import check_expert_parallel, is_fp8, persistent_buffers, reshard
 
 #: The number of names of one kind that an error lists.
 LISTED = 10
@@ -53,14 +53,16 @@ class Target:
 
     Attributes:
         tensor: the parameter or buffer.
-        layer: the converted layer that the tensor is the weight of, or None.
+        layer: the converted module that the tensor is a weight of, or None.
         names: its names in the unconverted model. A tied parameter has several.
+        parts: for each of these names, the tensors that the files may have instead.
         stored: its name in the files, or "" if they do not contain it.
     """
 
     tensor: Tensor
-    layer: Float8Linear | None
+    layer: Any
     names: list[str] = field(default_factory=list)
+    parts: dict[str, list[Part]] = field(default_factory=dict)
     stored: str = ""
 
     @property
@@ -89,14 +91,14 @@ class RankFindings:
         error: the error that was raised while the files were opened or compared.
         names: names of all targets.
         missing: names of targets that the files do not contain.
-        scales: names of the tensors of scales that are used.
+        used: names of the tensors of the files that are used.
         fp8: for the name of each FP8 weight, whether this rank can load codes and scales.
     """
 
     error: Exception | None = None
     names: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    scales: list[str] = field(default_factory=list)
+    used: list[str] = field(default_factory=list)
     fp8: dict[str, bool] = field(default_factory=dict)
 
 
@@ -107,6 +109,8 @@ def load(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = 
     tensor. Supported are the files of `save_pretrained`, of DeepSeek (``weight_scale_inv``), of
     compressed-tensors (``weight_scale`` per tensor, row or block, and MXFP8), and files in high
     precision.
+
+    The files of a transformers model may store experts one by one, as its own files do, or stacked.
 
     Master weights and unconverted layers get the dequantized values, rounded once to the
     parameter's dtype. FP8 weights get the codes and scales of the files if these have the format of
@@ -172,8 +176,10 @@ def targets(model: nn.Module) -> list[Target]:
     Raises:
         ValueError: one is on the meta device.
     """
+    check_expert_parallel(model)
     reshard(model)
     found: dict[int, Target] = {}
+    stored_as = stored_parts(model)
     for path, module in model.named_modules(remove_duplicate=False):
         for key, tensor in (*module._parameters.items(), *persistent_buffers(module)):
             if tensor is None:
@@ -184,8 +190,12 @@ def targets(model: nn.Module) -> list[Target]:
                     f"{name} is on the meta device, without memory to load into: call "
                     "model.to_empty(device=...) first"
                 )
-            layer = module if key == "weight" and isinstance(module, Float8Linear) else None
-            found.setdefault(id(tensor), Target(tensor, layer)).names.append(name)
+            target = found.setdefault(
+                id(tensor), Target(tensor, module if is_fp8(module, key) else None)
+            )
+            target.names.append(name)
+            if name in stored_as:
+                target.parts[name] = stored_as[name]
     return list(found.values())
 
 
@@ -198,22 +208,33 @@ def compare(stored: StoredTensors, found: Iterable[Target], findings: RankFindin
     problems = []
     for target in found:
         findings.names += target.names
-        names = [name for name in target.names if name in stored]
-        if not names:
-            findings.missing.append(target.names[0])
-            continue
-        target.stored = names[0]
+        names = []
         try:
+            for name in target.names:
+                parts = target.parts.get(name, [])
+                if name in stored:
+                    names.append(name)
+                elif parts and all(part.name in stored for part in parts):
+                    findings.used += [part.name for part in parts]
+                    if parts[0].matrix is None:
+                        names.append(parts[0].name)
+                    else:
+                        stored.stack(name, parts, tuple(target.tensor.shape))
+                        names.append(name)
+            if not names:
+                findings.missing.append(target.names[0])
+                continue
+            target.stored = names[0]
             for name in names:
                 check(stored, target, name)
                 if stored.is_fp8(name):
-                    findings.scales.append(stored.scales(name).name)
+                    findings.used += stored.scales(name).names
             if len(names) > 1:
                 check_ties(stored, target, names)
             if target.fp8_weight is not None:
                 findings.fp8[target.names[0]] = has_weight_format(stored, target)
         except ValueError as error:
-            problems.append(f"{names[0]}: {error}")
+            problems.append(f"{target.names[0]}: {error}")
     if problems:
         raise ValueError(
             f"{stored.directory} does not match the model, and nothing was loaded"
@@ -257,33 +278,37 @@ def has_weight_format(stored: StoredTensors, target: Target) -> bool:
     if weight.format.microscaled:
         if not scales.e8m0 or scales.block != MX_1X32.block:
             return False
-        return weight.format is MX_1X32 or shares_scales(stored, scales, target)
+        return weight.format is MX_1X32 or shares_scales(stored, target)
     if scales.block != weight.format.block:
         return False
     if not weight.spec.power_2_scale:
         return True
-    own = stored.read_scales(scales, target.part).to(torch.float32)
+    own = stored.read_scales(target.stored, target.part).to(torch.float32)
     return bool((torch.frexp(own)[0] == 0.5).all())
 
 
-def shares_scales(stored: StoredTensors, scales: Scales, target: Target) -> bool:
+def shares_scales(stored: StoredTensors, target: Target) -> bool:
     """Return whether each 32x32 block that overlaps this rank's part has one scale."""
+    if target.tensor.dim() > 3:
+        return False
     begin, size = whole_blocks(target)
-    own = stored.read_scales(scales, (begin, size)).view(torch.uint8)
-    return torch.equal(own[::32].repeat_interleave(32, 0)[: size[0]], own)
+    own = stored.read_scales(target.stored, (begin, size)).view(torch.uint8)
+    return torch.equal(own[..., ::32, :].repeat_interleave(32, -2)[..., : size[-2], :], own)
 
 
 def whole_blocks(target: Target) -> Slice:
     """Return this rank's part, extended to whole rows of 32x32 blocks."""
-    begin, size = target.part
-    start = begin[0] // 32 * 32 if size[0] else begin[0]
-    stop = min(-(-(begin[0] + size[0]) // 32) * 32, target.tensor.shape[0])
-    return (start, begin[1]), (stop - start if size[0] else 0, size[1])
+    begin, size = (list(each) for each in target.part)
+    if size[-2]:
+        stop = min(-(-(begin[-2] + size[-2]) // 32) * 32, target.tensor.shape[-2])
+        begin[-2] = begin[-2] // 32 * 32
+        size[-2] = stop - begin[-2]
+    return begin, size
 
 
 def summary(stored: StoredTensors, all_findings: list[RankFindings]) -> Loaded:
     """Combine the findings of all ranks. Ranks may have different parts of a model."""
-    known = {name for r in all_findings for name in (*r.names, *r.scales)}
+    known = {name for r in all_findings for name in (*r.names, *r.used)}
     unexpected = [
         name for name in stored.files if name not in known and not name.endswith(ACTIVATION_SCALES)
     ]
@@ -326,11 +351,10 @@ def write_codes(stored: StoredTensors, target: Target) -> None:
     """Load the codes and scales of an FP8 weight unchanged."""
     weight, parts = target.fp8_weight, parts_of(target.tensor)
     assert weight is not None and parts is not None
-    scales = stored.scales(target.stored)
     if weight.format is MX_32X32:
-        own = stored.read_scales(scales, whole_blocks(target))[::32]
+        own = stored.read_scales(target.stored, whole_blocks(target))[..., ::32, :]
     else:
-        own = stored.read_scales(scales, target.part)
+        own = stored.read_scales(target.stored, target.part)
     if weight.numel() or weight.format.per_tensor:
         parts[SCALE] = own.view(own_part(parts[SCALE]).shape)
     if weight.numel():

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from fp8rs._torch import dtensor_like, own_part, plain_name
-from fp8rs.nn.linear import Float8Linear
 from fp8rs.nn.spec import spec_for
-from fp8rs.tensor.formats import INPUT_DTYPES
+from fp8rs.tensor.formats import INPUT_DTYPES, split
 from fp8rs.tensor.planes import Plane, as_bytes
 from fp8rs.tensor.quantized import QuantizedTensor
-from fp8rs.tensor.spec import quantize_planes
+from fp8rs.tensor.spec import QuantSpec, quantize_planes
 
 from .formats import ServingFormat, serving_format
+from .names import Part, stored_parts
 
 #: A module's name in the unconverted model, and the module.
 Named = tuple[str, nn.Module]
@@ -50,7 +51,10 @@ def tensors(
         torch.float8_e4m3fn (out_features, in_features), followed by its scales. These are
         X.weight_scale_inv, fp32 (ceil(out_features / 128), ceil(in_features / 128)), or
         X.weight_scale, fp32 (out_features, 1) or (1,), or uint8 (out_features, in_features / 32). A
-        tied parameter is yielded once, under its first name.
+        tied parameter is yielded once, under its first name. If the files of a transformers model
+        store experts one by one, all names are those of these files, and a matrix of an expert is
+        a layer. Otherwise, a weight Y (E, N, K) of experts has its codes in Y and E times the
+        scales of a layer in Y_scale_inv or Y_scale, (E, 1, 1) for "fp8-tensor".
 
     Raises:
         TypeError, ValueError: an argument is not one of these, no layer was converted, a layer does
@@ -68,19 +72,59 @@ def tensors(
                 f"{plain_name(name)} is on the meta device, without values: call to_empty() and "
                 "load or initialize the model first"
             )
+    check_expert_parallel(model)
     if serving.spec is not None:
         check_layers(model, serving)
     return _tensors(model, serving, dtype)
 
 
-def kept_layers(model: nn.Module) -> list[str]:
-    """Return the names of unconverted linear layers and of modules with 3-D weights (experts)."""
-    return [
-        name
-        for name, module in named_modules(model)
-        if (isinstance(module, nn.Linear) and not isinstance(module, Float8Linear))
-        or any(p is not None and p.dim() > 2 for p in module._parameters.values())
-    ]
+def check_expert_parallel(model: nn.Module) -> None:
+    """Raise ValueError if ranks have different experts, so that none can name all of them."""
+    for name, module in named_modules(model):
+        if getattr(module, "_is_expert_parallel", False):
+            raise ValueError(
+                f"{name} has the experts of one rank only, because of transformers' expert "
+                "parallelism, which fp8rs.export does not support. Save the model with "
+                "fp8rs.checkpoint, load it without expert parallelism, and export that"
+            )
+
+
+class Kept(NamedTuple):
+    """Modules that stay in high precision, by the names of the model and of its files.
+
+    Attributes:
+        layers: linear layers, routers and modules with batched parameters.
+        experts: the modules with batched parameters among them.
+    """
+
+    layers: list[str]
+    experts: list[str]
+
+
+def kept_layers(model: nn.Module) -> Kept:
+    """Return the modules that a server would quantize, but that are not quantized."""
+    layers: dict[str, None] = {}
+    experts: dict[str, None] = {}
+    stored_as = stored_parts(model)
+    for name, module in named_modules(model):
+        found: dict[str, None] = {}
+        for key, parameter in module._parameters.items():
+            if parameter is None or parameter.dim() < 2 or is_fp8(module, key):
+                continue
+            # Routers of transformers are not linear layers, but those of servers are.
+            if parameter.dim() > 2 or (key == "weight" and not isinstance(module, nn.Embedding)):
+                full = f"{name}.{key}".lstrip(".")
+                found[name] = None
+                found.update((part.module, None) for part in stored_as.get(full, [Part(full)]))
+                if parameter.dim() > 2:
+                    experts.update(found)
+        layers.update(found)
+    return Kept(list(layers), list(experts))
+
+
+def is_fp8(module: nn.Module, key: str) -> bool:
+    """Return whether a module's parameter is converted."""
+    return key in getattr(module, "_fp8_params", ())
 
 
 def named_modules(model: nn.Module) -> list[Named]:
@@ -90,17 +134,27 @@ def named_modules(model: nn.Module) -> list[Named]:
 
 def check_layers(model: nn.Module, serving: ServingFormat) -> None:
     """Raise ValueError if no layer is converted, or a layer does not support the format."""
-    layers = [(n, m) for n, m in named_modules(model) if isinstance(m, Float8Linear)]
-    if not layers:
+    weights = [
+        (f"{name}.{key}".lstrip("."), module, parameter)
+        for name, module in named_modules(model)
+        for key, parameter in module._parameters.items()
+        if parameter is not None and is_fp8(module, key)
+    ]
+    if not weights:
         raise ValueError(
             f"model has no converted layers, which format {serving.name!r} requires. Convert it "
             "with convert_to_float8_training, or export it as 'bf16'"
         )
-    for name, layer in layers:
-        if serving.name == "mxfp8" and layer.in_features % 32:
+    for name, module, weight in weights:
+        if weight.dim() > 2 and getattr(module, "is_transposed", False):
             raise ValueError(
-                f"{name} has {layer.in_features} input features, but format 'mxfp8' requires a "
-                "multiple of 32"
+                f"{name} has transposed matrices (in_features, out_features), for which format "
+                f"{serving.name!r} is not defined. Export the model as 'bf16'"
+            )
+        if serving.name == "mxfp8" and weight.shape[-1] % 32:
+            raise ValueError(
+                f"{name.removesuffix('.weight')} has {weight.shape[-1]} input features, but format "
+                "'mxfp8' requires a multiple of 32"
             )
 
 
@@ -146,88 +200,142 @@ def _tensors(
     model: nn.Module, serving: ServingFormat, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     yielded: set[int] = set()
+    stored_as = stored_parts(model)
     reshard(model)
     for unit, modules in units(model):
-        yield from _unit_tensors(cast(Any, unit), modules, serving, dtype, yielded)
+        yield from _unit_tensors(cast(Any, unit), modules, serving, dtype, yielded, stored_as)
+
+
+class Stored(NamedTuple):
+    """A parameter to export.
+
+    Attributes:
+        name: its name in the unconverted model.
+        module: the module that has it.
+        key: its name in the module.
+        parameter: the parameter, sharded if the model is.
+        parts: the tensors of the files.
+    """
+
+    name: str
+    module: nn.Module
+    key: str
+    parameter: nn.Parameter
+    parts: list[Part]
 
 
 @torch.no_grad()
 def _unit_tensors(
-    unit: Any, modules: list[Named], serving: ServingFormat, dtype: torch.dtype, yielded: set[int]
+    unit: Any,
+    modules: list[Named],
+    serving: ServingFormat,
+    dtype: torch.dtype,
+    yielded: set[int],
+    stored_as: dict[str, list[Part]],
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of one unit. It is unsharded only if codes are exported unchanged."""
-    parameters: list[tuple[str, nn.Module, str, nn.Parameter]] = []
+    parameters: list[Stored] = []
     for name, module in modules:
         for key, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in yielded:
                 yielded.add(id(parameter))
-                parameters.append((name, module, key, parameter))
+                full = f"{name}.{key}".lstrip(".")
+                parts = stored_as.get(full, [Part(full)])
+                parameters.append(Stored(full, module, key, parameter, parts))
     exports_codes = [
-        key == "weight"
-        and isinstance(module, Float8Linear)
-        and can_export_codes(serving, module, fsdp=unit is not None)
-        for _, module, key, _ in parameters
+        is_fp8(p.module, p.key) and can_export_codes(serving, p, fsdp=unit is not None)
+        for p in parameters
     ]
     gather = unit is not None and any(exports_codes)
     if gather:
         unit.unshard()
     try:
-        for (name, module, key, parameter), codes in zip(parameters, exports_codes, strict=True):
-            full = f"{name}.{key}".lstrip(".")
+        for p, codes in zip(parameters, exports_codes, strict=True):
+            now = p.module._parameters[p.key]
             if codes:
-                layer = cast(Float8Linear, module)
-                yield from stored(full, forward_plane(layer, module._parameters[key]), serving)
-            elif key == "weight" and isinstance(module, Float8Linear) and serving.spec is not None:
-                values = whole(parameter)
-                row, _ = quantize_planes(serving.spec, values, True, False)
-                yield from stored(full, cast(Plane, row), serving)
+                plane = forward_plane(p.module, now)
+                for part in p.parts:
+                    yield from stored(part.name, plane_of(plane, part), serving)
+            elif serving.spec is not None and is_fp8(p.module, p.key):
+                values = whole(p.parameter)
+                for part in p.parts:
+                    yield from stored(part.name, quantized(serving.spec, part.of(values)), serving)
             else:
-                yield full, plain(full, parameter, dtype, module._parameters[key])
+                values = plain(p.name, p.parameter, dtype, now)
+                for part in p.parts:
+                    yield part.name, part.of(values)
         for name, module in modules:
             for key, buffer in persistent_buffers(module):
-                yield f"{name}.{key}".lstrip("."), in_dtype(whole(buffer), dtype)
+                full = f"{name}.{key}".lstrip(".")
+                for part in stored_as.get(full, [Part(full)]):
+                    yield part.name, in_dtype(whole(buffer), dtype)
     finally:
         if gather:
             unit.reshard()
 
 
+def quantized(spec: QuantSpec, values: Tensor) -> Plane:
+    """Quantize a matrix, or each matrix of a batch."""
+    if values.dim() > 2:
+        spec = replace(spec, batched=True)
+    row, _ = quantize_planes(spec, values, True, False)
+    return cast(Plane, row)
+
+
+def plane_of(plane: Plane, part: Part) -> Plane:
+    """Return the part of a parameter's plane. It begins with a block."""
+    if part.matrix is None:
+        return plane
+    return plane[part.matrix].part(part.rows, slice(0, plane.data.shape[-1]))
+
+
 def stored(name: str, plane: Plane, serving: ServingFormat) -> Iterator[tuple[str, Tensor]]:
     """Yield the codes and scales of a plane, with their names."""
     yield name, plane.data
-    yield name.removesuffix("weight") + serving.scale_name, serving.scale(plane)
+    yield name + serving.scale_name.removeprefix("weight"), serving.scale(plane)
 
 
 # --- unchanged codes -----------------------------------------------------------------------------
 
 
-def can_export_codes(serving: ServingFormat, layer: Float8Linear, fsdp: bool) -> bool:
+def can_export_codes(serving: ServingFormat, stored: Stored, fsdp: bool) -> bool:
     """Return whether the codes that a layer computes on can be exported in a format.
 
     They cannot if tensor parallelism splits a block or a row, because its parts have different
-    scales. With one scale per tensor, they can only if FSDP2 gathers the weight in FP8. All ranks
-    return the same.
+    scales, or if a tensor of the files begins within a block. With one scale per tensor, they can
+    only if FSDP2 gathers the weight in FP8. All ranks return the same.
 
     Args:
         serving: the format.
-        layer: a layer whose weight is sharded.
+        stored: a sharded weight.
         fsdp: whether FSDP2 gathers the weight, along the first sharded dimension of the mesh.
     """
-    spec = spec_for(layer._fp8_state.key, layer.weight.device).weight
-    weight: Any = layer._parameters["weight"]
+    weight: Any = stored.parameter
+    layer: Any = stored.module
+    spec = spec_for(layer._fp8_state.key, weight.device).weight
     placements = getattr(weight, "placements", ())
     cuts = [(i, p.dim) for i, p in enumerate(placements) if not p.is_replicate()][fsdp:]
+    height = spec.format.block[0]
     if not serving.takes(spec):
         return False
+    if height > 1 and any(
+        part.matrix is not None and part.rows.start % height for part in stored.parts
+    ):
+        return False
+    if batch := weight.dim() > 2:
+        cuts = [(i, dim) for i, dim in cuts if dim > 0]  # each matrix has its own scales
+        if weight.dim() > 3 and cuts:
+            return False
     if spec.format.per_tensor:
         return not cuts or hasattr(own_part(weight), "fsdp_post_all_gather")
     return all(
-        (block := spec.format.block[dim]) > 0
+        (block := spec.format.block[dim - batch]) > 0
         and -(-weight.shape[dim] // weight.device_mesh.size(i)) % block == 0
         for i, dim in cuts
     )
 
 
-def forward_plane(layer: Float8Linear, weight: Any) -> Plane:
+def forward_plane(layer: nn.Module, weight: Any) -> Plane:
     """Return the rowwise plane of the whole weight, with the bytes of the layer's next forward."""
     local = own_part(weight)
     if isinstance(local, QuantizedTensor):
@@ -237,9 +345,10 @@ def forward_plane(layer: Float8Linear, weight: Any) -> Plane:
     if local is weight:
         return row
     scale = row.scale
-    if not row.format.per_tensor:
-        scale_shape = row.format.scale_shape(*weight.shape)
-        scale = gather_like(weight, scale, scale_shape)
+    batch, matrix = split(weight.shape, row.batched)
+    cuts_batch = batch and any(p.is_shard(0) for p in weight.placements)
+    if cuts_batch or not row.format.per_tensor:
+        scale = gather_like(weight, scale, row.format.scale_shape(*matrix, batch))
     return Plane(gather_like(weight, row.data, tuple(weight.shape)), scale, row.format)
 
 
@@ -256,9 +365,11 @@ def gather_like(weight: Any, part: Tensor, shape: tuple[int, ...]) -> Tensor:
     return full.view(part.dtype)
 
 
-def quantized_as_in_forward(layer: Float8Linear, weight: Tensor) -> Plane:
+def quantized_as_in_forward(layer: Any, weight: Tensor) -> Plane:
     """Quantize a high-precision weight as the layer's next forward does."""
-    spec = spec_for(layer._fp8_state.key, layer.weight.device).weight
+    spec = spec_for(layer._fp8_state.key, weight.device).weight
+    if weight.dim() > 2:
+        return quantized(spec, weight)
     scale = None
     if layer._fp8_state.recipe.delayed:
         known = own_part(layer.fp8_scale)[0, 0]

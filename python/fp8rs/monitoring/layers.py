@@ -1,10 +1,11 @@
-"""Find the converted layers of a model, with names without wrappers."""
+"""Find the converted layers and experts of a model, with names without wrappers."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from fp8rs._torch import plain_name
+from fp8rs.nn.fp8_params import Float8Params
 from fp8rs.nn.linear import Float8Linear
 
 #: The name of a model that is itself a layer.
@@ -18,15 +19,34 @@ def layers_of(model: nn.Module) -> dict[str, Float8Linear]:
         TypeError: ``model`` is not a module.
         ValueError: ``model`` has no converted layer.
     """
+    found = linear_layers(model)
+    if not found:
+        raise no_layers()
+    return found
+
+
+def linear_layers(model: nn.Module) -> dict[str, Float8Linear]:
+    """Return the converted layers by name, in model order. There may be none."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    found = {
+    return {
         plain_name(name) or ROOT: module
         for name, module in model.named_modules()
         if isinstance(module, Float8Linear)
     }
-    if not found:
-        raise ValueError(
-            "model has no FP8 layer: call fp8rs.convert_to_float8_training(model) first"
-        )
-    return found
+
+
+def batched_weights(model: nn.Module) -> dict[str, tuple[Float8Params, str]]:
+    """Return the converted weights of experts by name: the module, and the parameter's name."""
+    return {
+        plain_name(f"{name}.{key}".lstrip(".")): (module, key)
+        for name, module in model.named_modules()
+        if isinstance(module, Float8Params)
+        for key in module._fp8_params
+        if module.get_parameter(key).dim() > 2
+    }
+
+
+def no_layers() -> ValueError:
+    """Return the error for a model that is not converted."""
+    return ValueError("model has no FP8 layer: call fp8rs.convert_to_float8_training(model) first")

@@ -16,9 +16,10 @@ from fp8rs.nn.debug import set_debug
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.nn.observe import OperandStats
 from fp8rs.nn.spec import ROLES
-from fp8rs.quantize.recipes import DelayedScaling, check_int
+from fp8rs.quantize.recipes import DelayedScaling, Recipe, check_int
 
-from .layers import layers_of
+from .experts import plane_of
+from .layers import batched_weights, linear_layers, no_layers
 from .records import Lossy, Record, append, name_of, worst
 
 
@@ -44,16 +45,21 @@ class Monitor:
         self.every = every
         self.latest: dict[str, float] = {}
         self._step = first_step
-        self._layers = layers_of(model)
+        self._layers, self._weights = linear_layers(model), batched_weights(model)
+        if not self._layers and not self._weights:
+            raise no_layers()
         self._group = group
         self._file = None if file is None else Path(file)
-        self._slots = torch.empty(
-            len(self._layers),
-            len(ROLES),
+        operands = len(self._layers) * len(ROLES)
+        self._kept = torch.empty(
+            operands + len(self._weights),
             observe.KEPT,
             dtype=torch.float64,
-            device=_device(self._layers),
+            device=_device(model),
         )
+        #: The statistics of each operand of each layer, and of each weight of experts.
+        self._slots = self._kept[:operands].view(-1, len(ROLES), observe.KEPT)
+        self._weight_slots = self._kept[operands:]
         self._operand_stats = [OperandStats(keep_address(slots)) for slots in self._slots]
         self._watching = False
         self._set(self._is_due)
@@ -101,8 +107,9 @@ class Monitor:
         """Start or stop collecting statistics, from the next step."""
         self._watching = watching
         if watching:
-            observe.clear_(self._slots)
+            observe.clear_(self._kept)
             self._note_histories()
+            self._observe_experts()
             self._operand_stats = [
                 _with_shard(stats, layer)
                 for stats, layer in zip(self._operand_stats, self._layers.values(), strict=True)
@@ -119,6 +126,18 @@ class Monitor:
                 whole = recipe.amax_compute_algo == "max"
                 slots[:, observe.HISTORY] = history.amax(0) if whole else history[0]
 
+    @torch.no_grad()
+    def _observe_experts(self) -> None:
+        """Add the statistics of weights of experts, which the next forward quantizes.
+
+        Each rank quantizes its own shard. Only if it has rows of every expert (Shard(1)), this
+        needs a collective.
+        """
+        for kept, (module, key) in zip(self._weight_slots, self._weights.values(), strict=True):
+            values, plane = plane_of(module, key, kept.device)
+            if plane is not None:
+                observe.add_batch(kept, values, plane)
+
     @property
     def _ranks(self) -> int:
         if not dist.is_available() or not dist.is_initialized():
@@ -127,18 +146,26 @@ class Monitor:
 
     def _collect(self) -> dict[str, float]:
         """Return the statistics of all ranks, with one collective and one copy to the host."""
-        found = self._slots.unsqueeze(0)
+        found = self._kept.unsqueeze(0)
         if self._ranks > 1:
             # An all-gather, because sums and maxima would need two all-reduces.
-            found = self._slots.new_empty(self._ranks, *self._slots.shape)
-            dist.all_gather_into_tensor(found.flatten(0, 1), self._slots, group=self._group)
+            found = self._kept.new_empty(self._ranks, *self._kept.shape)
+            dist.all_gather_into_tensor(found.flatten(0, 1), self._kept, group=self._group)
         sums, maxima = found[..., : observe.SUMMED].sum(0), found[..., observe.SUMMED :].amax(0)
         rows = torch.cat([sums, maxima], -1).cpu().tolist()
+        operands = [
+            (name, role, layer.recipe, False)
+            for name, layer in self._layers.items()
+            for role in ROLES
+        ]
+        operands += [
+            (name, "weight", module._fp8_state.recipe, True)
+            for name, (module, _) in self._weights.items()
+        ]
         return {
             name_of(name, role, statistic): value
-            for (name, layer), operands in zip(self._layers.items(), rows, strict=True)
-            for role, kept in zip(ROLES, operands, strict=True)
-            for statistic, value in _statistics(kept, layer).items()
+            for (name, role, recipe, batched), kept in zip(operands, rows, strict=True)
+            for statistic, value in _statistics(kept, recipe, batched).items()
         }
 
 
@@ -182,6 +209,10 @@ def monitor(
     only amax and scales. This applies to FP8 weights and to operands that tensor parallelism
     gathers in FP8.
 
+    For a converted weight of experts, LAYER is the parameter's name and the operand is "weight".
+    Its statistics are of all experts together, and of the values that the step begins with. Inputs
+    and gradients of experts have no statistics.
+
     Args:
         model: a converted model, or a part of one.
         every: the number of steps from one logged step to the next.
@@ -201,19 +232,19 @@ def monitor(
 # --- one operand ---------------------------------------------------------------------------------
 
 
-def _statistics(kept: list[float], layer: Float8Linear) -> dict[str, float]:
-    """Return the statistics of one operand by name."""
+def _statistics(kept: list[float], recipe: Recipe, batched: bool) -> dict[str, float]:
+    """Return the statistics of one operand by name. A batched weight has several scales."""
     if not kept[observe.SEEN]:
         return {}
     amax, scale = kept[observe.AMAX], kept[observe.SCALE]
     found = {"amax": amax, "scale": scale}
-    if not layer.recipe.block_format("input").per_tensor:
+    if batched or not recipe.block_format("input").per_tensor:
         found["scale_min"] = min(scale, -kept[observe.MINUS_SMALLEST_SCALE])
     if elements := kept[observe.ELEMENTS]:
         found["saturated"] = kept[observe.SATURATED] / elements
         found["underflow"] = kept[observe.UNDERFLOWN] / elements
         found["sqnr_db"] = _decibels(kept[observe.SIGNAL], kept[observe.NOISE])
-    if layer.recipe.delayed:
+    if recipe.delayed and not batched:
         history = kept[observe.HISTORY]
         found["amax_to_history"] = amax / history if history else 1.0
     return found
@@ -226,9 +257,9 @@ def _decibels(signal: float, noise: float) -> float:
     return 10 * math.log10(ratio) if ratio > 0 else ratio  # NaN
 
 
-def _device(layers: dict[str, Float8Linear]) -> torch.device:
-    """Return the device of the layers' computation. FSDP2 may offload parameters to the CPU."""
-    weight: Any = next(iter(layers.values())).weight
+def _device(model: nn.Module) -> torch.device:
+    """Return the device of the model's computation. FSDP2 may offload parameters to the CPU."""
+    weight: Any = next(model.parameters())
     device: torch.device = weight.device
     if is_distributed(weight) and device.type != (kind := weight.device_mesh.device_type):
         return torch.device(kind, torch.get_device_module(kind).current_device())

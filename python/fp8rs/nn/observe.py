@@ -156,12 +156,37 @@ def _observe(
 observe = torch.ops.fp8rs._observe.default
 
 
+def add_batch(kept: Tensor, values: Tensor | None, plane: Plane) -> None:
+    """Add the quantization error of a batched weight (E, \\*, K), or of a shard of it.
+
+    Args:
+        kept: (`KEPT`,), fp64, to which it is added.
+        values: the values that were quantized, in the shape of the codes. With None, only amax and
+            scales are added.
+        plane: the codes and scales.
+    """
+    plane = Plane(plane.matrix, plane.scale, plane.format, plane.lead)
+    experts, rows, cols = plane.data.shape
+    if not experts * rows * cols:
+        return
+    kept[SEEN] += 1
+    if values is not None:
+        kept[ELEMENTS] += values.numel()
+        values = values.view(experts, rows, cols)
+    together = max(1, CHUNK // (rows * cols))
+    for first in range(0, experts, together):
+        batch = slice(first, min(first + together, experts))
+        for span in _chunks(rows, cols):
+            part = plane.part(span, slice(0, cols), batch)
+            _add_part(kept, None if values is None else values[batch, span].float(), part)
+
+
 def _add_part(kept: Tensor, x: Tensor | None, part: Plane) -> None:
     codes, scale = part.data.to(torch.float32), part.spread()
     decoded = codes * scale
     size = (decoded if x is None else x).abs()
     amax = size.amax()
-    if part.format.per_tensor:
+    if part.format.per_tensor and not part.batched:
         largest = smallest = part.scale.view(())
     else:
         used = codes != 0  # the scale of an all-zero block is arbitrary
@@ -183,6 +208,6 @@ def _add_part(kept: Tensor, x: Tensor | None, part: Plane) -> None:
 
 def _chunks(rows: int, cols: int) -> Iterator[slice]:
     """Yield ranges of rows of at most `CHUNK` elements."""
-    height = max(1, CHUNK // cols)
+    height = max(1, CHUNK // max(cols, 1))
     for start in range(0, rows, height):
         yield slice(start, min(start + height, rows))

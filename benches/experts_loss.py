@@ -1,0 +1,221 @@
+"""Train small mixtures of experts on real text, in bf16 and in FP8, and compare losses and gathers.
+
+    python benches/experts_loss.py [--models mixtral,qwen3_moe] [--recipes current,mxfp8] [--json F]
+
+The models are transformers', with two layers, and are sharded by FSDP2. The text is the demo's. All
+trainings of a model have equal initial weights and batches. The loss is the mean over held-out
+text. Its difference to bf16 must be below 1%, and weights of experts must be gathered with 0.50 to
+0.52 of bf16's bytes. Exits with 1 otherwise. A second training in bf16 begins with weights that
+differ by 0.1%, and shows how far results depend on such a difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fp8rs
+from fp8rs.demo.data import Corpus, load_corpus
+
+LENGTH, ROWS = 64, 16
+LEARNING_RATE = 1e-3
+#: The bf16 training that begins with other weights.
+PERTURBED = "bf16, perturbed"
+#: Batches of held-out text.
+HELD_OUT = 8
+SIZES = {"vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "intermediate_size": 256}),
+    "qwen3_moe": ("Qwen3Moe", {"num_experts": 16, "moe_intermediate_size": 96, "head_dim": 32}),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of one training.
+
+    Attributes:
+        model: a key of `KINDS`.
+        recipe: a recipe, or "bf16".
+        experts: the argument of the conversion.
+        loss: the held-out loss after the training.
+        expert_bytes: bytes of an all-gather of all weights of experts on one rank, with scales.
+        gathered: bytes of all all-gathers of the training on one rank.
+        seconds: the duration of the training.
+    """
+
+    model: str
+    recipe: str
+    experts: str
+    loss: float
+    expert_bytes: int
+    gathered: int
+    seconds: float
+
+
+class Gathers(TorchDispatchMode):
+    """Counts the bytes of all-gathers, and records the size of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and "allgather" in func._schema.name:
+            self.sizes.append(args[0].nbytes)
+        return func(*args, **(kwargs or {}))
+
+
+def build(kind: str) -> Any:
+    """Return a model of transformers with seeded values."""
+    import transformers
+
+    name, options = KINDS[kind]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(
+        **SIZES, **options, num_key_value_heads=2, num_experts_per_tok=2
+    )
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def train(kind: str, recipe: str, experts: str, corpus: Corpus, steps: int) -> Result:
+    """Train one model on all ranks."""
+    model, start = build(kind), time.monotonic()
+    fp8 = not recipe.startswith("bf16")
+    if recipe == PERTURBED:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + 1e-3 * torch.randn_like(parameter))
+    if fp8:
+        fp8rs.convert_to_float8_training(
+            model, recipe=recipe, experts=experts, filter_fqns=["lm_head"]
+        )
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        # Experts are gathered alone, so that their bytes can be counted.
+        fully_shard(layer.mlp.experts, mp_policy=policy)
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    with Gathers() as alone:
+        for layer in model.model.layers:
+            if fp8:
+                fp8rs.precompute_float8_dynamic_scale_for_fsdp(model)
+            layer.mlp.experts.unshard()
+            layer.mlp.experts.reshard()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    with Gathers() as seen:
+        for step in range(steps):
+            rows = corpus.batch(0, step, ROWS, LENGTH).chunk(ranks)[rank]
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, steps)
+            model(input_ids=rows, labels=rows).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    seconds, gathered = time.monotonic() - start, sum(seen.sizes)
+    model.eval()
+    total = torch.zeros(())
+    with torch.no_grad():
+        for index in range(HELD_OUT):
+            rows = corpus.held_out_batch(index, ROWS, LENGTH).chunk(ranks)[rank]
+            total += model(input_ids=rows, labels=rows).loss.float()
+    dist.all_reduce(total)
+    loss = total.item() / HELD_OUT / ranks
+    return Result(kind, recipe, experts, loss, sum(alone.sizes), gathered, seconds)
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Return the learning rate: a linear warm-up, then a cosine to 0."""
+    warm_up = steps // 10
+    if step < warm_up:
+        return LEARNING_RATE * (step + 1) / warm_up
+    done = (step - warm_up) / (steps - warm_up)
+    return LEARNING_RATE * (1 + math.cos(math.pi * done)) / 2
+
+
+def run_rank(rank: int, ranks: int, store: str, options: argparse.Namespace) -> None:
+    """Train all models on one rank, and print the results on the first one."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    corpus, results = load_corpus(), []
+    for kind in options.models:
+        runs = [("bf16", "off"), (PERTURBED, "off")]
+        for recipe in options.recipes:
+            blockwise = recipe in ("block", "mxfp8")
+            runs.append((recipe, "gather" if blockwise else "fp8"))
+        for recipe, experts in runs:
+            results.append(train(kind, recipe, experts, corpus, options.steps))
+            if rank == 0:
+                print(row(results[-1], reference(results)), flush=True)
+    if rank == 0 and options.json is not None:
+        options.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
+    fp8 = [r for r in results if r.recipe != PERTURBED]
+    failed = [r for r in fp8 if not passes(r, reference(results, r.model))]
+    dist.destroy_process_group()
+    if failed and rank == 0:
+        sys.exit("beyond the limits: " + ", ".join(f"{r.model} {r.recipe}" for r in failed))
+
+
+def reference(results: list[Result], model: str | None = None) -> Result:
+    """Return the bf16 training of a model, by default of the last result's."""
+    model = model or results[-1].model
+    return next(r for r in results if r.model == model and r.recipe == "bf16")
+
+
+def passes(result: Result, bf16: Result) -> bool:
+    """Whether the loss and the bytes of gathers are within the limits."""
+    ratio = result.expert_bytes / bf16.expert_bytes
+    small = result.recipe.startswith("bf16") or 0.5 <= ratio <= 0.52
+    return small and abs(result.loss / bf16.loss - 1) < 0.01
+
+
+def row(result: Result, bf16: Result) -> str:
+    """Return a row of the table."""
+    return (
+        f"| {result.model} | {result.recipe} | {result.experts} | {result.loss:.4f} "
+        f"| {100 * (result.loss / bf16.loss - 1):+.2f}% "
+        f"| {result.expert_bytes / bf16.expert_bytes:.4f} "
+        f"| {result.gathered / bf16.gathered:.3f} | {result.seconds:.0f} |"
+    )
+
+
+def main() -> None:
+    """Start the ranks."""
+
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", type=names, default=list(KINDS))
+    recipes = ["current", "delayed", "rowwise", "block", "mxfp8"]
+    parser.add_argument("--recipes", type=names, default=recipes)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    print(
+        "| model | recipe | experts | held-out loss | to bf16 | experts' gather | all gathers | s |"
+    )
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run_rank, (options.ranks, f"{folder}/store", options), options.ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Quantize weights of experts as the next forward does, to observe the error."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8rs._torch import is_distributed, own_part
+from fp8rs.gemm.grouped import has_grouped_gemm
+from fp8rs.nn.spec import spec_for
+from fp8rs.tensor.planes import Plane
+from fp8rs.tensor.quantized import QuantizedTensor
+from fp8rs.tensor.spec import QuantSpec, quantize_planes
+
+
+def plane_of(module: Any, key: str, device: torch.device) -> tuple[Tensor | None, Plane | None]:
+    """Return this rank's part of a batched weight, and its codes and scales.
+
+    Args:
+        module: a converted module with weights of experts.
+        key: the parameter's name.
+        device: the device of the model's computation.
+
+    Returns:
+        The values, or None for FP8 weights. The plane is None if the weight is not quantized.
+    """
+    parameter = module._parameters[key]
+    local = own_part(parameter)
+    if isinstance(local, QuantizedTensor):
+        return None, local.plane("rowwise", "fp8rs.monitor").map(lambda t: t.to(device))
+    spec = replace(spec_for(module._fp8_state.key, device).weight, batched=True)
+    gathered = hasattr(local, "_handle")
+    if not gathered and not _has_fp8_gemms(module, spec, device):
+        return None, None
+    values = getattr(local, "high_precision", local).detach().to(device)
+    if is_distributed(parameter):
+        return values, _shard_plane(module, key, values, spec)
+    return values, quantize_planes(spec, values, True, False)[0]
+
+
+def _has_fp8_gemms(module: Any, spec: QuantSpec, device: torch.device) -> bool:
+    format = spec.format
+    known = (format.per_tensor or format.per_row) and not format.microscaled
+    return getattr(module, "_fp8_gemms", False) and known and has_grouped_gemm(device)
+
+
+def _shard_plane(module: Any, key: str, values: Tensor, spec: QuantSpec) -> Plane | None:
+    """Quantize a shard, with the scales of the whole weight."""
+    from fp8rs.fsdp.param import LocalShard
+    from fp8rs.fsdp.quantize import BlockwiseShardQuantizer, TensorwiseShardQuantizer
+    from fp8rs.fsdp.shard_spec import shard_spec
+
+    quantizer = (
+        TensorwiseShardQuantizer(spec, None)
+        if spec.format.per_tensor
+        else BlockwiseShardQuantizer(spec)
+    )
+    where = shard_spec(module._parameters[key])
+    shard = LocalShard(module._fp8_params[key], values, where, values.device)
+    return quantizer.planes([shard])[0][0]
