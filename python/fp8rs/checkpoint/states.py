@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer as TorchOptimizer
 
 from fp8rs._torch import names_of, note_write, own_part
-from fp8rs.nn import buffers
+from fp8rs.nn.fp8_params import reset_scales
 from fp8rs.nn.linear import Float8Linear
 from fp8rs.scaling.histories import BUFFERS, keep_local
 from fp8rs.tensor.quantized import QuantizedTensor
@@ -178,7 +178,7 @@ def load_parts(value: Tensor, parts: dict[str, Tensor]) -> None:
         note_write(own)
     handle: Any = weight._store.observer
     layer = handle.module
-    buffers.reset(layer, layer._fp8_state.delayed)
+    reset_scales(layer)
     handle.mark_loaded()
     handle.update_history(weight._store.any_plane.scale)
 

@@ -25,8 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fp8rs._torch import in_backward, local_tensor, sharded_parameters
 from fp8rs.nn.model_state import ModelState
-from fp8rs.nn.root_hooks import move_first
-from fp8rs.quantize.spec import quant_spec
+from fp8rs.quantize.recipes import quant_spec
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from . import float8_shard
@@ -111,7 +110,7 @@ class ShardedModel:
             return
         state, index = self.state, handles[name].index
         state.relink(module)
-        move_first(state)
+        state.move_hooks_first()
         if state.delayed is not None:
             state.delayed.add_mesh(parameter.device_mesh, index)
         if not isinstance(local_tensor(parameter), QuantizedTensor):
@@ -309,7 +308,7 @@ class ShardedModel:
         if not self._checked:
             refuse_partial_reshard(self.state)
             refuse_recast(self.state)
-            move_first(self.state)
+            self.state.move_hooks_first()
             self._checked = True
 
     def _compare(self, mesh: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fp8rs._torch import local_tensor, set_local_tensor
-from fp8rs.nn.quantized_weight import copy_attributes
+from fp8rs.nn.fp8_params import copy_attributes
 from fp8rs.tensor.quantized import QuantizedTensor
 
 from . import state_dict

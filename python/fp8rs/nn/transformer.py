@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from fp8rs.quantize.recipes import Recipe, RecipeName, check_choice
 
 from .attention import MultiheadAttention
+from .linear import make_float8
 from .normalized import MLP, make_norm
-from .standalone import make_float8
 
 
 class TransformerLayer(nn.Module):

@@ -20,7 +20,7 @@ from fp8rs._torch import constant_when_traced, in_backward, is_traced
 from fp8rs.quantize.recipes import DelayedScaling
 from fp8rs.scaling.histories import Pack, are_intact, keep_local, packed
 from fp8rs.scaling.reductions import check_same, mesh_groups, reduce_packed_
-from fp8rs.scaling.step_tracker import StepTracker
+from fp8rs.scaling.steps import StepTracker
 from fp8rs.tensor.spec import QuantSpec
 
 #: A model warns after this many forwards in training mode without an optimizer step.
